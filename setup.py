@@ -1,0 +1,39 @@
+"""Builds the one extension, torchrec_dyn._C; everything else is said in pyproject.toml."""
+
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+SOURCES = [
+    "csrc/library.cpp",
+    "csrc/id_map_cpu.cpp",
+    "csrc/row_store_cpu.cpp",
+    "csrc/pooling_cpu.cpp",
+    "csrc/row_update_cpu.cpp",
+]
+
+# A wheel built anywhere runs on any x86-64 or aarch64: no -march. Threads come from torch's
+# parallel_for: no OpenMP flag of ours. The stable ABI of torch 2.11 (torch/csrc/stable/version.h)
+# and the limited API of Python 3.10 make one wheel serve all later versions of both.
+COMPILE_ARGS = [
+    "-O3",
+    "-std=c++20",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unused-parameter",
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",
+]
+
+setup(
+    ext_modules=[
+        CppExtension(
+            "torchrec_dyn._C",
+            SOURCES,
+            include_dirs=["csrc"],
+            extra_compile_args={"cxx": COMPILE_ARGS},  # torch adds -DPy_LIMITED_API=0x030A0000
+            py_limited_api=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildExtension},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)
