@@ -1,0 +1,83 @@
+# All set-up is `make train` or `make test`: each makes .venv, installs the pins below, builds the extension,
+# then does its work. What is up to date is not done again (stamps in .venv).
+PYTHON ?= python3
+PROCESSES ?= 2
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install
+
+# These three belong together. For CUDA: make TORCH=... FBGEMM=fbgemm-gpu==1.8.0 (README).
+TORCH ?= torch==2.13.0
+FBGEMM ?= fbgemm-gpu-cpu==1.8.0
+TORCHREC ?= torchrec==1.8.0
+# What torchrec imports. It goes in by hand since torchrec itself goes in with --no-deps: its metadata names the
+# CUDA fbgemm and one old torchmetrics.
+TORCHREC_NEEDS := tensordict==0.15.3 torchmetrics==1.9.0 pyre-extensions==0.0.32 iopath==0.1.10 tqdm numpy
+# torchrec.distributed.test_utils wants the last three of the first line.
+TOOLS := "setuptools>=77" wheel ninja pytest==9.2.0 hypothesis==6.170.15 parameterized sortedcontainers expecttest \
+	ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
+
+CORE := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.h)
+CORE_FORMATTED := $(CORE) $(wildcard csrc/sanitize/*.cpp csrc/sanitize/*.h)
+
+.PHONY: train test build lint format bench bench-ab test-deep sanitize clean
+
+train: build
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES) \
+		examples/train_dlrm.py $(ARGS)
+
+test: build
+	$(BIN)/python -m pytest tests $(ARGS)
+
+test-deep: build
+	$(BIN)/python -m pytest tests --deep $(ARGS)
+
+build: $(VENV)/extension.stamp
+
+lint: build
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CORE_FORMATTED)
+	$(BIN)/mypy
+
+format: build
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CORE_FORMATTED)
+
+bench: build
+	$(BIN)/python benchmarks/bench_lookup.py $(ARGS)
+
+# Old and new in turn on the same machine, so that a slow minute hits both: make bench-ab BASE=<commit>
+bench-ab: build
+	@test -n "$(BASE)" || { echo "bench-ab: expected BASE=<commit>, got none."; exit 1; }
+	rm -rf build/base && mkdir -p build/base && git archive $(BASE) | tar -x -C build/base
+	cd build/base && PATH="$(CURDIR)/$(BIN):$$PATH" $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	for round in 1 2 3; do \
+		echo "== $(BASE)" && PYTHONPATH=build/base $(BIN)/python benchmarks/bench_lookup.py $(ARGS) && \
+		echo "== checkout" && PYTHONPATH=. $(BIN)/python benchmarks/bench_lookup.py $(ARGS) || exit 1; \
+	done
+
+sanitize: build
+	csrc/sanitize/run $(BIN)/python
+
+clean:
+	rm -rf build dist *.egg-info torchrec_dyn/*.so $(VENV)/extension.stamp
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 10) or sys.exit(f"make: expected Python >= 3.10, got {v}. Name another one with make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: the others name it without a version and would choose their own.
+$(VENV)/dependencies.stamp: Makefile | $(BIN)/python
+	$(PIP) $(TORCH)
+	$(PIP) $(FBGEMM) $(TORCHREC_NEEDS)
+	$(PIP) --no-deps $(TORCHREC)
+	$(PIP) $(TOOLS)
+	@touch $@
+
+$(VENV)/extension.stamp: $(VENV)/dependencies.stamp setup.py pyproject.toml $(CORE)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@

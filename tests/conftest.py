@@ -1,0 +1,47 @@
+"""Devices, marks and Hypothesis profiles. Tests import nothing from here."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+_FIRM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("dev", max_examples=50, **_FIRM)
+settings.register_profile("ci", max_examples=50, derandomize=True, **_FIRM)
+settings.register_profile("deep", max_examples=2000, **_FIRM)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--deep", action="store_true", help="deep Hypothesis profile, and the soaks")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    everyday = "ci" if os.environ.get("CI") else "dev"
+    settings.load_profile("deep" if config.getoption("--deep") else everyday)
+
+
+def _has_cuda_kernels() -> bool:
+    """Whether torch sees a device and our extension was built for it."""
+    import torchrec_dyn  # noqa: F401  registers the ops
+
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+    return torch.cuda.is_available() and any(op.startswith("torchrec_dyn::") for op in registered)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons = {}
+    if not _has_cuda_kernels():
+        reasons["needs_cuda"] = "no CUDA device, or no CUDA kernels in torchrec_dyn._C"
+    if not config.getoption("--deep"):
+        reasons["deep"] = "a soak: make test-deep"
+    for item in items:
+        for mark, reason in reasons.items():
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.needs_cuda)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Runs the test once on each device that there is."""
+    return torch.device(request.param)
