@@ -1,0 +1,111 @@
+// Rows live in blocks of 2^shift rows, so that a table grows by appending a block and no row ever moves.
+//
+// An op over several tables takes one flat list of blocks and `layout` [T, 4] int64, one line a table:
+//   first block in the list, number of blocks, shift, columns of a row.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "checks.h"
+#include "row_types.h"
+
+namespace torchrec_dyn {
+
+template <typename T>
+struct RowBlocks {
+  std::vector<T*> blocks;
+  int64_t shift = 0;
+  int64_t columns = 0;
+
+  int64_t capacity() const { return static_cast<int64_t>(blocks.size()) << shift; }
+  T* row(int64_t index) const {
+    return blocks[static_cast<size_t>(index >> shift)] + (index & ((int64_t{1} << shift) - 1)) * columns;
+  }
+};
+
+template <typename T>
+void prefetch_row(const RowBlocks<T>& table, int64_t index, bool to_write) {
+  const auto* byte = reinterpret_cast<const char*>(table.row(index));
+  const int64_t bytes = table.columns * static_cast<int64_t>(sizeof(T));
+  // Four lines suffice: the hardware's own prefetcher follows a longer row.
+  for (int64_t offset = 0; offset < bytes && offset < 256; offset += 64) {
+    if (to_write)
+      __builtin_prefetch(byte + offset, 1, 3);
+    else
+      __builtin_prefetch(byte + offset, 0, 3);
+  }
+}
+
+struct TableLayout {
+  int64_t first_block;
+  int64_t blocks;
+  int64_t shift;
+  int64_t columns;
+};
+
+inline std::vector<TableLayout> read_layout(const char* op, const Tensor& layout) {
+  check_tensor(op, "layout", layout, ScalarType::Long);
+  STD_TORCH_CHECK(layout.dim() == 2 && layout.size(1) == 4, op, ": expected layout of shape [T, 4], got ",
+                  layout.dim(), " dimensions.");
+  const int64_t* line = const_data<int64_t>(layout);
+  std::vector<TableLayout> tables;
+  for (int64_t t = 0; t < layout.size(0); ++t, line += 4) {
+    STD_TORCH_CHECK(line[0] >= 0 && line[1] >= 0 && line[2] >= 0 && line[2] < 40 && line[3] > 0, op,
+                    ": expected a layout of block >= 0, count >= 0, shift in [0, 40), columns > 0, got ", line[0],
+                    ", ", line[1], ", ", line[2], ", ", line[3], ".");
+    tables.push_back({line[0], line[1], line[2], line[3]});
+  }
+  return tables;
+}
+
+template <typename T>
+constexpr ScalarType scalar_type_of();
+template <>
+constexpr ScalarType scalar_type_of<float>() {
+  return ScalarType::Float;
+}
+template <>
+constexpr ScalarType scalar_type_of<Float16>() {
+  return ScalarType::Half;
+}
+template <>
+constexpr ScalarType scalar_type_of<BFloat16>() {
+  return ScalarType::BFloat16;
+}
+
+// The blocks of one table out of the flat list. `columns` is 1 for state that a row shares.
+template <typename T>
+RowBlocks<T> row_blocks(const char* op, const char* name, const std::vector<Tensor>& list, const TableLayout& table,
+                        int64_t columns) {
+  RowBlocks<T> rows;
+  rows.shift = table.shift;
+  rows.columns = columns;
+  STD_TORCH_CHECK(table.first_block + table.blocks <= static_cast<int64_t>(list.size()), op, ": expected ",
+                  table.first_block + table.blocks, " blocks of ", name, ", got ", list.size(), ".");
+  for (int64_t b = 0; b < table.blocks; ++b) {
+    const Tensor& block = list[static_cast<size_t>(table.first_block + b)];
+    check_tensor(op, name, block, scalar_type_of<T>());
+    check_size(op, "the elements of a block", columns << table.shift, block.numel());
+    rows.blocks.push_back(static_cast<T*>(block.mutable_data_ptr()));
+  }
+  return rows;
+}
+
+// Calls body(T{}) with the element type of the blocks; float where there is none.
+template <typename Body>
+void dispatch_row_type(const char* op, const std::vector<Tensor>& blocks, const Body& body) {
+  const ScalarType type = blocks.empty() ? ScalarType::Float : blocks.front().scalar_type();
+  switch (type) {
+    case ScalarType::Float:
+      return body(float{});
+    case ScalarType::Half:
+      return body(Float16{});
+    case ScalarType::BFloat16:
+      return body(BFloat16{});
+    default:
+      STD_TORCH_CHECK(false, op, ": expected rows of dtype float32, float16 or bfloat16, got ", dtype_name(type), ".");
+  }
+}
+
+}  // namespace torchrec_dyn

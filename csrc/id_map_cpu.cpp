@@ -1,0 +1,248 @@
+// The ops of the id map on the CPU. Ids come in table order: table_offsets says which are whose.
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <tuple>
+#include <vector>
+
+#include "checks.h"
+#include "id_map.h"
+#include "parallel.h"
+
+namespace torchrec_dyn {
+namespace {
+
+constexpr int64_t kGrain = 2048;
+
+IdMapView view_of(const char* op, const Tensor& slots) {
+  check_tensor(op, "slots", slots, ScalarType::Long);
+  STD_TORCH_CHECK(slots.dim() == 2 && slots.size(1) == 2, op, ": expected slots of shape [C, 2], got ", slots.dim(),
+                  " dimensions.");
+  return IdMapView{static_cast<Slot*>(slots.mutable_data_ptr()), slots.size(0)};
+}
+
+std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>& slots) {
+  std::vector<IdMapView> views;
+  views.reserve(slots.size());
+  for (const Tensor& table : slots) views.push_back(view_of(op, table));
+  return views;
+}
+
+Tensor mix64_ids(const Tensor& ids) {
+  check_tensor("mix64", "ids", ids, ScalarType::Long);
+  Tensor mixed = new_int64(ids.numel());
+  const auto* in = const_data<uint64_t>(ids);
+  auto* out = mutable_data<uint64_t>(mixed);
+  for_each_range(ids.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) out[i] = mix64(in[i]);
+  });
+  return mixed;
+}
+
+Tensor unmix64_ids(const Tensor& mixed) {
+  check_tensor("unmix64", "mixed", mixed, ScalarType::Long);
+  Tensor ids = new_int64(mixed.numel());
+  const auto* in = const_data<uint64_t>(mixed);
+  auto* out = mutable_data<uint64_t>(ids);
+  for_each_range(mixed.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) out[i] = unmix64(in[i]);
+  });
+  return ids;
+}
+
+std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets, std::vector<Tensor> slots) {
+  const auto tables = static_cast<int64_t>(slots.size());
+  check_tensor("lookup", "ids", ids, ScalarType::Long);
+  check_table_offsets("lookup", table_offsets, tables, ids.numel());
+  const std::vector<IdMapView> maps = views_of("lookup", slots);
+  Tensor rows = new_int64(ids.numel());
+  Tensor absent = new_int64(tables);
+  const int64_t* id = const_data<int64_t>(ids);
+  const int64_t* offset = const_data<int64_t>(table_offsets);
+  int64_t* row = mutable_data<int64_t>(rows);
+  std::vector<std::atomic<int64_t>> absent_of(maps.size());
+  for_each_range(ids.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    int64_t table = std::upper_bound(offset, offset + tables + 1, begin) - offset - 1;
+    for (int64_t first = begin; first < end; ++table) {
+      const int64_t last = std::min(end, offset[table + 1]);
+      const int64_t missing = find_rows(maps[static_cast<size_t>(table)], id, first, last, row);
+      absent_of[static_cast<size_t>(table)].fetch_add(missing, std::memory_order_relaxed);
+      first = last;
+    }
+  });
+  std::copy(absent_of.begin(), absent_of.end(), mutable_data<int64_t>(absent));
+  return {rows, absent};
+}
+
+// The distinct absent ids of one table, in order of first sight.
+struct NewIds {
+  std::vector<int64_t> ids;
+  std::vector<int64_t> counts;
+};
+
+NewIds collect_new_of_table(const int64_t* ids, const int64_t* rows, int64_t begin, int64_t end, int64_t* new_index) {
+  NewIds found;
+  const int64_t absent = std::count(rows + begin, rows + end, kNoRow);
+  if (absent == 0) {
+    std::fill(new_index + begin, new_index + end, kNoRow);
+    return found;
+  }
+  std::vector<Slot> slots(std::bit_ceil(static_cast<uint64_t>(2 * absent)), Slot{0, kNoRow});
+  const IdMapView seen{slots.data(), static_cast<int64_t>(slots.size())};
+  constexpr int64_t kAhead = 12;
+  for (int64_t i = begin; i < end; ++i) {
+    if (i + kAhead < end) prefetch_slot(seen, seen.home(ids[i + kAhead]));
+    new_index[i] = kNoRow;
+    if (rows[i] != kNoRow) continue;
+    const int64_t home = seen.home(ids[i]);
+    int64_t index = find_row(seen, ids[i], home);
+    if (index == kNoRow) {
+      index = static_cast<int64_t>(found.ids.size());
+      insert_absent(seen, ids[i], index, home);
+      found.ids.push_back(ids[i]);
+      found.counts.push_back(0);
+    }
+    ++found.counts[static_cast<size_t>(index)];
+    new_index[i] = index;
+  }
+  return found;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const Tensor& rows,
+                                                       const Tensor& table_offsets) {
+  const int64_t tables = table_offsets.numel() - 1;
+  check_tensor("collect_new", "ids", ids, ScalarType::Long);
+  check_tensor("collect_new", "rows", rows, ScalarType::Long);
+  check_size("collect_new", "the number of rows", ids.numel(), rows.numel());
+  check_table_offsets("collect_new", table_offsets, tables, ids.numel());
+  const int64_t* offset = const_data<int64_t>(table_offsets);
+  Tensor new_index = new_int64(ids.numel());
+  std::vector<NewIds> found(static_cast<size_t>(tables));
+  for_each_task(tables, [&](int64_t t) {
+    found[static_cast<size_t>(t)] = collect_new_of_table(const_data<int64_t>(ids), const_data<int64_t>(rows),
+                                                         offset[t], offset[t + 1], mutable_data<int64_t>(new_index));
+  });
+  Tensor new_offsets = new_int64(tables + 1);
+  int64_t* new_offset = mutable_data<int64_t>(new_offsets);
+  new_offset[0] = 0;
+  for (int64_t t = 0; t < tables; ++t)
+    new_offset[t + 1] = new_offset[t] + static_cast<int64_t>(found[static_cast<size_t>(t)].ids.size());
+  Tensor new_ids = new_int64(new_offset[tables]);
+  Tensor new_counts = new_int64(new_offset[tables]);
+  for_each_task(tables, [&](int64_t t) {
+    const NewIds& table = found[static_cast<size_t>(t)];
+    std::copy(table.ids.begin(), table.ids.end(), mutable_data<int64_t>(new_ids) + new_offset[t]);
+    std::copy(table.counts.begin(), table.counts.end(), mutable_data<int64_t>(new_counts) + new_offset[t]);
+    // From an index into the table's own new ids to one into all of them.
+    int64_t* index = mutable_data<int64_t>(new_index);
+    for (int64_t i = offset[t]; i < offset[t + 1]; ++i)
+      if (index[i] != kNoRow) index[i] += new_offset[t];
+  });
+  return {new_ids, new_counts, new_offsets, new_index};
+}
+
+void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_offsets, std::vector<Tensor> slots) {
+  const auto tables = static_cast<int64_t>(slots.size());
+  check_tensor("insert", "new_ids", new_ids, ScalarType::Long);
+  check_tensor("insert", "new_rows", new_rows, ScalarType::Long);
+  check_size("insert", "the number of new_rows", new_ids.numel(), new_rows.numel());
+  check_table_offsets("insert", new_offsets, tables, new_ids.numel());
+  const std::vector<IdMapView> maps = views_of("insert", slots);
+  const int64_t* id = const_data<int64_t>(new_ids);
+  const int64_t* row = const_data<int64_t>(new_rows);
+  const int64_t* offset = const_data<int64_t>(new_offsets);
+  for (int64_t i = 0; i < new_rows.numel(); ++i)
+    STD_TORCH_CHECK(row[i] >= 0, "insert: expected rows >= 0, got ", row[i], ".");
+  std::atomic<bool> full{false};
+  for_each_task(tables, [&](int64_t t) {
+    const IdMapView& map = maps[static_cast<size_t>(t)];
+    constexpr int64_t kAhead = 12;
+    for (int64_t i = offset[t]; i < offset[t + 1]; ++i) {
+      if (map.capacity == 0) {
+        full = true;
+        return;
+      }
+      if (i + kAhead < offset[t + 1]) prefetch_slot(map, map.home(id[i + kAhead]));
+      if (!insert_absent(map, id[i], row[i], map.home(id[i]))) full = true;
+    }
+  });
+  STD_TORCH_CHECK(!full, "insert: expected an empty slot for every new id, got a full map. Grow it with rehash first.");
+}
+
+void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_rows) {
+  check_tensor("fill_new_", "rows", rows, ScalarType::Long);
+  check_tensor("fill_new_", "new_index", new_index, ScalarType::Long);
+  check_tensor("fill_new_", "new_rows", new_rows, ScalarType::Long);
+  check_size("fill_new_", "the number of new_index", rows.numel(), new_index.numel());
+  const int64_t fresh = new_rows.numel();
+  const int64_t* index = const_data<int64_t>(new_index);
+  const int64_t* fresh_row = const_data<int64_t>(new_rows);
+  int64_t* row = mutable_data<int64_t>(rows);
+  std::atomic<bool> outside{false};
+  for_each_range(rows.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (index[i] < 0) continue;
+      if (index[i] < fresh)
+        row[i] = fresh_row[index[i]];
+      else
+        outside = true;
+    }
+  });
+  STD_TORCH_CHECK(!outside, "fill_new_: expected new_index < ", fresh, ", got a larger one.");
+}
+
+Tensor erase(const Tensor& ids, const Tensor& slots) {
+  check_tensor("erase", "ids", ids, ScalarType::Long);
+  const IdMapView map = view_of("erase", slots);
+  Tensor rows = new_int64(ids.numel());
+  const int64_t* id = const_data<int64_t>(ids);
+  int64_t* row = mutable_data<int64_t>(rows);
+  for (int64_t i = 0; i < ids.numel(); ++i) row[i] = map.capacity == 0 ? kNoRow : erase_id(map, id[i]);
+  return rows;
+}
+
+Tensor rehash(const Tensor& slots, int64_t capacity) {
+  const IdMapView old_map = view_of("rehash", slots);
+  STD_TORCH_CHECK(capacity >= 1 && capacity < (int64_t{1} << 48), "rehash: expected a capacity in [1, 2^48), got ",
+                  capacity, ".");
+  Tensor grown = torch::stable::empty({capacity, 2}, ScalarType::Long, std::nullopt,
+                                      torch::stable::Device(torch::headeronly::DeviceType::CPU));
+  const IdMapView new_map{static_cast<Slot*>(grown.mutable_data_ptr()), capacity};
+  for_each_range(capacity, 1 << 16, [&](int64_t begin, int64_t end) {
+    std::fill(new_map.slots + begin, new_map.slots + end, Slot{0, kNoRow});
+  });
+  bool fits = true;
+  for (int64_t slot = 0; slot < old_map.capacity; ++slot) {
+    const Slot& moved = old_map.slots[slot];
+    if (moved.row != kNoRow) fits &= insert_absent(new_map, moved.id, moved.row, new_map.home(moved.id));
+  }
+  STD_TORCH_CHECK(fits, "rehash: expected a capacity that holds every id, got ", capacity, ".");
+  return grown;
+}
+
+Tensor probe_lengths(const Tensor& slots) {
+  const IdMapView map = view_of("probe_lengths", slots);
+  Tensor lengths = new_int64(map.capacity);
+  int64_t* length = mutable_data<int64_t>(lengths);
+  for_each_range(map.capacity, 1 << 14, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot)
+      length[slot] = map.slots[slot].row == kNoRow ? 0 : probe_length(map, slot);
+  });
+  return lengths;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
+  m.impl("mix64", TORCH_BOX(&mix64_ids));
+  m.impl("unmix64", TORCH_BOX(&unmix64_ids));
+  m.impl("lookup", TORCH_BOX(&lookup));
+  m.impl("collect_new", TORCH_BOX(&collect_new));
+  m.impl("insert", TORCH_BOX(&insert));
+  m.impl("fill_new_", TORCH_BOX(&fill_new_));
+  m.impl("erase", TORCH_BOX(&erase));
+  m.impl("rehash", TORCH_BOX(&rehash));
+  m.impl("probe_lengths", TORCH_BOX(&probe_lengths));
+}
+
+}  // namespace torchrec_dyn

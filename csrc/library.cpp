@@ -1,0 +1,62 @@
+// The table of contents of the core: every op, with the shapes of its tensors.
+//
+// T tables of one call, N ids in table order, M ids that are new, C slots of a map, B bags, S segments.
+// `slots` [C, 2] int64 is an id map (id_map.h); `blocks` are rows of one table (blocks.h); `layout` [T, 4] and
+// `segments` [S, 5] describe tables and bags (blocks.h, bags.h). A trailing underscore means in place.
+#include <Python.h>
+
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
+  // ids [N] -> [N]: the bijection of mix64.h and its inverse.
+  m.def("mix64(Tensor ids) -> Tensor");
+  m.def("unmix64(Tensor mixed) -> Tensor");
+
+  // ids [N], table_offsets [T + 1] -> rows [N] (-1 where absent), absent [T] (how many of a table's ids).
+  m.def("lookup(Tensor ids, Tensor table_offsets, Tensor[] slots) -> (Tensor rows, Tensor absent)");
+  // The distinct absent ids: new_ids [M] in order of first sight, new_counts [M] their occurrences,
+  // new_offsets [T + 1] which are whose, new_index [N] place in new_ids of each absent id, -1 of the others.
+  m.def(
+      "collect_new(Tensor ids, Tensor rows, Tensor table_offsets) -> "
+      "(Tensor new_ids, Tensor new_counts, Tensor new_offsets, Tensor new_index)");
+  // Puts new_ids [M], distinct and absent, into the maps with their new_rows [M].
+  m.def("insert(Tensor new_ids, Tensor new_rows, Tensor new_offsets, Tensor(a!)[] slots) -> ()");
+  // rows [N]: where new_index is not -1, writes new_rows[new_index].
+  m.def("fill_new_(Tensor(a!) rows, Tensor new_index, Tensor new_rows) -> ()");
+  // Takes ids [M] out of one map -> rows [M] they held, -1 where absent.
+  m.def("erase(Tensor ids, Tensor(a!) slots) -> Tensor");
+  // The same ids and rows in a new map of `capacity` slots.
+  m.def("rehash(Tensor slots, int capacity) -> Tensor");
+  // [C] slots looked at to find the id of each slot, 0 for an empty slot.
+  m.def("probe_lengths(Tensor slots) -> Tensor");
+
+  // Writes the initial rows of ids [M] to rows [M]. parameters: low, high, mean, deviation, low and high
+  // probability (initial_rows.h). key: 64 bits that stand for the seed and the table's name.
+  m.def(
+      "init_rows_(Tensor ids, Tensor rows, Tensor(a!)[] blocks, int shift, int columns, int first_column, int kind, "
+      "float[] parameters, int key) -> ()");
+  // rows [M] (-1 reads as zeros) -> [M, columns].
+  m.def("gather_rows(Tensor rows, Tensor[] blocks, int shift, int columns, ScalarType dtype) -> Tensor");
+  m.def("scatter_rows_(Tensor rows, Tensor values, Tensor(a!)[] blocks, int shift, int columns) -> ()");
+
+  // rows [N], offsets [B + 1] or none for sequences, bag_weights [N] -> [elements] of dtype.
+  m.def(
+      "gather_pool(Tensor rows, Tensor? offsets, Tensor? bag_weights, Tensor[] weights, Tensor layout, "
+      "Tensor segments, bool mean, int elements, ScalarType dtype) -> Tensor");
+  // grad [elements] -> [N].
+  m.def(
+      "bag_weights_grad(Tensor grad, Tensor rows, Tensor? offsets, Tensor[] weights, Tensor layout, "
+      "Tensor segments, bool mean) -> Tensor");
+  // Sums grad [elements] over the ids of each row and applies the optimizer. streams [T, 3]: rounding key,
+  // first column, step. hyper: learning rate, eps, beta1, beta2, weight decay, weight decay mode.
+  m.def(
+      "update_rows_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, "
+      "Tensor(a!)[] weights, Tensor(b!)[] momentum1, Tensor(c!)[] momentum2, Tensor layout, Tensor segments, "
+      "Tensor streams, bool mean, int optimizer, float[] hyper) -> ()");
+}
+
+// An empty Python module: importing torchrec_dyn._C loads this library and with it the ops.
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C(void) {
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,45 @@
+// The one mixer of the project: a bijection of 64-bit words.
+//
+// Three things are read from mix64(id), and they must not share bits:
+//   owner rank   the high bits: a rank owns a contiguous range of mixed ids (torchrec_dyn/row_wise.py);
+//   home slot    the high bits of mix64(id) * kSlotSpread, which depend on all bits of the mixed id,
+//                so that the ids of one owner still spread over its whole map;
+//   saved order  the mixed id itself, compared unsigned.
+// Changing a constant here changes where saved ids belong: tests/test_hash_golden.py pins the values.
+//
+// Source: the output function of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
+// generators", OOPSLA 2014) with Stafford's variant 13 constants, without the additive constant.
+#pragma once
+
+#include <cstdint>
+
+namespace torchrec_dyn {
+
+constexpr uint64_t mix64(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+  return x ^ (x >> 31);
+}
+
+// The factors are the inverses of those of mix64 modulo 2^64; a shift s is undone by the shifts s and 2s.
+constexpr uint64_t unmix64(uint64_t x) {
+  x = (x ^ (x >> 31) ^ (x >> 62)) * 0x319642B2D24D8EC3ull;
+  x = (x ^ (x >> 27) ^ (x >> 54)) * 0x96DE1B173F119089ull;
+  return x ^ (x >> 30) ^ (x >> 60);
+}
+
+static_assert(unmix64(mix64(0x0123456789ABCDEFull)) == 0x0123456789ABCDEFull);
+
+// 2^64 / golden ratio, made odd. Source: Knuth, TAOCP vol. 3, section 6.4 (Fibonacci hashing).
+constexpr uint64_t kSlotSpread = 0x9E3779B97F4A7C15ull;
+
+// The first slot tried for `id` in a map of `capacity` slots: the spread hash scaled to [0, capacity).
+// Monotone in the spread hash, so any capacity works (no power of two) and a map that grows is rebuilt by
+// one walk from front to back that writes front to back.
+// Source: Lemire, "Fast random integer generation in an interval", ACM TOMACS 2019.
+inline int64_t home_slot(int64_t id, int64_t capacity) {
+  const uint64_t spread = mix64(static_cast<uint64_t>(id)) * kSlotSpread;
+  return static_cast<int64_t>((static_cast<unsigned __int128>(spread) * static_cast<uint64_t>(capacity)) >> 64);
+}
+
+}  // namespace torchrec_dyn

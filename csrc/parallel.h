@@ -1,0 +1,43 @@
+// Runs tasks on the threads of torch, handing them out one by one so that uneven tasks do not idle a thread.
+// Which thread runs a task is not fixed; tasks must not share what they write.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <atomic>
+#include <cstdint>
+
+namespace torchrec_dyn {
+
+inline int64_t thread_count() { return static_cast<int64_t>(torch::stable::get_num_threads()); }
+
+template <typename Task>
+void for_each_task(int64_t tasks, const Task& task) {
+  const int64_t threads = thread_count() < tasks ? thread_count() : tasks;
+  if (threads <= 1) {
+    for (int64_t i = 0; i < tasks; ++i) task(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t i = next.fetch_add(1); i < tasks; i = next.fetch_add(1)) task(i);
+  });
+}
+
+// Cuts [0, size) into pieces of at least `grain` and runs task(begin, end) on each.
+template <typename Task>
+void for_each_range(int64_t size, int64_t grain, const Task& task) {
+  const int64_t wanted = 8 * thread_count();
+  const int64_t even = (size + wanted - 1) / wanted;
+  const int64_t piece = even < grain ? grain : even;
+  if (thread_count() <= 1 || size <= piece) {
+    if (size > 0) task(int64_t{0}, size);
+    return;
+  }
+  for_each_task((size + piece - 1) / piece, [&](int64_t i) {
+    const int64_t begin = i * piece;
+    task(begin, begin + piece < size ? begin + piece : size);
+  });
+}
+
+}  // namespace torchrec_dyn

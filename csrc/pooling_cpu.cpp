@@ -1,0 +1,182 @@
+// Gather and pool on the CPU, and the gradient of the bag weights.
+//
+//   out[bag] = sum over the ids i of the bag of bag_weight[i] * weights[rows[i]],   divided by the bag's
+//   length for the mean. An absent row (-1) counts as zeros; an empty bag is zeros.
+// The terms of a bag are added in their order, in float32, so the result does not depend on threads.
+#include "bags.h"
+#include "parallel.h"
+#include "simd.h"
+
+namespace torchrec_dyn {
+namespace {
+
+// Ids ahead of the one being added whose row is asked for: enough to cover a miss, few enough to stay in L1.
+constexpr int64_t kAhead = 16;
+
+template <typename T>
+struct PoolJob {
+  const Bags& bags;
+  const std::vector<RowBlocks<T>>& tables;
+  const int64_t* rows;
+  const float* bag_weights;  // or null
+  bool mean;
+};
+
+// Adds `width` columns from `column` on of every row of a bag into `sum`. A compile-time width keeps the
+// sums in registers.
+template <int64_t kWidth, typename T>
+TORCHREC_DYN_INLINE void pool_columns(const PoolJob<T>& job, const RowBlocks<T>& table, int64_t begin, int64_t end,
+                                      int64_t column, int64_t width, float* out) {
+  const int64_t n = kWidth > 0 ? kWidth : width;
+  float local[kWidth > 0 ? kWidth : 1];
+  float* sum = kWidth > 0 ? local : out;
+  for (int64_t c = 0; c < n; ++c) sum[c] = 0.0f;
+  for (int64_t i = begin; i < end; ++i) {
+    if (job.rows[i] < 0) continue;
+    const T* row = table.row(job.rows[i]) + column;
+    const float scale = job.bag_weights ? job.bag_weights[i] : 1.0f;
+    for (int64_t c = 0; c < n; ++c) sum[c] += scale * to_float(row[c]);
+  }
+  if (job.mean && end > begin) {
+    const float length = static_cast<float>(end - begin);
+    for (int64_t c = 0; c < n; ++c) sum[c] /= length;
+  }
+  if (kWidth > 0)
+    for (int64_t c = 0; c < n; ++c) out[c] = sum[c];
+}
+
+template <typename T>
+TORCHREC_DYN_INLINE void pool_bag(const PoolJob<T>& job, const RowBlocks<T>& table, int64_t begin, int64_t end,
+                                  float* out) {
+  int64_t column = 0;
+  for (; table.columns - column >= 64; column += 64) pool_columns<64>(job, table, begin, end, column, 64, out + column);
+  if (table.columns - column >= 32) {
+    pool_columns<32>(job, table, begin, end, column, 32, out + column);
+    column += 32;
+  }
+  if (table.columns - column >= 16) {
+    pool_columns<16>(job, table, begin, end, column, 16, out + column);
+    column += 16;
+  }
+  if (table.columns > column)
+    pool_columns<0>(job, table, begin, end, column, table.columns - column, out + column);
+}
+
+template <typename T, typename Out>
+TORCHREC_DYN_INLINE void pool_segment(const PoolJob<T>& job, const Segment& segment, int64_t first, int64_t last,
+                                      Out* out) {
+  const RowBlocks<T>& table = job.tables[static_cast<size_t>(segment.table)];
+  const int64_t stop = job.bags.end(last - 1);
+  int64_t ahead = job.bags.begin(first);
+  std::vector<float> sums(sizeof(Out) == sizeof(float) ? 0 : static_cast<size_t>(table.columns));
+  for (int64_t bag = first; bag < last; ++bag) {
+    const int64_t end = job.bags.end(bag);
+    for (; ahead < stop && ahead < end + kAhead; ++ahead)
+      if (job.rows[ahead] >= 0) prefetch_row(table, job.rows[ahead], false);
+    Out* place = out + segment.out_offset + (bag - segment.first_bag) * segment.out_stride;
+    if constexpr (sizeof(Out) == sizeof(float)) {
+      pool_bag(job, table, job.bags.begin(bag), end, place);
+    } else {
+      pool_bag(job, table, job.bags.begin(bag), end, sums.data());
+      for (int64_t c = 0; c < table.columns; ++c) store_nearest(sums[static_cast<size_t>(c)], &place[c]);
+    }
+  }
+}
+
+#define TORCHREC_DYN_POOL(T, Out)                                                                                  \
+  TORCHREC_DYN_SIMD void pool(const PoolJob<T>& job, const Segment& segment, int64_t first, int64_t last, Out* out) { \
+    pool_segment(job, segment, first, last, out);                                                                  \
+  }
+#define TORCHREC_DYN_POOL_OF(T)   \
+  TORCHREC_DYN_POOL(T, float)     \
+  TORCHREC_DYN_POOL(T, Float16)   \
+  TORCHREC_DYN_POOL(T, BFloat16)
+TORCHREC_DYN_POOL_OF(float)
+TORCHREC_DYN_POOL_OF(Float16)
+TORCHREC_DYN_POOL_OF(BFloat16)
+
+template <typename T>
+std::vector<RowBlocks<T>> all_row_blocks(const char* op, const std::vector<Tensor>& weights,
+                                         const std::vector<TableLayout>& tables) {
+  std::vector<RowBlocks<T>> rows;
+  for (const TableLayout& table : tables) rows.push_back(row_blocks<T>(op, "weights", weights, table, table.columns));
+  return rows;
+}
+
+Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
+                   std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean,
+                   int64_t elements, ScalarType dtype) {
+  check_tensor("gather_pool", "rows", rows, ScalarType::Long);
+  STD_TORCH_CHECK(elements >= 0, "gather_pool: expected elements >= 0, got ", elements, ".");
+  const std::vector<TableLayout> tables = read_layout("gather_pool", layout);
+  const Bags bags = read_bags("gather_pool", offsets, segments, tables, rows.numel(), elements);
+  const float* weight = bag_weight_data("gather_pool", bag_weights, rows.numel());
+  check_rows_of_bags("gather_pool", bags, tables, const_data<int64_t>(rows));
+  Tensor out = torch::stable::empty({elements}, dtype, std::nullopt,
+                                    torch::stable::Device(torch::headeronly::DeviceType::CPU));
+  dispatch_row_type("gather_pool", weights, [&](auto row_zero) {
+    using T = decltype(row_zero);
+    const auto row_tables = all_row_blocks<T>("gather_pool", weights, tables);
+    const PoolJob<T> job{bags, row_tables, const_data<int64_t>(rows), weight, mean};
+    dispatch_row_type("gather_pool", {out}, [&](auto out_zero) {
+      auto* place = mutable_data<decltype(out_zero)>(out);
+      for_each_range(bags.total(), 64, [&](int64_t begin, int64_t end) {
+        for_bags(bags, begin, end,
+                 [&](const Segment& segment, int64_t first, int64_t last) { pool(job, segment, first, last, place); });
+      });
+    });
+  });
+  return out;
+}
+
+// d loss / d bag_weight[i] = <grad[bag of i], weights[rows[i]]>, divided by the bag's length for the mean.
+template <typename T>
+void dot_segment(const PoolJob<T>& job, const Segment& segment, int64_t first, int64_t last, const float* grad,
+                 float* out) {
+  const RowBlocks<T>& table = job.tables[static_cast<size_t>(segment.table)];
+  for (int64_t bag = first; bag < last; ++bag) {
+    const float* bag_grad = grad + segment.out_offset + (bag - segment.first_bag) * segment.out_stride;
+    const int64_t begin = job.bags.begin(bag);
+    const int64_t end = job.bags.end(bag);
+    for (int64_t i = begin; i < end; ++i) {
+      if (job.rows[i] < 0) continue;
+      const T* row = table.row(job.rows[i]);
+      double dot = 0.0;
+      for (int64_t c = 0; c < table.columns; ++c) dot += static_cast<double>(bag_grad[c]) * to_float(row[c]);
+      out[i] = static_cast<float>(job.mean ? dot / static_cast<double>(end - begin) : dot);
+    }
+  }
+}
+
+Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& offsets,
+                        std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean) {
+  check_tensor("bag_weights_grad", "grad", grad, ScalarType::Float);
+  check_tensor("bag_weights_grad", "rows", rows, ScalarType::Long);
+  const std::vector<TableLayout> tables = read_layout("bag_weights_grad", layout);
+  const Bags bags = read_bags("bag_weights_grad", offsets, segments, tables, rows.numel(), grad.numel());
+  check_rows_of_bags("bag_weights_grad", bags, tables, const_data<int64_t>(rows));
+  Tensor out = torch::stable::empty({rows.numel()}, ScalarType::Float, std::nullopt,
+                                    torch::stable::Device(torch::headeronly::DeviceType::CPU));
+  float* place = mutable_data<float>(out);
+  std::fill(place, place + rows.numel(), 0.0f);
+  dispatch_row_type("bag_weights_grad", weights, [&](auto zero) {
+    using T = decltype(zero);
+    const auto row_tables = all_row_blocks<T>("bag_weights_grad", weights, tables);
+    const PoolJob<T> job{bags, row_tables, const_data<int64_t>(rows), nullptr, mean};
+    for_each_range(bags.total(), 64, [&](int64_t begin, int64_t end) {
+      for_bags(bags, begin, end, [&](const Segment& segment, int64_t first, int64_t last) {
+        dot_segment(job, segment, first, last, const_data<float>(grad), place);
+      });
+    });
+  });
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
+  m.impl("gather_pool", TORCH_BOX(&gather_pool));
+  m.impl("bag_weights_grad", TORCH_BOX(&bag_weights_grad));
+}
+
+}  // namespace torchrec_dyn

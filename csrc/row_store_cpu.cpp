@@ -1,0 +1,105 @@
+// Single rows on the CPU: fresh ones, reads and writes by row index. One table a call.
+#include <atomic>
+
+#include "blocks.h"
+#include "initial_rows.h"
+#include "parallel.h"
+
+namespace torchrec_dyn {
+namespace {
+
+constexpr int64_t kGrain = 512;
+
+InitialRows initial_rows_of(int64_t kind, const std::vector<double>& parameters) {
+  STD_TORCH_CHECK(kind >= 0 && kind <= 2, "init_rows_: expected kind in [0, 2], got ", kind, ".");
+  check_size("init_rows_", "the number of parameters", 6, static_cast<int64_t>(parameters.size()));
+  return {static_cast<InitialKind>(kind), parameters[0], parameters[1], parameters[2],
+          parameters[3],                  parameters[4], parameters[5]};
+}
+
+template <typename T>
+RowBlocks<T> single_table(const char* op, const std::vector<Tensor>& blocks, int64_t shift, int64_t columns) {
+  STD_TORCH_CHECK(shift >= 0 && shift < 40 && columns > 0, op, ": expected shift in [0, 40) and columns > 0, got ",
+                  shift, " and ", columns, ".");
+  return row_blocks<T>(op, "blocks", blocks, {0, static_cast<int64_t>(blocks.size()), shift, columns}, columns);
+}
+
+void check_rows(const char* op, const Tensor& rows, int64_t lowest, int64_t capacity) {
+  check_tensor(op, "rows", rows, ScalarType::Long);
+  const int64_t* row = const_data<int64_t>(rows);
+  for (int64_t i = 0; i < rows.numel(); ++i)
+    STD_TORCH_CHECK(row[i] >= lowest && row[i] < capacity, op, ": expected rows in [", lowest, ", ", capacity,
+                    "), got ", row[i], ".");
+}
+
+void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> blocks, int64_t shift, int64_t columns,
+                int64_t first_column, int64_t kind, std::vector<double> parameters, int64_t key) {
+  check_tensor("init_rows_", "ids", ids, ScalarType::Long);
+  check_size("init_rows_", "the number of rows", ids.numel(), rows.numel());
+  const InitialRows initial = initial_rows_of(kind, parameters);
+  dispatch_row_type("init_rows_", blocks, [&](auto zero) {
+    using T = decltype(zero);
+    const auto table = single_table<T>("init_rows_", blocks, shift, columns);
+    check_rows("init_rows_", rows, 0, table.capacity());
+    const int64_t* id = const_data<int64_t>(ids);
+    const int64_t* row = const_data<int64_t>(rows);
+    for_each_range(rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
+      std::vector<float> values(static_cast<size_t>(columns));
+      for (int64_t i = begin; i < end; ++i) {
+        fill_initial_row(initial, static_cast<uint64_t>(key), id[i], first_column, columns, values.data());
+        T* out = table.row(row[i]);
+        for (int64_t c = 0; c < columns; ++c) store_nearest(values[static_cast<size_t>(c)], &out[c]);
+      }
+    });
+  });
+}
+
+Tensor gather_rows(const Tensor& rows, std::vector<Tensor> blocks, int64_t shift, int64_t columns, ScalarType dtype) {
+  Tensor out = torch::stable::empty({rows.numel(), columns}, dtype, std::nullopt,
+                                    torch::stable::Device(torch::headeronly::DeviceType::CPU));
+  if (!blocks.empty())
+    STD_TORCH_CHECK(blocks.front().scalar_type() == dtype, "gather_rows: expected blocks of dtype ",
+                    dtype_name(dtype), ", got ", dtype_name(blocks.front().scalar_type()), ".");
+  dispatch_row_type("gather_rows", {out}, [&](auto zero) {
+    using T = decltype(zero);
+    const auto table = single_table<T>("gather_rows", blocks, shift, columns);
+    check_rows("gather_rows", rows, -1, table.capacity());
+    const int64_t* row = const_data<int64_t>(rows);
+    T* values = mutable_data<T>(out);
+    for_each_range(rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (row[i] < 0)
+          std::fill(values + i * columns, values + (i + 1) * columns, T{});
+        else
+          std::copy(table.row(row[i]), table.row(row[i]) + columns, values + i * columns);
+      }
+    });
+  });
+  return out;
+}
+
+void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor> blocks, int64_t shift,
+                   int64_t columns) {
+  check_size("scatter_rows_", "the elements of values", rows.numel() * columns, values.numel());
+  dispatch_row_type("scatter_rows_", blocks, [&](auto zero) {
+    using T = decltype(zero);
+    check_tensor("scatter_rows_", "values", values, scalar_type_of<T>());
+    const auto table = single_table<T>("scatter_rows_", blocks, shift, columns);
+    check_rows("scatter_rows_", rows, 0, table.capacity());
+    const int64_t* row = const_data<int64_t>(rows);
+    const T* value = const_data<T>(values);
+    // In order and on one thread: of two values for one row the last stays.
+    for (int64_t i = 0; i < rows.numel(); ++i)
+      std::copy(value + i * columns, value + (i + 1) * columns, table.row(row[i]));
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
+  m.impl("init_rows_", TORCH_BOX(&init_rows_));
+  m.impl("gather_rows", TORCH_BOX(&gather_rows));
+  m.impl("scatter_rows_", TORCH_BOX(&scatter_rows_));
+}
+
+}  // namespace torchrec_dyn

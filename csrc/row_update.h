@@ -1,0 +1,116 @@
+// The update rules: one row, its summed gradient, its optimizer state. n is the number of columns here.
+//
+// g gradient, w weight, m1 and m2 optimizer state, t step (from 1), lr learning rate, wd weight decay.
+//   SGD                w -= lr g
+//   ADAGRAD            m1 += g^2;  w -= lr g / (sqrt(m1) + eps)
+//   ROWWISE_ADAGRAD    m1 += mean(g'^2), g' = g + wd w under L2;  k = lr / (sqrt(m1) + eps)
+//                      w = (1 - k wd) w - k g under L2, (1 - lr wd) w - k g when decoupled
+//   ADAM               m1 = b1 m1 + (1 - b1) g;  m2 = b2 m2 + (1 - b2) g^2
+//                      w -= lr (m1 / (1 - b1^t) / (sqrt(m2 / (1 - b2^t)) + eps) + wd w)
+//   PARTIAL_ROWWISE_ADAM  the same with one m2 a row, fed by mean(g^2)
+// Source: FBGEMM fbgemm_gpu/codegen/genscript/optimizers.py, the CUDA rules (its CPU rules leave out parts).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "simd.h"
+
+namespace torchrec_dyn {
+
+enum class Optimizer : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3, kPartialRowwiseAdam = 4 };
+enum class WeightDecay : int64_t { kNone = 0, kL2 = 1, kDecoupled = 2 };
+
+struct UpdateRule {
+  Optimizer optimizer;
+  WeightDecay decay_mode;
+  float learning_rate;
+  float eps;
+  float beta1;
+  float beta2;
+  float weight_decay;
+
+  int64_t momentum1_columns(int64_t columns) const {
+    return optimizer == Optimizer::kSgd ? 0 : optimizer == Optimizer::kRowwiseAdagrad ? 1 : columns;
+  }
+  int64_t momentum2_columns(int64_t columns) const {
+    return optimizer == Optimizer::kAdam ? columns : optimizer == Optimizer::kPartialRowwiseAdam ? 1 : 0;
+  }
+};
+
+// 1 - beta^t for the table's step, in double because beta2 is near 1.
+struct BiasCorrection {
+  float first;
+  float second;
+};
+
+inline BiasCorrection bias_correction(const UpdateRule& rule, int64_t step) {
+  const auto t = static_cast<double>(step);
+  return {static_cast<float>(1.0 - std::pow(static_cast<double>(rule.beta1), t)),
+          static_cast<float>(1.0 - std::pow(static_cast<double>(rule.beta2), t))};
+}
+
+// The mean of (g + decay w)^2. Sixteen partial sums in a fixed order: vectorises, and gives the same bits at
+// every vector width.
+TORCHREC_DYN_INLINE float mean_square(const float* g, const float* w, float decay, int64_t n) {
+  constexpr int64_t kLanes = 16;
+  float lanes[kLanes] = {};
+  int64_t c = 0;
+  for (; c + kLanes <= n; c += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const float value = g[c + lane] + decay * w[c + lane];
+      lanes[lane] += value * value;
+    }
+  for (int64_t lane = 0; c < n; ++c, ++lane) {
+    const float value = g[c] + decay * w[c];
+    lanes[lane] += value * value;
+  }
+  for (int64_t half = kLanes / 2; half > 0; half /= 2)
+    for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  return lanes[0] / static_cast<float>(n);
+}
+
+TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection& correction, const float* g, float* w,
+                                    float* m1, float* m2, int64_t n) {
+  const float lr = rule.learning_rate;
+  switch (rule.optimizer) {
+    case Optimizer::kSgd:
+      for (int64_t c = 0; c < n; ++c) w[c] -= lr * g[c];
+      return;
+    case Optimizer::kAdagrad:
+      for (int64_t c = 0; c < n; ++c) {
+        m1[c] += g[c] * g[c];
+        w[c] -= lr * g[c] / (std::sqrt(m1[c]) + rule.eps);
+      }
+      return;
+    case Optimizer::kRowwiseAdagrad: {
+      const bool l2 = rule.decay_mode == WeightDecay::kL2;
+      m1[0] += mean_square(g, w, l2 ? rule.weight_decay : 0.0f, n);
+      const float multiplier = lr / (std::sqrt(m1[0]) + rule.eps);
+      const float keep = l2 ? 1.0f - multiplier * rule.weight_decay
+                            : (rule.decay_mode == WeightDecay::kDecoupled ? 1.0f - lr * rule.weight_decay : 1.0f);
+      for (int64_t c = 0; c < n; ++c) w[c] = keep * w[c] - multiplier * g[c];
+      return;
+    }
+    case Optimizer::kAdam:
+      for (int64_t c = 0; c < n; ++c) {
+        m1[c] = rule.beta1 * m1[c] + (1.0f - rule.beta1) * g[c];
+        m2[c] = rule.beta2 * m2[c] + (1.0f - rule.beta2) * (g[c] * g[c]);
+        const float direction =
+            m1[c] / correction.first / (std::sqrt(m2[c] / correction.second) + rule.eps);
+        w[c] -= lr * (direction + rule.weight_decay * w[c]);
+      }
+      return;
+    case Optimizer::kPartialRowwiseAdam: {
+      m2[0] = rule.beta2 * m2[0] + (1.0f - rule.beta2) * mean_square(g, w, 0.0f, n);
+      const float denominator = std::sqrt(m2[0] / correction.second) + rule.eps;
+      for (int64_t c = 0; c < n; ++c) {
+        m1[c] = rule.beta1 * m1[c] + (1.0f - rule.beta1) * g[c];
+        w[c] -= lr * (m1[c] / correction.first / denominator + rule.weight_decay * w[c]);
+      }
+      return;
+    }
+  }
+}
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,13 @@
+// Functions marked TORCHREC_DYN_SIMD are compiled for several x86-64 levels and chosen when the library is
+// loaded, so that one wheel runs on any machine. The build turns floating-point contraction off, so every
+// level gives the same bits. Elsewhere the compiler's baseline is used (aarch64 has 128-bit vectors there).
+#pragma once
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define TORCHREC_DYN_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define TORCHREC_DYN_SIMD
+#endif
+
+#define TORCHREC_DYN_INLINE inline __attribute__((always_inline))
