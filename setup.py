@@ -18,6 +18,7 @@ COMPILE_ARGS = [
     "-O3",
     "-std=c++20",
     "-fvisibility=hidden",
+    "-ffp-contract=off",  # the same bits on every machine, whether it has fused multiply-add or not
     "-Wall",
     "-Wextra",
     "-Wno-unused-parameter",

@@ -1,0 +1,302 @@
+"""The main path: ids -> rows -> pooled output, and gradients -> rows. Start reading here.
+
+A TableGroup is the tables that one op call serves. Its forward probes the id maps, gives unseen ids a row
+(in training) and gathers; its backward dedupes the rows of the batch, sums their gradients and applies the
+optimizer in place. Both are one op over all tables when every id is known.
+
+Legend: T tables, F features (in table order), B bags of a feature, N ids, D columns of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.bag_layout import BagLayout, Pooling
+from torchrec_dyn.row_numbers import ForwardTicket, OutstandingForwards
+from torchrec_dyn.row_store import RowStore
+from torchrec_dyn.table import DynamicTable
+
+
+@dataclass
+class _Forward:
+    """What a backward needs of its forward."""
+
+    group: TableGroup
+    ids: Tensor
+    rows: Tensor
+    table_offsets: Tensor
+    offsets: Tensor | None
+    segments: Tensor
+    elements: int
+    weights: list[Tensor]
+    layout: Tensor
+    learns: bool
+    ticket: ForwardTicket | None
+    steps: list[int]
+    generations: list[int]
+    is_done: bool = False
+
+
+class TableGroup:
+    """Tables that share pooling, row dtype and optimizer, looked up together.
+
+    Attributes:
+        tables: T tables.
+        learning_rate: read at every backward; the fused optimizer writes it.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[DynamicTable],
+        features_per_table: Sequence[int],
+        pooling: Pooling,
+        output_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.tables = list(tables)
+        self.learning_rate: float = self.tables[0].optimizer.learning_rate
+        self.output_dtype = output_dtype
+        self._bag_layout = BagLayout(
+            [table.columns for table in self.tables], features_per_table, pooling
+        )
+        self._forwards = OutstandingForwards()
+        for table in self.tables:
+            table.forwards = table.row_numbers.forwards = self._forwards
+        self._layout_key: tuple[tuple[int, int], ...] | None = None
+
+    def __call__(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        *,
+        training: bool,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Looks ids up and pools them.
+
+        Args:
+            ids: [N] int64, feature-major.
+            offsets: [F * B + 1] integer, where each bag begins in ids.
+            weights: [N] floating point weights of the ids in their bags, or None.
+            training: unseen ids get a row, the step is counted, and backward updates the rows.
+                Otherwise nothing changes and an unseen id reads as the table's `unseen` says.
+            batch_sizes: [F][ranks] bags of each feature and rank, for variable batches.
+
+        Returns:
+            Pooled: [B, sum of D over features]. Pooled with batch_sizes: one dimension, for each
+            rank, for each feature its [bags, D]. Not pooled: [N, D].
+
+        Raises:
+            ValueError: ids, offsets or weights of a wrong dtype or size.
+            RuntimeError: a table is full (no table is changed then).
+        """
+        ids, offsets, weights = self._check_input(ids, offsets, weights)
+        bags = self._bag_layout.describe(offsets, ids.numel(), batch_sizes)
+        rows, absent = self._find(ids, bags.table_offsets)
+        if training:
+            if sum(absent):
+                self._insert(ids, rows, bags.table_offsets)
+            self._count_step(bags.table_offsets, absent)
+        blocks, layout = self._blocks()
+        if not training and sum(absent) and any(t.config.unseen == "initial" for t in self.tables):
+            blocks, layout = self._add_initial_rows(ids, rows, bags.table_offsets)
+        forward = _Forward(
+            self, ids, rows, bags.table_offsets, bags.offsets, bags.segments, bags.elements,
+            blocks, layout, training, None, [t.step for t in self.tables],
+            [t.generation for t in self.tables],
+        )  # fmt: skip
+        wants_weight_grad = weights is not None and weights.requires_grad
+        if torch.is_grad_enabled() and (training or wants_weight_grad):
+            forward.ticket = self._forwards.open() if training else None
+            anchor = torch.zeros((), requires_grad=training)
+            output = _Lookup.apply(anchor, weights, forward)
+        else:
+            output = _pool(forward, weights)
+        return output.view(bags.shape)
+
+    def prefetch(self, ids: Tensor, offsets: Tensor) -> None:
+        """Gives unseen ids a row now, so that the training forward of the same batch only finds.
+
+        Args:
+            ids: [N] int64, feature-major.
+            offsets: [F * B + 1] integer.
+        """
+        ids, offsets, _ = self._check_input(ids, offsets, None)
+        table_offsets = self._bag_layout.table_offsets(offsets, ids.numel(), None)
+        rows, absent = self._find(ids, table_offsets)
+        if sum(absent):
+            self._insert(ids, rows, table_offsets)
+
+    def _check_input(
+        self, ids: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        names = ", ".join(table.name for table in self.tables)
+        if ids.dtype != torch.int64 or ids.dim() != 1:
+            raise ValueError(
+                f"lookup of tables {names}: expected ids [N] of int64, got {list(ids.shape)} of "
+                f"{ids.dtype}. Convert with ids.long()."
+            )
+        if weights is not None and (not weights.is_floating_point() or weights.numel() != ids.numel()):
+            raise ValueError(
+                f"lookup of tables {names}: expected {ids.numel()} floating point weights, got "
+                f"{weights.numel()} of {weights.dtype}."
+            )
+        return ids.detach().contiguous(), offsets.detach().to(torch.int64).contiguous(), weights
+
+    def _find(self, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, list[int]]:
+        slots = [table.id_map.slots for table in self.tables]
+        rows, absent = ops.lookup(ids, table_offsets, slots)
+        return rows, absent.tolist()
+
+    def _insert(self, ids: Tensor, rows: Tensor, table_offsets: Tensor) -> None:
+        """Gives the absent ids rows and writes these into `rows`. All tables, or none."""
+        new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
+        per_table = new_ids.split((new_offsets[1:] - new_offsets[:-1]).tolist())
+        for table, fresh in zip(self.tables, per_table):
+            table.check_room(fresh.numel())
+        for table, fresh in zip(self.tables, per_table):
+            table.reserve(fresh.numel())
+        new_rows = torch.cat([table.adopt(fresh) for table, fresh in zip(self.tables, per_table)])
+        ops.insert(new_ids, new_rows, new_offsets, [table.id_map.slots for table in self.tables])
+        ops.fill_new_(rows, new_index, new_rows)
+
+    def _count_step(self, table_offsets: Tensor, absent: list[int]) -> None:
+        bounds = table_offsets.tolist()
+        for table, begin, end, missing in zip(self.tables, bounds, bounds[1:], absent):
+            table.step += 1
+            table.counters["ids_seen"] += end - begin
+            table.counters["hits"] += end - begin - missing
+
+    def _blocks(self) -> tuple[list[Tensor], Tensor]:
+        """Returns the blocks of all tables and their layout, made anew when a table has grown."""
+        key = tuple((len(table.weights.blocks), table.generation) for table in self.tables)
+        if key != self._layout_key:
+            self._weights = [block for table in self.tables for block in table.weights.blocks]
+            self._layout = _layout([(t.weights, len(t.weights.blocks)) for t in self.tables])
+            self._layout_key = key
+        return self._weights, self._layout
+
+    def _add_initial_rows(
+        self, ids: Tensor, rows: Tensor, table_offsets: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """Puts the initial rows of unseen ids into blocks of their own, for one evaluation."""
+        new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
+        per_table = new_ids.split((new_offsets[1:] - new_offsets[:-1]).tolist())
+        stores: list[RowStore] = []
+        new_rows: list[Tensor] = []
+        for table, unseen in zip(self.tables, per_table):
+            weights = table.weights
+            store = RowStore(weights.columns, weights.shift, weights.dtype, weights.device)
+            store.blocks = list(weights.blocks)
+            fresh = torch.arange(weights.capacity, weights.capacity + unseen.numel())
+            if table.config.unseen == "initial":
+                store.reserve(weights.capacity + unseen.numel())
+                table.init_rows(unseen, fresh, store)
+            else:
+                fresh = torch.full_like(fresh, -1)
+            stores.append(store)
+            new_rows.append(fresh)
+        ops.fill_new_(rows, new_index, torch.cat(new_rows))
+        blocks = [block for store in stores for block in store.blocks]
+        return blocks, _layout([(store, len(store.blocks)) for store in stores])
+
+    def _check_backward(self, forward: _Forward) -> None:
+        if forward.is_done:
+            raise RuntimeError(
+                "lookup: expected one backward through a forward, got a second. The rows have "
+                "learnt from it already; run the forward again."
+            )
+        if forward.generations != [table.generation for table in self.tables]:
+            raise RuntimeError(
+                "lookup: expected the tables of the forward at its backward, got tables that were "
+                "loaded or converted in between. Run backward first."
+            )
+
+    def _update(self, forward: _Forward, grad: Tensor, weights: Tensor | None) -> None:
+        """Dedupes the rows of the forward, sums their gradients and applies the optimizer."""
+        self._count_late_grads(forward)
+        blocks, layout = self._blocks()
+        optimizer = self.tables[0].optimizer
+        states: list[list[Tensor]] = [[], []]
+        for table in self.tables:
+            for place, state in enumerate(table.states):
+                states[place].extend(state.blocks)
+        streams = torch.tensor(
+            [[t.rounding_key, t.first_column, s] for t, s in zip(self.tables, forward.steps)]
+        )
+        ops.update_rows_(
+            grad, forward.ids, forward.rows, forward.offsets, weights, blocks, states[0], states[1],
+            layout, forward.segments, streams, self._bag_layout.is_mean, int(optimizer.kind),
+            optimizer.hyper(self.learning_rate),
+        )  # fmt: skip
+
+    def _count_late_grads(self, forward: _Forward) -> None:
+        for t, table in enumerate(self.tables):
+            if not table.row_numbers.has_withheld:
+                continue
+            begin, end = forward.table_offsets[t : t + 2].tolist()
+            late = torch.isin(forward.rows[begin:end], table.row_numbers.withheld()).sum()
+            table.counters["late_grads"] += int(late)
+
+
+def _layout(stores: list[tuple[RowStore, int]]) -> Tensor:
+    lines, first = [], 0
+    for store, blocks in stores:
+        lines.append([first, blocks, store.shift, store.columns])
+        first += blocks
+    return torch.tensor(lines)
+
+
+def _pool(forward: _Forward, weights: Tensor | None) -> Tensor:
+    return ops.gather_pool(
+        forward.rows,
+        forward.offsets,
+        _as_float(weights),
+        forward.weights,
+        forward.layout,
+        forward.segments,
+        forward.group._bag_layout.is_mean,
+        forward.elements,
+        forward.group.output_dtype,
+    )
+
+
+def _as_float(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.detach().to(torch.float32).contiguous()
+
+
+class _Lookup(torch.autograd.Function):
+    """Gather in forward, update in backward. `anchor` only makes autograd call backward."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, weights: Tensor | None, forward: _Forward) -> Tensor:
+        ctx.lookup = forward
+        ctx.save_for_backward(weights)
+        return _pool(forward, weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:  # type: ignore[override]
+        forward: _Forward = ctx.lookup
+        (weights,) = ctx.saved_tensors
+        group = forward.group
+        group._check_backward(forward)
+        grad = grad.to(torch.float32).contiguous()
+        weights_grad = None
+        if ctx.needs_input_grad[1]:
+            # Of the rows as they are now: in a pipeline another batch may have updated them.
+            weights_grad = ops.bag_weights_grad(
+                grad, forward.rows, forward.offsets, forward.weights, forward.layout,
+                forward.segments, group._bag_layout.is_mean,
+            ).to(weights.dtype)  # fmt: skip
+        if forward.learns:
+            group._update(forward, grad, _as_float(weights))
+            assert forward.ticket is not None
+            group._forwards.close(forward.ticket)
+        forward.is_done = True
+        return None, weights_grad, None

@@ -1,0 +1,394 @@
+"""The typed face of each op of the core, and its fake kernel.
+
+The schemas and the meaning of every argument are in csrc/library.cpp. This is the only file that spells
+`torch.ops`. State arguments are written in place where the op's name or its docstring says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import _C  # noqa: F401  (loads the library that registers the ops)
+
+_ops = torch.ops.torchrec_dyn
+
+
+def mix64(ids: Tensor) -> Tensor:
+    """Mixes ids by a bijection of 64-bit words.
+
+    Args:
+        ids: [N] int64.
+
+    Returns:
+        [N] int64, the bits of an unsigned word.
+    """
+    return _ops.mix64.default(ids)
+
+
+def unmix64(mixed: Tensor) -> Tensor:
+    """Undoes `mix64`.
+
+    Args:
+        mixed: [N] int64.
+    """
+    return _ops.unmix64.default(mixed)
+
+
+def lookup(ids: Tensor, table_offsets: Tensor, slots: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Finds the rows of ids in the maps of T tables.
+
+    Args:
+        ids: [N] int64 in table order.
+        table_offsets: [T + 1] int64, the ids of table t are [table_offsets[t], table_offsets[t + 1]).
+        slots: T maps, each [C, 2] int64.
+
+    Returns:
+        rows: [N] int64, -1 where the id is absent.
+        absent: [T] int64, how many of each table's ids are absent, repeats counted.
+    """
+    return _ops.lookup.default(ids, table_offsets, slots)
+
+
+def collect_new(
+    ids: Tensor, rows: Tensor, table_offsets: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Lists the distinct absent ids of each table in order of first sight.
+
+    Args:
+        ids: [N] int64 in table order.
+        rows: [N] int64 of `lookup`.
+        table_offsets: [T + 1] int64.
+
+    Returns:
+        new_ids: [M] int64.
+        new_counts: [M] int64, occurrences of each.
+        new_offsets: [T + 1] int64, which of them are whose.
+        new_index: [N] int64, the place in new_ids of an absent id, -1 for the others.
+    """
+    return _ops.collect_new.default(ids, rows, table_offsets)
+
+
+def insert(
+    new_ids: Tensor, new_rows: Tensor, new_offsets: Tensor, slots: Sequence[Tensor]
+) -> None:
+    """Writes distinct absent ids into the maps, in place.
+
+    Args:
+        new_ids: [M] int64.
+        new_rows: [M] int64, at least 0.
+        new_offsets: [T + 1] int64.
+        slots: T maps with an empty slot for every new id.
+    """
+    _ops.insert.default(new_ids, new_rows, new_offsets, slots)
+
+
+def fill_new_(rows: Tensor, new_index: Tensor, new_rows: Tensor) -> None:
+    """Writes `new_rows[new_index]` into `rows` where new_index is not -1.
+
+    Args:
+        rows: [N] int64, written in place.
+        new_index: [N] int64 of `collect_new`.
+        new_rows: [M] int64.
+    """
+    _ops.fill_new_.default(rows, new_index, new_rows)
+
+
+def erase(ids: Tensor, slots: Tensor) -> Tensor:
+    """Takes ids out of one map, in place.
+
+    Args:
+        ids: [M] int64.
+        slots: [C, 2] int64.
+
+    Returns:
+        [M] int64, the rows they held, -1 where the id was absent (or a repeat of one just erased).
+    """
+    return _ops.erase.default(ids, slots)
+
+
+def rehash(slots: Tensor, capacity: int) -> Tensor:
+    """Makes a map of `capacity` slots with the same ids and rows.
+
+    Args:
+        slots: [C, 2] int64, not changed.
+        capacity: slots of the new map, more than the ids in use.
+    """
+    return _ops.rehash.default(slots, capacity)
+
+
+def probe_lengths(slots: Tensor) -> Tensor:
+    """Counts the slots looked at to find the id of each slot.
+
+    Args:
+        slots: [C, 2] int64.
+
+    Returns:
+        [C] int64, 0 for an empty slot, 1 for an id in its home slot.
+    """
+    return _ops.probe_lengths.default(slots)
+
+
+def init_rows_(
+    ids: Tensor,
+    rows: Tensor,
+    blocks: Sequence[Tensor],
+    shift: int,
+    columns: int,
+    first_column: int,
+    kind: int,
+    parameters: Sequence[float],
+    key: int,
+) -> None:
+    """Writes the initial rows of ids into the blocks of one table, in place.
+
+    Args:
+        ids: [M] int64.
+        rows: [M] int64 inside the blocks.
+        blocks: rows of one table, 2^shift rows each.
+        shift: binary logarithm of the rows of a block.
+        columns: width of a row here.
+        first_column: number of the first column in the whole table.
+        kind: 0 constant, 1 uniform, 2 normal (csrc/initial_rows.h).
+        parameters: low, high, mean, deviation, low probability, high probability.
+        key: 64 bits (as int64) that stand for the seed and the table's name.
+    """
+    _ops.init_rows_.default(
+        ids, rows, blocks, shift, columns, first_column, kind, parameters, key
+    )
+
+
+def gather_rows(
+    rows: Tensor, blocks: Sequence[Tensor], shift: int, columns: int, dtype: torch.dtype
+) -> Tensor:
+    """Copies rows out of one table.
+
+    Args:
+        rows: [M] int64; -1 reads as zeros.
+        blocks: rows of one table, 2^shift rows each.
+        shift: binary logarithm of the rows of a block.
+        columns: width of a row.
+        dtype: dtype of the blocks and of the result.
+
+    Returns:
+        [M, columns].
+    """
+    return _ops.gather_rows.default(rows, blocks, shift, columns, dtype)
+
+
+def scatter_rows_(
+    rows: Tensor, values: Tensor, blocks: Sequence[Tensor], shift: int, columns: int
+) -> None:
+    """Copies values into rows of one table, in place. Of two values for one row the last stays.
+
+    Args:
+        rows: [M] int64 inside the blocks.
+        values: [M, columns] of the blocks' dtype.
+        blocks: rows of one table, 2^shift rows each.
+        shift: binary logarithm of the rows of a block.
+        columns: width of a row.
+    """
+    _ops.scatter_rows_.default(rows, values, blocks, shift, columns)
+
+
+def gather_pool(
+    rows: Tensor,
+    offsets: Tensor | None,
+    bag_weights: Tensor | None,
+    weights: Sequence[Tensor],
+    layout: Tensor,
+    segments: Tensor,
+    mean: bool,
+    elements: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gathers rows of T tables and pools them by bag.
+
+    Args:
+        rows: [N] int64; -1 counts as zeros.
+        offsets: [B + 1] int64, or None for sequences, where bag i is id i.
+        bag_weights: [N] float32 or None.
+        weights: blocks of all tables, one after another.
+        layout: [T, 4] int64: first block, blocks, shift, columns (csrc/blocks.h).
+        segments: [S, 5] int64: table, first bag, bags, output offset, output stride (csrc/bags.h).
+        mean: divide each bag by its length.
+        elements: size of the result, which the segments must cover.
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        [elements] of dtype.
+    """
+    return _ops.gather_pool.default(
+        rows, offsets, bag_weights, weights, layout, segments, mean, elements, dtype
+    )
+
+
+def bag_weights_grad(
+    grad: Tensor,
+    rows: Tensor,
+    offsets: Tensor | None,
+    weights: Sequence[Tensor],
+    layout: Tensor,
+    segments: Tensor,
+    mean: bool,
+) -> Tensor:
+    """Computes the gradient of the bag weights.
+
+    Args:
+        grad: [elements] float32, the gradient of the result of `gather_pool`.
+        rows: [N] int64.
+        offsets: as `gather_pool`.
+        weights: as `gather_pool`.
+        layout: as `gather_pool`.
+        segments: as `gather_pool`.
+        mean: as `gather_pool`.
+
+    Returns:
+        [N] float32.
+    """
+    return _ops.bag_weights_grad.default(grad, rows, offsets, weights, layout, segments, mean)
+
+
+def update_rows_(
+    grad: Tensor,
+    ids: Tensor,
+    rows: Tensor,
+    offsets: Tensor | None,
+    bag_weights: Tensor | None,
+    weights: Sequence[Tensor],
+    momentum1: Sequence[Tensor],
+    momentum2: Sequence[Tensor],
+    layout: Tensor,
+    segments: Tensor,
+    streams: Tensor,
+    mean: bool,
+    optimizer: int,
+    hyper: Sequence[float],
+) -> None:
+    """Sums the gradients of each row and applies the optimizer, in place.
+
+    Args:
+        grad: [elements] float32, the gradient of the result of `gather_pool`.
+        ids: [N] int64 of the forward.
+        rows: [N] int64 of the forward; -1 learns nothing.
+        offsets: as `gather_pool`.
+        bag_weights: as `gather_pool`.
+        weights: as `gather_pool`; written.
+        momentum1: blocks like weights, float32; empty if the optimizer has none; written.
+        momentum2: as momentum1.
+        layout: as `gather_pool`.
+        segments: as `gather_pool`.
+        streams: [T, 3] int64: rounding key, first column, step (from 1).
+        mean: as `gather_pool`.
+        optimizer: number of the rule (csrc/row_update.h).
+        hyper: learning rate, eps, beta1, beta2, weight decay, weight decay mode.
+    """
+    _ops.update_rows_.default(
+        grad,
+        ids,
+        rows,
+        offsets,
+        bag_weights,
+        weights,
+        momentum1,
+        momentum2,
+        layout,
+        segments,
+        streams,
+        mean,
+        optimizer,
+        hyper,
+    )
+
+
+def _fake(name: str):  # type: ignore[no-untyped-def]
+    return torch.library.register_fake(f"torchrec_dyn::{name}")
+
+
+@_fake("mix64")
+def _(ids: Tensor) -> Tensor:
+    return torch.empty_like(ids)
+
+
+@_fake("unmix64")
+def _(mixed: Tensor) -> Tensor:
+    return torch.empty_like(mixed)
+
+
+@_fake("lookup")
+def _(ids: Tensor, table_offsets: Tensor, slots: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(ids), ids.new_empty(len(slots))
+
+
+@_fake("collect_new")
+def _(
+    ids: Tensor, rows: Tensor, table_offsets: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    fresh = torch.library.get_ctx().new_dynamic_size()
+    return (
+        ids.new_empty(fresh),
+        ids.new_empty(fresh),
+        torch.empty_like(table_offsets),
+        torch.empty_like(rows),
+    )
+
+
+@_fake("insert")
+def _(new_ids: Tensor, new_rows: Tensor, new_offsets: Tensor, slots: Sequence[Tensor]) -> None:
+    return None
+
+
+@_fake("fill_new_")
+def _(rows: Tensor, new_index: Tensor, new_rows: Tensor) -> None:
+    return None
+
+
+@_fake("erase")
+def _(ids: Tensor, slots: Tensor) -> Tensor:
+    return torch.empty_like(ids)
+
+
+@_fake("rehash")
+def _(slots: Tensor, capacity: int) -> Tensor:
+    return slots.new_empty(capacity, 2)
+
+
+@_fake("probe_lengths")
+def _(slots: Tensor) -> Tensor:
+    return slots.new_empty(slots.shape[0])
+
+
+@_fake("init_rows_")
+def _(ids, rows, blocks, shift, columns, first_column, kind, parameters, key) -> None:  # type: ignore[no-untyped-def]
+    return None
+
+
+@_fake("gather_rows")
+def _(
+    rows: Tensor, blocks: Sequence[Tensor], shift: int, columns: int, dtype: torch.dtype
+) -> Tensor:
+    return rows.new_empty(rows.shape[0], columns, dtype=dtype)
+
+
+@_fake("scatter_rows_")
+def _(
+    rows: Tensor, values: Tensor, blocks: Sequence[Tensor], shift: int, columns: int
+) -> None:
+    return None
+
+
+@_fake("gather_pool")
+def _(rows, offsets, bag_weights, weights, layout, segments, mean, elements, dtype) -> Tensor:  # type: ignore[no-untyped-def]
+    return rows.new_empty(elements, dtype=dtype)
+
+
+@_fake("bag_weights_grad")
+def _(grad, rows, offsets, weights, layout, segments, mean) -> Tensor:  # type: ignore[no-untyped-def]
+    return grad.new_empty(rows.shape[0])
+
+
+@_fake("update_rows_")
+def _(*arguments) -> None:  # type: ignore[no-untyped-def]
+    return None

@@ -1,0 +1,185 @@
+"""RowOptimizer: the rule by which rows learn, read from TorchRec's `fused_params`."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+class OptimizerKind(enum.IntEnum):
+    """The rules of csrc/row_update.h, named as FBGEMM's EmbOptimType."""
+
+    EXACT_SGD = 0
+    EXACT_ADAGRAD = 1
+    EXACT_ROWWISE_ADAGRAD = 2
+    ADAM = 3
+    PARTIAL_ROWWISE_ADAM = 4
+
+
+# FBGEMM's WeightDecayMode by number; the other modes need state that we do not keep.
+_DECAY_MODES = {0: "NONE", 1: "L2", 2: "DECOUPLE"}
+
+_NUMBERS = ("learning_rate", "eps", "beta1", "beta2", "weight_decay")
+
+# Keys that say where a table lives or how it is watched: meaningless here, harmless to ignore.
+_PLACEMENT_KEYS = frozenset(
+    {
+        "bounds_check_mode",
+        "cache_algorithm",
+        "cache_assoc",
+        "cache_load_factor",
+        "cache_precision",
+        "cache_reserved_memory",
+        "cache_sets",
+        "enforce_hbm",
+        "gather_uvm_cache_stats",
+        "multipass_prefetch_config",
+        "prefetch_pipeline",
+        "record_cache_metrics",
+        "uvm_host_mapped",
+        "uvm_non_rowwise_momentum",
+    }
+)
+
+
+@dataclass(frozen=True)
+class RowOptimizer:
+    """An update rule and its hyper-parameters; the defaults are FBGEMM's.
+
+    Source: fbgemm_gpu/split_table_batched_embeddings_ops_training.py (defaults) and
+    fbgemm_gpu/codegen/genscript/optimizers.py (rules, see csrc/row_update.h).
+    """
+
+    kind: OptimizerKind = OptimizerKind.EXACT_SGD
+    learning_rate: float = 0.01
+    eps: float = 1.0e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+    weight_decay_mode: int = 0
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the optimizer state columns, FBGEMM's."""
+        if self.kind == OptimizerKind.EXACT_SGD:
+            return ()
+        if self.kind in (OptimizerKind.EXACT_ADAGRAD, OptimizerKind.EXACT_ROWWISE_ADAGRAD):
+            return ("momentum1",)
+        return ("momentum1", "momentum2")
+
+    @property
+    def state_is_rowwise(self) -> tuple[bool, ...]:
+        """For each of `state_names`, whether a row has one number of it (else one a column)."""
+        if self.kind == OptimizerKind.EXACT_ROWWISE_ADAGRAD:
+            return (True,)
+        if self.kind == OptimizerKind.PARTIAL_ROWWISE_ADAM:
+            return (False, True)
+        return (False,) * len(self.state_names)
+
+    def state_columns(self, columns: int) -> tuple[int, ...]:
+        """Returns the width of each optimizer state for rows of `columns` columns."""
+        return tuple(1 if rowwise else columns for rowwise in self.state_is_rowwise)
+
+    def hyper(self, learning_rate: float) -> list[float]:
+        """Returns the hyper-parameters of `ops.update_rows_` at the current learning rate."""
+        return [
+            learning_rate,
+            self.eps,
+            self.beta1,
+            self.beta2,
+            self.weight_decay,
+            float(self.weight_decay_mode),
+        ]
+
+    @classmethod
+    def from_fused_params(cls, fused_params: Mapping[str, Any], where: str) -> RowOptimizer:
+        """Reads the rule from TorchRec's `fused_params`.
+
+        Args:
+            fused_params: `optimizer` as an FBGEMM EmbOptimType (or its name), the hyper-parameters
+                of `RowOptimizer`, `output_dtype` (read elsewhere) and keys that only place a table,
+                which are ignored with a log line.
+            where: who asks, for error messages, e.g. "table 'user'".
+
+        Raises:
+            ValueError: an optimizer, a key or a value that is not supported.
+        """
+        chosen: dict[str, Any] = {}
+        for key, value in fused_params.items():
+            if key == "optimizer":
+                chosen["kind"] = _kind(value, where)
+            elif key in _NUMBERS:
+                chosen[key] = _number(key, value, where)
+            elif key == "weight_decay_mode":
+                chosen[key] = _decay_mode(value, where)
+            elif key == "stochastic_rounding":
+                if not value:
+                    raise ValueError(
+                        f"fused_params of {where}: expected stochastic_rounding=True, got {value!r}. "
+                        "Rows below float32 are always rounded stochastically; remove the key."
+                    )
+            elif key in _PLACEMENT_KEYS:
+                logger.info("fused_params of %s: %r only places a table; ignored", where, key)
+            elif key != "output_dtype":
+                raise ValueError(
+                    f"fused_params of {where}: expected a key among optimizer, "
+                    f"{', '.join(_NUMBERS)}, weight_decay_mode, output_dtype, got {key!r}. Remove it."
+                )
+        optimizer = cls(**chosen)
+        optimizer._check_decay(where)
+        return optimizer
+
+    def _check_decay(self, where: str) -> None:
+        if self.weight_decay == 0.0:
+            return
+        if self.kind in (OptimizerKind.EXACT_SGD, OptimizerKind.EXACT_ADAGRAD):
+            raise ValueError(
+                f"fused_params of {where}: expected weight_decay = 0 with {self.kind.name}, whose "
+                f"rule has no weight decay, got {self.weight_decay}. Use EXACT_ROWWISE_ADAGRAD or ADAM."
+            )
+        if self.kind == OptimizerKind.EXACT_ROWWISE_ADAGRAD and self.weight_decay_mode == 0:
+            raise ValueError(
+                f"fused_params of {where}: expected a weight_decay_mode of L2 or DECOUPLE with "
+                f"weight_decay = {self.weight_decay}, got NONE, under which it has no effect. Set one."
+            )
+
+
+def _kind(value: Any, where: str) -> OptimizerKind:
+    name = value if isinstance(value, str) else getattr(value, "name", str(value))
+    try:
+        return OptimizerKind[name.upper()]
+    except KeyError:
+        supported = ", ".join(kind.name for kind in OptimizerKind)
+        raise ValueError(
+            f"fused_params of {where}: expected an optimizer among {supported}, got {name}."
+        ) from None
+
+
+def _number(key: str, value: Any, where: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(
+            f"fused_params of {where}: expected a finite {key} >= 0, got {value!r}."
+        )
+    if key in ("beta1", "beta2") and number >= 1:
+        raise ValueError(f"fused_params of {where}: expected {key} in [0, 1), got {value!r}.")
+    return number
+
+
+def _decay_mode(value: Any, where: str) -> int:
+    number = int(getattr(value, "value", value))
+    if number not in _DECAY_MODES:
+        raise ValueError(
+            f"fused_params of {where}: expected a weight_decay_mode among "
+            f"{', '.join(_DECAY_MODES.values())}, got {value!r}."
+        )
+    return number

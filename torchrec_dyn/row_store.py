@@ -1,0 +1,112 @@
+"""RowStore: rows of one kind (weights, or one optimizer state) in blocks that never move.
+
+A table grows by appending a block of 2^shift rows; no row is copied (docs/decisions/0002). A fresh block is
+reserved, not written: Linux commits its pages on first touch, so memory follows the rows in use.
+
+Legend: R rows allocated, M rows asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+
+# Upper bound of a block: large enough that a table has few of them, small enough that the last,
+# partly used one is no burden where memory is committed at once.
+_BLOCK_BYTES = 32 << 20
+_HUGE_PAGE_BYTES = 2 << 20
+_MADV_HUGEPAGE = 14  # <linux/mman.h>
+
+
+def block_shift(row_limit: int, row_bytes: int) -> int:
+    """Returns the binary logarithm of the rows of a block.
+
+    Args:
+        row_limit: rows the table may reach; a small table takes one small block.
+        row_bytes: bytes of a row's weights.
+    """
+    rows = max(1, min(_BLOCK_BYTES // max(1, row_bytes), row_limit))
+    return max(4, rows.bit_length() - 1)
+
+
+def _ask_for_huge_pages(block: Tensor) -> None:
+    """Advises the kernel to back the block by 2 MiB pages: fewer TLB misses on random rows."""
+    if sys.platform != "linux" or block.device.type != "cpu":
+        return
+    begin = -(-block.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    end = block.data_ptr() + block.numel() * block.element_size()
+    length = (end - begin) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    if length > 0:  # advice only: a kernel that refuses changes nothing
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+
+
+class RowStore:
+    """Holds rows of `columns` numbers.
+
+    Attributes:
+        blocks: each [2^shift, columns] of dtype.
+        shift: binary logarithm of the rows of a block.
+        columns: width of a row.
+    """
+
+    def __init__(self, columns: int, shift: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.columns = columns
+        self.shift = shift
+        self.dtype = dtype
+        self.device = device
+        self.blocks: list[Tensor] = []
+
+    @property
+    def capacity(self) -> int:
+        """Rows that the blocks can hold."""
+        return len(self.blocks) << self.shift
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.columns * self.dtype.itemsize
+
+    def reserve(self, rows: int) -> None:
+        """Appends blocks until `rows` rows fit. Rows that exist stay where they are."""
+        while self.capacity < rows:
+            block = torch.empty(
+                1 << self.shift, self.columns, dtype=self.dtype, device=self.device
+            )
+            _ask_for_huge_pages(block)
+            self.blocks.append(block)
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Copies rows out.
+
+        Args:
+            rows: [M] int64; -1 reads as zeros.
+
+        Returns:
+            [M, columns].
+        """
+        return ops.gather_rows(rows, self.blocks, self.shift, self.columns, self.dtype)
+
+    def write(self, rows: Tensor, values: Tensor) -> None:
+        """Copies values in; of two values for one row the last stays.
+
+        Args:
+            rows: [M] int64.
+            values: [M, columns]; converted to the rows' dtype, to nearest.
+        """
+        values = values.to(self.dtype).contiguous()
+        ops.scatter_rows_(rows, values, self.blocks, self.shift, self.columns)
+
+    def zero(self, rows: Tensor) -> None:
+        """Fills rows with zeros.
+
+        Args:
+            rows: [M] int64.
+        """
+        constant = [0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
+        ops.init_rows_(rows, rows, self.blocks, self.shift, self.columns, 0, 0, constant, 0)
