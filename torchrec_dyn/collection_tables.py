@@ -1,0 +1,67 @@
+"""The tables of one unsharded collection, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+
+from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.local_table import LocalTable
+from torchrec_dyn.table_handle import TableHandle
+
+
+def local_tables(
+    configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig],
+    dynamic: Mapping[str, DynamicTableConfig],
+    fused_params: Mapping[str, Any] | None,
+    device: torch.device | str | None,
+    where: str,
+) -> nn.ModuleDict:
+    """Makes the tables of one collection, by name.
+
+    Args:
+        configs: checked configs.
+        dynamic: how each table's rows start and live.
+        fused_params: the collection's, or None.
+        device: where the rows live; None: cpu.
+        where: the collection's class name, for messages.
+    """
+    place = torch.device(device if device is not None else "cpu")
+    return nn.ModuleDict(
+        {
+            one.name: LocalTable(one, dynamic[one.name], fused_params, place, where)
+            for one in configs
+        }
+    )
+
+
+def check_saved_rows(tables: nn.ModuleDict, state_dict: Mapping[str, Any], prefix: str) -> None:
+    """Checks all saved rows of a collection before any is loaded.
+
+    Raises:
+        ValueError: if rows of some table do not fit; nothing has changed then.
+    """
+    problems = [
+        problem
+        for name, table in tables.items()
+        if isinstance(table, LocalTable)
+        and (problem := table.loading_problem(state_dict, f"{prefix}{name}.")) is not None
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def handle_of(tables: nn.ModuleDict, name: str, where: str) -> TableHandle:
+    """Gives the handle of one of these tables.
+
+    Raises:
+        ValueError: if there is no such table.
+    """
+    table = dict(tables.items()).get(name)
+    if not isinstance(table, LocalTable):
+        raise ValueError(f"{where}.table: expected a name among {list(tables)}, got {name!r}.")
+    return TableHandle(table)

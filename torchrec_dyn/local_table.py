@@ -1,0 +1,260 @@
+"""One table of an unsharded collection: a placeholder parameter, and the rows behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+
+from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.optimizer_choice import chosen_fused_params, chosen_optimizer
+from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table_configs import config_initializer, row_dtype, with_row_dtype
+
+_ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_META = torch.device("meta")
+
+
+class LocalTable(nn.Module):
+    """Holds the rows of one table in this process, behind a placeholder parameter `weight`.
+
+    `weight` is a meta tensor [num_embeddings, embedding_dim]: planners read its shape and
+    `apply_optimizer_in_backward` marks it, but it has no storage and never receives a gradient. The
+    rows are a DynamicTable, made at first use, when it is known which optimizer trains them. A
+    table whose `weight` does not require a gradient is frozen: training reads it as evaluation
+    does.
+
+    Args:
+        config: the table's checked config.
+        dynamic: how its rows start and live.
+        fused_params: the collection's, or None.
+        device: where the rows live; meta: nowhere yet.
+        where: the collection's class name, for messages.
+    """
+
+    def __init__(
+        self,
+        config: EmbeddingBagConfig | EmbeddingConfig,
+        dynamic: DynamicTableConfig,
+        fused_params: Mapping[str, Any] | None,
+        device: torch.device,
+        where: str,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dynamic = dynamic
+        self.fused_params = fused_params
+        self.device = device
+        self.where = f"{where}(table='{config.name}')"
+        self._table: DynamicTable | None = None
+        self._choice: object = None
+        self._put_placeholder(row_dtype(config), requires_grad=True, classes=[], kwargs=[])
+        chosen_optimizer(
+            self.weight, fused_params, self.where
+        )  # a bad fused_params is named now, not in training
+
+    # The rows.
+
+    def rows(self) -> DynamicTable:
+        """Gives the rows, making them at first use.
+
+        Where another optimizer was chosen since, the rows stay and its state starts afresh.
+
+        Raises:
+            ValueError: if the collection lives on the meta device.
+        """
+        weight = self.weight
+        choice = [
+            *getattr(weight, "_optimizer_classes", []),
+            *map(dict, getattr(weight, "_optimizer_kwargs", [])),
+        ]
+        if self._table is None or choice != self._choice:
+            if self.device == _META:
+                raise ValueError(
+                    f"{self.where}: expected rows on a real device, got meta. "
+                    "Shard the collection, or call .to_empty(device=...) first."
+                )
+            optimizer = chosen_optimizer(weight, self.fused_params, self.where)
+            if self._table is None or self._table.optimizer != optimizer:
+                table = DynamicTable(
+                    name=self.config.name,
+                    num_embeddings=self.config.num_embeddings,
+                    embedding_dim=self.config.embedding_dim,
+                    optimizer=optimizer,
+                    config=self.dynamic,
+                    dtype=self.weight.dtype,
+                    initializer=config_initializer(self.config),
+                    device=self.device,
+                )
+                if self._table is not None and self._table.num_rows:
+                    state = self._table.export_state()
+                    same_state = self._table.optimizer.kind == optimizer.kind
+                    table.load_state(
+                        state if same_state else {key: state[key] for key in ("ids", "weight")}
+                    )
+                self._table = table
+            self._choice = choice
+        return self._table
+
+    def rows_if_made(self) -> DynamicTable | None:
+        """Gives the rows, or None where nothing has used the table yet."""
+        return self._table
+
+    def forget_rows(self) -> None:
+        """Drops every row: the table is as it was when it was made."""
+        self._table = None
+
+    def has_chosen_optimizer(self) -> bool:
+        """Tells whether anyone chose an optimizer for this table."""
+        return chosen_fused_params(self.weight, self.fused_params, self.where) is not None
+
+    # The placeholder.
+
+    def _put_placeholder(
+        self,
+        dtype: torch.dtype,
+        requires_grad: bool,
+        classes: list[Any],
+        kwargs: list[dict[str, Any]],
+    ) -> None:
+        shape = (self.config.num_embeddings, self.config.embedding_dim)
+        self.weight = nn.Parameter(
+            torch.empty(shape, dtype=dtype, device=_META), requires_grad=requires_grad
+        )
+        if classes:
+            self.mark_optimizer(classes, kwargs)
+        # In a list, out of reach of nn.Module's registration: see reset_parameters.
+        self._placeholder = [self.weight]
+
+    def mark_optimizer(self, classes: list[Any], kwargs: list[dict[str, Any]]) -> None:
+        """Marks the placeholder as `apply_optimizer_in_backward` does, without its hook."""
+        weight: Any = self.weight
+        weight._in_backward_optimizers = []
+        weight._optimizer_classes = list(classes)
+        weight._optimizer_kwargs = [dict(one) for one in kwargs]
+
+    def reset_parameters(self) -> None:
+        """Puts the placeholder back on the meta device; the rows stay.
+
+        DistributedModelParallel gives real storage to each meta parameter it did not shard, then
+        calls this.
+        """
+        self.weight = self._placeholder[0]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LocalTable:
+        # Every conversion of nn.Module (.to, .half, .cpu, .to_empty) comes through here. It is
+        # shown an empty tensor, and the dtype and device it makes of that are what the rows get.
+        probe = torch.empty(0, dtype=self.weight.dtype, device=self.device)
+        try:
+            converted = fn(probe)
+        except NotImplementedError:
+            # .to(device) refuses meta tensors for want of data to copy; here there is none.
+            converted = fn(torch.empty(0, dtype=self.weight.dtype))
+        dtype, device = converted.dtype, converted.device
+        if dtype not in _ROW_DTYPES:
+            raise ValueError(
+                f"{self.where}: expected rows of float32, float16 or bfloat16, got {dtype}."
+            )
+        if self._table is not None:
+            if device == _META and self._table.num_rows:
+                raise ValueError(
+                    f"{self.where}: expected a real device, got meta, where its "
+                    f"{self._table.num_rows} rows would be lost. "
+                    "Call the collection's reset_parameters() first to drop them."
+                )
+            if device == _META:
+                self._table = None
+            elif (dtype, device) != (self._table.dtype, self.device):
+                self._table.convert(dtype=dtype, device=device)
+        self.device = device
+        if dtype != self.weight.dtype:
+            self.weight.data = torch.empty(self.weight.shape, dtype=dtype, device=_META)
+            self.config = with_row_dtype(self.config, dtype)
+        return self
+
+    # Saving, loading, copying.
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        if self._table is None:
+            destination[prefix + "weight"] = torch.empty(
+                0, self.config.embedding_dim, dtype=self.weight.dtype
+            )
+            destination[prefix + "ids"] = torch.empty(0, dtype=torch.int64)
+        else:
+            state = self._table.export_state()
+            destination[prefix + "weight"] = state["weight"]
+            destination[prefix + "ids"] = state["ids"]
+
+    def loading_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
+        """Tells why saved rows do not fit this table, None where they do or are not there."""
+        weight, ids = state_dict.get(prefix + "weight"), state_dict.get(prefix + "ids")
+        if not isinstance(weight, Tensor) or not isinstance(ids, Tensor):
+            return None
+        if weight.dim() != 2 or weight.shape[1] != self.config.embedding_dim:
+            return (
+                f"{self.where}: expected saved rows [R, {self.config.embedding_dim}], "
+                f"got {prefix}weight {list(weight.shape)}."
+            )
+        if ids.dtype != torch.int64 or ids.shape != weight.shape[:1]:
+            return (
+                f"{self.where}: expected {len(weight)} saved ids of dtype int64, "
+                f"got {prefix}ids {list(ids.shape)} {ids.dtype}."
+            )
+        return None
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        names = ("weight", "ids")
+        missing = [prefix + name for name in names if prefix + name not in state_dict]
+        if strict:
+            missing_keys.extend(missing)
+            unexpected_keys.extend(
+                key
+                for key in state_dict
+                if key.startswith(prefix) and key[len(prefix) :] not in names
+            )
+        problem = self.loading_problem(state_dict, prefix)
+        if problem is not None:
+            error_msgs.append(problem)
+        elif not missing:
+            weight = state_dict[prefix + "weight"].detach().to(self.weight.dtype)
+            self.rows().load_state({"ids": state_dict[prefix + "ids"], "weight": weight})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A parameter drops its attributes when it is deep-copied, and cannot be pickled with the
+        # optimizers that apply_optimizer_in_backward hangs on it: carry what matters, and make it
+        # anew.
+        state = self.__dict__.copy()
+        del state["_placeholder"]
+        state["_parameters"] = {}
+        state["_carried"] = {
+            "dtype": self.weight.dtype,
+            "requires_grad": self.weight.requires_grad,
+            "classes": list(getattr(self.weight, "_optimizer_classes", [])),
+            "kwargs": [dict(one) for one in getattr(self.weight, "_optimizer_kwargs", [])],
+        }
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        carried = state.pop("_carried")
+        super().__setstate__(state)
+        self._put_placeholder(**carried)
+
+    def extra_repr(self) -> str:
+        """Says how many rows are in use, for printing the model."""
+        rows = 0 if self._table is None else self._table.num_rows
+        return f"{self.config.num_embeddings}, {self.config.embedding_dim}, rows={rows}"

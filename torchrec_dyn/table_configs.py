@@ -1,0 +1,195 @@
+"""What a table's TorchRec config may say, checked once when a collection is made.
+
+The collections work on their own copies of the configs, so that a later change of the caller's
+object changes nothing here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+    data_type_to_dtype,
+    dtype_to_data_type,
+)
+
+from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.initializers import Initializer, Uniform
+
+Config = TypeVar("Config", EmbeddingBagConfig, EmbeddingConfig)
+
+_ROW_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
+
+# Tables are children of a ModuleDict, as in TorchRec, so its own attributes cannot be table names.
+_TAKEN_NAMES = torch.nn.ModuleDict()
+
+# Options of a fixed or virtual table that have no meaning for a dynamic one: field, value that
+# means "not used".
+_UNUSED_OPTIONS = (
+    (
+        "use_virtual_table",
+        False,
+        "A dynamic table already makes rows on first sight; leave it False.",
+    ),
+    ("virtual_table_eviction_policy", None, "Use DynamicTableConfig(eviction=...)."),
+    ("total_num_buckets", None, "Dynamic tables are routed by id, without buckets; leave it None."),
+    (
+        "num_embeddings_post_pruning",
+        None,
+        "Dynamic tables are not pruned by row number; leave it None.",
+    ),
+    ("enable_embedding_update", False, "Use collection.table(name).assign(ids, rows)."),
+    ("stash_weights", False, "Dynamic tables cannot be stashed; leave it False."),
+)
+
+
+def checked_configs(
+    tables: Sequence[Config], config_type: type[Config], where: str
+) -> list[Config]:
+    """Copies the configs of one collection after checking each of them.
+
+    A config without feature names gets its own name as its only feature, as in TorchRec.
+
+    Args:
+        tables: the configs as the user wrote them.
+        config_type: EmbeddingBagConfig or EmbeddingConfig.
+        where: the collection's class name, for messages.
+
+    Raises:
+        ValueError: if a config, or the set of them, is impossible.
+    """
+    if len(tables) == 0:
+        raise ValueError(f"{where}: expected at least one table, got none.")
+    for config in tables:
+        if not isinstance(config, config_type):
+            raise ValueError(
+                f"{where}: expected tables of type {config_type.__name__}, got "
+                f"{type(config).__name__}."
+            )
+        _check_config(config, where)
+    for name, times in Counter(config.name for config in tables).items():
+        if times > 1:
+            raise ValueError(f"{where}: expected a table name once, got '{name}' {times} times.")
+    return [
+        replace(config, feature_names=list(config.feature_names) or [config.name])
+        for config in tables
+    ]
+
+
+def _check_config(config: BaseEmbeddingConfig, where: str) -> None:
+    if not isinstance(config.name, str) or not config.name or "." in config.name:
+        raise ValueError(
+            f"{where}: expected a table name that is not empty and has no dot, got {config.name!r}."
+        )
+    if hasattr(_TAKEN_NAMES, config.name):
+        raise ValueError(
+            f"{where}: expected a table name that torch.nn.ModuleDict does not use itself, got "
+            f"'{config.name}'."
+        )
+    where = f"{where}(table='{config.name}')"
+    for field in ("num_embeddings", "embedding_dim"):
+        value = getattr(config, field)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise ValueError(f"{where}: expected {field} to be an integer above 0, got {value!r}.")
+    if config.data_type not in _ROW_TYPES:
+        raise ValueError(f"{where}: expected data_type FP32, FP16 or BF16, got {config.data_type}.")
+    for option, unused, remedy in _UNUSED_OPTIONS:
+        if getattr(config, option, unused) != unused:
+            raise ValueError(
+                f"{where}: expected {option}={unused}, got {getattr(config, option)!r}. {remedy}"
+            )
+    for feature, times in Counter(config.feature_names).items():
+        if times > 1:
+            raise ValueError(
+                f"{where}: expected a feature once in a table, got '{feature}' {times} times."
+            )
+    if isinstance(config, EmbeddingBagConfig) and config.pooling not in (
+        PoolingType.SUM,
+        PoolingType.MEAN,
+    ):
+        raise ValueError(f"{where}: expected pooling SUM or MEAN, got {config.pooling}.")
+    _check_initial_rows(config, where)
+
+
+def _check_initial_rows(config: BaseEmbeddingConfig, where: str) -> None:
+    low, high = config.get_weight_init_min(), config.get_weight_init_max()
+    if not low < high:
+        raise ValueError(
+            f"{where}: expected weight_init_min < weight_init_max, got {low} and {high}. "
+            "For rows that all start alike set DynamicTableConfig(initializer=Constant(value))."
+        )
+    # The dataclass fills init_fn with this partial when the user set none: anything else is the
+    # user's own, and a function over a whole weight tensor cannot make the row of one id.
+    init_fn = config.init_fn
+    if not (
+        isinstance(init_fn, functools.partial)
+        and init_fn.func is torch.nn.init.uniform_
+        and not init_fn.args
+        and init_fn.keywords == {"a": low, "b": high}
+    ):
+        raise ValueError(
+            f"{where}: expected init_fn to be left unset, got {init_fn!r}. "
+            "Set DynamicTableConfig(initializer=...), or weight_init_min and weight_init_max, "
+            "instead."
+        )
+
+
+def config_initializer(config: BaseEmbeddingConfig) -> Initializer | None:
+    """Gives what weight_init_min and weight_init_max ask for, None where neither is set."""
+    if config.weight_init_min is None and config.weight_init_max is None:
+        return None
+    return Uniform(config.get_weight_init_min(), config.get_weight_init_max())
+
+
+def row_dtype(config: BaseEmbeddingConfig) -> torch.dtype:
+    """Gives the dtype of the table's rows."""
+    return data_type_to_dtype(config.data_type)
+
+
+def with_row_dtype(config: Config, dtype: torch.dtype) -> Config:
+    """Copies the config with another dtype of rows."""
+    return replace(config, data_type=dtype_to_data_type(dtype))
+
+
+def dynamic_config_by_table(
+    dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None,
+    names: Sequence[str],
+    where: str,
+) -> dict[str, DynamicTableConfig]:
+    """Gives every table its DynamicTableConfig.
+
+    Args:
+        dynamic: one for all tables, or a mapping by table name (tables it lacks get the default),
+            or None.
+        names: the tables of the collection.
+        where: the collection's class name, for messages.
+
+    Raises:
+        ValueError: if a name is no table of the collection, or a value no DynamicTableConfig.
+    """
+    if dynamic is None or isinstance(dynamic, DynamicTableConfig):
+        chosen = dict.fromkeys(names, dynamic or DynamicTableConfig())
+    elif isinstance(dynamic, Mapping):
+        unknown = sorted(set(dynamic) - set(names))
+        if unknown:
+            raise ValueError(f"{where}.dynamic: expected names among {list(names)}, got {unknown}.")
+        chosen = {name: dynamic.get(name, DynamicTableConfig()) for name in names}
+    else:
+        chosen = dict.fromkeys(names, dynamic)
+    for name, config in chosen.items():
+        if not isinstance(config, DynamicTableConfig):
+            raise ValueError(
+                f"{where}.dynamic: expected a DynamicTableConfig or a dict of them by table name, "
+                f"got {type(config).__name__} for table '{name}'."
+            )
+    return chosen

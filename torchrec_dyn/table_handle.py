@@ -1,0 +1,73 @@
+"""What `collection.table(name)` gives: one unsharded table, to look into and to edit."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchrec_dyn.local_table import LocalTable
+
+
+class TableHandle:
+    """Reads and edits the rows of one table, outside training.
+
+    Nothing here inserts by looking, counts as a step, or takes part in autograd.
+
+    Args:
+        table: the table. The handle follows it through conversions and loads.
+    """
+
+    def __init__(self, table: LocalTable) -> None:
+        self._table = table
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self._table.config.name
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use."""
+        return self._table.rows().num_rows
+
+    def ids(self) -> Tensor:
+        """Gives the ids that have a row, [R] int64, in the unsigned order of their mixed ids."""
+        return self._table.rows().ids()
+
+    def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Reads the rows of ids.
+
+        Args:
+            ids: [M] int64. Any value is legal.
+
+        Returns:
+            rows: [M, embedding_dim] in the table's dtype; zeros where there is no row.
+            found: [M] bool, True where the id has a row.
+        """
+        return self._table.rows().lookup(ids)
+
+    def assign(self, ids: Tensor, rows: Tensor) -> None:
+        """Writes rows; an id without one gets one, with fresh optimizer state.
+
+        Args:
+            ids: [M] int64.
+            rows: [M, embedding_dim].
+        """
+        self._table.rows().assign(ids, rows)
+
+    def erase(self, ids: Tensor) -> int:
+        """Drops rows by id; such an id starts anew when training sees it next.
+
+        Args:
+            ids: [M] int64; ids without a row are passed over.
+
+        Returns:
+            how many ids had a row.
+        """
+        return self._table.rows().erase(ids)
+
+    def stats(self) -> dict[str, int | float]:
+        """Gives the table's counts."""
+        return self._table.rows().stats()
+
+    def __repr__(self) -> str:
+        return f"TableHandle(name='{self.name}', num_rows={self.num_rows})"
