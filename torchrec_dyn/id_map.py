@@ -20,6 +20,16 @@ _FIRST_CAPACITY = 64
 _LARGE_CAPACITY = 1 << 17
 
 
+def most_slots(ids: int) -> int:
+    """Bounds the slots of a map that grew to `ids` ids, however they came: planners pay for these.
+
+    Args:
+        ids: slots in use.
+    """
+    needed = int(ids / MAX_LOAD) + 1
+    return max(_FIRST_CAPACITY, 2 * min(needed, _LARGE_CAPACITY), needed * 3 // 2)
+
+
 def canonical_order(ids: Tensor) -> Tensor:
     """Returns the permutation that sorts ids by their mixed id, unsigned.
 
