@@ -1,0 +1,55 @@
+"""Checks each batch of a sharded collection before it is sent anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tensordict import TensorDict
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from torchrec_dyn.feature_ids import checked_features
+
+
+class BatchCheck:
+    """Checks batches, and gives them all the features of the first one in its order.
+
+    TorchRec computes positions of features from the first batch and uses them for all.
+
+    Args:
+        features: the collection's features.
+        weighted: whether bags carry weights.
+        where: the collection, for messages.
+    """
+
+    def __init__(self, features: Sequence[str], weighted: bool, where: str) -> None:
+        self._features = list(dict.fromkeys(features))
+        self._weighted = weighted
+        self._where = where
+        self._first_keys: list[str] | None = None
+
+    def __call__(self, features: KeyedJaggedTensor | TensorDict) -> KeyedJaggedTensor:
+        """Checks a batch.
+
+        Args:
+            features: as the user passed it; further features are fine.
+
+        Returns:
+            The batch with its keys in the order of the first batch.
+
+        Raises:
+            ValueError: if a feature is missing or the tensors do not fit each other.
+        """
+        features = maybe_td_to_kjt(features, self._features)
+        keys = features.keys()
+        for name in self._features:
+            if name not in keys:
+                raise ValueError(f"{self._where}: expected feature '{name}', got features {keys}.")
+        checked_features(features, self._weighted, self._where)
+        if self._first_keys is None:
+            self._first_keys = list(keys)
+        if keys != self._first_keys:
+            position = {key: i for i, key in enumerate(keys)}
+            # A feature of no table may be missing: any other stands in for it, unread.
+            features = features.permute([position.get(key, 0) for key in self._first_keys])
+        return features

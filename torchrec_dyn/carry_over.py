@@ -1,0 +1,52 @@
+"""Rows trained before sharding move into the shards; each rank takes its own part.
+
+The unsharded collection is replicated, so nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from torchrec_dyn.row_wise import owners
+from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table_layout import Piece, TableLayout
+
+
+def carry_over(
+    source: DynamicTable | None, shards: Iterable[DynamicTable], layout: TableLayout, rank: int
+) -> None:
+    """Fills this rank's shards of one table with its part of the unsharded rows.
+
+    Optimizer state comes along where the shards have the same optimizer; a number per row
+    is taken over by every column shard.
+
+    Args:
+        source: the unsharded table, None where nothing has used it.
+        shards: this rank's column shards of it.
+        layout: where the pieces of the table lie.
+        rank: this rank.
+    """
+    if source is None:
+        return
+    state = source.export_state()
+    if not state["ids"].numel() and not int(state["step"]):
+        return
+    parts = owners(state["ids"], layout.row_ranks) if layout.rows_are_spread else None
+    pieces = {piece.first_column: piece for piece in layout.pieces}
+    for shard in shards:
+        piece = pieces[shard.first_column]
+        kept = None if parts is None else parts == piece.ranks.index(rank)
+        same_optimizer = source.optimizer.kind == shard.optimizer.kind
+        names = state if same_optimizer else ("ids", "weight")
+        shard.load_state({name: _part(state[name], kept, piece) for name in names})
+
+
+def _part(saved: Tensor, kept: Tensor | None, piece: Piece) -> Tensor:
+    """Cuts a saved tensor, [R, columns], [R] or [], down to the rows and columns of a shard."""
+    if saved.dim() and kept is not None:
+        saved = saved[kept]
+    if saved.dim() == 2:
+        saved = saved[:, piece.first_column : piece.first_column + piece.columns]
+    return saved.contiguous()

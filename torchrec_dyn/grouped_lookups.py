@@ -1,0 +1,75 @@
+"""The lookups of one sharding type on one rank: TorchRec's, over our kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.embedding_kernel import BaseEmbedding
+from torchrec.distributed.embedding_lookup import (
+    GroupedEmbeddingsLookup,
+    GroupedPooledEmbeddingsLookup,
+)
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_dyn.kernel import DynamicKernel
+
+
+class PooledLookup(GroupedPooledEmbeddingsLookup):
+    """Looks up the pooled tables that one sharding type put on this rank."""
+
+    def _create_embedding_kernel(
+        self,
+        config: GroupedEmbeddingConfig,
+        device: torch.device | None,
+        pg: dist.ProcessGroup | None,
+        sharding_type: ShardingType | None,
+        env: ShardingEnv | None,
+        **later_torchrec: Any,
+    ) -> BaseEmbedding:
+        return DynamicKernel(config, device, sharding_type)
+
+    def prefetch(
+        self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None
+    ) -> None:
+        """Makes the rows of unseen ids before the forward that needs them."""
+        for kernel, features in zip(
+            self._emb_modules, sparse_features.split(self._feature_splits), strict=True
+        ):
+            kernel.prefetch(features)
+
+    def _forward_with_vbe_merging(
+        self, features_by_group: list[KeyedJaggedTensor], device: torch.device
+    ) -> Tensor:
+        # TorchRec's other way preallocates the output, as float32 or float16 only, and has
+        # every kernel write its part; outputs may be bfloat16 here.
+        return self._merge_variable_batch_embeddings(
+            self._forward(features_by_group), self._vbe_splits(features_by_group)
+        )
+
+
+class SequenceLookup(GroupedEmbeddingsLookup):
+    """Looks up the sequence tables that one sharding type put on this rank."""
+
+    def _create_embedding_kernel(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None,
+        device: torch.device | None,
+        env: ShardingEnv | None = None,
+        **later_torchrec: Any,
+    ) -> BaseEmbedding:
+        return DynamicKernel(config, device)
+
+    def prefetch(
+        self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None
+    ) -> None:
+        """Makes the rows of unseen ids before the forward that needs them."""
+        for kernel, features in zip(
+            self._emb_modules, sparse_features.split(self._feature_splits), strict=True
+        ):
+            kernel.prefetch(features)

@@ -1,0 +1,164 @@
+"""The sharded sequence collection: TorchRec's, with our shardings and stitching."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionContext,
+    ShardedEmbeddingCollection,
+)
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.types import (
+    Awaitable,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingType,
+)
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_dyn.batch_check import BatchCheck
+from torchrec_dyn.column_order import outputs_by_column
+from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
+from torchrec_dyn.sequence_sharding import SEQUENCE_SHARDINGS
+from torchrec_dyn.sharded_table import ShardedTableHandle
+from torchrec_dyn.sharding_setup import LocalShards, set_up, tell_that_rows_are_not_saved
+from torchrec_dyn.table_layout import TableLayout
+
+
+class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
+    """A `DynamicEmbeddingCollection` whose tables lie on several ranks.
+
+    Made by `DynamicEmbeddingCollectionSharder`. Rows trained before sharding come along.
+
+    Args:
+        module: the collection to shard; it is not changed.
+        table_name_to_parameter_sharding: the plan of its tables.
+        env: the ranks.
+        fused_params: the sharder's.
+        device: where the rows live.
+        qcomm_codecs_registry: TorchRec's codecs of quantized comms.
+        module_fqn: where the model holds the collection.
+
+    Raises:
+        ValueError: if the plan cannot be honoured; before anything is built.
+    """
+
+    def __init__(
+        self,
+        module: DynamicEmbeddingCollection,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        module_fqn: str | None = None,
+    ) -> None:
+        setup = set_up(
+            module,
+            "embeddings",
+            module.embedding_configs(),
+            table_name_to_parameter_sharding,
+            env,
+            fused_params,
+            list(SEQUENCE_SHARDINGS),
+            module_fqn,
+        )
+        _check_widths(setup.layouts, setup.plan, setup.where)
+        super().__init__(
+            setup.view,
+            setup.plan,
+            env,
+            device=device,
+            qcomm_codecs_registry=qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+        # TorchRec's dedupe takes ids for row numbers below num_embeddings.
+        self._use_index_dedup = False
+        names = [name for config in setup.configs for name in config.feature_names]
+        self._check_batch = BatchCheck(names, False, setup.where)
+        self._shards = LocalShards(setup, self._lookups, env)
+        self._shards.fill_from(module.local_tables())
+        self.register_state_dict_pre_hook(tell_that_rows_are_not_saved)
+
+    @classmethod
+    def create_embedding_sharding(
+        cls,
+        sharding_type: str,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
+        """Creates the sharding of all tables of one type."""
+        return SEQUENCE_SHARDINGS[sharding_type](
+            sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry
+        )
+
+    def input_dist(
+        self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Checks a batch and sends its ids to their owners.
+
+        Args:
+            ctx: of this forward.
+            features: sequences of any int64 ids.
+
+        Raises:
+            ValueError: if a feature is missing or the tensors do not fit each other.
+        """
+        return super().input_dist(ctx, self._check_batch(features))
+
+    def table(self, name: str) -> ShardedTableHandle:
+        """Gives a handle on one table; reads are of this rank's shard.
+
+        Raises:
+            ValueError: if the collection has no such table.
+        """
+        return self._shards.handle(name)
+
+    def reset_parameters(self) -> None:
+        """Does nothing: a row is initialised when its id is first seen."""
+
+    @property
+    def unsharded_module_type(self) -> type[nn.Module]:
+        """The collection that was sharded."""
+        return DynamicEmbeddingCollection
+
+    def _generate_permute_indices_per_feature(
+        self,
+        embedding_configs: Sequence[EmbeddingConfig],
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+    ) -> None:
+        """Finds in which order the column shards of each output are put side by side."""
+        sharding = self._sharding_type_to_sharding[ShardingType.COLUMN_WISE.value]
+        firsts = [
+            shard.shard_offsets[1] if shard is not None else 0
+            for shard in sharding.embedding_shard_metadata()
+        ]
+        by_column = outputs_by_column(sharding.embedding_names(), firsts)
+        for name, positions in by_column.items():
+            arriving = sorted(positions)
+            self._features_to_permute_indices[name] = [arriving.index(p) for p in positions]
+
+
+def _check_widths(
+    layouts: Mapping[str, TableLayout], plan: Mapping[str, ParameterSharding], where: str
+) -> None:
+    """Refuses column shards of several widths: TorchRec sends all sequences at one width."""
+    widths = {
+        name: [piece.columns for piece in layout.pieces]
+        for name, layout in layouts.items()
+        if plan[name].sharding_type == ShardingType.COLUMN_WISE.value
+    }
+    if len({width for of_table in widths.values() for width in of_table}) > 1:
+        raise ValueError(
+            f"{where}: expected column shards of one width in all its column-wise tables, "
+            f"got {widths}. Cut them evenly, or shard a table otherwise."
+        )

@@ -1,0 +1,163 @@
+"""The sharders: what DistributedModelParallel and the planner ask how to shard a collection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
+from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+
+from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
+from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
+from torchrec_dyn.local_table import LocalTable
+from torchrec_dyn.sequence_sharding import SEQUENCE_SHARDINGS
+from torchrec_dyn.sharded_embedding import ShardedDynamicEmbeddingCollection
+from torchrec_dyn.sharded_embeddingbag import ShardedDynamicEmbeddingBagCollection
+from torchrec_dyn.sharding import POOLED_SHARDINGS
+
+
+def _tables(held: nn.ModuleDict) -> Mapping[str, LocalTable]:
+    return cast(Mapping[str, LocalTable], held)
+
+
+class DynamicEmbeddingBagCollectionSharder(BaseEmbeddingSharder[DynamicEmbeddingBagCollection]):
+    """Shards pooled collections, by every type but data-parallel, on any device.
+
+    Args:
+        fused_params: the optimizer of the rows and `output_dtype`, as TorchRec's sharders
+            take them. An optimizer set on a table's parameter goes before it, the module's
+            `fused_params` after it.
+        qcomm_codecs_registry: TorchRec's codecs of quantized comms.
+    """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
+        super().__init__(fused_params, qcomm_codecs_registry)
+
+    def shard(
+        self,
+        module: DynamicEmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedDynamicEmbeddingBagCollection:
+        """Shards a collection.
+
+        Args:
+            module: the collection; it is not changed.
+            params: the plan of its tables.
+            env: the ranks.
+            device: where the rows live.
+            module_fqn: where the model holds the collection.
+
+        Raises:
+            ValueError: if the plan cannot be honoured; before anything is built.
+        """
+        return ShardedDynamicEmbeddingBagCollection(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+
+    def shardable_parameters(
+        self, module: DynamicEmbeddingBagCollection
+    ) -> dict[str, nn.Parameter]:
+        """Returns the placeholder of each table, from whose shape the planner plans."""
+        return {name: table.weight for name, table in _tables(module.embedding_bags).items()}
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Returns all types; the planner takes GRID only where constraints name it."""
+        return list(POOLED_SHARDINGS)
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Returns "fused", which every planner can price; `shard` puts ours in its place."""
+        return [EmbeddingComputeKernel.FUSED.value]
+
+    @property
+    def module_type(self) -> type[DynamicEmbeddingBagCollection]:
+        """What it shards."""
+        return DynamicEmbeddingBagCollection
+
+    @property
+    def sharded_module_type(self) -> type[ShardedDynamicEmbeddingBagCollection]:
+        """What it makes."""
+        return ShardedDynamicEmbeddingBagCollection
+
+
+class DynamicEmbeddingCollectionSharder(BaseEmbeddingSharder[DynamicEmbeddingCollection]):
+    """Shards sequence collections table-, row- and column-wise, on any device.
+
+    Args:
+        fused_params: as of `DynamicEmbeddingBagCollectionSharder`.
+        qcomm_codecs_registry: TorchRec's codecs of quantized comms.
+    """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
+        super().__init__(fused_params, qcomm_codecs_registry)
+
+    def shard(
+        self,
+        module: DynamicEmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedDynamicEmbeddingCollection:
+        """Shards a collection.
+
+        Args:
+            module: the collection; it is not changed.
+            params: the plan of its tables.
+            env: the ranks.
+            device: where the rows live.
+            module_fqn: where the model holds the collection.
+
+        Raises:
+            ValueError: if the plan cannot be honoured; before anything is built.
+        """
+        return ShardedDynamicEmbeddingCollection(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+
+    def shardable_parameters(self, module: DynamicEmbeddingCollection) -> dict[str, nn.Parameter]:
+        """Returns the placeholder of each table, from whose shape the planner plans."""
+        return {name: table.weight for name, table in _tables(module.embeddings).items()}
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Returns all types that sequences have."""
+        return list(SEQUENCE_SHARDINGS)
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Returns "fused", which every planner can price; `shard` puts ours in its place."""
+        return [EmbeddingComputeKernel.FUSED.value]
+
+    @property
+    def module_type(self) -> type[DynamicEmbeddingCollection]:
+        """What it shards."""
+        return DynamicEmbeddingCollection
+
+    @property
+    def sharded_module_type(self) -> type[ShardedDynamicEmbeddingCollection]:
+        """What it makes."""
+        return ShardedDynamicEmbeddingCollection

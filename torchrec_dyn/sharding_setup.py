@@ -1,0 +1,182 @@
+"""What both sharded collections do before and after TorchRec builds them."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.types import ParameterSharding, ShardingEnv
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+from torchrec_dyn.carry_over import carry_over
+from torchrec_dyn.grouped_lookups import PooledLookup, SequenceLookup
+from torchrec_dyn.kernel import DynamicKernel
+from torchrec_dyn.local_table import LocalTable
+from torchrec_dyn.shardable_view import ShardableView, merged_fused_params
+from torchrec_dyn.sharded_table import ShardedTableHandle
+from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table_layout import TableLayout, checked_plan, table_layouts
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+_tables_of_model: weakref.WeakKeyDictionary[ShardingEnv, dict[str, str]] = (
+    weakref.WeakKeyDictionary()
+)
+_has_told_that_rows_are_not_saved = False
+
+
+@dataclass(frozen=True)
+class ShardingSetup:
+    """A checked plan and all that TorchRec needs to build a sharded collection.
+
+    Attributes:
+        where: the collection, for messages.
+        configs: its tables' configs.
+        plan: its part of the plan, for our kernel.
+        layouts: where the pieces of each table go.
+        view: what TorchRec is shown instead of the collection.
+    """
+
+    where: str
+    configs: Sequence[BaseEmbeddingConfig]
+    plan: dict[str, ParameterSharding]
+    layouts: dict[str, TableLayout]
+    view: ShardableView
+
+
+def set_up(
+    module: nn.Module,
+    holder: str,
+    configs: Sequence[BaseEmbeddingConfig],
+    plan: Mapping[str, ParameterSharding],
+    env: ShardingEnv,
+    fused_params: Mapping[str, Any] | None,
+    sharding_types: Sequence[str],
+    module_fqn: str | None,
+) -> ShardingSetup:
+    """Checks a plan and everything else that can be wrong, before anything is built.
+
+    Args:
+        module: the unsharded collection.
+        holder: the name under which it holds its tables.
+        configs: its tables' configs.
+        plan: its part of the sharding plan.
+        env: the ranks.
+        fused_params: the sharder's.
+        sharding_types: the types that the collection supports.
+        module_fqn: where the model holds the collection.
+
+    Raises:
+        ValueError: if the plan, an optimizer or a table's name cannot be honoured.
+    """
+    where = f"{type(module).__name__}('{module_fqn}')" if module_fqn else type(module).__name__
+    layouts = table_layouts(configs, plan, env, sharding_types, where)
+    for_our_kernel = checked_plan(plan, where)
+    held: Any = getattr(module, holder)
+    tables: dict[str, LocalTable] = {config.name: held[config.name] for config in configs}
+    merged = merged_fused_params(fused_params, module.fused_params)  # type: ignore[arg-type]
+    view = ShardableView(module, configs, tables, holder, layouts, merged, where)
+    _claim_names([config.name for config in configs], env, module_fqn, where)
+    if view.tables_by_default:
+        warnings.warn(
+            f"{where}: no optimizer was chosen for tables {view.tables_by_default}; their rows "
+            "train with EXACT_SGD at learning rate 0.01. "
+            "Set fused_params={'optimizer': ..., 'learning_rate': ...}.",
+            UserWarning,
+            stacklevel=4,
+        )
+    return ShardingSetup(where, configs, for_our_kernel, layouts, view)
+
+
+def _claim_names(
+    names: Sequence[str], env: ShardingEnv, module_fqn: str | None, where: str
+) -> None:
+    """Refuses a table's name that another collection of the model has: they would start alike.
+
+    One DistributedModelParallel shards all its collections with one env.
+    """
+    if module_fqn is None:
+        return
+    claimed = _tables_of_model.setdefault(env, {})
+    for name in names:
+        if claimed.get(name, module_fqn) != module_fqn:
+            raise ValueError(
+                f"{where}(table='{name}'): expected a name of its own, got the name of a table "
+                f"of '{claimed[name]}'. Rename one of them."
+            )
+    claimed.update(dict.fromkeys(names, module_fqn))
+
+
+class LocalShards:
+    """The column shards on this rank of every table of a collection, in column order.
+
+    Args:
+        setup: of the collection.
+        lookups: TorchRec's, one per sharding type.
+        env: the ranks.
+    """
+
+    def __init__(
+        self, setup: ShardingSetup, lookups: Iterable[nn.Module], env: ShardingEnv
+    ) -> None:
+        self._where = setup.where
+        self._configs = {config.name: config for config in setup.configs}
+        self._layouts = setup.layouts
+        self._env = env
+        self._tables: dict[str, list[DynamicTable]] = {name: [] for name in self._configs}
+        for table in _tables_of(lookups):
+            self._tables[table.name].append(table)
+        for shards in self._tables.values():
+            shards.sort(key=lambda shard: shard.first_column)
+
+    def fill_from(self, trained: Mapping[str, DynamicTable]) -> None:
+        """Takes over this rank's part of rows that were trained before sharding."""
+        for name, source in trained.items():
+            carry_over(source, self._tables[name], self._layouts[name], self._env.rank)
+
+    def handle(self, name: str) -> ShardedTableHandle:
+        """Gives a handle on one table.
+
+        Raises:
+            ValueError: if the collection has no such table.
+        """
+        if name not in self._tables:
+            raise ValueError(
+                f"{self._where}.table: expected a name among {list(self._tables)}, got {name!r}."
+            )
+        config, group = self._configs[name], self._env.process_group
+        assert isinstance(group, dist.ProcessGroup)
+        return ShardedTableHandle(
+            name,
+            f"{self._where}.table('{name}')",
+            self._layouts[name],
+            self._tables[name],
+            config,
+            group,
+        )
+
+
+def _tables_of(lookups: Iterable[nn.Module]) -> Iterable[DynamicTable]:
+    for lookup in lookups:
+        assert isinstance(lookup, (PooledLookup, SequenceLookup))
+        for kernel in lookup._emb_modules:
+            assert isinstance(kernel, DynamicKernel)
+            yield from kernel.tables
+
+
+def tell_that_rows_are_not_saved(module: nn.Module, *state_dict_args: Any) -> None:
+    """Logs once per process that a state dict lacks the rows; a state dict pre-hook."""
+    global _has_told_that_rows_are_not_saved
+    if not _has_told_that_rows_are_not_saved:
+        _has_told_that_rows_are_not_saved = True
+        logger.warning(
+            "%s: the state dict of a sharded model holds no rows of dynamic tables yet. "
+            "Read them rank by rank with collection.table(name).",
+            type(module).__name__,
+        )

@@ -1,0 +1,229 @@
+"""Where the pieces of a sharded table lie, read from a plan that is checked on the way.
+
+A plan is checked in full before anything is built: TorchRec would fail later, on some
+ranks only, or not at all.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torchrec.distributed.comm import get_local_size, get_topology_group_world_size
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import (
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingEnv2D,
+    ShardingType,
+    ShardMetadata,
+)
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+_KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value)
+_WHOLE_ROWS = (
+    ShardingType.TABLE_WISE.value,
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.TABLE_COLUMN_WISE.value,
+)
+_WHOLE_COLUMNS = (
+    ShardingType.TABLE_WISE.value,
+    ShardingType.ROW_WISE.value,
+    ShardingType.TABLE_ROW_WISE.value,
+)
+_ROWS_WITHIN_NODE = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of columns, its rows spread over ranks.
+
+    Attributes:
+        first_column: where the range begins.
+        columns: its width.
+        ranks: the ranks that share its rows, in the order of their ranges of mixed ids.
+    """
+
+    first_column: int
+    columns: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """Where the pieces of one table lie.
+
+    Attributes:
+        pieces: in column order, without gap or overlap.
+        rows_are_spread: whether ids are routed by range of the mixed id.
+    """
+
+    pieces: tuple[Piece, ...]
+    rows_are_spread: bool
+
+    @property
+    def row_ranks(self) -> int:
+        """How many ranks share the rows of a piece."""
+        return len(self.pieces[0].ranks)
+
+
+def node_size(env: ShardingEnv) -> int:
+    """Returns how many ranks TorchRec takes for one node."""
+    if isinstance(env, ShardingEnv2D):
+        return env.node_group_size or get_local_size(env.world_size)
+    return get_topology_group_world_size(env.world_size)
+
+
+def checked_plan(plan: Mapping[str, ParameterSharding], where: str) -> dict[str, ParameterSharding]:
+    """Copies a checked plan, for the kernel that TorchRec leaves to its plugins."""
+    checked = {}
+    for table, sharding in plan.items():
+        if sharding.compute_kernel not in _KERNELS:
+            raise ValueError(
+                f"{where}(table='{table}'): expected compute kernel 'fused', "
+                f"got '{sharding.compute_kernel}'."
+            )
+        checked[table] = copy.copy(sharding)
+        checked[table].compute_kernel = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+    return checked
+
+
+def table_layouts(
+    configs: Sequence[BaseEmbeddingConfig],
+    plan: Mapping[str, ParameterSharding],
+    env: ShardingEnv,
+    sharding_types: Sequence[str],
+    where: str,
+) -> dict[str, TableLayout]:
+    """Reads the layout of every table of a collection from its plan.
+
+    Args:
+        configs: the collection's tables.
+        plan: the collection's part of the sharding plan.
+        env: the ranks.
+        sharding_types: the types that the collection supports.
+        where: the collection, for messages.
+
+    Raises:
+        ValueError: if a table is missing from the plan or cannot be sharded as it says.
+    """
+    missing = [config.name for config in configs if config.name not in plan]
+    if missing:
+        raise ValueError(f"{where}: expected a plan for every table, got none for {missing}.")
+    unknown = sorted(set(plan) - {config.name for config in configs})
+    if unknown:
+        raise ValueError(f"{where}: expected a plan for its tables only, got tables {unknown}.")
+    layouts = {}
+    for config in configs:
+        sharding = plan[config.name]
+        table = f"{where}(table='{config.name}')"
+        if sharding.sharding_type not in sharding_types:
+            raise ValueError(
+                f"{table}: expected sharding type {', '.join(sharding_types)}, "
+                f"got '{sharding.sharding_type}'."
+            )
+        layouts[config.name] = _layout(config, sharding, env, table)
+    return layouts
+
+
+def _layout(
+    config: BaseEmbeddingConfig, sharding: ParameterSharding, env: ShardingEnv, where: str
+) -> TableLayout:
+    shards, ranks = _shards_and_ranks(sharding, env, where)
+    kind = sharding.sharding_type
+    by_columns: dict[tuple[int, int], list[tuple[int, ShardMetadata]]] = {}
+    for rank, shard in zip(ranks, shards, strict=True):
+        key = (shard.shard_offsets[1], shard.shard_sizes[1])
+        by_columns.setdefault(key, []).append((rank, shard))
+    _check_ranges(list(by_columns), config.embedding_dim, "columns", where)
+    if kind in _WHOLE_COLUMNS and len(by_columns) > 1:
+        raise ValueError(
+            f"{where}: expected whole rows under {kind}, got columns cut at "
+            f"{sorted(first for first, _ in by_columns)[1:]}."
+        )
+    pieces = []
+    for (first_column, columns), parts in sorted(by_columns.items()):
+        if kind in _WHOLE_ROWS and len(parts) > 1:
+            raise ValueError(
+                f"{where}: expected each column range once under {kind}, got columns "
+                f"{first_column} to {first_column + columns} on ranks {[r for r, _ in parts]}."
+            )
+        rows = [(shard.shard_offsets[0], shard.shard_sizes[0]) for _, shard in parts]
+        _check_ranges(rows, config.num_embeddings, "rows", where)
+        part_ranks = [rank for rank, _ in parts]
+        _check_row_ranks(part_ranks, kind, env, where)
+        pieces.append(Piece(first_column, columns, tuple(sorted(part_ranks))))
+    return TableLayout(tuple(pieces), kind not in _WHOLE_ROWS)
+
+
+def _shards_and_ranks(
+    sharding: ParameterSharding, env: ShardingEnv, where: str
+) -> tuple[list[ShardMetadata], list[int]]:
+    spec = sharding.sharding_spec
+    if not isinstance(spec, EnumerableShardingSpec) or not spec.shards:
+        raise ValueError(
+            f"{where}: expected a sharding spec that lists its shards, got {type(spec).__name__}."
+        )
+    ranks = list(sharding.ranks or [])
+    if len(ranks) != len(spec.shards):
+        raise ValueError(
+            f"{where}: expected a rank for each of {len(spec.shards)} shards, got ranks {ranks}."
+        )
+    two_dimensional = isinstance(env, ShardingEnv2D)
+    world_size = dist.get_world_size() if two_dimensional else env.world_size
+    outside = [rank for rank in ranks if not 0 <= rank < world_size]
+    if outside:
+        raise ValueError(
+            f"{where}: expected ranks from 0 to {world_size - 1}, got {outside}. "
+            "Plan for the world that runs."
+        )
+    for shard in spec.shards:
+        if len(shard.shard_offsets) != 2 or len(shard.shard_sizes) != 2:
+            raise ValueError(f"{where}: expected shards of rows and columns, got {shard}.")
+    return list(spec.shards), ranks
+
+
+def _check_ranges(ranges: list[tuple[int, int]], total: int, what: str, where: str) -> None:
+    """Refuses (begin, size) ranges that do not cover 0 to total once."""
+    end = 0
+    for begin, size in sorted(ranges):
+        fault = "a gap" if begin > end else "an overlap" if begin < end else ""
+        # TorchRec's planner leaves ranks without rows where there are fewer rows than ranks.
+        if size < 0 or (size == 0 and what == "columns"):
+            fault = "an empty shard"
+        if fault and not (what == "rows" and size == 0):
+            raise ValueError(
+                f"{where}: expected shards that cover {what} 0 to {total} once, got {fault} "
+                f"at {min(begin, end)}."
+            )
+        end += size
+    if end != total:
+        raise ValueError(f"{where}: expected shards of {total} {what} in all, got {end}.")
+
+
+def _check_row_ranks(ranks: list[int], kind: str, env: ShardingEnv, where: str) -> None:
+    """Refuses row shards on other ranks than those that TorchRec will use."""
+    two_dimensional = isinstance(env, ShardingEnv2D)
+    if kind == ShardingType.ROW_WISE.value:
+        if two_dimensional:
+            right = len(ranks) == env.world_size
+        else:
+            right = sorted(ranks) == list(range(env.world_size))
+        if not right:
+            raise ValueError(
+                f"{where}: expected one row shard on each of {env.world_size} ranks under "
+                f"{kind}, got ranks {ranks}."
+            )
+    elif kind in _ROWS_WITHIN_NODE:
+        size = node_size(env)
+        first = ranks[0] // size * size
+        if len(ranks) != size or (
+            not two_dimensional and ranks != list(range(first, first + size))
+        ):
+            raise ValueError(
+                f"{where}: expected the row shards of {kind} on the {size} ranks of one node "
+                f"in order, got ranks {ranks}."
+            )
