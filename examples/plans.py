@@ -1,0 +1,98 @@
+"""How the tables are laid over the ranks: the choice, TorchRec's planner, and the plan to look at."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+)
+
+TYPES = [
+    ShardingType.TABLE_WISE.value,
+    ShardingType.ROW_WISE.value,
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.TABLE_ROW_WISE.value,
+    ShardingType.TABLE_COLUMN_WISE.value,
+    ShardingType.GRID_SHARD.value,
+]
+CHOICES = [*TYPES, "mixed", "auto"]
+
+
+def make_plan(
+    choice: str, model: nn.Module, sharders: list[ModuleSharder], tables: list[str], dim: int
+) -> ShardingPlan:
+    """Has TorchRec's planner place the tables; collective.
+
+    Args:
+        choice: a sharding type for all tables; "mixed" for table-, row- and column-wise in turn;
+            "auto" to leave the types to the planner as well.
+        model: holds the tables.
+        sharders: of the modules in `model`.
+        tables: names of the tables.
+        dim: their embedding dimension; column-wise types cut it into halves.
+    """
+    types = TYPES[:3] if choice == "mixed" else [choice]
+    constraints = {
+        table: ParameterConstraints(
+            sharding_types=[types[position % len(types)]], min_partition=max(dim // 2, 1)
+        )
+        for position, table in enumerate(tables)
+    }
+    world_size = dist.get_world_size()
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=world_size, local_world_size=get_local_size(world_size), compute_device="cpu"
+        ),
+        constraints=None if choice == "auto" else constraints,
+    )
+    return planner.collective_plan(model, sharders, dist.group.WORLD)
+
+
+def tables_of(plan: ShardingPlan) -> dict[str, ParameterSharding]:
+    """Returns how each table of the plan is sharded, by the table's name."""
+    return {
+        table: sharding
+        for module_plan in plan.plan.values()
+        if isinstance(module_plan, EmbeddingModuleShardingPlan)
+        for table, sharding in module_plan.items()
+    }
+
+
+def ranks_of_all_rows(sharding: ParameterSharding) -> set[int]:
+    """Returns the ranks that hold the table's first column: their rows together are its rows.
+
+    The other column shards hold the same ids once more.
+    """
+    return {
+        shard.placement.rank()
+        for shard in sharding.sharding_spec.shards
+        if shard.shard_offsets[1] == 0
+    }
+
+
+def plan_as_text(plan: ShardingPlan) -> str:
+    """Returns the plan as a small table: tables that are sharded alike share a line."""
+    alike = defaultdict(list)
+    for table, sharding in tables_of(plan).items():
+        shards = sharding.sharding_spec.shards
+        ranks = " ".join(str(shard.placement.rank()) for shard in shards)
+        columns = " ".join(str(shard.shard_sizes[1]) for shard in shards)
+        alike[sharding.sharding_type, ranks, columns].append(table)
+    lines = [("sharding", "ranks", "columns", "tables")]
+    lines += [(*how, " ".join(tables)) for how, tables in sorted(alike.items())]
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    return "\n".join(
+        "  ".join(
+            [*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]
+        )
+        for line in lines
+    )
