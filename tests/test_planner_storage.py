@@ -1,0 +1,237 @@
+"""What a shard is priced with, against real tables that hold as many rows."""
+
+import math
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.types import PlannerError, ShardingOption
+from torchrec.modules.embedding_configs import DataType
+from torchrec.optim import RowWiseAdagrad
+
+from torchrec_dyn import DynamicEmbeddingBagCollection, DynamicTableConfig
+from torchrec_dyn.id_map import SLOT_BYTES, IdMap, most_slots
+from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+from torchrec_dyn.planner import DynamicStorageEstimator, make_planner, table_bytes
+from torchrec_dyn.row_store import block_shift
+from torchrec_dyn.row_wise import row_limit
+from torchrec_dyn.sharders import DynamicEmbeddingBagCollectionSharder
+from torchrec_dyn.table import DynamicTable
+
+ROWS, DIM = 3000, 64
+# The stated tolerance: never too little, and never more than the id map's room to grow.
+MAP_SLACK_PER_ROW = 22
+POOLED = [
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "grid_shard",
+]
+
+
+def pooled(**changes):
+    config = {"name": "user", "embedding_dim": DIM, "num_embeddings": ROWS}
+    return EmbeddingBagConfig(**(config | changes), feature_names=["user_id"])
+
+
+def topology(device="cpu", **changes):
+    return Topology(world_size=4, local_world_size=2, compute_device=device, **changes)
+
+
+def options(estimator, module, sharder, constraints=None, device="cpu"):
+    """All sharding options of a module by type, with storage by one estimator."""
+    enumerator = EmbeddingEnumerator(topology(device), 128, constraints, estimator)
+    found: list[ShardingOption] = enumerator.enumerate(module, [sharder])
+    return {(option.name, option.sharding_type): option for option in found}
+
+
+def filled_table(rows, columns, optimizer, dtype, step=700):
+    table = DynamicTable(
+        name="user",
+        num_embeddings=max(rows, ROWS),
+        embedding_dim=columns,
+        optimizer=optimizer,
+        config=DynamicTableConfig(),
+        dtype=dtype,
+    )
+    for first in range(0, rows, step):
+        ids = torch.arange(first, min(first + step, rows))
+        table.assign(ids, torch.ones(ids.numel(), columns))
+    assert table.num_rows == rows
+    return table
+
+
+@pytest.mark.parametrize("data_type", [DataType.FP32, DataType.BF16])
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_a_shard_costs_what_the_table_it_becomes_holds(kind, data_type):
+    module = DynamicEmbeddingBagCollection([pooled(data_type=data_type)])
+    sharder = DynamicEmbeddingBagCollectionSharder({"optimizer": EmbOptimType[kind.name]})
+    constraints = {"user": ParameterConstraints(sharding_types=POOLED, min_partition=16)}
+    # Under this output dtype TorchRec counts the output of a step as ours does: as float32.
+    constraints["user"].output_dtype = DataType.FP32
+    ours = options(DynamicStorageEstimator(topology(), constraints), module, sharder, constraints)
+    stock = options(
+        EmbeddingStorageEstimator(topology(), constraints), module, sharder, constraints
+    )
+    assert {sharding_type for _, sharding_type in ours} == set(POOLED)
+    dtype = torch.float32 if data_type == DataType.FP32 else torch.bfloat16
+    measured = {}
+    for key, option in ours.items():
+        for shard, plain in zip(option.shards, stock[key].shards, strict=True):
+            columns = shard.size[1]
+            sharers = ROWS // shard.size[0]
+            rows = row_limit(ROWS, sharers)
+            if (rows, columns) not in measured:
+                table = filled_table(rows, columns, RowOptimizer(kind=kind), dtype)
+                measured[rows, columns] = table.stats()["bytes"]
+            batch = plain.storage.ddr - math.prod(shard.size) * dtype.itemsize
+            excess = shard.storage.ddr - batch - measured[rows, columns]
+            assert batch > 0 and shard.storage.hbm == 0
+            assert 0 <= excess <= MAP_SLACK_PER_ROW * rows, (key, columns)
+
+
+def test_an_estimate_is_what_the_process_takes():
+    def resident_bytes():
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * 4096
+
+    rows, optimizer = 300_000, RowOptimizer(kind=OptimizerKind.ADAM)
+    before = resident_bytes()
+    table = filled_table(rows, DIM, optimizer, torch.float32, step=20_000)
+    taken = resident_bytes() - before
+    estimate = table_bytes(rows, DIM, torch.float32, optimizer)
+    assert 200e6 < table.stats()["bytes"] <= estimate
+    assert 0.9 * estimate < taken < 1.1 * estimate
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=30), st.integers(10, 400))
+def test_most_slots_bounds_the_map_however_it_grew(batches, large_capacity):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchrec_dyn.id_map._LARGE_CAPACITY", large_capacity)
+        ids = IdMap()
+        for batch in batches:
+            ids.reserve(batch)
+            ids.num_ids += batch
+        assert ids.capacity <= most_slots(ids.num_ids)
+
+
+def user_shard(module, sharder, **estimator):
+    table = ("user", "table_wise")
+    return options(DynamicStorageEstimator(topology(), **estimator), module, sharder)[table].shards[
+        0
+    ]
+
+
+def test_the_optimizer_in_force_is_priced_once():
+    rowwise = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+    adam = {"optimizer": EmbOptimType.ADAM}
+
+    def price(sharder=None, module=None, on_parameter=None):
+        collection = DynamicEmbeddingBagCollection([pooled()], fused_params=module)
+        if on_parameter:
+            apply_optimizer_in_backward(on_parameter, collection.parameters(), {"lr": 0.1})
+        return user_shard(collection, DynamicEmbeddingBagCollectionSharder(sharder)).storage.ddr
+
+    sgd = price()
+    assert price(rowwise) == sgd + 4 * ROWS
+    assert price(adam) == sgd + 8 * DIM * ROWS
+    assert price(None, adam) == price(adam)
+    assert price(rowwise, adam) == price(rowwise)
+    assert price(adam, None, RowWiseAdagrad) == price(rowwise)
+
+
+def test_the_output_of_a_step_is_float32_unless_said_otherwise():
+    module = DynamicEmbeddingBagCollection([pooled(data_type=DataType.FP16)])
+    float32, float16 = (
+        user_shard(module, DynamicEmbeddingBagCollectionSharder(fused_params)).storage.ddr
+        for fused_params in (None, {"output_dtype": SparseType.FP16})
+    )
+    assert float32 - float16 == 128 * 4 * DIM * 2  # batch, ranks, columns, bytes less
+
+
+def test_a_static_table_beside_it_costs_what_torchrec_says():
+    model = torch.nn.ModuleDict(
+        {
+            "dynamic": DynamicEmbeddingBagCollection([pooled()]),
+            "static": EmbeddingBagCollection([pooled(name="item")], device=torch.device("meta")),
+        }
+    )
+    sharders = [DynamicEmbeddingBagCollectionSharder(), EmbeddingBagCollectionSharder()]
+    by_estimator = []
+    for estimator in (DynamicStorageEstimator, EmbeddingStorageEstimator):
+        enumerator = EmbeddingEnumerator(topology(), 128, None, estimator(topology()))
+        found = enumerator.enumerate(model, sharders)
+        by_estimator.append({(o.name, o.sharding_type): o.total_storage.ddr for o in found})
+    ours, stock = by_estimator
+    assert {name for name, _ in ours} == {"user", "item"}
+    for key in ours:
+        assert ours[key] > stock[key] if key[0] == "user" else ours[key] == stock[key]
+
+
+def test_estimating_again_changes_nothing():
+    module = DynamicEmbeddingBagCollection([pooled()], fused_params={"optimizer": "ADAM"})
+    enumerator = EmbeddingEnumerator(topology(), 128, None, DynamicStorageEstimator(topology()))
+    found = enumerator.enumerate(module, [DynamicEmbeddingBagCollectionSharder()])
+    once = [option.total_storage for option in found]
+    enumerator.populate_estimates(found)
+    assert [option.total_storage for option in found] == once
+
+
+def test_a_gpu_holds_whole_blocks_of_rows():
+    module = DynamicEmbeddingBagCollection([pooled()])
+    key = ("user", "table_wise")
+    sharder = DynamicEmbeddingBagCollectionSharder()
+    found, plain = (
+        options(estimator(topology("cuda")), module, sharder, device="cuda")[key].shards[0].storage
+        for estimator in (DynamicStorageEstimator, EmbeddingStorageEstimator)
+    )
+    block = 1 << block_shift(ROWS, DIM * 4)
+    assert ROWS % block
+    rows = math.ceil(ROWS / block) * block
+    assert (found.hbm - plain.hbm, found.ddr) == (
+        (rows - ROWS) * DIM * 4 + most_slots(ROWS) * SLOT_BYTES,
+        0,
+    )
+
+
+def test_expected_rows_price_a_generous_limit():
+    sharder = DynamicEmbeddingBagCollectionSharder()
+    generous = DynamicEmbeddingBagCollection([pooled(num_embeddings=2**45)])
+    with pytest.raises(PlannerError):
+        make_planner(topology()).plan(generous, [sharder])
+    plan = make_planner(topology(), expected_rows={"user": ROWS}).plan(generous, [sharder])
+    assert set(plan.plan[""]) == {"user"}
+    exact = DynamicEmbeddingBagCollection([pooled()])
+    assert (
+        user_shard(generous, sharder, expected_rows={"user": ROWS}).storage
+        == user_shard(exact, sharder).storage
+    )
+
+
+def test_expected_rows_are_checked():
+    with pytest.raises(ValueError, match=r"expected_rows\['user'\]: expected at least 1, got 0"):
+        DynamicStorageEstimator(topology(), expected_rows={"user": 0})
+    module = DynamicEmbeddingBagCollection([pooled()])
+    with pytest.raises(ValueError, match=f"at most num_embeddings={ROWS}, got {ROWS + 1}. Raise"):
+        user_shard(module, DynamicEmbeddingBagCollectionSharder(), expected_rows={"user": ROWS + 1})
+
+
+def test_a_table_whose_weights_alone_fit_is_refused():
+    # Row-wise a rank of four holds 256 MB of weights, but 768 MB with Adam's state.
+    module = DynamicEmbeddingBagCollection([pooled(num_embeddings=4_000_000)])
+    sharder = DynamicEmbeddingBagCollectionSharder({"optimizer": EmbOptimType.ADAM})
+    small = topology(ddr_cap=600 << 20)
+    stock = EmbeddingShardingPlanner(topology=small)
+    assert set(stock.plan(module, [sharder]).plan[""]) == {"user"}
+    with pytest.raises(PlannerError, match="storage"):
+        make_planner(small).plan(module, [sharder])
