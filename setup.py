@@ -36,5 +36,9 @@ setup(
         )
     ],
     cmdclass={"build_ext": BuildExtension},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    options={
+        "bdist_wheel": {"py_limited_api": "cp310"},
+        # One folder of objects for editable installs and wheels: each compiles only what changed.
+        "build_ext": {"build_temp": "build/objects"},
+    },
 )
