@@ -1,0 +1,176 @@
+"""TorchRec's planner on dynamic collections: what it offers, what it pins, and plans that train."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import workers
+from sharded_training import (
+    Case,
+    Holder,
+    Table,
+    batches,
+    collection_of,
+    sharder_of,
+    train_beside,
+)
+from torchrec import EmbeddingBagConfig
+from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+
+from torchrec_dyn import DynamicEmbeddingBagCollection, DynamicEmbeddingBagCollectionSharder
+from torchrec_dyn.planner import DynamicStorageEstimator, make_planner
+
+SEQUENCE = ["table_wise", "row_wise", "column_wise"]
+POOLED = [*SEQUENCE, "table_row_wise", "table_column_wise", "grid_shard"]
+PLANNERS = {"stock": EmbeddingShardingPlanner, "ours": make_planner}
+
+
+def case_of(pooled=True, tables=1, dim=8, **changes):
+    """A case whose tables wait for a plan."""
+    named = [Table(f"table_{n}", [f"feature_{n}"], None, dim=dim) for n in range(tables)]
+    return Case(named, pooled=pooled, **changes)
+
+
+def topology(device="cpu", world_size=4, local_world_size=2):
+    return Topology(world_size=world_size, local_world_size=local_world_size, compute_device=device)
+
+
+def constrained(case, **constraint):
+    return {table.name: ParameterConstraints(**constraint) for table in case.tables}
+
+
+def plan_of(case, planner):
+    """The plan of a case's tables, made in this process alone."""
+    return planner.plan(Holder(collection_of(case)), [sharder_of(case)]).plan["collection"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_every_type_is_offered_and_priced(device, pooled):
+    case = case_of(pooled)
+    every_type = POOLED if pooled else SEQUENCE
+
+    def offered(constraints=None):
+        enumerator = EmbeddingEnumerator(topology(device), 64, constraints)
+        return enumerator.enumerate(Holder(collection_of(case)), [sharder_of(case)])
+
+    unasked = offered()
+    assert {option.sharding_type for option in unasked} == set(every_type) - {"grid_shard"}
+    named = offered(constrained(case, sharding_types=every_type))
+    assert {option.sharding_type for option in named} == set(every_type)
+    for option in unasked + named:
+        assert option.total_perf > 0
+        memory = option.total_storage
+        assert (memory.hbm if device == "cuda" else memory.ddr) > 0
+        assert option.is_pooled == pooled
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("pooled", "kind"), [(True, kind) for kind in POOLED] + [(False, kind) for kind in SEQUENCE]
+)
+def test_constraints_pin_the_type(planner, device, pooled, kind):
+    case = case_of(pooled, tables=3)
+    make = PLANNERS[planner]
+    constraints = constrained(case, sharding_types=[kind])
+    plan = plan_of(case, make(topology=topology(device), constraints=constraints))
+    assert {name: sharding.sharding_type for name, sharding in plan.items()} == dict.fromkeys(
+        constraints, kind
+    )
+
+
+@pytest.mark.parametrize("kind", ["column_wise", "table_column_wise", "grid_shard"])
+def test_min_partition_gives_the_width_of_column_shards(kind):
+    case = case_of(dim=24)
+    constraints = constrained(case, sharding_types=[kind], min_partition=8)
+    plan = plan_of(case, make_planner(topology(), constraints=constraints))
+    shards = plan["table_0"].sharding_spec.shards
+    assert sorted({(s.shard_offsets[1], s.shard_sizes[1]) for s in shards}) == [
+        (0, 8),
+        (8, 8),
+        (16, 8),
+    ]
+
+
+def plan_together(planner, constraint, case):
+    """In the workers: the plan of a case, the same on every rank."""
+    world = dist.get_world_size()
+    made = PLANNERS[planner](
+        topology=topology("cpu", world, get_local_size(world)),
+        constraints=constrained(case, **constraint) if constraint else None,
+    )
+    model = Holder(collection_of(case))
+    plan = made.collective_plan(model, [sharder_of(case)], dist.GroupMember.WORLD)
+    of_ranks = [None] * world
+    dist.all_gather_object(of_ranks, repr(plan))
+    assert len(set(of_ranks)) == 1
+    return plan.plan["collection"]
+
+
+def plan_and_train(planner, constraint, case):
+    """In the workers: plans together and trains beside the unsharded collection."""
+    for name, sharding in plan_together(planner, constraint, case).items():
+        next(table for table in case.tables if table.name == name).plan = sharding
+    rows = train_beside(case)
+    return [table.plan.sharding_type for table in case.tables], rows
+
+
+@pytest.mark.parametrize("kind", POOLED)
+def test_a_collective_plan_of_each_pooled_type_trains(kind):
+    case = case_of(tables=2, dim=16, exact=False)
+    constraint = {"sharding_types": [kind], "min_partition": 8}
+    for kinds, _ in workers.run(
+        plan_and_train, "ours", constraint, case, world_size=4, local_size=2
+    ):
+        assert kinds == [kind, kind]
+
+
+@pytest.mark.parametrize("kind", SEQUENCE)
+def test_a_collective_plan_of_each_sequence_type_trains(kind):
+    case = case_of(pooled=False, tables=2, dim=16)
+    constraint = {"sharding_types": [kind], "min_partition": 8}
+    for kinds, _ in workers.run(plan_and_train, "ours", constraint, case, world_size=2):
+        assert kinds == [kind, kind]
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_the_planner_alone_decides_for_26_tables(planner):
+    case = case_of(tables=26, dim=16, exact=False, steps=2)
+    trained = workers.run(plan_and_train, planner, None, case, world_size=2)
+    assert trained[0][0] == trained[1][0]
+    assert all(rows > 0 for _, rows in trained), "a rank is left without work"
+
+
+def train_without_a_plan(case):
+    """In the workers: DistributedModelParallel asks the stock planner itself."""
+    features = batches(case, 0)[0][dist.get_rank()]
+    collection = collection_of(case)
+    model = DistributedModelParallel(
+        Holder(collection), device=torch.device("cpu"), sharders=[sharder_of(case)]
+    )
+    model(features).values().sum().backward()
+    return sum(model.module.collection.table(table.name).num_rows for table in case.tables)
+
+
+def test_distributed_model_parallel_plans_by_itself():
+    rows = workers.run(train_without_a_plan, case_of(tables=4), world_size=2)
+    assert sum(rows) > 0
+
+
+def test_ranks_without_rows_of_a_tiny_table_are_priced():
+    # TorchRec gives ranks beyond num_embeddings an empty shard; ours get ids all the same.
+    module = DynamicEmbeddingBagCollection(
+        [EmbeddingBagConfig(name="tiny", embedding_dim=8, num_embeddings=2, feature_names=["f"])]
+    )
+    constraints = {"tiny": ParameterConstraints(sharding_types=["row_wise"])}
+    sharders = [DynamicEmbeddingBagCollectionSharder()]
+    estimator = DynamicStorageEstimator(topology(), constraints)
+    enumerator = EmbeddingEnumerator(topology(), 64, constraints, estimator)
+    (option,) = enumerator.enumerate(module, sharders)
+    assert [shard.size[0] for shard in option.shards] == [1, 1, 0, 0]
+    assert len({shard.storage.ddr for shard in option.shards}) == 1
+    plan = make_planner(topology(), constraints=constraints).plan(module, sharders)
+    assert plan.plan[""]["tiny"].ranks == [0, 1, 2, 3]
