@@ -5,13 +5,23 @@ from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
 from torchrec_dyn.initializers import Constant, Normal, TruncatedNormal, Uniform
 from torchrec_dyn.make_dynamic import make_dynamic
+from torchrec_dyn.sharded_embedding import ShardedDynamicEmbeddingCollection
+from torchrec_dyn.sharded_embeddingbag import ShardedDynamicEmbeddingBagCollection
+from torchrec_dyn.sharders import (
+    DynamicEmbeddingBagCollectionSharder,
+    DynamicEmbeddingCollectionSharder,
+)
 
 __all__ = [
     "Constant",
     "DynamicEmbeddingBagCollection",
+    "DynamicEmbeddingBagCollectionSharder",
     "DynamicEmbeddingCollection",
+    "DynamicEmbeddingCollectionSharder",
     "DynamicTableConfig",
     "Normal",
+    "ShardedDynamicEmbeddingBagCollection",
+    "ShardedDynamicEmbeddingCollection",
     "TruncatedNormal",
     "Uniform",
     "make_dynamic",

@@ -1,0 +1,297 @@
+"""Trains a sharded collection beside the unsharded one on the same global batches.
+
+`train_beside(case)` runs in the workers: it asserts that every rank's outputs, and at the
+end every rank's rows, are those of the unsharded collection trained on the global batch
+with gradients divided by the number of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import (
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingPlan,
+    ShardMetadata,
+)
+
+import torchrec_dyn as dyn
+
+EXTREME_IDS = [0, 1, -1, 2**63 - 1, -(2**63), 10**15, -(10**12), 2**32, 2**31]
+FUSED_PARAMS = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
+
+
+def shard_by_hand(
+    kind: str, pieces: Sequence[tuple[list[int], int, int]], rows: int = 1000
+) -> ParameterSharding:
+    """A plan of pieces (ranks that share the rows, first column, width), in the order given."""
+    shards, ranks = [], []
+    for piece_ranks, first, width in pieces:
+        block = -(-rows // len(piece_ranks))
+        for part, rank in enumerate(piece_ranks):
+            begin = min(rows, part * block)
+            size = min(rows, begin + block) - begin
+            shards.append(ShardMetadata([begin, first], [size, width], f"rank:{rank}/cpu"))
+            ranks.append(rank)
+    return ParameterSharding(kind, "fused", ranks, EnumerableShardingSpec(shards))
+
+
+def usual_plan(kind: str, dim: int, world: int, local: int, turn: int = 0) -> ParameterSharding:
+    """A plan of one type as the planner would make it; `turn` moves it to other ranks."""
+    half, node = dim // 2, turn % (world // local) * local
+    on_node = list(range(node, node + local))
+    other = [(rank + local) % world for rank in on_node]
+    pieces: dict[str, list[tuple[list[int], int, int]]] = {
+        "table_wise": [([turn % world], 0, dim)],
+        "row_wise": [(list(range(world)), 0, dim)],
+        "column_wise": [([turn % world], 0, half), ([(turn + 1) % world], half, half)],
+        "table_row_wise": [(on_node, 0, dim)],
+        "table_column_wise": [([on_node[0]], 0, half), ([on_node[-1]], half, half)],
+        "grid_shard": [(on_node, 0, half), (other, half, half)],
+    }
+    return shard_by_hand(kind, pieces[kind])
+
+
+@dataclass
+class Table:
+    """One table of a case: TorchRec's config in brief, and its plan."""
+
+    name: str
+    features: list[str]
+    plan: ParameterSharding
+    dim: int = 8
+    pooling: str = "SUM"
+    data_type: str = "FP32"
+
+
+@dataclass
+class Case:
+    """A collection, its plan, and the batches it is trained on."""
+
+    tables: list[Table]
+    pooled: bool = True
+    exact: bool = True
+    weighted: bool = False
+    steps: int = 3
+    batch_sizes: Sequence[int] | None = None  # per rank
+    variable: bool = False  # a batch size per feature
+    longest_bag: int = 4
+    known_ids: int = 40
+    fused_params: dict[str, Any] = field(default_factory=lambda: dict(FUSED_PARAMS))
+    qcomm: str | None = None
+    tolerance: float = 1e-5
+    backward: bool = True
+
+    def features(self) -> list[str]:
+        """Every feature once, in an order that is not that of the tables."""
+        names = dict.fromkeys(name for table in self.tables for name in table.features)
+        return sorted(names, reverse=True)
+
+
+def collection_of(case: Case, **options: Any) -> Any:
+    """The unsharded collection of a case."""
+    from torchrec.modules.embedding_configs import DataType, PoolingType
+
+    configs: list[Any] = []
+    for table in case.tables:
+        common: dict[str, Any] = {
+            "name": table.name,
+            "embedding_dim": table.dim,
+            "num_embeddings": 1000,
+            "feature_names": list(table.features),
+            "data_type": DataType[table.data_type],
+        }
+        if case.pooled:
+            configs.append(EmbeddingBagConfig(pooling=PoolingType[table.pooling], **common))
+        else:
+            configs.append(EmbeddingConfig(**common))
+    if case.pooled:
+        return dyn.DynamicEmbeddingBagCollection(configs, is_weighted=case.weighted, **options)
+    return dyn.DynamicEmbeddingCollection(configs, **options)
+
+
+class Holder(nn.Module):
+    """A model that is one collection."""
+
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        """Looks the features up."""
+        return self.collection(features)
+
+
+def sharder_of(case: Case) -> Any:
+    """The sharder of a case's collection."""
+    registry = None
+    if case.qcomm is not None:
+        from torchrec.distributed.fbgemm_qcomm_codec import (
+            CommType,
+            QCommsConfig,
+            get_qcomm_codecs_registry,
+        )
+
+        kind = CommType[case.qcomm]
+        registry = get_qcomm_codecs_registry(
+            QCommsConfig(forward_precision=kind, backward_precision=kind)
+        )
+    kind = (
+        dyn.DynamicEmbeddingBagCollectionSharder
+        if case.pooled
+        else dyn.DynamicEmbeddingCollectionSharder
+    )
+    return kind(fused_params=dict(case.fused_params), qcomm_codecs_registry=registry)
+
+
+def shard(case: Case, collection: nn.Module) -> Any:
+    """The collection of a case under DistributedModelParallel."""
+    plan = ShardingPlan({"collection": {table.name: table.plan for table in case.tables}})
+    return DistributedModelParallel(
+        Holder(collection),
+        device=torch.device("cpu"),
+        plan=plan,
+        sharders=[sharder_of(case)],
+    )
+
+
+def ids_of(generator: torch.Generator, count: int, known: int, step: int) -> torch.Tensor:
+    """Ids that repeat, ids new in this step, and the extreme ones."""
+    pool = torch.tensor([*EXTREME_IDS, *range(100, 100 + known)])
+    fresh = torch.arange(10_000 * (step + 1), 10_000 * (step + 1) + known)
+    pool = torch.cat([pool, fresh])
+    return pool[torch.randint(pool.numel(), (count,), generator=generator)]
+
+
+def batches(case: Case, step: int) -> tuple[list[KeyedJaggedTensor], KeyedJaggedTensor]:
+    """The batch of each rank and the same as one global batch."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    world = dist.get_world_size()
+    features = case.features()
+    sizes = list(case.batch_sizes or [5] * world)
+    parts: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]] = []
+    for size in sizes:
+        of_rank = []
+        for number, _ in enumerate(features):
+            bags = max(1, size - number) if case.variable else size
+            lengths = torch.randint(case.longest_bag + 1, (bags,), generator=generator)
+            ids = ids_of(generator, int(lengths.sum()), case.known_ids, step)
+            weights = torch.rand(ids.numel(), generator=generator)
+            inverse = torch.arange(size) % bags
+            of_rank.append((lengths, ids, weights, inverse))
+        parts.append(of_rank)
+    per_rank = [_kjt(case, features, of_rank) for of_rank in parts]
+    together = []
+    for number, _ in enumerate(features):
+        of_feature = [of_rank[number] for of_rank in parts]
+        firsts = [sum(len(p[0]) for p in of_feature[:rank]) for rank in range(world)]
+        inverse = [p[3] + first for p, first in zip(of_feature, firsts, strict=True)]
+        joined = [torch.cat([p[i] for p in of_feature]) for i in range(3)]
+        together.append((joined[0], joined[1], joined[2], torch.cat(inverse)))
+    return per_rank, _kjt(case, features, together)
+
+
+def _kjt(case: Case, features: list[str], parts: list[tuple[torch.Tensor, ...]]) -> Any:
+    options: dict[str, Any] = {}
+    if case.variable:
+        options["stride_per_key_per_rank"] = [[len(part[0])] for part in parts]
+        options["inverse_indices"] = (features, torch.stack([part[3] for part in parts]))
+    elif parts:
+        options["stride"] = len(parts[0][0])
+    return KeyedJaggedTensor(
+        keys=features,
+        lengths=torch.cat([part[0] for part in parts]),
+        values=torch.cat([part[1] for part in parts]),
+        weights=torch.cat([part[2] for part in parts]) if case.weighted else None,
+        **options,
+    )
+
+
+def parts_of_rank(case: Case, whole: Any, sizes: list[int], rank: int) -> dict[str, torch.Tensor]:
+    """This rank's part of the outputs of a global batch, by output name."""
+    first = sum(sizes[:rank])
+    if case.pooled:
+        return {
+            name: value[first : first + sizes[rank]] for name, value in whole.to_dict().items()
+        }
+    parts = {}
+    for name, jagged in whole.items():
+        offsets = torch.cat([torch.zeros(1, dtype=torch.long), jagged.lengths().cumsum(0)])
+        parts[name] = jagged.values()[offsets[first] : offsets[first + sizes[rank]]]
+    return parts
+
+
+def outputs_by_name(case: Case, outputs: Any) -> dict[str, torch.Tensor]:
+    """The outputs of either kind of collection, by output name."""
+    if case.pooled:
+        return dict(outputs.to_dict())
+    return {name: jagged.values() for name, jagged in outputs.items()}
+
+
+def check_same(case: Case, got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Asserts equality, to the bit where the plan must not change a bit."""
+    assert got.shape == expected.shape, f"{what}: shape {got.shape}, expected {expected.shape}"
+    if case.exact:
+        assert torch.equal(got, expected), f"{what}: differ by {(got - expected).abs().max()}"
+    else:
+        torch.testing.assert_close(
+            got, expected, rtol=case.tolerance, atol=case.tolerance, msg=lambda m: f"{what}: {m}"
+        )
+
+
+def train_beside(case: Case) -> int:
+    """Trains both, asserts that they stay the same, and returns the rows on this rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    unsharded = collection_of(case, fused_params=case.fused_params)
+    sharded = shard(case, copy.deepcopy(unsharded))
+    sizes = list(case.batch_sizes or [5] * world)
+    for step in range(case.steps):
+        per_rank, together = batches(case, step)
+        got = outputs_by_name(case, sharded(per_rank[rank]))
+        whole = unsharded(together)
+        expected = parts_of_rank(case, whole, sizes, rank)
+        assert set(got) == set(expected)
+        for name, value in expected.items():
+            check_same(case, got[name], value, f"step {step}, output {name}")
+        if not case.backward:
+            continue
+        # The gradient depends on the output, so that an error of one step grows in the next.
+        torch.autograd.backward(list(got.values()), [_grad(v.detach(), n) for n, v in got.items()])
+        theirs = outputs_by_name(case, whole)
+        grads = [_grad(v.detach(), n).div_(world) for n, v in theirs.items()]
+        torch.autograd.backward(list(theirs.values()), grads)
+    check_rows(case, sharded.module.collection, unsharded)
+    return sum(sharded.module.collection.table(t.name).num_rows for t in case.tables)
+
+
+def _grad(output: torch.Tensor, name: str) -> torch.Tensor:
+    number = sum(map(ord, name)) % 7 + 1
+    ramp = torch.linspace(-1, 1, output.shape[1]).expand_as(output)
+    return ramp * number * 0.1 + output * 0.5
+
+
+def check_rows(case: Case, sharded: Any, unsharded: Any) -> None:
+    """Asserts that the shards of all ranks hold the unsharded rows, each column once."""
+    for table in case.tables:
+        mine, whole = sharded.table(table.name), unsharded.table(table.name)
+        ids = mine.ids()
+        expected, found = whole.lookup(ids)
+        assert bool(found.all()), f"{table.name}: ids that the unsharded table never saw"
+        columns = torch.zeros(0, dtype=torch.long)
+        if mine.columns:
+            columns = torch.cat([torch.arange(first, first + n) for first, n in mine.columns])
+            check_same(case, mine.lookup(ids)[0], expected[:, columns], f"rows of {table.name}")
+        held: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(held, (ids, columns))
+        cells = sum(len(i) * len(c) for i, c in held)
+        assert cells == whole.num_rows * table.dim, f"{table.name}: {cells} numbers in all shards"
