@@ -1,7 +1,7 @@
 """Keeps the ranks in step over streams of their own: they stop together and they fail together.
 
-Every training step is a collective. A rank whose part of the file ends one batch early, or holds a
-broken line, must not leave the others waiting in an all-to-all. So the ranks agree before each step.
+Every training step is a collective. A rank whose part of the file ends one batch early, or holds
+a broken line, must not leave the others waiting in an all-to-all: they agree before each step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the tables are laid over the ranks: the choice, TorchRec's planner, and the plan to look at."""
+"""How the tables are laid over the ranks: the choice, TorchRec's planner, the plan to look at."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ CHOICES = [*TYPES, "mixed", "auto"]
 
 
 def make_plan(
-    choice: str, model: nn.Module, sharders: list[ModuleSharder], tables: list[str], dim: int
+    choice: str,
+    model: nn.Module,
+    sharders: list[ModuleSharder],
+    tables: list[str],
+    dim: int,
+    batch_size: int,
 ) -> ShardingPlan:
     """Has TorchRec's planner place the tables; collective.
 
@@ -39,6 +44,7 @@ def make_plan(
         sharders: of the modules in `model`.
         tables: names of the tables.
         dim: their embedding dimension; column-wise types cut it into halves.
+        batch_size: clicks per rank.
     """
     types = TYPES[:3] if choice == "mixed" else [choice]
     constraints = {
@@ -52,6 +58,7 @@ def make_plan(
         topology=Topology(
             world_size=world_size, local_world_size=get_local_size(world_size), compute_device="cpu"
         ),
+        batch_size=batch_size,
         constraints=None if choice == "auto" else constraints,
     )
     return planner.collective_plan(model, sharders, dist.group.WORLD)

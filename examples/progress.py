@@ -1,0 +1,74 @@
+"""The progress bar of a training, on rank 0: loss, samples per second, rows on each rank."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+from ranks import gather, rows_here
+from torch import Tensor, nn
+from tqdm import tqdm
+
+LOOK_EVERY = 10  # steps between two looks at the rows; each is a small collective
+
+
+class Progress:
+    """Counts the steps of one training; every rank has one.
+
+    Args:
+        model: the sharded model.
+        tables: names of its tables.
+        steps: to come; None where it is not known.
+    """
+
+    def __init__(self, model: nn.Module, tables: list[str], steps: int | None) -> None:
+        self._model = model
+        self._tables = tables
+        self._bar = tqdm(total=steps, unit="step", disable=dist.get_rank() != 0)
+        self._first_step_ended = 0.0
+        self._seconds = 0.0  # since then: the first step sets everything up and is not timed
+        self._timed_samples = 0
+        self.steps = 0
+        self.samples = 0  # of all ranks
+        self.loss = float("nan")  # of the last step, on this rank
+        self._clicked = 0.0
+
+    def step(self, loss: Tensor, labels: Tensor) -> None:
+        """Counts one step; collective every LOOK_EVERY steps.
+
+        Args:
+            loss: [].
+            labels: [B].
+        """
+        samples = len(labels) * dist.get_world_size()  # batches have one size on all ranks
+        now = time.perf_counter()
+        if self.steps == 0:
+            self._first_step_ended = now
+        else:
+            self._timed_samples += samples
+            self._seconds = now - self._first_step_ended
+        self.steps += 1
+        self.samples += samples
+        self.loss = float(loss)
+        self._clicked += float(labels.sum()) * dist.get_world_size()
+        self._bar.update()
+        if self.steps % LOOK_EVERY == 0:
+            rows = [sum(here.values()) for here in gather(rows_here(self._model, self._tables))]
+            self._bar.set_postfix_str(
+                f"loss {self.loss:.4f}, {self.samples_per_second:,.0f} samples/s, "
+                f"rows {' + '.join(f'{count:,}' for count in rows)}"
+            )
+
+    @property
+    def samples_per_second(self) -> float:
+        """Over all ranks, from the end of the first step."""
+        return self._timed_samples / self._seconds if self._seconds else float("nan")
+
+    @property
+    def click_rate(self) -> float:
+        """Of the samples that this rank saw."""
+        return self._clicked / self.samples if self.samples else float("nan")
+
+    def close(self) -> None:
+        """Takes the bar's line off the screen's control."""
+        self._bar.close()

@@ -1,0 +1,75 @@
+"""The end of a run: how good on held-out clicks, how many rows, how much memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from metrics import auc, normalized_entropy
+from plans import ranks_of_all_rows, tables_of
+from progress import Progress
+from ranks import gather, resident_megabytes, rows_here
+from torch import nn
+from torchrec.distributed.types import ShardingPlan
+
+
+def collect_results(
+    model: nn.Module,
+    plan: ShardingPlan,
+    progress: Progress,
+    labels: np.ndarray,
+    probabilities: np.ndarray,
+) -> dict[str, Any]:
+    """Brings the results of all ranks together; collective.
+
+    Args:
+        model: the trained, sharded model.
+        plan: how it is sharded.
+        progress: of the training.
+        labels: [N] of this rank's held-out clicks.
+        probabilities: [N], what the model predicts for them.
+    """
+    tables = tables_of(plan)
+    rows_by_rank = gather(rows_here(model, list(tables)))
+    labels = np.concatenate(gather(labels))
+    probabilities = np.concatenate(gather(probabilities))
+    constant = np.full(len(labels), np.mean(gather(progress.click_rate)))
+    return {
+        "steps": progress.steps,
+        "samples": progress.samples,
+        "samples_per_second": round(progress.samples_per_second),
+        "final_loss": progress.loss,
+        "held_out": len(labels),
+        "auc": auc(labels, probabilities),
+        "auc_of_constant": auc(labels, constant),
+        "normalized_entropy": normalized_entropy(labels, probabilities),
+        "normalized_entropy_of_constant": normalized_entropy(labels, constant),
+        "rows_per_table": {
+            table: sum(rows_by_rank[rank][table] for rank in ranks_of_all_rows(sharding))
+            for table, sharding in tables.items()
+        },
+        "rows_per_rank": [sum(here.values()) for here in rows_by_rank],
+        "resident_megabytes_per_rank": gather(resident_megabytes()),
+    }
+
+
+def results_as_text(results: dict[str, Any]) -> str:
+    """Returns the results as some lines for people."""
+    rows = [f"{table} {count:,}" for table, count in results["rows_per_table"].items()]
+    per_rank = zip(results["rows_per_rank"], results["resident_megabytes_per_rank"], strict=True)
+    return "\n".join(
+        [
+            f"trained on {results['samples']:,} clicks in {results['steps']:,} steps, "
+            f"{results['samples_per_second']:,} samples/s over all ranks",
+            f"on {results['held_out']:,} held-out clicks:  this model  constant predictor",
+            f"  {'AUC':<36}{results['auc']:>8.4f}{results['auc_of_constant']:>18.4f}",
+            f"  {'normalized entropy (less is better)':<36}{results['normalized_entropy']:>8.4f}"
+            f"{results['normalized_entropy_of_constant']:>18.4f}",
+            f"rows, {sum(results['rows_per_table'].values()):,} in all:",
+            *("  " + "  ".join(rows[first : first + 7]) for first in range(0, len(rows), 7)),
+            *(
+                f"rank {rank}: {count:,} rows (or columns of rows), {memory:,} MB resident"
+                for rank, (count, memory) in enumerate(per_rank)
+            ),
+        ]
+    )

@@ -1,0 +1,170 @@
+"""Trains TorchRec's DLRM on raw ids: hash-backed tables, sharded over processes, in one script.
+
+    python examples/train_dlrm.py                                  # made-up clicks, 2 processes
+    python examples/train_dlrm.py --data day_0.gz --plan row_wise  # the Criteo click log
+    torchrun --standalone --nproc-per-node 4 examples/train_dlrm.py
+
+`make_model` and `make_sharders` name dynamic tables where TorchRec's own would stand. All the rest
+is plain TorchRec: its DLRM, planner, DistributedModelParallel, train pipeline and optimizers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from click_source import FileSource, StreamSource
+from clicks import CATEGORICAL_NAMES, NUM_INTEGERS, Clicks
+from criteo import BadLine
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from lockstep import AnotherRankFailed, in_step
+from options import parse_options, start_processes
+from plans import make_plan, plan_as_text
+from progress import Progress
+from results import collect_results, results_as_text
+from torchrec import EmbeddingBagConfig
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.types import ModuleSharder
+from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+import torchrec_dyn as dyn
+
+DEVICE = torch.device("cpu")
+EMB_OPTIM_TYPES = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adam": EmbOptimType.ADAM,
+    "partial_rowwise_adam": EmbOptimType.PARTIAL_ROWWISE_ADAM,
+}
+
+
+def make_model(options: argparse.Namespace) -> DLRMTrain:
+    """Builds DLRM over one dynamic table per categorical; `max_rows` reserves no memory."""
+    tables = [
+        EmbeddingBagConfig(
+            name=name,
+            embedding_dim=options.dim,
+            num_embeddings=options.max_rows,
+            feature_names=[name],
+        )
+        for name in CATEGORICAL_NAMES
+    ]
+    rows = dyn.DynamicTableConfig(initializer=dyn.Uniform(-0.05, 0.05), seed=options.seed)
+    model = DLRM(
+        dyn.DynamicEmbeddingBagCollection(tables, device=torch.device("meta"), dynamic=rows),
+        dense_in_features=NUM_INTEGERS,
+        dense_arch_layer_sizes=[64, options.dim],
+        over_arch_layer_sizes=[128, 64, 1],
+        dense_device=DEVICE,
+    )
+    return DLRMTrain(model)
+
+
+def make_sharders(options: argparse.Namespace) -> list[ModuleSharder]:
+    """Says how rows learn: in the backward pass itself, by the optimizer named here."""
+    fused_params = {"optimizer": EMB_OPTIM_TYPES[options.optimizer], "learning_rate": options.lr}
+    return [dyn.DynamicEmbeddingBagCollectionSharder(fused_params=fused_params)]
+
+
+def make_optimizer(model: DistributedModelParallel, dense_lr: float) -> CombinedOptimizer:
+    """Combines the optimizer of the rows with Adam for the dense part."""
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    adam = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=dense_lr))
+    return CombinedOptimizer([model.fused_optimizer, adam])
+
+
+def make_source(options: argparse.Namespace, rank: int) -> FileSource | StreamSource:
+    """Opens the file, or the made-up stream where none is given."""
+    share = {
+        "batch_size": options.batch_size,
+        "steps": options.steps,
+        "held_out": options.held_out,
+        "rank": rank,
+        "world_size": options.world_size,
+    }
+    if options.data is None:
+        return StreamSource(seed=options.seed, **share)
+    return FileSource(path=options.data, on_bad_line=options.on_bad_line, **share)
+
+
+def run_batches(
+    pipeline: TrainPipelineSparseDist, clicks: Iterator[Clicks]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Runs the model over the clicks, all ranks in step; trains it where it is in training mode.
+
+    Yields:
+        loss: [], the mean over this rank's batch.
+        logits: [B].
+        labels: [B].
+    """
+    batches = (part.to_batch() for part in in_step(clicks))
+    with suppress(StopIteration):  # how a pipeline says that it has run dry
+        while True:
+            yield pipeline.progress(batches)
+
+
+def work(options: argparse.Namespace) -> None:
+    """Does the job of one process: plan, train, evaluate, report."""
+    rank = dist.get_rank()
+    torch.manual_seed(options.seed)
+    model = make_model(options)
+    sharders = make_sharders(options)
+    plan = make_plan(
+        options.plan, model, sharders, CATEGORICAL_NAMES, options.dim, options.batch_size
+    )
+    model = DistributedModelParallel(model, device=DEVICE, plan=plan, sharders=sharders)
+    pipeline = TrainPipelineSparseDist(model, make_optimizer(model, options.dense_lr), DEVICE)
+    source = make_source(options, rank)
+    if rank == 0:
+        print(plan_as_text(plan), flush=True)
+
+    progress = Progress(model, CATEGORICAL_NAMES, options.steps)
+    model.train()
+    for loss, _, labels in run_batches(pipeline, source.training()):
+        progress.step(loss, labels)
+    progress.close()
+
+    model.eval()
+    with torch.no_grad():
+        held_out = [
+            (labels, logits.sigmoid())
+            for _, logits, labels in run_batches(pipeline, source.evaluation())
+        ]
+    if progress.steps == 0 or not held_out:
+        raise BadLine("todo")
+    labels, probabilities = (torch.cat(parts).numpy() for parts in zip(*held_out, strict=True))
+    results = collect_results(model, plan, progress, labels, probabilities)
+    if rank == 0:
+        print(results_as_text(results), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def main() -> int:
+    """Starts the processes, or is one of them; returns the exit status."""
+    options = parse_options(sys.argv[1:])
+    if "RANK" not in os.environ:
+        return start_processes(__file__, sys.argv[1:], options.world_size)
+    dist.init_process_group("gloo")
+    try:
+        work(options)
+    except BadLine as error:
+        print(f"train_dlrm.py, rank {dist.get_rank()}: {error}", file=sys.stderr)
+        return 1
+    except AnotherRankFailed:
+        return 1
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
