@@ -5,6 +5,7 @@ Letters: F features read, B bags of a feature, N ids.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,10 @@ class FeatureIds:
         )
         torch.cumsum(self.lengths, 0, out=offsets[1:])
         return offsets
+
+    def feature_offsets(self) -> Tensor:
+        """Gives where each feature starts and the last one ends, [F + 1] int64."""
+        return torch.tensor([0, *itertools.accumulate(self.counts)], device=self.ids.device)
 
     def select(self, positions: Sequence[int]) -> FeatureIds:
         """Picks features by position; a feature may be picked several times."""

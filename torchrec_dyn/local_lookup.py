@@ -96,7 +96,9 @@ class LocalLookup:
         outputs: list[Tensor] = [torch.empty(0)] * len(features.counts)
         for group, positions, frozen in self._current_groups():
             chosen = features.select(positions)
-            output = group(chosen.ids, chosen.offsets(), training=training and not frozen)
+            # Of a sequence only the feature of an id counts: each feature is passed as one bag.
+            offsets = chosen.feature_offsets()
+            output = group(chosen.ids, offsets, training=training and not frozen)
             parts = torch.split(output, chosen.counts)
             for position, part in zip(positions, parts, strict=True):
                 outputs[position] = part

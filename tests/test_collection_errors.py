@@ -1,0 +1,170 @@
+"""What impossible configs and batches that do not fit are told; nothing changes then."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import DataType, NoEvictionPolicy, PoolingType
+from torchrec.optim import LAMB, Adagrad, RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+import torchrec_dyn as dyn
+
+GOOD = EmbeddingBagConfig(100, 4, "t", feature_names=["f"])
+SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
+
+
+def changed(**fields: object) -> EmbeddingBagConfig:
+    """GOOD with some fields set after construction, past the checks of the dataclass."""
+    config = replace(GOOD)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (changed(num_embeddings=0), r"table='t'\): expected num_embeddings .* above 0, got 0"),
+        (changed(num_embeddings=-3), "expected num_embeddings"),
+        (changed(num_embeddings=2.5), "expected num_embeddings"),
+        (changed(embedding_dim=0), "expected embedding_dim"),
+        (changed(name=""), "expected a table name that is not empty"),
+        (changed(name="a.b"), "has no dot, got 'a.b'"),
+        (changed(name="keys"), "ModuleDict does not use itself, got 'keys'"),
+        (changed(data_type=DataType.INT8), "expected data_type FP32, FP16 or BF16, got"),
+        (changed(pooling=PoolingType.NONE), "expected pooling SUM or MEAN"),
+        (changed(feature_names=["f", "f"]), "expected a feature once in a table, got 'f' 2 times"),
+        (changed(use_virtual_table=True), "expected use_virtual_table=False, got True"),
+        (changed(virtual_table_eviction_policy=NoEvictionPolicy()), "virtual_table_eviction"),
+        (changed(total_num_buckets=8), "expected total_num_buckets=None, got 8"),
+        (changed(num_embeddings_post_pruning=8), "num_embeddings_post_pruning"),
+        (changed(enable_embedding_update=True), "enable_embedding_update"),
+        (changed(stash_weights=True), "stash_weights"),
+        (
+            changed(weight_init_min=2.0, weight_init_max=1.0),
+            "expected weight_init_min < weight_init",
+        ),
+        (changed(init_fn=torch.nn.init.zeros_), r"expected init_fn to be left unset.*initializer="),
+        (changed(init_fn=partial(torch.nn.init.uniform_, a=-1.0, b=1.0)), "init_fn"),
+        (changed(init_fn=None), "init_fn"),
+        (EmbeddingConfig(100, 4, "t", feature_names=["f"]), "expected tables of type EmbeddingBag"),
+    ],
+)
+def test_impossible_configs(config: EmbeddingBagConfig, message: str) -> None:
+    with pytest.raises(ValueError, match="DynamicEmbeddingBagCollection.*" + message):
+        dyn.DynamicEmbeddingBagCollection([config])
+
+
+def test_impossible_collections() -> None:
+    with pytest.raises(ValueError, match="expected at least one table, got none"):
+        dyn.DynamicEmbeddingCollection([])
+    with pytest.raises(ValueError, match="expected a table name once, got 't' 2 times"):
+        dyn.DynamicEmbeddingBagCollection([GOOD, GOOD])
+    with pytest.raises(ValueError, match=r"dynamic: expected names among \['t'\], got \['x'\]"):
+        dyn.DynamicEmbeddingBagCollection([GOOD], dynamic={"x": dyn.DynamicTableConfig()})
+    with pytest.raises(ValueError, match=r"expected a DynamicTableConfig.*got str for table 't'"):
+        dyn.DynamicEmbeddingBagCollection([GOOD], dynamic={"t": "zeros"})
+    with pytest.raises(ValueError, match=r"expected a DynamicTableConfig.*got int for table 't'"):
+        dyn.DynamicEmbeddingBagCollection([GOOD], dynamic=3)
+
+
+@pytest.mark.parametrize(
+    ("fused_params", "message"),
+    [
+        ({"optimizer": EmbOptimType.LAMB}, "expected an optimizer among EXACT_SGD"),
+        ({"learning_rte": 0.1}, "got 'learning_rte'"),
+        ({"learning_rate": -1.0}, "learning_rate"),
+    ],
+)
+def test_impossible_fused_params(fused_params: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dyn.DynamicEmbeddingBagCollection([GOOD], fused_params=fused_params)
+
+
+def test_impossible_optimizers_on_the_parameter() -> None:
+    ebc = dyn.DynamicEmbeddingBagCollection([GOOD])
+    with pytest.warns(DeprecationWarning):
+        apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.1})
+        apply_optimizer_in_backward(Adagrad, ebc.parameters(), {"lr": 0.1})
+    with pytest.raises(ValueError, match=r"one optimizer.*\['RowWiseAdagrad', 'Adagrad'\]"):
+        ebc(batch())
+    for optimizer, message in (
+        (LAMB, "expected an optimizer among"),
+        (torch.optim.SparseAdam, "fuse"),
+    ):
+        ebc = dyn.DynamicEmbeddingBagCollection([GOOD])
+        with pytest.warns(DeprecationWarning):
+            apply_optimizer_in_backward(optimizer, ebc.parameters(), {"lr": 0.1})
+        with pytest.raises(ValueError, match=message):
+            ebc(batch())
+
+
+def batch(**fields: object) -> KeyedJaggedTensor:
+    """Two bags of one feature."""
+    made = {"keys": ["f"], "values": torch.tensor([1, 2, 3]), "lengths": torch.tensor([2, 1])}
+    return KeyedJaggedTensor(**{**made, **fields})
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        (batch(keys=["g"]), r"table='t'\): expected feature 'f', got features \['g'\]"),
+        (batch(values=torch.tensor([1, 2, 3], dtype=torch.int32)), r"int64, got torch.int32.*long"),
+        (batch(values=torch.tensor([1.0, 2.0, 3.0])), "ids of dtype int64, got torch.float32"),
+        (batch(lengths=torch.tensor([2, 2])), "add up to the 3 ids"),
+        (batch(lengths=torch.tensor([4, -1])), "not negative"),
+        (batch(lengths=torch.tensor([2, 1, 0]), stride=2), "expected 2 lengths"),
+    ],
+)
+@pytest.mark.parametrize("pooled", [True, False])
+def test_batches_that_do_not_fit(features: KeyedJaggedTensor, message: str, pooled: bool) -> None:
+    if pooled:
+        collection = dyn.DynamicEmbeddingBagCollection([GOOD], fused_params=SGD)
+    else:
+        config = EmbeddingConfig(100, 4, "t", feature_names=["f"])
+        collection = dyn.DynamicEmbeddingCollection([config], fused_params=SGD)
+    with pytest.raises(ValueError, match=message):
+        collection(features)
+    assert collection.table("t").num_rows == 0 and collection.table("t").stats()["step"] == 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (None, "expected weights for weighted bags, got none"),
+        (torch.tensor([1, 2, 3]), "expected weights of a floating dtype, got torch.int64"),
+        (torch.tensor([1.0, 2.0]), "expected one weight per id, got 2 for 3 ids"),
+    ],
+)
+def test_weights_that_do_not_fit(weights: torch.Tensor | None, message: str) -> None:
+    ebc = dyn.DynamicEmbeddingBagCollection([GOOD], is_weighted=True, fused_params=SGD)
+    with pytest.raises(ValueError, match=message):
+        ebc(batch(weights=weights))
+    assert ebc.table("t").num_rows == 0
+
+
+def test_unknown_table_and_full_table() -> None:
+    ebc = dyn.DynamicEmbeddingBagCollection([replace(GOOD, num_embeddings=2, init_fn=None)])
+    with pytest.raises(ValueError, match=r"table: expected a name among \['t'\], got 'u'"):
+        ebc.table("u")
+    ebc = dyn.DynamicEmbeddingBagCollection(
+        [replace(GOOD, num_embeddings=2, init_fn=None)], fused_params=SGD
+    )
+    ebc(batch(values=torch.tensor([1, 2, 1]))).values().sum().backward()
+    before = ebc.state_dict()
+    with pytest.raises(RuntimeError, match=r"'t'.*2 rows.*num_embeddings=2"):
+        ebc(batch())
+    after = ebc.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_rows_on_meta() -> None:
+    ebc = dyn.DynamicEmbeddingBagCollection([GOOD], device="meta", fused_params=SGD)
+    with pytest.raises(ValueError, match="expected rows on a real device, got meta"):
+        ebc(batch())
+    ebc.to_empty(device="cpu")
+    assert ebc(batch()).values().shape == (2, 4)

@@ -1,0 +1,273 @@
+"""An unsharded collection is an ordinary module: converted, copied, saved, loaded, wrapped."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import DataType
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+import torchrec_dyn as dyn
+
+ADAM = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.1}
+IDS = torch.tensor([1, -(2**63), 7, 2**63 - 1, 7])
+
+
+def batch(ids: torch.Tensor = IDS) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["f"], ids, lengths=torch.tensor([2, ids.numel() - 2]))
+
+
+def pooled(**options: object) -> dyn.DynamicEmbeddingBagCollection:
+    tables = [
+        EmbeddingBagConfig(100, 4, "t", feature_names=["f"]),
+        EmbeddingBagConfig(100, 8, "u", feature_names=["f"]),
+    ]
+    return dyn.DynamicEmbeddingBagCollection(tables, **{"fused_params": ADAM, **options})
+
+
+def sequence(**options: object) -> dyn.DynamicEmbeddingCollection:
+    tables = [
+        EmbeddingConfig(100, 4, "t", feature_names=["f"]),
+        EmbeddingConfig(100, 4, "u", feature_names=["f"]),
+    ]
+    return dyn.DynamicEmbeddingCollection(tables, **{"fused_params": ADAM, **options})
+
+
+def output(collection: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
+    result = collection(batch(ids))
+    if isinstance(result, dict):
+        return torch.cat([one.values() for one in result.values()])
+    return result.values()
+
+
+def train(collection: nn.Module, steps: int = 3) -> None:
+    for _ in range(steps):
+        output(collection).cos().sum().backward()
+
+
+@pytest.fixture(params=[pooled, sequence])
+def collection(request: pytest.FixtureRequest) -> nn.Module:
+    """A collection whose rows have learnt."""
+    made = request.param()
+    train(made)
+    return made
+
+
+def assert_trains_alike(one: nn.Module, other: nn.Module) -> None:
+    """The same rows, optimizer state, step and learning rate: two steps more give equal rows."""
+    for collection in (one, other):
+        train(collection, 2)
+    assert torch.equal(output(one.eval()), output(other.eval()))
+    assert output(one).abs().sum() > 0
+
+
+def through_pickle(collection: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(collection, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])
+def test_copies_are_whole_and_apart(collection: nn.Module, duplicate: object) -> None:
+    collection.fused_optimizer.param_groups[0]["lr"] = 0.05
+    rows = output(collection.eval()).clone()
+    twin = duplicate(collection)
+    train(twin.train())
+    assert torch.equal(output(collection), rows)  # the copy learnt alone
+    assert not torch.equal(output(twin.eval()), rows)
+    assert_trains_alike(collection.train(), duplicate(collection))
+    assert twin.fused_optimizer.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])
+def test_copies_keep_the_optimizer_set_on_the_parameters(duplicate: object) -> None:
+    ebc = pooled(fused_params=None)
+    with pytest.warns(DeprecationWarning):
+        apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.3, "eps": 1e-3})
+    ebc.embedding_bags["u"].requires_grad_(False)
+    twin = duplicate(ebc)
+    assert {name: p.requires_grad for name, p in twin.named_parameters()} == {
+        "embedding_bags.t.weight": True,
+        "embedding_bags.u.weight": False,
+    }
+    assert_trains_alike(ebc, twin)
+    assert twin.local_tables()["t"].optimizer.eps == 1e-3
+    assert twin.fused_optimizer.param_groups[0]["lr"] == 0.3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrowing_converts_the_rows(collection: nn.Module, dtype: torch.dtype) -> None:
+    before = output(collection.eval())
+    optimizer = collection.fused_optimizer
+    (collection.half if dtype == torch.float16 else collection.bfloat16)()
+    after = output(collection)
+    assert after.dtype == torch.float32
+    torch.testing.assert_close(after, before, rtol=0.02, atol=0.02)
+    rows, found = collection.table("t").lookup(IDS)
+    assert rows.dtype == dtype and found.all()
+    assert all(p.dtype == dtype and p.is_meta for p in collection.parameters())
+    data_type = DataType.FP16 if dtype == torch.float16 else DataType.BF16
+    assert [one.data_type for one in _configs(collection)] == [data_type] * 2
+    train(collection.train())
+    assert collection.fused_optimizer is optimizer  # a scheduler may hold it
+    optimizer.param_groups[0]["lr"] = 0.0
+    rows = output(collection.eval())
+    train(collection.train())
+    assert torch.equal(output(collection.eval()), rows)
+
+
+def test_moving_keeps_rows_and_placeholders(collection: nn.Module) -> None:
+    before = output(collection.eval())
+    model = nn.Sequential(collection, nn.Linear(2, 2))
+    model.to("cpu").cpu().to(torch.float32).to_empty(device="cpu").float()
+    assert torch.equal(output(collection), before)
+    assert all(p.is_meta for p in collection.parameters())
+    with pytest.raises(ValueError, match=r"expected rows of float32.*got torch.float64"):
+        collection.double()
+    with pytest.raises(ValueError, match=r"got meta, where its 4 rows would be lost"):
+        collection.to("meta")
+    assert torch.equal(output(collection), before)
+    collection.reset_parameters()
+    assert output(collection.to("meta").to("cpu")).abs().sum() == 0
+
+
+def test_distributed_model_parallel_may_materialise_placeholders() -> None:
+    table = pooled().embedding_bags["t"]
+    placeholder = table.weight
+    # As DistributedModelParallel._init_parameters does with what it did not shard.
+    table._parameters["weight"] = nn.Parameter(torch.empty_like(table.weight, device="cpu"))
+    table.reset_parameters()
+    assert table.weight is placeholder and table.weight.is_meta
+
+
+def test_state_dicts_carry_rows_and_optimizer_state(collection: nn.Module) -> None:
+    holder = next(collection.named_children())[0]
+    saved, saved_optimizer = collection.state_dict(), collection.fused_optimizer.state_dict()
+    assert saved[f"{holder}.t.weight"].shape == (4, 4)
+    assert torch.equal(saved[f"{holder}.t.ids"], collection.table("t").ids())
+    assert saved_optimizer["state"][f"{holder}.t.weight"]["t.momentum1"].shape == (4, 4)
+    twin = type(collection)(_configs(collection), fused_params=ADAM)
+    output(twin, torch.tensor([5, 6, 7, 8, 9]))  # other rows, and more of them: all replaced
+    assert str(twin.load_state_dict(saved)) == "<All keys matched successfully>"
+    twin.fused_optimizer.load_state_dict(saved_optimizer)
+    assert_trains_alike(collection, twin)
+    assert collection.table("t").num_rows == twin.table("t").num_rows == 4
+
+
+def _configs(collection: nn.Module) -> list:
+    if isinstance(collection, dyn.DynamicEmbeddingBagCollection):
+        return collection.embedding_bag_configs()
+    return collection.embedding_configs()
+
+
+def test_loading_reports_what_does_not_fit_and_changes_nothing() -> None:
+    ebc = pooled()
+    train(ebc)
+    before, good = output(ebc.eval()), ebc.state_dict()
+    narrow = {**good, "embedding_bags.u.weight": good["embedding_bags.u.weight"][:, :4]}
+    with pytest.raises(
+        ValueError, match=r"table='u'\): expected saved rows \[R, 8\], got .*\[4, 4\]"
+    ):
+        ebc.load_state_dict({**narrow, "embedding_bags.t.weight": torch.zeros(4, 4)})
+    with pytest.raises(ValueError, match="expected 4 saved ids of dtype int64"):
+        ebc.load_state_dict({**good, "embedding_bags.u.ids": torch.zeros(3, dtype=torch.int64)})
+    some = {key: value for key, value in good.items() if ".u." not in key}
+    with pytest.raises(RuntimeError, match=r"Missing key.*embedding_bags.u.weight"):
+        ebc.load_state_dict(some)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*embedding_bags.u.rows"):
+        ebc.load_state_dict({**good, "embedding_bags.u.rows": torch.zeros(1)})
+    assert ebc.load_state_dict(some, strict=False).missing_keys == [
+        "embedding_bags.u.weight",
+        "embedding_bags.u.ids",
+    ]
+    assert torch.equal(output(ebc), before)
+    other = pooled()
+    with pytest.raises(ValueError, match="Load the state dict of the module before"):
+        other.fused_optimizer.load_state_dict(ebc.fused_optimizer.state_dict())
+
+
+def test_a_table_that_nothing_used_is_saved_and_loaded() -> None:
+    saved = pooled().state_dict()
+    assert saved["embedding_bags.u.weight"].shape == (0, 8)
+    ebc = pooled()
+    train(ebc)
+    ebc.load_state_dict(saved)
+    assert ebc.table("u").num_rows == 0
+
+
+def test_learning_rate_and_optimizer_may_change_in_training() -> None:
+    ebc = pooled()
+    train(ebc)
+    rows = output(ebc.eval())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(ebc.fused_optimizer, lambda step: 0.0)
+    train(ebc.train())
+    assert torch.equal(output(ebc.eval()), rows)
+    assert scheduler.get_last_lr() == [0.0]
+    with pytest.warns(DeprecationWarning):
+        apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.2})
+    assert torch.equal(output(ebc), rows)
+    assert ebc.fused_optimizer.param_groups[0]["lr"] == 0.2
+    train(ebc.train())
+    assert not torch.equal(output(ebc.eval()), rows)
+
+
+def test_an_optimizer_over_the_parameters_is_warned_about_once() -> None:
+    ebc = pooled(fused_params=None)
+    adam = torch.optim.Adam(ebc.parameters(), lr=1.0)
+    with pytest.warns(UserWarning, match=r"tables \['t', 'u'\], got none.*Set fused_params="):
+        loss = output(ebc).sum()
+    loss.backward()
+    assert nn.utils.clip_grad_norm_(ebc.parameters(), 1.0) == 0
+    adam.step()
+    adam.zero_grad()
+    row = ebc.table("t").lookup(torch.tensor([1]))[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(ebc)
+        train(pooled())
+        output(pooled(fused_params=None).eval())
+    moved = ebc.table("t").lookup(torch.tensor([1]))[0] - row
+    assert moved.abs().sum() > 0  # by FBGEMM's default
+
+
+class Model(nn.Module):
+    """A dense layer over a dynamic collection, deeper than the outermost module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sparse = nn.ModuleDict({"ebc": pooled()})
+        self.over = nn.Linear(12, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        return self.over(self.sparse["ebc"](features).values())
+
+
+@pytest.fixture
+def one_process_group(tmp_path: object) -> object:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_moves_inside_a_ddp_model(one_process_group: None) -> None:
+    torch.manual_seed(0)
+    model, twin = Model(), Model()
+    twin.load_state_dict(model.state_dict())
+    ddp = nn.parallel.DistributedDataParallel(model)
+    for one in (ddp, twin):
+        sgd = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(3):
+            one(batch()).sum().backward()
+            sgd.step()
+            sgd.zero_grad()
+    assert torch.equal(ddp.eval()(batch()), twin.eval()(batch()))
+    assert "module.sparse.ebc.embedding_bags.t.ids" in ddp.state_dict()
+    ddp.to("cpu")
