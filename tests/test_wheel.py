@@ -1,0 +1,89 @@
+"""The wheel that is built here installs and works where there is no compiler."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PROGRAM = """
+import shutil, sys
+import torch
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+
+import torchrec_dyn
+
+assert torchrec_dyn.__file__.startswith(sys.prefix), torchrec_dyn.__file__
+assert not any(map(shutil.which, ("cc", "c++", "gcc", "g++", "clang++", "nvcc", "ninja")))
+config = EmbeddingBagConfig(
+    name="user", embedding_dim=4, num_embeddings=100, feature_names=["user_id"]
+)
+collection = torchrec_dyn.DynamicEmbeddingBagCollection([config])
+ids = torch.tensor([-(2**63), -1, 2**63 - 1])
+features = KeyedJaggedTensor.from_lengths_sync(["user_id"], ids, torch.tensor([2, 1]))
+print(collection(features).values().shape, collection.table("user").num_rows)
+"""
+
+
+def run(*command: object, **options: object) -> str:
+    """Output of a command; what it said on failure becomes the test's failure."""
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=300, **options
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for stale in ROOT.glob("build/lib*"):  # setuptools packs what it finds there, deleted files too
+        shutil.rmtree(stale)
+    folder = tmp_path_factory.mktemp("wheel")
+    build = (
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+        "--no-index",
+    )
+    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"  # ninja
+    run(*build, "--wheel-dir", folder, ROOT, env={**os.environ, "PATH": path})
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_one_wheel_serves_every_python_from_3_10(wheel: Path):
+    assert wheel.name.split("-")[2:4] == ["cp310", "abi3"]
+    library = zipfile.ZipFile(wheel).read("torchrec_dyn/_C.abi3.so")
+    assert b"torch_library_impl" in library  # torch's stable ABI is used,
+    assert b"_ZN2at" not in library and b"_ZN3c10" not in library  # and nothing beside it
+
+
+def test_wheel_holds_exactly_the_package(wheel: Path):
+    packed = {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if "info/" not in name}
+    assert packed - {"py.typed"} == {
+        "_C.abi3.so",
+        *(path.name for path in (ROOT / "torchrec_dyn").glob("*.py")),
+    }
+
+
+def test_wheel_works_without_a_compiler(wheel: Path, tmp_path: Path):
+    second = tmp_path / "second"
+    run(sys.executable, "-m", "venv", "--without-pip", second)
+    pip = (sys.executable, "-m", "pip", "--python", second / "bin/python")
+    run(*pip, "install", "--no-index", "--no-deps", wheel)
+    # torch and torchrec come from this environment by path, and our editable install does not:
+    # a .pth file found by way of another one is not read.
+    (packages,) = second.glob("lib/python*/site-packages")
+    (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    bare = {"PATH": str(second / "bin"), "HOME": str(tmp_path), "CC": "false", "CXX": "false"}
+    said = run(second / "bin/python", "-c", PROGRAM, cwd=tmp_path, env=bare)
+    assert said.strip() == "torch.Size([2, 4]) 3"
