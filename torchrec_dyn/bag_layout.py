@@ -80,7 +80,18 @@ class BagLayout:
                     f"lookup: expected batch sizes of {self._features} features that sum to {bags} "
                     f"bags, got {len(batch_sizes)} features and {per_feature[-1]} bags."
                 )
+            ranks = {len(sizes) for sizes in batch_sizes}
+            if len(ranks) != 1 or any(bags < 0 for sizes in batch_sizes for bags in sizes):
+                raise ValueError(
+                    "lookup: expected batch sizes >= 0 of the same ranks for every feature, got "
+                    f"{[list(sizes) for sizes in batch_sizes]}."
+                )
             first_bag = torch.tensor(per_feature)[self._first_feature]
+        # Before anything is inserted: the ops check only when the rows are there.
+        if bool((offsets[1:] < offsets[:-1]).any()):
+            raise ValueError(
+                "lookup: expected ascending offsets, got descending ones. Are there negative lengths?"
+            )
         table_offsets = offsets[first_bag]
         begin, end = int(table_offsets[0]), int(table_offsets[-1])
         if (begin, end) != (0, ids):

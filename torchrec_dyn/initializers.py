@@ -86,15 +86,20 @@ class TruncatedNormal:
         )
         _check_deviation("TruncatedNormal", self.std)
         _check_order("TruncatedNormal", self.low, self.high)
-
-    def _probability(self, value: float) -> float:
-        return 0.5 * math.erfc((self.mean - value) / (self.std * math.sqrt(2.0)))
+        *_, low_probability, high_probability = self.parameters()[1]
+        if not low_probability < high_probability:
+            raise ValueError(
+                "TruncatedNormal: expected low and high between which the normal has some "
+                f"probability, got {self.low} and {self.high} with mean {self.mean}, std {self.std}."
+            )
 
     def parameters(self) -> tuple[int, list[float]]:
         """Returns the kind and the six parameters of `ops.init_rows_`."""
-        low_probability, high_probability = self._probability(self.low), self._probability(self.high)
-        bounds = [self.low, self.high, self.mean, self.std]
-        return _NORMAL, [*bounds, low_probability, high_probability]
+        # Probabilities near 1 have no digits left for the upper tail: there the lower one is mirrored.
+        sign = -1.0 if self.low > self.mean else 1.0
+        scale = sign * self.std * math.sqrt(2.0)
+        ends = [0.5 * math.erfc((self.mean - bound) / scale) for bound in (self.low, self.high)]
+        return _NORMAL, [self.low, self.high, self.mean, sign * self.std, min(ends), max(ends)]
 
 
 @dataclass(frozen=True)

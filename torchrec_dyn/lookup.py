@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.bag_layout import BagLayout, Pooling
-from torchrec_dyn.row_numbers import ForwardTicket, OutstandingForwards
+from torchrec_dyn.row_numbers import ForwardTicket
 from torchrec_dyn.row_store import RowStore
 from torchrec_dyn.table import DynamicTable
 
@@ -37,7 +37,7 @@ class _Forward:
     weights: list[Tensor]
     layout: Tensor
     learns: bool
-    ticket: ForwardTicket | None
+    tickets: list[ForwardTicket]
     steps: list[int]
     generations: list[int]
     is_done: bool = False
@@ -64,9 +64,6 @@ class TableGroup:
         self._bag_layout = BagLayout(
             [table.columns for table in self.tables], features_per_table, pooling
         )
-        self._forwards = OutstandingForwards()
-        for table in self.tables:
-            table.forwards = table.row_numbers.forwards = self._forwards
         self._layout_key: tuple[tuple[int, int], ...] | None = None
 
     def __call__(
@@ -108,12 +105,12 @@ class TableGroup:
             blocks, layout = self._add_initial_rows(ids, rows, bags.table_offsets)
         forward = _Forward(
             self, ids, rows, bags.table_offsets, bags.offsets, bags.segments, bags.elements,
-            blocks, layout, training, None, [t.step for t in self.tables],
+            blocks, layout, training, [], [t.step for t in self.tables],
             [t.generation for t in self.tables],
         )  # fmt: skip
         wants_weight_grad = weights is not None and weights.requires_grad
         if torch.is_grad_enabled() and (training or wants_weight_grad):
-            forward.ticket = self._forwards.open() if training else None
+            forward.tickets = [table.forwards.open() for table in self.tables]
             anchor = torch.zeros((), requires_grad=training)
             output = _Lookup.apply(anchor, weights, forward)
         else:
@@ -142,10 +139,15 @@ class TableGroup:
                 f"lookup of tables {names}: expected ids [N] of int64, got {list(ids.shape)} of "
                 f"{ids.dtype}. Convert with ids.long()."
             )
-        if weights is not None and (not weights.is_floating_point() or weights.numel() != ids.numel()):
+        if weights is not None and (not weights.is_floating_point() or weights.shape != ids.shape):
             raise ValueError(
-                f"lookup of tables {names}: expected {ids.numel()} floating point weights, got "
-                f"{weights.numel()} of {weights.dtype}."
+                f"lookup of tables {names}: expected [{ids.numel()}] floating point weights, got "
+                f"{list(weights.shape)} of {weights.dtype}."
+            )
+        if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1:
+            raise ValueError(
+                f"lookup of tables {names}: expected offsets [F * B + 1] of int64 or int32, got "
+                f"{list(offsets.shape)} of {offsets.dtype}."
             )
         return ids.detach().contiguous(), offsets.detach().to(torch.int64).contiguous(), weights
 
@@ -296,7 +298,7 @@ class _Lookup(torch.autograd.Function):
             ).to(weights.dtype)  # fmt: skip
         if forward.learns:
             group._update(forward, grad, _as_float(weights))
-            assert forward.ticket is not None
-            group._forwards.close(forward.ticket)
+        for table, ticket in zip(group.tables, forward.tickets):
+            table.forwards.close(ticket)
         forward.is_done = True
         return None, weights_grad, None

@@ -176,10 +176,10 @@ def _number(key: str, value: Any, where: str) -> float:
 
 
 def _decay_mode(value: Any, where: str) -> int:
-    number = int(getattr(value, "value", value))
+    number = getattr(value, "value", value)
     if number not in _DECAY_MODES:
         raise ValueError(
             f"fused_params of {where}: expected a weight_decay_mode among "
             f"{', '.join(_DECAY_MODES.values())}, got {value!r}."
         )
-    return number
+    return int(number)

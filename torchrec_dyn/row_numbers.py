@@ -1,8 +1,9 @@
 """Which rows are free, and which must wait for a forward that still holds them.
 
-A row that a forward has read must not be given to another id before that forward's backward has run or its
-graph has been dropped (pipelines run lookup i + 1 before backward i). So every training forward opens a
-ticket, and a row that an id leaves is withheld until all forwards opened before are closed.
+A row that a forward has read must not be given to another id before that forward's backward has
+run or its graph has been dropped (pipelines run lookup i + 1 before backward i). So every forward
+that will have a backward opens a ticket with each of its tables, and a row that an id leaves is
+withheld until all forwards opened before are closed.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from torch import Tensor
 
 
 class ForwardTicket:
-    """Stands for one training forward; closed by its backward, or when its graph is dropped."""
+    """Stands for one forward; closed by its backward, or when its graph is dropped."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 class OutstandingForwards:
-    """Numbers the training forwards of a table group and knows which are still open."""
+    """Numbers the forwards of a table and knows which are still open."""
 
     def __init__(self) -> None:
         self.latest = 0
@@ -45,14 +46,6 @@ class OutstandingForwards:
 
     def __len__(self) -> int:
         return len(self._open)
-
-    # Tickets belong to graphs of this process and are not part of a copy.
-    def __getstate__(self) -> dict[str, object]:
-        return {}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        OutstandingForwards.__init__(self)
-
 
 class RowNumbers:
     """Hands out rows 0, 1, 2, ... in order, freed ones first.

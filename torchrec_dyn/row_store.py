@@ -99,6 +99,8 @@ class RowStore:
             rows: [M] int64.
             values: [M, columns]; converted to the rows' dtype, to nearest.
         """
+        if rows.numel() == 0:  # before the first block the op cannot know our dtype
+            return
         values = values.to(self.dtype).contiguous()
         ops.scatter_rows_(rows, values, self.blocks, self.shift, self.columns)
 

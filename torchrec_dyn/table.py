@@ -71,6 +71,7 @@ class DynamicTable:
         self._check(dtype)
         self._initial_key = table_key(config.seed, name, "initial row")
         self.rounding_key = table_key(config.seed, name, "rounding")
+        self.forwards = OutstandingForwards()
         self._reset(dtype, torch.device(device))
 
     def _check(self, dtype: torch.dtype) -> None:
@@ -91,7 +92,6 @@ class DynamicTable:
 
     def _reset(self, dtype: torch.dtype, device: torch.device) -> None:
         shift = block_shift(self.row_limit, self.columns * dtype.itemsize)
-        self.forwards = getattr(self, "forwards", None) or OutstandingForwards()
         self.id_map = IdMap()
         self.row_numbers = RowNumbers(self.forwards)
         self.weights = RowStore(self.columns, shift, dtype, device)
@@ -288,8 +288,16 @@ class DynamicTable:
                 missing (then fresh).
         """
         self._check_state(state)
+        before = dict(self.__dict__)  # what follows makes new objects and changes none of these
+        try:
+            self._fill(state, self.dtype, self.device)
+        except BaseException:  # out of memory, mostly
+            self.__dict__.update(before)
+            raise
+
+    def _fill(self, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self._reset(dtype, device)
         ids, weight = state["ids"].contiguous(), state["weight"]
-        self._reset(self.dtype, self.device)
         self.step = int(state["step"]) if "step" in state else 0
         self.reserve(ids.numel())
         rows = self.row_numbers.take(ids.numel())
@@ -308,6 +316,11 @@ class DynamicTable:
 
     def _check_state(self, state: Mapping[str, Tensor]) -> None:
         where = f"DynamicTable({self.name!r}).load_state"
+        if "ids" not in state or "weight" not in state:
+            raise ValueError(f"{where}: expected ids and weight, got {sorted(state)}.")
+        step = state.get("step", torch.tensor(0))
+        if step.numel() != 1 or not 0 <= int(step) < 1 << 62:
+            raise ValueError(f"{where}: expected a step >= 0, got {step.tolist()}.")
         ids = self._check_ids(state["ids"], "load_state")
         if torch.unique(ids).numel() != ids.numel():
             raise ValueError(f"{where}: expected distinct ids, got repeated ones.")
@@ -329,9 +342,12 @@ class DynamicTable:
         if dtype == self.dtype and device == self.device:
             return
         self._check(dtype)
-        state = self.export_state()
-        self._reset(dtype, device)
-        self.load_state(state)
+        state, before = self.export_state(), dict(self.__dict__)
+        try:
+            self._fill(state, dtype, device)
+        except BaseException:
+            self.__dict__.update(before)
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         # Blocks are reserved far beyond the rows in use: a copy carries the contents.
@@ -342,5 +358,5 @@ class DynamicTable:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["fields"])
         self.counters = dict(self.counters)
-        self._reset(state["dtype"], state["device"])
-        self.load_state(state["state"])
+        self.forwards = OutstandingForwards()  # graphs are no part of a copy
+        self._fill(state["state"], state["dtype"], state["device"])
