@@ -139,13 +139,14 @@ def test_moving_keeps_rows_and_placeholders(collection: nn.Module) -> None:
     assert output(collection.to("meta").to("cpu")).abs().sum() == 0
 
 
-def test_distributed_model_parallel_may_materialise_placeholders() -> None:
-    table = pooled().embedding_bags["t"]
-    placeholder = table.weight
-    # As DistributedModelParallel._init_parameters does with what it did not shard.
-    table._parameters["weight"] = nn.Parameter(torch.empty_like(table.weight, device="cpu"))
-    table.reset_parameters()
-    assert table.weight is placeholder and table.weight.is_meta
+def test_initialising_functions_do_not_see_placeholders() -> None:
+    def initialise(module: nn.Module) -> None:
+        if hasattr(module, "weight"):
+            module._parameters["weight"] = nn.Parameter(torch.ones(2, 2))
+
+    model = nn.Sequential(pooled(), nn.Linear(2, 2)).apply(initialise)
+    assert torch.equal(model[1].weight, torch.ones(2, 2))
+    assert all(p.is_meta for p in model[0].parameters()) and len(list(model.parameters())) == 4
 
 
 def test_state_dicts_carry_rows_and_optimizer_state(collection: nn.Module) -> None:

@@ -56,5 +56,5 @@ def _skip_placeholders(module: nn.Module) -> None:
             "synchronised. "
             "Shard the collection with DistributedModelParallel.",
             UserWarning,
-            stacklevel=4,
+            stacklevel=3,
         )

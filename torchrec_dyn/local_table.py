@@ -126,8 +126,6 @@ class LocalTable(nn.Module):
         )
         if classes:
             self.mark_optimizer(classes, kwargs)
-        # In a list, out of reach of nn.Module's registration: see reset_parameters.
-        self._placeholder = [self.weight]
 
     def mark_optimizer(self, classes: list[Any], kwargs: list[dict[str, Any]]) -> None:
         """Marks the placeholder as `apply_optimizer_in_backward` does, without its hook."""
@@ -136,13 +134,17 @@ class LocalTable(nn.Module):
         weight._optimizer_classes = list(classes)
         weight._optimizer_kwargs = [dict(one) for one in kwargs]
 
-    def reset_parameters(self) -> None:
-        """Puts the placeholder back on the meta device; the rows stay.
+    def apply(self, fn: Callable[[nn.Module], None]) -> LocalTable:
+        """Applies a function that initialises modules, out of whose sight the placeholder is kept.
 
-        DistributedModelParallel gives real storage to each meta parameter it did not shard, then
-        calls this.
+        DistributedModelParallel gives every meta parameter that it did not shard real storage here.
         """
-        self.weight = self._placeholder[0]
+        weight = self._parameters.pop("weight")
+        try:
+            fn(self)
+        finally:
+            self._parameters["weight"] = weight
+        return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LocalTable:
         # Every conversion of nn.Module (.to, .half, .cpu, .to_empty) comes through here. It is
@@ -238,7 +240,6 @@ class LocalTable(nn.Module):
         # optimizers that apply_optimizer_in_backward hangs on it: carry what matters, and make it
         # anew.
         state = self.__dict__.copy()
-        del state["_placeholder"]
         state["_parameters"] = {}
         state["_carried"] = {
             "dtype": self.weight.dtype,
