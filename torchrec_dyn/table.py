@@ -68,13 +68,13 @@ class DynamicTable:
         self.step = 0
         self.generation = 0
         self.counters = dict.fromkeys(("ids_seen", "hits", "inserted", "erased", "late_grads"), 0)
-        self._check(dtype)
+        self._check(dtype, torch.device(device))
         self._initial_key = table_key(config.seed, name, "initial row")
         self.rounding_key = table_key(config.seed, name, "rounding")
         self.forwards = OutstandingForwards()
         self._reset(dtype, torch.device(device))
 
-    def _check(self, dtype: torch.dtype) -> None:
+    def _check(self, dtype: torch.dtype, device: torch.device) -> None:
         where = f"DynamicTable({self.name!r})"
         for field in ("num_embeddings", "embedding_dim", "columns", "row_limit"):
             if getattr(self, field) < 1:
@@ -88,6 +88,11 @@ class DynamicTable:
             raise ValueError(
                 f"{where}: expected rows of float32, float16 or bfloat16, got {dtype}. "
                 "Set data_type of the table's config."
+            )
+        if device.type != "cpu":
+            raise ValueError(
+                f"{where}: expected rows on the CPU, the one device with kernels so far, got "
+                f"{device}. Keep the collection on the CPU."
             )
 
     def _reset(self, dtype: torch.dtype, device: torch.device) -> None:
