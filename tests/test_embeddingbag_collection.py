@@ -88,6 +88,35 @@ def test_first_forward_is_bit_equal_to_the_stock_collection() -> None:
     assert torch.equal(ebc(ids).values(), stock(positions).values())
 
 
+def test_weighted_mean_divides_the_weighted_sum_by_the_length() -> None:
+    config = EmbeddingBagConfig(100, 4, "t", feature_names=["f"], pooling=PoolingType.MEAN)
+    ebc = dyn.DynamicEmbeddingBagCollection([config], is_weighted=True, fused_params=SGD)
+    ebc.table("t").assign(torch.tensor([1, 2]), torch.tensor([[1.0] * 4, [2.0] * 4]))
+    weights = torch.tensor([0.5, 3.0, 4.0], requires_grad=True)
+    ids = KeyedJaggedTensor(["f"], torch.tensor([1, 2, 2]), weights, torch.tensor([2, 1]))
+    output = ebc(ids).values()
+    assert torch.equal(output, torch.tensor([[3.25] * 4, [8.0] * 4]))
+    output.sum().backward()
+    assert torch.equal(weights.grad, torch.tensor([2.0, 4.0, 8.0]))
+    rows, _ = ebc.table("t").lookup(torch.tensor([1, 2]))
+    learnt = torch.tensor([[1 - 0.1 * 0.25] * 4, [2 - 0.1 * (1.5 + 4.0)] * 4])
+    torch.testing.assert_close(rows, learnt)
+
+
+def test_static_and_dynamic_collections_in_one_model() -> None:
+    static = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "s", feature_names=["f"])])
+    model = torch.nn.ModuleDict({"static": static, "dynamic": one_table()})
+    dense = torch.optim.SGD(model.parameters(), lr=0.1)
+    features = bags([1, 2], [1])
+    before = {name: one(features).values().detach() for name, one in model.items()}
+    torch.cat([one(features).values() for one in model.values()]).sum().backward()
+    dense.step()
+    for name, one in model.items():
+        # Two bags hold id 1: its row moves by 2 * 0.1, that of id 2 by 0.1.
+        moved = one.eval()(features).values() - before[name]
+        torch.testing.assert_close(moved, torch.tensor([[-0.3] * 4, [-0.2] * 4]))
+
+
 @pytest.mark.parametrize("same_sizes", [False, True])
 def test_variable_batch_per_feature_as_the_stock_collection(same_sizes: bool) -> None:
     tables = configs()

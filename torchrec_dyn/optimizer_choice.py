@@ -28,7 +28,7 @@ def chosen_fused_params(
     The merge is TorchRec's own, so that a table trains sharded as it does unsharded.
 
     Args:
-        weight: the table's placeholder parameter.
+        weight: the table's placeholder parameter, [num_embeddings, embedding_dim].
         fused_params: the module's, or None.
         where: the table, for messages.
 
@@ -62,7 +62,16 @@ def chosen_fused_params(
 def chosen_optimizer(
     weight: torch.Tensor, fused_params: Mapping[str, Any] | None, where: str
 ) -> RowOptimizer:
-    """Gives the row optimizer of one table; FBGEMM's default where nobody chose."""
+    """Gives the row optimizer of one table; FBGEMM's default where nobody chose.
+
+    Args:
+        weight: the table's placeholder parameter, [num_embeddings, embedding_dim].
+        fused_params: the module's, or None.
+        where: the table, for messages.
+
+    Raises:
+        ValueError: if the choice is not supported.
+    """
     chosen = chosen_fused_params(weight, fused_params, where)
     if chosen is None:
         chosen = dict(DEFAULT_FUSED_PARAMS)
