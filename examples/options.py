@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from plans import CHOICES
@@ -82,6 +83,13 @@ def start_processes(script: str, arguments: list[str], world_size: int) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def hide_notes_to_developers() -> None:
+    """Keeps from the screen what torch and torchrec tell those who write them."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    for name in ("torchrec", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _positive(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ TYPES = [
     ShardingType.GRID_SHARD.value,
 ]
 CHOICES = [*TYPES, "mixed", "auto"]
+SCREEN = 100  # columns of text
 
 
 def make_plan(
@@ -97,9 +99,9 @@ def plan_as_text(plan: ShardingPlan) -> str:
     lines = [("sharding", "ranks", "columns", "tables")]
     lines += [(*how, " ".join(tables)) for how, tables in sorted(alike.items())]
     widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    indent = sum(widths) + 2 * len(widths)
     return "\n".join(
-        "  ".join(
-            [*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]
-        )
+        "".join(f"{cell:<{width + 2}}" for cell, width in zip(line, widths, strict=False))
+        + f"\n{'':{indent}}".join(textwrap.wrap(line[3], SCREEN - indent))
         for line in lines
     )

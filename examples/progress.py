@@ -24,7 +24,7 @@ class Progress:
     def __init__(self, model: nn.Module, tables: list[str], steps: int | None) -> None:
         self._model = model
         self._tables = tables
-        self._bar = tqdm(total=steps, unit="step", disable=dist.get_rank() != 0)
+        self._bar = tqdm(total=steps, unit="step", disable=dist.get_rank() != 0, mininterval=0.5)
         self._first_step_ended = 0.0
         self._seconds = 0.0  # since then: the first step sets everything up and is not timed
         self._timed_samples = 0

@@ -59,16 +59,16 @@ def results_as_text(results: dict[str, Any]) -> str:
     per_rank = zip(results["rows_per_rank"], results["resident_megabytes_per_rank"], strict=True)
     return "\n".join(
         [
-            f"trained on {results['samples']:,} clicks in {results['steps']:,} steps, "
+            f"\ntrained on {results['samples']:,} clicks in {results['steps']:,} steps, "
             f"{results['samples_per_second']:,} samples/s over all ranks",
-            f"on {results['held_out']:,} held-out clicks:  this model  constant predictor",
-            f"  {'AUC':<36}{results['auc']:>8.4f}{results['auc_of_constant']:>18.4f}",
-            f"  {'normalized entropy (less is better)':<36}{results['normalized_entropy']:>8.4f}"
-            f"{results['normalized_entropy_of_constant']:>18.4f}",
-            f"rows, {sum(results['rows_per_table'].values()):,} in all:",
-            *("  " + "  ".join(rows[first : first + 7]) for first in range(0, len(rows), 7)),
+            f"{'on ' + format(results['held_out'], ',') + ' held-out clicks':<40}model  constant",
+            f"  {'AUC':<36}{results['auc']:>7.4f}{results['auc_of_constant']:>10.4f}",
+            f"  {'normalized entropy (less is better)':<36}{results['normalized_entropy']:>7.4f}"
+            f"{results['normalized_entropy_of_constant']:>10.4f}",
+            f"{sum(results['rows_per_table'].values()):,} rows in all tables, by table:",
+            *("  " + "  ".join(rows[first : first + 8]) for first in range(0, len(rows), 8)),
             *(
-                f"rank {rank}: {count:,} rows (or columns of rows), {memory:,} MB resident"
+                f"rank {rank}: {count:,} rows, whole or in columns; {memory:,} MB resident"
                 for rank, (count, memory) in enumerate(per_rank)
             ),
         ]

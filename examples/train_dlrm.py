@@ -24,7 +24,7 @@ from clicks import CATEGORICAL_NAMES, NUM_INTEGERS, Clicks
 from criteo import BadLine
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from lockstep import AnotherRankFailed, in_step
-from options import parse_options, start_processes
+from options import hide_notes_to_developers, parse_options, start_processes
 from plans import make_plan, plan_as_text
 from progress import Progress
 from results import collect_results, results_as_text
@@ -113,7 +113,11 @@ def run_batches(
 
 
 def work(options: argparse.Namespace) -> None:
-    """Does the job of one process: plan, train, evaluate, report."""
+    """Does the job of one process: plan, train, evaluate, report.
+
+    Raises:
+        BadLine: if a line is no click and that is an error, or there are too few lines.
+    """
     rank = dist.get_rank()
     torch.manual_seed(options.seed)
     model = make_model(options)
@@ -140,7 +144,10 @@ def work(options: argparse.Namespace) -> None:
             for _, logits, labels in run_batches(pipeline, source.evaluation())
         ]
     if progress.steps == 0 or not held_out:
-        raise BadLine("todo")
+        raise BadLine(
+            f"{options.data}: expected clicks for each of {options.world_size} ranks, to train on "
+            "and to hold out, got too few. Use a longer file."
+        )
     labels, probabilities = (torch.cat(parts).numpy() for parts in zip(*held_out, strict=True))
     results = collect_results(model, plan, progress, labels, probabilities)
     if rank == 0:
@@ -154,11 +161,12 @@ def main() -> int:
     options = parse_options(sys.argv[1:])
     if "RANK" not in os.environ:
         return start_processes(__file__, sys.argv[1:], options.world_size)
+    hide_notes_to_developers()
     dist.init_process_group("gloo")
     try:
         work(options)
     except BadLine as error:
-        print(f"train_dlrm.py, rank {dist.get_rank()}: {error}", file=sys.stderr)
+        print(f"\ntrain_dlrm.py: {error}", file=sys.stderr)
         return 1
     except AnotherRankFailed:
         return 1
