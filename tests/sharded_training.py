@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import (
     EnumerableShardingSpec,
@@ -221,14 +221,28 @@ def parts_of_rank(case: Case, whole: Any, sizes: list[int], rank: int) -> dict[s
     """This rank's part of the outputs of a global batch, by output name."""
     first = sum(sizes[:rank])
     if case.pooled:
-        return {
-            name: value[first : first + sizes[rank]] for name, value in whole.to_dict().items()
-        }
+        return {name: value[first : first + sizes[rank]] for name, value in whole.to_dict().items()}
     parts = {}
     for name, jagged in whole.items():
         offsets = torch.cat([torch.zeros(1, dtype=torch.long), jagged.lengths().cumsum(0)])
         parts[name] = jagged.values()[offsets[first] : offsets[first + sizes[rank]]]
     return parts
+
+
+def expanded(outputs: Any, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+    """Sequences per example, as a sharded collection gives them, from sequences per bag."""
+    keys, inverse = features.inverse_indices()
+    result = {}
+    for name, jagged in outputs.items():
+        bags = inverse[keys.index(name.split("@")[0])]
+        ends = jagged.lengths().cumsum(0)
+        picked = [
+            torch.arange(int(ends[bag] - jagged.lengths()[bag]), int(ends[bag])) for bag in bags
+        ]
+        result[name] = JaggedTensor(
+            values=jagged.values()[torch.cat(picked)], lengths=jagged.lengths()[bags]
+        )
+    return result
 
 
 def outputs_by_name(case: Case, outputs: Any) -> dict[str, torch.Tensor]:
@@ -259,6 +273,8 @@ def train_beside(case: Case) -> int:
         per_rank, together = batches(case, step)
         got = outputs_by_name(case, sharded(per_rank[rank]))
         whole = unsharded(together)
+        if case.variable and not case.pooled:
+            whole = expanded(whole, together)
         expected = parts_of_rank(case, whole, sizes, rank)
         assert set(got) == set(expected)
         for name, value in expected.items():

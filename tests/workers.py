@@ -178,7 +178,8 @@ def _serve(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    for chatty in ("torchrec", "torch.fx"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

@@ -19,12 +19,14 @@ class BatchCheck:
     Args:
         features: the collection's features.
         weighted: whether bags carry weights.
+        pooled: whether outputs are one row per example.
         where: the collection, for messages.
     """
 
-    def __init__(self, features: Sequence[str], weighted: bool, where: str) -> None:
+    def __init__(self, features: Sequence[str], weighted: bool, pooled: bool, where: str) -> None:
         self._features = list(dict.fromkeys(features))
         self._weighted = weighted
+        self._pooled = pooled
         self._where = where
         self._first_keys: list[str] | None = None
 
@@ -46,6 +48,12 @@ class BatchCheck:
             if name not in keys:
                 raise ValueError(f"{self._where}: expected feature '{name}', got features {keys}.")
         checked_features(features, self._weighted, self._where)
+        no_inverse = features.inverse_indices_or_none() is None
+        if self._pooled and features.variable_stride_per_key() and no_inverse:
+            raise ValueError(
+                f"{self._where}: expected inverse_indices with bags that vary by feature, "
+                f"{features.stride_per_key()}, got none. Pass them in the KeyedJaggedTensor."
+            )
         if self._first_keys is None:
             self._first_keys = list(keys)
         if keys != self._first_keys:

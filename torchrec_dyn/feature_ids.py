@@ -121,7 +121,10 @@ def checked_features(features: KeyedJaggedTensor, weighted: bool, where: str) ->
             f"{where}: expected {sum(batch_sizes)} lengths for {len(batch_sizes)} features "
             f"of {batch_sizes} bags, got {lengths.numel()}."
         )
-    counts = [int(part.sum()) for part in torch.split(lengths, batch_sizes)]
+    if lengths.numel() and len(set(batch_sizes)) == 1:
+        counts = lengths.view(len(batch_sizes), -1).sum(1).tolist()
+    else:
+        counts = [int(part.sum()) for part in torch.split(lengths, batch_sizes)]
     if (lengths < 0).any() or sum(counts) != ids.numel():
         raise ValueError(
             f"{where}: expected lengths that are not negative and add up to the {ids.numel()} ids, "

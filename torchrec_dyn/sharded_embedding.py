@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,21 +16,40 @@ from torchrec.distributed.embedding_sharding import EmbeddingSharding, Embedding
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import (
     Awaitable,
+    LazyAwaitable,
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
     ShardingType,
 )
 from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_dyn.batch_check import BatchCheck
 from torchrec_dyn.column_order import outputs_by_column
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
+from torchrec_dyn.sequence_batch import Restoration, evened
 from torchrec_dyn.sequence_sharding import SEQUENCE_SHARDINGS
 from torchrec_dyn.sharded_table import ShardedTableHandle
 from torchrec_dyn.sharding_setup import LocalShards, set_up, tell_that_rows_are_not_saved
 from torchrec_dyn.table_layout import TableLayout
+
+
+@dataclass
+class SequenceContext(EmbeddingCollectionContext):
+    """What one forward remembers.
+
+    Attributes:
+        restoration: how outputs become those of the batch; None where the batch was even.
+    """
+
+    restoration: Restoration | None = None
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tells the allocator that a stream uses what is remembered."""
+        super().record_stream(stream)
+        if self.restoration is not None and self.restoration.inverse is not None:
+            self.restoration.inverse.record_stream(stream)
 
 
 class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
@@ -82,7 +102,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         # TorchRec's dedupe takes ids for row numbers below num_embeddings.
         self._use_index_dedup = False
         names = [name for config in setup.configs for name in config.feature_names]
-        self._check_batch = BatchCheck(names, False, setup.where)
+        self._check_batch = BatchCheck(names, False, False, setup.where)
         self._shards = LocalShards(setup, self._lookups, env)
         self._shards.fill_from(module.local_tables())
         self.register_state_dict_pre_hook(tell_that_rows_are_not_saved)
@@ -102,7 +122,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         )
 
     def input_dist(
-        self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor
+        self, ctx: SequenceContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """Checks a batch and sends its ids to their owners.
 
@@ -113,7 +133,25 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         Raises:
             ValueError: if a feature is missing or the tensors do not fit each other.
         """
-        return super().input_dist(ctx, self._check_batch(features))
+        features = self._check_batch(features)
+        features, ctx.restoration = evened(features)
+        return super().input_dist(ctx, features)
+
+    def output_dist(
+        self, ctx: SequenceContext, output: list[Tensor]
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Sends rows back to the ranks of their ids."""
+        return _restored(super().output_dist(ctx, output), ctx)
+
+    def compute_and_output_dist(
+        self, ctx: SequenceContext, input: KJTList
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Looks up the ids that arrived and sends rows back."""
+        return _restored(super().compute_and_output_dist(ctx, input), ctx)
+
+    def create_context(self) -> SequenceContext:
+        """Creates what one forward remembers."""
+        return SequenceContext()
 
     def table(self, name: str) -> ShardedTableHandle:
         """Gives a handle on one table; reads are of this rank's shard.
@@ -146,6 +184,14 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         for name, positions in by_column.items():
             arriving = sorted(positions)
             self._features_to_permute_indices[name] = [arriving.index(p) for p in positions]
+
+
+def _restored(
+    awaitable: LazyAwaitable[dict[str, JaggedTensor]], ctx: SequenceContext
+) -> LazyAwaitable[dict[str, JaggedTensor]]:
+    if ctx.restoration is not None:
+        awaitable.callbacks.append(ctx.restoration)
+    return awaitable
 
 
 def _check_widths(

@@ -88,7 +88,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._mean = self._mean_divisor(setup)
         configs = module.embedding_bag_configs()
         names = [name for config in configs for name in config.feature_names]
-        self._check_batch = BatchCheck(names, module.is_weighted(), setup.where)
+        self._check_batch = BatchCheck(names, module.is_weighted(), True, setup.where)
         self._shards = LocalShards(setup, self._lookups, env)
         self._shards.fill_from(module.local_tables())
         self.register_state_dict_pre_hook(tell_that_rows_are_not_saved)

@@ -1,0 +1,88 @@
+"""Batches of all shapes: a size per feature, a size per rank, weighted, empty."""
+
+import pytest
+import workers
+from sharded_training import Case, Table, train_beside, usual_plan
+
+POOLED = [
+    "table_wise",
+    "column_wise",
+    "table_column_wise",
+    "row_wise",
+    "table_row_wise",
+    "grid_shard",
+]
+WHOLE_ROWS = POOLED[:3]
+SEQUENCE = ["table_wise", "column_wise", "row_wise"]
+
+
+def tables_of(kind: str, world: int = 4, local: int = 2) -> list[Table]:
+    features = (["a"], ["b", "c"], ["a", "d"])
+    return [
+        Table(f"t{i}", list(features[i]), usual_plan(kind, 8, world, local, i)) for i in range(3)
+    ]
+
+
+def run(case: Case) -> None:
+    workers.run(train_beside, case, world_size=4, local_size=2)
+
+
+@pytest.mark.parametrize("kind", POOLED)
+def test_pooled_with_a_batch_size_per_feature(kind: str) -> None:
+    # Grid too, which TorchRec 1.8.0 cannot.
+    run(Case(tables_of(kind), exact=kind in WHOLE_ROWS, variable=True))
+
+
+def test_batch_size_per_feature_under_all_types_and_two_groups() -> None:
+    tables = [
+        Table(
+            f"t{i}",
+            [f"f{i}", "shared"],
+            usual_plan(kind, 8, 4, 2, i),
+            data_type="FP32" if i % 2 else "FP16",
+        )
+        for i, kind in enumerate([*POOLED, *POOLED])
+    ]
+    run(Case(tables, exact=False, variable=True, tolerance=1e-2))
+
+
+@pytest.mark.parametrize("kind", SEQUENCE)
+def test_sequence_with_a_batch_size_per_feature(kind: str) -> None:
+    run(Case(tables_of(kind), pooled=False, variable=True))
+
+
+@pytest.mark.parametrize("kind", POOLED)
+def test_weighted_bags(kind: str) -> None:
+    run(Case(tables_of(kind), exact=kind in WHOLE_ROWS, weighted=True))
+
+
+@pytest.mark.parametrize("kind", WHOLE_ROWS)
+@pytest.mark.parametrize("sizes", [[3, 7, 1, 4], [0, 5, 0, 2]])
+def test_pooled_with_a_batch_size_per_rank(kind: str, sizes: list[int]) -> None:
+    run(Case(tables_of(kind), batch_sizes=sizes))
+
+
+@pytest.mark.parametrize("kind", SEQUENCE)
+@pytest.mark.parametrize("sizes", [[3, 7, 1, 4], [0, 5, 0, 2]])
+def test_sequence_with_a_batch_size_per_rank(kind: str, sizes: list[int]) -> None:
+    run(Case(tables_of(kind), pooled=False, batch_sizes=sizes))
+
+
+@pytest.mark.parametrize("kind", POOLED)
+def test_pooled_batch_without_ids(kind: str) -> None:
+    run(Case(tables_of(kind), exact=kind in WHOLE_ROWS, longest_bag=0))
+
+
+@pytest.mark.parametrize("kind", POOLED)
+def test_pooled_batch_without_examples(kind: str) -> None:
+    run(Case(tables_of(kind), exact=kind in WHOLE_ROWS, batch_sizes=[0] * 4))
+
+
+@pytest.mark.parametrize("kind", SEQUENCE)
+def test_sequence_batch_without_ids(kind: str) -> None:
+    run(Case(tables_of(kind), pooled=False, longest_bag=0))
+
+
+@pytest.mark.parametrize("kind", SEQUENCE)
+def test_sequence_batch_without_examples(kind: str) -> None:
+    run(Case(tables_of(kind), pooled=False, batch_sizes=[0] * 4))
