@@ -346,7 +346,7 @@ class DynamicTable:
         dtype, device = dtype or self.dtype, torch.device(device or self.device)
         if dtype == self.dtype and device == self.device:
             return
-        self._check(dtype)
+        self._check(dtype, device)
         state, before = self.export_state(), dict(self.__dict__)
         try:
             self._fill(state, dtype, device)
