@@ -220,6 +220,26 @@ def test_learning_rate_and_optimizer_may_change_in_training() -> None:
     assert not torch.equal(output(ebc.eval()), rows)
 
 
+def test_tables_with_optimizers_of_their_own() -> None:
+    def two_optimizers() -> dyn.DynamicEmbeddingBagCollection:
+        ebc = pooled()
+        with pytest.warns(DeprecationWarning):
+            own = ebc.embedding_bags["u"].parameters()
+            apply_optimizer_in_backward(RowWiseAdagrad, own, {"lr": 0.5})
+        return ebc
+
+    ebc, twin = two_optimizers(), two_optimizers()
+    train(ebc)
+    optimizer = ebc.fused_optimizer
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+    state = optimizer.state_dict()["state"]
+    assert state["embedding_bags.t.weight"].keys() == {"t.momentum1", "t.momentum2", "t.step"}
+    assert state["embedding_bags.u.weight"].keys() == {"u.momentum1", "u.step"}
+    twin.load_state_dict(ebc.state_dict())
+    twin.fused_optimizer.load_state_dict(optimizer.state_dict())
+    assert_trains_alike(ebc, twin)
+
+
 def test_an_optimizer_over_the_parameters_is_warned_about_once() -> None:
     ebc = pooled(fused_params=None)
     adam = torch.optim.Adam(ebc.parameters(), lr=1.0)

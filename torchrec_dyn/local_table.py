@@ -52,9 +52,8 @@ class LocalTable(nn.Module):
         self._table: DynamicTable | None = None
         self._choice: object = None
         self._put_placeholder(row_dtype(config), requires_grad=True, classes=[], kwargs=[])
-        chosen_optimizer(
-            self.weight, fused_params, self.where
-        )  # a bad fused_params is named now, not in training
+        # A bad fused_params is named now, not in training.
+        chosen_optimizer(self.weight, fused_params, self.where)
 
     # The rows.
 
