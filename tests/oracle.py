@@ -1,0 +1,160 @@
+"""What the core must compute, said plainly: Python integers, numpy and dense torch.
+
+Nothing here imports the ops. Legend: M ids, D columns, R rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+
+WORD = 1 << 64
+SLOT_SPREAD = 0x9E3779B97F4A7C15
+EXTREME_IDS = [-(2**63), -(2**63) + 1, -2, -1, 0, 1, 2**63 - 2, 2**63 - 1]
+
+
+def signed(word: int) -> int:
+    """Reads an unsigned 64-bit word as int64."""
+    return word - WORD if word >= WORD // 2 else word
+
+
+def mix64(number: int) -> int:
+    """SplitMix64's output function with the constants of Stafford's variant 13, unsigned."""
+    x = number % WORD
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) % WORD
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) % WORD
+    return x ^ x >> 31
+
+
+def unmix64(word: int) -> int:
+    """The id, as int64, whose mixed id is `word`."""
+
+    def undo_shift(x: int, shift: int) -> int:
+        result = x
+        for _ in range(64 // shift):
+            result = x ^ result >> shift
+        return result
+
+    x = undo_shift(word, 31)
+    x = undo_shift(x * pow(0x94D049BB133111EB, -1, WORD) % WORD, 27)
+    return signed(undo_shift(x * pow(0xBF58476D1CE4E5B9, -1, WORD) % WORD, 30))
+
+
+def home_slot(number: int, capacity: int) -> int:
+    """The first slot tried for an id in a map of `capacity` slots."""
+    return (mix64(number) * SLOT_SPREAD % WORD) * capacity >> 64
+
+
+def ids_at_home(slot: int, capacity: int, count: int) -> list[int]:
+    """Distinct ids whose home is one slot of a map of `capacity` slots."""
+    first = -(-slot * WORD // capacity)
+    step = max(1, WORD // capacity // (count + 1))
+    back = pow(SLOT_SPREAD, -1, WORD)
+    return [unmix64((first + k * step) * back % WORD) for k in range(count)]
+
+
+def canonical_order(ids: list[int]) -> list[int]:
+    """Ids in the order of a saved table."""
+    return sorted(ids, key=mix64)
+
+
+def philox4x32(key: int, counter: np.ndarray) -> np.ndarray:
+    """Philox4x32-10 for counters [M, 4] of uint32 -> [M, 4].
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
+    low = np.uint64(0xFFFFFFFF)
+    c0, c1, c2, c3 = (counter[:, i].astype(np.uint64) for i in range(4))
+    k0, k1 = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
+    for _ in range(10):
+        product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (
+            product1 >> np.uint64(32) ^ c1 ^ np.uint64(k0),
+            product1 & low,
+            product0 >> np.uint64(32) ^ c3 ^ np.uint64(k1),
+            product0 & low,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
+
+
+def random_words(key: int, ids: list[int], columns: int, words_per_call: int, stream: int):
+    """uint32 words [M, columns]; `words_per_call` columns share one Philox call."""
+    calls = -(-columns // words_per_call)
+    counter = np.array(
+        [
+            [number % WORD & 0xFFFFFFFF, number % WORD >> 32, call, stream]
+            for number in ids
+            for call in range(calls)
+        ],
+        dtype=np.uint64,
+    ).reshape(-1, 4)
+    return philox4x32(key % WORD, counter).reshape(len(ids), calls * 4)
+
+
+def initial_units(key: int, ids: list[int], columns: int) -> np.ndarray:
+    """The uniform numbers inside (0, 1), [M, columns], that initial rows are made of."""
+    words = random_words(key, ids, columns, 4, 0)[:, :columns]
+    return (words.astype(np.float64) + 0.5) / 2.0**32
+
+
+def rounding_draws(key: int, ids: list[int], columns: int, step: int) -> np.ndarray:
+    """The 16-bit draws [M, columns] of stochastic rounding: two to a word, low half first."""
+    words = random_words(key, ids, columns, 8, step)
+    halves = np.stack([words & 0xFFFF, words >> 16], axis=2).reshape(len(ids), -1)
+    return halves[:, :columns]
+
+
+class DenseRows:
+    """Rows of one table as dense float64 tensors with plain update rules.
+
+    Source of the rules: FBGEMM fbgemm_gpu/codegen/genscript/optimizers.py, the CUDA side.
+    """
+
+    def __init__(self, weight: Tensor, optimizer: RowOptimizer) -> None:
+        self.optimizer = optimizer
+        self.weight = weight.double().clone()
+        rows, columns = weight.shape
+        self.momentum1 = torch.zeros(rows, columns, dtype=torch.float64)
+        self.momentum2 = torch.zeros(rows, columns, dtype=torch.float64)
+        if optimizer.kind == OptimizerKind.EXACT_ROWWISE_ADAGRAD:
+            self.momentum1 = torch.zeros(rows, 1, dtype=torch.float64)
+        if optimizer.kind == OptimizerKind.PARTIAL_ROWWISE_ADAM:
+            self.momentum2 = torch.zeros(rows, 1, dtype=torch.float64)
+        self.step = 0
+
+    def update(self, rows: Tensor, grad: Tensor) -> None:
+        """One step.
+
+        Args:
+            rows: [K] distinct rows that were looked up.
+            grad: [K, D] summed gradients.
+        """
+        self.step += 1
+        o, g, w = self.optimizer, grad.double(), self.weight[rows]
+        m1, m2, decay = self.momentum1[rows], self.momentum2[rows], o.weight_decay
+        if o.kind == OptimizerKind.EXACT_SGD:
+            w = w - o.learning_rate * g
+        elif o.kind == OptimizerKind.EXACT_ADAGRAD:
+            m1 = m1 + g**2
+            w = w - o.learning_rate * g / (m1.sqrt() + o.eps)
+        elif o.kind == OptimizerKind.EXACT_ROWWISE_ADAGRAD:
+            decayed = g + decay * w if o.weight_decay_mode == 1 else g
+            m1 = m1 + (decayed**2).mean(1, keepdim=True)
+            rate = o.learning_rate / (m1.sqrt() + o.eps)
+            if o.weight_decay_mode == 2:
+                w = (1 - o.learning_rate * decay) * w
+            w = w - rate * decayed
+        else:
+            square = g**2
+            if o.kind == OptimizerKind.PARTIAL_ROWWISE_ADAM:
+                square = square.mean(1, keepdim=True)
+            m1 = o.beta1 * m1 + (1 - o.beta1) * g
+            m2 = o.beta2 * m2 + (1 - o.beta2) * square
+            first = m1 / (1 - o.beta1**self.step)
+            second = m2 / (1 - o.beta2**self.step)
+            w = w - o.learning_rate * (first / (second.sqrt() + o.eps) + decay * w)
+        self.weight[rows], self.momentum1[rows], self.momentum2[rows] = w, m1, m2

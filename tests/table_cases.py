@@ -1,0 +1,62 @@
+"""Tables and batches that many tests of the core start from."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from oracle import EXTREME_IDS, ids_at_home
+from torch import Tensor
+
+from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.lookup import TableGroup
+from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+from torchrec_dyn.table import DynamicTable
+
+# A map starts with 64 slots and doubles: these ids collide at home before and after.
+CROWDED_IDS = [*ids_at_home(63, 64, 12), *ids_at_home(0, 64, 6), *ids_at_home(127, 128, 12)]
+HARD_IDS = list(dict.fromkeys([*EXTREME_IDS, *range(2, 12), *CROWDED_IDS]))
+hard_ids = st.sampled_from(HARD_IDS) | st.integers(-(2**63), 2**63 - 1)
+
+
+def ids_of(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def make_table(kind: OptimizerKind = OptimizerKind.EXACT_SGD, **options) -> DynamicTable:
+    """A table of 4 columns and at most 1000 rows unless said otherwise."""
+    optimizer = options.pop("optimizer", None) or RowOptimizer(kind=kind, learning_rate=0.1)
+    given = {"name": "t", "num_embeddings": 1000, "embedding_dim": 4, "optimizer": optimizer}
+    config = {k: options.pop(k) for k in ("initializer", "seed", "unseen") if k in options}
+    return DynamicTable(config=DynamicTableConfig(**config), **(given | options))
+
+
+def make_group(*tables: DynamicTable, pooling: str = "sum", features=None, **options) -> TableGroup:
+    return TableGroup(tables, features or [1] * len(tables), pooling, **options)
+
+
+def bags_of(*bags: list[int]) -> tuple[Tensor, Tensor]:
+    """(ids, offsets) of bags given as lists."""
+    lengths = torch.tensor([0, *map(len, bags)])
+    return ids_of(*(number for bag in bags for number in bag)), lengths.cumsum(0)
+
+
+def random_bags(seed: int, bags: int, longest: int, pool: int) -> tuple[Tensor, Tensor]:
+    """(ids, offsets): bags of 0 to `longest` ids out of `pool` different ones."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, longest + 1, (bags,), generator=draw)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    ids = torch.randint(0, pool, (int(offsets[-1]),), generator=draw)
+    return ids * 7919 - 1000, offsets
+
+
+def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two exported states are equal bit for bit."""
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(bits(one[name]), bits(other[name]))
+        for name in one
+    )
+
+
+def bits(values: Tensor) -> Tensor:
+    """The bytes, so that NaN equals NaN and 0.0 is not -0.0."""
+    return values.contiguous().reshape(-1).view(torch.uint8)

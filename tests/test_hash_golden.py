@@ -1,0 +1,116 @@
+"""Pinned values of the mixer and of the home slots.
+
+The mixed id decides where a saved row belongs: it is part of the checkpoint format. If mix64 or
+unmix64 is red, do not change the numbers: every table ever saved would be read wrongly. The home
+slots are not saved; their numbers may change together with csrc/mix64.h, for a measured gain.
+"""
+
+import random
+
+import pytest
+import torch
+from oracle import EXTREME_IDS, canonical_order, home_slot, ids_at_home, mix64, signed, unmix64
+
+from torchrec_dyn import ops
+from torchrec_dyn.id_map import IdMap
+from torchrec_dyn.id_map import canonical_order as order_of
+
+MIXED = {
+    0: 0x0,
+    1: 0x5692161D100B05E5,
+    -1: 0xB4D055FCF2CBBD7B,
+    2**63 - 1: 0x5A682AFE7965DEBD,
+    -(2**63): 0x25C26EA579CEA98A,
+    1234567890123456789: 0xC83574DDD6CE4A52,
+}
+
+
+def tensor(ids):
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def some_ids(count=2000):
+    draw = random.Random(5)
+    return EXTREME_IDS + [signed(draw.getrandbits(64)) for _ in range(count)] + list(range(50))
+
+
+@pytest.mark.parametrize("number", MIXED)
+def test_mixed_ids_are_pinned(number):
+    assert ops.mix64(tensor([number])).item() % 2**64 == MIXED[number]
+
+
+def test_mix_and_unmix_are_the_oracles():
+    ids = some_ids()
+    assert ops.mix64(tensor(ids)).tolist() == [signed(mix64(i)) for i in ids]
+    assert ops.unmix64(tensor(ids)).tolist() == [unmix64(i % 2**64) for i in ids]
+
+
+def test_unmix_undoes_mix_both_ways():
+    ids = tensor(some_ids())
+    assert torch.equal(ops.unmix64(ops.mix64(ids)), ids)
+    assert torch.equal(ops.mix64(ops.unmix64(ids)), ids)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "homes"),
+    [
+        (64, [0, 5, 29, 59, 41]),
+        (1000, [0, 78, 466, 924, 652]),
+        (1 << 20, [0, 81943, 489582, 969339, 683755]),
+    ],
+)
+def test_home_slots_are_pinned(capacity, homes):
+    """An id that is alone in its map sits at home."""
+    found = []
+    for number in (0, 1, -1, 2**63 - 1, -(2**63)):
+        slots = torch.full((capacity, 2), -1)
+        ops.insert(tensor([number]), tensor([7]), tensor([0, 1]), [slots])
+        found.append(int((slots[:, 1] == 7).nonzero()))
+        assert found[-1] == home_slot(number, capacity)
+    assert found == homes
+
+
+def test_ids_of_the_oracle_share_a_home():
+    for capacity in (64, 97, 4096):
+        for slot in (0, capacity // 2, capacity - 1):
+            ids = ids_at_home(slot, capacity, 20)
+            assert len(set(ids)) == 20
+            assert {home_slot(i, capacity) for i in ids} == {slot}
+
+
+def test_canonical_order_is_unsigned_order_of_mixed_ids():
+    ids = [*dict.fromkeys(some_ids()), unmix64(2**64 - 1), unmix64(2**63), unmix64(2**63 - 1)]
+    got = tensor(ids)[order_of(tensor(ids))].tolist()
+    assert got == canonical_order(ids)
+    assert got[-1] == unmix64(2**64 - 1)
+
+
+@pytest.mark.parametrize("rank", [0, 3, 7])
+def test_ids_of_one_owner_spread_over_its_map(rank):
+    """Routing and home slots share no bits: an owner of 8 sees an eighth of the mixed ids."""
+    ids, owned = 120_000, (2**64 - 1) // 8
+    draw = random.Random(rank)
+    mixed = {rank * owned + draw.randrange(owned) for _ in range(ids)}
+    # Neighbours too: what a dense run of mixed ids would do.
+    mixed |= {rank * owned + k for k in range(20_000)}
+    id_map = IdMap()
+    id_map.reserve(len(mixed))
+    numbers = ops.unmix64(tensor([signed(word) for word in mixed]))
+    ops.insert(numbers, torch.arange(len(mixed)), tensor([0, len(mixed)]), [id_map.slots])
+    lengths = ops.probe_lengths(id_map.slots)
+    load = len(mixed) / id_map.capacity
+    assert 0.7 < load <= 0.75
+    # Knuth expects (1 + 1 / (1 - load)) / 2 = 2.5 slots for a known id at this load.
+    assert lengths[lengths > 0].double().mean() < 3.0
+    assert lengths.max() < 200
+
+
+@pytest.mark.parametrize("stride", [1, 8, 1 << 20, 1 << 40])
+def test_patterned_ids_spread(stride):
+    ids = tensor([signed(k * stride % 2**64) for k in range(50_000)])
+    ids = torch.unique(ids)
+    id_map = IdMap()
+    id_map.reserve(ids.numel())
+    ops.insert(ids, torch.arange(ids.numel()), tensor([0, ids.numel()]), [id_map.slots])
+    lengths = ops.probe_lengths(id_map.slots)
+    assert lengths[lengths > 0].double().mean() < 3.0

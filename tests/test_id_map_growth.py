@@ -1,0 +1,99 @@
+"""Growth moves slots and never a row."""
+
+import pytest
+import torch
+from oracle import home_slot
+from table_cases import HARD_IDS, ids_of, make_group, make_table
+
+from torchrec_dyn import ops
+from torchrec_dyn.id_map import MAX_LOAD, SLOT_BYTES, IdMap, most_slots
+
+
+def filled(ids):
+    id_map = IdMap()
+    id_map.reserve(len(ids))
+    ops.insert(ids_of(*ids), torch.arange(len(ids)), torch.tensor([0, len(ids)]), [id_map.slots])
+    id_map.num_ids = len(ids)
+    return id_map
+
+
+@pytest.mark.parametrize("capacity", [41, 64, 97, 128, 4096, 100_003])
+def test_rehash_keeps_every_row_at_any_capacity(capacity):
+    old = filled(HARD_IDS[:40])
+    grown = ops.rehash(old.slots, capacity)
+    assert grown.shape == (capacity, 2)
+    rows, absent = ops.lookup(ids_of(*HARD_IDS[:40]), torch.tensor([0, 40]), [grown])
+    assert rows.tolist() == list(range(40))
+    assert absent.item() == 0
+    assert int((grown[:, 1] >= 0).sum()) == 40
+
+
+def test_rehash_leaves_the_old_map_alone():
+    old = filled(HARD_IDS)
+    before = old.slots.clone()
+    ops.rehash(old.slots, 1000)
+    assert torch.equal(old.slots, before)
+
+
+def test_rehash_refuses_what_does_not_fit():
+    with pytest.raises(RuntimeError, match="expected a capacity that holds every id, got 9"):
+        ops.rehash(filled(HARD_IDS[:10]).slots, 9)
+
+
+def test_a_map_is_never_fuller_than_its_load():
+    id_map, held = IdMap(), 0
+    for count in [1, 1, 40, 3, 500, 7, 20_000, 1, 200_000, 50_000]:
+        id_map.reserve(count)
+        ids = torch.arange(held, held + count) * 31
+        ops.insert(ids, torch.arange(held, held + count), torch.tensor([0, count]), [id_map.slots])
+        id_map.num_ids += count
+        held += count
+        assert held / id_map.capacity <= MAX_LOAD
+        assert id_map.capacity <= most_slots(held)
+    assert torch.equal(id_map.lookup(torch.arange(held) * 31), torch.arange(held))
+    id_map.check_invariants()
+
+
+def test_bytes_of_a_row_in_a_large_map_are_bounded():
+    """A large map grows by half: 32 bytes a row at most."""
+    assert most_slots(10_000_000) * SLOT_BYTES / 10_000_000 <= SLOT_BYTES * 1.5 / MAX_LOAD + 0.01
+
+
+def test_rows_stay_where_they_are_while_the_table_grows():
+    """New blocks are appended; the memory of old ones is neither moved nor written."""
+    table = make_table(embedding_dim=1 << 16, num_embeddings=100_000)
+    group = make_group(table)
+    ids = torch.arange(100)
+    group(ids, torch.tensor([0, 100]), training=True)
+    first, places = table.id_map.lookup(ids), [b.data_ptr() for b in table.weights.blocks]
+    before = table.lookup(ids)[0]
+    for start in (100, 200, 300):
+        group(torch.arange(start, start + 100), torch.tensor([0, 100]), training=True)
+    assert len(table.weights.blocks) > len(places)
+    assert [b.data_ptr() for b in table.weights.blocks[: len(places)]] == places
+    assert torch.equal(table.id_map.lookup(ids), first)
+    assert torch.equal(table.lookup(ids)[0], before)
+
+
+def test_rows_are_numbered_in_order_of_first_sight():
+    table = make_table()
+    rows = table.find_or_insert(ids_of(9, -4, 9, 7, -4))
+    assert rows.tolist() == [0, 1, 0, 2, 1]
+    assert table.find_or_insert(ids_of(8, 7)).tolist() == [3, 2]
+
+
+def test_a_chosen_capacity_gives_the_oracles_homes():
+    grown = ops.rehash(filled(HARD_IDS[:1]).slots, 12345)
+    assert int((grown[:, 1] == 0).nonzero()) == home_slot(HARD_IDS[0], 12345)
+
+
+@pytest.mark.deep
+def test_ten_million_rows():
+    table = make_table(embedding_dim=1, num_embeddings=20_000_000)
+    for start in range(0, 10_000_000, 1_000_000):
+        table.find_or_insert(torch.arange(start, start + 1_000_000) * 2654435761)
+    assert table.num_rows == 10_000_000
+    assert table.lookup(torch.arange(10_000_000) * 2654435761)[1].all()
+    assert not table.lookup(torch.arange(10_000_000) * 2654435761 + 1)[1].any()
+    table.id_map.check_invariants()
+    assert table.stats()["probe_length_mean"] < 3
