@@ -24,9 +24,9 @@ CORE_FORMATTED := $(CORE) $(wildcard csrc/sanitize/*.cpp csrc/sanitize/*.h)
 
 .PHONY: train test build lint format bench bench-ab test-deep sanitize clean
 
+# The script starts torchrun itself, and keeps its stack traces off the screen when a rank ends with an error.
 train: build
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES) \
-		examples/train_dlrm.py $(ARGS)
+	$(BIN)/python examples/train_dlrm.py --world-size $(PROCESSES) $(ARGS)
 
 test: build
 	$(BIN)/python -m pytest tests $(ARGS)
