@@ -1,0 +1,233 @@
+"""A plan, a name or an optimizer that cannot be honoured is refused before anything is built."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import workers
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from sharded_training import FUSED_PARAMS, Case, Holder, Table, collection_of, shard_by_hand
+from torch import nn
+from torchrec import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan
+
+import torchrec_dyn as dyn
+
+Pieces = list[tuple[list[int], int, int]]
+WHOLE: Pieces = [([0], 0, 8)]
+
+# (what, pooled, sharding type, pieces, part of the message)
+BAD_PLANS: list[tuple[bool, str, Pieces, str]] = [
+    (True, "data_parallel", WHOLE, "expected sharding type table_wise, .*, got 'data_parallel'"),
+    (False, "data_parallel", WHOLE, "expected sharding type table_wise, .*, got 'data_parallel'"),
+    (False, "table_row_wise", [([0, 1], 0, 8)], "got 'table_row_wise'"),
+    (True, "column_wise", [([0], 0, 4)], "expected shards of 8 columns in all, got 4"),
+    (True, "column_wise", [([0], 0, 4), ([1], 4, 8)], "expected shards of 8 columns in all, got 12"),
+    (True, "column_wise", [([0], 0, 3), ([1], 4, 4)], "columns 0 to 8 once, got a gap at 3"),
+    (True, "column_wise", [([0], 0, 8), ([1], 8, 0)], "got an empty shard at 8"),
+    (True, "column_wise", [([0], 0, 4), ([2], 4, 4)], r"expected ranks from 0 to 1, got \[2\]"),
+    (True, "table_wise", [([0], 0, 4), ([1], 4, 4)], "expected whole rows under table_wise"),
+    (True, "row_wise", [([0], 0, 8)], "expected one row shard on each of 2 ranks"),
+    (True, "row_wise", [([0, 0], 0, 8)], "expected one row shard on each of 2 ranks"),
+    (True, "table_row_wise", [([1, 0], 0, 8)], "on the 2 ranks of one node in order"),
+    (True, "grid_shard", [([0, 1], 0, 4), ([0], 4, 4)], "on the 2 ranks of one node in order"),
+    (False, "column_wise", [([0], 0, 6), ([1], 6, 2)], "expected column shards of one width"),
+]
+
+
+def refusal(shard: Callable[[ShardingEnv], Any]) -> str:
+    """The message of the ValueError; the same rank must still be able to shard afterwards."""
+    assert dist.group.WORLD is not None
+    with pytest.raises(ValueError) as caught:
+        shard(ShardingEnv.from_process_group(dist.group.WORLD))
+    return str(caught.value)
+
+
+def refuse_plan(pooled: bool, plan: dict[str, ParameterSharding], **sharder: Any) -> str:
+    case = Case([Table("t", ["a"], shard_by_hand("table_wise", WHOLE))], pooled=pooled)
+    collection = collection_of(case)
+    before = copy.deepcopy(plan)
+    kind = (
+        dyn.DynamicEmbeddingBagCollectionSharder if pooled else dyn.DynamicEmbeddingCollectionSharder
+    )
+    message = refusal(
+        lambda env: kind(**sharder).shard(collection, plan, env, torch.device("cpu"), "model.c")
+    )
+    assert plan == before
+    assert "('model.c')" in message
+    return message
+
+
+@pytest.mark.parametrize("pooled, kind, pieces, message", BAD_PLANS)
+def test_bad_plan_is_refused(pooled: bool, kind: str, pieces: Pieces, message: str) -> None:
+    plan = {"t": shard_by_hand(kind, pieces)}
+    for text in workers.run(refuse_plan, pooled, plan, world_size=2):
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(text)
+        assert "(table='t')" in text or "one width" in message
+
+
+@pytest.mark.parametrize("kernel", ["dense", "fused_uvm", "key_value", "nonsense"])
+def test_other_kernels_are_refused(kernel: str) -> None:
+    plan = {"t": shard_by_hand("table_wise", WHOLE)}
+    plan["t"].compute_kernel = kernel
+    (text,) = workers.run(refuse_plan, True, plan, world_size=1)
+    assert f"(table='t'): expected compute kernel 'fused', got '{kernel}'." in text
+
+
+def test_missing_and_unknown_tables_are_refused() -> None:
+    (text,) = workers.run(refuse_plan, True, {}, world_size=1)
+    assert text.endswith("expected a plan for every table, got none for ['t'].")
+    plan = {name: shard_by_hand("table_wise", WHOLE) for name in ("t", "u")}
+    (text,) = workers.run(refuse_plan, True, plan, world_size=1)
+    assert text.endswith("expected a plan for its tables only, got tables ['u'].")
+
+
+def test_shards_that_do_not_match_ranks_are_refused() -> None:
+    plan = {"t": shard_by_hand("table_wise", WHOLE)}
+    plan["t"].ranks = [0, 1]
+    (text,) = workers.run(refuse_plan, False, plan, world_size=1)
+    assert "expected a rank for each of 1 shards, got ranks [0, 1]." in text
+    plan["t"].sharding_spec = None
+    (text,) = workers.run(refuse_plan, False, plan, world_size=1)
+    assert "expected a sharding spec that lists its shards, got NoneType." in text
+
+
+def test_overlapping_columns_are_refused() -> None:
+    # torch lets them pass where the rows are apart.
+    plan = {"t": shard_by_hand("column_wise", [([0], 0, 4), ([0], 4, 4)])}
+    first, second = plan["t"].sharding_spec.shards  # type: ignore[union-attr]
+    first.shard_sizes, second.shard_offsets, second.shard_sizes = [500, 4], [500, 3], [500, 5]
+    (text,) = workers.run(refuse_plan, True, plan, world_size=1)
+    assert "expected shards that cover columns 0 to 8 once, got an overlap at 3." in text
+
+
+def test_column_range_listed_twice_is_refused() -> None:
+    plan = {"t": shard_by_hand("column_wise", [([0, 0], 0, 8)])}
+    (text,) = workers.run(refuse_plan, True, plan, world_size=1)
+    assert "expected each column range once under column_wise" in text
+
+
+def refuse_optimizer(fused_params: dict[str, Any]) -> str:
+    plan = {"t": shard_by_hand("table_wise", WHOLE)}
+    return refuse_plan(True, plan, fused_params=fused_params)
+
+
+@pytest.mark.parametrize(
+    "fused_params, message",
+    [
+        ({"optimizer": EmbOptimType.LAMB}, "LAMB"),
+        ({"optimizer": EmbOptimType.ADAM, "momentum": 0.9}, "momentum"),
+        ({"learning_rate": -1.0}, "learning_rate"),
+    ],
+)
+def test_bad_optimizer_is_refused(fused_params: dict[str, Any], message: str) -> None:
+    (text,) = workers.run(refuse_optimizer, fused_params, world_size=1)
+    assert message in text and "(table='t')" in text
+
+
+class TwoCollections(nn.Module):
+    """Two collections that both have a table named `t`."""
+
+    def __init__(self, sequence: bool) -> None:
+        super().__init__()
+        pooled = EmbeddingBagConfig(8, 100, name="t", feature_names=["a"])  # type: ignore[call-arg]
+        other = EmbeddingConfig(8, 100, name="t", feature_names=["b"])  # type: ignore[call-arg]
+        self.one = dyn.DynamicEmbeddingBagCollection([pooled])
+        self.two = (
+            dyn.DynamicEmbeddingCollection([other])
+            if sequence
+            else dyn.DynamicEmbeddingBagCollection([copy.deepcopy(pooled)])
+        )
+
+
+def refuse_two(sequence: bool) -> str:
+    model = TwoCollections(sequence)
+    dim = 100  # EmbeddingBagConfig(num_embeddings, embedding_dim, ...)
+    plan = {"t": shard_by_hand("table_wise", [([0], 0, dim)], rows=8)}
+    sharders = [
+        dyn.DynamicEmbeddingBagCollectionSharder(FUSED_PARAMS),
+        dyn.DynamicEmbeddingCollectionSharder(FUSED_PARAMS),
+    ]
+    with pytest.raises(ValueError) as caught:
+        DistributedModelParallel(
+            model,
+            device=torch.device("cpu"),
+            plan=ShardingPlan({"one": plan, "two": plan}),  # type: ignore[dict-item]
+            sharders=sharders,  # type: ignore[arg-type]
+        )
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_one_name_in_two_collections_is_refused(sequence: bool) -> None:
+    (text,) = workers.run(refuse_two, sequence, world_size=1)
+    assert "('two')(table='t'): expected a name of its own, got the name of a table of 'one'" in text
+
+
+def shard_two_models_with_one_sharder() -> None:
+    case = Case([Table("t", ["a"], shard_by_hand("table_wise", WHOLE))])
+    sharder = dyn.DynamicEmbeddingBagCollectionSharder(dict(FUSED_PARAMS))
+    plan = ShardingPlan({"collection": {"t": case.tables[0].plan}})  # type: ignore[dict-item]
+    models = [
+        DistributedModelParallel(
+            Holder(collection_of(case)),
+            device=torch.device("cpu"),
+            plan=plan,
+            sharders=[sharder],  # type: ignore[list-item]
+        )
+        for _ in range(2)
+    ]
+    assert len(models) == 2
+    assert case.tables[0].plan.compute_kernel == "fused"
+
+
+def test_two_models_may_have_the_same_tables() -> None:
+    workers.run(shard_two_models_with_one_sharder, world_size=1)
+
+
+def plan_by_planner(pooled: bool, kind: str) -> str:
+    case = Case([Table("t", ["a"], shard_by_hand("table_wise", WHOLE))], pooled=pooled)
+    model = Holder(collection_of(case))
+    sharder: Any = (
+        dyn.DynamicEmbeddingBagCollectionSharder(dict(FUSED_PARAMS))
+        if pooled
+        else dyn.DynamicEmbeddingCollectionSharder(dict(FUSED_PARAMS))
+    )
+    world = dist.get_world_size()
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=world, compute_device="cpu", local_world_size=2),
+        constraints={"t": ParameterConstraints(sharding_types=[kind], min_partition=4)},
+    )
+    plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
+    sharded = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=plan, sharders=[sharder]
+    )
+    return sharded.plan.plan["collection"]["t"].sharding_type
+
+
+@pytest.mark.parametrize(
+    "pooled, kind",
+    [(True, kind) for kind in dyn.DynamicEmbeddingBagCollectionSharder().sharding_types("cpu")]
+    + [(False, kind) for kind in dyn.DynamicEmbeddingCollectionSharder().sharding_types("cpu")],
+)
+def test_stock_planner_plans_every_type(pooled: bool, kind: str) -> None:
+    # TorchRec's managed collision cannot be planned for several ranks at all.
+    assert workers.run(plan_by_planner, pooled, kind, world_size=4, local_size=2) == [kind] * 4
+
+
+def test_sharders_offer_all_types_on_cpu() -> None:
+    pooled = dyn.DynamicEmbeddingBagCollectionSharder()
+    assert pooled.sharding_types("cpu") == pooled.sharding_types("cuda")
+    assert sorted(pooled.sharding_types("cpu")) == sorted(
+        "table_wise row_wise column_wise table_row_wise table_column_wise grid_shard".split()
+    )
+    assert pooled.compute_kernels("row_wise", "cpu") == ["fused"]
+    sequence = dyn.DynamicEmbeddingCollectionSharder()
+    assert sorted(sequence.sharding_types("cpu")) == ["column_wise", "row_wise", "table_wise"]

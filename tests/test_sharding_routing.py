@@ -1,0 +1,130 @@
+"""Row-wise routing: one contiguous range of mixed ids per rank, for any id."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+import workers
+from sharded_training import EXTREME_IDS
+from torchrec import KeyedJaggedTensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.row_wise import (
+    NodeRowWiseInputDist,
+    RowWiseInputDist,
+    block_size,
+    owners,
+    row_limit,
+)
+
+LAST = 2**64 - 1
+
+
+def mixed_by_hand(identity: int) -> int:
+    """SplitMix64's finalizer in Python integers (Steele, Lea, Flood 2014)."""
+    x = identity & LAST
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & LAST
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & LAST
+    return x ^ (x >> 31)
+
+
+def owner_by_hand(identity: int, ranks: int) -> int:
+    mixed, block = mixed_by_hand(identity), LAST // ranks
+    return mixed // block if mixed < block * ranks else mixed % ranks
+
+
+def signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+def hard_ids(ranks: int) -> torch.Tensor:
+    """Extreme ids, random ones, and those mixed into the first and last of every range."""
+    rng = random.Random(ranks)
+    block = LAST // ranks
+    edges = {block * r + d for r in range(ranks + 1) for d in (-2, -1, 0, 1, 2)} | {LAST, LAST - 1}
+    edge_ids = ops.unmix64(torch.tensor([signed(e) for e in sorted(edges) if 0 <= e <= LAST]))
+    others = [signed(rng.getrandbits(64)) for _ in range(500)]
+    return torch.cat([torch.tensor([*EXTREME_IDS, *range(-20, 20), *others]), edge_ids])
+
+
+def test_mixing_is_that_of_the_paper_and_is_undone() -> None:
+    ids = hard_ids(3)
+    mixed = ops.mix64(ids)
+    assert mixed.tolist() == [signed(mixed_by_hand(i)) for i in ids.tolist()]
+    assert torch.equal(ops.unmix64(mixed), ids)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8, 48])
+def test_owner_is_the_range_of_the_mixed_id(ranks: int) -> None:
+    ids = hard_ids(ranks)
+    assert owners(ids, ranks).tolist() == [owner_by_hand(i, ranks) for i in ids.tolist()]
+    if ranks > 1:
+        assert set(owners(ids, ranks).tolist()) == set(range(ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ids_in_canonical_order_are_already_parted(ranks: int) -> None:
+    block = block_size(ranks)
+    ids = sorted(hard_ids(ranks).tolist(), key=mixed_by_hand)
+    parts = [owner_by_hand(i, ranks) for i in ids if mixed_by_hand(i) < block * ranks]
+    assert all(a <= b for a, b in pairwise(parts))
+
+
+def test_no_ids_have_no_owners() -> None:
+    assert owners(torch.empty(0, dtype=torch.int64), 3).tolist() == []
+
+
+@pytest.mark.parametrize(
+    "rows, ranks, limit",
+    [(1000, 1, 1000), (10_000, 4, 2900), (1_000_000, 2, 505_657), (10, 2, 10), (1, 4, 1)],
+)
+def test_row_limit_leaves_room_for_chance(rows: int, ranks: int, limit: int) -> None:
+    assert row_limit(rows, ranks) == limit
+
+
+def dist_ids(kind: str, ids: torch.Tensor) -> list[list[int]]:
+    """Sends the same ids from every rank and returns what arrives here, by feature."""
+    world, group = dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    if kind == "node":
+        per_rank = [1, 1, 2, 2]
+        module = NodeRowWiseInputDist(group, 2, per_rank, torch.device("cpu"))
+        features = 3
+    else:
+        module = RowWiseInputDist(group, 2, torch.device("cpu"), is_sequence=kind == "sequence")
+        features = 2
+    shifted = [ids + number for number in range(features)]
+    features_kjt = KeyedJaggedTensor(
+        keys=[f"f{number}" for number in range(features)],
+        values=torch.cat(shifted),
+        lengths=torch.tensor([len(ids), 0] * features),
+    )
+    arrived = module(features_kjt).wait().wait()
+    values = ops.unmix64(arrived.values()).split(arrived.length_per_key())
+    assert arrived.stride() == 2 * world
+    return [part.tolist() for part in values]
+
+
+@pytest.mark.parametrize("kind", ["pooled", "sequence"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_ids_arrive_at_their_owner(kind: str, world: int) -> None:
+    ids = hard_ids(world)
+    by_rank = workers.run(dist_ids, kind, ids, world_size=world)
+    for rank, features in enumerate(by_rank):
+        for number, arrived in enumerate(features):
+            expected = [
+                i for i in (ids + number).tolist() if owner_by_hand(i, world) == rank
+            ] * world
+            assert arrived == expected
+
+
+def test_ids_arrive_at_their_owner_within_the_node() -> None:
+    ids = hard_ids(2)
+    by_rank = workers.run(dist_ids, "node", ids, world_size=4, local_size=2)
+    for rank, arrived in enumerate(by_rank):
+        shifts = [0] if rank < 2 else [1, 2]
+        for shift, values in zip(shifts, arrived, strict=True):
+            expected = [i for i in (ids + shift).tolist() if owner_by_hand(i, 2) == rank % 2]
+            assert sorted(values) == sorted(expected * 4)
