@@ -41,9 +41,10 @@ def bags_of(*bags: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def random_bags(seed: int, bags: int, longest: int, pool: int) -> tuple[Tensor, Tensor]:
-    """(ids, offsets): bags of 0 to `longest` ids out of `pool` different ones."""
+    """(ids, offsets): bags of 0 to `longest` ids out of `pool` different ones; one is empty."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, longest + 1, (bags,), generator=draw)
+    lengths[bags // 2 : bags // 2 + 1] = 0
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids = torch.randint(0, pool, (int(offsets[-1]),), generator=draw)
     return ids * 7919 - 1000, offsets

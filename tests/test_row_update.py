@@ -1,0 +1,206 @@
+"""Rows learn by FBGEMM's rules: the plain formulas, and FBGEMM's own table, over many steps."""
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from oracle import DenseRows
+from table_cases import bags_of, ids_of, make_group, make_table, random_bags, same_state
+from torch.nn.functional import embedding_bag
+
+from torchrec_dyn.initializers import Normal
+from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+
+KINDS = list(OptimizerKind)
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+WITH_DECAY = [
+    RowOptimizer(OptimizerKind.EXACT_ROWWISE_ADAGRAD, 0.1, weight_decay=0.05, weight_decay_mode=1),
+    RowOptimizer(OptimizerKind.EXACT_ROWWISE_ADAGRAD, 0.1, weight_decay=0.05, weight_decay_mode=2),
+    RowOptimizer(OptimizerKind.ADAM, 0.1, weight_decay=0.05),
+    RowOptimizer(OptimizerKind.PARTIAL_ROWWISE_ADAM, 0.1, weight_decay=0.05),
+]
+ALL_RULES = [RowOptimizer(kind, 0.1) for kind in KINDS] + WITH_DECAY
+POOL = torch.arange(40) * 7919 - 1000
+
+
+def learning_table(optimizer, dim=13, **options):
+    table = make_table(
+        optimizer=optimizer, embedding_dim=dim, initializer=Normal(0.0, 0.5), **options
+    )
+    table.find_or_insert(POOL)
+    return table
+
+
+def dense_step(rows, ids, offsets, mode, weights, upstream):
+    """One step of the plain formulas: autograd sums what repeated ids get."""
+    distinct, index = torch.unique(ids, return_inverse=True)
+    place = (distinct + 1000) // 7919
+    leaf = rows.weight[place].clone().requires_grad_()
+    bags = torch.repeat_interleave(torch.arange(offsets.numel() - 1), offsets.diff())
+    picked = leaf[index] * (1.0 if weights is None else weights.double()[:, None])
+    pooled = torch.zeros(upstream.shape, dtype=torch.float64).index_add(0, bags, picked)
+    if mode == "mean":
+        pooled = pooled / offsets.diff().clamp(min=1)[:, None]
+    (pooled * upstream).sum().backward()
+    rows.update(place, leaf.grad)
+
+
+@pytest.mark.parametrize(("mode", "columns"), [("sum", 13), ("mean", 32), ("weighted", 33)])
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda r: f"{r.kind.name}-{r.weight_decay_mode}")
+def test_twelve_steps_are_the_formulas(rule, columns, mode):
+    table = learning_table(rule, columns)
+    group = make_group(table, pooling="mean" if mode == "mean" else "sum")
+    rows = DenseRows(table.lookup(POOL)[0], rule)
+    draw = torch.Generator().manual_seed(columns)
+    for step in range(12):
+        ids, offsets = random_bags(step, bags=9, longest=8, pool=40)
+        weights = torch.randn(ids.numel(), generator=draw) if mode == "weighted" else None
+        upstream = torch.randn(9, columns, generator=draw)
+        output = group(ids, offsets, weights, training=True)
+        (output * upstream).sum().backward()
+        dense_step(rows, ids, offsets, mode, weights, upstream.double())
+    torch.testing.assert_close(table.lookup(POOL)[0].double(), rows.weight, rtol=2e-4, atol=2e-5)
+    state = table.export_state()
+    order = (state["ids"] + 1000) // 7919
+    for name, is_rowwise in zip(rule.state_names, rule.state_is_rowwise, strict=True):
+        expected = getattr(rows, name)[order]
+        expected = expected.flatten() if is_rowwise else expected
+        torch.testing.assert_close(state[name].double(), expected, rtol=2e-4, atol=1e-6)
+    assert state["step"].item() == rows.step == 12
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("name", ["EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"])
+def test_ten_steps_are_fbgemms(name, pooling):
+    """FBGEMM's CPU table on ids already mapped to rows."""
+    rule = RowOptimizer(OptimizerKind[name], learning_rate=0.07, eps=1e-6)
+    table = learning_table(rule, 24)
+    static = SplitTableBatchedEmbeddingBagsCodegen(
+        [(40, 24, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+        optimizer=EmbOptimType[name],
+        learning_rate=0.07,
+        eps=1e-6,
+        pooling_mode=PoolingMode.MEAN if pooling == "mean" else PoolingMode.SUM,
+    )
+    static.split_embedding_weights()[0].copy_(table.lookup(POOL)[0])
+    group = make_group(table, pooling=pooling)
+    for step in range(10):
+        ids, offsets = random_bags(50 + step, bags=12, longest=9, pool=40)
+        upstream = torch.randn(12, 24)
+        ours = group(ids, offsets, training=True)
+        theirs = static((ids + 1000) // 7919, offsets)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        ours.backward(upstream)
+        theirs.backward(upstream)
+    torch.testing.assert_close(
+        table.lookup(POOL)[0], static.split_embedding_weights()[0], rtol=1e-4, atol=1e-5
+    )
+
+
+@every_kind
+def test_sequences_learn_as_bags_of_one(kind):
+    tables = [learning_table(RowOptimizer(kind, 0.1)) for _ in range(2)]
+    ids, _ = random_bags(1, bags=30, longest=6, pool=40)
+    upstream = torch.randn(ids.numel(), 13)
+    make_group(tables[0], pooling="none")(
+        ids, torch.tensor([0, ids.numel()]), training=True
+    ).backward(upstream)
+    make_group(tables[1])(ids, torch.arange(ids.numel() + 1), training=True).backward(upstream)
+    assert same_state(tables[0].export_state(), tables[1].export_state())
+
+
+def test_torch_sgd_and_adam_agree():
+    """Where every row is in every batch, torch.optim's own classes are an oracle too."""
+    for kind, make in (
+        (OptimizerKind.EXACT_SGD, lambda p: torch.optim.SGD(p, lr=0.1)),
+        (OptimizerKind.ADAM, lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-8)),
+        (OptimizerKind.EXACT_ADAGRAD, lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-8)),
+    ):
+        table = learning_table(RowOptimizer(kind, 0.1))
+        dense = torch.nn.Parameter(table.lookup(POOL)[0])
+        optimizer, offsets = make([dense]), torch.arange(0, 41, 4)
+        for _ in range(8):
+            upstream = torch.randn(10, 13)
+            make_group(table)(POOL, offsets, training=True).backward(upstream)
+            optimizer.zero_grad()
+            pooled = embedding_bag(
+                torch.arange(40), dense, offsets, mode="sum", include_last_offset=True
+            )
+            pooled.backward(upstream)
+            optimizer.step()
+        torch.testing.assert_close(table.lookup(POOL)[0], dense.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [OptimizerKind.ADAM, OptimizerKind.PARTIAL_ROWWISE_ADAM])
+def test_steps_count_training_forwards_also_empty_ones(kind):
+    """One step a table and training forward; a backward uses the step of its own forward."""
+    rule = RowOptimizer(kind, 0.1)
+    table = learning_table(rule)
+    group, nothing = make_group(table), (ids_of(), torch.tensor([0, 0]))
+    group(*nothing, training=True).sum().backward()
+    group(*nothing, training=True)  # dropped
+    group(*nothing, training=False)
+    assert table.step == 2
+    first = group(*bags_of([-1000]), training=True)
+    second = group(*bags_of([6919]), training=True)
+    rows = DenseRows(table.lookup(POOL)[0], rule)
+    upstream = torch.randn(1, 13)
+    for output, step, row in ((second, 4, 1), (first, 3, 0)):  # backward out of order
+        output.backward(upstream)
+        rows.step = step - 1
+        rows.update(torch.tensor([row]), upstream)
+    torch.testing.assert_close(table.lookup(POOL)[0].double(), rows.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_the_learning_rate_is_read_at_the_backward():
+    table = learning_table(RowOptimizer(OptimizerKind.EXACT_SGD, 0.1))
+    group, before = make_group(table), table.lookup(POOL[:1])[0]
+    output = group(*bags_of([-1000]), training=True)
+    group.learning_rate = 0.5
+    output.sum().backward()
+    torch.testing.assert_close(table.lookup(POOL[:1])[0], before - 0.5)
+    assert torch.equal(
+        table.lookup(POOL[1:2])[0], learning_table(table.optimizer).lookup(POOL)[0][1:2]
+    )
+
+
+@every_kind
+def test_column_shards_learn_as_the_whole(kind):
+    """Bit-equal where no moment is shared by the columns of a row."""
+    if RowOptimizer(kind).state_is_rowwise.count(True):
+        pytest.skip("one moment per shard, as in TorchRec")
+    rule = RowOptimizer(kind, 0.1)
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = learning_table(rule, 20, dtype=dtype)
+        shards = [
+            learning_table(rule, 20, dtype=dtype, first_column=c, columns=n)
+            for c, n in ((0, 7), (7, 13))
+        ]
+        for step in range(4):
+            ids, offsets = random_bags(step, bags=9, longest=8, pool=40)
+            upstream = torch.randn(9, 20)
+            make_group(whole)(ids, offsets, training=True).backward(upstream)
+            for shard, part in zip(shards, (upstream[:, :7], upstream[:, 7:]), strict=True):
+                make_group(shard)(ids, offsets, training=True).backward(part)
+        joined = torch.cat([shard.lookup(POOL)[0] for shard in shards], 1)
+        assert torch.equal(joined, whole.lookup(POOL)[0])
+
+
+@every_kind
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_wild_gradients_reach_their_rows_only(kind, value):
+    table = learning_table(RowOptimizer(kind, 0.1))
+    before = table.lookup(POOL)[0]
+    output = make_group(table)(*bags_of([-1000], [6919]), training=True)
+    upstream = torch.ones(2, 13)
+    upstream[0, 3] = value
+    output.backward(upstream)
+    after = table.lookup(POOL)[0]
+    if value != 1e30:  # whose square is infinite, so that a shared moment stops the row
+        assert not torch.equal(after[0], before[0])
+    assert torch.equal(after[2:], before[2:])
+    assert after[1].isfinite().all()
