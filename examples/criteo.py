@@ -123,7 +123,7 @@ def read_clicks(
             raise BadLine(message) from None
         skipped += 1
         if skipped <= MOST_COMPLAINTS:
-            print(f"skipped: {message}", file=sys.stderr)
+            print(f"\nskipped: {message}", file=sys.stderr)  # not into a progress bar
 
     try:
         for number, line in read_lines(path):
@@ -138,7 +138,7 @@ def read_clicks(
     except BrokenFile as error:
         complain(str(error))
     if skipped > MOST_COMPLAINTS:
-        print(f"skipped: {skipped} lines of {path} in all", file=sys.stderr)
+        print(f"\nskipped: {skipped} lines of {path} in all", file=sys.stderr)
 
 
 def in_batches(clicks: Iterator[Click], batch_size: int) -> Iterator[Clicks]:

@@ -1,0 +1,146 @@
+"""The example's made-up click stream, its split over ranks, and its metrics."""
+
+import numpy as np
+import pytest
+from example_criteo_files import line, write
+
+from click_source import FileSource, StreamSource, is_held_out  # isort: skip
+from click_stream import (  # isort: skip
+    POPULARITIES,
+    ClickStream,
+    click_probability,
+    hidden_effect,
+)
+from metrics import auc, normalized_entropy  # isort: skip
+
+
+def joined(chunks):
+    chunks = list(chunks)
+    return [np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in vars(chunks[0])]
+
+
+@pytest.fixture(scope="module")
+def log():
+    """A stream of 200,000 clicks in which items live 100,000: labels, integers, ids, present."""
+    return joined(ClickStream(seed=3, chunk_size=2000, lifetime=100_000).read(0, 100))
+
+
+def test_the_stream_is_a_function_of_its_seed():
+    first, again, other = (ClickStream(seed, 64).chunk(5) for seed in (1, 1, 2))
+    for one, same in zip(vars(first).values(), vars(again).values(), strict=True):
+        np.testing.assert_array_equal(one, same)
+    assert not np.isin(first.ids, other.ids).any()
+
+
+def test_ranks_share_the_stream_without_overlap():
+    stream = ClickStream(0, 32)
+    whole = joined(stream.read(0, 7))[2]
+    parts = [joined(stream.read(0, 7, rank, 3))[2] for rank in range(3)]
+    assert [len(part) for part in parts] == [3 * 32, 2 * 32, 2 * 32]
+    rows = [tuple(row) for part in parts for row in part.tolist()]
+    assert sorted(rows) == sorted(map(tuple, whole.tolist()))
+    assert len(set(rows)) == len(rows)
+
+
+def test_popularities_follow_zipf(log):
+    _, _, ids, _ = log
+    feature = 15
+    counts = np.sort(np.unique(ids[:50_000, feature], return_counts=True)[1])[::-1]
+    ranks = np.array([1, 2, 4, 8, 16, 32, 64])
+    slope = np.polyfit(np.log(ranks), np.log(counts[ranks - 1]), 1)[0]
+    assert -1.5 < slope < -0.8
+    assert len(counts) > POPULARITIES[feature] / 4
+
+
+def test_new_ids_appear_over_time_and_small_features_keep_theirs(log):
+    _, _, ids, _ = log
+    half = len(ids) // 2
+    known = [np.isin(ids[half:, f], ids[:half, f]).mean() for f in range(26)]
+    assert all(share == 1.0 for share in known[:4])
+    assert all(share < 0.75 for share in known[10:])  # half of the time over, half are newborn
+    assert all(share > 0.25 for share in known[10:])
+    newborn = ~np.isin(ids[:, 15], ids[:half, 15])
+    per_chunk = newborn[half:].reshape(-1, 2000).mean(axis=1)
+    assert per_chunk[0] < 0.1 and per_chunk[-1] > 0.5  # one after the other, not all at once
+
+
+def test_ids_use_all_64_bits_and_features_do_not_share_them(log):
+    _, _, ids, _ = log
+    assert 0.4 < (np.unique(ids) < 0).mean() < 0.6
+    per_feature = [set(np.unique(ids[:, f]).tolist()) for f in range(26)]
+    assert len(set.union(*per_feature)) == sum(map(len, per_feature))
+
+
+def test_some_fields_are_missing_and_clicks_are_the_minority(log):
+    labels, _, _, present = log
+    assert 0.15 < labels.mean() < 0.45  # the most popular ids move it, each by its effect
+    assert present[:, 1].all() and 0.8 < present[:, 0].mean() < 0.9
+
+
+def test_the_effect_of_an_id_is_a_function_of_the_id(log):
+    _, _, ids, _ = log
+    effect = hidden_effect(3, ids)
+    assert abs(effect.mean()) < 0.2 and 0.9 < effect.std() < 1.1
+    np.testing.assert_array_equal(effect[::-1], hidden_effect(3, ids[::-1].copy()))
+
+
+def test_a_count_of_clicks_per_id_predicts_held_out_clicks(log):
+    """The oracle that needs no model: add up the log odds that each id showed in the past."""
+    labels, integers, ids, present = log
+    past = slice(0, 180_000)
+    rate = labels[past].mean()
+    score = np.zeros(len(labels))
+    for f in range(26):
+        values, where = np.unique(ids[:, f], return_inverse=True)
+        weight = present[past, f]
+        seen = np.bincount(where[past], weights=weight, minlength=len(values))
+        clicked = np.bincount(where[past], weights=weight * labels[past], minlength=len(values))
+        smoothed = (clicked + 20 * rate) / (seen + 20)
+        odds = np.log(smoothed / (1 - smoothed)) - np.log(rate / (1 - rate))
+        score += np.where(present[:, f], odds[where], 0.0)
+    truth = click_probability(3, integers, ids, present)
+    of_counts, of_truth = (auc(labels[180_000:], s[180_000:]) for s in (score, truth))
+    assert 0.72 < of_counts < of_truth < 0.92
+    assert normalized_entropy(labels, truth) < 0.75
+
+
+def test_held_out_follows_the_training_in_the_stream():
+    source = StreamSource(seed=0, batch_size=16, steps=3, held_out=64, rank=1, world_size=2)
+    trained, held_out = list(source.training()), list(source.evaluation())
+    assert (len(trained), len(held_out)) == (3, 2)
+    expected = [ClickStream(0, 16).chunk(number).ids for number in (1, 3, 5, 7, 9)]
+    for part, ids in zip([*trained, *held_out], expected, strict=True):
+        np.testing.assert_array_equal(part.ids, ids)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 10])
+def test_lines_of_a_file_are_each_read_once(tmp_path, world_size):
+    path = write(tmp_path / "log", [line(I1=str(number)) for number in range(1, 1001)])
+    trained, held_out = [], []
+    for rank in range(world_size):
+        source = FileSource(path, "error", 64, None, 10**6, rank, world_size)
+        for part, numbers in ((source.training(), trained), (source.evaluation(), held_out)):
+            mine = joined(part)[1][:, 0].astype(int).tolist()
+            assert all(number % world_size == rank for number in mine)
+            numbers += mine
+    assert sorted(trained + held_out) == list(range(1, 1001))
+    assert sorted(held_out) == [number for number in range(1, 1001) if is_held_out(number)]
+    assert 80 <= len(held_out) <= 120
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_auc_is_the_share_of_pairs_in_order(seed):
+    random = np.random.default_rng(seed)
+    labels, scores = random.integers(0, 2, 200), random.integers(0, 10, 200) / 10
+    clicked, other = scores[labels == 1][:, None], scores[labels == 0][None, :]
+    expected = ((clicked > other) + 0.5 * (clicked == other)).mean()
+    assert auc(labels, scores) == pytest.approx(expected, abs=1e-12)
+    assert auc(labels, np.ones(200)) == 0.5
+
+
+def test_normalized_entropy_of_the_click_rate_is_one():
+    labels = np.array([1, 0, 0, 0])
+    assert normalized_entropy(labels, np.full(4, 0.25)) == pytest.approx(1.0)
+    assert normalized_entropy(labels, np.array([0.9, 0.1, 0.1, 0.1])) < 0.3
+    assert normalized_entropy(labels, np.array([0.1, 0.9, 0.1, 0.1])) > 1.0
+    assert np.isnan(auc(np.ones(3), np.ones(3)))

@@ -1,0 +1,150 @@
+"""examples/train_dlrm.py end to end, in real processes."""
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from example_criteo_files import EXAMPLES, learnable_lines, write
+
+from options import parse_options  # isort: skip
+
+SCRIPT = str(EXAMPLES / "train_dlrm.py")
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+TIME_LIMIT = 240  # seconds; a run takes about 15 on two idle cores
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
+    }
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT,
+    )
+
+
+def train(tmp_path, *arguments: str, start: tuple[str, ...] = ()) -> tuple[dict, str]:
+    out = tmp_path / "results.json"
+    done = run(*start, SCRIPT, "--json", str(out), *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text()), done.stdout + done.stderr
+
+
+SMALL = ["--steps", "40", "--batch-size", "256", "--held-out", "8192", "--seed", "1"]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """The default plan on the made-up stream, small."""
+    return train(tmp_path_factory.mktemp("mixed"), *SMALL)
+
+
+def test_it_learns_the_stream(mixed):
+    results, _ = mixed
+    assert results["steps"] == 40 and results["samples"] == 40 * 256 * 2
+    assert results["held_out"] == 8192
+    assert results["auc"] > 0.72
+    assert results["auc_of_constant"] == 0.5
+    assert results["normalized_entropy"] < 0.93
+    assert results["normalized_entropy_of_constant"] == pytest.approx(1.0, abs=0.02)
+
+
+def test_it_shows_plan_progress_and_results(mixed):
+    results, shown = mixed
+    for kind in ("table_wise", "row_wise", "column_wise"):
+        assert kind in shown
+    for word in ("samples/s", "loss", "AUC", "normalized entropy", "constant", "MB resident"):
+        assert word in shown
+    assert f"{results['rows_per_table']['C26']:,}" in shown
+    for noise in ("Warning", "WARNING", "Traceback"):
+        assert noise not in shown
+
+
+@pytest.mark.parametrize("plan", ["grid_shard"])
+def test_another_plan_gives_the_same_tables_and_the_same_model(tmp_path, mixed, plan):
+    results, shown = train(tmp_path, *SMALL, "--plan", plan)
+    assert plan in shown and "row_wise" not in shown.replace(plan, "")
+    assert results["rows_per_table"] == mixed[0]["rows_per_table"]
+    # Row-wise Adagrad keeps one moment per column shard: close, not equal.
+    assert results["auc"] == pytest.approx(mixed[0]["auc"], abs=0.01)
+
+
+def test_one_process_adam_and_the_planner_s_own_choice(tmp_path):
+    results, _ = train(
+        tmp_path,
+        *SMALL,
+        "--world-size",
+        "1",
+        "--plan",
+        "auto",
+        "--optimizer",
+        "adam",
+        "--lr",
+        "0.01",
+    )
+    assert results["auc"] > 0.65
+    assert len(results["rows_per_rank"]) == 1
+
+
+def test_a_file_with_a_bad_line_skipped_on_uneven_ranks_under_torchrun(tmp_path):
+    lines = learnable_lines(6001)
+    lines[99] = "1\tbroken"
+    path = tmp_path / "log.gz"
+    path.write_bytes(gzip.compress("".join(f"{text}\n" for text in lines).encode()))
+    arguments = ["--data", str(path), "--on-bad-line", "skip", "--batch-size", "32"]
+    results, shown = train(tmp_path, *arguments, "--dense-lr", "0.01", start=(*TORCHRUN, "3"))
+    assert "log.gz, line 100: expected 40 fields, got 2" in shown
+    assert len(results["rows_per_rank"]) == 3
+    # Each rank may drop less than one batch at the end, to stop with the others.
+    trained_on = results["samples"] + results["held_out"]
+    assert 6000 - 2 * 3 * 32 < trained_on <= 6000
+    assert results["auc"] > 0.8  # of 0.9: the label follows the id nine times in ten
+    assert results["rows_per_table"]["C1"] == 40
+
+
+def test_a_bad_line_ends_all_ranks_with_its_number_and_no_stack_trace(tmp_path):
+    lines = learnable_lines(400)
+    lines[210] = lines[210][:-3] + "xyz"
+    path = write(tmp_path / "log", lines)
+    done = run(SCRIPT, "--data", str(path), "--batch-size", "16")
+    assert done.returncode == 1
+    message = f"{path}, line 211: C26: expected 1 to 16 hexadecimal digits"
+    assert (done.stdout + done.stderr).count(message) == 1
+    assert "Traceback" not in done.stderr and "File " not in done.stderr
+    assert "AUC" not in done.stdout
+
+
+def test_a_file_too_short_for_the_ranks_is_named(tmp_path):
+    path = write(tmp_path / "log", learnable_lines(1))
+    done = run(SCRIPT, "--data", str(path))
+    assert done.returncode == 1
+    assert "expected clicks for each of 2 ranks" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "/nowhere/log"], "expected a readable file, got /nowhere/log"),
+        (["--batch-size", "0"], "expected at least 1, got 0"),
+        (["--lr", "-1"], "expected a number >= 0, got -1"),
+        (["--lr", "nan"], "expected a number >= 0, got nan"),
+        (["--seed", "-1"], r"expected a number in \[0, 2\^63\), got -1"),
+        (["--plan", "diagonal"], "invalid choice: 'diagonal'"),
+        (["--world-size", "3"], "expected 2, which torchrun started, got 3"),
+    ],
+)
+def test_a_wrong_option_ends_with_a_usage_message(monkeypatch, capsys, arguments, message):
+    if "--world-size" in arguments:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(arguments)
+    told = capsys.readouterr().err
+    assert re.search(message, told)
