@@ -8,94 +8,17 @@ with gradients divided by the number of ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from sharded_cases import EXTREME_IDS, Case
 from torch import nn
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import (
-    EnumerableShardingSpec,
-    ParameterSharding,
-    ShardingPlan,
-    ShardMetadata,
-)
+from torchrec.distributed.types import ShardingPlan
 
 import torchrec_dyn as dyn
-
-EXTREME_IDS = [0, 1, -1, 2**63 - 1, -(2**63), 10**15, -(10**12), 2**32, 2**31]
-FUSED_PARAMS = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
-
-
-def shard_by_hand(
-    kind: str, pieces: Sequence[tuple[list[int], int, int]], rows: int = 1000
-) -> ParameterSharding:
-    """A plan of pieces (ranks that share the rows, first column, width), in the order given."""
-    shards, ranks = [], []
-    for piece_ranks, first, width in pieces:
-        block = -(-rows // len(piece_ranks))
-        for part, rank in enumerate(piece_ranks):
-            begin = min(rows, part * block)
-            size = min(rows, begin + block) - begin
-            shards.append(ShardMetadata([begin, first], [size, width], f"rank:{rank}/cpu"))
-            ranks.append(rank)
-    return ParameterSharding(kind, "fused", ranks, EnumerableShardingSpec(shards))
-
-
-def usual_plan(kind: str, dim: int, world: int, local: int, turn: int = 0) -> ParameterSharding:
-    """A plan of one type as the planner would make it; `turn` moves it to other ranks."""
-    half, node = dim // 2, turn % (world // local) * local
-    on_node = list(range(node, node + local))
-    other = [(rank + local) % world for rank in on_node]
-    pieces: dict[str, list[tuple[list[int], int, int]]] = {
-        "table_wise": [([turn % world], 0, dim)],
-        "row_wise": [(list(range(world)), 0, dim)],
-        "column_wise": [([turn % world], 0, half), ([(turn + 1) % world], half, half)],
-        "table_row_wise": [(on_node, 0, dim)],
-        "table_column_wise": [([on_node[0]], 0, half), ([on_node[-1]], half, half)],
-        "grid_shard": [(on_node, 0, half), (other, half, half)],
-    }
-    return shard_by_hand(kind, pieces[kind])
-
-
-@dataclass
-class Table:
-    """One table of a case: TorchRec's config in brief, and its plan."""
-
-    name: str
-    features: list[str]
-    plan: ParameterSharding
-    dim: int = 8
-    pooling: str = "SUM"
-    data_type: str = "FP32"
-
-
-@dataclass
-class Case:
-    """A collection, its plan, and the batches it is trained on."""
-
-    tables: list[Table]
-    pooled: bool = True
-    exact: bool = True
-    weighted: bool = False
-    steps: int = 3
-    batch_sizes: Sequence[int] | None = None  # per rank
-    variable: bool = False  # a batch size per feature
-    longest_bag: int = 4
-    known_ids: int = 40
-    fused_params: dict[str, Any] = field(default_factory=lambda: dict(FUSED_PARAMS))
-    qcomm: str | None = None
-    tolerance: float = 1e-5
-    backward: bool = True
-
-    def features(self) -> list[str]:
-        """Every feature once, in an order that is not that of the tables."""
-        names = dict.fromkeys(name for table in self.tables for name in table.features)
-        return sorted(names, reverse=True)
 
 
 def collection_of(case: Case, **options: Any) -> Any:

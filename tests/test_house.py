@@ -25,7 +25,7 @@ FLOORS = (
     "feature_ids table_configs optimizer_choice fused_optimizer kernel"
     " local_table saved_state data_parallel table_handle local_lookup",
     "column_order row_wise table_layout batch_check mean_pooling grouped_lookups sharding"
-    " sequence_sharding carry_over sharded_table shardable_view sharding_setup",
+    " sequence_sharding sequence_batch carry_over sharded_table shardable_view sharding_setup",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
     " sharded_embeddingbag sharded_embedding sharders planner",
     "__init__",

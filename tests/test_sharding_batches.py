@@ -2,7 +2,8 @@
 
 import pytest
 import workers
-from sharded_training import Case, Table, train_beside, usual_plan
+from sharded_cases import Case, Table, usual_plan
+from sharded_training import train_beside
 
 POOLED = [
     "table_wise",

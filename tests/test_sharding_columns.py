@@ -2,7 +2,8 @@
 
 import pytest
 import workers
-from sharded_training import Case, Table, shard_by_hand, train_beside
+from sharded_cases import Case, Table, shard_by_hand
+from sharded_training import train_beside
 
 from torchrec_dyn.column_order import outputs_by_column
 

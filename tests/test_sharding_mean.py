@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import workers
-from sharded_training import Case, Table, train_beside, usual_plan
+from sharded_cases import Case, Table, usual_plan
+from sharded_training import train_beside
 
 KINDS = [
     "table_wise",

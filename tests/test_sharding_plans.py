@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from sharded_training import FUSED_PARAMS, Case, Holder, Table, collection_of, shard_by_hand
+from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand
+from sharded_training import Holder, collection_of
 from torch import nn
 from torchrec import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -28,7 +29,12 @@ BAD_PLANS: list[tuple[bool, str, Pieces, str]] = [
     (False, "data_parallel", WHOLE, "expected sharding type table_wise, .*, got 'data_parallel'"),
     (False, "table_row_wise", [([0, 1], 0, 8)], "got 'table_row_wise'"),
     (True, "column_wise", [([0], 0, 4)], "expected shards of 8 columns in all, got 4"),
-    (True, "column_wise", [([0], 0, 4), ([1], 4, 8)], "expected shards of 8 columns in all, got 12"),
+    (
+        True,
+        "column_wise",
+        [([0], 0, 4), ([1], 4, 8)],
+        "expected shards of 8 columns in all, got 12",
+    ),
     (True, "column_wise", [([0], 0, 3), ([1], 4, 4)], "columns 0 to 8 once, got a gap at 3"),
     (True, "column_wise", [([0], 0, 8), ([1], 8, 0)], "got an empty shard at 8"),
     (True, "column_wise", [([0], 0, 4), ([2], 4, 4)], r"expected ranks from 0 to 1, got \[2\]"),
@@ -54,7 +60,9 @@ def refuse_plan(pooled: bool, plan: dict[str, ParameterSharding], **sharder: Any
     collection = collection_of(case)
     before = copy.deepcopy(plan)
     kind = (
-        dyn.DynamicEmbeddingBagCollectionSharder if pooled else dyn.DynamicEmbeddingCollectionSharder
+        dyn.DynamicEmbeddingBagCollectionSharder
+        if pooled
+        else dyn.DynamicEmbeddingCollectionSharder
     )
     message = refusal(
         lambda env: kind(**sharder).shard(collection, plan, env, torch.device("cpu"), "model.c")
@@ -168,7 +176,9 @@ def refuse_two(sequence: bool) -> str:
 @pytest.mark.parametrize("sequence", [False, True])
 def test_one_name_in_two_collections_is_refused(sequence: bool) -> None:
     (text,) = workers.run(refuse_two, sequence, world_size=1)
-    assert "('two')(table='t'): expected a name of its own, got the name of a table of 'one'" in text
+    assert (
+        "('two')(table='t'): expected a name of its own, got the name of a table of 'one'" in text
+    )
 
 
 def shard_two_models_with_one_sharder() -> None:
@@ -226,7 +236,14 @@ def test_sharders_offer_all_types_on_cpu() -> None:
     pooled = dyn.DynamicEmbeddingBagCollectionSharder()
     assert pooled.sharding_types("cpu") == pooled.sharding_types("cuda")
     assert sorted(pooled.sharding_types("cpu")) == sorted(
-        "table_wise row_wise column_wise table_row_wise table_column_wise grid_shard".split()
+        [
+            "table_wise",
+            "row_wise",
+            "column_wise",
+            "table_row_wise",
+            "table_column_wise",
+            "grid_shard",
+        ]
     )
     assert pooled.compute_kernels("row_wise", "cpu") == ["fused"]
     sequence = dyn.DynamicEmbeddingCollectionSharder()

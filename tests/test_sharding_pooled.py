@@ -3,7 +3,8 @@
 import pytest
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from sharded_training import Case, Table, train_beside, usual_plan
+from sharded_cases import Case, Table, usual_plan
+from sharded_training import train_beside
 
 WORLDS = [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)]
 WHOLE_ROWS = ["table_wise", "column_wise", "table_column_wise"]
@@ -36,9 +37,7 @@ def test_plan_trains_as_unsharded(kind: str, world: int, local: int) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("kind", WHOLE_ROWS + SPREAD_ROWS)
 def test_optimizer_does_not_depend_on_plan(kind: str, optimizer: str) -> None:
-    case = Case(
-        tables_of(kind, 4, 2), exact=kind in WHOLE_ROWS, fused_params=OPTIMIZERS[optimizer]
-    )
+    case = Case(tables_of(kind, 4, 2), exact=kind in WHOLE_ROWS, fused_params=OPTIMIZERS[optimizer])
     workers.run(train_beside, case, world_size=4, local_size=2)
 
 

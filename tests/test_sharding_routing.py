@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
-from sharded_training import EXTREME_IDS
+from sharded_cases import EXTREME_IDS
 from torchrec import KeyedJaggedTensor
 
 from torchrec_dyn import ops

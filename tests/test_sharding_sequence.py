@@ -3,7 +3,8 @@
 import pytest
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from sharded_training import Case, Table, train_beside, usual_plan
+from sharded_cases import Case, Table, usual_plan
+from sharded_training import train_beside
 
 KINDS = ["table_wise", "row_wise", "column_wise"]
 WORLDS = [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)]

@@ -8,18 +8,8 @@ import torch
 import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from sharded_training import (
-    EXTREME_IDS,
-    FUSED_PARAMS,
-    Case,
-    Table,
-    batches,
-    check_rows,
-    collection_of,
-    outputs_by_name,
-    shard,
-    usual_plan,
-)
+from sharded_cases import EXTREME_IDS, FUSED_PARAMS, Case, Table, usual_plan
+from sharded_training import batches, check_rows, collection_of, outputs_by_name, shard
 
 POOLED = [
     "table_wise",
@@ -63,7 +53,8 @@ def assign_and_erase(case: Case) -> None:
     rank = dist.get_rank()
     handle = shard(case, collection_of(case)).module.collection.table("t0")
     # Each rank assigns ids of its own, rank 3 none, and all of them the id 77.
-    mine = [*EXTREME_IDS, *range(200, 260)][rank::3] + [77] if rank < 3 else []
+    every = [*EXTREME_IDS, *range(200, 260)]
+    mine = [*every[rank::3], 77] if rank < 3 else []
     rows = torch.tensor([row_of(i, rank if i == 77 else 0) for i in mine]).view(-1, 8)
     handle.assign(torch.tensor(mine, dtype=torch.int64), rows)
     ids = torch.tensor([*EXTREME_IDS, *range(200, 260)])
@@ -191,8 +182,6 @@ def state_dict_round_trip(case: Case) -> list[str]:
 def test_state_dict_loads_and_says_once_what_it_lacks(pooled: bool) -> None:
     case = case_of(pooled, "table_wise")
     # A pool of its own: the word is given once per process.
-    by_rank = workers.run(
-        state_dict_round_trip, case, world_size=4, local_size=2, group_timeout=60
-    )
+    by_rank = workers.run(state_dict_round_trip, case, world_size=4, local_size=2, group_timeout=60)
     assert [len(heard) for heard in by_rank] == [1] * 4
     assert "holds no rows of dynamic tables" in by_rank[0][0]
