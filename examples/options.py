@@ -52,7 +52,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     where.add_argument(
         "--world-size", type=_positive, help="processes to start (default: 2, or torchrun's number)"
     )
-    where.add_argument("--json", type=Path, metavar="OUT", help="also write the results there")
+    where.add_argument("--json", type=_new_file, metavar="OUT", help="also write the results there")
     options = parser.parse_args(arguments)
     started = int(os.environ.get("WORLD_SIZE", 0))
     if started and options.world_size not in (None, started):
@@ -69,15 +69,20 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 def start_processes(script: str, arguments: list[str], world_size: int) -> int:
     """Runs the script under torchrun on this machine; returns the exit status.
 
-    A rank that fails has told why; torchrun's own account of it (a stack trace of its insides) is
-    kept from the screen. It ends the other ranks.
+    torchrun ends the other ranks when one fails. That one has told why, unless it was killed;
+    torchrun's own account, a stack trace of its insides, is kept from the screen.
     """
     threads = max(1, (os.cpu_count() or 1) // world_size)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run.main(["--standalone", f"--nproc-per-node={world_size}", script, *arguments])
-    except ChildFailedError:
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            print(
+                f"train_dlrm.py: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr
+            )
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -117,4 +122,11 @@ def _file(text: str) -> Path:
     path = Path(text)
     if not path.is_file() or not os.access(path, os.R_OK):
         raise argparse.ArgumentTypeError(f"expected a readable file, got {text}.")
+    return path
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text}.")
     return path

@@ -133,6 +133,7 @@ def test_a_file_too_short_for_the_ranks_is_named(tmp_path):
     ("arguments", "message"),
     [
         (["--data", "/nowhere/log"], "expected a readable file, got /nowhere/log"),
+        (["--json", "/nowhere/out"], "expected a file that can be written, got /nowhere/out"),
         (["--batch-size", "0"], "expected at least 1, got 0"),
         (["--lr", "-1"], "expected a number >= 0, got -1"),
         (["--lr", "nan"], "expected a number >= 0, got nan"),
