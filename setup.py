@@ -25,6 +25,16 @@ COMPILE_ARGS = [
     "-DTORCH_TARGET_VERSION=0x020b000000000000",
 ]
 
+
+class BuildCore(BuildExtension):
+    """Keeps one folder of objects for editable installs and wheels: each compiles what changed."""
+
+    def initialize_options(self) -> None:
+        """Names the folder, which setuptools else makes anew for every editable install."""
+        super().initialize_options()
+        self.build_temp = "build/objects"
+
+
 setup(
     ext_modules=[
         CppExtension(
@@ -35,10 +45,6 @@ setup(
             py_limited_api=True,
         )
     ],
-    cmdclass={"build_ext": BuildExtension},
-    options={
-        "bdist_wheel": {"py_limited_api": "cp310"},
-        # One folder of objects for editable installs and wheels: each compiles only what changed.
-        "build_ext": {"build_temp": "build/objects"},
-    },
+    cmdclass={"build_ext": BuildCore},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )
