@@ -1,0 +1,250 @@
+"""A click model with pooled and sequence collections, and the batches it is trained on.
+
+The collections are dynamic, or TorchRec's static ones that start from the same rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from sharded_cases import EXTREME_IDS, usual_plan
+from torch import Tensor, nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
+from torchrec.streamable import Pipelineable
+
+import torchrec_dyn as dyn
+
+FEATURES = ["a", "b", "c", "d"]
+ROWS = 1000
+DIM = 8
+DENSE = 3
+BATCH = 6
+
+
+@dataclass
+class Clicks(Pipelineable):
+    """A batch: features [F, B], dense [B, DENSE], labels [B]."""
+
+    features: KeyedJaggedTensor
+    dense: Tensor
+    labels: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Clicks:
+        """Moves the batch."""
+        return Clicks(
+            self.features.to(device, non_blocking), self.dense.to(device), self.labels.to(device)
+        )
+
+    def record_stream(self, stream: Any) -> None:
+        """Does nothing: there are no streams on the CPU."""
+
+    def pin_memory(self) -> Clicks:
+        """Does nothing: there is no host to pin for."""
+        return self
+
+
+@dataclass
+class Run:
+    """A model and its plan.
+
+    Attributes:
+        pooled: a sharding type per pooled table.
+        sequences: a sharding type per sequence table.
+        beside: whether a static collection of TorchRec's is in the model too.
+        dynamic: whether the other collections are ours, or TorchRec's with the same first rows.
+        initializer: of ours.
+    """
+
+    pooled: Sequence[str]
+    sequences: Sequence[str]
+    beside: bool = False
+    dynamic: bool = True
+    steps: int = 6
+    new_ids: int = 60  # ids that each step sees first
+    longest_bag: int = 6
+    initializer: Any = None
+    fused_params: dict[str, Any] = field(
+        default_factory=lambda: {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
+    )
+
+    def tables(self, name: str) -> list[str]:
+        """The names of the tables of a collection."""
+        return [f"{name}_{i}" for i in range(len(getattr(self, name)))]
+
+    def collections(self) -> list[str]:
+        """The names under which the model holds collections."""
+        return ["pooled", "sequences", *(["beside"] if self.beside else [])]
+
+
+class Head(nn.Module):
+    """The dense part; a leaf to the pipelines' tracer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.hidden = nn.Linear(width, 8)
+        self.last = nn.Linear(8, 1)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.5)
+
+    def forward(self, batch: Clicks, pooled: Any, sequences: Any, beside: Any) -> Any:
+        """Returns the loss, and what a pipeline hands out: loss and logits."""
+        parts = [batch.dense, pooled.values()]
+        for jagged in sequences.values():
+            bag = torch.repeat_interleave(torch.arange(len(batch.labels)), jagged.lengths())
+            summed = torch.zeros(len(batch.labels), jagged.values().shape[1])
+            parts.append(summed.index_add(0, bag, jagged.values()))
+        if beside is not None:
+            parts.append(beside.values())
+        logits = self.last(torch.tanh(self.hidden(torch.cat(parts, dim=1)))).squeeze(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        return loss, (loss.detach(), logits.detach())
+
+
+class ClickModel(nn.Module):
+    """Collections and a dense head."""
+
+    def __init__(self, run: Run, dynamic: bool) -> None:
+        super().__init__()
+        common = {"num_embeddings": ROWS, "embedding_dim": DIM}
+        pooled = [
+            EmbeddingBagConfig(name=name, feature_names=FEATURES[i % 4 :][:2], **common)
+            for i, name in enumerate(run.tables("pooled"))
+        ]
+        sequences = [
+            EmbeddingConfig(name=name, feature_names=[FEATURES[(i + 1) % 4]], **common)
+            for i, name in enumerate(run.tables("sequences"))
+        ]
+        if dynamic:
+            options: dict[str, Any] = {
+                "fused_params": run.fused_params,
+                "dynamic": dyn.DynamicTableConfig(initializer=run.initializer),
+            }
+            self.pooled: Any = dyn.DynamicEmbeddingBagCollection(pooled, **options)
+            self.sequences: Any = dyn.DynamicEmbeddingCollection(sequences, **options)
+        else:
+            self.pooled = EmbeddingBagCollection(pooled)
+            self.sequences = EmbeddingCollection(sequences)
+        self.beside = None
+        if run.beside:
+            self.beside = EmbeddingBagCollection(
+                [EmbeddingBagConfig(name="beside_0", feature_names=["small"], **common)]
+            )
+        outputs = [*pooled, *sequences, *([None] if run.beside else [])]
+        widths = [DIM * (len(table.feature_names) if table else 1) for table in outputs]
+        self.head = Head(DENSE + sum(widths))
+
+    def forward(self, batch: Clicks) -> Any:
+        """Returns the loss and the outputs."""
+        pooled, sequences = self.pooled(batch.features), self.sequences(batch.features)
+        beside = self.beside(batch.features) if self.beside is not None else None
+        return self.head(batch, pooled, sequences, beside)
+
+
+def sharded_model(run: Run) -> Any:
+    """The model of a run under DistributedModelParallel."""
+    world = dist.get_world_size()
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    plan: dict[str, Any] = {
+        name: {
+            table: usual_plan(kind, DIM, world, local, turn)
+            for turn, (table, kind) in enumerate(
+                zip(run.tables(name), getattr(run, name), strict=True)
+            )
+        }
+        for name in ("pooled", "sequences")
+    }
+    if run.beside:
+        plan["beside"] = {"beside_0": usual_plan("table_wise", DIM, world, local)}
+    model = DistributedModelParallel(
+        ClickModel(run, run.dynamic),
+        device=torch.device("cpu"),
+        plan=ShardingPlan(plan),
+        sharders=[
+            dyn.DynamicEmbeddingBagCollectionSharder(),
+            dyn.DynamicEmbeddingCollectionSharder(),
+            EmbeddingBagCollectionSharder(fused_params=dict(run.fused_params)),
+            EmbeddingCollectionSharder(fused_params=dict(run.fused_params)),
+        ],
+    )
+    _write_first_rows(run, model)
+    return model
+
+
+def batches(run: Run, first_step: int = 0) -> list[Clicks]:
+    """This rank's batches; a dynamic run gets raw ids, a static one their rows."""
+    return [_batch(run, first_step + step, dist.get_rank()) for step in range(run.steps)]
+
+
+def _batch(run: Run, step: int, rank: int) -> Clicks:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    lengths = torch.randint(run.longest_bag + 1, (5 * BATCH,), generator=generator)
+    large = int(lengths[: 4 * BATCH].sum())
+    known = _ids_at(run, step)
+    ids = known[torch.randint(known.numel(), (large,), generator=generator)]
+    small = torch.randint(ROWS, (int(lengths.sum()) - large,), generator=generator)
+    if not run.dynamic:
+        ids = torch.searchsorted(_vocabulary(run), ids)
+    features = KeyedJaggedTensor([*FEATURES, "small"], torch.cat([ids, small]), lengths=lengths)
+    dense = torch.rand(BATCH, DENSE, generator=generator)
+    return Clicks(features, dense, (torch.rand(BATCH, generator=generator) < 0.5).float())
+
+
+def _ids_at(run: Run, step: int) -> Tensor:
+    """What a step draws from: ids of every step, extreme ones among them, and ids of its own."""
+    first = 10_000 * (step + 1)
+    return torch.tensor(
+        [*EXTREME_IDS, *range(100, 100 + run.new_ids), *range(first, first + run.new_ids)]
+    )
+
+
+def _vocabulary(run: Run) -> Tensor:
+    """Every id that a run may draw, sorted: the row of an id in a static table is its place."""
+    ids = torch.unique(torch.cat([_ids_at(run, step) for step in range(run.steps)]))
+    assert ids.numel() <= ROWS
+    return ids
+
+
+def _write_first_rows(run: Run, model: Any) -> None:
+    """Gives every static table the rows that a dynamic one of its name starts with."""
+    first: dict[str, Tensor] = {}
+    if run.beside:
+        rows = torch.rand(ROWS, DIM, generator=torch.Generator().manual_seed(9)) - 0.5
+        first["beside.embedding_bags.beside_0.weight"] = rows
+    if not run.dynamic:
+        ids = _vocabulary(run)
+        features = KeyedJaggedTensor(
+            FEATURES, ids.repeat(4), lengths=torch.full((4,), ids.numel()).long()
+        )
+        source = ClickModel(run, dynamic=True)
+        for name, holder in (("pooled", "embedding_bags"), ("sequences", "embeddings")):
+            collection = getattr(source, name)
+            with torch.no_grad():
+                collection(features)
+            for table in run.tables(name):
+                rows, found = collection.table(table).lookup(ids)
+                assert bool(found.all())
+                padding = torch.zeros(ROWS - len(rows), DIM)
+                first[f"{name}.{holder}.{table}.weight"] = torch.cat([rows, padding])
+    held = model.state_dict() if first else {}
+    for name, rows in first.items():
+        for shard in held[name].local_shards():
+            (row, column), size = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            shard.tensor.copy_(rows[row : row + size[0], column : column + size[1]])

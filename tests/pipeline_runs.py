@@ -1,0 +1,247 @@
+"""What the workers run: one model through one pipeline."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cuda_stream_shims import cuda_stream_shims
+from pipeline_model import Clicks, Run, batches, sharded_model
+from torchrec.distributed.train_pipeline import train_pipelines
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from torchrec_dyn.table import DynamicTable
+
+# Name of a pipeline -> TorchRec's class, its options, whether it needs the shims.
+PIPELINES: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "base": ("TrainPipelineBase", {}, False),
+    "sparse_dist": ("TrainPipelineSparseDist", {}, False),
+    "sparse_dist_late_enqueue": (
+        "TrainPipelineSparseDist",
+        {"enqueue_batch_after_forward": True},
+        False,
+    ),
+    "lite": ("TrainPipelineSparseDistLite", {}, False),
+    "eval": ("EvalPipelineSparseDist", {}, False),
+    "fused": ("TrainPipelineFusedSparseDist", {}, True),
+    "fused_late_lookup": (
+        "TrainPipelineFusedSparseDist",
+        {"embedding_lookup_after_data_dist": True},
+        True,
+    ),
+    "semi_sync": (
+        "TrainPipelineSemiSync",
+        {"start_batch": 0, "dmp_collection_sync_interval_batches": None},
+        True,
+    ),
+    "prefetch": ("PrefetchTrainPipelineSparseDist", {}, True),
+    "eval_fused": ("EvalPipelineFusedSparseDist", {}, True),
+    "eval_fused_ahead": (
+        "EvalPipelineFusedSparseDist",
+        {"enable_embedding_lookup_prefetch": True},
+        True,
+    ),
+}
+
+State = dict[str, dict[str, torch.Tensor]]
+
+
+def tables_of(run: Run, model: Any) -> dict[str, DynamicTable]:
+    """The dynamic column shards on this rank by name and first column."""
+    return {
+        f"{table.name}/{table.first_column}": table
+        for name in ("pooled", "sequences")
+        for lookup in getattr(model.module, name)._lookups
+        for kernel in lookup._emb_modules
+        for table in kernel.tables
+    }
+
+
+def states_of(run: Run, model: Any) -> State:
+    """The contents of the dynamic tables on this rank."""
+    return {name: table.export_state() for name, table in tables_of(run, model).items()}
+
+
+def optimizer_of(model: Any) -> CombinedOptimizer:
+    """The optimizers of the rows and of the dense part."""
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    wrapped = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1))
+    return CombinedOptimizer([model.fused_optimizer, wrapped])
+
+
+@contextmanager
+def no_fallback() -> Iterator[None]:
+    """Fails where TorchRec says that it did not pipeline a module."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torchrec")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert not [text for text in said if "pipelined" in text], said
+
+
+def make_pipeline(name: str, model: Any, **options: Any) -> Any:
+    """A pipeline over a model."""
+    kind, usual, _ = PIPELINES[name]
+    return getattr(train_pipelines, kind)(
+        model, optimizer_of(model), torch.device("cpu"), **usual, **options
+    )
+
+
+def drain(pipeline: Any, source: list[Clicks]) -> list[Any]:
+    """Runs batches through a pipeline until it has none."""
+    outputs, left = [], iter(source)
+    while True:
+        try:
+            outputs.append(pipeline.progress(left))
+        except StopIteration:
+            return outputs
+
+
+def check_pipelined(run: Run, pipeline: Any) -> None:
+    """Asserts that every collection runs through the pipeline, ours among them."""
+    names = {module.forward.name: type(module).__name__ for module in pipeline._pipelined_modules}
+    expected = {"pooled": "EmbeddingBagCollection", "sequences": "EmbeddingCollection"}
+    if run.dynamic:
+        expected = {name: f"Dynamic{kind}" for name, kind in expected.items()}
+    if run.beside:
+        expected["beside"] = "EmbeddingBagCollection"
+    assert names == {name: f"Sharded{kind}" for name, kind in expected.items()}
+    assert all(module.is_pipelined for module in pipeline._pipelined_modules)
+
+
+def shims_for(name: str) -> Any:
+    """The shims where a pipeline needs them."""
+    return cuda_stream_shims() if PIPELINES[name][2] else nullcontext()
+
+
+def train(run: Run, name: str) -> dict[str, Any]:
+    """Trains a model through a pipeline.
+
+    Returns:
+        losses per step, the contents of this rank's tables, and their counts.
+    """
+    with shims_for(name), no_fallback():
+        model = sharded_model(run)
+        pipeline = make_pipeline(name, model)
+        outputs = drain(pipeline, batches(run))
+        if name != "base":
+            check_pipelined(run, pipeline)
+    result: dict[str, Any] = {"losses": [float(loss) for loss, _ in outputs]}
+    if run.dynamic:
+        result["states"] = states_of(run, model)
+        result["stats"] = {key: table.stats() for key, table in tables_of(run, model).items()}
+    return result
+
+
+def evaluate(run: Run, name: str) -> int:
+    """Evaluates a trained model through a pipeline, which must change nothing.
+
+    Returns:
+        how many ids the evaluation saw that training had not.
+    """
+    with shims_for(name), no_fallback(), torch.no_grad():
+        model = sharded_model(run)
+        with torch.enable_grad():
+            drain(make_pipeline("base", model), batches(run)[:3])
+        unseen = batches(run)
+        model.eval()
+        before = states_of(run, model)
+        counts = {key: table.stats() for key, table in tables_of(run, model).items()}
+        expected = [model(batch)[1] for batch in unseen]
+        pipeline = make_pipeline(name, model)
+        with torch.enable_grad():  # as a user's loop that forgot no_grad
+            got = drain(pipeline, unseen)
+        check_pipelined(run, pipeline)
+        assert len(got) == run.steps
+        for (loss, logits), (expected_loss, expected_logits) in zip(got, expected, strict=True):
+            assert torch.equal(loss, expected_loss) and torch.equal(logits, expected_logits)
+        after = states_of(run, model)
+        assert {key: table.stats() for key, table in tables_of(run, model).items()} == counts
+    assert after.keys() == before.keys()
+    for key, state in before.items():
+        assert state.keys() == after[key].keys()
+        for part, value in state.items():
+            assert value.numpy().tobytes() == after[key][part].numpy().tobytes(), f"{key} {part}"
+    known = torch.cat([torch.zeros(0).long(), *(state["ids"] for state in before.values())])
+    asked = torch.cat([batch.features.values() for batch in unseen])
+    return int((~torch.isin(asked, known)).sum())
+
+
+def train_and_erase(run: Run, erased: torch.Tensor, at_step: int, erase: bool) -> dict[str, Any]:
+    """Trains by SemiSync; ids leave between lookup i + 1 and backward i, and come back later.
+
+    Args:
+        run: of tables whose rows all start alike.
+        erased: the ids that leave.
+        at_step: the batch i.
+        erase: if not, nothing leaves; instead later batches name those ids anew, which must
+            train the same.
+    """
+    source = batches(run)
+    with shims_for("semi_sync"):
+        model = sharded_model(run)
+        if not erase:
+            for batch in source[at_step + 2 :]:
+                ids = batch.features._values
+                batch.features._values = torch.where(torch.isin(ids, erased), renamed(ids), ids)
+        forwards = iter(range(run.steps))
+
+        def forward(batch: Clicks | None) -> Any:
+            loss, output = model(batch)
+            if next(forwards) == at_step and erase:
+                loss.register_hook(lambda grad: _erase(run, model, erased))
+            return loss, output
+
+        pipeline = make_pipeline("semi_sync", model, custom_model_fwd=forward)
+        outputs = drain(pipeline, source)
+        check_pipelined(run, pipeline)
+    return {
+        "losses": [float(loss) for loss, _ in outputs],
+        "states": states_of(run, model),
+        "stats": {key: table.stats() for key, table in tables_of(run, model).items()},
+    }
+
+
+def renamed(ids: torch.Tensor) -> torch.Tensor:
+    """Other names for ids, used nowhere else."""
+    return ids ^ 0x5555_0000_0000
+
+
+def _erase(run: Run, model: Any, ids: torch.Tensor) -> None:
+    mine: Callable[[], torch.Tensor] = lambda: ids if dist.get_rank() == 0 else ids[:0]  # noqa: E731
+    for name in ("pooled", "sequences"):
+        for table in run.tables(name):
+            assert getattr(model.module, name).table(table).erase(mine()) > 0
+
+
+def train_with_pause(run: Run, name: str) -> dict[str, Any]:
+    """Trains, evaluates in the middle with the pipeline detached, and trains on."""
+    with shims_for(name):
+        model = sharded_model(run)
+        pipeline = make_pipeline(name, model)
+        left = iter(batches(run))
+        outputs = [pipeline.progress(left) for _ in range(2)]
+        bare = pipeline.detach()
+        bare.eval()
+        with torch.no_grad():
+            for batch in batches(run, first_step=run.steps):
+                bare(batch)
+        bare.train()
+        # Else TorchRec sends the batches in flight again, into contexts that their first sending
+        # filled; its own sequence collections do not survive that either.
+        pipeline.attach(bare, sparse_dist=False)
+        outputs += drain(pipeline, left)
+    return {"losses": [float(loss) for loss, _ in outputs], "states": states_of(run, model)}

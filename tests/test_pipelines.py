@@ -1,0 +1,148 @@
+"""TorchRec's pipelines over dynamic collections train and evaluate as plain loops do."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import pipeline_runs
+import pytest
+import torch
+import workers
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from pipeline_model import Run
+from pipeline_runs import PIPELINES, State, renamed
+
+import torchrec_dyn as dyn
+
+SEQUENCES = ("row_wise", "table_wise", "column_wise")
+PLANS = {
+    "two_ranks": (Run(("table_wise", "row_wise", "column_wise"), SEQUENCES, beside=True), 2, 2),
+    "two_nodes": (Run(("table_row_wise", "table_column_wise", "grid_shard"), SEQUENCES), 4, 2),
+}
+# The lookup of a batch comes after the backward of the batch before: not one bit may change.
+SAME_ORDER = ["sparse_dist", "sparse_dist_late_enqueue", "lite", "fused", "fused_late_lookup",
+              "prefetch"]  # fmt: skip
+EVALUATION = ["eval", "eval_fused", "eval_fused_ahead", "sparse_dist", "lite", "fused",
+              "semi_sync", "prefetch"]  # fmt: skip
+
+
+@cache
+def trained(plan: str, pipeline: str, optimizer: str = "ADAGRAD", dynamic: bool = True) -> Any:
+    run, world, local = PLANS[plan]
+    fused_params = {"optimizer": EmbOptimType[f"EXACT_{optimizer}"], "learning_rate": 0.1}
+    run = dataclasses.replace(run, dynamic=dynamic, fused_params=fused_params)
+    return workers.run(
+        pipeline_runs.train, run, pipeline, world_size=world, local_size=local, timeout=120
+    )
+
+
+def check_same_states(got: State, expected: State) -> None:
+    assert got.keys() == expected.keys()
+    for name, state in expected.items():
+        for part, value in state.items():
+            assert torch.equal(got[name][part], value), f"{name} {part}"
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("pipeline", SAME_ORDER)
+def test_trains_as_the_plain_loop(plan: str, pipeline: str) -> None:
+    for got, expected in zip(trained(plan, pipeline), trained(plan, "base"), strict=True):
+        assert len(expected["losses"]) == PLANS[plan][0].steps
+        assert got["losses"] == expected["losses"]
+        check_same_states(got["states"], expected["states"])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("optimizer", ["SGD", "ADAGRAD"])
+def test_semi_sync_trains_as_static_tables(plan: str, optimizer: str) -> None:
+    dynamic = trained(plan, "semi_sync", optimizer)
+    static = trained(plan, "semi_sync", optimizer, dynamic=False)
+    plain = trained(plan, "base", optimizer)
+    for got, expected, in_order in zip(dynamic, static, plain, strict=True):
+        assert got["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        # Each loss but the first comes of rows that lack one backward: this is no plain loop.
+        assert got["losses"][1:] != pytest.approx(in_order["losses"][1:], rel=1e-5)
+
+
+def test_tables_grow_while_a_backward_is_due() -> None:
+    slots = [
+        count["slots"]
+        for result in trained("two_ranks", "semi_sync")
+        for count in result["stats"].values()
+    ]
+    one_step = dataclasses.replace(PLANS["two_ranks"][0], steps=1)
+    first = workers.run(pipeline_runs.train, one_step, "base", world_size=2)
+    before = [count["slots"] for result in first for count in result["stats"].values()]
+    assert all(after >= 2 * old for after, old in zip(slots, before, strict=True))
+
+
+def test_prefetch_inserts_and_forward_finds() -> None:
+    for result in trained("two_ranks", "prefetch"):
+        for count in result["stats"].values():
+            assert count["ids_seen"] == count["hits"] > 0
+    for result in trained("two_ranks", "base"):
+        for count in result["stats"].values():
+            assert count["ids_seen"] > count["hits"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("pipeline", EVALUATION)
+def test_evaluation_changes_nothing(plan: str, pipeline: str) -> None:
+    run, world, local = PLANS[plan]
+    unseen = workers.run(
+        pipeline_runs.evaluate, run, pipeline, world_size=world, local_size=local, timeout=120
+    )
+    assert min(unseen) > 0
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_rows_erased_before_their_backward(plan: str) -> None:
+    run, world, local = PLANS[plan]
+    # Rows that start alike, so that an erased id trains as one of another name. No Adagrad: of a
+    # gradient near zero it makes a step of full length, whose sign is that of rounding.
+    run = dataclasses.replace(
+        run,
+        beside=False,
+        initializer=dyn.Constant(0.05),
+        fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5},
+    )
+    erased = torch.tensor([-1, 2**63 - 1, *range(100, 130)])
+    results = [
+        workers.run(pipeline_runs.train_and_erase, run, erased, 1, erase, world_size=world,
+                    local_size=local, timeout=120)
+        for erase in (True, False)
+    ]  # fmt: skip
+    for got, expected in zip(*results, strict=True):
+        assert got["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    counts = [count for result in results[0] for count in result["stats"].values()]
+    assert sum(count["late_grads"] for count in counts) > 0
+    assert sum(count["erased"] for count in counts) > 0
+    rows, expected_rows = (rows_by_id(result) for result in results)
+    for table, of_table in rows.items():
+        for number, row in of_table.items():
+            other = int(renamed(torch.tensor(number))) if number in erased else number
+            expected = expected_rows[table][other]
+            torch.testing.assert_close(row, expected, rtol=1e-5, atol=1e-6)
+
+
+def rows_by_id(result: Any) -> dict[str, dict[int, torch.Tensor]]:
+    """The rows on all ranks, by table and first column, and by id."""
+    rows: dict[str, dict[int, torch.Tensor]] = {}
+    for of_rank in result:
+        for table, state in of_rank["states"].items():
+            found = zip(state["ids"].tolist(), state["weight"], strict=True)
+            rows.setdefault(table, {}).update(found)
+    return rows
+
+
+@pytest.mark.parametrize("pipeline", ["sparse_dist", "fused"])
+def test_pause_for_evaluation(pipeline: str) -> None:
+    run = PLANS["two_ranks"][0]
+    results = workers.run(pipeline_runs.train_with_pause, run, pipeline, world_size=2, timeout=120)
+    for got, expected in zip(results, trained("two_ranks", "base"), strict=True):
+        assert got["losses"] == expected["losses"]
+        check_same_states(got["states"], expected["states"])
+
+
+def test_every_pipeline_is_exercised() -> None:
+    assert set(PIPELINES) == {"base", "semi_sync", *SAME_ORDER, *EVALUATION}
