@@ -5,7 +5,11 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if __GNUC__ >= 12
 #define TORCHREC_DYN_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else  // GCC 11 (Ubuntu 22.04) has no dispatcher for levels
+#define TORCHREC_DYN_SIMD __attribute__((target_clones("avx512f", "avx2", "default")))
+#endif
 #else
 #define TORCHREC_DYN_SIMD
 #endif
