@@ -71,8 +71,12 @@ inline Bags read_bags(const char* op, const std::optional<Tensor>& offsets, cons
                     segment.out_offset, " and stride ", segment.out_stride, ".");
     covered += segment.bags * columns;
     bags.segments.push_back(segment);
-    bags.first.push_back(bags.first.back() + segment.bags);
   }
+  // In the order of the bags, so that a walk over the segments of a table meets its ids in the order of the batch
+  // whatever the order of the outputs: the sums of the backward are made in that order.
+  std::sort(bags.segments.begin(), bags.segments.end(),
+            [](const Segment& a, const Segment& b) { return a.first_bag < b.first_bag; });
+  for (const Segment& segment : bags.segments) bags.first.push_back(bags.first.back() + segment.bags);
   check_size(op, "the elements that the segments cover", elements, covered);
   return bags;
 }

@@ -44,6 +44,14 @@ struct TableLayout {
   int64_t columns;
 };
 
+// Bounds under which no product of the three overflows.
+constexpr int64_t kMostBlocks = int64_t{1} << 31;
+
+inline void check_row_shape(const char* op, int64_t shift, int64_t columns) {
+  STD_TORCH_CHECK(shift >= 0 && shift < 32 && columns > 0 && columns < (int64_t{1} << 31), op,
+                  ": expected shift in [0, 32) and columns in [1, 2^31), got ", shift, " and ", columns, ".");
+}
+
 inline std::vector<TableLayout> read_layout(const char* op, const Tensor& layout) {
   check_tensor(op, "layout", layout, ScalarType::Long);
   STD_TORCH_CHECK(layout.dim() == 2 && layout.size(1) == 4, op, ": expected layout of shape [T, 4], got ",
@@ -51,9 +59,9 @@ inline std::vector<TableLayout> read_layout(const char* op, const Tensor& layout
   const int64_t* line = const_data<int64_t>(layout);
   std::vector<TableLayout> tables;
   for (int64_t t = 0; t < layout.size(0); ++t, line += 4) {
-    STD_TORCH_CHECK(line[0] >= 0 && line[1] >= 0 && line[2] >= 0 && line[2] < 40 && line[3] > 0, op,
-                    ": expected a layout of block >= 0, count >= 0, shift in [0, 40), columns > 0, got ", line[0],
-                    ", ", line[1], ", ", line[2], ", ", line[3], ".");
+    STD_TORCH_CHECK(line[0] >= 0 && line[0] < kMostBlocks && line[1] >= 0 && line[1] < kMostBlocks, op,
+                    ": expected a layout of block and count in [0, 2^31), got ", line[0], " and ", line[1], ".");
+    check_row_shape(op, line[2], line[3]);
     tables.push_back({line[0], line[1], line[2], line[3]});
   }
   return tables;

@@ -19,8 +19,7 @@ InitialRows initial_rows_of(int64_t kind, const std::vector<double>& parameters)
 
 template <typename T>
 RowBlocks<T> single_table(const char* op, const std::vector<Tensor>& blocks, int64_t shift, int64_t columns) {
-  STD_TORCH_CHECK(shift >= 0 && shift < 40 && columns > 0, op, ": expected shift in [0, 40) and columns > 0, got ",
-                  shift, " and ", columns, ".");
+  check_row_shape(op, shift, columns);
   return row_blocks<T>(op, "blocks", blocks, {0, static_cast<int64_t>(blocks.size()), shift, columns}, columns);
 }
 
@@ -55,6 +54,7 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
 }
 
 Tensor gather_rows(const Tensor& rows, std::vector<Tensor> blocks, int64_t shift, int64_t columns, ScalarType dtype) {
+  check_row_shape("gather_rows", shift, columns);
   Tensor out = torch::stable::empty({rows.numel(), columns}, dtype, std::nullopt,
                                     torch::stable::Device(torch::headeronly::DeviceType::CPU));
   if (!blocks.empty())
@@ -80,6 +80,7 @@ Tensor gather_rows(const Tensor& rows, std::vector<Tensor> blocks, int64_t shift
 
 void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor> blocks, int64_t shift,
                    int64_t columns) {
+  check_row_shape("scatter_rows_", shift, columns);
   check_size("scatter_rows_", "the elements of values", rows.numel() * columns, values.numel());
   dispatch_row_type("scatter_rows_", blocks, [&](auto zero) {
     using T = decltype(zero);
