@@ -1,0 +1,186 @@
+"""Short rows round stochastically: unbiased, pure, to a neighbour. Sums repeat bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+from oracle import EXTREME_IDS, rounding_draws
+from table_cases import bags_of, ids_of, make_group, make_table, random_bags, same_state
+
+from torchrec_dyn.initializers import Constant, Normal, table_key
+from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+
+SHORT = [torch.float16, torch.bfloat16]
+every_kind = pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kind: kind.name)
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def nudged(dtype, ids, nudge, start=1.0, columns=8, **options):
+    """Rows that hold `start` after one SGD step by `nudge`."""
+    table = make_table(
+        dtype=dtype, embedding_dim=columns, num_embeddings=1 << 17, initializer=Constant(start),
+        optimizer=RowOptimizer(learning_rate=1.0), **options,
+    )  # fmt: skip
+    group = make_group(table, pooling="none")
+    output = group(ids, torch.tensor([0, ids.numel()]), training=True)
+    output.backward(-torch.as_tensor(nudge).expand(output.shape))
+    return table, table.lookup(ids)[0]
+
+
+def neighbours(dtype, exact):
+    """The two values of dtype around each float64, equal where it is one of them."""
+    nearest = exact.to(dtype)
+    up = torch.nextafter(nearest, torch.tensor(float("inf"), dtype=dtype))
+    down = torch.nextafter(nearest, torch.tensor(-float("inf"), dtype=dtype))
+    below = torch.where(nearest.double() <= exact, nearest, down)
+    return below, torch.where(nearest.double() >= exact, nearest, up)
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("start", [1.0, -1.0, 0.0, 3.0e-6, 4095.0])
+def test_rounding_goes_to_a_neighbour(dtype, start):
+    nudge = torch.randn(2000, 8) * max(abs(start), 1e-5) * 0.003
+    _, got = nudged(dtype, torch.arange(2000), nudge, start)
+    first = torch.tensor(start).to(dtype).float()
+    below, above = neighbours(dtype, (first + nudge).double())
+    assert ((got == below) | (got == above)).all()
+    assert (got == below).any() and (got == above).any()
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.93])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_rounding_is_unbiased(dtype, part, sign):
+    """Up with the probability that the value lies above: 80,000 draws, five deviations."""
+    unit = torch.finfo(dtype).eps
+    _, got = nudged(dtype, torch.arange(10_000), sign * part * unit, start=sign)
+    share = ((got.double() - sign) * sign / unit).mean().item()
+    assert abs(share - part) <= 5 * (part * (1 - part) / 80_000) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+def test_rounding_draws_are_the_oracles(dtype):
+    """A draw r rounds up exactly when fraction + r / 2^16 >= 1: pins key, id, column and step."""
+    ids = [*EXTREME_IDS, *range(5, 100)]
+    table, _ = nudged(dtype, ids_of(*ids), 0.0, columns=21)
+    group, unit = make_group(table, pooling="none"), torch.finfo(dtype).eps
+    output = group(ids_of(*ids), torch.tensor([0, len(ids)]), training=True)
+    output.backward(torch.full_like(output, -0.375 * unit))
+    key = table_key(0, "t", "rounding")
+    draws = rounding_draws(key, ids, 21, step=2).astype(np.int64)
+    expected = torch.from_numpy(draws >= 0x10000 * 5 // 8)
+    assert torch.equal(table.lookup(ids_of(*ids))[0] > 1.0, expected)
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+def test_rounding_is_pure(dtype):
+    """Of (seed, table, id, column, step): not of row number, batch or column shard."""
+    ids, nudge = torch.arange(300), 0.4 * torch.finfo(dtype).eps
+    _, whole = nudged(dtype, ids, nudge, columns=24)
+    assert torch.equal(nudged(dtype, ids.flip(0), nudge, columns=24)[1].flip(0), whole)
+    assert torch.equal(nudged(dtype, ids[100:], nudge, columns=24)[1], whole[100:])
+    for other in ({"seed": 1}, {"name": "u"}):
+        assert (nudged(dtype, ids, nudge, columns=24, **other)[1] != whole).any()
+    shard = make_table(
+        dtype=dtype, embedding_dim=24, first_column=5, columns=11, initializer=Constant(1.0),
+        optimizer=RowOptimizer(learning_rate=1.0),
+    )  # fmt: skip
+    output = make_group(shard, pooling="none")(ids, torch.tensor([0, 300]), training=True)
+    output.backward(torch.full_like(output, -nudge))
+    assert torch.equal(shard.lookup(ids)[0], whole[:, 5:16])
+
+
+def test_steps_draw_anew():
+    """Else small gradients of one sign would be lost, or doubled, for ever."""
+    table, first = nudged(torch.bfloat16, torch.arange(2000), 0.0)
+    group, unit = make_group(table, pooling="none"), torch.finfo(torch.bfloat16).eps
+    for _ in range(40):
+        output = group(torch.arange(2000), torch.tensor([0, 2000]), training=True)
+        output.backward(torch.full_like(output, -unit / 20))
+    steps = (table.lookup(torch.arange(2000))[0].double() - first.double()) / unit
+    assert abs(steps.mean().item() - 2.0) < 0.06
+    assert steps.max() >= 5 and steps.min() == 0
+
+
+def test_float16_overflow_is_seen_and_bfloat16_keeps_the_range():
+    _, got = nudged(torch.float16, torch.arange(50), 1000.0, start=65504.0)
+    assert got.isinf().all()
+    _, got = nudged(torch.float16, torch.arange(50), 10.0, start=65504.0)
+    assert (got == 65504.0).all()
+    _, got = nudged(torch.bfloat16, torch.arange(50), 1e30, start=65504.0)
+    assert got.isfinite().all()
+    for dtype in SHORT:
+        _, got = nudged(dtype, torch.arange(50), float("nan"))
+        assert got.isnan().all()
+        _, got = nudged(dtype, torch.arange(50), float("-inf"))
+        assert (got == -float("inf")).all()
+
+
+def trained(kind, dtype, batches, **options):
+    table = make_table(
+        kind, dtype=dtype, embedding_dim=20, num_embeddings=1 << 16,
+        initializer=Normal(0.0, 0.3),
+    )  # fmt: skip
+    group = make_group(table, **options)
+    for seed, (ids, offsets, sizes) in enumerate(batches):
+        output = group(ids, offsets, training=True, batch_sizes=sizes)
+        draw = torch.Generator().manual_seed(seed)
+        output.backward(torch.randn(output.shape, generator=draw))
+    return table.export_state()
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_do_not_change_the_bits(kind, dtype, threads):
+    """Large enough to be cut into parts; hot rows are repeated hundreds of times."""
+    batches = [(*random_bags(seed, 900, 30, 1500 if seed else 7), None) for seed in range(3)]
+    states = []
+    for count in (1, 2, 4):
+        threads(count)
+        states.append(trained(kind, dtype, batches))
+    assert same_state(states[0], states[1]) and same_state(states[0], states[2])
+
+
+def test_threads_do_not_change_the_bits_of_variable_batches(threads):
+    """Two features of one table and two ranks: segments are not in the order of the ids."""
+    ids, offsets = random_bags(1, 1200, 20, 30)
+    states = []
+    for count in (1, 2, 4):
+        threads(count)
+        batches = [(ids, offsets, [[300, 300], [300, 300]])]
+        states.append(trained(OptimizerKind.EXACT_SGD, torch.float32, batches, features=[2]))
+    assert same_state(states[0], states[1]) and same_state(states[0], states[2])
+
+
+def test_variable_batches_sum_in_the_order_of_the_ids():
+    """So that one rank with the whole batch and many ranks with parts of it agree bit for bit."""
+    for bags, pool in ((10, 3), (1200, 30)):
+        ids, offsets = random_bags(1, 2 * bags, 20, pool)
+        half = bags // 2
+        upstream = torch.randn(2, bags, 20)  # feature, bag
+        states = []
+        for sizes in ([[bags], [bags]], [[half, bags - half], [half, bags - half]]):
+            table = make_table(embedding_dim=20, initializer=Normal(0.0, 0.3))
+            group = make_group(table, features=[2])
+            output = group(ids, offsets, training=True, batch_sizes=sizes)
+            parts = [upstream] if len(sizes[0]) == 1 else [upstream[:, :half], upstream[:, half:]]
+            output.backward(torch.cat([part.flatten() for part in parts]))
+            states.append(table.export_state())
+        assert same_state(*states), bags
+
+
+def test_bags_of_other_rows_do_not_change_a_row():
+    """Ids permuted inside a bag, bags of other ids between: the sums of a row keep their order."""
+    upstream = torch.randn(3, 20)
+    states = []
+    for bags in ([[1, 2], [2, 1, 3], [1]], [[2, 1], [3, 1, 2], [1]]):
+        table = make_table(embedding_dim=20, initializer=Normal(0.0, 0.3))
+        make_group(table)(*bags_of(*bags), training=True).backward(upstream)
+        states.append(table.export_state())
+    assert same_state(*states)
