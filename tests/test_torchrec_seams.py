@@ -1,0 +1,188 @@
+"""What we override, call and read of TorchRec is as it was when it was written against.
+
+`torchrec_seams.txt` records it. After an upgrade a difference shows where to look; once our side
+follows (or needs not to), `python tests/test_torchrec_seams.py` writes the file anew.
+"""
+
+import ast
+import difflib
+import importlib
+import inspect
+import pathlib
+import pkgutil
+import re
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torchrec_dyn
+
+RECORD = pathlib.Path(__file__).with_name("torchrec_seams.txt")
+
+CALLED = [
+    "torchrec.distributed.embedding.ShardedEmbeddingCollection.prefetch",
+    "torchrec.distributed.embedding_lookup.GroupedEmbeddingsLookup.__init__",
+    "torchrec.distributed.embedding_lookup.GroupedPooledEmbeddingsLookup.__init__",
+    "torchrec.distributed.embedding_sharding.bucketize_kjt_before_all2all",
+    "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection.prefetch",
+    "torchrec.distributed.sharding.twrw_sharding.TwRwPooledEmbeddingDist.__init__",
+    "torchrec.modules.embedding_configs.pooling_type_to_pooling_mode",
+    "torchrec.modules.embedding_modules.get_embedding_names_by_table",
+    "torchrec.optim.fused.FusedOptimizer.__init__",
+]
+
+# Private names that functions of ours, not subclasses, read of TorchRec's objects or set there.
+_SHARDING = ["_device", "_env", "_pg"]
+_STITCHED = ["_combined_embedding_dims", "_combined_embedding_names", "_embedding_dims",
+             "_embedding_names", "_embedding_order", "_init_combined_embeddings"]  # fmt: skip
+_BY_NODE = ["_features_per_rank", "_grouped_embedding_configs_per_rank", "_intra_pg", "_rank"]
+_PACKAGE = "torchrec.distributed"
+READ = {
+    f"{_PACKAGE}.sharding.tw_sharding.TwPooledEmbeddingSharding": _SHARDING,
+    f"{_PACKAGE}.sharding.rw_sharding.RwPooledEmbeddingSharding": _SHARDING,
+    f"{_PACKAGE}.sharding.cw_sharding.CwPooledEmbeddingSharding": [*_SHARDING, *_STITCHED],
+    f"{_PACKAGE}.sharding.twcw_sharding.TwCwPooledEmbeddingSharding": [*_SHARDING, *_STITCHED],
+    f"{_PACKAGE}.sharding.twrw_sharding.TwRwPooledEmbeddingSharding": [*_SHARDING, *_BY_NODE],
+    f"{_PACKAGE}.sharding.grid_sharding.GridPooledEmbeddingSharding": [
+        *_SHARDING, *_BY_NODE, *_STITCHED,
+    ],
+    f"{_PACKAGE}.sharding.grid_sharding.GridPooledEmbeddingDist": ["_callbacks"],
+    f"{_PACKAGE}.embedding_lookup.GroupedPooledEmbeddingsLookup": ["_emb_modules"],
+    f"{_PACKAGE}.embedding_lookup.GroupedEmbeddingsLookup": ["_emb_modules"],
+}  # fmt: skip
+
+
+def our_subclasses() -> list[type]:
+    """Our classes that have a class of TorchRec's among their bases."""
+    found = []
+    for info in pkgutil.iter_modules(torchrec_dyn.__path__):
+        if info.name.startswith("_"):
+            continue
+        module = importlib.import_module(f"torchrec_dyn.{info.name}")
+        for _, kind in inspect.getmembers(module, inspect.isclass):
+            if kind.__module__ == module.__name__ and any(_bases(kind)):
+                found.append(kind)
+    return found
+
+
+def _bases(kind: type) -> Iterator[type]:
+    return (base for base in kind.__mro__ if base.__module__.startswith("torchrec."))
+
+
+def _said(path: str, thing: Any) -> str:
+    """One line: a path, and the names and defaults of the parameters of what stands there."""
+    while isinstance(thing, (classmethod, staticmethod)):
+        thing = thing.__func__
+    if isinstance(thing, property):
+        return f"{path} is a property"
+    if not callable(thing):
+        return f"{path} is a value"
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in inspect.signature(thing).parameters.values()
+    ]
+    return f"{path}({', '.join(map(str, parameters))})"
+
+
+def overridden() -> set[str]:
+    """The methods of TorchRec's that ours replace."""
+    lines = set()
+    for kind in our_subclasses():
+        for node in _source(kind).body:
+            bases = [
+                base
+                for base in _bases(kind)
+                if isinstance(node, ast.FunctionDef) and node.name in vars(base)
+            ]
+            if bases:
+                path = f"{bases[0].__module__}.{bases[0].__qualname__}.{node.name}"
+                lines.add(_said(path, vars(bases[0])[node.name]))
+    return lines
+
+
+def called() -> set[str]:
+    """What we call, or TorchRec calls of ours."""
+    return {_said(path, _at(path)) for path in CALLED}
+
+
+def _at(path: str) -> Any:
+    """What stands at a dotted path; the last names may lie in a class."""
+    names = path.split(".")
+    for split in range(len(names) - 1, 0, -1):
+        try:
+            thing: Any = importlib.import_module(".".join(names[:split]))
+        except ModuleNotFoundError:
+            continue
+        for name in names[split:]:
+            thing = getattr(thing, name)
+        return thing
+    raise ModuleNotFoundError(path)
+
+
+def read() -> set[str]:
+    """The private names of TorchRec's objects that our code uses, and whether they are there."""
+    lines = set()
+    for path, names in READ.items():
+        lines |= {_has(path, _at(path), name) for name in names}
+    for kind in our_subclasses():
+        base = next(_bases(kind))
+        path = f"{base.__module__}.{base.__qualname__}"
+        made = _made_by(kind)
+        lines |= {
+            _has(path, base, node.attr)
+            for node in ast.walk(_source(kind))
+            if isinstance(node, ast.Attribute)
+            and re.fullmatch("_[a-z].*", node.attr)
+            and ast.unparse(node.value) in ("self", "super()")
+            and (node.attr not in made or _is_there(base, node.attr))
+        }
+    return lines
+
+
+def _has(path: str, kind: type, name: str) -> str:
+    return f"{path} has{'' if _is_there(kind, name) else ' no'} {name}"
+
+
+def _is_there(kind: type, name: str) -> bool:
+    return any(name in _made_by(base) for base in _bases(kind))
+
+
+@cache
+def _made_by(kind: type) -> set[str]:
+    """The names that a class defines, and those that its methods give to `self`."""
+    names = set(vars(kind))
+    for node in ast.walk(_source(kind)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.register_buffer":
+            names |= {word.value for word in node.args[:1] if isinstance(word, ast.Constant)}
+    return names
+
+
+@cache
+def _source(kind: type) -> ast.ClassDef:
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    return tree
+
+
+def record() -> list[str]:
+    """The lines of the file."""
+    return sorted(overridden() | called() | read())
+
+
+def test_torchrec_is_as_recorded() -> None:
+    recorded = RECORD.read_text().splitlines()
+    change = "\n".join(
+        difflib.unified_diff(recorded, record(), "recorded", "installed", n=0, lineterm="")
+    )
+    assert not change, f"TorchRec, or what we use of it, has changed:\n{change}\n{__doc__}"
+
+
+def test_nothing_that_we_use_is_missing() -> None:
+    assert not [line for line in record() if " has no " in line]
+
+
+if __name__ == "__main__":
+    RECORD.write_text("\n".join(record()) + "\n")
