@@ -1,7 +1,7 @@
 """DynamicTable: one table, or one column shard of it, on this rank.
 
-It joins an id map (id -> row), a store of weights and of each optimizer state (row -> numbers) and the
-numbering of rows. What happens in a step is in lookup.py.
+It joins an id map (id -> row), a store of weights and of each optimizer state (row -> numbers) and
+the numbering of rows. What happens in a step is in lookup.py.
 
 Legend: R rows in use, M ids asked for, D columns here.
 """
@@ -16,13 +16,14 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.id_map import SLOT_BYTES, IdMap
+from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.initializers import Initializer, default_initializer, table_key
+from torchrec_dyn.insertion import insert_unseen
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.row_numbers import OutstandingForwards, RowNumbers
 from torchrec_dyn.row_store import RowStore, block_shift
-
-ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from torchrec_dyn.table_checks import check_ids, check_room, check_rows, check_shape, check_state
+from torchrec_dyn.table_state import NamedState, named_states, read_state
 
 
 class DynamicTable:
@@ -68,32 +69,11 @@ class DynamicTable:
         self.step = 0
         self.generation = 0
         self.counters = dict.fromkeys(("ids_seen", "hits", "inserted", "erased", "late_grads"), 0)
-        self._check(dtype, torch.device(device))
+        check_shape(self, dtype, torch.device(device))
         self._initial_key = table_key(config.seed, name, "initial row")
         self.rounding_key = table_key(config.seed, name, "rounding")
         self.forwards = OutstandingForwards()
         self._reset(dtype, torch.device(device))
-
-    def _check(self, dtype: torch.dtype, device: torch.device) -> None:
-        where = f"DynamicTable({self.name!r})"
-        for field in ("num_embeddings", "embedding_dim", "columns", "row_limit"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{where}.{field}: expected at least 1, got {getattr(self, field)}.")
-        if self.first_column < 0 or self.first_column + self.columns > self.embedding_dim:
-            raise ValueError(
-                f"{where}: expected columns inside [0, {self.embedding_dim}), got "
-                f"[{self.first_column}, {self.first_column + self.columns})."
-            )
-        if dtype not in ROW_DTYPES:
-            raise ValueError(
-                f"{where}: expected rows of float32, float16 or bfloat16, got {dtype}. "
-                "Set data_type of the table's config."
-            )
-        if device.type != "cpu":
-            raise ValueError(
-                f"{where}: expected rows on the CPU, the one device with kernels so far, got "
-                f"{device}. Keep the collection on the CPU."
-            )
 
     def _reset(self, dtype: torch.dtype, device: torch.device) -> None:
         shift = block_shift(self.row_limit, self.columns * dtype.itemsize)
@@ -105,6 +85,11 @@ class DynamicTable:
             for columns in self.optimizer.state_columns(self.columns)
         )
         self.generation += 1
+
+    @property
+    def where(self) -> str:
+        """The table, for messages."""
+        return f"DynamicTable({self.name!r})"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,12 +113,7 @@ class DynamicTable:
 
     def check_room(self, additional: int) -> None:
         """Raises RuntimeError if `additional` more rows exceed the limit; changes nothing."""
-        if additional and self.num_rows + additional > self.row_limit:
-            raise RuntimeError(
-                f"DynamicTable({self.name!r}): expected at most {self.row_limit} rows here "
-                f"(num_embeddings={self.num_embeddings}), got {self.num_rows} and {additional} new "
-                "ids. Raise num_embeddings or set an eviction policy."
-            )
+        check_room(self, additional)
 
     def reserve(self, additional: int) -> None:
         """Makes room for `additional` more ids and rows; the contents stay as they are."""
@@ -171,12 +151,7 @@ class DynamicTable:
         """
         offsets = torch.tensor([0, ids.numel()])
         rows, _ = ops.lookup(ids, offsets, [self.id_map.slots])
-        new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, offsets)
-        self.check_room(new_ids.numel())
-        self.reserve(new_ids.numel())
-        new_rows = self.adopt(new_ids)
-        ops.insert(new_ids, new_rows, new_offsets, [self.id_map.slots])
-        ops.fill_new_(rows, new_index, new_rows)
+        insert_unseen([self], ids, rows, offsets)
         return rows
 
     def adopt(self, new_ids: Tensor) -> Tensor:
@@ -219,11 +194,7 @@ class DynamicTable:
             rows: [M, D] floating point, converted to the table's dtype.
         """
         ids = self._check_ids(ids, "assign")
-        if tuple(rows.shape) != (ids.numel(), self.columns) or not rows.is_floating_point():
-            raise ValueError(
-                f"DynamicTable({self.name!r}).assign: expected floating point rows of shape "
-                f"[{ids.numel()}, {self.columns}], got {list(rows.shape)} of {rows.dtype}."
-            )
+        check_rows(self, rows, ids.numel(), "assign")
         self.weights.write(self.find_or_insert(ids), rows.detach())
 
     def erase(self, ids: Tensor) -> int:
@@ -241,11 +212,7 @@ class DynamicTable:
         return rows.numel()
 
     def _check_ids(self, ids: Tensor, method: str) -> Tensor:
-        if ids.dtype != torch.int64 or ids.dim() != 1:
-            raise ValueError(
-                f"DynamicTable({self.name!r}).{method}: expected ids [M] of int64, got "
-                f"{list(ids.shape)} of {ids.dtype}. Convert with ids.long().flatten()."
-            )
+        check_ids(f"{self.where}.{method}", ids)
         return ids.detach().to(self.device).contiguous()
 
     def stats(self) -> dict[str, int | float]:
@@ -255,20 +222,14 @@ class DynamicTable:
         state), step, withheld (rows that wait for a forward), probe_length_mean and _max, and the
         counts ids_seen, hits, inserted, erased, late_grads (to rows whose id had left).
         """
-        lengths = ops.probe_lengths(self.id_map.slots)
-        lengths = lengths[lengths > 0]
-        slots = self.id_map.capacity
         row_bytes = sum(store.row_bytes for store in self.stores)
         return {
             "rows": self.num_rows,
             "limit": self.row_limit,
-            "slots": slots,
-            "load": self.num_rows / slots if slots else 0.0,
-            "bytes": slots * SLOT_BYTES + self.row_numbers.high * row_bytes,
+            "bytes": self.id_map.bytes + self.row_numbers.high * row_bytes,
             "step": self.step,
             "withheld": self.row_numbers.withheld().numel(),
-            "probe_length_mean": float(lengths.double().mean()) if lengths.numel() else 0.0,
-            "probe_length_max": int(lengths.max()) if lengths.numel() else 0,
+            **self.id_map.stats(),
             **self.counters,
         }
 
@@ -277,13 +238,8 @@ class DynamicTable:
 
         "ids" [R] int64, "weight" [R, D], each optimizer state [R, D] or [R] float32, "step" [].
         """
-        ids, rows = self.id_map.contents()
-        state = {"ids": ids, "weight": self.weights.read(rows)}
-        for name, store, rowwise in self._named_states():
-            values = store.read(rows)
-            state[name] = values.flatten() if rowwise else values
-        state["step"] = torch.tensor(self.step)
-        return state
+        state = read_state(self.id_map, self.weights, self._named_states())
+        return {**state, "step": torch.tensor(self.step)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Replaces the contents; whatever the limit, no row is dropped. Checks before any change.
@@ -292,10 +248,15 @@ class DynamicTable:
             state: as `export_state` gives it, in any order of ids; optimizer state and step may be
                 missing (then fresh).
         """
-        self._check_state(state)
+        check_state(f"{self.where}.load_state", state, self.columns, self._named_states())
+        self._replace(state, self.dtype, self.device)
+
+    def _replace(
+        self, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
         before = dict(self.__dict__)  # what follows makes new objects and changes none of these
         try:
-            self._fill(state, self.dtype, self.device)
+            self._fill(state, dtype, device)
         except BaseException:  # out of memory, mostly
             self.__dict__.update(before)
             raise
@@ -309,35 +270,14 @@ class DynamicTable:
         ops.insert(ids, rows, torch.tensor([0, ids.numel()]), [self.id_map.slots])
         self.id_map.num_ids = ids.numel()
         self.weights.write(rows, weight)
-        for name, store, _ in self._named_states():
-            if name in state:
-                store.write(rows, state[name].reshape(ids.numel(), store.columns))
+        for one in self._named_states():
+            if one.name in state:
+                one.store.write(rows, state[one.name].reshape(ids.numel(), one.store.columns))
             else:
-                store.zero(rows)
+                one.store.zero(rows)
 
-    def _named_states(self) -> list[tuple[str, RowStore, bool]]:
-        optimizer = self.optimizer
-        return list(zip(optimizer.state_names, self.states, optimizer.state_is_rowwise))
-
-    def _check_state(self, state: Mapping[str, Tensor]) -> None:
-        where = f"DynamicTable({self.name!r}).load_state"
-        if "ids" not in state or "weight" not in state:
-            raise ValueError(f"{where}: expected ids and weight, got {sorted(state)}.")
-        step = state.get("step", torch.tensor(0))
-        if step.numel() != 1 or not 0 <= int(step) < 1 << 62:
-            raise ValueError(f"{where}: expected a step >= 0, got {step.tolist()}.")
-        ids = self._check_ids(state["ids"], "load_state")
-        if torch.unique(ids).numel() != ids.numel():
-            raise ValueError(f"{where}: expected distinct ids, got repeated ones.")
-        expected = {"weight": (ids.numel(), self.columns)}
-        for name, store, rowwise in self._named_states():
-            expected[name] = (ids.numel(),) if rowwise else (ids.numel(), store.columns)
-        for name, shape in expected.items():
-            if name in state and tuple(state[name].shape) != shape:
-                raise ValueError(
-                    f"{where}: expected {name} of shape {list(shape)}, got "
-                    f"{list(state[name].shape)}. Was it saved from another table or optimizer?"
-                )
+    def _named_states(self) -> list[NamedState]:
+        return named_states(self.optimizer, self.states)
 
     def convert(
         self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
@@ -346,19 +286,19 @@ class DynamicTable:
         dtype, device = dtype or self.dtype, torch.device(device or self.device)
         if dtype == self.dtype and device == self.device:
             return
-        self._check(dtype, device)
-        state, before = self.export_state(), dict(self.__dict__)
-        try:
-            self._fill(state, dtype, device)
-        except BaseException:
-            self.__dict__.update(before)
-            raise
+        check_shape(self, dtype, device)
+        self._replace(self.export_state(), dtype, device)
 
     def __getstate__(self) -> dict[str, Any]:
         # Blocks are reserved far beyond the rows in use: a copy carries the contents.
         left_out = ("id_map", "row_numbers", "weights", "states", "forwards")
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        return {"fields": fields, "dtype": self.dtype, "device": self.device, "state": self.export_state()}
+        return {
+            "fields": fields,
+            "dtype": self.dtype,
+            "device": self.device,
+            "state": self.export_state(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["fields"])

@@ -1,0 +1,282 @@
+"""Every op: samples that pass opcheck, and an error in the house wording for what is wrong."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrec_dyn import ops
+
+NAMESPACE = torch.ops.torchrec_dyn
+I64 = torch.int64
+
+
+def whole(*numbers):
+    return torch.tensor(numbers, dtype=I64)
+
+
+def filled_slots():
+    """Two maps: 5 -> 0, 6 -> 1, 7 -> 2 and 5 -> 0."""
+    slots = [torch.full((8, 2), -1), torch.full((16, 2), -1)]
+    ops.insert(whole(5, 6, 7, 5), whole(0, 1, 2, 0), whole(0, 3, 4), slots)
+    return slots
+
+
+def blocks(columns, dtype=torch.float32, count=3):
+    """Blocks of 4 rows."""
+    return [torch.arange(4.0 * columns).reshape(4, columns).to(dtype) + b for b in range(count)]
+
+
+def pooled(dtype=torch.float32, weighted=False):
+    """Two tables of 3 and 2 columns, two bags each: the arguments the three pooling ops share."""
+    return {
+        "rows": whole(0, 5, -1, 3, 3),
+        "offsets": whole(0, 2, 2, 4, 5),
+        "bag_weights": torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]) if weighted else None,
+        "weights": [*blocks(3, dtype, 2), *blocks(2, dtype, 1)],
+        "layout": torch.tensor([[0, 2, 2, 3], [2, 1, 2, 2]]),
+        "segments": torch.tensor([[0, 0, 2, 0, 5], [1, 2, 2, 3, 5]]),
+        "mean": weighted,
+    }
+
+
+def sequence():
+    given = pooled()
+    given["offsets"] = None
+    given["segments"] = torch.tensor([[0, 0, 5, 0, 3]])
+    return given
+
+
+def update(optimizer, **options):
+    given = pooled(**options)
+    state = {0: (0, 0), 1: (2, 0), 2: (1, 0), 3: (2, 2), 4: (2, 1)}[optimizer]
+
+    def momentum(kind):
+        if kind == 0:
+            return []
+        widths = (3, 3, 2) if kind == 2 else (1, 1, 1)
+        return [torch.ones(4, width) for width in widths]
+
+    return {
+        "grad": torch.arange(10.0),
+        "ids": whole(7, 8, 9, 7, 7),
+        **{k: given[k] for k in ("rows", "offsets", "bag_weights", "weights")},
+        "momentum1": momentum(state[0]),
+        "momentum2": momentum(state[1]),
+        "layout": given["layout"],
+        "segments": given["segments"],
+        "streams": whole(1, 0, 1, 2, 0, 1).reshape(2, 3),
+        "mean": given["mean"],
+        "optimizer": optimizer,
+        "hyper": [0.1, 1e-8, 0.9, 0.999, 0.0, 0.0],
+    }
+
+
+def rows_of_a_table(dtype=torch.float32):
+    return {"blocks": blocks(3, dtype), "shift": 2, "columns": 3}
+
+
+def pool_sample(given, elements=10, dtype=torch.float32):
+    return {**given, "elements": elements, "dtype": dtype}
+
+
+def grad_sample(given, elements=10):
+    return {"grad": torch.ones(elements), **{k: v for k, v in given.items() if k != "bag_weights"}}
+
+
+INITIAL = {"first_column": 1, "parameters": [-1.0, 1.0, 0.0, 1.0, 0.0, 1.0], "key": -3}
+# By op: functions that make the arguments anew, the plainest first.
+SAMPLES = {
+    "mix64": [lambda: {"ids": whole(0, -1, 5)}, lambda: {"ids": whole()}],
+    "unmix64": [lambda: {"mixed": whole(0, -1, 5)}],
+    "lookup": [
+        lambda: {"ids": whole(5, 9, 5), "table_offsets": whole(0, 2, 3), "slots": filled_slots()},
+        lambda: {"ids": whole(), "table_offsets": whole(0), "slots": []},
+    ],
+    "collect_new": [
+        lambda: {"ids": whole(5, 9, 9), "rows": whole(0, -1, -1), "table_offsets": whole(0, 3)}
+    ],
+    "insert": [
+        lambda: {
+            "new_ids": whole(50, 51), "new_rows": whole(3, 1), "new_offsets": whole(0, 1, 2),
+            "slots": filled_slots(),
+        }
+    ],
+    "fill_new_": [
+        lambda: {"rows": whole(0, -1), "new_index": whole(-1, 0), "new_rows": whole(7)}
+    ],
+    "erase": [lambda: {"ids": whole(5, 99), "slots": filled_slots()[0]}],
+    "rehash": [lambda: {"slots": filled_slots()[0], "capacity": 11}],
+    "probe_lengths": [lambda: {"slots": filled_slots()[0]}],
+    "init_rows_": [
+        lambda kind=kind: {
+            "ids": whole(1, 2), "rows": whole(0, 11), **rows_of_a_table(), "kind": kind,
+            **INITIAL,
+        }
+        for kind in (1, 0, 2)
+    ],
+    "gather_rows": [
+        lambda dtype=dtype: {"rows": whole(0, -1, 11), **rows_of_a_table(dtype), "dtype": dtype}
+        for dtype in (torch.float32, torch.float16)
+    ],
+    "scatter_rows_": [
+        lambda: {"rows": whole(0, 11), "values": torch.ones(2, 3), **rows_of_a_table()}
+    ],
+    "gather_pool": [
+        lambda: pool_sample(pooled()),
+        lambda: pool_sample(pooled(torch.bfloat16, weighted=True), dtype=torch.float16),
+        lambda: pool_sample(sequence(), elements=15),
+    ],
+    "bag_weights_grad": [
+        lambda: grad_sample(pooled()),
+        lambda: grad_sample(sequence(), elements=15),
+    ],
+    "update_rows_": [
+        *(lambda optimizer=optimizer: update(optimizer) for optimizer in range(5)),
+        lambda: update(2, dtype=torch.float16, weighted=True),
+    ],
+}  # fmt: skip
+CASES = [(op, make) for op, makes in SAMPLES.items() for make in makes]
+
+
+def test_every_op_has_a_sample():
+    registered = torch._C._dispatch_get_all_op_names()
+    ours = {name.split("::")[1] for name in registered if name.startswith("torchrec_dyn::")}
+    assert ours == set(SAMPLES)
+
+
+@pytest.mark.parametrize(("op", "make"), CASES, ids=[op for op, _ in CASES])
+def test_opcheck(op, make):
+    """Schema tells what is written, the fake kernel tells shapes and dtypes, compile traces it."""
+    torch.library.opcheck(getattr(NAMESPACE, op).default, (), make())
+
+
+def arguments(op):
+    """(argument, how it is spoilt, a spoilt value) for every tensor of an op's plainest sample."""
+    for name, value in SAMPLES[op][0]().items():
+        tensors = value if isinstance(value, list) else [value]
+        if tensors and isinstance(tensors[0], torch.Tensor):
+            first = tensors[0]
+            spoilt = {
+                "dtype": first.to(torch.int32 if first.dtype == I64 else torch.float64),
+                "strides": torch.stack([first, first], -1)[..., 0],
+                "size": torch.cat([first.flatten(), first.flatten()[:1]]),
+                "nothing": first.flatten()[:0],
+            }
+            for how, wrong in spoilt.items():
+                yield name, how, [wrong, *tensors[1:]] if isinstance(value, list) else wrong
+            if isinstance(value, list):
+                yield name, "one less", value[:-1]
+
+
+SPOILT = [(op, name, how) for op in SAMPLES for name, how, _ in arguments(op)]
+# What is not wrong: an op of independent elements takes any number of them.
+HARMLESS = {
+    (op, argument, how)
+    for op, argument in [
+        ("mix64", "ids"),
+        ("unmix64", "mixed"),
+        ("erase", "ids"),
+        ("gather_rows", "rows"),
+    ]
+    for how in ("size", "nothing")
+} | {
+    ("fill_new_", "new_rows", "size"),
+    ("fill_new_", "new_rows", "strides"),  # of one element
+    ("gather_pool", "rows", "size"),  # an id in no bag
+    ("bag_weights_grad", "rows", "size"),
+}
+
+
+@pytest.mark.parametrize(("op", "argument", "how"), SPOILT, ids=lambda v: str(v))
+def test_what_is_wrong_is_an_error_that_says_so(op, argument, how):
+    sample = SAMPLES[op][0]()
+    sample[argument] = {(n, h): value for n, h, value in arguments(op)}[argument, how]
+    if (op, argument, how) in HARMLESS:
+        getattr(NAMESPACE, op)(**sample)
+        return
+    with pytest.raises(RuntimeError, match=rf"{op}: expected .+, got .+\."):
+        getattr(NAMESPACE, op)(**sample)
+
+
+WRONG = [
+    ("lookup", {"table_offsets": whole(0, 3, 2)}, "ascending table_offsets, got 3 before 2"),
+    ("lookup", {"table_offsets": whole(1, 2, 3)}, "table_offsets to start at 0, got 1"),
+    ("lookup", {"table_offsets": whole(0, 2, 4)}, "the last of table_offsets = 3, got 4"),
+    ("insert", {"new_rows": whole(3, -1)}, "rows >= 0, got -1"),
+    ("insert", {"slots": [torch.full((1, 2), 0)] * 2}, "an empty slot for every new id"),
+    ("insert", {"slots": [torch.empty(0, 2, dtype=I64)] * 2}, "an empty slot for every new id"),
+    ("fill_new_", {"new_index": whole(-1, 1)}, "new_index < 1, got a larger one"),
+    ("rehash", {"capacity": 0}, r"a capacity in \[1, 2\^48\), got 0"),
+    ("rehash", {"capacity": -(2**63)}, r"a capacity in \[1, 2\^48\)"),
+    ("rehash", {"capacity": 2}, "a capacity that holds every id, got 2"),
+    ("init_rows_", {"rows": whole(0, 12)}, r"rows in \[0, 12\), got 12"),
+    ("init_rows_", {"rows": whole(0, -1)}, r"rows in \[0, 12\), got -1"),
+    ("init_rows_", {"kind": 3}, r"kind in \[0, 2\], got 3"),
+    ("init_rows_", {"parameters": [1.0]}, "the number of parameters = 6, got 1"),
+    ("gather_rows", {"rows": whole(-2)}, r"rows in \[-1, 12\), got -2"),
+    ("gather_rows", {"rows": whole(2**63 - 1)}, r"rows in \[-1, 12\)"),
+    ("gather_rows", {"columns": -3}, r"columns in \[1, 2\^31\), got 2 and -3"),
+    ("gather_rows", {"shift": 3}, "the elements of a block = 24, got 12"),
+    ("gather_rows", {"shift": 64}, r"shift in \[0, 32\)"),
+    ("gather_rows", {"dtype": torch.float16}, "blocks of dtype float16, got float32"),
+    ("gather_rows", {"dtype": torch.int8, "blocks": []}, "float32, float16 or bfloat16"),
+    ("scatter_rows_", {"rows": whole(0, 12)}, r"rows in \[0, 12\), got 12"),
+    ("scatter_rows_", {"columns": 2**62}, r"columns in \[1, 2\^31\)"),
+    ("gather_pool", {"offsets": whole(0, 2, 1, 4, 5)}, "ascending offsets, got 2 before 1"),
+    ("gather_pool", {"offsets": whole(-1, 2, 2, 4, 5)}, r"offsets inside the ids \[0, 5\], got -1"),
+    (
+        "gather_pool",
+        {"offsets": whole(0, 2, 2, 4, 6)},
+        r"offsets inside the ids \[0, 5\], got 0 to 6",
+    ),
+    ("gather_pool", {"rows": whole(0, 8, 0, 0, 0)}, r"rows in \[-1, 8\), got one outside"),
+    ("gather_pool", {"rows": whole(0, -2, 0, 0, 0)}, r"rows in \[-1, 8\), got one outside"),
+    ("gather_pool", {"elements": 9}, "a segment's output inside 9 elements"),
+    ("gather_pool", {"elements": 11}, "the elements that the segments cover = 11, got 10"),
+    ("gather_pool", {"elements": -1}, "elements >= 0, got -1"),
+    ("gather_pool", {"dtype": torch.float64}, "float32, float16 or bfloat16, got float64"),
+    ("gather_pool", {"segments": torch.tensor([[2, 0, 2, 0, 5]])}, r"a table in \[0, 2\), got 2"),
+    ("gather_pool", {"segments": torch.tensor([[0, 3, 2, 0, 5]])}, "inside 4 bags, got 2 from 3"),
+    ("gather_pool", {"segments": torch.tensor([[0, 0, 2, 0, 2]])}, "offset 0 and stride 2"),
+    ("gather_pool", {"layout": torch.tensor([[2**62, 2**62, 2, 3]] * 2)}, "block and count in"),
+    ("gather_pool", {"layout": torch.tensor([[0, 2, 62, 3]] * 2)}, r"shift in \[0, 32\)"),
+    ("gather_pool", {"layout": torch.tensor([[0, 2, 2, 2**62]] * 2)}, r"columns in \[1, 2\^31\)"),
+    ("update_rows_", {"optimizer": 5}, r"optimizer in \[0, 4\], got 5"),
+    ("update_rows_", {"optimizer": 1}, "blocks of momentum1, got 0"),
+    ("update_rows_", {"hyper": [0.1]}, "the number of hyper-parameters = 6, got 1"),
+    ("update_rows_", {"hyper": [0.1] * 5 + [3.0]}, r"weight_decay_mode in \[0, 2\], got 3"),
+    ("update_rows_", {"rows": whole(0, 8, 0, 0, 0)}, r"rows in \[-1, 8\), got one outside"),
+]
+
+
+@pytest.mark.parametrize(("op", "change", "rule"), WRONG, ids=[w[0] for w in WRONG])
+def test_values_out_of_range(op, change, rule):
+    sample = {**SAMPLES[op][0](), **change}
+    with pytest.raises(RuntimeError, match=f"{op}: expected .*{rule}"):
+        getattr(NAMESPACE, op)(**sample)
+
+
+wild = st.sampled_from(
+    [-(2**63), -(2**62), -2, -1, 0, 1, 2, 3, 4, 5, 2**31, 2**32, 2**62, 2**63 - 1]
+)
+
+
+@settings(max_examples=300)
+@given(
+    which=st.sampled_from(["gather_pool", "bag_weights_grad", "update_rows_"]),
+    name=st.sampled_from(["rows", "offsets", "layout", "segments"]),
+    place=st.integers(0, 9),
+    number=wild,
+    second=st.tuples(st.integers(0, 9), wild),
+)
+def test_wild_numbers_never_crash(which, name, place, number, second):
+    """Two numbers of a description replaced: a result, or an error that says what was expected."""
+    sample = SAMPLES[which][0]()
+    flat = sample[name] = sample[name].clone()
+    flat.view(-1)[place % flat.numel()] = number
+    flat.view(-1)[second[0] % flat.numel()] = second[1]
+    try:
+        getattr(NAMESPACE, which)(**sample)
+    except RuntimeError as error:
+        assert "expected" in str(error)
