@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrec_dyn import _C  # noqa: F401  (loads the library that registers the ops)
+import torchrec_dyn._C  # noqa: F401  (loads the library that registers the ops)
 
 _ops = torch.ops.torchrec_dyn
 
