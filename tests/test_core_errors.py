@@ -93,10 +93,13 @@ class Foreign:
         ({"beta1": 1.0}, "expected beta1 in [0, 1), got 1.0."),
         ({"beta2": 2}, "expected beta2 in [0, 1), got 2."),
         *[
-            ({"weight_decay_mode": mode}, f"expected a weight_decay_mode among NONE, L2, DECOUPLE, got {mode!r}.")
+            (
+                {"weight_decay_mode": mode},
+                f"expected a weight_decay_mode among NONE, L2, DECOUPLE, got {mode!r}.",
+            )
             for mode in (3, -1, 1.5, "l2", None)
         ],
-        ({"stochastic_rounding": False}, "expected stochastic_rounding=True, got False. Rows below"),
+        ({"stochastic_rounding": False}, "expected stochastic_rounding=True, got False. Rows"),
         (
             {"momentum": 0.9},
             "expected a key among optimizer, learning_rate, eps, beta1, beta2, weight_decay, "
@@ -104,7 +107,7 @@ class Foreign:
         ),
         (
             {"optimizer": "exact_sgd", "weight_decay": 0.1},
-            "expected weight_decay = 0 with EXACT_SGD, whose rule has no weight decay, got 0.1. Use",
+            "expected weight_decay = 0 with EXACT_SGD, whose rule has no weight decay, got 0.1.",
         ),
         (
             {"optimizer": "EXACT_ADAGRAD", "weight_decay": 0.1},
@@ -213,7 +216,7 @@ def test_assigned_rows(rows):
 
 def test_assign_respects_the_limit():
     table = make_table(num_embeddings=2)
-    with pytest.raises(RuntimeError, match="expected at most 2 rows here .* got 0 and 3 new ids"):
+    with pytest.raises(RuntimeError, match=r"at most 2 rows here .* got 0 and 3 new ids"):
         table.assign(ids_of(1, 2, 3), torch.ones(3, 4))
     assert table.num_rows == 0 and table.stats()["inserted"] == 0
 
