@@ -109,7 +109,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of workloads")
     arguments = parser.parse_args()
     rows = []
-    print(f"{'workload':18} {'threads':>7} {'what':8} {'ours ns/id':>10} {'static':>8} {'gather':>8}  ratio [quartiles]")
+    print(
+        f"{'workload':18} {'threads':>7} {'what':8} {'ours ns/id':>10} {'static':>8} {'gather':>8}  ratio [quartiles]"
+    )
     for workload in (*POOLED, *ONE_HOT):
         if arguments.only and workload.name not in arguments.only:
             continue

@@ -56,7 +56,7 @@ def summary(seconds: Mapping[str, list[float]], per: int) -> dict[str, dict[str,
 
 def ratio(seconds: Mapping[str, list[float]], slow: str, fast: str) -> tuple[float, float, float]:
     """Returns the median and quartiles of slow / fast, taken round by round."""
-    ratios = [a / b for a, b in zip(seconds[slow], seconds[fast])]
+    ratios = [a / b for a, b in zip(seconds[slow], seconds[fast], strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4)
     return median, low, high
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -42,7 +42,9 @@ class BagLayout:
         self, columns: Sequence[int], features_per_table: Sequence[int], pooling: Pooling
     ) -> None:
         if pooling not in ("sum", "mean", "none"):
-            raise ValueError(f'BagLayout: expected pooling "sum", "mean" or "none", got {pooling!r}.')
+            raise ValueError(
+                f'BagLayout: expected pooling "sum", "mean" or "none", got {pooling!r}.'
+            )
         if pooling == "none" and len(set(columns)) > 1:
             raise ValueError(
                 f"BagLayout: expected tables of one width for sequences, got {sorted(set(columns))}."
@@ -104,7 +106,13 @@ class BagLayout:
     def describe(
         self, offsets: Tensor, ids: int, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Bags:
-        """Describes one batch; arguments as `table_offsets`."""
+        """Describes one batch.
+
+        Args:
+            offsets: [bags + 1] int64.
+            ids: N.
+            batch_sizes: [F][ranks] bags of each feature and rank, or None where all are equal.
+        """
         table_offsets = self.table_offsets(offsets, ids, batch_sizes)
         if self._is_sequence:
             return self._sequence(table_offsets, ids)
@@ -119,14 +127,17 @@ class BagLayout:
     def _regular_segments(self, batch: int, width: int) -> Tensor:
         first_column = accumulate((self._columns[t] for t in self._table_of), initial=0)
         return torch.tensor(
-            [[t, f * batch, batch, c, width] for f, (t, c) in enumerate(zip(self._table_of, first_column))]
+            [
+                [t, f * batch, batch, c, width]
+                for f, (t, c) in enumerate(zip(self._table_of, first_column, strict=False))
+            ]
         )
 
     def _sequence(self, table_offsets: Tensor, ids: int) -> Bags:
         columns = self._columns[0]
         bounds = table_offsets.tolist()
         segments = torch.tensor(
-            [[t, b, e - b, b * columns, columns] for t, (b, e) in enumerate(zip(bounds, bounds[1:]))]
+            [[t, b, e - b, b * columns, columns] for t, (b, e) in enumerate(pairwise(bounds))]
         )
         return Bags(table_offsets, None, segments, ids * columns, (ids, columns))
 

@@ -40,9 +40,7 @@ class DynamicTableConfig:
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"{where}.seed: expected an integer, got {self.seed!r}.")
         if self.unseen not in ("zeros", "initial"):
-            raise ValueError(
-                f'{where}.unseen: expected "zeros" or "initial", got {self.unseen!r}.'
-            )
+            raise ValueError(f'{where}.unseen: expected "zeros" or "initial", got {self.unseen!r}.')
         for name in ("admission", "eviction"):
             if getattr(self, name) is not None:
                 raise ValueError(

@@ -104,6 +104,22 @@ class IdMap:
         order = canonical_order(ids)
         return ids[order], rows[order]
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the slots."""
+        return self.capacity * SLOT_BYTES
+
+    def stats(self) -> dict[str, int | float]:
+        """Returns slots, load (ids / slots) and the mean and longest probe of a known id."""
+        lengths = ops.probe_lengths(self.slots)
+        lengths = lengths[lengths > 0]
+        return {
+            "slots": self.capacity,
+            "load": self.num_ids / self.capacity if self.capacity else 0.0,
+            "probe_length_mean": float(lengths.double().mean()) if lengths.numel() else 0.0,
+            "probe_length_max": int(lengths.max()) if lengths.numel() else 0,
+        }
+
     def check_invariants(self) -> None:
         """Raises RuntimeError if an id is lost, a row is shared or the count is wrong."""
         ids, rows = self.contents()

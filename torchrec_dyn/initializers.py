@@ -81,9 +81,7 @@ class TruncatedNormal:
     high: float
 
     def __post_init__(self) -> None:
-        _check_finite(
-            "TruncatedNormal", mean=self.mean, std=self.std, low=self.low, high=self.high
-        )
+        _check_finite("TruncatedNormal", mean=self.mean, std=self.std, low=self.low, high=self.high)
         _check_deviation("TruncatedNormal", self.std)
         _check_order("TruncatedNormal", self.low, self.high)
         *_, low_probability, high_probability = self.parameters()[1]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.bag_layout import BagLayout, Pooling
+from torchrec_dyn.insertion import insert_unseen
 from torchrec_dyn.row_numbers import ForwardTicket
-from torchrec_dyn.row_store import RowStore
 from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table_blocks import TableBlocks, blocks_of, blocks_with_initial_rows
 
 
 @dataclass
@@ -34,8 +36,7 @@ class _Forward:
     offsets: Tensor | None
     segments: Tensor
     elements: int
-    weights: list[Tensor]
-    layout: Tensor
+    blocks: TableBlocks
     learns: bool
     tickets: list[ForwardTicket]
     steps: list[int]
@@ -64,7 +65,7 @@ class TableGroup:
         self._bag_layout = BagLayout(
             [table.columns for table in self.tables], features_per_table, pooling
         )
-        self._layout_key: tuple[tuple[int, int], ...] | None = None
+        self._blocks_key: list[tuple[int, int]] | None = None
 
     def __call__(
         self,
@@ -96,16 +97,18 @@ class TableGroup:
         ids, offsets, weights = self._check_input(ids, offsets, weights)
         bags = self._bag_layout.describe(offsets, ids.numel(), batch_sizes)
         rows, absent = self._find(ids, bags.table_offsets)
+        missing = sum(absent)
         if training:
-            if sum(absent):
-                self._insert(ids, rows, bags.table_offsets)
+            if missing:
+                insert_unseen(self.tables, ids, rows, bags.table_offsets)
             self._count_step(bags.table_offsets, absent)
-        blocks, layout = self._blocks()
-        if not training and sum(absent) and any(t.config.unseen == "initial" for t in self.tables):
-            blocks, layout = self._add_initial_rows(ids, rows, bags.table_offsets)
+        blocks = self._current_blocks()
+        shows_initial = any(table.config.unseen == "initial" for table in self.tables)
+        if missing and not training and shows_initial:
+            blocks = blocks_with_initial_rows(self.tables, ids, rows, bags.table_offsets)
         forward = _Forward(
             self, ids, rows, bags.table_offsets, bags.offsets, bags.segments, bags.elements,
-            blocks, layout, training, [], [t.step for t in self.tables],
+            blocks, training, [], [t.step for t in self.tables],
             [t.generation for t in self.tables],
         )  # fmt: skip
         wants_weight_grad = weights is not None and weights.requires_grad
@@ -128,7 +131,7 @@ class TableGroup:
         table_offsets = self._bag_layout.table_offsets(offsets, ids.numel(), None)
         rows, absent = self._find(ids, table_offsets)
         if sum(absent):
-            self._insert(ids, rows, table_offsets)
+            insert_unseen(self.tables, ids, rows, table_offsets)
 
     def _check_input(
         self, ids: Tensor, offsets: Tensor, weights: Tensor | None
@@ -154,59 +157,23 @@ class TableGroup:
     def _find(self, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, list[int]]:
         slots = [table.id_map.slots for table in self.tables]
         rows, absent = ops.lookup(ids, table_offsets, slots)
-        return rows, absent.tolist()
-
-    def _insert(self, ids: Tensor, rows: Tensor, table_offsets: Tensor) -> None:
-        """Gives the absent ids rows and writes these into `rows`. All tables, or none."""
-        new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
-        per_table = new_ids.split((new_offsets[1:] - new_offsets[:-1]).tolist())
-        for table, fresh in zip(self.tables, per_table):
-            table.check_room(fresh.numel())
-        for table, fresh in zip(self.tables, per_table):
-            table.reserve(fresh.numel())
-        new_rows = torch.cat([table.adopt(fresh) for table, fresh in zip(self.tables, per_table)])
-        ops.insert(new_ids, new_rows, new_offsets, [table.id_map.slots for table in self.tables])
-        ops.fill_new_(rows, new_index, new_rows)
+        counts: list[int] = absent.tolist()
+        return rows, counts
 
     def _count_step(self, table_offsets: Tensor, absent: list[int]) -> None:
         bounds = table_offsets.tolist()
-        for table, begin, end, missing in zip(self.tables, bounds, bounds[1:], absent):
+        for table, (begin, end), missing in zip(self.tables, pairwise(bounds), absent, strict=True):
             table.step += 1
             table.counters["ids_seen"] += end - begin
             table.counters["hits"] += end - begin - missing
 
-    def _blocks(self) -> tuple[list[Tensor], Tensor]:
-        """Returns the blocks of all tables and their layout, made anew when a table has grown."""
-        key = tuple((len(table.weights.blocks), table.generation) for table in self.tables)
-        if key != self._layout_key:
-            self._weights = [block for table in self.tables for block in table.weights.blocks]
-            self._layout = _layout([(t.weights, len(t.weights.blocks)) for t in self.tables])
-            self._layout_key = key
-        return self._weights, self._layout
-
-    def _add_initial_rows(
-        self, ids: Tensor, rows: Tensor, table_offsets: Tensor
-    ) -> tuple[list[Tensor], Tensor]:
-        """Puts the initial rows of unseen ids into blocks of their own, for one evaluation."""
-        new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
-        per_table = new_ids.split((new_offsets[1:] - new_offsets[:-1]).tolist())
-        stores: list[RowStore] = []
-        new_rows: list[Tensor] = []
-        for table, unseen in zip(self.tables, per_table):
-            weights = table.weights
-            store = RowStore(weights.columns, weights.shift, weights.dtype, weights.device)
-            store.blocks = list(weights.blocks)
-            fresh = torch.arange(weights.capacity, weights.capacity + unseen.numel())
-            if table.config.unseen == "initial":
-                store.reserve(weights.capacity + unseen.numel())
-                table.init_rows(unseen, fresh, store)
-            else:
-                fresh = torch.full_like(fresh, -1)
-            stores.append(store)
-            new_rows.append(fresh)
-        ops.fill_new_(rows, new_index, torch.cat(new_rows))
-        blocks = [block for store in stores for block in store.blocks]
-        return blocks, _layout([(store, len(store.blocks)) for store in stores])
+    def _current_blocks(self) -> TableBlocks:
+        """Returns the blocks of all tables, listed anew when one has grown or was replaced."""
+        key = [(len(table.weights.blocks), table.generation) for table in self.tables]
+        if key != self._blocks_key:
+            self._blocks = blocks_of([table.weights for table in self.tables])
+            self._blocks_key = key
+        return self._blocks
 
     def _check_backward(self, forward: _Forward) -> None:
         if forward.is_done:
@@ -223,18 +190,21 @@ class TableGroup:
     def _update(self, forward: _Forward, grad: Tensor, weights: Tensor | None) -> None:
         """Dedupes the rows of the forward, sums their gradients and applies the optimizer."""
         self._count_late_grads(forward)
-        blocks, layout = self._blocks()
+        blocks = self._current_blocks()
         optimizer = self.tables[0].optimizer
         states: list[list[Tensor]] = [[], []]
         for table in self.tables:
             for place, state in enumerate(table.states):
                 states[place].extend(state.blocks)
         streams = torch.tensor(
-            [[t.rounding_key, t.first_column, s] for t, s in zip(self.tables, forward.steps)]
+            [
+                [t.rounding_key, t.first_column, s]
+                for t, s in zip(self.tables, forward.steps, strict=True)
+            ]
         )
         ops.update_rows_(
-            grad, forward.ids, forward.rows, forward.offsets, weights, blocks, states[0], states[1],
-            layout, forward.segments, streams, self._bag_layout.is_mean, int(optimizer.kind),
+            grad, forward.ids, forward.rows, forward.offsets, weights, blocks.weights, states[0],
+            states[1], blocks.layout, forward.segments, streams, self._bag_layout.is_mean, int(optimizer.kind),
             optimizer.hyper(self.learning_rate),
         )  # fmt: skip
 
@@ -247,21 +217,13 @@ class TableGroup:
             table.counters["late_grads"] += int(late)
 
 
-def _layout(stores: list[tuple[RowStore, int]]) -> Tensor:
-    lines, first = [], 0
-    for store, blocks in stores:
-        lines.append([first, blocks, store.shift, store.columns])
-        first += blocks
-    return torch.tensor(lines)
-
-
 def _pool(forward: _Forward, weights: Tensor | None) -> Tensor:
     return ops.gather_pool(
         forward.rows,
         forward.offsets,
         _as_float(weights),
-        forward.weights,
-        forward.layout,
+        forward.blocks.weights,
+        forward.blocks.layout,
         forward.segments,
         forward.group._bag_layout.is_mean,
         forward.elements,
@@ -283,7 +245,7 @@ class _Lookup(torch.autograd.Function):
         return _pool(forward, weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         forward: _Forward = ctx.lookup
         (weights,) = ctx.saved_tensors
         group = forward.group
@@ -293,12 +255,12 @@ class _Lookup(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             # Of the rows as they are now: in a pipeline another batch may have updated them.
             weights_grad = ops.bag_weights_grad(
-                grad, forward.rows, forward.offsets, forward.weights, forward.layout,
-                forward.segments, group._bag_layout.is_mean,
+                grad, forward.rows, forward.offsets, forward.blocks.weights,
+                forward.blocks.layout, forward.segments, group._bag_layout.is_mean,
             ).to(weights.dtype)  # fmt: skip
         if forward.learns:
             group._update(forward, grad, _as_float(weights))
-        for table, ticket in zip(group.tables, forward.tickets):
+        for table, ticket in zip(group.tables, forward.tickets, strict=True):
             table.forwards.close(ticket)
         forward.is_done = True
         return None, weights_grad, None

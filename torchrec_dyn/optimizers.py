@@ -167,9 +167,7 @@ def _number(key: str, value: Any, where: str) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number) or number < 0:
-        raise ValueError(
-            f"fused_params of {where}: expected a finite {key} >= 0, got {value!r}."
-        )
+        raise ValueError(f"fused_params of {where}: expected a finite {key} >= 0, got {value!r}.")
     if key in ("beta1", "beta2") and number >= 1:
         raise ValueError(f"fused_params of {where}: expected {key} in [0, 1), got {value!r}.")
     return number

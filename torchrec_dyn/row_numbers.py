@@ -47,6 +47,7 @@ class OutstandingForwards:
     def __len__(self) -> int:
         return len(self._open)
 
+
 class RowNumbers:
     """Hands out rows 0, 1, 2, ... in order, freed ones first.
 

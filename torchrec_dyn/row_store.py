@@ -75,9 +75,7 @@ class RowStore:
     def reserve(self, rows: int) -> None:
         """Appends blocks until `rows` rows fit. Rows that exist stay where they are."""
         while self.capacity < rows:
-            block = torch.empty(
-                1 << self.shift, self.columns, dtype=self.dtype, device=self.device
-            )
+            block = torch.empty(1 << self.shift, self.columns, dtype=self.dtype, device=self.device)
             _ask_for_huge_pages(block)
             self.blocks.append(block)
 

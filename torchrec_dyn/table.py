@@ -65,11 +65,11 @@ class DynamicTable:
         self.row_limit = num_embeddings if row_limit is None else row_limit
         self.optimizer = optimizer
         self.config = config
-        self.initializer = config.initializer or initializer or default_initializer(num_embeddings)
         self.step = 0
         self.generation = 0
         self.counters = dict.fromkeys(("ids_seen", "hits", "inserted", "erased", "late_grads"), 0)
         check_shape(self, dtype, torch.device(device))
+        self.initializer = config.initializer or initializer or default_initializer(num_embeddings)
         self._initial_key = table_key(config.seed, name, "initial row")
         self.rounding_key = table_key(config.seed, name, "rounding")
         self.forwards = OutstandingForwards()
@@ -183,7 +183,7 @@ class DynamicTable:
             rows: [M, D] in the table's dtype, zeros for an id without a row.
             found: [M] bool.
         """
-        rows = self.id_map.lookup(self._check_ids(ids, "lookup"))
+        rows = self.id_map.lookup(check_ids(f"{self.where}.lookup", ids))
         return self.weights.read(rows), rows >= 0
 
     def assign(self, ids: Tensor, rows: Tensor) -> None:
@@ -193,7 +193,7 @@ class DynamicTable:
             ids: [M] int64; of a repeated id the last row stays.
             rows: [M, D] floating point, converted to the table's dtype.
         """
-        ids = self._check_ids(ids, "assign")
+        ids = check_ids(f"{self.where}.assign", ids)
         check_rows(self, rows, ids.numel(), "assign")
         self.weights.write(self.find_or_insert(ids), rows.detach())
 
@@ -206,14 +206,10 @@ class DynamicTable:
         Returns:
             How many had a row.
         """
-        rows = self.id_map.erase(self._check_ids(ids, "erase"))
+        rows = self.id_map.erase(check_ids(f"{self.where}.erase", ids))
         self.row_numbers.give_back(rows)
         self.counters["erased"] += rows.numel()
         return rows.numel()
-
-    def _check_ids(self, ids: Tensor, method: str) -> Tensor:
-        check_ids(f"{self.where}.{method}", ids)
-        return ids.detach().to(self.device).contiguous()
 
     def stats(self) -> dict[str, int | float]:
         """Returns what the table holds and what happened to it since it was made.
@@ -293,12 +289,8 @@ class DynamicTable:
         # Blocks are reserved far beyond the rows in use: a copy carries the contents.
         left_out = ("id_map", "row_numbers", "weights", "states", "forwards")
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        return {
-            "fields": fields,
-            "dtype": self.dtype,
-            "device": self.device,
-            "state": self.export_state(),
-        }
+        state = self.export_state()
+        return {"fields": fields, "dtype": self.dtype, "device": self.device, "state": state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["fields"])

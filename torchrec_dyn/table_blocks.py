@@ -1,0 +1,70 @@
+"""The blocks of several tables as the ops take them: one flat list, and a layout that says whose.
+
+Legend: T tables, N ids, M distinct unseen ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.row_store import RowStore
+from torchrec_dyn.table import DynamicTable
+
+
+@dataclass(frozen=True)
+class TableBlocks:
+    """The weights of T tables.
+
+    Attributes:
+        weights: the blocks of all tables, one after another.
+        layout: [T, 4] int64 (csrc/blocks.h).
+    """
+
+    weights: list[Tensor]
+    layout: Tensor
+
+
+def blocks_of(stores: Sequence[RowStore]) -> TableBlocks:
+    """Lists the blocks of one store a table."""
+    lines: list[list[int]] = []
+    blocks: list[Tensor] = []
+    for store in stores:
+        lines.append([len(blocks), len(store.blocks), store.shift, store.columns])
+        blocks.extend(store.blocks)
+    return TableBlocks(blocks, torch.tensor(lines))
+
+
+def blocks_with_initial_rows(
+    tables: Sequence[DynamicTable], ids: Tensor, rows: Tensor, table_offsets: Tensor
+) -> TableBlocks:
+    """Adds blocks that hold the initial rows of unseen ids, for one evaluation.
+
+    Args:
+        tables: T tables, which are not changed; those whose `unseen` is "zeros" get none.
+        ids: [N] int64.
+        rows: [N] int64, -1 for unseen ids; written: the rows in the added blocks.
+        table_offsets: [T + 1] int64.
+    """
+    new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
+    per_table = new_ids.split((new_offsets[1:] - new_offsets[:-1]).tolist())
+    stores: list[RowStore] = []
+    new_rows: list[Tensor] = []
+    for table, unseen in zip(tables, per_table, strict=True):
+        weights = table.weights
+        store = RowStore(weights.columns, weights.shift, weights.dtype, weights.device)
+        store.blocks = list(weights.blocks)
+        fresh = torch.arange(weights.capacity, weights.capacity + unseen.numel())
+        if table.config.unseen == "initial":
+            store.reserve(weights.capacity + unseen.numel())
+            table.init_rows(unseen, fresh, store)
+        else:
+            fresh = torch.full_like(fresh, -1)
+        stores.append(store)
+        new_rows.append(fresh)
+    ops.fill_new_(rows, new_index, torch.cat(new_rows))
+    return blocks_of(stores)
