@@ -110,7 +110,8 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     print(
-        f"{'workload':18} {'threads':>7} {'what':8} {'ours ns/id':>10} {'static':>8} {'gather':>8}  ratio [quartiles]"
+        f"{'workload':18} {'threads':>7} {'what':8} {'ours ns/id':>10} {'static':>8} {'gather':>8}"
+        "  ratio [quartiles]"
     )
     for workload in (*POOLED, *ONE_HOT):
         if arguments.only and workload.name not in arguments.only:
@@ -125,7 +126,8 @@ def main() -> None:
                 gather = numbers.get("index_select", {}).get("median_ns", float("nan"))
                 print(
                     f"{workload.name:18} {threads:7} {what:8} {numbers['dynamic']['median_ns']:10.1f} "
-                    f"{numbers['static']['median_ns']:8.1f} {gather:8.1f}  {median:.2f}x [{low:.2f}, {high:.2f}]"
+                    f"{numbers['static']['median_ns']:8.1f} {gather:8.1f}"
+                    f"  {median:.2f}x [{low:.2f}, {high:.2f}]"
                 )
                 rows.append(
                     {"workload": workload.name, "threads": threads, "what": what,

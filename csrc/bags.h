@@ -48,8 +48,8 @@ inline Bags read_bags(const char* op, const std::optional<Tensor>& offsets, cons
                     ": expected offsets inside the ids [0, ", ids, "], got ", bags.offsets[0], " to ",
                     bags.offsets[bags.count], ". Do lengths and values agree?");
     for (int64_t b = 0; b < bags.count; ++b)
-      STD_TORCH_CHECK(bags.offsets[b] <= bags.offsets[b + 1], op, ": expected ascending offsets, got ",
-                      bags.offsets[b], " before ", bags.offsets[b + 1], ". Are there negative lengths?");
+      STD_TORCH_CHECK(bags.offsets[b] <= bags.offsets[b + 1], op, ": expected ascending offsets, got ", bags.offsets[b],
+                      " before ", bags.offsets[b + 1], ". Are there negative lengths?");
   }
   check_tensor(op, "segments", segments, ScalarType::Long);
   STD_TORCH_CHECK(segments.dim() == 2 && segments.size(1) == 5, op, ": expected segments of shape [S, 5], got ",
@@ -67,8 +67,8 @@ inline Bags read_bags(const char* op, const std::optional<Tensor>& offsets, cons
     const int64_t columns = tables[static_cast<size_t>(segment.table)].columns;
     const __int128 last = static_cast<__int128>(segment.bags - 1) * segment.out_stride + segment.out_offset + columns;
     STD_TORCH_CHECK(segment.bags == 0 || (segment.out_offset >= 0 && segment.out_stride >= columns && last <= elements),
-                    op, ": expected a segment's output inside ", elements, " elements, got offset ",
-                    segment.out_offset, " and stride ", segment.out_stride, ".");
+                    op, ": expected a segment's output inside ", elements, " elements, got offset ", segment.out_offset,
+                    " and stride ", segment.out_stride, ".");
     covered += segment.bags * columns;
     bags.segments.push_back(segment);
   }

@@ -54,8 +54,8 @@ inline void check_row_shape(const char* op, int64_t shift, int64_t columns) {
 
 inline std::vector<TableLayout> read_layout(const char* op, const Tensor& layout) {
   check_tensor(op, "layout", layout, ScalarType::Long);
-  STD_TORCH_CHECK(layout.dim() == 2 && layout.size(1) == 4, op, ": expected layout of shape [T, 4], got ",
-                  layout.dim(), " dimensions.");
+  STD_TORCH_CHECK(layout.dim() == 2 && layout.size(1) == 4, op, ": expected layout of shape [T, 4], got ", layout.dim(),
+                  " dimensions.");
   const int64_t* line = const_data<int64_t>(layout);
   std::vector<TableLayout> tables;
   for (int64_t t = 0; t < layout.size(0); ++t, line += 4) {

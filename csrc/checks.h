@@ -58,7 +58,8 @@ T* mutable_data(const Tensor& tensor) {
 }
 
 inline Tensor new_int64(int64_t size) {
-  return torch::stable::empty({size}, ScalarType::Long, std::nullopt, torch::stable::Device(torch::headeronly::DeviceType::CPU));
+  return torch::stable::empty({size}, ScalarType::Long, std::nullopt,
+                              torch::stable::Device(torch::headeronly::DeviceType::CPU));
 }
 
 // table_offsets [T + 1]: the ids of table t are [table_offsets[t], table_offsets[t + 1]).

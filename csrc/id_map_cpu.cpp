@@ -120,8 +120,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const 
   Tensor new_index = new_int64(ids.numel());
   std::vector<NewIds> found(static_cast<size_t>(tables));
   for_each_task(tables, [&](int64_t t) {
-    found[static_cast<size_t>(t)] = collect_new_of_table(const_data<int64_t>(ids), const_data<int64_t>(rows),
-                                                         offset[t], offset[t + 1], mutable_data<int64_t>(new_index));
+    found[static_cast<size_t>(t)] = collect_new_of_table(const_data<int64_t>(ids), const_data<int64_t>(rows), offset[t],
+                                                         offset[t + 1], mutable_data<int64_t>(new_index));
   });
   Tensor new_offsets = new_int64(tables + 1);
   int64_t* new_offset = mutable_data<int64_t>(new_offsets);

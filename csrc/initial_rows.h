@@ -44,10 +44,9 @@ inline double normal_quantile(double p) {
   static constexpr double kMiddleA[8] = {1.42343711074968357734e0,  4.63033784615654529590e0, 5.76949722146069140550e0,
                                          3.64784832476320460504e0,  1.27045825245236838258e0, 2.41780725177450611770e-1,
                                          2.27238449892691845833e-2, 7.74545014278341407640e-4};
-  static constexpr double kMiddleB[7] = {2.05319162663775882187e0,  1.67638483018380384940e0,
-                                         6.89767334985100004550e-1, 1.48103976427480074590e-1,
-                                         1.51986665636164571966e-2, 5.47593808499534494600e-4,
-                                         1.05075007164441684324e-9};
+  static constexpr double kMiddleB[7] = {
+      2.05319162663775882187e0,  1.67638483018380384940e0,  6.89767334985100004550e-1, 1.48103976427480074590e-1,
+      1.51986665636164571966e-2, 5.47593808499534494600e-4, 1.05075007164441684324e-9};
   static constexpr double kTailA[8] = {6.65790464350110377720e0,  5.46378491116411436990e0,  1.78482653991729133580e0,
                                        2.96560571828504891230e-1, 2.65321895265761230930e-2, 1.24266094738807843860e-3,
                                        2.71155556874348757815e-5, 2.01033439929228813265e-7};
@@ -70,8 +69,7 @@ inline float initial_value(const InitialRows& initial, uint32_t word) {
     case InitialKind::kUniform:
       return static_cast<float>(initial.low + unit * (initial.high - initial.low));
     case InitialKind::kNormal: {
-      const double probability =
-          initial.low_probability + unit * (initial.high_probability - initial.low_probability);
+      const double probability = initial.low_probability + unit * (initial.high_probability - initial.low_probability);
       const double value = initial.mean + initial.deviation * normal_quantile(probability);
       return static_cast<float>(std::clamp(value, initial.low, initial.high));
     }

@@ -58,8 +58,7 @@ TORCHREC_DYN_INLINE void pool_bag(const PoolJob<T>& job, const RowBlocks<T>& tab
     pool_columns<16>(job, table, begin, end, column, 16, out + column);
     column += 16;
   }
-  if (table.columns > column)
-    pool_columns<0>(job, table, begin, end, column, table.columns - column, out + column);
+  if (table.columns > column) pool_columns<0>(job, table, begin, end, column, table.columns - column, out + column);
 }
 
 template <typename T, typename Out>
@@ -83,13 +82,13 @@ TORCHREC_DYN_INLINE void pool_segment(const PoolJob<T>& job, const Segment& segm
   }
 }
 
-#define TORCHREC_DYN_POOL(T, Out)                                                                                  \
+#define TORCHREC_DYN_POOL(T, Out)                                                                                     \
   TORCHREC_DYN_SIMD void pool(const PoolJob<T>& job, const Segment& segment, int64_t first, int64_t last, Out* out) { \
-    pool_segment(job, segment, first, last, out);                                                                  \
+    pool_segment(job, segment, first, last, out);                                                                     \
   }
-#define TORCHREC_DYN_POOL_OF(T)   \
-  TORCHREC_DYN_POOL(T, float)     \
-  TORCHREC_DYN_POOL(T, Float16)   \
+#define TORCHREC_DYN_POOL_OF(T) \
+  TORCHREC_DYN_POOL(T, float)   \
+  TORCHREC_DYN_POOL(T, Float16) \
   TORCHREC_DYN_POOL(T, BFloat16)
 TORCHREC_DYN_POOL_OF(float)
 TORCHREC_DYN_POOL_OF(Float16)
@@ -112,8 +111,8 @@ Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, con
   const Bags bags = read_bags("gather_pool", offsets, segments, tables, rows.numel(), elements);
   const float* weight = bag_weight_data("gather_pool", bag_weights, rows.numel());
   check_rows_of_bags("gather_pool", bags, tables, const_data<int64_t>(rows));
-  Tensor out = torch::stable::empty({elements}, dtype, std::nullopt,
-                                    torch::stable::Device(torch::headeronly::DeviceType::CPU));
+  Tensor out =
+      torch::stable::empty({elements}, dtype, std::nullopt, torch::stable::Device(torch::headeronly::DeviceType::CPU));
   dispatch_row_type("gather_pool", weights, [&](auto row_zero) {
     using T = decltype(row_zero);
     const auto row_tables = all_row_blocks<T>("gather_pool", weights, tables);

@@ -21,7 +21,7 @@ inline void sort_by_high_word(std::vector<uint64_t>& words) {
   uint64_t largest = 0;
   for (const uint64_t word : words) largest = std::max(largest, word >> 32);
   std::vector<uint64_t> other(words.size());
-  for (int shift = 32; shift < 32 + std::bit_width(largest); shift += kDigitBits) {
+  for (int shift = 32; shift < 32 + static_cast<int>(std::bit_width(largest)); shift += kDigitBits) {
     std::vector<size_t> place(kDigits + 1, 0);
     for (const uint64_t word : words) ++place[((word >> shift) & (kDigits - 1)) + 1];
     for (size_t digit = 1; digit < kDigits; ++digit) place[digit] += place[digit - 1];

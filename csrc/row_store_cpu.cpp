@@ -13,8 +13,13 @@ constexpr int64_t kGrain = 512;
 InitialRows initial_rows_of(int64_t kind, const std::vector<double>& parameters) {
   STD_TORCH_CHECK(kind >= 0 && kind <= 2, "init_rows_: expected kind in [0, 2], got ", kind, ".");
   check_size("init_rows_", "the number of parameters", 6, static_cast<int64_t>(parameters.size()));
-  return {static_cast<InitialKind>(kind), parameters[0], parameters[1], parameters[2],
-          parameters[3],                  parameters[4], parameters[5]};
+  return {static_cast<InitialKind>(kind),
+          parameters[0],
+          parameters[1],
+          parameters[2],
+          parameters[3],
+          parameters[4],
+          parameters[5]};
 }
 
 template <typename T>
@@ -58,8 +63,8 @@ Tensor gather_rows(const Tensor& rows, std::vector<Tensor> blocks, int64_t shift
   Tensor out = torch::stable::empty({rows.numel(), columns}, dtype, std::nullopt,
                                     torch::stable::Device(torch::headeronly::DeviceType::CPU));
   if (!blocks.empty())
-    STD_TORCH_CHECK(blocks.front().scalar_type() == dtype, "gather_rows: expected blocks of dtype ",
-                    dtype_name(dtype), ", got ", dtype_name(blocks.front().scalar_type()), ".");
+    STD_TORCH_CHECK(blocks.front().scalar_type() == dtype, "gather_rows: expected blocks of dtype ", dtype_name(dtype),
+                    ", got ", dtype_name(blocks.front().scalar_type()), ".");
   dispatch_row_type("gather_rows", {out}, [&](auto zero) {
     using T = decltype(zero);
     const auto table = single_table<T>("gather_rows", blocks, shift, columns);

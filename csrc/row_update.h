@@ -96,8 +96,7 @@ TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection
       for (int64_t c = 0; c < n; ++c) {
         m1[c] = rule.beta1 * m1[c] + (1.0f - rule.beta1) * g[c];
         m2[c] = rule.beta2 * m2[c] + (1.0f - rule.beta2) * (g[c] * g[c]);
-        const float direction =
-            m1[c] / correction.first / (std::sqrt(m2[c] / correction.second) + rule.eps);
+        const float direction = m1[c] / correction.first / (std::sqrt(m2[c] / correction.second) + rule.eps);
         w[c] -= lr * (direction + rule.weight_decay * w[c]);
       }
       return;

@@ -150,10 +150,10 @@ TORCHREC_DYN_INLINE void update_sorted(const UpdateJob<T>& job, const UpdateTabl
   }
 }
 
-#define TORCHREC_DYN_UPDATE(T)                                                                                    \
-  TORCHREC_DYN_SIMD void update(const UpdateJob<T>& job, const UpdateTable<T>& table,                             \
-                                const std::vector<uint64_t>& words, int shift, int64_t part) {                    \
-    update_sorted(job, table, words, shift, part);                                                                \
+#define TORCHREC_DYN_UPDATE(T)                                                                 \
+  TORCHREC_DYN_SIMD void update(const UpdateJob<T>& job, const UpdateTable<T>& table,          \
+                                const std::vector<uint64_t>& words, int shift, int64_t part) { \
+    update_sorted(job, table, words, shift, part);                                             \
   }
 TORCHREC_DYN_UPDATE(float)
 TORCHREC_DYN_UPDATE(Float16)
@@ -232,7 +232,7 @@ void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, con
                                Stream{static_cast<uint64_t>(stream[0]), stream[1], stream[2]}});
       stream += 3;
     }
-    const UpdateJob<T> job{bags, places, const_data<float>(grad), const_data<int64_t>(ids), const_data<int64_t>(rows),
+    const UpdateJob<T> job{bags,   places, const_data<float>(grad), const_data<int64_t>(ids), const_data<int64_t>(rows),
                            weight, rule};
     const int shift = part_shift(table_count, ids.numel());
     for_each_task(table_count << shift, [&](int64_t task) {

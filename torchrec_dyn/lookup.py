@@ -204,8 +204,8 @@ class TableGroup:
         )
         ops.update_rows_(
             grad, forward.ids, forward.rows, forward.offsets, weights, blocks.weights, states[0],
-            states[1], blocks.layout, forward.segments, streams, self._bag_layout.is_mean, int(optimizer.kind),
-            optimizer.hyper(self.learning_rate),
+            states[1], blocks.layout, forward.segments, streams, self._bag_layout.is_mean,
+            int(optimizer.kind), optimizer.hyper(self.learning_rate),
         )  # fmt: skip
 
     def _count_late_grads(self, forward: _Forward) -> None:

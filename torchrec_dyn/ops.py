@@ -71,9 +71,7 @@ def collect_new(
     return _ops.collect_new.default(ids, rows, table_offsets)
 
 
-def insert(
-    new_ids: Tensor, new_rows: Tensor, new_offsets: Tensor, slots: Sequence[Tensor]
-) -> None:
+def insert(new_ids: Tensor, new_rows: Tensor, new_offsets: Tensor, slots: Sequence[Tensor]) -> None:
     """Writes distinct absent ids into the maps, in place.
 
     Args:
@@ -155,9 +153,7 @@ def init_rows_(
         parameters: low, high, mean, deviation, low probability, high probability.
         key: 64 bits (as int64) that stand for the seed and the table's name.
     """
-    _ops.init_rows_.default(
-        ids, rows, blocks, shift, columns, first_column, kind, parameters, key
-    )
+    _ops.init_rows_.default(ids, rows, blocks, shift, columns, first_column, kind, parameters, key)
 
 
 def gather_rows(
@@ -323,9 +319,7 @@ def _(ids: Tensor, table_offsets: Tensor, slots: Sequence[Tensor]) -> tuple[Tens
 
 
 @_fake("collect_new")
-def _(
-    ids: Tensor, rows: Tensor, table_offsets: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(ids: Tensor, rows: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     fresh = torch.library.get_ctx().new_dynamic_size()
     return (
         ids.new_empty(fresh),
@@ -373,9 +367,7 @@ def _(
 
 
 @_fake("scatter_rows_")
-def _(
-    rows: Tensor, values: Tensor, blocks: Sequence[Tensor], shift: int, columns: int
-) -> None:
+def _(rows: Tensor, values: Tensor, blocks: Sequence[Tensor], shift: int, columns: int) -> None:
     return None
 
 
