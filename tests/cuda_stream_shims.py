@@ -14,7 +14,14 @@ from unittest import mock
 import torch
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionContext
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.distributed.train_pipeline import runtime_forwards, train_pipelines
+
+from torchrec_dyn.sharded_embedding import SequenceContext
+
+# What the pipelines hand from stream to stream: batches, outputs and contexts.
+HANDED_ON = [KeyedJaggedTensor, KeyedTensor, EmbeddingBagCollectionContext,
+             EmbeddingCollectionContext, SequenceContext]  # fmt: skip
 
 
 def _record_nothing(self: Any, stream: Any) -> None:
@@ -44,10 +51,7 @@ def cuda_stream_shims() -> Iterator[None]:
         if self._stream is None:
             self._device = torch.device("cpu")  # TorchRec takes no stream for a CUDA device
 
-    without_streams = (KeyedJaggedTensor, KeyedTensor, EmbeddingCollectionContext)
-    patches = [
-        mock.patch.object(kind, "record_stream", _record_nothing) for kind in without_streams
-    ]
+    patches = [mock.patch.object(kind, "record_stream", _record_nothing) for kind in HANDED_ON]
     patches += [
         mock.patch.object(runtime_forwards.BaseForward, "__init__", make_forward_on_cpu),
         mock.patch.object(train_pipelines, "prefetch_embeddings", _prefetch_in_order),

@@ -26,6 +26,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.streamable import Pipelineable
 
 import torchrec_dyn as dyn
@@ -68,6 +69,8 @@ class Run:
         sequences: a sharding type per sequence table.
         beside: whether a static collection of TorchRec's is in the model too.
         dynamic: whether the other collections are ours, or TorchRec's with the same first rows.
+        mean: whether all pooled tables but the first are averaged (static tables do so wrongly).
+        variable: whether each feature has a batch size of its own.
         initializer: of ours.
     """
 
@@ -75,6 +78,8 @@ class Run:
     sequences: Sequence[str]
     beside: bool = False
     dynamic: bool = True
+    mean: bool = True
+    variable: bool = False
     steps: int = 6
     new_ids: int = 60  # ids that each step sees first
     longest_bag: int = 6
@@ -108,9 +113,10 @@ class Head(nn.Module):
         """Returns the loss, and what a pipeline hands out: loss and logits."""
         parts = [batch.dense, pooled.values()]
         for jagged in sequences.values():
-            bag = torch.repeat_interleave(torch.arange(len(batch.labels)), jagged.lengths())
-            summed = torch.zeros(len(batch.labels), jagged.values().shape[1])
-            parts.append(summed.index_add(0, bag, jagged.values()))
+            bags = len(jagged.lengths())
+            bag = torch.repeat_interleave(torch.arange(bags), jagged.lengths())
+            summed = torch.zeros(bags, DIM).index_add(0, bag, jagged.values())
+            parts.append(summed[torch.arange(len(batch.labels)) % bags])
         if beside is not None:
             parts.append(beside.values())
         logits = self.last(torch.tanh(self.hidden(torch.cat(parts, dim=1)))).squeeze(1)
@@ -125,7 +131,12 @@ class ClickModel(nn.Module):
         super().__init__()
         common = {"num_embeddings": ROWS, "embedding_dim": DIM}
         pooled = [
-            EmbeddingBagConfig(name=name, feature_names=FEATURES[i % 4 :][:2], **common)
+            EmbeddingBagConfig(
+                name=name,
+                feature_names=FEATURES[i % 4 :][:2],
+                pooling=PoolingType.MEAN if run.mean and i else PoolingType.SUM,
+                **common,
+            )
             for i, name in enumerate(run.tables("pooled"))
         ]
         sequences = [
@@ -195,14 +206,21 @@ def batches(run: Run, first_step: int = 0) -> list[Clicks]:
 
 def _batch(run: Run, step: int, rank: int) -> Clicks:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    lengths = torch.randint(run.longest_bag + 1, (5 * BATCH,), generator=generator)
-    large = int(lengths[: 4 * BATCH].sum())
+    bags = [BATCH - number if run.variable else BATCH for number in range(len(FEATURES))]
+    lengths = torch.randint(run.longest_bag + 1, (sum(bags) + BATCH,), generator=generator)
+    large = int(lengths[: sum(bags)].sum())
     known = _ids_at(run, step)
     ids = known[torch.randint(known.numel(), (large,), generator=generator)]
     small = torch.randint(ROWS, (int(lengths.sum()) - large,), generator=generator)
     if not run.dynamic:
         ids = torch.searchsorted(_vocabulary(run), ids)
-    features = KeyedJaggedTensor([*FEATURES, "small"], torch.cat([ids, small]), lengths=lengths)
+    keys = [*FEATURES, "small"]
+    options: dict[str, Any] = {}
+    if run.variable:
+        inverse = torch.stack([torch.arange(BATCH) % count for count in [*bags, BATCH]])
+        options["stride_per_key_per_rank"] = [[count] for count in [*bags, BATCH]]
+        options["inverse_indices"] = (keys, inverse)
+    features = KeyedJaggedTensor(keys, torch.cat([ids, small]), lengths=lengths, **options)
     dense = torch.rand(BATCH, DENSE, generator=generator)
     return Clicks(features, dense, (torch.rand(BATCH, generator=generator) < 0.5).float())
 
