@@ -96,7 +96,8 @@ def test_make_targets_exist(page):
 @every_page
 def test_options_of_the_main_job_exist(page):
     spoken = re.findall(r'make train ARGS="([^"]*)"', prose(page))
-    known = set(re.findall(r'"(--[a-z-]+)"', (ROOT / "examples/options.py").read_text()))
+    sources = "".join(path.read_text() for path in (ROOT / "examples").glob("*.py"))
+    known = set(re.findall(r'"(--[a-z-]+)"', sources))
     assert set(re.findall(r"--[a-z-]+", " ".join(spoken))) <= known | {"--help"}
 
 
