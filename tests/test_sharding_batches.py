@@ -40,7 +40,7 @@ def test_batch_size_per_feature_under_all_types_and_two_groups() -> None:
             f"t{i}",
             [f"f{i}", "shared"],
             usual_plan(kind, 8, 4, 2, i),
-            data_type="FP32" if i % 2 else "FP16",
+            data_type="FP32" if i < len(POOLED) else "FP16",
         )
         for i, kind in enumerate([*POOLED, *POOLED])
     ]

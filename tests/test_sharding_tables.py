@@ -10,6 +10,7 @@ import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import EXTREME_IDS, FUSED_PARAMS, Case, Table, usual_plan
 from sharded_training import batches, check_rows, collection_of, outputs_by_name, shard
+from torchrec import KeyedJaggedTensor
 
 POOLED = [
     "table_wise",
@@ -51,7 +52,8 @@ def whole_rows(handle: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 def assign_and_erase(case: Case) -> None:
     rank = dist.get_rank()
-    handle = shard(case, collection_of(case)).module.collection.table("t0")
+    model = shard(case, collection_of(case)).eval()
+    handle = model.module.collection.table("t0")
     # Each rank assigns ids of its own, rank 3 none, and all of them the id 77.
     every = [*EXTREME_IDS, *range(200, 260)]
     mine = [*every[rank::3], 77] if rank < 3 else []
@@ -61,6 +63,13 @@ def assign_and_erase(case: Case) -> None:
     got, ranks = whole_rows(handle, ids)
     torch.testing.assert_close(got, torch.tensor([row_of(i) for i in ids.tolist()]))
     assert bool((ranks > 0).all())
+    # Rows are where a batch looks for them.
+    asked = KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=ids,
+        lengths=torch.tensor([1] * len(ids) + [0] * len(ids)),
+    )
+    torch.testing.assert_close(outputs_by_name(case, model(asked))["a"], got)
     last, _ = whole_rows(handle, torch.tensor([77]))
     torch.testing.assert_close(last, torch.tensor([row_of(77, 2)]))
     held = sorted(handle.ids().tolist())
