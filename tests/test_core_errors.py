@@ -285,3 +285,14 @@ def test_lookup_checks_before_any_change(change, text, training):
     good = group(IDS, OFFSETS, training=True)
     good.sum().backward()
     assert bits(tables[0].lookup(ids_of(1))[0]).any()
+
+
+def test_tables_that_cannot_share_a_call():
+    float32, float16 = make_table(name="a"), make_table(name="b", dtype=torch.float16)
+    refuses(
+        "TableGroup: expected tables of one row dtype and one", lambda: make_group(float32, float16)
+    )
+    refuses(
+        "BagLayout: expected the number of features of each of 1 tables, got [1, 1].",
+        lambda: make_group(float32, features=[1, 1]),
+    )

@@ -49,6 +49,11 @@ class BagLayout:
             raise ValueError(
                 f"BagLayout: expected tables of one width for sequences, got {sorted(set(columns))}."
             )
+        if len(features_per_table) != len(columns):
+            raise ValueError(
+                f"BagLayout: expected the number of features of each of {len(columns)} tables, got "
+                f"{list(features_per_table)}."
+            )
         self.is_mean = pooling == "mean"
         self._is_sequence = pooling == "none"
         self._columns = list(columns)

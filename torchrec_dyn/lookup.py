@@ -60,6 +60,11 @@ class TableGroup:
         output_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.tables = list(tables)
+        if len({(table.dtype, table.optimizer) for table in self.tables}) != 1:
+            raise ValueError(
+                "TableGroup: expected tables of one row dtype and one optimizer, got "
+                f"{[(table.name, table.dtype, table.optimizer) for table in self.tables]}."
+            )
         self.learning_rate: float = self.tables[0].optimizer.learning_rate
         self.output_dtype = output_dtype
         self._bag_layout = BagLayout(
@@ -166,6 +171,10 @@ class TableGroup:
             table.step += 1
             table.counters["ids_seen"] += end - begin
             table.counters["hits"] += end - begin - missing
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Blocks are reserved far beyond the rows in use: a copy lists those of its own tables.
+        return {**self.__dict__, "_blocks_key": None, "_blocks": None}
 
     def _current_blocks(self) -> TableBlocks:
         """Returns the blocks of all tables, listed anew when one has grown or was replaced."""
