@@ -71,6 +71,8 @@ class Run:
         dynamic: whether the other collections are ours, or TorchRec's with the same first rows.
         mean: whether all pooled tables but the first are averaged (static tables do so wrongly).
         variable: whether each feature has a batch size of its own.
+        warming: whether the learning rate grows from step to step. A static table reads it in its
+            forward, ours in backward: where lookups run ahead, a static one is a step behind.
         initializer: of ours.
     """
 
@@ -80,6 +82,7 @@ class Run:
     dynamic: bool = True
     mean: bool = True
     variable: bool = False
+    warming: bool = False
     steps: int = 6
     new_ids: int = 60  # ids that each step sees first
     longest_bag: int = 6

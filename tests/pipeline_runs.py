@@ -14,6 +14,7 @@ from pipeline_model import Clicks, Run, batches, sharded_model
 from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torchrec_dyn.table import DynamicTable
 
@@ -67,11 +68,13 @@ def states_of(run: Run, model: Any) -> State:
     return {name: table.export_state() for name, table in tables_of(run, model).items()}
 
 
-def optimizer_of(model: Any) -> CombinedOptimizer:
-    """The optimizers of the rows and of the dense part."""
+def optimizer_of(run: Run, model: Any) -> Any:
+    """The optimizers of the rows and of the dense part, perhaps at a growing rate."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     wrapped = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1))
-    return CombinedOptimizer([model.fused_optimizer, wrapped])
+    optimizer = CombinedOptimizer([model.fused_optimizer, wrapped])
+    warming = [WarmupStage(WarmupPolicy.LINEAR, max_iters=4, value=0.3)]
+    return WarmupOptimizer(optimizer, warming, lr=0.3) if run.warming else optimizer
 
 
 @contextmanager
@@ -92,11 +95,11 @@ def no_fallback() -> Iterator[None]:
     assert not [text for text in said if "pipelined" in text], said
 
 
-def make_pipeline(name: str, model: Any, **options: Any) -> Any:
+def make_pipeline(run: Run, name: str, model: Any, **options: Any) -> Any:
     """A pipeline over a model."""
     kind, usual, _ = PIPELINES[name]
     return getattr(train_pipelines, kind)(
-        model, optimizer_of(model), torch.device("cpu"), **usual, **options
+        model, optimizer_of(run, model), torch.device("cpu"), **usual, **options
     )
 
 
@@ -135,7 +138,7 @@ def train(run: Run, name: str) -> dict[str, Any]:
     """
     with shims_for(name), no_fallback():
         model = sharded_model(run)
-        pipeline = make_pipeline(name, model)
+        pipeline = make_pipeline(run, name, model)
         outputs = drain(pipeline, batches(run))
         if name != "base":
             check_pipelined(run, pipeline)
@@ -155,13 +158,13 @@ def evaluate(run: Run, name: str) -> int:
     with shims_for(name), no_fallback(), torch.no_grad():
         model = sharded_model(run)
         with torch.enable_grad():
-            drain(make_pipeline("base", model), batches(run)[:3])
+            drain(make_pipeline(run, "base", model), batches(run)[:3])
         unseen = batches(run)
         model.eval()
         before = states_of(run, model)
         counts = {key: table.stats() for key, table in tables_of(run, model).items()}
         expected = [model(batch)[1] for batch in unseen]
-        pipeline = make_pipeline(name, model)
+        pipeline = make_pipeline(run, name, model)
         with torch.enable_grad():  # as a user's loop that forgot no_grad
             got = drain(pipeline, unseen)
         check_pipelined(run, pipeline)
@@ -205,7 +208,7 @@ def train_and_erase(run: Run, erased: torch.Tensor, at_step: int, erase: bool) -
                 loss.register_hook(lambda grad: _erase(run, model, erased))
             return loss, output
 
-        pipeline = make_pipeline("semi_sync", model, custom_model_fwd=forward)
+        pipeline = make_pipeline(run, "semi_sync", model, custom_model_fwd=forward)
         outputs = drain(pipeline, source)
         check_pipelined(run, pipeline)
     return {
@@ -231,7 +234,7 @@ def train_with_pause(run: Run, name: str) -> dict[str, Any]:
     """Trains, evaluates in the middle with the pipeline detached, and trains on."""
     with shims_for(name):
         model = sharded_model(run)
-        pipeline = make_pipeline(name, model)
+        pipeline = make_pipeline(run, name, model)
         left = iter(batches(run))
         outputs = [pipeline.progress(left) for _ in range(2)]
         bare = pipeline.detach()

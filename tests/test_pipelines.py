@@ -15,11 +15,14 @@ from pipeline_runs import PIPELINES, State, renamed
 import torchrec_dyn as dyn
 
 SEQUENCES = ("row_wise", "table_wise", "column_wise")
+BY_NODE = ("table_row_wise", "table_column_wise", "grid_shard")
 PLANS = {
     "two_ranks": (Run(("table_wise", "row_wise", "column_wise"), SEQUENCES, beside=True), 2, 2),
-    "batch_per_feature": (Run(("row_wise", "column_wise"), SEQUENCES, variable=True), 2, 2),
-    "two_nodes": (Run(("table_row_wise", "table_column_wise", "grid_shard"), SEQUENCES), 4, 2),
-}
+    "batch_per_feature": (
+        Run(("row_wise", "column_wise"), SEQUENCES, variable=True, warming=True), 2, 2,
+    ),
+    "two_nodes": (Run(BY_NODE, SEQUENCES, warming=True), 4, 2),
+}  # fmt: skip
 # The lookup of a batch comes after the backward of the batch before: not one bit may change.
 SAME_ORDER = ["sparse_dist", "sparse_dist_late_enqueue", "lite", "fused", "fused_late_lookup",
               "prefetch"]  # fmt: skip
@@ -58,7 +61,7 @@ def test_trains_as_the_plain_loop(plan: str, pipeline: str) -> None:
 @pytest.mark.parametrize("optimizer", ["EXACT_SGD", "EXACT_ADAGRAD"])
 def test_semi_sync_trains_as_static_tables(plan: str, optimizer: str) -> None:
     fused_params = {"optimizer": EmbOptimType[optimizer], "learning_rate": 0.1}
-    changes: dict[str, Any] = {"fused_params": fused_params, "mean": False}
+    changes: dict[str, Any] = {"fused_params": fused_params, "mean": False, "warming": False}
     dynamic = train(plan, "semi_sync", **changes)
     static = train(plan, "semi_sync", dynamic=False, **changes)
     plain = train(plan, "base", **changes)
@@ -107,6 +110,7 @@ def test_rows_erased_before_their_backward(plan: str) -> None:
     run = dataclasses.replace(
         run,
         beside=False,
+        warming=False,
         initializer=dyn.Constant(0.05),
         fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5},
     )
