@@ -24,7 +24,7 @@ FLOORS = (
     "table table_blocks lookup",
     "feature_ids table_configs optimizer_choice fused_optimizer kernel"
     " local_table saved_state data_parallel table_handle local_lookup",
-    "column_order row_wise table_layout batch_check mean_pooling grouped_lookups sharding"
+    "column_order row_wise output_dists table_layout batch_check mean_pooling grouped_lookups sharding"
     " sequence_sharding sequence_batch carry_over sharded_table shardable_view sharding_setup",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
     " sharded_embeddingbag sharded_embedding sharders planner",

@@ -57,10 +57,21 @@ def test_weighted_bags(kind: str) -> None:
     run(Case(tables_of(kind), exact=kind in WHOLE_ROWS, weighted=True))
 
 
-@pytest.mark.parametrize("kind", WHOLE_ROWS)
+@pytest.mark.parametrize("kind", POOLED)
 @pytest.mark.parametrize("sizes", [[3, 7, 1, 4], [0, 5, 0, 2]])
 def test_pooled_with_a_batch_size_per_rank(kind: str, sizes: list[int]) -> None:
-    run(Case(tables_of(kind), batch_sizes=sizes))
+    # TorchRec 1.8.0 cannot run backward where rows are spread and the backend is gloo.
+    run(Case(tables_of(kind), exact=kind in WHOLE_ROWS, batch_sizes=sizes))
+
+
+@pytest.mark.parametrize("kind", POOLED)
+def test_pooled_with_a_batch_size_per_rank_and_feature(kind: str) -> None:
+    run(Case(tables_of(kind), exact=kind in WHOLE_ROWS, batch_sizes=[5, 9, 3, 4], variable=True))
+
+
+@pytest.mark.parametrize("kind", SEQUENCE)
+def test_sequence_with_a_batch_size_per_rank_and_feature(kind: str) -> None:
+    run(Case(tables_of(kind), pooled=False, batch_sizes=[5, 9, 3, 4], variable=True))
 
 
 @pytest.mark.parametrize("kind", SEQUENCE)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from sharded_cases import EXTREME_IDS, FUSED_PARAMS, Case, Table, usual_plan
+from sharded_cases import EXTREME_IDS, FUSED_PARAMS, Case, Table, shard_by_hand, usual_plan
 from sharded_training import batches, check_rows, collection_of, outputs_by_name, shard
 from torchrec import KeyedJaggedTensor
 
@@ -87,6 +87,15 @@ def assign_and_erase(case: Case) -> None:
 @pytest.mark.parametrize("pooled, kind", BOTH)
 def test_assign_and_erase_reach_all_shards(pooled: bool, kind: str) -> None:
     workers.run(assign_and_erase, case_of(pooled, kind), world_size=4, local_size=2)
+
+
+def test_assign_reaches_columns_in_any_order() -> None:
+    shards = [([1], 6, 2), ([0], 4, 2), ([1], 0, 2), ([0], 2, 2)]
+    tables = [
+        Table("t0", ["a"], shard_by_hand("column_wise", shards)),
+        Table("t1", ["b"], shard_by_hand("column_wise", shards[::-1])),
+    ]
+    workers.run(assign_and_erase, Case(tables), world_size=4, local_size=2)
 
 
 def assign_badly(case: Case) -> list[str]:

@@ -15,22 +15,21 @@ from torchrec.distributed.embedding_sharding import (
 )
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
-from torchrec.distributed.sharding.grid_sharding import (
-    GridPooledEmbeddingDist,
-    GridPooledEmbeddingSharding,
-)
+from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
-from torchrec.distributed.sharding.twrw_sharding import (
-    TwRwPooledEmbeddingDist,
-    TwRwPooledEmbeddingSharding,
-)
-from torchrec.distributed.types import Awaitable, ShardingType
+from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
+from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.column_order import outputs_by_column
 from torchrec_dyn.grouped_lookups import PooledLookup
+from torchrec_dyn.output_dists import (
+    GridOutputDist,
+    NodeRowWiseOutputDist,
+    RowWiseOutputDist,
+)
 from torchrec_dyn.row_wise import NodeRowWiseInputDist, RowWiseInputDist
 
 
@@ -56,6 +55,18 @@ def _node_input_dist(sharding: Any, device: torch.device | None) -> NodeRowWiseI
         features_per_rank=sharding._features_per_rank(sharding._grouped_embedding_configs_per_rank),
         device=device if device is not None else sharding._device,
     )
+
+
+def _node_output_options(sharding: Any, device: torch.device | None) -> dict[str, Any]:
+    return {
+        "rank": sharding._rank,
+        "cross_pg": sharding._cross_pg,
+        "intra_pg": sharding._intra_pg,
+        "dim_sum_per_node": sharding._dim_sum_per_node(),
+        "emb_dim_per_node_per_feature": sharding._emb_dim_per_node_per_feature(),
+        "device": device if device is not None else sharding._device,
+        "qcomm_codecs_registry": sharding.qcomm_codecs_registry,
+    }
 
 
 def _combine_columns(sharding: Any, groups: Sequence[Sequence[GroupedEmbeddingConfig]]) -> None:
@@ -149,6 +160,16 @@ class RowWisePooled(RwPooledEmbeddingSharding):
         """Creates the lookup of this rank's rows."""
         return _lookup(self, self._grouped_embedding_configs, device, ShardingType.ROW_WISE)
 
+    def create_output_dist(
+        self, device: torch.device | None = None
+    ) -> BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]:
+        """Creates the sum over all ranks."""
+        return RowWiseOutputDist(
+            self._pg,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            embedding_dims=self.embedding_dims(),
+        )
+
 
 class TableRowWisePooled(TwRwPooledEmbeddingSharding):
     """Rows spread over the ranks of one node."""
@@ -169,29 +190,11 @@ class TableRowWisePooled(TwRwPooledEmbeddingSharding):
         groups = self._grouped_embedding_configs_per_rank[self._rank]
         return _lookup(self, groups, device, ShardingType.TABLE_ROW_WISE)
 
-
-class GridOutputDist(GridPooledEmbeddingDist):
-    """TorchRec's output dist of grid sharding, and a batch size per feature too.
-
-    TorchRec 1.8.0 lacks that branch. Before the columns are stitched a grid is table-row-wise
-    over column shards, so table-row-wise's output dist serves; the collection stitches.
-
-    Args:
-        with_batch_per_feature: the output dist for batches of a size per feature.
-        **options: as TorchRec's.
-    """
-
-    def __init__(self, with_batch_per_feature: TwRwPooledEmbeddingDist, **options: Any) -> None:
-        super().__init__(**options)
-        self._with_batch_per_feature = with_batch_per_feature
-
-    def forward(
-        self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext | None = None
-    ) -> Awaitable[Tensor]:
-        """Sums partial bags within the node and sends them to the ranks of their batches."""
-        if sharding_ctx is not None and sharding_ctx.variable_batch_per_feature:
-            return self._with_batch_per_feature(local_embs, sharding_ctx)
-        return super().forward(local_embs, sharding_ctx)
+    def create_output_dist(
+        self, device: torch.device | None = None
+    ) -> BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]:
+        """Creates the sum within the node and the way back to the batches."""
+        return NodeRowWiseOutputDist(**_node_output_options(self, device))
 
 
 class GridPooled(GridPooledEmbeddingSharding):
@@ -216,20 +219,9 @@ class GridPooled(GridPooledEmbeddingSharding):
     def create_output_dist(
         self, device: torch.device | None = None
     ) -> BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]:
-        """Creates TorchRec's output dist, able to take a batch size per feature."""
+        """Creates the sum within each node and the way back to the batches."""
         stock = super().create_output_dist(device)
-        options = {
-            "rank": self._rank,
-            "cross_pg": self._cross_pg,
-            "intra_pg": self._intra_pg,
-            "dim_sum_per_node": self._dim_sum_per_node(),
-            "emb_dim_per_node_per_feature": self._emb_dim_per_node_per_feature(),
-            "device": device if device is not None else self._device,
-            "qcomm_codecs_registry": self.qcomm_codecs_registry,
-        }
-        return GridOutputDist(
-            TwRwPooledEmbeddingDist(**options), callbacks=stock._callbacks, **options
-        )
+        return GridOutputDist(callbacks=stock._callbacks, **_node_output_options(self, device))
 
     def uncombined_embedding_names(self) -> list[str]:
         """Returns the output names before stitching, one per column shard and feature."""
