@@ -20,6 +20,10 @@ TRIALS = {
     "table_wise_unweighted": (Trial("table_wise", weighted=False), 2),
     "table_wise_batch_per_rank": (Trial("table_wise", options={"variable_batch_size": True}), 2),
     "column_wise_batch_per_rank": (Trial("column_wise", options={"variable_batch_size": True}), 2),
+    "row_wise_batch_per_rank": (Trial("row_wise", options={"variable_batch_size": True}), 2),
+    "grid_shard_batch_per_rank": (
+        Trial("grid_shard", local_size=2, options={"variable_batch_size": True}), 4,
+    ),
     "table_wise_empty_batch": (Trial("table_wise", options={"allow_zero_batch_size": True}), 2),
     "row_wise_offsets": (Trial("row_wise", options={"use_offsets": True}), 2),
     "table_wise_half_comms": (Trial("table_wise", qcomm="FP16"), 2),
