@@ -22,7 +22,8 @@ TRIALS = {
     "column_wise_batch_per_rank": (Trial("column_wise", options={"variable_batch_size": True}), 2),
     "row_wise_batch_per_rank": (Trial("row_wise", options={"variable_batch_size": True}), 2),
     "grid_shard_batch_per_rank": (
-        Trial("grid_shard", local_size=2, options={"variable_batch_size": True}), 4,
+        Trial("grid_shard", local_size=2, options={"variable_batch_size": True}),
+        4,
     ),
     "table_wise_empty_batch": (Trial("table_wise", options={"allow_zero_batch_size": True}), 2),
     "row_wise_offsets": (Trial("row_wise", options={"use_offsets": True}), 2),
