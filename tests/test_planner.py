@@ -4,15 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
-from sharded_training import (
-    Case,
-    Holder,
-    Table,
-    batches,
-    collection_of,
-    sharder_of,
-    train_beside,
-)
+from sharded_cases import Case, Table
+from sharded_training import Holder, batches, collection_of, sharder_of, train_beside
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DistributedModelParallel
