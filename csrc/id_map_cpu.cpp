@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "checks.h"
+#include "huge_pages.h"
 #include "id_map.h"
 #include "parallel.h"
 
@@ -209,6 +210,7 @@ Tensor rehash(const Tensor& slots, int64_t capacity) {
   Tensor grown = torch::stable::empty({capacity, 2}, ScalarType::Long, std::nullopt,
                                       torch::stable::Device(torch::headeronly::DeviceType::CPU));
   const IdMapView new_map{static_cast<Slot*>(grown.mutable_data_ptr()), capacity};
+  ask_for_huge_pages(new_map.slots, capacity * static_cast<int64_t>(sizeof(Slot)));
   for_each_range(capacity, 1 << 16, [&](int64_t begin, int64_t end) {
     std::fill(new_map.slots + begin, new_map.slots + end, Slot{0, kNoRow});
   });

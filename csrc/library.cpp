@@ -30,6 +30,8 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   // [C] slots looked at to find the id of each slot, 0 for an empty slot.
   m.def("probe_lengths(Tensor slots) -> Tensor");
 
+  // Asks for 2 MiB pages behind a block, of any shape, before it is first written. Changes no value.
+  m.def("advise_huge_pages(Tensor block) -> ()");
   // Writes the initial rows of ids [M] to rows [M]. parameters: low, high, mean, deviation, low and high
   // probability (initial_rows.h). key: 64 bits that stand for the seed and the table's name.
   m.def(

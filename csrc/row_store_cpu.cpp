@@ -2,6 +2,7 @@
 #include <atomic>
 
 #include "blocks.h"
+#include "huge_pages.h"
 #include "initial_rows.h"
 #include "parallel.h"
 
@@ -100,9 +101,15 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
   });
 }
 
+void advise_huge_pages(const Tensor& block) {
+  STD_TORCH_CHECK(block.is_contiguous(), "advise_huge_pages: expected a contiguous block, got strides.");
+  ask_for_huge_pages(block.mutable_data_ptr(), block.numel() * static_cast<int64_t>(block.element_size()));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
+  m.impl("advise_huge_pages", TORCH_BOX(&advise_huge_pages));
   m.impl("init_rows_", TORCH_BOX(&init_rows_));
   m.impl("gather_rows", TORCH_BOX(&gather_rows));
   m.impl("scatter_rows_", TORCH_BOX(&scatter_rows_));

@@ -108,6 +108,7 @@ SAMPLES = {
     "erase": [lambda: {"ids": whole(5, 99), "slots": filled_slots()[0]}],
     "rehash": [lambda: {"slots": filled_slots()[0], "capacity": 11}],
     "probe_lengths": [lambda: {"slots": filled_slots()[0]}],
+    "advise_huge_pages": [lambda: {"block": torch.ones(1 << 20)}],
     "init_rows_": [
         lambda kind=kind: {
             "ids": whole(1, 2), "rows": whole(0, 11), **rows_of_a_table(), "kind": kind,
@@ -185,6 +186,7 @@ HARMLESS = {
     ("fill_new_", "new_rows", "strides"),  # of one element
     ("gather_pool", "rows", "size"),  # an id in no bag
     ("bag_weights_grad", "rows", "size"),
+    *(("advise_huge_pages", "block", how) for how in ("dtype", "size", "nothing")),
 }
 
 

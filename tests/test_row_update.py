@@ -204,3 +204,31 @@ def test_wild_gradients_reach_their_rows_only(kind, value):
         assert not torch.equal(after[0], before[0])
     assert torch.equal(after[2:], before[2:])
     assert after[1].isfinite().all()
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_tables_of_a_group_learn_as_alone(pooling):
+    """Outputs of several features lie between each other; bags are long, so each is read often."""
+
+    def table(name, dim):
+        return make_table(
+            OptimizerKind.EXACT_ADAGRAD, name=name, embedding_dim=dim, initializer=Normal(0.0, 0.3)
+        )
+
+    widths, bags = (5, 20), 9
+    together = [table("a", widths[0]), table("b", widths[1])]
+    group = make_group(*together, pooling=pooling, features=[2, 1])
+    ids, offsets = random_bags(3, bags=3 * bags, longest=12, pool=25)
+    upstream = torch.randn(bags, 2 * widths[0] + widths[1])
+    group(ids, offsets, training=True).backward(upstream)
+
+    cut = int(offsets[2 * bags])
+    parts = [
+        (ids[:cut], offsets[: 2 * bags + 1], upstream[:, : 2 * widths[0]], 2),
+        (ids[cut:], offsets[2 * bags :] - cut, upstream[:, 2 * widths[0] :], 1),
+    ]
+    for got, (part_ids, part_offsets, grad, features) in zip(together, parts, strict=True):
+        alone = table(got.name, got.columns)
+        own = make_group(alone, pooling=pooling, features=[features])
+        own(part_ids, part_offsets, training=True).backward(grad.contiguous())
+        assert same_state(got.export_state(), alone.export_state()), got.name

@@ -129,6 +129,15 @@ def probe_lengths(slots: Tensor) -> Tensor:
     return _ops.probe_lengths.default(slots)
 
 
+def advise_huge_pages(block: Tensor) -> None:
+    """Asks the kernel to back a block by 2 MiB pages; call it before the first write.
+
+    Args:
+        block: any shape and dtype, contiguous. No value changes.
+    """
+    _ops.advise_huge_pages.default(block)
+
+
 def init_rows_(
     ids: Tensor,
     rows: Tensor,
@@ -352,6 +361,11 @@ def _(slots: Tensor, capacity: int) -> Tensor:
 @_fake("probe_lengths")
 def _(slots: Tensor) -> Tensor:
     return slots.new_empty(slots.shape[0])
+
+
+@_fake("advise_huge_pages")
+def _(block: Tensor) -> None:
+    return None
 
 
 @_fake("init_rows_")

@@ -8,9 +8,6 @@ Legend: R rows allocated, M rows asked for.
 
 from __future__ import annotations
 
-import ctypes
-import sys
-
 import torch
 from torch import Tensor
 
@@ -19,8 +16,6 @@ from torchrec_dyn import ops
 # Upper bound of a block: large enough that a table has few of them, small enough that the last,
 # partly used one is no burden where memory is committed at once.
 _BLOCK_BYTES = 32 << 20
-_HUGE_PAGE_BYTES = 2 << 20
-_MADV_HUGEPAGE = 14  # <linux/mman.h>
 
 
 def block_shift(row_limit: int, row_bytes: int) -> int:
@@ -32,18 +27,6 @@ def block_shift(row_limit: int, row_bytes: int) -> int:
     """
     rows = max(1, min(_BLOCK_BYTES // max(1, row_bytes), row_limit))
     return max(4, rows.bit_length() - 1)
-
-
-def _ask_for_huge_pages(block: Tensor) -> None:
-    """Advises the kernel to back the block by 2 MiB pages: fewer TLB misses on random rows."""
-    if sys.platform != "linux" or block.device.type != "cpu":
-        return
-    begin = -(-block.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    end = block.data_ptr() + block.numel() * block.element_size()
-    length = (end - begin) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    if length > 0:  # advice only: a kernel that refuses changes nothing
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_HUGEPAGE)
 
 
 class RowStore:
@@ -76,7 +59,7 @@ class RowStore:
         """Appends blocks until `rows` rows fit. Rows that exist stay where they are."""
         while self.capacity < rows:
             block = torch.empty(1 << self.shift, self.columns, dtype=self.dtype, device=self.device)
-            _ask_for_huge_pages(block)
+            ops.advise_huge_pages(block)
             self.blocks.append(block)
 
     def read(self, rows: Tensor) -> Tensor:
