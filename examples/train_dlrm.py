@@ -11,6 +11,7 @@ is plain TorchRec: its DLRM, planner, DistributedModelParallel, train pipeline a
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -170,6 +171,7 @@ def main() -> int:
         return 1
     except AnotherRankFailed:
         return 1
+    gc.collect()  # the model holds the groups: only without it are gloo's threads joined, not cut off
     dist.destroy_process_group()
     return 0
 

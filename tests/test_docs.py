@@ -3,6 +3,7 @@
 As a script under torchrun this file runs the code of one page, top to bottom, in one namespace.
 """
 
+import gc
 import os
 import re
 import subprocess
@@ -43,6 +44,10 @@ def run_page(page: Path) -> None:
     for line, code in python_blocks(page.read_text()):
         # Empty lines before the code: a traceback names the line of the page.
         exec(compile("\n" * line + code, str(page), "exec"), namespace)
+    # torch 2.13: a gloo thread that drops its last tensor while the interpreter ends aborts the process.
+    # Without the model nothing holds the process group, and its threads are joined here.
+    namespace.clear()
+    gc.collect()
 
 
 def pages_with_code() -> list[Path]:

@@ -86,7 +86,7 @@ def test_other_kernels_are_refused(kernel: str) -> None:
     plan = {"t": shard_by_hand("table_wise", WHOLE)}
     plan["t"].compute_kernel = kernel
     (text,) = workers.run(refuse_plan, True, plan, world_size=1)
-    assert f"(table='t'): expected compute kernel 'fused', got '{kernel}'." in text
+    assert f"(table='t'): expected compute kernel 'fused', got '{kernel}'. In a plan" in text
 
 
 def test_missing_and_unknown_tables_are_refused() -> None:

@@ -84,7 +84,8 @@ def checked_plan(plan: Mapping[str, ParameterSharding], where: str) -> dict[str,
         if sharding.compute_kernel not in _KERNELS:
             raise ValueError(
                 f"{where}(table='{table}'): expected compute kernel 'fused', "
-                f"got '{sharding.compute_kernel}'."
+                f"got '{sharding.compute_kernel}'. "
+                "In a plan made by hand, name it: row_wise(compute_kernel='fused')."
             )
         checked[table] = copy.copy(sharding)
         checked[table].compute_kernel = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
