@@ -35,6 +35,16 @@ class GrowingTable(Protocol):
         ...
 
 
+def split_by_table(new_ids: Tensor, new_offsets: Tensor) -> tuple[Tensor, ...]:
+    """Cuts the new ids of `ops.collect_new` into those of each table.
+
+    Args:
+        new_ids: [M] int64.
+        new_offsets: [T + 1] int64.
+    """
+    return new_ids.split(new_offsets.diff().tolist())
+
+
 def insert_unseen(
     tables: Sequence[GrowingTable], ids: Tensor, rows: Tensor, table_offsets: Tensor
 ) -> None:
@@ -50,7 +60,7 @@ def insert_unseen(
         RuntimeError: a table is full or memory is out; no table holds another id than before.
     """
     new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
-    per_table = new_ids.split((new_offsets[1:] - new_offsets[:-1]).tolist())
+    per_table = split_by_table(new_ids, new_offsets)
     for table, fresh in zip(tables, per_table, strict=True):
         table.check_room(fresh.numel())
     for table, fresh in zip(tables, per_table, strict=True):

@@ -12,9 +12,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.optimizer_choice import chosen_fused_params, chosen_optimizer
 from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table_checks import ROW_DTYPES
 from torchrec_dyn.table_configs import config_initializer, row_dtype, with_row_dtype
 
-_ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _META = torch.device("meta")
 
 
@@ -155,7 +155,7 @@ class LocalTable(nn.Module):
             # .to(device) refuses meta tensors for want of data to copy; here there is none.
             converted = fn(torch.empty(0, dtype=self.weight.dtype))
         dtype, device = converted.dtype, converted.device
-        if dtype not in _ROW_DTYPES:
+        if dtype not in ROW_DTYPES:
             raise ValueError(
                 f"{self.where}: expected rows of float32, float16 or bfloat16, got {dtype}."
             )

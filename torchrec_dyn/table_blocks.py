@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.insertion import split_by_table
 from torchrec_dyn.row_store import RowStore
 from torchrec_dyn.table import DynamicTable
 
@@ -51,7 +52,7 @@ def blocks_with_initial_rows(
         table_offsets: [T + 1] int64.
     """
     new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
-    per_table = new_ids.split((new_offsets[1:] - new_offsets[:-1]).tolist())
+    per_table = split_by_table(new_ids, new_offsets)
     stores: list[RowStore] = []
     new_rows: list[Tensor] = []
     for table, unseen in zip(tables, per_table, strict=True):
