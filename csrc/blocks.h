@@ -9,6 +9,7 @@
 
 #include "checks.h"
 #include "row_types.h"
+#include "simd.h"
 
 namespace torchrec_dyn {
 
@@ -24,17 +25,22 @@ struct RowBlocks {
   }
 };
 
+// Asks for a row into L2: the core has far more misses in flight there than in L1 (measured: 22 against 35 ns for a
+// random row of 256 bytes, docs/performance.md). Callers ask in bursts, some thirty rows before they use them.
 template <typename T>
-void prefetch_row(const RowBlocks<T>& table, int64_t index, bool to_write) {
+TORCHREC_DYN_INLINE void prefetch_row(const RowBlocks<T>& table, int64_t index) {
   const auto* byte = reinterpret_cast<const char*>(table.row(index));
   const int64_t bytes = table.columns * static_cast<int64_t>(sizeof(T));
-  // Four lines suffice: the hardware's own prefetcher follows a longer row.
-  for (int64_t offset = 0; offset < bytes && offset < 256; offset += 64) {
-    if (to_write)
-      __builtin_prefetch(byte + offset, 1, 3);
-    else
-      __builtin_prefetch(byte + offset, 0, 3);
+  __builtin_prefetch(byte, 0, 2);
+  if (bytes > 64) {
+    __builtin_prefetch(byte + 64, 0, 2);
+    if (bytes > 128) {
+      __builtin_prefetch(byte + 128, 0, 2);
+      if (bytes > 192) __builtin_prefetch(byte + 192, 0, 2);
+    }
   }
+  // Eight lines suffice: the hardware's own prefetcher follows a longer row.
+  for (int64_t offset = 256; offset < bytes && offset < 512; offset += 64) __builtin_prefetch(byte + offset, 0, 2);
 }
 
 struct TableLayout {

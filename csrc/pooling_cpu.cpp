@@ -10,8 +10,10 @@
 namespace torchrec_dyn {
 namespace {
 
-// Ids ahead of the one being added whose row is asked for: enough to cover a miss, few enough to stay in L1.
-constexpr int64_t kAhead = 16;
+// Rows are asked for kAhead ids ahead (enough to cover a miss, few enough to stay in L2), kBurst at a time: a row is
+// usually a new page too, and in a tight loop more of the page walks overlap.
+constexpr int64_t kAhead = 32;
+constexpr int64_t kBurst = 32;
 
 template <typename T>
 struct PoolJob {
@@ -70,8 +72,9 @@ TORCHREC_DYN_INLINE void pool_segment(const PoolJob<T>& job, const Segment& segm
   std::vector<float> sums(sizeof(Out) == sizeof(float) ? 0 : static_cast<size_t>(table.columns));
   for (int64_t bag = first; bag < last; ++bag) {
     const int64_t end = job.bags.end(bag);
-    for (; ahead < stop && ahead < end + kAhead; ++ahead)
-      if (job.rows[ahead] >= 0) prefetch_row(table, job.rows[ahead], false);
+    if (ahead < end + kAhead)
+      for (const int64_t until = std::min(stop, end + kAhead + kBurst); ahead < until; ++ahead)
+        if (job.rows[ahead] >= 0) prefetch_row(table, job.rows[ahead]);
     Out* place = out + segment.out_offset + (bag - segment.first_bag) * segment.out_stride;
     if constexpr (sizeof(Out) == sizeof(float)) {
       pool_bag(job, table, job.bags.begin(bag), end, place);

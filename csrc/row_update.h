@@ -36,6 +36,9 @@ struct UpdateRule {
   int64_t momentum2_columns(int64_t columns) const {
     return optimizer == Optimizer::kAdam ? columns : optimizer == Optimizer::kPartialRowwiseAdam ? 1 : 0;
   }
+  bool square_reads_weights() const {
+    return optimizer == Optimizer::kRowwiseAdagrad && decay_mode == WeightDecay::kL2;
+  }
 };
 
 // 1 - beta^t for the table's step, in double because beta2 is near 1.
@@ -50,28 +53,39 @@ inline BiasCorrection bias_correction(const UpdateRule& rule, int64_t step) {
           static_cast<float>(1.0 - std::pow(static_cast<double>(rule.beta2), t))};
 }
 
-// The mean of (g + decay w)^2. Sixteen partial sums in a fixed order: vectorises, and gives the same bits at
-// every vector width.
+// The mean of (g + decay w)^2; w is not read where kDecays is false. Sixteen partial sums in a fixed order: vectorises,
+// and gives the same bits at every vector width.
+template <bool kDecays>
 TORCHREC_DYN_INLINE float mean_square(const float* g, const float* w, float decay, int64_t n) {
   constexpr int64_t kLanes = 16;
   float lanes[kLanes] = {};
   int64_t c = 0;
   for (; c + kLanes <= n; c += kLanes)
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const float value = g[c + lane] + decay * w[c + lane];
+      const float value = kDecays ? g[c + lane] + decay * w[c + lane] : g[c + lane];
       lanes[lane] += value * value;
     }
   for (int64_t lane = 0; c < n; ++c, ++lane) {
-    const float value = g[c] + decay * w[c];
+    const float value = kDecays ? g[c] + decay * w[c] : g[c];
     lanes[lane] += value * value;
   }
-  for (int64_t half = kLanes / 2; half > 0; half /= 2)
-    for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  return lanes[0] / static_cast<float>(n);
+  float four[4];
+  for (int64_t lane = 0; lane < 4; ++lane)
+    four[lane] = (lanes[lane] + lanes[lane + 8]) + (lanes[lane + 4] + lanes[lane + 12]);
+  return ((four[0] + four[2]) + (four[1] + four[3])) / static_cast<float>(n);
 }
 
-TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection& correction, const float* g, float* w,
-                                    float* m1, float* m2, int64_t n) {
+// What a row-wise rule adds to its one moment: a function of the gradient alone, except under L2 decay. 0 for the
+// other rules.
+TORCHREC_DYN_INLINE float row_square(const UpdateRule& rule, const float* g, const float* w, int64_t n) {
+  if (rule.square_reads_weights()) return mean_square<true>(g, w, rule.weight_decay, n);
+  const bool rowwise = rule.optimizer == Optimizer::kRowwiseAdagrad || rule.optimizer == Optimizer::kPartialRowwiseAdam;
+  return rowwise ? mean_square<false>(g, nullptr, 0.0f, n) : 0.0f;
+}
+
+// `square`: row_square of the same g and w.
+TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection& correction, float square, const float* g,
+                                    float* w, float* m1, float* m2, int64_t n) {
   const float lr = rule.learning_rate;
   switch (rule.optimizer) {
     case Optimizer::kSgd:
@@ -85,7 +99,7 @@ TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection
       return;
     case Optimizer::kRowwiseAdagrad: {
       const bool l2 = rule.decay_mode == WeightDecay::kL2;
-      m1[0] += mean_square(g, w, l2 ? rule.weight_decay : 0.0f, n);
+      m1[0] += square;
       const float multiplier = lr / (std::sqrt(m1[0]) + rule.eps);
       const float keep = l2 ? 1.0f - multiplier * rule.weight_decay
                             : (rule.decay_mode == WeightDecay::kDecoupled ? 1.0f - lr * rule.weight_decay : 1.0f);
@@ -101,7 +115,7 @@ TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection
       }
       return;
     case Optimizer::kPartialRowwiseAdam: {
-      m2[0] = rule.beta2 * m2[0] + (1.0f - rule.beta2) * mean_square(g, w, 0.0f, n);
+      m2[0] = rule.beta2 * m2[0] + (1.0f - rule.beta2) * square;
       const float denominator = std::sqrt(m2[0] / correction.second) + rule.eps;
       for (int64_t c = 0; c < n; ++c) {
         m1[c] = rule.beta1 * m1[c] + (1.0f - rule.beta1) * g[c];

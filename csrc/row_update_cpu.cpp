@@ -1,7 +1,8 @@
 // The backward of a lookup on the CPU: dedupe the rows of a batch, sum their gradients, update in place.
 //
 // A task owns the rows of one table whose low bits equal its part number, so no two tasks touch one row and
-// the sums of a row are made by one thread in the order of the batch.
+// the sums of a row are made by one thread in the order of the batch. The rows themselves are updated in the order
+// in which the batch first names them: a row named once, as most are, then finds its bag's gradient in cache.
 #include <limits>
 
 #include "bags.h"
@@ -75,23 +76,6 @@ TORCHREC_DYN_INLINE float* state_row(const RowBlocks<float>& state, int64_t row)
   return state.columns > 0 ? state.row(row) : nullptr;
 }
 
-// The sum over the words of a run of scale * grad, in their order.
-template <typename T>
-TORCHREC_DYN_INLINE void sum_grads(const UpdateJob<T>& job, const uint64_t* begin, const uint64_t* end, int64_t columns,
-                                   float* sum) {
-  for (const uint64_t* word = begin; word < end; ++word) {
-    const auto position = static_cast<uint32_t>(*word);
-    const size_t bag = job.places.bag(position);
-    float scale = job.bag_weights ? job.bag_weights[position] : 1.0f;
-    if (!job.places.scale.empty()) scale *= job.places.scale[bag];
-    const float* grad = job.grad + job.places.place[bag];
-    if (word == begin)
-      for (int64_t c = 0; c < columns; ++c) sum[c] = scale * grad[c];
-    else
-      for (int64_t c = 0; c < columns; ++c) sum[c] += scale * grad[c];
-  }
-}
-
 // One word of Philox gives two 16-bit draws, so a block of eight columns takes one call.
 template <typename T>
 TORCHREC_DYN_INLINE void store_row(const Stream& stream, int64_t id, const float* values, int64_t columns, T* row) {
@@ -108,72 +92,177 @@ TORCHREC_DYN_INLINE void store_row(const Stream& stream, int64_t id, const float
   }
 }
 
+// A row of a part and the words that hold its gradients: words[begin, end).
+struct Run {
+  int64_t row;
+  uint32_t begin;
+  uint32_t end;
+};
+
+// The sum over the words of a run of scale * grad, in their order.
 template <typename T>
-TORCHREC_DYN_INLINE void prefetch_word(const UpdateJob<T>& job, const UpdateTable<T>& table, uint64_t word, int shift,
-                                       int64_t part) {
-  const auto position = static_cast<uint32_t>(word);
-  const float* grad = job.grad + job.places.place[job.places.bag(position)];
-  for (int64_t c = 0; c < table.weights.columns && c < 64; c += 16) __builtin_prefetch(grad + c, 0, 3);
-  const int64_t row = static_cast<int64_t>(word >> 32 << shift) | part;
-  prefetch_row(table.weights, row, true);
-  if (table.momentum1.columns > 0) prefetch_row(table.momentum1, row, true);
-  if (table.momentum2.columns > 0) prefetch_row(table.momentum2, row, true);
+struct Runs {
+  const UpdateJob<T>& job;
+  const UpdateTable<T>& table;
+  const std::vector<uint64_t>& words;  // (row >> shift) << 32 | position, sorted by row
+  const std::vector<Run>& runs;        // in the order of the batch
+
+  uint32_t position(uint32_t word) const { return static_cast<uint32_t>(words[word]); }
+  const float* grad(uint32_t word) const { return job.grad + job.places.place[job.places.bag(position(word))]; }
+  float scale(uint32_t word) const {
+    const float weight = job.bag_weights ? job.bag_weights[position(word)] : 1.0f;
+    return job.places.scale.empty() ? weight : weight * job.places.scale[job.places.bag(position(word))];
+  }
+  bool is_scaled() const { return job.bag_weights || !job.places.scale.empty(); }
+};
+
+// Adds up `width` columns from `column` on of a run. A compile-time width keeps the sums in registers.
+template <int64_t kWidth, typename T>
+TORCHREC_DYN_INLINE void sum_columns(const Runs<T>& all, const Run& run, int64_t column, int64_t width, float* out) {
+  const int64_t n = kWidth > 0 ? kWidth : width;
+  float local[kWidth > 0 ? kWidth : 1];
+  float* sum = kWidth > 0 ? local : out;
+  const float first_scale = all.scale(run.begin);
+  const float* first = all.grad(run.begin) + column;
+  for (int64_t c = 0; c < n; ++c) sum[c] = first_scale * first[c];
+  for (uint32_t word = run.begin + 1; word < run.end; ++word) {
+    const float scale = all.scale(word);
+    const float* grad = all.grad(word) + column;
+    for (int64_t c = 0; c < n; ++c) sum[c] += scale * grad[c];
+  }
+  if (kWidth > 0)
+    for (int64_t c = 0; c < n; ++c) out[c] = sum[c];
 }
 
-// `words`: (row >> shift) << 32 | position, sorted by row; row & (2^shift - 1) == part.
 template <typename T>
-TORCHREC_DYN_INLINE void update_sorted(const UpdateJob<T>& job, const UpdateTable<T>& table,
-                                       const std::vector<uint64_t>& words, int shift, int64_t part) {
-  constexpr size_t kAhead = 8;
+TORCHREC_DYN_INLINE void sum_grads(const Runs<T>& all, const Run& run, int64_t columns, float* out) {
+  int64_t c = 0;
+  for (; columns - c >= 64; c += 64) sum_columns<64>(all, run, c, 64, out + c);
+  if (columns - c >= 32) {
+    sum_columns<32>(all, run, c, 32, out + c);
+    c += 32;
+  }
+  if (columns - c >= 16) {
+    sum_columns<16>(all, run, c, 16, out + c);
+    c += 16;
+  }
+  if (columns > c) sum_columns<0>(all, run, c, columns - c, out + c);
+}
+
+// Asks for the memory of runs [begin, end) into L2. A row is usually a new page too, so each kind has its own tight loop:
+// the fewer instructions between two new pages, the more page walks overlap (measured: 22 ns a row less than when
+// the same lines are asked for between two updates, docs/performance.md).
+template <typename T>
+TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, size_t begin, size_t end) {
+  end = std::min(end, all.runs.size());
+  for (size_t r = begin; r < end; ++r) prefetch_row(all.table.weights, all.runs[r].row);
+  if (all.table.momentum1.columns > 0)
+    for (size_t r = begin; r < end; ++r) prefetch_row(all.table.momentum1, all.runs[r].row);
+  if (all.table.momentum2.columns > 0)
+    for (size_t r = begin; r < end; ++r) prefetch_row(all.table.momentum2, all.runs[r].row);
+  constexpr uint32_t kMostGrads = 8;  // of one row: a popular one meets the others in cache
+  const float* last = nullptr;
+  for (size_t r = begin; r < end; ++r)
+    for (uint32_t word = all.runs[r].begin; word < std::min(all.runs[r].end, all.runs[r].begin + kMostGrads); ++word) {
+      const float* grad = all.grad(word);
+      if (grad == last) continue;
+      last = grad;
+      for (int64_t c = 0; c < all.table.weights.columns && c < 128; c += 16) __builtin_prefetch(grad + c, 0, 2);
+    }
+}
+
+template <typename T>
+TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all) {
+  constexpr size_t kBurst = 32;
+  const auto& [job, table, words, runs] = all;
   const int64_t columns = table.weights.columns;
   const BiasCorrection correction = bias_correction(job.rule, table.stream.step);
   std::vector<float> sum(static_cast<size_t>(columns));
   std::vector<float> values(static_cast<size_t>(columns));
-  size_t ahead = 0;
-  for (size_t begin = 0; begin < words.size();) {
-    size_t end = begin + 1;
-    while (end < words.size() && (words[end] >> 32) == (words[begin] >> 32)) ++end;
-    for (; ahead < words.size() && ahead < end + kAhead; ++ahead) prefetch_word(job, table, words[ahead], shift, part);
-    sum_grads(job, words.data() + begin, words.data() + end, columns, sum.data());
-    const int64_t row = static_cast<int64_t>(words[begin] >> 32 << shift) | part;
-    T* weight = table.weights.row(row);
-    float* m1 = state_row(table.momentum1, row);
-    float* m2 = state_row(table.momentum2, row);
+  const float* squared = nullptr;  // the gradient whose square is `square`: the ids of a bag share one
+  float square = 0.0f;
+  prefetch_runs(all, 0, kBurst);
+  for (size_t r = 0; r < runs.size(); ++r) {
+    if (r % kBurst == 0) prefetch_runs(all, r + kBurst, r + 2 * kBurst);
+    const Run& run = runs[r];
+    const float* grad = sum.data();
+    if (run.end == run.begin + 1 && !all.is_scaled())
+      grad = all.grad(run.begin);
+    else
+      sum_grads(all, run, columns, sum.data());
+    T* row = table.weights.row(run.row);
+    float* weight = nullptr;
     if constexpr (sizeof(T) == sizeof(float)) {
-      update_row(job.rule, correction, sum.data(), weight, m1, m2, columns);
+      weight = row;
     } else {
-      for (int64_t c = 0; c < columns; ++c) values[static_cast<size_t>(c)] = to_float(weight[c]);
-      update_row(job.rule, correction, sum.data(), values.data(), m1, m2, columns);
-      store_row(table.stream, job.ids[static_cast<uint32_t>(words[begin])], values.data(), columns, weight);
+      weight = values.data();
+      for (int64_t c = 0; c < columns; ++c) weight[c] = to_float(row[c]);
     }
-    begin = end;
+    if (grad != squared || grad == sum.data() || job.rule.square_reads_weights()) {
+      square = row_square(job.rule, grad, weight, columns);
+      squared = grad;
+    }
+    update_row(job.rule, correction, square, grad, weight, state_row(table.momentum1, run.row),
+               state_row(table.momentum2, run.row), columns);
+    if constexpr (sizeof(T) != sizeof(float))
+      store_row(table.stream, job.ids[all.position(run.begin)], values.data(), columns, row);
   }
 }
 
-#define TORCHREC_DYN_UPDATE(T)                                                                 \
-  TORCHREC_DYN_SIMD void update(const UpdateJob<T>& job, const UpdateTable<T>& table,          \
-                                const std::vector<uint64_t>& words, int shift, int64_t part) { \
-    update_sorted(job, table, words, shift, part);                                             \
-  }
+#define TORCHREC_DYN_UPDATE(T) \
+  TORCHREC_DYN_SIMD void update(const Runs<T>& all) { update_runs(all); }
 TORCHREC_DYN_UPDATE(float)
 TORCHREC_DYN_UPDATE(Float16)
 TORCHREC_DYN_UPDATE(BFloat16)
 
-template <typename T>
-void run_part(const UpdateJob<T>& job, const UpdateTable<T>& table, int64_t table_index, int shift, int64_t part) {
+// The words (row >> shift) << 32 | position of a part, sorted by row.
+std::vector<uint64_t> sorted_words(const Bags& bags, const int64_t* rows, int64_t table, int shift, int64_t part) {
   const int64_t mask = (int64_t{1} << shift) - 1;
   std::vector<uint64_t> words;
-  for (const Segment& segment : job.bags.segments) {
-    if (segment.table != table_index || segment.bags == 0) continue;
-    const int64_t end = job.bags.end(segment.first_bag + segment.bags - 1);
-    for (int64_t i = job.bags.begin(segment.first_bag); i < end; ++i) {
-      const int64_t row = job.rows[i];
-      if (row >= 0 && (row & mask) == part)
-        words.push_back(static_cast<uint64_t>(row >> shift) << 32 | static_cast<uint64_t>(i));
-    }
+  for (const Segment& segment : bags.segments) {
+    if (segment.table != table || segment.bags == 0) continue;
+    const int64_t end = bags.end(segment.first_bag + segment.bags - 1);
+    for (int64_t i = bags.begin(segment.first_bag); i < end; ++i)
+      if (rows[i] >= 0 && (rows[i] & mask) == part)
+        words.push_back(static_cast<uint64_t>(rows[i] >> shift) << 32 | static_cast<uint64_t>(i));
   }
   sort_by_high_word(words);
-  update(job, table, words, shift, part);
+  return words;
+}
+
+// The runs of equal rows, in the order in which the batch first names them.
+std::vector<Run> runs_in_batch_order(const std::vector<uint64_t>& words, int shift, int64_t part) {
+  if (words.empty()) return {};
+  uint32_t lowest = static_cast<uint32_t>(words[0]);
+  uint32_t highest = lowest;
+  for (const uint64_t word : words) {
+    lowest = std::min(lowest, static_cast<uint32_t>(word));
+    highest = std::max(highest, static_cast<uint32_t>(word));
+  }
+  std::vector<uint32_t> begins(highest - lowest + 1, 0);  // 1 + where the run begins whose first id is here
+  size_t count = 0;
+  for (size_t i = 0; i < words.size(); ++i)
+    if (i == 0 || words[i] >> 32 != words[i - 1] >> 32) {
+      begins[static_cast<uint32_t>(words[i]) - lowest] = static_cast<uint32_t>(i + 1);
+      ++count;
+    }
+  std::vector<Run> runs;
+  runs.reserve(count);
+  for (const uint32_t after : begins) {
+    if (after == 0) continue;
+    const uint64_t row = words[after - 1] >> 32;
+    uint32_t end = after;
+    while (end < words.size() && words[end] >> 32 == row) ++end;
+    runs.push_back({static_cast<int64_t>(row << shift) | part, after - 1, end});
+  }
+  return runs;
+}
+
+template <typename T>
+void run_part(const UpdateJob<T>& job, const UpdateTable<T>& table, int64_t table_index, int shift, int64_t part) {
+  const std::vector<uint64_t> words = sorted_words(job.bags, job.rows, table_index, shift, part);
+  const std::vector<Run> runs = runs_in_batch_order(words, shift, part);
+  update(Runs<T>{job, table, words, runs});
 }
 
 // Parts a table is cut into, as a power of two: enough that the threads share the work evenly.
