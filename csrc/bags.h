@@ -47,7 +47,9 @@ inline Bags read_bags(const char* op, const std::optional<Tensor>& offsets, cons
     STD_TORCH_CHECK(bags.offsets[0] >= 0 && bags.offsets[bags.count] <= ids, op,
                     ": expected offsets inside the ids [0, ", ids, "], got ", bags.offsets[0], " to ",
                     bags.offsets[bags.count], ". Do lengths and values agree?");
-    for (int64_t b = 0; b < bags.count; ++b)
+    bool ascends = true;
+    for (int64_t b = 0; b < bags.count; ++b) ascends &= bags.offsets[b] <= bags.offsets[b + 1];
+    for (int64_t b = 0; b < bags.count && !ascends; ++b)
       STD_TORCH_CHECK(bags.offsets[b] <= bags.offsets[b + 1], op, ": expected ascending offsets, got ", bags.offsets[b],
                       " before ", bags.offsets[b + 1], ". Are there negative lengths?");
   }

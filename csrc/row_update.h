@@ -57,14 +57,20 @@ inline BiasCorrection bias_correction(const UpdateRule& rule, int64_t step) {
 // and gives the same bits at every vector width.
 template <bool kDecays>
 TORCHREC_DYN_INLINE float mean_square(const float* g, const float* w, float decay, int64_t n) {
-  constexpr int64_t kLanes = 16;
-  float lanes[kLanes] = {};
+  Floats16 sums = {};
+  Floats16 grads;
+  Floats16 weights;
   int64_t c = 0;
-  for (; c + kLanes <= n; c += kLanes)
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const float value = kDecays ? g[c + lane] + decay * w[c + lane] : g[c + lane];
-      lanes[lane] += value * value;
+  for (; c + kLanes <= n; c += kLanes) {
+    load(g + c, grads);
+    if (kDecays) {
+      load(w + c, weights);
+      grads = grads + decay * weights;
     }
+    sums += grads * grads;
+  }
+  float lanes[kLanes];
+  store(sums, lanes);
   for (int64_t lane = 0; c < n; ++c, ++lane) {
     const float value = kDecays ? g[c] + decay * w[c] : g[c];
     lanes[lane] += value * value;

@@ -116,37 +116,32 @@ struct Runs {
   bool is_scaled() const { return job.bag_weights || !job.places.scale.empty(); }
 };
 
-// Adds up `width` columns from `column` on of a run. A compile-time width keeps the sums in registers.
-template <int64_t kWidth, typename T>
-TORCHREC_DYN_INLINE void sum_columns(const Runs<T>& all, const Run& run, int64_t column, int64_t width, float* out) {
-  const int64_t n = kWidth > 0 ? kWidth : width;
-  float local[kWidth > 0 ? kWidth : 1];
-  float* sum = kWidth > 0 ? local : out;
-  const float first_scale = all.scale(run.begin);
-  const float* first = all.grad(run.begin) + column;
-  for (int64_t c = 0; c < n; ++c) sum[c] = first_scale * first[c];
-  for (uint32_t word = run.begin + 1; word < run.end; ++word) {
+// Adds up kParts * 16 columns of a run from `column` on.
+template <int64_t kParts, typename T>
+TORCHREC_DYN_INLINE void sum_lanes(const Runs<T>& all, const Run& run, int64_t column, float* out) {
+  Floats16 sums[kParts];
+  Floats16 grads;
+  for (uint32_t word = run.begin; word < run.end; ++word) {
     const float scale = all.scale(word);
     const float* grad = all.grad(word) + column;
-    for (int64_t c = 0; c < n; ++c) sum[c] += scale * grad[c];
+    for (int64_t p = 0; p < kParts; ++p) {
+      load(grad + p * kLanes, grads);
+      sums[p] = word == run.begin ? scale * grads : sums[p] + scale * grads;
+    }
   }
-  if (kWidth > 0)
-    for (int64_t c = 0; c < n; ++c) out[c] = sum[c];
+  for (int64_t p = 0; p < kParts; ++p) store(sums[p], out + p * kLanes);
 }
 
 template <typename T>
 TORCHREC_DYN_INLINE void sum_grads(const Runs<T>& all, const Run& run, int64_t columns, float* out) {
   int64_t c = 0;
-  for (; columns - c >= 64; c += 64) sum_columns<64>(all, run, c, 64, out + c);
-  if (columns - c >= 32) {
-    sum_columns<32>(all, run, c, 32, out + c);
-    c += 32;
+  for (; columns - c >= 4 * kLanes; c += 4 * kLanes) sum_lanes<4>(all, run, c, out + c);
+  for (; columns - c >= kLanes; c += kLanes) sum_lanes<1>(all, run, c, out + c);
+  for (uint32_t word = run.begin; c < columns && word < run.end; ++word) {
+    const float scale = all.scale(word);
+    const float* grad = all.grad(word);
+    for (int64_t i = c; i < columns; ++i) out[i] = word == run.begin ? scale * grad[i] : out[i] + scale * grad[i];
   }
-  if (columns - c >= 16) {
-    sum_columns<16>(all, run, c, 16, out + c);
-    c += 16;
-  }
-  if (columns > c) sum_columns<0>(all, run, c, columns - c, out + c);
 }
 
 // Asks for the memory of runs [begin, end) into L2. A row is usually a new page too, so each kind has its own tight loop:

@@ -3,6 +3,9 @@
 // level gives the same bits. Elsewhere the compiler's baseline is used (aarch64 has 128-bit vectors there).
 #pragma once
 
+#include <cstdint>
+#include <cstring>
+
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #if __GNUC__ >= 12
@@ -15,3 +18,15 @@
 #endif
 
 #define TORCHREC_DYN_INLINE inline __attribute__((always_inline))
+
+namespace torchrec_dyn {
+
+// Sixteen floats that stay in registers: one of 512 bits, or as many narrower ones as the level has. Every lane is
+// computed on its own, so the bits are the same at every level.
+typedef float Floats16 __attribute__((vector_size(64)));
+constexpr int64_t kLanes = 16;
+
+TORCHREC_DYN_INLINE void load(const float* from, Floats16& lanes) { std::memcpy(&lanes, from, sizeof lanes); }
+TORCHREC_DYN_INLINE void store(const Floats16& lanes, float* to) { std::memcpy(to, &lanes, sizeof lanes); }
+
+}  // namespace torchrec_dyn
