@@ -6,8 +6,8 @@
 
 #include "bags.h"
 #include "parallel.h"
-#include "philox.h"
 #include "radix_sort.h"
+#include "rounding.h"
 #include "row_update.h"
 #include "simd.h"
 
@@ -92,22 +92,6 @@ TORCHREC_DYN_INLINE void sum_grads(const UpdateJob<T>& job, const uint64_t* begi
   }
 }
 
-// One word of Philox gives two 16-bit draws, so a block of eight columns takes one call.
-template <typename T>
-TORCHREC_DYN_INLINE void store_row(const Stream& stream, int64_t id, const float* values, int64_t columns, T* row) {
-  Philox4 words{};
-  int64_t block = -1;
-  for (int64_t c = 0; c < columns; ++c) {
-    const int64_t column = stream.first_column + c;
-    if (column / 8 != block) {
-      block = column / 8;
-      words = random_words(stream.rounding_key, id, static_cast<uint32_t>(block), static_cast<uint32_t>(stream.step));
-    }
-    const uint32_t word = words[static_cast<size_t>((column % 8) / 2)];
-    store_stochastic(values[c], column % 2 ? word >> 16 : word & 0xFFFFu, &row[c]);
-  }
-}
-
 template <typename T>
 TORCHREC_DYN_INLINE void prefetch_word(const UpdateJob<T>& job, const UpdateTable<T>& table, uint64_t word, int shift,
                                        int64_t part) {
@@ -144,7 +128,9 @@ TORCHREC_DYN_INLINE void update_sorted(const UpdateJob<T>& job, const UpdateTabl
     } else {
       for (int64_t c = 0; c < columns; ++c) values[static_cast<size_t>(c)] = to_float(weight[c]);
       update_row(job.rule, correction, sum.data(), values.data(), m1, m2, columns);
-      store_row(table.stream, job.ids[static_cast<uint32_t>(words[begin])], values.data(), columns, weight);
+      const Stream& stream = table.stream;
+      store_row(stream.rounding_key, stream.step, stream.first_column, job.ids[static_cast<uint32_t>(words[begin])],
+                values.data(), columns, weight);
     }
     begin = end;
   }
