@@ -28,8 +28,9 @@ TORCHREC_DYN_INLINE void store_row(uint64_t key, int64_t step, int64_t first_col
                                    int64_t columns, T* row) {
   const auto round = [&](const uint32_t* words, int64_t place, int64_t begin, int64_t end)
                          __attribute__((always_inline)) {
-    for (int64_t c = begin; c < end; ++c) store_stochastic(values[c], draw_of(words, place + c - begin), &row[c]);
-  };
+                           for (int64_t c = begin; c < end; ++c)
+                             store_stochastic(values[c], draw_of(words, place + c - begin), &row[c]);
+                         };
   for_random_columns<8>(key, id, static_cast<uint32_t>(step), first_column, columns, round);
 }
 

@@ -29,18 +29,25 @@ inline uint32_t bits_of_float(float value) {
   return bits;
 }
 
+// a < b ? one : other, of bits, for a and b from 0 on. By a mask, because compilers move the arithmetic of an arm
+// behind a condition, and then do not vectorise what might trap there.
+inline uint32_t if_less(int32_t a, int32_t b, uint32_t one, uint32_t other) {
+  const auto mask = static_cast<uint32_t>((a - b) >> 31);
+  return (one & mask) | (other & ~mask);
+}
+
 inline float to_float(float value) { return value; }
 
 inline float to_float(BFloat16 value) { return float_of_bits(static_cast<uint32_t>(value.bits) << 16); }
 
 // Shifting the half's exponent and mantissa into place gives a float that is 2^-112 too small, subnormals
-// included; infinities and NaNs keep an exponent of all ones.
+// included; infinities and NaNs keep an exponent of all ones. The sign is shifted in from an extended one.
 inline float to_float(Float16 value) {
-  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
-  const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7FFFu) << 13;
-  const uint32_t scaled = bits_of_float(float_of_bits(magnitude) * 0x1p112f);
-  const uint32_t special = magnitude >= 0x0F800000u ? (magnitude | 0x7F800000u) : scaled;
-  return float_of_bits(sign | special);
+  const auto extended = static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(value.bits)));
+  const uint32_t shifted = (extended << 13) & 0x8FFFE000u;
+  const uint32_t scaled = bits_of_float(float_of_bits(shifted) * 0x1p112f);
+  const bool special = (extended & 0x7C00u) == 0x7C00u;
+  return float_of_bits(scaled | (special ? 0x7F800000u : 0u));
 }
 
 inline void store_nearest(float value, float* out) { *out = value; }
@@ -66,11 +73,10 @@ inline void store_nearest(float value, Float16* out) {
   const int32_t normal = ((magnitude + 0xFFF + ((magnitude >> 13) & 1)) >> 13) - kHalfBias;  // half to even
   // The floats from 0.5 to 1 are 2^-24 apart too, so the sum rounds as a subnormal half does.
   const float small = float_of_bits(static_cast<uint32_t>(magnitude < kHalfNormal ? magnitude : kHalfNormal));
-  const int32_t subnormal = static_cast<int32_t>(bits_of_float(small + 0.5f) - bits_of_float(0.5f));
-  const int32_t finite = magnitude < kHalfNormal ? subnormal : normal;
-  const int32_t rounded = magnitude < kHalfInfinity ? finite : 0x7C00;
-  const auto sign = static_cast<int32_t>((bits >> 16) & 0x8000u);
-  out->bits = static_cast<uint16_t>(magnitude > kFloatInfinity ? 0x7E00 : sign | rounded);
+  const uint32_t subnormal = bits_of_float(small + 0.5f) - bits_of_float(0.5f);
+  const uint32_t finite = if_less(magnitude, kHalfNormal, subnormal, static_cast<uint32_t>(normal));
+  const uint32_t rounded = ((bits >> 16) & 0x8000u) | if_less(magnitude, kHalfInfinity, finite, 0x7C00u);
+  out->bits = static_cast<uint16_t>(if_less(kFloatInfinity, magnitude, 0x7E00u, rounded));
 }
 
 // `random16`: 16 random bits. A float ignores them.
@@ -91,11 +97,11 @@ inline void store_stochastic(float value, uint32_t random16, Float16* out) {
   // In units of 2^-40, 16 bits do not fit.
   const float small = float_of_bits(static_cast<uint32_t>(magnitude < kHalfNormal ? magnitude : kHalfNormal));
   const int32_t subnormal = (static_cast<int32_t>(small * 0x1p40f) + draw) >> 16;
-  const int32_t finite = magnitude < kHalfNormal ? subnormal : normal;
-  const int32_t past = magnitude < kHalfInfinity ? 0x7BFF : 0x7C00;
-  const auto sign = static_cast<int32_t>((bits >> 16) & 0x8000u);
-  const int32_t rounded = sign | (magnitude < kHalfLargest ? finite : past);
-  out->bits = static_cast<uint16_t>(magnitude > kFloatInfinity ? 0x7E00 : rounded);
+  const uint32_t finite =
+      if_less(magnitude, kHalfNormal, static_cast<uint32_t>(subnormal), static_cast<uint32_t>(normal));
+  const uint32_t past = if_less(magnitude, kHalfInfinity, 0x7BFFu, 0x7C00u);
+  const uint32_t rounded = ((bits >> 16) & 0x8000u) | if_less(magnitude, kHalfLargest, finite, past);
+  out->bits = static_cast<uint16_t>(if_less(kFloatInfinity, magnitude, 0x7E00u, rounded));
 }
 
 }  // namespace torchrec_dyn
