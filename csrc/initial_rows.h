@@ -24,23 +24,32 @@ struct InitialRows {
   double high_probability;
 };
 
-// The quantile function of the standard normal distribution, relative error about 1e-16.
+// A ratio of two polynomials of degree 7 in r.
+TORCHREC_DYN_INLINE double ratio(double r, const double (&a)[8], const double (&b)[7]) {
+  double numerator = a[7];
+  for (int i = 6; i >= 0; --i) numerator = numerator * r + a[i];
+  double denominator = b[6];
+  for (int i = 5; i >= 0; --i) denominator = denominator * r + b[i];
+  return numerator / (denominator * r + 1.0);
+}
+
+// The quantile function of the standard normal distribution, relative error about 1e-16. `q` is the probability less
+// one half; the centre holds for |q| <= kCentre, and is without branches so that it vectorises.
 // Source: Wichura, "Algorithm AS 241: the percentage points of the normal distribution", Applied Statistics
 // 37 (1988), routine PPND16.
-inline double normal_quantile(double p) {
-  const auto ratio = [](double r, const double (&a)[8], const double (&b)[7]) {
-    double numerator = a[7];
-    for (int i = 6; i >= 0; --i) numerator = numerator * r + a[i];
-    double denominator = b[6];
-    for (int i = 5; i >= 0; --i) denominator = denominator * r + b[i];
-    return numerator / (denominator * r + 1.0);
-  };
-  static constexpr double kCentreA[8] = {3.3871328727963666080e0, 1.3314166789178437745e2, 1.9715909503065514427e3,
-                                         1.3731693765509461125e4, 4.5921953931549871457e4, 6.7265770927008700853e4,
-                                         3.3430575583588128105e4, 2.5090809287301226727e3};
-  static constexpr double kCentreB[7] = {4.2313330701600911252e1, 6.8718700749205790830e2, 5.3941960214247511077e3,
-                                         2.1213794301586595867e4, 3.9307895800092710610e4, 2.8729085735721942674e4,
-                                         5.2264952788528545610e3};
+constexpr double kCentre = 0.425;
+
+TORCHREC_DYN_INLINE double central_quantile(double q) {
+  constexpr double kA[8] = {3.3871328727963666080e0, 1.3314166789178437745e2, 1.9715909503065514427e3,
+                            1.3731693765509461125e4, 4.5921953931549871457e4, 6.7265770927008700853e4,
+                            3.3430575583588128105e4, 2.5090809287301226727e3};
+  constexpr double kB[7] = {4.2313330701600911252e1, 6.8718700749205790830e2, 5.3941960214247511077e3,
+                            2.1213794301586595867e4, 3.9307895800092710610e4, 2.8729085735721942674e4,
+                            5.2264952788528545610e3};
+  return q * ratio(0.180625 - q * q, kA, kB);
+}
+
+inline double tail_quantile(double p) {
   static constexpr double kMiddleA[8] = {1.42343711074968357734e0,  4.63033784615654529590e0, 5.76949722146069140550e0,
                                          3.64784832476320460504e0,  1.27045825245236838258e0, 2.41780725177450611770e-1,
                                          2.27238449892691845833e-2, 7.74545014278341407640e-4};
@@ -53,46 +62,60 @@ inline double normal_quantile(double p) {
   static constexpr double kTailB[7] = {5.99832206555887937690e-1, 1.36929880922735805310e-1, 1.48753612908506148525e-2,
                                        7.86869131145613259100e-4, 1.84631831751005468180e-5, 1.42151175831644588870e-7,
                                        2.04426310338993978564e-15};
-  const double q = p - 0.5;
-  if (std::fabs(q) <= 0.425) return q * ratio(0.180625 - q * q, kCentreA, kCentreB);
-  const double r = std::sqrt(-std::log(q < 0.0 ? p : 1.0 - p));
+  const double r = std::sqrt(-std::log(p < 0.5 ? p : 1.0 - p));
   const double tail = r <= 5.0 ? ratio(r - 1.6, kMiddleA, kMiddleB) : ratio(r - 5.0, kTailA, kTailB);
-  return q < 0.0 ? -tail : tail;
+  return p < 0.5 ? -tail : tail;
 }
 
-// `word` becomes a probability strictly inside (0, 1): the middle of its 2^-32 wide cell.
-inline float initial_value(const InitialRows& initial, uint32_t word) {
-  const double unit = (static_cast<double>(word) + 0.5) * 0x1p-32;
+// `word` becomes a probability strictly inside (0, 1): the middle of its 2^-32 wide cell. Through a signed integer,
+// since a vector of unsigned ones has no conversion below AVX-512; the sum is exact.
+TORCHREC_DYN_INLINE double unit_of(uint32_t word) {
+  return (static_cast<double>(static_cast<int32_t>(word ^ 0x80000000u)) + 0x1p31 + 0.5) * 0x1p-32;
+}
+
+TORCHREC_DYN_INLINE void fill_uniform(const InitialRows& initial, const uint32_t* words, int64_t n, float* out) {
+  const double low = initial.low;
+  const double width = initial.high - initial.low;
+  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(low + unit_of(words[i]) * width);
+}
+
+// The centre is computed for all, then the tails, one draw in seven, take its place.
+TORCHREC_DYN_INLINE void fill_normal(const InitialRows& initial, const uint32_t* words, int64_t n, float* out) {
+  double quantile[kMostRandomWords];
+  double probability[kMostRandomWords];
+  const double low = initial.low_probability;
+  const double width = initial.high_probability - initial.low_probability;
+  for (int64_t i = 0; i < n; ++i) {
+    probability[i] = low + unit_of(words[i]) * width;
+    quantile[i] = central_quantile(probability[i] - 0.5);
+  }
+  for (int64_t i = 0; i < n; ++i)
+    if (!(std::fabs(probability[i] - 0.5) <= kCentre)) quantile[i] = tail_quantile(probability[i]);
+  for (int64_t i = 0; i < n; ++i) {
+    const double value = initial.mean + initial.deviation * quantile[i];
+    out[i] = static_cast<float>(std::clamp(value, initial.low, initial.high));
+  }
+}
+
+// Writes columns [first_column, first_column + columns) of the initial row of `id`. A block of Philox is four columns.
+[[maybe_unused]] TORCHREC_DYN_SIMD static void fill_initial_row(const InitialRows& initial, uint64_t key, int64_t id,
+                                                                int64_t first_column, int64_t columns, float* out) {
   switch (initial.kind) {
     case InitialKind::kConstant:
-      return static_cast<float>(initial.low);
+      std::fill(out, out + columns, static_cast<float>(initial.low));
+      return;
     case InitialKind::kUniform:
-      return static_cast<float>(initial.low + unit * (initial.high - initial.low));
-    case InitialKind::kNormal: {
-      const double probability = initial.low_probability + unit * (initial.high_probability - initial.low_probability);
-      const double value = initial.mean + initial.deviation * normal_quantile(probability);
-      return static_cast<float>(std::clamp(value, initial.low, initial.high));
-    }
-  }
-  return 0.0f;
-}
-
-// Writes columns [first_column, first_column + columns) of the initial row of `id`.
-inline void fill_initial_row(const InitialRows& initial, uint64_t key, int64_t id, int64_t first_column,
-                             int64_t columns, float* out) {
-  if (initial.kind == InitialKind::kConstant) {
-    std::fill(out, out + columns, static_cast<float>(initial.low));
-    return;
-  }
-  Philox4 words{};
-  int64_t block = -1;
-  for (int64_t i = 0; i < columns; ++i) {
-    const int64_t column = first_column + i;
-    if (column / 4 != block) {
-      block = column / 4;
-      words = random_words(key, id, static_cast<uint32_t>(block), 0);
-    }
-    out[i] = initial_value(initial, words[static_cast<size_t>(column % 4)]);
+      for_random_columns<4>(
+          key, id, 0, first_column, columns,
+          [&](const uint32_t* words, int64_t place, int64_t begin, int64_t end)
+              __attribute__((always_inline)) { fill_uniform(initial, words + place, end - begin, out + begin); });
+      return;
+    case InitialKind::kNormal:
+      for_random_columns<4>(
+          key, id, 0, first_column, columns,
+          [&](const uint32_t* words, int64_t place, int64_t begin, int64_t end)
+              __attribute__((always_inline)) { fill_normal(initial, words + place, end - begin, out + begin); });
+      return;
   }
 }
 

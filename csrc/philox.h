@@ -7,6 +7,13 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#include "simd.h"
 
 namespace torchrec_dyn {
 
@@ -30,6 +37,92 @@ inline Philox4 philox4x32(uint64_t key, Philox4 counter) {
 inline Philox4 random_words(uint64_t key, int64_t id, uint32_t block, uint32_t stream) {
   const uint64_t word = static_cast<uint64_t>(id);
   return philox4x32(key, {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32), block, stream});
+}
+
+// The words of kBlocks neighbouring blocks, in their order: words[4 * kBlocks]. kBlocks is even.
+#if defined(__SSE2__)
+// Two blocks share a register of 128 bits. `pmuludq`, the multiplication that Philox is made of, is on every x86-64,
+// and compilers do not find it in plain loops; eight blocks side by side hide its latency, so wider ones gain little.
+// Only the low half of each 64-bit lane counts until the end.
+template <int kBlocks>
+TORCHREC_DYN_INLINE void random_blocks(uint64_t key, int64_t id, uint32_t first_block, uint32_t stream,
+                                       uint32_t* words) {
+  constexpr int kPairs = kBlocks / 2;
+  const __m128i factor0 = _mm_set1_epi64x(0xD2511F53ll);
+  const __m128i factor1 = _mm_set1_epi64x(0xCD9E8D57ll);
+  __m128i counter0[kPairs], counter1[kPairs], counter2[kPairs], counter3[kPairs];
+  for (int pair = 0; pair < kPairs; ++pair) {
+    const auto block = static_cast<uint32_t>(first_block + 2 * static_cast<uint32_t>(pair));
+    counter0[pair] = _mm_set1_epi64x(id);
+    counter1[pair] = _mm_set1_epi64x(static_cast<int64_t>(static_cast<uint64_t>(id) >> 32));
+    counter2[pair] = _mm_set_epi64x(block + 1, block);
+    counter3[pair] = _mm_set1_epi64x(stream);
+  }
+  auto key0 = static_cast<uint32_t>(key);
+  auto key1 = static_cast<uint32_t>(key >> 32);
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round) {
+    const __m128i wide_key0 = _mm_set1_epi64x(key0);
+    const __m128i wide_key1 = _mm_set1_epi64x(key1);
+#pragma GCC unroll 8
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const __m128i product0 = _mm_mul_epu32(counter0[pair], factor0);
+      const __m128i product1 = _mm_mul_epu32(counter2[pair], factor1);
+      counter0[pair] = _mm_xor_si128(_mm_xor_si128(_mm_srli_epi64(product1, 32), counter1[pair]), wide_key0);
+      counter1[pair] = product1;
+      counter2[pair] = _mm_xor_si128(_mm_xor_si128(_mm_srli_epi64(product0, 32), counter3[pair]), wide_key1);
+      counter3[pair] = product0;
+    }
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  const __m128i low = _mm_set1_epi64x(0xFFFFFFFFll);
+  for (int pair = 0; pair < kPairs; ++pair) {
+    const __m128i words01 = _mm_or_si128(_mm_and_si128(counter0[pair], low), _mm_slli_epi64(counter1[pair], 32));
+    const __m128i words23 = _mm_or_si128(_mm_and_si128(counter2[pair], low), _mm_slli_epi64(counter3[pair], 32));
+    auto* out = reinterpret_cast<__m128i*>(words + 8 * pair);
+    _mm_storeu_si128(out, _mm_unpacklo_epi64(words01, words23));
+    _mm_storeu_si128(out + 1, _mm_unpackhi_epi64(words01, words23));
+  }
+}
+#else
+template <int kBlocks>
+TORCHREC_DYN_INLINE void random_blocks(uint64_t key, int64_t id, uint32_t first_block, uint32_t stream,
+                                       uint32_t* words) {
+  for (int block = 0; block < kBlocks; ++block) {
+    const Philox4 four = random_words(key, id, first_block + static_cast<uint32_t>(block), stream);
+    std::memcpy(words + 4 * block, four.data(), sizeof four);
+  }
+}
+#endif
+
+constexpr int64_t kMostRandomWords = 32;  // that for_random_columns hands over at once
+
+// Walks over columns [first_column, first_column + columns) of the row of `id`, kPerBlock columns a block, and calls
+// use(words, place, begin, end): column `begin` of the row given is the one numbered `place` in the blocks of `words`,
+// and the columns up to `end` follow it there.
+template <int kPerBlock, typename Use>
+TORCHREC_DYN_INLINE void for_random_columns(uint64_t key, int64_t id, uint32_t stream, int64_t first_column,
+                                            int64_t columns, const Use& use) {
+  constexpr int kMany = kMostRandomWords / 4;
+  constexpr int kFew = 4;  // most of a short row's blocks would be for nothing
+  uint32_t words[kMostRandomWords];
+  int64_t block = first_column / kPerBlock;
+  int64_t place = first_column % kPerBlock;
+  for (int64_t begin = 0; begin < columns;) {
+    const bool few = place + columns - begin <= kFew * kPerBlock;
+    const int64_t blocks = few ? kFew : kMany;
+    if (few)
+      random_blocks<kFew>(key, id, static_cast<uint32_t>(block), stream, words);
+    else
+      random_blocks<kMany>(key, id, static_cast<uint32_t>(block), stream, words);
+    const int64_t left = columns - begin;
+    const int64_t taken = blocks * kPerBlock - place < left ? blocks * kPerBlock - place : left;
+    use(words, place, begin, begin + taken);
+    begin += taken;
+    block += blocks;
+    place = 0;
+  }
 }
 
 }  // namespace torchrec_dyn

@@ -1,11 +1,10 @@
 // The element types a row may have, and how a float gets in and out of each.
 //
-// Loads are bit tricks that the compiler vectorises without any target flag. Stores come twice: to nearest
-// (for values that someone handed in) and stochastic (for updates), where the low bits that do not fit are
-// compared with random ones, so that the expected value of the stored number is the number itself.
+// All of it is integer arithmetic without branches, which the compiler vectorises at every level. Stores come
+// twice: to nearest (for values that someone handed in) and stochastic (for updates), where the low bits that do
+// not fit are compared with random ones, so that the expected value of the stored number is the number itself.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -30,18 +29,25 @@ inline uint32_t bits_of_float(float value) {
   return bits;
 }
 
+// a < b ? one : other, of bits, for a and b from 0 on. By a mask, because compilers move the arithmetic of an arm
+// behind a condition, and then do not vectorise what might trap there.
+inline uint32_t if_less(int32_t a, int32_t b, uint32_t one, uint32_t other) {
+  const auto mask = static_cast<uint32_t>((a - b) >> 31);
+  return (one & mask) | (other & ~mask);
+}
+
 inline float to_float(float value) { return value; }
 
 inline float to_float(BFloat16 value) { return float_of_bits(static_cast<uint32_t>(value.bits) << 16); }
 
 // Shifting the half's exponent and mantissa into place gives a float that is 2^-112 too small, subnormals
-// included; infinities and NaNs keep an exponent of all ones.
+// included; infinities and NaNs keep an exponent of all ones. The sign is shifted in from an extended one.
 inline float to_float(Float16 value) {
-  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
-  const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7FFFu) << 13;
-  const uint32_t scaled = bits_of_float(float_of_bits(magnitude) * 0x1p112f);
-  const uint32_t special = magnitude >= 0x0F800000u ? (magnitude | 0x7F800000u) : scaled;
-  return float_of_bits(sign | special);
+  const auto extended = static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(value.bits)));
+  const uint32_t shifted = (extended << 13) & 0x8FFFE000u;
+  const uint32_t scaled = bits_of_float(float_of_bits(shifted) * 0x1p112f);
+  const bool special = (extended & 0x7C00u) == 0x7C00u;
+  return float_of_bits(scaled | (special ? 0x7F800000u : 0u));
 }
 
 inline void store_nearest(float value, float* out) { *out = value; }
@@ -53,39 +59,24 @@ inline void store_nearest(float value, BFloat16* out) {
   out->bits = static_cast<uint16_t>(is_nan ? 0x7FC0u : rounded >> 16);
 }
 
-// A half's unit in the last place for |value|: 2^(exponent - 10), never below the subnormal step 2^-24.
-inline double float16_step(double magnitude) {
-  const int exponent = magnitude == 0.0 ? -14 : std::ilogb(magnitude);
-  return std::ldexp(1.0, (exponent < -14 ? -14 : exponent) - 10);
-}
-
-inline uint16_t float16_bits(bool negative, double whole_steps, double step) {
-  const double magnitude = whole_steps * step;
-  uint32_t bits;
-  if (magnitude >= 65536.0) {
-    bits = 0x7C00u;
-  } else if (magnitude < 0x1p-14) {
-    bits = static_cast<uint32_t>(magnitude * 0x1p24);
-  } else {
-    const int exponent = std::ilogb(magnitude);
-    bits = (static_cast<uint32_t>(exponent + 15) << 10) +
-           static_cast<uint32_t>(std::ldexp(magnitude, 10 - exponent) - 1024.0);
-  }
-  return static_cast<uint16_t>(bits | (negative ? 0x8000u : 0u));
-}
+// Magnitudes of floats, as bits, between which a half changes its ways.
+constexpr int32_t kHalfNormal = 0x38800000;    // 2^-14: below are the half's subnormals, 2^-24 apart
+constexpr int32_t kHalfLargest = 0x477FE000;   // 65504
+constexpr int32_t kHalfInfinity = 0x477FF000;  // 65520: halfway between 65504 and what would be the next
+constexpr int32_t kFloatInfinity = 0x7F800000;
+// What the exponents of a float and a half differ by, at the half's place.
+constexpr int32_t kHalfBias = 112 << 10;
 
 inline void store_nearest(float value, Float16* out) {
-  if (std::isnan(value)) {
-    out->bits = 0x7E00u;
-    return;
-  }
-  const double magnitude = std::fabs(static_cast<double>(value));
-  if (magnitude >= 65520.0) {  // halfway between the largest half, 65504, and what would be the next
-    out->bits = static_cast<uint16_t>(std::signbit(value) ? 0xFC00u : 0x7C00u);
-    return;
-  }
-  const double step = float16_step(magnitude);
-  out->bits = float16_bits(std::signbit(value), std::nearbyint(magnitude / step), step);
+  const uint32_t bits = bits_of_float(value);
+  const auto magnitude = static_cast<int32_t>(bits & 0x7FFFFFFFu);
+  const int32_t normal = ((magnitude + 0xFFF + ((magnitude >> 13) & 1)) >> 13) - kHalfBias;  // half to even
+  // The floats from 0.5 to 1 are 2^-24 apart too, so the sum rounds as a subnormal half does.
+  const float small = float_of_bits(static_cast<uint32_t>(magnitude < kHalfNormal ? magnitude : kHalfNormal));
+  const uint32_t subnormal = bits_of_float(small + 0.5f) - bits_of_float(0.5f);
+  const uint32_t finite = if_less(magnitude, kHalfNormal, subnormal, static_cast<uint32_t>(normal));
+  const uint32_t rounded = ((bits >> 16) & 0x8000u) | if_less(magnitude, kHalfInfinity, finite, 0x7C00u);
+  out->bits = static_cast<uint16_t>(if_less(kFloatInfinity, magnitude, 0x7E00u, rounded));
 }
 
 // `random16`: 16 random bits. A float ignores them.
@@ -93,18 +84,24 @@ inline void store_stochastic(float value, uint32_t, float* out) { *out = value; 
 
 inline void store_stochastic(float value, uint32_t random16, BFloat16* out) {
   const uint32_t bits = bits_of_float(value);
-  const bool finite = (bits & 0x7F800000u) != 0x7F800000u;
-  if (!finite) return store_nearest(value, out);
-  out->bits = static_cast<uint16_t>((bits + random16) >> 16);
+  const bool is_nan = static_cast<int32_t>(bits & 0x7FFFFFFFu) > kFloatInfinity;
+  out->bits = static_cast<uint16_t>(is_nan ? 0x7FC0u : (bits + random16) >> 16);  // an infinity carries nothing
 }
 
 // Finite values past 65504 go to infinity as they do in FBGEMM and torch: an overflow must be seen.
 inline void store_stochastic(float value, uint32_t random16, Float16* out) {
-  const double magnitude = std::fabs(static_cast<double>(value));
-  if (!(magnitude < 65504.0)) return store_nearest(value, out);
-  const double step = float16_step(magnitude);
-  const double steps = std::floor(magnitude / step + random16 * 0x1p-16);
-  out->bits = float16_bits(std::signbit(value), steps, step);
+  const uint32_t bits = bits_of_float(value);
+  const auto magnitude = static_cast<int32_t>(bits & 0x7FFFFFFFu);
+  const auto draw = static_cast<int32_t>(random16);
+  const int32_t normal = ((magnitude + (draw >> 3)) >> 13) - kHalfBias;  // 13 bits do not fit
+  // In units of 2^-40, 16 bits do not fit.
+  const float small = float_of_bits(static_cast<uint32_t>(magnitude < kHalfNormal ? magnitude : kHalfNormal));
+  const int32_t subnormal = (static_cast<int32_t>(small * 0x1p40f) + draw) >> 16;
+  const uint32_t finite =
+      if_less(magnitude, kHalfNormal, static_cast<uint32_t>(subnormal), static_cast<uint32_t>(normal));
+  const uint32_t past = if_less(magnitude, kHalfInfinity, 0x7BFFu, 0x7C00u);
+  const uint32_t rounded = ((bits >> 16) & 0x8000u) | if_less(magnitude, kHalfLargest, finite, past);
+  out->bits = static_cast<uint16_t>(if_less(kFloatInfinity, magnitude, 0x7E00u, rounded));
 }
 
 }  // namespace torchrec_dyn

@@ -7,8 +7,8 @@
 
 #include "bags.h"
 #include "parallel.h"
-#include "philox.h"
 #include "radix_sort.h"
+#include "rounding.h"
 #include "row_update.h"
 #include "simd.h"
 
@@ -76,22 +76,6 @@ TORCHREC_DYN_INLINE float* state_row(const RowBlocks<float>& state, int64_t row)
   return state.columns > 0 ? state.row(row) : nullptr;
 }
 
-// One word of Philox gives two 16-bit draws, so a block of eight columns takes one call.
-template <typename T>
-TORCHREC_DYN_INLINE void store_row(const Stream& stream, int64_t id, const float* values, int64_t columns, T* row) {
-  Philox4 words{};
-  int64_t block = -1;
-  for (int64_t c = 0; c < columns; ++c) {
-    const int64_t column = stream.first_column + c;
-    if (column / 8 != block) {
-      block = column / 8;
-      words = random_words(stream.rounding_key, id, static_cast<uint32_t>(block), static_cast<uint32_t>(stream.step));
-    }
-    const uint32_t word = words[static_cast<size_t>((column % 8) / 2)];
-    store_stochastic(values[c], column % 2 ? word >> 16 : word & 0xFFFFu, &row[c]);
-  }
-}
-
 // A row of a part and the words that hold its gradients: words[begin, end).
 struct Run {
   int64_t row;
@@ -99,7 +83,6 @@ struct Run {
   uint32_t end;
 };
 
-// The sum over the words of a run of scale * grad, in their order.
 template <typename T>
 struct Runs {
   const UpdateJob<T>& job;
@@ -116,7 +99,7 @@ struct Runs {
   bool is_scaled() const { return job.bag_weights || !job.places.scale.empty(); }
 };
 
-// Adds up kParts * 16 columns of a run from `column` on.
+// Adds up scale * grad over the words of a run, in their order: kParts * 16 columns from `column` on.
 template <int64_t kParts, typename T>
 TORCHREC_DYN_INLINE void sum_lanes(const Runs<T>& all, const Run& run, int64_t column, float* out) {
   Floats16 sums[kParts];
@@ -200,7 +183,8 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all) {
     update_row(job.rule, correction, square, grad, weight, state_row(table.momentum1, run.row),
                state_row(table.momentum2, run.row), columns);
     if constexpr (sizeof(T) != sizeof(float))
-      store_row(table.stream, job.ids[all.position(run.begin)], values.data(), columns, row);
+      store_row(table.stream.rounding_key, table.stream.step, table.stream.first_column,
+                job.ids[all.position(run.begin)], values.data(), columns, row);
   }
 }
 

@@ -64,8 +64,10 @@ def test_the_op_gives_the_first_known_answer():
 def test_the_op_gives_the_oracles_words():
     ids = [*EXTREME_IDS, 3, 1 << 32, -(1 << 32), 123456789012345]
     for key in (0, 5, -1, -(2**63)):
-        units = torch.from_numpy(initial_units(key, ids, 19))
-        assert torch.equal(fresh_rows(Uniform(0.0, 1.0), ids, 19, key), units.float())
+        units = torch.from_numpy(initial_units(key, ids, 150)).float()
+        for first, columns in ((0, 19), (0, 150), (3, 16), (2, 71), (31, 119)):
+            got = fresh_rows(Uniform(0.0, 1.0), ids, columns, key, first)
+            assert torch.equal(got, units[:, first : first + columns])
 
 
 def test_normal_rows_are_the_quantiles_of_the_oracles_numbers():

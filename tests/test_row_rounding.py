@@ -68,12 +68,12 @@ def test_rounding_is_unbiased(dtype, part, sign):
 def test_rounding_draws_are_the_oracles(dtype):
     """A draw r rounds up exactly when fraction + r / 2^16 >= 1: pins key, id, column and step."""
     ids = [*EXTREME_IDS, *range(5, 100)]
-    table, _ = nudged(dtype, ids_of(*ids), 0.0, columns=21)
+    table, _ = nudged(dtype, ids_of(*ids), 0.0, columns=150)
     group, unit = make_group(table, pooling="none"), torch.finfo(dtype).eps
     output = group(ids_of(*ids), torch.tensor([0, len(ids)]), training=True)
     output.backward(torch.full_like(output, -0.375 * unit))
     key = table_key(0, "t", "rounding")
-    draws = rounding_draws(key, ids, 21, step=2).astype(np.int64)
+    draws = rounding_draws(key, ids, 150, step=2).astype(np.int64)
     expected = torch.from_numpy(draws >= 0x10000 * 5 // 8)
     assert torch.equal(table.lookup(ids_of(*ids))[0] > 1.0, expected)
 
@@ -120,6 +120,50 @@ def test_float16_overflow_is_seen_and_bfloat16_keeps_the_range():
         assert got.isnan().all()
         _, got = nudged(dtype, torch.arange(50), float("-inf"))
         assert (got == -float("inf")).all()
+
+
+def boundaries():
+    """Floats around every half and every middle of two, and half a million of any bits, as float32."""
+    draw = np.random.default_rng(4)
+    halves = np.arange(0x10000, dtype=np.uint16).view(np.float16).astype(np.float32)
+    centres = np.concatenate([halves, np.float32([65520, 65536, 3e38, 2**-24, 2**-25])])
+    near = centres.view(np.uint32)[:, None] + np.arange(-3, 4, dtype=np.int64)[None, :]
+    ties = halves.view(np.uint32)[:, None] + np.arange(4095, 4098, dtype=np.int64)[None, :]
+    any_bits = draw.integers(0, 2**32, 1 << 18)
+    close = draw.integers(0x30000000, 0x48000000, 1 << 18)
+    every = np.concatenate([near.ravel(), ties.ravel(), any_bits, close]) % 2**32
+    return every.astype(np.uint32).view(np.float32)
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+def test_every_short_number_is_read_as_torch_reads_it(dtype):
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    table = make_table(dtype=dtype, embedding_dim=64, num_embeddings=1 << 10)
+    table.find_or_insert(torch.arange(1024))
+    table.assign(torch.arange(1024), every.view(1024, 64))
+    group = make_group(table, pooling="none")
+    output = group(torch.arange(1024), torch.tensor([0, 1024]), training=False)
+    assert torch.equal(output.nan_to_num(7e5), every.float().view(1024, 64).nan_to_num(7e5))
+
+
+def test_float16_rounds_as_numbers_do():
+    """Constant updates of a zero row: floor(magnitude / step + draw / 2^16) steps, in float64."""
+    values = boundaries()
+    values = np.concatenate([values, np.zeros(-len(values) % 64, np.float32)]).reshape(-1, 64)
+    ids = np.arange(len(values))
+    _, got = nudged(torch.float16, torch.from_numpy(ids), torch.from_numpy(values), 0.0, columns=64)
+    draws = rounding_draws(table_key(0, "t", "rounding"), ids.tolist(), 64, step=1).astype(
+        np.float64
+    )
+    magnitude = np.abs(values.astype(np.float64))
+    inside = magnitude < 65504.0
+    exponent = np.maximum(np.frexp(np.where(inside, magnitude, 1.0))[1] - 1, -14)
+    step = np.ldexp(1.0, exponent - 10)
+    with np.errstate(over="ignore", invalid="ignore"):
+        nearest = np.abs(values.astype(np.float16)).astype(np.float64)
+        rounded = np.where(inside, np.floor(magnitude / step + draws * 2.0**-16) * step, nearest)
+    expected = torch.from_numpy(np.copysign(rounded, values.astype(np.float64)))
+    assert torch.equal(got.double().nan_to_num(7e5), expected.nan_to_num(7e5))
 
 
 def trained(kind, dtype, batches, **options):

@@ -14,6 +14,7 @@
 #include "initial_rows.h"
 #include "philox.h"
 #include "radix_sort.h"
+#include "rounding.h"
 #include "row_types.h"
 #include "row_update.h"
 
@@ -135,8 +136,7 @@ void update_own_rows(Optimizer optimizer) {
         for (int64_t c = 0; c < kColumns; ++c) row[c] = to_float(weight[c]);
         const int64_t one = kColumns * r;
         update_row(rule, bias_correction(rule, 3), grad.data(), row.data(), &m1[one], &m2[one], kColumns);
-        for (int64_t c = 0; c < kColumns; ++c)
-          store_stochastic(row[c], random_words(7, r, static_cast<uint32_t>(c), 3)[0] & 0xFFFFu, &weight[c]);
+        store_row(7, 3, 1, r, row.data(), kColumns, weight);
       }
     };
     if (parts == 1)
