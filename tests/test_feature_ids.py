@@ -47,7 +47,7 @@ def test_bags_that_vary_by_feature() -> None:
 
 def test_a_reader_follows_the_keys_of_each_batch() -> None:
     read = FeatureReader(NAMES, False, WHERE)
-    for keys in ("abc", "cab", "abc", "abcd", "dabc", "acbd", "cab"):
+    for keys in ("abc", "cab", "abc", "abcd", "dabc", "adbc", "cab"):
         features = batch(keys, [1, 0, 2, 1, 0, 3, 1, 1][: 2 * len(keys)])
         found = read(features)
         parts = [plain(features, key) for key in "abc"]
@@ -55,8 +55,9 @@ def test_a_reader_follows_the_keys_of_each_batch() -> None:
         assert found.lengths.tolist() == [one for _, lengths in parts for one in lengths], keys
         assert found.counts == [len(ids) for ids, _ in parts], keys
     for keys in ("ab", "abd", ""):
-        with pytest.raises(ValueError, match=r"table='t'\)|table='s'\)"):
-            read(batch(keys, [1] * 2 * len(keys)))
+        for reader in (read, FeatureReader(NAMES, False, WHERE)):
+            with pytest.raises(ValueError, match=r"table='[st]'\): expected feature"):
+                reader(batch(keys, [1] * 2 * len(keys)))
 
 
 def test_features_that_follow_each_other_are_not_copied() -> None:
@@ -66,8 +67,8 @@ def test_features_that_follow_each_other_are_not_copied() -> None:
 
 
 def test_lengths_whose_sum_wraps_around() -> None:
-    lengths = torch.tensor([2**62, 2**62, 2**62, 2**62, 2, 1])
-    features = KeyedJaggedTensor(["a", "b", "c"], torch.arange(3), lengths=lengths)
+    lengths = torch.tensor([2**62, 2**62, 2**62, 2**62, 3])
+    features = KeyedJaggedTensor(["a"], torch.arange(3), lengths=lengths)
     with pytest.raises(ValueError, match="add up to the 3 ids"):
         checked_features(features, False, "C")
 

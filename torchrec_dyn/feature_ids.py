@@ -71,8 +71,7 @@ class FeatureIds:
 @lru_cache(maxsize=8)
 def _equal_offsets(bags: int, bag: int, device: torch.device) -> Tensor:
     # The next batch has the same: one-hot features never need a sum.
-    with torch.inference_mode(False):
-        return torch.arange(bags + 1, device=device) * bag
+    return torch.arange(bags + 1, device=device) * bag
 
 
 def _picked(values: Tensor, sizes: list[int], positions: Sequence[int]) -> Tensor:
