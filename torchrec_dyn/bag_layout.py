@@ -22,6 +22,7 @@ class Bags:
 
     Attributes:
         table_offsets: [T + 1] int64, which ids are whose.
+        bounds: [T + 1], the same.
         offsets: [bags + 1] int64, or None for sequences.
         segments: [S, 5] int64.
         elements: numbers in the output.
@@ -29,6 +30,7 @@ class Bags:
     """
 
     table_offsets: Tensor
+    bounds: list[int]
     offsets: Tensor | None
     segments: Tensor
     elements: int
@@ -58,20 +60,59 @@ class BagLayout:
         self._is_sequence = pooling == "none"
         self._columns = list(columns)
         self._table_of = [t for t, count in enumerate(features_per_table) for _ in range(count)]
-        self._first_feature = torch.tensor([0, *accumulate(features_per_table)])
+        self._first_feature = list(accumulate(features_per_table, initial=0))
         self._features = len(self._table_of)
+        # Of the last batch: the next one is often cut alike.
         self._cached: tuple[int, Tensor] | None = None
+        self._table_offsets: tuple[list[int], Tensor] = ([], torch.empty(0))
+        self._sequence_segments: tuple[list[int], Tensor] = ([], torch.empty(0))
 
     def table_offsets(
         self, offsets: Tensor, ids: int, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor:
-        """Returns where each table's ids begin, [T + 1] int64.
+        """Returns where each table's ids begin, [T + 1] int64; only to be read.
 
         Args:
             offsets: [bags + 1] int64.
             ids: N.
             batch_sizes: [F][ranks] bags of each feature and rank, or None where all are equal.
         """
+        return self._as_tensor(self._checked_bounds(offsets, ids, batch_sizes), offsets.device)
+
+    def describe(
+        self,
+        offsets: Tensor,
+        ids: int,
+        batch_sizes: Sequence[Sequence[int]] | None,
+        counts: Sequence[int] | None = None,
+    ) -> Bags:
+        """Describes one batch.
+
+        Args:
+            offsets: [bags + 1] int64.
+            ids: N.
+            batch_sizes: [F][ranks] bags of each feature and rank, or None where all are equal.
+            counts: [F] ids of each feature, from who has checked that offsets ascend to N by them;
+                else None. (The ops check again before they read memory.)
+        """
+        if counts is None:
+            bounds = self._checked_bounds(offsets, ids, batch_sizes)
+        else:
+            bounds = self._of_tables(list(accumulate(counts, initial=0)))
+        table_offsets = self._as_tensor(bounds, offsets.device)
+        if self._is_sequence:
+            return self._sequence(table_offsets, bounds, ids)
+        if batch_sizes is not None:
+            return self._variable(table_offsets, bounds, offsets, batch_sizes)
+        batch = (offsets.numel() - 1) // self._features
+        width = sum(self._columns[t] for t in self._table_of)
+        if self._cached is None or self._cached[0] != batch:
+            self._cached = (batch, self._regular_segments(batch, width))
+        return Bags(table_offsets, bounds, offsets, self._cached[1], batch * width, (batch, width))
+
+    def _checked_bounds(
+        self, offsets: Tensor, ids: int, batch_sizes: Sequence[Sequence[int]] | None
+    ) -> list[int]:
         bags = offsets.numel() - 1
         if batch_sizes is None:
             if bags < 0 or bags % self._features:
@@ -79,7 +120,8 @@ class BagLayout:
                     f"lookup: expected offsets [F * B + 1] with F = {self._features} features, got "
                     f"{offsets.numel()} offsets."
                 )
-            first_bag = self._first_feature * (bags // self._features)
+            batch = bags // self._features
+            of_features = offsets[::batch] if batch else offsets.expand(self._features + 1)
         else:
             per_feature = [0, *accumulate(sum(sizes) for sizes in batch_sizes)]
             if len(batch_sizes) != self._features or per_feature[-1] != bags:
@@ -93,41 +135,29 @@ class BagLayout:
                     "lookup: expected batch sizes >= 0 of the same ranks for every feature, got "
                     f"{[list(sizes) for sizes in batch_sizes]}."
                 )
-            first_bag = torch.tensor(per_feature)[self._first_feature]
+            of_features = offsets[torch.tensor(per_feature)]
         # Before anything is inserted: the ops check only when the rows are there.
         if bool((offsets[1:] < offsets[:-1]).any()):
             raise ValueError(
                 "lookup: expected ascending offsets, got descending ones. Are there negative lengths?"
             )
-        table_offsets = offsets[first_bag]
-        begin, end = int(table_offsets[0]), int(table_offsets[-1])
-        if (begin, end) != (0, ids):
+        bounds = self._of_tables(of_features.tolist())
+        if (bounds[0], bounds[-1]) != (0, ids):
             raise ValueError(
-                f"lookup: expected offsets from 0 to {ids}, the number of ids, got {begin} to {end}. "
-                "Do lengths and values agree?"
+                f"lookup: expected offsets from 0 to {ids}, the number of ids, got {bounds[0]} to "
+                f"{bounds[-1]}. Do lengths and values agree?"
             )
-        return table_offsets
+        return bounds
 
-    def describe(
-        self, offsets: Tensor, ids: int, batch_sizes: Sequence[Sequence[int]] | None
-    ) -> Bags:
-        """Describes one batch.
+    def _of_tables(self, of_features: list[int]) -> list[int]:
+        return [of_features[feature] for feature in self._first_feature]
 
-        Args:
-            offsets: [bags + 1] int64.
-            ids: N.
-            batch_sizes: [F][ranks] bags of each feature and rank, or None where all are equal.
-        """
-        table_offsets = self.table_offsets(offsets, ids, batch_sizes)
-        if self._is_sequence:
-            return self._sequence(table_offsets, ids)
-        if batch_sizes is not None:
-            return self._variable(table_offsets, offsets, batch_sizes)
-        batch = (offsets.numel() - 1) // self._features
-        width = sum(self._columns[t] for t in self._table_of)
-        if self._cached is None or self._cached[0] != batch:
-            self._cached = (batch, self._regular_segments(batch, width))
-        return Bags(table_offsets, offsets, self._cached[1], batch * width, (batch, width))
+    def _as_tensor(self, bounds: list[int], device: torch.device) -> Tensor:
+        last, tensor = self._table_offsets
+        if bounds != last or tensor.device != device:
+            tensor = torch.tensor(bounds, device=device)
+            self._table_offsets = (bounds, tensor)
+        return tensor
 
     def _regular_segments(self, batch: int, width: int) -> Tensor:
         first_column = accumulate((self._columns[t] for t in self._table_of), initial=0)
@@ -138,16 +168,22 @@ class BagLayout:
             ]
         )
 
-    def _sequence(self, table_offsets: Tensor, ids: int) -> Bags:
+    def _sequence(self, table_offsets: Tensor, bounds: list[int], ids: int) -> Bags:
         columns = self._columns[0]
-        bounds = table_offsets.tolist()
-        segments = torch.tensor(
-            [[t, b, e - b, b * columns, columns] for t, (b, e) in enumerate(pairwise(bounds))]
-        )
-        return Bags(table_offsets, None, segments, ids * columns, (ids, columns))
+        last, segments = self._sequence_segments
+        if bounds != last:
+            segments = torch.tensor(
+                [[t, b, e - b, b * columns, columns] for t, (b, e) in enumerate(pairwise(bounds))]
+            )
+            self._sequence_segments = (bounds, segments)
+        return Bags(table_offsets, bounds, None, segments, ids * columns, (ids, columns))
 
     def _variable(
-        self, table_offsets: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]]
+        self,
+        table_offsets: Tensor,
+        bounds: list[int],
+        offsets: Tensor,
+        batch_sizes: Sequence[Sequence[int]],
     ) -> Bags:
         lines: list[list[int]] = []
         place = 0
@@ -158,4 +194,4 @@ class BagLayout:
                 lines.append([table, next_bag[feature], bags, place, columns])
                 next_bag[feature] += bags
                 place += bags * columns
-        return Bags(table_offsets, offsets, torch.tensor(lines), place, (place,))
+        return Bags(table_offsets, bounds, offsets, torch.tensor(lines), place, (place,))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingCollectionInterface,
@@ -19,7 +20,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_dyn.collection_tables import check_saved_rows, handle_of, local_tables
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.data_parallel import teach_ddp_to_skip_placeholders
-from torchrec_dyn.feature_ids import read_features
+from torchrec_dyn.feature_ids import FeatureReader
 from torchrec_dyn.local_lookup import LocalLookup
 from torchrec_dyn.local_table import LocalTable
 from torchrec_dyn.table import DynamicTable
@@ -73,7 +74,12 @@ class DynamicEmbeddingCollection(EmbeddingCollectionInterface, FusedOptimizerMod
         )
         self._lookup = LocalLookup(self._tables(), ["none"] * len(configs), "embeddings")
         self._embedding_names_by_table = get_embedding_names_by_table(configs)
-        self._feature_names = [config.feature_names for config in configs]
+        self._output_names = [name for names in self._embedding_names_by_table for name in names]
+        self._read = FeatureReader(
+            [config.feature_names for config in configs],
+            False,
+            [table.where for table in self._tables()],
+        )
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Looks up.
@@ -90,20 +96,18 @@ class DynamicEmbeddingCollection(EmbeddingCollectionInterface, FusedOptimizerMod
             ValueError: if a feature is missing, or the tensors do not fit each other.
         """
         features = maybe_td_to_kjt(features, None)
-        read = read_features(
-            features, self._feature_names, False, [one.where for one in self._tables()]
-        )
+        read = self._read(features)
         if self.training:
             self._lookup.warn_if_nobody_chose_an_optimizer()
-        names = [name for names in self._embedding_names_by_table for name in names]
+        outputs = self._lookup.sequences(read, self.training)
         lengths = torch.split(read.lengths, read.batch_sizes)
-        ids = torch.split(read.ids, read.counts)
+        ids: Sequence[Tensor | None] = [None] * len(outputs)
+        if self._need_indices:
+            ids = torch.split(read.ids, read.counts)
         return {
-            name: JaggedTensor(
-                values=values, lengths=lengths[i], weights=ids[i] if self._need_indices else None
-            )
-            for i, (name, values) in enumerate(
-                zip(names, self._lookup.sequences(read, self.training), strict=True)
+            name: JaggedTensor(values=values, lengths=of_bags, weights=as_weights)
+            for name, values, of_bags, as_weights in zip(
+                self._output_names, outputs, lengths, ids, strict=True
             )
         }
 

@@ -24,7 +24,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_dyn.collection_tables import check_saved_rows, handle_of, local_tables
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.data_parallel import teach_ddp_to_skip_placeholders
-from torchrec_dyn.feature_ids import read_features
+from torchrec_dyn.feature_ids import FeatureReader
 from torchrec_dyn.local_lookup import LocalLookup
 from torchrec_dyn.local_table import LocalTable
 from torchrec_dyn.table import DynamicTable
@@ -81,6 +81,9 @@ class DynamicEmbeddingBagCollection(EmbeddingBagCollectionInterface, FusedOptimi
             name for names in get_embedding_names_by_table(configs) for name in names
         ]
         self._feature_names = [config.feature_names for config in configs]
+        self._read = FeatureReader(
+            self._feature_names, is_weighted, [table.where for table in self._tables()]
+        )
         self._columns = [config.embedding_dim for config in configs for _ in config.feature_names]
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -97,12 +100,9 @@ class DynamicEmbeddingBagCollection(EmbeddingBagCollectionInterface, FusedOptimi
             ValueError: if a feature is missing, or the tensors do not fit each other.
         """
         features = maybe_td_to_kjt(features, None)
-        tables = self._tables()
-        read = read_features(
-            features, self._feature_names, self._is_weighted, [one.where for one in tables]
-        )
+        read = self._read(features)
         inverse_indices = features.inverse_indices_or_none()
-        if inverse_indices is None and len(set(read.batch_sizes)) > 1:
+        if inverse_indices is None and read.varies:
             raise ValueError(
                 f"{type(self).__name__}: expected as many bags for each feature, got "
                 f"{read.batch_sizes}. "

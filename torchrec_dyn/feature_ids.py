@@ -5,9 +5,10 @@ Letters: F features read, B bags of a feature, N ids.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 @dataclass(frozen=True)
 class FeatureIds:
-    """The ids of some features, one feature after the other.
+    """The checked ids of some features, one feature after the other.
 
     Attributes:
         ids: [N] int64.
@@ -24,6 +25,7 @@ class FeatureIds:
         weights: [N] float, of weighted bags.
         batch_sizes: [F], bags per feature.
         counts: [F], ids per feature.
+        bag: ids of every bag where all have equally many, else None.
     """
 
     ids: Tensor
@@ -31,61 +33,99 @@ class FeatureIds:
     weights: Tensor | None
     batch_sizes: list[int]
     counts: list[int]
+    bag: int | None
+
+    @property
+    def varies(self) -> bool:
+        """Whether features differ in the number of bags."""
+        return len(set(self.batch_sizes)) > 1
 
     def offsets(self) -> Tensor:
-        """Gives where each bag starts and the last one ends, [sum of batch_sizes + 1] int64."""
-        offsets = torch.zeros(
-            self.lengths.numel() + 1, dtype=torch.int64, device=self.lengths.device
-        )
+        """Gives where each bag starts and the last one ends, [sum of batch_sizes + 1] int64.
+
+        Only to be read: batches of equal bags share one tensor.
+        """
+        bags, device = self.lengths.numel(), self.lengths.device
+        if self.bag is not None:
+            return _equal_offsets(bags, self.bag, device)
+        offsets = torch.zeros(bags + 1, dtype=torch.int64, device=device)
         torch.cumsum(self.lengths, 0, out=offsets[1:])
         return offsets
 
     def feature_offsets(self) -> Tensor:
         """Gives where each feature starts and the last one ends, [F + 1] int64."""
-        return torch.tensor([0, *itertools.accumulate(self.counts)], device=self.ids.device)
+        return torch.tensor([0, *accumulate(self.counts)], device=self.ids.device)
 
     def select(self, positions: Sequence[int]) -> FeatureIds:
         """Picks features by position; a feature may be picked several times."""
-        if list(positions) == list(range(len(self.counts))):
-            return self
-        ids = torch.split(self.ids, self.counts)
-        lengths = torch.split(self.lengths, self.batch_sizes)
-        weights = None if self.weights is None else torch.split(self.weights, self.counts)
         return FeatureIds(
-            ids=torch.cat([ids[i] for i in positions]),
-            lengths=torch.cat([lengths[i] for i in positions]),
-            weights=None if weights is None else torch.cat([weights[i] for i in positions]),
+            ids=_picked(self.ids, self.counts, positions),
+            lengths=_picked(self.lengths, self.batch_sizes, positions),
+            weights=None if self.weights is None else _picked(self.weights, self.counts, positions),
             batch_sizes=[self.batch_sizes[i] for i in positions],
             counts=[self.counts[i] for i in positions],
+            bag=self.bag,
         )
 
 
-def read_features(
-    features: KeyedJaggedTensor,
-    feature_names: Sequence[Sequence[str]],
-    weighted: bool,
-    where: Sequence[str],
-) -> FeatureIds:
-    """Reads the features of a collection's tables, in table order, checking them first.
+@lru_cache(maxsize=8)
+def _equal_offsets(bags: int, bag: int, device: torch.device) -> Tensor:
+    # The next batch has the same: one-hot features never need a sum.
+    return torch.arange(bags + 1, device=device) * bag
+
+
+def _picked(values: Tensor, sizes: list[int], positions: Sequence[int]) -> Tensor:
+    """Joins parts of a tensor; parts that follow each other are not copied."""
+    if all(after == before + 1 for before, after in pairwise(positions)):
+        begin = sum(sizes[: min(positions, default=0)])
+        return values[begin : begin + sum(sizes[i] for i in positions)]
+    parts = torch.split(values, sizes)
+    return torch.cat([parts[i] for i in positions])
+
+
+class FeatureReader:
+    """Reads the features of a collection's tables, in table order.
 
     Args:
-        features: as the user passed it; further features and another order of keys are fine.
         feature_names: the features of each table; a feature may stand in several tables.
         weighted: whether bags carry weights.
         where: each table, for messages.
-
-    Raises:
-        ValueError: if a feature is missing or the tensors do not fit each other.
     """
-    index = {key: position for position, key in enumerate(features.keys())}
-    for names, table in zip(feature_names, where, strict=True):
-        for name in names:
-            if name not in index:
-                raise ValueError(
-                    f"{table}: expected feature '{name}', got features {features.keys()}."
-                )
-    read = checked_features(features, weighted, where[0].partition("(")[0])
-    return read.select([index[name] for names in feature_names for name in names])
+
+    def __init__(
+        self, feature_names: Sequence[Sequence[str]], weighted: bool, where: Sequence[str]
+    ) -> None:
+        self._feature_names = feature_names
+        self._weighted = weighted
+        self._where = list(where)
+        self._collection = where[0].partition("(")[0]
+        self._keys: list[str] | None = None  # the last batch's, to which these positions belong
+        self._positions: list[int] | None = None  # None: the features are the batch's, in its order
+
+    def __call__(self, features: KeyedJaggedTensor) -> FeatureIds:
+        """Reads a batch, checking it first.
+
+        Args:
+            features: as the user passed it; further features and another order of keys are fine.
+
+        Raises:
+            ValueError: if a feature is missing or the tensors do not fit each other.
+        """
+        keys = features.keys()
+        if keys != self._keys:
+            self._positions = self._find(keys)
+            self._keys = list(keys)
+        read = checked_features(features, self._weighted, self._collection)
+        return read if self._positions is None else read.select(self._positions)
+
+    def _find(self, keys: Sequence[str]) -> list[int] | None:
+        index = {key: position for position, key in enumerate(keys)}
+        for names, table in zip(self._feature_names, self._where, strict=True):
+            for name in names:
+                if name not in index:
+                    raise ValueError(f"{table}: expected feature '{name}', got features {keys}.")
+        positions = [index[name] for names in self._feature_names for name in names]
+        return None if positions == list(range(len(keys))) else positions
 
 
 def checked_features(features: KeyedJaggedTensor, weighted: bool, where: str) -> FeatureIds:
@@ -121,16 +161,24 @@ def checked_features(features: KeyedJaggedTensor, weighted: bool, where: str) ->
             f"{where}: expected {sum(batch_sizes)} lengths for {len(batch_sizes)} features "
             f"of {batch_sizes} bags, got {lengths.numel()}."
         )
-    if lengths.numel() and len(set(batch_sizes)) == 1:
-        counts = lengths.view(len(batch_sizes), -1).sum(1).tolist()
+    # No length above the number of ids: then no sum of them overflows, and ascending offsets follow.
+    least, most = (int(bound) for bound in torch.aminmax(lengths)) if lengths.numel() else (0, 0)
+    if least == most:
+        counts = [most * bags for bags in batch_sizes]
+    elif len(set(batch_sizes)) == 1:
+        counts = lengths.reshape(len(batch_sizes), -1).sum(1).tolist()
     else:
         counts = [int(part.sum()) for part in torch.split(lengths, batch_sizes)]
-    if (lengths < 0).any() or sum(counts) != ids.numel():
+    if least < 0 or most > ids.numel() or sum(counts) != ids.numel():
         raise ValueError(
             f"{where}: expected lengths that are not negative and add up to the {ids.numel()} ids, "
-            f"got a least of {int(lengths.min()) if lengths.numel() else 0} and a sum of "
-            f"{sum(counts)}."
+            f"got a least of {least} and a sum of {sum(counts)}."
         )
     return FeatureIds(
-        ids, lengths, None if weights is None else weights.float(), batch_sizes, counts
+        ids,
+        lengths,
+        None if weights is None else weights.float(),
+        batch_sizes,
+        counts,
+        most if least == most else None,
     )

@@ -6,7 +6,9 @@ Letters: B bags per feature, D columns of a table, N ids of all features.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,6 +22,24 @@ from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.optimizer_choice import chosen_output_dtype
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.saved_state import saved_states
+from torchrec_dyn.table import DynamicTable
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One table group and what it serves.
+
+    Attributes:
+        tables: its lookups.
+        positions: of its features among those of the collection, None for all in order.
+        columns: of each of its features.
+        frozen: whether training reads it as evaluation does.
+    """
+
+    tables: TableGroup
+    positions: list[int] | None
+    columns: list[int]
+    frozen: bool
 
 
 class LocalLookup:
@@ -46,10 +66,8 @@ class LocalLookup:
         self._forget_groups()
 
     def _forget_groups(self) -> None:
-        self._grouped_for: list[Any] = []
-        self._groups: list[
-            tuple[TableGroup, list[int], bool]
-        ] = []  # group, positions of its features, frozen
+        self._grouped_for: list[tuple[DynamicTable, torch.dtype, bool]] = []
+        self._groups: list[_Group] = []
         self._optimized_for: list[RowOptimizer] = []
         self._optimizers: dict[RowOptimizer, DynamicOptimizer] = {}
         self._combined: KeyedOptimizer | None = None
@@ -65,42 +83,46 @@ class LocalLookup:
             one tensor [B, D] per feature; when all features fall in one group and have equally many
             bags, a single tensor [B, sum of D], so that nothing is copied to join them.
         """
-        varies = len(set(features.batch_sizes)) > 1
+        varies = features.varies
         outputs: list[Tensor] = [torch.empty(0)] * len(features.counts)
-        for group, positions, frozen in self._current_groups():
-            chosen = features.select(positions)
-            output = group(
+        for group in self._current_groups():
+            chosen = features if group.positions is None else features.select(group.positions)
+            output = group.tables(
                 chosen.ids,
                 chosen.offsets(),
                 chosen.weights,
-                training=training and not frozen,
+                training=training and not group.frozen,
                 batch_sizes=[[size] for size in chosen.batch_sizes] if varies else None,
             )
-            columns = [self._columns[position] for position in positions]
             if varies:
                 sizes = [
-                    size * width for size, width in zip(chosen.batch_sizes, columns, strict=True)
+                    size * width
+                    for size, width in zip(chosen.batch_sizes, group.columns, strict=True)
                 ]
-                flat = zip(torch.split(output, sizes), columns, strict=True)
+                flat = zip(torch.split(output, sizes), group.columns, strict=True)
                 parts = [part.view(-1, width) for part, width in flat]
-            elif len(positions) == len(outputs):
+            elif group.positions is None:
                 return [output]
             else:
-                parts = list(torch.split(output, columns, dim=1))
-            for position, part in zip(positions, parts, strict=True):
+                parts = list(torch.split(output, group.columns, dim=1))
+            if group.positions is None:
+                return parts
+            for position, part in zip(group.positions, parts, strict=True):
                 outputs[position] = part
         return outputs
 
     def sequences(self, features: FeatureIds, training: bool) -> list[Tensor]:
         """Looks up without pooling: one tensor [ids of the feature, D] per feature."""
         outputs: list[Tensor] = [torch.empty(0)] * len(features.counts)
-        for group, positions, frozen in self._current_groups():
-            chosen = features.select(positions)
+        for group in self._current_groups():
+            chosen = features if group.positions is None else features.select(group.positions)
             # Of a sequence only the feature of an id counts: each feature is passed as one bag.
             offsets = chosen.feature_offsets()
-            output = group(chosen.ids, offsets, training=training and not frozen)
+            output = group.tables(chosen.ids, offsets, training=training and not group.frozen)
             parts = torch.split(output, chosen.counts)
-            for position, part in zip(positions, parts, strict=True):
+            if group.positions is None:
+                return list(parts)
+            for position, part in zip(group.positions, parts, strict=True):
                 outputs[position] = part
         return outputs
 
@@ -131,49 +153,49 @@ class LocalLookup:
                 stacklevel=5,
             )
 
-    def _current_groups(self) -> Iterable[tuple[TableGroup, list[int], bool]]:
-        rows = [table.rows() for table in self.tables]
-        state = [
-            (id(row), row.dtype, row.optimizer, not table.weight.requires_grad, pooling)
-            for row, table, pooling in zip(rows, self.tables, self.poolings, strict=True)
-        ]
+    def _current_groups(self) -> list[_Group]:
+        state = [table.grouping() for table in self.tables]
         if state != self._grouped_for:
             self._group_tables(state)
             self._grouped_for = state
         return self._groups
 
-    def _group_tables(self, state: list[Any]) -> None:
+    def _group_tables(self, state: list[tuple[DynamicTable, torch.dtype, bool]]) -> None:
         members: dict[Any, list[int]] = {}
-        for number, (_, dtype, optimizer, frozen, pooling) in enumerate(state):
-            members.setdefault((dtype, optimizer, frozen, pooling), []).append(number)
+        for number, ((rows, dtype, frozen), pooling) in enumerate(
+            zip(state, self.poolings, strict=True)
+        ):
+            members.setdefault((dtype, rows.optimizer, frozen, pooling), []).append(number)
         counts = [len(table.config.feature_names) for table in self.tables]
-        self._columns = [
-            table.config.embedding_dim
-            for table, count in zip(self.tables, counts, strict=True)
-            for _ in range(count)
-        ]
+        first = list(accumulate(counts, initial=0))
         self._groups = []
         driven: dict[RowOptimizer, list[TableGroup]] = {}
         for (_, optimizer, frozen, pooling), numbers in members.items():
-            group = TableGroup(
-                [self.tables[number].rows() for number in numbers],
+            tables = TableGroup(
+                [state[number][0] for number in numbers],
                 [counts[number] for number in numbers],
                 pooling,
                 chosen_output_dtype(self.tables[0].fused_params),
             )
-            positions = [
-                sum(counts[:number]) + i for number in numbers for i in range(counts[number])
+            positions = [first[number] + i for number in numbers for i in range(counts[number])]
+            columns = [
+                self.tables[number].config.embedding_dim
+                for number in numbers
+                for _ in range(counts[number])
             ]
-            self._groups.append((group, positions, frozen))
-            driven.setdefault(optimizer, []).append(group)
-        if [optimizer for _, _, optimizer, _, _ in state] != self._optimized_for:
-            self._make_optimizers(state)
+            self._groups.append(
+                _Group(tables, positions if len(members) > 1 else None, columns, frozen)
+            )
+            driven.setdefault(optimizer, []).append(tables)
+        optimizers = [rows.optimizer for rows, _, _ in state]
+        if optimizers != self._optimized_for:
+            self._make_optimizers(optimizers)
         for optimizer, groups in driven.items():
             _rates(self._optimizers[optimizer]).drive(groups)
 
-    def _make_optimizers(self, state: list[Any]) -> None:
+    def _make_optimizers(self, optimizers: list[RowOptimizer]) -> None:
         self._kept_rates.update(self._current_rates())
-        self._optimized_for = [optimizer for _, _, optimizer, _, _ in state]
+        self._optimized_for = optimizers
         self._optimizers, self._combined = {}, None
         for optimizer in dict.fromkeys(self._optimized_for):
             tables = [

@@ -16,6 +16,7 @@ from torchrec_dyn.table_checks import ROW_DTYPES
 from torchrec_dyn.table_configs import config_initializer, row_dtype, with_row_dtype
 
 _META = torch.device("meta")
+_NO_CHOICE: list[Any] = []
 
 
 class LocalTable(nn.Module):
@@ -65,38 +66,50 @@ class LocalTable(nn.Module):
         Raises:
             ValueError: if the collection lives on the meta device.
         """
-        weight = self.weight
-        choice = [
-            *getattr(weight, "_optimizer_classes", []),
-            *map(dict, getattr(weight, "_optimizer_kwargs", [])),
-        ]
+        # Asked at every forward: past nn.Module's lookup, and nothing is copied to compare.
+        weight = self._parameters["weight"]
+        choice = (
+            getattr(weight, "_optimizer_classes", _NO_CHOICE),
+            getattr(weight, "_optimizer_kwargs", _NO_CHOICE),
+        )
         if self._table is None or choice != self._choice:
-            if self.device == _META:
-                raise ValueError(
-                    f"{self.where}: expected rows on a real device, got meta. "
-                    "Shard the collection, or call .to_empty(device=...) first."
-                )
-            optimizer = chosen_optimizer(weight, self.fused_params, self.where)
-            if self._table is None or self._table.optimizer != optimizer:
-                table = DynamicTable(
-                    name=self.config.name,
-                    num_embeddings=self.config.num_embeddings,
-                    embedding_dim=self.config.embedding_dim,
-                    optimizer=optimizer,
-                    config=self.dynamic,
-                    dtype=self.weight.dtype,
-                    initializer=config_initializer(self.config),
-                    device=self.device,
-                )
-                if self._table is not None and self._table.num_rows:
-                    state = self._table.export_state()
-                    same_state = self._table.optimizer.kind == optimizer.kind
-                    table.load_state(
-                        state if same_state else {key: state[key] for key in ("ids", "weight")}
-                    )
-                self._table = table
-            self._choice = choice
+            self._table = self._rows_of(self._table)
+            self._choice = (list(choice[0]), [dict(one) for one in choice[1]])
         return self._table
+
+    def _rows_of(self, before: DynamicTable | None) -> DynamicTable:
+        """Makes the rows of the optimizer that is chosen now, from those before if there are any."""
+        if self.device == _META:
+            raise ValueError(
+                f"{self.where}: expected rows on a real device, got meta. "
+                "Shard the collection, or call .to_empty(device=...) first."
+            )
+        optimizer = chosen_optimizer(self.weight, self.fused_params, self.where)
+        if before is not None and before.optimizer == optimizer:
+            return before
+        table = DynamicTable(
+            name=self.config.name,
+            num_embeddings=self.config.num_embeddings,
+            embedding_dim=self.config.embedding_dim,
+            optimizer=optimizer,
+            config=self.dynamic,
+            dtype=self.weight.dtype,
+            initializer=config_initializer(self.config),
+            device=self.device,
+        )
+        if before is not None and before.num_rows:
+            state = before.export_state()
+            same_state = before.optimizer.kind == optimizer.kind
+            table.load_state(
+                state if same_state else {key: state[key] for key in ("ids", "weight")}
+            )
+        return table
+
+    def grouping(self) -> tuple[DynamicTable, torch.dtype, bool]:
+        """Tells by what tables are grouped, beside their pooling: rows, row dtype, whether frozen."""
+        rows = self.rows()
+        weight: Any = self._parameters["weight"]
+        return rows, rows.weights.dtype, not weight.requires_grad
 
     def rows_if_made(self) -> DynamicTable | None:
         """Gives the rows, or None where nothing has used the table yet."""

@@ -8,44 +8,67 @@ withheld until all forwards opened before are closed.
 
 from __future__ import annotations
 
-import weakref
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+_numbers = itertools.count(1)  # of all forwards of this process
+
 
 class ForwardTicket:
-    """Stands for one forward; closed by its backward, or when its graph is dropped."""
+    """Stands for one forward of some tables; closed by its backward, or when its graph is dropped.
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    Only the forward holds it: dropping it closes it.
+
+    Args:
+        tables: the open forwards of each table.
+    """
+
+    def __init__(self, tables: Sequence[OutstandingForwards]) -> None:
+        self.number = next(_numbers)
+        self._tables = [table.numbers for table in tables]
+        for numbers in self._tables:
+            numbers.add(self.number)
+
+    def close(self) -> None:
+        """Closes the ticket; a second time changes nothing."""
+        for numbers in self._tables:
+            numbers.discard(self.number)
+
+    __del__ = close
 
 
 class OutstandingForwards:
-    """Numbers the forwards of a table and knows which are still open."""
+    """The forwards of a table that are still open.
+
+    Attributes:
+        numbers: of their tickets; a later forward has a higher one.
+    """
 
     def __init__(self) -> None:
-        self.latest = 0
-        self._open: dict[int, weakref.ref[ForwardTicket]] = {}
+        self.numbers: set[int] = set()
 
     def open(self) -> ForwardTicket:
-        """Opens the next ticket. Only the caller holds it: dropping it closes it."""
-        self.latest += 1
-        number, open_tickets = self.latest, self._open
-        ticket = ForwardTicket(number)
-        open_tickets[number] = weakref.ref(ticket, lambda _: open_tickets.pop(number, None))
-        return ticket
+        """Opens a ticket of this table alone."""
+        return ForwardTicket([self])
 
     def close(self, ticket: ForwardTicket) -> None:
-        """Closes a ticket; a second time changes nothing."""
-        self._open.pop(ticket.number, None)
+        """Closes a ticket."""
+        ticket.close()
+
+    @property
+    def latest(self) -> int:
+        """The highest number of an open forward, 0 if there is none."""
+        return max(self.numbers.copy(), default=0)
 
     def all_closed_up_to(self, number: int) -> bool:
-        """Whether every forward opened up to this number is closed."""
-        return all(number < open_number for open_number in list(self._open))
+        """Whether every forward up to this number is closed."""
+        return number < min(self.numbers.copy(), default=number + 1)
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self.numbers)
 
 
 class RowNumbers:

@@ -1,0 +1,85 @@
+"""What a collection reads from a batch: against the plain definition, batch after batch."""
+
+import pytest
+import torch
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+
+import torchrec_dyn as dyn
+from torchrec_dyn.feature_ids import FeatureReader, checked_features
+
+NAMES = [["a"], ["b", "c"]]
+WHERE = ["C(table='s')", "C(table='t')"]
+
+
+def batch(keys: str, lengths: list[int], dtype: torch.dtype = torch.int64, **more: object):
+    """A batch whose ids are 0, 1, 2, ..."""
+    made = torch.tensor(lengths, dtype=dtype)
+    return KeyedJaggedTensor(list(keys), torch.arange(sum(lengths)), lengths=made, **more)
+
+
+def plain(features: KeyedJaggedTensor, key: str) -> tuple[list[int], list[int]]:
+    """Ids and lengths of one feature."""
+    return features[key].values().tolist(), features[key].lengths().tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "lengths", [[1] * 6, [3] * 6, [0] * 6, [2, 0, 1, 1, 3, 0], [0, 0, 0, 0, 0, 1], []]
+)
+def test_offsets_and_counts_are_sums_of_lengths(lengths: list[int], dtype: torch.dtype) -> None:
+    for _ in range(2):  # the second time equal bags are remembered
+        read = checked_features(batch("abc", lengths, dtype), False, "C")
+        offsets = [sum(lengths[:bag]) for bag in range(len(lengths) + 1)]
+        assert read.offsets().tolist() == offsets and read.offsets().dtype == torch.int64
+        per_feature = len(lengths) // 3
+        assert read.counts == [
+            offsets[(f + 1) * per_feature] - offsets[f * per_feature] for f in range(3)
+        ]
+        assert read.feature_offsets().tolist() == [sum(read.counts[:f]) for f in range(4)]
+
+
+def test_bags_that_vary_by_feature() -> None:
+    for lengths in ([1, 2, 0, 1], [1] * 4):
+        features = batch("abc", lengths, stride_per_key_per_rank=[[1], [0], [3]])
+        read = checked_features(features, False, "C")
+        assert read.varies and read.counts == [lengths[0], 0, sum(lengths[1:])]
+
+
+def test_a_reader_follows_the_keys_of_each_batch() -> None:
+    read = FeatureReader(NAMES, False, WHERE)
+    for keys in ("abc", "cab", "abc", "abcd", "dabc", "adbc", "cab"):
+        features = batch(keys, [1, 0, 2, 1, 0, 3, 1, 1][: 2 * len(keys)])
+        found = read(features)
+        parts = [plain(features, key) for key in "abc"]
+        assert found.ids.tolist() == [one for ids, _ in parts for one in ids], keys
+        assert found.lengths.tolist() == [one for _, lengths in parts for one in lengths], keys
+        assert found.counts == [len(ids) for ids, _ in parts], keys
+    for keys in ("ab", "abd", ""):
+        for reader in (read, FeatureReader(NAMES, False, WHERE)):
+            with pytest.raises(ValueError, match=r"table='[st]'\): expected feature"):
+                reader(batch(keys, [1] * 2 * len(keys)))
+
+
+def test_features_that_follow_each_other_are_not_copied() -> None:
+    features = batch("dabc", [1, 0, 2, 1, 0, 3, 1, 1])
+    found = FeatureReader(NAMES, False, WHERE)(features)
+    assert found.ids.data_ptr() == features.values().data_ptr() + features.values()[:1].nbytes
+
+
+def test_lengths_whose_sum_wraps_around() -> None:
+    lengths = torch.tensor([2**62, 2**62, 2**62, 2**62, 3])
+    features = KeyedJaggedTensor(["a"], torch.arange(3), lengths=lengths)
+    with pytest.raises(ValueError, match="add up to the 3 ids"):
+        checked_features(features, False, "C")
+
+
+def test_offsets_first_made_in_inference_mode_serve_training() -> None:
+    config = EmbeddingBagConfig(100, 4, "t", feature_names=["a"])
+    ebc = dyn.DynamicEmbeddingBagCollection([config], fused_params={"learning_rate": 0.5})
+    features = batch("a", [1] * 37)  # a number of bags that no other test has
+    with torch.inference_mode():
+        ebc.eval()(features)
+    before = ebc.train()(features).values()
+    before.sum().backward()
+    after = ebc(features).values()
+    assert torch.equal(after, before - 0.5)
