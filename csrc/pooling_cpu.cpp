@@ -4,6 +4,7 @@
 //   length for the mean. An absent row (-1) counts as zeros; an empty bag is zeros.
 // The terms of a bag are added in their order, in float32, so the result does not depend on threads.
 #include "bags.h"
+#include "output_memory.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -114,8 +115,9 @@ Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, con
   const Bags bags = read_bags("gather_pool", offsets, segments, tables, rows.numel(), elements);
   const float* weight = bag_weight_data("gather_pool", bag_weights, rows.numel());
   check_rows_of_bags("gather_pool", bags, tables, const_data<int64_t>(rows));
-  Tensor out =
-      torch::stable::empty({elements}, dtype, std::nullopt, torch::stable::Device(torch::headeronly::DeviceType::CPU));
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
+                  "gather_pool: expected an output of dtype float32, float16 or bfloat16, got ", dtype_name(dtype), ".");
+  Tensor out = new_output(elements, dtype);
   dispatch_row_type("gather_pool", weights, [&](auto row_zero) {
     using T = decltype(row_zero);
     const auto row_tables = all_row_blocks<T>("gather_pool", weights, tables);
