@@ -30,6 +30,7 @@ from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionM
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.id_map import IdMap
 
 Sides = dict[str, Callable[[int], object]]
 # The highest load of a table's own map: what the peers are compared with.
@@ -37,29 +38,34 @@ OUR_LOAD = "load 0.75"
 BATCHES = 4
 
 
-def map_of(ids: Tensor, load: float) -> Tensor:
-    """Makes the slots of a map that holds `ids` in rows 0, 1, 2, ... at a load.
+def map_of(ids: Tensor, load: float) -> IdMap:
+    """Makes a map that holds `ids` in rows 0, 1, 2, ... at a load.
 
     Args:
         ids: [M] int64, distinct.
         load: ids / slots.
     """
     count = ids.numel()
-    slots = torch.full((2 * count, 2), -1, dtype=torch.int64)
-    ops.insert(ids, torch.arange(count), torch.tensor([0, count]), [slots])
-    return ops.rehash(slots, int(count / load) + 1)
+    capacity, rows, bounds = int(count / load) + 1, torch.arange(count), torch.tensor([0, count])
+    made = IdMap()
+    if hasattr(ops, "new_slots"):
+        made.slots = ops.new_slots(made.slots, capacity)
+        ops.insert(ids, rows, bounds, *made.arrays())
+    else:  # a base of make bench-ab whose maps grow by one pass
+        slots = torch.full((2 * count, 2), -1, dtype=torch.int64)
+        ops.insert(ids, rows, bounds, [slots])
+        made.slots = ops.rehash(slots, capacity)
+    made.num_ids = count
+    return made
 
 
-def lookup_in(slots: Tensor, queries: Sequence[Tensor]) -> Callable[[int], object]:
-    """Makes a contestant of our map.
-
-    Args:
-        slots: [C, 2] int64.
-        queries: batches of ids.
-    """
-    return lambda turn: ops.lookup(
-        queries[turn % BATCHES], torch.tensor([0, queries[0].numel()]), [slots]
-    )
+def copy_of(one: IdMap) -> IdMap:
+    """Copies a map that is not growing, on pages like its own."""
+    made = IdMap()
+    made.slots, made.num_ids = torch.empty_like(one.slots), one.num_ids
+    ops.advise_huge_pages(made.slots)
+    made.slots.copy_(one.slots)
+    return made
 
 
 def peers(ids: Tensor, queries: Sequence[Tensor]) -> Sides:
@@ -115,7 +121,10 @@ def lookups(count: int, size: int, arguments: argparse.Namespace) -> Iterator[di
     for hit_rate in MAP_HIT_RATES:
         queries = queries_of(count, hit_rate, size)
         others = peers(ids, queries)
-        ours = {name: lookup_in(slots, queries) for name, slots in maps.items()}
+        ours: Sides = {
+            name: lambda turn, one=one, queries=queries: one.lookup(queries[turn % BATCHES])
+            for name, one in maps.items()
+        }
         seconds = measure({**ours, **others}, arguments.rounds, clock=arguments.clock)
         numbers = summary(seconds, size)
         line = "".join(f"{numbers[name]['median_ns']:8.1f}" for name in (*ours, *others))
@@ -135,14 +144,13 @@ def changes(count: int, size: int, arguments: argparse.Namespace) -> Iterator[di
     known = queries_of(count, 1.0, size)
     fresh = raw_ids(torch.arange(count, count + size))
     in_order, _ = ids.sort()
-    slots = map_of(ids, 0.75)
     batch = ids[: min(size, count // 2)]
-    rows = torch.arange(batch.numel())
+    full = map_of(ids, 0.74)  # one more than it takes makes it grow
+    copies: dict[str, IdMap] = {}
 
     def back_to_start(_: int) -> None:
         table.erase(fresh)
-        ops.erase(batch, slots)
-        ops.insert(batch, rows, torch.tensor([0, batch.numel()]), [slots])
+        copies.update(erase=copy_of(full), growth=copy_of(full))
 
     pruned, bounds = torch.full((2 * size, 2), -1, dtype=torch.int64), torch.tensor([0, 2 * size])
 
@@ -157,8 +165,8 @@ def changes(count: int, size: int, arguments: argparse.Namespace) -> Iterator[di
         "new": lambda _: table.find_or_insert(fresh),
         "sorted merge": lambda _: torch.cat([in_order, fresh]).sort(),
         "pruned": fill_pruned,
-        "erase": lambda _: ops.erase(batch, slots),
-        "growth": lambda _: ops.rehash(slots, slots.shape[0] * 3 // 2),
+        "erase": lambda _: copies["erase"].erase(batch),
+        "growth": lambda _: copies["growth"].reserve(count // 10),
     }
     units = dict.fromkeys(sides, size) | {"erase": batch.numel(), "growth": count}
     seconds = measure(sides, arguments.rounds, clock=arguments.clock, before=back_to_start)

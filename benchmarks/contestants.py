@@ -60,7 +60,7 @@ def empty_table(name: str, rows: int, dim: int, dtype: torch.dtype = torch.float
 
 
 def dynamic_tables(workload: Workload, dtype: torch.dtype = torch.float32) -> TableGroup:
-    """Makes our tables and inserts every id at once: the map is at its highest load, 0.75."""
+    """Makes our tables and inserts every id at once, which leaves the map near its highest load."""
     tables = []
     for t in range(workload.tables):
         table = empty_table(f"table{t}", workload.rows, workload.dim, dtype)

@@ -71,7 +71,9 @@ def measure(
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Returns the median and the lower and upper quartile."""
-    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return median, low, high
 
 
