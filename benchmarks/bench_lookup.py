@@ -37,12 +37,12 @@ HALF_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 BATCHES = 8
 
 
-def against_static(workload: Workload) -> tuple[Sides, Sides]:
+def against_static(workload: Workload, huge_pages: bool) -> tuple[Sides, Sides]:
     """Returns the forwards and the whole steps of ours, of the static tables and of the floors."""
     mapped = ranks(workload, BATCHES, seed=0)
     raw = [raw_ids(batch) for batch in mapped]
     bag_offsets = offsets(workload)
-    static, dynamic = static_tables(workload), dynamic_tables(workload)
+    static, dynamic = static_tables(workload, huge_pages), dynamic_tables(workload)
     grad = output_grad(workload)
 
     def ours(i: int) -> Tensor:
@@ -93,7 +93,7 @@ def measured(
 
 def run_static(workload: Workload, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measures one workload, prints its lines and yields them as results."""
-    sides = against_static(workload)
+    sides = against_static(workload, arguments.static_on_huge_pages)
     for threads, what, seconds, numbers in measured(workload, sides, arguments):
         seen = ratio(seconds, "static", "dynamic")
         line = f"{workload.name:18} {threads:7} {what:8}"
@@ -132,6 +132,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the workloads and prints one table."""
     parser = options(__doc__, THREADS)
     parser.add_argument("--only", nargs="+", help="names of workloads")
+    parser.add_argument(
+        "--static-on-huge-pages", action="store_true", help="FBGEMM does not ask for them, ours do"
+    )
     arguments = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     print(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup import TableGroup
+from torchrec_dyn.ops import advise_huge_pages
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.table import DynamicTable
 
@@ -23,10 +24,14 @@ LEARNING_RATE, EPS = 0.02, 1e-8
 OPTIMIZER = RowOptimizer(OptimizerKind.EXACT_ROWWISE_ADAGRAD, LEARNING_RATE, EPS)
 
 
-def static_tables(workload: Workload) -> SplitTableBatchedEmbeddingBagsCodegen:
+def static_tables(
+    workload: Workload, huge_pages: bool = False
+) -> SplitTableBatchedEmbeddingBagsCodegen:
     """Makes FBGEMM's CPU tables and writes every row and every optimizer state.
 
-    They lie on the pages that FBGEMM takes: it does not ask for huge ones, ours do.
+    Args:
+        workload: its sizes.
+        huge_pages: moves them to 2 MiB pages, which ours ask for and FBGEMM does not.
     """
     tables = SplitTableBatchedEmbeddingBagsCodegen(
         [
@@ -39,6 +44,11 @@ def static_tables(workload: Workload) -> SplitTableBatchedEmbeddingBagsCodegen:
         pooling_mode=PoolingMode.SUM if workload.pooled else PoolingMode.NONE,
         device=torch.device("cpu"),
     )
+    if huge_pages:
+        for held in (tables.weights_host, tables.momentum1_host):
+            moved = torch.empty_like(held.data)
+            advise_huge_pages(moved)
+            held.data = moved
     for weights in tables.split_embedding_weights():
         weights.uniform_(-0.001, 0.001)
     for states in tables.split_optimizer_states():

@@ -84,6 +84,21 @@ def test_growth_counts_every_tensor_beside_the_rows():
     assert bytes_beside(table) >= slots + 8000
 
 
+def test_static_tables_learn_on_pages_that_we_gave_them():
+    from axes import POOLED, offsets, ranks, tiny
+    from contestants import output_grad, static_tables
+
+    workload = tiny(POOLED[0])
+    (rows,) = ranks(workload, 1, seed=0)
+    tables = static_tables(workload, huge_pages=True)
+    before = [weights.clone() for weights in tables.split_embedding_weights()]
+    output = tables(rows, offsets(workload))
+    assert torch.equal(output[0, : workload.dim], before[0][rows[: workload.bag]].sum(0))
+    output.backward(output_grad(workload))
+    for was, weights in zip(before, tables.split_embedding_weights(), strict=True):
+        assert not torch.equal(was, weights)
+
+
 def test_summary_names_goals_that_the_benchmarks_measure(tmp_path, capsys):
     import summary
 
