@@ -135,7 +135,8 @@ def test_compare_says_which_is_faster(tmp_path, capsys):
             row = {"workload": "w", "what": "step", "ns_per_id": {"dynamic": {"median_ns": ns}}}
             (folder / "lookup.json").write_text(json.dumps({"rows": [row]}))
     compare.main([str(tmp_path / "base"), str(tmp_path / "checkout")])
-    assert capsys.readouterr().out.splitlines()[-1].endswith("1.500")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].endswith("1.50x [1.50, 1.50]") and lines[-1].endswith("1.500")
 
 
 def test_measure_gives_everyone_the_same_rounds():
