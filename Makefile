@@ -3,6 +3,7 @@
 PYTHON ?= python3
 PROCESSES ?= 2
 ARGS ?=
+BENCH ?= lookup id_map growth train sweep
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +18,7 @@ TORCHREC ?= torchrec==1.8.0
 TORCHREC_NEEDS := tensordict==0.15.3 torchmetrics==1.9.0 pyre-extensions==0.0.32 iopath==0.1.10 tqdm numpy
 # torchrec.distributed.test_utils wants the last three of the first line.
 TOOLS := "setuptools>=77" wheel ninja pytest==9.2.0 hypothesis==6.170.15 parameterized sortedcontainers expecttest \
-	ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
+	ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5 matplotlib==3.11.2
 
 CORE := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.h)
 CORE_FORMATTED := $(CORE) $(wildcard csrc/sanitize/*.cpp csrc/sanitize/*.h)
@@ -47,18 +48,34 @@ format: build
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CORE_FORMATTED)
 
+# All of them, then the goals and what was seen: under 15 minutes on 2 quiet cores. BENCH="lookup growth" runs some.
 bench: build
-	$(BIN)/python benchmarks/bench_lookup.py $(ARGS)
+	for name in $(BENCH); do \
+		echo "== $$name" && $(BIN)/python benchmarks/bench_$$name.py $(ARGS) || exit 1; \
+	done
+	$(if $(filter sweep,$(BENCH)),$(BIN)/python benchmarks/plot.py)
+	$(BIN)/python benchmarks/summary.py
 
-# Old and new in turn on the same machine, so that a slow minute hits both: make bench-ab BASE=<commit>
+# Old and new in turn on the same machine, so that a slow minute hits both: make bench-ab BASE=<commit>.
+# Both run the checkout's benchmarks. A build folder of a base is kept: a second run builds nothing.
+AB := benchmarks/results/tmp
+AB_BENCH ?= lookup
+AB_TURNS ?= 1 2 3
 bench-ab: build
 	@test -n "$(BASE)" || { echo "bench-ab: expected BASE=<commit>, got none."; exit 1; }
-	rm -rf build/base && mkdir -p build/base && git archive $(BASE) | tar -x -C build/base
-	cd build/base && PATH="$(CURDIR)/$(BIN):$$PATH" $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
-	for round in 1 2 3; do \
-		echo "== $(BASE)" && PYTHONPATH=build/base $(BIN)/python benchmarks/bench_lookup.py $(ARGS) && \
-		echo "== checkout" && PYTHONPATH=. $(BIN)/python benchmarks/bench_lookup.py $(ARGS) || exit 1; \
-	done
+	commit=$$(git rev-parse --short "$(BASE)^{commit}") && \
+	if [ "$$(cat build/base/COMMIT 2>/dev/null)" != "$$commit" ]; then \
+		rm -rf build/base && mkdir -p build/base && git archive $$commit | tar -x -C build/base && \
+		(cd build/base && PATH="$(CURDIR)/$(BIN):$$PATH" $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace) && \
+		echo $$commit > build/base/COMMIT; \
+	fi
+	rm -rf $(AB)/base $(AB)/checkout
+	for turn in $(AB_TURNS); do for side in base checkout; do \
+		tree=$(CURDIR); [ $$side = checkout ] || tree=$(CURDIR)/build/base; \
+		echo "== $$side, turn $$turn" && PYTHONPATH=$$tree $(BIN)/python benchmarks/bench_$(AB_BENCH).py \
+			--results $(AB)/$$side/$$turn $(ARGS) || exit 1; \
+	done; done
+	$(BIN)/python benchmarks/compare.py $(AB)/base $(AB)/checkout
 
 sanitize: build
 	csrc/sanitize/run $(BIN)/python

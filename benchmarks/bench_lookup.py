@@ -3,89 +3,47 @@
     python benchmarks/bench_lookup.py [--rounds 9] [--threads 1 2] [--only pooled-uniform]
 
 Forward, and whole step (forward, backward, row-wise Adagrad), in nanoseconds an id. Ours includes the hash
-probe. Also printed: a bare gather of the same rows by torch's index_select, as a plain yardstick.
+probe. Beside them the floors: a bare gather in C++ of the same rows (floor.py), which is also what the
+forward is compared with. Rows of half the bytes are compared with ours in float32.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-from axes import ONE_HOT, POOLED, Workload, offsets, ranks
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    ComputeDevice,
-    SplitTableBatchedEmbeddingBagsCodegen,
+from axes import (
+    HALF,
+    ONE_HOT,
+    POOLED,
+    SEQUENCE,
+    THREADS,
+    Workload,
+    offsets,
+    ranks,
+    raw_ids,
+    tiny,
 )
-from interleaved import measure, ratio, summary, write_results
+from contestants import dynamic_tables, forward_of, output_grad, static_tables, step_of
+from floor import floors
+from interleaved import finish, measure, options, ratio, result, spread, summary
 from torch import Tensor
 
-from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.lookup import TableGroup
-from torchrec_dyn.ops import unmix64
-from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.table import DynamicTable
-
-LEARNING_RATE, EPS = 0.02, 1e-8
+Sides = dict[str, Callable[[int], object]]
+HALF_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+BATCHES = 8
 
 
-def static_tables(workload: Workload) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """Makes FBGEMM's CPU tables and touches every row."""
-    tables = SplitTableBatchedEmbeddingBagsCodegen(
-        [
-            (workload.rows, workload.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
-            for _ in range(workload.tables)
-        ],
-        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        learning_rate=LEARNING_RATE,
-        eps=EPS,
-        pooling_mode=PoolingMode.SUM,
-        device=torch.device("cpu"),
-    )
-    for weights in tables.split_embedding_weights():
-        weights.uniform_(-0.001, 0.001)
-    return tables
-
-
-def dynamic_tables(workload: Workload) -> TableGroup:
-    """Makes our tables and inserts every id (raw ids: scattered 64-bit numbers)."""
-    optimizer = RowOptimizer(OptimizerKind.EXACT_ROWWISE_ADAGRAD, LEARNING_RATE, EPS)
-    tables = []
-    for t in range(workload.tables):
-        table = DynamicTable(
-            name=f"table{t}",
-            num_embeddings=4 * workload.rows,
-            embedding_dim=workload.dim,
-            optimizer=optimizer,
-            config=DynamicTableConfig(),
-        )
-        table.find_or_insert(unmix64(torch.arange(workload.rows)))
-        tables.append(table)
-    return TableGroup(tables, [1] * workload.tables, "sum")
-
-
-def contestants(
-    workload: Workload, batches: int
-) -> tuple[dict[str, Callable[[int], None]], dict[str, Callable[[int], None]]]:
-    """Returns the forward and the whole step of both sides."""
-    mapped = ranks(workload, batches, seed=0)
-    raw = [unmix64(batch) for batch in mapped]
+def against_static(workload: Workload, huge_pages: bool) -> tuple[Sides, Sides]:
+    """Returns the forwards and the whole steps of ours, of the static tables and of the floors."""
+    mapped = ranks(workload, BATCHES, seed=0)
+    raw = [raw_ids(batch) for batch in mapped]
     bag_offsets = offsets(workload)
-    static, dynamic = static_tables(workload), dynamic_tables(workload)
-    grad = torch.randn(workload.batch, workload.tables * workload.dim) * 1e-3
-    flat = torch.randn(workload.rows, workload.dim)
-
-    def run(lookup: Callable[[int], Tensor], learn: bool) -> Callable[[int], None]:
-        def step(turn: int) -> None:
-            if learn:
-                lookup(turn % batches).backward(grad)
-            else:
-                with torch.no_grad():
-                    lookup(turn % batches)
-
-        return step
+    static, dynamic = static_tables(workload, huge_pages), dynamic_tables(workload)
+    grad = output_grad(workload)
 
     def ours(i: int) -> Tensor:
         return dynamic(raw[i], bag_offsets, training=True)
@@ -94,47 +52,102 @@ def contestants(
         return static(mapped[i], bag_offsets)
 
     forward = {
-        "dynamic": run(ours, False),
-        "static": run(theirs, False),
-        "index_select": lambda turn: (flat.index_select(0, mapped[turn % batches]), None)[1],
+        "dynamic": forward_of(ours, BATCHES),
+        "static": forward_of(theirs, BATCHES),
+        **floors(dynamic.tables, raw),
     }
-    return forward, {"dynamic": run(ours, True), "static": run(theirs, True)}
+    return forward, {
+        "dynamic": step_of(ours, BATCHES, grad),
+        "static": step_of(theirs, BATCHES, grad),
+    }
 
 
-def main() -> None:
+def half_against_float32(workload: Workload) -> tuple[Sides, Sides]:
+    """Returns the forwards and the whole steps of our tables by the dtype of their rows."""
+    raw = [raw_ids(batch) for batch in ranks(workload, BATCHES, seed=0)]
+    bag_offsets = offsets(workload)
+    grad = output_grad(workload)
+    forward: Sides = {}
+    step: Sides = {}
+    for name, dtype in {"float32": torch.float32, **HALF_DTYPES}.items():
+        group = dynamic_tables(workload, dtype)
+
+        def ours(i: int, group: Any = group) -> Tensor:
+            return group(raw[i], bag_offsets, training=True)
+
+        forward[name] = forward_of(ours, BATCHES)
+        step[name] = step_of(ours, BATCHES, grad)
+    return forward, step
+
+
+def measured(
+    workload: Workload, sides: tuple[Sides, Sides], arguments: argparse.Namespace
+) -> Iterator[tuple[int, str, dict[str, list[float]], dict[str, dict[str, float]]]]:
+    """Yields threads, what, seconds and nanoseconds an id of every measurement."""
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        for what, contestants in zip(("forward", "step"), sides, strict=True):
+            seconds = measure(contestants, arguments.rounds, clock=arguments.clock)
+            yield threads, what, seconds, summary(seconds, workload.ids_per_step)
+
+
+def run_static(workload: Workload, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measures one workload, prints its lines and yields them as results."""
+    sides = against_static(workload, arguments.static_on_huge_pages)
+    for threads, what, seconds, numbers in measured(workload, sides, arguments):
+        seen = ratio(seconds, "static", "dynamic")
+        line = f"{workload.name:18} {threads:7} {what:8}"
+        for side in ("dynamic", "static", "read floor", "copy floor"):
+            line += f" {numbers[side]['median_ns']:10.1f}" if side in numbers else f" {'-':>10}"
+        yield result(workload.name, threads, what, "static", seen, ns_per_id=numbers)
+        for name in ("read floor", "copy floor"):
+            if name in seconds:
+                above = ratio(seconds, "dynamic", name)
+                yield result(workload.name, threads, what, name, above, in_mean=False)
+        floor = "copy floor" if workload.copies else "read floor"
+        slower = (
+            f"  {spread(ratio(seconds, 'dynamic', floor))} of {floor}" if floor in seconds else ""
+        )
+        print(f"{line}  {spread(seen)}{slower}")
+
+
+def run_half(workload: Workload, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measures the dtypes on one workload, prints its lines and yields them as results."""
+    sides = half_against_float32(workload)
+    for threads, what, seconds, numbers in measured(workload, sides, arguments):
+        for name in HALF_DTYPES:
+            seen = ratio(seconds, "float32", name)
+            print(
+                f"{workload.name:18} {threads:7} {what:8} {numbers[name]['median_ns']:10.1f}"
+                f"{'':33}  {spread(seen)} {name} against float32 "
+                f"({numbers['float32']['median_ns']:.1f} ns/id)"
+            )
+            yield result(
+                f"{workload.name}-{name}", threads, what, "float32", seen,
+                in_mean=False, ns_per_id=numbers,
+            )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs the workloads and prints one table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
+    parser = options(__doc__, THREADS)
     parser.add_argument("--only", nargs="+", help="names of workloads")
-    arguments = parser.parse_args()
-    rows = []
-    print(
-        f"{'workload':18} {'threads':>7} {'what':8} {'ours ns/id':>10} {'static':>8} {'gather':>8}"
-        "  ratio [quartiles]"
+    parser.add_argument(
+        "--static-on-huge-pages", action="store_true", help="FBGEMM does not ask for them, ours do"
     )
-    for workload in (*POOLED, *ONE_HOT):
-        if arguments.only and workload.name not in arguments.only:
-            continue
-        forward, step = contestants(workload, batches=8)
-        for threads in arguments.threads:
-            torch.set_num_threads(threads)
-            for what, sides in (("forward", forward), ("step", step)):
-                seconds = measure(sides, arguments.rounds)
-                numbers = summary(seconds, workload.ids_per_step)
-                median, low, high = ratio(seconds, "static", "dynamic")
-                gather = numbers.get("index_select", {}).get("median_ns", float("nan"))
-                print(
-                    f"{workload.name:18} {threads:7} {what:8} {numbers['dynamic']['median_ns']:10.1f} "
-                    f"{numbers['static']['median_ns']:8.1f} {gather:8.1f}"
-                    f"  {median:.2f}x [{low:.2f}, {high:.2f}]"
-                )
-                rows.append(
-                    {"workload": workload.name, "threads": threads, "what": what,
-                     "ratio": median, "ratio_quartiles": [low, high], "ns_per_id": numbers}
-                )  # fmt: skip
-        del forward, step
-    print(f"written: {write_results('lookup', rows)}")
+    arguments = parser.parse_args(argv)
+    rows: list[dict[str, Any]] = []
+    print(
+        f"{'workload':18} {'threads':>7} {'what':8} {'ours ns/id':>10} {'static':>10} {'read floor':>10}"
+        f" {'copy floor':>10}  ratio [quartiles]"
+    )
+    for workloads, run in (((*POOLED, *ONE_HOT, *SEQUENCE), run_static), (HALF, run_half)):
+        for workload in workloads:
+            if arguments.only and workload.name not in arguments.only:
+                continue
+            rows.extend(run(tiny(workload) if arguments.quick else workload, arguments))
+            gc.collect()  # the next tables need the memory
+    finish("lookup", rows, arguments)
 
 
 if __name__ == "__main__":

@@ -2,41 +2,82 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
+import os
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import torchrec_dyn
+
+RESULTS = Path(__file__).parent / "results"
+# The CPU time of this process: for one thread on a busy machine.
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def options(description: str | None, threads: Sequence[int]) -> argparse.ArgumentParser:
+    """Makes the parser of the options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9, help="measured rounds of each contestant")
+    parser.add_argument("--threads", type=int, nargs="+", default=list(threads))
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: 1 thread only")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it still run?")
+    parser.add_argument("--results", type=Path, help="folder of the JSON file")
+    return parser
+
 
 def measure(
-    contestants: Mapping[str, Callable[[int], None]], rounds: int, warm_up: int = 2
+    contestants: Mapping[str, Callable[[int], object]],
+    rounds: int,
+    warm_up: int = 2,
+    clock: str = "wall",
+    before: Callable[[int], None] | None = None,
 ) -> dict[str, list[float]]:
     """Runs every contestant once a round and returns their seconds by name.
+
+    Each round begins with the next contestant: nobody always follows the same one.
 
     Args:
         contestants: name -> function of the round's number.
         rounds: measured rounds.
         warm_up: rounds before them, not measured.
+        clock: a name of CLOCKS.
+        before: runs before each contestant's turn, not measured.
     """
+    now = CLOCKS[clock]
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
     for turn in range(warm_up + rounds):
-        for name, run in contestants.items():
-            begin = time.perf_counter()
-            run(turn)
-            elapsed = time.perf_counter() - begin
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            if before:
+                before(turn)
+            begin = now()
+            contestants[name](turn)
+            elapsed = now() - begin
             if turn >= warm_up:
                 seconds[name].append(elapsed)
     return seconds
 
 
-def summary(seconds: Mapping[str, list[float]], per: int) -> dict[str, dict[str, float]]:
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the median and the lower and upper quartile."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return median, low, high
+
+
+def summary(seconds: Mapping[str, Sequence[float]], per: int) -> dict[str, dict[str, float]]:
     """Returns the median nanoseconds a unit and the quartiles of each contestant.
 
     Args:
@@ -45,39 +86,122 @@ def summary(seconds: Mapping[str, list[float]], per: int) -> dict[str, dict[str,
     """
     table = {}
     for name, values in seconds.items():
-        low, median, high = statistics.quantiles(values, n=4)
-        table[name] = {
-            "median_ns": median / per * 1e9,
-            "low_ns": low / per * 1e9,
-            "high_ns": high / per * 1e9,
-        }
+        median, low, high = (value / per * 1e9 for value in quartiles(values))
+        table[name] = {"median_ns": median, "low_ns": low, "high_ns": high}
     return table
 
 
-def ratio(seconds: Mapping[str, list[float]], slow: str, fast: str) -> tuple[float, float, float]:
-    """Returns the median and quartiles of slow / fast, taken round by round."""
-    ratios = [a / b for a, b in zip(seconds[slow], seconds[fast], strict=True)]
-    low, median, high = statistics.quantiles(ratios, n=4)
-    return median, low, high
+def ratio(
+    seconds: Mapping[str, Sequence[float]], above: str, below: str
+) -> tuple[float, float, float]:
+    """Returns the median and quartiles of above / below, taken round by round."""
+    return quartiles([a / b for a, b in zip(seconds[above], seconds[below], strict=True)])
 
 
-def write_results(name: str, rows: list[dict[str, Any]]) -> Path:
-    """Writes rows with date, commit and machine to benchmarks/results/<name>.json."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-         if line.startswith("model name")),
-        platform.processor(),
+def result(
+    workload: str,
+    threads: int,
+    what: str,
+    against: str,
+    seen: tuple[float, float, float],
+    **more: Any,
+) -> dict[str, Any]:
+    """Makes one line of results, as summary.py reads them.
+
+    Args:
+        workload: its name.
+        threads: of torch.
+        what: the quantity, as "forward".
+        against: what the ratio compares with.
+        seen: median of the ratio and its quartiles.
+        more: further entries.
+    """
+    return {
+        "workload": workload, "threads": threads, "what": what, "against": against,
+        "ratio": seen[0], "ratio_quartiles": [seen[1], seen[2]], **more,
+    }  # fmt: skip
+
+
+def spread(seen: tuple[float, float, float]) -> str:
+    """Prints a ratio with its quartiles."""
+    return f"{seen[0]:.2f}x [{seen[1]:.2f}, {seen[2]:.2f}]"
+
+
+def _first(path: str, start: str, otherwise: str) -> str:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return otherwise
+    return next(
+        (line.split(":")[-1].strip() for line in lines if line.startswith(start)), otherwise
+    )
+
+
+def _version(package: str) -> str:
+    return next(
+        (f"{one} {metadata.version(one)}" for one in (package, f"{package}-cpu")
+         if any(metadata.distributions(name=one))),
+        "none",
     )  # fmt: skip
-    path = Path(__file__).parent / "results" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    header = {
+
+
+def commit() -> str:
+    """Returns the commit of the package that is imported; make bench-ab notes its base's in a file."""
+    tree = Path(torchrec_dyn.__file__).parent.parent
+    noted = tree / "COMMIT"
+    if noted.exists():
+        return noted.read_text().strip()
+    command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def machine() -> dict[str, Any]:
+    """Tells what the numbers depend on beside the code."""
+    pages = _first("/sys/kernel/mm/transparent_hugepage/enabled", "", "none")
+    return {
         "date": datetime.date.today().isoformat(),
-        "commit": commit,
-        "cpu": cpu,
+        "commit": commit(),
+        "cpu": _first("/proc/cpuinfo", "model name", platform.processor()),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "simd": torch.backends.cpu.get_cpu_capability(),
+        "huge_pages": pages[pages.find("[") + 1 : pages.find("]")] if "[" in pages else pages,
         "torch": torch.__version__,
+        "fbgemm": _version("fbgemm-gpu"),
     }
-    path.write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
+
+
+def write_results(
+    name: str, rows: list[dict[str, Any]], folder: Path = RESULTS, **more: Any
+) -> Path:
+    """Writes rows with date, commit and machine to <folder>/<name>.json.
+
+    Args:
+        name: of the file, without .json.
+        rows: what to write.
+        folder: where to.
+        more: further entries of the header.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({**machine(), **more, "rows": rows}, indent=1) + "\n")
     return path
+
+
+def finish(name: str, rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Writes the results and prints the last line: one geometric mean of the ratios.
+
+    Args:
+        name: of the file, without .json.
+        rows: lines of `result`, and others. One with in_mean=False stays out of the mean.
+        arguments: of `options`.
+    """
+    folder = arguments.results or (RESULTS / "tmp" / "quick" if arguments.quick else RESULTS)
+    more = {"clock": arguments.clock, "rounds": arguments.rounds}
+    print(f"written: {write_results(name, rows, folder, **more)}")
+    ratios = [row["ratio"] for row in rows if "ratio" in row and row.get("in_mean", True)]
+    if ratios:
+        print(
+            f"{name}: geometric mean of {len(ratios)} ratios {statistics.geometric_mean(ratios):.3f}"
+        )

@@ -1,0 +1,111 @@
+"""The two sides of every comparison: FBGEMM's static CPU tables and ours, with the same rows, all touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from axes import Workload, raw_ids
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor
+
+from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.lookup import TableGroup
+from torchrec_dyn.ops import advise_huge_pages
+from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+from torchrec_dyn.table import DynamicTable
+
+LEARNING_RATE, EPS = 0.02, 1e-8
+OPTIMIZER = RowOptimizer(OptimizerKind.EXACT_ROWWISE_ADAGRAD, LEARNING_RATE, EPS)
+
+
+def static_tables(
+    workload: Workload, huge_pages: bool = False
+) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """Makes FBGEMM's CPU tables and writes every row and every optimizer state.
+
+    Args:
+        workload: its sizes.
+        huge_pages: moves them to 2 MiB pages, which ours ask for and FBGEMM does not.
+    """
+    tables = SplitTableBatchedEmbeddingBagsCodegen(
+        [
+            (workload.rows, workload.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
+            for _ in range(workload.tables)
+        ],
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=LEARNING_RATE,
+        eps=EPS,
+        pooling_mode=PoolingMode.SUM if workload.pooled else PoolingMode.NONE,
+        device=torch.device("cpu"),
+    )
+    if huge_pages:
+        for held in (tables.weights_host, tables.momentum1_host):
+            moved = torch.empty_like(held.data)
+            advise_huge_pages(moved)
+            held.data = moved
+    for weights in tables.split_embedding_weights():
+        weights.uniform_(-0.001, 0.001)
+    for states in tables.split_optimizer_states():
+        for state in states:
+            state.fill_(0.0)
+    return tables
+
+
+def empty_table(name: str, rows: int, dim: int, dtype: torch.dtype = torch.float32) -> DynamicTable:
+    """Makes a table of ours that may hold 4 times as many rows."""
+    return DynamicTable(
+        name=name,
+        num_embeddings=4 * rows,
+        embedding_dim=dim,
+        optimizer=OPTIMIZER,
+        config=DynamicTableConfig(),
+        dtype=dtype,
+    )
+
+
+def dynamic_tables(workload: Workload, dtype: torch.dtype = torch.float32) -> TableGroup:
+    """Makes our tables and inserts every id at once, which leaves the map near its highest load."""
+    tables = []
+    for t in range(workload.tables):
+        table = empty_table(f"table{t}", workload.rows, workload.dim, dtype)
+        table.find_or_insert(raw_ids(torch.arange(workload.rows)))
+        tables.append(table)
+    return TableGroup(tables, [1] * workload.tables, "sum" if workload.pooled else "none")
+
+
+def output_grad(workload: Workload) -> Tensor:
+    """Makes the gradient of an output: [batch, tables * dim], or [N, dim] of a sequence."""
+    if workload.pooled:
+        return torch.randn(workload.batch, workload.tables * workload.dim) * 1e-3
+    return torch.randn(workload.ids_per_step, workload.dim) * 1e-3
+
+
+def forward_of(lookup: Callable[[int], Tensor], batches: int) -> Callable[[int], None]:
+    """Makes a contestant of a lookup: its forward alone."""
+
+    def forward(turn: int) -> None:
+        with torch.no_grad():
+            lookup(turn % batches)
+
+    return forward
+
+
+def step_of(lookup: Callable[[int], Tensor], batches: int, grad: Tensor) -> Callable[[int], None]:
+    """Makes a contestant of a lookup: forward, backward and update.
+
+    Args:
+        lookup: batch's number -> output.
+        batches: how many there are.
+        grad: of the output.
+    """
+
+    def step(turn: int) -> None:
+        lookup(turn % batches).backward(grad)
+
+    return step

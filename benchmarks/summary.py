@@ -1,0 +1,142 @@
+"""The goals, and what the latest results say of each: the last thing that make bench prints.
+
+python benchmarks/summary.py [--results benchmarks/results]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from axes import GROWTH_ROWS, HALF, ONE_HOT, POOLED, SEQUENCE
+from interleaved import RESULTS, spread
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What must hold of one line of results.
+
+    Attributes:
+        file: results/<file>.json.
+        where: entries that the line has.
+        at_least: bound of its number from below, or None.
+        at_most: bound from above, or None.
+        number: name of the number.
+    """
+
+    file: str
+    where: dict[str, Any]
+    at_least: float | None = None
+    at_most: float | None = None
+    number: str = field(default="ratio")
+
+    @property
+    def bound(self) -> str:
+        """The goal as text."""
+        return f">= {self.at_least:g}" if self.at_least is not None else f"<= {self.at_most:g}"
+
+    def met(self, seen: float) -> bool:
+        """Whether a number is within the bounds."""
+        return seen >= self.at_least if self.at_least is not None else seen <= (self.at_most or 0.0)
+
+
+def _lookup_goals() -> list[Goal]:
+    goals = []
+
+    def static(name: str, threads: int, forward: float, step: float) -> None:
+        for what, bound in (("forward", forward), ("step", step)):
+            where = {"workload": name, "threads": threads, "what": what, "against": "static"}
+            goals.append(Goal("lookup", where, at_least=bound))
+
+    uniform, skewed = (workload.name for workload in POOLED)
+    static(uniform, 2, 1.8, 7.0)
+    static(skewed, 2, 1.5, 6.0)
+    for workload in POOLED:
+        static(workload.name, 1, 1.0, 3.5)
+    for workload in (*ONE_HOT, *SEQUENCE):
+        static(workload.name, 2, 1.2, 3.0)
+    for workload in (*POOLED, *ONE_HOT, *SEQUENCE):
+        where = {"workload": workload.name, "threads": 2, "what": "forward"}
+        where["against"] = "copy floor" if workload.copies else "read floor"
+        goals.append(Goal("lookup", where, at_most=1.6))
+    for workload in HALF:
+        for dtype in ("float16", "bfloat16"):
+            for what in ("forward", "step"):
+                name = f"{workload.name}-{dtype}"
+                where = {"workload": name, "threads": 2, "what": what, "against": "float32"}
+                goals.append(Goal("lookup", where, at_least=1.0))
+    return goals
+
+
+def _growth_goals() -> list[Goal]:
+    rows = f"growth to {GROWTH_ROWS // 40_960 * 40_960}"
+    bounds = {"known ids": 4.0, "first tenth": 1.5, "median step": 5.0}
+    goals = [
+        Goal("growth", {"workload": rows, "what": "forward", "against": against}, at_most=bound)
+        for against, bound in bounds.items()
+    ]
+    worst = {"what": "most bytes a row above 100k"}
+    return [*goals, Goal("growth", worst, at_most=40.0, number="bytes")]
+
+
+def _train_goals() -> list[Goal]:
+    goals = []
+    for workload, bound in (("train-10hot", 1.3), ("train-onehot", 1.0)):
+        for plan in ("table_wise", "row_wise", "column_wise"):
+            where = {"workload": workload, "ranks": 2, "plan": plan, "against": "static"}
+            goals.append(Goal("train", where, at_least=bound))
+    for workload in ("train-10hot", "train-onehot"):
+        where = {"workload": workload, "ranks": 2, "plan": "row_wise", "against": "managed"}
+        goals.append(Goal("train", where, at_least=5.0))
+    return goals
+
+
+def seen_of(
+    goal: Goal, results: dict[str, list[dict[str, Any]]]
+) -> tuple[float, float, float] | None:
+    """Returns the number of the first line that the goal speaks of, with its quartiles, or None."""
+    for row in results.get(goal.file, []):
+        if all(row.get(key) == value for key, value in goal.where.items()):
+            number = row[goal.number]
+            if isinstance(number, list):
+                return number[0], number[1], number[2]
+            low, high = row.get(f"{goal.number}_quartiles", (number, number))
+            return number, low, high
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints one line a goal, and how many are met."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    folder: Path = parser.parse_args(argv).results
+    results = {}
+    for path in sorted(folder.glob("*.json")):
+        file = json.loads(path.read_text())
+        results[path.stem] = file["rows"]
+        told = ("date", "commit", "cpu", "cores", "simd", "torch", "fbgemm", "clock")
+        print(f"{path.stem}: " + ", ".join(f"{file[key]}" for key in told if key in file))
+    print(f"{'goal':74} {'bound':>7}  {'seen [quartiles]':24} met")
+    met = missing = 0
+    goals = [*_lookup_goals(), *_growth_goals(), *_train_goals()]
+    for goal in goals:
+        name = " ".join(
+            f"{value} ranks" if key == "ranks" else f"{value} threads" if key == "threads"
+            else f"/ {value}" if key == "against" else str(value)
+            for key, value in goal.where.items()
+        )  # fmt: skip
+        seen = seen_of(goal, results)
+        missing += seen is None
+        is_met = seen is not None and goal.met(seen[0])
+        met += is_met
+        text, verdict = (spread(seen), "yes" if is_met else "NO") if seen else ("-", "not run")
+        print(f"{goal.file + ': ' + name:74} {goal.bound:>7}  {text:24} {verdict}")
+    print(f"summary: {met} of {len(goals)} goals met, {missing} not run")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The benchmarks still run: each with tiny sizes, in this process, into a folder of the test's own."""
+
+import importlib
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+# bench_train starts processes.
+IN_PROCESS = ["bench_lookup", "bench_id_map", "bench_growth", "bench_sweep"]
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    """The folder on the path, and this process as it was afterwards."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before, threads = set(sys.modules), torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    for name in set(sys.modules) - before:
+        if (BENCHMARKS / f"{name}.py").exists():
+            del sys.modules[name]
+
+
+def run(name: str, folder: Path, *more: str) -> dict:
+    options = ["--quick", "--rounds", "2", "--threads", "1", "--results", str(folder), *more]
+    importlib.import_module(name).main(options)
+    return json.loads((folder / f"{name.removeprefix('bench_')}.json").read_text())
+
+
+def test_every_benchmark_is_run_somewhere():
+    assert {path.stem for path in BENCHMARKS.glob("bench_*.py")} - {"bench_train"} == {*IN_PROCESS}
+
+
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_runs_and_writes(name, tmp_path, capsys):
+    written = run(name, tmp_path)
+    assert written["rows"]
+    assert {"date", "commit", "cpu", "cores", "simd", "huge_pages", "torch", "fbgemm"} <= set(
+        written
+    )
+    assert all(row["ratio"] > 0 for row in written["rows"] if "ratio" in row)
+    last = capsys.readouterr().out.splitlines()[-1]
+    counted = [
+        row["ratio"] for row in written["rows"] if "ratio" in row and row.get("in_mean", True)
+    ]
+    assert not counted or f"{statistics.geometric_mean(counted):.3f}" in last
+
+
+def test_floor_reads_the_rows_that_the_tables_give(tmp_path):
+    from axes import POOLED, ranks, raw_ids, tiny
+    from contestants import dynamic_tables
+    from floor import Floor, NoFloorError
+
+    workload = tiny(POOLED[0])
+    group = dynamic_tables(workload)
+    batches = [raw_ids(batch) for batch in ranks(workload, 2, seed=0)]
+    try:
+        floor = Floor(group.tables, batches)
+    except NoFloorError as error:
+        pytest.skip(str(error))
+    for turn, ids in enumerate(batches):
+        tables = zip(group.tables, ids.chunk(workload.tables), strict=True)
+        rows = torch.cat([table.lookup(part)[0] for table, part in tables])
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert torch.equal(floor.copy(turn), rows)
+            assert floor.read(turn) == rows.view(torch.int64).sum().item() % 2**64
+
+
+def test_growth_counts_every_tensor_beside_the_rows():
+    from bench_growth import bytes_beside
+    from contestants import empty_table
+
+    table = empty_table("table", 1000, 8)
+    table.find_or_insert(torch.arange(100))
+    slots = table.stats()["slots"] * 16
+    assert slots <= bytes_beside(table) < slots + 4096
+    table.extra = {"kept": [torch.zeros(1000, dtype=torch.int64)]}
+    assert bytes_beside(table) >= slots + 8000
+
+
+def test_static_tables_learn_on_pages_that_we_gave_them():
+    from axes import POOLED, offsets, ranks, tiny
+    from contestants import output_grad, static_tables
+
+    workload = tiny(POOLED[0])
+    (rows,) = ranks(workload, 1, seed=0)
+    tables = static_tables(workload, huge_pages=True)
+    before = [weights.clone() for weights in tables.split_embedding_weights()]
+    output = tables(rows, offsets(workload))
+    assert torch.equal(output[0, : workload.dim], before[0][rows[: workload.bag]].sum(0))
+    output.backward(output_grad(workload))
+    for was, weights in zip(before, tables.split_embedding_weights(), strict=True):
+        assert not torch.equal(was, weights)
+
+
+def test_summary_names_goals_that_the_benchmarks_measure(tmp_path, capsys):
+    import summary
+
+    run("bench_lookup", tmp_path, "--threads", "2")
+    capsys.readouterr()
+    summary.main(["--results", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    lookup = [line for line in lines if line.startswith("lookup: ") and " threads " in line]
+    assert len(lookup) > 20
+    not_run = [line for line in lookup if line.endswith("not run")]
+    assert all("1 threads" in line for line in not_run), not_run
+
+
+def test_summary_reads_both_bounds_and_both_forms():
+    from summary import Goal, seen_of
+
+    rows = [{"what": "step", "ratio": [2.0, 1.0, 3.0]}, {"what": "bytes", "bytes": 39.0}]
+    faster = Goal("train", {"what": "step"}, at_least=1.3)
+    assert seen_of(faster, {"train": rows}) == (2.0, 1.0, 3.0)
+    assert faster.met(1.3) and not faster.met(1.2)
+    bytes_goal = Goal("train", {"what": "bytes"}, at_most=40.0, number="bytes")
+    assert seen_of(bytes_goal, {"train": rows}) == (39.0, 39.0, 39.0)
+    assert bytes_goal.met(40.0) and not bytes_goal.met(40.1)
+    assert seen_of(bytes_goal, {}) is None
+
+
+def test_compare_says_which_is_faster(tmp_path, capsys):
+    import compare
+
+    for side, ns in (("base", 30.0), ("checkout", 20.0)):
+        for turn in ("1", "2"):
+            folder = tmp_path / side / turn
+            folder.mkdir(parents=True)
+            row = {"workload": "w", "what": "step", "ns_per_id": {"dynamic": {"median_ns": ns}}}
+            (folder / "lookup.json").write_text(json.dumps({"rows": [row]}))
+    compare.main([str(tmp_path / "base"), str(tmp_path / "checkout")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].endswith("1.50x [1.50, 1.50]") and lines[-1].endswith("1.500")
+
+
+def test_measure_gives_everyone_the_same_rounds():
+    from interleaved import measure
+
+    order: list[tuple[str, int]] = []
+    sides = {name: lambda turn, name=name: order.append((name, turn)) for name in "abc"}
+    seconds = measure(sides, rounds=3, warm_up=1)
+    assert {name: len(values) for name, values in seconds.items()} == dict.fromkeys("abc", 3)
+    assert [name for name, _ in order] == [*"abc", *"bca", *"cab", *"abc"]
+    assert [turn for _, turn in order] == [turn for turn in range(4) for _ in range(3)]
+
+
+def test_plot_draws_what_the_sweep_measured(tmp_path):
+    import plot
+
+    run("bench_sweep", tmp_path)
+    picture = tmp_path / "picture.png"
+    if importlib.util.find_spec("matplotlib") is None:
+        with pytest.raises(SystemExit, match="expected matplotlib"):
+            plot.main(["--results", str(tmp_path), "--picture", str(picture)])
+        return
+    plot.main(["--results", str(tmp_path), "--picture", str(picture)])
+    assert 10_000 < picture.stat().st_size < 150_000
+
+
+def test_plot_without_a_sweep_says_how_to_get_one(tmp_path):
+    import plot
+
+    with pytest.raises(SystemExit, match=r"bench_sweep\.py"):
+        plot.main(["--results", str(tmp_path)])
