@@ -115,3 +115,10 @@ def ranks(workload: Workload, batches: int, seed: int) -> list[Tensor]:
 def offsets(workload: Workload) -> Tensor:
     """Returns the bag offsets of one batch, [tables * batch + 1] int64."""
     return torch.arange(workload.tables * workload.batch + 1) * workload.bag
+
+
+# End to end (bench_train.py): `batch` is of one rank.
+TRAIN = (
+    Workload("train-onehot", tables=26, rows=100_000, batch=2048, bag=1, zipf=1.05),
+    Workload("train-10hot", batch=2048),
+)

@@ -239,11 +239,14 @@ def wrong_batches(case: Case) -> None:
         with pytest.raises(ValueError, match=message):
             model(KeyedJaggedTensor(**{**good, "values": ids, "weights": weights, **changes}))
 
-    refused("expected feature 'a', got features", keys=["x", "y"])
-    refused("expected ids of dtype int64", values=ids.int())
-    refused("lengths", lengths=torch.tensor([1, 0, 1, 0]))
-    if case.weighted:
-        refused("expected weights", weights=None)
+    for _ in ("as the first batch", "after a good one, whose keys are remembered"):
+        refused("expected feature 'a', got features", keys=["x", "y"])
+        refused("expected ids of dtype int64", values=ids.int())
+        refused("lengths", lengths=torch.tensor([1, 0, 1, 0]))
+        if case.weighted:
+            refused("expected weights", weights=None)
+        model.eval()(KeyedJaggedTensor(**good, values=ids, weights=weights))
+        model.train()
     assert model.module.collection.table("t").num_rows == 0
 
 

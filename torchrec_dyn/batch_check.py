@@ -44,20 +44,26 @@ class BatchCheck:
         """
         features = maybe_td_to_kjt(features, self._features)
         keys = features.keys()
-        for name in self._features:
-            if name not in keys:
-                raise ValueError(f"{self._where}: expected feature '{name}', got features {keys}.")
+        is_usual = keys == self._first_keys
+        if not is_usual:
+            self._check_names(keys)
         checked_features(features, self._weighted, self._where)
-        no_inverse = features.inverse_indices_or_none() is None
-        if self._pooled and features.variable_stride_per_key() and no_inverse:
+        varies = self._pooled and features.variable_stride_per_key()
+        if varies and features.inverse_indices_or_none() is None:
             raise ValueError(
                 f"{self._where}: expected inverse_indices with bags that vary by feature, "
                 f"{features.stride_per_key()}, got none. Pass them in the KeyedJaggedTensor."
             )
+        if is_usual:
+            return features
         if self._first_keys is None:
             self._first_keys = list(keys)
-        if keys != self._first_keys:
-            position = {key: i for i, key in enumerate(keys)}
-            # A feature of no table may be missing: any other stands in for it, unread.
-            features = features.permute([position.get(key, 0) for key in self._first_keys])
-        return features
+            return features
+        position = {key: i for i, key in enumerate(keys)}
+        # A feature of no table may be missing: any other stands in for it, unread.
+        return features.permute([position.get(key, 0) for key in self._first_keys])
+
+    def _check_names(self, keys: Sequence[str]) -> None:
+        for name in self._features:
+            if name not in keys:
+                raise ValueError(f"{self._where}: expected feature '{name}', got features {keys}.")

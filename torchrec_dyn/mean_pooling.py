@@ -20,16 +20,15 @@ class MeanDivisor:
     Args:
         features: per output the feature whose bag lengths divide it, None where nothing does.
         widths: per output its number of columns.
+
+    Attributes:
+        is_needed: whether any output is divided.
     """
 
     def __init__(self, features: Sequence[str | None], widths: Sequence[int]) -> None:
         self._features = list(features)
         self._widths = list(widths)
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether any output is divided."""
-        return any(feature is not None for feature in self._features)
+        self.is_needed = any(feature is not None for feature in self._features)
 
     def __call__(self, features: KeyedJaggedTensor) -> Tensor:
         """Computes the divisor of a batch.

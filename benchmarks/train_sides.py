@@ -1,0 +1,229 @@
+"""The contestants of bench_train.py: one small click model over three kinds of sharded tables.
+
+All start from equal rows and the same dense part and train on the same clicks, so their losses agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from axes import Workload, ranks
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    LFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.streamable import Pipelineable
+
+import torchrec_dyn as dyn
+
+PLANS = ("table_wise", "row_wise", "column_wise")
+FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02, "eps": 1e-8}
+FIRST_VALUE = 0.01  # of every row: whichever row an id gets, it starts alike
+MCH_INTERVAL = 10  # steps between two evictions of managed collision
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Clicks(Pipelineable):
+    """A batch: features [F, B], labels [B]."""
+
+    features: KeyedJaggedTensor
+    labels: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Clicks:
+        """Moves the batch."""
+        return Clicks(self.features.to(device, non_blocking), self.labels.to(device))
+
+    def record_stream(self, stream: Any) -> None:
+        """Does nothing: there are no streams on the CPU."""
+
+    def pin_memory(self) -> Clicks:
+        """Does nothing: there is no host to pin for."""
+        return self
+
+
+class Head(nn.Module):
+    """The dense part, kept small: one hidden layer and the loss."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(width, 8)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, pooled: Tensor, labels: Tensor) -> Tensor:
+        """Returns the loss of [B, width] pooled rows."""
+        logits = self.last(torch.tanh(self.hidden(pooled))).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels)
+
+
+class ClickModel(nn.Module):
+    """One pooled collection and the head."""
+
+    def __init__(self, sparse: nn.Module, width: int) -> None:
+        super().__init__()
+        self.sparse = sparse
+        self._managed = isinstance(sparse, ManagedCollisionEmbeddingBagCollection)
+        self.head = Head(width)
+
+    def forward(self, batch: Clicks) -> tuple[Tensor, Tensor]:
+        """Returns the loss, and what a pipeline hands out."""
+        pooled = self.sparse(batch.features)
+        if self._managed:  # these return the remapped ids too
+            pooled = pooled[0]
+        loss = self.head(pooled.values(), batch.labels)
+        return loss, loss.detach()
+
+
+def raw_ids(rows: Tensor) -> Tensor:
+    """Gives each row number an id: scattered, and not negative, as managed collision wants them."""
+    multiplier = 0x9E37_79B9_7F4A_7C15 - 2**64  # odd, so that distinct rows stay distinct
+    return ((rows + 1) * multiplier) & (2**63 - 1)
+
+
+def features(workload: Workload, ids: Tensor, bag: int) -> KeyedJaggedTensor:
+    """Puts ids [tables * bags * bag], table-major, into bags of one length."""
+    keys = [f"f{t}" for t in range(workload.tables)]
+    return KeyedJaggedTensor(keys, ids, lengths=torch.full((ids.numel() // bag,), bag))
+
+
+def clicks(workload: Workload, raw: bool) -> list[Clicks]:
+    """This rank's batches, with raw ids or with row numbers."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = []
+    for rows in ranks(workload, batches=8, seed=dist.get_rank()):
+        labels = torch.randint(2, (workload.batch,), generator=generator).float()
+        ids = raw_ids(rows) if raw else rows
+        batches.append(Clicks(features(workload, ids, workload.bag), labels))
+    return batches
+
+
+class ManagedCollisionOnCpu(MCHManagedCollisionModule):
+    """TorchRec's, less the reset of rows that change owners: FBGEMM has no CPU kernel for it.
+
+    No id leaves here, so there is nothing to reset; admission and eviction do run.
+    """
+
+    def evict(self) -> None:
+        """Takes note of admitted ids, and names no rows to reset."""
+        super().evict()
+
+
+def _configs(workload: Workload, room: float, **first: float) -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            name=f"t{t}",
+            embedding_dim=workload.dim,
+            num_embeddings=int(workload.rows * room),
+            feature_names=[f"f{t}"],
+            **first,
+        )
+        for t in range(workload.tables)
+    ]
+
+
+def _collection(side: str, workload: Workload) -> tuple[nn.Module, Any]:
+    """Makes the collection of a side and its sharder."""
+    meta = torch.device("meta")
+    if side == "dynamic":
+        rows = dyn.DynamicTableConfig(initializer=dyn.Constant(FIRST_VALUE))
+        configs = _configs(workload, room=2.0)
+        collection = dyn.DynamicEmbeddingBagCollection(configs, device=meta, dynamic=rows)
+        return collection, dyn.DynamicEmbeddingBagCollectionSharder(fused_params=dict(FUSED))
+    stock = EmbeddingBagCollectionSharder(fused_params=dict(FUSED))
+    first = {"weight_init_min": FIRST_VALUE, "weight_init_max": FIRST_VALUE}
+    if side == "static":
+        return EmbeddingBagCollection(_configs(workload, room=1.0, **first), device=meta), stock
+    # Ranks get unequal parts of the ids, and the last place of each is not for an id: some room.
+    configs = _configs(workload, room=1.05, **first)
+    modules = {
+        config.name: ManagedCollisionOnCpu(
+            zch_size=config.num_embeddings,
+            device=CPU,
+            eviction_policy=LFU_EvictionPolicy(),
+            eviction_interval=MCH_INTERVAL,
+        )
+        for config in configs
+    }
+    managed = ManagedCollisionEmbeddingBagCollection(
+        EmbeddingBagCollection(configs, device=meta), ManagedCollisionCollection(modules, configs)
+    )
+    return managed, ManagedCollisionEmbeddingBagCollectionSharder(ebc_sharder=stock)
+
+
+def _plan(kind: str, table: int, world: int) -> Any:
+    if kind == "table_wise":
+        return table_wise(rank=table % world, compute_kernel="fused")
+    if kind == "row_wise":
+        return row_wise(compute_kernel="fused")
+    return column_wise(ranks=list(range(world)), compute_kernel="fused")
+
+
+def sharded(side: str, workload: Workload, kind: str) -> DistributedModelParallel:
+    """Makes the model of a side under a plan; "static", "dynamic" or "managed"."""
+    world = dist.get_world_size()
+    torch.manual_seed(0)
+    collection, sharder = _collection(side, workload)
+    plan = construct_module_sharding_plan(
+        collection,
+        {f"t{t}": _plan(kind, t, world) for t in range(workload.tables)},
+        sharder=sharder,
+        local_size=world,
+        world_size=world,
+        device_type="cpu",
+    )
+    return DistributedModelParallel(
+        ClickModel(collection, workload.tables * workload.dim),
+        device=CPU,
+        plan=ShardingPlan({"sparse": plan}),
+        sharders=[sharder],
+    )
+
+
+def show_all_ids(model: DistributedModelParallel, workload: Workload) -> None:
+    """Shows a model every id once, as batches of the usual size: from then on it knows them.
+
+    Managed collision sizes its history by its first batch and admits at intervals, so it is
+    shown whole intervals.
+    """
+    share = workload.batch * workload.bag
+    world, rank = dist.get_world_size(), dist.get_rank()
+    calls = -(-workload.rows // (share * world))
+    calls = -(-calls // MCH_INTERVAL) * MCH_INTERVAL
+    with torch.no_grad():
+        for call in range(calls):
+            rows = (torch.arange(share) + (call * world + rank) * share) % workload.rows
+            ids = raw_ids(rows).repeat(workload.tables)
+            pooled = model.module.sparse(features(workload, ids, workload.bag))
+            (pooled[0] if isinstance(pooled, tuple) else pooled).values()
+
+
+def trainer(model: DistributedModelParallel, batches: list[Clicks]) -> Callable[[], float]:
+    """Puts a model into a pipeline; each call trains one step and returns the loss."""
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    sgd = KeyedOptimizerWrapper(dense, lambda some: torch.optim.SGD(some, lr=0.01))
+    optimizer = CombinedOptimizer([model.fused_optimizer, sgd])
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    stream: Iterator[Clicks] = itertools.cycle(batches)
+    return lambda: float(pipeline.progress(stream))
