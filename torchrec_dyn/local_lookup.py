@@ -93,6 +93,7 @@ class LocalLookup:
                 chosen.weights,
                 training=training and not group.frozen,
                 batch_sizes=[[size] for size in chosen.batch_sizes] if varies else None,
+                counts=chosen.counts,
             )
             if varies:
                 sizes = [
@@ -118,7 +119,12 @@ class LocalLookup:
             chosen = features if group.positions is None else features.select(group.positions)
             # Of a sequence only the feature of an id counts: each feature is passed as one bag.
             offsets = chosen.feature_offsets()
-            output = group.tables(chosen.ids, offsets, training=training and not group.frozen)
+            output = group.tables(
+                chosen.ids,
+                offsets,
+                training=training and not group.frozen,
+                counts=chosen.counts,
+            )
             parts = torch.split(output, chosen.counts)
             if group.positions is None:
                 return list(parts)

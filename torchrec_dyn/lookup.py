@@ -18,11 +18,16 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.bag_layout import BagLayout, Pooling
+from torchrec_dyn.bag_layout import BagLayout, Bags, Pooling
 from torchrec_dyn.insertion import insert_unseen
 from torchrec_dyn.row_numbers import ForwardTicket
 from torchrec_dyn.table import DynamicTable
-from torchrec_dyn.table_blocks import TableBlocks, blocks_of, blocks_with_initial_rows
+from torchrec_dyn.table_blocks import (
+    GroupBlocks,
+    TableBlocks,
+    blocks_with_initial_rows,
+    list_blocks,
+)
 
 
 @dataclass
@@ -32,15 +37,12 @@ class _Forward:
     group: TableGroup
     ids: Tensor
     rows: Tensor
-    table_offsets: Tensor
-    offsets: Tensor | None
-    segments: Tensor
-    elements: int
+    bags: Bags
     blocks: TableBlocks
     learns: bool
-    tickets: list[ForwardTicket]
     steps: list[int]
     generations: list[int]
+    ticket: ForwardTicket | None = None
     is_done: bool = False
 
 
@@ -70,7 +72,8 @@ class TableGroup:
         self._bag_layout = BagLayout(
             [table.columns for table in self.tables], features_per_table, pooling
         )
-        self._blocks_key: list[tuple[int, int]] | None = None
+        self._blocks: GroupBlocks | None = None
+        self._anchor: Tensor | None = None
 
     def __call__(
         self,
@@ -80,6 +83,7 @@ class TableGroup:
         *,
         training: bool,
         batch_sizes: Sequence[Sequence[int]] | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Tensor:
         """Looks ids up and pools them.
 
@@ -90,6 +94,7 @@ class TableGroup:
             training: unseen ids get a row, the step is counted, and backward updates the rows.
                 Otherwise nothing changes and an unseen id reads as the table's `unseen` says.
             batch_sizes: [F][ranks] bags of each feature and rank, for variable batches.
+            counts: [F] ids of each feature, from who has checked the offsets (not checked again).
 
         Returns:
             Pooled: [B, sum of D over features]. Pooled with batch_sizes: one dimension, for each
@@ -100,27 +105,24 @@ class TableGroup:
             RuntimeError: a table is full (no table is changed then).
         """
         ids, offsets, weights = self._check_input(ids, offsets, weights)
-        bags = self._bag_layout.describe(offsets, ids.numel(), batch_sizes)
+        bags = self._bag_layout.describe(offsets, ids.numel(), batch_sizes, counts)
         rows, absent = self._find(ids, bags.table_offsets)
         missing = sum(absent)
         if training:
             if missing:
                 insert_unseen(self.tables, ids, rows, bags.table_offsets)
-            self._count_step(bags.table_offsets, absent)
-        blocks = self._current_blocks()
-        shows_initial = any(table.config.unseen == "initial" for table in self.tables)
-        if missing and not training and shows_initial:
+            self._count_step(bags.bounds, absent)
+        blocks = self._current_blocks().weights
+        if missing and not training and self._shows_initial_rows():
             blocks = blocks_with_initial_rows(self.tables, ids, rows, bags.table_offsets)
         forward = _Forward(
-            self, ids, rows, bags.table_offsets, bags.offsets, bags.segments, bags.elements,
-            blocks, training, [], [t.step for t in self.tables],
-            [t.generation for t in self.tables],
+            self, ids, rows, bags, blocks, training,
+            [t.step for t in self.tables], [t.generation for t in self.tables],
         )  # fmt: skip
         wants_weight_grad = weights is not None and weights.requires_grad
         if torch.is_grad_enabled() and (training or wants_weight_grad):
-            forward.tickets = [table.forwards.open() for table in self.tables]
-            anchor = torch.zeros((), requires_grad=training)
-            output = _Lookup.apply(anchor, weights, forward)
+            forward.ticket = ForwardTicket([table.forwards for table in self.tables])
+            output = _Lookup.apply(self._anchored() if training else None, weights, forward)
         else:
             output = _pool(forward, weights)
         return output.view(bags.shape)
@@ -141,23 +143,25 @@ class TableGroup:
     def _check_input(
         self, ids: Tensor, offsets: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        names = ", ".join(table.name for table in self.tables)
         if ids.dtype != torch.int64 or ids.dim() != 1:
-            raise ValueError(
-                f"lookup of tables {names}: expected ids [N] of int64, got {list(ids.shape)} of "
-                f"{ids.dtype}. Convert with ids.long()."
-            )
+            raise self._misfit(f"ids [N] of int64, got {_kind(ids)}. Convert with ids.long().")
         if weights is not None and (not weights.is_floating_point() or weights.shape != ids.shape):
-            raise ValueError(
-                f"lookup of tables {names}: expected [{ids.numel()}] floating point weights, got "
-                f"{list(weights.shape)} of {weights.dtype}."
-            )
+            raise self._misfit(f"[{ids.numel()}] floating point weights, got {_kind(weights)}.")
         if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1:
-            raise ValueError(
-                f"lookup of tables {names}: expected offsets [F * B + 1] of int64 or int32, got "
-                f"{list(offsets.shape)} of {offsets.dtype}."
-            )
-        return ids.detach().contiguous(), offsets.detach().to(torch.int64).contiguous(), weights
+            raise self._misfit(f"offsets [F * B + 1] of int64 or int32, got {_kind(offsets)}.")
+        return ids.contiguous(), offsets.to(torch.int64).contiguous(), weights
+
+    def _misfit(self, what: str) -> ValueError:
+        names = ", ".join(table.name for table in self.tables)
+        return ValueError(f"lookup of tables {names}: expected {what}")
+
+    def _shows_initial_rows(self) -> bool:
+        return any(table.config.unseen == "initial" for table in self.tables)
+
+    def _anchored(self) -> Tensor:
+        if self._anchor is None:
+            self._anchor = torch.zeros((), requires_grad=True)
+        return self._anchor
 
     def _find(self, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, list[int]]:
         slots = [table.id_map.slots for table in self.tables]
@@ -165,8 +169,7 @@ class TableGroup:
         counts: list[int] = absent.tolist()
         return rows, counts
 
-    def _count_step(self, table_offsets: Tensor, absent: list[int]) -> None:
-        bounds = table_offsets.tolist()
+    def _count_step(self, bounds: list[int], absent: list[int]) -> None:
         for table, (begin, end), missing in zip(self.tables, pairwise(bounds), absent, strict=True):
             table.step += 1
             table.counters["ids_seen"] += end - begin
@@ -174,14 +177,12 @@ class TableGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         # Blocks are reserved far beyond the rows in use: a copy lists those of its own tables.
-        return {**self.__dict__, "_blocks_key": None, "_blocks": None}
+        return {**self.__dict__, "_blocks": None, "_anchor": None}
 
-    def _current_blocks(self) -> TableBlocks:
-        """Returns the blocks of all tables, listed anew when one has grown or was replaced."""
-        key = [(len(table.weights.blocks), table.generation) for table in self.tables]
-        if key != self._blocks_key:
-            self._blocks = blocks_of([table.weights for table in self.tables])
-            self._blocks_key = key
+    def _current_blocks(self) -> GroupBlocks:
+        """Returns the lists of all tables, anew when one has grown or was replaced."""
+        if self._blocks is None or not self._blocks.are_of(self.tables):
+            self._blocks = list_blocks(self.tables)
         return self._blocks
 
     def _check_backward(self, forward: _Forward) -> None:
@@ -199,29 +200,23 @@ class TableGroup:
     def _update(self, forward: _Forward, grad: Tensor, weights: Tensor | None) -> None:
         """Dedupes the rows of the forward, sums their gradients and applies the optimizer."""
         self._count_late_grads(forward)
-        blocks = self._current_blocks()
+        listed = self._current_blocks()
         optimizer = self.tables[0].optimizer
-        states: list[list[Tensor]] = [[], []]
-        for table in self.tables:
-            for place, state in enumerate(table.states):
-                states[place].extend(state.blocks)
-        streams = torch.tensor(
-            [
-                [t.rounding_key, t.first_column, s]
-                for t, s in zip(self.tables, forward.steps, strict=True)
-            ]
-        )
+        streams = listed.streams.clone()
+        steps = set(forward.steps)
+        streams[:, 2] = steps.pop() if len(steps) == 1 else torch.tensor(forward.steps)
+        bags = forward.bags
         ops.update_rows_(
-            grad, forward.ids, forward.rows, forward.offsets, weights, blocks.weights, states[0],
-            states[1], blocks.layout, forward.segments, streams, self._bag_layout.is_mean,
-            int(optimizer.kind), optimizer.hyper(self.learning_rate),
+            grad, forward.ids, forward.rows, bags.offsets, weights, listed.weights.weights,
+            listed.states[0], listed.states[1], listed.weights.layout, bags.segments, streams,
+            self._bag_layout.is_mean, int(optimizer.kind), optimizer.hyper(self.learning_rate),
         )  # fmt: skip
 
     def _count_late_grads(self, forward: _Forward) -> None:
         for t, table in enumerate(self.tables):
             if not table.row_numbers.has_withheld:
                 continue
-            begin, end = forward.table_offsets[t : t + 2].tolist()
+            begin, end = forward.bags.bounds[t : t + 2]
             late = torch.isin(forward.rows[begin:end], table.row_numbers.withheld()).sum()
             table.counters["late_grads"] += int(late)
 
@@ -229,15 +224,19 @@ class TableGroup:
 def _pool(forward: _Forward, weights: Tensor | None) -> Tensor:
     return ops.gather_pool(
         forward.rows,
-        forward.offsets,
+        forward.bags.offsets,
         _as_float(weights),
         forward.blocks.weights,
         forward.blocks.layout,
-        forward.segments,
+        forward.bags.segments,
         forward.group._bag_layout.is_mean,
-        forward.elements,
+        forward.bags.elements,
         forward.group.output_dtype,
     )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} of {tensor.dtype}"
 
 
 def _as_float(weights: Tensor | None) -> Tensor | None:
@@ -248,7 +247,9 @@ class _Lookup(torch.autograd.Function):
     """Gather in forward, update in backward. `anchor` only makes autograd call backward."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, weights: Tensor | None, forward: _Forward) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor | None, weights: Tensor | None, forward: _Forward
+    ) -> Tensor:
         ctx.lookup = forward
         ctx.save_for_backward(weights)
         return _pool(forward, weights)
@@ -264,12 +265,12 @@ class _Lookup(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             # Of the rows as they are now: in a pipeline another batch may have updated them.
             weights_grad = ops.bag_weights_grad(
-                grad, forward.rows, forward.offsets, forward.blocks.weights,
-                forward.blocks.layout, forward.segments, group._bag_layout.is_mean,
+                grad, forward.rows, forward.bags.offsets, forward.blocks.weights,
+                forward.blocks.layout, forward.bags.segments, group._bag_layout.is_mean,
             ).to(weights.dtype)  # fmt: skip
         if forward.learns:
             group._update(forward, grad, _as_float(weights))
-        for table, ticket in zip(group.tables, forward.tickets, strict=True):
-            table.forwards.close(ticket)
+        if forward.ticket is not None:
+            forward.ticket.close()
         forward.is_done = True
         return None, weights_grad, None

@@ -40,6 +40,48 @@ def blocks_of(stores: Sequence[RowStore]) -> TableBlocks:
     return TableBlocks(blocks, torch.tensor(lines))
 
 
+@dataclass(frozen=True)
+class GroupBlocks:
+    """What the ops take of the tables of a group, listed when one grows or is replaced.
+
+    Attributes:
+        key: number of blocks and generation of each table, of which this is the list.
+        weights: of the tables.
+        states: the blocks of the first and of the second optimizer state.
+        streams: [T, 3] int64 for `ops.update_rows_`, the steps left out.
+    """
+
+    key: list[tuple[int, int]]
+    weights: TableBlocks
+    states: tuple[list[Tensor], list[Tensor]]
+    streams: Tensor
+
+    def are_of(self, tables: Sequence[DynamicTable]) -> bool:
+        """Whether the tables are still as they were listed."""
+        return self.key == _key(tables)
+
+
+def _key(tables: Sequence[DynamicTable]) -> list[tuple[int, int]]:
+    # The last store grows last: when it has grown, all of them have.
+    last = [table.states[-1] if table.states else table.weights for table in tables]
+    generations = [table.generation for table in tables]
+    return list(zip([len(store.blocks) for store in last], generations, strict=True))
+
+
+def list_blocks(tables: Sequence[DynamicTable]) -> GroupBlocks:
+    """Lists the blocks of the tables of a group."""
+    states: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for table in tables:
+        for place, state in enumerate(table.states):
+            states[place].extend(state.blocks)
+    return GroupBlocks(
+        _key(tables),
+        blocks_of([table.weights for table in tables]),
+        states,
+        torch.tensor([[table.rounding_key, table.first_column, 0] for table in tables]),
+    )
+
+
 def blocks_with_initial_rows(
     tables: Sequence[DynamicTable], ids: Tensor, rows: Tensor, table_offsets: Tensor
 ) -> TableBlocks:
