@@ -165,6 +165,8 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             weights,
             training=self.training and not self._frozen,
             batch_sizes=features.stride_per_key_per_rank() if varies else None,
+            # TorchRec has them since the all-to-all. Each rank checked the lengths it sent.
+            counts=features.length_per_key(),
         )
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
