@@ -7,6 +7,7 @@
 #include "output_memory.h"
 #include "parallel.h"
 #include "simd.h"
+#include "store_past_caches.h"
 
 namespace torchrec_dyn {
 namespace {
@@ -23,6 +24,7 @@ struct PoolJob {
   const int64_t* rows;
   const float* bag_weights;  // or null
   bool mean;
+  bool streams;  // the output is written past the caches
 };
 
 // Adds `width` columns from `column` on of every row of a bag into `sum`. A compile-time width keeps the
@@ -44,7 +46,9 @@ TORCHREC_DYN_INLINE void pool_columns(const PoolJob<T>& job, const RowBlocks<T>&
     const float length = static_cast<float>(end - begin);
     for (int64_t c = 0; c < n; ++c) sum[c] /= length;
   }
-  if (kWidth > 0)
+  if (kWidth > 0 && job.streams)
+    for (int64_t c = 0; c < n; c += 4) store_past_caches(sum + c, out + c);
+  else if (kWidth > 0)
     for (int64_t c = 0; c < n; ++c) out[c] = sum[c];
 }
 
@@ -106,6 +110,14 @@ std::vector<RowBlocks<T>> all_row_blocks(const char* op, const std::vector<Tenso
   return rows;
 }
 
+// An output that the caches cannot hold is not read into them to be written (16 bytes at a time, hence on such bounds).
+bool streams_past_caches(const Bags& bags, int64_t elements) {
+  constexpr int64_t kLarge = (8 << 20) / sizeof(float);
+  bool aligned = elements > kLarge;
+  for (const Segment& segment : bags.segments) aligned &= segment.out_offset % 4 == 0 && segment.out_stride % 4 == 0;
+  return aligned;
+}
+
 Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
                    std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean,
                    int64_t elements, ScalarType dtype) {
@@ -121,12 +133,14 @@ Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, con
   dispatch_row_type("gather_pool", weights, [&](auto row_zero) {
     using T = decltype(row_zero);
     const auto row_tables = all_row_blocks<T>("gather_pool", weights, tables);
-    const PoolJob<T> job{bags, row_tables, const_data<int64_t>(rows), weight, mean};
     dispatch_row_type("gather_pool", {out}, [&](auto out_zero) {
+      const bool streams = sizeof(out_zero) == sizeof(float) && streams_past_caches(bags, elements);
+      const PoolJob<T> job{bags, row_tables, const_data<int64_t>(rows), weight, mean, streams};
       auto* place = mutable_data<decltype(out_zero)>(out);
       for_each_range(bags.total(), 64, [&](int64_t begin, int64_t end) {
         for_bags(bags, begin, end,
                  [&](const Segment& segment, int64_t first, int64_t last) { pool(job, segment, first, last, place); });
+        if (streams) finish_stores_past_caches();
       });
     });
   });
@@ -166,7 +180,7 @@ Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optio
   dispatch_row_type("bag_weights_grad", weights, [&](auto zero) {
     using T = decltype(zero);
     const auto row_tables = all_row_blocks<T>("bag_weights_grad", weights, tables);
-    const PoolJob<T> job{bags, row_tables, const_data<int64_t>(rows), nullptr, mean};
+    const PoolJob<T> job{bags, row_tables, const_data<int64_t>(rows), nullptr, mean, false};
     for_each_range(bags.total(), 64, [&](int64_t begin, int64_t end) {
       for_bags(bags, begin, end, [&](const Segment& segment, int64_t first, int64_t last) {
         dot_segment(job, segment, first, last, const_data<float>(grad), place);
