@@ -60,10 +60,11 @@ struct IdMapView {
 
 // Asks for the cache line where find_row will begin. Into L2: the few miss buffers of L1 would limit how many
 // lines are on their way.
-inline void prefetch_home(const IdMapView& map, uint64_t spread) {
-  const SlotArray& array = map.array_of(spread);
+inline void prefetch_home(const SlotArray& array, uint64_t spread) {
   __builtin_prefetch(array.slots + array.home(spread), 0, 2);
 }
+
+inline void prefetch_home(const IdMapView& map, uint64_t spread) { prefetch_home(map.array_of(spread), spread); }
 
 // The row of `id`, or kNoRow. `spread` is spread_hash(id), which the caller has computed to prefetch the home.
 inline int64_t find_row(const SlotArray& array, int64_t id, uint64_t spread) {

@@ -6,7 +6,7 @@
 //
 // Invariant: every id in the outgoing array has its home at `moved` or later. It holds where a stretch ends
 // behind an empty slot: no id with a home before that slot sits after it. An id whose run wraps around the end
-// of the array may sit in front of its home; where a stretch finds such an id, it puts it back.
+// of the array sits in front of its home: a stretch that meets one leaves it over, and it is put back.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,11 @@
 
 namespace torchrec_dyn {
 
+// The map once `moved` outgoing slots are moved; all of them: the new array alone.
+inline IdMapView growing_map(const SlotArray& slots, const SlotArray& outgoing, int64_t moved) {
+  return moved < outgoing.capacity ? IdMapView(slots, outgoing, moved) : IdMapView(slots);
+}
+
 // Where a stretch of at least `count` slots from `moved` on may end.
 inline int64_t end_of_stretch(const SlotArray& outgoing, int64_t moved, int64_t count) {
   if (count >= outgoing.capacity - moved) return outgoing.capacity;
@@ -24,57 +29,46 @@ inline int64_t end_of_stretch(const SlotArray& outgoing, int64_t moved, int64_t 
   return end;
 }
 
-// What a piece of a stretch could not place by itself.
-struct LeftOver {
-  std::vector<Slot> overflow;  // for the new array, behind the piece's own stretch of it
-  std::vector<Slot> wrapped;   // for the outgoing array, homes at the end of it
-};
-
-// The slot of `slots` at which the homes of outgoing slots [outgoing_slot, ..) begin.
-inline int64_t matching_slot(const SlotArray& outgoing, const SlotArray& slots, int64_t outgoing_slot) {
-  if (outgoing_slot == outgoing.capacity) return slots.capacity;
-  return slots.home(least_spread_hash(outgoing_slot, outgoing.capacity));
-}
-
-// Empties outgoing slots [begin, end) into `slots`. Both ends are the array's own or lie behind an empty slot.
-// Reads and writes no new slot outside the matching stretch, so that pieces may run on several threads.
-inline void move_piece(const SlotArray& outgoing, const SlotArray& slots, int64_t begin, int64_t end, LeftOver& left) {
-  const int64_t limit = matching_slot(outgoing, slots, end);
+// Empties outgoing slots [begin, end) into `slots`. Each end is the array's own or lies behind an empty slot.
+// Touches no new slot outside the stretch that matches, so that several threads can move a piece each. What
+// finds no place there, and what wraps around the end of the outgoing array, is left over.
+inline void move_stretch(const SlotArray& outgoing, const SlotArray& slots, int64_t begin, int64_t end,
+                         std::vector<Slot>& left_over) {
+  const int64_t limit = end == outgoing.capacity ? slots.capacity : slots.home(least_spread_hash(end, outgoing.capacity));
   for (int64_t from = begin; from < end; ++from) {
     const Slot moved = outgoing.slots[from];
     if (moved.is_empty()) continue;
     outgoing.slots[from] = Slot{};
     const uint64_t spread = spread_hash(moved.id);
-    if (outgoing.home(spread) >= end) {
-      left.wrapped.push_back(moved);
-      continue;
-    }
-    int64_t to = slots.home(spread);
+    int64_t to = outgoing.home(spread) < end ? slots.home(spread) : limit;
     while (to < limit && !slots.slots[to].is_empty()) ++to;
     if (to < limit)
       slots.slots[to] = moved;
     else
-      left.overflow.push_back(moved);
+      left_over.push_back(moved);
   }
 }
 
-// Places what the pieces left over; false if the new array is full.
-inline bool place_left_over(const SlotArray& outgoing, const SlotArray& slots, const LeftOver& left) {
-  bool fits = true;
-  for (const Slot& slot : left.overflow) fits &= insert_absent(slots, slot.id, slot.row(), spread_hash(slot.id));
-  for (const Slot& slot : left.wrapped) fits &= insert_absent(outgoing, slot.id, slot.row(), spread_hash(slot.id));
-  return fits;
-}
-
-// The last step of growth: ids of the run around the end of the array that sit in front of its first empty slot.
-inline bool move_wrapped(const SlotArray& outgoing, const SlotArray& slots) {
-  bool fits = true;
+// The ids that sit in front of their homes: the run around the end of the array, up to its first empty slot.
+inline void take_wrapped(const SlotArray& outgoing, std::vector<Slot>& left_over) {
   for (int64_t from = 0; from < outgoing.capacity && !outgoing.slots[from].is_empty(); ++from) {
-    const Slot moved = outgoing.slots[from];
+    left_over.push_back(outgoing.slots[from]);
     outgoing.slots[from] = Slot{};
-    fits &= insert_absent(slots, moved.id, moved.row(), spread_hash(moved.id));
   }
+}
+
+// Places what was left over into the map as it is after the move; false if it is full.
+inline bool place_left_over(const IdMapView& map, const std::vector<Slot>& left_over) {
+  bool fits = true;
+  for (const Slot& slot : left_over) fits &= insert_absent(map, slot.id, slot.row(), spread_hash(slot.id));
   return fits;
+}
+
+// The first slot of [0, end) behind which a moved-out array holds nothing before `end`, at a huge page's begin
+// at or before `moved` where possible. Only a run that wraps around can hold slots in front of `moved`.
+inline int64_t first_empty_page(const SlotArray& outgoing, int64_t moved, int64_t slots_a_page) {
+  const int64_t page = moved / slots_a_page * slots_a_page;
+  return page < moved && outgoing.slots[page].is_empty() ? page : moved;
 }
 
 }  // namespace torchrec_dyn
