@@ -232,7 +232,7 @@ Tensor new_slots(const Tensor& slots, int64_t capacity) {
                                   [memory](void*) { free_zeroed_memory(memory); });
 }
 
-int64_t move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until) {
+Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until) {
   const SlotArray from = array_of("move_slots", "outgoing", outgoing);
   const SlotArray to = array_of("move_slots", "slots", slots);
   STD_TORCH_CHECK(moved >= 0 && moved <= from.capacity, "move_slots: expected moved in [0, ", from.capacity, "], got ",
@@ -262,7 +262,9 @@ int64_t move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, i
   bool fits = true;
   for (const std::vector<Slot>& left : left_over) fits &= place_left_over(map, left);
   STD_TORCH_CHECK(fits, "move_slots: expected an empty slot for every id, got a full map.");
-  return end;
+  Tensor moved_now = new_int64(1);
+  mutable_data<int64_t>(moved_now)[0] = end;
+  return moved_now;
 }
 
 Tensor probe_lengths(const Tensor& slots) {

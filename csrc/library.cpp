@@ -29,8 +29,8 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   m.def("erase(Tensor ids, Tensor(a!)[] slots, Tensor moved) -> Tensor");
   // A map of `capacity` empty slots, on the device of `slots`. Memory is committed where ids are written.
   m.def("new_slots(Tensor slots, int capacity) -> Tensor");
-  // Moves outgoing slots [moved, until) or a few more into `slots`, and returns up to where.
-  m.def("move_slots(Tensor(a!) outgoing, Tensor(b!) slots, int moved, int until) -> int");
+  // Moves outgoing slots [moved, until) or a few more into `slots` -> [1] up to where.
+  m.def("move_slots(Tensor(a!) outgoing, Tensor(b!) slots, int moved, int until) -> Tensor");
   // [C] slots looked at to find the id of each slot, 0 for an empty slot.
   m.def("probe_lengths(Tensor slots) -> Tensor");
 

@@ -37,6 +37,12 @@ def most_slots(ids: int) -> int:
     return max(_FIRST_CAPACITY, 2 * min(needed, _LARGE_CAPACITY), needed * 3 // 2)
 
 
+def _fewest_slots(ids: int) -> int:
+    """Returns the capacity at which a map of `ids` ids need not grow at once."""
+    needed = int(ids / MAX_LOAD) + 1
+    return needed if needed < _LARGE_CAPACITY else int(ids / _START_LOAD) + 1
+
+
 def canonical_order(ids: Tensor) -> Tensor:
     """Returns the permutation that sorts ids by their mixed id, unsigned.
 
@@ -87,8 +93,7 @@ class IdMap:
         if ids <= self._most_ids():
             return
         factor = 2.0 if self.capacity < _LARGE_CAPACITY else 1.5
-        needed = int(ids / MAX_LOAD) + 1
-        capacity = max(_FIRST_CAPACITY, int(self.capacity * factor), needed)
+        capacity = max(_FIRST_CAPACITY, int(self.capacity * factor), _fewest_slots(ids))
         self.outgoing, self.slots = self.slots, ops.new_slots(self.slots, capacity)
         self.moved = 0
         self._move_on(ids)
@@ -106,7 +111,7 @@ class IdMap:
         until = leaving
         if leaving >= _LARGE_CAPACITY:
             until = math.ceil((ids - leaving * _START_LOAD) / (MAX_LOAD - _START_LOAD))
-        self.moved = ops.move_slots(self.outgoing, self.slots, self.moved, until)
+        self.moved = int(ops.move_slots(self.outgoing, self.slots, self.moved, until))
         if self.moved == leaving:
             self.outgoing, self.moved = None, -1
 

@@ -124,7 +124,7 @@ def new_slots(slots: Tensor, capacity: int) -> Tensor:
     return _ops.new_slots.default(slots, capacity)
 
 
-def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> int:
+def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tensor:
     """Moves a stretch of outgoing slots into larger ones, both in place.
 
     Args:
@@ -134,7 +134,7 @@ def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> int:
         until: move the outgoing slots in front of this one.
 
     Returns:
-        Where this call ended: at `until` or a few slots behind it; C when all is moved.
+        [1] int64: where this call ended, at `until` or a few slots behind it; C when all is moved.
     """
     return _ops.move_slots.default(outgoing, slots, moved, until)
 
@@ -385,9 +385,8 @@ def _(slots: Tensor, capacity: int) -> Tensor:
 
 
 @_fake("move_slots")
-def _(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> int:
-    # How far the move goes depends on the contents.
-    return torch.library.get_ctx().new_dynamic_size(min=0)  # type: ignore[return-value]
+def _(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tensor:
+    return outgoing.new_empty(1)
 
 
 @_fake("probe_lengths")
