@@ -54,6 +54,7 @@ struct IdMapView {
   IdMapView(SlotArray slots, SlotArray outgoing, int64_t moved)
       : arrays{slots, outgoing}, frontier(least_spread_hash(moved, outgoing.capacity)) {}
 
+  bool is_growing() const { return arrays[0].slots != arrays[1].slots; }
   // No branch: the choice cannot be predicted.
   const SlotArray& array_of(uint64_t spread) const { return arrays[spread >= frontier]; }
 };
@@ -99,6 +100,23 @@ inline bool insert_absent(const IdMapView& map, int64_t id, int64_t row, uint64_
   return insert_absent(map.array_of(spread), id, row, spread);
 }
 
+// Calls visit(i, spread hash of ids[i]) for i in [begin, end), with the homes of later ids on their way.
+template <typename Visit>
+void visit_homes(const IdMapView& map, const int64_t* ids, int64_t begin, int64_t end, const Visit& visit) {
+  constexpr int64_t kAhead = 32;  // a power of two
+  uint64_t spreads[kAhead];
+  const auto begin_on = [&](int64_t i) {
+    spreads[i % kAhead] = spread_hash(ids[i]);
+    prefetch_home(map, spreads[i % kAhead]);
+  };
+  for (int64_t i = begin; i < end && i < begin + kAhead; ++i) begin_on(i);
+  for (int64_t i = begin; i < end; ++i) {
+    const uint64_t spread = spreads[i % kAhead];
+    if (i + kAhead < end) begin_on(i + kAhead);
+    visit(i, spread);
+  }
+}
+
 // True if the circular walk from `from` (excluded) to `to` (included) passes `slot`.
 inline bool lies_after(int64_t from, int64_t slot, int64_t to) {
   return from <= to ? (from < slot && slot <= to) : (from < slot || slot <= to);
@@ -132,9 +150,10 @@ inline int64_t probe_length(const SlotArray& array, int64_t slot) {
   return 1 + (distance < 0 ? distance + array.capacity : distance);
 }
 
-// Resolves ids[begin, end) against one map into rows[begin, end) and returns how many were absent.
-// Two groups are in flight: the homes of the next group are prefetched before this one is resolved.
-inline int64_t find_rows(const IdMapView& map, const int64_t* ids, int64_t begin, int64_t end, int64_t* rows) {
+// Resolves ids[begin, end) against one map, or one array of it, into rows[begin, end) and returns how many were
+// absent. Two groups are in flight: the homes of the next group are prefetched before this one is resolved.
+template <typename Map>
+int64_t find_rows_in(const Map map, const int64_t* ids, int64_t begin, int64_t end, int64_t* rows) {
   constexpr int64_t kGroup = 24;
   uint64_t spreads[2][kGroup];
   const auto prefetch_group = [&](int64_t first, uint64_t* spread) {
@@ -156,6 +175,12 @@ inline int64_t find_rows(const IdMapView& map, const int64_t* ids, int64_t begin
     }
   }
   return absent;
+}
+
+// While a map does not grow, the choice between its arrays is left out of the loop.
+inline int64_t find_rows(const IdMapView& map, const int64_t* ids, int64_t begin, int64_t end, int64_t* rows) {
+  return map.is_growing() ? find_rows_in(map, ids, begin, end, rows)
+                          : find_rows_in(map.arrays[0], ids, begin, end, rows);
 }
 
 }  // namespace torchrec_dyn

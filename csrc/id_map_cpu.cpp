@@ -111,12 +111,9 @@ NewIds collect_new_of_table(const int64_t* ids, const int64_t* rows, int64_t beg
   }
   std::vector<Slot> slots(std::bit_ceil(static_cast<uint64_t>(2 * absent)));
   const SlotArray seen{slots.data(), static_cast<int64_t>(slots.size())};
-  constexpr int64_t kAhead = 12;
-  for (int64_t i = begin; i < end; ++i) {
-    if (i + kAhead < end) prefetch_home(seen, spread_hash(ids[i + kAhead]));
+  visit_homes(IdMapView(seen), ids, begin, end, [&](int64_t i, uint64_t spread) {
     new_index[i] = kNoRow;
-    if (rows[i] != kNoRow) continue;
-    const uint64_t spread = spread_hash(ids[i]);
+    if (rows[i] != kNoRow) return;
     int64_t index = find_row(seen, ids[i], spread);
     if (index == kNoRow) {
       index = static_cast<int64_t>(found.ids.size());
@@ -126,7 +123,7 @@ NewIds collect_new_of_table(const int64_t* ids, const int64_t* rows, int64_t beg
     }
     ++found.counts[static_cast<size_t>(index)];
     new_index[i] = index;
-  }
+  });
   return found;
 }
 
@@ -180,11 +177,9 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   std::atomic<bool> full{false};
   for_each_task(tables, [&](int64_t t) {
     const IdMapView& map = maps[static_cast<size_t>(t)];
-    constexpr int64_t kAhead = 24;
-    for (int64_t i = offset[t]; i < offset[t + 1]; ++i) {
-      if (i + kAhead < offset[t + 1]) prefetch_home(map, spread_hash(id[i + kAhead]));
-      if (!insert_absent(map, id[i], row[i], spread_hash(id[i]))) full = true;
-    }
+    visit_homes(map, id, offset[t], offset[t + 1], [&](int64_t i, uint64_t spread) {
+      if (!insert_absent(map, id[i], row[i], spread)) full = true;
+    });
   });
   STD_TORCH_CHECK(!full, "insert: expected an empty slot for every new id, got a full map. Grow it first.");
 }

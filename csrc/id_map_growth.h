@@ -9,6 +9,7 @@
 // of the array sits in front of its home: a stretch that meets one leaves it over, and it is put back.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -34,19 +35,21 @@ inline int64_t end_of_stretch(const SlotArray& outgoing, int64_t moved, int64_t 
 // finds no place there, and what wraps around the end of the outgoing array, is left over.
 inline void move_stretch(const SlotArray& outgoing, const SlotArray& slots, int64_t begin, int64_t end,
                          std::vector<Slot>& left_over) {
-  const int64_t limit = end == outgoing.capacity ? slots.capacity : slots.home(least_spread_hash(end, outgoing.capacity));
+  const bool is_last = end == outgoing.capacity;
+  const uint64_t frontier = is_last ? 0 : least_spread_hash(end, outgoing.capacity);
+  const int64_t limit = is_last ? slots.capacity : slots.home(frontier);
   for (int64_t from = begin; from < end; ++from) {
     const Slot moved = outgoing.slots[from];
     if (moved.is_empty()) continue;
-    outgoing.slots[from] = Slot{};
     const uint64_t spread = spread_hash(moved.id);
-    int64_t to = outgoing.home(spread) < end ? slots.home(spread) : limit;
+    int64_t to = is_last || spread < frontier ? slots.home(spread) : limit;
     while (to < limit && !slots.slots[to].is_empty()) ++to;
     if (to < limit)
       slots.slots[to] = moved;
     else
       left_over.push_back(moved);
   }
+  std::fill(outgoing.slots + begin, outgoing.slots + end, Slot{});
 }
 
 // The ids that sit in front of their homes: the run around the end of the array, up to its first empty slot.
