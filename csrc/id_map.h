@@ -101,8 +101,8 @@ inline bool insert_absent(const IdMapView& map, int64_t id, int64_t row, uint64_
 }
 
 // Calls visit(i, spread hash of ids[i]) for i in [begin, end), with the homes of later ids on their way.
-template <typename Visit>
-void visit_homes(const IdMapView& map, const int64_t* ids, int64_t begin, int64_t end, const Visit& visit) {
+template <typename Map, typename Visit>
+void visit_homes(const Map map, const int64_t* ids, int64_t begin, int64_t end, const Visit& visit) {
   constexpr int64_t kAhead = 32;  // a power of two
   uint64_t spreads[kAhead];
   const auto begin_on = [&](int64_t i) {

@@ -111,7 +111,7 @@ NewIds collect_new_of_table(const int64_t* ids, const int64_t* rows, int64_t beg
   }
   std::vector<Slot> slots(std::bit_ceil(static_cast<uint64_t>(2 * absent)));
   const SlotArray seen{slots.data(), static_cast<int64_t>(slots.size())};
-  visit_homes(IdMapView(seen), ids, begin, end, [&](int64_t i, uint64_t spread) {
+  visit_homes(seen, ids, begin, end, [&](int64_t i, uint64_t spread) {
     new_index[i] = kNoRow;
     if (rows[i] != kNoRow) return;
     int64_t index = find_row(seen, ids[i], spread);
@@ -177,9 +177,15 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   std::atomic<bool> full{false};
   for_each_task(tables, [&](int64_t t) {
     const IdMapView& map = maps[static_cast<size_t>(t)];
-    visit_homes(map, id, offset[t], offset[t + 1], [&](int64_t i, uint64_t spread) {
-      if (!insert_absent(map, id[i], row[i], spread)) full = true;
-    });
+    const auto insert_into = [&](const auto array) {
+      visit_homes(array, id, offset[t], offset[t + 1], [&](int64_t i, uint64_t spread) {
+        if (!insert_absent(array, id[i], row[i], spread)) full = true;
+      });
+    };
+    if (map.is_growing())
+      insert_into(map);
+    else
+      insert_into(map.arrays[0]);
   });
   STD_TORCH_CHECK(!full, "insert: expected an empty slot for every new id, got a full map. Grow it first.");
 }
