@@ -67,8 +67,8 @@ inline bool place_left_over(const IdMapView& map, const std::vector<Slot>& left_
   return fits;
 }
 
-// The first slot of [0, end) behind which a moved-out array holds nothing before `end`, at a huge page's begin
-// at or before `moved` where possible. Only a run that wraps around can hold slots in front of `moved`.
+// From where on the outgoing slots in front of a stretch's end are empty and can be given back: the begin of the
+// page that holds `moved`, for its front was empty before, or `moved` where a run that wraps around reaches there.
 inline int64_t first_empty_page(const SlotArray& outgoing, int64_t moved, int64_t slots_a_page) {
   const int64_t page = moved / slots_a_page * slots_a_page;
   return page < moved && outgoing.slots[page].is_empty() ? page : moved;

@@ -34,7 +34,9 @@ def test_a_map_is_never_fuller_than_its_load():
     for count in [1, 1, 40, 3, 500, 7, 20_000, 1, 200_000, 50_000]:
         id_map.reserve(count)
         ids = torch.arange(held, held + count) * 31
-        ops.insert(ids, torch.arange(held, held + count), torch.tensor([0, count]), *id_map.arrays())
+        ops.insert(
+            ids, torch.arange(held, held + count), torch.tensor([0, count]), *id_map.arrays()
+        )
         id_map.num_ids += count
         held += count
         assert held / id_map.held <= MAX_LOAD

@@ -239,7 +239,11 @@ WRONG = [
     ("new_slots", {"capacity": 0}, r"a capacity in \[1, 2\^48\), got 0"),
     ("new_slots", {"capacity": -(2**63)}, r"a capacity in \[1, 2\^48\)"),
     ("move_slots", {"slots": torch.zeros(7, 2, dtype=I64)}, "slots for 8 outgoing ones, got 7"),
-    ("move_slots", {"slots": torch.ones(8, 2, dtype=I64)}, "an empty slot for every id, got a full"),
+    (
+        "move_slots",
+        {"slots": torch.ones(8, 2, dtype=I64)},
+        "an empty slot for every id, got a full",
+    ),
     ("move_slots", {"moved": -1}, r"moved in \[0, 8\], got -1"),
     ("move_slots", {"moved": 9}, r"moved in \[0, 8\], got 9"),
     ("init_rows_", {"rows": whole(0, 12)}, r"rows in \[0, 12\), got 12"),

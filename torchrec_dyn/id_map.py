@@ -1,4 +1,4 @@
-"""IdMap: id -> row, over one tensor of slots (csrc/id_map.h tells the layout and the rules).
+"""IdMap: id -> row, over one tensor of slots, two while it grows (csrc/id_map.h: layout and rules).
 
 Legend: C slots, M ids.
 """
@@ -23,6 +23,8 @@ _FIRST_CAPACITY = 64
 # SLOT_BYTES * 1.5 / MAX_LOAD, and bit by bit: growth begins at a load of START_LOAD and ends before MAX_LOAD.
 _LARGE_CAPACITY = 1 << 17
 _START_LOAD = 11 / 16
+# Slots that growth may be ahead of this by, since it moves whole runs.
+_RUN = 64
 
 
 def most_slots(ids: int) -> int:
@@ -34,7 +36,7 @@ def most_slots(ids: int) -> int:
         ids: slots in use.
     """
     needed = int(ids / MAX_LOAD) + 1
-    return max(_FIRST_CAPACITY, 2 * min(needed, _LARGE_CAPACITY), needed * 3 // 2)
+    return max(_FIRST_CAPACITY, 2 * min(needed, _LARGE_CAPACITY), needed * 3 // 2 + _RUN)
 
 
 def _fewest_slots(ids: int) -> int:
@@ -94,8 +96,9 @@ class IdMap:
             return
         factor = 2.0 if self.capacity < _LARGE_CAPACITY else 1.5
         capacity = max(_FIRST_CAPACITY, int(self.capacity * factor), _fewest_slots(ids))
-        self.outgoing, self.slots = self.slots, ops.new_slots(self.slots, capacity)
-        self.moved = 0
+        # Nothing is outgoing here: growth ends at MAX_LOAD of the old slots, and the new ones are larger.
+        grown = ops.new_slots(self.slots, capacity)
+        self.outgoing, self.slots, self.moved = self.slots, grown, 0
         self._move_on(ids)
 
     def _most_ids(self) -> float:
