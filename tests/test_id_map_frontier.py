@@ -154,6 +154,33 @@ def test_a_run_around_the_end_survives_memory_given_back():
     assert torch.equal(rows, everyone)
 
 
+def slots_of(capacity, place=0):
+    return torch.full((capacity, 2), place)
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        (lambda: ops.erase(ids_of(1), [slots_of(8)], ids_of(0)), "erase: .* of slots = 2, got 1"),
+        (lambda: ops.erase(ids_of(1), [slots_of(8)] * 2, ids_of(8)), r"in \[0, 8\) or -1, got 8"),
+        (lambda: ops.erase(ids_of(1), [slots_of(8)] * 2, ids_of(-2)), r"in \[0, 8\) or -1, got -2"),
+        (lambda: ops.erase(ids_of(1), [slots_of(8)] * 2, ids_of(-1, -1)), "of maps = 1, got 2"),
+        (lambda: ops.new_slots(slots_of(8), 0), r"new_slots: .* in \[1, 2\^48\), got 0"),
+        (lambda: ops.new_slots(slots_of(8), -(2**63)), r"a capacity in \[1, 2\^48\)"),
+        (lambda: ops.move_slots(slots_of(8), slots_of(7), 0, 8), "for 8 outgoing ones, got 7"),
+        (
+            lambda: ops.move_slots(slots_of(8, 1), slots_of(8, 1), 0, 8),
+            "for every id, got a full map",
+        ),
+        (lambda: ops.move_slots(slots_of(8), slots_of(9), -1, 8), r"moved in \[0, 8\], got -1"),
+        (lambda: ops.move_slots(slots_of(8), slots_of(9), 9, 8), r"moved in \[0, 8\], got 9"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(call, rule):
+    with pytest.raises(RuntimeError, match=rf"expected .*{rule}" if ":" not in rule else rule):
+        call()
+
+
 MEMORY = """
 import resource, torch
 from torchrec_dyn import ops

@@ -90,9 +90,6 @@ void write_own_maps() {
         oracle[id] = next_row++;
       }
     }
-    const SlotArray array = owned.array();
-    for (int64_t slot = 0; slot < array.capacity; ++slot)
-      if (!array.slots[slot].is_empty()) check(probe_length(array, slot) <= array.capacity, "a probe ends");
   });
 }
 
@@ -113,7 +110,7 @@ void move_one_map() {
   });
   const IdMapView map(owned.array());
   for (const auto& left : left_over) check(place_left_over(map, left), "every id finds a slot");
-  for (int64_t id = 0; id < kIds; ++id) check(find_row(map, id, spread_hash(id)) == id + 7, "every id keeps its row");
+  for (int64_t i = 0; i < kIds; ++i) check(find_row(map, i, spread_hash(i)) == i + 7, "every id keeps its row");
 }
 
 // All threads read one map and write their own part of the answer.
