@@ -20,8 +20,7 @@ def empty(capacity):
 
 
 def filled_slots():
-    """Two maps: 5 -> 0, 6 -> 1, 7 -> 2 and 5 -> 0."""
-    slots = [empty(8), empty(16)]
+    slots = [empty(8), empty(16)]  # 5 -> 0, 6 -> 1, 7 -> 2 and 5 -> 0
     ops.insert(whole(5, 6, 7, 5), whole(0, 1, 2, 0), whole(0, 3, 4), slots, whole(-1, -1))
     return slots
 
@@ -203,8 +202,7 @@ HARMLESS = {
     for how in ("size", "nothing")
 } | {
     ("fill_new_", "new_rows", "size"),
-    ("fill_new_", "new_rows", "strides"),  # of one element
-    ("erase", "moved", "strides"),  # likewise
+    *((op, name, "strides") for op, name in [("fill_new_", "new_rows"), ("erase", "moved")]),  # one
     ("gather_pool", "rows", "size"),  # an id in no bag
     ("bag_weights_grad", "rows", "size"),
     *(("advise_huge_pages", "block", how) for how in ("dtype", "size", "nothing")),
