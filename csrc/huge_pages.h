@@ -10,13 +10,32 @@
 
 namespace torchrec_dyn {
 
+constexpr int64_t kHugePage = int64_t{2} << 20;
+
+// The whole huge pages inside [memory, memory + bytes).
+struct HugePages {
+  HugePages(void* memory, int64_t bytes)
+      : begin((reinterpret_cast<uintptr_t>(memory) + kHugePage - 1) / kHugePage * kHugePage),
+        end((reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes)) / kHugePage * kHugePage) {}
+  uintptr_t begin;
+  uintptr_t end;
+};
+
 inline void ask_for_huge_pages(void* memory, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kPage = uintptr_t{2} << 20;
-  const auto address = reinterpret_cast<uintptr_t>(memory);
-  const uintptr_t begin = (address + kPage - 1) / kPage * kPage;
-  const uintptr_t end = (address + static_cast<uintptr_t>(bytes)) / kPage * kPage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  const HugePages pages(memory, bytes);
+  if (pages.begin < pages.end) madvise(reinterpret_cast<void*>(pages.begin), pages.end - pages.begin, MADV_HUGEPAGE);
+#else
+  (void)memory;
+  (void)bytes;
+#endif
+}
+
+// Gives the whole huge pages of memory that holds zeros back to the system; it goes on reading as zeros.
+inline void give_back_zeros(void* memory, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_DONTNEED)
+  const HugePages pages(memory, bytes);
+  if (pages.begin < pages.end) madvise(reinterpret_cast<void*>(pages.begin), pages.end - pages.begin, MADV_DONTNEED);
 #else
   (void)memory;
   (void)bytes;

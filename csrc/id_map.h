@@ -1,17 +1,19 @@
-// The id map: id -> row, by open addressing with linear probing over one plain array.
+// The id map: id -> row, by open addressing with linear probing over a plain array of slots.
 //
 // Layout
-//   slots [C, 2] int64, one slot = {id, row}, 16 bytes, so a slot never straddles a cache line and the id
-//   and its row cost one miss. Emptiness is row == kNoRow: the id field of an empty slot is never asked,
-//   so no id is reserved. The caller keeps at least one slot empty (the Python side grows at 3/4 load).
+//   slots [C, 2] int64, one slot = {id, row + 1}, 16 bytes, so a slot never straddles a cache line and the id
+//   and its row cost one miss. A slot of zeros in its second field is empty: memory fresh from the system is
+//   an empty map (zeroed_memory.h), and the id field of an empty slot is never asked, so no id is reserved.
+//   The caller keeps at least one slot empty (the Python side grows at 3/4 load).
 //
 // Rules
-//   find    start at home_slot(id); stop at the id or at the first empty slot.
+//   find    start at the home slot; stop at the id or at the first empty slot.
 //   insert  the id is known to be absent: take the first empty slot from home on.
 //   erase   empty the slot, then close the gap by moving back every later slot of the run whose home is
 //           not inside the gap (backward shift). There are no tombstones, so probes do not grow with age.
-//   rehash  walk the old map from front to back into the new one. home_slot is monotone in the hash, so
-//           both walks are sequential in memory.
+//   grow    a map that grows has two arrays and one frontier, a spread hash. An id whose spread hash is below
+//           the frontier lives in the new array, any other in the outgoing one: so still one home, one probe.
+//           Moving the frontier on is in id_map_growth.h.
 // Every loop is bounded by the capacity: a full or damaged map ends in kNoRow or false, never in a hang.
 //
 // Source: Knuth, TAOCP vol. 3, section 6.4, algorithms L (find, insert) and R (erase).
@@ -27,41 +29,92 @@ constexpr int64_t kNoRow = -1;
 
 struct Slot {
   int64_t id;
-  int64_t row;
+  int64_t place;  // row + 1; 0 in an empty slot
+
+  bool is_empty() const { return place == 0; }
+  int64_t row() const { return place - 1; }
 };
 static_assert(sizeof(Slot) == 16);
 
-struct IdMapView {
-  Slot* slots;
-  int64_t capacity;
+struct SlotArray {
+  Slot* slots = nullptr;
+  int64_t capacity = 0;
 
-  int64_t home(int64_t id) const { return home_slot(id, capacity); }
+  int64_t home(uint64_t spread) const { return home_slot(spread, capacity); }
   int64_t next(int64_t slot) const { return slot + 1 == capacity ? 0 : slot + 1; }
 };
 
-inline void prefetch_slot(const IdMapView& map, int64_t slot) { __builtin_prefetch(&map.slots[slot], 0, 3); }
+struct IdMapView {
+  // [0] the slots of the map, [1] the outgoing ones. The same array twice while the map does not grow.
+  SlotArray arrays[2];
+  uint64_t frontier = 0;
 
-// The row of `id`, or kNoRow. `slot` is home(id), which the caller has computed to prefetch it.
-inline int64_t find_row(const IdMapView& map, int64_t id, int64_t slot) {
-  for (int64_t probe = 0; probe < map.capacity; ++probe) {
-    const Slot& candidate = map.slots[slot];
-    if (candidate.row == kNoRow) return kNoRow;
-    if (candidate.id == id) return candidate.row;
-    slot = map.next(slot);
+  explicit IdMapView(SlotArray whole) : arrays{whole, whole} {}
+  // A map that grows: `moved` outgoing slots have been moved.
+  IdMapView(SlotArray slots, SlotArray outgoing, int64_t moved)
+      : arrays{slots, outgoing}, frontier(least_spread_hash(moved, outgoing.capacity)) {}
+
+  bool is_growing() const { return arrays[0].slots != arrays[1].slots; }
+  // No branch: the choice cannot be predicted.
+  const SlotArray& array_of(uint64_t spread) const { return arrays[spread >= frontier]; }
+};
+
+// Asks for the cache line where find_row will begin. Into L2: the few miss buffers of L1 would limit how many
+// lines are on their way.
+inline void prefetch_home(const SlotArray& array, uint64_t spread) {
+  __builtin_prefetch(array.slots + array.home(spread), 0, 2);
+}
+
+inline void prefetch_home(const IdMapView& map, uint64_t spread) { prefetch_home(map.array_of(spread), spread); }
+
+// The row of `id`, or kNoRow. `spread` is spread_hash(id), which the caller has computed to prefetch the home.
+inline int64_t find_row(const SlotArray& array, int64_t id, uint64_t spread) {
+  int64_t slot = array.home(spread);
+  for (int64_t probe = 0; probe < array.capacity; ++probe) {
+    const Slot& candidate = array.slots[slot];
+    if (candidate.is_empty()) return kNoRow;
+    if (candidate.id == id) return candidate.row();
+    slot = array.next(slot);
   }
   return kNoRow;
 }
 
+inline int64_t find_row(const IdMapView& map, int64_t id, uint64_t spread) {
+  return find_row(map.array_of(spread), id, spread);
+}
+
 // Requires that `id` is absent. False if there is no empty slot.
-inline bool insert_absent(const IdMapView& map, int64_t id, int64_t row, int64_t slot) {
-  for (int64_t probe = 0; probe < map.capacity; ++probe) {
-    if (map.slots[slot].row == kNoRow) {
-      map.slots[slot] = Slot{id, row};
+inline bool insert_absent(const SlotArray& array, int64_t id, int64_t row, uint64_t spread) {
+  int64_t slot = array.home(spread);
+  for (int64_t probe = 0; probe < array.capacity; ++probe) {
+    if (array.slots[slot].is_empty()) {
+      array.slots[slot] = Slot{id, row + 1};
       return true;
     }
-    slot = map.next(slot);
+    slot = array.next(slot);
   }
   return false;
+}
+
+inline bool insert_absent(const IdMapView& map, int64_t id, int64_t row, uint64_t spread) {
+  return insert_absent(map.array_of(spread), id, row, spread);
+}
+
+// Calls visit(i, spread hash of ids[i]) for i in [begin, end), with the homes of later ids on their way.
+template <typename Map, typename Visit>
+void visit_homes(const Map map, const int64_t* ids, int64_t begin, int64_t end, const Visit& visit) {
+  constexpr int64_t kAhead = 32;  // a power of two
+  uint64_t spreads[kAhead];
+  const auto begin_on = [&](int64_t i) {
+    spreads[i % kAhead] = spread_hash(ids[i]);
+    prefetch_home(map, spreads[i % kAhead]);
+  };
+  for (int64_t i = begin; i < end && i < begin + kAhead; ++i) begin_on(i);
+  for (int64_t i = begin; i < end; ++i) {
+    const uint64_t spread = spreads[i % kAhead];
+    if (i + kAhead < end) begin_on(i + kAhead);
+    visit(i, spread);
+  }
 }
 
 // True if the circular walk from `from` (excluded) to `to` (included) passes `slot`.
@@ -71,58 +124,63 @@ inline bool lies_after(int64_t from, int64_t slot, int64_t to) {
 
 // Removes `id` and returns the row it held, or kNoRow.
 inline int64_t erase_id(const IdMapView& map, int64_t id) {
-  int64_t hole = map.home(id);
+  const uint64_t spread = spread_hash(id);
+  const SlotArray& array = map.array_of(spread);
+  int64_t hole = array.home(spread);
   int64_t probe = 0;
-  for (; probe < map.capacity; ++probe, hole = map.next(hole)) {
-    if (map.slots[hole].row == kNoRow) return kNoRow;
-    if (map.slots[hole].id == id) break;
+  for (; probe < array.capacity; ++probe, hole = array.next(hole)) {
+    if (array.slots[hole].is_empty()) return kNoRow;
+    if (array.slots[hole].id == id) break;
   }
-  if (probe == map.capacity) return kNoRow;
-  const int64_t row = map.slots[hole].row;
-  int64_t slot = map.next(hole);
-  for (probe = 0; probe < map.capacity && map.slots[slot].row != kNoRow; ++probe, slot = map.next(slot)) {
-    if (lies_after(hole, map.home(map.slots[slot].id), slot)) continue;
-    map.slots[hole] = map.slots[slot];
+  if (probe == array.capacity) return kNoRow;
+  const int64_t row = array.slots[hole].row();
+  int64_t slot = array.next(hole);
+  for (probe = 0; probe < array.capacity && !array.slots[slot].is_empty(); ++probe, slot = array.next(slot)) {
+    if (lies_after(hole, array.home(spread_hash(array.slots[slot].id)), slot)) continue;
+    array.slots[hole] = array.slots[slot];
     hole = slot;
   }
-  map.slots[hole].row = kNoRow;
+  array.slots[hole] = Slot{};
   return row;
 }
 
 // The number of slots looked at to find the id that sits in `slot`.
-inline int64_t probe_length(const IdMapView& map, int64_t slot) {
-  const int64_t distance = slot - map.home(map.slots[slot].id);
-  return 1 + (distance < 0 ? distance + map.capacity : distance);
+inline int64_t probe_length(const SlotArray& array, int64_t slot) {
+  const int64_t distance = slot - array.home(spread_hash(array.slots[slot].id));
+  return 1 + (distance < 0 ? distance + array.capacity : distance);
 }
 
-// Resolves ids[begin, end) against one map into rows[begin, end) and returns how many were absent.
-// Two groups are in flight: the homes of the next group are prefetched before this one is resolved.
-inline int64_t find_rows(const IdMapView& map, const int64_t* ids, int64_t begin, int64_t end, int64_t* rows) {
-  constexpr int64_t kGroup = 16;
-  if (map.capacity == 0) {
-    for (int64_t i = begin; i < end; ++i) rows[i] = kNoRow;
-    return end - begin;
-  }
-  int64_t homes[2][kGroup];
-  const auto prefetch_group = [&](int64_t first, int64_t* home) {
+// Resolves ids[begin, end) against one map, or one array of it, into rows[begin, end) and returns how many were
+// absent. Two groups are in flight: the homes of the next group are prefetched before this one is resolved.
+template <typename Map>
+int64_t find_rows_in(const Map map, const int64_t* ids, int64_t begin, int64_t end, int64_t* rows) {
+  constexpr int64_t kGroup = 24;
+  uint64_t spreads[2][kGroup];
+  const auto prefetch_group = [&](int64_t first, uint64_t* spread) {
     const int64_t last = first + kGroup < end ? first + kGroup : end;
     for (int64_t i = first; i < last; ++i) {
-      home[i - first] = map.home(ids[i]);
-      prefetch_slot(map, home[i - first]);
+      spread[i - first] = spread_hash(ids[i]);
+      prefetch_home(map, spread[i - first]);
     }
   };
-  prefetch_group(begin, homes[0]);
+  prefetch_group(begin, spreads[0]);
   int64_t absent = 0;
   int turn = 0;
   for (int64_t first = begin; first < end; first += kGroup, turn ^= 1) {
-    prefetch_group(first + kGroup, homes[turn ^ 1]);
+    prefetch_group(first + kGroup, spreads[turn ^ 1]);
     const int64_t last = first + kGroup < end ? first + kGroup : end;
     for (int64_t i = first; i < last; ++i) {
-      rows[i] = find_row(map, ids[i], homes[turn][i - first]);
+      rows[i] = find_row(map, ids[i], spreads[turn][i - first]);
       absent += rows[i] == kNoRow;
     }
   }
   return absent;
+}
+
+// While a map does not grow, the choice between its arrays is left out of the loop.
+inline int64_t find_rows(const IdMapView& map, const int64_t* ids, int64_t begin, int64_t end, int64_t* rows) {
+  return map.is_growing() ? find_rows_in(map, ids, begin, end, rows)
+                          : find_rows_in(map.arrays[0], ids, begin, end, rows);
 }
 
 }  // namespace torchrec_dyn

@@ -8,24 +8,44 @@
 #include "checks.h"
 #include "huge_pages.h"
 #include "id_map.h"
+#include "id_map_growth.h"
 #include "parallel.h"
+#include "zeroed_memory.h"
 
 namespace torchrec_dyn {
 namespace {
 
 constexpr int64_t kGrain = 2048;
 
-IdMapView view_of(const char* op, const Tensor& slots) {
-  check_tensor(op, "slots", slots, ScalarType::Long);
-  STD_TORCH_CHECK(slots.dim() == 2 && slots.size(1) == 2, op, ": expected slots of shape [C, 2], got ", slots.dim(),
-                  " dimensions.");
-  return IdMapView{static_cast<Slot*>(slots.mutable_data_ptr()), slots.size(0)};
+SlotArray array_of(const char* op, const char* name, const Tensor& slots) {
+  check_tensor(op, name, slots, ScalarType::Long);
+  STD_TORCH_CHECK(slots.dim() == 2 && slots.size(1) == 2, op, ": expected ", name, " of shape [C, 2], got ",
+                  slots.dim(), " dimensions.");
+  return {static_cast<Slot*>(slots.mutable_data_ptr()), slots.size(0)};
 }
 
-std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>& slots) {
+// The maps of T tables. `slots` lists the array of each, then the outgoing arrays of those that grow: of each
+// table whose `moved` is not -1, in order.
+std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>& slots, const Tensor& moved) {
+  check_tensor(op, "moved", moved, ScalarType::Long);
+  const auto tables = static_cast<size_t>(moved.numel());
+  const int64_t* done = const_data<int64_t>(moved);
+  const auto growing = tables - static_cast<size_t>(std::count(done, done + tables, int64_t{-1}));
+  check_size(op, "the number of slots", static_cast<int64_t>(tables + growing), static_cast<int64_t>(slots.size()));
   std::vector<IdMapView> views;
-  views.reserve(slots.size());
-  for (const Tensor& table : slots) views.push_back(view_of(op, table));
+  views.reserve(tables);
+  size_t outgoing = tables;
+  for (size_t t = 0; t < tables; ++t) {
+    const SlotArray array = array_of(op, "slots", slots[t]);
+    if (done[t] == -1) {
+      views.emplace_back(array);
+      continue;
+    }
+    const SlotArray old = array_of(op, "slots", slots[outgoing++]);
+    STD_TORCH_CHECK(done[t] >= 0 && done[t] < old.capacity, op, ": expected moved in [0, ", old.capacity,
+                    ") or -1, got ", done[t], ".");
+    views.emplace_back(array, old, done[t]);
+  }
   return views;
 }
 
@@ -51,11 +71,12 @@ Tensor unmix64_ids(const Tensor& mixed) {
   return ids;
 }
 
-std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets, std::vector<Tensor> slots) {
-  const auto tables = static_cast<int64_t>(slots.size());
+std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets, std::vector<Tensor> slots,
+                                  const Tensor& moved) {
+  const int64_t tables = moved.numel();
   check_tensor("lookup", "ids", ids, ScalarType::Long);
   check_table_offsets("lookup", table_offsets, tables, ids.numel());
-  const std::vector<IdMapView> maps = views_of("lookup", slots);
+  const std::vector<IdMapView> maps = views_of("lookup", slots, moved);
   Tensor rows = new_int64(ids.numel());
   Tensor absent = new_int64(tables);
   const int64_t* id = const_data<int64_t>(ids);
@@ -88,24 +109,21 @@ NewIds collect_new_of_table(const int64_t* ids, const int64_t* rows, int64_t beg
     std::fill(new_index + begin, new_index + end, kNoRow);
     return found;
   }
-  std::vector<Slot> slots(std::bit_ceil(static_cast<uint64_t>(2 * absent)), Slot{0, kNoRow});
-  const IdMapView seen{slots.data(), static_cast<int64_t>(slots.size())};
-  constexpr int64_t kAhead = 12;
-  for (int64_t i = begin; i < end; ++i) {
-    if (i + kAhead < end) prefetch_slot(seen, seen.home(ids[i + kAhead]));
+  std::vector<Slot> slots(std::bit_ceil(static_cast<uint64_t>(2 * absent)));
+  const SlotArray seen{slots.data(), static_cast<int64_t>(slots.size())};
+  visit_homes(seen, ids, begin, end, [&](int64_t i, uint64_t spread) {
     new_index[i] = kNoRow;
-    if (rows[i] != kNoRow) continue;
-    const int64_t home = seen.home(ids[i]);
-    int64_t index = find_row(seen, ids[i], home);
+    if (rows[i] != kNoRow) return;
+    int64_t index = find_row(seen, ids[i], spread);
     if (index == kNoRow) {
       index = static_cast<int64_t>(found.ids.size());
-      insert_absent(seen, ids[i], index, home);
+      insert_absent(seen, ids[i], index, spread);
       found.ids.push_back(ids[i]);
       found.counts.push_back(0);
     }
     ++found.counts[static_cast<size_t>(index)];
     new_index[i] = index;
-  }
+  });
   return found;
 }
 
@@ -143,13 +161,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const 
   return {new_ids, new_counts, new_offsets, new_index};
 }
 
-void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_offsets, std::vector<Tensor> slots) {
-  const auto tables = static_cast<int64_t>(slots.size());
+void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_offsets, std::vector<Tensor> slots,
+            const Tensor& moved) {
+  const int64_t tables = moved.numel();
   check_tensor("insert", "new_ids", new_ids, ScalarType::Long);
   check_tensor("insert", "new_rows", new_rows, ScalarType::Long);
   check_size("insert", "the number of new_rows", new_ids.numel(), new_rows.numel());
   check_table_offsets("insert", new_offsets, tables, new_ids.numel());
-  const std::vector<IdMapView> maps = views_of("insert", slots);
+  const std::vector<IdMapView> maps = views_of("insert", slots, moved);
   const int64_t* id = const_data<int64_t>(new_ids);
   const int64_t* row = const_data<int64_t>(new_rows);
   const int64_t* offset = const_data<int64_t>(new_offsets);
@@ -158,17 +177,17 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   std::atomic<bool> full{false};
   for_each_task(tables, [&](int64_t t) {
     const IdMapView& map = maps[static_cast<size_t>(t)];
-    constexpr int64_t kAhead = 12;
-    for (int64_t i = offset[t]; i < offset[t + 1]; ++i) {
-      if (map.capacity == 0) {
-        full = true;
-        return;
-      }
-      if (i + kAhead < offset[t + 1]) prefetch_slot(map, map.home(id[i + kAhead]));
-      if (!insert_absent(map, id[i], row[i], map.home(id[i]))) full = true;
-    }
+    const auto insert_into = [&](const auto array) {
+      visit_homes(array, id, offset[t], offset[t + 1], [&](int64_t i, uint64_t spread) {
+        if (!insert_absent(array, id[i], row[i], spread)) full = true;
+      });
+    };
+    if (map.is_growing())
+      insert_into(map);
+    else
+      insert_into(map.arrays[0]);
   });
-  STD_TORCH_CHECK(!full, "insert: expected an empty slot for every new id, got a full map. Grow it with rehash first.");
+  STD_TORCH_CHECK(!full, "insert: expected an empty slot for every new id, got a full map. Grow it first.");
 }
 
 void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_rows) {
@@ -193,43 +212,69 @@ void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_ro
   STD_TORCH_CHECK(!outside, "fill_new_: expected new_index < ", fresh, ", got a larger one.");
 }
 
-Tensor erase(const Tensor& ids, const Tensor& slots) {
+Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) {
   check_tensor("erase", "ids", ids, ScalarType::Long);
-  const IdMapView map = view_of("erase", slots);
+  const std::vector<IdMapView> maps = views_of("erase", slots, moved);
+  check_size("erase", "the number of maps", 1, static_cast<int64_t>(maps.size()));
   Tensor rows = new_int64(ids.numel());
   const int64_t* id = const_data<int64_t>(ids);
   int64_t* row = mutable_data<int64_t>(rows);
-  for (int64_t i = 0; i < ids.numel(); ++i) row[i] = map.capacity == 0 ? kNoRow : erase_id(map, id[i]);
+  for (int64_t i = 0; i < ids.numel(); ++i) row[i] = erase_id(maps[0], id[i]);
   return rows;
 }
 
-Tensor rehash(const Tensor& slots, int64_t capacity) {
-  const IdMapView old_map = view_of("rehash", slots);
-  STD_TORCH_CHECK(capacity >= 1 && capacity < (int64_t{1} << 48), "rehash: expected a capacity in [1, 2^48), got ",
+Tensor new_slots(const Tensor& slots, int64_t capacity) {
+  array_of("new_slots", "slots", slots);
+  STD_TORCH_CHECK(capacity >= 1 && capacity < (int64_t{1} << 48), "new_slots: expected a capacity in [1, 2^48), got ",
                   capacity, ".");
-  Tensor grown = torch::stable::empty({capacity, 2}, ScalarType::Long, std::nullopt,
-                                      torch::stable::Device(torch::headeronly::DeviceType::CPU));
-  const IdMapView new_map{static_cast<Slot*>(grown.mutable_data_ptr()), capacity};
-  ask_for_huge_pages(new_map.slots, capacity * static_cast<int64_t>(sizeof(Slot)));
-  for_each_range(capacity, 1 << 16, [&](int64_t begin, int64_t end) {
-    std::fill(new_map.slots + begin, new_map.slots + end, Slot{0, kNoRow});
+  const ZeroedMemory memory = take_zeroed_memory(capacity * static_cast<int64_t>(sizeof(Slot)));
+  return torch::stable::from_blob(memory.begin, {capacity, 2}, {2, 1},
+                                  torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Long,
+                                  [memory](void*) { free_zeroed_memory(memory); });
+}
+
+Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until) {
+  const SlotArray from = array_of("move_slots", "outgoing", outgoing);
+  const SlotArray to = array_of("move_slots", "slots", slots);
+  STD_TORCH_CHECK(moved >= 0 && moved <= from.capacity, "move_slots: expected moved in [0, ", from.capacity, "], got ",
+                  moved, ".");
+  STD_TORCH_CHECK(from.capacity <= to.capacity, "move_slots: expected slots for ", from.capacity,
+                  " outgoing ones, got ", to.capacity, ".");
+  // Pieces of a fixed size: where an id goes does not depend on the number of threads.
+  constexpr int64_t kPiece = 1 << 15;
+  std::vector<int64_t> bounds{moved};
+  while (bounds.back() < std::min(until, from.capacity))
+    bounds.push_back(end_of_stretch(from, bounds.back(), std::min(kPiece, until - bounds.back())));
+  const auto pieces = static_cast<int64_t>(bounds.size()) - 1;
+  std::vector<std::vector<Slot>> left_over(bounds.size());
+  for_each_task(pieces, [&](int64_t i) {
+    const auto piece = static_cast<size_t>(i);
+    move_stretch(from, to, bounds[piece], bounds[piece + 1], left_over[piece]);
   });
-  bool fits = true;
-  for (int64_t slot = 0; slot < old_map.capacity; ++slot) {
-    const Slot& moved = old_map.slots[slot];
-    if (moved.row != kNoRow) fits &= insert_absent(new_map, moved.id, moved.row, new_map.home(moved.id));
+  const int64_t end = bounds.back();
+  if (end == from.capacity) {
+    take_wrapped(from, left_over.back());
+  } else {
+    constexpr int64_t kSlotsAPage = kHugePage / static_cast<int64_t>(sizeof(Slot));
+    const int64_t first = first_empty_page(from, moved, kSlotsAPage);
+    give_back_zeros(from.slots + first, (end - first) * static_cast<int64_t>(sizeof(Slot)));
   }
-  STD_TORCH_CHECK(fits, "rehash: expected a capacity that holds every id, got ", capacity, ".");
-  return grown;
+  const IdMapView map = growing_map(to, from, end);
+  bool fits = true;
+  for (const std::vector<Slot>& left : left_over) fits &= place_left_over(map, left);
+  STD_TORCH_CHECK(fits, "move_slots: expected an empty slot for every id, got a full map.");
+  Tensor moved_now = new_int64(1);
+  mutable_data<int64_t>(moved_now)[0] = end;
+  return moved_now;
 }
 
 Tensor probe_lengths(const Tensor& slots) {
-  const IdMapView map = view_of("probe_lengths", slots);
-  Tensor lengths = new_int64(map.capacity);
+  const SlotArray array = array_of("probe_lengths", "slots", slots);
+  Tensor lengths = new_int64(array.capacity);
   int64_t* length = mutable_data<int64_t>(lengths);
-  for_each_range(map.capacity, 1 << 14, [&](int64_t begin, int64_t end) {
+  for_each_range(array.capacity, 1 << 14, [&](int64_t begin, int64_t end) {
     for (int64_t slot = begin; slot < end; ++slot)
-      length[slot] = map.slots[slot].row == kNoRow ? 0 : probe_length(map, slot);
+      length[slot] = array.slots[slot].is_empty() ? 0 : probe_length(array, slot);
   });
   return lengths;
 }
@@ -244,7 +289,8 @@ STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
   m.impl("insert", TORCH_BOX(&insert));
   m.impl("fill_new_", TORCH_BOX(&fill_new_));
   m.impl("erase", TORCH_BOX(&erase));
-  m.impl("rehash", TORCH_BOX(&rehash));
+  m.impl("new_slots", TORCH_BOX(&new_slots));
+  m.impl("move_slots", TORCH_BOX(&move_slots));
   m.impl("probe_lengths", TORCH_BOX(&probe_lengths));
 }
 

@@ -1,8 +1,10 @@
 // The table of contents of the core: every op, with the shapes of its tensors.
 //
 // T tables of one call, N ids in table order, M ids that are new, C slots of a map, B bags, S segments.
-// `slots` [C, 2] int64 is an id map (id_map.h); `blocks` are rows of one table (blocks.h); `layout` [T, 4] and
-// `segments` [S, 5] describe tables and bags (blocks.h, bags.h). A trailing underscore means in place.
+// `slots` [C, 2] int64 is an id map (id_map.h). A list of them is the slots of T maps, then the outgoing slots of
+// each map that grows: those whose number in `moved` [T], of outgoing slots that have moved, is not -1.
+// `blocks` are rows of one table (blocks.h); `layout` [T, 4] and `segments` [S, 5] describe tables and bags
+// (blocks.h, bags.h). A trailing underscore means in place.
 #include <Python.h>
 
 #include <torch/csrc/stable/library.h>
@@ -13,20 +15,22 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   m.def("unmix64(Tensor mixed) -> Tensor");
 
   // ids [N], table_offsets [T + 1] -> rows [N] (-1 where absent), absent [T] (how many of a table's ids).
-  m.def("lookup(Tensor ids, Tensor table_offsets, Tensor[] slots) -> (Tensor rows, Tensor absent)");
+  m.def("lookup(Tensor ids, Tensor table_offsets, Tensor[] slots, Tensor moved) -> (Tensor rows, Tensor absent)");
   // The distinct absent ids: new_ids [M] in order of first sight, new_counts [M] their occurrences,
   // new_offsets [T + 1] which are whose, new_index [N] place in new_ids of each absent id, -1 of the others.
   m.def(
       "collect_new(Tensor ids, Tensor rows, Tensor table_offsets) -> "
       "(Tensor new_ids, Tensor new_counts, Tensor new_offsets, Tensor new_index)");
   // Puts new_ids [M], distinct and absent, into the maps with their new_rows [M].
-  m.def("insert(Tensor new_ids, Tensor new_rows, Tensor new_offsets, Tensor(a!)[] slots) -> ()");
+  m.def("insert(Tensor new_ids, Tensor new_rows, Tensor new_offsets, Tensor(a!)[] slots, Tensor moved) -> ()");
   // rows [N]: where new_index is not -1, writes new_rows[new_index].
   m.def("fill_new_(Tensor(a!) rows, Tensor new_index, Tensor new_rows) -> ()");
   // Takes ids [M] out of one map -> rows [M] they held, -1 where absent.
-  m.def("erase(Tensor ids, Tensor(a!) slots) -> Tensor");
-  // The same ids and rows in a new map of `capacity` slots.
-  m.def("rehash(Tensor slots, int capacity) -> Tensor");
+  m.def("erase(Tensor ids, Tensor(a!)[] slots, Tensor moved) -> Tensor");
+  // A map of `capacity` empty slots, on the device of `slots`. Memory is committed where ids are written.
+  m.def("new_slots(Tensor slots, int capacity) -> Tensor");
+  // Moves outgoing slots [moved, until) or a few more into `slots` -> [1] up to where.
+  m.def("move_slots(Tensor(a!) outgoing, Tensor(b!) slots, int moved, int until) -> Tensor");
   // [C] slots looked at to find the id of each slot, 0 for an empty slot.
   m.def("probe_lengths(Tensor slots) -> Tensor");
 

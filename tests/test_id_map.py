@@ -1,5 +1,6 @@
 """The id map and the table against a dict, under ids made to hurt."""
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -8,7 +9,7 @@ from oracle import canonical_order
 from table_cases import hard_ids, ids_of, make_table
 
 from torchrec_dyn import ops
-from torchrec_dyn.id_map import IdMap
+from torchrec_dyn.id_map import IdMap, arrays_of
 
 id_lists = st.lists(hard_ids, max_size=30)
 
@@ -24,7 +25,7 @@ class MapBesideDict(RuleBasedStateMachine):
     def insert(self, ids):
         asked = ids_of(*ids)
         bounds = torch.tensor([0, len(ids)])
-        rows, absent = ops.lookup(asked, bounds, [self.map.slots])
+        rows, absent = ops.lookup(asked, bounds, *self.map.arrays())
         assert rows.tolist() == [self.dict.get(i, -1) for i in ids]
         assert absent.item() == sum(i not in self.dict for i in ids)
         new_ids, counts, offsets, index = ops.collect_new(asked, rows, bounds)
@@ -35,7 +36,7 @@ class MapBesideDict(RuleBasedStateMachine):
         assert index.tolist() == [expected.index(i) if i in expected else -1 for i in ids]
         self.map.reserve(len(expected))
         new_rows = torch.arange(self.next_row, self.next_row + len(expected))
-        ops.insert(new_ids, new_rows, offsets, [self.map.slots])
+        ops.insert(new_ids, new_rows, offsets, *self.map.arrays())
         ops.fill_new_(rows, index, new_rows)
         self.map.num_ids += len(expected)
         self.next_row += len(expected)
@@ -101,9 +102,23 @@ class TableBesideDict(RuleBasedStateMachine):
         assert self.table.ids().tolist() == canonical_order(list(self.dict))
 
 
+class GrowingMapBesideDict(MapBesideDict):
+    """The same where every map counts as large: slots move a few at a time, ids come and go meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr("torchrec_dyn.id_map._LARGE_CAPACITY", 1)
+
+    def teardown(self):
+        self.patch.undo()
+
+
 TestMapBesideDict = MapBesideDict.TestCase
 TestMapBesideDict.settings = settings(stateful_step_count=20)
 TestTableBesideDict = TableBesideDict.TestCase
+TestGrowingMapBesideDict = GrowingMapBesideDict.TestCase
+TestGrowingMapBesideDict.settings = settings(stateful_step_count=60)
 TestTableBesideDict.settings = settings(stateful_step_count=20)
 
 
@@ -112,9 +127,9 @@ def test_ids_of_several_tables_do_not_mix():
     maps = [IdMap() for _ in range(3)]
     for id_map in maps:
         id_map.reserve(10)
-    slots = [id_map.slots for id_map in maps]
-    ops.insert(ids_of(5, 6, 5), ids_of(10, 11, 20), torch.tensor([0, 2, 2, 3]), slots)
-    rows, absent = ops.lookup(ids_of(5, 6, 5, 6, 5, 6), torch.tensor([0, 2, 4, 6]), slots)
+    slots, moved = arrays_of(maps)
+    ops.insert(ids_of(5, 6, 5), ids_of(10, 11, 20), torch.tensor([0, 2, 2, 3]), slots, moved)
+    rows, absent = ops.lookup(ids_of(5, 6, 5, 6, 5, 6), torch.tensor([0, 2, 4, 6]), slots, moved)
     assert rows.tolist() == [10, 11, -1, -1, 20, -1]
     assert absent.tolist() == [0, 2, 1]
 
@@ -126,13 +141,13 @@ def test_many_ids_are_found_at_any_thread_count():
     bounds = torch.tensor([0, 9_000, 9_000, 9_001, 30_000])
     for id_map, begin, end in zip(maps, bounds[:-1], bounds[1:], strict=True):
         id_map.reserve(int(end - begin))
-    slots = [id_map.slots for id_map in maps]
-    ops.insert(ids, torch.arange(30_000), bounds, slots)
+    slots, moved = arrays_of(maps)
+    ops.insert(ids, torch.arange(30_000), bounds, slots, moved)
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 4):
             torch.set_num_threads(count)
-            rows, absent = ops.lookup(ids, bounds, slots)
+            rows, absent = ops.lookup(ids, bounds, slots, moved)
             assert torch.equal(rows, torch.arange(30_000))
             assert absent.tolist() == [0, 0, 0, 0]
     finally:

@@ -11,29 +11,31 @@ from table_cases import ids_of
 
 from torchrec_dyn import ops
 
+WHOLE = ids_of(-1)  # one map that does not grow
+
 
 def empty_map(capacity):
-    return torch.full((capacity, 2), -1)
+    return torch.zeros(capacity, 2, dtype=torch.int64)
 
 
 def put(slots, ids, first_row=0):
     rows = torch.arange(first_row, first_row + len(ids))
-    ops.insert(ids_of(*ids), rows, torch.tensor([0, len(ids)]), [slots])
+    ops.insert(ids_of(*ids), rows, torch.tensor([0, len(ids)]), [slots], WHOLE)
 
 
 def look(slots, ids):
-    return ops.lookup(ids_of(*ids), torch.tensor([0, len(ids)]), [slots])[0].tolist()
+    return ops.lookup(ids_of(*ids), torch.tensor([0, len(ids)]), [slots], WHOLE)[0].tolist()
 
 
 def check_runs(slots):
     """No empty slot between the home of an id and the id: else a lookup would stop early."""
     capacity = slots.shape[0]
-    for slot, (number, row) in enumerate(slots.tolist()):
-        if row < 0:
+    for slot, (number, place) in enumerate(slots.tolist()):
+        if place == 0:
             continue
         walk = home_slot(number, capacity)
         while walk != slot:
-            assert slots[walk, 1] >= 0
+            assert slots[walk, 1] > 0
             walk = (walk + 1) % capacity
 
 
@@ -43,10 +45,10 @@ def test_one_of_a_run_goes_and_the_others_stay(home, victim):
     ids = ids_at_home(home, 8, 5)
     slots = empty_map(8)
     put(slots, ids)
-    assert ops.erase(ids_of(ids[victim]), slots).tolist() == [victim]
+    assert ops.erase(ids_of(ids[victim]), [slots], WHOLE).tolist() == [victim]
     assert look(slots, ids) == [-1 if k == victim else k for k in range(5)]
     check_runs(slots)
-    assert int((slots[:, 1] >= 0).sum()) == 4
+    assert int((slots[:, 1] > 0).sum()) == 4
 
 
 def test_every_order_of_a_wrapping_run():
@@ -57,10 +59,10 @@ def test_every_order_of_a_wrapping_run():
         put(slots, ids)
         left = set(range(6))
         for victim in order:
-            assert ops.erase(ids_of(ids[victim]), slots).item() == victim
+            assert ops.erase(ids_of(ids[victim]), [slots], WHOLE).item() == victim
             left.remove(victim)
             assert look(slots, ids) == [k if k in left else -1 for k in range(6)]
-        assert (slots[:, 1] == -1).all()
+        assert (slots[:, 1] == 0).all()
 
 
 @given(
@@ -78,7 +80,7 @@ def test_small_full_maps_follow_a_dict(steps, capacity):
             held[number] = row
             row += 1
         elif not is_insert:
-            assert ops.erase(ids_of(number), slots).item() == held.pop(number, -1)
+            assert ops.erase(ids_of(number), [slots], WHOLE).item() == held.pop(number, -1)
         assert look(slots, pool) == [held.get(i, -1) for i in pool]
         check_runs(slots)
 
@@ -88,19 +90,19 @@ def test_a_full_map_is_searched_and_erased_without_hanging():
     slots = empty_map(8)
     put(slots, ids)
     assert look(slots, [*ids, 12345]) == [*range(8), -1]
-    assert ops.erase(ids_of(12345), slots).tolist() == [-1]
+    assert ops.erase(ids_of(12345), [slots], WHOLE).tolist() == [-1]
     with pytest.raises(RuntimeError, match="expected an empty slot for every new id, got a full"):
         put(slots, [12345])
-    assert ops.erase(ids_of(ids[4]), slots).tolist() == [4]
+    assert ops.erase(ids_of(ids[4]), [slots], WHOLE).tolist() == [4]
     assert look(slots, ids) == [0, 1, 2, 3, -1, 5, 6, 7]
 
 
 def test_repeats_absent_ids_and_empty_maps():
     slots = empty_map(16)
     put(slots, [1, 2])
-    assert ops.erase(ids_of(1, 1, 3, 2), slots).tolist() == [0, -1, -1, 1]
-    assert ops.erase(ids_of(1), torch.empty(0, 2, dtype=torch.int64)).tolist() == [-1]
-    assert ops.erase(ids_of(), slots).tolist() == []
+    assert ops.erase(ids_of(1, 1, 3, 2), [slots], WHOLE).tolist() == [0, -1, -1, 1]
+    assert ops.erase(ids_of(1), [empty_map(0)], WHOLE).tolist() == [-1]
+    assert ops.erase(ids_of(), [slots], WHOLE).tolist() == []
 
 
 def test_probe_lengths_shrink_again():
@@ -108,5 +110,5 @@ def test_probe_lengths_shrink_again():
     slots = empty_map(32)
     put(slots, ids)
     assert sorted(ops.probe_lengths(slots).tolist())[-10:] == list(range(1, 11))
-    ops.erase(ids_of(*ids[:9]), slots)
+    ops.erase(ids_of(*ids[:9]), [slots], WHOLE)
     assert ops.probe_lengths(slots).sum() == 1

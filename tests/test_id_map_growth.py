@@ -12,32 +12,21 @@ from torchrec_dyn.id_map import MAX_LOAD, SLOT_BYTES, IdMap, most_slots
 def filled(ids):
     id_map = IdMap()
     id_map.reserve(len(ids))
-    ops.insert(ids_of(*ids), torch.arange(len(ids)), torch.tensor([0, len(ids)]), [id_map.slots])
+    ops.insert(ids_of(*ids), torch.arange(len(ids)), torch.tensor([0, len(ids)]), *id_map.arrays())
     id_map.num_ids = len(ids)
     return id_map
 
 
-@pytest.mark.parametrize("capacity", [41, 64, 97, 128, 4096, 100_003])
-def test_rehash_keeps_every_row_at_any_capacity(capacity):
+@pytest.mark.parametrize("capacity", [97, 128, 4096, 100_003])
+def test_growth_keeps_every_row_at_any_capacity(capacity):
     old = filled(HARD_IDS[:40])
-    grown = ops.rehash(old.slots, capacity)
-    assert grown.shape == (capacity, 2)
-    rows, absent = ops.lookup(ids_of(*HARD_IDS[:40]), torch.tensor([0, 40]), [grown])
+    grown = ops.new_slots(old.slots, capacity)
+    assert ops.move_slots(old.slots, grown, 0, 64).item() == 64
+    rows, absent = ops.lookup(ids_of(*HARD_IDS[:40]), torch.tensor([0, 40]), [grown], ids_of(-1))
     assert rows.tolist() == list(range(40))
     assert absent.item() == 0
-    assert int((grown[:, 1] >= 0).sum()) == 40
-
-
-def test_rehash_leaves_the_old_map_alone():
-    old = filled(HARD_IDS)
-    before = old.slots.clone()
-    ops.rehash(old.slots, 1000)
-    assert torch.equal(old.slots, before)
-
-
-def test_rehash_refuses_what_does_not_fit():
-    with pytest.raises(RuntimeError, match="expected a capacity that holds every id, got 9"):
-        ops.rehash(filled(HARD_IDS[:10]).slots, 9)
+    assert int((grown[:, 1] != 0).sum()) == 40
+    assert not old.slots.any()
 
 
 def test_a_map_is_never_fuller_than_its_load():
@@ -45,11 +34,13 @@ def test_a_map_is_never_fuller_than_its_load():
     for count in [1, 1, 40, 3, 500, 7, 20_000, 1, 200_000, 50_000]:
         id_map.reserve(count)
         ids = torch.arange(held, held + count) * 31
-        ops.insert(ids, torch.arange(held, held + count), torch.tensor([0, count]), [id_map.slots])
+        ops.insert(
+            ids, torch.arange(held, held + count), torch.tensor([0, count]), *id_map.arrays()
+        )
         id_map.num_ids += count
         held += count
-        assert held / id_map.capacity <= MAX_LOAD
-        assert id_map.capacity <= most_slots(held)
+        assert held / id_map.held <= MAX_LOAD
+        assert id_map.held <= most_slots(held)
     assert torch.equal(id_map.lookup(torch.arange(held) * 31), torch.arange(held))
     id_map.check_invariants()
 
@@ -83,8 +74,10 @@ def test_rows_are_numbered_in_order_of_first_sight():
 
 
 def test_a_chosen_capacity_gives_the_oracles_homes():
-    grown = ops.rehash(filled(HARD_IDS[:1]).slots, 12345)
-    assert int((grown[:, 1] == 0).nonzero()) == home_slot(HARD_IDS[0], 12345)
+    old = filled(HARD_IDS[:1])
+    grown = ops.new_slots(old.slots, 12345)
+    ops.move_slots(old.slots, grown, 0, 64)
+    assert int((grown[:, 1] == 1).nonzero()) == home_slot(HARD_IDS[0], 12345)
 
 
 @pytest.mark.deep

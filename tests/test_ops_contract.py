@@ -15,11 +15,23 @@ def whole(*numbers):
     return torch.tensor(numbers, dtype=I64)
 
 
+def empty(capacity):
+    return torch.zeros(capacity, 2, dtype=I64)
+
+
 def filled_slots():
-    """Two maps: 5 -> 0, 6 -> 1, 7 -> 2 and 5 -> 0."""
-    slots = [torch.full((8, 2), -1), torch.full((16, 2), -1)]
-    ops.insert(whole(5, 6, 7, 5), whole(0, 1, 2, 0), whole(0, 3, 4), slots)
+    slots = [empty(8), empty(16)]  # 5 -> 0, 6 -> 1, 7 -> 2 and 5 -> 0
+    ops.insert(whole(5, 6, 7, 5), whole(0, 1, 2, 0), whole(0, 3, 4), slots, whole(-1, -1))
     return slots
+
+
+def two_maps():
+    return {"slots": filled_slots(), "moved": whole(-1, -1)}
+
+
+def a_map_that_grows():
+    outgoing, other = filled_slots()
+    return {"slots": [empty(16), other, outgoing], "moved": whole(0, -1)}
 
 
 def blocks(columns, dtype=torch.float32, count=3):
@@ -90,23 +102,30 @@ SAMPLES = {
     "mix64": [lambda: {"ids": whole(0, -1, 5)}, lambda: {"ids": whole()}],
     "unmix64": [lambda: {"mixed": whole(0, -1, 5)}],
     "lookup": [
-        lambda: {"ids": whole(5, 9, 5), "table_offsets": whole(0, 2, 3), "slots": filled_slots()},
-        lambda: {"ids": whole(), "table_offsets": whole(0), "slots": []},
+        lambda: {"ids": whole(5, 9, 5), "table_offsets": whole(0, 2, 3), **two_maps()},
+        lambda: {"ids": whole(), "table_offsets": whole(0), "slots": [], "moved": whole()},
+        lambda: {"ids": whole(5, 9, 5), "table_offsets": whole(0, 2, 3), **a_map_that_grows()},
     ],
     "collect_new": [
         lambda: {"ids": whole(5, 9, 9), "rows": whole(0, -1, -1), "table_offsets": whole(0, 3)}
     ],
     "insert": [
-        lambda: {
+        lambda maps=maps: {
             "new_ids": whole(50, 51), "new_rows": whole(3, 1), "new_offsets": whole(0, 1, 2),
-            "slots": filled_slots(),
+            **maps(),
         }
+        for maps in (two_maps, a_map_that_grows)
     ],
     "fill_new_": [
         lambda: {"rows": whole(0, -1), "new_index": whole(-1, 0), "new_rows": whole(7)}
     ],
-    "erase": [lambda: {"ids": whole(5, 99), "slots": filled_slots()[0]}],
-    "rehash": [lambda: {"slots": filled_slots()[0], "capacity": 11}],
+    "erase": [
+        lambda: {"ids": whole(5, 99), "slots": filled_slots()[::-1], "moved": whole(0)},
+    ],
+    "new_slots": [lambda: {"slots": filled_slots()[0], "capacity": 11}],
+    "move_slots": [
+        lambda: {"outgoing": filled_slots()[0], "slots": empty(12), "moved": 0, "until": 3},
+    ],
     "probe_lengths": [lambda: {"slots": filled_slots()[0]}],
     "advise_huge_pages": [lambda: {"block": torch.ones(1 << 20)}],
     "init_rows_": [
@@ -183,7 +202,7 @@ HARMLESS = {
     for how in ("size", "nothing")
 } | {
     ("fill_new_", "new_rows", "size"),
-    ("fill_new_", "new_rows", "strides"),  # of one element
+    *((op, name, "strides") for op, name in [("fill_new_", "new_rows"), ("erase", "moved")]),  # one
     ("gather_pool", "rows", "size"),  # an id in no bag
     ("bag_weights_grad", "rows", "size"),
     *(("advise_huge_pages", "block", how) for how in ("dtype", "size", "nothing")),
@@ -206,12 +225,9 @@ WRONG = [
     ("lookup", {"table_offsets": whole(1, 2, 3)}, "table_offsets to start at 0, got 1"),
     ("lookup", {"table_offsets": whole(0, 2, 4)}, "the last of table_offsets = 3, got 4"),
     ("insert", {"new_rows": whole(3, -1)}, "rows >= 0, got -1"),
-    ("insert", {"slots": [torch.full((1, 2), 0)] * 2}, "an empty slot for every new id"),
+    ("insert", {"slots": [torch.full((1, 2), 1)] * 2}, "an empty slot for every new id"),
     ("insert", {"slots": [torch.empty(0, 2, dtype=I64)] * 2}, "an empty slot for every new id"),
     ("fill_new_", {"new_index": whole(-1, 1)}, "new_index < 1, got a larger one"),
-    ("rehash", {"capacity": 0}, r"a capacity in \[1, 2\^48\), got 0"),
-    ("rehash", {"capacity": -(2**63)}, r"a capacity in \[1, 2\^48\)"),
-    ("rehash", {"capacity": 2}, "a capacity that holds every id, got 2"),
     ("init_rows_", {"rows": whole(0, 12)}, r"rows in \[0, 12\), got 12"),
     ("init_rows_", {"rows": whole(0, -1)}, r"rows in \[0, 12\), got -1"),
     ("init_rows_", {"kind": 3}, r"kind in \[0, 2\], got 3"),

@@ -142,7 +142,7 @@ def test_most_slots_bounds_the_map_however_it_grew(batches, large_capacity):
         for batch in batches:
             ids.reserve(batch)
             ids.num_ids += batch
-        assert ids.capacity <= most_slots(ids.num_ids)
+        assert ids.held <= most_slots(ids.num_ids)
 
 
 def user_shard(module, sharder, **estimator):

@@ -1,9 +1,12 @@
-"""IdMap: id -> row, over one tensor of slots (csrc/id_map.h tells the layout and the rules).
+"""IdMap: id -> row, over one tensor of slots, two while it grows (csrc/id_map.h: layout and rules).
 
 Legend: C slots, M ids.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,22 +15,34 @@ from torchrec_dyn import ops
 
 # A slot is an id and a row, 8 bytes each.
 SLOT_BYTES = 16
-# Slots in use before the map grows. Linear probing looks at (1 + 1/(1 - load)) / 2 = 2.5 slots for a
-# known id at this load and 8.5 for an unknown one (Knuth, TAOCP vol. 3, section 6.4).
+# Slots in use at most. Linear probing looks at (1 + 1/(1 - load)) / 2 = 2.5 slots for a known id at this
+# load and 8.5 for an unknown one (Knuth, TAOCP vol. 3, section 6.4).
 MAX_LOAD = 0.75
 _FIRST_CAPACITY = 64
-# Small maps double; large ones grow by half, which bounds the bytes a row to SLOT_BYTES * 1.5 / MAX_LOAD.
+# Small maps double at MAX_LOAD, in one go. Large ones grow by half, which bounds the bytes a row to
+# SLOT_BYTES * 1.5 / MAX_LOAD, and bit by bit: growth begins at a load of START_LOAD and ends before MAX_LOAD.
 _LARGE_CAPACITY = 1 << 17
+_START_LOAD = 11 / 16
+# Slots that growth may be ahead of this by, since it moves whole runs.
+_RUN = 64
 
 
 def most_slots(ids: int) -> int:
-    """Bounds the slots of a map that grew to `ids` ids, however they came: planners pay for these.
+    """Bounds the slots that a map of `ids` ids holds, however they came: planners pay for these.
+
+    It holds while the map grows too: see `IdMap.held`.
 
     Args:
         ids: slots in use.
     """
     needed = int(ids / MAX_LOAD) + 1
-    return max(_FIRST_CAPACITY, 2 * min(needed, _LARGE_CAPACITY), needed * 3 // 2)
+    return max(_FIRST_CAPACITY, 2 * min(needed, _LARGE_CAPACITY), needed * 3 // 2 + _RUN)
+
+
+def _fewest_slots(ids: int) -> int:
+    """Returns the capacity at which a map of `ids` ids need not grow at once."""
+    needed = int(ids / MAX_LOAD) + 1
+    return needed if needed < _LARGE_CAPACITY else int(ids / _START_LOAD) + 1
 
 
 def canonical_order(ids: Tensor) -> Tensor:
@@ -44,28 +59,68 @@ class IdMap:
     """Gives every id of a table its row.
 
     Attributes:
-        slots: [C, 2] int64: id, row; an empty slot has row -1.
+        slots: [C, 2] int64: id, row + 1; an empty slot has 0.
+        outgoing: [C', 2] int64, the smaller slots from which a map that grows is moving; or None.
+        moved: outgoing slots that have moved; -1 when there are none.
         num_ids: slots in use.
     """
 
     def __init__(self) -> None:
         self.slots: Tensor = torch.empty(0, 2, dtype=torch.int64)
+        self.outgoing: Tensor | None = None
+        self.moved: int = -1
         self.num_ids: int = 0
 
     @property
     def capacity(self) -> int:
-        """Slots of the map."""
+        """Slots of the map, of the larger array while it grows."""
         return self.slots.shape[0]
 
+    @property
+    def held(self) -> int:
+        """Slots whose memory is in use.
+
+        While the map grows: of the outgoing slots those that have yet to move, and of the new ones
+        the share that the others have moved to. So growth takes no more than the grown map.
+        """
+        if self.outgoing is None:
+            return self.capacity
+        leaving = self.outgoing.shape[0]
+        return leaving - self.moved + -(-self.capacity * self.moved // leaving)
+
     def reserve(self, additional: int) -> None:
-        """Grows the map so that `additional` more ids fit. Peak memory: the old and the new slots."""
-        needed = int((self.num_ids + additional) / MAX_LOAD) + 1
-        if needed <= self.capacity:
+        """Makes room for `additional` more ids, which may move slots: 16 for each of them at most."""
+        ids = self.num_ids + additional
+        self._move_on(ids)
+        if ids <= self._most_ids():
             return
         factor = 2.0 if self.capacity < _LARGE_CAPACITY else 1.5
-        self.slots = ops.rehash(
-            self.slots, max(_FIRST_CAPACITY, int(self.capacity * factor), needed)
-        )
+        capacity = max(_FIRST_CAPACITY, int(self.capacity * factor), _fewest_slots(ids))
+        # Nothing is outgoing here: growth ends at MAX_LOAD of the old slots, and the new ones are larger.
+        grown = ops.new_slots(self.slots, capacity)
+        self.outgoing, self.slots, self.moved = self.slots, grown, 0
+        self._move_on(ids)
+
+    def _most_ids(self) -> float:
+        """Returns how many ids the map takes before it must begin to grow."""
+        large = self.capacity >= _LARGE_CAPACITY
+        return self.capacity * (_START_LOAD if large else MAX_LOAD)
+
+    def _move_on(self, ids: int) -> None:
+        """Moves outgoing slots as far as a map of `ids` ids must be: all of them at MAX_LOAD."""
+        if self.outgoing is None:
+            return
+        leaving = self.outgoing.shape[0]
+        until = leaving
+        if leaving >= _LARGE_CAPACITY:
+            until = math.ceil((ids - leaving * _START_LOAD) / (MAX_LOAD - _START_LOAD))
+        self.moved = int(ops.move_slots(self.outgoing, self.slots, self.moved, until))
+        if self.moved == leaving:
+            self.outgoing, self.moved = None, -1
+
+    def arrays(self) -> tuple[list[Tensor], Tensor]:
+        """Returns this map as the ops take maps: see `arrays_of`."""
+        return arrays_of([self])
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Finds rows; -1 where the id is absent.
@@ -76,7 +131,7 @@ class IdMap:
         Returns:
             [M] int64.
         """
-        return ops.lookup(ids, torch.tensor([0, ids.numel()]), [self.slots])[0]
+        return ops.lookup(ids, torch.tensor([0, ids.numel()]), *self.arrays())[0]
 
     def erase(self, ids: Tensor) -> Tensor:
         """Takes ids out of the map.
@@ -87,7 +142,7 @@ class IdMap:
         Returns:
             The rows they held, without those of absent ids.
         """
-        rows = ops.erase(ids, self.slots)
+        rows = ops.erase(ids, *self.arrays())
         rows = rows[rows >= 0]
         self.num_ids -= rows.numel()
         return rows
@@ -99,23 +154,23 @@ class IdMap:
             ids: [M] int64.
             rows: [M] int64.
         """
-        used = self.slots[self.slots[:, 1] >= 0]
-        ids, rows = used[:, 0].contiguous(), used[:, 1].contiguous()
+        used = torch.cat([array[array[:, 1] != 0] for array in self.arrays()[0]])
+        ids, rows = used[:, 0].contiguous(), used[:, 1] - 1
         order = canonical_order(ids)
         return ids[order], rows[order]
 
     @property
     def bytes(self) -> int:
-        """Bytes of the slots."""
-        return self.capacity * SLOT_BYTES
+        """Bytes of the slots held."""
+        return self.held * SLOT_BYTES
 
     def stats(self) -> dict[str, int | float]:
         """Returns slots, load (ids / slots) and the mean and longest probe of a known id."""
-        lengths = ops.probe_lengths(self.slots)
+        lengths = torch.cat([ops.probe_lengths(array) for array in self.arrays()[0]])
         lengths = lengths[lengths > 0]
         return {
-            "slots": self.capacity,
-            "load": self.num_ids / self.capacity if self.capacity else 0.0,
+            "slots": self.held,
+            "load": self.num_ids / self.held if self.held else 0.0,
             "probe_length_mean": float(lengths.double().mean()) if lengths.numel() else 0.0,
             "probe_length_max": int(lengths.max()) if lengths.numel() else 0,
         }
@@ -131,3 +186,18 @@ class IdMap:
             raise RuntimeError("torchrec_dyn bug: a row is held by two ids of one IdMap.")
         if not torch.equal(self.lookup(ids), rows):
             raise RuntimeError("torchrec_dyn bug: an id of an IdMap cannot be reached from home.")
+
+
+def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
+    """Lists maps as the ops take them.
+
+    Args:
+        maps: T maps.
+
+    Returns:
+        slots: of each map, then the outgoing ones of each that grows.
+        moved: [T] int64, outgoing slots moved, -1 of a map that does not grow.
+    """
+    slots = [one.slots for one in maps]
+    slots += [one.outgoing for one in maps if one.outgoing is not None]
+    return slots, torch.tensor([one.moved for one in maps], dtype=torch.int64)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.id_map import IdMap
+from torchrec_dyn.id_map import IdMap, arrays_of
 
 
 class GrowingTable(Protocol):
@@ -66,5 +66,5 @@ def insert_unseen(
     for table, fresh in zip(tables, per_table, strict=True):
         table.reserve(fresh.numel())
     new_rows = torch.cat([t.adopt(fresh) for t, fresh in zip(tables, per_table, strict=True)])
-    ops.insert(new_ids, new_rows, new_offsets, [table.id_map.slots for table in tables])
+    ops.insert(new_ids, new_rows, new_offsets, *arrays_of([table.id_map for table in tables]))
     ops.fill_new_(rows, new_index, new_rows)

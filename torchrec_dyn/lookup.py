@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.bag_layout import BagLayout, Bags, Pooling
+from torchrec_dyn.id_map import arrays_of
 from torchrec_dyn.insertion import insert_unseen
 from torchrec_dyn.row_numbers import ForwardTicket
 from torchrec_dyn.table import DynamicTable
@@ -164,8 +165,8 @@ class TableGroup:
         return self._anchor
 
     def _find(self, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, list[int]]:
-        slots = [table.id_map.slots for table in self.tables]
-        rows, absent = ops.lookup(ids, table_offsets, slots)
+        slots, moved = arrays_of([table.id_map for table in self.tables])
+        rows, absent = ops.lookup(ids, table_offsets, slots, moved)
         counts: list[int] = absent.tolist()
         return rows, counts
 

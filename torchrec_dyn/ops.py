@@ -37,19 +37,22 @@ def unmix64(mixed: Tensor) -> Tensor:
     return _ops.unmix64.default(mixed)
 
 
-def lookup(ids: Tensor, table_offsets: Tensor, slots: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def lookup(
+    ids: Tensor, table_offsets: Tensor, slots: Sequence[Tensor], moved: Tensor
+) -> tuple[Tensor, Tensor]:
     """Finds the rows of ids in the maps of T tables.
 
     Args:
         ids: [N] int64 in table order.
         table_offsets: [T + 1] int64, the ids of table t are [table_offsets[t], table_offsets[t + 1]).
-        slots: T maps, each [C, 2] int64.
+        slots: [C, 2] int64 each: of T maps, then the outgoing ones of each map that grows.
+        moved: [T] int64, outgoing slots moved, -1 of a map that does not grow.
 
     Returns:
         rows: [N] int64, -1 where the id is absent.
         absent: [T] int64, how many of each table's ids are absent, repeats counted.
     """
-    return _ops.lookup.default(ids, table_offsets, slots)
+    return _ops.lookup.default(ids, table_offsets, slots, moved)
 
 
 def collect_new(
@@ -71,16 +74,19 @@ def collect_new(
     return _ops.collect_new.default(ids, rows, table_offsets)
 
 
-def insert(new_ids: Tensor, new_rows: Tensor, new_offsets: Tensor, slots: Sequence[Tensor]) -> None:
+def insert(
+    new_ids: Tensor, new_rows: Tensor, new_offsets: Tensor, slots: Sequence[Tensor], moved: Tensor
+) -> None:
     """Writes distinct absent ids into the maps, in place.
 
     Args:
         new_ids: [M] int64.
         new_rows: [M] int64, at least 0.
         new_offsets: [T + 1] int64.
-        slots: T maps with an empty slot for every new id.
+        slots: as `lookup`, with an empty slot for every new id.
+        moved: as `lookup`.
     """
-    _ops.insert.default(new_ids, new_rows, new_offsets, slots)
+    _ops.insert.default(new_ids, new_rows, new_offsets, slots, moved)
 
 
 def fill_new_(rows: Tensor, new_index: Tensor, new_rows: Tensor) -> None:
@@ -94,27 +100,43 @@ def fill_new_(rows: Tensor, new_index: Tensor, new_rows: Tensor) -> None:
     _ops.fill_new_.default(rows, new_index, new_rows)
 
 
-def erase(ids: Tensor, slots: Tensor) -> Tensor:
+def erase(ids: Tensor, slots: Sequence[Tensor], moved: Tensor) -> Tensor:
     """Takes ids out of one map, in place.
 
     Args:
         ids: [M] int64.
-        slots: [C, 2] int64.
+        slots: as `lookup`, of one map.
+        moved: [1] int64, as `lookup`.
 
     Returns:
         [M] int64, the rows they held, -1 where the id was absent (or a repeat of one just erased).
     """
-    return _ops.erase.default(ids, slots)
+    return _ops.erase.default(ids, slots, moved)
 
 
-def rehash(slots: Tensor, capacity: int) -> Tensor:
-    """Makes a map of `capacity` slots with the same ids and rows.
+def new_slots(slots: Tensor, capacity: int) -> Tensor:
+    """Makes empty slots, whose memory is committed where ids are written.
 
     Args:
-        slots: [C, 2] int64, not changed.
-        capacity: slots of the new map, more than the ids in use.
+        slots: [C, 2] int64, which says on what device.
+        capacity: slots of the result.
     """
-    return _ops.rehash.default(slots, capacity)
+    return _ops.new_slots.default(slots, capacity)
+
+
+def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tensor:
+    """Moves a stretch of outgoing slots into larger ones, both in place.
+
+    Args:
+        outgoing: [C, 2] int64; what was moved is empty afterwards, its memory given back.
+        slots: [C', 2] int64, C' at least C, room for every id.
+        moved: where the last call ended, 0 at first.
+        until: move the outgoing slots in front of this one.
+
+    Returns:
+        [1] int64: where this call ended, at `until` or a few slots behind it; C when all is moved.
+    """
+    return _ops.move_slots.default(outgoing, slots, moved, until)
 
 
 def probe_lengths(slots: Tensor) -> Tensor:
@@ -323,8 +345,10 @@ def _(mixed: Tensor) -> Tensor:
 
 
 @_fake("lookup")
-def _(ids: Tensor, table_offsets: Tensor, slots: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(ids), ids.new_empty(len(slots))
+def _(
+    ids: Tensor, table_offsets: Tensor, slots: Sequence[Tensor], moved: Tensor
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(ids), torch.empty_like(moved)
 
 
 @_fake("collect_new")
@@ -339,7 +363,9 @@ def _(ids: Tensor, rows: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor,
 
 
 @_fake("insert")
-def _(new_ids: Tensor, new_rows: Tensor, new_offsets: Tensor, slots: Sequence[Tensor]) -> None:
+def _(
+    new_ids: Tensor, new_rows: Tensor, new_offsets: Tensor, slots: Sequence[Tensor], moved: Tensor
+) -> None:
     return None
 
 
@@ -349,13 +375,18 @@ def _(rows: Tensor, new_index: Tensor, new_rows: Tensor) -> None:
 
 
 @_fake("erase")
-def _(ids: Tensor, slots: Tensor) -> Tensor:
+def _(ids: Tensor, slots: Sequence[Tensor], moved: Tensor) -> Tensor:
     return torch.empty_like(ids)
 
 
-@_fake("rehash")
+@_fake("new_slots")
 def _(slots: Tensor, capacity: int) -> Tensor:
     return slots.new_empty(capacity, 2)
+
+
+@_fake("move_slots")
+def _(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tensor:
+    return outgoing.new_empty(1)
 
 
 @_fake("probe_lengths")

@@ -44,6 +44,7 @@ class RowStore:
         self.dtype = dtype
         self.device = device
         self.blocks: list[Tensor] = []
+        self._spare: list[Tensor] = []
 
     @property
     def capacity(self) -> int:
@@ -58,9 +59,24 @@ class RowStore:
     def reserve(self, rows: int) -> None:
         """Appends blocks until `rows` rows fit. Rows that exist stay where they are."""
         while self.capacity < rows:
-            block = torch.empty(1 << self.shift, self.columns, dtype=self.dtype, device=self.device)
-            ops.advise_huge_pages(block)
-            self.blocks.append(block)
+            if not self._spare:
+                self._spare = self._several_blocks()
+            self.blocks.append(self._spare.pop())
+
+    def _several_blocks(self) -> list[Tensor]:
+        """Returns blocks out of one reservation: as many as there are, up to _BLOCK_BYTES in all.
+
+        The blocks of a state of one number a row are smaller than a huge page; side by side they
+        share huge pages.
+        """
+        block_rows, count = 1 << self.shift, 1
+        if self.device.type == "cpu":  # elsewhere memory is committed at once
+            count = max(1, min(len(self.blocks), _BLOCK_BYTES // (block_rows * self.row_bytes)))
+        together = torch.empty(
+            count * block_rows, self.columns, dtype=self.dtype, device=self.device
+        )
+        ops.advise_huge_pages(together)
+        return list(together.split(block_rows))[::-1]
 
     def read(self, rows: Tensor) -> Tensor:
         """Copies rows out.

@@ -150,7 +150,7 @@ class DynamicTable:
             [M] int64 rows.
         """
         offsets = torch.tensor([0, ids.numel()])
-        rows, _ = ops.lookup(ids, offsets, [self.id_map.slots])
+        rows, _ = ops.lookup(ids, offsets, *self.id_map.arrays())
         insert_unseen([self], ids, rows, offsets)
         return rows
 
@@ -263,7 +263,7 @@ class DynamicTable:
         self.step = int(state["step"]) if "step" in state else 0
         self.reserve(ids.numel())
         rows = self.row_numbers.take(ids.numel())
-        ops.insert(ids, rows, torch.tensor([0, ids.numel()]), [self.id_map.slots])
+        ops.insert(ids, rows, torch.tensor([0, ids.numel()]), *self.id_map.arrays())
         self.id_map.num_ids = ids.numel()
         self.weights.write(rows, weight)
         for one in self._named_states():

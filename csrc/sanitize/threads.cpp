@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "id_map.h"
+#include "id_map_growth.h"
 #include "initial_rows.h"
 #include "philox.h"
 #include "radix_sort.h"
@@ -44,49 +45,79 @@ int64_t id_of(uint64_t seed, int64_t i, int64_t distinct) {
 }
 
 struct OwnedMap {
-  explicit OwnedMap(int64_t capacity) : slots(static_cast<size_t>(capacity), Slot{0, kNoRow}) {}
-  IdMapView view() { return {slots.data(), static_cast<int64_t>(slots.size())}; }
+  explicit OwnedMap(int64_t capacity) : slots(static_cast<size_t>(capacity)) {}
+  SlotArray array() { return {slots.data(), static_cast<int64_t>(slots.size())}; }
   std::vector<Slot> slots;
 };
 
-// Each thread owns a map: inserts, erases and grows it, against std::unordered_map.
+// Each thread owns a map: inserts, erases and grows it bit by bit, against std::unordered_map.
 void write_own_maps() {
   on_threads([](int64_t thread) {
-    OwnedMap owned(7);
+    OwnedMap owned(7), outgoing(0);
+    int64_t moved = 0;
     std::unordered_map<int64_t, int64_t> oracle;
     int64_t next_row = 0;
+    const auto move_on = [&](int64_t count) {
+      const int64_t end = end_of_stretch(outgoing.array(), moved, count);
+      std::vector<Slot> left_over;
+      move_stretch(outgoing.array(), owned.array(), moved, end, left_over);
+      if (end == outgoing.array().capacity) take_wrapped(outgoing.array(), left_over);
+      moved = end;
+      check(place_left_over(growing_map(owned.array(), outgoing.array(), moved), left_over), "every id finds a slot");
+    };
     for (int64_t i = 0; i < 40000; ++i) {
       const int64_t id = id_of(static_cast<uint64_t>(thread), i, 3000);
-      IdMapView map = owned.view();
-      const int64_t row = find_row(map, id, map.home(id));
+      if (moved < outgoing.array().capacity && i % 2 == 0) move_on(1 + i % 5);
+      const int64_t row = find_row(growing_map(owned.array(), outgoing.array(), moved), id, spread_hash(id));
       const auto known = oracle.find(id);
       check(row == (known == oracle.end() ? kNoRow : known->second), "the map finds what the oracle finds");
       if (i % 3 == 2) {
-        check(erase_id(map, id) == row, "erase gives back the row that was found");
+        check(erase_id(growing_map(owned.array(), outgoing.array(), moved), id) == row,
+              "erase gives back the row that was found");
         oracle.erase(id);
       } else if (row == kNoRow) {
-        if (4 * static_cast<int64_t>(oracle.size() + 1) > 3 * map.capacity) {
-          OwnedMap grown(2 * map.capacity + 1);
-          for (const Slot& slot : owned.slots)
-            if (slot.row != kNoRow) insert_absent(grown.view(), slot.id, slot.row, grown.view().home(slot.id));
-          owned.slots.swap(grown.slots);
-          map = owned.view();
+        const auto ids = static_cast<int64_t>(oracle.size()) + 1;
+        if (moved < outgoing.array().capacity && 8 * ids > 7 * outgoing.array().capacity)
+          move_on(outgoing.array().capacity);
+        if (moved >= outgoing.array().capacity && 4 * ids > 3 * owned.array().capacity) {
+          outgoing = owned;
+          owned = OwnedMap(2 * owned.array().capacity + 1);
+          moved = 0;
+          move_on(1);
         }
-        check(insert_absent(map, id, next_row, map.home(id)), "an insert below the load limit succeeds");
+        const IdMapView map = growing_map(owned.array(), outgoing.array(), moved);
+        check(insert_absent(map, id, next_row, spread_hash(id)), "an insert below the load limit succeeds");
         oracle[id] = next_row++;
       }
     }
-    const IdMapView map = owned.view();
-    for (int64_t slot = 0; slot < map.capacity; ++slot)
-      if (map.slots[slot].row != kNoRow) check(probe_length(map, slot) <= map.capacity, "a probe ends");
   });
+}
+
+// Threads move a piece each of one map into a larger one.
+void move_one_map() {
+  constexpr int64_t kIds = 9000;
+  OwnedMap outgoing(4 * kIds / 3), owned(2 * kIds);
+  for (int64_t id = 0; id < kIds; ++id) insert_absent(outgoing.array(), id, id + 7, spread_hash(id));
+  std::vector<int64_t> bounds{0};
+  for (int64_t t = 1; t <= kThreads; ++t) {
+    const int64_t share = t * outgoing.array().capacity / kThreads;
+    bounds.push_back(end_of_stretch(outgoing.array(), bounds.back(), share - bounds.back()));
+  }
+  std::vector<std::vector<Slot>> left_over(kThreads);
+  on_threads([&](int64_t t) {
+    const auto piece = static_cast<size_t>(t);
+    move_stretch(outgoing.array(), owned.array(), bounds[piece], bounds[piece + 1], left_over[piece]);
+  });
+  const IdMapView map(owned.array());
+  for (const auto& left : left_over) check(place_left_over(map, left), "every id finds a slot");
+  for (int64_t i = 0; i < kIds; ++i) check(find_row(map, i, spread_hash(i)) == i + 7, "every id keeps its row");
 }
 
 // All threads read one map and write their own part of the answer.
 void read_one_map() {
   constexpr int64_t kIds = 20000;
   OwnedMap owned(2 * kIds + 1);
-  for (int64_t id = 0; id < kIds; ++id) insert_absent(owned.view(), id, id + 7, owned.view().home(id));
+  for (int64_t id = 0; id < kIds; ++id) insert_absent(owned.array(), id, id + 7, spread_hash(id));
   std::vector<int64_t> ids;
   for (int64_t i = 0; i < 4 * kIds + 5; ++i) ids.push_back(random_words(1, i, 0, 0)[0] % (2 * kIds));
   std::vector<int64_t> rows(ids.size());
@@ -94,7 +125,7 @@ void read_one_map() {
   const auto piece = static_cast<int64_t>(ids.size() / kThreads);
   on_threads([&](int64_t t) {
     const int64_t end = t + 1 == kThreads ? static_cast<int64_t>(ids.size()) : (t + 1) * piece;
-    absent[static_cast<size_t>(t)] = find_rows(owned.view(), ids.data(), t * piece, end, rows.data());
+    absent[static_cast<size_t>(t)] = find_rows(IdMapView(owned.array()), ids.data(), t * piece, end, rows.data());
   });
   int64_t missing = 0;
   for (size_t i = 0; i < ids.size(); ++i) {
@@ -156,6 +187,7 @@ void update_own_rows(Optimizer optimizer) {
 int main() {
   using namespace torchrec_dyn;
   write_own_maps();
+  move_one_map();
   read_one_map();
   for (const Optimizer optimizer : {Optimizer::kSgd, Optimizer::kAdagrad, Optimizer::kRowwiseAdagrad, Optimizer::kAdam,
                                     Optimizer::kPartialRowwiseAdam}) {

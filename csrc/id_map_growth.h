@@ -1,0 +1,77 @@
+// How a map grows: its slots move from the outgoing array to a larger one, a stretch at a time.
+//
+// home_slot is monotone in the spread hash, so a stretch of outgoing slots holds a range of spread hashes and
+// moves to a stretch of new slots: both walks go from front to back. `moved` says how far the walk is; the
+// frontier of the map is the least spread hash whose outgoing home is `moved` (id_map.h).
+//
+// Invariant: every id in the outgoing array has its home at `moved` or later. It holds where a stretch ends
+// behind an empty slot: no id with a home before that slot sits after it. An id whose run wraps around the end
+// of the array sits in front of its home: a stretch that meets one leaves it over, and it is put back.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "id_map.h"
+
+namespace torchrec_dyn {
+
+// The map once `moved` outgoing slots are moved; all of them: the new array alone.
+inline IdMapView growing_map(const SlotArray& slots, const SlotArray& outgoing, int64_t moved) {
+  return moved < outgoing.capacity ? IdMapView(slots, outgoing, moved) : IdMapView(slots);
+}
+
+// Where a stretch of at least `count` slots from `moved` on may end.
+inline int64_t end_of_stretch(const SlotArray& outgoing, int64_t moved, int64_t count) {
+  if (count >= outgoing.capacity - moved) return outgoing.capacity;
+  int64_t end = moved + count;
+  while (end < outgoing.capacity && !outgoing.slots[end - 1].is_empty()) ++end;
+  return end;
+}
+
+// Empties outgoing slots [begin, end) into `slots`. Each end is the array's own or lies behind an empty slot.
+// Touches no new slot outside the stretch that matches, so that several threads can move a piece each. What
+// finds no place there, and what wraps around the end of the outgoing array, is left over.
+inline void move_stretch(const SlotArray& outgoing, const SlotArray& slots, int64_t begin, int64_t end,
+                         std::vector<Slot>& left_over) {
+  const bool is_last = end == outgoing.capacity;
+  const uint64_t frontier = is_last ? 0 : least_spread_hash(end, outgoing.capacity);
+  const int64_t limit = is_last ? slots.capacity : slots.home(frontier);
+  for (int64_t from = begin; from < end; ++from) {
+    const Slot moved = outgoing.slots[from];
+    if (moved.is_empty()) continue;
+    const uint64_t spread = spread_hash(moved.id);
+    int64_t to = is_last || spread < frontier ? slots.home(spread) : limit;
+    while (to < limit && !slots.slots[to].is_empty()) ++to;
+    if (to < limit)
+      slots.slots[to] = moved;
+    else
+      left_over.push_back(moved);
+  }
+  std::fill(outgoing.slots + begin, outgoing.slots + end, Slot{});
+}
+
+// The ids that sit in front of their homes: the run around the end of the array, up to its first empty slot.
+inline void take_wrapped(const SlotArray& outgoing, std::vector<Slot>& left_over) {
+  for (int64_t from = 0; from < outgoing.capacity && !outgoing.slots[from].is_empty(); ++from) {
+    left_over.push_back(outgoing.slots[from]);
+    outgoing.slots[from] = Slot{};
+  }
+}
+
+// Places what was left over into the map as it is after the move; false if it is full.
+inline bool place_left_over(const IdMapView& map, const std::vector<Slot>& left_over) {
+  bool fits = true;
+  for (const Slot& slot : left_over) fits &= insert_absent(map, slot.id, slot.row(), spread_hash(slot.id));
+  return fits;
+}
+
+// From where on the outgoing slots in front of a stretch's end are empty and can be given back: the begin of the
+// page that holds `moved`, for its front was empty before, or `moved` where a run that wraps around reaches there.
+inline int64_t first_empty_page(const SlotArray& outgoing, int64_t moved, int64_t slots_a_page) {
+  const int64_t page = moved / slots_a_page * slots_a_page;
+  return page < moved && outgoing.slots[page].is_empty() ? page : moved;
+}
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,46 @@
+// Memory that reads as zeros and is committed page by page when it is first written: an empty map of any size
+// costs nothing until ids arrive. Such memory can be given back in part, after which it reads as zeros again.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+#include "huge_pages.h"
+
+namespace torchrec_dyn {
+
+struct ZeroedMemory {
+  void* begin;  // on a 2 MiB boundary where the memory is that large
+  void* mapping;
+  size_t mapped_bytes;  // 0: from calloc
+};
+
+inline ZeroedMemory take_zeroed_memory(int64_t bytes) {
+#if defined(__linux__)
+  if (bytes >= kHugePage) {
+    const size_t mapped = static_cast<size_t>(bytes + kHugePage);
+    void* mapping = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapping == MAP_FAILED) throw std::bad_alloc();
+    const auto address = (reinterpret_cast<uintptr_t>(mapping) + kHugePage - 1) / kHugePage * kHugePage;
+    auto* begin = reinterpret_cast<void*>(address);
+    ask_for_huge_pages(begin, bytes);
+    return {begin, mapping, mapped};
+  }
+#endif
+  void* memory = std::calloc(1, static_cast<size_t>(bytes > 0 ? bytes : 1));
+  if (memory == nullptr) throw std::bad_alloc();
+  return {memory, memory, 0};
+}
+
+inline void free_zeroed_memory(const ZeroedMemory& memory) {
+#if defined(__linux__)
+  if (memory.mapped_bytes > 0) {
+    munmap(memory.mapping, memory.mapped_bytes);
+    return;
+  }
+#endif
+  std::free(memory.mapping);
+}
+
+}  // namespace torchrec_dyn
