@@ -10,6 +10,7 @@
 #include "id_map.h"
 #include "id_map_growth.h"
 #include "parallel.h"
+#include "simd.h"
 #include "zeroed_memory.h"
 
 namespace torchrec_dyn {
@@ -21,6 +22,8 @@ SlotArray array_of(const char* op, const char* name, const Tensor& slots) {
   check_tensor(op, name, slots, ScalarType::Long);
   STD_TORCH_CHECK(slots.dim() == 2 && slots.size(1) == 2, op, ": expected ", name, " of shape [C, 2], got ",
                   slots.dim(), " dimensions.");
+  STD_TORCH_CHECK(slots.size(0) % kLineSlots == 0, op, ": expected ", name, " of shape [C, 2] with C a multiple of ",
+                  kLineSlots, ", got C = ", slots.size(0), ". Make them with new_slots.");
   return {static_cast<Slot*>(slots.mutable_data_ptr()), slots.size(0)};
 }
 
@@ -42,34 +45,35 @@ std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>& slots
       continue;
     }
     const SlotArray old = array_of(op, "slots", slots[outgoing++]);
-    STD_TORCH_CHECK(done[t] >= 0 && done[t] < old.capacity, op, ": expected moved in [0, ", old.capacity,
-                    ") or -1, got ", done[t], ".");
+    STD_TORCH_CHECK(done[t] >= 0 && done[t] < old.capacity && done[t] % kLineSlots == 0, op,
+                    ": expected moved in [0, ", old.capacity, "), a multiple of ", kLineSlots, ", or -1, got ", done[t],
+                    ".");
     views.emplace_back(array, old, done[t]);
   }
   return views;
 }
 
-Tensor mix64_ids(const Tensor& ids) {
-  check_tensor("mix64", "ids", ids, ScalarType::Long);
-  Tensor mixed = new_int64(ids.numel());
-  const auto* in = const_data<uint64_t>(ids);
-  auto* out = mutable_data<uint64_t>(mixed);
-  for_each_range(ids.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) out[i] = mix64(in[i]);
-  });
-  return mixed;
+TORCHREC_DYN_SIMD void mix_range(const uint64_t* in, uint64_t* out, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) out[i] = mix64(in[i]);
 }
 
-Tensor unmix64_ids(const Tensor& mixed) {
-  check_tensor("unmix64", "mixed", mixed, ScalarType::Long);
-  Tensor ids = new_int64(mixed.numel());
-  const auto* in = const_data<uint64_t>(mixed);
-  auto* out = mutable_data<uint64_t>(ids);
-  for_each_range(mixed.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) out[i] = unmix64(in[i]);
-  });
-  return ids;
+TORCHREC_DYN_SIMD void unmix_range(const uint64_t* in, uint64_t* out, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) out[i] = unmix64(in[i]);
 }
+
+template <typename Range>
+Tensor each_id(const char* op, const Tensor& ids, const Range& range) {
+  check_tensor(op, "ids", ids, ScalarType::Long);
+  Tensor out = new_int64(ids.numel());
+  for_each_range(ids.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
+    range(const_data<uint64_t>(ids), mutable_data<uint64_t>(out), begin, end);
+  });
+  return out;
+}
+
+Tensor mix64_ids(const Tensor& ids) { return each_id("mix64", ids, mix_range); }
+
+Tensor unmix64_ids(const Tensor& mixed) { return each_id("unmix64", mixed, unmix_range); }
 
 std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets, std::vector<Tensor> slots,
                                   const Tensor& moved) {
@@ -109,7 +113,7 @@ NewIds collect_new_of_table(const int64_t* ids, const int64_t* rows, int64_t beg
     std::fill(new_index + begin, new_index + end, kNoRow);
     return found;
   }
-  std::vector<Slot> slots(std::bit_ceil(static_cast<uint64_t>(2 * absent)));
+  std::vector<Slot> slots(std::bit_ceil(static_cast<uint64_t>(2 * absent + kLineSlots)));
   const SlotArray seen{slots.data(), static_cast<int64_t>(slots.size())};
   visit_homes(seen, ids, begin, end, [&](int64_t i, uint64_t spread) {
     new_index[i] = kNoRow;
@@ -225,7 +229,8 @@ Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) 
 
 Tensor new_slots(const Tensor& slots, int64_t capacity) {
   array_of("new_slots", "slots", slots);
-  STD_TORCH_CHECK(capacity >= 1 && capacity < (int64_t{1} << 48), "new_slots: expected a capacity in [1, 2^48), got ",
+  STD_TORCH_CHECK(capacity >= kLineSlots && capacity < (int64_t{1} << 48) && capacity % kLineSlots == 0,
+                  "new_slots: expected a capacity in [", kLineSlots, ", 2^48), a multiple of ", kLineSlots, ", got ",
                   capacity, ".");
   const ZeroedMemory memory = take_zeroed_memory(capacity * static_cast<int64_t>(sizeof(Slot)));
   return torch::stable::from_blob(memory.begin, {capacity, 2}, {2, 1},
@@ -236,8 +241,8 @@ Tensor new_slots(const Tensor& slots, int64_t capacity) {
 Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until) {
   const SlotArray from = array_of("move_slots", "outgoing", outgoing);
   const SlotArray to = array_of("move_slots", "slots", slots);
-  STD_TORCH_CHECK(moved >= 0 && moved <= from.capacity, "move_slots: expected moved in [0, ", from.capacity, "], got ",
-                  moved, ".");
+  STD_TORCH_CHECK(moved >= 0 && moved <= from.capacity && moved % kLineSlots == 0, "move_slots: expected moved in [0, ",
+                  from.capacity, "], a multiple of ", kLineSlots, ", got ", moved, ".");
   STD_TORCH_CHECK(from.capacity <= to.capacity, "move_slots: expected slots for ", from.capacity,
                   " outgoing ones, got ", to.capacity, ".");
   // Pieces of a fixed size: where an id goes does not depend on the number of threads.

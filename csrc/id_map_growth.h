@@ -5,7 +5,8 @@
 // frontier of the map is the least spread hash whose outgoing home is `moved` (id_map.h).
 //
 // Invariant: every id in the outgoing array has its home at `moved` or later. It holds where a stretch ends
-// behind an empty slot: no id with a home before that slot sits after it. An id whose run wraps around the end
+// behind an empty slot: no id with a home before that slot sits after it. The rest of its line is then empty too,
+// so that stretches end with whole lines. An id whose run wraps around the end
 // of the array sits in front of its home: a stretch that meets one leaves it over, and it is put back.
 #pragma once
 
@@ -27,7 +28,7 @@ inline int64_t end_of_stretch(const SlotArray& outgoing, int64_t moved, int64_t 
   if (count >= outgoing.capacity - moved) return outgoing.capacity;
   int64_t end = moved + count;
   while (end < outgoing.capacity && !outgoing.slots[end - 1].is_empty()) ++end;
-  return end;
+  return (end + kLineSlots - 1) / kLineSlots * kLineSlots;
 }
 
 // Empties outgoing slots [begin, end) into `slots`. Each end is the array's own or lies behind an empty slot.

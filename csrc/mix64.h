@@ -36,16 +36,20 @@ constexpr uint64_t kSlotSpread = 0x9E3779B97F4A7C15ull;
 // The word that orders the slots of every map.
 inline uint64_t spread_hash(int64_t id) { return mix64(static_cast<uint64_t>(id)) * kSlotSpread; }
 
-// The first slot tried in an array of `capacity` slots: the spread hash scaled to [0, capacity).
-// Monotone in the spread hash, so any capacity works (no power of two), and an array that grows is moved by
-// one walk from front to back that writes front to back.
+// Slots of a cache line. A home is the first slot of a line, and the line is searched as one.
+constexpr int64_t kLineSlots = 4;
+
+// The first slot tried in an array of `capacity` slots, whole lines: the spread hash scaled to [0, capacity), rounded
+// down to its line. Monotone in the spread hash, so any number of lines works (no power of two), and an array that
+// grows is moved by one walk from front to back that writes front to back.
 // Source: Lemire, "Fast random integer generation in an interval", ACM TOMACS 2019.
 inline int64_t home_slot(uint64_t spread, int64_t capacity) {
-  return static_cast<int64_t>((static_cast<unsigned __int128>(spread) * static_cast<uint64_t>(capacity)) >> 64);
+  const auto scaled = (static_cast<unsigned __int128>(spread) * static_cast<uint64_t>(capacity)) >> 64;
+  return static_cast<int64_t>(scaled) & ~(kLineSlots - 1);
 }
 
 // The least spread hash whose home is `slot` or later: home_slot(x, capacity) >= slot exactly if x >= this.
-// Requires 0 <= slot < capacity.
+// Requires the first slot of a line, 0 <= slot < capacity.
 inline uint64_t least_spread_hash(int64_t slot, int64_t capacity) {
   const auto scaled = static_cast<unsigned __int128>(slot) << 64;
   const auto count = static_cast<unsigned __int128>(capacity);

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 
 #include "huge_pages.h"
@@ -11,9 +12,9 @@
 namespace torchrec_dyn {
 
 struct ZeroedMemory {
-  void* begin;  // on a 2 MiB boundary where the memory is that large
+  void* begin;  // on a 2 MiB boundary where the memory is that large, else on that of a cache line
   void* mapping;
-  size_t mapped_bytes;  // 0: from calloc
+  size_t mapped_bytes;  // 0: from the heap
 };
 
 inline ZeroedMemory take_zeroed_memory(int64_t bytes) {
@@ -28,8 +29,11 @@ inline ZeroedMemory take_zeroed_memory(int64_t bytes) {
     return {begin, mapping, mapped};
   }
 #endif
-  void* memory = std::calloc(1, static_cast<size_t>(bytes > 0 ? bytes : 1));
+  constexpr size_t kLine = 64;
+  const size_t lines = (static_cast<size_t>(bytes) / kLine + 1) * kLine;
+  void* memory = std::aligned_alloc(kLine, lines);
   if (memory == nullptr) throw std::bad_alloc();
+  std::memset(memory, 0, lines);
   return {memory, memory, 0};
 }
 

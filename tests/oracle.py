@@ -44,12 +44,12 @@ def unmix64(word: int) -> int:
 
 
 def home_slot(number: int, capacity: int) -> int:
-    """The first slot tried for an id in a map of `capacity` slots."""
-    return (mix64(number) * SLOT_SPREAD % WORD) * capacity >> 64
+    """The first slot tried for an id in a map of `capacity` slots: the first of a line of four."""
+    return ((mix64(number) * SLOT_SPREAD % WORD) * capacity >> 64) // 4 * 4
 
 
 def ids_at_home(slot: int, capacity: int, count: int) -> list[int]:
-    """Distinct ids whose home is one slot of a map of `capacity` slots."""
+    """Distinct ids whose home is one slot, the first of its line, of a map of `capacity` slots."""
     first = -(-slot * WORD // capacity)
     step = max(1, WORD // capacity // (count + 1))
     back = pow(SLOT_SPREAD, -1, WORD)

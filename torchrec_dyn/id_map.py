@@ -15,8 +15,9 @@ from torchrec_dyn import ops
 
 # A slot is an id and a row, 8 bytes each.
 SLOT_BYTES = 16
-# Slots in use at most. Linear probing looks at (1 + 1/(1 - load)) / 2 = 2.5 slots for a known id at this
-# load and 8.5 for an unknown one (Knuth, TAOCP vol. 3, section 6.4).
+# Slots of a cache line; a map is made of whole lines (csrc/mix64.h).
+_LINE_SLOTS = 4
+# Slots in use at most: at this load an id in seven or eight lies past its home line (measured).
 MAX_LOAD = 0.75
 _FIRST_CAPACITY = 64
 # Small maps double at MAX_LOAD, in one go. Large ones grow by half, which bounds the bytes a row to
@@ -97,7 +98,7 @@ class IdMap:
         factor = 2.0 if self.capacity < _LARGE_CAPACITY else 1.5
         capacity = max(_FIRST_CAPACITY, int(self.capacity * factor), _fewest_slots(ids))
         # Nothing is outgoing here: growth ends at MAX_LOAD of the old slots, and the new ones are larger.
-        grown = ops.new_slots(self.slots, capacity)
+        grown = ops.new_slots(self.slots, -(-capacity // _LINE_SLOTS) * _LINE_SLOTS)
         self.outgoing, self.slots, self.moved = self.slots, grown, 0
         self._move_on(ids)
 
