@@ -2,9 +2,10 @@
 //
 // Layout
 //   slots [C, 2] int64, one slot = {id, row + 1}, 16 bytes, four slots a cache line, C whole lines. The home of an
-//   id is a line, so nine ids in ten cost one miss, and which of its four slots they are in costs no branch. A slot of zeros in its second field is empty: memory fresh from the system is
-//   an empty map (zeroed_memory.h), and the id field of an empty slot is never asked, so no id is reserved.
-//   The caller keeps at least one slot empty (the Python side grows at 3/4 load).
+//   id is a line, so nine ids in ten cost one miss, and which of its four slots they are in costs no branch. A slot of
+//   zeros in its second field is empty: memory fresh from the system is an empty map (zeroed_memory.h), and the id
+//   field of an empty slot is never asked, so no id is reserved. The caller keeps at least one slot empty (the Python
+//   side grows at 3/4 load).
 //
 // Rules
 //   find    start at the home line; stop at the id or behind the first line with an empty slot.
@@ -22,6 +23,7 @@
 #include <cstdint>
 
 #include "mix64.h"
+#include "simd.h"
 
 namespace torchrec_dyn {
 
@@ -42,6 +44,7 @@ struct SlotArray {
 
   int64_t home(uint64_t spread) const { return home_slot(spread, capacity); }
   int64_t next(int64_t slot) const { return slot + 1 == capacity ? 0 : slot + 1; }
+  int64_t next_line(int64_t slot) const { return slot + kLineSlots == capacity ? 0 : slot + kLineSlots; }
 };
 
 struct IdMapView {
@@ -59,27 +62,37 @@ struct IdMapView {
   const SlotArray& array_of(uint64_t spread) const { return arrays[spread >= frontier]; }
 };
 
+inline const SlotArray& array_of(const SlotArray& array, uint64_t) { return array; }
+inline const SlotArray& array_of(const IdMapView& map, uint64_t spread) { return map.array_of(spread); }
+
 // Asks for the cache line where find_row will begin. Into L2: the few miss buffers of L1 would limit how many
-// lines are on their way.
-inline void prefetch_home(const SlotArray& array, uint64_t spread) {
+// lines are on their way. Inlined by force: the compiler takes a function that only prefetches for one without effect.
+TORCHREC_DYN_INLINE void prefetch_home(const SlotArray& array, uint64_t spread) {
   __builtin_prefetch(array.slots + array.home(spread), 0, 2);
 }
 
-inline void prefetch_home(const IdMapView& map, uint64_t spread) { prefetch_home(map.array_of(spread), spread); }
+TORCHREC_DYN_INLINE void prefetch_home(const IdMapView& map, uint64_t spread) {
+  prefetch_home(map.array_of(spread), spread);
+}
+
+// The row + 1 of `id` if it is in the line that begins at `slot`, else 0. No branch: in which slot of its line an id
+// is cannot be predicted. One slot at most holds the id and is not empty, so the places of all that match are joined.
+inline int64_t place_in_line(const SlotArray& array, int64_t id, int64_t slot) {
+  const Slot* line = array.slots + slot;
+  int64_t place = 0;
+  for (int64_t s = 0; s < kLineSlots; ++s) place |= line[s].place & -static_cast<int64_t>(line[s].id == id);
+  return place;
+}
 
 // The row of `id`, or kNoRow. `spread` is spread_hash(id), which the caller has computed to prefetch the home.
 inline int64_t find_row(const SlotArray& array, int64_t id, uint64_t spread) {
   int64_t slot = array.home(spread);
   for (int64_t probe = 0; probe < array.capacity; probe += kLineSlots) {
-    const Slot* line = array.slots + slot;
-    // No branch: in which slot of its line an id is cannot be predicted. One slot at most holds the id and is not
-    // empty, so the places of all that match can be joined.
-    int64_t place = 0;
-    for (int64_t s = 0; s < kLineSlots; ++s) place |= line[s].place & -static_cast<int64_t>(line[s].id == id);
+    const int64_t place = place_in_line(array, id, slot);
     if (place != 0) return place - 1;
     for (int64_t s = 0; s < kLineSlots; ++s)
-      if (line[s].is_empty()) return kNoRow;
-    slot = slot + kLineSlots == array.capacity ? 0 : slot + kLineSlots;
+      if (array.slots[slot + s].is_empty()) return kNoRow;
+    slot = array.next_line(slot);
   }
   return kNoRow;
 }
@@ -155,35 +168,56 @@ inline int64_t probe_length(const SlotArray& array, int64_t slot) {
   return 1 + (distance < 0 ? distance + array.capacity : distance);
 }
 
-// Resolves ids[begin, end) against one map, or one array of it, into rows[begin, end) and returns how many were
-// absent. Two groups are in flight: the homes of the next group are prefetched before this one is resolved.
+// Resolves up to kChunk ids against one map, or one array of it, and returns how many were absent.
+//
+// Home lines are asked for a burst ahead, in tight loops: a line is usually a new page too, and the fewer instructions
+// between two new pages, the more page walks overlap. Every id is then looked for in its home line, without a branch.
+// Those that are not there (one in nine or so, and the absent) are looked for again at the end, with the line behind
+// their home on its way since: waiting for that line one by one had cost as much as all the rest.
+constexpr int64_t kChunk = 512;
+
+template <typename Map>
+int64_t find_chunk(const Map& map, const int64_t* ids, int64_t count, int64_t* rows) {
+  constexpr int64_t kBurst = 64;
+  uint64_t spreads[kChunk];
+  int64_t pending[kChunk];
+  int64_t waiting = 0;
+  for (int64_t i = 0; i < count; ++i) spreads[i] = spread_hash(ids[i]);
+  for (int64_t i = 0; i < count && i < kBurst; ++i) prefetch_home(map, spreads[i]);
+  for (int64_t i = 0; i < count; ++i) {
+    if (i % kBurst == 0)
+      for (int64_t next = i + kBurst; next < count && next < i + 2 * kBurst; ++next) prefetch_home(map, spreads[next]);
+    const SlotArray& array = array_of(map, spreads[i]);
+    const int64_t home = array.home(spreads[i]);
+    rows[i] = place_in_line(array, ids[i], home) - 1;
+    const bool is_there = rows[i] != kNoRow;
+    __builtin_prefetch(array.slots + (is_there ? home : array.next_line(home)), 0, 3);
+    pending[waiting] = i;
+    waiting += !is_there;
+  }
+  int64_t absent = 0;
+  for (int64_t p = 0; p < waiting; ++p) {
+    const int64_t i = pending[p];
+    rows[i] = find_row(map, ids[i], spreads[i]);
+    absent += rows[i] == kNoRow;
+  }
+  return absent;
+}
+
 template <typename Map>
 int64_t find_rows_in(const Map map, const int64_t* ids, int64_t begin, int64_t end, int64_t* rows) {
-  constexpr int64_t kGroup = 24;
-  uint64_t spreads[2][kGroup];
-  const auto prefetch_group = [&](int64_t first, uint64_t* spread) {
-    const int64_t last = first + kGroup < end ? first + kGroup : end;
-    for (int64_t i = first; i < last; ++i) {
-      spread[i - first] = spread_hash(ids[i]);
-      prefetch_home(map, spread[i - first]);
-    }
-  };
-  prefetch_group(begin, spreads[0]);
   int64_t absent = 0;
-  int turn = 0;
-  for (int64_t first = begin; first < end; first += kGroup, turn ^= 1) {
-    prefetch_group(first + kGroup, spreads[turn ^ 1]);
-    const int64_t last = first + kGroup < end ? first + kGroup : end;
-    for (int64_t i = first; i < last; ++i) {
-      rows[i] = find_row(map, ids[i], spreads[turn][i - first]);
-      absent += rows[i] == kNoRow;
-    }
-  }
+  for (int64_t i = begin; i < end; i += kChunk)
+    absent += find_chunk(map, ids + i, end - i < kChunk ? end - i : kChunk, rows + i);
   return absent;
 }
 
 // While a map does not grow, the choice between its arrays is left out of the loop.
 inline int64_t find_rows(const IdMapView& map, const int64_t* ids, int64_t begin, int64_t end, int64_t* rows) {
+  if (map.arrays[0].capacity == 0) {
+    for (int64_t i = begin; i < end; ++i) rows[i] = kNoRow;
+    return end - begin;
+  }
   return map.is_growing() ? find_rows_in(map, ids, begin, end, rows)
                           : find_rows_in(map.arrays[0], ids, begin, end, rows);
 }

@@ -45,9 +45,8 @@ std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>& slots
       continue;
     }
     const SlotArray old = array_of(op, "slots", slots[outgoing++]);
-    STD_TORCH_CHECK(done[t] >= 0 && done[t] < old.capacity && done[t] % kLineSlots == 0, op,
-                    ": expected moved in [0, ", old.capacity, "), a multiple of ", kLineSlots, ", or -1, got ", done[t],
-                    ".");
+    STD_TORCH_CHECK(done[t] >= 0 && done[t] < old.capacity && done[t] % kLineSlots == 0, op, ": expected moved in [0, ",
+                    old.capacity, "), a multiple of ", kLineSlots, ", or -1, got ", done[t], ".");
     views.emplace_back(array, old, done[t]);
   }
   return views;

@@ -90,8 +90,8 @@ TORCHREC_DYN_INLINE float row_square(const UpdateRule& rule, const float* g, con
 }
 
 // `square`: row_square of the same g and w.
-TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection& correction, float square, const float* g,
-                                    float* w, float* m1, float* m2, int64_t n) {
+TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection& correction, float square,
+                                    const float* g, float* w, float* m1, float* m2, int64_t n) {
   const float lr = rule.learning_rate;
   switch (rule.optimizer) {
     case Optimizer::kSgd:

@@ -127,8 +127,8 @@ TORCHREC_DYN_INLINE void sum_grads(const Runs<T>& all, const Run& run, int64_t c
   }
 }
 
-// Asks for the memory of runs [begin, end) into L2. A row is usually a new page too, so each kind has its own tight loop:
-// the fewer instructions between two new pages, the more page walks overlap (measured: 22 ns a row less than when
+// Asks for the memory of runs [begin, end) into L2. A row is usually a new page too, so each kind has its own tight
+// loop: the fewer instructions between two new pages, the more page walks overlap (measured: 22 ns a row less than when
 // the same lines are asked for between two updates, docs/performance.md).
 template <typename T>
 TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, size_t begin, size_t end) {

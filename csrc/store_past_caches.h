@@ -1,4 +1,5 @@
-// Stores of memory that will not be read soon: the line is not fetched first and no other line leaves the caches for it.
+// Stores of memory that will not be read soon: the line is not fetched first and no other line leaves the caches for
+// it.
 #pragma once
 
 #include <cstring>
