@@ -69,16 +69,14 @@ TORCHREC_DYN_INLINE float mean_square(const float* g, const float* w, float deca
     }
     sums += grads * grads;
   }
-  float lanes[kLanes];
-  store(sums, lanes);
+  float lanes[kLanes] = {};
   for (int64_t lane = 0; c < n; ++c, ++lane) {
     const float value = kDecays ? g[c] + decay * w[c] : g[c];
-    lanes[lane] += value * value;
+    lanes[lane] = value * value;
   }
-  float four[4];
-  for (int64_t lane = 0; lane < 4; ++lane)
-    four[lane] = (lanes[lane] + lanes[lane + 8]) + (lanes[lane + 4] + lanes[lane + 12]);
-  return ((four[0] + four[2]) + (four[1] + four[3])) / static_cast<float>(n);
+  load(lanes, grads);
+  sums += grads;
+  return sum_of_lanes(sums) / static_cast<float>(n);
 }
 
 // What a row-wise rule adds to its one moment: a function of the gradient alone, except under L2 decay. 0 for the

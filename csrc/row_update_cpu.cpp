@@ -4,6 +4,7 @@
 // the sums of a row are made by one thread in the order of the batch. The rows themselves are updated in the order
 // in which the batch first names them: a row named once, as most are, then finds its bag's gradient in cache.
 #include <limits>
+#include <span>
 
 #include "bags.h"
 #include "parallel.h"
@@ -87,8 +88,8 @@ template <typename T>
 struct Runs {
   const UpdateJob<T>& job;
   const UpdateTable<T>& table;
-  const std::vector<uint64_t>& words;  // (row >> shift) << 32 | position, sorted by row
-  const std::vector<Run>& runs;        // in the order of the batch
+  std::span<const uint64_t> words;  // (row >> shift) << 32 | position, sorted by row
+  const std::vector<Run>& runs;     // in the order of the batch
 
   uint32_t position(uint32_t word) const { return static_cast<uint32_t>(words[word]); }
   const float* grad(uint32_t word) const { return job.grad + job.places.place[job.places.bag(position(word))]; }
@@ -104,12 +105,16 @@ template <int64_t kParts, typename T>
 TORCHREC_DYN_INLINE void sum_lanes(const Runs<T>& all, const Run& run, int64_t column, float* out) {
   Floats16 sums[kParts];
   Floats16 grads;
-  for (uint32_t word = run.begin; word < run.end; ++word) {
+  for (int64_t p = 0; p < kParts; ++p) {
+    load(all.grad(run.begin) + column + p * kLanes, grads);
+    sums[p] = all.scale(run.begin) * grads;
+  }
+  for (uint32_t word = run.begin + 1; word < run.end; ++word) {
     const float scale = all.scale(word);
     const float* grad = all.grad(word) + column;
     for (int64_t p = 0; p < kParts; ++p) {
       load(grad + p * kLanes, grads);
-      sums[p] = word == run.begin ? scale * grads : sums[p] + scale * grads;
+      sums[p] += scale * grads;
     }
   }
   for (int64_t p = 0; p < kParts; ++p) store(sums[p], out + p * kLanes);
@@ -194,54 +199,68 @@ TORCHREC_DYN_UPDATE(float)
 TORCHREC_DYN_UPDATE(Float16)
 TORCHREC_DYN_UPDATE(BFloat16)
 
+// Calls body(begin, end) for the ids of each segment of a table.
+template <typename Body>
+void for_segments_of(const Bags& bags, int64_t table, const Body& body) {
+  for (const Segment& segment : bags.segments)
+    if (segment.table == table && segment.bags > 0)
+      body(bags.begin(segment.first_bag), bags.end(segment.first_bag + segment.bags - 1));
+}
+
 // The words (row >> shift) << 32 | position of a part, sorted by row.
-std::vector<uint64_t> sorted_words(const Bags& bags, const int64_t* rows, int64_t table, int shift, int64_t part) {
+SortableWords sorted_words(const Bags& bags, const int64_t* rows, int64_t table, int shift, int64_t part) {
+  size_t most = 1;
+  for_segments_of(bags, table, [&](int64_t begin, int64_t end) { most += static_cast<size_t>(end - begin); });
+  SortableWords words(most);
   const int64_t mask = (int64_t{1} << shift) - 1;
-  std::vector<uint64_t> words;
-  for (const Segment& segment : bags.segments) {
-    if (segment.table != table || segment.bags == 0) continue;
-    const int64_t end = bags.end(segment.first_bag + segment.bags - 1);
-    for (int64_t i = bags.begin(segment.first_bag); i < end; ++i)
-      if (rows[i] >= 0 && (rows[i] & mask) == part)
-        words.push_back(static_cast<uint64_t>(rows[i] >> shift) << 32 | static_cast<uint64_t>(i));
-  }
-  sort_by_high_word(words);
+  for_segments_of(bags, table, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      words.push_if(rows[i] >= 0 && (rows[i] & mask) == part,
+                    static_cast<uint64_t>(rows[i] >> shift) << 32 | static_cast<uint64_t>(i));
+  });
+  words.sort_by_high_word();
   return words;
 }
 
-// The runs of equal rows, in the order in which the batch first names them.
-std::vector<Run> runs_in_batch_order(const std::vector<uint64_t>& words, int shift, int64_t part) {
+// The runs of equal rows, in the order in which the batch first names them. Without branches on where a run ends, which
+// cannot be predicted.
+std::vector<Run> runs_in_batch_order(std::span<const uint64_t> words, int shift, int64_t part) {
   if (words.empty()) return {};
-  uint32_t lowest = static_cast<uint32_t>(words[0]);
-  uint32_t highest = lowest;
-  for (const uint64_t word : words) {
-    lowest = std::min(lowest, static_cast<uint32_t>(word));
-    highest = std::max(highest, static_cast<uint32_t>(word));
+  std::vector<uint32_t> first(words.size() + 1);  // where each run begins, sorted by row
+  uint32_t lowest = std::numeric_limits<uint32_t>::max();
+  uint32_t highest = 0;
+  size_t runs = 0;
+  uint64_t row_before = ~uint64_t{0};
+  for (size_t i = 0; i < words.size(); ++i) {
+    lowest = std::min(lowest, static_cast<uint32_t>(words[i]));
+    highest = std::max(highest, static_cast<uint32_t>(words[i]));
+    first[runs] = static_cast<uint32_t>(i);
+    runs += words[i] >> 32 != row_before;
+    row_before = words[i] >> 32;
   }
-  std::vector<uint32_t> begins(highest - lowest + 1, 0);  // 1 + where the run begins whose first id is here
-  size_t count = 0;
-  for (size_t i = 0; i < words.size(); ++i)
-    if (i == 0 || words[i] >> 32 != words[i - 1] >> 32) {
-      begins[static_cast<uint32_t>(words[i]) - lowest] = static_cast<uint32_t>(i + 1);
-      ++count;
-    }
-  std::vector<Run> runs;
-  runs.reserve(count);
-  for (const uint32_t after : begins) {
-    if (after == 0) continue;
-    const uint64_t row = words[after - 1] >> 32;
-    uint32_t end = after;
-    while (end < words.size() && words[end] >> 32 == row) ++end;
-    runs.push_back({static_cast<int64_t>(row << shift) | part, after - 1, end});
+  first[runs] = static_cast<uint32_t>(words.size());
+  std::vector<uint32_t> run_at(highest - lowest + 2, 0);  // 1 + the run whose first id is at this position
+  for (size_t r = 0; r < runs; ++r) run_at[static_cast<uint32_t>(words[first[r]]) - lowest] = static_cast<uint32_t>(r + 1);
+  std::vector<uint32_t> order(run_at.size());
+  size_t found = 0;
+  for (const uint32_t after : run_at) {
+    order[found] = after;
+    found += after != 0;
   }
-  return runs;
+  std::vector<Run> ordered(runs);
+  for (size_t r = 0; r < runs; ++r) {
+    const uint32_t run = order[r] - 1;
+    const uint64_t row = words[first[run]] >> 32;
+    ordered[r] = {static_cast<int64_t>(row << shift) | part, first[run], first[run + 1]};
+  }
+  return ordered;
 }
 
 template <typename T>
 void run_part(const UpdateJob<T>& job, const UpdateTable<T>& table, int64_t table_index, int shift, int64_t part) {
-  const std::vector<uint64_t> words = sorted_words(job.bags, job.rows, table_index, shift, part);
-  const std::vector<Run> runs = runs_in_batch_order(words, shift, part);
-  update(Runs<T>{job, table, words, runs});
+  const SortableWords words = sorted_words(job.bags, job.rows, table_index, shift, part);
+  const std::vector<Run> runs = runs_in_batch_order(words.words(), shift, part);
+  update(Runs<T>{job, table, words.words(), runs});
 }
 
 // Parts a table is cut into, as a power of two: enough that the threads share the work evenly.

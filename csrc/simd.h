@@ -29,4 +29,13 @@ constexpr int64_t kLanes = 16;
 TORCHREC_DYN_INLINE void load(const float* from, Floats16& lanes) { std::memcpy(&lanes, from, sizeof lanes); }
 TORCHREC_DYN_INLINE void store(const Floats16& lanes, float* to) { std::memcpy(to, &lanes, sizeof lanes); }
 
+// Halves are added to each other: eight pairs, then four, two, one.
+TORCHREC_DYN_INLINE float sum_of_lanes(const Floats16& lanes) {
+  typedef float Floats4 __attribute__((vector_size(16)));
+  Floats4 quarters[4];
+  std::memcpy(quarters, &lanes, sizeof lanes);
+  const Floats4 sums = (quarters[0] + quarters[2]) + (quarters[1] + quarters[3]);
+  return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
 }  // namespace torchrec_dyn
