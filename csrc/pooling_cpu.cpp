@@ -27,45 +27,58 @@ struct PoolJob {
   bool streams;  // the output is written past the caches
 };
 
-// Adds `width` columns from `column` on of every row of a bag into `sum`. A compile-time width keeps the
-// sums in registers.
-template <int64_t kWidth, typename T>
-TORCHREC_DYN_INLINE void pool_columns(const PoolJob<T>& job, const RowBlocks<T>& table, int64_t begin, int64_t end,
-                                      int64_t column, int64_t width, float* out) {
-  const int64_t n = kWidth > 0 ? kWidth : width;
-  float local[kWidth > 0 ? kWidth : 1];
-  float* sum = kWidth > 0 ? local : out;
-  for (int64_t c = 0; c < n; ++c) sum[c] = 0.0f;
+TORCHREC_DYN_INLINE void load_row(const float* row, Floats16& lanes) { load(row, lanes); }
+
+template <typename T>
+TORCHREC_DYN_INLINE void load_row(const T* row, Floats16& lanes) {
+  float values[kLanes];
+  for (int64_t lane = 0; lane < kLanes; ++lane) values[lane] = to_float(row[lane]);
+  load(values, lanes);
+}
+
+// Pools kParts * 16 columns of a bag from `column` on.
+template <int64_t kParts, bool kWeighted, typename T>
+TORCHREC_DYN_INLINE void pool_lanes(const PoolJob<T>& job, const RowBlocks<T>& table, int64_t begin, int64_t end,
+                                    int64_t column, float* out) {
+  Floats16 sums[kParts] = {};
+  Floats16 values;
+  for (int64_t i = begin; i < end; ++i) {
+    if (job.rows[i] < 0) continue;
+    const T* row = table.row(job.rows[i]) + column;
+    for (int64_t p = 0; p < kParts; ++p) {
+      load_row(row + p * kLanes, values);
+      sums[p] += kWeighted ? job.bag_weights[i] * values : values;
+    }
+  }
+  if (job.mean && end > begin)
+    for (int64_t p = 0; p < kParts; ++p) sums[p] /= static_cast<float>(end - begin);
+  for (int64_t p = 0; p < kParts; ++p)
+    job.streams ? store_past_caches(sums[p], out + p * kLanes) : store(sums[p], out + p * kLanes);
+}
+
+// The columns that no sixteen hold.
+template <typename T>
+TORCHREC_DYN_INLINE void pool_rest(const PoolJob<T>& job, const RowBlocks<T>& table, int64_t begin, int64_t end,
+                                   int64_t column, float* out) {
+  const int64_t width = table.columns - column;
+  std::fill(out, out + width, 0.0f);
   for (int64_t i = begin; i < end; ++i) {
     if (job.rows[i] < 0) continue;
     const T* row = table.row(job.rows[i]) + column;
     const float scale = job.bag_weights ? job.bag_weights[i] : 1.0f;
-    for (int64_t c = 0; c < n; ++c) sum[c] += scale * to_float(row[c]);
+    for (int64_t c = 0; c < width; ++c) out[c] += scale * to_float(row[c]);
   }
-  if (job.mean && end > begin) {
-    const float length = static_cast<float>(end - begin);
-    for (int64_t c = 0; c < n; ++c) sum[c] /= length;
-  }
-  if (kWidth > 0 && job.streams)
-    for (int64_t c = 0; c < n; c += 4) store_past_caches(sum + c, out + c);
-  else if (kWidth > 0)
-    for (int64_t c = 0; c < n; ++c) out[c] = sum[c];
+  if (job.mean && end > begin)
+    for (int64_t c = 0; c < width; ++c) out[c] /= static_cast<float>(end - begin);
 }
 
-template <typename T>
+template <bool kWeighted, typename T>
 TORCHREC_DYN_INLINE void pool_bag(const PoolJob<T>& job, const RowBlocks<T>& table, int64_t begin, int64_t end,
                                   float* out) {
-  int64_t column = 0;
-  for (; table.columns - column >= 64; column += 64) pool_columns<64>(job, table, begin, end, column, 64, out + column);
-  if (table.columns - column >= 32) {
-    pool_columns<32>(job, table, begin, end, column, 32, out + column);
-    column += 32;
-  }
-  if (table.columns - column >= 16) {
-    pool_columns<16>(job, table, begin, end, column, 16, out + column);
-    column += 16;
-  }
-  if (table.columns > column) pool_columns<0>(job, table, begin, end, column, table.columns - column, out + column);
+  int64_t c = 0;
+  for (; table.columns - c >= 4 * kLanes; c += 4 * kLanes) pool_lanes<4, kWeighted>(job, table, begin, end, c, out + c);
+  for (; table.columns - c >= kLanes; c += kLanes) pool_lanes<1, kWeighted>(job, table, begin, end, c, out + c);
+  if (table.columns > c) pool_rest(job, table, begin, end, c, out + c);
 }
 
 template <typename T, typename Out>
@@ -81,10 +94,13 @@ TORCHREC_DYN_INLINE void pool_segment(const PoolJob<T>& job, const Segment& segm
       for (const int64_t until = std::min(stop, end + kAhead + kBurst); ahead < until; ++ahead)
         if (job.rows[ahead] >= 0) prefetch_row(table, job.rows[ahead]);
     Out* place = out + segment.out_offset + (bag - segment.first_bag) * segment.out_stride;
-    if constexpr (sizeof(Out) == sizeof(float)) {
-      pool_bag(job, table, job.bags.begin(bag), end, place);
-    } else {
-      pool_bag(job, table, job.bags.begin(bag), end, sums.data());
+    float* pooled = sums.data();
+    if constexpr (sizeof(Out) == sizeof(float)) pooled = place;
+    if (job.bag_weights)
+      pool_bag<true>(job, table, job.bags.begin(bag), end, pooled);
+    else
+      pool_bag<false>(job, table, job.bags.begin(bag), end, pooled);
+    if constexpr (sizeof(Out) != sizeof(float)) {
       for (int64_t c = 0; c < table.columns; ++c) store_nearest(sums[static_cast<size_t>(c)], &place[c]);
     }
   }

@@ -240,7 +240,8 @@ std::vector<Run> runs_in_batch_order(std::span<const uint64_t> words, int shift,
   }
   first[runs] = static_cast<uint32_t>(words.size());
   std::vector<uint32_t> run_at(highest - lowest + 2, 0);  // 1 + the run whose first id is at this position
-  for (size_t r = 0; r < runs; ++r) run_at[static_cast<uint32_t>(words[first[r]]) - lowest] = static_cast<uint32_t>(r + 1);
+  for (size_t r = 0; r < runs; ++r)
+    run_at[static_cast<uint32_t>(words[first[r]]) - lowest] = static_cast<uint32_t>(r + 1);
   std::vector<uint32_t> order(run_at.size());
   size_t found = 0;
   for (const uint32_t after : run_at) {

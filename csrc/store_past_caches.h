@@ -4,18 +4,22 @@
 
 #include <cstring>
 
+#include "simd.h"
+
 #if defined(__SSE__)
 #include <xmmintrin.h>
 #endif
 
 namespace torchrec_dyn {
 
-// Four floats; `to` lies on a 16-byte boundary.
-inline void store_past_caches(const float* from, float* to) {
+// `to` lies on a 16-byte boundary.
+TORCHREC_DYN_INLINE void store_past_caches(const Floats16& lanes, float* to) {
 #if defined(__SSE__)
-  _mm_stream_ps(to, _mm_loadu_ps(from));
+  __m128 quarters[4];
+  std::memcpy(quarters, &lanes, sizeof lanes);
+  for (int64_t q = 0; q < 4; ++q) _mm_stream_ps(to + 4 * q, quarters[q]);
 #else
-  std::memcpy(to, from, 4 * sizeof(float));
+  store(lanes, to);
 #endif
 }
 
