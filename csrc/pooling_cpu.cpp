@@ -6,6 +6,7 @@
 #include "bags.h"
 #include "output_memory.h"
 #include "parallel.h"
+#include "row_lanes.h"
 #include "simd.h"
 #include "store_past_caches.h"
 
@@ -26,15 +27,6 @@ struct PoolJob {
   bool mean;
   bool streams;  // the output is written past the caches
 };
-
-TORCHREC_DYN_INLINE void load_row(const float* row, Floats16& lanes) { load(row, lanes); }
-
-template <typename T>
-TORCHREC_DYN_INLINE void load_row(const T* row, Floats16& lanes) {
-  float values[kLanes];
-  for (int64_t lane = 0; lane < kLanes; ++lane) values[lane] = to_float(row[lane]);
-  load(values, lanes);
-}
 
 // Pools kParts * 16 columns of a bag from `column` on.
 template <int64_t kParts, bool kWeighted, typename T>
