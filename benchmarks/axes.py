@@ -117,6 +117,11 @@ def offsets(workload: Workload) -> Tensor:
     return torch.arange(workload.tables * workload.batch + 1) * workload.bag
 
 
+def counts(workload: Workload) -> list[int]:
+    """Returns the ids of each feature, [tables]: who has checked the offsets passes them on."""
+    return [workload.batch * workload.bag] * workload.tables
+
+
 # End to end (bench_train.py): `batch` is of one rank.
 TRAIN = (
     Workload("train-onehot", tables=26, rows=100_000, batch=2048, bag=1, zipf=1.05),

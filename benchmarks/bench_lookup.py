@@ -22,6 +22,7 @@ from axes import (
     SEQUENCE,
     THREADS,
     Workload,
+    counts,
     offsets,
     ranks,
     raw_ids,
@@ -41,12 +42,12 @@ def against_static(workload: Workload, huge_pages: bool) -> tuple[Sides, Sides]:
     """Returns the forwards and the whole steps of ours, of the static tables and of the floors."""
     mapped = ranks(workload, BATCHES, seed=0)
     raw = [raw_ids(batch) for batch in mapped]
-    bag_offsets = offsets(workload)
+    bag_offsets, id_counts = offsets(workload), counts(workload)
     static, dynamic = static_tables(workload, huge_pages), dynamic_tables(workload)
     grad = output_grad(workload)
 
     def ours(i: int) -> Tensor:
-        return dynamic(raw[i], bag_offsets, training=True)
+        return dynamic(raw[i], bag_offsets, training=True, counts=id_counts)
 
     def theirs(i: int) -> Tensor:
         return static(mapped[i], bag_offsets)
@@ -65,7 +66,7 @@ def against_static(workload: Workload, huge_pages: bool) -> tuple[Sides, Sides]:
 def half_against_float32(workload: Workload) -> tuple[Sides, Sides]:
     """Returns the forwards and the whole steps of our tables by the dtype of their rows."""
     raw = [raw_ids(batch) for batch in ranks(workload, BATCHES, seed=0)]
-    bag_offsets = offsets(workload)
+    bag_offsets, id_counts = offsets(workload), counts(workload)
     grad = output_grad(workload)
     forward: Sides = {}
     step: Sides = {}
@@ -73,7 +74,7 @@ def half_against_float32(workload: Workload) -> tuple[Sides, Sides]:
         group = dynamic_tables(workload, dtype)
 
         def ours(i: int, group: Any = group) -> Tensor:
-            return group(raw[i], bag_offsets, training=True)
+            return group(raw[i], bag_offsets, training=True, counts=id_counts)
 
         forward[name] = forward_of(ours, BATCHES)
         step[name] = step_of(ours, BATCHES, grad)

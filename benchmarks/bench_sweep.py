@@ -22,6 +22,7 @@ from axes import (
     SWEEP_ZIPF,
     THREADS,
     Workload,
+    counts,
     offsets,
     ranks,
     raw_ids,
@@ -51,10 +52,10 @@ class Sides:
         """
         mapped = ranks(workload, BATCHES, seed=0)
         raw = [raw_ids(batch) for batch in mapped]
-        bags = offsets(workload)
+        bags, id_counts = offsets(workload), counts(workload)
         grad = output_grad(workload)
         lookups = {
-            "dynamic": lambda i: self._dynamic(raw[i], bags, training=True),
+            "dynamic": lambda i: self._dynamic(raw[i], bags, training=True, counts=id_counts),
             "static": lambda i: self._static(mapped[i], bags),
         }
         floor = floors(self._dynamic.tables, raw)
