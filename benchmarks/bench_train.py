@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from axes import TRAIN, Workload
-from interleaved import measure, ratio, summary, write_results
+from axes import TRAIN, Workload, tiny
+from interleaved import finish, measure, options, ratio, summary
 from torch import multiprocessing
 from train_sides import (
     MCH_INTERVAL,
@@ -123,12 +123,14 @@ def work(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> N
     for chatty in ("torchrec", "torch.fx"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)
-    torch.set_num_threads(arguments.threads or max(1, (os.cpu_count() or 1) // world))
+    torch.set_num_threads(
+        arguments.threads[0] if arguments.threads else max(1, (os.cpu_count() or 1) // world)
+    )
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world
     )
     lines = []
-    for workload in TRAIN:
+    for workload in [tiny(one) if arguments.quick else one for one in TRAIN]:
         # On one rank all plans are one: ids and rows stay where they are.
         plans = PLANS if world > 1 else PLANS[:1]
         duels = [(plan, "static") for plan in plans] + [("row_wise", "managed")] * (world > 1)
@@ -148,11 +150,9 @@ def work(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> N
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Starts the ranks, prints one table and writes it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__, threads=[])  # by default cores // ranks
     names = [workload.name for workload in TRAIN]
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--world", type=int, nargs="+", default=[2, 1], help="numbers of ranks")
-    parser.add_argument("--threads", type=int, help="of each rank; default: cores // ranks")
     parser.add_argument("--only", nargs="+", default=names, choices=names)
     parser.add_argument("--plans", nargs="+", default=PLANS, choices=PLANS)
     sides = ["static", "managed"]
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for world in arguments.world:
             multiprocessing.spawn(work, (world, arguments, folder), nprocs=world)
             lines += json.loads(Path(folder, f"lines{world}").read_text())
-    print(f"written: {write_results('train', lines)}")
+    finish("train", lines, arguments)
 
 
 if __name__ == "__main__":
