@@ -105,13 +105,13 @@ TORCHREC_DYN_INLINE void fill_normal(const InitialRows& initial, const uint32_t*
       std::fill(out, out + columns, static_cast<float>(initial.low));
       return;
     case InitialKind::kUniform:
-      for_random_columns<4>(
+      for_random_columns(
           key, id, 0, first_column, columns,
           [&](const uint32_t* words, int64_t place, int64_t begin, int64_t end)
               __attribute__((always_inline)) { fill_uniform(initial, words + place, end - begin, out + begin); });
       return;
     case InitialKind::kNormal:
-      for_random_columns<4>(
+      for_random_columns(
           key, id, 0, first_column, columns,
           [&](const uint32_t* words, int64_t place, int64_t begin, int64_t end)
               __attribute__((always_inline)) { fill_normal(initial, words + place, end - begin, out + begin); });

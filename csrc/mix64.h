@@ -13,12 +13,21 @@
 
 #include <cstdint>
 
+#include "simd.h"
+
 namespace torchrec_dyn {
 
-constexpr uint64_t mix64(uint64_t x) {
+// Mixes one word, or every word of a vector, in place.
+template <typename Words>
+TORCHREC_DYN_INLINE constexpr void mix(Words& x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
-  return x ^ (x >> 31);
+  x = x ^ (x >> 31);
+}
+
+constexpr uint64_t mix64(uint64_t x) {
+  mix(x);
+  return x;
 }
 
 // The factors are the inverses of those of mix64 modulo 2^64; a shift s is undone by the shifts s and 2s.
@@ -30,8 +39,10 @@ constexpr uint64_t unmix64(uint64_t x) {
 
 static_assert(unmix64(mix64(0x0123456789ABCDEFull)) == 0x0123456789ABCDEFull);
 
-// 2^64 / golden ratio, made odd. Source: Knuth, TAOCP vol. 3, section 6.4 (Fibonacci hashing).
-constexpr uint64_t kSlotSpread = 0x9E3779B97F4A7C15ull;
+// 2^64 / golden ratio, made odd: what SplitMix64 adds from word to word.
+// Source: Knuth, TAOCP vol. 3, section 6.4 (Fibonacci hashing).
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;
+constexpr uint64_t kSlotSpread = kGolden;
 
 // The word that orders the slots of every map.
 inline uint64_t spread_hash(int64_t id) { return mix64(static_cast<uint64_t>(id)) * kSlotSpread; }

@@ -33,7 +33,7 @@ inline Philox4 philox4x32(uint64_t key, Philox4 counter) {
   return counter;
 }
 
-// Four random words for block `block` of the row of `id`. `stream` separates uses of one key (a step).
+// Four random words for block `block` of the row of `id`. `stream` separates uses of one key.
 inline Philox4 random_words(uint64_t key, int64_t id, uint32_t block, uint32_t stream) {
   const uint64_t word = static_cast<uint64_t>(id);
   return philox4x32(key, {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32), block, stream});
@@ -98,12 +98,13 @@ TORCHREC_DYN_INLINE void random_blocks(uint64_t key, int64_t id, uint32_t first_
 
 constexpr int64_t kMostRandomWords = 32;  // that for_random_columns hands over at once
 
-// Walks over columns [first_column, first_column + columns) of the row of `id`, kPerBlock columns a block, and calls
+// Walks over columns [first_column, first_column + columns) of the row of `id`, four columns a block, and calls
 // use(words, place, begin, end): column `begin` of the row given is the one numbered `place` in the blocks of `words`,
 // and the columns up to `end` follow it there.
-template <int kPerBlock, typename Use>
+template <typename Use>
 TORCHREC_DYN_INLINE void for_random_columns(uint64_t key, int64_t id, uint32_t stream, int64_t first_column,
                                             int64_t columns, const Use& use) {
+  constexpr int kPerBlock = 4;
   constexpr int kMany = kMostRandomWords / 4;
   constexpr int kFew = 4;  // most of a short row's blocks would be for nothing
   uint32_t words[kMostRandomWords];

@@ -5,6 +5,7 @@
 // not fit are compared with random ones, so that the expected value of the stored number is the number itself.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -40,14 +41,17 @@ inline float to_float(float value) { return value; }
 
 inline float to_float(BFloat16 value) { return float_of_bits(static_cast<uint32_t>(value.bits) << 16); }
 
-// Shifting the half's exponent and mantissa into place gives a float that is 2^-112 too small, subnormals
-// included; infinities and NaNs keep an exponent of all ones. The sign is shifted in from an extended one.
+// Shifted into place, with 224 added to its exponent, a half is 2^112 times too large, and infinities and NaNs are
+// such. A subnormal one stands for half of what it should be and 2^-15: twice it less 2^-14 is right, and then the
+// smaller. No float here is subnormal: processors are slow where they meet one.
 inline float to_float(Float16 value) {
   const auto extended = static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(value.bits)));
-  const uint32_t shifted = (extended << 13) & 0x8FFFE000u;
-  const uint32_t scaled = bits_of_float(float_of_bits(shifted) * 0x1p112f);
-  const bool special = (extended & 0x7C00u) == 0x7C00u;
-  return float_of_bits(scaled | (special ? 0x7F800000u : 0u));
+  const float raised = float_of_bits(((extended << 13) & 0x0FFFE000u) | 0x70000000u);
+  const float normal = raised * 0x1p-112f;
+  const float subnormal = raised * 0x1p-111f - 0x1p-14f;
+  const auto magnitude = static_cast<uint32_t>(
+      std::min(static_cast<int32_t>(bits_of_float(subnormal)), static_cast<int32_t>(bits_of_float(normal))));
+  return float_of_bits((extended & 0x80000000u) | magnitude);
 }
 
 inline void store_nearest(float value, float* out) { *out = value; }
@@ -79,9 +83,7 @@ inline void store_nearest(float value, Float16* out) {
   out->bits = static_cast<uint16_t>(if_less(kFloatInfinity, magnitude, 0x7E00u, rounded));
 }
 
-// `random16`: 16 random bits. A float ignores them.
-inline void store_stochastic(float value, uint32_t, float* out) { *out = value; }
-
+// `random16`: 16 random bits.
 inline void store_stochastic(float value, uint32_t random16, BFloat16* out) {
   const uint32_t bits = bits_of_float(value);
   const bool is_nan = static_cast<int32_t>(bits & 0x7FFFFFFFu) > kFloatInfinity;
@@ -89,19 +91,21 @@ inline void store_stochastic(float value, uint32_t random16, BFloat16* out) {
 }
 
 // Finite values past 65504 go to infinity as they do in FBGEMM and torch: an overflow must be seen.
+//
+// `raised` is twice the magnitude, or for a subnormal half the magnitude and 2^-14. Of its bits
+// 13 do not fit; a subnormal one is to the nearest 2^-37 there.
 inline void store_stochastic(float value, uint32_t random16, Float16* out) {
   const uint32_t bits = bits_of_float(value);
   const auto magnitude = static_cast<int32_t>(bits & 0x7FFFFFFFu);
-  const auto draw = static_cast<int32_t>(random16);
-  const int32_t normal = ((magnitude + (draw >> 3)) >> 13) - kHalfBias;  // 13 bits do not fit
-  // In units of 2^-40, 16 bits do not fit.
-  const float small = float_of_bits(static_cast<uint32_t>(magnitude < kHalfNormal ? magnitude : kHalfNormal));
-  const int32_t subnormal = (static_cast<int32_t>(small * 0x1p40f) + draw) >> 16;
-  const uint32_t finite =
-      if_less(magnitude, kHalfNormal, static_cast<uint32_t>(subnormal), static_cast<uint32_t>(normal));
-  const uint32_t past = if_less(magnitude, kHalfInfinity, 0x7BFFu, 0x7C00u);
-  const uint32_t rounded = ((bits >> 16) & 0x8000u) | if_less(magnitude, kHalfLargest, finite, past);
-  out->bits = static_cast<uint16_t>(if_less(kFloatInfinity, magnitude, 0x7E00u, rounded));
+  const float number = float_of_bits(static_cast<uint32_t>(magnitude));
+  const auto raised = std::max(static_cast<int32_t>(bits_of_float(number + 0x1p-14f)),
+                               static_cast<int32_t>(bits_of_float(number + number)));
+  const int32_t kept = std::min(raised, kHalfLargest + (1 << 23));
+  const int32_t finite = ((kept + static_cast<int32_t>(random16 >> 3)) >> 13) - kHalfBias - 0x400;
+  const int32_t past = (kHalfInfinity - 1 - magnitude) >> 31;  // -1: 0x7BFF + 1 is infinity
+  const auto high = static_cast<int16_t>(bits >> 16);
+  const auto quiet = static_cast<int16_t>(static_cast<int16_t>(0x7F80 - (high & 0x7FFF)) >> 15);  // of a NaN
+  out->bits = static_cast<uint16_t>((high & 0x8000) | (finite - past) | (quiet & 0x200));
 }
 
 }  // namespace torchrec_dyn

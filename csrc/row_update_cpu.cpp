@@ -154,6 +154,11 @@ TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, size_t begin, size_t 
     }
 }
 
+// Floats on a line of cache: vectors of 512 bits do not straddle two.
+struct alignas(64) Line {
+  float floats[kLanes];
+};
+
 template <typename T>
 TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all) {
   constexpr size_t kBurst = 32;
@@ -161,7 +166,8 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all) {
   const int64_t columns = table.weights.columns;
   const BiasCorrection correction = bias_correction(job.rule, table.stream.step);
   std::vector<float> sum(static_cast<size_t>(columns));
-  std::vector<float> values(static_cast<size_t>(columns));
+  std::vector<Line> lines(static_cast<size_t>(sizeof(T) == sizeof(float) ? 0 : (columns + kLanes - 1) / kLanes));
+  float* values = lines.empty() ? nullptr : lines.front().floats;  // of a short row
   const float* squared = nullptr;  // the gradient whose square is `square`: the ids of a bag share one
   float square = 0.0f;
   prefetch_runs(all, 0, kBurst);
@@ -178,7 +184,7 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all) {
     if constexpr (sizeof(T) == sizeof(float)) {
       weight = row;
     } else {
-      weight = values.data();
+      weight = values;
       for (int64_t c = 0; c < columns; ++c) weight[c] = to_float(row[c]);
     }
     if (grad != squared || grad == sum.data() || job.rule.square_reads_weights()) {
@@ -189,7 +195,7 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all) {
                state_row(table.momentum2, run.row), columns);
     if constexpr (sizeof(T) != sizeof(float))
       store_row(table.stream.rounding_key, table.stream.step, table.stream.first_column,
-                job.ids[all.position(run.begin)], values.data(), columns, row);
+                job.ids[all.position(run.begin)], values, columns, row);
   }
 }
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 
 WORD = 1 << 64
-SLOT_SPREAD = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, made odd
+SLOT_SPREAD = GOLDEN
 EXTREME_IDS = [-(2**63), -(2**63) + 1, -2, -1, 0, 1, 2**63 - 2, 2**63 - 1]
 
 
@@ -102,10 +103,14 @@ def initial_units(key: int, ids: list[int], columns: int) -> np.ndarray:
 
 
 def rounding_draws(key: int, ids: list[int], columns: int, step: int) -> np.ndarray:
-    """The 16-bit draws [M, columns] of stochastic rounding: two to a word, low half first."""
-    words = random_words(key, ids, columns, 8, step)
-    halves = np.stack([words & 0xFFFF, words >> 16], axis=2).reshape(len(ids), -1)
-    return halves[:, :columns]
+    """The 16-bit draws [M, columns] of stochastic rounding: SplitMix64, four to a word, low first."""
+    of_step = mix64(key + step * GOLDEN)
+    draws = np.empty((len(ids), columns), dtype=np.uint32)
+    for row, number in enumerate(ids):
+        state = mix64(of_step ^ mix64(number))
+        words = [mix64(state + (word + 1) * GOLDEN) for word in range(-(-columns // 4))]
+        draws[row] = [words[c // 4] >> 16 * (c % 4) & 0xFFFF for c in range(columns)]
+    return draws
 
 
 class DenseRows:

@@ -16,7 +16,6 @@
 #include "philox.h"
 #include "radix_sort.h"
 #include "rounding.h"
-#include "row_types.h"
 #include "row_update.h"
 
 namespace torchrec_dyn {
@@ -166,8 +165,10 @@ void update_own_rows(Optimizer optimizer) {
         T* weight = &weights[r * kColumns];
         for (int64_t c = 0; c < kColumns; ++c) row[c] = to_float(weight[c]);
         const int64_t one = kColumns * r;
-        update_row(rule, bias_correction(rule, 3), grad.data(), row.data(), &m1[one], &m2[one], kColumns);
-        store_row(7, 3, 1, r, row.data(), kColumns, weight);
+        update_row(rule, bias_correction(rule, 3), row_square(rule, grad.data(), row.data(), kColumns), grad.data(),
+                   row.data(), &m1[one], &m2[one], kColumns);
+        if constexpr (sizeof(T) != sizeof(float)) store_row(7, 3, 1, r, row.data(), kColumns, weight);
+        if constexpr (sizeof(T) == sizeof(float)) std::copy(row.begin(), row.end(), weight);
       }
     };
     if (parts == 1)
