@@ -104,6 +104,52 @@ def test_every_slot_of_a_line_is_told_from_the_others():
     assert look(slots, *ids, ~ids[0], ids[1] ^ 1) == [*rows, -1, -1]
 
 
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("is_growing", [False, True])
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 511, 512, 513, 1100, 40_001])
+def test_many_ids_at_once(count, is_growing, threads):
+    """At home, in later lines, absent, in any order and repeated; counted and found as one by one."""
+    capacity, held = 4096, 3000
+    runs = [n for home in (0, 1000, 4092) for n in scattered(home, capacity, 12)]
+    ids = torch.unique(torch.cat([ids_of(*runs), torch.arange(1, held) * 7919]))
+    row_of = {number: row for row, number in enumerate(ids.tolist())}
+    slots, moved = [slots_of(capacity)], WHOLE
+    ops.insert(ids, torch.arange(len(ids)), ids_of(0, len(ids)), slots, moved)
+    assert int((ops.probe_lengths(slots[0]) > 8).sum()) > 12
+    if is_growing:
+        slots = [slots_of(2 * capacity), *slots]
+        moved = ops.move_slots(slots[1], slots[0], 0, 1700)
+    draw = torch.Generator().manual_seed(count)
+    pool = torch.cat([ids, ids * 3 + 1, ids_of(0)])
+    asked = pool[torch.randint(0, len(pool), (count,), generator=draw)]
+    expected = [row_of.get(number, -1) for number in asked.tolist()]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        rows, absent = ops.lookup(asked, ids_of(0, count), slots, moved)
+    finally:
+        torch.set_num_threads(before)
+    assert rows.tolist() == expected
+    assert absent.tolist() == [expected.count(-1)]
+
+
+@pytest.mark.parametrize("count", [1, 70, 600])
+def test_full_maps_and_maps_of_one_line_and_of_none(count):
+    """No line behind the home, or no line at all: the search ends."""
+    asked = [*range(count)]
+    assert look(slots_of(0), *asked) == [-1] * count
+    for capacity in (4, 8):
+        slots = slots_of(capacity)
+        held = [n for k in range(capacity // 4) for n in scattered(4 * k, capacity, 4)]
+        put(slots, *held)
+        place = {number: row for row, number in enumerate(held)}
+        assert look(slots, *held, *asked) == [
+            *range(capacity), *(place.get(number, -1) for number in asked)
+        ]  # fmt: skip
+        assert ops.erase(ids_of(held[0]), [slots], WHOLE).tolist() == [0]
+        assert look(slots, *held) == [-1, *range(1, capacity)]
+
+
 MAPS = {
     "lookup": lambda slots, moved: ops.lookup(ids_of(1), ids_of(0, 1), slots, moved),
     "insert": lambda slots, moved: ops.insert(ids_of(1), ids_of(0), ids_of(0, 1), slots, moved),
