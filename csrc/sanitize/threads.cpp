@@ -153,14 +153,14 @@ void update_own_rows(Optimizer optimizer) {
         fill_initial_row(normal, 5, r, 2, kColumns, row.data());
         for (int64_t c = 0; c < kColumns; ++c) store_nearest(row[c], &weights[r * kColumns + c]);
       }
-      std::vector<uint64_t> words;
+      SortableWords words(kBatch + 1);
       for (int64_t i = 0; i < kBatch; ++i) {
         const uint64_t r = random_words(9, i, 0, 0)[1] % kRows;
-        if (static_cast<int64_t>(r) % parts == part) words.push_back(r << 32 | static_cast<uint64_t>(i));
+        words.push_if(static_cast<int64_t>(r) % parts == part, r << 32 | static_cast<uint64_t>(i));
       }
-      sort_by_high_word(words);
-      check(std::is_sorted(words.begin(), words.end()), "equal rows stay in the order of the batch");
-      for (const uint64_t word : words) {
+      words.sort_by_high_word();
+      check(std::ranges::is_sorted(words.words()), "equal rows stay in the order of the batch");
+      for (const uint64_t word : words.words()) {
         const auto r = static_cast<int64_t>(word >> 32);
         fill_initial_row(normal, 6, static_cast<uint32_t>(word), 0, kColumns, grad.data());
         T* weight = &weights[r * kColumns];
