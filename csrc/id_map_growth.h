@@ -6,8 +6,8 @@
 //
 // Invariant: every id in the outgoing array has its home at `moved` or later. It holds where a stretch ends
 // behind an empty slot: no id with a home before that slot sits after it. The rest of its line is then empty too,
-// so that stretches end with whole lines. An id whose run wraps around the end
-// of the array sits in front of its home: a stretch that meets one leaves it over, and it is put back.
+// for homes begin lines: so stretches end with whole lines. An id whose run wraps around the end of the array sits
+// in front of its home: a stretch that meets one leaves it over, and it is put back.
 #pragma once
 
 #include <algorithm>
@@ -33,17 +33,15 @@ inline int64_t end_of_stretch(const SlotArray& outgoing, int64_t moved, int64_t 
 
 // Empties outgoing slots [begin, end) into `slots`. Each end is the array's own or lies behind an empty slot.
 // Touches no new slot outside the stretch that matches, so that several threads can move a piece each. What
-// finds no place there, and what wraps around the end of the outgoing array, is left over.
+// finds no place there, and what wraps around the end of the outgoing array, whose home is later, is left over.
 inline void move_stretch(const SlotArray& outgoing, const SlotArray& slots, int64_t begin, int64_t end,
                          std::vector<Slot>& left_over) {
   const bool is_last = end == outgoing.capacity;
-  const uint64_t frontier = is_last ? 0 : least_spread_hash(end, outgoing.capacity);
-  const int64_t limit = is_last ? slots.capacity : slots.home(frontier);
+  const int64_t limit = is_last ? slots.capacity : slots.home(least_spread_hash(end, outgoing.capacity));
   for (int64_t from = begin; from < end; ++from) {
     const Slot moved = outgoing.slots[from];
     if (moved.is_empty()) continue;
-    const uint64_t spread = spread_hash(moved.id);
-    int64_t to = is_last || spread < frontier ? slots.home(spread) : limit;
+    int64_t to = slots.home(spread_hash(moved.id));
     while (to < limit && !slots.slots[to].is_empty()) ++to;
     if (to < limit)
       slots.slots[to] = moved;

@@ -49,12 +49,19 @@ def home_slot(number: int, capacity: int) -> int:
     return ((mix64(number) * SLOT_SPREAD % WORD) * capacity >> 64) // 4 * 4
 
 
+def id_of_spread_hash(spread: int) -> int:
+    """The id whose spread hash, the word that home slots are made of, is `spread`."""
+    return unmix64(spread * pow(SLOT_SPREAD, -1, WORD) % WORD)
+
+
 def ids_at_home(slot: int, capacity: int, count: int) -> list[int]:
-    """Distinct ids whose home is one slot, the first of its line, of a map of `capacity` slots."""
+    """Distinct ids whose home is the line of `slot`, each scaled to that very slot.
+
+    The first of them has the least spread hash that is scaled to `slot`.
+    """
     first = -(-slot * WORD // capacity)
     step = max(1, WORD // capacity // (count + 1))
-    back = pow(SLOT_SPREAD, -1, WORD)
-    return [unmix64((first + k * step) * back % WORD) for k in range(count)]
+    return [id_of_spread_hash(first + k * step) for k in range(count)]
 
 
 def canonical_order(ids: list[int]) -> list[int]:

@@ -54,9 +54,10 @@ def test_unmix_undoes_mix_both_ways():
 @pytest.mark.parametrize(
     ("capacity", "homes"),
     [
-        (64, [0, 5, 29, 59, 41]),
-        (1000, [0, 78, 466, 924, 652]),
-        (1 << 20, [0, 81943, 489582, 969339, 683755]),
+        (64, [0, 4, 28, 56, 40]),
+        (100, [0, 4, 44, 92, 64]),
+        (1000, [0, 76, 464, 924, 652]),
+        (1 << 20, [0, 81940, 489580, 969336, 683752]),
     ],
 )
 def test_home_slots_are_pinned(capacity, homes):
@@ -71,11 +72,11 @@ def test_home_slots_are_pinned(capacity, homes):
 
 
 def test_ids_of_the_oracle_share_a_home():
-    for capacity in (64, 97, 4096):
-        for slot in (0, capacity // 2, capacity - 1):
+    for capacity in (64, 100, 4096):
+        for slot in (0, capacity // 2, capacity // 2 + 1, capacity - 1):
             ids = ids_at_home(slot, capacity, 20)
             assert len(set(ids)) == 20
-            assert {home_slot(i, capacity) for i in ids} == {slot}
+            assert {home_slot(i, capacity) for i in ids} == {slot // 4 * 4}
 
 
 def test_canonical_order_is_unsigned_order_of_mixed_ids():
@@ -83,6 +84,20 @@ def test_canonical_order_is_unsigned_order_of_mixed_ids():
     got = tensor(ids)[order_of(tensor(ids))].tolist()
     assert got == canonical_order(ids)
     assert got[-1] == unmix64(2**64 - 1)
+
+
+def check_spread(slots):
+    """Ids lie no further from home than random ones do at this load of 0.75 (measured).
+
+    That is 3.3 slots, 1.27 lines; 13 of 100 past their home line.
+    """
+    lengths = ops.probe_lengths(slots)
+    lengths = lengths[lengths > 0]
+    lines = (lengths + 3) // 4
+    assert lengths.double().mean() < 3.6
+    assert lines.double().mean() < 1.35
+    assert (lines > 1).double().mean() < 0.15
+    assert lengths.max() < 200
 
 
 @pytest.mark.parametrize("rank", [0, 3, 7])
@@ -93,14 +108,12 @@ def test_ids_of_one_owner_spread_over_its_map(rank):
     mixed = {rank * owned + draw.randrange(owned) for _ in range(ids)}
     # Neighbours too: what a dense run of mixed ids would do.
     mixed |= {rank * owned + k for k in range(20_000)}
-    slots = ops.new_slots(torch.empty(0, 2, dtype=torch.int64), int(len(mixed) / 0.75) + 1)
+    capacity = (int(len(mixed) / 0.75) // 4 + 1) * 4
+    slots = ops.new_slots(torch.empty(0, 2, dtype=torch.int64), capacity)
     numbers = ops.unmix64(tensor([signed(word) for word in mixed]))
     everyone = torch.arange(len(mixed))
     ops.insert(numbers, everyone, tensor([0, len(mixed)]), [slots], tensor([-1]))
-    lengths = ops.probe_lengths(slots)
-    # Knuth expects (1 + 1 / (1 - load)) / 2 = 2.5 slots for a known id at this load.
-    assert lengths[lengths > 0].double().mean() < 3.0
-    assert lengths.max() < 200
+    check_spread(slots)
 
 
 @pytest.mark.parametrize("stride", [1, 8, 1 << 20, 1 << 40])
@@ -110,5 +123,4 @@ def test_patterned_ids_spread(stride):
     id_map = IdMap()
     id_map.reserve(ids.numel())
     ops.insert(ids, torch.arange(ids.numel()), tensor([0, ids.numel()]), *id_map.arrays())
-    lengths = ops.probe_lengths(id_map.slots)
-    assert lengths[lengths > 0].double().mean() < 3.0
+    check_spread(id_map.slots)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import home_slot, ids_at_home
+from oracle import WORD, home_slot, id_of_spread_hash, ids_at_home
 from table_cases import ids_of
 
 from torchrec_dyn import ops
@@ -41,6 +41,7 @@ class Growing:
         before = self.moved
         self.moved = ops.move_slots(self.outgoing, self.slots, self.moved, until).item()
         assert max(before, min(until, len(self.outgoing))) <= self.moved <= len(self.outgoing)
+        assert self.moved % 4 == 0
 
     def check(self, *others):
         asked = [*self.held, *others]
@@ -56,32 +57,56 @@ class Growing:
         assert len(homes[0]) + len(homes[1]) == len(self.held)
 
 
-@pytest.mark.parametrize("grown", [8, 12, 13, 16])
-@pytest.mark.parametrize("homes", [(0, 0, 1, 3, 3, 3), (6, 6, 7, 7, 0, 1), (7, 7, 7, 7, 7, 3)])
-def test_every_way_to_the_end(homes, grown):
-    """Runs inside, at the end and around the end of 8 slots, moved in every choice of stretches."""
-    pool = {home: iter(ids_at_home(home, 8, 6)) for home in set(homes)}
-    ids = [next(pool[home]) for home in homes]
-    absent = [next(pool[home]) for home in homes[:1]]
+# Scaled slots of ids in 16 slots, four lines; ids of 4 to 7 all have their home at 4.
+RUNS = {
+    "inside": (4, 4, 5, 7, 7, 7),
+    "to the end": (8, 9, 11, 8, 8, 12, 15, 15),
+    "around the end": (12, 12, 13, 15, 15, 15, 0, 1),
+    "two lines around the end": (15, 15, 12, 12, 15, 15, 12, 12, 14, 15, 4),
+    "a line each, all full": (0, 1, 2, 3, 4, 4, 4, 4, 8, 9, 9, 9),
+}
+
+
+@pytest.mark.parametrize("grown", [16, 20, 24, 32])
+@pytest.mark.parametrize("scaled", RUNS.values(), ids=RUNS)
+def test_every_way_to_the_end(scaled, grown):
+    """Stretches of every length, alone and up to three in a row: each ends with a whole line."""
+    pool = {slot: iter(ids_at_home(slot, 16, 12)) for slot in set(scaled)}
+    ids = [next(pool[slot]) for slot in scaled]
+    absent = [next(pool[slot]) for slot in scaled[:1]]
     for stops in itertools.chain.from_iterable(
-        itertools.combinations(range(1, 8), count) for count in range(4)
+        itertools.combinations(range(1, 16), count) for count in range(3)
     ):
-        grows = Growing(8, grown)
+        grows = Growing(16, grown)
         grows.put(*ids)
-        for until in (*stops, 8):
+        for until in (*stops, 16):
             grows.move(until)
             grows.check(*absent)
-        assert grows.moved == 8 and not grows.outgoing.any()
+        assert grows.moved == 16 and not grows.outgoing.any()
+
+
+@pytest.mark.parametrize("capacity", [12, 16, 20, 100])
+def test_the_frontier_parts_neighbours(capacity):
+    """The last spread hash that belongs in front of each line, and the first that belongs to it."""
+    firsts = [-(-line * WORD // capacity) for line in range(4, capacity, 4)]
+    ids = [id_of_spread_hash(first - back) for first in firsts for back in (1, 0)]
+    assert [home_slot(number, capacity) for number in ids[:4]] == [0, 4, 4, 8]
+    grows = Growing(capacity, capacity + 4)
+    grows.put(*ids)
+    for line in range(4, capacity + 1, 4):
+        grows.move(line)
+        assert grows.moved == line  # two ids a line: no run goes on
+        grows.check()
 
 
 @given(
     st.lists(st.tuples(st.sampled_from(["put", "erase", "move"]), st.integers(0, 23)), max_size=40),
-    st.sampled_from([11, 16]),
+    st.sampled_from([12, 16]),
 )
 def test_ids_come_and_go_while_slots_move(steps, capacity):
-    homes = (0, 1, 5, capacity // 2, capacity - 2, capacity - 1)
-    pool = [number for home in homes for number in ids_at_home(home, capacity, 4)]
-    grows = Growing(capacity, capacity + 5)
+    scaled = (0, 1, 5, capacity // 2, capacity - 4, capacity - 1)
+    pool = [number for slot in scaled for number in ids_at_home(slot, capacity, 4)]
+    grows = Growing(capacity, capacity + 8)
     row = 0
     for what, choice in steps:
         if what == "move":
@@ -124,7 +149,7 @@ def test_pieces_of_a_stretch_are_moved_at_any_thread_count(threads):
     try:
         outgoing = ops.new_slots(torch.empty(0, 2, dtype=torch.int64), 200_000)
         ops.insert(ids, torch.arange(150_000), ids_of(0, 150_000), [outgoing], ids_of(-1))
-        slots = ops.new_slots(outgoing, 200_001)
+        slots = ops.new_slots(outgoing, 200_004)
         moved = ops.move_slots(outgoing, slots, 0, 140_000)
         rows = ops.lookup(ids, ids_of(0, 150_000), [slots, outgoing], moved)[0]
         assert torch.equal(rows, torch.arange(150_000))
@@ -138,14 +163,14 @@ def test_pieces_of_a_stretch_are_moved_at_any_thread_count(threads):
 def test_a_run_around_the_end_survives_memory_given_back():
     """Ids that wrap into the first huge page, which is given back except where they sit."""
     capacity = 1 << 18
-    wrapped = ids_at_home(capacity - 1, capacity, 5)
+    wrapped = ids_at_home(capacity - 1, capacity, 9)
     ids = ids_of(*wrapped, *(number for number in range(1000) if number not in wrapped))
     everyone = torch.arange(ids.numel())
     outgoing = ops.new_slots(torch.empty(0, 2, dtype=torch.int64), capacity)
     slots = ops.new_slots(outgoing, 2 * capacity)
     ops.insert(ids, everyone, ids_of(0, ids.numel()), [outgoing], ids_of(-1))
     moved = ids_of(0)
-    for until in (5, 1 << 17, 200_000, capacity - 1):
+    for until in (5, 1 << 17, 200_000, capacity - 5):
         moved = ops.move_slots(outgoing, slots, moved.item(), until)
         rows = ops.lookup(ids, ids_of(0, ids.numel()), [slots, outgoing], moved)[0]
         assert torch.equal(rows, everyone)
@@ -162,18 +187,24 @@ def slots_of(capacity, place=0):
     ("call", "rule"),
     [
         (lambda: ops.erase(ids_of(1), [slots_of(8)], ids_of(0)), "erase: .* of slots = 2, got 1"),
-        (lambda: ops.erase(ids_of(1), [slots_of(8)] * 2, ids_of(8)), r"in \[0, 8\) or -1, got 8"),
-        (lambda: ops.erase(ids_of(1), [slots_of(8)] * 2, ids_of(-2)), r"in \[0, 8\) or -1, got -2"),
+        (
+            lambda: ops.erase(ids_of(1), [slots_of(8)] * 2, ids_of(8)),
+            r"in \[0, 8\), .* or -1, got 8",
+        ),
+        (
+            lambda: ops.erase(ids_of(1), [slots_of(8)] * 2, ids_of(-2)),
+            r"in \[0, 8\), .* or -1, got -2",
+        ),
         (lambda: ops.erase(ids_of(1), [slots_of(8)] * 2, ids_of(-1, -1)), "of maps = 1, got 2"),
-        (lambda: ops.new_slots(slots_of(8), 0), r"new_slots: .* in \[1, 2\^48\), got 0"),
-        (lambda: ops.new_slots(slots_of(8), -(2**63)), r"a capacity in \[1, 2\^48\)"),
-        (lambda: ops.move_slots(slots_of(8), slots_of(7), 0, 8), "for 8 outgoing ones, got 7"),
+        (lambda: ops.new_slots(slots_of(8), 0), r"new_slots: .* in \[4, 2\^48\), .*, got 0"),
+        (lambda: ops.new_slots(slots_of(8), -(2**63)), r"a capacity in \[4, 2\^48\)"),
+        (lambda: ops.move_slots(slots_of(8), slots_of(4), 0, 8), "for 8 outgoing ones, got 4"),
         (
             lambda: ops.move_slots(slots_of(8, 1), slots_of(8, 1), 0, 8),
             "for every id, got a full map",
         ),
-        (lambda: ops.move_slots(slots_of(8), slots_of(9), -1, 8), r"moved in \[0, 8\], got -1"),
-        (lambda: ops.move_slots(slots_of(8), slots_of(9), 9, 8), r"moved in \[0, 8\], got 9"),
+        (lambda: ops.move_slots(slots_of(8), slots_of(12), -4, 8), r"in \[0, 8\], .*, got -4"),
+        (lambda: ops.move_slots(slots_of(8), slots_of(12), 12, 8), r"in \[0, 8\], .*, got 12"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(call, rule):

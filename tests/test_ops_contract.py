@@ -122,7 +122,7 @@ SAMPLES = {
     "erase": [
         lambda: {"ids": whole(5, 99), "slots": filled_slots()[::-1], "moved": whole(0)},
     ],
-    "new_slots": [lambda: {"slots": filled_slots()[0], "capacity": 11}],
+    "new_slots": [lambda: {"slots": filled_slots()[0], "capacity": 12}],
     "move_slots": [
         lambda: {"outgoing": filled_slots()[0], "slots": empty(12), "moved": 0, "until": 3},
     ],
@@ -225,7 +225,7 @@ WRONG = [
     ("lookup", {"table_offsets": whole(1, 2, 3)}, "table_offsets to start at 0, got 1"),
     ("lookup", {"table_offsets": whole(0, 2, 4)}, "the last of table_offsets = 3, got 4"),
     ("insert", {"new_rows": whole(3, -1)}, "rows >= 0, got -1"),
-    ("insert", {"slots": [torch.full((1, 2), 1)] * 2}, "an empty slot for every new id"),
+    ("insert", {"slots": [torch.full((4, 2), 1)] * 2}, "an empty slot for every new id"),
     ("insert", {"slots": [torch.empty(0, 2, dtype=I64)] * 2}, "an empty slot for every new id"),
     ("fill_new_", {"new_index": whole(-1, 1)}, "new_index < 1, got a larger one"),
     ("init_rows_", {"rows": whole(0, 12)}, r"rows in \[0, 12\), got 12"),

@@ -53,8 +53,8 @@ def table_bytes(
 
     On the CPU the weights and the optimizer state are exact, since memory is committed as rows are
     first touched; elsewhere whole blocks of rows count. The id map counts at its largest for that
-    many ids: 2 / MAX_LOAD slots a row while it is small, 1.5 / MAX_LOAD later. Left out: the old
-    slots, for the moment in which the map grows, and erased rows that wait for their forwards.
+    many ids, while it grows too: 2 / MAX_LOAD slots a row while it is small, 1.5 / MAX_LOAD later.
+    Left out: erased rows that wait for their forwards.
 
     Args:
         rows: ids that have a row.

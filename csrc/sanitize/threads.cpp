@@ -52,7 +52,7 @@ struct OwnedMap {
 // Each thread owns a map: inserts, erases and grows it bit by bit, against std::unordered_map.
 void write_own_maps() {
   on_threads([](int64_t thread) {
-    OwnedMap owned(7), outgoing(0);
+    OwnedMap owned(8), outgoing(0);
     int64_t moved = 0;
     std::unordered_map<int64_t, int64_t> oracle;
     int64_t next_row = 0;
@@ -80,7 +80,7 @@ void write_own_maps() {
           move_on(outgoing.array().capacity);
         if (moved >= outgoing.array().capacity && 4 * ids > 3 * owned.array().capacity) {
           outgoing = owned;
-          owned = OwnedMap(2 * owned.array().capacity + 1);
+          owned = OwnedMap(2 * owned.array().capacity + kLineSlots);
           moved = 0;
           move_on(1);
         }
@@ -115,7 +115,7 @@ void move_one_map() {
 // All threads read one map and write their own part of the answer.
 void read_one_map() {
   constexpr int64_t kIds = 20000;
-  OwnedMap owned(2 * kIds + 1);
+  OwnedMap owned(2 * kIds + kLineSlots);
   for (int64_t id = 0; id < kIds; ++id) insert_absent(owned.array(), id, id + 7, spread_hash(id));
   std::vector<int64_t> ids;
   for (int64_t i = 0; i < 4 * kIds + 5; ++i) ids.push_back(random_words(1, i, 0, 0)[0] % (2 * kIds));
@@ -152,21 +152,21 @@ void update_own_rows(Optimizer optimizer) {
         fill_initial_row(normal, 5, r, 2, kColumns, row.data());
         for (int64_t c = 0; c < kColumns; ++c) store_nearest(row[c], &weights[r * kColumns + c]);
       }
-      std::vector<uint64_t> words;
+      SortableWords words(kBatch + 1);
       for (int64_t i = 0; i < kBatch; ++i) {
         const uint64_t r = random_words(9, i, 0, 0)[1] % kRows;
-        if (static_cast<int64_t>(r) % parts == part) words.push_back(r << 32 | static_cast<uint64_t>(i));
+        words.push_if(static_cast<int64_t>(r) % parts == part, r << 32 | static_cast<uint64_t>(i));
       }
-      sort_by_high_word(words);
-      check(std::is_sorted(words.begin(), words.end()), "equal rows stay in the order of the batch");
-      for (const uint64_t word : words) {
+      words.sort_by_high_word();
+      check(std::ranges::is_sorted(words.words()), "equal rows stay in the order of the batch");
+      for (const uint64_t word : words.words()) {
         const auto r = static_cast<int64_t>(word >> 32);
         fill_initial_row(normal, 6, static_cast<uint32_t>(word), 0, kColumns, grad.data());
         T* weight = &weights[r * kColumns];
         for (int64_t c = 0; c < kColumns; ++c) row[c] = to_float(weight[c]);
         const int64_t one = kColumns * r;
-        update_row(rule, bias_correction(rule, 3), row_square(rule, grad.data(), row.data(), kColumns), grad.data(),
-                   row.data(), &m1[one], &m2[one], kColumns);
+        const float square = row_square(rule, grad.data(), row.data(), kColumns);
+        update_row(rule, bias_correction(rule, 3), square, grad.data(), row.data(), &m1[one], &m2[one], kColumns);
         if constexpr (sizeof(T) != sizeof(float)) store_row(7, 3, 1, r, row.data(), kColumns, weight);
         if constexpr (sizeof(T) == sizeof(float)) std::copy(row.begin(), row.end(), weight);
       }

@@ -1,0 +1,194 @@
+"""An id's home is a cache line of four slots: its slots are compared together, then line after line."""
+
+import pytest
+import torch
+from oracle import home_slot, ids_at_home
+from table_cases import ids_of
+
+from torchrec_dyn import ops
+
+WHOLE = ids_of(-1)  # one map that does not grow
+
+
+def slots_of(capacity, place=0):
+    return torch.full((capacity, 2), place)
+
+
+def put(slots, *ids):
+    """Gives the ids rows 0, 1, and so on."""
+    ops.insert(ids_of(*ids), torch.arange(len(ids)), ids_of(0, len(ids)), [slots], WHOLE)
+
+
+def look(slots, *ids):
+    return ops.lookup(ids_of(*ids), ids_of(0, len(ids)), [slots], WHOLE)[0].tolist()
+
+
+def scattered(home, capacity, count):
+    """Ids of one home, scaled to each of its four slots in turn."""
+    pools = [iter(ids_at_home(home + s, capacity, count)) for s in range(4)]
+    return [next(pools[k % 4]) for k in range(count)]
+
+
+@pytest.mark.parametrize("capacity", [16, 20])
+@pytest.mark.parametrize("line", range(4))
+@pytest.mark.parametrize("count", range(1, 14))
+def test_a_run_fills_line_after_line(count, line, capacity):
+    """Runs of 1 to 13 ids from each line on: into the second, third and fourth, around the end."""
+    home = 4 * line
+    *ids, absent = scattered(home, capacity, count + 1)
+    slots = slots_of(capacity)
+    put(slots, *ids)
+    assert [slots[(home + k) % capacity].tolist() for k in range(count)] == [
+        [number, k + 1] for k, number in enumerate(ids)
+    ]
+    assert look(slots, *ids, absent) == [*range(count), -1]
+    lengths = ops.probe_lengths(slots)
+    assert [int(lengths[(home + k) % capacity]) for k in range(count)] == [*range(1, count + 1)]
+
+
+@pytest.mark.parametrize("further", range(3))
+@pytest.mark.parametrize("home", [0, 8, 12])
+def test_full_lines_end_no_search_and_one_empty_slot_does(home, further):
+    """Lines full of others lie between home and the id; one slot of them emptied hides it."""
+    others = [n for k in range(further + 1) for n in scattered((home + 4 * k) % 16, 16, 4)]
+    *_, wanted = scattered(home, 16, 5)
+    for hole in range(4 * (further + 1)):
+        slots = slots_of(16)
+        put(slots, *others, wanted)
+        assert look(slots, wanted) == [4 * (further + 1)]
+        slots[(home + hole) % 16, 1] = 0
+        assert look(slots, wanted) == [-1]
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("stale", range(4))
+def test_the_id_field_of_an_empty_slot_is_never_asked(stale, at):
+    """The id stands in an emptied slot too, before or behind the valid one, or there alone."""
+    number, other = scattered(4, 16, 2)
+    slots = slots_of(16)
+    slots[:, 0] = number
+    slots[4 + at] = ids_of(number, 7)
+    assert look(slots, number, other) == [6, -1]
+    slots[4 + at, 1] = 0
+    assert look(slots, number) == [-1]
+    slots[4 + stale] = ids_of(other, 0)
+    put(slots, number)
+    assert slots[4].tolist() == [number, 1]
+    assert look(slots, number, other) == [0, -1]
+    assert ops.erase(ids_of(other, number, number), [slots], WHOLE).tolist() == [-1, 0, -1]
+    assert not slots[:, 1].any()
+
+
+@pytest.mark.parametrize("before", range(9))
+def test_id_zero_is_an_id(before):
+    """An empty slot holds 0 in its id field: absent is not present, in whichever line."""
+    assert home_slot(0, 16) == 0
+    others = [n for n in scattered(0, 16, 12) if n != 0][:before]
+    slots = slots_of(16)
+    put(slots, *others)
+    assert look(slots, 0) == [-1]
+    assert ops.erase(ids_of(0), [slots], WHOLE).tolist() == [-1]
+    ops.insert(ids_of(0), ids_of(before), ids_of(0, 1), [slots], WHOLE)
+    assert slots[before].tolist() == [0, before + 1]
+    assert look(slots, 0, *others) == [before, *range(before)]
+    assert ops.erase(ids_of(0), [slots], WHOLE).tolist() == [before]
+    assert look(slots, 0, *others) == [-1, *range(before)]
+
+
+def test_every_slot_of_a_line_is_told_from_the_others():
+    """Rows with all bits in play: the places of slots that do not match must not mix in."""
+    ids = scattered(8, 16, 4)
+    rows = [0, 2**62 - 1, 0x2AAA_AAAA_AAAA_AAAA, 0x1555_5555_5555_5555]
+    slots = slots_of(16)
+    ops.insert(ids_of(*ids), ids_of(*rows), ids_of(0, 4), [slots], WHOLE)
+    assert look(slots, *ids, ~ids[0], ids[1] ^ 1) == [*rows, -1, -1]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("is_growing", [False, True])
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 511, 512, 513, 1100, 40_001])
+def test_many_ids_at_once(count, is_growing, threads):
+    """At home, in later lines, absent, in any order and repeated; counted and found as one by one."""
+    capacity, held = 4096, 3000
+    runs = [n for home in (0, 1000, 4092) for n in scattered(home, capacity, 12)]
+    ids = torch.unique(torch.cat([ids_of(*runs), torch.arange(1, held) * 7919]))
+    row_of = {number: row for row, number in enumerate(ids.tolist())}
+    slots, moved = [slots_of(capacity)], WHOLE
+    ops.insert(ids, torch.arange(len(ids)), ids_of(0, len(ids)), slots, moved)
+    assert int((ops.probe_lengths(slots[0]) > 8).sum()) > 12
+    if is_growing:
+        slots = [slots_of(2 * capacity), *slots]
+        moved = ops.move_slots(slots[1], slots[0], 0, 1700)
+    draw = torch.Generator().manual_seed(count)
+    pool = torch.cat([ids, ids * 3 + 1, ids_of(0)])
+    asked = pool[torch.randint(0, len(pool), (count,), generator=draw)]
+    expected = [row_of.get(number, -1) for number in asked.tolist()]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        rows, absent = ops.lookup(asked, ids_of(0, count), slots, moved)
+    finally:
+        torch.set_num_threads(before)
+    assert rows.tolist() == expected
+    assert absent.tolist() == [expected.count(-1)]
+
+
+@pytest.mark.parametrize("count", [1, 70, 600])
+def test_full_maps_and_maps_of_one_line_and_of_none(count):
+    """No line behind the home, or no line at all: the search ends."""
+    asked = [*range(count)]
+    assert look(slots_of(0), *asked) == [-1] * count
+    for capacity in (4, 8):
+        slots = slots_of(capacity)
+        held = [n for k in range(capacity // 4) for n in scattered(4 * k, capacity, 4)]
+        put(slots, *held)
+        place = {number: row for row, number in enumerate(held)}
+        assert look(slots, *held, *asked) == [
+            *range(capacity), *(place.get(number, -1) for number in asked)
+        ]  # fmt: skip
+        assert ops.erase(ids_of(held[0]), [slots], WHOLE).tolist() == [0]
+        assert look(slots, *held) == [-1, *range(1, capacity)]
+
+
+MAPS = {
+    "lookup": lambda slots, moved: ops.lookup(ids_of(1), ids_of(0, 1), slots, moved),
+    "insert": lambda slots, moved: ops.insert(ids_of(1), ids_of(0), ids_of(0, 1), slots, moved),
+    "erase": lambda slots, moved: ops.erase(ids_of(1), slots, moved),
+}
+
+
+@pytest.mark.parametrize("op", MAPS)
+@pytest.mark.parametrize(
+    ("capacities", "moved", "rule"),
+    [
+        ([9], -1, "slots of shape .* with C a multiple of 4, got C = 9"),
+        ([1], -1, "C a multiple of 4, got C = 1. Make them with new_slots"),
+        ([12, 10], 0, "C a multiple of 4, got C = 10"),
+        ([10, 8], 0, "C a multiple of 4, got C = 10"),
+        ([12, 8], 2, r"moved in \[0, 8\), a multiple of 4, or -1, got 2"),
+        ([12, 8], 7, r"moved in \[0, 8\), a multiple of 4, or -1, got 7"),
+    ],
+)
+def test_maps_of_no_whole_lines_are_refused(op, capacities, moved, rule):
+    with pytest.raises(RuntimeError, match=f"{op}: expected .*{rule}"):
+        MAPS[op]([slots_of(capacity) for capacity in capacities], ids_of(moved))
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        (lambda: ops.new_slots(slots_of(8), 10), "new_slots: .*, a multiple of 4, got 10"),
+        (lambda: ops.new_slots(slots_of(8), 3), r"new_slots: .* in \[4, .*, got 3"),
+        (lambda: ops.new_slots(slots_of(9), 12), "new_slots: .* slots .* of 4, got C = 9"),
+        (
+            lambda: ops.move_slots(slots_of(8), slots_of(12), 2, 8),
+            r"moved in \[0, 8\], a multiple of 4, got 2",
+        ),
+        (lambda: ops.move_slots(slots_of(6), slots_of(12), 0, 6), "outgoing .* of 4, got C = 6"),
+        (lambda: ops.move_slots(slots_of(8), slots_of(11), 0, 8), "slots .* of 4, got C = 11"),
+        (lambda: ops.probe_lengths(slots_of(5)), "probe_lengths: .* of 4, got C = 5"),
+    ],
+)
+def test_arrays_of_no_whole_lines_are_refused(call, rule):
+    with pytest.raises(RuntimeError, match=f"expected .*{rule}" if ":" not in rule else rule):
+        call()
