@@ -2,13 +2,21 @@
 // stores narrower vectors than it then loads, and waits for them.
 #pragma once
 
+#include <limits>
+
 #include "row_types.h"
 #include "simd.h"
 
 namespace torchrec_dyn {
 
-typedef uint16_t Shorts16 __attribute__((vector_size(32)));
-typedef uint32_t Words16 __attribute__((vector_size(64)));
+typedef int16_t Shorts16 __attribute__((vector_size(32)));
+typedef int32_t Words16 __attribute__((vector_size(64)));
+
+template <typename To, typename From>
+TORCHREC_DYN_INLINE void copy_bits(const From& from, To& to) {
+  static_assert(sizeof from == sizeof to);
+  std::memcpy(&to, &from, sizeof to);
+}
 
 TORCHREC_DYN_INLINE void load_row(const float* row, Floats16& lanes) { load(row, lanes); }
 
@@ -19,20 +27,23 @@ TORCHREC_DYN_INLINE void load_row(const BFloat16* row, Floats16& lanes) {
   std::memcpy(&lanes, &bits, sizeof lanes);
 }
 
-// As to_float in row_types.h.
+// As to_float in row_types.h; the smaller one is chosen by the sign of the difference, since some levels have no
+// comparison of such vectors.
 TORCHREC_DYN_INLINE void load_row(const Float16* row, Floats16& lanes) {
   Shorts16 shorts;
   std::memcpy(&shorts, row, sizeof shorts);
-  const Words16 wide = __builtin_convertvector(shorts, Words16);
-  const Words16 magnitude = (wide & 0x7FFFu) << 13;
-  Floats16 scaled;
-  std::memcpy(&scaled, &magnitude, sizeof scaled);
-  scaled *= 0x1p112f;
-  Words16 bits;
-  std::memcpy(&bits, &scaled, sizeof bits);
-  const Words16 is_special = (Words16)(magnitude >= 0x0F800000u);  // all ones for infinities and NaNs
-  bits = (is_special & (magnitude | 0x7F800000u)) | (~is_special & bits) | (wide & 0x8000u) << 16;
-  std::memcpy(&lanes, &bits, sizeof lanes);
+  const Words16 extended = __builtin_convertvector(shorts, Words16);
+  Floats16 raised;
+  copy_bits(((extended << 13) & 0x0FFFE000) | 0x70000000, raised);
+  Words16 normal;
+  Words16 subnormal;
+  const Floats16 as_normal = raised * 0x1p-112f;
+  const Floats16 as_subnormal = raised * 0x1p-111f - 0x1p-14f;
+  copy_bits(as_normal, normal);
+  copy_bits(as_subnormal, subnormal);
+  const Words16 is_subnormal = (subnormal - normal) >> 31;
+  const Words16 magnitude = normal ^ ((normal ^ subnormal) & is_subnormal);
+  copy_bits((extended & std::numeric_limits<int32_t>::min()) | magnitude, lanes);
 }
 
 }  // namespace torchrec_dyn

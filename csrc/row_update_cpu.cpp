@@ -9,6 +9,7 @@
 #include "bags.h"
 #include "parallel.h"
 #include "radix_sort.h"
+#include "row_lanes.h"
 #include "rounding.h"
 #include "row_update.h"
 #include "simd.h"
@@ -185,7 +186,13 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all) {
       weight = row;
     } else {
       weight = values;
-      for (int64_t c = 0; c < columns; ++c) weight[c] = to_float(row[c]);
+      int64_t c = 0;
+      Floats16 lanes;
+      for (; columns - c >= kLanes; c += kLanes) {
+        load_row(row + c, lanes);
+        store(lanes, weight + c);
+      }
+      for (; c < columns; ++c) weight[c] = to_float(row[c]);
     }
     if (grad != squared || grad == sum.data() || job.rule.square_reads_weights()) {
       square = row_square(job.rule, grad, weight, columns);
