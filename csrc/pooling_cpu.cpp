@@ -68,6 +68,7 @@ template <bool kWeighted, typename T>
 TORCHREC_DYN_INLINE void pool_bag(const PoolJob<T>& job, const RowBlocks<T>& table, int64_t begin, int64_t end,
                                   float* out) {
   int64_t c = 0;
+  for (; table.columns - c >= 8 * kLanes; c += 8 * kLanes) pool_lanes<8, kWeighted>(job, table, begin, end, c, out + c);
   for (; table.columns - c >= 4 * kLanes; c += 4 * kLanes) pool_lanes<4, kWeighted>(job, table, begin, end, c, out + c);
   for (; table.columns - c >= kLanes; c += kLanes) pool_lanes<1, kWeighted>(job, table, begin, end, c, out + c);
   if (table.columns > c) pool_rest(job, table, begin, end, c, out + c);

@@ -9,8 +9,8 @@
 #include "bags.h"
 #include "parallel.h"
 #include "radix_sort.h"
-#include "row_lanes.h"
 #include "rounding.h"
+#include "row_lanes.h"
 #include "row_update.h"
 #include "simd.h"
 
