@@ -20,7 +20,9 @@ def put(slots, *ids):
 
 
 def look(slots, *ids):
-    return ops.lookup(ids_of(*ids), ids_of(0, len(ids)), [slots], WHOLE)[0].tolist()
+    rows, absent = ops.lookup(ids_of(*ids), ids_of(0, len(ids)), [slots], WHOLE)
+    assert absent.tolist() == [rows.tolist().count(-1)]
+    return rows.tolist()
 
 
 def scattered(home, capacity, count):

@@ -80,6 +80,25 @@ def test_each_row_learns_as_if_alone(rule, dtype, is_weighted, columns):
         assert same_state(row, alone.export_state()), number
 
 
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("columns", [5, 16, 100])
+def test_sums_are_made_in_the_order_of_the_batch(is_weighted, columns):
+    """Of 1 to 23 gradients a row, added in float32 one by one: bit for bit what torch gets."""
+    ids, offsets, weights = shared_batch()
+    table = learning_table(RowOptimizer(OptimizerKind.EXACT_SGD, 0.5), columns)
+    table.find_or_insert(ids)
+    numbers = torch.unique(ids)
+    before, upstream = table.lookup(numbers)[0], torch.randn(offsets.numel() - 1, columns)
+    given = weights if is_weighted else None
+    make_group(table)(ids, offsets, given, training=True).backward(upstream)
+    bags = torch.repeat_interleave(torch.arange(offsets.numel() - 1), offsets.diff())
+    for number, row, after in zip(numbers, before, table.lookup(numbers)[0], strict=True):
+        total = torch.zeros(columns)
+        for position in (ids == number).nonzero().flatten():
+            total = total + (weights[position] if is_weighted else 1.0) * upstream[bags[position]]
+        assert torch.equal(after, row - 0.5 * total)
+
+
 @pytest.mark.parametrize(
     "rule",
     [
