@@ -46,7 +46,8 @@ def map_of(ids: Tensor, load: float) -> IdMap:
         load: ids / slots.
     """
     count = ids.numel()
-    capacity, rows, bounds = int(count / load) + 1, torch.arange(count), torch.tensor([0, count])
+    capacity = (int(count / load) // 4 + 1) * 4  # whole lines
+    rows, bounds = torch.arange(count), torch.tensor([0, count])
     made = IdMap()
     if hasattr(ops, "new_slots"):
         made.slots = ops.new_slots(made.slots, capacity)

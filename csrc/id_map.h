@@ -172,7 +172,7 @@ inline int64_t probe_length(const SlotArray& array, int64_t slot) {
 //
 // Home lines are asked for a burst ahead, in tight loops: a line is usually a new page too, and the fewer instructions
 // between two new pages, the more page walks overlap. Every id is then looked for in its home line, without a branch.
-// Those that are not there (one in nine or so, and the absent) are looked for again at the end, with the line behind
+// Those that are not there (one in ten or so, and the absent) are looked for again at the end, with the line behind
 // their home on its way since: waiting for that line one by one had cost as much as all the rest.
 constexpr int64_t kChunk = 512;
 
