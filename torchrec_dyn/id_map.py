@@ -115,6 +115,8 @@ class IdMap:
         until = leaving
         if leaving >= _LARGE_CAPACITY:
             until = math.ceil((ids - leaving * _START_LOAD) / (MAX_LOAD - _START_LOAD))
+            if until > leaving - 8 * _RUN:  # the last few are not worth two arrays
+                until = leaving
         self.moved = int(ops.move_slots(self.outgoing, self.slots, self.moved, until))
         if self.moved == leaving:
             self.outgoing, self.moved = None, -1
