@@ -34,7 +34,7 @@ from torchrec_dyn.id_map import IdMap
 
 Sides = dict[str, Callable[[int], object]]
 # The highest load of a table's own map: what the peers are compared with.
-OUR_LOAD = "load 0.75"
+OUR_LOAD = "load 0.625"
 BATCHES = 4
 
 

@@ -18,7 +18,7 @@ from interleaved import quartiles, spread
 
 # What tells one measurement from another.
 NAMED_BY = ("workload", "axis", "value", "ranks", "plan", "threads", "what")
-OURS = ("dynamic", "float16", "bfloat16", "new", "known", "erase", "growth", "load 0.75")
+OURS = ("dynamic", "float16", "bfloat16", "new", "known", "erase", "growth", "load 0.625")
 
 
 def times(folder: Path) -> dict[tuple[Any, ...], float]:

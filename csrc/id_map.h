@@ -5,7 +5,7 @@
 //   id is a line, so nine ids in ten cost one miss, and which of its four slots they are in costs no branch. A slot of
 //   zeros in its second field is empty: memory fresh from the system is an empty map (zeroed_memory.h), and the id
 //   field of an empty slot is never asked, so no id is reserved. The caller keeps at least one slot empty (the Python
-//   side grows at 3/4 load).
+//   side grows at 5/8 load).
 //
 // Rules
 //   find    start at the home line; stop at the id or behind the first line with an empty slot.

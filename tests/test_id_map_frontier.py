@@ -135,7 +135,7 @@ def test_growth_is_spread_over_the_ids_that_cause_it():
         assert id_map.num_ids / id_map.held <= MAX_LOAD
         assert id_map.held <= most_slots(id_map.num_ids)
         assert torch.equal(id_map.lookup(ids), torch.arange(held, held + 500))
-    assert len([size for size in sizes if size > 1 << 17]) >= 4
+    assert len([size for size in sizes if size > 1 << 16]) >= 4
     assert len(stretches) > 50
     assert min(stretches) > 16 * 500 - 300 and max(stretches) < 16 * 500 + 300
     id_map.check_invariants()
@@ -244,5 +244,5 @@ def test_growth_takes_no_more_memory_than_it_says():
     assert lines[-1][-1] >= 3  # steps that ended in the middle of growth
     for rows, resident, told, _ in lines:
         if rows > 500_000:
-            assert told <= rows * SLOT_BYTES * 1.5 / MAX_LOAD + 2**12
+            assert told <= rows * SLOT_BYTES * 1.25 / MAX_LOAD + 2**12
             assert resident < told + 12e6  # huge pages half moved, and the batch

@@ -17,13 +17,14 @@ from torchrec_dyn import ops
 SLOT_BYTES = 16
 # Slots of a cache line; a map is made of whole lines (csrc/mix64.h).
 _LINE_SLOTS = 4
-# Slots in use at most: at this load an id in seven or eight lies past its home line (measured).
-MAX_LOAD = 0.75
+# Slots in use at most: at this load one id in thirteen or so lies past its home line (measured).
+MAX_LOAD = 0.625
 _FIRST_CAPACITY = 64
-# Small maps double at MAX_LOAD, in one go. Large ones grow by half, which bounds the bytes a row to
-# SLOT_BYTES * 1.5 / MAX_LOAD, and bit by bit: growth begins at a load of START_LOAD and ends before MAX_LOAD.
-_LARGE_CAPACITY = 1 << 17
-_START_LOAD = 11 / 16
+# Small maps double at MAX_LOAD, in one go. Large ones grow by a quarter, which bounds the bytes a row to
+# SLOT_BYTES * 1.25 / MAX_LOAD, and bit by bit: growth begins at a load of START_LOAD and ends before MAX_LOAD.
+_LARGE_CAPACITY = 1 << 16
+_LARGE_GROWTH = 1.25
+_START_LOAD = 9 / 16
 # Slots that growth may be ahead of this by, since it moves whole runs.
 _RUN = 64
 
@@ -37,7 +38,9 @@ def most_slots(ids: int) -> int:
         ids: slots in use.
     """
     needed = int(ids / MAX_LOAD) + 1
-    return max(_FIRST_CAPACITY, 2 * min(needed, _LARGE_CAPACITY), needed * 3 // 2 + _RUN)
+    return max(
+        _FIRST_CAPACITY, 2 * min(needed, _LARGE_CAPACITY), int(needed * _LARGE_GROWTH) + _RUN
+    )
 
 
 def _fewest_slots(ids: int) -> int:
@@ -95,7 +98,7 @@ class IdMap:
         self._move_on(ids)
         if ids <= self._most_ids():
             return
-        factor = 2.0 if self.capacity < _LARGE_CAPACITY else 1.5
+        factor = 2.0 if self.capacity < _LARGE_CAPACITY else _LARGE_GROWTH
         capacity = max(_FIRST_CAPACITY, int(self.capacity * factor), _fewest_slots(ids))
         # Nothing is outgoing here: growth ends at MAX_LOAD of the old slots, and the new ones are larger.
         grown = ops.new_slots(self.slots, -(-capacity // _LINE_SLOTS) * _LINE_SLOTS)

@@ -53,7 +53,7 @@ def table_bytes(
 
     On the CPU the weights and the optimizer state are exact, since memory is committed as rows are
     first touched; elsewhere whole blocks of rows count. The id map counts at its largest for that
-    many ids, while it grows too: 2 / MAX_LOAD slots a row while it is small, 1.5 / MAX_LOAD later.
+    many ids, while it grows too: 2 / MAX_LOAD slots a row while it is small, 1.25 / MAX_LOAD later.
     Left out: erased rows that wait for their forwards.
 
     Args:
