@@ -21,7 +21,7 @@ _LINE_SLOTS = 4
 MAX_LOAD = 0.625
 _FIRST_CAPACITY = 64
 # Small maps double at MAX_LOAD, in one go. Large ones grow by a quarter, which bounds the bytes a row to
-# SLOT_BYTES * 1.25 / MAX_LOAD, and bit by bit: growth begins at a load of START_LOAD and ends before MAX_LOAD.
+# SLOT_BYTES * 1.25 / MAX_LOAD, and bit by bit: growth begins at START_LOAD and ends before MAX_LOAD.
 _LARGE_CAPACITY = 1 << 16
 _LARGE_GROWTH = 1.25
 _START_LOAD = 9 / 16
