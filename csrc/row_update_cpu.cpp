@@ -85,6 +85,7 @@ struct Run {
   uint32_t end;
 };
 
+// The rows of a part with what their updates read.
 template <typename T>
 struct Runs {
   const UpdateJob<T>& job;
@@ -134,8 +135,8 @@ TORCHREC_DYN_INLINE void sum_grads(const Runs<T>& all, const Run& run, int64_t c
 }
 
 // Asks for the memory of runs [begin, end) into L2. A row is usually a new page too, so each kind has its own tight
-// loop: the fewer instructions between two new pages, the more page walks overlap (measured: 22 ns a row less than when
-// the same lines are asked for between two updates, docs/performance.md).
+// loop: the fewer instructions between two new pages, the more page walks overlap (benchmarks/DEAD_ENDS.md: what it
+// costs to ask between two updates).
 template <typename T>
 TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, size_t begin, size_t end) {
   end = std::min(end, all.runs.size());
