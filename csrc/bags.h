@@ -111,7 +111,7 @@ inline void check_rows_of_bags(const char* op, const Bags& bags, const std::vect
     const int64_t end = bags.end(segment.first_bag + segment.bags - 1);
     bool inside = true;
     for (int64_t i = bags.begin(segment.first_bag); i < end; ++i)
-      inside &= static_cast<uint64_t>(rows[i] + 1) <= capacity;
+      inside &= static_cast<uint64_t>(rows[i]) + 1 <= capacity;
     STD_TORCH_CHECK(inside, op, ": expected rows in [-1, ", capacity, "), got one outside.");
   }
 }
