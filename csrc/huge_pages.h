@@ -21,24 +21,23 @@ struct HugePages {
   uintptr_t end;
 };
 
-inline void ask_for_huge_pages(void* memory, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
+#if defined(__linux__)
+inline void advise_huge_pages_inside(void* memory, int64_t bytes, int advice) {
   const HugePages pages(memory, bytes);
-  if (pages.begin < pages.end) madvise(reinterpret_cast<void*>(pages.begin), pages.end - pages.begin, MADV_HUGEPAGE);
-#else
-  (void)memory;
-  (void)bytes;
+  if (pages.begin < pages.end) madvise(reinterpret_cast<void*>(pages.begin), pages.end - pages.begin, advice);
+}
+#endif
+
+inline void ask_for_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  advise_huge_pages_inside(memory, bytes, MADV_HUGEPAGE);
 #endif
 }
 
 // Gives the whole huge pages of memory that holds zeros back to the system; it goes on reading as zeros.
-inline void give_back_zeros(void* memory, int64_t bytes) {
+inline void give_back_zeros([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_DONTNEED)
-  const HugePages pages(memory, bytes);
-  if (pages.begin < pages.end) madvise(reinterpret_cast<void*>(pages.begin), pages.end - pages.begin, MADV_DONTNEED);
-#else
-  (void)memory;
-  (void)bytes;
+  advise_huge_pages_inside(memory, bytes, MADV_DONTNEED);
 #endif
 }
 

@@ -22,7 +22,7 @@ class OutputMemory {
 
   // At least `bytes`, which are positive, on a 2 MiB boundary.
   Piece take(size_t bytes) {
-    constexpr size_t kPage = size_t{2} << 20;
+    constexpr auto kPage = static_cast<size_t>(kHugePage);
     const size_t whole = (bytes + kPage - 1) / kPage * kPage;
     {
       const std::lock_guard<std::mutex> lock(mutex_);

@@ -23,8 +23,7 @@ TORCHREC_DYN_INLINE void load_row(const float* row, Floats16& lanes) { load(row,
 TORCHREC_DYN_INLINE void load_row(const BFloat16* row, Floats16& lanes) {
   Shorts16 shorts;
   std::memcpy(&shorts, row, sizeof shorts);
-  const Words16 bits = __builtin_convertvector(shorts, Words16) << 16;
-  std::memcpy(&lanes, &bits, sizeof lanes);
+  copy_bits(__builtin_convertvector(shorts, Words16) << 16, lanes);
 }
 
 // As to_float in row_types.h; the smaller one is chosen by the sign of the difference, since some levels have no

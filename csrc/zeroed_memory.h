@@ -23,8 +23,7 @@ inline ZeroedMemory take_zeroed_memory(int64_t bytes) {
     const size_t mapped = static_cast<size_t>(bytes + kHugePage);
     void* mapping = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapping == MAP_FAILED) throw std::bad_alloc();
-    const auto address = (reinterpret_cast<uintptr_t>(mapping) + kHugePage - 1) / kHugePage * kHugePage;
-    auto* begin = reinterpret_cast<void*>(address);
+    auto* begin = reinterpret_cast<void*>(HugePages(mapping, bytes + kHugePage).begin);
     ask_for_huge_pages(begin, bytes);
     return {begin, mapping, mapped};
   }

@@ -50,14 +50,6 @@ class OutstandingForwards:
     def __init__(self) -> None:
         self.numbers: set[int] = set()
 
-    def open(self) -> ForwardTicket:
-        """Opens a ticket of this table alone."""
-        return ForwardTicket([self])
-
-    def close(self, ticket: ForwardTicket) -> None:
-        """Closes a ticket."""
-        ticket.close()
-
     @property
     def latest(self) -> int:
         """The highest number of an open forward, 0 if there is none."""
