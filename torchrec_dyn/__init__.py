@@ -5,6 +5,13 @@ from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
 from torchrec_dyn.initializers import Constant, Normal, TruncatedNormal, Uniform
 from torchrec_dyn.make_dynamic import make_dynamic
+from torchrec_dyn.policies import (
+    AdmitAfter,
+    AdmitWithProbability,
+    ExpireAfter,
+    LeastFrequentlyUsed,
+    LeastRecentlyUsed,
+)
 from torchrec_dyn.sharded_embedding import ShardedDynamicEmbeddingCollection
 from torchrec_dyn.sharded_embeddingbag import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.sharders import (
@@ -13,12 +20,17 @@ from torchrec_dyn.sharders import (
 )
 
 __all__ = [
+    "AdmitAfter",
+    "AdmitWithProbability",
     "Constant",
     "DynamicEmbeddingBagCollection",
     "DynamicEmbeddingBagCollectionSharder",
     "DynamicEmbeddingCollection",
     "DynamicEmbeddingCollectionSharder",
     "DynamicTableConfig",
+    "ExpireAfter",
+    "LeastFrequentlyUsed",
+    "LeastRecentlyUsed",
     "Normal",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchrec_dyn.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform
+from torchrec_dyn.policies import Admission, Eviction, check_admission, check_eviction
 
 
 @dataclass(frozen=True)
@@ -16,17 +17,19 @@ class DynamicTableConfig:
         initializer: what a fresh row holds; None takes the table config's own weight_init_min and
             weight_init_max, or uniform in +-1/sqrt(num_embeddings).
         seed: with the table's name and the id it decides the initial rows.
-        unseen: what an id without a row reads as in evaluation: "zeros", or "initial" for the row
-            it would start with.
-        admission: which unseen ids get a row in training; None: all.
-        eviction: which ids go when the table is full; None: a full table is an error.
+        unseen: what an id without a row reads as, in evaluation and in training while it is not
+            admitted: "zeros", or "initial" for the row it would start with.
+        admission: which unseen ids get a row in training: AdmitAfter, AdmitWithProbability; None: all.
+        eviction: which ids lose theirs: LeastRecentlyUsed or LeastFrequentlyUsed when the table is
+            full, ExpireAfter by age, or a pair (ExpireAfter, one of the former); None: none, and a
+            full table is an error.
     """
 
     initializer: Initializer | None = None
     seed: int = 0
     unseen: Literal["zeros", "initial"] = "zeros"
-    admission: None = None
-    eviction: None = None
+    admission: Admission | None = None
+    eviction: Eviction | None = None
 
     def __post_init__(self) -> None:
         where = "DynamicTableConfig"
@@ -41,9 +44,10 @@ class DynamicTableConfig:
             raise ValueError(f"{where}.seed: expected an integer, got {self.seed!r}.")
         if self.unseen not in ("zeros", "initial"):
             raise ValueError(f'{where}.unseen: expected "zeros" or "initial", got {self.unseen!r}.')
-        for name in ("admission", "eviction"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{where}.{name}: expected None (policies are not built yet), "
-                    f"got {getattr(self, name)!r}."
-                )
+        check_admission(self.admission, f"{where}.admission")
+        check_eviction(self.eviction, f"{where}.eviction")
+
+    @property
+    def has_life(self) -> bool:
+        """Whether any policy is set: such a table keeps of each row when and how often it was seen."""
+        return self.admission is not None or self.eviction is not None

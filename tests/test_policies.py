@@ -1,0 +1,162 @@
+"""Policies are values, and what cannot be meant is refused when it is written."""
+
+import copy
+import pickle
+import re
+
+import pytest
+
+import torchrec_dyn as dyn
+from torchrec_dyn import (
+    AdmitAfter,
+    AdmitWithProbability,
+    DynamicTableConfig,
+    ExpireAfter,
+    LeastFrequentlyUsed,
+    LeastRecentlyUsed,
+)
+from torchrec_dyn.policies import age_limit_of, replacement_of
+
+LRU, LFU, STEPS, TIME = (
+    LeastRecentlyUsed(),
+    LeastFrequentlyUsed(),
+    ExpireAfter(steps=3),
+    ExpireAfter(time=3),
+)
+ADMISSIONS = [None, AdmitAfter(2), AdmitAfter(2, 5), AdmitWithProbability(0.5)]
+EVICTIONS = [None, LRU, LFU, STEPS, TIME, (STEPS, LRU), (STEPS, LFU), (TIME, LRU), (TIME, LFU)]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: AdmitAfter(0),
+            "AdmitAfter.count: expected an integer from 1 to 4294967295, got 0.",
+        ),
+        (
+            lambda: AdmitAfter(2**32),
+            "AdmitAfter.count: expected an integer from 1 to 4294967295, got",
+        ),
+        (lambda: AdmitAfter(2.0), "to 4294967295, got 2.0."),
+        (lambda: AdmitAfter(True), "to 4294967295, got True."),
+        (lambda: AdmitAfter(None), "to 4294967295, got None."),
+        (
+            lambda: AdmitAfter(2, counters=0),
+            "AdmitAfter.counters: expected an integer from 1 to 9223372036854775807, got 0. "
+            "Leave it out for as many as the table's row limit.",
+        ),
+        (lambda: AdmitAfter(2, counters=True), "AdmitAfter.counters: expected an integer"),
+        (lambda: AdmitAfter(2, counters="5"), "9223372036854775807, got '5'."),
+        (
+            lambda: AdmitWithProbability(0.0),
+            "AdmitWithProbability.p: expected a number above 0 and at most 1, got 0.0.",
+        ),
+        (lambda: AdmitWithProbability(1.01), "at most 1, got 1.01."),
+        (lambda: AdmitWithProbability(float("nan")), "at most 1, got nan."),
+        (lambda: AdmitWithProbability(True), "at most 1, got True."),
+        (lambda: AdmitWithProbability("0.5"), "at most 1, got '0.5'."),
+        (
+            lambda: ExpireAfter(),
+            "ExpireAfter: expected exactly one of steps and time, got steps=None and time=None. "
+            "Count in training steps with steps=, or by your own clock with time=.",
+        ),
+        (lambda: ExpireAfter(steps=1, time=1), "one of steps and time, got steps=1 and time=1."),
+        (
+            lambda: ExpireAfter(steps=0),
+            "ExpireAfter.steps: expected an integer from 1 to 4294967294, got 0.",
+        ),
+        (lambda: ExpireAfter(steps=2**32 - 1), "to 4294967294, got 4294967295."),
+        (lambda: ExpireAfter(steps=True), "to 4294967294, got True."),
+        (
+            lambda: ExpireAfter(time=0),
+            "ExpireAfter.time: expected an integer from 1 to 9223372036854775807, got 0.",
+        ),
+        (lambda: ExpireAfter(time=1.5), "9223372036854775807, got 1.5."),
+        (lambda: ExpireAfter(time=2**63), "9223372036854775807, got 9223372036854775808."),
+    ],
+)
+def test_impossible_policies(call, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        call()
+
+
+def test_the_extremes_are_legal():
+    assert AdmitAfter(1, 1).count == 1 and AdmitAfter(2**32 - 1).counters is None
+    assert AdmitWithProbability(1).p == 1 and AdmitWithProbability(1e-300).p == 1e-300
+    assert ExpireAfter(steps=2**32 - 2).time is None and ExpireAfter(time=2**63 - 1).steps is None
+    assert ExpireAfter(steps=1).steps == 1 == ExpireAfter(time=1).time
+
+
+def test_steps_and_time_are_written_out():
+    with pytest.raises(TypeError, match="positional"):
+        ExpireAfter(3)
+
+
+ADMISSION_RULE = (
+    "DynamicTableConfig.admission: expected AdmitAfter, AdmitWithProbability or None, got "
+)
+EVICTION_RULE = (
+    "DynamicTableConfig.eviction: expected LeastRecentlyUsed, LeastFrequentlyUsed, ExpireAfter, "
+    "a pair (ExpireAfter, LeastRecentlyUsed or LeastFrequentlyUsed) or None, got "
+)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3, "lru", AdmitAfter, LRU, [AdmitAfter(2)], (AdmitAfter(2), AdmitWithProbability(0.5))],
+)
+def test_what_is_no_admission(value):
+    with pytest.raises(ValueError, match=re.escape(f"{ADMISSION_RULE}{value!r}.")):
+        DynamicTableConfig(admission=value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(7, "lru", LeastRecentlyUsed, AdmitAfter(2)),
+        *([LRU], [STEPS, LRU], (LRU, STEPS), (LRU, LFU), (STEPS, TIME), (STEPS, STEPS)),
+        *((), (STEPS,), (LRU,), (STEPS, LRU, LFU), (STEPS, None), (STEPS, LeastRecentlyUsed)),
+    ],
+)
+def test_what_is_no_eviction(value):
+    with pytest.raises(ValueError, match=re.escape(f"{EVICTION_RULE}{value!r}. Write a pair as a")):
+        DynamicTableConfig(eviction=value)
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_every_combination_is_a_value(admission, eviction):
+    one = DynamicTableConfig(admission=admission, eviction=eviction)
+    for again in (
+        DynamicTableConfig(admission=copy.copy(admission), eviction=copy.deepcopy(eviction)),
+        pickle.loads(pickle.dumps(one)),
+        copy.deepcopy(one),
+    ):
+        assert again == one and hash(again) == hash(one)
+    others = [(a, e) for a in ADMISSIONS for e in EVICTIONS if (a, e) != (admission, eviction)]
+    assert len(others) == len(ADMISSIONS) * len(EVICTIONS) - 1
+    assert all(one != DynamicTableConfig(admission=a, eviction=e) for a, e in others)
+    assert one.has_life == (admission is not None or eviction is not None)
+
+
+@pytest.mark.parametrize("policy", [*ADMISSIONS[1:], *EVICTIONS[1:5]])
+def test_policies_are_frozen_and_written_as_they_print(policy):
+    assert eval(repr(policy), vars(dyn)) == policy
+    with pytest.raises(AttributeError):
+        policy.count = 3
+
+
+def test_the_parts_of_an_eviction():
+    parts = {eviction: (age_limit_of(eviction), replacement_of(eviction)) for eviction in EVICTIONS}
+    assert parts == {
+        None: (None, None),
+        LRU: (None, LRU),
+        LFU: (None, LFU),
+        STEPS: (STEPS, None),
+        TIME: (TIME, None),
+        (STEPS, LRU): (STEPS, LRU),
+        (STEPS, LFU): (STEPS, LFU),
+        (TIME, LRU): (TIME, LRU),
+        (TIME, LFU): (TIME, LFU),
+    }
