@@ -19,9 +19,9 @@ CORE = ROOT / "csrc"
 # A new file: put its name where this holds.
 FLOORS = (
     "ops initializers policies config",
-    "optimizers row_numbers bag_layout",
-    "id_map row_store table_state table_checks insertion",
-    "table table_blocks lookup",
+    "optimizers row_numbers bag_layout clock",
+    "id_map row_store initial_rows scores waiting age_limit row_life table_state table_stats table_checks insertion",
+    "table table_blocks training_step lookup",
     "feature_ids table_configs optimizer_choice fused_optimizer kernel"
     " local_table saved_state data_parallel table_handle local_lookup",
     "column_order row_wise output_dists table_layout batch_check mean_pooling grouped_lookups sharding"

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from torchrec_dyn.row_wise import owners
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.table_layout import Piece, TableLayout
+
+_NOT_BY_ROW = {"waiting", "clock"}
 
 
 def carry_over(
@@ -19,8 +22,8 @@ def carry_over(
 ) -> None:
     """Fills this rank's shards of one table with its part of the unsharded rows.
 
-    Optimizer state comes along where the shards have the same optimizer; a number per row
-    is taken over by every column shard.
+    Optimizer state, scores, counters and clock come along where the shards have the same optimizer; a
+    number per row is taken over by every column shard.
 
     Args:
         source: the unsharded table, None where nothing has used it.
@@ -31,16 +34,25 @@ def carry_over(
     if source is None:
         return
     state = source.export_state()
-    if not state["ids"].numel() and not int(state["step"]):
+    if not state["ids"].numel() and not int(state["step"]) and source.time is None:
         return
     parts = owners(state["ids"], layout.row_ranks) if layout.rows_are_spread else None
     pieces = {piece.first_column: piece for piece in layout.pieces}
     for shard in shards:
         piece = pieces[shard.first_column]
-        kept = None if parts is None else parts == piece.ranks.index(rank)
+        part = piece.ranks.index(rank)
+        kept = None if parts is None else torch.eq(parts, part)
         same_optimizer = source.optimizer.kind == shard.optimizer.kind
-        names = state if same_optimizer else ("ids", "weight")
-        shard.load_state({name: _part(state[name], kept, piece) for name in names})
+        names = set(state) if same_optimizer else {"ids", "weight"}
+        mine = {name: _part(state[name], kept, piece) for name in names - _NOT_BY_ROW}
+        if "clock" in names:
+            mine["clock"] = state["clock"]
+        if "waiting" in names:
+            waiting = state["waiting"]
+            if layout.rows_are_spread:
+                waiting = waiting[:, owners(waiting[0].contiguous(), layout.row_ranks) == part]
+            mine["waiting"] = waiting
+        shard.load_state(mine)
 
 
 def _part(saved: Tensor, kept: Tensor | None, piece: Piece) -> Tensor:

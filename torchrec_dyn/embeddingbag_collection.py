@@ -148,6 +148,15 @@ class DynamicEmbeddingBagCollection(EmbeddingBagCollectionInterface, FusedOptimi
         """
         return handle_of(self.embedding_bags, name, type(self).__name__)
 
+    def set_time(self, time: int) -> None:
+        """Sets the clock of `ExpireAfter(time=...)` for the training forwards to come.
+
+        Args:
+            time: an integer from 0 on, in the unit of the policy; it never goes back.
+        """
+        for table in self._tables():
+            table.rows().set_time(time)
+
     def dynamic_configs(self) -> dict[str, DynamicTableConfig]:
         """Gives the DynamicTableConfig of each table."""
         return {table.config.name: table.dynamic for table in self._tables()}

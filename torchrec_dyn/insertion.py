@@ -26,11 +26,12 @@ class GrowingTable(Protocol):
     def reserve(self, additional: int) -> None:
         """Makes room for `additional` more ids and rows."""
 
-    def adopt(self, new_ids: Tensor) -> Tensor:
+    def adopt(self, new_ids: Tensor, counts: Tensor | None = None) -> Tensor:
         """Takes and initialises rows.
 
         Args:
             new_ids: [M] int64.
+            counts: [M] int64, how often they were seen.
         """
         ...
 
@@ -48,7 +49,7 @@ def split_by_table(new_ids: Tensor, new_offsets: Tensor) -> tuple[Tensor, ...]:
 def insert_unseen(
     tables: Sequence[GrowingTable], ids: Tensor, rows: Tensor, table_offsets: Tensor
 ) -> None:
-    """Inserts the absent ids of a lookup and completes its rows.
+    """Inserts the absent ids of a lookup, whatever a policy says, and completes its rows.
 
     Args:
         tables: T tables.

@@ -29,6 +29,7 @@ from torchrec_dyn.table_blocks import (
     blocks_with_initial_rows,
     list_blocks,
 )
+from torchrec_dyn.training_step import take_step
 
 
 @dataclass
@@ -37,7 +38,8 @@ class _Forward:
 
     group: TableGroup
     ids: Tensor
-    rows: Tensor
+    rows: Tensor  # -1: none, it learns nothing
+    shown: Tensor  # the same, or places in `blocks` of the initial rows that stand for -1
     bags: Bags
     blocks: TableBlocks
     learns: bool
@@ -73,6 +75,7 @@ class TableGroup:
         self._bag_layout = BagLayout(
             [table.columns for table in self.tables], features_per_table, pooling
         )
+        self._has_life = any(table.life is not None for table in self.tables)
         self._blocks: GroupBlocks | None = None
         self._anchor: Tensor | None = None
 
@@ -107,17 +110,13 @@ class TableGroup:
         """
         ids, offsets, weights = self._check_input(ids, offsets, weights)
         bags = self._bag_layout.describe(offsets, ids.numel(), batch_sizes, counts)
-        rows, absent = self._find(ids, bags.table_offsets)
-        missing = sum(absent)
-        if training:
-            if missing:
-                insert_unseen(self.tables, ids, rows, bags.table_offsets)
-            self._count_step(bags.bounds, absent)
-        blocks = self._current_blocks().weights
-        if missing and not training and self._shows_initial_rows():
-            blocks = blocks_with_initial_rows(self.tables, ids, rows, bags.table_offsets)
+        rows, missing = self._rows(ids, bags, training)
+        shown, blocks = rows, self._current_blocks().weights
+        if missing and self._shows_initial_rows():
+            shown = rows.clone() if training else rows
+            blocks = blocks_with_initial_rows(self.tables, ids, shown, bags.table_offsets)
         forward = _Forward(
-            self, ids, rows, bags, blocks, training,
+            self, ids, rows, shown, bags, blocks, training,
             [t.step for t in self.tables], [t.generation for t in self.tables],
         )  # fmt: skip
         wants_weight_grad = weights is not None and weights.requires_grad
@@ -131,10 +130,15 @@ class TableGroup:
     def prefetch(self, ids: Tensor, offsets: Tensor) -> None:
         """Gives unseen ids a row now, so that the training forward of the same batch only finds.
 
+        Where rows have a life nothing happens: what comes and goes is decided in the forward, in the
+        order of the stream.
+
         Args:
             ids: [N] int64, feature-major.
             offsets: [F * B + 1] integer.
         """
+        if self._has_life:
+            return
         ids, offsets, _ = self._check_input(ids, offsets, None)
         table_offsets = self._bag_layout.table_offsets(offsets, ids.numel(), None)
         rows, absent = self._find(ids, table_offsets)
@@ -163,6 +167,21 @@ class TableGroup:
         if self._anchor is None:
             self._anchor = torch.zeros((), requires_grad=True)
         return self._anchor
+
+    def _rows(self, ids: Tensor, bags: Bags, training: bool) -> tuple[Tensor, int]:
+        """Returns the rows of ids and how many have none, after what training does about these."""
+        if training and self._has_life:
+            return take_step(self.tables, ids, bags.table_offsets, bags.bounds, self._scores)
+        rows, absent = self._find(ids, bags.table_offsets)
+        if not training:
+            return rows, sum(absent)
+        if any(absent):
+            insert_unseen(self.tables, ids, rows, bags.table_offsets)
+        self._count_step(bags.bounds, absent)
+        return rows, 0
+
+    def _scores(self) -> TableBlocks:
+        return self._current_blocks().scores
 
     def _find(self, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, list[int]]:
         slots, moved = arrays_of([table.id_map for table in self.tables])
@@ -224,7 +243,7 @@ class TableGroup:
 
 def _pool(forward: _Forward, weights: Tensor | None) -> Tensor:
     return ops.gather_pool(
-        forward.rows,
+        forward.shown,
         forward.bags.offsets,
         _as_float(weights),
         forward.blocks.weights,
@@ -266,7 +285,7 @@ class _Lookup(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             # Of the rows as they are now: in a pipeline another batch may have updated them.
             weights_grad = ops.bag_weights_grad(
-                grad, forward.rows, forward.bags.offsets, forward.blocks.weights,
+                grad, forward.shown, forward.bags.offsets, forward.blocks.weights,
                 forward.blocks.layout, forward.bags.segments, group._bag_layout.is_mean,
             ).to(weights.dtype)  # fmt: skip
         if forward.learns:

@@ -9,6 +9,7 @@ ids are mixed before it and the kernel of the owner restores them.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.policies import AdmitAfter
 
 
 def block_size(ranks: int) -> int:
@@ -40,6 +43,15 @@ def row_limit(num_embeddings: int, ranks: int) -> int:
     if ranks == 1:
         return num_embeddings
     return min(num_embeddings, math.ceil(share + 8 * math.sqrt(share)))
+
+
+def config_of_share(config: DynamicTableConfig, ranks: int) -> DynamicTableConfig:
+    """Returns the options of one of `ranks` ranks that share a table: its share of the counters."""
+    admission = config.admission
+    if not isinstance(admission, AdmitAfter) or admission.counters is None:
+        return config
+    share = replace(admission, counters=row_limit(admission.counters, ranks))
+    return replace(config, admission=share)
 
 
 def owners(ids: Tensor, ranks: int) -> Tensor:

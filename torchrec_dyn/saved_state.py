@@ -10,13 +10,16 @@ from torch import Tensor
 
 from torchrec_dyn.local_table import LocalTable
 
+# They do not go by row.
+_OF_ANY_SIZE = ("waiting", "clock")
+
 
 class SavedState:
     """One state tensor of one table, read and written in the canonical order of its rows.
 
     Args:
         table: the table.
-        name: "momentum1", "momentum2" or "step".
+        name: "momentum1", "momentum2", "step" or what `RowLife.export` names.
     """
 
     def __init__(self, table: LocalTable, name: str) -> None:
@@ -24,7 +27,7 @@ class SavedState:
         self._name = name
 
     def state_dict(self) -> Tensor:
-        """Exports the tensor, [R] or [R, D], or [] for the step."""
+        """Exports the tensor: one of `DynamicTable.export_state`."""
         return self._table.rows().export_state()[self._name]
 
     def load_state_dict(self, saved: Tensor) -> None:
@@ -34,7 +37,7 @@ class SavedState:
             ValueError: if it was saved for other rows than the table has now.
         """
         state = self._table.rows().export_state()
-        if saved.shape != state[self._name].shape:
+        if self._name not in _OF_ANY_SIZE and saved.shape != state[self._name].shape:
             raise ValueError(
                 f"{self._table.where}: expected saved {self._name} "
                 f"{list(state[self._name].shape)}, "

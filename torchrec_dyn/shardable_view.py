@@ -22,7 +22,7 @@ from torchrec_dyn.optimizer_choice import (
     chosen_fused_params,
     chosen_optimizer,
 )
-from torchrec_dyn.row_wise import row_limit
+from torchrec_dyn.row_wise import config_of_share, row_limit
 from torchrec_dyn.table_layout import TableLayout
 
 
@@ -83,7 +83,7 @@ class ShardableView(nn.Module):
         self._configs = copy.deepcopy(list(configs))
         options = {
             config.name: TableOptions(
-                config=tables[config.name].dynamic,
+                config=config_of_share(tables[config.name].dynamic, layouts[config.name].row_ranks),
                 row_limit=row_limit(config.num_embeddings, layouts[config.name].row_ranks),
                 ids_mixed=layouts[config.name].rows_are_spread,
             )

@@ -161,6 +161,18 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         """
         return self._shards.handle(name)
 
+    def set_time(self, time: int) -> None:
+        """Sets the clock of `ExpireAfter(time=...)` for the training forwards to come. Collective.
+
+        Args:
+            time: an integer from 0 on, in the unit of the policy. The latest of all ranks counts; it never
+                goes back.
+
+        Raises:
+            ValueError: on every rank, if some rank passed no time or one that is past.
+        """
+        self._shards.set_time(time)
+
     def reset_parameters(self) -> None:
         """Does nothing: a row is initialised when its id is first seen."""
 

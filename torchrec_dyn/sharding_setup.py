@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_dyn.carry_over import carry_over
+from torchrec_dyn.clock import check_time
 from torchrec_dyn.grouped_lookups import PooledLookup, SequenceLookup
 from torchrec_dyn.kernel import DynamicKernel
 from torchrec_dyn.local_table import LocalTable
@@ -139,6 +141,29 @@ class LocalShards:
         """Takes over this rank's part of rows that were trained before sharding."""
         for name, source in trained.items():
             carry_over(source, self._tables[name], self._layouts[name], self._env.rank)
+
+    def set_time(self, time: int) -> None:
+        """Sets the clocks of all tables to the latest time that a rank passes. Collective.
+
+        Raises:
+            ValueError: on every rank, if some rank passed no time or one that is past.
+        """
+        where, fault = f"{self._where}.set_time", ""
+        shards = [shard for shards in self._tables.values() for shard in shards]
+        try:
+            check_time(where, time, max((shard.time or 0 for shard in shards), default=None))
+        except ValueError as error:
+            fault = str(error)
+        told = torch.empty(self._env.world_size, dtype=torch.int64)
+        mine = torch.tensor([-1 if fault else time])
+        dist.all_gather(list(told.split(1)), mine, group=self._env.process_group)
+        refused = (told < 0).nonzero().flatten().tolist()
+        if refused:
+            raise ValueError(
+                fault or f"{where}: expected a time of every rank, got none of {refused}."
+            )
+        for shard in shards:
+            shard.set_time(int(told.max()))
 
     def handle(self, name: str) -> ShardedTableHandle:
         """Gives a handle on one table.

@@ -1,7 +1,7 @@
 """DynamicTable: one table, or one column shard of it, on this rank.
 
-It joins an id map (id -> row), a store of weights and of each optimizer state (row -> numbers) and
-the numbering of rows. What happens in a step is in lookup.py.
+It joins an id map (id -> row), a store of weights and of each optimizer state (row -> numbers), the
+numbering of rows and, where a policy is set, the life of rows. What happens in a step is in lookup.py.
 
 Legend: R rows in use, M ids asked for, D columns here.
 """
@@ -15,15 +15,19 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.clock import check_time
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.id_map import IdMap
+from torchrec_dyn.initial_rows import InitialRows
 from torchrec_dyn.initializers import Initializer, default_initializer, table_key
 from torchrec_dyn.insertion import insert_unseen
 from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.row_life import RowLife, has_life
 from torchrec_dyn.row_numbers import OutstandingForwards, RowNumbers
 from torchrec_dyn.row_store import RowStore, block_shift
 from torchrec_dyn.table_checks import check_ids, check_room, check_rows, check_shape, check_state
-from torchrec_dyn.table_state import NamedState, named_states, read_state
+from torchrec_dyn.table_state import named_states, read_state, replace_contents, write_state
+from torchrec_dyn.table_stats import COUNTED, stats_of
 
 
 class DynamicTable:
@@ -38,6 +42,7 @@ class DynamicTable:
         row_limit: limit on the rows held here.
         optimizer: how rows learn.
         step: training forwards so far.
+        life: scores, counters and clock; None without a policy.
         generation: counts replacements of the whole contents; a forward of an older one cannot
             run its backward.
     """
@@ -67,15 +72,16 @@ class DynamicTable:
         self.config = config
         self.step = 0
         self.generation = 0
-        self.counters = dict.fromkeys(("ids_seen", "hits", "inserted", "erased", "late_grads"), 0)
+        self.counters = dict.fromkeys(COUNTED, 0)
         check_shape(self, dtype, torch.device(device))
-        self.initializer = config.initializer or initializer or default_initializer(num_embeddings)
-        self._initial_key = table_key(config.seed, name, "initial row")
+        chosen = config.initializer or initializer or default_initializer(num_embeddings)
+        self.initial_rows = InitialRows(chosen, config.seed, name, first_column)
         self.rounding_key = table_key(config.seed, name, "rounding")
         self.forwards = OutstandingForwards()
-        self._reset(dtype, torch.device(device))
+        self.reset(dtype, torch.device(device))
 
-    def _reset(self, dtype: torch.dtype, device: torch.device) -> None:
+    def reset(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Makes it an empty table, out of new objects."""
         shift = block_shift(self.row_limit, self.columns * dtype.itemsize)
         self.id_map = IdMap()
         self.row_numbers = RowNumbers(self.forwards)
@@ -84,6 +90,9 @@ class DynamicTable:
             RowStore(columns, shift, torch.float32, device)
             for columns in self.optimizer.state_columns(self.columns)
         )
+        self.life: RowLife | None = None
+        if self.config.has_life:
+            self.life = RowLife(self.config, self.name, self.row_limit, shift, device)
         self.generation += 1
 
     @property
@@ -112,33 +121,18 @@ class DynamicTable:
         return (self.weights, *self.states)
 
     def check_room(self, additional: int) -> None:
-        """Raises RuntimeError if `additional` more rows exceed the limit; changes nothing."""
-        check_room(self, additional)
+        """Raises RuntimeError if `additional` more rows exceed the limit; one that replaces may."""
+        if self.life is None or not self.life.replaces:
+            check_room(self, additional)
 
-    def reserve(self, additional: int) -> None:
-        """Makes room for `additional` more ids and rows; the contents stay as they are."""
-        self.id_map.reserve(additional)
+    def reserve(self, additional: int, leaving: int = 0) -> None:
+        """Makes room for `additional` more ids and rows; of ids so many less as `leaving`."""
+        self.id_map.reserve(max(0, additional - leaving))
         rows = self.row_numbers.highest_after(additional)
+        if self.life is not None:
+            self.life.scores.reserve(rows)
         for store in self.stores:
             store.reserve(rows)
-
-    def init_rows(self, ids: Tensor, rows: Tensor, store: RowStore | None = None) -> None:
-        """Writes the initial rows of ids.
-
-        Args:
-            ids: [M] int64.
-            rows: [M] int64.
-            store: where to; None is the table itself, whose optimizer state is zeroed too.
-        """
-        weights = store or self.weights
-        kind, parameters = self.initializer.parameters()
-        ops.init_rows_(
-            ids, rows, weights.blocks, weights.shift, self.columns, self.first_column,
-            kind, parameters, self._initial_key,
-        )  # fmt: skip
-        if store is None:
-            for state in self.states:
-                state.zero(rows)
 
     def find_or_insert(self, ids: Tensor) -> Tensor:
         """Gives every id a row.
@@ -154,17 +148,19 @@ class DynamicTable:
         insert_unseen([self], ids, rows, offsets)
         return rows
 
-    def adopt(self, new_ids: Tensor) -> Tensor:
-        """Takes and initialises a row for each of new_ids, which the caller writes into the map.
+    def adopt(self, new_ids: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Takes and initialises rows, [M] int64; the caller writes them into the map.
 
         Args:
             new_ids: [M] int64, distinct and absent; room was reserved.
-
-        Returns:
-            [M] int64 rows.
+            counts: [M] int64, how often they were seen, None outside training.
         """
         rows = self.row_numbers.take(new_ids.numel())
-        self.init_rows(new_ids, rows)
+        self.initial_rows.write(new_ids, rows, self.weights)
+        for state in self.states:
+            state.zero(rows)
+        if self.life is not None:
+            self.life.born(new_ids, rows, self.step, counts)
         self.id_map.num_ids += new_ids.numel()
         self.counters["inserted"] += new_ids.numel()
         return rows
@@ -201,79 +197,83 @@ class DynamicTable:
         """Lets ids go; their rows are reused once no open forward can hold them.
 
         Args:
-            ids: [M] int64; absent ones are ignored.
+            ids: [M] int64; absent ones are ignored. Ids that wait for admission start anew.
 
         Returns:
             How many had a row.
         """
-        rows = self.id_map.erase(check_ids(f"{self.where}.erase", ids))
-        self.row_numbers.give_back(rows)
-        self.counters["erased"] += rows.numel()
+        ids = check_ids(f"{self.where}.erase", ids)
+        if self.life is not None and self.life.waiting is not None:
+            self.life.waiting.forget(ids)
+        rows = self.id_map.erase(ids)
+        self.free(rows, "erased")
         return rows.numel()
 
-    def stats(self) -> dict[str, int | float]:
-        """Returns what the table holds and what happened to it since it was made.
+    def free(self, rows: Tensor, cause: str) -> None:
+        """Takes back rows whose ids have left the map.
 
-        rows, limit, slots, load (rows / slots), bytes (slots and rows in use with their optimizer
-        state), step, withheld (rows that wait for a forward), probe_length_mean and _max, and the
-        counts ids_seen, hits, inserted, erased, late_grads (to rows whose id had left).
+        Args:
+            rows: [M] int64, distinct.
+            cause: the counter of `stats` that tells why.
         """
-        row_bytes = sum(store.row_bytes for store in self.stores)
-        return {
-            "rows": self.num_rows,
-            "limit": self.row_limit,
-            "bytes": self.id_map.bytes + self.row_numbers.high * row_bytes,
-            "step": self.step,
-            "withheld": self.row_numbers.withheld().numel(),
-            **self.id_map.stats(),
-            **self.counters,
-        }
+        if self.life is not None:
+            self.life.scores.forget(rows)
+        self.row_numbers.give_back(rows)
+        self.counters[cause] += rows.numel()
+
+    def last_seen(self, ids: Tensor) -> Tensor:
+        """Tells when ids were last seen in training: a step, or a time under `ExpireAfter(time=...)`.
+
+        Args:
+            ids: [M] int64.
+
+        Returns:
+            [M] int64; -1 for an id without a row.
+        """
+        where = f"{self.where}.last_seen"
+        return has_life(where, self.life).last_seen(self.id_map.lookup(check_ids(where, ids)))
+
+    def count(self, ids: Tensor) -> Tensor:
+        """Tells how often ids were seen in training since they were made or began to wait.
+
+        Args:
+            ids: [M] int64.
+
+        Returns:
+            [M] int64; 0 for an id that has no row and does not wait.
+        """
+        where = f"{self.where}.count"
+        ids = check_ids(where, ids)
+        return has_life(where, self.life).counts(ids, self.id_map.lookup(ids))
+
+    @property
+    def time(self) -> int | None:
+        """What the clock shows, None before it was set."""
+        return None if self.life is None else self.life.clock.now
+
+    def set_time(self, time: int) -> None:
+        """Sets the clock of `ExpireAfter(time=...)` for the steps to come; it never goes back."""
+        check_time(f"{self.where}.set_time", time, self.time)
+        if self.life is not None:
+            self.life.clock.set(time, self.step + 1)
+
+    def stats(self) -> dict[str, int | float]:
+        """Returns what the table holds and what happened to it (table_stats.py)."""
+        return stats_of(self)
 
     def export_state(self) -> dict[str, Tensor]:
-        """Returns a copy of the contents in canonical order.
-
-        "ids" [R] int64, "weight" [R, D], each optimizer state [R, D] or [R] float32, "step" [].
-        """
-        state = read_state(self.id_map, self.weights, self._named_states())
-        return {**state, "step": torch.tensor(self.step)}
+        """Returns a copy of the contents in canonical order (table_state.py)."""
+        return read_state(self)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Replaces the contents; whatever the limit, no row is dropped. Checks before any change.
 
         Args:
-            state: as `export_state` gives it, in any order of ids; optimizer state and step may be
+            state: as `export_state` gives it, in any order of ids; all but ids and weight may be
                 missing (then fresh).
         """
-        check_state(f"{self.where}.load_state", state, self.columns, self._named_states())
-        self._replace(state, self.dtype, self.device)
-
-    def _replace(
-        self, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        before = dict(self.__dict__)  # what follows makes new objects and changes none of these
-        try:
-            self._fill(state, dtype, device)
-        except BaseException:  # out of memory, mostly
-            self.__dict__.update(before)
-            raise
-
-    def _fill(self, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        self._reset(dtype, device)
-        ids, weight = state["ids"].contiguous(), state["weight"]
-        self.step = int(state["step"]) if "step" in state else 0
-        self.reserve(ids.numel())
-        rows = self.row_numbers.take(ids.numel())
-        ops.insert(ids, rows, torch.tensor([0, ids.numel()]), *self.id_map.arrays())
-        self.id_map.num_ids = ids.numel()
-        self.weights.write(rows, weight)
-        for one in self._named_states():
-            if one.name in state:
-                one.store.write(rows, state[one.name].reshape(ids.numel(), one.store.columns))
-            else:
-                one.store.zero(rows)
-
-    def _named_states(self) -> list[NamedState]:
-        return named_states(self.optimizer, self.states)
+        check_state(f"{self.where}.load_state", state, self.columns, named_states(self))
+        replace_contents(self, state, self.dtype, self.device)
 
     def convert(
         self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
@@ -283,11 +283,11 @@ class DynamicTable:
         if dtype == self.dtype and device == self.device:
             return
         check_shape(self, dtype, device)
-        self._replace(self.export_state(), dtype, device)
+        replace_contents(self, read_state(self), dtype, device)
 
     def __getstate__(self) -> dict[str, Any]:
         # Blocks are reserved far beyond the rows in use: a copy carries the contents.
-        left_out = ("id_map", "row_numbers", "weights", "states", "forwards")
+        left_out = ("id_map", "row_numbers", "weights", "states", "life", "forwards")
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state = self.export_state()
         return {"fields": fields, "dtype": self.dtype, "device": self.device, "state": state}
@@ -296,4 +296,5 @@ class DynamicTable:
         self.__dict__.update(state["fields"])
         self.counters = dict(self.counters)
         self.forwards = OutstandingForwards()  # graphs are no part of a copy
-        self._fill(state["state"], state["dtype"], state["device"])
+        self.reset(state["dtype"], state["device"])
+        write_state(self, state["state"])

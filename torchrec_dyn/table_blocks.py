@@ -48,12 +48,14 @@ class GroupBlocks:
         key: number of blocks and generation of each table, of which this is the list.
         weights: of the tables.
         states: the blocks of the first and of the second optimizer state.
+        scores: of the tables; one without a life has none.
         streams: [T, 3] int64 for `ops.update_rows_`, the steps left out.
     """
 
     key: list[tuple[int, int]]
     weights: TableBlocks
     states: tuple[list[Tensor], list[Tensor]]
+    scores: TableBlocks
     streams: Tensor
 
     def are_of(self, tables: Sequence[DynamicTable]) -> bool:
@@ -68,6 +70,9 @@ def _key(tables: Sequence[DynamicTable]) -> list[tuple[int, int]]:
     return list(zip([len(store.blocks) for store in last], generations, strict=True))
 
 
+_NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
+
+
 def list_blocks(tables: Sequence[DynamicTable]) -> GroupBlocks:
     """Lists the blocks of the tables of a group."""
     states: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -78,6 +83,9 @@ def list_blocks(tables: Sequence[DynamicTable]) -> GroupBlocks:
         _key(tables),
         blocks_of([table.weights for table in tables]),
         states,
+        blocks_of(
+            [_NO_SCORES if table.life is None else table.life.scores.store for table in tables]
+        ),
         torch.tensor([[table.rounding_key, table.first_column, 0] for table in tables]),
     )
 
@@ -104,7 +112,7 @@ def blocks_with_initial_rows(
         fresh = torch.arange(weights.capacity, weights.capacity + unseen.numel())
         if table.config.unseen == "initial":
             store.reserve(weights.capacity + unseen.numel())
-            table.init_rows(unseen, fresh, store)
+            table.initial_rows.write(unseen, fresh, store)
         else:
             fresh = torch.full_like(fresh, -1)
         stores.append(store)

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchrec_dyn.row_life import check_life
+from torchrec_dyn.scores import NO_STEP
 from torchrec_dyn.table_state import NamedState
 
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -52,14 +54,41 @@ def check_shape(table: _Table, dtype: torch.dtype, device: torch.device) -> None
         )
 
 
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def check_room(table: _Table, additional: int) -> None:
     """Raises RuntimeError if `additional` more rows exceed the limit."""
     if additional and table.num_rows + additional > table.row_limit:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         raise RuntimeError(
-            f"{table.where} on rank {rank}: expected at most {table.row_limit} rows here "
+            f"{table.where} on rank {_rank()}: expected at most {table.row_limit} rows here "
             f"(num_embeddings={table.num_embeddings}), got {table.num_rows} and {additional} new "
-            "ids. Raise num_embeddings."
+            "ids. Raise num_embeddings, or let rows go: DynamicTableConfig(eviction=...)."
+        )
+
+
+def check_step(table: _Table, step: int) -> None:
+    """Raises RuntimeError at a step that scores cannot note (after four thousand million)."""
+    if step >= NO_STEP:
+        raise RuntimeError(
+            f"{table.where}: expected a training step below {NO_STEP}, got {step}. "
+            "Load the table's state without its scores and its step."
+        )
+
+
+def check_need(table: _Table, need: int) -> None:
+    """Raises RuntimeError if the rows of one batch alone exceed the limit.
+
+    Args:
+        table: one that replaces rows.
+        need: distinct ids of the batch that have a row or are to get one.
+    """
+    if need > table.row_limit:
+        raise RuntimeError(
+            f"{table.where} on rank {_rank()}: expected a batch that needs at most "
+            f"{table.row_limit} rows here (num_embeddings={table.num_embeddings}), got {need} "
+            "distinct ids. Raise num_embeddings, or make the batch smaller."
         )
 
 
@@ -126,3 +155,4 @@ def check_state(
                 f"{where}: expected {name} of shape {list(shape)}, got "
                 f"{list(state[name].shape)}. Was it saved from another table or optimizer?"
             )
+    check_life(where, state, ids.numel())

@@ -5,13 +5,17 @@ Legend: R rows, D columns of the table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from torchrec_dyn import ops
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.row_life import RowLife
+from torchrec_dyn.row_numbers import RowNumbers
 from torchrec_dyn.row_store import RowStore
 
 
@@ -29,21 +33,85 @@ class NamedState(NamedTuple):
     is_rowwise: bool
 
 
-def named_states(optimizer: RowOptimizer, stores: Sequence[RowStore]) -> list[NamedState]:
-    """Names the stores of an optimizer's states."""
-    named = zip(optimizer.state_names, stores, optimizer.state_is_rowwise, strict=True)
+class SavedTable(Protocol):
+    """What the saved form is read from and written to (table.py)."""
+
+    step: int
+    optimizer: RowOptimizer
+    id_map: IdMap
+    row_numbers: RowNumbers
+    weights: RowStore
+    states: tuple[RowStore, ...]
+    life: RowLife | None
+
+    def reserve(self, additional: int) -> None:
+        """Makes room for `additional` more ids and rows."""
+
+    def reset(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Makes an empty table of it, out of new objects."""
+
+
+def named_states(table: SavedTable) -> list[NamedState]:
+    """Names the stores of a table's optimizer states."""
+    optimizer = table.optimizer
+    named = zip(optimizer.state_names, table.states, optimizer.state_is_rowwise, strict=True)
     return [NamedState(*one) for one in named]
 
 
-def read_state(id_map: IdMap, weights: RowStore, states: Sequence[NamedState]) -> dict[str, Tensor]:
+def read_state(table: SavedTable) -> dict[str, Tensor]:
     """Copies the contents out in canonical order.
 
     Returns:
-        "ids" [R] int64, "weight" [R, D] and each optimizer state, [R, D] or [R], float32.
+        "ids" [R] int64, "weight" [R, D], each optimizer state, [R, D] or [R], float32, "step" [],
+        and of a table with a life what `RowLife.export` gives.
     """
-    ids, rows = id_map.contents()
-    state = {"ids": ids, "weight": weights.read(rows)}
-    for one in states:
+    ids, rows = table.id_map.contents()
+    state = {"ids": ids, "weight": table.weights.read(rows)}
+    for one in named_states(table):
         values = one.store.read(rows)
         state[one.name] = values.flatten() if one.is_rowwise else values
-    return state
+    state["step"] = torch.tensor(table.step)
+    return state if table.life is None else {**state, **table.life.export(rows)}
+
+
+def write_state(table: SavedTable, state: Mapping[str, Tensor]) -> None:
+    """Fills an empty table; what is missing starts afresh.
+
+    Args:
+        table: without rows.
+        state: as `read_state` gives it, in any order of ids.
+    """
+    ids = state["ids"].contiguous()
+    table.step = int(state["step"]) if "step" in state else 0
+    table.reserve(ids.numel())
+    rows = table.row_numbers.take(ids.numel())
+    ops.insert(ids, rows, torch.tensor([0, ids.numel()]), *table.id_map.arrays())
+    table.id_map.num_ids = ids.numel()
+    table.weights.write(rows, state["weight"])
+    for one in named_states(table):
+        if one.name in state:
+            one.store.write(rows, state[one.name].reshape(ids.numel(), one.store.columns))
+        else:
+            one.store.zero(rows)
+    if table.life is not None:
+        table.life.load(state, rows, table.step)
+
+
+def replace_contents(
+    table: SavedTable, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Puts a saved form in place of a table's contents; if that fails the table is as it was.
+
+    Args:
+        table: any.
+        state: as `read_state` gives it, checked.
+        dtype: of the rows from now on.
+        device: of the rows from now on.
+    """
+    before = dict(table.__dict__)  # what follows makes new objects and changes none of these
+    try:
+        table.reset(dtype, device)
+        write_state(table, state)
+    except BaseException:  # out of memory, mostly
+        table.__dict__.update(before)
+        raise

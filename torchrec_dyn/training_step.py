@@ -1,0 +1,192 @@
+"""One training step of tables whose rows have a life: who leaves, who is let in, who was seen.
+
+In this order: rows that are too old leave; ids are found; ids without a row are asked for admission; all
+of it is checked, and memory taken, before anything else changes; then those found are scored, the lowest
+make room, and those admitted get their rows. What happens follows from the stream of ids alone, so column
+shards agree.
+
+Legend: T tables, N ids, M distinct ids without a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.id_map import arrays_of
+from torchrec_dyn.insertion import split_by_table
+from torchrec_dyn.row_life import Decision
+from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table_blocks import TableBlocks
+from torchrec_dyn.table_checks import check_need, check_step
+
+_NONE = torch.empty(0, dtype=torch.int64)
+
+
+class _Newcomers(NamedTuple):
+    """Ids of one table's batch that have no row.
+
+    Attributes:
+        ids: [M] int64.
+        occurrences: [M] int64 in this batch.
+        decision: on their admission.
+        num_admitted: how many are let in.
+    """
+
+    ids: Tensor
+    occurrences: Tensor
+    decision: Decision
+    num_admitted: int
+
+
+def take_step(
+    tables: Sequence[DynamicTable],
+    ids: Tensor,
+    table_offsets: Tensor,
+    bounds: Sequence[int],
+    scores: Callable[[], TableBlocks],
+) -> tuple[Tensor, int]:
+    """Takes a batch in: counts the step, lets ids go and come, and finds the rows.
+
+    Args:
+        tables: T tables, of which one at least has a life.
+        ids: [N] int64 in table order.
+        table_offsets: [T + 1] int64, which ids are whose.
+        bounds: the same as numbers.
+        scores: lists the scores of the tables as they are by then.
+
+    Returns:
+        rows: [N] int64, -1 of an id that was not admitted.
+        refused: how many of them are -1.
+
+    Raises:
+        RuntimeError: a table is full, or memory is out; no table has changed.
+    """
+    old: list[tuple[Tensor, Tensor]] = []
+    try:
+        for table in tables:
+            old.append(_take_out_the_old(table))
+        rows, absent = ops.lookup(
+            ids, table_offsets, *arrays_of([table.id_map for table in tables])
+        )
+        new_ids, occurrences, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
+        newcomers = [
+            _ask(table, *new)
+            for table, *new in zip(
+                tables,
+                split_by_table(new_ids, new_offsets),
+                split_by_table(occurrences, new_offsets),
+                strict=True,
+            )
+        ]
+        for table, new, (begin, end) in zip(tables, newcomers, pairwise(bounds), strict=True):
+            _check(table, new, rows[begin:end])
+        for table, new in zip(tables, newcomers, strict=True):
+            _reserve(table, new)
+    except BaseException:
+        for table, (old_ids, old_rows) in zip(tables, old, strict=False):
+            _write([table], [old_ids], [old_rows])
+            table.id_map.num_ids += old_ids.numel()
+        raise
+    for table, (_, old_rows), (begin, end), missing in zip(
+        tables, old, pairwise(bounds), absent.tolist(), strict=True
+    ):
+        _begin(table, old_rows, end - begin, missing)
+    listed, steps = scores(), torch.tensor([table.step for table in tables])
+    ops.touch_scores_(rows, table_offsets, listed.weights, listed.layout, steps)
+    if not new_ids.numel() and all(table.num_rows <= table.row_limit for table in tables):
+        return rows, 0
+    let_in = [_let_in(table, new) for table, new in zip(tables, newcomers, strict=True)]
+    _write(tables, [one[0] for one in let_in], [one[1] for one in let_in])
+    ops.fill_new_(rows, new_index, torch.cat([one[2] for one in let_in]))
+    return rows, sum(one[3] for one in let_in)
+
+
+def _take_out_the_old(table: DynamicTable) -> tuple[Tensor, Tensor]:
+    """Takes ids that are too old out of the map; returns them and the rows they held, still scored."""
+    check_step(table, table.step + 1)
+    if table.life is None:
+        return _NONE, _NONE
+    too_old = table.life.too_old(table.step + 1, table.id_map, table.row_numbers.high)
+    if too_old is None or not too_old[0].numel():
+        return _NONE, _NONE
+    table.id_map.erase(too_old[0])
+    return too_old
+
+
+def _ask(table: DynamicTable, ids: Tensor, occurrences: Tensor) -> _Newcomers:
+    decision = Decision(None, occurrences)
+    if table.life is not None and ids.numel():
+        decision = table.life.admit(ids, occurrences, table.step + 1)
+    admitted = ids.numel() if decision.admitted is None else int(decision.admitted.sum())
+    return _Newcomers(ids, occurrences, decision, admitted)
+
+
+def _check(table: DynamicTable, new: _Newcomers, rows: Tensor) -> None:
+    table.check_room(new.num_admitted)
+    if table.life is None or not table.life.replaces:
+        return
+    # No batch needs more rows than it has occurrences: most need not be looked at closer.
+    if rows.numel() > table.row_limit:
+        check_need(table, torch.unique(rows[rows >= 0]).numel() + new.num_admitted)
+
+
+def _reserve(table: DynamicTable, new: _Newcomers) -> None:
+    table.reserve(new.num_admitted, max(0, _surplus(table, new)))
+    if table.life is not None and table.life.waiting is not None:
+        table.life.waiting.reserve(new.ids.numel() - new.num_admitted)
+
+
+def _surplus(table: DynamicTable, new: _Newcomers) -> int:
+    """Returns how many rows must go before the admitted ids come."""
+    replaces = table.life is not None and table.life.replaces
+    return table.num_rows + new.num_admitted - table.row_limit if replaces else 0
+
+
+def _begin(table: DynamicTable, old_rows: Tensor, occurrences: int, missing: int) -> None:
+    """Counts the step and lets go the rows that were too old for it."""
+    table.step += 1
+    table.counters["ids_seen"] += occurrences
+    table.counters["hits"] += occurrences - missing
+    if table.life is not None:
+        table.free(old_rows, "evicted_expired")
+        table.life.passed(table.step)
+
+
+def _let_in(table: DynamicTable, new: _Newcomers) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Makes room, gives rows to those admitted and counts the others.
+
+    Returns:
+        ids: those admitted.
+        rows: theirs.
+        new_rows: [M] int64 rows of all, -1 where not admitted.
+        refused: occurrences of those not admitted.
+    """
+    surplus, life, admitted = _surplus(table, new), table.life, new.decision.admitted
+    if life is not None and surplus > 0:
+        ids, _ = life.lowest(surplus, table.step, table.id_map, table.row_numbers.high)
+        table.free(table.id_map.erase(ids), "evicted_full")
+    if life is None or admitted is None:
+        rows = table.adopt(new.ids, new.decision.counts)
+        return new.ids, rows, rows, 0
+    ids, counts = new.ids[admitted], new.decision.counts
+    rows = table.adopt(ids, counts[admitted])
+    new_rows = torch.full_like(new.ids, -1).masked_scatter_(admitted, rows)
+    outside = ~admitted
+    dropped = life.refuse(new.ids[outside], counts[outside], table.step)
+    refused = int(new.occurrences[outside].sum())
+    table.counters["counters_dropped"] += dropped
+    table.counters["refused"] += refused
+    return ids, rows, new_rows, refused
+
+
+def _write(tables: Sequence[DynamicTable], ids: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    """Writes ids, absent and with room, into the maps of their tables."""
+    counts = torch.tensor([0, *(one.numel() for one in ids)])
+    maps = arrays_of([table.id_map for table in tables])
+    ops.insert(torch.cat(list(ids)), torch.cat(list(rows)), counts.cumsum(0), *maps)
