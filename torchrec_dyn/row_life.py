@@ -29,7 +29,7 @@ from torchrec_dyn.waiting import FREED_SHARE, WaitingIds
 
 
 class Decision(NamedTuple):
-    """Which of some ids without a row are let in.
+    """Which of some ids without a row get one.
 
     Attributes:
         admitted: [M] bool, or None for all.

@@ -1,4 +1,4 @@
-"""One training step of tables whose rows have a life: who leaves, who is let in, who was seen.
+"""One training step of tables whose rows have a life: who leaves, who is admitted, who was seen.
 
 In this order: rows that are too old leave; ids are found; ids without a row are asked for admission; all
 of it is checked, and memory taken, before anything else changes; then those found are scored, the lowest
@@ -35,7 +35,7 @@ class _Newcomers(NamedTuple):
         ids: [M] int64.
         occurrences: [M] int64 in this batch.
         decision: on their admission.
-        num_admitted: how many are let in.
+        num_admitted: how many get a row.
     """
 
     ids: Tensor
@@ -101,10 +101,10 @@ def take_step(
     ops.touch_scores_(rows, table_offsets, listed.weights, listed.layout, steps)
     if not new_ids.numel() and all(table.num_rows <= table.row_limit for table in tables):
         return rows, 0
-    let_in = [_let_in(table, new) for table, new in zip(tables, newcomers, strict=True)]
-    _write(tables, [one[0] for one in let_in], [one[1] for one in let_in])
-    ops.fill_new_(rows, new_index, torch.cat([one[2] for one in let_in]))
-    return rows, sum(one[3] for one in let_in)
+    admitted = [_admit(table, new) for table, new in zip(tables, newcomers, strict=True)]
+    _write(tables, [one[0] for one in admitted], [one[1] for one in admitted])
+    ops.fill_new_(rows, new_index, torch.cat([one[2] for one in admitted]))
+    return rows, sum(one[3] for one in admitted)
 
 
 def _take_out_the_old(table: DynamicTable) -> tuple[Tensor, Tensor]:
@@ -158,7 +158,7 @@ def _begin(table: DynamicTable, old_rows: Tensor, occurrences: int, missing: int
         table.life.passed(table.step)
 
 
-def _let_in(table: DynamicTable, new: _Newcomers) -> tuple[Tensor, Tensor, Tensor, int]:
+def _admit(table: DynamicTable, new: _Newcomers) -> tuple[Tensor, Tensor, Tensor, int]:
     """Makes room, gives rows to those admitted and counts the others.
 
     Returns:
