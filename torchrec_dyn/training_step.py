@@ -44,6 +44,9 @@ class _Newcomers(NamedTuple):
     num_admitted: int
 
 
+_NOBODY = _Newcomers(_NONE, _NONE, Decision(None, _NONE), 0)
+
+
 def take_step(
     tables: Sequence[DynamicTable],
     ids: Tensor,
@@ -71,40 +74,58 @@ def take_step(
     try:
         for table in tables:
             old.append(_take_out_the_old(table))
-        rows, absent = ops.lookup(
-            ids, table_offsets, *arrays_of([table.id_map for table in tables])
-        )
-        new_ids, occurrences, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
-        newcomers = [
-            _ask(table, *new)
-            for table, *new in zip(
-                tables,
-                split_by_table(new_ids, new_offsets),
-                split_by_table(occurrences, new_offsets),
-                strict=True,
-            )
-        ]
-        for table, new, (begin, end) in zip(tables, newcomers, pairwise(bounds), strict=True):
-            _check(table, new, rows[begin:end])
-        for table, new in zip(tables, newcomers, strict=True):
-            _reserve(table, new)
+        batch = _decide(tables, ids, table_offsets, bounds)
     except BaseException:
         for table, (old_ids, old_rows) in zip(tables, old, strict=False):
             _write([table], [old_ids], [old_rows])
             table.id_map.num_ids += old_ids.numel()
         raise
-    for table, (_, old_rows), (begin, end), missing in zip(
-        tables, old, pairwise(bounds), absent.tolist(), strict=True
+    # From here on nothing fails.
+    for table, (_, old_rows), (begin, end), absent in zip(
+        tables, old, pairwise(bounds), batch.absent, strict=True
     ):
-        _begin(table, old_rows, end - begin, missing)
+        _begin(table, old_rows, end - begin, absent)
     listed, steps = scores(), torch.tensor([table.step for table in tables])
-    ops.touch_scores_(rows, table_offsets, listed.weights, listed.layout, steps)
-    if not new_ids.numel() and all(table.num_rows <= table.row_limit for table in tables):
-        return rows, 0
-    admitted = [_admit(table, new) for table, new in zip(tables, newcomers, strict=True)]
+    ops.touch_scores_(batch.rows, table_offsets, listed.weights, listed.layout, steps)
+    if not any(batch.absent) and all(_surplus(table, _NOBODY) <= 0 for table in tables):
+        return batch.rows, 0
+    admitted = [_admit(table, new) for table, new in zip(tables, batch.newcomers, strict=True)]
     _write(tables, [one[0] for one in admitted], [one[1] for one in admitted])
-    ops.fill_new_(rows, new_index, torch.cat([one[2] for one in admitted]))
-    return rows, sum(one[3] for one in admitted)
+    ops.fill_new_(batch.rows, batch.new_index, torch.cat([one[2] for one in admitted]))
+    return batch.rows, sum(one[3] for one in admitted)
+
+
+class _Batch(NamedTuple):
+    """What was decided on a batch before anything was changed.
+
+    Attributes:
+        rows: [N] int64, -1 of ids that have none yet.
+        absent: of each table how many ids have none, repeats counted.
+        newcomers: of each table.
+        new_index: [N] int64, the place of an absent id among all newcomers, -1 of others.
+    """
+
+    rows: Tensor
+    absent: list[int]
+    newcomers: list[_Newcomers]
+    new_index: Tensor
+
+
+def _decide(
+    tables: Sequence[DynamicTable], ids: Tensor, table_offsets: Tensor, bounds: Sequence[int]
+) -> _Batch:
+    """Finds rows, decides on ids without one, checks every table's need and takes memory for it."""
+    rows, absent = ops.lookup(ids, table_offsets, *arrays_of([table.id_map for table in tables]))
+    newcomers, new_index = [_NOBODY] * len(tables), torch.full_like(rows, -1)
+    if rows.numel() and bool(absent.any()):
+        new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
+        per_table = (split_by_table(one, new_offsets) for one in (new_ids, counts))
+        newcomers = [_ask(*one) for one in zip(tables, *per_table, strict=True)]
+    for table, new, (begin, end) in zip(tables, newcomers, pairwise(bounds), strict=True):
+        _check(table, new, rows[begin:end])
+    for table, new in zip(tables, newcomers, strict=True):
+        _reserve(table, new)
+    return _Batch(rows, absent.tolist(), newcomers, new_index)
 
 
 def _take_out_the_old(table: DynamicTable) -> tuple[Tensor, Tensor]:
