@@ -7,6 +7,9 @@ SOURCES = [
     "csrc/library.cpp",
     "csrc/id_map_cpu.cpp",
     "csrc/row_store_cpu.cpp",
+    "csrc/scores_cpu.cpp",
+    "csrc/lowest_scores_cpu.cpp",
+    "csrc/admission_cpu.cpp",
     "csrc/pooling_cpu.cpp",
     "csrc/row_update_cpu.cpp",
 ]

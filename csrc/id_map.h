@@ -140,9 +140,8 @@ inline bool lies_after(int64_t from, int64_t slot, int64_t to) {
   return from <= to ? (from < slot && slot <= to) : (from < slot || slot <= to);
 }
 
-// Removes `id` and returns the row it held, or kNoRow.
-inline int64_t erase_id(const IdMapView& map, int64_t id) {
-  const uint64_t spread = spread_hash(id);
+// Removes `id` and returns the row it held, or kNoRow. `spread` is spread_hash(id).
+inline int64_t erase_id(const IdMapView& map, int64_t id, uint64_t spread) {
   const SlotArray& array = map.array_of(spread);
   int64_t hole = array.home(spread);
   int64_t probe = 0;

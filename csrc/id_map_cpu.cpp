@@ -9,6 +9,7 @@
 #include "huge_pages.h"
 #include "id_map.h"
 #include "id_map_growth.h"
+#include "map_arguments.h"
 #include "parallel.h"
 #include "simd.h"
 #include "zeroed_memory.h"
@@ -17,40 +18,6 @@ namespace torchrec_dyn {
 namespace {
 
 constexpr int64_t kGrain = 2048;
-
-SlotArray array_of(const char* op, const char* name, const Tensor& slots) {
-  check_tensor(op, name, slots, ScalarType::Long);
-  STD_TORCH_CHECK(slots.dim() == 2 && slots.size(1) == 2, op, ": expected ", name, " of shape [C, 2], got ",
-                  slots.dim(), " dimensions.");
-  STD_TORCH_CHECK(slots.size(0) % kLineSlots == 0, op, ": expected ", name, " of shape [C, 2] with C a multiple of ",
-                  kLineSlots, ", got C = ", slots.size(0), ". Make them with new_slots.");
-  return {static_cast<Slot*>(slots.mutable_data_ptr()), slots.size(0)};
-}
-
-// The maps of T tables. `slots` lists the array of each, then the outgoing arrays of those that grow: of each
-// table whose `moved` is not -1, in order.
-std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>& slots, const Tensor& moved) {
-  check_tensor(op, "moved", moved, ScalarType::Long);
-  const auto tables = static_cast<size_t>(moved.numel());
-  const int64_t* done = const_data<int64_t>(moved);
-  const auto growing = tables - static_cast<size_t>(std::count(done, done + tables, int64_t{-1}));
-  check_size(op, "the number of slots", static_cast<int64_t>(tables + growing), static_cast<int64_t>(slots.size()));
-  std::vector<IdMapView> views;
-  views.reserve(tables);
-  size_t outgoing = tables;
-  for (size_t t = 0; t < tables; ++t) {
-    const SlotArray array = array_of(op, "slots", slots[t]);
-    if (done[t] == -1) {
-      views.emplace_back(array);
-      continue;
-    }
-    const SlotArray old = array_of(op, "slots", slots[outgoing++]);
-    STD_TORCH_CHECK(done[t] >= 0 && done[t] < old.capacity && done[t] % kLineSlots == 0, op, ": expected moved in [0, ",
-                    old.capacity, "), a multiple of ", kLineSlots, ", or -1, got ", done[t], ".");
-    views.emplace_back(array, old, done[t]);
-  }
-  return views;
-}
 
 TORCHREC_DYN_SIMD void mix_range(const uint64_t* in, uint64_t* out, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) out[i] = mix64(in[i]);
@@ -222,7 +189,8 @@ Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) 
   Tensor rows = new_int64(ids.numel());
   const int64_t* id = const_data<int64_t>(ids);
   int64_t* row = mutable_data<int64_t>(rows);
-  for (int64_t i = 0; i < ids.numel(); ++i) row[i] = erase_id(maps[0], id[i]);
+  visit_homes(maps[0], id, 0, ids.numel(),
+              [&](int64_t i, uint64_t spread) { row[i] = erase_id(maps[0], id[i], spread); });
   return rows;
 }
 
@@ -274,12 +242,24 @@ Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, in
 
 Tensor probe_lengths(const Tensor& slots) {
   const SlotArray array = array_of("probe_lengths", "slots", slots);
-  Tensor lengths = new_int64(array.capacity);
-  int64_t* length = mutable_data<int64_t>(lengths);
+  std::atomic<int64_t> ids{0}, sum{0}, longest{0};
   for_each_range(array.capacity, 1 << 14, [&](int64_t begin, int64_t end) {
-    for (int64_t slot = begin; slot < end; ++slot)
-      length[slot] = array.slots[slot].is_empty() ? 0 : probe_length(array, slot);
+    int64_t ids_here = 0, sum_here = 0, longest_here = 0;
+    for (int64_t slot = begin; slot < end; ++slot) {
+      if (array.slots[slot].is_empty()) continue;
+      const int64_t length = probe_length(array, slot);
+      ++ids_here;
+      sum_here += length;
+      longest_here = std::max(longest_here, length);
+    }
+    ids.fetch_add(ids_here, std::memory_order_relaxed);
+    sum.fetch_add(sum_here, std::memory_order_relaxed);
+    int64_t seen = longest.load(std::memory_order_relaxed);
+    while (seen < longest_here && !longest.compare_exchange_weak(seen, longest_here)) continue;
   });
+  Tensor lengths = new_int64(3);
+  const int64_t summary[] = {ids, sum, longest};
+  std::copy(summary, summary + 3, mutable_data<int64_t>(lengths));
   return lengths;
 }
 

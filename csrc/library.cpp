@@ -31,8 +31,26 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   m.def("new_slots(Tensor slots, int capacity) -> Tensor");
   // Moves outgoing slots [moved, until) or a few more into `slots` -> [1] up to where.
   m.def("move_slots(Tensor(a!) outgoing, Tensor(b!) slots, int moved, int until) -> Tensor");
-  // [C] slots looked at to find the id of each slot, 0 for an empty slot.
+  // -> [3]: ids in the slots, the sum of their probe lengths (slots looked at to find each), the longest.
   m.def("probe_lengths(Tensor slots) -> Tensor");
+
+  // Scores are blocks [2^shift, 1] int64, one word a row: last_seen << 32 | count (scores.h). A free row has none.
+  //
+  // rows [N] in table order, -1 skipped; steps [T]. Each occurrence: last_seen = step, count + 1. A table with 0
+  // blocks in `layout` keeps no scores.
+  m.def("touch_scores_(Tensor rows, Tensor table_offsets, Tensor(a!)[] scores, Tensor layout, Tensor steps) -> ()");
+  // Writes the scores of rows [M]; last_seen -1 makes a row free.
+  m.def("write_scores_(Tensor rows, Tensor last_seen, Tensor counts, Tensor(a!)[] scores, int shift) -> ()");
+  // rows [M] (-1 and free rows read as -1, 0) -> last_seen [M], counts [M].
+  m.def("read_scores(Tensor rows, Tensor[] scores, int shift) -> (Tensor last_seen, Tensor counts)");
+  // Of one map, among rows [0, rows) with last_seen < before: the `most` lowest by count or last_seen, then by mixed
+  // id, unsigned; all if fewer -> ids [K], rows [K] in the order of the slots.
+  m.def(
+      "lowest_scores(Tensor[] slots, Tensor moved, Tensor[] scores, int shift, int rows, bool by_count, int before, "
+      "int most) -> (Tensor ids, Tensor rows)");
+  // ids [M], distinct, and how often each occurs, counts [M] -> bool [M]: in with the chance 1 - (1 -
+  // probability)^count.
+  m.def("admit_by_chance(Tensor ids, Tensor counts, int key, int step, float probability) -> Tensor");
 
   // Asks for 2 MiB pages behind a block, of any shape, before it is first written. Changes no value.
   m.def("advise_huge_pages(Tensor block) -> ()");

@@ -64,6 +64,15 @@ def ids_at_home(slot: int, capacity: int, count: int) -> list[int]:
     return [id_of_spread_hash(first + k * step) for k in range(count)]
 
 
+def probe_lengths(slots: Tensor) -> list[int]:
+    """[C] slots looked at to find the id of each slot of [C, 2], 0 for an empty slot."""
+    capacity = len(slots)
+    return [
+        1 + (slot - home_slot(number, capacity)) % capacity if place else 0
+        for slot, (number, place) in enumerate(slots.tolist())
+    ]
+
+
 def canonical_order(ids: list[int]) -> list[int]:
     """Ids in the order of a saved table."""
     return sorted(ids, key=mix64)

@@ -9,7 +9,16 @@ import random
 
 import pytest
 import torch
-from oracle import EXTREME_IDS, canonical_order, home_slot, ids_at_home, mix64, signed, unmix64
+from oracle import (
+    EXTREME_IDS,
+    canonical_order,
+    home_slot,
+    ids_at_home,
+    mix64,
+    probe_lengths,
+    signed,
+    unmix64,
+)
 
 from torchrec_dyn import ops
 from torchrec_dyn.id_map import IdMap
@@ -91,8 +100,9 @@ def check_spread(slots):
 
     That is 3.3 slots, 1.27 lines; 13 of 100 past their home line.
     """
-    lengths = ops.probe_lengths(slots)
+    lengths = tensor(probe_lengths(slots))
     lengths = lengths[lengths > 0]
+    assert ops.probe_lengths(slots).tolist() == [len(lengths), lengths.sum(), lengths.max()]
     lines = (lengths + 3) // 4
     assert lengths.double().mean() < 3.6
     assert lines.double().mean() < 1.35

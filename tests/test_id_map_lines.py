@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle import home_slot, ids_at_home
+from oracle import home_slot, ids_at_home, probe_lengths
 from table_cases import ids_of
 
 from torchrec_dyn import ops
@@ -44,8 +44,9 @@ def test_a_run_fills_line_after_line(count, line, capacity):
         [number, k + 1] for k, number in enumerate(ids)
     ]
     assert look(slots, *ids, absent) == [*range(count), -1]
-    lengths = ops.probe_lengths(slots)
-    assert [int(lengths[(home + k) % capacity]) for k in range(count)] == [*range(1, count + 1)]
+    lengths = probe_lengths(slots)
+    assert [lengths[(home + k) % capacity] for k in range(count)] == [*range(1, count + 1)]
+    assert ops.probe_lengths(slots).tolist() == [count, sum(lengths), count]
 
 
 @pytest.mark.parametrize("further", range(3))
@@ -117,7 +118,7 @@ def test_many_ids_at_once(count, is_growing, threads):
     row_of = {number: row for row, number in enumerate(ids.tolist())}
     slots, moved = [slots_of(capacity)], WHOLE
     ops.insert(ids, torch.arange(len(ids)), ids_of(0, len(ids)), slots, moved)
-    assert int((ops.probe_lengths(slots[0]) > 8).sum()) > 12
+    assert sum(length > 8 for length in probe_lengths(slots[0])) > 12
     if is_growing:
         slots = [slots_of(2 * capacity), *slots]
         moved = ops.move_slots(slots[1], slots[0], 0, 1700)

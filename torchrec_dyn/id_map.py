@@ -172,13 +172,14 @@ class IdMap:
 
     def stats(self) -> dict[str, int | float]:
         """Returns slots, load (ids / slots) and the mean and longest probe of a known id."""
-        lengths = torch.cat([ops.probe_lengths(array) for array in self.arrays()[0]])
-        lengths = lengths[lengths > 0]
+        ids, total, longest = zip(
+            *(ops.probe_lengths(array).tolist() for array in self.arrays()[0]), strict=True
+        )
         return {
             "slots": self.held,
             "load": self.num_ids / self.held if self.held else 0.0,
-            "probe_length_mean": float(lengths.double().mean()) if lengths.numel() else 0.0,
-            "probe_length_max": int(lengths.max()) if lengths.numel() else 0,
+            "probe_length_mean": sum(total) / sum(ids) if sum(ids) else 0.0,
+            "probe_length_max": max(longest),
         }
 
     def check_invariants(self) -> None:

@@ -140,15 +140,109 @@ def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tenso
 
 
 def probe_lengths(slots: Tensor) -> Tensor:
-    """Counts the slots looked at to find the id of each slot.
+    """Sums up how many slots are looked at to find the id of each slot.
 
     Args:
         slots: [C, 2] int64.
 
     Returns:
-        [C] int64, 0 for an empty slot, 1 for an id in its home slot.
+        [3] int64: the ids, the sum of their probe lengths (1 for an id in its home slot), the longest.
     """
     return _ops.probe_lengths.default(slots)
+
+
+def touch_scores_(
+    rows: Tensor,
+    table_offsets: Tensor,
+    scores: Sequence[Tensor],
+    layout: Tensor,
+    steps: Tensor,
+) -> None:
+    """Counts every occurrence of a row and writes the step at which it was last seen, in place.
+
+    Args:
+        rows: [N] int64 in table order; -1 is skipped, a repeated row counts each time.
+        table_offsets: [T + 1] int64.
+        scores: blocks [2^shift, 1] int64 of all tables, one after another (csrc/scores.h); written.
+        layout: [T, 4] int64 as `gather_pool`; a table with 0 blocks keeps no scores.
+        steps: [T] int64, in [0, 2^32 - 1).
+    """
+    _ops.touch_scores_.default(rows, table_offsets, scores, layout, steps)
+
+
+def write_scores_(
+    rows: Tensor, last_seen: Tensor, counts: Tensor, scores: Sequence[Tensor], shift: int
+) -> None:
+    """Writes scores of one table, in place. Of two for one row the last stays.
+
+    Args:
+        rows: [M] int64 inside the blocks.
+        last_seen: [M] int64, steps in [0, 2^32 - 1), or -1: the row is free, whatever its count.
+        counts: [M] int64 in [0, 2^32).
+        scores: blocks of one table, 2^shift rows each; written.
+        shift: binary logarithm of the rows of a block.
+    """
+    _ops.write_scores_.default(rows, last_seen, counts, scores, shift)
+
+
+def read_scores(rows: Tensor, scores: Sequence[Tensor], shift: int) -> tuple[Tensor, Tensor]:
+    """Reads scores of one table.
+
+    Args:
+        rows: [M] int64; -1 reads as a free row.
+        scores: blocks of one table, 2^shift rows each.
+        shift: binary logarithm of the rows of a block.
+
+    Returns:
+        last_seen: [M] int64, -1 of a free row.
+        counts: [M] int64, 0 of a free row.
+    """
+    return _ops.read_scores.default(rows, scores, shift)
+
+
+def lowest_scores(
+    slots: Sequence[Tensor],
+    moved: Tensor,
+    scores: Sequence[Tensor],
+    shift: int,
+    rows: int,
+    by_count: bool,
+    before: int,
+    most: int,
+) -> tuple[Tensor, Tensor]:
+    """Finds the ids of one map with the lowest scores: by count or last_seen, then by mixed id.
+
+    Args:
+        slots: as `lookup`, of one map.
+        moved: [1] int64, as `lookup`.
+        scores: blocks of one table, 2^shift rows each; every row without an id is free.
+        shift: binary logarithm of the rows of a block.
+        rows: rows [0, rows) are considered.
+        by_count: compare counts, not last_seen.
+        before: only rows that were last seen before this step.
+        most: how many; all if there are fewer.
+
+    Returns:
+        ids: [K] int64 in the order of the slots, so that erasing them walks memory forward.
+        rows: [K] int64.
+    """
+    return _ops.lowest_scores.default(slots, moved, scores, shift, rows, by_count, before, most)
+
+
+def admit_by_chance(ids: Tensor, counts: Tensor, key: int, step: int, probability: float) -> Tensor:
+    """Admits ids with the chance 1 - (1 - probability)^count, a pure function of the arguments.
+
+    Args:
+        ids: [M] int64.
+        counts: [M] int64, occurrences of each, in [0, 2^32].
+        key: 64 bits (as int64) that stand for the seed and the table's name.
+        step: of training.
+        probability: of one occurrence, in [0, 1].
+
+    Returns:
+        [M] bool.
+    """
+    return _ops.admit_by_chance.default(ids, counts, key, step, probability)
 
 
 def advise_huge_pages(block: Tensor) -> None:
@@ -391,7 +485,33 @@ def _(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tensor:
 
 @_fake("probe_lengths")
 def _(slots: Tensor) -> Tensor:
-    return slots.new_empty(slots.shape[0])
+    return slots.new_empty(3)
+
+
+@_fake("touch_scores_")
+def _(rows, table_offsets, scores, layout, steps) -> None:  # type: ignore[no-untyped-def]
+    return None
+
+
+@_fake("write_scores_")
+def _(rows, last_seen, counts, scores, shift) -> None:  # type: ignore[no-untyped-def]
+    return None
+
+
+@_fake("read_scores")
+def _(rows: Tensor, scores: Sequence[Tensor], shift: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), torch.empty_like(rows)
+
+
+@_fake("lowest_scores")
+def _(slots, moved, scores, shift, rows, by_count, before, most) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    found = torch.library.get_ctx().new_dynamic_size()
+    return moved.new_empty(found), moved.new_empty(found)
+
+
+@_fake("admit_by_chance")
+def _(ids: Tensor, counts: Tensor, key: int, step: int, probability: float) -> Tensor:
+    return torch.empty_like(ids, dtype=torch.bool)
 
 
 @_fake("advise_huge_pages")

@@ -71,7 +71,7 @@ void write_own_maps() {
       const auto known = oracle.find(id);
       check(row == (known == oracle.end() ? kNoRow : known->second), "the map finds what the oracle finds");
       if (i % 3 == 2) {
-        check(erase_id(growing_map(owned.array(), outgoing.array(), moved), id) == row,
+        check(erase_id(growing_map(owned.array(), outgoing.array(), moved), id, spread_hash(id)) == row,
               "erase gives back the row that was found");
         oracle.erase(id);
       } else if (row == kNoRow) {

@@ -1,0 +1,175 @@
+// The ids and rows with the lowest scores of one map, on the CPU.
+#include "lowest_scores.h"
+
+#include <algorithm>
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+#include "checks.h"
+#include "map_arguments.h"
+#include "parallel.h"
+#include "score_arguments.h"
+
+namespace torchrec_dyn {
+namespace {
+
+// Rows and slots of a piece: fewer than 2^32, so that bins do not overflow, and whole words of bits.
+constexpr int64_t kRowPiece = 1 << 18;
+constexpr int64_t kSlotPiece = 1 << 16;
+
+template <typename Task>
+void for_each_piece(int64_t size, int64_t piece, const Task& task) {
+  for_each_task((size + piece - 1) / piece, [&](int64_t i) { task(i * piece, std::min(size, (i + 1) * piece)); });
+}
+
+struct Question {
+  ScoreBlocks scores;
+  int64_t rows;
+  bool by_count;
+  uint64_t end;  // words below it qualify
+};
+
+TORCHREC_DYN_SIMD void add_range(const uint64_t* words, int64_t count, bool by_count, uint64_t end, KeyRange& range) {
+  if (by_count)
+    add_to_range<true>(words, count, end, range);
+  else
+    add_to_range<false>(words, count, end, range);
+}
+
+TORCHREC_DYN_SIMD void mark(const uint64_t* words, int64_t row, int64_t count, bool by_count, uint64_t end,
+                            uint64_t cut, uint64_t* chosen, uint64_t* ties) {
+  for (int64_t i = 0; i < count; i += 64) {  // a block of fewer rows lies in one word of bits
+    const int64_t bit_word = (row + i) / 64 - row / 64;
+    if (by_count)
+      mark_rows<true>(words + i, row + i, std::min<int64_t>(64, count - i), end, cut, chosen + bit_word,
+                      ties + bit_word);
+    else
+      mark_rows<false>(words + i, row + i, std::min<int64_t>(64, count - i), end, cut, chosen + bit_word,
+                       ties + bit_word);
+  }
+}
+
+KeyRange range_of_keys(const Question& asked) {
+  KeyRange range;
+  std::mutex mutex;
+  for_each_piece(asked.rows, kRowPiece, [&](int64_t begin, int64_t end) {
+    KeyRange here;
+    for_score_stretches(asked.scores, begin, end, [&](const uint64_t* words, int64_t, int64_t count) {
+      add_range(words, count, asked.by_count, asked.end, here);
+    });
+    const std::lock_guard<std::mutex> lock(mutex);
+    range.add(here);
+  });
+  return range;
+}
+
+std::vector<uint64_t> histogram(const Question& asked, uint64_t low, uint64_t high, int shift) {
+  std::vector<uint64_t> totals(KeyBins::kBins);
+  std::mutex mutex;
+  for_each_piece(asked.rows, kRowPiece, [&](int64_t begin, int64_t end) {
+    KeyBins bins{low, high, shift};
+    for_score_stretches(asked.scores, begin, end, [&](const uint64_t* words, int64_t, int64_t count) {
+      if (asked.by_count)
+        bins.count_keys<true>(words, count, asked.end);
+      else
+        bins.count_keys<false>(words, count, asked.end);
+    });
+    const std::lock_guard<std::mutex> lock(mutex);
+    bins.add_to(totals);
+  });
+  return totals;
+}
+
+// The marked slots of both arrays, piece by piece.
+std::vector<MarkedSlots> collect(const IdMapView& map, const RowMarks& chosen, const RowMarks& ties, uint64_t bound) {
+  std::vector<MarkedSlots> found;
+  for (int a = 0; a < (map.is_growing() ? 2 : 1); ++a) {
+    const SlotArray& array = map.arrays[a];
+    const size_t before = found.size();
+    found.resize(before + static_cast<size_t>((array.capacity + kSlotPiece - 1) / kSlotPiece));
+    for_each_piece(array.capacity, kSlotPiece, [&](int64_t begin, int64_t end) {
+      collect_marked(array, begin, end, chosen, ties, bound, found[before + static_cast<size_t>(begin / kSlotPiece)]);
+    });
+  }
+  return found;
+}
+
+// The mixed ids of the ties found, all of them.
+std::vector<uint64_t> mixed_ties(const std::vector<MarkedSlots>& found) {
+  std::vector<uint64_t> mixed;
+  for (const MarkedSlots& piece : found) mixed.insert(mixed.end(), piece.mixed.begin(), piece.mixed.end());
+  return mixed;
+}
+
+std::tuple<Tensor, Tensor> ids_and_rows(const std::vector<MarkedSlots>& found, const RowMarks& ties,
+                                        uint64_t last_mixed) {
+  std::vector<Slot> kept;
+  for (const MarkedSlots& piece : found)
+    for (const Slot& slot : piece.slots)
+      if (!ties.has_place(slot.place) || mix64(static_cast<uint64_t>(slot.id)) <= last_mixed) kept.push_back(slot);
+  const auto count = static_cast<int64_t>(kept.size());
+  std::tuple<Tensor, Tensor> result{new_int64(count), new_int64(count)};
+  int64_t* id = mutable_data<int64_t>(std::get<0>(result));
+  int64_t* row = mutable_data<int64_t>(std::get<1>(result));
+  for (const Slot& slot : kept) {
+    *id++ = slot.id;
+    *row++ = slot.row();
+  }
+  return result;
+}
+
+std::tuple<Tensor, Tensor> find_lowest(const IdMapView& map, const Question& asked, uint64_t most) {
+  constexpr uint64_t kNoBound = std::numeric_limits<uint64_t>::max();
+  const KeyRange range = range_of_keys(asked);
+  if (range.rows == 0 || most == 0) return {new_int64(0), new_int64(0)};
+  Cut cut{range.high, 0, 0};
+  const bool is_cut = most < range.rows;
+  if (is_cut)
+    cut = find_cut(range, most,
+                   [&](uint64_t low, uint64_t high, int shift) { return histogram(asked, low, high, shift); });
+  RowMarks chosen(asked.rows), ties(asked.rows);
+  for_each_piece(asked.rows, kRowPiece, [&](int64_t begin, int64_t end) {
+    for_score_stretches(asked.scores, begin, end, [&](const uint64_t* words, int64_t row, int64_t count) {
+      mark(words, row, count, asked.by_count, asked.end, cut.key, chosen.word(row), ties.word(row));
+    });
+  });
+  if (cut.needed == cut.ties) {  // nobody is left out
+    const RowMarks none(asked.rows);
+    return ids_and_rows(collect(map, chosen, none, kNoBound), none, kNoBound);
+  }
+  std::vector<MarkedSlots> found = collect(map, chosen, ties, bound_of_ties(map, ties, cut.needed, cut.ties));
+  std::vector<uint64_t> mixed = mixed_ties(found);
+  if (mixed.size() < cut.needed) {
+    found = collect(map, chosen, ties, kNoBound);
+    mixed = mixed_ties(found);
+  }
+  uint64_t last_mixed = kNoBound;
+  if (mixed.size() > cut.needed) {
+    const auto last = mixed.begin() + static_cast<int64_t>(cut.needed) - 1;
+    std::nth_element(mixed.begin(), last, mixed.end());
+    last_mixed = *last;
+  }
+  return ids_and_rows(found, ties, last_mixed);
+}
+
+std::tuple<Tensor, Tensor> lowest_scores(std::vector<Tensor> slots, const Tensor& moved, std::vector<Tensor> scores,
+                                         int64_t shift, int64_t rows, bool by_count, int64_t before, int64_t most) {
+  const char* op = "lowest_scores";
+  const std::vector<IdMapView> maps = views_of(op, slots, moved);
+  check_size(op, "the number of maps", 1, static_cast<int64_t>(maps.size()));
+  const ScoreTable table = ScoreTable::alone(op, scores, shift);
+  const ScoreBlocks words = table.view();
+  STD_TORCH_CHECK(rows >= 0 && rows <= words.capacity, op, ": expected rows in [0, ", words.capacity, "], got ", rows,
+                  ".");
+  STD_TORCH_CHECK(most >= 0, op, ": expected most >= 0, got ", most, ".");
+  // Free rows never qualify.
+  const int64_t last = std::clamp(before, int64_t{0}, static_cast<int64_t>(kFreeLastSeen));
+  return find_lowest(maps[0], {words, rows, by_count, static_cast<uint64_t>(last) << 32}, static_cast<uint64_t>(most));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) { m.impl("lowest_scores", TORCH_BOX(&lowest_scores)); }
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,47 @@
+// How the ops take id maps: tensors of slots, checked and read as the views of id_map.h.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "checks.h"
+#include "id_map.h"
+
+namespace torchrec_dyn {
+
+inline SlotArray array_of(const char* op, const char* name, const Tensor& slots) {
+  check_tensor(op, name, slots, ScalarType::Long);
+  STD_TORCH_CHECK(slots.dim() == 2 && slots.size(1) == 2, op, ": expected ", name, " of shape [C, 2], got ",
+                  slots.dim(), " dimensions.");
+  STD_TORCH_CHECK(slots.size(0) % kLineSlots == 0, op, ": expected ", name, " of shape [C, 2] with C a multiple of ",
+                  kLineSlots, ", got C = ", slots.size(0), ". Make them with new_slots.");
+  return {static_cast<Slot*>(slots.mutable_data_ptr()), slots.size(0)};
+}
+
+// The maps of T tables. `slots` lists the array of each, then the outgoing arrays of those that grow: of each
+// table whose `moved` is not -1, in order.
+inline std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>& slots, const Tensor& moved) {
+  check_tensor(op, "moved", moved, ScalarType::Long);
+  const auto tables = static_cast<size_t>(moved.numel());
+  const int64_t* done = const_data<int64_t>(moved);
+  const auto growing = tables - static_cast<size_t>(std::count(done, done + tables, int64_t{-1}));
+  check_size(op, "the number of slots", static_cast<int64_t>(tables + growing), static_cast<int64_t>(slots.size()));
+  std::vector<IdMapView> views;
+  views.reserve(tables);
+  size_t outgoing = tables;
+  for (size_t t = 0; t < tables; ++t) {
+    const SlotArray array = array_of(op, "slots", slots[t]);
+    if (done[t] == -1) {
+      views.emplace_back(array);
+      continue;
+    }
+    const SlotArray old = array_of(op, "slots", slots[outgoing++]);
+    STD_TORCH_CHECK(done[t] >= 0 && done[t] < old.capacity && done[t] % kLineSlots == 0, op, ": expected moved in [0, ",
+                    old.capacity, "), a multiple of ", kLineSlots, ", or -1, got ", done[t], ".");
+    views.emplace_back(array, old, done[t]);
+  }
+  return views;
+}
+
+}  // namespace torchrec_dyn

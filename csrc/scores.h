@@ -1,0 +1,74 @@
+// Scores: by what a row is kept. One word a row, last_seen << 32 | count:
+//   last_seen  the training step at which the row's id last occurred, below 2^32 - 1, which marks a free row;
+//   count      how often it has occurred, and 2^32 - 1 from there on.
+// So words are ordered by last_seen, and one comparison tells the rows that were last seen before a step.
+#pragma once
+
+#include <cstdint>
+
+#include "simd.h"
+
+namespace torchrec_dyn {
+
+constexpr uint64_t kMostCount = 0xFFFFFFFFull;
+constexpr uint64_t kFreeLastSeen = 0xFFFFFFFFull;
+constexpr uint64_t kFreeScore = kFreeLastSeen << 32;
+
+constexpr uint64_t last_seen_of(uint64_t score) { return score >> 32; }
+constexpr uint64_t count_of(uint64_t score) { return score & kMostCount; }
+constexpr bool is_free(uint64_t score) { return last_seen_of(score) == kFreeLastSeen; }
+
+// One more occurrence at `step`.
+constexpr uint64_t touched(uint64_t score, uint64_t step) {
+  const uint64_t count = count_of(score);
+  return step << 32 | (count + (count < kMostCount));
+}
+
+// The words of one table, in blocks of 2^shift.
+struct ScoreBlocks {
+  uint64_t* const* blocks;
+  int64_t shift;
+  int64_t capacity;
+
+  uint64_t* word(int64_t row) const { return blocks[row >> shift] + (row & ((int64_t{1} << shift) - 1)); }
+  bool holds(int64_t row) const { return static_cast<uint64_t>(row) < static_cast<uint64_t>(capacity); }
+};
+
+// Rows that share a line of cache: parts own whole lines.
+constexpr int64_t kLineScores = 8;
+constexpr int64_t kScoreBurst = 64;
+
+// The words that part `part` of `parts` (a power of two) owns among `count` rows, at most kScoreBurst, asked for on
+// the way. Requires a capacity above 0. `outside` is set if a row is neither -1 nor inside.
+TORCHREC_DYN_INLINE int64_t ask_for_scores(const ScoreBlocks& scores, const int64_t* rows, int64_t count, int64_t part,
+                                           int64_t parts, uint64_t** words, bool& outside) {
+  int64_t owned = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const bool holds = scores.holds(rows[i]);
+    outside |= !holds & (rows[i] != -1);
+    const int64_t row = holds ? rows[i] : 0;
+    words[owned] = scores.word(row);
+    owned += holds & (((row / kLineScores) & (parts - 1)) == part);
+  }
+  for (int64_t i = 0; i < owned; ++i) __builtin_prefetch(words[i], 1, 2);
+  return owned;
+}
+
+// Touches the rows of one part, in their order; a row counts as often as it occurs. Returns whether one lies outside.
+inline bool touch_part(const ScoreBlocks& scores, const int64_t* rows, int64_t count, uint64_t step, int64_t part,
+                       int64_t parts) {
+  bool outside = false;
+  uint64_t* words[2][kScoreBurst];
+  int64_t owned[2] = {0, 0};
+  int64_t burst = 0;
+  for (int64_t begin = 0; begin < count; begin += kScoreBurst, burst ^= 1) {
+    const int64_t left = count - begin;
+    owned[burst] = ask_for_scores(scores, rows + begin, left < kScoreBurst ? left : kScoreBurst, part, parts,
+                                  words[burst], outside);
+    for (int64_t i = 0; i < owned[burst ^ 1]; ++i) *words[burst ^ 1][i] = touched(*words[burst ^ 1][i], step);
+  }
+  for (int64_t i = 0; i < owned[burst ^ 1]; ++i) *words[burst ^ 1][i] = touched(*words[burst ^ 1][i], step);
+  return outside;
+}
+
+}  // namespace torchrec_dyn

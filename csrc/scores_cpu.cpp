@@ -1,0 +1,112 @@
+// The scores of rows on the CPU: touched, written and read by row.
+#include <atomic>
+#include <bit>
+#include <tuple>
+#include <vector>
+
+#include "checks.h"
+#include "parallel.h"
+#include "score_arguments.h"
+#include "scores.h"
+
+namespace torchrec_dyn {
+namespace {
+
+constexpr int64_t kGrain = 2048;
+
+// Parts a table, so that there is a task for every thread. A power of two: whose a row is costs no division.
+int64_t parts_of(int64_t tables, int64_t rows) {
+  if (tables == 0 || rows < kGrain) return 1;
+  return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>((thread_count() + tables - 1) / tables)));
+}
+
+void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<Tensor> scores, const Tensor& layout,
+                   const Tensor& steps) {
+  const char* op = "touch_scores_";
+  check_tensor(op, "rows", rows, ScalarType::Long);
+  const std::vector<TableLayout> tables = read_layout(op, layout);
+  const auto count = static_cast<int64_t>(tables.size());
+  check_table_offsets(op, table_offsets, count, rows.numel());
+  check_tensor(op, "steps", steps, ScalarType::Long);
+  check_size(op, "the number of steps", count, steps.numel());
+  const int64_t* row = const_data<int64_t>(rows);
+  const int64_t* offset = const_data<int64_t>(table_offsets);
+  const int64_t* step = const_data<int64_t>(steps);
+  std::vector<int64_t> scored;  // tables with scores and rows
+  std::vector<ScoreTable> words;
+  for (int64_t t = 0; t < count; ++t) {
+    STD_TORCH_CHECK(step[t] >= 0 && step[t] < static_cast<int64_t>(kFreeLastSeen), op,
+                    ": expected steps in [0, 2^32 - 1), got ", step[t], ".");
+    words.emplace_back(op, scores, tables[static_cast<size_t>(t)]);
+    if (tables[static_cast<size_t>(t)].blocks > 0 && offset[t] < offset[t + 1]) scored.push_back(t);
+  }
+  const int64_t parts = parts_of(static_cast<int64_t>(scored.size()), rows.numel());
+  std::atomic<bool> outside{false};
+  for_each_task(static_cast<int64_t>(scored.size()) * parts, [&](int64_t task) {
+    const int64_t t = scored[static_cast<size_t>(task / parts)];
+    if (touch_part(words[static_cast<size_t>(t)].view(), row + offset[t], offset[t + 1] - offset[t],
+                   static_cast<uint64_t>(step[t]), task % parts, parts))
+      outside = true;
+  });
+  STD_TORCH_CHECK(!outside, op, ": expected rows in [-1, rows of the table's scores), got one outside.");
+}
+
+void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& counts, std::vector<Tensor> scores,
+                   int64_t shift) {
+  const char* op = "write_scores_";
+  check_tensor(op, "rows", rows, ScalarType::Long);
+  check_tensor(op, "last_seen", last_seen, ScalarType::Long);
+  check_tensor(op, "counts", counts, ScalarType::Long);
+  check_size(op, "the number of last_seen", rows.numel(), last_seen.numel());
+  check_size(op, "the number of counts", rows.numel(), counts.numel());
+  const ScoreTable table = ScoreTable::alone(op, scores, shift);
+  const ScoreBlocks words = table.view();
+  const int64_t* row = const_data<int64_t>(rows);
+  const int64_t* seen = const_data<int64_t>(last_seen);
+  const int64_t* count = const_data<int64_t>(counts);
+  for (int64_t i = 0; i < rows.numel(); ++i) {
+    STD_TORCH_CHECK(words.holds(row[i]), op, ": expected rows in [0, ", words.capacity, "), got ", row[i], ".");
+    STD_TORCH_CHECK(seen[i] >= -1 && seen[i] < static_cast<int64_t>(kFreeLastSeen), op,
+                    ": expected last_seen in [-1, 2^32 - 1), got ", seen[i], ".");
+    STD_TORCH_CHECK(count[i] >= 0 && count[i] <= static_cast<int64_t>(kMostCount), op,
+                    ": expected counts in [0, 2^32), got ", count[i], ".");
+  }
+  // In order and on one thread: of two scores for one row the last stays.
+  for (int64_t i = 0; i < rows.numel(); ++i)
+    *words.word(row[i]) =
+        seen[i] < 0 ? kFreeScore : static_cast<uint64_t>(seen[i]) << 32 | static_cast<uint64_t>(count[i]);
+}
+
+std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> scores, int64_t shift) {
+  const char* op = "read_scores";
+  check_tensor(op, "rows", rows, ScalarType::Long);
+  const ScoreTable table = ScoreTable::alone(op, scores, shift);
+  const ScoreBlocks words = table.view();
+  Tensor last_seen = new_int64(rows.numel());
+  Tensor counts = new_int64(rows.numel());
+  const int64_t* row = const_data<int64_t>(rows);
+  int64_t* seen = mutable_data<int64_t>(last_seen);
+  int64_t* count = mutable_data<int64_t>(counts);
+  std::atomic<bool> outside{false};
+  for_each_range(rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const bool holds = words.holds(row[i]);
+      if (!holds && row[i] != -1) outside = true;
+      const uint64_t score = holds ? *words.word(row[i]) : kFreeScore;
+      seen[i] = is_free(score) ? -1 : static_cast<int64_t>(last_seen_of(score));
+      count[i] = is_free(score) ? 0 : static_cast<int64_t>(count_of(score));
+    }
+  });
+  STD_TORCH_CHECK(!outside, op, ": expected rows in [-1, ", words.capacity, "), got one outside.");
+  return {last_seen, counts};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
+  m.impl("touch_scores_", TORCH_BOX(&touch_scores_));
+  m.impl("write_scores_", TORCH_BOX(&write_scores_));
+  m.impl("read_scores", TORCH_BOX(&read_scores));
+}
+
+}  // namespace torchrec_dyn
