@@ -27,7 +27,7 @@ FLOORS = (
     "column_order row_wise output_dists table_layout batch_check mean_pooling grouped_lookups sharding"
     " sequence_sharding sequence_batch carry_over sharded_table shardable_view sharding_setup",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
-    " sharded_embeddingbag sharded_embedding sharders planner",
+    " sharded_embeddingbag sharded_embedding sharders stats_logger planner",
     "__init__",
 )
 FIRST_FLOOR_WITH_TORCHREC = 4
@@ -50,6 +50,8 @@ PUBLIC = [
     "ShardedDynamicEmbeddingCollection",
     "TruncatedNormal",
     "Uniform",
+    "add_stats_hook",
+    "log_stats",
     "make_dynamic",
 ]
 

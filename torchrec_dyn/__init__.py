@@ -18,6 +18,7 @@ from torchrec_dyn.sharders import (
     DynamicEmbeddingBagCollectionSharder,
     DynamicEmbeddingCollectionSharder,
 )
+from torchrec_dyn.stats_logger import add_stats_hook, log_stats
 
 __all__ = [
     "AdmitAfter",
@@ -36,5 +37,7 @@ __all__ = [
     "ShardedDynamicEmbeddingCollection",
     "TruncatedNormal",
     "Uniform",
+    "add_stats_hook",
+    "log_stats",
     "make_dynamic",
 ]
