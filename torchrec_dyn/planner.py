@@ -1,8 +1,8 @@
 """What TorchRec's planner must know of dynamic tables: how many bytes a shard of one holds.
 
 The stock EmbeddingShardingPlanner plans dynamic collections without any of this. But it prices a
-table as one plain weight tensor: without id map, and without optimizer state unless
-`apply_optimizer_in_backward` chose the optimizer. `DynamicStorageEstimator` counts what a
+table as one plain weight tensor: without id map, without scores and counters, and without optimizer
+state unless `apply_optimizer_in_backward` chose the optimizer. `DynamicStorageEstimator` counts what a
 DynamicTable allocates, and `make_planner` wires it in.
 """
 
@@ -29,13 +29,16 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import PipelineType
 from torchrec.modules.embedding_configs import dtype_to_data_type
 
+from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
 from torchrec_dyn.id_map import SLOT_BYTES, most_slots
 from torchrec_dyn.optimizer_choice import chosen_optimizer, chosen_output_dtype
 from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.policies import AdmitAfter
 from torchrec_dyn.row_store import block_shift
-from torchrec_dyn.row_wise import row_limit
+from torchrec_dyn.row_wise import config_of_share, row_limit
+from torchrec_dyn.scores import SCORE_BYTES
 from torchrec_dyn.shardable_view import merged_fused_params
 
 _STATE_BYTES = 4  # optimizer state is float32, whatever the rows are
@@ -48,13 +51,16 @@ def table_bytes(
     optimizer: RowOptimizer,
     device_type: str = "cpu",
     limit: int | None = None,
+    has_life: bool = False,
+    counters: int = 0,
 ) -> int:
     """Bounds the bytes that a DynamicTable holds once `rows` ids have a row.
 
     On the CPU the weights and the optimizer state are exact, since memory is committed as rows are
     first touched; elsewhere whole blocks of rows count. The id map counts at its largest for that
-    many ids, while it grows too: 2 / MAX_LOAD slots a row while it is small, 1.25 / MAX_LOAD later.
-    Left out: erased rows that wait for their forwards.
+    many ids, while it grows too: 2 / MAX_LOAD slots a row while it is small, 1.25 / MAX_LOAD later;
+    likewise the map of counters. Left out: rows whose ids left and that wait for their forwards, and
+    counters that one batch brings above their limit before the surplus goes.
 
     Args:
         rows: ids that have a row.
@@ -63,21 +69,38 @@ def table_bytes(
         optimizer: how rows learn.
         device_type: "cpu" or "cuda".
         limit: the table's row limit, which decides its blocks; None: `rows`.
+        has_life: whether any policy is set, so that each row has a score.
+        counters: most ids that wait for admission here.
     """
     row_bytes = columns * dtype.itemsize + sum(optimizer.state_columns(columns)) * _STATE_BYTES
-    slots = most_slots(rows)
-    if device_type != "cpu":
-        block = 1 << block_shift(rows if limit is None else limit, columns * dtype.itemsize)
-        rows = -(-rows // block) * block
-    return slots * SLOT_BYTES + rows * row_bytes
+    row_bytes += SCORE_BYTES if has_life else 0
+    shift = block_shift(rows if limit is None else limit, columns * dtype.itemsize)
+    held = most_slots(rows) * SLOT_BYTES + _held_rows(rows, shift, device_type) * row_bytes
+    if counters:
+        shift = block_shift(counters, SCORE_BYTES)
+        held += most_slots(counters) * SLOT_BYTES
+        held += _held_rows(counters, shift, device_type) * SCORE_BYTES
+    return held
+
+
+def _held_rows(rows: int, shift: int, device_type: str) -> int:
+    """Returns the rows whose memory is committed once `rows` of blocks of 2^shift are in use."""
+    return rows if device_type == "cpu" else -(-rows >> shift) << shift
+
+
+def _most_counters(config: DynamicTableConfig, limit: int) -> int:
+    """Returns how many ids may wait in a table of that row limit."""
+    admission = config.admission
+    return (admission.counters or limit) if isinstance(admission, AdmitAfter) else 0
 
 
 class DynamicStorageEstimator(ShardEstimator):
     """Estimates storage: of dynamic tables what they allocate, of others as TorchRec does.
 
     A shard of a dynamic table is priced full: id map, weights in the table's dtype and the state of
-    the optimizer that will train it, at this rank's row limit. Each column shard has an id map of
-    its own. What a batch takes (input and output of a step) stays TorchRec's estimate.
+    the optimizer that will train it, at this rank's row limit; with a policy the scores of the rows,
+    and with AdmitAfter as many counters as may be. Each column shard has all of these of its own. What
+    a batch takes (input and output of a step) stays TorchRec's estimate.
 
     Args:
         topology: the devices.
@@ -86,7 +109,8 @@ class DynamicStorageEstimator(ShardEstimator):
         run_embedding_at_peak_memory: likewise.
         expected_rows: by table name, the ids that will have a row, over all ranks, where far fewer
             than `num_embeddings` are expected: the limit reserves nothing, so a generous one need
-            not be paid for.
+            not be paid for. Says nothing of counters: set AdmitAfter(count, counters=...) beside a
+            generous limit, since otherwise as many ids may wait as the limit has rows.
 
     Raises:
         ValueError: if an expected number of rows is below 1; in `estimate`, if it is above the
@@ -136,18 +160,25 @@ class DynamicStorageEstimator(ShardEstimator):
         of_sharder = sharder_data_map[option.module_type_key].fused_params
         fused_params = merged_fused_params(of_sharder, cast(Any, option.module[1]).fused_params)
         optimizer = chosen_optimizer(option.tensor, fused_params, f"table '{option.name}'")
-        limit, rows = self._rows_of_a_shard(option)
+        limit, rows, config = self._share_of_a_shard(option)
         batch = self._storage_of_a_batch(option, fused_params, sharder_data_map)
         for shard, batch_storage in zip(option.shards, batch, strict=True):
             held = table_bytes(
-                rows, shard.size[1], option.tensor.dtype, optimizer, self._device_type, limit
+                rows,
+                shard.size[1],
+                option.tensor.dtype,
+                optimizer,
+                self._device_type,
+                limit,
+                config.has_life,
+                _most_counters(config, limit),
             )
             on_cpu = self._device_type == "cpu"
             table = Storage(hbm=0 if on_cpu else held, ddr=held if on_cpu else 0)
             shard.storage = table + batch_storage
 
-    def _rows_of_a_shard(self, option: ShardingOption) -> tuple[int, int]:
-        """Returns the row limit of a shard and how many rows it is priced with."""
+    def _share_of_a_shard(self, option: ShardingOption) -> tuple[int, int, DynamicTableConfig]:
+        """Returns the row limit of a shard, how many rows it is priced with, and its options."""
         limit = option.tensor.shape[0]
         expected = self._expected_rows.get(option.name, limit)
         if expected > limit:
@@ -159,7 +190,9 @@ class DynamicStorageEstimator(ShardEstimator):
         # room beside, since ids never split evenly.
         first_column = option.shards[0].offset[1]
         sharers = sum(shard.offset[1] == first_column for shard in option.shards)
-        return row_limit(limit, sharers), row_limit(expected, sharers)
+        config = cast(Any, option.module[1]).dynamic_configs()[option.name]
+        share = config_of_share(config, sharers)
+        return row_limit(limit, sharers), row_limit(expected, sharers), share
 
     def _storage_of_a_batch(
         self,
