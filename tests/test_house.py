@@ -26,9 +26,10 @@ FLOORS = (
     "feature_ids table_configs optimizer_choice fused_optimizer kernel"
     " local_table saved_state data_parallel table_handle local_lookup",
     "column_order row_wise output_dists table_layout batch_check mean_pooling grouped_lookups sharding"
-    " sequence_sharding sequence_batch carry_over sharded_table shardable_view sharding_setup",
+    " sequence_sharding sequence_batch carry_over agreement id_exchange shard_stats whole_table sharded_table"
+    " shardable_view sharding_setup",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
-    " sharded_embeddingbag sharded_embedding sharders stats_logger planner",
+    " sharded_embeddingbag sharded_embedding across_ranks sharders stats_logger planner",
     "__init__",
 )
 FIRST_FLOOR_WITH_TORCHREC = 4
@@ -52,8 +53,16 @@ PUBLIC = [
     "TruncatedNormal",
     "Uniform",
     "add_stats_hook",
+    "assign_rows",
+    "erase_rows",
     "log_stats",
+    "lookup_rows",
     "make_dynamic",
+    "read_counts",
+    "read_ids",
+    "read_last_seen",
+    "read_num_rows",
+    "read_stats",
 ]
 
 # docs/glossary.md, column "do not say": as a whole word of a public name.

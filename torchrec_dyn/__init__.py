@@ -1,5 +1,15 @@
 """Dynamic embedding tables for TorchRec: any int64 is an id, under every sharding plan."""
 
+from torchrec_dyn.across_ranks import (
+    assign_rows,
+    erase_rows,
+    lookup_rows,
+    read_counts,
+    read_ids,
+    read_last_seen,
+    read_num_rows,
+    read_stats,
+)
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
@@ -38,6 +48,14 @@ __all__ = [
     "TruncatedNormal",
     "Uniform",
     "add_stats_hook",
+    "assign_rows",
+    "erase_rows",
     "log_stats",
+    "lookup_rows",
     "make_dynamic",
+    "read_counts",
+    "read_ids",
+    "read_last_seen",
+    "read_num_rows",
+    "read_stats",
 ]

@@ -45,6 +45,35 @@ class TableHandle:
         """
         return self._table.rows().lookup(ids)
 
+    def last_seen(self, ids: Tensor) -> Tensor:
+        """Tells when training last saw each id.
+
+        Args:
+            ids: [M] int64.
+
+        Returns:
+            [M] int64, training steps (clock values with `ExpireAfter(time=...)`); -1 where an id
+            has no row.
+
+        Raises:
+            ValueError: if the table has no policy that keeps this.
+        """
+        return self._table.rows().last_seen(ids)
+
+    def count(self, ids: Tensor) -> Tensor:
+        """Tells how often training has seen each id.
+
+        Args:
+            ids: [M] int64.
+
+        Returns:
+            [M] int64; of an id that waits for admission its counter; 0 otherwise.
+
+        Raises:
+            ValueError: if the table has no policy that keeps this.
+        """
+        return self._table.rows().count(ids)
+
     def assign(self, ids: Tensor, rows: Tensor) -> None:
         """Writes rows; an id without one gets one, with fresh optimizer state.
 

@@ -1,0 +1,287 @@
+"""Functions by id across ranks, against the unsharded collection that holds the same rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import workers
+from sharded_cases import Case, Table, shard_by_hand, usual_plan
+from sharded_training import batches, collection_of, outputs_by_name, shard
+
+import torchrec_dyn as dyn
+from torchrec_dyn import ops
+from torchrec_dyn.row_wise import row_limit
+
+EXTREMES = [-(2**63), -1, 0, 2**63 - 1, int(ops.unmix64(torch.tensor([-1]))[0])]
+SEQUENCE = ["table_wise", "column_wise", "row_wise"]
+POOLED = [*SEQUENCE, "table_row_wise", "table_column_wise", "grid_shard"]
+BOTH = [(True, kind) for kind in POOLED] + [(False, kind) for kind in SEQUENCE]
+# World size, ranks of a node, pooled, sharding type; two nodes for the types that stay within one.
+PLANS = [(world, world, *plan) for world in (2, 3) for plan in BOTH]
+PLANS += [(4, 2, True, "table_row_wise"), (4, 2, True, "grid_shard")]
+# World size, sharding type, pieces of 8 columns as (ranks, first column, width).
+BY_HAND = {
+    "repeated rank": (2, "column_wise", [([0], 0, 2), ([1], 2, 4), ([0], 6, 2)]),
+    "descending": (2, "column_wise", [([1], 6, 2), ([0], 3, 3), ([1], 0, 3)]),
+    "rows of ranks 1, 0": (2, "row_wise", [([1, 0], 0, 8)]),
+    "grid of one node": (2, "grid_shard", [([0, 1], 5, 3), ([0, 1], 0, 5)]),
+    "out of order": (3, "table_column_wise", [([2], 5, 3), ([0], 1, 2), ([1], 0, 1), ([2], 3, 2)]),
+    "an idle rank": (3, "column_wise", [([2], 4, 4), ([0], 0, 4)]),
+    "rows of ranks 2, 0, 1": (3, "row_wise", [([2, 0, 1], 0, 8)]),
+}
+
+
+def usual_case(pooled: bool, kind: str, world: int, local: int, **options: Any) -> Case:
+    plans = [usual_plan(kind, 8, world, local, turn) for turn in (1, 2)]
+    tables = [Table("t0", ["a"], plans[0]), Table("t1", ["b"], plans[1], data_type="BF16")]
+    return Case(tables, pooled=pooled, **options)
+
+
+def ids_of_rank(rank: int, turn: int) -> torch.Tensor:
+    """Ids as one rank asks: its own number of them, repeats, extremes; the last of 3 asks none."""
+    generator = torch.Generator().manual_seed(100 * turn + rank)
+    pool = torch.tensor([*EXTREMES, *range(-40, 200, 3)])
+    return pool[torch.randint(len(pool), ([37, 90, 0, 5][(rank + turn) % 4],), generator=generator)]
+
+
+def both(case: Case) -> tuple[Any, Any]:
+    """The sharded and the unsharded collection with the same rows in table t0 and t1."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sharded, whole = shard(case, collection_of(case)).module.collection, collection_of(case)
+    for turn, table in enumerate(case.tables):
+        ids = [ids_of_rank(r, turn) for r in range(world)]
+        rows = [torch.randn(len(i), 8, generator=torch.Generator().manual_seed(9)) for i in ids]
+        rows = [part + number for number, part in enumerate(rows)]  # ranks differ on shared ids
+        dyn.assign_rows(sharded, table.name, ids[rank], rows[rank])
+        dyn.assign_rows(whole, table.name, torch.cat(ids), torch.cat(rows))
+    return sharded, whole
+
+
+def check_reads(sharded: Any, whole: Any, table: str) -> None:
+    """Asserts that every read answers as it does unsharded, whatever each rank asks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for turn in range(2, 6):  # each rank asks nothing in one of them, all of them in the last
+        asked = torch.cat([ids_of_rank(rank, turn), ids_of_rank(rank, 0)[: 7 * (turn % 2)]])
+        asked = asked[: 0 if turn == 5 else None]
+        rows, found = dyn.lookup_rows(sharded, table, asked)
+        expected, expected_found = dyn.lookup_rows(whole, table, asked)
+        assert rows.dtype == expected.dtype and torch.equal(rows, expected)
+        assert torch.equal(found, expected_found)
+    ids = dyn.read_ids(sharded, table)
+    assert len(ids) > 20
+    assert torch.equal(ids, dyn.read_ids(whole, table))
+    assert dyn.read_num_rows(sharded, table) == dyn.read_num_rows(whole, table) == len(ids)
+    stats, expected_stats = dyn.read_stats(sharded, table), dyn.read_stats(whole, table)
+    everyones: list[Any] = [None] * world
+    dist.all_gather_object(everyones, stats)
+    assert everyones == [stats] * world
+    assert list(stats) == list(expected_stats)
+    for name in ("rows", "inserted", "erased", "step", "ids_seen", "hits", "withheld"):
+        assert stats[name] == expected_stats[name], name
+    assert stats["load"] == stats["rows"] / stats["slots"]
+
+
+def read_and_edit(case: Case) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sharded, whole = both(case)
+    for table in ("t0", "t1"):
+        # Ranks erase the same ids and ids of nobody; what was there counts once.
+        gone = [torch.cat([ids_of_rank(r, 0)[:9], torch.tensor([0, 10**17])]) for r in range(world)]
+        gone[-1] = gone[-1][:0]
+        erased = dyn.erase_rows(sharded, table, gone[rank])
+        assert erased == dyn.erase_rows(whole, table, torch.cat(gone)) > 0
+        check_reads(sharded, whole, table)
+    # The handle's own edits are the same calls, and its reads are of this rank.
+    sharded.table("t0").assign(torch.tensor([-1]), torch.ones(1, 8))
+    whole.table("t0").assign(torch.tensor([-1]), torch.ones(1, 8))
+    assert sharded.table("t1").erase(torch.tensor([-(2**63)])) == whole.table("t1").erase(
+        torch.tensor([-(2**63)])
+    )
+    for table in ("t0", "t1"):
+        check_reads(sharded, whole, table)
+
+
+@pytest.mark.parametrize("world, local, pooled, kind", PLANS)
+def test_answers_do_not_depend_on_the_plan(world: int, local: int, pooled: bool, kind: str) -> None:
+    case = usual_case(pooled, kind, world, local)
+    workers.run(read_and_edit, case, world_size=world, local_size=local)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_shards_in_any_order_on_repeated_ranks(name: str) -> None:
+    world, kind, pieces = BY_HAND[name]
+    tables = [
+        Table("t0", ["a"], shard_by_hand(kind, pieces)),
+        Table("t1", ["b"], shard_by_hand(kind, pieces[::-1]), data_type="FP16"),
+    ]
+    workers.run(read_and_edit, Case(tables), world_size=world)
+
+
+def read_trained_rows(case: Case) -> None:
+    """What training left behind is read by id, and by the stats."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    whole = collection_of(case, fused_params=case.fused_params)
+    model = shard(case, collection_of(case, fused_params=case.fused_params))
+    for step in range(3):
+        per_rank, together = batches(case, step)
+        for collection, batch, share in ((model, per_rank[rank], 1), (whole, together, world)):
+            outputs = list(outputs_by_name(case, collection(batch)).values())
+            torch.autograd.backward(outputs, [torch.ones_like(v) / share for v in outputs])
+    check_reads(model.module.collection, whole, "t0")
+
+
+@pytest.mark.parametrize("pooled, kind", BOTH)
+def test_trained_rows_are_read(pooled: bool, kind: str) -> None:
+    case = usual_case(pooled, kind, 2, 2)
+    # Row-wise sums differ in their rounding; the ones that go back here do not.
+    workers.run(read_trained_rows, case, world_size=2)
+
+
+def stats_by_shard(case: Case) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The stats of t0 over all ranks, and of each of this rank's shards."""
+    sharded = shard(case, collection_of(case)).module.collection
+    rank = dist.get_rank()
+    dyn.assign_rows(sharded, "t0", torch.arange(150) + 150 * rank, torch.ones(150, 8))
+    shards = sharded.table("t0").whole._shards
+    return dyn.read_stats(sharded, "t0"), [shard.stats() for shard in shards]
+
+
+def test_stats_are_joined_as_each_of_them_means() -> None:
+    pieces = [([0, 1], 0, 2), ([0, 1], 2, 6)]
+    tables = [Table("t0", ["a"], shard_by_hand("grid_shard", pieces))]
+    answers = workers.run(stats_by_shard, Case(tables), world_size=2)
+    whole = answers[0][0]
+    first = [shards[0] for _, shards in answers]
+    assert whole["rows"] == 300 and first[0]["rows"] != first[1]["rows"]
+    assert whole["limit"] == 2 * row_limit(1000, 2) == sum(one["limit"] for one in first)
+    assert whole["slots"] == sum(one["slots"] for one in first)
+    assert whole["load"] == 300 / whole["slots"]
+    assert whole["bytes"] == sum(one["bytes"] for _, shards in answers for one in shards)
+    assert first[0]["bytes"] != answers[0][1][1]["bytes"]
+    probes = sum(one["probe_length_mean"] * one["rows"] for one in first)
+    assert whole["probe_length_mean"] == pytest.approx(probes / 300)
+    assert first[0]["probe_length_mean"] != first[1]["probe_length_mean"]
+    assert whole["probe_length_max"] == max(one["probe_length_max"] for one in first)
+    assert whole["step"] == 0
+
+
+def stats_after_steps(case: Case) -> int | float:
+    model = shard(case, collection_of(case))
+    for step in range(3):
+        model(batches(case, step)[0][dist.get_rank()])
+    return dyn.read_stats(model.module.collection, "t0")["step"]
+
+
+def test_steps_of_row_shards_are_not_summed() -> None:
+    case = usual_case(True, "row_wise", 3, 3)
+    assert workers.run(stats_after_steps, case, world_size=3) == [3, 3, 3]
+
+
+def empty_table(case: Case) -> None:
+    sharded = shard(case, collection_of(case)).module.collection
+    rows, found = dyn.lookup_rows(sharded, "t0", torch.tensor(EXTREMES))
+    assert not rows.any() and not found.any() and rows.shape == (5, 8)
+    assert dyn.read_ids(sharded, "t0").shape == (0,)
+    assert dyn.read_num_rows(sharded, "t0") == dyn.erase_rows(sharded, "t0", torch.arange(9)) == 0
+    stats = dyn.read_stats(sharded, "t0")
+    assert stats["load"] == stats["probe_length_mean"] == stats["rows"] == 0
+
+
+@pytest.mark.parametrize("kind", ["column_wise", "row_wise"])
+def test_a_table_without_rows(kind: str) -> None:
+    workers.run(empty_table, usual_case(True, kind, 2, 2), world_size=2)
+
+
+def fault_of(call: Callable[[], Any], error: type[Exception] = ValueError) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def ask_badly(case: Case) -> list[str]:
+    sharded, _ = both(case)
+    bad = dist.get_rank() == 1
+    nothing = torch.empty(0, dtype=torch.int64)
+    before = dyn.read_ids(sharded, "t0")
+    ids: Any = torch.arange(3, dtype=torch.int32 if bad else torch.int64)
+    calls: list[Callable[[], Any]] = [
+        lambda: dyn.lookup_rows(sharded, "t0", ids),
+        lambda: dyn.erase_rows(sharded, "t0", nothing[None] if bad else nothing),
+        lambda: dyn.lookup_rows(sharded, "t0", [1, 2] if bad else nothing),
+        lambda: dyn.lookup_rows(sharded, "t0", nothing.to("meta") if bad else nothing),
+        lambda: dyn.assign_rows(sharded, "t0", nothing, torch.zeros(0, 7 if bad else 8)),
+        lambda: dyn.assign_rows(sharded, "t0", nothing, nothing[:, None] if bad else nothing),
+        lambda: dyn.assign_rows(
+            sharded, "t0", nothing, torch.zeros(0, 8, dtype=torch.long if bad else torch.float)
+        ),
+        lambda: dyn.read_stats(sharded, "t9" if bad else "t0"),
+        lambda: dyn.read_ids(sharded, "t1" if bad else "t0"),
+        lambda: dyn.lookup_rows(sharded, "t0", nothing) if bad else dyn.read_ids(sharded, "t0"),
+    ]
+    faults = [fault_of(call) for call in calls]
+    assert torch.equal(dyn.read_ids(sharded, "t0"), before)
+    rows = torch.zeros(5000, 8)
+    faults.append(
+        fault_of(lambda: dyn.assign_rows(sharded, "t0", torch.arange(5000), rows), RuntimeError)
+    )
+    return faults
+
+
+BAD = [
+    "table('t0').lookup(rank=1): expected ids of dtype int64, got torch.int32. Convert with",
+    "table('t0').erase(rank=1): expected ids [M], got [1, 0].",
+    "table('t0').lookup(rank=1): expected ids as a tensor, got list.",
+    "table('t0').lookup(rank=1): expected ids on the CPU, got meta.",
+    "table('t0').assign(rank=1): expected rows [0, 8], got [0, 7].",
+    "table('t0').assign(rank=0): expected rows [0, 8], got [0].",
+    "table('t0').assign(rank=1): expected floating point rows, got torch.int64.",
+    "read_stats(rank=1): DynamicEmbeddingBagCollection('collection').table: expected a name "
+    "among ['t0', 't1'], got 't9'.",
+    "table('t0').ids: expected the same call on every rank, got "
+    "DynamicEmbeddingBagCollection('collection').table('t1').ids on rank 1.",
+    "table('t0').ids: expected the same call on every rank, got "
+    "DynamicEmbeddingBagCollection('collection').table('t0').lookup on rank 1.",
+    "expected at most",
+]
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "column_wise", "row_wise"])
+def test_a_fault_of_one_rank_is_raised_on_all(kind: str) -> None:
+    case = usual_case(True, kind, 3, 3)
+    by_rank = workers.run(ask_badly, case, world_size=3, timeout=30)
+    assert by_rank == [by_rank[0]] * 3
+    for fault, expected in zip(by_rank[0], BAD, strict=True):
+        assert expected in fault
+
+
+def test_unsharded_faults() -> None:
+    whole = collection_of(usual_case(True, "table_wise", 1, 1))
+    ids = torch.arange(3)
+    for call in (dyn.read_ids, dyn.read_num_rows, dyn.read_stats):
+        assert "expected a name among ['t0', 't1'], got 'x'" in fault_of(
+            lambda c=call: c(whole, "x")
+        )
+    assert "of int64" in fault_of(lambda: dyn.lookup_rows(whole, "t0", ids.int()))
+    assert fault_of(lambda: dyn.read_ids(torch.nn.Linear(1, 1), "t0")) == (
+        "read_ids: expected a collection of dynamic tables, got Linear. "
+        "Pass the collection itself, not the model."
+    )
+
+
+def many_ids(case: Case, count: int) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sharded = shard(case, collection_of(case)).module.collection
+    mine = torch.arange(400)[rank::world]
+    dyn.assign_rows(sharded, "t0", mine, mine[:, None].expand(-1, 8).float())
+    ids = torch.randint(-100, 500, (count,), generator=torch.Generator().manual_seed(rank))
+    rows, found = dyn.lookup_rows(sharded, "t0", ids)
+    there = (ids >= 0) & (ids < 400)
+    assert torch.equal(found, there)
+    assert torch.equal(rows, (ids * there)[:, None].expand(-1, 8).float())
+
+
+@pytest.mark.parametrize("kind", ["column_wise", "row_wise"])
+def test_a_million_ids_a_rank(kind: str) -> None:
+    workers.run(many_ids, usual_case(True, kind, 2, 2), 1_000_000, world_size=2)

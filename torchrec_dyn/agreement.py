@@ -1,0 +1,45 @@
+"""Ranks agree before they go on: what is wrong on one of them is raised on all.
+
+A rank that raised alone would leave the others waiting in the next collective.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def agree(
+    group: dist.ProcessGroup, call: str, fault: Exception | None = None, told: Any = None
+) -> list[Any]:
+    """Waits for all ranks to come to the same point of the same call. Collective.
+
+    Args:
+        group: the ranks.
+        call: table and method, the same on every rank.
+        fault: why this rank cannot go on; None: it can.
+        told: what this rank tells the others, small and picklable.
+
+    Returns:
+        What each rank told, by rank.
+
+    Raises:
+        ValueError: on every rank if the fault of the lowest faulty rank is one, or if the
+            ranks are in different calls.
+        RuntimeError: on every rank if that fault is anything else.
+    """
+    mine = (call, isinstance(fault, ValueError), None if fault is None else str(fault), told)
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, mine, group=group)
+    for rank, (their_call, is_value_error, text, _) in enumerate(everyones):
+        if text is not None:
+            error = ValueError if is_value_error else RuntimeError
+            raise error(f"{their_call}(rank={rank}): {text}") from fault
+    for rank, (their_call, *_) in enumerate(everyones):
+        if their_call != everyones[0][0]:
+            raise ValueError(
+                f"{everyones[0][0]}: expected the same call on every rank, "
+                f"got {their_call} on rank {rank}."
+            )
+    return [their_word for *_, their_word in everyones]
