@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 
-def check_time(where: str, time: int, now: int | None) -> None:
-    """Raises ValueError unless a clock that shows `now` can be set to `time`."""
+def time_fault(time: int, now: int | None) -> str:
+    """Tells why a clock that shows `now` cannot be set to `time`, nothing if it can."""
     if not isinstance(time, int) or isinstance(time, bool) or not 0 <= time < 1 << 63:
-        raise ValueError(f"{where}: expected an integer time from 0 on, got {time!r}.")
+        return f"expected an integer time from 0 on, got {time!r}."
     if now is not None and time < now:
-        raise ValueError(
-            f"{where}: expected a time that is not before {now}, got {time}. "
-            "The clock of a table never goes back."
-        )
+        return f"expected a time that is not before {now}, got {time}. The clock never goes back."
+    return ""
 
 
 class Clock:
@@ -44,7 +42,7 @@ class Clock:
         return self._steps[-1] if self._steps else 0
 
     def set(self, time: int, step: int) -> None:
-        """Shows `time`, as `check_time` passes it, from this step on, the next training step."""
+        """Shows `time`, without fault, from this step on, the next training step."""
         if not self._times:
             self._steps.append(0)
             self._times.append(time)

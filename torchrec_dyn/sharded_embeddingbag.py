@@ -156,7 +156,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 goes back.
 
         Raises:
-            ValueError: on every rank, if some rank passed no time or one that is past.
+            ValueError: on every rank, if some rank passed no time or the latest is past.
         """
         self._shards.set_time(time)
 

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from torchrec_dyn.agreement import agree
 from torchrec_dyn.carry_over import carry_over
-from torchrec_dyn.clock import check_time
+from torchrec_dyn.clock import time_fault
 from torchrec_dyn.grouped_lookups import PooledLookup, SequenceLookup
 from torchrec_dyn.kernel import DynamicKernel
 from torchrec_dyn.local_table import LocalTable
@@ -146,24 +146,21 @@ class LocalShards:
         """Sets the clocks of all tables to the latest time that a rank passes. Collective.
 
         Raises:
-            ValueError: on every rank, if some rank passed no time or one that is past.
+            ValueError: on every rank, if some rank passed no time or the latest is past.
         """
-        where, fault = f"{self._where}.set_time", ""
+        where, fault = f"{self._where}.set_time", time_fault(time, None)
         shards = [shard for shards in self._tables.values() for shard in shards]
-        try:
-            check_time(where, time, max((shard.time or 0 for shard in shards), default=None))
-        except ValueError as error:
-            fault = str(error)
-        told = torch.empty(self._env.world_size, dtype=torch.int64)
-        mine = torch.tensor([-1 if fault else time])
-        dist.all_gather(list(told.split(1)), mine, group=self._env.process_group)
-        refused = (told < 0).nonzero().flatten().tolist()
-        if refused:
-            raise ValueError(
-                fault or f"{where}: expected a time of every rank, got none of {refused}."
-            )
+        group = self._env.process_group
+        assert isinstance(group, dist.ProcessGroup)
+        # A rank without a shard does not know what the clocks show, and one behind the others is no fault.
+        shown = max((shard.time or 0 for shard in shards), default=0)
+        told = agree(group, where, ValueError(fault) if fault else None, told=(time, shown))
+        latest = max(time for time, _ in told)
+        fault = time_fault(latest, max(shown for _, shown in told))
+        if fault:
+            raise ValueError(f"{where}: {fault}")
         for shard in shards:
-            shard.set_time(int(told.max()))
+            shard.set_time(latest)
 
     def handle(self, name: str) -> ShardedTableHandle:
         """Gives a handle on one table.

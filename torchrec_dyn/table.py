@@ -1,7 +1,7 @@
 """DynamicTable: one table, or one column shard of it, on this rank.
 
 It joins an id map (id -> row), a store of weights and of each optimizer state (row -> numbers), the
-numbering of rows and, where a policy is set, the life of rows. What happens in a step is in lookup.py.
+numbering of rows and their life, if a policy is set. What happens in a step is in lookup.py.
 
 Legend: R rows in use, M ids asked for, D columns here.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.clock import check_time
+from torchrec_dyn.clock import time_fault
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.initial_rows import InitialRows
@@ -81,7 +81,7 @@ class DynamicTable:
         self.reset(dtype, torch.device(device))
 
     def reset(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Makes it an empty table, out of new objects."""
+        """Empties it."""
         shift = block_shift(self.row_limit, self.columns * dtype.itemsize)
         self.id_map = IdMap()
         self.row_numbers = RowNumbers(self.forwards)
@@ -90,9 +90,8 @@ class DynamicTable:
             RowStore(columns, shift, torch.float32, device)
             for columns in self.optimizer.state_columns(self.columns)
         )
-        self.life: RowLife | None = None
-        if self.config.has_life:
-            self.life = RowLife(self.config, self.name, self.row_limit, shift, device)
+        life = (self.config, self.name, self.row_limit, shift, device)
+        self.life = RowLife(*life) if self.config.has_life else None
         self.generation += 1
 
     @property
@@ -253,8 +252,9 @@ class DynamicTable:
 
     def set_time(self, time: int) -> None:
         """Sets the clock of `ExpireAfter(time=...)` for the steps to come; it never goes back."""
-        check_time(f"{self.where}.set_time", time, self.time)
-        if self.life is not None:
+        if fault := time_fault(time, self.time):
+            raise ValueError(f"{self.where}.set_time: {fault}")
+        if self.life is not None and self.life.is_timed:
             self.life.clock.set(time, self.step + 1)
 
     def stats(self) -> dict[str, int | float]:
