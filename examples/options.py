@@ -1,4 +1,4 @@
-"""The options of train_dlrm.py, and its start in several processes."""
+"""The options of train_dlrm.py, kinds of options, and the start of a script in several processes."""
 
 from __future__ import annotations
 
@@ -25,45 +25,51 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     data = parser.add_argument_group("data")
-    data.add_argument(
-        "--data", type=_file, help="Criteo click log, plain or .gz (default: made up)"
-    )
+    data.add_argument("--data", type=file, help="Criteo click log, plain or .gz (default: made up)")
     data.add_argument(
         "--on-bad-line", choices=["error", "skip"], default="error", help="stop there, or go on"
     )
     data.add_argument(
         "--steps",
-        type=_positive,
+        type=positive,
         help=f"batches per rank (default: {STEPS_OF_STREAM}, or the file)",
     )
-    data.add_argument("--batch-size", type=_positive, default=512, help="clicks per rank and step")
-    data.add_argument("--held-out", type=_positive, default=32768, help="clicks to evaluate on")
+    data.add_argument("--batch-size", type=positive, default=512, help="clicks per rank and step")
+    data.add_argument("--held-out", type=positive, default=32768, help="clicks to evaluate on")
     model = parser.add_argument_group("model")
-    model.add_argument("--dim", type=_positive, default=16, help="columns of an embedding")
+    model.add_argument("--dim", type=positive, default=16, help="columns of an embedding")
     model.add_argument(
-        "--max-rows", type=_positive, default=4_000_000, help="limit on the rows of one table"
+        "--max-rows", type=positive, default=4_000_000, help="limit on the rows of one table"
     )
     model.add_argument("--optimizer", choices=ROW_OPTIMIZERS, default="rowwise_adagrad")
-    model.add_argument("--lr", type=_rate, default=0.1, help="learning rate of the rows")
-    model.add_argument("--dense-lr", type=_rate, default=0.002, help="of the dense part (Adam)")
-    model.add_argument("--seed", type=_seed, default=0, help="of stream, rows and dense weights")
+    model.add_argument("--lr", type=rate, default=0.1, help="learning rate of the rows")
+    model.add_argument("--dense-lr", type=rate, default=0.002, help="of the dense part (Adam)")
+    model.add_argument("--seed", type=seed, default=0, help="of stream, rows and dense weights")
     where = parser.add_argument_group("processes")
     where.add_argument("--plan", choices=CHOICES, default="mixed", help="how tables are sharded")
     where.add_argument(
-        "--world-size", type=_positive, help="processes to start (default: 2, or torchrun's number)"
+        "--world-size", type=positive, help="processes to start (default: 2, or torchrun's number)"
     )
-    where.add_argument("--json", type=_new_file, metavar="OUT", help="also write the results there")
+    where.add_argument("--json", type=new_file, metavar="OUT", help="also write the results there")
     options = parser.parse_args(arguments)
-    started = int(os.environ.get("WORLD_SIZE", 0))
-    if started and options.world_size not in (None, started):
-        parser.error(
-            f"--world-size: expected {started}, which torchrun started, got {options.world_size}. "
-            "Leave it out under torchrun."
-        )
-    options.world_size = started or options.world_size or 2
+    options.world_size = agreed_world_size(parser, options.world_size, default=2)
     if options.data is None and options.steps is None:
         options.steps = STEPS_OF_STREAM
     return options
+
+
+def agreed_world_size(parser: argparse.ArgumentParser, asked: int | None, default: int) -> int:
+    """Returns how many processes there are: torchrun's number where it started this one.
+
+    Ends the program with a usage message where `asked` differs from that.
+    """
+    started = int(os.environ.get("WORLD_SIZE", 0))
+    if started and asked not in (None, started):
+        parser.error(
+            f"--world-size: expected {started}, which torchrun started, got {asked}. "
+            "Leave it out under torchrun."
+        )
+    return started or asked or default
 
 
 def start_processes(script: str, arguments: list[str], world_size: int) -> int:
@@ -81,7 +87,8 @@ def start_processes(script: str, arguments: list[str], world_size: int) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
             print(
-                f"train_dlrm.py: rank {rank} was killed by {failure.signal_name()}", file=sys.stderr
+                f"{Path(script).name}: rank {rank} was killed by {failure.signal_name()}",
+                file=sys.stderr,
             )
         return 1
     except KeyboardInterrupt:
@@ -97,35 +104,40 @@ def hide_notes_to_developers() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Reads an integer from 1 on."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {text}.")
     return number
 
 
-def _seed(text: str) -> int:
+def seed(text: str) -> int:
+    """Reads a seed, an integer in [0, 2^63)."""
     number = int(text)
     if not 0 <= number < 2**63:
         raise argparse.ArgumentTypeError(f"expected a number in [0, 2^63), got {text}.")
     return number
 
 
-def _rate(text: str) -> float:
+def rate(text: str) -> float:
+    """Reads a finite number from 0 on."""
     number = float(text)
     if not 0.0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number >= 0, got {text}.")
     return number
 
 
-def _file(text: str) -> Path:
+def file(text: str) -> Path:
+    """Reads the path of a file that can be read."""
     path = Path(text)
     if not path.is_file() or not os.access(path, os.R_OK):
         raise argparse.ArgumentTypeError(f"expected a readable file, got {text}.")
     return path
 
 
-def _new_file(text: str) -> Path:
+def new_file(text: str) -> Path:
+    """Reads the path of a file that can be written."""
     path = Path(text)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text}.")

@@ -1,0 +1,251 @@
+"""Ids come and go for ever, memory does not: one drifting stream, four ways for a row to live.
+
+    python examples/drifting_ids.py --plot drifting_ids.png
+    python examples/drifting_ids.py --world-size 2 --plan column_wise
+
+Each run trains the same small model on the same stream (drifting_stream.py) and differs in the
+DynamicTableConfig alone. Each batch is predicted before the model learns from it: its loss is that
+of views never seen. Rows and hit rates are what `stats()` of the tables says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from drifting_report import draw, runs_as_text
+from drifting_stream import FEATURES, DriftingStream
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from metrics import log_loss
+from options import (
+    agreed_world_size,
+    hide_notes_to_developers,
+    new_file,
+    positive,
+    seed,
+    start_processes,
+)
+from plans import CHOICES, make_plan
+from torch import nn
+from torchrec import EmbeddingBagConfig
+from torchrec.distributed import DistributedModelParallel
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_dyn as dyn
+
+CPU = torch.device("cpu")
+LOOKS = 50  # at the tables, in each run
+GENEROUS = 100_000_000  # a limit that nothing reaches; it reserves no memory
+LEARNING = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.2}
+SUMMED = ("rows", "bytes", "ids_seen", "hits", "refused", "evicted_full", "evicted_expired")
+SIZES = {  # option: default, default with --quick, meaning
+    "steps": (1500, 150, "batches of each run"),
+    "batch_size": (1024, 128, "views of a batch, over all processes"),
+    "living": (10_000, 600, "users, and items, that live at a time"),
+    "lifetime": (150, 40, "batches that an id keeps its place in the popularity"),
+    "limit": (8_000, 500, "on the rows of a table, where ids are evicted"),
+}
+
+
+def ways_to_live(options: argparse.Namespace) -> dict[str, tuple[int, dyn.DynamicTableConfig]]:
+    """Returns limit and options of the tables for each run: all that the runs differ in."""
+    expire = dyn.ExpireAfter(steps=max(options.lifetime // 10, 1))
+    start = {"initializer": dyn.Uniform(-0.01, 0.01), "seed": options.seed}
+    return {
+        "no eviction": (GENEROUS, dyn.DynamicTableConfig(**start)),
+        "LeastRecentlyUsed": (
+            options.limit,
+            dyn.DynamicTableConfig(**start, eviction=dyn.LeastRecentlyUsed()),
+        ),
+        "AdmitAfter(2), LeastRecentlyUsed": (
+            options.limit,
+            dyn.DynamicTableConfig(
+                **start, admission=dyn.AdmitAfter(count=2), eviction=dyn.LeastRecentlyUsed()
+            ),
+        ),
+        f"ExpireAfter({expire.steps}), LeastRecentlyUsed": (
+            options.limit,
+            dyn.DynamicTableConfig(**start, eviction=(expire, dyn.LeastRecentlyUsed())),
+        ),
+    }
+
+
+class ClickModel(nn.Module):
+    """Predicts from the rows of a view's two ids whether it is clicked.
+
+    Args:
+        rows: the collection.
+        dim: columns of a row.
+    """
+
+    def __init__(self, rows: dyn.DynamicEmbeddingBagCollection, dim: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.over = nn.Sequential(nn.Linear(len(FEATURES) * dim, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, features: KeyedJaggedTensor, labels: torch.Tensor) -> torch.Tensor:
+        """Returns the mean loss, []."""
+        logits = self.over(self.rows(features).values()).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels)
+
+
+def make_model(options: argparse.Namespace, limit: int, life: dyn.DynamicTableConfig) -> nn.Module:
+    """Builds the model; sharded over the processes where there are several."""
+    torch.manual_seed(options.seed)
+    tables = [
+        EmbeddingBagConfig(
+            name=name, embedding_dim=options.dim, num_embeddings=limit, feature_names=[name]
+        )
+        for name in FEATURES
+    ]
+    rows = dyn.DynamicEmbeddingBagCollection(tables, dynamic=life, fused_params=LEARNING)
+    model = ClickModel(rows, options.dim)
+    if options.world_size == 1:
+        return model
+    sharders = [dyn.DynamicEmbeddingBagCollectionSharder(fused_params=LEARNING)]
+    share = max(options.batch_size // options.world_size, 1)
+    plan = make_plan(options.plan, model, sharders, list(FEATURES), options.dim, share)
+    return DistributedModelParallel(model, device=CPU, plan=plan, sharders=sharders)
+
+
+def look_at(model: nn.Module) -> dict[str, float]:
+    """Returns the counts of both tables, summed, over all ranks; collective."""
+    rows = (model.module if isinstance(model, DistributedModelParallel) else model).rows
+    stats = [dyn.read_stats(rows, table) for table in FEATURES]
+    return {key: sum(of_table[key] for of_table in stats) for key in SUMMED}
+
+
+def train(
+    options: argparse.Namespace, stream: DriftingStream, model: nn.Module
+) -> list[dict[str, float]]:
+    """Trains the model on the stream.
+
+    Returns:
+        what was seen at each look; hit rate and loss are those since the look before.
+    """
+    rank = dist.get_rank() if options.world_size > 1 else 0
+    dense = [weight for _, weight in in_backward_optimizer_filter(model.named_parameters())]
+    optimizer = torch.optim.Adam(dense, lr=0.01)
+    looks: list[dict[str, float]] = []
+    before = {"step": 0, "hits": 0, "ids_seen": 0}
+    losses = torch.zeros(())
+    for step in range(1, options.steps + 1):
+        views = stream.batch(step - 1).part(rank, options.world_size)
+        loss = model(views.features(), torch.from_numpy(views.labels))
+        optimizer.zero_grad()
+        loss.backward()  # the rows learn here
+        optimizer.step()
+        losses += loss.detach()
+        if step * LOOKS // options.steps == (step - 1) * LOOKS // options.steps:
+            continue
+        if options.world_size > 1:
+            dist.all_reduce(losses)
+        now = {"step": step, **look_at(model)}
+        now["loss"] = float(losses) / options.world_size / (step - before["step"])
+        now["hit_rate"] = (now["hits"] - before["hits"]) / (now["ids_seen"] - before["ids_seen"])
+        looks.append(now)
+        before, losses = now, torch.zeros(())
+    return looks
+
+
+def parse_options(arguments: list[str]) -> argparse.Namespace:
+    """Reads the command line; ends the program with a usage message where it is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="drifting_ids.py",
+        description="Trains on ids that come and go, with and without admission and eviction.",
+    )
+    parser.add_argument("--quick", action="store_true", help="a small stream, a few seconds")
+    for name, (usual, quick, meaning) in SIZES.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=positive,
+            help=f"{meaning} (default: {usual:,}; with --quick: {quick:,})",
+        )
+    parser.add_argument("--dim", type=positive, default=8, help="columns of a row (default: 8)")
+    parser.add_argument("--seed", type=seed, default=0, help="of stream and model (default: 0)")
+    parser.add_argument("--world-size", type=positive, help="processes (default: 1)")
+    parser.add_argument(
+        "--plan", choices=CHOICES, default="row_wise", help="with several processes"
+    )
+    parser.add_argument("--plot", type=new_file, metavar="OUT", help="draw the runs over time")
+    parser.add_argument("--json", type=new_file, metavar="OUT", help="write down all looks")
+    options = parser.parse_args(arguments)
+    options.world_size = agreed_world_size(parser, options.world_size, default=1)
+    for name, (usual, quick, _) in SIZES.items():
+        if getattr(options, name) is None:
+            setattr(options, name, quick if options.quick else usual)
+    if options.steps < LOOKS:
+        parser.error(f"--steps: expected at least {LOOKS}, one for each look, got {options.steps}.")
+    if options.limit < options.batch_size:
+        parser.error(
+            f"--limit: expected at least --batch-size ({options.batch_size}), got {options.limit}. "
+            "The ids of one batch must have room together."
+        )
+    if options.batch_size < options.world_size:
+        parser.error(
+            f"--batch-size: expected at least --world-size ({options.world_size}), got "
+            f"{options.batch_size}. Each process takes its share of a batch."
+        )
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot: expected matplotlib, got none. Run make build, which installs it.")
+    return options
+
+
+def work(options: argparse.Namespace) -> None:
+    """Does all runs, one after the other, and reports on rank 0."""
+    stream = DriftingStream(options.seed, options.batch_size, options.living, options.lifetime)
+    runs = {}
+    for name, (limit, life) in ways_to_live(options).items():
+        runs[name] = train(options, stream, make_model(options, limit, life))
+    if options.world_size > 1 and dist.get_rank() != 0:
+        return
+    late = [stream.batch(number) for number in range(options.steps // 2, options.steps)]
+    labels, truth = (
+        np.concatenate([getattr(views, name) for views in late])
+        for name in ("labels", "probabilities")
+    )
+    bounds = {
+        "loss_of_constant": log_loss(labels, np.full(len(labels), labels.mean())),
+        "loss_of_truth": log_loss(labels, truth),
+    }
+    print(runs_as_text(runs))
+    print(
+        f"Hit rate and loss: second half of {options.steps} steps. Loss of a constant "
+        f"{bounds['loss_of_constant']:.4f}, of one who knows all traits {bounds['loss_of_truth']:.4f}."
+    )
+    if options.json:
+        options.json.write_text(json.dumps({"runs": runs, **bounds}, indent=1) + "\n")
+    if options.plot:
+        title = (
+            f"{options.living:,} users and {options.living:,} items live at a time, each for "
+            f"{options.lifetime} steps of {options.batch_size} views; seed {options.seed}\n"
+            f"limit where ids are evicted: {options.limit:,} rows a table"
+        )
+        draw(runs, title, options.plot)
+
+
+def main() -> int:
+    """Does the runs in this process, or starts several, or is one of these; returns the status."""
+    options = parse_options(sys.argv[1:])
+    if options.world_size > 1 and "RANK" not in os.environ:
+        return start_processes(__file__, sys.argv[1:], options.world_size)
+    hide_notes_to_developers()
+    if options.world_size > 1:
+        dist.init_process_group("gloo")
+    work(options)
+    if options.world_size > 1:
+        gc.collect()  # as in train_dlrm.py: nothing may hold the groups when they end
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""What became of the runs of drifting_ids.py: a table for people, and a picture over time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# Colours that colour-blind readers tell apart; dashes for everybody, since lines lie on each other.
+# Source: Okabe and Ito, "Color Universal Design", 2008.
+STYLES = [("#000000", "-"), ("#D55E00", "-"), ("#0072B2", "--"), ("#009E73", ":")]
+PANELS = {
+    "rows": "rows, both tables",
+    "hit_rate": "hit rate",
+    "loss": "loss before learning",
+}
+COLUMNS = {  # of the table: a look's key, and how it is written
+    "rows": ",",
+    "bytes": ",",
+    "hit_rate": ".3f",
+    "loss": ".4f",
+    "refused": ",",
+    "evicted_full": ",",
+    "evicted_expired": ",",
+}
+
+
+def summarize(looks: list[dict[str, float]]) -> dict[str, float]:
+    """Returns the last look; hit rate and loss are means over the second half of the looks.
+
+    By then every id of the start has left the stream.
+    """
+    late = looks[len(looks) // 2 :]
+    means = {key: sum(look[key] for look in late) / len(late) for key in ("hit_rate", "loss")}
+    return looks[-1] | means
+
+
+def runs_as_text(runs: dict[str, list[dict[str, float]]]) -> str:
+    """Returns one line for each run."""
+    lines = [("", *(key.replace("_", " ") for key in COLUMNS))]
+    for name, looks in runs.items():
+        last = summarize(looks)
+        lines.append((name, *(f"{last[key]:{form}}" for key, form in COLUMNS.items())))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        f"{line[0]:<{widths[0]}}"
+        + "".join(f"  {cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
+        for line in lines
+    )
+
+
+def draw(runs: dict[str, list[dict[str, float]]], title: str, picture: Path) -> None:
+    """Draws rows, hit rate and loss of all runs over the steps into a file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        len(PANELS), 1, figsize=(8, 7.5), sharex=True, layout="constrained"
+    )
+    for panel, (key, label) in zip(panels, PANELS.items(), strict=True):
+        for (name, looks), (colour, line) in zip(runs.items(), STYLES, strict=True):
+            steps = [look["step"] for look in looks]
+            panel.plot(
+                steps, [look[key] for look in looks], line, color=colour, label=name, linewidth=1.5
+            )
+        panel.set_ylabel(label)
+        panel.grid(alpha=0.25)
+    panels[0].yaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+    panels[-1].set_xlabel("training step")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2,
+                  frameon=False, fontsize=9)  # fmt: skip
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(picture, dpi=84, metadata={"Software": None}, pil_kwargs={"optimize": True})
