@@ -76,6 +76,23 @@ GROWTH_STEP = 40_960
 GROWTH_ROWS = 20_000_000
 GROWTH_MARKS = (100_000, 1_000_000, 20_000_000)
 
+# bench_eviction.py
+EVICTION_ROWS = (1_000_000, 10_000_000)
+FULL_ZIPF = (0.0, 1.05)
+LOGGED = Workload("logged", tables=2)
+LOGGED_EVERY = 100
+
+
+def full_table(limit: int, zipf: float) -> Workload:
+    """Batches over one full table, of whose rows the stream comes back to half.
+
+    Args:
+        limit: its rows.
+        zipf: exponent of the known ids' distribution.
+    """
+    name = f"full {limit} " + (f"zipf{zipf:g}" if zipf else "uniform")
+    return Workload(name, tables=1, rows=limit // 2, zipf=zipf)
+
 
 def tiny(workload: Workload) -> Workload:
     """The workload in a size that runs in a moment, for tests of the benchmarks themselves."""

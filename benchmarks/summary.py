@@ -12,7 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from axes import GROWTH_ROWS, HALF, ONE_HOT, POOLED, SEQUENCE
+from axes import (
+    EVICTION_ROWS,
+    FULL_ZIPF,
+    GROWTH_ROWS,
+    HALF,
+    LOGGED,
+    LOGGED_EVERY,
+    ONE_HOT,
+    POOLED,
+    SEQUENCE,
+    full_table,
+)
+from full_tables import cases
 from interleaved import RESULTS, spread
 
 
@@ -95,6 +107,20 @@ def _train_goals() -> list[Goal]:
     return goals
 
 
+def _eviction_goals() -> list[Goal]:
+    goals = []
+    for rows in EVICTION_ROWS:
+        for case in cases(rows):
+            for zipf in FULL_ZIPF:
+                where = {"workload": full_table(rows, zipf).name, "what": "10% new ids"}
+                where |= {"policy": case.name, "against": "known ids"}
+                goals.append(Goal("eviction", where, at_most=2.0))
+        held = {"what": "bytes a row", "policy": "LRU", "rows": rows}
+        goals.append(Goal("eviction", held, at_most=40.0, number="bytes"))
+    logged = {"workload": LOGGED.name, "what": f"logged every {LOGGED_EVERY}"}
+    return [*goals, Goal("eviction", {**logged, "against": "not logged"}, at_most=1.02)]
+
+
 def seen_of(
     goal: Goal, results: dict[str, list[dict[str, Any]]]
 ) -> tuple[float, float, float] | None:
@@ -122,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{path.stem}: " + ", ".join(f"{file[key]}" for key in told if key in file))
     print(f"{'goal':74} {'bound':>7}  {'seen [quartiles]':24} met")
     met = missing = 0
-    goals = [*_lookup_goals(), *_growth_goals(), *_train_goals()]
+    goals = [*_lookup_goals(), *_growth_goals(), *_eviction_goals(), *_train_goals()]
     for goal in goals:
         name = " ".join(
             f"{value} ranks" if key == "ranks" else f"{value} threads" if key == "threads"

@@ -11,7 +11,7 @@ import torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 # bench_train starts processes.
-IN_PROCESS = ["bench_lookup", "bench_id_map", "bench_growth", "bench_sweep"]
+IN_PROCESS = ["bench_lookup", "bench_id_map", "bench_growth", "bench_eviction", "bench_sweep"]
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,200 @@
+"""The contestants of bench_eviction.py: a full table under a policy, and streams with and without new ids.
+
+Half of a table's rows is known: the stream comes back to them, and no policy ever takes them. The other half
+was seen once, long ago: what a policy takes first. New ids come as the last one of each bag, 10 percent of a
+batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from axes import Workload, counts, offsets, raw_ids
+from contestants import OPTIMIZER
+from torch import Tensor
+
+import torchrec_dyn as dyn
+from torchrec_dyn.lookup import TableGroup
+from torchrec_dyn.table import DynamicTable
+
+NEVER = 2**31  # steps: what no row of a benchmark waits for
+FREED = 64  # a full table frees this part of its limit at once
+TICK = 60  # of a clock that moves in every step
+_FILL = 500_000  # ids of one forward while a table is filled
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy, and how new ids come under it.
+
+    Attributes:
+        name: for results.
+        config: of the table.
+        admitted_at: occurrences that give an id its row.
+    """
+
+    name: str
+    config: dyn.DynamicTableConfig
+    admitted_at: int = 1
+
+
+LEAST_RECENT = Case("LRU", dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed()))
+NO_POLICY = Case("no policy", dyn.DynamicTableConfig())
+
+
+def cases(rows: int) -> list[Case]:
+    """Lists the policies of a full table of `rows` rows."""
+    recent, frequent = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
+    aged = (dyn.ExpireAfter(steps=NEVER), recent)
+    after = dyn.AdmitAfter(2, counters=rows // 10)
+    return [
+        LEAST_RECENT,
+        Case("LFU", dyn.DynamicTableConfig(eviction=frequent)),
+        Case("ExpireAfter + LRU", dyn.DynamicTableConfig(eviction=aged)),
+        Case("AdmitAfter(2) + LRU", dyn.DynamicTableConfig(admission=after, eviction=recent), 2),
+    ]
+
+
+class Stepped:
+    """One table that is trained batch by batch.
+
+    Args:
+        workload: of one table; its ids are the known ones.
+        case: the policy.
+        limit: rows that the table may hold.
+
+    Attributes:
+        ticks: whether a clock moves by TICK before each step.
+    """
+
+    def __init__(self, workload: Workload, case: Case, limit: int) -> None:
+        self.case = case
+        self.table = DynamicTable(
+            name="table",
+            num_embeddings=limit,
+            embedding_dim=workload.dim,
+            optimizer=OPTIMIZER,
+            config=case.config,
+        )
+        self.group = TableGroup([self.table], [1], "sum")
+        self.offsets, self.counts = offsets(workload), counts(workload)
+        self.grad = torch.randn(workload.batch, workload.dim) * 1e-3
+        self.ticks = False
+        self._next = 0
+
+    def step(self, ids: Tensor) -> None:
+        """Trains on one batch.
+
+        Args:
+            ids: [ids of a step] int64.
+        """
+        if self.ticks:
+            self.table.set_time((self.table.step + 1) * TICK)
+        self.group(ids, self.offsets, training=True, counts=self.counts).backward(self.grad)
+
+    def feed(self, numbers: Tensor, occurrences: int) -> None:
+        """Lets ids occur in training, with no backward.
+
+        Args:
+            numbers: [M] int64, of `raw_ids`.
+            occurrences: of each.
+        """
+        with torch.no_grad():
+            for part in numbers.split(_FILL):
+                ids = raw_ids(part).repeat(occurrences)
+                self.group(ids, torch.tensor([0, ids.numel()]), training=True)
+
+    def fill(self, known: int) -> Stepped:
+        """Gives the table as many rows as its limit, the known ones last and seen most often."""
+        limit, at = self.table.row_limit, self.case.admitted_at
+        self.feed(torch.arange(known, limit), at)
+        self.feed(torch.arange(known), at + 1)
+        self._next = limit
+        admission = self.case.config.admission
+        if isinstance(admission, dyn.AdmitAfter):  # the counters are full too
+            self.feed(self.fresh(admission.counters or limit), 1)
+        assert self.table.num_rows == limit, f"{self.table.num_rows} rows of {limit}"
+        return self
+
+    def fresh(self, count: int) -> Tensor:
+        """Returns the numbers of `count` ids that never came before, [count] int64."""
+        self._next += count
+        return torch.arange(self._next - count, self._next)
+
+    def new_ids_a_step(self, batch: int) -> int:
+        """Returns how many ids get a row in a step of `batch` new ones."""
+        return batch if self.case.admitted_at == 1 else batch // 3
+
+    def with_new(self, batches: list[Tensor], steps: int, bag: int) -> list[Tensor]:
+        """Puts a new id at the end of each bag.
+
+        Where an id must come twice, two thirds of the new ids of a step are there for the first time, and
+        half of those come back in the next step, as the other third; the rest never do.
+
+        Args:
+            batches: of known ids, used in turn, [ids of a step] int64 each.
+            steps: batches to make.
+            bag: ids of a bag.
+        """
+        made = []
+        size = batches[0].numel() // bag
+        back = torch.empty(0, dtype=torch.int64)
+        if self.case.admitted_at > 1:
+            back = self.fresh(size // 3)
+            self.feed(back, 1)
+        for step in range(steps):
+            first = self.fresh(size - back.numel())
+            ids = batches[step % len(batches)].clone()
+            ids.view(-1, bag)[:, -1] = raw_ids(torch.cat([first, back])[torch.randperm(size)])
+            made.append(ids)
+            back = first[: back.numel()]
+        return made
+
+
+def expiring(limit: int, workload: Workload, unit: str) -> tuple[Stepped, Stepped, list[Tensor]]:
+    """Makes tables whose rows expire when they are not seen for a while, and batches that know them all.
+
+    The batches walk over the known ids in a random order, so that none of them ever expires.
+
+    Args:
+        limit: of both tables.
+        workload: of one table.
+        unit: of the age: "steps", or "time" for a clock that moves in every step.
+
+    Returns:
+        a table that had new ids until as many expire in a step as come, one that had none, and the
+        batches.
+    """
+    often = workload.batch * (workload.bag - 1)  # the last id of a bag may be a new one
+    walk = workload.rows // often
+    numbers = torch.randperm(walk * often)
+    last = torch.randint(0, walk * often, (walk, workload.batch, 1))
+    batches = torch.cat([numbers.view(walk, workload.batch, workload.bag - 1), last], dim=2)
+    ids = list(raw_ids(batches.view(walk, -1)))
+    age = walk + walk // 2 + 20
+    after = dyn.ExpireAfter(steps=age) if unit == "steps" else dyn.ExpireAfter(time=age * TICK)
+    case = Case(f"ExpireAfter({unit}=)", dyn.DynamicTableConfig(eviction=after))
+    tables = []
+    for _ in range(2):
+        table = Stepped(workload, case, limit)
+        table.ticks = unit == "time"
+        table.feed(numbers, 1)
+        table.fresh(limit)
+        tables.append(table)
+    # Whole walks, so that the next one may begin at its first batch.
+    for batch in tables[0].with_new(ids, walk * math.ceil((age + 2) / walk), workload.bag):
+        tables[0].step(batch)
+    return tables[0], tables[1], ids
+
+
+def steps_of(limit: int, new: int) -> int:
+    """Returns how many steps with `new` new rows fit evictions evenly: 3 evictions and 48 steps at least.
+
+    Args:
+        limit: rows of the full table.
+        new: ids that get a row in a step.
+    """
+    between = max(1.0, limit // FREED / new)
+    return math.ceil(max(3, math.ceil(48 / between)) * between)
