@@ -1,5 +1,6 @@
 """The benchmarks still run: each with tiny sizes, in this process, into a folder of the test's own."""
 
+import dataclasses
 import importlib
 import json
 import statistics
@@ -110,6 +111,41 @@ def test_summary_names_goals_that_the_benchmarks_measure(tmp_path, capsys):
     assert len(lookup) > 20
     not_run = [line for line in lookup if line.endswith("not run")]
     assert all("1 threads" in line for line in not_run), not_run
+
+
+def test_summary_names_what_the_eviction_benchmark_measures(tmp_path, monkeypatch):
+    import axes
+
+    monkeypatch.setattr(axes, "EVICTION_ROWS", (20_000,))  # the size of --quick
+    import summary
+
+    written = run("bench_eviction", tmp_path)["rows"]
+    goals = summary._eviction_goals()
+    assert len(goals) == 10
+    assert [goal for goal in goals if summary.seen_of(goal, {"eviction": written}) is None] == []
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_streams_of_a_full_table_bring_what_they_promise(number):
+    from axes import full_table, ranks, raw_ids, tiny
+    from full_tables import FREED, Stepped, cases
+
+    case = cases(2000)[number]
+    workload = dataclasses.replace(tiny(full_table(2000, 0.0)), tables=1, rows=1000)
+    full = Stepped(workload, case, 2000).fill(workload.rows)
+    known = [raw_ids(batch) for batch in ranks(workload, 4, seed=0)]
+    a_step, evictions = full.new_ids_a_step(workload.batch), 0
+    for step, new in enumerate(full.with_new(known, 30, workload.bag)):
+        before = full.table.stats()
+        full.step(new)
+        full.step(known[step % 4])
+        after = full.table.stats()
+        assert after["inserted"] - before["inserted"] == a_step
+        assert after["unseen"] - before["unseen"] == workload.batch
+        evicted = after["evicted_full"] - before["evicted_full"]
+        assert evicted in (0, max(a_step, 2000 // FREED))
+        evictions += evicted > 0
+    assert evictions >= 4
 
 
 def test_summary_reads_both_bounds_and_both_forms():
