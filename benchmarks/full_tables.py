@@ -22,7 +22,6 @@ from torchrec_dyn.table import DynamicTable
 NEVER = 2**31  # steps: what no row of a benchmark waits for
 FREED = 64  # a full table frees this part of its limit at once
 TICK = 60  # of a clock that moves in every step
-_FILL = 500_000  # ids of one forward while a table is filled
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,7 @@ class Stepped:
         self.offsets, self.counts = offsets(workload), counts(workload)
         self.grad = torch.randn(workload.batch, workload.dim) * 1e-3
         self.ticks = False
+        self._fed = workload.ids_per_step
         self._next = 0
 
     def step(self, ids: Tensor) -> None:
@@ -95,14 +95,14 @@ class Stepped:
         self.group(ids, self.offsets, training=True, counts=self.counts).backward(self.grad)
 
     def feed(self, numbers: Tensor, occurrences: int) -> None:
-        """Lets ids occur in training, with no backward.
+        """Lets ids occur in training, with no backward, as many in a step as in a batch.
 
         Args:
             numbers: [M] int64, of `raw_ids`.
             occurrences: of each.
         """
         with torch.no_grad():
-            for part in numbers.split(_FILL):
+            for part in numbers.split(self._fed):
                 ids = raw_ids(part).repeat(occurrences)
                 self.group(ids, torch.tensor([0, ids.numel()]), training=True)
 
@@ -172,7 +172,7 @@ def expiring(limit: int, workload: Workload, unit: str) -> tuple[Stepped, Steppe
     numbers = torch.randperm(walk * often)
     last = torch.randint(0, walk * often, (walk, workload.batch, 1))
     batches = torch.cat([numbers.view(walk, workload.batch, workload.bag - 1), last], dim=2)
-    ids = list(raw_ids(batches.view(walk, -1)))
+    ids = list(raw_ids(batches.flatten()).view(walk, -1))
     age = walk + walk // 2 + 20
     after = dyn.ExpireAfter(steps=age) if unit == "steps" else dyn.ExpireAfter(time=age * TICK)
     case = Case(f"ExpireAfter({unit}=)", dyn.DynamicTableConfig(eviction=after))
