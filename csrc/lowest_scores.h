@@ -13,6 +13,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -156,26 +157,44 @@ struct MarkedSlots {
   std::vector<uint64_t> mixed;  // of the ties among them
 };
 
-// Adds the slots whose row is marked; of ties those with a mixed id up to `bound`.
-inline void collect_marked(const SlotArray& array, int64_t begin, int64_t end, const RowMarks& chosen,
-                           const RowMarks& ties, uint64_t bound, MarkedSlots& found) {
-  constexpr int64_t kStretch = 256;
-  int64_t marked[kStretch];
-  for (; begin < end; begin += kStretch) {
-    const int64_t count = std::min(kStretch, end - begin);
-    int64_t size = 0;
-    for (int64_t i = begin; i < begin + count; ++i) {  // no branch: which rows are marked cannot be predicted
-      marked[size] = i;
-      size += chosen.has_place(array.slots[i].place);
+// Slots that a flagging function looks at together.
+constexpr int64_t kFlags = 512;
+
+// Flags the slots whose row is marked. No branch: which rows are marked cannot be predicted.
+TORCHREC_DYN_INLINE void flag_marked(const Slot* slots, int64_t count, const RowMarks& marks, uint8_t* flags) {
+  for (int64_t i = 0; i < count; ++i) flags[i] = marks.has_place(slots[i].place);
+}
+
+// Flags the slots with a mixed id up to `bound`: less work than a look at the marks, which are seldom in cache.
+TORCHREC_DYN_INLINE void flag_low_mixed(const Slot* slots, int64_t count, uint64_t bound, uint8_t* flags) {
+  for (int64_t i = 0; i < count; ++i)
+    flags[i] = (mix64(static_cast<uint64_t>(slots[i].id)) <= bound) & (slots[i].place != 0);
+}
+
+// Adds the slots [begin, end) whose row is marked; of ties those with a mixed id up to `bound`. flag(slots, count,
+// flags) flags at least all of them.
+template <typename Flag>
+void collect_marked(const SlotArray& array, int64_t begin, int64_t end, const RowMarks& chosen, const RowMarks& ties,
+                    uint64_t bound, const Flag& flag, MarkedSlots& found) {
+  const auto add = [&](const Slot& slot) {
+    if (!chosen.has_place(slot.place)) return;
+    if (ties.has_place(slot.place)) {
+      const uint64_t mixed = mix64(static_cast<uint64_t>(slot.id));
+      if (mixed > bound) return;
+      found.mixed.push_back(mixed);
     }
-    for (int64_t i = 0; i < size; ++i) {
-      const Slot& slot = array.slots[marked[i]];
-      if (ties.has_place(slot.place)) {
-        const uint64_t mixed = mix64(static_cast<uint64_t>(slot.id));
-        if (mixed > bound) continue;
-        found.mixed.push_back(mixed);
-      }
-      found.slots.push_back(slot);
+    found.slots.push_back(slot);
+  };
+  constexpr int64_t kEight = 8;
+  uint8_t flags[kFlags];
+  for (; begin < end; begin += kFlags) {
+    const int64_t count = std::min(kFlags, end - begin);
+    flag(array.slots + begin, count, flags);
+    std::fill(flags + count, flags + kFlags, uint8_t{0});
+    for (int64_t i = 0; i < count; i += kEight) {
+      uint64_t eight;
+      std::memcpy(&eight, flags + i, sizeof eight);
+      for (; eight != 0; eight &= eight - 1) add(array.slots[begin + i + std::countr_zero(eight) / kEight]);
     }
   }
 }

@@ -23,6 +23,8 @@ void for_each_piece(int64_t size, int64_t piece, const Task& task) {
   for_each_task((size + piece - 1) / piece, [&](int64_t i) { task(i * piece, std::min(size, (i + 1) * piece)); });
 }
 
+constexpr uint64_t kNoBound = std::numeric_limits<uint64_t>::max();
+
 struct Question {
   ScoreBlocks scores;
   int64_t rows;
@@ -81,15 +83,34 @@ std::vector<uint64_t> histogram(const Question& asked, uint64_t low, uint64_t hi
   return totals;
 }
 
+TORCHREC_DYN_SIMD void flag_marked_slots(const Slot* slots, int64_t count, const RowMarks& marks, uint8_t* flags) {
+  flag_marked(slots, count, marks, flags);
+}
+
+TORCHREC_DYN_SIMD void flag_low_mixed_ids(const Slot* slots, int64_t count, uint64_t bound, uint8_t* flags) {
+  flag_low_mixed(slots, count, bound, flags);
+}
+
 // The marked slots of both arrays, piece by piece.
-std::vector<MarkedSlots> collect(const IdMapView& map, const RowMarks& chosen, const RowMarks& ties, uint64_t bound) {
+std::vector<MarkedSlots> collect(const IdMapView& map, const RowMarks& chosen, const RowMarks& ties, uint64_t bound,
+                                 bool only_ties) {
   std::vector<MarkedSlots> found;
   for (int a = 0; a < (map.is_growing() ? 2 : 1); ++a) {
     const SlotArray& array = map.arrays[a];
     const size_t before = found.size();
     found.resize(before + static_cast<size_t>((array.capacity + kSlotPiece - 1) / kSlotPiece));
     for_each_piece(array.capacity, kSlotPiece, [&](int64_t begin, int64_t end) {
-      collect_marked(array, begin, end, chosen, ties, bound, found[before + static_cast<size_t>(begin / kSlotPiece)]);
+      MarkedSlots& piece = found[before + static_cast<size_t>(begin / kSlotPiece)];
+      if (only_ties && bound < kNoBound)
+        collect_marked(
+            array, begin, end, chosen, ties, bound,
+            [&](const Slot* slots, int64_t count, uint8_t* flags) { flag_low_mixed_ids(slots, count, bound, flags); },
+            piece);
+      else
+        collect_marked(
+            array, begin, end, chosen, ties, bound,
+            [&](const Slot* slots, int64_t count, uint8_t* flags) { flag_marked_slots(slots, count, chosen, flags); },
+            piece);
     });
   }
   return found;
@@ -120,7 +141,6 @@ std::tuple<Tensor, Tensor> ids_and_rows(const std::vector<MarkedSlots>& found, c
 }
 
 std::tuple<Tensor, Tensor> find_lowest(const IdMapView& map, const Question& asked, uint64_t most) {
-  constexpr uint64_t kNoBound = std::numeric_limits<uint64_t>::max();
   const KeyRange range = range_of_keys(asked);
   if (range.rows == 0 || most == 0) return {new_int64(0), new_int64(0)};
   Cut cut{range.high, 0, 0};
@@ -136,12 +156,13 @@ std::tuple<Tensor, Tensor> find_lowest(const IdMapView& map, const Question& ask
   });
   if (cut.needed == cut.ties) {  // nobody is left out
     const RowMarks none(asked.rows);
-    return ids_and_rows(collect(map, chosen, none, kNoBound), none, kNoBound);
+    return ids_and_rows(collect(map, chosen, none, kNoBound, false), none, kNoBound);
   }
-  std::vector<MarkedSlots> found = collect(map, chosen, ties, bound_of_ties(map, ties, cut.needed, cut.ties));
+  std::vector<MarkedSlots> found =
+      collect(map, chosen, ties, bound_of_ties(map, ties, cut.needed, cut.ties), cut.needed == most);
   std::vector<uint64_t> mixed = mixed_ties(found);
   if (mixed.size() < cut.needed) {
-    found = collect(map, chosen, ties, kNoBound);
+    found = collect(map, chosen, ties, kNoBound, false);
     mixed = mixed_ties(found);
   }
   uint64_t last_mixed = kNoBound;

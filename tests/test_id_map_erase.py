@@ -1,6 +1,7 @@
 """Erasing closes the gap in a run of slots, also where the run wraps around the end."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -115,3 +116,21 @@ def test_probe_lengths_shrink_again():
     ops.erase(ids_of(ids[9]), [slots], WHOLE)
     assert ops.probe_lengths(slots).tolist() == [0, 0, 0]
     assert ops.probe_lengths(empty_map(0)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("is_growing", [False, True])
+def test_many_ids_are_erased_one_by_one_in_order(is_growing):
+    """With the homes of later ones on their way; absent ids and repeats among them."""
+    draw = random.Random(3)
+    ids = draw.sample(range(10**6), 3000)
+    slots, moved = [empty_map(3300)], WHOLE
+    put(slots[0], ids)
+    if is_growing:
+        slots = [empty_map(3304), *slots]
+        moved = ops.move_slots(slots[1], slots[0], 0, 1500)
+    row_of = {number: row for row, number in enumerate(ids)}
+    asked = [draw.randrange(10**6) if k % 3 == 0 else draw.choice(ids) for k in range(4000)]
+    rows = ops.erase(ids_of(*asked), slots, moved).tolist()
+    assert rows == [row_of.pop(number, -1) for number in asked]
+    left = ops.lookup(ids_of(*ids), ids_of(0, 3000), slots, moved)[0].tolist()
+    assert left == [row_of.get(number, -1) for number in ids]

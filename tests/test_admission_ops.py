@@ -1,0 +1,97 @@
+"""Admission by chance against its formula, and pinned."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import GOLDEN, mix64, unmix64
+from table_cases import ids_of
+
+from torchrec_dyn import ops
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def draw_of(key, step, number):
+    """The number in [0, 1) that an id draws at a step: SplitMix64's word before those of rounding."""
+    state = mix64(mix64(key + step * GOLDEN) ^ mix64(number))
+    return (mix64(state) >> 11) / 2**53
+
+
+def chance(probability, count):
+    """1 - (1 - p)^count, by squaring: every rounding is one of IEEE doubles."""
+    refusal, power = 1.0, 1.0 - probability
+    for bit in reversed(f"{count:b}"):
+        refusal = refusal * power if bit == "1" else refusal
+        power = power * power
+    return 1.0 - refusal
+
+
+words64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(
+    ids=st.lists(st.tuples(words64, st.integers(0, 2**32) | st.integers(0, 9)), max_size=20),
+    key=words64,
+    step=st.integers(0, 2**40),
+    probability=st.floats(0, 1) | st.sampled_from([0.0, 1.0, 0.5, 1e-9]),
+)
+def test_admission_is_the_formula(ids, key, step, probability):
+    numbers, counts = ids_of(*(i for i, _ in ids)), ids_of(*(c for _, c in ids))
+    got = ops.admit_by_chance(numbers, counts, key, step, probability)
+    assert got.dtype == torch.bool
+    assert got.tolist() == [
+        draw_of(key, step, number) < chance(probability, count) for number, count in ids
+    ]
+
+
+@pytest.mark.parametrize("probability", [0.01, 0.3, 0.9])
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_admission_is_as_frequent_as_said(probability, count):
+    number, expected = 200_000, 1 - (1 - probability) ** count
+    deviation = (expected * (1 - expected) / number) ** 0.5
+    many = torch.arange(number)
+    counts = torch.full((number,), count)
+    for key, step in ((1, 1), (1, 2), (-9, 1)):
+        share = ops.admit_by_chance(many, counts, key, step, probability).double().mean()
+        assert abs(share - expected) < 4 * deviation
+    steps = [ops.admit_by_chance(many, counts, 5, step, probability) for step in range(3)]
+    both = (steps[0] & steps[1]).double().mean()  # ids draw anew at each step
+    assert abs(both - expected**2) < 4 * (expected**2 * (1 - expected**2) / number) ** 0.5
+
+
+def test_never_and_always():
+    many, ones = torch.arange(-500, 500), torch.ones(1000, dtype=torch.int64)
+    for count in (0, 1, 3, 2**32):
+        assert ops.admit_by_chance(many, count * ones, 3, 4, 1.0).all() == (count > 0)
+        assert not ops.admit_by_chance(many, count * ones, 3, 4, 0.0).any()
+    zero = unmix64(0)  # with key 0 and step 0 this id draws 0 itself
+    assert draw_of(0, 0, zero) == 0.0
+    drawn = [
+        ops.admit_by_chance(ids_of(zero), ids_of(k), 0, 0, p).item()
+        for k, p in ((0, 1.0), (9, 0.0), (1, 1e-9))
+    ]
+    assert drawn == [False, False, True]
+
+
+PINNED = [1, 4, 6, 11, 14, 17, 23, 27, 29, 32, 44, 48, 49, 58]
+PINNED_DRAW = 0.4179630657137705
+
+
+def test_admission_is_pinned_and_pure(threads):
+    """A run goes on as it began: what was drawn for an id must not change with a version."""
+    many, ones = torch.arange(20_000), torch.ones(20_000, dtype=torch.int64)
+    got = []
+    for number in (1, 2, 4):
+        threads(number)
+        got.append(ops.admit_by_chance(many, ones, 42, 7, 0.25))
+        back = ops.admit_by_chance(many.flip(0), ones, 42, 7, 0.25).flip(0)
+        assert torch.equal(got[-1], back)
+    assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
+    assert got[0][:64].nonzero().flatten().tolist() == PINNED
+    assert draw_of(42, 7, 5) == PINNED_DRAW

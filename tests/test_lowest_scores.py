@@ -1,0 +1,190 @@
+"""The rows with the lowest scores, against a plain sort."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import GOLDEN, WORD, mix64, signed
+from table_cases import hard_ids, ids_of
+from test_scores_ops import FREE, MOST, blocks_of, write
+
+from torchrec_dyn import ops
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def a_map(ids, rows, is_growing=False, room=1.7):
+    """(slots, moved) of a map that holds the ids; one that grows is half moved."""
+    slots = [ops.new_slots(torch.empty(0, 2, dtype=torch.int64), int(room * len(ids)) // 4 * 4 + 8)]
+    ops.insert(torch.as_tensor(ids), torch.as_tensor(rows), ids_of(0, len(ids)), slots, ids_of(-1))
+    if not is_growing:
+        return slots, ids_of(-1)
+    grown = ops.new_slots(slots[0], len(slots[0]) + 4)
+    moved = ops.move_slots(slots[0], grown, 0, len(slots[0]) // 2)
+    if moved.item() == len(slots[0]):  # one run to the end
+        return [grown], ids_of(-1)
+    return [grown, *slots], moved
+
+
+class Scored:
+    """A map and the scores of its rows; those of other rows are free."""
+
+    def __init__(self, scores, shift=6, is_growing=False, spare=0):
+        """Takes {id: (row, last_seen, count)}."""
+        self.scores, self.shift = scores, shift
+        self.mixed = {number: mix64(number) for number in scores}
+        rows = [row for row, _, _ in scores.values()]
+        self.slots, self.moved = a_map(list(scores) or ids_of(), rows or ids_of(), is_growing)
+        self.blocks = blocks_of(max(rows, default=0) + 1 + spare, shift)
+        write(self.blocks, shift, {row: (seen, count) for row, seen, count in scores.values()})
+        self.rows = len(self.blocks) << shift
+
+    def lowest(self, by_count, before, most, rows=None):
+        """(id, row) pairs, after a look that they come in the order of the slots."""
+        rows = self.rows if rows is None else rows
+        ids, found = ops.lowest_scores(
+            self.slots, self.moved, self.blocks, self.shift, rows, by_count, before, most
+        )
+        held = torch.cat(self.slots)
+        place = torch.full((self.rows + 1,), -1)
+        place[held[:, 1]] = torch.arange(len(held))
+        places = place[found + 1]
+        assert bool((places.diff() > 0).all()) and torch.equal(held[places, 0], ids)
+        return list(zip(ids.tolist(), found.tolist(), strict=True))
+
+    def expected(self, by_count, before, most, rows=None):
+        rows = self.rows if rows is None else rows
+        ordered = sorted(
+            (count if by_count else seen, self.mixed[number], number, row)
+            for number, (row, seen, count) in self.scores.items()
+            if seen < before and row < rows
+        )
+        return [(number, row) for _, _, number, row in ordered[:most]]
+
+    def check(self, *asked):
+        got = self.lowest(*asked)
+        assert sorted(got) == sorted(self.expected(*asked))
+        return got
+
+
+# Around the ends of the bins that keys are counted in: 2048 keys one by one, then digits of 11 bits.
+keys = st.one_of(
+    st.integers(0, 3),
+    st.sampled_from([2046, 2047, 2048, 2049, 4095, 2**21, 2**21 + 1, 2**31, FREE - 2, FREE - 1]),
+    st.integers(0, FREE - 1),
+)
+
+
+@given(st.data())
+def test_the_lowest_are_those_of_a_plain_sort(data):
+    ids = data.draw(st.lists(hard_ids, max_size=60, unique=True))
+    rows = data.draw(st.permutations(range(len(ids) + data.draw(st.integers(0, 70)))))
+    few = data.draw(st.lists(keys, min_size=1, max_size=4))
+    score = st.tuples(st.sampled_from(few), st.sampled_from([*few, MOST]))
+    scored = Scored(
+        {number: (row, *data.draw(score)) for number, row in zip(ids, rows, strict=False)},
+        shift=data.draw(st.integers(0, 8)),
+        is_growing=data.draw(st.booleans()),
+        spare=data.draw(st.integers(0, 100)),
+    )
+    for _ in range(4):
+        scored.check(
+            data.draw(st.booleans()),
+            data.draw(st.sampled_from([*few, FREE, FREE + 1, 2**62, -(2**63)]) | keys),
+            data.draw(st.integers(0, len(ids) + 2) | st.just(2**63 - 1)),
+            data.draw(st.integers(0, scored.rows)),
+        )
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("is_growing", [False, True])
+@pytest.mark.parametrize("span", [1, 5, 3000, FREE])
+def test_many_rows_at_any_thread_count(threads, number, is_growing, span):
+    """Several pieces of slots and of rows; all ties, many, few, none."""
+    draw = random.Random(span)
+    ids, rows = draw.sample(range(-(2**40), 2**40), 9000), draw.sample(range(300_000), 9000)
+    scored = Scored(
+        {
+            number: (row, draw.randrange(span), draw.randrange(span))
+            for number, row in zip(ids, rows, strict=True)
+        },
+        shift=12,
+        is_growing=is_growing,
+    )
+    threads(number)
+    for by_count in (False, True):
+        for before, most in ((span // 2, 4000), (FREE, 140), (FREE, 8999), (FREE, 9000), (1, 10)):
+            assert len(scored.check(by_count, before, most)) <= most
+
+
+def test_boundaries():
+    scored = Scored({10 + k: (k, 5 + k % 3, 9 - k % 2) for k in range(12)}, is_growing=True)
+    assert (
+        scored.check(False, 5, 100) == [] == scored.check(True, 5, 100)
+    )  # `before` is not reached
+    assert len(scored.check(False, 6, 100)) == 4
+    assert scored.check(False, 100, 0) == []
+    assert len(scored.check(False, 100, 12)) == len(scored.check(True, 100, 13)) == 12
+    assert scored.check(False, 100, 4) == scored.check(False, 6, 4)
+    assert scored.check(False, 100, 5, 0) == []
+    assert {row for _, row in scored.check(True, 100, 100, 7)} == set(range(7))
+    assert Scored({}).check(False, 9, 9) == []
+    write(scored.blocks, scored.shift, {0: (-1, 0)})
+    assert 0 not in {row for _, row in scored.lowest(False, 2**62, 100)}  # free, whatever `before`
+
+
+MANY = 66_000  # ties of more than 2^16 are cut by a bound
+MIXED = {
+    "random": lambda k: k * GOLDEN % WORD,
+    "all tiny": lambda k: k,
+    "all huge": lambda k: WORD - 1 - k,
+    "one owner's": lambda k: WORD // 8 * 5 + k * GOLDEN % (WORD // 8),
+    "two heaps": lambda k: k if k % 7 else WORD - 1 - k,
+}
+
+
+@pytest.mark.parametrize("is_growing", [False, True])
+@pytest.mark.parametrize("mixed", MIXED)
+def test_many_ties_are_cut_by_mixed_id_however_these_lie(threads, mixed, is_growing):
+    """Half of the rows tie, above none or above a quarter of the rows that are taken anyway."""
+    words = [MIXED[mixed](k) for k in range(2 * MANY)]
+    order = random.Random(1).sample(range(2 * MANY), 2 * MANY)
+    ids = ops.unmix64(ids_of(*(signed(word) for word in words))).tolist()
+    scores = {ids[k]: (row, 3 + k % 2, (0, 2, 1, 2)[k % 4]) for row, k in enumerate(order)}
+    scored = Scored(scores, shift=12, is_growing=is_growing)
+    for by_count, mosts in ((False, (1, 1000, MANY - 1, MANY)), (True, (MANY,))):
+        ordered = scored.expected(by_count, 9, 2 * MANY)
+        for most in mosts:
+            found = []
+            for number in (1, 2):
+                threads(number)
+                found.append(scored.lowest(by_count, 9, most))
+            assert found[0] == found[1] and len(found[0]) == most
+            assert set(found[0]) == set(ordered[:most])
+
+
+def test_ties_beyond_the_sample_are_found():
+    """The slots of the sample hold low mixed ids, all others high ones: the bound is far too low."""
+    ids = torch.arange(160_000) * 2654435761
+    slots, moved = a_map(ids, torch.arange(160_000))
+    held = slots[0][slots[0][:, 1] > 0]
+    mixed = ops.mix64(held[:, 0].contiguous())
+    place = slots[0][:, 1].nonzero().flatten()
+    is_low = mixed >= 0  # unsigned below 2^63
+    runs = 19  # every 19th run of 64 slots is looked at, see the assertion
+    ties = held[is_low == (place // 64 % runs == 0)]
+    assert len(ties) > 1 << 16 and len(ties) >> 12 == runs
+    blocks = blocks_of(160_000, 12)
+    ops.write_scores_(
+        ties[:, 1] - 1, ids_of(4).expand(len(ties)).contiguous(), ties[:, 0] * 0, blocks, 12
+    )
+    got, _ = ops.lowest_scores(slots, moved, blocks, 12, 160_000, False, 9, 30_000)
+    order = (ops.mix64(ties[:, 0].contiguous()) ^ -(2**63)).argsort()
+    assert torch.equal(got.sort().values, ties[order[:30_000], 0].sort().values)

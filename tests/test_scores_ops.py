@@ -1,0 +1,126 @@
+"""Scores of rows, written, touched and read, against plain Python."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from table_cases import ids_of
+
+from torchrec_dyn import ops
+
+FREE = 2**32 - 1
+MOST = 2**32 - 1
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def blocks_of(rows, shift):
+    """Blocks for at least `rows` rows, all of them free."""
+    return [torch.full((1 << shift, 1), -(2**32)) for _ in range(-(-rows // (1 << shift)))]
+
+
+def write(blocks, shift, scores):
+    """Writes {row: (last_seen, count)}."""
+    rows = ids_of(*scores)
+    seen, counts = (
+        ids_of(*(s for s, _ in scores.values())),
+        ids_of(*(c for _, c in scores.values())),
+    )
+    ops.write_scores_(rows, seen, counts, blocks, shift)
+
+
+def read(blocks, shift, rows):
+    seen, counts = ops.read_scores(ids_of(*rows), blocks, shift)
+    return list(zip(seen.tolist(), counts.tolist(), strict=True))
+
+
+@given(st.data())
+def test_touch_counts_every_occurrence_of_every_table(data):
+    shift = data.draw(st.integers(0, 3))
+    sizes = data.draw(
+        st.lists(st.integers(0, 3), min_size=1, max_size=4)
+    )  # in blocks; 0: no scores
+    tables = [blocks_of(size << shift, shift) for size in sizes]
+    before = [
+        {row: data.draw(st.tuples(st.integers(0, 9), st.sampled_from([0, 3, MOST - 1, MOST])))
+         for row in range(size << shift)}
+        for size in sizes
+    ]  # fmt: skip
+    for blocks, scores in zip(tables, before, strict=True):
+        write(blocks, shift, scores)
+    touched = [
+        data.draw(st.lists(st.integers(-1, (size << shift) - 1 if size else 5), max_size=20))
+        for size in sizes
+    ]
+    steps = data.draw(st.lists(st.integers(0, FREE - 1), min_size=len(sizes), max_size=len(sizes)))
+    ops.touch_scores_(
+        ids_of(*itertools.chain(*touched)),
+        ids_of(0, *torch.tensor([len(rows) for rows in touched]).cumsum(0).tolist()),
+        list(itertools.chain(*tables)),
+        torch.tensor([[sum(sizes[:t]), size, shift, 1] for t, size in enumerate(sizes)]),
+        ids_of(*steps),
+    )
+    for blocks, scores, rows, step in zip(tables, before, touched, steps, strict=True):
+        expected = {
+            row: (step, min(count + rows.count(row), MOST)) if row in rows else (seen, count)
+            for row, (seen, count) in scores.items()
+        }
+        assert read(blocks, shift, expected) == list(expected.values())
+
+
+@pytest.mark.parametrize("tables", [1, 3])
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 128, 5000])
+def test_touch_gives_the_same_words_on_any_number_of_threads(threads, count, tables):
+    """Popular rows and rows of one line of cache, cut among threads."""
+    draw = torch.Generator().manual_seed(count)
+    rows = [(torch.rand(count, generator=draw) ** 4 * 200).long() - 1 for _ in range(tables)]
+    layout = torch.tensor([[4 * t, 4, 6, 1] for t in range(tables)])
+    offsets = torch.arange(tables + 1) * count
+    expected = [torch.bincount(one[one >= 0], minlength=256) for one in rows]
+    for number in (1, 2, 3, 4):
+        threads(number)
+        blocks = blocks_of(256 * tables, 6)
+        ops.touch_scores_(torch.cat(rows), offsets, blocks, layout, torch.arange(tables) + 7)
+        words = torch.cat(blocks).view(tables, 256)
+        for t in range(tables):
+            seen = torch.where(expected[t] > 0, 7 + t, -1)
+            assert torch.equal(words[t], (seen << 32) + expected[t])
+
+
+@pytest.mark.parametrize("wrong", [64, -2, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("place", [0, 63, 64, 99])
+def test_touch_writes_nothing_outside_and_says_so(place, wrong):
+    memory = torch.zeros(192, dtype=torch.int64)
+    block = memory[64:128].view(64, 1)
+    rows = torch.full((100,), 5)
+    rows[place] = wrong
+    with pytest.raises(RuntimeError, match=r"touch_scores_: expected rows in .*, got one outside"):
+        ops.touch_scores_(rows, ids_of(0, 100), [block], ids_of(0, 1, 6, 1).view(1, 4), ids_of(3))
+    assert memory.nonzero().flatten().tolist() == [69]
+
+
+def test_scores_are_written_and_read_back():
+    blocks = blocks_of(12, 2)
+    scores = {0: (0, 0), 3: (FREE - 1, MOST), 4: (7, 1), 11: (1, 7)}
+    write(blocks, 2, scores)
+    assert read(blocks, 2, [0, 3, 4, 11, 1, -1, 4]) == [*scores.values(), (-1, 0), (-1, 0), (7, 1)]
+    ops.write_scores_(ids_of(4, 4, 0), ids_of(8, 9, -1), ids_of(2, 3, 5), blocks, 2)
+    assert read(blocks, 2, [4, 0]) == [(9, 3), (-1, 0)]  # the last stays; a free row has no count
+    assert blocks[0][0].item() == -(2**32)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_many_scores_are_read_at_any_thread_count(threads, number):
+    blocks = blocks_of(20_000, 10)
+    rows = torch.randperm(20_000, generator=torch.Generator().manual_seed(1))
+    ops.write_scores_(rows, rows * 5, rows + 1, blocks, 10)
+    threads(number)
+    seen, counts = ops.read_scores(rows, blocks, 10)
+    assert torch.equal(seen, rows * 5) and torch.equal(counts, rows + 1)
