@@ -1,0 +1,197 @@
+"""The life of the rows of one table, said plainly: dicts, sets and sorted().
+
+It knows which ids have a row, since when, how often they came and why others left. It knows nothing of
+what rows hold: a row is the number of its birth. Only the order of mixed ids and the draws of
+AdmitWithProbability come from elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from oracle import mix64
+
+import torchrec_dyn as dyn
+
+MOST = 2**32 - 1  # a count stays here
+
+
+class TooFew(Exception):
+    """A batch needs more rows than the limit: those it must keep, and new ones."""
+
+
+@dataclass
+class Counted:
+    """How often an id has come, and when last."""
+
+    last_seen: int
+    count: int
+
+
+@dataclass
+class Row(Counted):
+    """A row of an id: the rows made before it, and the clock when the id came last."""
+
+    born: int
+    time: int | None
+
+
+class LifeModel:
+    """One table; is_drawn(id, occurrences, step): whether AdmitWithProbability lets an id in."""
+
+    def __init__(
+        self, config: dyn.DynamicTableConfig, limit: int, is_drawn: Callable[[int, int, int], bool]
+    ) -> None:
+        eviction = config.eviction
+        policies = eviction if isinstance(eviction, tuple) else (eviction,)
+        self.steps_kept = self.time_kept = None
+        for policy in policies:
+            if isinstance(policy, dyn.ExpireAfter):
+                self.steps_kept, self.time_kept = policy.steps, policy.time
+        self.drops_oldest = any(isinstance(p, dyn.LeastRecentlyUsed) for p in policies)
+        self.drops_rarest = any(isinstance(p, dyn.LeastFrequentlyUsed) for p in policies)
+        self.makes_room = self.drops_oldest or self.drops_rarest
+        self.admission, self.is_drawn = config.admission, is_drawn
+        self.counts_first = isinstance(config.admission, dyn.AdmitAfter)
+        self.has_life = config.admission is not None or config.eviction is not None
+        self.limit = limit
+        self.counters = (self.counts_first and config.admission.counters) or limit
+        self.rows: dict[int, Row] = {}
+        self.waiting: dict[int, Counted] = {}
+        self.step = self.births = 0
+        self.clock: int | None = None  # until it is set
+        self.is_new_time = False  # no step has had it yet
+        self.causes: Counter[str] = Counter()
+
+    def due(self) -> set[int]:
+        """The ids that expire at the next step."""
+        return {number for number, row in self.rows.items() if self._is_due(row)}
+
+    def _is_due(self, row: Row) -> bool:
+        if self.steps_kept is not None:
+            return self.step + 1 - row.last_seen > self.steps_kept
+        if self.time_kept is not None:
+            return (self.clock or 0) - (row.time or 0) > self.time_kept
+        return False
+
+    def admitted(self, ids: list[int]) -> dict[int, int]:
+        """The new ids of a batch that get a row, and the count they start with."""
+        due, taken = self.due(), {}
+        for number, times in Counter(ids).items():
+            if number in self.rows and number not in due:
+                continue
+            if self.admission is None:
+                taken[number] = times
+            elif self.counts_first:
+                total = times + (self.waiting[number].count if number in self.waiting else 0)
+                if total >= self.admission.count:
+                    taken[number] = total
+            elif self.is_drawn(number, times, self.step + 1):
+                taken[number] = times
+        return taken
+
+    def check(self, ids: list[int]) -> None:
+        """Raises TooFew if a batch does not fit."""
+        stay, new = set(self.rows) - self.due(), self.admitted(ids)
+        held = stay & set(ids) if self.makes_room else stay
+        if (self.makes_room or new) and len(held) + len(new) > self.limit:
+            raise TooFew(len(held), len(new))
+
+    def train(self, ids: list[int]) -> list[int | None]:
+        """One training forward; returns the birth of the row that each occurrence reads, or None."""
+        self.check(ids)
+        new = self.admitted(ids)
+        for number in self.due():
+            self._drop(number, "evicted_expired")
+        self.step += 1
+        self.is_new_time = False
+        for number in ids:
+            self.causes["ids_seen"] += 1
+            self.causes["hits" if number in self.rows else "unseen"] += 1
+            if number in self.rows:
+                row = self.rows[number]
+                row.last_seen, row.time = self.step, self.clock
+                row.count = min(row.count + 1, MOST)
+            elif number not in new:
+                self.causes["refused"] += 1
+                if self.counts_first:
+                    came = self.waiting.get(number, Counted(0, 0)).count
+                    self.waiting[number] = Counted(self.step, came + 1)
+        if self.makes_room:
+            self._make_room(len(new), set(ids))
+        for number, count in new.items():
+            self.waiting.pop(number, None)
+            self._start(number, self.step, count)
+        self._drop_counters()
+        return [self.rows[number].born if number in self.rows else None for number in ids]
+
+    def _make_room(self, new: int, batch: set[int]) -> None:
+        surplus = len(self.rows) + new - self.limit
+        if surplus > 0:
+            others = sorted(set(self.rows) - batch, key=self._score)
+            for number in others[: max(surplus, self.limit // 64)]:
+                self._drop(number, "evicted_full")
+
+    def _score(self, number: int) -> tuple[int, int]:
+        row = self.rows[number]
+        return (row.last_seen if self.drops_oldest else row.count, mix64(number))
+
+    def _drop_counters(self) -> None:
+        surplus = len(self.waiting) - self.counters
+        if surplus > 0:
+            order = sorted(self.waiting, key=lambda n: (self.waiting[n].last_seen, mix64(n)))
+            for number in order[: max(surplus, self.counters // 64)]:
+                del self.waiting[number]
+                self.causes["counters_dropped"] += 1
+
+    def _start(self, number: int, last_seen: int, count: int) -> None:
+        self.rows[number] = Row(last_seen, min(count, MOST), self.births, self.clock)
+        self.births += 1
+        self.causes["inserted"] += 1
+
+    def _drop(self, number: int, cause: str) -> None:
+        del self.rows[number]
+        self.causes[cause] += 1
+
+    def erase(self, ids: list[int]) -> None:
+        for number in set(ids):
+            self.waiting.pop(number, None)
+            if number in self.rows:
+                self._drop(number, "erased")
+
+    def assign(self, ids: list[int]) -> None:
+        absent = set(ids) - set(self.rows)
+        if absent and not self.makes_room and len(self.rows) + len(absent) > self.limit:
+            raise TooFew(len(self.rows), len(absent))
+        # A time that was set since the last step is that of the next.
+        step = self.step + (self.time_kept is not None and self.is_new_time)
+        for number in absent:
+            self.waiting.pop(number, None)
+            self._start(number, step, 0)
+
+    def set_time(self, time: int) -> None:
+        """For the training forwards after it. The first time ever set holds for all before it too."""
+        self.is_new_time |= self.clock not in (None, time)
+        for row in self.rows.values():
+            if self.clock is None or row.last_seen > self.step:
+                row.time = time
+        self.clock = time
+
+    def reload(self) -> None:
+        """Into a new table: everything but what was counted."""
+        self.causes.clear()
+
+    # What one reads.
+
+    def last_seen(self, number: int) -> int:
+        if number not in self.rows:
+            return -1
+        row = self.rows[number]
+        return row.last_seen if self.time_kept is None else row.time or 0
+
+    def count(self, number: int) -> int:
+        if number in self.rows:
+            return self.rows[number].count
+        return self.waiting[number].count if number in self.waiting else 0

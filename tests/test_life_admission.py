@@ -1,0 +1,136 @@
+"""Which unseen ids get a row: boundaries of counting and of chance, in plain numbers."""
+
+import math
+
+import pytest
+from life_cases import LRU, Stream, mixed
+from table_cases import ids_of
+
+import torchrec_dyn as dyn
+
+
+@pytest.mark.parametrize(
+    ("batches", "count", "refused"),
+    [
+        ([[7, 7]], None, 2),
+        ([[7, 7, 7]], 3, 0),
+        ([[7, 7, 7, 7]], 4, 0),
+        ([[7, 7], [7]], 3, 2),
+        ([[7], [7, 7, 7]], 4, 1),
+        ([[7], [], [7], [7]], 3, 2),
+        ([[7, 7, 7], [7, 7]], 5, 0),
+    ],
+)
+def test_an_id_is_in_at_exactly_the_count(batches, count, refused):
+    stream = Stream(admission=dyn.AdmitAfter(3))
+    assert stream.steps(*batches) == (set() if count is None else {7})
+    assert stream.counts(7, 8) == [count or 2, 0]
+    assert stream.last_seen(7) == [-1 if count is None else len(batches)]
+    assert stream.waiting() == ([[7, 1, 2]] if count is None else [])
+    assert stream.stat("refused") == refused and stream.stat("inserted") == (count is not None)
+    assert stream.stat("ids_seen") == sum(map(len, batches))
+    assert stream.stat("ids_seen") == stream.stat("hits") + stream.stat("unseen")
+
+
+def test_all_occurrences_of_a_forward_learn_when_its_id_is_let_in():
+    stream, free = Stream(admission=dyn.AdmitAfter(3)), Stream()
+    assert stream.steps([7, 7], [7, 7]) == free.step(7, 7)
+    assert stream.weights(7) == free.weights(7)
+
+
+def test_counters_live_apart_from_ages():
+    """An id that left counts from 0; one that waits does not expire."""
+    stream = Stream(dyn.ExpireAfter(steps=1), dyn.AdmitAfter(2))
+    stream.steps([1, 1], [9], [], [], [9])
+    assert stream.ids() == {9} and stream.counts(1, 9) == [0, 2]
+    stream.step(1)
+    assert stream.waiting() == [[1, 6, 1]]
+
+
+def test_erase_ends_a_count():
+    stream = Stream(admission=dyn.AdmitAfter(2))
+    stream.step(1, 2)
+    assert stream.table.erase(ids_of(1, 3)) == 0, "nobody had a row"
+    assert stream.counts(1, 2) == [0, 1] and stream.stat("erased") == 0
+    assert stream.step(1, 2) == {2} and stream.waiting() == [[1, 2, 1]]
+
+
+def test_a_load_brings_counters_and_clock_along():
+    one = Stream((dyn.ExpireAfter(time=5), LRU), dyn.AdmitAfter(2))
+    other = Stream((dyn.ExpireAfter(time=5), LRU), dyn.AdmitAfter(2))
+    one.table.set_time(10)
+    one.step(1, 1, 2)
+    one.table.set_time(14)
+    one.step(3, 3)
+    other.table.load_state(one.table.export_state())
+    assert other.last_seen(1, 3) == [10, 14] and other.counts(1, 2, 3) == [2, 1, 2]
+    with pytest.raises(ValueError, match="before 14"):
+        other.table.set_time(13)
+    other.table.set_time(16)
+    assert other.step(2) == {2, 3}
+
+
+@pytest.mark.parametrize(("p", "k"), [(0.25, 1), (0.25, 2), (0.9, 1), (0.01, 60)])
+def test_occurrences_of_a_forward_are_as_many_chances(p, k):
+    stream = Stream(admission=dyn.AdmitWithProbability(p), limit=5000)
+    inside = stream.step(*[number for number in range(4000) for _ in range(k)])
+    chance = 1 - (1 - p) ** k
+    assert len(inside) / 4000 == pytest.approx(chance, abs=5 * math.sqrt(chance / 4000))
+    assert set(stream.counts(*inside)) == {k}
+    assert stream.stat("refused") == (4000 - len(inside)) * k
+
+
+def test_chance_knows_seed_table_id_and_step_only():
+    def run(ids=range(500), empty=0, **options):
+        stream = Stream(admission=dyn.AdmitWithProbability(0.5), **options)
+        return stream.steps(*[[]] * empty, list(ids))
+
+    first = run()
+    column_shard = {"embedding_dim": 8, "first_column": 4, "columns": 2}
+    assert first == run() == run(reversed(range(500))) == run(eviction=LRU, **column_shard)
+    assert first == {number for number in run(range(1000)) if number < 500}
+    assert len({frozenset(run(**o)) for o in ({}, {"seed": 6}, {"name": "u"}, {"empty": 1})}) == 4
+
+
+def test_a_sure_chance_admits_all():
+    assert Stream(admission=dyn.AdmitWithProbability(1.0)).step(*range(50)) == set(range(50))
+
+
+def test_one_counter():
+    stream = Stream(admission=dyn.AdmitAfter(2, counters=1))
+    stream.steps([1], [2])
+    assert stream.waiting() == [[2, 2, 1]] and stream.stat("counters_dropped") == 1
+    assert stream.steps([1], [2]) == set() and stream.stat("counters_dropped") == 3
+    assert stream.step(2) == {2} and stream.waiting() == []
+    assert stream.step(1, 1) == {2, 1} and stream.stat("counters_dropped") == 3
+
+
+def test_counters_of_the_batch_itself_may_go():
+    low, high = mixed(2**63 - 1, 2**63)
+    stream = Stream(admission=dyn.AdmitAfter(2, counters=1))
+    stream.step(high, low)
+    assert stream.waiting() == [[high, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("counters", "most", "left"), [(63, 63, 63), (127, 127, 127), (128, 128, 127), (None, 200, 198)]
+)
+def test_a_64th_of_the_counters_goes_at_once(counters, most, left):
+    """None: as many as the limit."""
+    stream = Stream(admission=dyn.AdmitAfter(2, counters=counters), limit=200)
+    stream.step(*range(most))
+    assert stream.stat("waiting") == most and stream.stat("counters_dropped") == 0
+    stream.step(-1)
+    assert stream.stat("waiting") == left and stream.stat("counters_dropped") == most + 1 - left
+    assert stream.step(-1) == {-1}, "those seen longest ago went"
+
+
+def test_a_load_of_more_counters_is_restored_by_the_next_step():
+    """Its rows and counters are kept whole until then."""
+    many, few = (Stream(LRU, dyn.AdmitAfter(3, counters=c)) for c in (9, 2))
+    many.steps([1, 2, 3], [4], [4])
+    few.table.load_state(many.table.export_state())
+    assert few.waiting() == many.waiting() and few.stat("waiting") == 4
+    few.step()
+    assert few.stat("waiting") == 2 and few.stat("counters_dropped") == 2
+    assert [4, 3, 2] in few.waiting()
