@@ -79,20 +79,28 @@ NewIds collect_new_of_table(const int64_t* ids, const int64_t* rows, int64_t beg
     std::fill(new_index + begin, new_index + end, kNoRow);
     return found;
   }
+  // Those absent are brought together first, without a branch (and room for one that is written and not kept).
+  std::vector<int64_t> absent_ids(static_cast<size_t>(absent + 1)), places(static_cast<size_t>(absent + 1));
+  size_t kept = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    new_index[i] = kNoRow;
+    absent_ids[kept] = ids[i];
+    places[kept] = i;
+    kept += rows[i] == kNoRow;
+  }
   std::vector<Slot> slots(std::bit_ceil(static_cast<uint64_t>(2 * absent + kLineSlots)));
   const SlotArray seen{slots.data(), static_cast<int64_t>(slots.size())};
-  visit_homes(seen, ids, begin, end, [&](int64_t i, uint64_t spread) {
-    new_index[i] = kNoRow;
-    if (rows[i] != kNoRow) return;
-    int64_t index = find_row(seen, ids[i], spread);
+  visit_homes(seen, absent_ids.data(), 0, absent, [&](int64_t i, uint64_t spread) {
+    const int64_t id = absent_ids[static_cast<size_t>(i)];
+    int64_t index = find_row(seen, id, spread);
     if (index == kNoRow) {
       index = static_cast<int64_t>(found.ids.size());
-      insert_absent(seen, ids[i], index, spread);
-      found.ids.push_back(ids[i]);
+      insert_absent(seen, id, index, spread);
+      found.ids.push_back(id);
       found.counts.push_back(0);
     }
     ++found.counts[static_cast<size_t>(index)];
-    new_index[i] = index;
+    new_index[places[static_cast<size_t>(i)]] = index;
   });
   return found;
 }

@@ -43,8 +43,8 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   m.def("write_scores_(Tensor rows, Tensor last_seen, Tensor counts, Tensor(a!)[] scores, int shift) -> ()");
   // rows [M] (-1 and free rows read as -1, 0) -> last_seen [M], counts [M].
   m.def("read_scores(Tensor rows, Tensor[] scores, int shift) -> (Tensor last_seen, Tensor counts)");
-  // Of one map, among rows [0, rows) with last_seen < before: the `most` lowest by count or last_seen, then by mixed
-  // id, unsigned; all if fewer -> ids [K], rows [K] in the order of the slots.
+  // Of one map, among rows [0, rows) with last_seen < before (or at it, count 0): the `most` lowest by count or
+  // last_seen, then by mixed id, unsigned; all if fewer -> ids [K], rows [K] in the order of the slots.
   m.def(
       "lowest_scores(Tensor[] slots, Tensor moved, Tensor[] scores, int shift, int rows, bool by_count, int before, "
       "int most) -> (Tensor ids, Tensor rows)");

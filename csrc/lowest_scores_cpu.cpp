@@ -39,17 +39,20 @@ TORCHREC_DYN_SIMD void add_range(const uint64_t* words, int64_t count, bool by_c
     add_to_range<false>(words, count, end, range);
 }
 
-TORCHREC_DYN_SIMD void mark(const uint64_t* words, int64_t row, int64_t count, bool by_count, uint64_t end,
-                            uint64_t cut, uint64_t* chosen, uint64_t* ties) {
-  for (int64_t i = 0; i < count; i += 64) {  // a block of fewer rows lies in one word of bits
-    const int64_t bit_word = (row + i) / 64 - row / 64;
-    if (by_count)
-      mark_rows<true>(words + i, row + i, std::min<int64_t>(64, count - i), end, cut, chosen + bit_word,
-                      ties + bit_word);
-    else
-      mark_rows<false>(words + i, row + i, std::min<int64_t>(64, count - i), end, cut, chosen + bit_word,
-                       ties + bit_word);
-  }
+TORCHREC_DYN_SIMD void mark_bytes(const uint64_t* words, int64_t row, int64_t count, bool by_count, uint64_t end,
+                                  uint64_t cut, ByteMarks& marks) {
+  if (by_count)
+    marks.mark<true>(words, row, count, end, cut);
+  else
+    marks.mark<false>(words, row, count, end, cut);
+}
+
+TORCHREC_DYN_SIMD void mark_bits(const uint64_t* words, int64_t row, int64_t count, bool by_count, uint64_t end,
+                                 uint64_t cut, BitMarks& marks) {
+  if (by_count)
+    marks.mark<true>(words, row, count, end, cut);
+  else
+    marks.mark<false>(words, row, count, end, cut);
 }
 
 KeyRange range_of_keys(const Question& asked) {
@@ -83,34 +86,24 @@ std::vector<uint64_t> histogram(const Question& asked, uint64_t low, uint64_t hi
   return totals;
 }
 
-TORCHREC_DYN_SIMD void flag_marked_slots(const Slot* slots, int64_t count, const RowMarks& marks, uint8_t* flags) {
-  flag_marked(slots, count, marks, flags);
-}
-
 TORCHREC_DYN_SIMD void flag_low_mixed_ids(const Slot* slots, int64_t count, uint64_t bound, uint8_t* flags) {
   flag_low_mixed(slots, count, bound, flags);
 }
 
 // The marked slots of both arrays, piece by piece.
-std::vector<MarkedSlots> collect(const IdMapView& map, const RowMarks& chosen, const RowMarks& ties, uint64_t bound,
-                                 bool only_ties) {
+template <typename Marks>
+std::vector<MarkedSlots> collect(const IdMapView& map, const Marks& marks, uint64_t bound, bool only_ties) {
   std::vector<MarkedSlots> found;
   for (int a = 0; a < (map.is_growing() ? 2 : 1); ++a) {
     const SlotArray& array = map.arrays[a];
-    const size_t before = found.size();
-    found.resize(before + static_cast<size_t>((array.capacity + kSlotPiece - 1) / kSlotPiece));
+    const size_t first = found.size();
+    found.resize(first + static_cast<size_t>((array.capacity + kSlotPiece - 1) / kSlotPiece));
     for_each_piece(array.capacity, kSlotPiece, [&](int64_t begin, int64_t end) {
-      MarkedSlots& piece = found[before + static_cast<size_t>(begin / kSlotPiece)];
+      MarkedSlots& piece = found[first + static_cast<size_t>(begin / kSlotPiece)];
       if (only_ties && bound < kNoBound)
-        collect_marked(
-            array, begin, end, chosen, ties, bound,
-            [&](const Slot* slots, int64_t count, uint8_t* flags) { flag_low_mixed_ids(slots, count, bound, flags); },
-            piece);
+        collect_low_ties(array, begin, end, marks, bound, flag_low_mixed_ids, piece);
       else
-        collect_marked(
-            array, begin, end, chosen, ties, bound,
-            [&](const Slot* slots, int64_t count, uint8_t* flags) { flag_marked_slots(slots, count, chosen, flags); },
-            piece);
+        collect_chosen(array, begin, end, marks, bound, piece);
     });
   }
   return found;
@@ -123,12 +116,13 @@ std::vector<uint64_t> mixed_ties(const std::vector<MarkedSlots>& found) {
   return mixed;
 }
 
-std::tuple<Tensor, Tensor> ids_and_rows(const std::vector<MarkedSlots>& found, const RowMarks& ties,
+template <typename Marks>
+std::tuple<Tensor, Tensor> ids_and_rows(const std::vector<MarkedSlots>& found, const Marks& marks,
                                         uint64_t last_mixed) {
   std::vector<Slot> kept;
   for (const MarkedSlots& piece : found)
     for (const Slot& slot : piece.slots)
-      if (!ties.has_place(slot.place) || mix64(static_cast<uint64_t>(slot.id)) <= last_mixed) kept.push_back(slot);
+      if (!marks.is_tie(slot.place) || mix64(static_cast<uint64_t>(slot.id)) <= last_mixed) kept.push_back(slot);
   const auto count = static_cast<int64_t>(kept.size());
   std::tuple<Tensor, Tensor> result{new_int64(count), new_int64(count)};
   int64_t* id = mutable_data<int64_t>(std::get<0>(result));
@@ -140,29 +134,23 @@ std::tuple<Tensor, Tensor> ids_and_rows(const std::vector<MarkedSlots>& found, c
   return result;
 }
 
-std::tuple<Tensor, Tensor> find_lowest(const IdMapView& map, const Question& asked, uint64_t most) {
-  const KeyRange range = range_of_keys(asked);
-  if (range.rows == 0 || most == 0) return {new_int64(0), new_int64(0)};
-  Cut cut{range.high, 0, 0};
-  const bool is_cut = most < range.rows;
-  if (is_cut)
-    cut = find_cut(range, most,
-                   [&](uint64_t low, uint64_t high, int shift) { return histogram(asked, low, high, shift); });
-  RowMarks chosen(asked.rows), ties(asked.rows);
+// The rows up to the cut, of the ties at it those with the lowest mixed ids.
+template <typename Marks, typename Mark>
+std::tuple<Tensor, Tensor> rows_up_to(const IdMapView& map, const Question& asked, const Cut& cut, bool only_ties,
+                                      const Mark& mark) {
+  Marks marks(asked.rows);
   for_each_piece(asked.rows, kRowPiece, [&](int64_t begin, int64_t end) {
     for_score_stretches(asked.scores, begin, end, [&](const uint64_t* words, int64_t row, int64_t count) {
-      mark(words, row, count, asked.by_count, asked.end, cut.key, chosen.word(row), ties.word(row));
+      mark(words, row, count, asked.by_count, asked.end, cut.key, marks);
     });
   });
-  if (cut.needed == cut.ties) {  // nobody is left out
-    const RowMarks none(asked.rows);
-    return ids_and_rows(collect(map, chosen, none, kNoBound, false), none, kNoBound);
-  }
+  const bool all = cut.needed == cut.ties;
   std::vector<MarkedSlots> found =
-      collect(map, chosen, ties, bound_of_ties(map, ties, cut.needed, cut.ties), cut.needed == most);
+      collect(map, marks, all ? kNoBound : bound_of_ties(map, marks, cut.needed, cut.ties), only_ties);
+  if (all) return ids_and_rows(found, marks, kNoBound);
   std::vector<uint64_t> mixed = mixed_ties(found);
   if (mixed.size() < cut.needed) {
-    found = collect(map, chosen, ties, kNoBound, false);
+    found = collect(map, marks, kNoBound, only_ties);
     mixed = mixed_ties(found);
   }
   uint64_t last_mixed = kNoBound;
@@ -171,7 +159,19 @@ std::tuple<Tensor, Tensor> find_lowest(const IdMapView& map, const Question& ask
     std::nth_element(mixed.begin(), last, mixed.end());
     last_mixed = *last;
   }
-  return ids_and_rows(found, ties, last_mixed);
+  return ids_and_rows(found, marks, last_mixed);
+}
+
+std::tuple<Tensor, Tensor> find_lowest(const IdMapView& map, const Question& asked, uint64_t most) {
+  const KeyRange range = range_of_keys(asked);
+  if (range.rows == 0 || most == 0) return {new_int64(0), new_int64(0)};
+  Cut cut{range.high, 0, 0};
+  if (most < range.rows)
+    cut = find_cut(range, most,
+                   [&](uint64_t low, uint64_t high, int shift) { return histogram(asked, low, high, shift); });
+  const bool only_ties = cut.needed == most;
+  return asked.rows <= ByteMarks::kMostRows ? rows_up_to<ByteMarks>(map, asked, cut, only_ties, mark_bytes)
+                                            : rows_up_to<BitMarks>(map, asked, cut, only_ties, mark_bits);
 }
 
 std::tuple<Tensor, Tensor> lowest_scores(std::vector<Tensor> slots, const Tensor& moved, std::vector<Tensor> scores,
@@ -184,9 +184,10 @@ std::tuple<Tensor, Tensor> lowest_scores(std::vector<Tensor> slots, const Tensor
   STD_TORCH_CHECK(rows >= 0 && rows <= words.capacity, op, ": expected rows in [0, ", words.capacity, "], got ", rows,
                   ".");
   STD_TORCH_CHECK(most >= 0, op, ": expected most >= 0, got ", most, ".");
-  // Free rows never qualify.
+  // A row of this very step that was never counted was assigned for it, and qualifies. Free rows never do.
   const int64_t last = std::clamp(before, int64_t{0}, static_cast<int64_t>(kFreeLastSeen));
-  return find_lowest(maps[0], {words, rows, by_count, static_cast<uint64_t>(last) << 32}, static_cast<uint64_t>(most));
+  const uint64_t end = before < 0 ? 0 : std::min((static_cast<uint64_t>(last) << 32) + 1, kFreeScore);
+  return find_lowest(maps[0], {words, rows, by_count, end}, static_cast<uint64_t>(most));
 }
 
 }  // namespace

@@ -64,7 +64,8 @@ class Scored:
         ordered = sorted(
             (count if by_count else seen, self.mixed[number], number, row)
             for number, (row, seen, count) in self.scores.items()
-            if seen < before and row < rows
+            # One of that very step that was never counted was assigned for it.
+            if (seen < before or (seen == before and count == 0)) and seen != FREE and row < rows
         )
         return [(number, row) for _, _, number, row in ordered[:most]]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrec_dyn.row_wise import owners
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.table_layout import Piece, TableLayout
+from torchrec_dyn.table_state import without_optimizer
 
 _NOT_BY_ROW = {"waiting", "clock"}
 
@@ -22,7 +23,7 @@ def carry_over(
 ) -> None:
     """Fills this rank's shards of one table with its part of the unsharded rows.
 
-    Optimizer state, scores, counters and clock come along where the shards have the same optimizer; a
+    Scores, counters and clock come along, optimizer state where the shards have the same optimizer; a
     number per row is taken over by every column shard.
 
     Args:
@@ -42,13 +43,14 @@ def carry_over(
         piece = pieces[shard.first_column]
         part = piece.ranks.index(rank)
         kept = None if parts is None else torch.eq(parts, part)
-        same_optimizer = source.optimizer.kind == shard.optimizer.kind
-        names = set(state) if same_optimizer else {"ids", "weight"}
-        mine = {name: _part(state[name], kept, piece) for name in names - _NOT_BY_ROW}
-        if "clock" in names:
-            mine["clock"] = state["clock"]
-        if "waiting" in names:
-            waiting = state["waiting"]
+        taken = state
+        if source.optimizer.kind != shard.optimizer.kind:
+            taken = without_optimizer(state, source.optimizer)
+        mine = {name: _part(taken[name], kept, piece) for name in set(taken) - _NOT_BY_ROW}
+        if "clock" in taken:
+            mine["clock"] = taken["clock"]
+        if "waiting" in taken:
+            waiting = taken["waiting"]
             if layout.rows_are_spread:
                 waiting = waiting[:, owners(waiting[0].contiguous(), layout.row_ranks) == part]
             mine["waiting"] = waiting

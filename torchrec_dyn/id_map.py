@@ -62,6 +62,10 @@ def canonical_order(ids: Tensor) -> Tensor:
 class IdMap:
     """Gives every id of a table its row.
 
+    Args:
+        limit: ids that the table may have, None if nothing bounds them. The last growth stops at what the
+            limit takes, and a full map is not kept growing for ever by ids that come and go below it.
+
     Attributes:
         slots: [C, 2] int64: id, row + 1; an empty slot has 0.
         outgoing: [C', 2] int64, the smaller slots from which a map that grows is moving; or None.
@@ -69,7 +73,8 @@ class IdMap:
         num_ids: slots in use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
         self.slots: Tensor = torch.empty(0, 2, dtype=torch.int64)
         self.outgoing: Tensor | None = None
         self.moved: int = -1
@@ -100,6 +105,9 @@ class IdMap:
             return
         factor = 2.0 if self.capacity < _LARGE_CAPACITY else _LARGE_GROWTH
         capacity = max(_FIRST_CAPACITY, int(self.capacity * factor), _fewest_slots(ids))
+        if self._limit is not None and ids <= self._limit:
+            enough = max(_fewest_slots(self._limit), self.capacity + _LINE_SLOTS)
+            capacity = min(capacity, enough)
         # Nothing is outgoing here: growth ends at MAX_LOAD of the old slots, and the new ones are larger.
         grown = ops.new_slots(self.slots, -(-capacity // _LINE_SLOTS) * _LINE_SLOTS)
         self.outgoing, self.slots, self.moved = self.slots, grown, 0
@@ -108,7 +116,10 @@ class IdMap:
     def _most_ids(self) -> float:
         """Returns how many ids the map takes before it must begin to grow."""
         large = self.capacity >= _LARGE_CAPACITY
-        return self.capacity * (_START_LOAD if large else MAX_LOAD)
+        most = self.capacity * (_START_LOAD if large else MAX_LOAD)
+        if self._limit is not None and most < self._limit <= self.capacity * MAX_LOAD:
+            return self._limit
+        return most
 
     def _move_on(self, ids: int) -> None:
         """Moves outgoing slots as far as a map of `ids` ids must be: all of them at MAX_LOAD."""

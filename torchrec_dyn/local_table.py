@@ -14,6 +14,7 @@ from torchrec_dyn.optimizer_choice import chosen_fused_params, chosen_optimizer
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.table_checks import ROW_DTYPES
 from torchrec_dyn.table_configs import config_initializer, row_dtype, with_row_dtype
+from torchrec_dyn.table_state import without_optimizer
 
 _META = torch.device("meta")
 _NO_CHOICE: list[Any] = []
@@ -97,12 +98,11 @@ class LocalTable(nn.Module):
             initializer=config_initializer(self.config),
             device=self.device,
         )
-        if before is not None and before.num_rows:
+        if before is not None and (before.num_rows or before.life is not None):
             state = before.export_state()
-            same_state = before.optimizer.kind == optimizer.kind
-            table.load_state(
-                state if same_state else {key: state[key] for key in ("ids", "weight")}
-            )
+            if before.optimizer.kind != optimizer.kind:
+                state = without_optimizer(state, before.optimizer)
+            table.load_state(state)
         return table
 
     def grouping(self) -> tuple[DynamicTable, torch.dtype, bool]:

@@ -219,7 +219,7 @@ def lowest_scores(
         shift: binary logarithm of the rows of a block.
         rows: rows [0, rows) are considered.
         by_count: compare counts, not last_seen.
-        before: only rows that were last seen before this step.
+        before: only rows that were last seen before this step, or assigned for it (count 0).
         most: how many; all if there are fewer.
 
     Returns:

@@ -140,6 +140,10 @@ class RowLife:
         self.waiting.write(ids, torch.full_like(ids, step), counts)
         return self.waiting.shrink(step)
 
+    def shrink(self, step: int) -> int:
+        """Drops counters above their number, and tells how many."""
+        return 0 if self.waiting is None else self.waiting.shrink(step)
+
     def lowest(self, surplus: int, step: int, id_map: IdMap, high: int) -> tuple[Tensor, Tensor]:
         """Finds the ids and rows that make room, none of them seen in this step.
 
@@ -207,6 +211,18 @@ class RowLife:
         self.scores.write(rows, state.get("last_seen", now), state.get("count", never))
         if self.waiting is not None and "waiting" in state:
             self.waiting.write(*state["waiting"].contiguous())
+
+
+def last_step(state: Mapping[str, Tensor]) -> int:
+    """Returns the last training step that saved scores know of.
+
+    Args:
+        state: as `RowLife.export` gives it. Rows without a count were assigned, perhaps for a step to come.
+    """
+    if "last_seen" not in state:
+        return 0
+    seen = state["last_seen"][state.get("count", torch.ones_like(state["last_seen"])) > 0]
+    return int(seen.max()) if seen.numel() else 0
 
 
 def has_life(where: str, life: RowLife | None) -> RowLife:

@@ -117,7 +117,7 @@ class RowNumbers:
         waiting: list[tuple[int, Tensor]] = []
         for latest, rows in self._withheld:
             if self.forwards.all_closed_up_to(latest):
-                self._free = torch.sort(torch.cat([self._free, rows])).values
+                self._free = torch.cat([self._free, rows])
             else:
                 waiting.append((latest, rows))
         self._withheld = waiting

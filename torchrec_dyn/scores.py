@@ -69,7 +69,7 @@ class Scores:
         Args:
             id_map: whose rows they are.
             high: rows ever handed out.
-            before: only rows last seen before this step.
+            before: only rows last seen before this step, or assigned for it and never seen.
             most: how many.
             by_count: by how often they were seen; otherwise by when.
 

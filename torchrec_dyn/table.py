@@ -83,7 +83,7 @@ class DynamicTable:
     def reset(self, dtype: torch.dtype, device: torch.device) -> None:
         """Empties it."""
         shift = block_shift(self.row_limit, self.columns * dtype.itemsize)
-        self.id_map = IdMap()
+        self.id_map = IdMap(self.row_limit)
         self.row_numbers = RowNumbers(self.forwards)
         self.weights = RowStore(self.columns, shift, dtype, device)
         self.states = tuple(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.row_life import RowLife
+from torchrec_dyn.row_life import RowLife, last_step
 from torchrec_dyn.row_numbers import RowNumbers
 from torchrec_dyn.row_store import RowStore
 
@@ -82,7 +82,7 @@ def write_state(table: SavedTable, state: Mapping[str, Tensor]) -> None:
         state: as `read_state` gives it, in any order of ids.
     """
     ids = state["ids"].contiguous()
-    table.step = int(state["step"]) if "step" in state else 0
+    table.step = max(int(state["step"]) if "step" in state else 0, last_step(state))
     table.reserve(ids.numel())
     rows = table.row_numbers.take(ids.numel())
     ops.insert(ids, rows, torch.tensor([0, ids.numel()]), *table.id_map.arrays())
@@ -95,6 +95,19 @@ def write_state(table: SavedTable, state: Mapping[str, Tensor]) -> None:
             one.store.zero(rows)
     if table.life is not None:
         table.life.load(state, rows, table.step)
+
+
+def without_optimizer(state: Mapping[str, Tensor], optimizer: RowOptimizer) -> dict[str, Tensor]:
+    """Returns what of a saved form is good for another kind of optimizer.
+
+    Its steps would start anew, but scores refer to them: where there are scores they go on.
+
+    Args:
+        state: as `read_state` gives it.
+        optimizer: of the saved table.
+    """
+    left_out = {*optimizer.state_names, *(() if "last_seen" in state else ("step",))}
+    return {name: saved for name, saved in state.items() if name not in left_out}
 
 
 def replace_contents(

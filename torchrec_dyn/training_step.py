@@ -174,9 +174,12 @@ def _begin(table: DynamicTable, old_rows: Tensor, occurrences: int, missing: int
     table.step += 1
     table.counters["ids_seen"] += occurrences
     table.counters["hits"] += occurrences - missing
-    if table.life is not None:
+    if table.life is None:
+        return
+    if old_rows.numel():
         table.free(old_rows, "evicted_expired")
-        table.life.passed(table.step)
+    table.life.passed(table.step)
+    table.counters["counters_dropped"] += table.life.shrink(table.step)  # loaded above their number
 
 
 def _admit(table: DynamicTable, new: _Newcomers) -> tuple[Tensor, Tensor, Tensor, int]:

@@ -28,7 +28,7 @@ class WaitingIds:
 
     def __init__(self, limit: int, device: torch.device) -> None:
         self.limit = limit
-        self.id_map = IdMap()
+        self.id_map = IdMap(limit)
         self._numbers = RowNumbers(OutstandingForwards())
         self._scores = Scores(block_shift(limit, SCORE_BYTES), device)
 
