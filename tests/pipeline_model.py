@@ -74,6 +74,9 @@ class Run:
         warming: whether the learning rate grows from step to step. A static table reads it in its
             forward, ours in backward: where lookups run ahead, a static one is a step behind.
         initializer: of ours.
+        rows: the limit of each of our tables.
+        lives: policies, which our tables take in turn.
+        drift: how far the new ids of a step are from those of the step before; they come back.
     """
 
     pooled: Sequence[str]
@@ -87,6 +90,9 @@ class Run:
     new_ids: int = 60  # ids that each step sees first
     longest_bag: int = 6
     initializer: Any = None
+    rows: int = ROWS
+    lives: Sequence[dict[str, Any]] = ()
+    drift: int = 10_000
     fused_params: dict[str, Any] = field(
         default_factory=lambda: {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
     )
@@ -94,6 +100,18 @@ class Run:
     def tables(self, name: str) -> list[str]:
         """The names of the tables of a collection."""
         return [f"{name}_{i}" for i in range(len(getattr(self, name)))]
+
+    def options(self, name: str) -> dict[str, dyn.DynamicTableConfig]:
+        """The options of the tables of a collection."""
+        tables, turn = self.tables(name), int(name == "sequences")
+        lives = [
+            self.lives[(i + turn) % len(self.lives)] if self.lives else {}
+            for i in range(len(tables))
+        ]
+        return {
+            table: dyn.DynamicTableConfig(initializer=self.initializer, **life)
+            for table, life in zip(tables, lives, strict=True)
+        }
 
     def collections(self) -> list[str]:
         """The names under which the model holds collections."""
@@ -132,7 +150,7 @@ class ClickModel(nn.Module):
 
     def __init__(self, run: Run, dynamic: bool) -> None:
         super().__init__()
-        common = {"num_embeddings": ROWS, "embedding_dim": DIM}
+        common = {"num_embeddings": run.rows, "embedding_dim": DIM}
         pooled = [
             EmbeddingBagConfig(
                 name=name,
@@ -147,19 +165,25 @@ class ClickModel(nn.Module):
             for i, name in enumerate(run.tables("sequences"))
         ]
         if dynamic:
-            options: dict[str, Any] = {
-                "fused_params": run.fused_params,
-                "dynamic": dyn.DynamicTableConfig(initializer=run.initializer),
-            }
-            self.pooled: Any = dyn.DynamicEmbeddingBagCollection(pooled, **options)
-            self.sequences: Any = dyn.DynamicEmbeddingCollection(sequences, **options)
+            self.pooled: Any = dyn.DynamicEmbeddingBagCollection(
+                pooled, dynamic=run.options("pooled"), fused_params=run.fused_params
+            )
+            self.sequences: Any = dyn.DynamicEmbeddingCollection(
+                sequences, dynamic=run.options("sequences"), fused_params=run.fused_params
+            )
         else:
             self.pooled = EmbeddingBagCollection(pooled)
             self.sequences = EmbeddingCollection(sequences)
         self.beside = None
         if run.beside:
             self.beside = EmbeddingBagCollection(
-                [EmbeddingBagConfig(name="beside_0", feature_names=["small"], **common)]
+                [
+                    EmbeddingBagConfig(
+                        name="beside_0",
+                        feature_names=["small"],
+                        **{**common, "num_embeddings": ROWS},
+                    )
+                ]
             )
         outputs = [*pooled, *sequences, *([None] if run.beside else [])]
         widths = [DIM * (len(table.feature_names) if table else 1) for table in outputs]
@@ -178,7 +202,7 @@ def sharded_model(run: Run) -> Any:
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     plan: dict[str, Any] = {
         name: {
-            table: usual_plan(kind, DIM, world, local, turn)
+            table: usual_plan(kind, DIM, world, local, turn, run.rows)
             for turn, (table, kind) in enumerate(
                 zip(run.tables(name), getattr(run, name), strict=True)
             )
@@ -230,7 +254,7 @@ def _batch(run: Run, step: int, rank: int) -> Clicks:
 
 def _ids_at(run: Run, step: int) -> Tensor:
     """What a step draws from: ids of every step, extreme ones among them, and ids of its own."""
-    first = 10_000 * (step + 1)
+    first = 10_000 + run.drift * step % 300 if run.drift < 300 else run.drift * (step + 1)
     return torch.tensor(
         [*EXTREME_IDS, *range(100, 100 + run.new_ids), *range(first, first + run.new_ids)]
     )

@@ -9,6 +9,8 @@ from typing import Any
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardMetadata
 
+from torchrec_dyn import DynamicTableConfig
+
 EXTREME_IDS = [0, 1, -1, 2**63 - 1, -(2**63), 10**15, -(10**12), 2**32, 2**31]
 FUSED_PARAMS = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
 
@@ -28,7 +30,9 @@ def shard_by_hand(
     return ParameterSharding(kind, "fused", ranks, EnumerableShardingSpec(shards))
 
 
-def usual_plan(kind: str, dim: int, world: int, local: int, turn: int = 0) -> ParameterSharding:
+def usual_plan(
+    kind: str, dim: int, world: int, local: int, turn: int = 0, rows: int = 1000
+) -> ParameterSharding:
     """A plan of one type as the planner would make it; `turn` moves it to other ranks."""
     half, node = dim // 2, turn % (world // local) * local
     on_node = list(range(node, node + local))
@@ -41,12 +45,12 @@ def usual_plan(kind: str, dim: int, world: int, local: int, turn: int = 0) -> Pa
         "table_column_wise": [([on_node[0]], 0, half), ([on_node[-1]], half, half)],
         "grid_shard": [(on_node, 0, half), (other, half, half)],
     }
-    return shard_by_hand(kind, pieces[kind])
+    return shard_by_hand(kind, pieces[kind], rows)
 
 
 @dataclass
 class Table:
-    """One table of a case: TorchRec's config in brief, and its plan."""
+    """One table of a case: TorchRec's config in brief, its plan, and what rows may do."""
 
     name: str
     features: list[str]
@@ -54,6 +58,8 @@ class Table:
     dim: int = 8
     pooling: str = "SUM"
     data_type: str = "FP32"
+    rows: int = 1000
+    config: DynamicTableConfig | None = None
 
 
 @dataclass

@@ -30,7 +30,7 @@ def collection_of(case: Case, **options: Any) -> Any:
         common: dict[str, Any] = {
             "name": table.name,
             "embedding_dim": table.dim,
-            "num_embeddings": 1000,
+            "num_embeddings": table.rows,
             "feature_names": list(table.features),
             "data_type": DataType[table.data_type],
         }
@@ -38,6 +38,9 @@ def collection_of(case: Case, **options: Any) -> Any:
             configs.append(EmbeddingBagConfig(pooling=PoolingType[table.pooling], **common))
         else:
             configs.append(EmbeddingConfig(**common))
+    chosen = {table.name: table.config for table in case.tables if table.config is not None}
+    if chosen:
+        options["dynamic"] = chosen
     if case.pooled:
         return dyn.DynamicEmbeddingBagCollection(configs, is_weighted=case.weighted, **options)
     return dyn.DynamicEmbeddingCollection(configs, **options)

@@ -1,0 +1,122 @@
+"""Pipelines over full tables: ids come and go, and rows learn, as in plain loops."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import pipeline_runs
+import pytest
+import torch
+import workers
+from pipeline_model import Clicks, Run, batches, sharded_model
+from pipeline_runs import optimizer_of, states_of, tables_of
+from sharded_life import NOT_OF_THE_STREAM
+
+import torchrec_dyn as dyn
+
+LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
+LIVES = [
+    {"eviction": LFU},
+    {"admission": dyn.AdmitAfter(2), "eviction": LRU, "unseen": "initial"},
+    {"admission": dyn.AdmitWithProbability(0.7), "eviction": (dyn.ExpireAfter(steps=3), LFU)},
+]
+SEQUENCES = ("row_wise", "table_wise", "column_wise")
+FULL = Run(
+    ("table_wise", "row_wise", "column_wise"), SEQUENCES, beside=True,
+    rows=90, lives=LIVES, drift=40, steps=10,
+)  # fmt: skip
+BY_NODE = dataclasses.replace(
+    FULL, pooled=("table_row_wise", "table_column_wise", "grid_shard"), rows=200, steps=20
+)
+# As in test_pipelines.py: the lookup of a batch comes after the backward of the batch before.
+SAME_ORDER = ["sparse_dist", "lite", "fused", "prefetch"]
+OF_THE_STREAM = ["ids", "last_seen", "count", "waiting", "step"]
+
+
+@cache
+def trained(by_node: bool, pipeline: str) -> Any:
+    world, local = (4, 2) if by_node else (2, 2)
+    run = BY_NODE if by_node else FULL
+    function = train_ahead if pipeline == "ahead" else pipeline_runs.train
+    arguments = (run,) if pipeline == "ahead" else (run, pipeline)
+    return workers.run(function, *arguments, world_size=world, local_size=local, timeout=300)
+
+
+def train_ahead(run: Run) -> dict[str, Any]:
+    """Trains in a plain loop in which lookup i + 1 comes before backward i, as SemiSync has it."""
+    model = sharded_model(run)
+    optimizer = optimizer_of(run, model)
+    source, losses = batches(run), []
+    collections = {name: getattr(model.module, name) for name in run.collections()}
+    lookups = {name: collection.forward for name, collection in collections.items()}
+
+    def look_up(batch: Clicks) -> dict[str, Any]:
+        return {name: lookup(batch.features) for name, lookup in lookups.items()}
+
+    ahead = look_up(source[0])
+    for step, batch in enumerate(source):
+        for name, collection in collections.items():
+            collection.forward = lambda features, rows=ahead[name]: rows
+        loss, _ = model(batch)
+        if step + 1 < len(source):
+            ahead = look_up(source[step + 1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    stats = {key: table.stats() for key, table in tables_of(run, model).items()}
+    return {"losses": losses, "states": states_of(run, model), "stats": stats}
+
+
+def check_same(got: Any, expected: Any, parts: list[str] | None = None) -> None:
+    for table, state in expected["states"].items():
+        assert got["states"][table].keys() == state.keys()
+        for part in parts or state:
+            if part in state:
+                assert torch.equal(got["states"][table][part], state[part]), f"{table} {part}"
+        for key, count in expected["stats"][table].items():
+            if key not in NOT_OF_THE_STREAM:
+                assert got["stats"][table][key] == count, f"{table} {key}"
+
+
+def late_grads(result: Any) -> int:
+    return sum(count["late_grads"] for count in result["stats"].values())
+
+
+def test_tables_are_full() -> None:
+    counts = [count for result in trained(False, "base") for count in result["stats"].values()]
+    for cause in ("evicted_full", "evicted_expired", "refused", "waiting"):
+        assert sum(count[cause] for count in counts) > 20, cause
+
+
+PLANS = pytest.mark.parametrize(
+    "by_node", [False, pytest.param(True, marks=pytest.mark.deep)], ids=["two ranks", "two nodes"]
+)
+
+
+@PLANS
+@pytest.mark.parametrize("pipeline", SAME_ORDER)
+def test_trains_as_the_plain_loop(by_node: bool, pipeline: str) -> None:
+    for got, expected in zip(trained(by_node, pipeline), trained(by_node, "base"), strict=True):
+        assert got["losses"] == expected["losses"]
+        check_same(got, expected)
+        assert late_grads(got) == 0
+
+
+@PLANS
+def test_lookups_ahead_choose_the_same_ids(by_node: bool) -> None:
+    """Rows learn a step later; who comes and goes depends on the stream alone."""
+    late = 0
+    for got, expected in zip(trained(by_node, "semi_sync"), trained(by_node, "base"), strict=True):
+        assert got["losses"] != expected["losses"]
+        check_same(got, expected, OF_THE_STREAM)
+        late += late_grads(got)
+    assert late > 0
+
+
+@PLANS
+def test_lookups_ahead_train_as_a_loop_in_their_order(by_node: bool) -> None:
+    for got, expected in zip(trained(by_node, "semi_sync"), trained(by_node, "ahead"), strict=True):
+        assert got["losses"] == expected["losses"]
+        check_same(got, expected)
+        assert late_grads(got) == late_grads(expected)
