@@ -48,6 +48,8 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   m.def(
       "lowest_scores(Tensor[] slots, Tensor moved, Tensor[] scores, int shift, int rows, bool by_count, int before, "
       "int most) -> (Tensor ids, Tensor rows)");
+  // ids [M], distinct, last_seen [M] -> [M]: their order by last_seen, then by mixed id, unsigned.
+  m.def("oldest_first(Tensor ids, Tensor last_seen) -> Tensor");
   // ids [M], distinct, and how often each occurs, counts [M] -> bool [M]: in with the chance 1 - (1 -
   // probability)^count.
   m.def("admit_by_chance(Tensor ids, Tensor counts, int key, int step, float probability) -> Tensor");

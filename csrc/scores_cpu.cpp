@@ -1,11 +1,14 @@
 // The scores of rows on the CPU: touched, written and read by row.
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <tuple>
 #include <vector>
 
 #include "checks.h"
+#include "mix64.h"
 #include "parallel.h"
+#include "radix_sort.h"
 #include "score_arguments.h"
 #include "scores.h"
 
@@ -13,6 +16,7 @@ namespace torchrec_dyn {
 namespace {
 
 constexpr int64_t kGrain = 2048;
+constexpr uint64_t kLowHalf = 0xFFFFFFFFull;
 
 // Parts a table, so that there is a task for every thread. A power of two: whose a row is costs no division.
 int64_t parts_of(int64_t tables, int64_t rows) {
@@ -77,6 +81,41 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
         seen[i] < 0 ? kFreeScore : static_cast<uint64_t>(seen[i]) << 32 | static_cast<uint64_t>(count[i]);
 }
 
+// By (last_seen, unsigned mixed id): first by the high halves of the mixed ids, then, keeping their order, by
+// last_seen. Mixed ids with one high half are few; each such run is sorted by the whole.
+Tensor oldest_first(const Tensor& ids, const Tensor& last_seen) {
+  const char* op = "oldest_first";
+  check_tensor(op, "ids", ids, ScalarType::Long);
+  check_tensor(op, "last_seen", last_seen, ScalarType::Long);
+  check_size(op, "the number of last_seen", ids.numel(), last_seen.numel());
+  STD_TORCH_CHECK(ids.numel() < (int64_t{1} << 32), op, ": expected fewer than 2^32 ids, got ", ids.numel(), ".");
+  const auto count = static_cast<size_t>(ids.numel());
+  const uint64_t* id = const_data<uint64_t>(ids);
+  const int64_t* seen = const_data<int64_t>(last_seen);
+  SortableWords by_mixed(count + 1), by_age(count + 1);
+  for (size_t i = 0; i < count; ++i) {
+    STD_TORCH_CHECK(seen[i] >= 0 && seen[i] < (int64_t{1} << 32), op, ": expected last_seen in [0, 2^32), got ",
+                    seen[i], ".");
+    by_mixed.push_if(true, (mix64(id[i]) & ~kLowHalf) | i);
+  }
+  by_mixed.sort_by_high_word();
+  std::vector<uint64_t> places;
+  places.reserve(count);
+  for (const uint64_t word : by_mixed.words()) places.push_back(word & kLowHalf);
+  const auto high_half = [&](uint64_t place) { return mix64(id[place]) >> 32; };
+  for (size_t begin = 0, end = 0; begin < count; begin = end) {
+    for (end = begin + 1; end < count && high_half(places[end]) == high_half(places[begin]);) ++end;
+    std::sort(places.begin() + static_cast<int64_t>(begin), places.begin() + static_cast<int64_t>(end),
+              [&](uint64_t a, uint64_t b) { return mix64(id[a]) < mix64(id[b]); });
+  }
+  for (size_t i = 0; i < count; ++i) by_age.push_if(true, static_cast<uint64_t>(seen[places[i]]) << 32 | i);
+  by_age.sort_by_high_word();
+  Tensor order = new_int64(ids.numel());
+  int64_t* out = mutable_data<int64_t>(order);
+  for (const uint64_t word : by_age.words()) *out++ = static_cast<int64_t>(places[word & kLowHalf]);
+  return order;
+}
+
 std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> scores, int64_t shift) {
   const char* op = "read_scores";
   check_tensor(op, "rows", rows, ScalarType::Long);
@@ -106,6 +145,7 @@ std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> s
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
   m.impl("touch_scores_", TORCH_BOX(&touch_scores_));
   m.impl("write_scores_", TORCH_BOX(&write_scores_));
+  m.impl("oldest_first", TORCH_BOX(&oldest_first));
   m.impl("read_scores", TORCH_BOX(&read_scores));
 }
 

@@ -154,13 +154,13 @@ MIXED = {
 @pytest.mark.parametrize("is_growing", [False, True])
 @pytest.mark.parametrize("mixed", MIXED)
 def test_many_ties_are_cut_by_mixed_id_however_these_lie(threads, mixed, is_growing):
-    """Half of the rows tie, above none or above a quarter of the rows that are taken anyway."""
+    """Half of the rows tie, and none or the other half lie below; or a quarter, all of it taken."""
     words = [MIXED[mixed](k) for k in range(2 * MANY)]
     order = random.Random(1).sample(range(2 * MANY), 2 * MANY)
     ids = ops.unmix64(ids_of(*(signed(word) for word in words))).tolist()
     scores = {ids[k]: (row, 3 + k % 2, (0, 2, 1, 2)[k % 4]) for row, k in enumerate(order)}
     scored = Scored(scores, shift=12, is_growing=is_growing)
-    for by_count, mosts in ((False, (1, 1000, MANY - 1, MANY)), (True, (MANY,))):
+    for by_count, mosts in ((False, (1, 1000, MANY - 1, MANY)), (True, (MANY, MANY * 3 // 2))):
         ordered = scored.expected(by_count, 9, 2 * MANY)
         for most in mosts:
             found = []

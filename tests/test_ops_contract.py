@@ -155,6 +155,7 @@ SAMPLES = {
         }
         for by_count, most in ((True, 2), (False, 1), (False, 0))
     ],
+    "oldest_first": [lambda: {"ids": whole(5, -6, 7), "last_seen": whole(3, 2**32 - 1, 3)}],
     "admit_by_chance": [
         lambda: {
             "ids": whole(5, 6, 7), "counts": whole(0, 1, 2**32), "key": -3, "step": 4,

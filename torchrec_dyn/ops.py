@@ -229,6 +229,19 @@ def lowest_scores(
     return _ops.lowest_scores.default(slots, moved, scores, shift, rows, by_count, before, most)
 
 
+def oldest_first(ids: Tensor, last_seen: Tensor) -> Tensor:
+    """Sorts by last sight, ties by mixed id, unsigned.
+
+    Args:
+        ids: [M] int64, distinct.
+        last_seen: [M] int64 in [0, 2^32).
+
+    Returns:
+        [M] int64, the permutation that sorts.
+    """
+    return _ops.oldest_first.default(ids, last_seen)
+
+
 def admit_by_chance(ids: Tensor, counts: Tensor, key: int, step: int, probability: float) -> Tensor:
     """Admits ids with the chance 1 - (1 - probability)^count, a pure function of the arguments.
 
@@ -507,6 +520,11 @@ def _(rows: Tensor, scores: Sequence[Tensor], shift: int) -> tuple[Tensor, Tenso
 def _(slots, moved, scores, shift, rows, by_count, before, most) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
     found = torch.library.get_ctx().new_dynamic_size()
     return moved.new_empty(found), moved.new_empty(found)
+
+
+@_fake("oldest_first")
+def _(ids: Tensor, last_seen: Tensor) -> Tensor:
+    return torch.empty_like(ids)
 
 
 @_fake("admit_by_chance")

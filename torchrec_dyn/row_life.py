@@ -17,6 +17,7 @@ from torchrec_dyn.clock import Clock
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.initializers import table_key
+from torchrec_dyn.oldest import OldestRows
 from torchrec_dyn.policies import (
     AdmitAfter,
     AdmitWithProbability,
@@ -24,8 +25,12 @@ from torchrec_dyn.policies import (
     age_limit_of,
     replacement_of,
 )
-from torchrec_dyn.scores import NO_STEP, Scores
+from torchrec_dyn.scores import MOST_COUNT, NO_STEP, Scores
 from torchrec_dyn.waiting import FREED_SHARE, WaitingIds
+
+
+# 24 bytes for each row listed: 3 for each row of the table.
+_SHARES_AHEAD = 8
 
 
 class Decision(NamedTuple):
@@ -78,6 +83,7 @@ class RowLife:
         self.replaces = replacement is not None
         self._by_count = isinstance(replacement, LeastFrequentlyUsed)
         self._row_limit = row_limit
+        self._oldest = OldestRows()
 
     def born(self, ids: Tensor, rows: Tensor, step: int, counts: Tensor | None) -> None:
         """Begins the scores of fresh rows, and ends the counters of their ids.
@@ -116,7 +122,7 @@ class RowLife:
             step: the training step.
         """
         if self.waiting is not None and isinstance(self._admission, AdmitAfter):
-            counts = occurrences + self.waiting.counts(ids)
+            counts = (occurrences + self.waiting.counts(ids)).clamp_(max=MOST_COUNT)
             return Decision(counts >= self._admission.count, counts)
         if isinstance(self._admission, AdmitWithProbability):
             chance = self._admission.p
@@ -147,10 +153,18 @@ class RowLife:
     def lowest(self, surplus: int, step: int, id_map: IdMap, high: int) -> tuple[Tensor, Tensor]:
         """Finds the ids and rows that make room, none of them seen in this step.
 
-        A 64th of the limit at least, so that the search is rare.
+        A 64th of the limit at least, so that the search is rare. By last sight some such shares are listed
+        at once. By count there is no list: what came after the listing may be lower than all that is listed.
         """
-        most = max(surplus, self._row_limit // FREED_SHARE)
-        return self.scores.lowest(id_map, high, step, most, self._by_count)
+        share = self._row_limit // FREED_SHARE
+        if self._by_count or surplus > share:
+            return self.scores.lowest(id_map, high, step, max(surplus, share), self._by_count)
+        taken = self._oldest.take(share, self.scores)
+        if taken is None:
+            # Not those of the step before: what is assigned from now on is as old as what was assigned then.
+            self._oldest.list(self.scores, id_map, high, step - 1, _SHARES_AHEAD * share)
+            taken = self._oldest.take(share, self.scores)
+        return taken or self.scores.lowest(id_map, high, step, share)
 
     @property
     def num_waiting(self) -> int:
@@ -261,6 +275,10 @@ def check_life(where: str, state: Mapping[str, Tensor], rows: int) -> None:
     numbers += [state["waiting"][1:].flatten()] if "waiting" in state else []
     if any(int(one.min()) < 0 for one in numbers if one.numel()):
         raise ValueError(f"{where}: expected last_seen, count, waiting and clock >= 0, got less.")
+    counts = [state["count"]] if "count" in state else []
+    counts += [state["waiting"][2]] if "waiting" in state else []
+    if any(int(one.max()) > MOST_COUNT for one in counts if one.numel()):
+        raise ValueError(f"{where}: expected counts up to {MOST_COUNT}, got more.")
     if "last_seen" in state and rows and int(state["last_seen"].max()) >= NO_STEP:
         raise ValueError(f"{where}: expected last_seen below {NO_STEP}, got more.")
     if "clock" in state and bool((state["clock"].diff(dim=1) <= 0).any()):

@@ -14,7 +14,7 @@ from torchrec_dyn.row_store import RowStore
 
 SCORE_BYTES = 8
 # Steps and counts have 32 bits; the last step number marks a row that no id holds.
-NO_STEP = (1 << 32) - 1
+NO_STEP = MOST_COUNT = (1 << 32) - 1
 
 
 class Scores:
@@ -49,7 +49,7 @@ class Scores:
         Args:
             rows: [M] int64, distinct.
             last_seen: [M] int64, steps.
-            counts: [M] int64; those past 32 bits stay at the largest number.
+            counts: [M] int64, at most MOST_COUNT.
         """
         ops.write_scores_(rows, last_seen, counts, self.store.blocks, self.store.shift)
 

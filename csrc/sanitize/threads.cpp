@@ -4,39 +4,21 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <limits>
-#include <thread>
 #include <unordered_map>
 #include <vector>
 
 #include "id_map.h"
 #include "id_map_growth.h"
 #include "initial_rows.h"
-#include "lowest_scores.h"
 #include "philox.h"
 #include "radix_sort.h"
 #include "rounding.h"
 #include "row_update.h"
-#include "scores.h"
+#include "sharing.h"
 
 namespace torchrec_dyn {
 namespace {
-
-constexpr int64_t kThreads = 4;
-
-void check(bool holds, const char* rule) {
-  if (holds) return;
-  std::fprintf(stderr, "threads: expected that %s.\n", rule);
-  std::exit(1);
-}
-
-template <typename Task>
-void on_threads(const Task& task) {
-  std::vector<std::thread> threads;
-  for (int64_t t = 0; t < kThreads; ++t) threads.emplace_back(task, t);
-  for (std::thread& thread : threads) thread.join();
-}
 
 // Pseudo-random ids from a small range, so that they repeat, and the ends of int64.
 int64_t id_of(uint64_t seed, int64_t i, int64_t distinct) {
@@ -184,63 +166,6 @@ void update_own_rows(Optimizer optimizer) {
   check(train(1) == train(kThreads), "the rows are the same bits on any number of threads");
 }
 
-// A thread touches the rows of its part, whole lines of words; then each looks for the lowest in a piece of its own.
-void touch_and_find_own_rows() {
-  constexpr int64_t kRows = 1000;
-  constexpr int64_t kBatch = 20000;
-  constexpr int64_t kShift = 6;
-  constexpr uint64_t kStep = 9;
-  struct alignas(64) Block {
-    uint64_t words[1 << kShift];
-  };
-  std::vector<Block> memory(static_cast<size_t>((kRows >> kShift) + 1));
-  std::vector<uint64_t*> blocks;
-  for (Block& block : memory) {
-    std::fill(block.words, block.words + (1 << kShift), kFreeScore);
-    blocks.push_back(block.words);
-  }
-  const ScoreBlocks scores{blocks.data(), kShift, static_cast<int64_t>(blocks.size()) << kShift};
-  std::vector<int64_t> rows;
-  std::vector<uint64_t> counts(kRows);
-  for (int64_t i = 0; i < kBatch; ++i) {
-    rows.push_back(random_words(4, i, 0, 0)[0] % kRows);
-    ++counts[static_cast<size_t>(rows.back())];
-  }
-  on_threads([&](int64_t part) { touch_part(scores, rows.data(), kBatch, kStep, part, kThreads); });
-  for (int64_t row = 0; row < kRows; ++row)
-    check(
-        counts[static_cast<size_t>(row)] == 0 || *scores.word(row) == (kStep << 32 | counts[static_cast<size_t>(row)]),
-        "every occurrence of a row is counted once");
-
-  const uint64_t end = (kStep + 1) << 32;
-  RowMarks chosen(kRows), ties(kRows);
-  std::vector<KeyRange> ranges(kThreads);
-  std::vector<KeyBins> bins(kThreads, KeyBins{0, kBatch, 0});
-  on_threads([&](int64_t t) {
-    constexpr int64_t kPiece = 256;  // whole words of marks
-    const auto piece = static_cast<size_t>(t);
-    for_score_stretches(scores, t * kPiece, std::min(kRows, (t + 1) * kPiece),
-                        [&](const uint64_t* words, int64_t row, int64_t count) {
-                          add_to_range<true>(words, count, end, ranges[piece]);
-                          bins[piece].count_keys<true>(words, count, end);
-                          mark_rows<true>(words, row, count, end, 20, chosen.word(row), ties.word(row));
-                        });
-  });
-  KeyRange all;
-  for (const KeyRange& range : ranges) all.add(range);
-  std::vector<uint64_t> totals(KeyBins::kBins);
-  for (const KeyBins& piece : bins) piece.add_to(totals);
-  uint64_t in_bins = 0;
-  for (const uint64_t total : totals) in_bins += total;
-  check(all.rows == in_bins && all.low == *std::min_element(counts.begin(), counts.end()) &&
-            all.high == *std::max_element(counts.begin(), counts.end()),
-        "the pieces count every row once");
-  for (int64_t row = 0; row < kRows; ++row)
-    check(chosen.has_place(row + 1) == (counts[static_cast<size_t>(row)] <= 20) &&
-              ties.has_place(row + 1) == (counts[static_cast<size_t>(row)] == 20),
-          "a row is marked by its own count");
-}
-
 }  // namespace
 }  // namespace torchrec_dyn
 
@@ -249,7 +174,6 @@ int main() {
   write_own_maps();
   move_one_map();
   read_one_map();
-  touch_and_find_own_rows();
   for (const Optimizer optimizer : {Optimizer::kSgd, Optimizer::kAdagrad, Optimizer::kRowwiseAdagrad, Optimizer::kAdam,
                                     Optimizer::kPartialRowwiseAdam}) {
     update_own_rows<float>(optimizer);
