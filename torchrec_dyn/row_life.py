@@ -28,7 +28,6 @@ from torchrec_dyn.policies import (
 from torchrec_dyn.scores import MOST_COUNT, NO_STEP, Scores
 from torchrec_dyn.waiting import FREED_SHARE, WaitingIds
 
-
 # 24 bytes for each row listed: 3 for each row of the table.
 _SHARES_AHEAD = 8
 

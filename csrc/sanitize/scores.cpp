@@ -43,7 +43,8 @@ void touch_and_find_own_rows() {
         "every occurrence of a row is counted once");
 
   const uint64_t end = (kStep + 1) << 32;
-  RowMarks chosen(kRows), ties(kRows);
+  ByteMarks bytes(kRows);
+  BitMarks bits(kRows);
   std::vector<KeyRange> ranges(kThreads);
   std::vector<KeyBins> bins(kThreads, KeyBins{0, kBatch, 0});
   on_threads([&](int64_t t) {
@@ -53,7 +54,8 @@ void touch_and_find_own_rows() {
                         [&](const uint64_t* words, int64_t row, int64_t count) {
                           add_to_range<true>(words, count, end, ranges[piece]);
                           bins[piece].count_keys<true>(words, count, end);
-                          mark_rows<true>(words, row, count, end, 20, chosen.word(row), ties.word(row));
+                          bytes.mark<true>(words, row, count, end, 20);
+                          bits.mark<true>(words, row, count, end, 20);
                         });
   });
   KeyRange all;
@@ -65,10 +67,14 @@ void touch_and_find_own_rows() {
   check(all.rows == in_bins && all.low == *std::min_element(counts.begin(), counts.end()) &&
             all.high == *std::max_element(counts.begin(), counts.end()),
         "the pieces count every row once");
-  for (int64_t row = 0; row < kRows; ++row)
-    check(chosen.has_place(row + 1) == (counts[static_cast<size_t>(row)] <= 20) &&
-              ties.has_place(row + 1) == (counts[static_cast<size_t>(row)] == 20),
+  for (int64_t row = 0; row < kRows; ++row) {
+    const uint64_t count = counts[static_cast<size_t>(row)];
+    check(bytes.is_chosen(row + 1) == (count <= 20) && bits.is_chosen(row + 1) == (count <= 20) &&
+              bytes.is_tie(row + 1) == (count == 20) && bits.is_tie(row + 1) == (count == 20),
           "a row is marked by its own count");
+  }
+  for (const int64_t place : {int64_t{0}, kRows + 1, std::numeric_limits<int64_t>::max(), int64_t{-1}})
+    check(!bytes.is_chosen(place) && !bits.is_chosen(place), "nothing outside is marked");
 }
 
 }  // namespace
