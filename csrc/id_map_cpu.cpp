@@ -248,17 +248,23 @@ Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, in
   return moved_now;
 }
 
-Tensor probe_lengths(const Tensor& slots) {
+Tensor probe_lengths(const Tensor& slots, int64_t every) {
+  constexpr int64_t kRun = 4096;
   const SlotArray array = array_of("probe_lengths", "slots", slots);
+  STD_TORCH_CHECK(every >= 1, "probe_lengths: expected every >= 1, got ", every, ".");
+  const int64_t runs = (array.capacity + kRun - 1) / kRun;
   std::atomic<int64_t> ids{0}, sum{0}, longest{0};
-  for_each_range(array.capacity, 1 << 14, [&](int64_t begin, int64_t end) {
+  for_each_range((runs + every - 1) / every, 4, [&](int64_t first, int64_t last) {
     int64_t ids_here = 0, sum_here = 0, longest_here = 0;
-    for (int64_t slot = begin; slot < end; ++slot) {
-      if (array.slots[slot].is_empty()) continue;
-      const int64_t length = probe_length(array, slot);
-      ++ids_here;
-      sum_here += length;
-      longest_here = std::max(longest_here, length);
+    for (int64_t run = first * every; run < last * every; run += every) {
+      const int64_t end = std::min(array.capacity, (run + 1) * kRun);
+      for (int64_t slot = run * kRun; slot < end; ++slot) {
+        if (array.slots[slot].is_empty()) continue;
+        const int64_t length = probe_length(array, slot);
+        ++ids_here;
+        sum_here += length;
+        longest_here = std::max(longest_here, length);
+      }
     }
     ids.fetch_add(ids_here, std::memory_order_relaxed);
     sum.fetch_add(sum_here, std::memory_order_relaxed);

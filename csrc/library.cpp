@@ -31,8 +31,9 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   m.def("new_slots(Tensor slots, int capacity) -> Tensor");
   // Moves outgoing slots [moved, until) or a few more into `slots` -> [1] up to where.
   m.def("move_slots(Tensor(a!) outgoing, Tensor(b!) slots, int moved, int until) -> Tensor");
-  // -> [3]: ids in the slots, the sum of their probe lengths (slots looked at to find each), the longest.
-  m.def("probe_lengths(Tensor slots) -> Tensor");
+  // -> [3]: ids in the slots, the sum of their probe lengths (slots looked at to find each), the longest; of one of
+  // `every` runs of 4096 slots.
+  m.def("probe_lengths(Tensor slots, int every) -> Tensor");
 
   // Scores are blocks [2^shift, 1] int64, one word a row: last_seen << 32 | count (scores.h). A free row has none.
   //

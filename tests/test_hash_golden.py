@@ -102,7 +102,9 @@ def check_spread(slots):
     """
     lengths = tensor(probe_lengths(slots))
     lengths = lengths[lengths > 0]
-    assert ops.probe_lengths(slots).tolist() == [len(lengths), lengths.sum(), lengths.max()]
+    assert ops.probe_lengths(slots, 1).tolist() == [len(lengths), lengths.sum(), lengths.max()]
+    with pytest.raises(RuntimeError, match="probe_lengths: expected every >= 1, got 0"):
+        ops.probe_lengths(slots, 0)
     lines = (lengths + 3) // 4
     assert lengths.double().mean() < 3.6
     assert lines.double().mean() < 1.35

@@ -110,12 +110,12 @@ def test_probe_lengths_shrink_again():
     ids = ids_at_home(5, 32, 10)
     slots = empty_map(32)
     put(slots, ids)
-    assert ops.probe_lengths(slots).tolist() == [10, sum(range(1, 11)), 10]
+    assert ops.probe_lengths(slots, 1).tolist() == [10, sum(range(1, 11)), 10]
     ops.erase(ids_of(*ids[:9]), [slots], WHOLE)
-    assert ops.probe_lengths(slots).tolist() == [1, 1, 1]
+    assert ops.probe_lengths(slots, 1).tolist() == [1, 1, 1]
     ops.erase(ids_of(ids[9]), [slots], WHOLE)
-    assert ops.probe_lengths(slots).tolist() == [0, 0, 0]
-    assert ops.probe_lengths(empty_map(0)).tolist() == [0, 0, 0]
+    assert ops.probe_lengths(slots, 1).tolist() == [0, 0, 0]
+    assert ops.probe_lengths(empty_map(0), 1).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("is_growing", [False, True])

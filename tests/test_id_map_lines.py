@@ -46,7 +46,7 @@ def test_a_run_fills_line_after_line(count, line, capacity):
     assert look(slots, *ids, absent) == [*range(count), -1]
     lengths = probe_lengths(slots)
     assert [lengths[(home + k) % capacity] for k in range(count)] == [*range(1, count + 1)]
-    assert ops.probe_lengths(slots).tolist() == [count, sum(lengths), count]
+    assert ops.probe_lengths(slots, 1).tolist() == [count, sum(lengths), count]
 
 
 @pytest.mark.parametrize("further", range(3))
@@ -189,9 +189,21 @@ def test_maps_of_no_whole_lines_are_refused(op, capacities, moved, rule):
         ),
         (lambda: ops.move_slots(slots_of(6), slots_of(12), 0, 6), "outgoing .* of 4, got C = 6"),
         (lambda: ops.move_slots(slots_of(8), slots_of(11), 0, 8), "slots .* of 4, got C = 11"),
-        (lambda: ops.probe_lengths(slots_of(5)), "probe_lengths: .* of 4, got C = 5"),
+        (lambda: ops.probe_lengths(slots_of(5), 1), "probe_lengths: .* of 4, got C = 5"),
     ],
 )
 def test_arrays_of_no_whole_lines_are_refused(call, rule):
     with pytest.raises(RuntimeError, match=f"expected .*{rule}" if ":" not in rule else rule):
         call()
+
+
+def test_a_sample_of_probes_is_some_runs_of_them_all():
+    """One of so many runs of 4,096 slots, the first included; a run at the end may be short."""
+    slots = torch.zeros(4096 * 6 + 100, 2, dtype=torch.int64)
+    slots[:, 0] = torch.arange(len(slots))
+    slots[:, 1] = torch.randint(3, (len(slots),), generator=torch.Generator().manual_seed(1))
+    runs = torch.tensor(probe_lengths(slots)).split(4096)
+    for every, looked_at in ((1, runs), (3, [runs[0], runs[3], runs[6]]), (100, [runs[0]])):
+        lengths = torch.cat(list(looked_at))
+        expected = [(lengths > 0).sum(), lengths.sum(), lengths.max()]
+        assert ops.probe_lengths(slots, every).tolist() == expected

@@ -130,7 +130,7 @@ SAMPLES = {
     "move_slots": [
         lambda: {"outgoing": filled_slots()[0], "slots": empty(12), "moved": 0, "until": 3},
     ],
-    "probe_lengths": [lambda: {"slots": filled_slots()[0]}],
+    "probe_lengths": [lambda: {"slots": filled_slots()[0], "every": 1}],
     "touch_scores_": [
         lambda: {
             "rows": whole(0, 7, -1, 7, 3, 0), "table_offsets": whole(0, 4, 5, 6),

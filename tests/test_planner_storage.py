@@ -30,8 +30,8 @@ from torchrec_dyn.sharders import DynamicEmbeddingBagCollectionSharder
 from torchrec_dyn.table import DynamicTable
 
 ROWS, DIM = 3000, 64
-# The stated tolerance: never too little, and never more than the id map's room to grow. Maps of tables that reach
-# their limit are cut to it: 1.6 slots of 16 bytes a row, half of what the bound has for any map that doubles.
+# The stated tolerance: never too little, and never more than the id map's room to grow. Maps of tables that
+# reach their limit are cut to it: 1.6 slots of 16 bytes a row, half of the bound for a map that doubles.
 MAP_SLACK_PER_ROW = 27
 POOLED = [
     "table_wise",

@@ -139,16 +139,17 @@ def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tenso
     return _ops.move_slots.default(outgoing, slots, moved, until)
 
 
-def probe_lengths(slots: Tensor) -> Tensor:
+def probe_lengths(slots: Tensor, every: int) -> Tensor:
     """Sums up how many slots are looked at to find the id of each slot.
 
     Args:
         slots: [C, 2] int64.
+        every: one of so many runs of 4,096 slots is looked at, the first of them included.
 
     Returns:
         [3] int64: the ids, the sum of their probe lengths (1 for an id in its home slot), the longest.
     """
-    return _ops.probe_lengths.default(slots)
+    return _ops.probe_lengths.default(slots, every)
 
 
 def touch_scores_(
@@ -497,7 +498,7 @@ def _(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tensor:
 
 
 @_fake("probe_lengths")
-def _(slots: Tensor) -> Tensor:
+def _(slots: Tensor, every: int) -> Tensor:
     return slots.new_empty(3)
 
 

@@ -38,7 +38,7 @@ def stats_of(table: CountedTable) -> dict[str, int | float]:
 
     What it holds: rows, limit, slots, load (rows / slots), bytes (slots, and rows in use with their
     optimizer state and scores, and counters), step, waiting (ids with a counter), withheld (rows that
-    wait for a forward), probe_length_mean and probe_length_max (in slots).
+    wait for a forward), probe_length_mean and probe_length_max (in slots; of a sample in a large map).
 
     Counts since it was made: of occurrences in training ids_seen, hits (had a row), unseen (had none),
     refused (got none); of ids inserted, evicted_expired, evicted_full, erased, counters_dropped; and

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.id_map import arrays_of
-from torchrec_dyn.insertion import split_by_table
 from torchrec_dyn.row_life import Decision
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.table_blocks import TableBlocks
@@ -87,9 +86,9 @@ def take_step(
         _begin(table, old_rows, end - begin, absent)
     listed, steps = scores(), torch.tensor([table.step for table in tables])
     ops.touch_scores_(batch.rows, table_offsets, listed.weights, listed.layout, steps)
-    if not any(batch.absent) and all(_surplus(table, _NOBODY) <= 0 for table in tables):
-        return batch.rows, 0
     admitted = [_admit(table, new) for table, new in zip(tables, batch.newcomers, strict=True)]
+    if not any(batch.absent):
+        return batch.rows, 0
     _write(tables, [one[0] for one in admitted], [one[1] for one in admitted])
     ops.fill_new_(batch.rows, batch.new_index, torch.cat([one[2] for one in admitted]))
     return batch.rows, sum(one[3] for one in admitted)
@@ -102,7 +101,7 @@ class _Batch(NamedTuple):
         rows: [N] int64, -1 of ids that have none yet.
         absent: of each table how many ids have none, repeats counted.
         newcomers: of each table.
-        new_index: [N] int64, the place of an absent id among all newcomers, -1 of others.
+        new_index: [N] int64, the place of an absent id among all newcomers, -1 of others; [0] without any.
     """
 
     rows: Tensor
@@ -115,17 +114,19 @@ def _decide(
     tables: Sequence[DynamicTable], ids: Tensor, table_offsets: Tensor, bounds: Sequence[int]
 ) -> _Batch:
     """Finds rows, decides on ids without one, checks every table's need and takes memory for it."""
-    rows, absent = ops.lookup(ids, table_offsets, *arrays_of([table.id_map for table in tables]))
-    newcomers, new_index = [_NOBODY] * len(tables), torch.full_like(rows, -1)
-    if rows.numel() and bool(absent.any()):
+    rows, found = ops.lookup(ids, table_offsets, *arrays_of([table.id_map for table in tables]))
+    absent: list[int] = found.tolist()
+    newcomers, new_index = [_NOBODY] * len(tables), _NONE
+    if any(absent):
         new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
-        per_table = (split_by_table(one, new_offsets) for one in (new_ids, counts))
-        newcomers = [_ask(*one) for one in zip(tables, *per_table, strict=True)]
+        sizes = new_offsets.diff().tolist()
+        per_table = zip(tables, new_ids.split(sizes), counts.split(sizes), strict=True)
+        newcomers = [_ask(*one) for one in per_table]
     for table, new, (begin, end) in zip(tables, newcomers, pairwise(bounds), strict=True):
         _check(table, new, rows[begin:end])
     for table, new in zip(tables, newcomers, strict=True):
         _reserve(table, new)
-    return _Batch(rows, absent.tolist(), newcomers, new_index)
+    return _Batch(rows, absent, newcomers, new_index)
 
 
 def _take_out_the_old(table: DynamicTable) -> tuple[Tensor, Tensor]:
@@ -195,6 +196,8 @@ def _admit(table: DynamicTable, new: _Newcomers) -> tuple[Tensor, Tensor, Tensor
     if life is not None and surplus > 0:
         ids, _ = life.lowest(surplus, table.step, table.id_map, table.row_numbers.high)
         table.free(table.id_map.erase(ids), "evicted_full")
+    if not new.ids.numel():
+        return _NONE, _NONE, _NONE, 0
     if life is None or admitted is None:
         rows = table.adopt(new.ids, new.decision.counts)
         return new.ids, rows, rows, 0
