@@ -25,8 +25,8 @@ _FIRST_CAPACITY = 64
 _LARGE_CAPACITY = 1 << 16
 _LARGE_GROWTH = 1.25
 _START_LOAD = 9 / 16
-# Slots that statistics look at: one in a hundred steps, they are to take no more than a fiftieth of a step.
-_PROBED = 1 << 20
+# Slots that statistics look at, at least: asked for now and then they are to take no time that one can see.
+_PROBED = 1 << 18
 # Slots that growth may be ahead of this by, since it moves whole runs.
 _RUN = 64
 
@@ -186,8 +186,8 @@ class IdMap:
     def stats(self) -> dict[str, int | float]:
         """Returns slots, load (ids / slots) and the mean and longest probe of a known id.
 
-        Probes of a large map are those of a sample, some million slots in runs: the longest of all may be
-        longer.
+        Probes of a large map are those of a sample, some hundred thousand slots in runs: the longest of all
+        may be longer.
         """
         ids, total, longest = zip(
             *(

@@ -39,6 +39,10 @@ class OldestRows:
         last_seen, _ = scores.read(rows)
         order = ops.oldest_first(ids, last_seen)
         self._ids, self._rows, self._last_seen = ids[order], rows[order], last_seen[order]
+        # Those assigned for `before` itself come last: there may be more of them from now on.
+        listed = self.seen_before(before)
+        self._ids, self._rows = self._ids[:listed], self._rows[:listed]
+        self._last_seen = self._last_seen[:listed]
 
     def seen_before(self, step: int) -> int:
         """Returns how many listed rows were last seen before a step when they were listed."""

@@ -59,8 +59,8 @@ def table_bytes(
     On the CPU the weights and the optimizer state are exact, since memory is committed as rows are
     first touched; elsewhere whole blocks of rows count. The id map counts at its largest for that
     many ids, while it grows too: 2 / MAX_LOAD slots a row while it is small, 1.25 / MAX_LOAD later;
-    likewise the map of counters. Left out: rows whose ids left and that wait for their forwards, and
-    counters that one batch brings above their limit before the surplus goes.
+    likewise the map of counters. Left out: rows whose ids left and that wait for their forwards, counters
+    that one batch brings above their limit before the surplus goes, and the lists of rows that leave next.
 
     Args:
         rows: ids that have a row.

@@ -160,8 +160,7 @@ class RowLife:
             return self.scores.lowest(id_map, high, step, max(surplus, share), self._by_count)
         taken = self._oldest.take(share, self.scores)
         if taken is None:
-            # Not those of the step before: what is assigned from now on is as old as what was assigned then.
-            self._oldest.list(self.scores, id_map, high, step - 1, _SHARES_AHEAD * share)
+            self._oldest.list(self.scores, id_map, high, step, _SHARES_AHEAD * share)
             taken = self._oldest.take(share, self.scores)
         return taken or self.scores.lowest(id_map, high, step, share)
 

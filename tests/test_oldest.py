@@ -1,0 +1,62 @@
+"""Rows listed ahead of their leaving: batches that need less than a 64th of the limit take from the list."""
+
+import random
+
+import pytest
+import torch
+from life_cases import EVICTIONS, living_table, model_of
+from table_cases import ids_of, make_group
+
+LIMIT, SHARE = 640, 10  # a list of 80
+
+
+@pytest.mark.parametrize("eviction", ["lru", "steps, lru", "time, lru"])
+def test_the_list_gives_what_a_search_would(eviction, monkeypatch):
+    """Rows on it are seen, erased, assigned, reused before their turn; most evictions search nothing."""
+    table = living_table(EVICTIONS[eviction], None, LIMIT)
+    model, group, draw = model_of(table), make_group(table), random.Random(eviction)
+    searches = []
+    search = type(table.life.scores).lowest
+    monkeypatch.setattr(
+        type(table.life.scores),
+        "lowest",
+        lambda self, *asked, **more: searches.append(asked[-1]) or search(self, *asked, **more),
+    )
+    newest = 0
+    for step in range(330):
+        if model.time_kept is not None:
+            time = step // 3
+            table.set_time(time)
+            model.set_time(time)
+        fresh = range(newest, newest + (SHARE if step > 60 else 11))
+        newest = fresh.stop
+        ids = [*fresh, *(draw.randrange(max(0, newest - 700), newest) for _ in range(6))]
+        group(ids_of(*ids), torch.tensor([0, len(ids)]), training=True)
+        model.train(ids)
+        held = list(model.rows)
+        if step % 7 == 3:
+            some = draw.sample(held, 4)
+            table.erase(ids_of(*some))
+            model.erase(some)
+        if step % 5 == 1:  # known ids, absent ones that may have been listed, and new ones
+            some = [*draw.sample(held, 2), draw.randrange(newest), -step]
+            some = list(dict.fromkeys(some))
+            table.assign(ids_of(*some), torch.zeros(len(some), 4))
+            model.assign(some)
+        assert set(table.ids().tolist()) == set(model.rows)
+    evictions = table.stats()["evicted_full"] / SHARE
+    if eviction == "lru":
+        assert evictions > 200 and sum(most == 8 * SHARE for most in searches) < evictions / 4
+
+
+def test_a_list_is_cut_before_the_present_step():
+    """Rows assigned for it may get company with a lower mixed id."""
+    table = living_table(EVICTIONS["lru"], None, LIMIT)
+    group = make_group(table)
+    group(ids_of(*range(20)), torch.tensor([0, 20]), training=True)
+    table.assign(ids_of(*range(20, 30)), torch.zeros(10, 4))
+    oldest = table.life._oldest
+    oldest.list(table.life.scores, table.id_map, table.row_numbers.high, 1, 80)
+    assert oldest.take(1, table.life.scores) is None
+    oldest.list(table.life.scores, table.id_map, table.row_numbers.high, 2, 80)
+    assert sorted(oldest.take(30, table.life.scores)[0].tolist()) == list(range(30))
