@@ -61,8 +61,9 @@ class AgeLimit:
         if horizon > self._listed_until:
             # Whatever is seen or assigned from now on, even if this step fails, must not belong on the list.
             ahead = horizon + max(1, (step - horizon) // _AHEAD_SHARE)
-            self._listed_until = max(horizon, min(step - 1, ahead))
-            self._oldest.list(scores, id_map, high, self._listed_until, high)
+            until = max(horizon, min(step - 1, ahead))
+            self._oldest.list(scores, id_map, high, until, high)
+            self._listed_until = until
         return self._oldest.front(self._oldest.seen_before(horizon), scores)
 
     def passed(self, step: int, clock: Clock) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 
 def time_fault(time: int, now: int | None) -> str:
     """Tells why a clock that shows `now` cannot be set to `time`, nothing if it can."""
-    if not isinstance(time, int) or isinstance(time, bool) or not 0 <= time < 1 << 63:
+    if not isinstance(time, Integral) or isinstance(time, bool) or not 0 <= time < 1 << 63:
         return f"expected an integer time from 0 on, got {time!r}."
     if now is not None and time < now:
         return f"expected a time that is not before {now}, got {time}. The clock never goes back."

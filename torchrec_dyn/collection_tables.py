@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
+from torchrec_dyn.clock import time_fault
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.local_table import LocalTable
 from torchrec_dyn.table_handle import TableHandle
@@ -65,3 +66,17 @@ def handle_of(tables: nn.ModuleDict, name: str, where: str) -> TableHandle:
     if not isinstance(table, LocalTable):
         raise ValueError(f"{where}.table: expected a name among {list(tables)}, got {name!r}.")
     return TableHandle(table)
+
+
+def set_time(tables: nn.ModuleDict, time: int) -> None:
+    """Sets the clocks of all tables of a collection.
+
+    Raises:
+        ValueError: if one of them cannot be set; none is then.
+    """
+    rows = [table.rows() for table in tables.values() if isinstance(table, LocalTable)]
+    for one in rows:
+        if fault := time_fault(time, one.time):
+            raise ValueError(f"{one.where}.set_time: {fault}")
+    for one in rows:
+        one.set_time(time)

@@ -17,7 +17,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_dyn.collection_tables import check_saved_rows, handle_of, local_tables
+from torchrec_dyn.collection_tables import check_saved_rows, handle_of, local_tables, set_time
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.data_parallel import teach_ddp_to_skip_placeholders
 from torchrec_dyn.feature_ids import FeatureReader
@@ -166,8 +166,7 @@ class DynamicEmbeddingCollection(EmbeddingCollectionInterface, FusedOptimizerMod
         Args:
             time: an integer from 0 on, in the unit of the policy; it never goes back.
         """
-        for table in self._tables():
-            table.rows().set_time(time)
+        set_time(self.embeddings, time)
 
     def dynamic_configs(self) -> dict[str, DynamicTableConfig]:
         """Gives the DynamicTableConfig of each table."""

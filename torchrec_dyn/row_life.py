@@ -25,7 +25,7 @@ from torchrec_dyn.policies import (
     age_limit_of,
     replacement_of,
 )
-from torchrec_dyn.scores import MOST_COUNT, NO_STEP, Scores
+from torchrec_dyn.scores import MOST_COUNT, Scores
 from torchrec_dyn.waiting import FREED_SHARE, WaitingIds
 
 # 24 bytes for each row listed: 3 for each row of the table.
@@ -129,21 +129,16 @@ class RowLife:
             return Decision(drawn, occurrences)
         return Decision(None, occurrences)
 
-    def refuse(self, ids: Tensor, counts: Tensor, step: int) -> int:
+    def refuse(self, ids: Tensor, counts: Tensor, step: int) -> None:
         """Notes how often ids were seen that were not admitted.
 
         Args:
             ids: [M] int64, distinct.
             counts: [M] int64 of `admit`.
             step: the training step.
-
-        Returns:
-            How many counters had to go.
         """
-        if self.waiting is None:
-            return 0
-        self.waiting.write(ids, torch.full_like(ids, step), counts)
-        return self.waiting.shrink(step)
+        if self.waiting is not None:
+            self.waiting.write(ids, torch.full_like(ids, step), counts)
 
     def shrink(self, step: int) -> int:
         """Drops counters above their number, and tells how many."""
@@ -216,25 +211,13 @@ class RowLife:
             rows: [R] int64, of the saved ids in their order.
             step: of the table.
         """
-        if "clock" in state:
+        if "clock" in state and self.is_timed:
             self.clock = Clock.load(state["clock"])
         now = torch.full_like(rows, max(step, self.clock.present_step))
         never = torch.zeros_like(rows)
         self.scores.write(rows, state.get("last_seen", now), state.get("count", never))
         if self.waiting is not None and "waiting" in state:
             self.waiting.write(*state["waiting"].contiguous())
-
-
-def last_step(state: Mapping[str, Tensor]) -> int:
-    """Returns the last training step that saved scores know of.
-
-    Args:
-        state: as `RowLife.export` gives it. Rows without a count were assigned, perhaps for a step to come.
-    """
-    if "last_seen" not in state:
-        return 0
-    seen = state["last_seen"][state.get("count", torch.ones_like(state["last_seen"])) > 0]
-    return int(seen.max()) if seen.numel() else 0
 
 
 def has_life(where: str, life: RowLife | None) -> RowLife:
@@ -245,43 +228,3 @@ def has_life(where: str, life: RowLife | None) -> RowLife:
             "which keeps neither last_seen nor count. Set DynamicTableConfig(eviction=...)."
         )
     return life
-
-
-def check_life(where: str, state: Mapping[str, Tensor], rows: int) -> None:
-    """Raises ValueError if saved scores, counters or clock cannot be.
-
-    Args:
-        where: the table, for messages.
-        state: the saved form; what is missing fits.
-        rows: R.
-    """
-    for name, shape in (
-        ("last_seen", (rows,)),
-        ("count", (rows,)),
-        ("waiting", (3, -1)),
-        ("clock", (2, -1)),
-    ):
-        if name not in state:
-            continue
-        saved = state[name]
-        if saved.dtype != torch.int64 or saved.dim() != len(shape) or saved.shape[0] != shape[0]:
-            raise ValueError(
-                f"{where}: expected {name} {list(shape)} of int64, got {list(saved.shape)} of "
-                f"{saved.dtype}."
-            )
-    numbers = [state[name].flatten() for name in ("last_seen", "count", "clock") if name in state]
-    numbers += [state["waiting"][1:].flatten()] if "waiting" in state else []
-    if any(int(one.min()) < 0 for one in numbers if one.numel()):
-        raise ValueError(f"{where}: expected last_seen, count, waiting and clock >= 0, got less.")
-    counts = [state["count"]] if "count" in state else []
-    counts += [state["waiting"][2]] if "waiting" in state else []
-    if any(int(one.max()) > MOST_COUNT for one in counts if one.numel()):
-        raise ValueError(f"{where}: expected counts up to {MOST_COUNT}, got more.")
-    if "last_seen" in state and rows and int(state["last_seen"].max()) >= NO_STEP:
-        raise ValueError(f"{where}: expected last_seen below {NO_STEP}, got more.")
-    if "clock" in state and bool((state["clock"].diff(dim=1) <= 0).any()):
-        raise ValueError(f"{where}: expected ascending steps and times in clock, got others.")
-    if "waiting" in state:
-        ids = state["waiting"][0]
-        if torch.unique(ids).numel() != ids.numel():
-            raise ValueError(f"{where}: expected distinct ids in waiting, got repeated ones.")

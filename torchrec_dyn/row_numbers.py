@@ -73,7 +73,8 @@ class RowNumbers:
     def __init__(self, forwards: OutstandingForwards) -> None:
         self.high = 0
         self.forwards = forwards
-        self._free = torch.empty(0, dtype=torch.int64)
+        self._free: list[Tensor] = []  # those that came free together
+        self._num_free = 0
         self._withheld: list[tuple[int, Tensor]] = []
 
     def take(self, count: int) -> Tensor:
@@ -83,16 +84,22 @@ class RowNumbers:
             [count] int64, distinct.
         """
         self._release()
-        reused = min(count, self._free.numel())
-        rows = torch.cat([self._free[:reused], torch.arange(self.high, self.high + count - reused)])
-        self._free = self._free[reused:]
+        reused = min(count, self._num_free)
+        rows = [torch.arange(self.high, self.high + count - reused)]
+        self._num_free -= reused
         self.high += count - reused
-        return rows
+        while reused:
+            free = self._free.pop()
+            rows.append(free[:reused])
+            if free.numel() > reused:
+                self._free.append(free[reused:])
+            reused -= rows[-1].numel()
+        return torch.cat(rows[::-1])
 
     def highest_after(self, count: int) -> int:
         """Returns `high` as it would be after taking `count` rows."""
         self._release()
-        return self.high + max(0, count - self._free.numel())
+        return self.high + max(0, count - self._num_free)
 
     def give_back(self, rows: Tensor) -> None:
         """Takes back rows that their ids left; they are reused when no open forward can hold them.
@@ -117,7 +124,8 @@ class RowNumbers:
         waiting: list[tuple[int, Tensor]] = []
         for latest, rows in self._withheld:
             if self.forwards.all_closed_up_to(latest):
-                self._free = torch.cat([self._free, rows])
+                self._free.append(rows)
+                self._num_free += rows.numel()
             else:
                 waiting.append((latest, rows))
         self._withheld = waiting

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchrec_dyn.local_table import LocalTable
 
+_OF_STEPS = ("last_seen", "count", "waiting", "clock")
 # They do not go by row.
 _OF_ANY_SIZE = ("waiting", "clock")
 
@@ -45,6 +46,10 @@ class SavedState:
                 "optimizer."
             )
         state[self._name] = saved.detach().to(state[self._name].dtype)
+        if (
+            self._name == "step"
+        ):  # scores are of steps up to theirs: they come next, or start afresh
+            state = {name: one for name, one in state.items() if name not in _OF_STEPS}
         self._table.rows().load_state(state)
 
 

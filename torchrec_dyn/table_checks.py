@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_dyn.row_life import check_life
+from torchrec_dyn.saved_life import check_life
 from torchrec_dyn.scores import NO_STEP
 from torchrec_dyn.table_state import NamedState
 
@@ -155,4 +155,4 @@ def check_state(
                 f"{where}: expected {name} of shape {list(shape)}, got "
                 f"{list(state[name].shape)}. Was it saved from another table or optimizer?"
             )
-    check_life(where, state, ids.numel())
+    check_life(where, state, ids)

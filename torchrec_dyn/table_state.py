@@ -14,9 +14,10 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.row_life import RowLife, last_step
+from torchrec_dyn.row_life import RowLife
 from torchrec_dyn.row_numbers import RowNumbers
 from torchrec_dyn.row_store import RowStore
+from torchrec_dyn.saved_life import last_step
 
 
 class NamedState(NamedTuple):

@@ -79,7 +79,7 @@ def take_step(
             _write([table], [old_ids], [old_rows])
             table.id_map.num_ids += old_ids.numel()
         raise
-    # From here on nothing fails.
+    # From here on nothing is refused, and the memory of maps and rows is taken.
     for table, (_, old_rows), (begin, end), absent in zip(
         tables, old, pairwise(bounds), batch.absent, strict=True
     ):
@@ -87,6 +87,9 @@ def take_step(
     listed, steps = scores(), torch.tensor([table.step for table in tables])
     ops.touch_scores_(batch.rows, table_offsets, listed.weights, listed.layout, steps)
     admitted = [_admit(table, new) for table, new in zip(tables, batch.newcomers, strict=True)]
+    for table in tables:
+        if table.life is not None:
+            table.counters["counters_dropped"] += table.life.shrink(table.step)
     if not any(batch.absent):
         return batch.rows, 0
     _write(tables, [one[0] for one in admitted], [one[1] for one in admitted])
@@ -131,9 +134,9 @@ def _decide(
 
 def _take_out_the_old(table: DynamicTable) -> tuple[Tensor, Tensor]:
     """Takes ids that are too old out of the map; returns them and the rows they held, still scored."""
-    check_step(table, table.step + 1)
     if table.life is None:
         return _NONE, _NONE
+    check_step(table, table.step + 1)
     too_old = table.life.too_old(table.step + 1, table.id_map, table.row_numbers.high)
     if too_old is None or not too_old[0].numel():
         return _NONE, _NONE
@@ -180,7 +183,6 @@ def _begin(table: DynamicTable, old_rows: Tensor, occurrences: int, missing: int
     if old_rows.numel():
         table.free(old_rows, "evicted_expired")
     table.life.passed(table.step)
-    table.counters["counters_dropped"] += table.life.shrink(table.step)  # loaded above their number
 
 
 def _admit(table: DynamicTable, new: _Newcomers) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -205,9 +207,8 @@ def _admit(table: DynamicTable, new: _Newcomers) -> tuple[Tensor, Tensor, Tensor
     rows = table.adopt(ids, counts[admitted])
     new_rows = torch.full_like(new.ids, -1).masked_scatter_(admitted, rows)
     outside = ~admitted
-    dropped = life.refuse(new.ids[outside], counts[outside], table.step)
+    life.refuse(new.ids[outside], counts[outside], table.step)
     refused = int(new.occurrences[outside].sum())
-    table.counters["counters_dropped"] += dropped
     table.counters["refused"] += refused
     return ids, rows, new_rows, refused
 

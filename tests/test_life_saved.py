@@ -1,0 +1,152 @@
+"""Saved lives: partial ones, impossible ones, smaller limits; and what a failure in between leaves."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from life_cases import LRU, Stream
+from table_cases import ids_of
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+
+import torchrec_dyn as dyn
+from torchrec_dyn.row_numbers import OutstandingForwards, RowNumbers
+from torchrec_dyn.scores import MOST_COUNT, NO_STEP, Scores
+
+
+@pytest.mark.parametrize("left_out", range(1, 7))
+def test_counters_above_a_smaller_number_go_after_admission(left_out):
+    """Five of six that wait come in: nothing is left to drop."""
+    many = Stream(None, dyn.AdmitAfter(2, counters=100))
+    many.step(*range(1, 7))
+    few = Stream(None, dyn.AdmitAfter(2, counters=4))
+    few.table.load_state(many.table.export_state())
+    came = [number for number in range(1, 7) if number != left_out]
+    assert few.step(*came) == set(came)
+    assert [one[0] for one in few.waiting()] == [left_out] and few.stat("counters_dropped") == 0
+
+
+def test_an_age_list_that_failed_is_made_again(monkeypatch):
+    stream, search = Stream(dyn.ExpireAfter(steps=64)), Scores.lowest
+    stream.step(*range(1, 5))
+    for _ in range(63):
+        stream.step(9)
+
+    def fail(*asked, **more):
+        raise MemoryError
+
+    monkeypatch.setattr(Scores, "lowest", fail)
+    with pytest.raises(MemoryError):
+        stream.step(9)
+    monkeypatch.setattr(Scores, "lowest", search)
+    assert stream.step(9) == {1, 2, 3, 4, 9}
+    assert stream.step(9) == {9}
+
+
+def old_state():
+    """Of step 10: two ids trained, one assigned for a time that no step has seen, one that waits."""
+    stream = Stream((dyn.ExpireAfter(time=99), LRU), dyn.AdmitAfter(2), limit=4)
+    stream.table.set_time(50)
+    stream.steps(*[[1, 1, 2, 2]] * 9, [1, 7])
+    stream.table.set_time(60)
+    stream.table.assign(ids_of(3), torch.ones(1, 4))
+    return stream.table.export_state()
+
+
+@pytest.mark.parametrize("kept", [("clock",), ("waiting",), ("last_seen",), ("last_seen", "count")])
+def test_a_part_of_a_life_tells_which_step_it_is_of(kept):
+    state = {name: old_state()[name] for name in ("ids", "weight", *kept)}
+    stream = Stream((dyn.ExpireAfter(time=99), LRU), dyn.AdmitAfter(2), limit=4)
+    stream.table.load_state(state)
+    # Without the counts nobody knows that one was assigned for the next step.
+    assert stream.table.step == (11 if kept == ("last_seen",) else 10)
+    stream.table.set_time(70)
+    assert len(stream.step(20, 20, 21, 21)) == 4
+    stream.table.load_state(stream.table.export_state())
+    stream.step(30)
+    assert stream.counts(30) == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "told"),
+    [
+        ("count", torch.ones(2, dtype=torch.int64), r"count \[R\] of int64 for 3 rows, got \[2\]"),
+        ("count", torch.ones(3), r"count \[R\] of int64 .* of torch.float32"),
+        ("last_seen", ids_of(1, -1, 1), "last_seen from 0 to .*, got -1 to 1"),
+        ("last_seen", ids_of(1, NO_STEP, 1), f"last_seen from 0 to .* to {NO_STEP}"),
+        ("count", ids_of(1, MOST_COUNT + 1, 1), "count from 0 to"),
+        ("waiting", torch.tensor([[8], [NO_STEP], [1]]), "last_seen from 0 to"),
+        ("waiting", torch.tensor([[8], [1], [-1]]), "count from 0 to"),
+        ("waiting", torch.tensor([[8, 8], [1, 1], [1, 1]]), "distinct ids in waiting"),
+        ("waiting", torch.tensor([[1], [1], [1]]), "waiting that have no row"),
+        ("clock", torch.tensor([[0, 0], [1, 2]]), "ascending steps and times"),
+        ("clock", torch.tensor([[0, 1], [2, 2]]), "ascending steps and times"),
+        ("clock", torch.tensor([[0], [-1]]), "clock from 0 to"),
+    ],
+)
+def test_a_life_that_cannot_be_is_refused(name, saved, told):
+    stream = Stream((dyn.ExpireAfter(time=99), LRU), dyn.AdmitAfter(2))
+    before = old_state()
+    stream.table.load_state(before)
+    with pytest.raises(ValueError, match=rf"'t'\).load_state: expected .*{told}"):
+        stream.table.load_state({**before, name: saved})
+    assert stream.ids() == {1, 2, 3}
+
+
+def test_a_time_that_one_table_refuses_is_set_for_none():
+    config = dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(time=9))
+    tables = [
+        EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=9, feature_names=[name])
+        for name in "ab"
+    ]
+    options = {"dynamic": config, "fused_params": {"learning_rate": 0.1}}
+    collection = dyn.DynamicEmbeddingBagCollection(tables, **options)
+    collection.embedding_bags["b"].rows().set_time(100)
+    with pytest.raises(ValueError, match=r"'b'.*not before 100, got 50"):
+        collection.set_time(50)
+    batch = KeyedJaggedTensor.from_lengths_sync(["a", "b"], ids_of(1, 1), torch.tensor([1, 1]))
+    collection.set_time(torch.tensor(200).numpy()[()])  # an event time out of numpy
+    collection(batch)
+    assert [collection.table(name).last_seen(ids_of(1)).item() for name in "ab"] == [200, 200]
+
+
+def test_a_loaded_step_counts_though_the_scores_are_newer():
+    """An optimizer state that is loaded without its module: its scores come after its step."""
+    config = dyn.DynamicTableConfig(eviction=LRU)
+    tables = [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"])]
+    options = {"dynamic": config, "fused_params": {"learning_rate": 0.1}}
+    collection = dyn.DynamicEmbeddingBagCollection(tables, **options)
+    batch = KeyedJaggedTensor.from_lengths_sync(["f"], ids_of(1), torch.tensor([1]))
+    saved = None
+    for step in range(10):
+        collection(batch).values().sum().backward()
+        if step == 4:
+            saved = collection.fused_optimizer.state_dict()
+    collection.fused_optimizer.load_state_dict(saved)
+    rows = collection.embedding_bags["t"].rows()
+    assert rows.step == 5 and rows.last_seen(ids_of(1)).item() == 5 and rows.count(ids_of(1)) == 5
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.booleans()), max_size=40))
+def test_no_row_is_handed_out_twice(events):
+    """Taken, given back in pieces, withheld while a forward is open; freed ones come before new ones."""
+    forwards, held, free, waiting = OutstandingForwards(), [], set(), set()
+    numbers, opened = RowNumbers(forwards), 0
+    for takes, count, opens in events:
+        if opens and forwards.numbers:
+            forwards.numbers.clear()
+        elif opens:
+            opened += 1
+            forwards.numbers.add(opened)
+        if not forwards.numbers:
+            free, waiting = free | waiting, set()
+        if takes:
+            high = numbers.highest_after(count)
+            rows = numbers.take(count).tolist()
+            assert len({*rows}) == count and not {*rows} & {*held, *waiting}
+            assert numbers.high == high and len(free - {*rows}) == max(0, len(free) - count)
+            held += rows
+            free -= {*rows}
+        else:
+            back, held = held[:count], held[count:]
+            numbers.give_back(torch.tensor(back, dtype=torch.int64))
+            (waiting if forwards.numbers else free).update(back)
