@@ -111,7 +111,7 @@ def test_every_shard_lives_as_the_unsharded_table(plan: str) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("turn, plan", enumerate([*MIXED, *EACH]))
+@pytest.mark.parametrize("turn, plan", list(enumerate([*MIXED, *EACH])))
 def test_every_shard_lives_on(turn: int, plan: str) -> None:
     options = {"fused_params": ADAM} if turn % 2 else {}
     check_lives({**MIXED, **EACH}[plan], 200, **options)
