@@ -2,11 +2,12 @@
 //
 //   1. The words: the range of the keys (last_seen or count) of the rows that qualify, then histograms of it until
 //      one key is left, the cut: so many rows lie below it, and of those at it (ties) so many more are needed.
-//   2. The words again: two bits a row, below the cut or at it, and at it.
+//   2. The words again: a mark for each row below the cut or at it, and whether it is at it.
 //   3. The slots: what they hold of the rows marked, the ids at the cut only up to a bound of their mixed ids.
 // The bound comes from a sample of the ids at the cut, since mixed ids are uniform over all ids but not over those of
 // one owner (mix64.h). It is generous; should it ever be short, the slots are walked once more without one. So memory
-// is two bits a row and little more than the result, and the result depends on neither bound nor threads.
+// is the marks, a byte or two bits a row, and little more than the result, and the result depends on neither bound nor
+// threads.
 #pragma once
 
 #include <algorithm>
@@ -22,6 +23,8 @@
 #include "simd.h"
 
 namespace torchrec_dyn {
+
+constexpr uint64_t kNoBound = std::numeric_limits<uint64_t>::max();  // of mixed ids
 
 template <bool kByCount>
 constexpr uint64_t key_of(uint64_t score) {
@@ -263,7 +266,6 @@ uint64_t bound_of_ties(const IdMapView& map, const Marks& marks, uint64_t needed
   constexpr uint64_t kFew = 1 << 16;
   constexpr uint64_t kSample = 1 << 12;
   constexpr int64_t kRun = 64;  // neighbours are a sample too: slots are ordered by other bits than mixed ids
-  constexpr uint64_t kNoBound = std::numeric_limits<uint64_t>::max();
   if (needed >= count || count <= kFew) return kNoBound;
   const auto step = std::max(kRun, static_cast<int64_t>(count / kSample) * kRun);
   std::vector<uint64_t> sample;

@@ -23,8 +23,6 @@ void for_each_piece(int64_t size, int64_t piece, const Task& task) {
   for_each_task((size + piece - 1) / piece, [&](int64_t i) { task(i * piece, std::min(size, (i + 1) * piece)); });
 }
 
-constexpr uint64_t kNoBound = std::numeric_limits<uint64_t>::max();
-
 struct Question {
   ScoreBlocks scores;
   int64_t rows;

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.row_wise import owners
+from torchrec_dyn.saved_life import NOT_BY_ROW
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.table_layout import Piece, TableLayout
 from torchrec_dyn.table_state import without_optimizer
-
-_NOT_BY_ROW = {"waiting", "clock"}
 
 
 def carry_over(
@@ -46,7 +45,7 @@ def carry_over(
         taken = state
         if source.optimizer.kind != shard.optimizer.kind:
             taken = without_optimizer(state, source.optimizer)
-        mine = {name: _part(taken[name], kept, piece) for name in set(taken) - _NOT_BY_ROW}
+        mine = {name: _part(taken[name], kept, piece) for name in set(taken) - set(NOT_BY_ROW)}
         if "clock" in taken:
             mine["clock"] = taken["clock"]
         if "waiting" in taken:

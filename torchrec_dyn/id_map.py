@@ -152,6 +152,16 @@ class IdMap:
         """
         return ops.lookup(ids, torch.tensor([0, ids.numel()]), *self.arrays())[0]
 
+    def insert(self, ids: Tensor, rows: Tensor) -> None:
+        """Puts ids into the map.
+
+        Args:
+            ids: [M] int64, distinct and absent; room was reserved.
+            rows: [M] int64.
+        """
+        ops.insert(ids, rows, torch.tensor([0, ids.numel()]), *self.arrays())
+        self.num_ids += ids.numel()
+
     def erase(self, ids: Tensor) -> Tensor:
         """Takes ids out of the map.
 

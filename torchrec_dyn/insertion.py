@@ -36,6 +36,25 @@ class GrowingTable(Protocol):
         ...
 
 
+def find_rows(
+    tables: Sequence[GrowingTable], ids: Tensor, table_offsets: Tensor
+) -> tuple[Tensor, list[int]]:
+    """Finds the rows of ids.
+
+    Args:
+        tables: T tables.
+        ids: [N] int64 in table order.
+        table_offsets: [T + 1] int64.
+
+    Returns:
+        rows: [N] int64, -1 where the id is absent.
+        absent: of each table how many ids are, repeats counted.
+    """
+    rows, absent = ops.lookup(ids, table_offsets, *arrays_of([table.id_map for table in tables]))
+    counts: list[int] = absent.tolist()
+    return rows, counts
+
+
 def split_by_table(new_ids: Tensor, new_offsets: Tensor) -> tuple[Tensor, ...]:
     """Cuts the new ids of `ops.collect_new` into those of each table.
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.bag_layout import BagLayout, Bags, Pooling
-from torchrec_dyn.id_map import arrays_of
-from torchrec_dyn.insertion import insert_unseen
+from torchrec_dyn.insertion import find_rows, insert_unseen
 from torchrec_dyn.row_numbers import ForwardTicket
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.table_blocks import (
@@ -29,7 +28,7 @@ from torchrec_dyn.table_blocks import (
     blocks_with_initial_rows,
     list_blocks,
 )
-from torchrec_dyn.training_step import take_step
+from torchrec_dyn.training_step import count_step, take_step
 
 
 @dataclass
@@ -141,7 +140,7 @@ class TableGroup:
             return
         ids, offsets, _ = self._check_input(ids, offsets, None)
         table_offsets = self._bag_layout.table_offsets(offsets, ids.numel(), None)
-        rows, absent = self._find(ids, table_offsets)
+        rows, absent = find_rows(self.tables, ids, table_offsets)
         if sum(absent):
             insert_unseen(self.tables, ids, rows, table_offsets)
 
@@ -172,7 +171,7 @@ class TableGroup:
         """Returns the rows of ids and how many have none, after what training does about these."""
         if training and self._has_life:
             return take_step(self.tables, ids, bags.table_offsets, bags.bounds, self._scores)
-        rows, absent = self._find(ids, bags.table_offsets)
+        rows, absent = find_rows(self.tables, ids, bags.table_offsets)
         if not training:
             return rows, sum(absent)
         if any(absent):
@@ -183,17 +182,9 @@ class TableGroup:
     def _scores(self) -> TableBlocks:
         return self._current_blocks().scores
 
-    def _find(self, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, list[int]]:
-        slots, moved = arrays_of([table.id_map for table in self.tables])
-        rows, absent = ops.lookup(ids, table_offsets, slots, moved)
-        counts: list[int] = absent.tolist()
-        return rows, counts
-
     def _count_step(self, bounds: list[int], absent: list[int]) -> None:
         for table, (begin, end), missing in zip(self.tables, pairwise(bounds), absent, strict=True):
-            table.step += 1
-            table.counters["ids_seen"] += end - begin
-            table.counters["hits"] += end - begin - missing
+            count_step(table, end - begin, missing)
 
     def __getstate__(self) -> dict[str, Any]:
         # Blocks are reserved far beyond the rows in use: a copy lists those of its own tables.

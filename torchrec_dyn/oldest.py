@@ -37,12 +37,9 @@ class OldestRows:
         """
         ids, rows = scores.lowest(id_map, high, before, most)
         last_seen, _ = scores.read(rows)
-        order = ops.oldest_first(ids, last_seen)
+        # Those assigned for `before` itself come last and are left out: there may be more of them yet.
+        order = ops.oldest_first(ids, last_seen)[: int((last_seen < before).sum())]
         self._ids, self._rows, self._last_seen = ids[order], rows[order], last_seen[order]
-        # Those assigned for `before` itself come last: there may be more of them from now on.
-        listed = self.seen_before(before)
-        self._ids, self._rows = self._ids[:listed], self._rows[:listed]
-        self._last_seen = self._last_seen[:listed]
 
     def seen_before(self, step: int) -> int:
         """Returns how many listed rows were last seen before a step when they were listed."""

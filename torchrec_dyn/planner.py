@@ -35,7 +35,7 @@ from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
 from torchrec_dyn.id_map import SLOT_BYTES, most_slots
 from torchrec_dyn.optimizer_choice import chosen_optimizer, chosen_output_dtype
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.policies import AdmitAfter
+from torchrec_dyn.policies import most_counters
 from torchrec_dyn.row_store import block_shift
 from torchrec_dyn.row_wise import config_of_share, row_limit
 from torchrec_dyn.scores import SCORE_BYTES
@@ -86,12 +86,6 @@ def table_bytes(
 def _held_rows(rows: int, shift: int, device_type: str) -> int:
     """Returns the rows whose memory is committed once `rows` of blocks of 2^shift are in use."""
     return rows if device_type == "cpu" else -(-rows >> shift) << shift
-
-
-def _most_counters(config: DynamicTableConfig, limit: int) -> int:
-    """Returns how many ids may wait in a table of that row limit."""
-    admission = config.admission
-    return (admission.counters or limit) if isinstance(admission, AdmitAfter) else 0
 
 
 class DynamicStorageEstimator(ShardEstimator):
@@ -171,7 +165,7 @@ class DynamicStorageEstimator(ShardEstimator):
                 self._device_type,
                 limit,
                 config.has_life,
-                _most_counters(config, limit),
+                most_counters(config.admission, limit),
             )
             on_cpu = self._device_type == "cpu"
             table = Storage(hbm=0 if on_cpu else held, ddr=held if on_cpu else 0)

@@ -170,3 +170,8 @@ def replacement_of(eviction: Eviction | None) -> Replacement | None:
     """Returns the part of an eviction that makes room in a full table."""
     last = eviction[-1] if isinstance(eviction, tuple) else eviction
     return last if isinstance(last, Replacement) else None
+
+
+def most_counters(admission: Admission | None, row_limit: int) -> int:
+    """Returns how many ids may wait for admission in a table of that row limit."""
+    return (admission.counters or row_limit) if isinstance(admission, AdmitAfter) else 0

@@ -23,6 +23,7 @@ from torchrec_dyn.policies import (
     AdmitWithProbability,
     LeastFrequentlyUsed,
     age_limit_of,
+    most_counters,
     replacement_of,
 )
 from torchrec_dyn.scores import MOST_COUNT, Scores
@@ -74,7 +75,7 @@ class RowLife:
         self.waiting: WaitingIds | None = None
         self._admission = config.admission
         if isinstance(config.admission, AdmitAfter):
-            self.waiting = WaitingIds(config.admission.counters or row_limit, device)
+            self.waiting = WaitingIds(most_counters(config.admission, row_limit), device)
         self._admission_key = table_key(config.seed, name, "admission")
         age_limit, replacement = age_limit_of(config.eviction), replacement_of(config.eviction)
         self._age_limit = None if age_limit is None else AgeLimit(age_limit)

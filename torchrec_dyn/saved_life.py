@@ -12,6 +12,8 @@ from torch import Tensor
 
 from torchrec_dyn.scores import MOST_COUNT, NO_STEP
 
+LIFE = ("last_seen", "count", "waiting", "clock")
+NOT_BY_ROW = ("waiting", "clock")
 _SHAPES = {"last_seen": "[R]", "count": "[R]", "waiting": "[3, Q]", "clock": "[2, K]"}
 
 

@@ -9,10 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchrec_dyn.local_table import LocalTable
-
-_OF_STEPS = ("last_seen", "count", "waiting", "clock")
-# They do not go by row.
-_OF_ANY_SIZE = ("waiting", "clock")
+from torchrec_dyn.saved_life import LIFE, NOT_BY_ROW
 
 
 class SavedState:
@@ -38,7 +35,7 @@ class SavedState:
             ValueError: if it was saved for other rows than the table has now.
         """
         state = self._table.rows().export_state()
-        if self._name not in _OF_ANY_SIZE and saved.shape != state[self._name].shape:
+        if self._name not in NOT_BY_ROW and saved.shape != state[self._name].shape:
             raise ValueError(
                 f"{self._table.where}: expected saved {self._name} "
                 f"{list(state[self._name].shape)}, "
@@ -46,10 +43,9 @@ class SavedState:
                 "optimizer."
             )
         state[self._name] = saved.detach().to(state[self._name].dtype)
-        if (
-            self._name == "step"
-        ):  # scores are of steps up to theirs: they come next, or start afresh
-            state = {name: one for name, one in state.items() if name not in _OF_STEPS}
+        if self._name == "step":
+            # Scores are of steps up to theirs: they come next, or start afresh.
+            state = {name: one for name, one in state.items() if name not in LIFE}
         self._table.rows().load_state(state)
 
 

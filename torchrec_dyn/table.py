@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
 from torchrec_dyn.clock import time_fault
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.initial_rows import InitialRows
 from torchrec_dyn.initializers import Initializer, default_initializer, table_key
-from torchrec_dyn.insertion import insert_unseen
+from torchrec_dyn.insertion import find_rows, insert_unseen
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.row_life import RowLife, has_life
 from torchrec_dyn.row_numbers import OutstandingForwards, RowNumbers
@@ -143,7 +142,7 @@ class DynamicTable:
             [M] int64 rows.
         """
         offsets = torch.tensor([0, ids.numel()])
-        rows, _ = ops.lookup(ids, offsets, *self.id_map.arrays())
+        rows, _ = find_rows([self], ids, offsets)
         insert_unseen([self], ids, rows, offsets)
         return rows
 

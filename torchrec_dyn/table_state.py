@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.row_life import RowLife
@@ -86,8 +85,7 @@ def write_state(table: SavedTable, state: Mapping[str, Tensor]) -> None:
     table.step = max(int(state["step"]) if "step" in state else 0, last_step(state))
     table.reserve(ids.numel())
     rows = table.row_numbers.take(ids.numel())
-    ops.insert(ids, rows, torch.tensor([0, ids.numel()]), *table.id_map.arrays())
-    table.id_map.num_ids = ids.numel()
+    table.id_map.insert(ids, rows)
     table.weights.write(rows, state["weight"])
     for one in named_states(table):
         if one.name in state:

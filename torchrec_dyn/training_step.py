@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.id_map import arrays_of
+from torchrec_dyn.insertion import find_rows
 from torchrec_dyn.row_life import Decision
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.table_blocks import TableBlocks
@@ -76,8 +77,7 @@ def take_step(
         batch = _decide(tables, ids, table_offsets, bounds)
     except BaseException:
         for table, (old_ids, old_rows) in zip(tables, old, strict=False):
-            _write([table], [old_ids], [old_rows])
-            table.id_map.num_ids += old_ids.numel()
+            table.id_map.insert(old_ids, old_rows)
         raise
     # From here on nothing is refused, and the memory of maps and rows is taken.
     for table, (_, old_rows), (begin, end), absent in zip(
@@ -92,7 +92,11 @@ def take_step(
             table.counters["counters_dropped"] += table.life.shrink(table.step)
     if not any(batch.absent):
         return batch.rows, 0
-    _write(tables, [one[0] for one in admitted], [one[1] for one in admitted])
+    counts = torch.tensor([0, *(one[0].numel() for one in admitted)])
+    ops.insert(
+        torch.cat([one[0] for one in admitted]), torch.cat([one[1] for one in admitted]),
+        counts.cumsum(0), *arrays_of([table.id_map for table in tables]),
+    )  # fmt: skip
     ops.fill_new_(batch.rows, batch.new_index, torch.cat([one[2] for one in admitted]))
     return batch.rows, sum(one[3] for one in admitted)
 
@@ -117,8 +121,7 @@ def _decide(
     tables: Sequence[DynamicTable], ids: Tensor, table_offsets: Tensor, bounds: Sequence[int]
 ) -> _Batch:
     """Finds rows, decides on ids without one, checks every table's need and takes memory for it."""
-    rows, found = ops.lookup(ids, table_offsets, *arrays_of([table.id_map for table in tables]))
-    absent: list[int] = found.tolist()
+    rows, absent = find_rows(tables, ids, table_offsets)
     newcomers, new_index = [_NOBODY] * len(tables), _NONE
     if any(absent):
         new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
@@ -175,14 +178,19 @@ def _surplus(table: DynamicTable, new: _Newcomers) -> int:
 
 def _begin(table: DynamicTable, old_rows: Tensor, occurrences: int, missing: int) -> None:
     """Counts the step and lets go the rows that were too old for it."""
-    table.step += 1
-    table.counters["ids_seen"] += occurrences
-    table.counters["hits"] += occurrences - missing
+    count_step(table, occurrences, missing)
     if table.life is None:
         return
     if old_rows.numel():
         table.free(old_rows, "evicted_expired")
     table.life.passed(table.step)
+
+
+def count_step(table: DynamicTable, occurrences: int, absent: int) -> None:
+    """Counts a training step of a table, with so many ids, so many of them without a row on arrival."""
+    table.step += 1
+    table.counters["ids_seen"] += occurrences
+    table.counters["hits"] += occurrences - absent
 
 
 def _admit(table: DynamicTable, new: _Newcomers) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -211,10 +219,3 @@ def _admit(table: DynamicTable, new: _Newcomers) -> tuple[Tensor, Tensor, Tensor
     refused = int(new.occurrences[outside].sum())
     table.counters["refused"] += refused
     return ids, rows, new_rows, refused
-
-
-def _write(tables: Sequence[DynamicTable], ids: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-    """Writes ids, absent and with room, into the maps of their tables."""
-    counts = torch.tensor([0, *(one.numel() for one in ids)])
-    maps = arrays_of([table.id_map for table in tables])
-    ops.insert(torch.cat(list(ids)), torch.cat(list(rows)), counts.cumsum(0), *maps)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.row_numbers import OutstandingForwards, RowNumbers
 from torchrec_dyn.row_store import block_shift
@@ -69,8 +68,7 @@ class WaitingIds:
         new_ids = ids[is_new]
         self.reserve(new_ids.numel())
         new_rows = self._numbers.take(new_ids.numel())
-        ops.insert(new_ids, new_rows, torch.tensor([0, new_ids.numel()]), *self.id_map.arrays())
-        self.id_map.num_ids += new_ids.numel()
+        self.id_map.insert(new_ids, new_rows)
         rows[is_new] = new_rows
         self._scores.write(rows, last_seen, counts)
 
