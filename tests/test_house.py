@@ -20,8 +20,8 @@ CORE = ROOT / "csrc"
 FLOORS = (
     "ops initializers policies config",
     "optimizers row_numbers bag_layout clock",
-    "id_map row_store initial_rows scores waiting oldest age_limit row_life saved_life table_state"
-    " table_stats table_checks insertion",
+    "id_map row_store row_marks changes initial_rows scores waiting oldest age_limit row_life saved_life"
+    " table_state table_stats table_checks insertion",
     "table table_blocks training_step lookup",
     "feature_ids table_configs optimizer_choice fused_optimizer kernel"
     " local_table saved_state data_parallel table_handle local_lookup",
