@@ -129,7 +129,7 @@ class SavedTensor(torch.Tensor):
     def __new__(
         cls, size: Sequence[int], dtype: torch.dtype, parts: Sequence[Part], entry: Any = None
     ) -> SavedTensor:
-        made: SavedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: SavedTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=dtype, device=torch.device("cpu")
         )
         made._held = _Held(parts, entry)

@@ -179,12 +179,8 @@ class StagedRows:
             held = {"weight": self.weights.read(rows)}
             if is_first:
                 held["ids"] = ids
-                last_seen, counts = self.scores.read(rows)
-                held |= {
-                    name: one
-                    for name, one in (("last_seen", last_seen), ("count", counts))
-                    if name in self._come
-                }
+                if self.has_scores:
+                    held["last_seen"], held["count"] = self.scores.read(rows)
             first = self.first_column
             sums.append(
                 {

@@ -214,6 +214,11 @@ class DynamicTable:
         self.free(rows, "erased")
         return rows.numel()
 
+    def take_states(self, states: tuple[RowStore, ...]) -> None:
+        """Replaces the optimizer state; forwards before it cannot run their backward."""
+        self.states = states
+        self.generation += 1
+
     def free(self, rows: Tensor, cause: str) -> None:
         """Takes back rows whose ids have left the map.
 
