@@ -22,7 +22,8 @@ FLOORS = (
     "optimizers row_numbers bag_layout clock cuts content_sums saved_config",
     "id_map row_store initial_rows scores waiting oldest age_limit row_life saved_life table_state"
     " table_stats table_checks insertion table_scores canonical_rows",
-    "table table_blocks training_step lookup local_saving",
+    "table table_blocks training_step lookup local_saving"
+    " chunked_tensor reader_checks table_reader checkpoint_reader",
     "feature_ids table_configs optimizer_choice fused_optimizer kernel"
     " local_table saved_state data_parallel table_handle local_lookup",
     "column_order row_wise output_dists table_layout batch_check mean_pooling grouped_lookups sharding"
