@@ -6,10 +6,13 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension
 SOURCES = [
     "csrc/library.cpp",
     "csrc/id_map_cpu.cpp",
+    "csrc/canonical_ids_cpu.cpp",
+    "csrc/content_sum_cpu.cpp",
     "csrc/row_store_cpu.cpp",
     "csrc/scores_cpu.cpp",
     "csrc/lowest_scores_cpu.cpp",
     "csrc/admission_cpu.cpp",
+    "csrc/row_marks_cpu.cpp",
     "csrc/pooling_cpu.cpp",
     "csrc/row_update_cpu.cpp",
 ]

@@ -40,7 +40,7 @@ HARMLESS = {
     ("fill_new_", "new_rows", "size"),
     *((op, name, "strides") for op, name in [("fill_new_", "new_rows"), ("erase", "moved")]),  # one
     *(("read_scores", "rows", how) for how in ("size", "nothing")),  # any number of rows
-    ("lowest_scores", "moved", "strides"),  # one
+    *((op, "moved", "strides") for op in ("lowest_scores", "count_cells", "ids_between")),  # one
     ("lowest_scores", "scores", "one less"),  # of which rows [0, 3) read none
     ("gather_pool", "rows", "size"),  # an id in no bag
     ("bag_weights_grad", "rows", "size"),
@@ -108,10 +108,38 @@ WRONG = [
         {"slots": filled_slots(), "moved": whole(-1, -1)},
         "number of maps = 1, got 2",
     ),
+    ("count_cells", {"bits": -1}, r"bits in \[0, 16\], got -1"),
+    ("count_cells", {"bits": 17}, r"bits in \[0, 16\], got 17"),
+    ("count_cells", {"bits": 2**62}, r"bits in \[0, 16\]"),
+    (
+        "count_cells",
+        {"slots": filled_slots(), "moved": whole(-1, -1)},
+        "number of maps = 1, got 2",
+    ),
+    (
+        "ids_between",
+        {"slots": filled_slots(), "moved": whole(-1, -1)},
+        "number of maps = 1, got 2",
+    ),
+    ("content_sum", {"first_column": -1}, r"first_column in \[0, 2\^31\), got -1"),
+    ("content_sum", {"first_column": 2**31}, r"first_column in \[0, 2\^31\), got 2147483648"),
+    ("content_sum", {"values": torch.ones(3, dtype=I64)}, r"shape \[M, D\], got 1 dim"),
+    ("content_sum", {"values": torch.ones(3, 2).int()}, "bfloat16 or int64, got int32"),
+    ("content_sum", {"values": torch.ones(2, 3)}, "number of rows of values = 3, got 2"),
+    ("content_sum", {"values": torch.ones(2, 3).T}, "values to be contiguous, got strides"),
     ("admit_by_chance", {"probability": 1.5}, r"probability in \[0, 1\], got 1.5"),
     ("admit_by_chance", {"probability": float("nan")}, r"probability in \[0, 1\], got nan"),
     ("admit_by_chance", {"counts": whole(0, 1, -1)}, r"counts in \[0, 2\^32\], got -1"),
     ("admit_by_chance", {"counts": whole(0, 1, 2**32 + 1)}, r"counts in \[0, 2\^32\], got 42"),
+    ("mark_rows_", {"rows": whole(0, 8, -1, 7, 3, 0)}, "rows below 8, the marks of table 0"),
+    ("mark_rows_", {"rows": whole(0, 7, -1, 7, 3, 4)}, "rows below 4, the marks of table 2"),
+    ("mark_rows_", {"rows": whole(2**63 - 1, 7, -1, 7, 3, 0)}, "rows below 8, .* got one above"),
+    ("mark_rows_", {"versions": whole(5, 6, 2**31)}, r"versions in \[0, 2\^31\), got 2147483648"),
+    ("mark_rows_", {"versions": whole(5, -1, 7)}, r"versions in \[0, 2\^31\), got -1"),
+    ("changed_rows", {"rows": 13}, r"rows in \[0, 12\], got 13"),
+    ("changed_rows", {"rows": -1}, r"rows in \[0, 12\], got -1"),
+    ("changed_rows", {"shift": 3}, "the elements of a block = 8, got 4"),
+    ("changed_rows", {"shift": 32}, r"shift in \[0, 32\)"),
     ("scatter_rows_", {"rows": whole(0, 12)}, r"rows in \[0, 12\), got 12"),
     ("scatter_rows_", {"columns": 2**62}, r"columns in \[1, 2\^31\)"),
     ("gather_pool", {"offsets": whole(0, 2, 1, 4, 5)}, "ascending offsets, got 2 before 1"),
