@@ -125,9 +125,9 @@ class CanonicalRows:
         ids, rows = ops.ids_between(
             *self._map.arrays(), signed(first << width), signed((last << width) - 1)
         )
-        self._keep(_Window(self._begins[first], ids, rows))
-        assert self._window is not None
-        return self._window
+        window = _Window(self._begins[first], ids, rows)
+        self._keep(window)
+        return window
 
     def _keep(self, window: _Window) -> None:
         """Keeps a window, the only one in the process: there may be many tables."""
