@@ -162,10 +162,17 @@ class SavedTensor(torch.Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in self._chunks()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # Only other load planners ask: they would read into what is gathered here and then dropped.
+        raise RuntimeError(
+            "SavedTensor: expected to be loaded by our planner, got another one. Call "
+            "dcp.load(..., planner=torchrec_dyn.checkpoint.LoadPlanner())."
+        )
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
         chunks = []
         for part in self.parts:
             if not part.is_saved:
@@ -217,8 +224,11 @@ class SavedTensor(torch.Tensor):
             return source._shell()  # a stager fills it, through `copy_` or the attributes
         if name in ("aten.clone.default", "aten._to_copy.default"):
             return copy.deepcopy(source)
-        if name == "aten.copy_.default" and isinstance(args[1], SavedTensor):
-            source._held = copy.deepcopy(args[1]._held)
+        if name == "aten.copy_.default" and args[1].shape == source.shape:
+            # A plain tensor has the rows of all ranks: loading picks this rank's own.
+            held = getattr(args[1], "_held", None)
+            whole = (0,) * source.dim(), args[1].detach(), False
+            source._held = copy.deepcopy(held or _held_again([whole]))
             return source
         raise NotImplementedError(
             f"SavedTensor: expected to be saved, loaded or copied, got {func}. It stands for the rows of all "
@@ -231,15 +241,26 @@ class SavedTensor(torch.Tensor):
 
 
 def numbers_of(value: Tensor) -> Tensor:
-    """Gives the numbers of a small tensor, of which every rank has a copy.
+    """Gives all numbers of a tensor, of which this rank has a copy.
 
     Args:
-        value: a SavedTensor of one part, or a plain tensor.
+        value: a SavedTensor, or a plain tensor.
+
+    Raises:
+        ValueError: if other ranks hold some.
     """
     if not isinstance(value, SavedTensor):
         return value
-    local = value.local()
-    return local[0][1] if local else torch.empty(value.shape, dtype=value.dtype)
+    made, copied = torch.empty(value.shape, dtype=value.dtype), 0
+    for offset, block in value.local():
+        made[tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))] = block
+        copied += block.numel()
+    if copied != made.numel():
+        raise ValueError(
+            f"SavedTensor: expected one that this rank holds whole, got {copied} of {made.numel()} numbers. "
+            "Save and load it with torch.distributed.checkpoint."
+        )
+    return made
 
 
 def _tensor_again(size: Sequence[int], dtype: torch.dtype, blocks: Sequence[_Block]) -> SavedTensor:

@@ -38,10 +38,10 @@ class SavedTable(Protocol):
     """What the saved form is read from and written to (table.py)."""
 
     step: int
-    row_limit: int
-    changes: ChangeLog | None
     generation: int
     edits: int
+    row_limit: int
+    changes: ChangeLog | None
     optimizer: RowOptimizer
     id_map: IdMap
     row_numbers: RowNumbers

@@ -55,6 +55,7 @@ def take_over(
     if table.life is not None:
         table.step = step
         _take_over_life(table.life, table, staged, clock)
+    note_replaced(table, before)
     if initializer is not None:
         table.start_as(initializer)
     note_replaced(table, before)
