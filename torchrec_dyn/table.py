@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
 from torchrec_dyn.changes import (
     ChangeLog,
     note_all_changed,
@@ -22,9 +21,6 @@ from torchrec_dyn.changes import (
     note_changed,
     note_left,
 )
-=======
-from torchrec_dyn.changes import ChangeLog, note_came, note_changed, note_left, note_replaced
->>>>>>> main
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.initial_rows import InitialRows
@@ -236,11 +232,7 @@ class DynamicTable(TableScores):
         """Replaces the optimizer state of all rows; open forwards cannot run their backward."""
         self.states = states
         self.generation += 1
-<<<<<<< HEAD
         note_all_changed(self)
-=======
-        note_replaced(self, self.id_map)
->>>>>>> main
 
     def free(self, ids: Tensor, rows: Tensor, cause: str) -> None:
         """Takes back rows whose ids have left the map.

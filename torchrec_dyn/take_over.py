@@ -58,7 +58,6 @@ def take_over(
     note_replaced(table, before)
     if initializer is not None:
         table.start_as(initializer)
-    note_replaced(table, before)
 
 
 def _take_over_life(
