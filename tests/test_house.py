@@ -31,9 +31,10 @@ FLOORS = (
     " shardable_view",
     "saved_places staged_rows take_over shard_pieces shard_model_source shard_model_entry"
     " shard_state_dict shard_optimizer_source shard_optimizer_entry sharded_optimizer sharding_setup"
-    " load_planner checkpoint",
+    " load_planner",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
-    " sharded_embeddingbag sharded_embedding across_ranks sharders stats_logger planner",
+    " sharded_embeddingbag sharded_embedding across_ranks sharders stats_logger planner"
+    " model_tables deltas delta_rows read_delta apply_delta checkpoint",
     "__init__",
 )
 FIRST_FLOOR_WITH_TORCHREC = 4
