@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 # A chunk is what is in memory twice while a table is saved or loaded.
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 16 << 20
 # DCP's writer keeps the last chunk of every key until all are written, so the last one is a small one.
 _KEPT_BYTES = 1 << 20
 _KEPT_ROWS = 16
