@@ -44,6 +44,8 @@ class OptimizerEntry:
 
     Attributes:
         small: the tensors that have come and are not by row.
+        staged: of each shard what has come by row, None before anything is loaded.
+        places: whose rows these are.
     """
 
     def __init__(self, pieces: ShardPieces, optimizer: RowOptimizer) -> None:
@@ -51,7 +53,7 @@ class OptimizerEntry:
         self.optimizer = optimizer
         self.small: dict[str, Tensor] = {}
         self.staged: list[dict[str, RowStore]] | None = None
-        self._places = Places([])
+        self.places = Places([])
         self._saved: Mapping[str, TensorStorageMetadata] = {}
         self._total = 0
         self._canonical: list[CanonicalRows] = []  # of the shards as they are when this is loaded
@@ -85,7 +87,7 @@ class OptimizerEntry:
             total: rows of the whole table.
             widths: of the saved tensors: of row-wise state the column cuts.
         """
-        self._places, self._total = places, total
+        self.places, self._total = places, total
         self.staged = []
         for shard in self.pieces.shards:
             stores = {}
@@ -108,7 +110,7 @@ class OptimizerEntry:
                 if one.name == name:
                     end = shard.first_column + shard.columns
                     columns = None if one.is_rowwise else (shard.first_column, end)
-                    found += list(blocks_of(saved, self._places, columns))
+                    found += list(blocks_of(saved, self.places, columns))
         # Of row-wise state every shard wants all cuts: read once, given to each.
         return list({(tuple(one.offsets), tuple(one.sizes)): one for one in found}.values())
 
@@ -133,7 +135,7 @@ class OptimizerEntry:
                 if first >= end:
                     continue
                 some = block[:, first - offset[1] : end - offset[1]]
-                for low, high, row in self._places.within(offset[0], offset[0] + len(block)):
+                for low, high, row in self.places.within(offset[0], offset[0] + len(block)):
                     part = some[low - offset[0] : high - offset[0]]
                     stores[name].put(row, first - origin, part)
 
@@ -222,7 +224,7 @@ class OptimizerEntry:
             for begin in range(0, run.rows, most):
                 end = min(run.rows, begin + most)
                 ids, own = rows.read(run.here + begin, run.here + end)
-                places = self._places.within(run.place + begin, run.place + end)
+                places = self.places.within(run.place + begin, run.place + end)
                 staged = [torch.arange(row, row + high - low) for low, high, row in places]
                 yield ids, own, torch.cat(staged)
 
