@@ -23,7 +23,8 @@ FLOORS = (
     "id_map row_store initial_rows scores waiting oldest age_limit row_life saved_life table_state"
     " table_stats table_checks insertion table_scores canonical_rows",
     "table table_blocks training_step lookup local_saving"
-    " chunked_tensor reader_checks table_reader checkpoint_reader",
+    " chunked_tensor reader_checks table_reader checkpoint_reader"
+    " inspection_histograms inspection inspection_plot",
     "feature_ids table_configs optimizer_choice fused_optimizer kernel"
     " local_table saved_state data_parallel table_handle local_lookup",
     "column_order row_wise output_dists table_layout batch_check mean_pooling grouped_lookups sharding"
@@ -34,7 +35,7 @@ FLOORS = (
     " load_planner checkpoint",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
     " sharded_embeddingbag sharded_embedding across_ranks sharders stats_logger planner",
-    "__init__",
+    "__init__ __main__",
 )
 FIRST_FLOOR_WITH_TORCHREC = 4
 IN_ORDER = [name for floor in FLOORS for name in floor.split()]
