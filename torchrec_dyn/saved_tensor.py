@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 # A chunk is what is in memory twice while a table is saved or loaded.
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 16 << 20
 # DCP's writer keeps the last chunk of every key until all are written, so the last one is a small one.
 _KEPT_BYTES = 1 << 20
 _KEPT_ROWS = 16
@@ -162,10 +162,17 @@ class SavedTensor(torch.Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in self._chunks()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # Only other load planners ask: they would read into what is gathered here and then dropped.
+        raise RuntimeError(
+            "SavedTensor: expected to be loaded by our planner, got another one. Call "
+            "dcp.load(..., planner=torchrec_dyn.checkpoint.LoadPlanner())."
+        )
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
         chunks = []
         for part in self.parts:
             if not part.is_saved:

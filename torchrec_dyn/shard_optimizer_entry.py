@@ -90,11 +90,10 @@ class OptimizerEntry:
         for shard in self.pieces.shards:
             stores = {}
             for one in named_states(shard):
-                if one.name in widths:
-                    width = widths[one.name] if one.is_rowwise else shard.columns
-                    store = RowStore(width, one.store.shift, torch.float32, one.store.device)
-                    store.reserve(places.count)
-                    stores[one.name] = store
+                width = widths.get(one.name, 1) if one.is_rowwise else shard.columns
+                store = RowStore(width, one.store.shift, torch.float32, one.store.device)
+                store.reserve(places.count)
+                stores[one.name] = store
             self.staged.append(stores)
 
     def wanted(self, name: str) -> list[ChunkStorageMetadata]:
