@@ -5,8 +5,8 @@
 
 One row-wise table, 64 columns of float32, row-wise Adagrad. Every save goes to a fresh folder; before each
 turn the disk has been synced, so nobody writes out what another one left behind. DCP syncs its files and
-torch.save does not, so saves are measured with and without syncing, on both sides. Loads are measured from the
-page cache (warm) and from the disk (cold). Sides take turns; times are those of the slowest rank.
+torch.save does not, so saves are measured with and without syncing, on both sides; loads from the page cache
+(warm) and from the disk (cold). Sides take turns. Wall time is of the slowest rank, CPU time of all together.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from interleaved import finish, measure, options, quartiles, ratio, result, spread
 from peak_memory import measure_memory
-from saved_sides import SIDES, Parts, Side
+from saved_sides import SIDES, Parts, Side, Spent
 from torch import multiprocessing
 
 ROWS = 4_000_000  # 1.1 GB
@@ -69,18 +70,22 @@ class Turns:
 
         return {name: turn(name) for name in self.sides}
 
-    def seconds(self, rounds: int) -> dict[str, list[float]]:
-        """Sums the parts of the measured rounds."""
+    def seconds(self, rounds: int, clock: str) -> dict[str, list[float]]:
+        """Sums the parts of the measured rounds, "wall" or "cpu" seconds."""
         return {
-            name: [sum(parts.values()) for parts in seen[-rounds:]]
+            name: [sum(getattr(one, clock) for one in parts.values()) for parts in seen[-rounds:]]
             for name, seen in self.parts.items()
         }
 
-    def medians(self, rounds: int) -> dict[str, Parts]:
-        """Gives the median of each part."""
+    def medians(self, rounds: int) -> dict[str, dict[str, list[float]]]:
+        """Gives the median wall and CPU seconds of each part."""
         return {
             name: {
-                part: statistics.median(one[part] for one in seen[-rounds:]) for part in seen[-1]
+                part: [
+                    statistics.median(getattr(one[part], clock) for one in seen[-rounds:])
+                    for clock in Spent._fields
+                ]
+                for part in seen[-1]
             }
             for name, seen in self.parts.items()
         }
@@ -89,7 +94,15 @@ class Turns:
 def in_turn(
     turns: Turns, what: str, act: Callable[[str], Parts], ready: Callable[[], None], rounds: int
 ) -> list[dict[str, Any]]:
-    """Measures one thing that all sides do; returns its lines, and prints them on rank 0."""
+    """Measures one thing that all sides do; returns its lines, and prints them on rank 0. Collective.
+
+    Args:
+        turns: the sides.
+        what: the thing.
+        act: does it for a side, by its name.
+        ready: runs on rank 0 before each turn.
+        rounds: to measure.
+    """
 
     def before(_: int) -> None:
         if dist.get_rank() == 0:
@@ -98,39 +111,49 @@ def in_turn(
         dist.barrier()
 
     measure(turns.of(act), rounds, 1, before=before)
-    seconds, medians = turns.seconds(rounds), turns.medians(rounds)
+    wall, cpu = turns.seconds(rounds, "wall"), turns.seconds(rounds, "cpu")
+    medians = turns.medians(rounds)
+    speeds = {
+        name: quartiles([side.bytes / GB / one for one in wall[name]])
+        for name, side in turns.sides.items()
+    }
     lines = []
-    ranks = dist.get_world_size()
-    speeds = {}
-    for name, side in turns.sides.items():
-        median, low, high = quartiles([side.bytes / GB / one for one in seconds[name]])
-        speeds[name] = {"median": median, "low": low, "high": high}
-        if dist.get_rank() == 0:
-            told = ", ".join(
-                f"{part} {value * 1e3:.0f} ms" for part, value in medians[name].items()
+    for other in [name for name in turns.sides if name != "dynamic"]:
+        seen, of_cpu = ratio(wall, "dynamic", other), ratio(cpu, "dynamic", other)
+        workload = f"row_wise {turns.sides['dynamic'].bytes / GB:.2f} GB"
+        lines.append(
+            result(
+                workload, torch.get_num_threads(), what, other, seen, ranks=dist.get_world_size(),
+                cpu_ratio=of_cpu, gb_per_second=speeds, seconds=medians,
             )
-            print(
-                f"{ranks} ranks  {what:22} {name:10} {median:6.2f} GB/s [{low:.2f}, {high:.2f}]  {told}",
-                flush=True,
-            )
-    for other in turns.sides:
-        if other != "dynamic":
-            seen = ratio(seconds, "dynamic", other)
-            if dist.get_rank() == 0:
-                print(f"{ranks} ranks  {what:22} dynamic / {other}: {spread(seen)} of its time")
-            lines.append(
-                result(
-                    f"row_wise {turns.sides['dynamic'].bytes / GB:.2f} GB",
-                    torch.get_num_threads(),
-                    what,
-                    other,
-                    seen,
-                    ranks=ranks,
-                    gb_per_second=speeds,
-                    seconds=medians,
-                )  # fmt: skip
-            )
+        )  # fmt: skip
+    if dist.get_rank() == 0:
+        print(as_text(lines, medians, speeds), flush=True)
     return lines
+
+
+def as_text(
+    lines: list[dict[str, Any]],
+    medians: dict[str, dict[str, list[float]]],
+    speeds: dict[str, tuple[float, float, float]],
+) -> str:
+    """Formats what was seen of one thing."""
+    start = f"{lines[0]['ranks']} ranks  {lines[0]['what']:16}"
+    shown = []
+    for name, (median, low, high) in speeds.items():
+        parts = ", ".join(
+            f"{part} {wall * 1e3:.0f} ({cpu * 1e3:.0f})"
+            for part, (wall, cpu) in medians[name].items()
+        )
+        shown.append(
+            f"{start} {name:10} {median:5.2f} GB/s [{low:.2f}, {high:.2f}]  ms (CPU): {parts}"
+        )
+    shown += [
+        f"{start} dynamic / {line['against']}: {spread((line['ratio'], *line['ratio_quartiles']))} of its "
+        f"time, {spread(line['cpu_ratio'])} of its CPU time"
+        for line in lines
+    ]
+    return "\n".join(shown)
 
 
 def run(rows: int, folder: Path, rounds: int) -> list[dict[str, Any]]:
@@ -142,12 +165,16 @@ def run(rows: int, folder: Path, rounds: int) -> list[dict[str, Any]]:
     def clear() -> None:
         shutil.rmtree(saved, ignore_errors=True)
 
-    for is_synced, what in ((True, "save, synced"), (False, "save, not synced")):
-        save = lambda name, is_synced=is_synced: turns.sides[name].save(saved, is_synced)  # noqa: E731
-        lines += in_turn(turns, what, save, clear, rounds)
+    def save(name: str, is_synced: bool) -> Parts:
+        return turns.sides[name].save(saved, is_synced)
+
+    def load(name: str) -> Parts:
+        return turns.sides[name].load(folder / name)
+
+    lines += in_turn(turns, "save, synced", partial(save, is_synced=True), clear, rounds)
+    lines += in_turn(turns, "save, not synced", partial(save, is_synced=False), clear, rounds)
     for name, side in turns.sides.items():
-        side.save(folder / name, True)
-    load = lambda name: turns.sides[name].load(folder / name)  # noqa: E731
+        side.save(folder / name, is_synced=True)
     lines += in_turn(turns, "load, warm", load, clear, rounds)
     lines += in_turn(turns, "load, cold", load, lambda: drop_from_cache(folder), rounds)
     return lines

@@ -1,6 +1,7 @@
-"""Peak memory of saving and loading, part by part, over what the table itself takes (bench_checkpoint.py --memory).
+"""Peak memory of saving and loading, part by part (bench_checkpoint.py --memory).
 
-Linux keeps the peak of a process's resident memory and sets it back when asked to (proc(5): VmHWM, clear_refs).
+Linux keeps the peak of a process's resident memory and sets it back when asked to. Source: proc(5), VmHWM
+and clear_refs.
 """
 
 from __future__ import annotations

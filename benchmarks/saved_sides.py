@@ -1,4 +1,4 @@
-"""The contestants of bench_checkpoint.py: dynamic tables, TorchRec's static ones, plain tensors in torch.save.
+"""The contestants of bench_checkpoint.py: dynamic tables, TorchRec's static ones, and plain tensors.
 
 All hold as many rows of 64 columns with one number of optimizer state each; ours and the plain ones have 8
 bytes of id beside them. Each says what every part of a save and of a load took.
@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,16 @@ DIM = 64
 ROW_BYTES = 4 * DIM + 4  # weights and the one number of row-wise Adagrad
 ID_BYTES = 8
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02}
-Parts = dict[str, float]  # seconds
+
+
+class Spent(NamedTuple):
+    """Seconds: by the wall clock on the slowest rank, and of the processors of all ranks together."""
+
+    wall: float
+    cpu: float
+
+
+Parts = dict[str, Spent]
 
 
 class Side(Protocol):
@@ -53,12 +62,12 @@ class Side(Protocol):
 
 @contextmanager
 def timed(parts: Parts, name: str) -> Iterator[None]:
-    """Notes how long this takes on the slowest rank."""
-    begin = time.perf_counter()
+    """Notes how long this takes. Collective."""
+    begin, processor = time.perf_counter(), time.process_time()
     yield
-    if dist.is_initialized():
-        dist.barrier()
-    parts[name] = time.perf_counter() - begin
+    cpu = torch.tensor(time.process_time() - processor, dtype=torch.float64)
+    dist.all_reduce(cpu)
+    parts[name] = Spent(time.perf_counter() - begin, float(cpu))
 
 
 def config(rows: int) -> EmbeddingBagConfig:

@@ -17,7 +17,8 @@ def as_text(
     """Writes the report.
 
     Args:
-        curves: losses of each run; the first never moved and has all steps, the others those from `saved_at` on.
+        curves: losses of each run: of the first, which never moved, of all steps; of the others from
+            `saved_at` on.
         plans: of each run.
         changed: names of the tensors that a run that moved did not save as it had loaded them.
         is_kept: whether torch.save and torch.load of the laptop's model kept it.
