@@ -29,6 +29,7 @@ FLOORS = (
     " sequence_sharding sequence_batch carry_over agreement id_exchange shard_stats whole_table sharded_table"
     " shardable_view sharding_setup",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
+    " from_static_optimizer from_static"
     " sharded_embeddingbag sharded_embedding across_ranks sharders stats_logger planner",
     "__init__",
 )
