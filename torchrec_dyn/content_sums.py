@@ -1,0 +1,78 @@
+"""Content sums: what a saved table is checked by before any of it is used.
+
+The sum of a tensor of rows does not depend on how rows and columns are split, so every rank sums what it
+holds and the total is that of the whole table, whatever the plan. One wrong number always changes it.
+
+Legend: M rows, D columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.initializers import table_key
+
+# The tensors of a table in the order of their sums, in the model's and in the optimizer's state dict.
+MODEL_TENSORS = ("ids", "weight", "last_seen", "count", "waiting", "clock", "config")
+OPTIMIZER_TENSORS = ("momentum1", "momentum2", "step", "config")
+_WORD = 1 << 64
+
+
+def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column: int = 0) -> int:
+    """Sums rows of one tensor of a table (csrc/content.h: the formula).
+
+    Args:
+        table: its name.
+        name: of the tensor.
+        ids: [M] int64.
+        values: [M, D] or [M].
+        first_column: number of the first column.
+
+    Returns:
+        A number in [0, 2^64).
+    """
+    columns = values.reshape(ids.numel(), -1) if ids.numel() else values.new_empty(0, 1)
+    key = table_key(0, table, f"sum {name}")
+    return int(ops.content_sum(ids, columns.contiguous(), first_column, key)) % _WORD
+
+
+def sum_of_small(table: str, name: str, saved: Tensor) -> int:
+    """Sums a tensor that is not one row an id: "clock" [2, K], "step" [] or "config" [n]; or "waiting" [Q, 3].
+
+    Args:
+        table: its name.
+        name: of the tensor.
+        saved: the tensor.
+    """
+    rows = {"clock": saved.t(), "step": saved.reshape(1, 1)}.get(name, saved).to(torch.int64)
+    ids = rows[:, 0].contiguous() if name == "waiting" else torch.arange(len(rows))
+    return content_sum(table, name, ids, rows)
+
+
+def add_sums(*sums: Mapping[str, int]) -> dict[str, int]:
+    """Adds the sums of parts, tensor by tensor."""
+    names = dict.fromkeys(name for one in sums for name in one)
+    return {name: sum(one.get(name, 0) for one in sums) % _WORD for name in names}
+
+
+def as_words(sums: Mapping[str, int], order: tuple[str, ...]) -> Tensor:
+    """Writes sums as the saved "checksum", 0 where there is none.
+
+    Args:
+        sums: by tensor.
+        order: MODEL_TENSORS or OPTIMIZER_TENSORS.
+
+    Returns:
+        [len(order)] int64.
+    """
+    words = [sums.get(name, 0) for name in order]
+    return torch.tensor([word - _WORD if word >> 63 else word for word in words])
+
+
+def from_words(words: Tensor, order: tuple[str, ...]) -> dict[str, int]:
+    """Reads what `as_words` wrote."""
+    return {name: word % _WORD for name, word in zip(order, words.tolist(), strict=True)}
