@@ -19,7 +19,7 @@ CORE = ROOT / "csrc"
 # A new file: put its name where this holds.
 FLOORS = (
     "ops initializers policies config",
-    "optimizers row_numbers bag_layout clock",
+    "optimizers row_numbers bag_layout clock safetensors_file",
     "id_map row_store initial_rows scores waiting oldest age_limit row_life saved_life table_state"
     " table_stats table_checks insertion",
     "table table_blocks training_step lookup",
@@ -30,7 +30,8 @@ FLOORS = (
     " shardable_view sharding_setup",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
     " from_static_optimizer from_static"
-    " sharded_embeddingbag sharded_embedding across_ranks sharders stats_logger planner",
+    " sharded_embeddingbag sharded_embedding across_ranks sharders stats_logger planner"
+    " rows_here safetensors_rows",
     "__init__",
 )
 FIRST_FLOOR_WITH_TORCHREC = 4
