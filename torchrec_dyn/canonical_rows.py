@@ -1,7 +1,8 @@
 """CanonicalRows: what an id map holds in canonical order, looked up a stretch at a time.
 
-Canonical order is that of the mixed id, unsigned. Saving walks it, while rows lie in order of first sight; so
-as not to hold a permutation of the whole table, the map is scanned for one window of mixed ids after the other.
+Canonical order is that of the mixed id, unsigned. Saving walks it, while rows lie in order of first
+sight. So as not to hold a permutation of the whole table, the map is scanned for one window of mixed ids
+after the other.
 """
 
 from __future__ import annotations

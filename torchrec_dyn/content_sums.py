@@ -19,6 +19,8 @@ from torchrec_dyn.initializers import table_key
 # The tensors of a table in the order of their sums, in the model's and in the optimizer's state dict.
 MODEL_TENSORS = ("ids", "weight", "last_seen", "count", "waiting", "clock", "config")
 OPTIMIZER_TENSORS = ("momentum1", "momentum2", "step", "config")
+# The end of every message that says so.
+DAMAGED = "The checkpoint is damaged; use the one before."
 _WORD = 1 << 64
 
 
@@ -41,14 +43,15 @@ def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column
 
 
 def sum_of_small(table: str, name: str, saved: Tensor) -> int:
-    """Sums a tensor that is not one row an id: "clock" [2, K], "step" [] or "config" [n]; or "waiting" [Q, 3].
+    """Sums a tensor that is not one row an id: "clock" [2, K], "step" [], "config" [n], "waiting" [Q, 3].
 
     Args:
         table: its name.
         name: of the tensor.
         saved: the tensor.
     """
-    rows = {"clock": saved.t(), "step": saved.reshape(1, 1)}.get(name, saved).to(torch.int64)
+    rows = saved.t() if name == "clock" else saved if saved.dim() == 2 else saved.reshape(-1, 1)
+    rows = rows.to(torch.int64)
     ids = rows[:, 0].contiguous() if name == "waiting" else torch.arange(len(rows))
     return content_sum(table, name, ids, rows)
 
@@ -74,5 +77,10 @@ def as_words(sums: Mapping[str, int], order: tuple[str, ...]) -> Tensor:
 
 
 def from_words(words: Tensor, order: tuple[str, ...]) -> dict[str, int]:
-    """Reads what `as_words` wrote."""
+    """Reads what `as_words` wrote.
+
+    Args:
+        words: [len(order)] int64.
+        order: MODEL_TENSORS or OPTIMIZER_TENSORS.
+    """
     return {name: word % _WORD for name, word in zip(order, words.tolist(), strict=True)}

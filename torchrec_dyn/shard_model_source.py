@@ -171,7 +171,13 @@ _WAITING_ROWS = CHUNK_BYTES // 24
 
 
 def whole_tensor(value: Tensor, is_saved: bool, entry: Any) -> SavedTensor:
-    """Makes a small tensor that every rank has, and one saves."""
+    """Makes a small tensor that every rank has, and one saves.
+
+    Args:
+        value: the tensor.
+        is_saved: whether this rank saves it.
+        entry: of the tensor.
+    """
 
     def read(start: int, stop: int) -> Tensor:
         return value[start:stop] if value.dim() else value

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_dyn.agreement import agree
 from torchrec_dyn.carry_over import carry_over
 from torchrec_dyn.clock import time_fault
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.grouped_lookups import PooledLookup, SequenceLookup
-from torchrec_dyn.initializers import Initializer, default_initializer
+from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.kernel import DynamicKernel
 from torchrec_dyn.local_table import LocalTable
 from torchrec_dyn.policies import AdmitAfter
@@ -26,9 +27,10 @@ from torchrec_dyn.saved_config import table_config
 from torchrec_dyn.shard_pieces import ShardPieces
 from torchrec_dyn.shard_state_dict import put_tables, take_tables
 from torchrec_dyn.shardable_view import ShardableView, merged_fused_params
+from torchrec_dyn.sharded_optimizer import ShardedOptimizer
 from torchrec_dyn.sharded_table import ShardedTableHandle
 from torchrec_dyn.table import DynamicTable
-from torchrec_dyn.table_configs import config_initializer, row_dtype
+from torchrec_dyn.table_configs import initializer_of, row_dtype
 from torchrec_dyn.table_layout import TableLayout, checked_plan, table_layouts
 
 _tables_of_model: weakref.WeakKeyDictionary[ShardingEnv, dict[str, str]] = (
@@ -137,6 +139,7 @@ class LocalShards:
         self._configs = {config.name: config for config in setup.configs}
         self._layouts = setup.layouts
         self._dynamic = setup.dynamic
+        self._optimizers = setup.view.optimizers
         self._env = env
         self._initializers: dict[str, Initializer] = {}  # those that came with a checkpoint
         self._tables: dict[str, list[DynamicTable]] = {name: [] for name in self._configs}
@@ -148,6 +151,7 @@ class LocalShards:
     def fill_from(self, trained: Mapping[str, DynamicTable]) -> None:
         """Takes over this rank's part of rows that were trained before sharding."""
         for name, source in trained.items():
+            self._initializers[name] = source.initializer
             carry_over(source, self._tables[name], self._layouts[name], self._env.rank)
 
     def set_time(self, time: int) -> None:
@@ -172,7 +176,11 @@ class LocalShards:
 
     def pieces(self) -> list[ShardPieces]:
         """Tells what this rank holds of each table, in the order of the tables."""
-        return [self._pieces_of(name) for name in self._configs]
+        return [self.pieces_of(name) for name in self._configs]
+
+    def optimizer(self, local: KeyedOptimizer, holder: str) -> ShardedOptimizer:
+        """Makes the optimizer of all tables out of that of this rank's kernels."""
+        return ShardedOptimizer(local, list(self._optimizers.items()), holder, self.pieces_of)
 
     def put_into(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Adds the tables to a state dict. Collective.
@@ -194,16 +202,12 @@ class LocalShards:
         came = take_tables(state_dict, prefix, self.pieces(), self._where, missing_keys)
         self._initializers.update(came)
 
-    def _pieces_of(self, name: str) -> ShardPieces:
+    def pieces_of(self, name: str) -> ShardPieces:
+        """Tells what this rank holds of one table."""
         config, dynamic = self._configs[name], self._dynamic[name]
         group = self._env.process_group
         assert isinstance(group, dist.ProcessGroup)
-        initializer = (
-            self._initializers.get(name)
-            or dynamic.initializer
-            or config_initializer(config)
-            or default_initializer(config.num_embeddings)
-        )
+        initializer = self._initializers.get(name) or initializer_of(config, dynamic)
         columns, dtype = config.embedding_dim, row_dtype(config)
         return ShardPieces(
             name,
@@ -247,17 +251,17 @@ def _tables_of(lookups: Iterable[nn.Module]) -> Iterable[DynamicTable]:
             yield from kernel.tables
 
 
-def save_and_load_tables(module: nn.Module, shards: LocalShards, holder: str) -> None:
-    """Makes the state dict of a sharded collection hold its tables.
+def save_and_load_tables(module: Any, shards: LocalShards, holder: str) -> None:
+    """Makes the state dicts of a sharded collection and of its optimizer hold its tables.
 
     Args:
         module: the sharded collection.
         shards: its tables on this rank.
-        holder: the name under which the unsharded collection holds them, and a dot.
+        holder: the name under which the unsharded collection holds them.
     """
 
     def put(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        shards.put_into(state_dict, prefix + holder)
+        shards.put_into(state_dict, f"{prefix}{holder}.")
 
     def take(
         module: nn.Module,
@@ -268,7 +272,8 @@ def save_and_load_tables(module: nn.Module, shards: LocalShards, holder: str) ->
         missing_keys: list[str],
         *others: Any,
     ) -> None:
-        shards.take_from(state_dict, prefix + holder, missing_keys)
+        shards.take_from(state_dict, f"{prefix}{holder}.", missing_keys)
 
+    module._optim = shards.optimizer(module._optim, holder)
     module._register_state_dict_hook(put)
     module._register_load_state_dict_pre_hook(take, with_module=True)
