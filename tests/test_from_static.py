@@ -1,6 +1,5 @@
 """from_static: a trained static collection becomes a dynamic one that trains on as it would have."""
 
-import importlib
 import random
 import subprocess
 import sys
@@ -17,17 +16,15 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import torchrec_dyn as dyn
+from torchrec_dyn import from_static_rows
 from torchrec_dyn.from_static import from_static
 
-module = importlib.import_module(
-    "torchrec_dyn.from_static"
-)  # the package has a function of this name
 RULE = {"optimizer": "EXACT_SGD", "learning_rate": 0.1}
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 5 * 4 * 8)  # rows 0 to 4, 5 to 9, ...
+    monkeypatch.setattr(from_static_rows, "CHUNK_BYTES", 5 * 4 * 8)  # rows 0 to 4, 5 to 9, ...
 
 
 def wrapped(static: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> KeyedOptimizer:
@@ -177,6 +174,7 @@ PEAK = """
 import resource
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec_dyn import from_static_rows
 from torchrec_dyn.from_static import from_static
 torch.set_num_threads(1)
 small, large = [

@@ -33,9 +33,9 @@ FLOORS = (
     " shard_state_dict shard_optimizer_source shard_optimizer_entry sharded_optimizer sharding_setup"
     " load_planner checkpoint",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
-    " from_static_optimizer from_static"
+    " from_static_rows from_static_optimizer from_static"
     " sharded_embeddingbag sharded_embedding across_ranks sharders stats_logger planner"
-    " rows_here safetensors_rows",
+    " rows_here safetensors_rows from_static_checkpoint",
     "__init__",
 )
 FIRST_FLOOR_WITH_TORCHREC = 4

@@ -115,6 +115,7 @@ DAMAGED = {
         file_of(header(rows={"data_offsets": [9, 17]}), 17),
         r"\[8, 16\] of 'rows' \[1, 2\], got \[9, 17\]",
     ),
+    "a longer span": (file_of(header(rows={"data_offsets": [7, 16]})), r"got \[7, 16\]"),
     "an overlap": (file_of(header(rows={"data_offsets": [0, 8]}), 8), "data_offsets"),
     "truncated": (file_of(header(), 15), "a file of .* bytes, as its header says, got"),
     "longer": (file_of(header(), 17), "a file of .* bytes, as its header says, got"),

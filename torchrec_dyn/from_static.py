@@ -25,14 +25,11 @@ from torchrec_dyn.from_static_optimizer import (
     saved_moments,
     trainer_of,
 )
+from torchrec_dyn.from_static_rows import chunks, put_rows
 from torchrec_dyn.local_table import LocalTable
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.table_checks import ROW_DTYPES
 from torchrec_dyn.table_configs import checked_configs, with_row_dtype
-from torchrec_dyn.table_state import named_states
-
-# Rows are copied so many bytes at a time: beside both tables there is never more than a few of these.
-_CHUNK_BYTES = 32 << 20
 
 _Dynamic = DynamicEmbeddingBagCollection | DynamicEmbeddingCollection
 
@@ -188,13 +185,6 @@ def _fill(table: DynamicTable, weight: Tensor, moments: SavedMoments) -> None:
     """Gives the ids 0 to N - 1 the rows of a weight, [N, D], and their state, chunk by chunk."""
     table.step = moments.step  # before the rows: a life counts their age from here
     table.reserve(len(weight))
-    size = max(1, _CHUNK_BYTES // (table.columns * max(table.dtype.itemsize, 4)))
-    for first in range(0, len(weight), size):
-        ids = torch.arange(first, min(first + size, len(weight)))
-        chunk = slice(first, first + len(ids))
-        rows = table.find_or_insert(ids)
-        table.weights.write(rows, weight[chunk])
-        for one in named_states(table):
-            if one.name in moments.states:
-                state = moments.states[one.name].detach()[chunk]
-                one.store.write(rows, state.reshape(len(ids), one.store.columns))
+    for first, last in chunks(len(weight), table.columns):
+        states = {name: state.detach()[first:last] for name, state in moments.states.items()}
+        put_rows(table, torch.arange(first, last), weight[first:last], states)

@@ -16,14 +16,14 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, Optim
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 
 # What torch.optim and TorchRec's own classes call the states; FBGEMM's names are good as they are.
-_MOMENTS = {
+MOMENTS = {
     "sum": "momentum1",
     "exp_avg": "momentum1",
     "exp_avg_sq": "momentum2",
     "momentum1": "momentum1",
     "momentum2": "momentum2",
 }
-_STEPS = ("step", "iter")
+STEPS = ("step", "iter")
 # Options that no row rule has, or has with another meaning: a dense rule decays rows that no batch names.
 _WITHOUT_COUNTERPART = ("momentum", "nesterov", "weight_decay", "lr_decay", "amsgrad", "maximize")
 
@@ -162,8 +162,8 @@ def saved_moments(
     state = getattr(trainer.optimizer, "state", {}).get(weight, {})
     plain = {str(name).removeprefix(f"{table}."): one for name, one in state.items()}
     found = {name: one for name, one in plain.items() if one is not None}
-    steps = [found.pop(name) for name in _STEPS if name in found]
-    names = {_MOMENTS.get(name, name): name for name in found}
+    steps = [found.pop(name) for name in STEPS if name in found]
+    names = {MOMENTS.get(name, name): name for name in found}
     if found and sorted(names) != sorted(optimizer.state_names):
         raise ValueError(
             f"{where}: expected optimizer state {list(optimizer.state_names)} of "

@@ -55,18 +55,21 @@ class RowsHere:
         return ids if self.parts == 1 else ids[torch.eq(owners(ids, self.parts), self.part)]
 
 
-def rows_here(collection: Collection, table: str) -> RowsHere:
-    """Finds them; not collective.
+def rows_here(collection: Collection) -> dict[str, RowsHere]:
+    """Finds what this rank holds of each table; not collective.
 
     Args:
-        collection: that has this table.
-        table: its name.
+        collection: sharded or not.
     """
     if isinstance(collection, _SHARDED):
-        (pieces,) = [one for one in collection._shards.pieces() if one.name == table]
-        return RowsHere(pieces.shards, pieces.group, pieces.part or 0, pieces.ranks)
+        return {
+            one.name: RowsHere(one.shards, one.group, one.part or 0, one.ranks)
+            for one in collection._shards.pieces()
+        }
     pooled = isinstance(collection, DynamicEmbeddingBagCollection)
-    tables = dict((collection.embedding_bags if pooled else collection.embeddings).items())
-    one = tables[table]
-    assert isinstance(one, LocalTable)
-    return RowsHere([one.rows()], None)
+    tables = collection.embedding_bags if pooled else collection.embeddings
+    return {
+        name: RowsHere([one.rows()], None)
+        for name, one in tables.items()
+        if isinstance(one, LocalTable)
+    }

@@ -48,7 +48,7 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
         RuntimeError: if rows came or went meanwhile, or a rank failed; no file is left.
     """
     ids = read_ids(collection, table)
-    here, where = rows_here(collection, table), f"export_rows(table='{table}')"
+    here, where = rows_here(collection)[table], f"export_rows(table='{table}')"
     told = _told(here, where, [shard.config.seed for shard in here.shards])
     seed = next(seeds[0] for seeds in told if seeds)
     none, _ = lookup_rows(collection, table, ids[:0])
@@ -109,7 +109,7 @@ def import_rows(collection: Collection, table: str, path: str | os.PathLike[str]
         RuntimeError: on every rank, if the table has no room for the new ids; nothing has changed.
     """
     none, _ = lookup_rows(collection, table, torch.empty(0, dtype=torch.int64))
-    here, where = rows_here(collection, table), f"import_rows(table='{table}')"
+    here, where = rows_here(collection)[table], f"import_rows(table='{table}')"
     reader: SafetensorsReader | None = None
 
     def begin() -> tuple[int, str]:
