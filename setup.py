@@ -6,6 +6,8 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension
 SOURCES = [
     "csrc/library.cpp",
     "csrc/id_map_cpu.cpp",
+    "csrc/canonical_ids_cpu.cpp",
+    "csrc/content_sum_cpu.cpp",
     "csrc/row_store_cpu.cpp",
     "csrc/scores_cpu.cpp",
     "csrc/lowest_scores_cpu.cpp",

@@ -35,6 +35,15 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   // `every` runs of 4096 slots.
   m.def("probe_lengths(Tensor slots, int every) -> Tensor");
 
+  // Of one map, how many ids lie in each cell, named by the top `bits` bits (0 to 16) of the mixed id -> [2^bits].
+  m.def("count_cells(Tensor[] slots, Tensor moved, int bits) -> Tensor");
+  // The ids of one map with first <= mixed id <= last, unsigned words passed as int64 -> ids [K] in canonical order,
+  // rows [K]. None if first > last.
+  m.def("ids_between(Tensor[] slots, Tensor moved, int first, int last) -> (Tensor ids, Tensor rows)");
+  // ids [M], values [M, D] float32, float16, bfloat16 or int64, of which column 0 is number `first_column` of its
+  // table -> []: the content sum (content_sum.h). It adds up, modulo 2^64, over any cut into rows and columns.
+  m.def("content_sum(Tensor ids, Tensor values, int first_column, int key) -> Tensor");
+
   // Scores are blocks [2^shift, 1] int64, one word a row: last_seen << 32 | count (scores.h). A free row has none.
   //
   // rows [N] in table order, -1 skipped; steps [T]. Each occurrence: last_seen = step, count + 1. A table with 0

@@ -131,6 +131,23 @@ SAMPLES = {
         lambda: {"outgoing": filled_slots()[0], "slots": empty(12), "moved": 0, "until": 3},
     ],
     "probe_lengths": [lambda: {"slots": filled_slots()[0], "every": 1}],
+    "count_cells": [
+        lambda: {"slots": filled_slots()[::-1], "moved": whole(0), "bits": 3},
+        lambda: {"slots": [empty(0)], "moved": whole(-1), "bits": 0},
+    ],
+    "ids_between": [
+        lambda last=last: {
+            "slots": filled_slots()[::-1], "moved": whole(0), "first": 0, "last": last,
+        }
+        for last in (-1, 2**63 - 1)
+    ],
+    "content_sum": [
+        lambda dtype=dtype: {
+            "ids": whole(5, -6, 7), "values": torch.arange(6).reshape(3, 2).to(dtype),
+            "first_column": 3, "key": -3,
+        }
+        for dtype in (torch.float32, torch.bfloat16, I64)
+    ],
     "touch_scores_": [
         lambda: {
             "rows": whole(0, 7, -1, 7, 3, 0), "table_offsets": whole(0, 4, 5, 6),

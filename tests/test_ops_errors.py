@@ -40,7 +40,7 @@ HARMLESS = {
     ("fill_new_", "new_rows", "size"),
     *((op, name, "strides") for op, name in [("fill_new_", "new_rows"), ("erase", "moved")]),  # one
     *(("read_scores", "rows", how) for how in ("size", "nothing")),  # any number of rows
-    ("lowest_scores", "moved", "strides"),  # one
+    *((op, "moved", "strides") for op in ("lowest_scores", "count_cells", "ids_between")),  # one
     ("lowest_scores", "scores", "one less"),  # of which rows [0, 3) read none
     ("gather_pool", "rows", "size"),  # an id in no bag
     ("bag_weights_grad", "rows", "size"),
@@ -108,6 +108,25 @@ WRONG = [
         {"slots": filled_slots(), "moved": whole(-1, -1)},
         "number of maps = 1, got 2",
     ),
+    ("count_cells", {"bits": -1}, r"bits in \[0, 16\], got -1"),
+    ("count_cells", {"bits": 17}, r"bits in \[0, 16\], got 17"),
+    ("count_cells", {"bits": 2**62}, r"bits in \[0, 16\]"),
+    (
+        "count_cells",
+        {"slots": filled_slots(), "moved": whole(-1, -1)},
+        "number of maps = 1, got 2",
+    ),
+    (
+        "ids_between",
+        {"slots": filled_slots(), "moved": whole(-1, -1)},
+        "number of maps = 1, got 2",
+    ),
+    ("content_sum", {"first_column": -1}, r"first_column in \[0, 2\^31\), got -1"),
+    ("content_sum", {"first_column": 2**31}, r"first_column in \[0, 2\^31\), got 2147483648"),
+    ("content_sum", {"values": torch.ones(3, dtype=I64)}, r"shape \[M, D\], got 1 dim"),
+    ("content_sum", {"values": torch.ones(3, 2).int()}, "bfloat16 or int64, got int32"),
+    ("content_sum", {"values": torch.ones(2, 3)}, "number of rows of values = 3, got 2"),
+    ("content_sum", {"values": torch.ones(2, 3).T}, "values to be contiguous, got strides"),
     ("admit_by_chance", {"probability": 1.5}, r"probability in \[0, 1\], got 1.5"),
     ("admit_by_chance", {"probability": float("nan")}, r"probability in \[0, 1\], got nan"),
     ("admit_by_chance", {"counts": whole(0, 1, -1)}, r"counts in \[0, 2\^32\], got -1"),

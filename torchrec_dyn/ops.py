@@ -152,6 +152,57 @@ def probe_lengths(slots: Tensor, every: int) -> Tensor:
     return _ops.probe_lengths.default(slots, every)
 
 
+def count_cells(slots: Sequence[Tensor], moved: Tensor, bits: int) -> Tensor:
+    """Counts the ids of one map by cell, the top bits of the mixed id.
+
+    Args:
+        slots: as `lookup`, of one map.
+        moved: [1] int64, as `lookup`.
+        bits: that name a cell, 0 to 16.
+
+    Returns:
+        [2^bits] int64.
+    """
+    return _ops.count_cells.default(slots, moved, bits)
+
+
+def ids_between(
+    slots: Sequence[Tensor], moved: Tensor, first: int, last: int
+) -> tuple[Tensor, Tensor]:
+    """Lists the ids of one map whose mixed id lies in a range, in canonical order.
+
+    Args:
+        slots: as `lookup`, of one map.
+        moved: [1] int64, as `lookup`.
+        first: the least mixed id, the bits of an unsigned word as int64.
+        last: the largest, likewise and included; below `first` there is none.
+
+    Returns:
+        ids: [K] int64, ascending by mixed id, unsigned.
+        rows: [K] int64.
+    """
+    return _ops.ids_between.default(slots, moved, first, last)
+
+
+def content_sum(ids: Tensor, values: Tensor, first_column: int, key: int) -> Tensor:
+    """Sums up rows to one word that tells whether they hold what they held (csrc/content_sum.h).
+
+    The sums of the parts of any cut into rows and columns add up, modulo 2^64, to that of the whole.
+
+    Args:
+        ids: [M] int64.
+        values: [M, D] float32, float16, bfloat16 or int64, as bits: a NaN equals itself, 0.0 is not -0.0.
+        first_column: number of the first column in the whole table.
+        key: 64 bits (as int64) that stand for the table and for what the values are.
+
+    Returns:
+        [] int64, the bits of an unsigned word.
+
+    Source: multilinear hashing, Lemire and Kaser, "Strongly universal string hashing is fast", 2014.
+    """
+    return _ops.content_sum.default(ids, values, first_column, key)
+
+
 def touch_scores_(
     rows: Tensor,
     table_offsets: Tensor,
@@ -500,6 +551,22 @@ def _(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tensor:
 @_fake("probe_lengths")
 def _(slots: Tensor, every: int) -> Tensor:
     return slots.new_empty(3)
+
+
+@_fake("count_cells")
+def _(slots: Sequence[Tensor], moved: Tensor, bits: int) -> Tensor:
+    return moved.new_empty(1 << bits)
+
+
+@_fake("ids_between")
+def _(slots: Sequence[Tensor], moved: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+    found = torch.library.get_ctx().new_dynamic_size()
+    return moved.new_empty(found), moved.new_empty(found)
+
+
+@_fake("content_sum")
+def _(ids: Tensor, values: Tensor, first_column: int, key: int) -> Tensor:
+    return ids.new_empty(())
 
 
 @_fake("touch_scores_")

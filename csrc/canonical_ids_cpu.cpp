@@ -1,0 +1,182 @@
+// The ids of one map by their mixed ids, on the CPU.
+#include "canonical_ids.h"
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "checks.h"
+#include "map_arguments.h"
+#include "parallel.h"
+
+namespace torchrec_dyn {
+namespace {
+
+constexpr int64_t kMostCellBits = 16;
+
+IdMapView one_map(const char* op, const std::vector<Tensor>& slots, const Tensor& moved) {
+  const std::vector<IdMapView> maps = views_of(op, slots, moved);
+  check_size(op, "the number of maps", 1, static_cast<int64_t>(maps.size()));
+  return maps[0];
+}
+
+TORCHREC_DYN_SIMD void find_cells(const Slot* slots, int64_t count, int bits, uint32_t* cells) {
+  cells_of_slots(slots, count, bits, cells);
+}
+
+TORCHREC_DYN_SIMD void find_inside(const Slot* slots, int64_t count, uint64_t first, uint64_t span, uint64_t* mixed,
+                                   uint8_t* inside) {
+  mix_slots(slots, count, first, span, mixed, inside);
+}
+
+Tensor count_cells(std::vector<Tensor> slots, const Tensor& moved, int64_t bits) {
+  const char* op = "count_cells";
+  const IdMapView map = one_map(op, slots, moved);
+  STD_TORCH_CHECK(bits >= 0 && bits <= kMostCellBits, op, ": expected bits in [0, ", kMostCellBits, "], got ", bits,
+                  ".");
+  const auto cells = size_t{1} << bits;
+  Tensor counts = new_int64(static_cast<int64_t>(cells));
+  auto* total = mutable_data<uint64_t>(counts);
+  std::fill(total, total + cells, uint64_t{0});
+  std::mutex mutex;
+  for (int a = 0; a < (map.is_growing() ? 2 : 1); ++a) {
+    const SlotArray& array = map.arrays[a];
+    for_each_range(array.capacity, 1 << 20, [&](int64_t begin, int64_t end) {
+      std::vector<uint64_t> here(cells + 1);  // the last counts empty slots, and spares a branch
+      std::array<uint32_t, kSlotRun> cell_of_slot;
+      for (int64_t run = begin; run < end; run += kSlotRun) {
+        const int64_t count = std::min(kSlotRun, end - run);
+        find_cells(array.slots + run, count, static_cast<int>(bits), cell_of_slot.data());
+        for (int64_t i = 0; i < count; ++i) ++here[cell_of_slot[static_cast<size_t>(i)]];
+      }
+      const std::lock_guard<std::mutex> lock(mutex);
+      for (size_t cell = 0; cell < cells; ++cell) total[cell] += here[cell];
+    });
+  }
+  return counts;
+}
+
+// The ids of a range, run by run of the slots, and what is known of all of them.
+struct Selection {
+  std::vector<std::vector<MixedRow>> runs;
+  uint64_t ids = 0;
+  uint64_t low = ~uint64_t{0};
+  uint64_t high = 0;
+};
+
+// Those of one run of slots, taken together on the stack so that no more than they need is allocated.
+std::vector<MixedRow> select_run(const Slot* slots, int64_t count, uint64_t first, uint64_t span) {
+  std::array<uint64_t, kSlotRun> mixed;
+  std::array<uint8_t, kSlotRun> inside;
+  std::array<MixedRow, kSlotRun + 1> found;
+  find_inside(slots, count, first, span, mixed.data(), inside.data());
+  size_t kept = 0;
+  for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
+    found[kept] = {mixed[i], slots[i].row()};
+    kept += inside[i];
+  }
+  return {found.begin(), found.begin() + static_cast<int64_t>(kept)};
+}
+
+Selection select(const IdMapView& map, uint64_t first, uint64_t span) {
+  Selection all;
+  std::mutex mutex;
+  for (int a = 0; a < (map.is_growing() ? 2 : 1); ++a) {
+    const SlotArray& array = map.arrays[a];
+    const auto before = static_cast<int64_t>(all.runs.size());
+    const int64_t runs = (array.capacity + kSlotRun - 1) / kSlotRun;
+    all.runs.resize(static_cast<size_t>(before + runs));
+    for_each_range(runs, 16, [&](int64_t begin, int64_t end) {
+      Selection here;
+      for (int64_t run = begin; run < end; ++run) {
+        const int64_t slot = run * kSlotRun;
+        auto& found = all.runs[static_cast<size_t>(before + run)];
+        found = select_run(array.slots + slot, std::min(kSlotRun, array.capacity - slot), first, span);
+        here.ids += found.size();
+        for (const MixedRow& id : found) {
+          here.low = std::min(here.low, id.mixed);
+          here.high = std::max(here.high, id.mixed);
+        }
+      }
+      const std::lock_guard<std::mutex> lock(mutex);
+      all.ids += here.ids;
+      all.low = std::min(all.low, here.low);
+      all.high = std::max(all.high, here.high);
+    });
+  }
+  return all;
+}
+
+// The ids of a selection in their buckets, and where each bucket begins. Takes the selection apart on the way.
+struct Bucketed {
+  std::unique_ptr<MixedRow[]> ids;
+  std::vector<size_t> begins;
+};
+
+Bucketed put_into_buckets(Selection& selected, const Buckets& buckets) {
+  // Stretches of runs, each with its own place in every bucket.
+  const auto runs = static_cast<int64_t>(selected.runs.size());
+  const int64_t stretches = std::min(runs, thread_count() == 1 ? 1 : 4 * thread_count());
+  const auto run_of = [&](int64_t stretch) { return static_cast<size_t>(stretch * runs / stretches); };
+  std::vector<std::vector<size_t>> places(static_cast<size_t>(stretches));
+  for_each_task(stretches, [&](int64_t stretch) {
+    std::vector<size_t>& count = places[static_cast<size_t>(stretch)];
+    count.resize(buckets.count());
+    for (size_t run = run_of(stretch); run < run_of(stretch + 1); ++run)
+      for (const MixedRow& id : selected.runs[run]) ++count[buckets.of(id.mixed)];
+  });
+  Bucketed sorted{std::make_unique_for_overwrite<MixedRow[]>(selected.ids), {}};
+  size_t next = 0;
+  for (size_t bucket = 0; bucket < buckets.count(); ++bucket) {
+    sorted.begins.push_back(next);
+    for (std::vector<size_t>& place : places) next += std::exchange(place[bucket], next);
+  }
+  sorted.begins.push_back(next);
+  for_each_task(stretches, [&](int64_t stretch) {
+    std::vector<size_t>& place = places[static_cast<size_t>(stretch)];
+    for (size_t run = run_of(stretch); run < run_of(stretch + 1); ++run) {
+      for (const MixedRow& id : selected.runs[run]) sorted.ids[place[buckets.of(id.mixed)]++] = id;
+      std::vector<MixedRow>().swap(selected.runs[run]);
+    }
+  });
+  return sorted;
+}
+
+std::tuple<Tensor, Tensor> ids_between(std::vector<Tensor> slots, const Tensor& moved, int64_t first, int64_t last) {
+  const char* op = "ids_between";
+  const IdMapView map = one_map(op, slots, moved);
+  const auto from = static_cast<uint64_t>(first), to = static_cast<uint64_t>(last);
+  if (from > to) return {new_int64(0), new_int64(0)};
+  Selection selected = select(map, from, to - from);
+  STD_TORCH_CHECK(selected.ids < (uint64_t{1} << 32), op, ": expected fewer than 2^32 ids, got ", selected.ids, ".");
+  const auto count = static_cast<int64_t>(selected.ids);
+  if (count == 0) return {new_int64(0), new_int64(0)};
+  const Buckets buckets(selected.low, selected.high, selected.ids);
+  const Bucketed bucketed = put_into_buckets(selected, buckets);
+  Tensor ids = new_int64(count), rows = new_int64(count);
+  auto* id = mutable_data<uint64_t>(ids);
+  auto* row = mutable_data<int64_t>(rows);
+  for_each_task(static_cast<int64_t>(buckets.count()), [&](int64_t bucket) {
+    const size_t begin = bucketed.begins[static_cast<size_t>(bucket)];
+    const size_t end = bucketed.begins[static_cast<size_t>(bucket) + 1];
+    sort_bucket(buckets, bucketed.ids.get() + begin, end - begin);
+    for (size_t i = begin; i < end; ++i) {
+      id[i] = unmix64(bucketed.ids[i].mixed);
+      row[i] = bucketed.ids[i].row;
+    }
+  });
+  return {ids, rows};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
+  m.impl("count_cells", TORCH_BOX(&count_cells));
+  m.impl("ids_between", TORCH_BOX(&ids_between));
+}
+
+}  // namespace torchrec_dyn
