@@ -41,14 +41,15 @@ def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column
 
 
 def sum_of_small(table: str, name: str, saved: Tensor) -> int:
-    """Sums a tensor that is not one row an id: "clock" [2, K], "step" [] or "config" [n]; or "waiting" [Q, 3].
+    """Sums a tensor that is not one row an id: "clock" [2, K], "step" [], "config" [n], "waiting" [Q, 3].
 
     Args:
         table: its name.
         name: of the tensor.
         saved: the tensor.
     """
-    rows = {"clock": saved.t(), "step": saved.reshape(1, 1)}.get(name, saved).to(torch.int64)
+    rows = saved.t() if name == "clock" else saved if saved.dim() == 2 else saved.reshape(-1, 1)
+    rows = rows.to(torch.int64)
     ids = rows[:, 0].contiguous() if name == "waiting" else torch.arange(len(rows))
     return content_sum(table, name, ids, rows)
 

@@ -8,14 +8,18 @@ Legend: R rows allocated, M rows asked for.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.id_map import SLOT_BYTES
 
 # Upper bound of a block: large enough that a table has few of them, small enough that the last,
 # partly used one is no burden where memory is committed at once.
 _BLOCK_BYTES = 32 << 20
+_LINE_BYTES = 64
 
 
 def block_shift(row_limit: int, row_bytes: int) -> int:
@@ -100,6 +104,54 @@ class RowStore:
             return
         values = values.to(self.dtype).contiguous()
         ops.scatter_rows_(rows, values, self.blocks, self.shift, self.columns)
+
+    def put(self, first_row: int, first_column: int, values: Tensor) -> None:
+        """Copies values into neighbouring rows and columns.
+
+        Args:
+            first_row: where they begin.
+            first_column: likewise.
+            values: [M, C]; converted to the rows' dtype, to nearest.
+        """
+        columns = slice(first_column, first_column + values.shape[1])
+        for begin, end, piece in self._pieces(first_row, first_row + len(values)):
+            piece[:, columns] = values[begin - first_row : end - first_row]
+
+    def converted(
+        self, columns: int, dtype: torch.dtype, convert: Callable[[Tensor], Tensor]
+    ) -> RowStore:
+        """Moves all rows into a store of another shape, block by block; this one is empty afterwards.
+
+        Args:
+            columns: of the result.
+            dtype: of the result.
+            convert: gives [M, columns] of any dtype for [M, self.columns].
+        """
+        made = RowStore(columns, self.shift, dtype, self.device)
+        made.reserve(self.capacity)
+        self._spare = []
+        for block in made.blocks:
+            block.copy_(convert(self.blocks.pop(0)))
+        return made
+
+    def _pieces(self, first: int, end: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Walks the blocks of rows [first, end): begin, end and the rows."""
+        while first < end:
+            block, place = first >> self.shift, first & ((1 << self.shift) - 1)
+            rows = min(end - first, (1 << self.shift) - place)
+            yield first, first + rows, self.blocks[block][place : place + rows]
+            first += rows
+
+    def reserve_zeros(self, rows: int) -> None:
+        """Makes an empty store one of `rows` rows of zeros, whose memory is committed where they are written."""
+        blocks = -(-rows >> self.shift)
+        nothing = torch.empty(0, 2, dtype=torch.int64, device=self.device)
+        # A block has 16 rows at least, so that together they are whole cache lines, or nearly.
+        lines = -(-(blocks * self.row_bytes << self.shift) // _LINE_BYTES)
+        zeros = ops.new_slots(nothing, max(1, lines) * _LINE_BYTES // SLOT_BYTES).view(self.dtype)
+        numbers = blocks * self.columns << self.shift
+        together = zeros.flatten()[:numbers].view(-1, self.columns)
+        self.blocks = list(together.split(1 << self.shift)) if blocks else []
 
     def zero(self, rows: Tensor) -> None:
         """Fills rows with zeros.

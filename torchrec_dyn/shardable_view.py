@@ -22,6 +22,7 @@ from torchrec_dyn.optimizer_choice import (
     chosen_fused_params,
     chosen_optimizer,
 )
+from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.row_wise import config_of_share, row_limit
 from torchrec_dyn.table_layout import TableLayout
 
@@ -93,10 +94,11 @@ class ShardableView(nn.Module):
         trained, frozen = KernelOptions(options), KernelOptions(options, frozen=True)
         placeholders = nn.ModuleDict()
         self.tables_by_default: list[str] = []
+        self.optimizers: dict[str, RowOptimizer] = {}
         for config in configs:
             weight = tables[config.name].weight
             table = f"{where}(table='{config.name}')"
-            chosen_optimizer(weight, fused_params, table)
+            self.optimizers[config.name] = chosen_optimizer(weight, fused_params, table)
             chosen = chosen_fused_params(weight, fused_params, table)
             if chosen is None:
                 self.tables_by_default.append(config.name)

@@ -31,7 +31,7 @@ from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.sequence_batch import Restoration, evened
 from torchrec_dyn.sequence_sharding import SEQUENCE_SHARDINGS
 from torchrec_dyn.sharded_table import ShardedTableHandle
-from torchrec_dyn.sharding_setup import LocalShards, set_up, tell_that_rows_are_not_saved
+from torchrec_dyn.sharding_setup import LocalShards, save_and_load_tables, set_up
 from torchrec_dyn.table_layout import TableLayout
 
 
@@ -105,7 +105,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         self._check_batch = BatchCheck(names, False, False, setup.where)
         self._shards = LocalShards(setup, self._lookups, env)
         self._shards.fill_from(module.local_tables())
-        self.register_state_dict_pre_hook(tell_that_rows_are_not_saved)
+        save_and_load_tables(self, self._shards, "embeddings")
 
     @classmethod
     def create_embedding_sharding(

@@ -32,8 +32,8 @@ from torchrec_dyn.sharding import POOLED_SHARDINGS
 from torchrec_dyn.sharding_setup import (
     LocalShards,
     ShardingSetup,
+    save_and_load_tables,
     set_up,
-    tell_that_rows_are_not_saved,
 )
 
 
@@ -91,7 +91,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._check_batch = BatchCheck(names, module.is_weighted(), True, setup.where)
         self._shards = LocalShards(setup, self._lookups, env)
         self._shards.fill_from(module.local_tables())
-        self.register_state_dict_pre_hook(tell_that_rows_are_not_saved)
+        save_and_load_tables(self, self._shards, "embedding_bags")
 
     @classmethod
     def create_embedding_bag_sharding(

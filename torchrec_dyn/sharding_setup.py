@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,24 +12,30 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_dyn.agreement import agree
 from torchrec_dyn.carry_over import carry_over
 from torchrec_dyn.clock import time_fault
+from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.grouped_lookups import PooledLookup, SequenceLookup
+from torchrec_dyn.initializers import Initializer, default_initializer
 from torchrec_dyn.kernel import DynamicKernel
 from torchrec_dyn.local_table import LocalTable
+from torchrec_dyn.policies import AdmitAfter
+from torchrec_dyn.saved_config import table_config
+from torchrec_dyn.shard_pieces import ShardPieces
+from torchrec_dyn.shard_state_dict import put_tables, take_tables
 from torchrec_dyn.shardable_view import ShardableView, merged_fused_params
+from torchrec_dyn.sharded_optimizer import ShardedOptimizer
 from torchrec_dyn.sharded_table import ShardedTableHandle
 from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table_configs import config_initializer, row_dtype
 from torchrec_dyn.table_layout import TableLayout, checked_plan, table_layouts
-
-logger: logging.Logger = logging.getLogger(__name__)
 
 _tables_of_model: weakref.WeakKeyDictionary[ShardingEnv, dict[str, str]] = (
     weakref.WeakKeyDictionary()
 )
-_has_told_that_rows_are_not_saved = False
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class ShardingSetup:
         configs: its tables' configs.
         plan: its part of the plan, for our kernel.
         layouts: where the pieces of each table go.
+        dynamic: the users' options of each table.
         view: what TorchRec is shown instead of the collection.
     """
 
@@ -49,6 +55,7 @@ class ShardingSetup:
     configs: Sequence[BaseEmbeddingConfig]
     plan: dict[str, ParameterSharding]
     layouts: dict[str, TableLayout]
+    dynamic: dict[str, DynamicTableConfig]
     view: ShardableView
 
 
@@ -93,7 +100,8 @@ def set_up(
             UserWarning,
             stacklevel=4,
         )
-    return ShardingSetup(where, configs, for_our_kernel, layouts, view)
+    dynamic = {name: table.dynamic for name, table in tables.items()}
+    return ShardingSetup(where, configs, for_our_kernel, layouts, dynamic, view)
 
 
 def _claim_names(
@@ -130,7 +138,10 @@ class LocalShards:
         self._where = setup.where
         self._configs = {config.name: config for config in setup.configs}
         self._layouts = setup.layouts
+        self._dynamic = setup.dynamic
+        self._optimizers = setup.view.optimizers
         self._env = env
+        self._initializers: dict[str, Initializer] = {}  # those that came with a checkpoint
         self._tables: dict[str, list[DynamicTable]] = {name: [] for name in self._configs}
         for table in _tables_of(lookups):
             self._tables[table.name].append(table)
@@ -162,6 +173,58 @@ class LocalShards:
         for shard in shards:
             shard.set_time(latest)
 
+    def pieces(self) -> list[ShardPieces]:
+        """Tells what this rank holds of each table, in the order of the tables."""
+        return [self.pieces_of(name) for name in self._configs]
+
+    def optimizer(self, local: KeyedOptimizer, holder: str) -> ShardedOptimizer:
+        """Makes the optimizer of all tables out of that of this rank's kernels."""
+        return ShardedOptimizer(local, list(self._optimizers.items()), holder, self.pieces_of)
+
+    def put_into(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Adds the tables to a state dict. Collective.
+
+        Args:
+            state_dict: of the model.
+            prefix: of the tables' names.
+        """
+        put_tables(state_dict, prefix, self.pieces(), self._where)
+
+    def take_from(self, state_dict: dict[str, Any], prefix: str, missing_keys: list[str]) -> None:
+        """Loads the tables out of a state dict, all or none, and removes their keys. Collective.
+
+        Args:
+            state_dict: of the model.
+            prefix: of the tables' names.
+            missing_keys: gets those that are not there.
+        """
+        came = take_tables(state_dict, prefix, self.pieces(), self._where, missing_keys)
+        self._initializers.update(came)
+
+    def pieces_of(self, name: str) -> ShardPieces:
+        """Tells what this rank holds of one table."""
+        config, dynamic = self._configs[name], self._dynamic[name]
+        group = self._env.process_group
+        assert isinstance(group, dist.ProcessGroup)
+        initializer = (
+            self._initializers.get(name)
+            or dynamic.initializer
+            or config_initializer(config)
+            or default_initializer(config.num_embeddings)
+        )
+        columns, dtype = config.embedding_dim, row_dtype(config)
+        return ShardPieces(
+            name,
+            f"{self._where}.table('{name}')",
+            self._layouts[name],
+            self._tables[name],
+            self._env.rank,
+            group,
+            table_config(name, columns, dynamic.seed, dtype, initializer),
+            dynamic.has_life,
+            isinstance(dynamic.admission, AdmitAfter),
+        )
+
     def handle(self, name: str) -> ShardedTableHandle:
         """Gives a handle on one table.
 
@@ -192,13 +255,29 @@ def _tables_of(lookups: Iterable[nn.Module]) -> Iterable[DynamicTable]:
             yield from kernel.tables
 
 
-def tell_that_rows_are_not_saved(module: nn.Module, *state_dict_args: Any) -> None:
-    """Logs once per process that a state dict lacks the rows; a state dict pre-hook."""
-    global _has_told_that_rows_are_not_saved
-    if not _has_told_that_rows_are_not_saved:
-        _has_told_that_rows_are_not_saved = True
-        logger.warning(
-            "%s: the state dict of a sharded model holds no rows of dynamic tables yet. "
-            "Read them rank by rank with collection.table(name).",
-            type(module).__name__,
-        )
+def save_and_load_tables(module: Any, shards: LocalShards, holder: str) -> None:
+    """Makes the state dicts of a sharded collection and of its optimizer hold its tables.
+
+    Args:
+        module: the sharded collection.
+        shards: its tables on this rank.
+        holder: the name under which the unsharded collection holds them.
+    """
+
+    def put(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        shards.put_into(state_dict, f"{prefix}{holder}.")
+
+    def take(
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        *others: Any,
+    ) -> None:
+        shards.take_from(state_dict, f"{prefix}{holder}.", missing_keys)
+
+    module._optim = shards.optimizer(module._optim, holder)
+    module._register_state_dict_hook(put)
+    module._register_load_state_dict_pre_hook(take, with_module=True)

@@ -44,6 +44,8 @@ class DynamicTable:
         life: scores, counters and clock; None without a policy.
         generation: counts replacements of the whole contents; a forward of an older one cannot
             run its backward.
+        edits: counts calls of `assign`.
+        initializer: of fresh rows.
     """
 
     def __init__(
@@ -70,14 +72,18 @@ class DynamicTable:
         self.optimizer = optimizer
         self.config = config
         self.step = 0
-        self.generation = 0
+        self.generation = self.edits = 0
         self.counters = dict.fromkeys(COUNTED, 0)
         check_shape(self, dtype, torch.device(device))
-        chosen = config.initializer or initializer or default_initializer(num_embeddings)
-        self.initial_rows = InitialRows(chosen, config.seed, name, first_column)
+        self.start_as(config.initializer or initializer or default_initializer(num_embeddings))
         self.rounding_key = table_key(config.seed, name, "rounding")
         self.forwards = OutstandingForwards()
         self.reset(dtype, torch.device(device))
+
+    def start_as(self, initializer: Initializer) -> None:
+        """Makes this the initializer of fresh rows."""
+        self.initializer = initializer
+        self.initial_rows = InitialRows(initializer, self.config.seed, self.name, self.first_column)
 
     def reset(self, dtype: torch.dtype, device: torch.device) -> None:
         """Empties it."""
@@ -189,6 +195,7 @@ class DynamicTable:
         """
         ids = check_ids(f"{self.where}.assign", ids)
         check_rows(self, rows, ids.numel(), "assign")
+        self.edits += 1
         self.weights.write(self.find_or_insert(ids), rows.detach())
 
     def erase(self, ids: Tensor) -> int:
@@ -206,6 +213,11 @@ class DynamicTable:
         rows = self.id_map.erase(ids)
         self.free(rows, "erased")
         return rows.numel()
+
+    def take_states(self, states: tuple[RowStore, ...]) -> None:
+        """Replaces the optimizer state; forwards before it cannot run their backward."""
+        self.states = states
+        self.generation += 1
 
     def free(self, rows: Tensor, cause: str) -> None:
         """Takes back rows whose ids have left the map.

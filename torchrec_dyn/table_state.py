@@ -37,6 +37,8 @@ class SavedTable(Protocol):
     """What the saved form is read from and written to (table.py)."""
 
     step: int
+    generation: int
+    edits: int
     optimizer: RowOptimizer
     id_map: IdMap
     row_numbers: RowNumbers
@@ -56,6 +58,30 @@ def named_states(table: SavedTable) -> list[NamedState]:
     optimizer = table.optimizer
     named = zip(optimizer.state_names, table.states, optimizer.state_is_rowwise, strict=True)
     return [NamedState(*one) for one in named]
+
+
+def stamp_of(table: SavedTable) -> tuple[int, ...]:
+    """Returns numbers that change when ids or rows come, go or are written, but for updates in backward."""
+    return (table.generation, table.edits, table.step, table.id_map.num_ids)
+
+
+def read_tensor(table: SavedTable, name: str, rows: Tensor) -> Tensor:
+    """Reads one tensor of the saved form at some rows.
+
+    Args:
+        table: any.
+        name: "weight", "last_seen", "count" or that of an optimizer state.
+        rows: [M] int64.
+
+    Returns:
+        [M, columns], or [M] of scores.
+    """
+    if name == "weight":
+        return table.weights.read(rows)
+    if table.life is not None and name in ("last_seen", "count"):
+        return table.life.scores.read(rows)[0 if name == "last_seen" else 1]
+    (store,) = (one.store for one in named_states(table) if one.name == name)
+    return store.read(rows)
 
 
 def read_state(table: SavedTable) -> dict[str, Tensor]:

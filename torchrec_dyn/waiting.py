@@ -104,7 +104,15 @@ class WaitingIds:
         self._numbers.give_back(rows)
         return rows.numel()
 
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns last sights and counts, [M] int64 each, of what `id_map` gives for ids.
+
+        Args:
+            rows: [M] int64.
+        """
+        return self._scores.read(rows)
+
     def export(self) -> Tensor:
         """Returns ids, last sights and counts in canonical order, [3, Q] int64."""
         ids, rows = self.id_map.contents()
-        return torch.stack([ids, *self._scores.read(rows)])
+        return torch.stack([ids, *self.read(rows)])

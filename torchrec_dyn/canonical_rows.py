@@ -1,0 +1,128 @@
+"""CanonicalRows: what an id map holds in canonical order, looked up a stretch at a time.
+
+Canonical order is that of the mixed id, unsigned. Saving walks it, while rows lie in order of first sight; so
+as not to hold a permutation of the whole table, the map is scanned for one window of mixed ids after the other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.id_map import IdMap
+
+# A window is looked up in one scan of the slots and kept for the next tensor: 16 bytes a row.
+WINDOW_ROWS = 4 << 20
+_CELL_BITS = 12
+_WORD_BITS = 64
+
+
+class _Window(NamedTuple):
+    begin: int
+    ids: Tensor
+    rows: Tensor
+
+
+def signed(word: int) -> int:
+    """Returns the int64 that has the bits of an unsigned word."""
+    return word - (1 << _WORD_BITS) if word >> (_WORD_BITS - 1) else word
+
+
+class CanonicalRows:
+    """The contents of one map, as long as they stay.
+
+    Args:
+        id_map: the map.
+        where: the table, for messages.
+        stamp: anything that changes when the map does.
+    """
+
+    _holder: weakref.ref[CanonicalRows] | None = None  # of the one window that is kept
+
+    def __init__(self, id_map: IdMap, where: str, stamp: Callable[[], Any]) -> None:
+        self._map = id_map
+        self._where = where
+        self._stamp = stamp
+        self._stamped = stamp()
+        self.count = id_map.num_ids
+        self._window: _Window | None = None
+        cells = ops.count_cells(*id_map.arrays(), _CELL_BITS)
+        self._begins = [0, *cells.cumsum(0).tolist()]
+
+    def cells(self, bits: int) -> Tensor:
+        """Counts the ids in each of 2^bits equal ranges of mixed ids, [2^bits] int64, bits 12 at most."""
+        begins = torch.tensor(self._begins)
+        return begins[:: 1 << (_CELL_BITS - bits)].diff()
+
+    def from_mixed(self, first: int) -> Tensor:
+        """Returns the ids whose mixed id is at least `first`, unsigned, in canonical order, [M] int64."""
+        return ops.ids_between(*self._map.arrays(), signed(first), -1)[0]
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Looks up the ids and rows at these places of the canonical order.
+
+        Args:
+            start: first place.
+            stop: place after the last.
+
+        Returns:
+            ids: [stop - start] int64.
+            rows: [stop - start] int64.
+
+        Raises:
+            RuntimeError: if the table has changed since.
+        """
+        self.check_unchanged()
+        ids, rows = [], []
+        while start < stop:
+            window = self._window_at(start)
+            inside = slice(start - window.begin, stop - window.begin)
+            ids.append(window.ids[inside])
+            rows.append(window.rows[inside])
+            start += ids[-1].numel()
+        if len(ids) == 1:
+            return ids[0], rows[0]
+        nothing = torch.empty(0, dtype=torch.int64)
+        return torch.cat([nothing, *ids]), torch.cat([nothing, *rows])
+
+    def stretches(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Walks all ids and rows, at most `most` at a time."""
+        for start in range(0, self.count, most):
+            yield self.read(start, min(self.count, start + most))
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError if the table has changed since this was made."""
+        if self._stamp() != self._stamped:
+            raise RuntimeError(
+                f"{self._where}: expected the table as it was when its state dict was made, got one that was "
+                "trained or changed since. Rows are read when they are saved: save first, or keep "
+                "copy.deepcopy(state_dict)."
+            )
+
+    def _window_at(self, place: int) -> _Window:
+        kept = self._window
+        if kept is not None and kept.begin <= place < kept.begin + kept.ids.numel():
+            return kept
+        first = bisect_right(self._begins, place) - 1
+        last = max(first + 1, bisect_right(self._begins, self._begins[first] + WINDOW_ROWS) - 1)
+        width = _WORD_BITS - _CELL_BITS
+        ids, rows = ops.ids_between(
+            *self._map.arrays(), signed(first << width), signed((last << width) - 1)
+        )
+        self._keep(_Window(self._begins[first], ids, rows))
+        assert self._window is not None
+        return self._window
+
+    def _keep(self, window: _Window) -> None:
+        """Keeps a window, the only one in the process: there may be many tables."""
+        holder = None if CanonicalRows._holder is None else CanonicalRows._holder()
+        if holder is not None:
+            holder._window = None
+        CanonicalRows._holder = weakref.ref(self)
+        self._window = window

@@ -1,0 +1,136 @@
+"""LoadPlanner: lets torch.distributed.checkpoint load tables of another size than they have now.
+
+DCP reads into tensors of the saved size. The planner asks each dynamic table which rows it wants, and hands
+them over chunk by chunk; nothing of the model changes until `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import (
+    STATE_DICT_TYPE,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from torchrec_dyn.saved_tensor import SavedTensor
+
+
+class Entry(Protocol):
+    """One table on this rank, as `SavedTensor.entry` (saved_shards.py)."""
+
+    def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
+        """Gets ready for what the checkpoint has of it, by name of the tensor."""
+
+    def wanted(self, name: str) -> list[ChunkStorageMetadata]:
+        """Returns the blocks of a tensor that this rank reads."""
+
+    def receive(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
+        """Takes a block."""
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Give it to `torch.distributed.checkpoint.load` where the state dict has dynamic tables.
+
+        dcp.load(state_dict, checkpoint_id=path, planner=LoadPlanner())
+        dmp.load_state_dict(state_dict["model"])
+
+    Everything else is loaded as DCP's own planner does, which takes the same arguments.
+    """
+
+    _names: dict[str, str]  # of the tensors of sharded tables, by key
+    _empty: set[str]  # keys of unsharded tables that are not in the checkpoint
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Tells each table what the checkpoint has of it."""
+        assert metadata is not None
+        self._names, self._empty = {}, set()
+        saved = metadata.state_dict_metadata
+        flat, paths = flatten_state_dict(state_dict)
+        found: dict[int, tuple[Entry, dict[str, TensorStorageMetadata]]] = {}
+        for fqn, value in flat.items():
+            of_saved = saved.get(fqn)
+            if isinstance(value, SavedTensor) and value.entry is not None:
+                self._names[fqn] = fqn.rpartition(".")[2]
+                _, tensors = found.setdefault(id(value.entry), (value.entry, {}))
+                if isinstance(of_saved, TensorStorageMetadata):
+                    tensors[self._names[fqn]] = of_saved
+            elif isinstance(value, Tensor) and _is_of_unsharded_table(fqn, flat, saved):
+                name = fqn.rpartition(".")[2]
+                resized = _resized(value, name, of_saved)
+                if resized is not None:
+                    set_element(state_dict, paths[fqn], resized)
+                if of_saved is None:
+                    self._empty.add(fqn)
+        for entry, tensors in found.values():
+            if tensors or not self.allow_partial_load:
+                entry.begin(tensors)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plans what this rank reads: of a dynamic table its own rows."""
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        ours = {*self._names, *self._empty}
+        others = {fqn: value for fqn, value in self.state_dict.items() if fqn not in ours}
+        plan = create_default_local_load_plan(others, self.metadata, not self.allow_partial_load)
+        for fqn, name in self._names.items():
+            of_saved = saved.get(fqn)
+            if isinstance(of_saved, TensorStorageMetadata) and name != "cells":
+                for chunk in self.state_dict[fqn].entry.wanted(name):
+                    plan.items += create_read_items_for_chunk_list(fqn, of_saved, [chunk])
+        return plan
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Gives the memory that a block is read into."""
+        fqn = read_item.dest_index.fqn
+        if fqn not in self._names:
+            return super().resolve_tensor(read_item)
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata[fqn]
+        assert isinstance(saved, TensorStorageMetadata)
+        return torch.empty(read_item.lengths, dtype=saved.properties.dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Hands a block that was read over to its table."""
+        fqn = read_item.dest_index.fqn
+        if fqn not in self._names:
+            super().commit_tensor(read_item, tensor)
+            return
+        begin = read_item.dest_index.offset or ()
+        offset = tuple(a + b for a, b in zip(begin, read_item.dest_offsets, strict=True))
+        self.state_dict[fqn].entry.receive(self._names[fqn], offset, tensor)
+
+
+def _is_of_unsharded_table(fqn: str, flat: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether a tensor stands beside a table's config here and there: its size changes with the table."""
+    config = f"{fqn.rpartition('.')[0]}.config"
+    return config in flat and config in saved
+
+
+def _resized(value: Tensor, name: str, saved: Any) -> Tensor | None:
+    """Returns a tensor of the saved size to take the place of one, None if its own size is right.
+
+    What has no numbers is not in every checkpoint: then the tensor is empty.
+    """
+    if isinstance(saved, TensorStorageMetadata):
+        if saved.size == value.size():
+            return None
+        return torch.empty(saved.size, dtype=saved.properties.dtype)
+    return value.new_empty((2, 0) if name == "clock" else (0, *value.shape[1:]))

@@ -1,0 +1,138 @@
+"""What a checkpoint says of a table beside its numbers: JSON in a tensor, so that every tool carries it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform
+from torchrec_dyn.optimizers import RowOptimizer
+
+FORMAT = 1
+_INITIALIZERS = {one.__name__: one for one in (Uniform, Normal, TruncatedNormal, Constant)}
+
+
+def table_config(
+    table: str, embedding_dim: int, seed: int, dtype: torch.dtype, initializer: Initializer
+) -> dict[str, Any]:
+    """Describes the rows of a table.
+
+    Args:
+        table: its name.
+        embedding_dim: width of a row.
+        seed: of the initial rows.
+        dtype: of the rows.
+        initializer: of the initial rows.
+    """
+    fields = dataclasses.asdict(initializer)  # type: ignore[call-overload]
+    return {
+        "format": FORMAT,
+        "table": table,
+        "embedding_dim": embedding_dim,
+        "seed": seed,
+        "rows": str(dtype).removeprefix("torch."),
+        "initializer": {"name": type(initializer).__name__, **fields},
+    }
+
+
+def optimizer_config(optimizer: RowOptimizer, cuts: list[int]) -> dict[str, Any]:
+    """Describes the optimizer state of a table.
+
+    Args:
+        optimizer: its rule.
+        cuts: where column shards begin, and the last one's end: told where a row has one number of some state
+            for each.
+    """
+    told = {"cuts": cuts} if any(optimizer.state_is_rowwise) else {}
+    return {"format": FORMAT, "optimizer": optimizer.kind.name.lower(), **told}
+
+
+def to_bytes(config: dict[str, Any]) -> Tensor:
+    """Writes a config, [n] uint8."""
+    text = json.dumps(config, sort_keys=True).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def from_bytes(where: str, saved: Tensor) -> dict[str, Any]:
+    """Reads a config.
+
+    Args:
+        where: the table, for messages.
+        saved: [n] uint8.
+
+    Raises:
+        ValueError: if it is none, or one of another format.
+    """
+    try:
+        config = json.loads(bytes(saved.tolist()))
+        number = config["format"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError(
+            f"{where}: expected a saved config in JSON, got {bytes(saved.tolist()[:60])!r}. "
+            "The checkpoint is damaged; use another one."
+        ) from None
+    if number != FORMAT:
+        raise ValueError(
+            f"{where}: expected a checkpoint of format {FORMAT}, got {number!r}. "
+            "Read it with the version of torchrec_dyn that wrote it."
+        )
+    return config
+
+
+def saved_initializer(where: str, config: dict[str, Any]) -> Initializer:
+    """Makes the initializer of a table's config.
+
+    Raises:
+        ValueError: if there is none of this name and with these numbers.
+    """
+    fields = dict(config.get("initializer", {}))
+    kind = _INITIALIZERS.get(fields.pop("name", ""))
+    try:
+        assert kind is not None
+        return kind(**fields)
+    except (AssertionError, TypeError, ValueError):
+        raise ValueError(
+            f"{where}: expected a saved initializer among {', '.join(_INITIALIZERS)}, got "
+            f"{config.get('initializer')}. Read it with the version of torchrec_dyn that wrote it."
+        ) from None
+
+
+def check_config(where: str, saved: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raises ValueError if rows saved so cannot go into a table of another name, width or seed.
+
+    Rows of another dtype are converted, and the saved initializer is taken over.
+
+    Args:
+        where: the table, for messages.
+        saved: of the checkpoint.
+        own: `table_config` of the table.
+    """
+    for field, remedy in (
+        ("table", "Give the table its old name: initial rows depend on it."),
+        ("embedding_dim", "Use the embedding_dim of the checkpoint."),
+        ("seed", "Set DynamicTableConfig(seed=...) to that of the checkpoint."),
+    ):
+        if saved.get(field) != own[field]:
+            raise ValueError(
+                f"{where}: expected a checkpoint with {field} {own[field]!r} as the model has, got "
+                f"{saved.get(field)!r}. {remedy}"
+            )
+
+
+def check_optimizer(where: str, saved: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raises ValueError if optimizer state was saved for another rule.
+
+    Args:
+        where: the table, for messages.
+        saved: of the checkpoint.
+        own: `optimizer_config` of the table.
+    """
+    if saved.get("optimizer") != own["optimizer"]:
+        raise ValueError(
+            f"{where}: expected optimizer state of {own['optimizer']} as the model has, got that of "
+            f"{saved.get('optimizer')}. Choose that optimizer, or load the model's state dict only."
+        )

@@ -1,0 +1,163 @@
+"""The entry of one sharded table in the model's state dict: what it is loaded from.
+
+Letters: R rows of the whole table, D its columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+
+from torchrec_dyn.content_sums import MODEL_TENSORS, add_sums, from_words, sum_of_small
+from torchrec_dyn.saved_config import check_config, from_bytes
+from torchrec_dyn.saved_places import Places
+from torchrec_dyn.shard_model_source import ModelSource
+from torchrec_dyn.shard_pieces import ShardPieces, blocks_of
+from torchrec_dyn.staged_rows import DAMAGED, StagedRows
+
+_SMALL = ("clock", "config", "checksum")
+
+
+class ModelEntry:
+    """Takes what a checkpoint has of one table, beside the table.
+
+    Args:
+        pieces: what this rank holds.
+
+    Attributes:
+        source: what the same tensors save.
+        staged: what has come for each shard, None before anything is loaded.
+        small: the tensors that are not by row.
+    """
+
+    def __init__(self, pieces: ShardPieces) -> None:
+        self.pieces = pieces
+        self.source = ModelSource(pieces, self)
+        self.staged: list[StagedRows] | None = None
+        self.small: dict[str, Tensor] = {}
+        self._saved: Mapping[str, TensorStorageMetadata] = {}
+        self._places = Places([])
+
+    def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
+        """Gets ready to receive what a checkpoint has of the table.
+
+        Args:
+            saved: its tensors in DCP's metadata, by name.
+
+        Raises:
+            ValueError: if it has nothing of it.
+        """
+        pieces = self.pieces
+        if "config" not in saved:
+            raise ValueError(
+                f"{pieces.where}: expected a checkpoint with this table, got one without. "
+                "Leave it out of the state dict, or give LoadPlanner(allow_partial_load=True)."
+            )
+        total = saved["ids"].size[0] if "ids" in saved else 0
+        dtype = saved["weight"].properties.dtype if "weight" in saved else torch.float32
+        self._saved, self.small = saved, {}
+        self._places = pieces.places(saved, total)
+        self.stage(self._places, dtype)
+
+    def stage(self, places: Places, dtype: torch.dtype) -> None:
+        """Makes empty stores beside those of the shards.
+
+        Args:
+            places: the rows that come.
+            dtype: of the saved rows.
+        """
+        pieces = self.pieces
+        self.staged = [
+            StagedRows(
+                pieces.name,
+                pieces.where,
+                places,
+                (shard.first_column, shard.columns),
+                dtype,
+                shard.weights.shift,
+                shard.row_limit,
+                pieces.owns if pieces.layout.rows_are_spread else None,
+                shard.life.waiting.limit if shard.life and shard.life.waiting else None,
+            )
+            for shard in pieces.shards
+        ]
+
+    def wanted(self, name: str) -> list[ChunkStorageMetadata]:
+        """Returns the blocks of a saved tensor that this rank reads."""
+        saved = self._saved[name]
+        everything = Places([(0, saved.size[0])])
+        if name in _SMALL:
+            return list(blocks_of(saved, everything, None))
+        if not self.staged or name not in self.names:
+            return []
+        if name == "waiting":  # few, and not counted by cells: every rank picks its own
+            return list(blocks_of(saved, everything, None))
+        if name != "weight":
+            return list(blocks_of(saved, self._places, None))
+        return [
+            block
+            for shard in self.pieces.shards
+            for block in blocks_of(
+                saved, self._places, (shard.first_column, shard.first_column + shard.columns)
+            )
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors by row that the table can use."""
+        life = ["last_seen", "count"] if self.pieces.has_life else []
+        return ["ids", "weight", *life, *(["waiting"] if self.pieces.counts else [])]
+
+    def receive(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
+        """Takes a block that was read.
+
+        Args:
+            name: of the tensor.
+            offset: of the block in it.
+            block: the numbers.
+        """
+        if name in _SMALL:
+            self.small[name] = block
+        for staged in self.staged or ():
+            if name not in _SMALL:
+                staged.receive(name, offset[0], offset[1] if len(offset) > 1 else 0, block)
+
+    def check(self) -> dict[str, int]:
+        """Checks what has come, as far as this rank can, and sums it.
+
+        Returns:
+            The sums of what belongs to this rank.
+
+        Raises:
+            ValueError: if it is damaged, or of another table.
+        """
+        pieces = self.pieces
+        if "config" in self.small:
+            saved = from_bytes(pieces.where, self.small["config"])
+            check_config(pieces.where, saved, pieces.config)
+        summed = []
+        for shard, staged in zip(pieces.shards, self.staged or (), strict=True):
+            staged.check_complete()
+            summed.append(staged.summed(shard.first_column == 0))
+        if pieces.rank == 0:
+            small = [name for name in ("clock", "config") if name in self.small]
+            summed.append(
+                {name: sum_of_small(pieces.name, name, self.small[name]) for name in small}
+            )
+        return add_sums(*summed)
+
+    def compare(self, summed: Mapping[str, int]) -> None:
+        """Raises ValueError if the sums of all ranks are not those that were saved."""
+        if "checksum" not in self.small:
+            return
+        words = from_words(self.small["checksum"], MODEL_TENSORS)
+        read = [*self.names, "config", *(["clock"] if self.pieces.has_life else [])]
+        for name in read:
+            if words[name] != summed.get(name, 0):
+                raise ValueError(
+                    f"{self.pieces.where}: expected {name} with content sum {words[name]:016x}, got "
+                    f"{summed.get(name, 0):016x}. {DAMAGED}"
+                )

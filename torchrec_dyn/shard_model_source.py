@@ -1,0 +1,231 @@
+"""What one sharded table saves in the model's state dict.
+
+Letters: R rows of the whole table, D its columns, Q ids that wait, K times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn.canonical_rows import CanonicalRows
+from torchrec_dyn.content_sums import (
+    MODEL_TENSORS,
+    add_sums,
+    as_words,
+    content_sum,
+    sum_of_small,
+)
+from torchrec_dyn.saved_config import to_bytes
+from torchrec_dyn.saved_places import (
+    CELL_BITS,
+    Run,
+    Runs,
+    Share,
+    cell_bits,
+    fewer_cells,
+    runs_of,
+    share_of,
+)
+from torchrec_dyn.saved_tensor import CHUNK_BYTES, Part, SavedTensor
+from torchrec_dyn.shard_pieces import ShardPieces
+from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table_state import read_tensor, stamp_of
+
+
+class Told(NamedTuple):
+    """What a rank tells the others of its shards of one table before it is saved.
+
+    Attributes:
+        share: of the rows.
+        cells: [2^CELL_BITS] int64, its rows in each; None where the table's first column is not here.
+        waiting: of the ids that wait, likewise.
+        clock: [2, K] int64 or None.
+        sums: of its tensors.
+    """
+
+    share: Share
+    cells: Tensor | None
+    waiting: Share | None
+    clock: Tensor | None
+    sums: dict[str, int]
+
+
+class ModelSource:
+    """Reads rows, ids, scores, counters, clock, config and checksum of one table.
+
+    Args:
+        pieces: what this rank holds.
+        entry: what the tensors are loaded by.
+    """
+
+    def __init__(self, pieces: ShardPieces, entry: Any) -> None:
+        self.pieces = pieces
+        self._entry = entry
+        self._canonical = [pieces.canonical(shard) for shard in pieces.shards]
+        self._waiting: CanonicalRows | None = None
+
+    def tell(self) -> Told | None:
+        """Sums this rank's shards and says what they hold, None where it has none."""
+        pieces = self.pieces
+        if pieces.part is None:
+            return None
+        shares, sums = [], []
+        for shard, rows in zip(pieces.shards, self._canonical, strict=True):
+            shares.append(share_of(rows, pieces.part, pieces.ranks))
+            sums.append(_sums_of(shard, rows))
+        cells = waiting = clock = None
+        first = pieces.shards[0]
+        if first.life is not None:
+            clock = first.life.clock.export()
+        if first.life is not None and first.life.waiting is not None:
+            self._waiting = CanonicalRows(
+                first.life.waiting.id_map, pieces.where, lambda: stamp_of(first)
+            )
+        if pieces.has_first_column:
+            cells = self._canonical[0].cells(CELL_BITS)
+            if self._waiting is not None:
+                waiting = share_of(self._waiting, pieces.part, pieces.ranks)
+                for start in range(0, self._waiting.count, _WAITING_ROWS):
+                    stop = min(self._waiting.count, start + _WAITING_ROWS)
+                    some = self._read_waiting(start, stop)
+                    sums.append({"waiting": sum_of_small(pieces.name, "waiting", some)})
+        return Told(shares[0], cells, waiting, clock, add_sums(*sums))
+
+    def tensors(self, told: Sequence[Told | None]) -> dict[str, SavedTensor]:
+        """Makes the tensors of the state dict, by name.
+
+        Args:
+            told: by each rank.
+        """
+        pieces, known = self.pieces, [one for one in told if one is not None]
+        runs = runs_of([one.share for one in known], pieces.part)
+        config = to_bytes(pieces.config)
+        small = {"config": config}
+        if pieces.has_life:
+            small["clock"] = next((one.clock for one in known if one.clock is not None), _NO_CLOCK)
+        sums = add_sums(
+            *(one.sums for one in known),
+            {name: sum_of_small(pieces.name, name, one) for name, one in small.items()},
+        )
+        small["checksum"] = as_words(sums, MODEL_TENSORS)
+        made = self._by_row(runs)
+        if pieces.counts:
+            waiting = [one.waiting for one in known if one.waiting is not None]
+            made["waiting"] = self._waiting_tensor(waiting)
+        for name, one in small.items():
+            made[name] = whole_tensor(one, pieces.rank == 0, self._entry)
+        counts = torch.stack([one.cells for one in known if one.cells is not None]).sum(0)
+        made["cells"] = cells_tensor(counts, runs.total, pieces.rank == 0, self._entry)
+        return made
+
+    def _by_row(self, runs: Runs) -> dict[str, SavedTensor]:
+        pieces = self.pieces
+        parts: dict[str, list[Part]] = {"weight": [], "ids": []}
+        if pieces.has_life:
+            parts |= {"last_seen": [], "count": []}
+        for shard, rows in zip(pieces.shards, self._canonical, strict=True):
+            for run in runs.mine:
+                size = (run.rows, shard.columns)
+                read = _reader(rows, run, shard, "weight")
+                parts["weight"].append(Part((run.place, shard.first_column), size, read))
+                for name in parts.keys() - {"weight"} if shard is pieces.shards[0] else ():
+                    read = _reader(rows, run, shard, name)
+                    is_saved = shard.first_column == 0
+                    parts[name].append(Part((run.place,), (run.rows,), read, is_saved))
+        dtype = getattr(torch, pieces.config["rows"])
+        columns = pieces.config["embedding_dim"]
+        return {
+            name: SavedTensor((runs.total, columns), dtype, held, self._entry)
+            if name == "weight"
+            else SavedTensor((runs.total,), torch.int64, held, self._entry)
+            for name, held in parts.items()
+        }
+
+    def _waiting_tensor(self, shares: Sequence[Share]) -> SavedTensor:
+        runs = runs_of(shares, self.pieces.part)
+        is_saved = self.pieces.has_first_column
+        parts = [
+            Part((run.place, 0), (run.rows, 3), _shifted(run, self._read_waiting), is_saved)
+            for run in runs.mine
+        ]
+        return SavedTensor((runs.total, 3), torch.int64, parts, self._entry)
+
+    def _read_waiting(self, start: int, stop: int) -> Tensor:
+        life = self.pieces.shards[0].life
+        assert self._waiting is not None and life is not None and life.waiting is not None
+        ids, rows = self._waiting.read(start, stop)
+        return torch.stack([ids, *life.waiting.read(rows)], dim=1)
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError if a shard has changed since this was made."""
+        for rows in self._canonical:
+            rows.check_unchanged()
+
+
+_NO_CLOCK = torch.empty(2, 0, dtype=torch.int64)
+_WAITING_ROWS = CHUNK_BYTES // 24
+
+
+def whole_tensor(value: Tensor, is_saved: bool, entry: Any) -> SavedTensor:
+    """Makes a small tensor that every rank has, and one saves."""
+
+    def read(start: int, stop: int) -> Tensor:
+        return value[start:stop] if value.dim() else value
+
+    part = Part((0,) * value.dim(), tuple(value.shape), read, is_saved)
+    return SavedTensor(value.shape, value.dtype, [part] if value.numel() else [], entry)
+
+
+def cells_tensor(counts: Tensor, total: int, is_saved: bool, entry: Any) -> SavedTensor:
+    """Makes "cells", [total + K, 0]: without numbers, but DCP's metadata tells the sizes of its chunks.
+
+    Args:
+        counts: [2^CELL_BITS] int64, rows of the whole table in each.
+        total: rows of the whole table.
+        is_saved: whether this rank saves it.
+        entry: of the tensor.
+    """
+    cells = fewer_cells(counts, cell_bits(total)).tolist()
+    parts, begin = [], 0
+    for rows in cells:
+        parts.append(Part((begin, 0), (rows + 1, 0), _no_numbers))
+        begin += rows + 1
+    return SavedTensor((begin, 0), torch.uint8, parts if is_saved else [], entry)
+
+
+def _no_numbers(start: int, stop: int) -> Tensor:
+    return torch.empty(stop - start, 0, dtype=torch.uint8)
+
+
+def _shifted(run: Run, read: Any) -> Any:
+    return lambda start, stop: read(run.here + start, run.here + stop)
+
+
+def _reader(rows: CanonicalRows, run: Run, shard: DynamicTable, name: str) -> Any:
+    def read(start: int, stop: int) -> Tensor:
+        ids, places = rows.read(start, stop)
+        return ids if name == "ids" else read_tensor(shard, name, places)
+
+    return _shifted(run, read)
+
+
+def _sums_of(shard: DynamicTable, rows: CanonicalRows) -> dict[str, int]:
+    """Sums the rows of one shard, and its ids and scores if it has the first column."""
+    names = ["weight"]
+    if shard.first_column == 0:
+        names += ["ids"] if shard.life is None else ["ids", "last_seen", "count"]
+    sums: list[dict[str, int]] = []
+    for ids, places in rows.stretches(max(1, CHUNK_BYTES // shard.weights.row_bytes)):
+        held = {name: ids if name == "ids" else read_tensor(shard, name, places) for name in names}
+        first = shard.first_column
+        sums.append(
+            {
+                name: content_sum(shard.name, name, ids, one, first if name == "weight" else 0)
+                for name, one in held.items()
+            }
+        )
+    return add_sums(*sums)

@@ -1,0 +1,371 @@
+"""The entry of one sharded table in the optimizer's state dict: what it saves, and what it is loaded from.
+
+Letters: R rows of the whole table, D its columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+
+from torchrec_dyn.canonical_rows import CanonicalRows
+from torchrec_dyn.content_sums import (
+    OPTIMIZER_TENSORS,
+    add_sums,
+    as_words,
+    content_sum,
+    from_words,
+    sum_of_small,
+)
+from torchrec_dyn.cuts import mean_over_cuts
+from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.row_store import RowStore
+from torchrec_dyn.saved_config import check_optimizer, from_bytes, optimizer_config, to_bytes
+from torchrec_dyn.saved_places import CELL_BITS, Places, Run, Runs, Share, runs_of, share_of
+from torchrec_dyn.saved_tensor import CHUNK_BYTES, Part, SavedTensor
+from torchrec_dyn.shard_model_source import cells_tensor, whole_tensor
+from torchrec_dyn.shard_pieces import ShardPieces, blocks_of
+from torchrec_dyn.staged_rows import DAMAGED
+from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table_state import NamedState, named_states, read_tensor
+
+SMALL = ("step", "config", "checksum")
+
+
+class Told(NamedTuple):
+    """What a rank tells the others of the optimizer state of one table.
+
+    Attributes:
+        share: of the rows.
+        cells: [2^CELL_BITS] int64, its rows in each; None where the table's first column is not here.
+        step: training forwards.
+        sums: of its tensors.
+    """
+
+    share: Share
+    cells: Tensor | None
+    step: int
+    sums: dict[str, int]
+
+
+class OptimizerEntry:
+    """Optimizer state, step, config and checksum of one table.
+
+    Args:
+        pieces: what this rank holds.
+        optimizer: how the rows learn.
+
+    Attributes:
+        small: the tensors that have come and are not by row.
+    """
+
+    def __init__(self, pieces: ShardPieces, optimizer: RowOptimizer) -> None:
+        self.pieces = pieces
+        self.optimizer = optimizer
+        self.small: dict[str, Tensor] = {}
+        self.staged: list[dict[str, RowStore]] | None = None
+        self._places = Places([])
+        self._saved: Mapping[str, TensorStorageMetadata] = {}
+        self._total = 0
+        self._canonical = [pieces.canonical(shard) for shard in pieces.shards]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What is told of the optimizer state."""
+        return optimizer_config(self.optimizer, self.pieces.cuts)
+
+    def _columns(self, shard: DynamicTable, one: NamedState) -> tuple[int, int]:
+        """Returns where a shard's state lies in the saved tensor: first column and width."""
+        if one.is_rowwise:
+            return self.pieces.cuts.index(shard.first_column), 1
+        return shard.first_column, shard.columns
+
+    # Saving.
+
+    def tell(self) -> Told | None:
+        """Sums this rank's shards and says what they hold, None where it has none."""
+        pieces = self.pieces
+        if pieces.part is None:
+            return None
+        sums = []
+        for shard, rows in zip(pieces.shards, self._canonical, strict=True):
+            for ids, places in rows.stretches(max(1, CHUNK_BYTES // shard.weights.row_bytes)):
+                for one in named_states(shard):
+                    first, _ = self._columns(shard, one)
+                    summed = content_sum(pieces.name, one.name, ids, one.store.read(places), first)
+                    sums.append({one.name: summed})
+        first_rows = self._canonical[0]
+        cells = first_rows.cells(CELL_BITS) if pieces.has_first_column else None
+        share = share_of(first_rows, pieces.part, pieces.ranks)
+        return Told(share, cells, pieces.shards[0].step, add_sums(*sums))
+
+    def tensors(self, told: Sequence[Told | None]) -> dict[str, SavedTensor]:
+        """Makes the tensors of the state dict, by name.
+
+        Args:
+            told: by each rank.
+        """
+        pieces, known = self.pieces, [one for one in told if one is not None]
+        runs = runs_of([one.share for one in known], pieces.part)
+        small = {"step": torch.tensor(known[0].step), "config": to_bytes(self.config)}
+        sums = add_sums(
+            *(one.sums for one in known),
+            {name: sum_of_small(pieces.name, name, one) for name, one in small.items()},
+        )
+        small["checksum"] = as_words(sums, OPTIMIZER_TENSORS)
+        made = dict(self._by_row(runs))
+        for name, one in small.items():
+            made[name] = whole_tensor(one, pieces.rank == 0, self)
+        counts = torch.stack([one.cells for one in known if one.cells is not None]).sum(0)
+        made["cells"] = cells_tensor(counts, runs.total, pieces.rank == 0, self)
+        return made
+
+    def _by_row(self, runs: Runs) -> Iterator[tuple[str, SavedTensor]]:
+        widths = {True: len(self.pieces.cuts) - 1, False: self.pieces.cuts[-1]}
+        for number, name in enumerate(self.optimizer.state_names):
+            parts = []
+            for shard, rows in zip(self.pieces.shards, self._canonical, strict=True):
+                first, columns = self._columns(shard, named_states(shard)[number])
+                for run in runs.mine:
+                    read = _reader(rows, run, shard, name)
+                    parts.append(Part((run.place, first), (run.rows, columns), read))
+            width = widths[self.optimizer.state_is_rowwise[number]]
+            yield name, SavedTensor((runs.total, width), torch.float32, parts, self)
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError if a shard has changed since this was made."""
+        for rows in self._canonical:
+            rows.check_unchanged()
+
+    # Loading.
+
+    def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
+        """Gets ready to receive what a checkpoint has of the optimizer state.
+
+        Args:
+            saved: its tensors in DCP's metadata, by name.
+
+        Raises:
+            ValueError: if it has nothing of it.
+        """
+        if "config" not in saved:
+            raise ValueError(
+                f"{self.pieces.where}: expected a checkpoint with its optimizer state, got one without. "
+                "Load the model's state dict only, or give LoadPlanner(allow_partial_load=True)."
+            )
+        self._saved, self.small = saved, {}
+        by_row = [saved[name] for name in self.optimizer.state_names if name in saved]
+        total = by_row[0].size[0] if by_row else 0
+        widths = {name: saved[name].size[1] for name in self.optimizer.state_names if name in saved}
+        self.stage(self.pieces.places(saved, total), total, widths)
+
+    def stage(self, places: Places, total: int, widths: Mapping[str, int]) -> None:
+        """Makes empty stores beside those of the shards.
+
+        Args:
+            places: the rows that come.
+            total: rows of the whole table.
+            widths: of the saved tensors: of row-wise state the column cuts.
+        """
+        self._places, self._total = places, total
+        self.staged = []
+        for shard in self.pieces.shards:
+            stores = {}
+            for one in named_states(shard):
+                if one.name in widths:
+                    width = widths[one.name] if one.is_rowwise else shard.columns
+                    store = RowStore(width, one.store.shift, torch.float32, one.store.device)
+                    store.reserve(places.count)
+                    stores[one.name] = store
+            self.staged.append(stores)
+
+    def wanted(self, name: str) -> list[ChunkStorageMetadata]:
+        """Returns the blocks of a saved tensor that this rank reads."""
+        saved = self._saved[name]
+        if name in SMALL:
+            whole = Places([(0, saved.size[0] if saved.size else 1)])
+            return list(blocks_of(saved, whole, None)) if saved.size else list(saved.chunks)
+        found = []
+        for shard in self.pieces.shards:
+            for one in named_states(shard):
+                if one.name == name:
+                    end = shard.first_column + shard.columns
+                    columns = None if one.is_rowwise else (shard.first_column, end)
+                    found += list(blocks_of(saved, self._places, columns))
+        # Of row-wise state every shard wants all cuts: read once, given to each.
+        return list({(tuple(one.offsets), tuple(one.sizes)): one for one in found}.values())
+
+    def receive(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
+        """Takes a block that was read.
+
+        Args:
+            name: of the tensor.
+            offset: of the block in it.
+            block: the numbers.
+        """
+        if name in SMALL:
+            self.small[name] = block
+            return
+        for shard, stores in zip(self.pieces.shards, self.staged or (), strict=True):
+            for one in named_states(shard):
+                if one.name != name:
+                    continue
+                origin = 0 if one.is_rowwise else shard.first_column
+                first = max(offset[1], origin)
+                end = min(offset[1] + block.shape[1], origin + stores[name].columns)
+                if first >= end:
+                    continue
+                some = block[:, first - offset[1] : end - offset[1]]
+                for low, high, row in self._places.within(offset[0], offset[0] + len(block)):
+                    part = some[low - offset[0] : high - offset[0]]
+                    stores[name].put(row, first - origin, part)
+
+    def fill(self, saved: Mapping[str, Any]) -> None:
+        """Takes plain tensors of the whole table, or copies of what this rank saved.
+
+        Args:
+            saved: by name.
+        """
+        names = [name for name in self.optimizer.state_names if name in saved]
+        for name in SMALL:
+            if name in saved:
+                self.small[name] = whole_of(saved[name])
+        size = saved[names[0]].shape if names else (0,)
+        widths = {name: saved[name].shape[1] for name in names}
+        ranges = [
+            (offset[0], offset[0] + len(block))
+            for name in names[:1]
+            for offset, block in _blocks(saved[name])
+        ]
+        self.stage(Places(ranges), size[0], widths)
+        for name in names:
+            for offset, block in _blocks(saved[name]):
+                self.receive(name, offset, block)
+
+    def renew(self, pieces: ShardPieces) -> None:
+        """Looks the shards up again: the model's state dict was loaded since."""
+        self._canonical = [pieces.canonical(shard) for shard in pieces.shards]
+
+    def check(self, runs: Runs) -> dict[str, int]:
+        """Checks what has come, as far as this rank can, and sums it.
+
+        Args:
+            runs: where the rows that the shards have now are in the whole table.
+
+        Returns:
+            The sums of what belongs to this rank.
+
+        Raises:
+            ValueError: if it is damaged, or of another table or optimizer.
+        """
+        pieces = self.pieces
+        if "config" in self.small:
+            check_optimizer(
+                pieces.where, from_bytes(pieces.where, self.small["config"]), self.config
+            )
+        if self.optimizer.state_names and self._total != runs.total:
+            raise ValueError(
+                f"{pieces.where}: expected optimizer state of {runs.total} rows, got that of "
+                f"{self._total}. Load the state dict of the model before that of its optimizer."
+            )
+        sums = []
+        for shard, rows, stores in zip(
+            pieces.shards, self._canonical, self.staged or (), strict=True
+        ):
+            for one in named_states(shard):
+                if one.is_rowwise and shard is not pieces.shards[0]:
+                    continue
+                if one.is_rowwise and not pieces.has_first_column:
+                    continue  # it has all cuts, and one rank is to sum them
+                for ids, _, staged in self._stretches(rows, runs):
+                    values = stores[one.name].read(staged)
+                    first = 0 if one.is_rowwise else shard.first_column
+                    summed = content_sum(pieces.name, one.name, ids, values, first)
+                    sums.append({one.name: summed})
+        if pieces.rank == 0:
+            small = [name for name in ("step", "config") if name in self.small]
+            sums.append({name: sum_of_small(pieces.name, name, self.small[name]) for name in small})
+        return add_sums(*sums)
+
+    def compare(self, summed: Mapping[str, int]) -> None:
+        """Raises ValueError if the sums of all ranks are not those that were saved."""
+        if "checksum" not in self.small:
+            return
+        words = from_words(self.small["checksum"], OPTIMIZER_TENSORS)
+        for name in (*self.optimizer.state_names, "step", "config"):
+            if words[name] != summed.get(name, 0):
+                raise ValueError(
+                    f"{self.pieces.where}: expected {name} with content sum {words[name]:016x}, got "
+                    f"{summed.get(name, 0):016x}. {DAMAGED}"
+                )
+
+    def _stretches(
+        self, rows: CanonicalRows, runs: Runs
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Walks the rows of a shard: ids, its own rows, and those of the staged stores."""
+        most = max(1, CHUNK_BYTES // (4 * self.pieces.cuts[-1]))
+        for run in runs.mine:
+            for begin in range(0, run.rows, most):
+                end = min(run.rows, begin + most)
+                ids, own = rows.read(run.here + begin, run.here + end)
+                places = self._places.within(run.place + begin, run.place + end)
+                staged = [torch.arange(row, row + high - low) for low, high, row in places]
+                yield ids, own, torch.cat(staged)
+
+    def take_over(self, runs: Runs) -> None:
+        """Puts what has come in place of the shards' optimizer state; checked and verified."""
+        saved = (
+            from_bytes(self.pieces.where, self.small["config"]) if "config" in self.small else {}
+        )
+        cuts = saved.get("cuts", self.pieces.cuts)
+        for shard, rows, stores in zip(
+            self.pieces.shards, self._canonical, self.staged or (), strict=True
+        ):
+            is_same = all(
+                torch.equal(own, staged) for _, own, staged in self._stretches(rows, runs)
+            )
+            states = []
+            for one in named_states(shard):
+                store = stores[one.name]
+                if one.is_rowwise:
+                    columns = (shard.first_column, shard.first_column + shard.columns)
+                    store = store.converted(
+                        1, torch.float32, lambda block: mean_over_cuts(block, cuts, columns)
+                    )
+                if not is_same:
+                    for _, own, staged in self._stretches(rows, runs):
+                        one.store.write(own, store.read(staged))
+                states.append(store if is_same else one.store)
+            shard.take_states(tuple(states))
+            if "step" in self.small:
+                shard.step = max(shard.step if shard.life else 0, int(self.small["step"]))
+        self.staged = None
+
+
+def whole_of(value: Tensor) -> Tensor:
+    """Gives the numbers of a small tensor, of which every rank has a copy."""
+    if not isinstance(value, SavedTensor):
+        return value
+    local = value.local()
+    return local[0][1] if local else torch.empty(value.shape, dtype=value.dtype)
+
+
+def _blocks(value: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+    return value.local() if isinstance(value, SavedTensor) else [((0, 0), value)]
+
+
+def runs_now(pieces: ShardPieces, shares: Sequence[Share | None]) -> Runs:
+    """Tells where this rank's rows are in the whole table."""
+    return runs_of([one for one in shares if one is not None], pieces.part)
+
+
+def _reader(rows: CanonicalRows, run: Run, shard: DynamicTable, name: str) -> Any:
+    def read(start: int, stop: int) -> Tensor:
+        _, places = rows.read(run.here + start, run.here + stop)
+        return read_tensor(shard, name, places)
+
+    return read

@@ -1,0 +1,173 @@
+"""The state dict of a sharded collection: its tables are put in, and taken out and verified, all or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn.agreement import agree
+from torchrec_dyn.content_sums import add_sums
+from torchrec_dyn.id_map import canonical_order
+from torchrec_dyn.initializers import Initializer
+from torchrec_dyn.saved_config import from_bytes, saved_initializer
+from torchrec_dyn.saved_places import Places
+from torchrec_dyn.saved_tensor import CHUNK_BYTES, SavedTensor
+from torchrec_dyn.shard_model_entry import ModelEntry
+from torchrec_dyn.shard_pieces import ShardPieces
+from torchrec_dyn.take_over import take_over
+
+_NEEDED = ("weight", "ids")
+_BY_ROW = (*_NEEDED, "last_seen", "count", "waiting")
+_NAMES = (*_BY_ROW, "clock", "config", "checksum", "cells")
+
+
+def put_tables(
+    destination: MutableMapping[str, Any], prefix: str, tables: Sequence[ShardPieces], where: str
+) -> None:
+    """Adds the tensors of all tables to a state dict. Collective.
+
+    Args:
+        destination: the state dict.
+        prefix: of the tables' names.
+        tables: of one collection.
+        where: the collection, for messages.
+    """
+    entries = [ModelEntry(one) for one in tables]
+    group = tables[0].group
+    fault, mine = None, None
+    try:
+        mine = [entry.source.tell() for entry in entries]
+    except Exception as one:
+        fault = one
+    told = agree(group, f"{where}.state_dict", fault, told=mine)
+    for number, entry in enumerate(entries):
+        made = entry.source.tensors([one[number] for one in told])
+        for name, tensor in made.items():
+            destination[f"{prefix}{entry.pieces.name}.{name}"] = tensor
+
+
+def take_tables(
+    state_dict: MutableMapping[str, Any],
+    prefix: str,
+    tables: Sequence[ShardPieces],
+    where: str,
+    missing_keys: list[str],
+) -> dict[str, Initializer]:
+    """Replaces the contents of the tables that a state dict has, and takes them out of it. Collective.
+
+    Args:
+        state_dict: keys of other modules are left alone.
+        prefix: of the tables' names.
+        tables: of one collection.
+        where: the collection, for messages.
+        missing_keys: gets the keys that are not there.
+
+    Returns:
+        The initializers that came along, by table.
+
+    Raises:
+        ValueError: on every rank, if something is damaged or does not fit on one; no table has changed then.
+    """
+    fault, entries, summed, steps = None, {}, {}, {}
+    try:
+        for one in tables:
+            saved = {
+                name: state_dict.pop(f"{prefix}{one.name}.{name}")
+                for name in _NAMES
+                if f"{prefix}{one.name}.{name}" in state_dict
+            }
+            missing = [f"{prefix}{one.name}.{name}" for name in _NEEDED if name not in saved]
+            missing_keys.extend(missing)
+            if not missing and not _is_own(saved, one):
+                entries[one.name] = _entry(saved, one)
+        for name, entry in entries.items():
+            summed[name] = entry.check()
+            steps[name] = max((staged.last_step() for staged in entry.staged or ()), default=0)
+    except Exception as one:
+        fault = one
+    told = agree(tables[0].group, f"{where}.load_state_dict", fault, told=(summed, steps))
+    initializers = {}
+    for name, entry in entries.items():
+        entry.compare(add_sums(*(sums[name] for sums, _ in told)))
+        config = entry.small.get("config")
+        if config is not None:
+            saved = from_bytes(entry.pieces.where, config)
+            initializers[name] = saved_initializer(entry.pieces.where, saved)
+    for name, entry in entries.items():
+        step = max(steps[name] for _, steps in told)
+        for shard, staged in zip(entry.pieces.shards, entry.staged or (), strict=True):
+            clock = entry.small.get("clock")
+            take_over(shard, staged, clock, initializers.get(name), step)
+        entry.staged = None
+    return initializers
+
+
+def _is_own(saved: Mapping[str, Any], pieces: ShardPieces) -> bool:
+    """Whether these are the tensors of the table's own state dict, into which nothing was loaded.
+
+    Raises:
+        RuntimeError: if the table has changed since.
+    """
+    weight = saved["weight"]
+    entry = weight.entry if isinstance(weight, SavedTensor) else None
+    if not isinstance(entry, ModelEntry) or entry.staged is not None:
+        return False
+    if list(entry.pieces.shards) != list(pieces.shards):
+        return False
+    entry.source.check_unchanged()
+    return True
+
+
+def _entry(saved: Mapping[str, Any], pieces: ShardPieces) -> ModelEntry:
+    """Gives an entry with all that was saved staged."""
+    weight = saved["weight"]
+    loaded = weight.entry if isinstance(weight, SavedTensor) else None
+    if isinstance(loaded, ModelEntry) and loaded.staged is not None:
+        if list(loaded.pieces.shards) == list(pieces.shards):
+            return loaded
+    entry = ModelEntry(pieces)
+    for name in ("clock", "config", "checksum"):
+        if name in saved:
+            entry.small[name] = _whole(saved[name])
+    if isinstance(weight, SavedTensor):
+        _stage_parts(entry, saved)
+    else:
+        _stage_whole(entry, saved)
+    return entry
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Gives the numbers of a small tensor, of which every rank has a copy."""
+    if not isinstance(value, SavedTensor):
+        return value
+    local = value.local()
+    return local[0][1] if local else torch.empty(value.shape, dtype=value.dtype)
+
+
+def _stage_parts(entry: ModelEntry, saved: Mapping[str, Any]) -> None:
+    """Stages copies of what this rank saved: they fit the same plan on as many ranks."""
+    ranges = [(part.offset[0], part.offset[0] + part.size[0]) for part in saved["ids"].parts]
+    entry.stage(Places(ranges), saved["weight"].dtype)
+    for name in _BY_ROW:
+        for offset, block in saved[name].local() if name in saved else ():
+            entry.receive(name, offset, block)
+
+
+def _stage_whole(entry: ModelEntry, saved: Mapping[str, Any]) -> None:
+    """Stages this rank's rows out of plain tensors, which hold those of all."""
+    ids = saved["ids"]
+    order = canonical_order(ids)
+    mine = order[entry.pieces.owns(ids[order])]
+    entry.stage(Places([(0, mine.numel())]), saved["weight"].dtype)
+    for name in _BY_ROW:
+        if name == "waiting" and name in saved:
+            entry.receive(name, (0, 0), saved[name])
+        elif name in saved:
+            rows = saved[name]
+            row_bytes = max(1, rows[:1].nbytes)
+            for start in range(0, mine.numel(), max(1, CHUNK_BYTES // row_bytes)):
+                some = mine[start : start + max(1, CHUNK_BYTES // row_bytes)]
+                entry.receive(name, (start, 0), rows[some])

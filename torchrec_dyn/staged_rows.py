@@ -1,0 +1,208 @@
+"""StagedRows: what is read of a checkpoint, beside the table that it is for.
+
+Nothing of the table changes while chunks come in. When all have come and have been verified, the staged stores
+become the table's own: no row is copied twice.
+
+Legend: M rows of a chunk, a place is the number of a row in the canonical order of the whole table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.canonical_rows import CanonicalRows
+from torchrec_dyn.content_sums import add_sums, content_sum
+from torchrec_dyn.id_map import IdMap
+from torchrec_dyn.row_store import RowStore
+from torchrec_dyn.saved_life import last_step
+from torchrec_dyn.saved_places import Places
+from torchrec_dyn.saved_tensor import CHUNK_BYTES
+from torchrec_dyn.scores import MOST_COUNT, NO_STEP, Scores
+from torchrec_dyn.waiting import WaitingIds
+
+_READ_AT_ONCE = 1 << 20
+_ORDER = torch.iinfo(torch.int64).min  # flips the unsigned order into the signed one
+
+
+class StagedRows:
+    """The ids, weights and scores that one piece of a table is about to get.
+
+    Args:
+        name: the table's.
+        where: the table, for messages.
+        places: which rows come.
+        columns: first and number of the columns held here.
+        dtype: of the saved rows.
+        shift: binary logarithm of the rows of a block of the table.
+        limit: of the table, for its map.
+        owns: says of ids [M] which belong here, [M] bool; None: all.
+        counters: limit of the ids that wait for admission, None where none are counted.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        where: str,
+        places: Places,
+        columns: tuple[int, int],
+        dtype: torch.dtype,
+        shift: int,
+        limit: int,
+        owns: Callable[[Tensor], Tensor] | None,
+        counters: int | None,
+    ) -> None:
+        device = torch.device("cpu")
+        self.name = name
+        self.where = where
+        self.places = places
+        self.first_column = columns[0]
+        self.id_map = IdMap(limit)
+        self.id_map.reserve(places.count)
+        self.weights = RowStore(columns[1], shift, dtype, device)
+        self.weights.reserve(places.count)
+        self.scores = Scores(shift, device)
+        self.waiting = None if counters is None else WaitingIds(counters, device)
+        self.others: list[Tensor] = []  # rows whose ids belong elsewhere
+        self.sums: dict[str, int] = {}  # of what is not kept by row
+        self._owns = owns
+        self._come: dict[str, int] = {}
+        self._last_step = 0
+        self._ends: list[tuple[int, int, int]] = []
+
+    def receive(self, name: str, place: int, column: int, values: Tensor) -> None:
+        """Takes a chunk.
+
+        Args:
+            name: of the tensor.
+            place: of its first row.
+            column: of its first column.
+            values: [M, C] or [M].
+
+        Raises:
+            ValueError: if it cannot be what was saved.
+        """
+        if name == "waiting":
+            self._receive_waiting(values)
+            return
+        for low, high, row in self.places.within(place, place + len(values)):
+            chunk = values[low - place : high - place]
+            if name == "ids":
+                self._receive_ids(chunk.contiguous(), low, row)
+            elif name == "weight":
+                first = max(column, self.first_column)
+                end = min(column + chunk.shape[1], self.first_column + self.weights.columns)
+                chunk = chunk[:, first - column : max(first, end) - column]
+                self.weights.put(row, first - self.first_column, chunk)
+            else:
+                self._receive_scores(name, chunk.contiguous(), row)
+            self._come[name] = self._come.get(name, 0) + chunk.numel()
+
+    def _receive_ids(self, ids: Tensor, place: int, row: int) -> None:
+        order = ops.mix64(ids) ^ _ORDER
+        if bool((order.diff() <= 0).any()):
+            raise ValueError(
+                f"{self.where}: expected saved ids in canonical order, got others. {DAMAGED}"
+            )
+        self._ends.append((place, int(order[0]), int(order[-1])))
+        rows = torch.arange(row, row + ids.numel())
+        if self._owns is not None:
+            mine = self._owns(ids)
+            self.others.append(rows[~mine])
+            ids, rows = ids[mine], rows[mine]
+        self.id_map.insert(ids, rows)
+
+    def _receive_scores(self, name: str, values: Tensor, row: int) -> None:
+        most = NO_STEP - 1 if name == "last_seen" else MOST_COUNT
+        if values.numel() and not 0 <= int(values.min()) <= int(values.max()) <= most:
+            raise ValueError(
+                f"{self.where}: expected saved {name} from 0 to {most}, got others. {DAMAGED}"
+            )
+        if not self.scores.store.blocks:
+            self.scores.store.reserve_zeros(self.places.count)
+        rows = torch.arange(row, row + values.numel())
+        last_seen, counts = self.scores.read(rows)
+        if name == "last_seen":
+            self.scores.write(rows, values, counts)
+        else:
+            self.scores.write(rows, last_seen, values)
+
+    def _receive_waiting(self, values: Tensor) -> None:
+        ids, last_seen, counts = values.t().contiguous()
+        if values.numel() and not (
+            0 <= int(last_seen.min()) <= int(last_seen.max()) < NO_STEP
+            and 0 <= int(counts.min()) <= int(counts.max()) <= MOST_COUNT
+        ):
+            raise ValueError(
+                f"{self.where}: expected saved counters of steps and counts, got others. {DAMAGED}"
+            )
+        mine = slice(None) if self._owns is None else self._owns(ids)
+        summed = content_sum(self.name, "waiting", ids[mine], values[mine])
+        self.sums = add_sums(self.sums, {"waiting": summed})
+        seen = last_seen[mine]
+        self._last_step = max(self._last_step, int(seen.max()) if seen.numel() else 0)
+        if self.waiting is not None:
+            self.waiting.write(ids[mine], last_seen[mine], counts[mine])
+
+    def check_complete(self) -> None:
+        """Raises ValueError if something has not come or ids are not those of one table."""
+        columns = {"ids": 1, "weight": self.weights.columns}
+        for name in ("last_seen", "count"):
+            if name in self._come:
+                columns[name] = 1
+        for name, width in columns.items():
+            if self._come.get(name, 0) != self.places.count * width:
+                raise ValueError(
+                    f"{self.where}: expected {self.places.count * width} numbers of {name}, got "
+                    f"{self._come.get(name, 0)}. {DAMAGED}"
+                )
+        ends = sorted(self._ends)
+        if any(last >= first for (_, _, last), (_, first, _) in pairwise(ends)):
+            raise ValueError(
+                f"{self.where}: expected saved ids in canonical order, got others. {DAMAGED}"
+            )
+
+    def summed(self, is_first: bool) -> dict[str, int]:
+        """Sums what belongs here, tensor by tensor.
+
+        Args:
+            is_first: whether this piece has the first column: only there ids and scores count.
+        """
+        rows_in_order = CanonicalRows(self.id_map, self.where, lambda: None)
+        sums = [self.sums] if is_first else []
+        most = max(1, CHUNK_BYTES // self.weights.row_bytes)
+        for ids, rows in rows_in_order.stretches(most):
+            held = {"weight": self.weights.read(rows)}
+            if is_first:
+                held["ids"] = ids
+                if self.has_scores:
+                    held["last_seen"], held["count"] = self.scores.read(rows)
+            first = self.first_column
+            sums.append(
+                {
+                    name: content_sum(self.name, name, ids, one, first if name == "weight" else 0)
+                    for name, one in held.items()
+                }
+            )
+        return add_sums(*sums)
+
+    def last_step(self) -> int:
+        """Returns the last training step that what came knows of (saved_life.last_step)."""
+        last = self._last_step
+        for start in range(0, self.places.count if self.has_scores else 0, _READ_AT_ONCE):
+            rows = torch.arange(start, min(self.places.count, start + _READ_AT_ONCE))
+            last_seen, counts = self.scores.read(rows)
+            last = max(last, last_step({"last_seen": last_seen, "count": counts}))
+        return last
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether scores came, or would have come had there been rows."""
+        return {"last_seen", "count"} <= self._come.keys()
+
+
+DAMAGED = "The checkpoint is damaged; use the one before."
