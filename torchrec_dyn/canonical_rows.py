@@ -1,7 +1,8 @@
 """CanonicalRows: what an id map holds in canonical order, looked up a stretch at a time.
 
-Canonical order is that of the mixed id, unsigned. Saving walks it, while rows lie in order of first sight; so
-as not to hold a permutation of the whole table, the map is scanned for one window of mixed ids after the other.
+Canonical order is that of the mixed id, unsigned. Saving walks it, while rows lie in order of first
+sight. So as not to hold a permutation of the whole table, the map is scanned for one window of mixed ids
+after the other.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from torchrec_dyn.id_map import IdMap
 
 # A window is looked up in one scan of the slots and kept for the next tensor: 16 bytes a row.
 WINDOW_ROWS = 4 << 20
-_CELL_BITS = 12
+_WINDOW_BITS = 12
 _WORD_BITS = 64
+# Mixed ids are counted in 2^8 cells at most, each of so many rows at least, so that a reader of a slice reads
+# a 256th of the table too much at either end.
+CELL_BITS = 8
+_CELL_ROWS = 4096
 
 
 class _Window(NamedTuple):
@@ -32,6 +37,11 @@ class _Window(NamedTuple):
 def signed(word: int) -> int:
     """Returns the int64 that has the bits of an unsigned word."""
     return word - (1 << _WORD_BITS) if word >> (_WORD_BITS - 1) else word
+
+
+def cell_bits(rows: int) -> int:
+    """Returns the binary logarithm of the cells in which a table of so many rows is counted."""
+    return max(0, min(CELL_BITS, (rows // _CELL_ROWS).bit_length() - 1))
 
 
 class CanonicalRows:
@@ -52,13 +62,13 @@ class CanonicalRows:
         self._stamped = stamp()
         self.count = id_map.num_ids
         self._window: _Window | None = None
-        cells = ops.count_cells(*id_map.arrays(), _CELL_BITS)
+        cells = ops.count_cells(*id_map.arrays(), _WINDOW_BITS)
         self._begins = [0, *cells.cumsum(0).tolist()]
 
     def cells(self, bits: int) -> Tensor:
         """Counts the ids in each of 2^bits equal ranges of mixed ids, [2^bits] int64, bits 12 at most."""
         begins = torch.tensor(self._begins)
-        return begins[:: 1 << (_CELL_BITS - bits)].diff()
+        return begins[:: 1 << (_WINDOW_BITS - bits)].diff()
 
     def from_mixed(self, first: int) -> Tensor:
         """Returns the ids whose mixed id is at least `first`, unsigned, in canonical order, [M] int64."""
@@ -111,7 +121,7 @@ class CanonicalRows:
             return kept
         first = bisect_right(self._begins, place) - 1
         last = max(first + 1, bisect_right(self._begins, self._begins[first] + WINDOW_ROWS) - 1)
-        width = _WORD_BITS - _CELL_BITS
+        width = _WORD_BITS - _WINDOW_BITS
         ids, rows = ops.ids_between(
             *self._map.arrays(), signed(first << width), signed((last << width) - 1)
         )

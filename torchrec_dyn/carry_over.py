@@ -5,7 +5,7 @@ The unsharded collection is replicated, so nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torchrec_dyn.table_state import without_optimizer
 
 
 def carry_over(
-    source: DynamicTable | None, shards: Iterable[DynamicTable], layout: TableLayout, rank: int
+    source: DynamicTable | None, shards: Sequence[DynamicTable], layout: TableLayout, rank: int
 ) -> None:
     """Fills this rank's shards of one table with its part of the unsharded rows.
 
@@ -33,6 +33,8 @@ def carry_over(
     """
     if source is None:
         return
+    for shard in shards:
+        shard.start_as(source.initializer)  # perhaps that of a checkpoint
     state = source.export_state()
     if not state["ids"].numel() and not int(state["step"]) and source.time is None:
         return

@@ -46,12 +46,13 @@ def check_saved_rows(tables: nn.ModuleDict, state_dict: Mapping[str, Any], prefi
     Raises:
         ValueError: if rows of some table do not fit; nothing has changed then.
     """
-    problems = [
-        problem
-        for name, table in tables.items()
-        if isinstance(table, LocalTable)
-        and (problem := table.loading_problem(state_dict, f"{prefix}{name}.")) is not None
-    ]
+    problems = []
+    for name, table in tables.items():
+        if isinstance(table, LocalTable):
+            try:
+                table.checked_state(state_dict, f"{prefix}{name}.")
+            except ValueError as fault:
+                problems.append(str(fault))
     if problems:
         raise ValueError("\n".join(problems))
 

@@ -19,6 +19,8 @@ from torchrec_dyn.initializers import table_key
 # The tensors of a table in the order of their sums, in the model's and in the optimizer's state dict.
 MODEL_TENSORS = ("ids", "weight", "last_seen", "count", "waiting", "clock", "config")
 OPTIMIZER_TENSORS = ("momentum1", "momentum2", "step", "config")
+# The end of every message that says so.
+DAMAGED = "The checkpoint is damaged; use the one before."
 _WORD = 1 << 64
 
 
@@ -75,5 +77,10 @@ def as_words(sums: Mapping[str, int], order: tuple[str, ...]) -> Tensor:
 
 
 def from_words(words: Tensor, order: tuple[str, ...]) -> dict[str, int]:
-    """Reads what `as_words` wrote."""
+    """Reads what `as_words` wrote.
+
+    Args:
+        words: [len(order)] int64.
+        order: MODEL_TENSORS or OPTIMIZER_TENSORS.
+    """
     return {name: word % _WORD for name, word in zip(order, words.tolist(), strict=True)}

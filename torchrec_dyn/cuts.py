@@ -1,19 +1,20 @@
 """Row-wise optimizer state under other column cuts than it was saved with.
 
-A row-wise optimizer keeps one number for each column shard of a row. On other cuts a shard starts with the mean
-of those numbers over its columns: exact for row-wise Adagrad from columns to the whole row, where the number is
-a mean over columns itself.
+A row-wise optimizer keeps one number for each column shard of a row. On other cuts a shard starts with
+the mean of those numbers over its columns: exact for row-wise Adagrad from columns to the whole row, where
+the number is a mean over columns itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor
 
 
 def mean_over_cuts(state: Tensor, cuts: Sequence[int], columns: tuple[int, int]) -> Tensor:
-    """Returns the mean of row-wise state over some columns, weighted by how many of them each number stands for.
+    """Returns the mean of row-wise state over some columns, each number weighted by the columns it is for.
 
     Args:
         state: [M, C], one number for each of C column shards.
@@ -25,7 +26,7 @@ def mean_over_cuts(state: Tensor, cuts: Sequence[int], columns: tuple[int, int])
     """
     begin, end = columns
     total = None
-    for number, (first, last) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+    for number, (first, last) in enumerate(pairwise(cuts)):
         width = min(last, end) - max(first, begin)
         if width == end - begin:
             return state[:, number : number + 1]  # the same number, to the last bit

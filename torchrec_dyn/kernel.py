@@ -21,7 +21,7 @@ from torchrec_dyn.fused_optimizer import DynamicOptimizer
 from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.table import DynamicTable
-from torchrec_dyn.table_configs import config_initializer, row_dtype
+from torchrec_dyn.table_configs import initializer_of, row_dtype
 
 OPTIONS_KEY = "torchrec_dyn"
 
@@ -77,7 +77,7 @@ def _make_table(
         columns=shard.local_cols,
         row_limit=options.row_limit,
         dtype=row_dtype(shard),
-        initializer=config_initializer(shard),
+        initializer=initializer_of(shard, options.config),
         device=device if device is not None else "cpu",
     )
 

@@ -10,10 +10,15 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
 from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.initializers import Initializer
+from torchrec_dyn.local_saving import MODEL_NAMES, model_state, model_tensors, no_model_tensors
 from torchrec_dyn.optimizer_choice import chosen_fused_params, chosen_optimizer
+from torchrec_dyn.policies import AdmitAfter
+from torchrec_dyn.saved_config import table_config
+from torchrec_dyn.saved_tensor import numbers_of
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.table_checks import ROW_DTYPES
-from torchrec_dyn.table_configs import config_initializer, row_dtype, with_row_dtype
+from torchrec_dyn.table_configs import initializer_of, row_dtype, with_row_dtype
 from torchrec_dyn.table_state import without_optimizer
 
 _META = torch.device("meta")
@@ -95,9 +100,11 @@ class LocalTable(nn.Module):
             optimizer=optimizer,
             config=self.dynamic,
             dtype=self.weight.dtype,
-            initializer=config_initializer(self.config),
+            initializer=initializer_of(self.config, self.dynamic),
             device=self.device,
         )
+        if before is not None:
+            table.start_as(before.initializer)  # perhaps that of a checkpoint
         if before is not None and (before.num_rows or before.life is not None):
             state = before.export_state()
             if before.optimizer.kind != optimizer.kind:
@@ -191,35 +198,42 @@ class LocalTable(nn.Module):
 
     # Saving, loading, copying.
 
+    def saved_config(self) -> dict[str, Any]:
+        """What a checkpoint says of the rows."""
+        config = self.config
+        initializer = (
+            self._table.initializer if self._table else initializer_of(config, self.dynamic)
+        )
+        return table_config(
+            config.name, config.embedding_dim, self.dynamic.seed, self.weight.dtype, initializer
+        )
+
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         if self._table is None:
-            destination[prefix + "weight"] = torch.empty(
-                0, self.config.embedding_dim, dtype=self.weight.dtype
-            )
-            destination[prefix + "ids"] = torch.empty(0, dtype=torch.int64)
+            counts = isinstance(self.dynamic.admission, AdmitAfter)
+            saved = no_model_tensors(self.saved_config(), self.dynamic.has_life, counts)
         else:
-            state = self._table.export_state()
-            destination[prefix + "weight"] = state["weight"]
-            destination[prefix + "ids"] = state["ids"]
+            saved = model_tensors(self._table, self.saved_config())
+        destination.update({prefix + name: one for name, one in saved.items()})
 
-    def loading_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
-        """Tells why saved rows do not fit this table, None where they do or are not there."""
-        weight, ids = state_dict.get(prefix + "weight"), state_dict.get(prefix + "ids")
-        if not isinstance(weight, Tensor) or not isinstance(ids, Tensor):
+    def checked_state(
+        self, state_dict: Mapping[str, Any], prefix: str
+    ) -> tuple[dict[str, Tensor], Initializer | None] | None:
+        """Gives the saved rows and their initializer, None where they are not there.
+
+        Raises:
+            ValueError: if they are damaged or do not fit this table.
+        """
+        saved = {
+            name: numbers_of(state_dict[prefix + name])
+            for name in MODEL_NAMES
+            if isinstance(state_dict.get(prefix + name), Tensor)
+        }
+        if not {"weight", "ids"} <= saved.keys():
             return None
-        if weight.dim() != 2 or weight.shape[1] != self.config.embedding_dim:
-            return (
-                f"{self.where}: expected saved rows [R, {self.config.embedding_dim}], "
-                f"got {prefix}weight {list(weight.shape)}."
-            )
-        if ids.dtype != torch.int64 or ids.shape != weight.shape[:1]:
-            return (
-                f"{self.where}: expected {len(weight)} saved ids of dtype int64, "
-                f"got {prefix}ids {list(ids.shape)} {ids.dtype}."
-            )
-        return None
+        return model_state(self.where, saved, self.saved_config())
 
     def _load_from_state_dict(
         self,
@@ -231,21 +245,24 @@ class LocalTable(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        names = ("weight", "ids")
-        missing = [prefix + name for name in names if prefix + name not in state_dict]
         if strict:
-            missing_keys.extend(missing)
+            needed = [prefix + name for name in ("weight", "ids")]
+            missing_keys.extend(key for key in needed if key not in state_dict)
             unexpected_keys.extend(
                 key
                 for key in state_dict
-                if key.startswith(prefix) and key[len(prefix) :] not in names
+                if key.startswith(prefix) and key[len(prefix) :] not in MODEL_NAMES
             )
-        problem = self.loading_problem(state_dict, prefix)
-        if problem is not None:
-            error_msgs.append(problem)
-        elif not missing:
-            weight = state_dict[prefix + "weight"].detach().to(self.weight.dtype)
-            self.rows().load_state({"ids": state_dict[prefix + "ids"], "weight": weight})
+        try:
+            checked = self.checked_state(state_dict, prefix)
+            if checked is not None:
+                state, initializer = checked
+                state["weight"] = state["weight"].to(self.weight.dtype)
+                self.rows().load_state(state)
+                if initializer is not None:
+                    self.rows().start_as(initializer)
+        except ValueError as fault:
+            error_msgs.append(str(fault))
 
     def __getstate__(self) -> dict[str, Any]:
         # A parameter drops its attributes when it is deep-copied, and cannot be pickled with the

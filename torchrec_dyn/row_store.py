@@ -143,7 +143,7 @@ class RowStore:
             first += rows
 
     def reserve_zeros(self, rows: int) -> None:
-        """Makes an empty store one of `rows` rows of zeros, whose memory is committed where they are written."""
+        """Makes an empty store one of `rows` rows of zeros; memory is committed where they are written."""
         blocks = -(-rows >> self.shift)
         nothing = torch.empty(0, 2, dtype=torch.int64, device=self.device)
         # A block has 16 rows at least, so that together they are whole cache lines, or nearly.

@@ -1,8 +1,8 @@
 """SavedTensor: one tensor of a saved table, of which this rank holds parts that are read when asked for.
 
-torch.distributed.checkpoint asks any tensor that has `__create_write_items__` for its chunks and reads them one
-by one; so nothing is gathered before it is written. Whatever copies a tensor (async_save, copy.deepcopy,
-torch.save) gets all parts copied out.
+torch.distributed.checkpoint asks any tensor that has `__create_write_items__` for its chunks and reads
+them one by one; so nothing is gathered before it is written. Whatever copies a tensor (async_save,
+copy.deepcopy, torch.save) gets all parts copied out.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ CHUNK_BYTES = 32 << 20
 # DCP's writer keeps the last chunk of every key until all are written, so the last one is a small one.
 _KEPT_BYTES = 1 << 20
 _KEPT_ROWS = 16
-
-aten = torch.ops.aten
+_MAKES_A_SHELL = (
+    "aten.new_empty.default",
+    "aten.zeros_like.default",
+    "aten.empty_like.default",
+)
 
 
 class Part(NamedTuple):
@@ -126,7 +129,7 @@ class SavedTensor(torch.Tensor):
     _held: _Held
 
     @staticmethod
-    def __new__(
+    def __new__(  # noqa: D102 (told by the class)
         cls, size: Sequence[int], dtype: torch.dtype, parts: Sequence[Part], entry: Any = None
     ) -> SavedTensor:
         made: SavedTensor = torch.Tensor._make_wrapper_subclass(
@@ -207,15 +210,18 @@ class SavedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> SavedTensor:
-        source = args[0]
-        if func is aten.detach.default:
+        source, name = args[0], str(func)
+        if name == "aten.detach.default":
             return SavedTensor(source.shape, source.dtype, source.parts, source.entry)
-        if func in (aten.new_empty.default, aten.zeros_like.default, aten.empty_like.default):
+        if name in _MAKES_A_SHELL:
             return source._shell()  # a stager fills it, through `copy_` or the attributes
-        if func in (aten.clone.default, aten._to_copy.default):
+        if name in ("aten.clone.default", "aten._to_copy.default"):
             return copy.deepcopy(source)
-        if func is aten.copy_.default and isinstance(args[1], SavedTensor):
-            source._held = copy.deepcopy(args[1]._held)
+        if name == "aten.copy_.default" and args[1].shape == source.shape:
+            # A plain tensor has the rows of all ranks: loading picks this rank's own.
+            held = getattr(args[1], "_held", None)
+            whole = (0,) * source.dim(), args[1].detach(), False
+            source._held = copy.deepcopy(held or _held_again([whole]))
             return source
         raise NotImplementedError(
             f"SavedTensor: expected to be saved, loaded or copied, got {func}. It stands for the rows of all "
@@ -225,6 +231,29 @@ class SavedTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = [list(part.size) for part in self.parts]
         return f"SavedTensor(size={list(self.shape)}, dtype={self.dtype}, here={held})"
+
+
+def numbers_of(value: Tensor) -> Tensor:
+    """Gives all numbers of a tensor, of which this rank has a copy.
+
+    Args:
+        value: a SavedTensor, or a plain tensor.
+
+    Raises:
+        ValueError: if other ranks hold some.
+    """
+    if not isinstance(value, SavedTensor):
+        return value
+    made, copied = torch.empty(value.shape, dtype=value.dtype), 0
+    for offset, block in value.local():
+        made[tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))] = block
+        copied += block.numel()
+    if copied != made.numel():
+        raise ValueError(
+            f"SavedTensor: expected one that this rank holds whole, got {copied} of {made.numel()} numbers. "
+            "Save and load it with torch.distributed.checkpoint."
+        )
+    return made
 
 
 def _tensor_again(size: Sequence[int], dtype: torch.dtype, blocks: Sequence[_Block]) -> SavedTensor:

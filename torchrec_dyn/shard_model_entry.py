@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
-from torchrec_dyn.content_sums import MODEL_TENSORS, add_sums, from_words, sum_of_small
+from torchrec_dyn.content_sums import DAMAGED, MODEL_TENSORS, add_sums, from_words, sum_of_small
 from torchrec_dyn.saved_config import check_config, from_bytes
 from torchrec_dyn.saved_places import Places
 from torchrec_dyn.shard_model_source import ModelSource
 from torchrec_dyn.shard_pieces import ShardPieces, blocks_of
-from torchrec_dyn.staged_rows import DAMAGED, StagedRows
+from torchrec_dyn.staged_rows import StagedRows
 
 _SMALL = ("clock", "config", "checksum")
 
@@ -40,6 +40,10 @@ class ModelEntry:
         self.small: dict[str, Tensor] = {}
         self._saved: Mapping[str, TensorStorageMetadata] = {}
         self._places = Places([])
+
+    def is_staged_for(self, pieces: ShardPieces) -> bool:
+        """Whether something was loaded for these very shards."""
+        return self.staged is not None and list(self.pieces.shards) == list(pieces.shards)
 
     def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
         """Gets ready to receive what a checkpoint has of the table.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn.canonical_rows import CanonicalRows
+from torchrec_dyn.canonical_rows import CELL_BITS, CanonicalRows, cell_bits
 from torchrec_dyn.content_sums import (
     MODEL_TENSORS,
     add_sums,
@@ -21,11 +21,9 @@ from torchrec_dyn.content_sums import (
 )
 from torchrec_dyn.saved_config import to_bytes
 from torchrec_dyn.saved_places import (
-    CELL_BITS,
     Run,
     Runs,
     Share,
-    cell_bits,
     fewer_cells,
     runs_of,
     share_of,
@@ -171,7 +169,13 @@ _WAITING_ROWS = CHUNK_BYTES // 24
 
 
 def whole_tensor(value: Tensor, is_saved: bool, entry: Any) -> SavedTensor:
-    """Makes a small tensor that every rank has, and one saves."""
+    """Makes a small tensor that every rank has, and one saves.
+
+    Args:
+        value: the tensor.
+        is_saved: whether this rank saves it.
+        entry: of the tensor.
+    """
 
     def read(start: int, stop: int) -> Tensor:
         return value[start:stop] if value.dim() else value

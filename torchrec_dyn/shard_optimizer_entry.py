@@ -1,12 +1,13 @@
-"""The entry of one sharded table in the optimizer's state dict: what it saves, and what it is loaded from.
+"""The entry of one sharded table in the optimizer's state dict: what it is loaded from.
 
 Letters: R rows of the whole table, D its columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from torchrec_dyn.canonical_rows import CanonicalRows
 from torchrec_dyn.content_sums import (
+    DAMAGED,
     OPTIMIZER_TENSORS,
     add_sums,
-    as_words,
     content_sum,
     from_words,
     sum_of_small,
@@ -24,32 +25,14 @@ from torchrec_dyn.content_sums import (
 from torchrec_dyn.cuts import mean_over_cuts
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.row_store import RowStore
-from torchrec_dyn.saved_config import check_optimizer, from_bytes, optimizer_config, to_bytes
-from torchrec_dyn.saved_places import CELL_BITS, Places, Run, Runs, Share, runs_of, share_of
-from torchrec_dyn.saved_tensor import CHUNK_BYTES, Part, SavedTensor
-from torchrec_dyn.shard_model_source import cells_tensor, whole_tensor
+from torchrec_dyn.saved_config import check_optimizer, from_bytes
+from torchrec_dyn.saved_places import Places, Runs
+from torchrec_dyn.saved_tensor import CHUNK_BYTES, SavedTensor, numbers_of
+from torchrec_dyn.shard_optimizer_source import OptimizerSource
 from torchrec_dyn.shard_pieces import ShardPieces, blocks_of
-from torchrec_dyn.staged_rows import DAMAGED
-from torchrec_dyn.table import DynamicTable
-from torchrec_dyn.table_state import NamedState, named_states, read_tensor
+from torchrec_dyn.table_state import named_states
 
 SMALL = ("step", "config", "checksum")
-
-
-class Told(NamedTuple):
-    """What a rank tells the others of the optimizer state of one table.
-
-    Attributes:
-        share: of the rows.
-        cells: [2^CELL_BITS] int64, its rows in each; None where the table's first column is not here.
-        step: training forwards.
-        sums: of its tensors.
-    """
-
-    share: Share
-    cells: Tensor | None
-    step: int
-    sums: dict[str, int]
 
 
 class OptimizerEntry:
@@ -71,77 +54,8 @@ class OptimizerEntry:
         self._places = Places([])
         self._saved: Mapping[str, TensorStorageMetadata] = {}
         self._total = 0
-        self._canonical = [pieces.canonical(shard) for shard in pieces.shards]
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """What is told of the optimizer state."""
-        return optimizer_config(self.optimizer, self.pieces.cuts)
-
-    def _columns(self, shard: DynamicTable, one: NamedState) -> tuple[int, int]:
-        """Returns where a shard's state lies in the saved tensor: first column and width."""
-        if one.is_rowwise:
-            return self.pieces.cuts.index(shard.first_column), 1
-        return shard.first_column, shard.columns
-
-    # Saving.
-
-    def tell(self) -> Told | None:
-        """Sums this rank's shards and says what they hold, None where it has none."""
-        pieces = self.pieces
-        if pieces.part is None:
-            return None
-        sums = []
-        for shard, rows in zip(pieces.shards, self._canonical, strict=True):
-            for ids, places in rows.stretches(max(1, CHUNK_BYTES // shard.weights.row_bytes)):
-                for one in named_states(shard):
-                    first, _ = self._columns(shard, one)
-                    summed = content_sum(pieces.name, one.name, ids, one.store.read(places), first)
-                    sums.append({one.name: summed})
-        first_rows = self._canonical[0]
-        cells = first_rows.cells(CELL_BITS) if pieces.has_first_column else None
-        share = share_of(first_rows, pieces.part, pieces.ranks)
-        return Told(share, cells, pieces.shards[0].step, add_sums(*sums))
-
-    def tensors(self, told: Sequence[Told | None]) -> dict[str, SavedTensor]:
-        """Makes the tensors of the state dict, by name.
-
-        Args:
-            told: by each rank.
-        """
-        pieces, known = self.pieces, [one for one in told if one is not None]
-        runs = runs_of([one.share for one in known], pieces.part)
-        small = {"step": torch.tensor(known[0].step), "config": to_bytes(self.config)}
-        sums = add_sums(
-            *(one.sums for one in known),
-            {name: sum_of_small(pieces.name, name, one) for name, one in small.items()},
-        )
-        small["checksum"] = as_words(sums, OPTIMIZER_TENSORS)
-        made = dict(self._by_row(runs))
-        for name, one in small.items():
-            made[name] = whole_tensor(one, pieces.rank == 0, self)
-        counts = torch.stack([one.cells for one in known if one.cells is not None]).sum(0)
-        made["cells"] = cells_tensor(counts, runs.total, pieces.rank == 0, self)
-        return made
-
-    def _by_row(self, runs: Runs) -> Iterator[tuple[str, SavedTensor]]:
-        widths = {True: len(self.pieces.cuts) - 1, False: self.pieces.cuts[-1]}
-        for number, name in enumerate(self.optimizer.state_names):
-            parts = []
-            for shard, rows in zip(self.pieces.shards, self._canonical, strict=True):
-                first, columns = self._columns(shard, named_states(shard)[number])
-                for run in runs.mine:
-                    read = _reader(rows, run, shard, name)
-                    parts.append(Part((run.place, first), (run.rows, columns), read))
-            width = widths[self.optimizer.state_is_rowwise[number]]
-            yield name, SavedTensor((runs.total, width), torch.float32, parts, self)
-
-    def check_unchanged(self) -> None:
-        """Raises RuntimeError if a shard has changed since this was made."""
-        for rows in self._canonical:
-            rows.check_unchanged()
-
-    # Loading.
+        self._canonical: list[CanonicalRows] = []  # of the shards as they are when this is loaded
+        self.source = OptimizerSource(pieces, optimizer, self)
 
     def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
         """Gets ready to receive what a checkpoint has of the optimizer state.
@@ -233,7 +147,7 @@ class OptimizerEntry:
         names = [name for name in self.optimizer.state_names if name in saved]
         for name in SMALL:
             if name in saved:
-                self.small[name] = whole_of(saved[name])
+                self.small[name] = numbers_of(saved[name])
         size = saved[names[0]].shape if names else (0,)
         widths = {name: saved[name].shape[1] for name in names}
         ranges = [
@@ -245,10 +159,6 @@ class OptimizerEntry:
         for name in names:
             for offset, block in _blocks(saved[name]):
                 self.receive(name, offset, block)
-
-    def renew(self, pieces: ShardPieces) -> None:
-        """Looks the shards up again: the model's state dict was loaded since."""
-        self._canonical = [pieces.canonical(shard) for shard in pieces.shards]
 
     def check(self, runs: Runs) -> dict[str, int]:
         """Checks what has come, as far as this rank can, and sums it.
@@ -263,14 +173,15 @@ class OptimizerEntry:
             ValueError: if it is damaged, or of another table or optimizer.
         """
         pieces = self.pieces
+        self._canonical = [pieces.canonical(shard) for shard in pieces.shards]
         if "config" in self.small:
             check_optimizer(
-                pieces.where, from_bytes(pieces.where, self.small["config"]), self.config
+                pieces.where, from_bytes(pieces.where, self.small["config"]), self.source.config
             )
         if self.optimizer.state_names and self._total != runs.total:
             raise ValueError(
                 f"{pieces.where}: expected optimizer state of {runs.total} rows, got that of "
-                f"{self._total}. Load the state dict of the model before that of its optimizer."
+                f"{self._total}. Load the state dict of the module before that of its optimizer."
             )
         sums = []
         for shard, rows, stores in zip(
@@ -333,9 +244,8 @@ class OptimizerEntry:
                 store = stores[one.name]
                 if one.is_rowwise:
                     columns = (shard.first_column, shard.first_column + shard.columns)
-                    store = store.converted(
-                        1, torch.float32, lambda block: mean_over_cuts(block, cuts, columns)
-                    )
+                    mean = partial(mean_over_cuts, cuts=cuts, columns=columns)
+                    store = store.converted(1, torch.float32, mean)
                 if not is_same:
                     for _, own, staged in self._stretches(rows, runs):
                         one.store.write(own, store.read(staged))
@@ -346,26 +256,5 @@ class OptimizerEntry:
         self.staged = None
 
 
-def whole_of(value: Tensor) -> Tensor:
-    """Gives the numbers of a small tensor, of which every rank has a copy."""
-    if not isinstance(value, SavedTensor):
-        return value
-    local = value.local()
-    return local[0][1] if local else torch.empty(value.shape, dtype=value.dtype)
-
-
 def _blocks(value: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
     return value.local() if isinstance(value, SavedTensor) else [((0, 0), value)]
-
-
-def runs_now(pieces: ShardPieces, shares: Sequence[Share | None]) -> Runs:
-    """Tells where this rank's rows are in the whole table."""
-    return runs_of([one for one in shares if one is not None], pieces.part)
-
-
-def _reader(rows: CanonicalRows, run: Run, shard: DynamicTable, name: str) -> Any:
-    def read(start: int, stop: int) -> Tensor:
-        _, places = rows.read(run.here + start, run.here + stop)
-        return read_tensor(shard, name, places)
-
-    return read

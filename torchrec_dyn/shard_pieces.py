@@ -127,7 +127,7 @@ def blocks_of(
         if any(width <= 0 for _, width in beyond):
             continue
         for low, high, _ in places.within(begin[0], begin[0] + size[0]):
-            # Not cut any further: DCP's reader loads a saved chunk whole, each time it is asked for some of it.
+            # Not cut any further: DCP's reader loads a whole chunk each time it is asked for some of it.
             yield ChunkStorageMetadata(
                 torch.Size([low, *(first for first, _ in beyond)]),
                 torch.Size([high - low, *(width for _, width in beyond)]),

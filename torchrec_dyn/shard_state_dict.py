@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from torchrec_dyn.agreement import agree
 from torchrec_dyn.content_sums import add_sums
 from torchrec_dyn.id_map import canonical_order
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.saved_config import from_bytes, saved_initializer
 from torchrec_dyn.saved_places import Places
-from torchrec_dyn.saved_tensor import CHUNK_BYTES, SavedTensor
+from torchrec_dyn.saved_tensor import CHUNK_BYTES, SavedTensor, numbers_of
 from torchrec_dyn.shard_model_entry import ModelEntry
 from torchrec_dyn.shard_pieces import ShardPieces
 from torchrec_dyn.take_over import take_over
@@ -125,26 +122,17 @@ def _entry(saved: Mapping[str, Any], pieces: ShardPieces) -> ModelEntry:
     """Gives an entry with all that was saved staged."""
     weight = saved["weight"]
     loaded = weight.entry if isinstance(weight, SavedTensor) else None
-    if isinstance(loaded, ModelEntry) and loaded.staged is not None:
-        if list(loaded.pieces.shards) == list(pieces.shards):
-            return loaded
+    if isinstance(loaded, ModelEntry) and loaded.is_staged_for(pieces):
+        return loaded
     entry = ModelEntry(pieces)
     for name in ("clock", "config", "checksum"):
         if name in saved:
-            entry.small[name] = _whole(saved[name])
+            entry.small[name] = numbers_of(saved[name])
     if isinstance(weight, SavedTensor):
         _stage_parts(entry, saved)
     else:
         _stage_whole(entry, saved)
     return entry
-
-
-def _whole(value: Tensor) -> Tensor:
-    """Gives the numbers of a small tensor, of which every rank has a copy."""
-    if not isinstance(value, SavedTensor):
-        return value
-    local = value.local()
-    return local[0][1] if local else torch.empty(value.shape, dtype=value.dtype)
 
 
 def _stage_parts(entry: ModelEntry, saved: Mapping[str, Any]) -> None:

@@ -1,11 +1,12 @@
-"""The optimizer of a sharded collection: all its tables on every rank, so that saving and loading are collective.
+"""The optimizer of a sharded collection: all its tables on every rank, for saving and loading are collective.
 
-TorchRec's holds the tables of one rank only. Learning rates are still driven by the optimizers of the kernels.
+TorchRec's holds the tables of one rank only. Learning rates are driven by the optimizers of the kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_dyn.agreement import agree
 from torchrec_dyn.content_sums import add_sums
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.saved_places import Share, share_of
+from torchrec_dyn.saved_places import Share, runs_of, share_of
 from torchrec_dyn.saved_tensor import SavedTensor
-from torchrec_dyn.shard_optimizer_entry import SMALL, OptimizerEntry, runs_now
+from torchrec_dyn.shard_optimizer_entry import SMALL, OptimizerEntry
 from torchrec_dyn.shard_pieces import ShardPieces
 
 _NAMES = (*SMALL, "cells")
@@ -47,10 +48,10 @@ class _TableState:
             where = f"{entry.pieces.where}.state_dict"
             fault, mine = None, None
             try:
-                mine = entry.tell()
+                mine = entry.source.tell()
             except Exception as one:
                 fault = one
-            self._made = dict(entry.tensors(agree(entry.pieces.group, where, fault, told=mine)))
+            self._made = entry.source.tensors(agree(entry.pieces.group, where, fault, told=mine))
         return self._made.pop(name)
 
     def take(self, name: str, saved: Tensor) -> None:
@@ -63,8 +64,8 @@ class _TableState:
     def _load(self, saved: Mapping[str, Any]) -> None:
         pieces = self._pieces()
         where, fault, entry, summed = f"{pieces.where}.load_state_dict", None, None, {}
-        share = _share(pieces)
-        runs = runs_now(pieces, agree(pieces.group, where, told=share))
+        shares = agree(pieces.group, where, told=_share(pieces))
+        runs = runs_of([share for share in shares if share is not None], pieces.part)
         try:
             entry = _entry(saved, pieces, self._optimizer)
             if entry is not None:
@@ -90,11 +91,10 @@ def _entry(
     config = saved["config"]
     came = config.entry if isinstance(config, SavedTensor) else None
     if isinstance(came, OptimizerEntry) and list(came.pieces.shards) == list(pieces.shards):
-        if came.staged is None:
-            came.check_unchanged()
-            return None
-        came.renew(pieces)
-        return came
+        if came.staged is not None:
+            return came
+        came.source.check_unchanged()
+        return None
     entry = OptimizerEntry(pieces, optimizer)
     entry.fill(saved)
     return entry
@@ -139,13 +139,13 @@ class ShardedOptimizer(KeyedOptimizer):
         for name, optimizer in tables:
             key = f"{holder}.{name}.weight"
             params[key] = here.get(key, torch.empty(0, device="meta"))
-            table = _TableState(lambda name=name: pieces(name), optimizer)  # type: ignore[misc]
+            table = _TableState(partial(pieces, name), optimizer)
             state[params[key]] = {f"{name}.{one}": _Saved(table, one) for one in table.names}
         self._local = local
         super().__init__(params, state, [])
 
     @property
-    def param_groups(self) -> Collection[Mapping[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> Collection[Mapping[str, Any]]:
         """The groups of this rank's kernels: their `lr` reaches the rows."""
         return self._local.param_groups
 

@@ -19,7 +19,7 @@ from torchrec_dyn.carry_over import carry_over
 from torchrec_dyn.clock import time_fault
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.grouped_lookups import PooledLookup, SequenceLookup
-from torchrec_dyn.initializers import Initializer, default_initializer
+from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.kernel import DynamicKernel
 from torchrec_dyn.local_table import LocalTable
 from torchrec_dyn.policies import AdmitAfter
@@ -30,7 +30,7 @@ from torchrec_dyn.shardable_view import ShardableView, merged_fused_params
 from torchrec_dyn.sharded_optimizer import ShardedOptimizer
 from torchrec_dyn.sharded_table import ShardedTableHandle
 from torchrec_dyn.table import DynamicTable
-from torchrec_dyn.table_configs import config_initializer, row_dtype
+from torchrec_dyn.table_configs import initializer_of, row_dtype
 from torchrec_dyn.table_layout import TableLayout, checked_plan, table_layouts
 
 _tables_of_model: weakref.WeakKeyDictionary[ShardingEnv, dict[str, str]] = (
@@ -151,6 +151,7 @@ class LocalShards:
     def fill_from(self, trained: Mapping[str, DynamicTable]) -> None:
         """Takes over this rank's part of rows that were trained before sharding."""
         for name, source in trained.items():
+            self._initializers[name] = source.initializer
             carry_over(source, self._tables[name], self._layouts[name], self._env.rank)
 
     def set_time(self, time: int) -> None:
@@ -206,12 +207,7 @@ class LocalShards:
         config, dynamic = self._configs[name], self._dynamic[name]
         group = self._env.process_group
         assert isinstance(group, dist.ProcessGroup)
-        initializer = (
-            self._initializers.get(name)
-            or dynamic.initializer
-            or config_initializer(config)
-            or default_initializer(config.num_embeddings)
-        )
+        initializer = self._initializers.get(name) or initializer_of(config, dynamic)
         columns, dtype = config.embedding_dim, row_dtype(config)
         return ShardPieces(
             name,

@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.clock import time_fault
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.initial_rows import InitialRows
 from torchrec_dyn.initializers import Initializer, default_initializer, table_key
 from torchrec_dyn.insertion import find_rows, insert_unseen
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.row_life import RowLife, has_life
+from torchrec_dyn.row_life import RowLife
 from torchrec_dyn.row_numbers import OutstandingForwards, RowNumbers
 from torchrec_dyn.row_store import RowStore, block_shift
 from torchrec_dyn.table_checks import check_ids, check_room, check_rows, check_shape, check_state
+from torchrec_dyn.table_scores import TableScores
 from torchrec_dyn.table_state import named_states, read_state, replace_contents, write_state
 from torchrec_dyn.table_stats import COUNTED, stats_of
 
 
-class DynamicTable:
+class DynamicTable(TableScores):
     """A table whose rows are made when ids are first seen.
 
     Attributes:
@@ -230,43 +230,6 @@ class DynamicTable:
             self.life.scores.forget(rows)
         self.row_numbers.give_back(rows)
         self.counters[cause] += rows.numel()
-
-    def last_seen(self, ids: Tensor) -> Tensor:
-        """Tells when ids were last seen in training: a step, or a time under `ExpireAfter(time=...)`.
-
-        Args:
-            ids: [M] int64.
-
-        Returns:
-            [M] int64; -1 for an id without a row.
-        """
-        where = f"{self.where}.last_seen"
-        return has_life(where, self.life).last_seen(self.id_map.lookup(check_ids(where, ids)))
-
-    def count(self, ids: Tensor) -> Tensor:
-        """Tells how often ids were seen in training since they were made or began to wait.
-
-        Args:
-            ids: [M] int64.
-
-        Returns:
-            [M] int64; 0 for an id that has no row and does not wait.
-        """
-        where = f"{self.where}.count"
-        ids = check_ids(where, ids)
-        return has_life(where, self.life).counts(ids, self.id_map.lookup(ids))
-
-    @property
-    def time(self) -> int | None:
-        """What the clock shows, None before it was set."""
-        return None if self.life is None else self.life.clock.now
-
-    def set_time(self, time: int) -> None:
-        """Sets the clock of `ExpireAfter(time=...)` for the steps to come; it never goes back."""
-        if fault := time_fault(time, self.time):
-            raise ValueError(f"{self.where}.set_time: {fault}")
-        if self.life is not None and self.life.is_timed:
-            self.life.clock.set(time, self.step + 1)
 
     def stats(self) -> dict[str, int | float]:
         """Returns what the table holds and what happened to it (table_stats.py)."""

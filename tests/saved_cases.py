@@ -1,0 +1,141 @@
+"""Checkpoints under the documented keys, without a model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from torchrec_dyn.content_sums import (
+    MODEL_TENSORS,
+    OPTIMIZER_TENSORS,
+    as_words,
+    content_sum,
+    sum_of_small,
+)
+from torchrec_dyn.id_map import canonical_order
+from torchrec_dyn.saved_tensor import Part, SavedTensor
+
+NOT_BY_ROW = ("waiting", "clock", "step", "config")
+EMBEDDING_DIM = 6
+
+
+def pieces(tensor: Tensor, rows: list[int], columns: list[int] | None = None) -> SavedTensor:
+    """A tensor that DCP saves as chunks cut at these rows and columns."""
+    ends = [[0, *rows, len(tensor)]]
+    ends += [[0, *(columns or []), tensor.shape[1]]] if tensor.dim() == 2 else []
+    parts = []
+    for spans in itertools.product(*(itertools.pairwise(one) for one in ends)):
+        block = tensor[tuple(itertools.starmap(slice, spans))]
+        if not block.numel():
+            continue  # DCP knows chunks by where they begin: another may begin there
+        parts.append(
+            Part(
+                tuple(first for first, _ in spans),
+                tuple(block.shape),
+                lambda start, stop, block=block: block[start:stop],
+            )
+        )
+    return SavedTensor(tensor.shape, tensor.dtype, parts)
+
+
+def model_state(
+    rows: int = 50, seed: int = 0, life: bool = False, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """What the model's state dict holds of a table "user", by name."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-(2**62), 2**62, (rows,), generator=draw)
+    ids = ids[canonical_order(ids)]
+    state = {"ids": ids, "weight": torch.randn(rows, EMBEDDING_DIM, generator=draw).to(dtype)}
+    if life:
+        state["last_seen"] = torch.randint(1, 100, (rows,), generator=draw)
+        state["count"] = torch.randint(1, 2**40, (rows,), generator=draw)
+        waiting = torch.arange(12).reshape(4, 3) - 2**40
+        state["waiting"] = waiting[canonical_order(waiting[:, 0].contiguous())]
+        state["clock"] = torch.tensor([[3, 5, 9], [100, 200, 2**50]])
+    config = {
+        **{"format": 1, "table": "user", "embedding_dim": EMBEDDING_DIM, "seed": 7},
+        **{"rows": str(dtype)[6:], "initializer": {"name": "Uniform", "low": -0.5, "high": 0.5}},
+    }
+    return state | {"config": config_bytes(config)}
+
+
+def optimizer_state(rows: int = 50, cuts: tuple[int, ...] = (0, 6)) -> dict[str, Tensor]:
+    """What the optimizer's state dict holds of it: of row-wise Adagrad."""
+    shards = len(cuts) - 1
+    config = {"format": 1, "optimizer": "exact_row_wise_adagrad", "cuts": list(cuts)}
+    return {
+        "momentum1": torch.arange(float(rows * shards)).reshape(rows, shards),
+        "step": torch.tensor(123),
+        "config": config_bytes(config),
+    }
+
+
+def config_bytes(config: dict[str, object]) -> Tensor:
+    text = json.dumps(config, sort_keys=True).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def with_checksum(state: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
+    """Adds the sums, and drops what is empty, as DCP does."""
+    order = OPTIMIZER_TENSORS if "step" in state else MODEL_TENSORS
+    sums = {
+        name: sum_of_small("user", name, saved)
+        if name in NOT_BY_ROW
+        else content_sum("user", name, ids, saved)
+        if saved.numel()
+        else 0
+        for name, saved in state.items()
+    }
+    kept = {name: saved for name, saved in state.items() if saved.numel()}
+    return kept | {"checksum": as_words(sums, order)}
+
+
+def save_dict(state: dict[str, object], path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+MODEL_KEY = "sparse.ebc.embedding_bags.user"
+
+
+def save_table(
+    path,
+    state: dict[str, Tensor] | None = None,
+    optimizer: dict[str, Tensor] | None = None,
+    cut=lambda name, tensor: tensor,
+    key: str = MODEL_KEY,
+    **more: object,
+) -> None:
+    """Saves {"model": ..., "optimizer": ...} with one table and something else beside it.
+
+    Args:
+        path: where.
+        state: `model_state()`, or other.
+        optimizer: `optimizer_state()`, or other.
+        cut: what to save in place of a tensor: `pieces` of it.
+        key: of the table in the model's state dict.
+        more: saved beside.
+    """
+    state = model_state() if state is None else state
+    ids = state["ids"]
+    whole = with_checksum(state, ids)
+    saved: dict[str, object] = {f"{key}.{name}": cut(name, one) for name, one in whole.items()}
+    everything: dict[str, object] = {
+        "model": {**saved, "dense.weight": torch.randn(3, 4), "dense.step": torch.tensor(1)},
+        "steps": 17,
+        **more,
+    }
+    if optimizer is not None:
+        parts = with_checksum(optimizer, ids)
+        moments = {f"user.{name}": cut(name, one) for name, one in parts.items()}
+        everything["optimizer"] = {
+            "state": {f"{key}.weight": moments, "dense.weight": {"exp_avg": torch.ones(3, 4)}},
+            "param_groups": [{"lr": 0.1}],
+        }
+    save_dict(everything, path)
