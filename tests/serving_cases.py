@@ -1,4 +1,4 @@
-"""Checkpoints and deltas made by hand in the saved format, and the plain tables that served ones are held against."""
+"""Checkpoints and deltas in the saved format, made by hand of plain tables."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ class Plain:
     def with_random(self, ids, seed: int = 0) -> Plain:
         """A copy in which these ids have new rows."""
         generator = torch.Generator().manual_seed(seed)
-        new = {
-            int(i): torch.randn(self.dim, generator=generator).to(self.dtype) for i in ids
-        }
+        new = {int(i): torch.randn(self.dim, generator=generator).to(self.dtype) for i in ids}
         return replace(self, rows={**self.rows, **new})
 
     def without(self, ids) -> Plain:
@@ -48,6 +46,13 @@ class Plain:
         """Saved tensors of some ids, None for all, in canonical order."""
         own = torch.tensor(sorted(self.rows if ids is None else ids), dtype=torch.int64)
         own = own[canonical_order(own)]
+        saved = {"config": self.config()}
+        if len(own):
+            saved["ids"] = own
+            saved["weight"] = torch.stack([self.rows[int(i)] for i in own])
+        return saved
+
+    def config(self) -> Tensor:
         config = {
             "embedding_dim": self.dim,
             "format": 1,
@@ -56,11 +61,7 @@ class Plain:
             "seed": self.seed,
             "table": self.name,
         }
-        saved = {"config": torch.tensor(list(json.dumps(config, sort_keys=True).encode()), dtype=torch.uint8)}
-        if len(own):
-            saved["ids"] = own
-            saved["weight"] = torch.stack([self.rows[int(i)] for i in own])
-        return saved
+        return torch.tensor(list(json.dumps(config, sort_keys=True).encode()), dtype=torch.uint8)
 
     def sums(self, saved=None) -> Tensor:
         saved = self.tensors() if saved is None else saved
@@ -71,11 +72,24 @@ class Plain:
         return as_words(sums, MODEL_TENSORS)
 
 
-def _save(path: Path, tensors: dict[str, Tensor]) -> Path:
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> Path:
+    """Saves a flat state dict, without a process group."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(tensors, checkpoint_id=path, no_dist=True)
     return path
+
+
+def save_random(path: Path, name: str, rows: int, dim: int) -> Path:
+    """Saves one table with many random rows."""
+    ids = torch.arange(rows)
+    ids = ids[canonical_order(ids)]
+    one = Plain(name, dim)
+    saved = {"config": one.config(), "ids": ids, "weight": torch.randn(rows, dim)}
+    saved["checksum"] = one.sums(saved)
+    return save_tensors(
+        path, {f"ebc.embedding_bags.{name}.{key}": part for key, part in saved.items()}
+    )
 
 
 def save(path: Path, *tables: Plain, kind: str = "embedding_bags") -> Path:
@@ -85,7 +99,7 @@ def save(path: Path, *tables: Plain, kind: str = "embedding_bags") -> Path:
         saved = table.tensors()
         saved["checksum"] = table.sums(saved)
         found |= {f"ebc.{kind}.{table.name}.{name}": one for name, one in saved.items()}
-    return _save(path, found)
+    return save_tensors(path, found)
 
 
 def save_delta(
@@ -106,7 +120,7 @@ def save_delta(
             saved["removed"] = removed[canonical_order(removed)]
         saved |= changed
         found |= {f"ebc.{kind}.{new.name}.{name}": one for name, one in saved.items()}
-    return _save(path, found)
+    return save_tensors(path, found)
 
 
 def bag_configs(*tables: Plain, features=None, pooling=None) -> list[EmbeddingBagConfig]:

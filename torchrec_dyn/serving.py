@@ -32,6 +32,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from torchrec_dyn.feature_ids import FeatureReader
 from torchrec_dyn.serving_build import build
+from torchrec_dyn.serving_export import export_program
 from torchrec_dyn.serving_lookup import ServedLookup
 from torchrec_dyn.serving_traced import counts_between, traced_features
 from torchrec_dyn.serving_update import apply_delta
@@ -42,6 +43,7 @@ __all__ = [
     "ServingEmbeddingCollection",
     "apply_delta",
     "build",
+    "export_program",
 ]
 
 

@@ -38,8 +38,8 @@ def build(
 ) -> None:
     """Makes a directory of served tables from a checkpoint of torch.distributed.checkpoint.
 
-    It is written beside `out` and renamed when it is complete. Rows are read in pieces and checked against the
-    checkpoint's content sums; memory does not grow with the tables.
+    It is written beside `out` and renamed when it is complete. Rows are read in pieces and checked against
+    the checkpoint's content sums; memory does not grow with the tables.
 
     Args:
         checkpoint: directory of the checkpoint.
@@ -57,7 +57,9 @@ def build(
             f"serving.build: expected nothing at {target}, got something. "
             "Build beside it, or remove it first."
         )
-    saved = chosen_tables(open_checkpoint(checkpoint).tables, tables, f"serving.build({checkpoint})")
+    saved = chosen_tables(
+        open_checkpoint(checkpoint).tables, tables, f"serving.build({checkpoint})"
+    )
     for name, table in saved.items():
         if table.is_delta:
             raise ValueError(

@@ -33,7 +33,11 @@ def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedPr
     leaves, _ = torch.utils._pytree.tree_flatten(plain)
     shapes: list[Any] = [None if leaf is None else {0: Dim.DYNAMIC} for leaf in leaves]
     # Otherwise one bag or none, which broadcast, are taken for something else than many.
-    with symbolic_shapes.patch(backed_size_oblivious=True):
+    with symbolic_shapes.patch(  # type: ignore[attr-defined]
+        backed_size_oblivious=True
+    ):
         program = torch.export.export(module, (plain,), dynamic_shapes=(shapes,), strict=False)
-    program.example_inputs = None  # a KeyedJaggedTensor, which torch.export.load would have to unpickle
+    program.example_inputs = (
+        None  # a KeyedJaggedTensor, which torch.export.load would have to unpickle
+    )
     return program

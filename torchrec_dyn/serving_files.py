@@ -1,4 +1,4 @@
-"""The files of served tables: mapped, appended to, and put in place so that a reader sees all of a change or none."""
+"""The files of served tables: mapped, appended to, replaced so that a reader sees all of a change or none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Of Linux; Python names it from 3.13 on. The pages are only ever read, so nothing need be put aside for copies.
+# Of Linux; Python names it from 3.13 on. Pages are only ever read: nothing need be put aside for copies.
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
@@ -71,7 +71,7 @@ class Appender:
         count, width = written.shape
         first = -(-self.used // width)
         self._file.seek(first * width)
-        self._file.write(memoryview(written.contiguous().numpy()).cast("B") if count else b"")
+        self._file.write(written.contiguous().numpy().data)
         self.used = (first + count) * width if count else self.used
         return torch.arange(first, first + count)
 

@@ -4,8 +4,8 @@
     rows-51ab20fe              rows of all tables, each as serving_rows.py writes it; row r of a table is at
                                byte r * row_bytes. Only ever appended to; sparse behind its end
     000001-51ab20fe/           a generation: immutable, complete before it is named in `current`
-        slots                  [C, 2] int64: the id maps of all tables one after another (csrc/id_map.h), id and
-                               row + 1
+        slots                  [C, 2] int64: the id maps of all tables one after another (csrc/id_map.h),
+                               id and row + 1
         manifest.json
     lock                       held by the one process that applies a delta
 
@@ -16,8 +16,8 @@ manifest.json, keys sorted:
         "seed": 0, "sums": {"ids": 123, "weight": 456}, "trained_as": "float32"}}}
 
 `sums` are the content sums of the table that was saved, not of the rows as written here: a delta must begin
-where the last one ended. A rows file and a generation go when neither the current generation nor the one before
-needs them; who has mapped them keeps them.
+where the last one ended. A generation or a rows file goes when neither the current generation nor the one
+before needs it; who has mapped it keeps it.
 """
 
 from __future__ import annotations
@@ -173,9 +173,7 @@ def read_manifest(folder: Path, generation: str) -> Manifest:
         version = found.pop("format")
         if version != FORMAT:
             raise ValueError(f"format {version!r}, this version reads {FORMAT}")
-        tables = {
-            name: ServedTable(**table) for name, table in sorted(found.pop("tables").items())
-        }
+        tables = {name: ServedTable(**table) for name, table in sorted(found.pop("tables").items())}
         manifest = Manifest(tables=tables, **found)
         manifest.mapped_bytes()
     except (ValueError, TypeError, KeyError, AttributeError) as error:

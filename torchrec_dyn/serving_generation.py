@@ -39,6 +39,7 @@ class Generation(nn.Module):
     slots: Tensor
     rows: Tensor
     layout: Tensor
+    _at_rest: Tensor
 
     def __init__(
         self, name: str, manifest: Manifest, slots: Tensor, rows: Tensor, tables: Sequence[str]
@@ -120,7 +121,7 @@ def open_generation(
         try:
             return _open(folder, name, tables)
         except FileNotFoundError:
-            # Two deltas were applied since its name was read; if the name is still the same, a file is missing.
+            # Two deltas were applied since its name was read. If the name is the same, a file is missing.
             if current_generation(folder) == name:
                 raise ValueError(
                     f"{folder}: expected the files of generation {name}, got only some. Build it again."

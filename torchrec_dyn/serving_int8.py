@@ -1,8 +1,8 @@
 """Pools int8 rows by FBGEMM's inference kernel, on rows that one file holds for all tables.
 
 The kernel takes a byte offset a table. Here all are 0: a row number counts in rows of the table's own width
-from the beginning of the file. Against our own pooling of float32: 19 ns an id, not 34 (64 columns, 8 tables of
-300,000 rows, batch 512, one thread).
+from the beginning of the file. It takes 19 ns an id, our own pooling of float32 34 and of float16 19, where
+FBGEMM's take 48 and 19 (8 tables of 300,000 rows of 64 columns, batch 512, one thread).
 
 Legend: N ids, F features, B bags of a feature, D columns of a feature's table.
 """
@@ -26,6 +26,12 @@ class Int8Pooling(nn.Module):
     Args:
         columns: [F] D of each feature.
     """
+
+    _ends: Tensor
+    _places: Tensor
+    _types: Tensor
+    _begins: Tensor
+    _none: Tensor
 
     def __init__(self, columns: Sequence[int]) -> None:
         super().__init__()

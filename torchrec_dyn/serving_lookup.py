@@ -1,7 +1,7 @@
 """ServedLookup: ids of some features -> rows of the served tables, in eager mode and in exported programs.
 
-No call waits for a number from a tensor: shapes follow from the sizes of the inputs, so that torch.export can
-trace all of it. Everything that a call reads of the tables comes from one reference, which `refresh` replaces.
+No call waits for a number from a tensor: shapes follow from the sizes of the inputs, so that torch.export
+can trace all of it. What a call reads of the tables comes from one reference, which `refresh` replaces.
 
 Legend: T tables, F features (in table order), B bags of a feature, N ids, D columns of a table.
 """
@@ -38,6 +38,11 @@ class ServedLookup(nn.Module):
     """
 
     generation: Generation
+    _fixed: Tensor
+    _by_batch: Tensor
+    _first_feature: Tensor
+    _is_sum: Tensor
+    _feature_of_column: Tensor
 
     def __init__(
         self,
@@ -171,15 +176,11 @@ class ServedLookup(nn.Module):
         # An exported program cannot ask.
         return torch.compiler.is_exporting() or bool(absent.any())
 
-    def _absent_positions(
-        self, rows: Tensor, bounds: Tensor
-    ) -> list[tuple[int, Tensor]]:
+    def _absent_positions(self, rows: Tensor, bounds: Tensor) -> list[tuple[int, Tensor]]:
         """Lists the positions of absent ids between each two of `bounds`."""
         part = torch.bucketize(torch.arange(rows.shape[0]), bounds[1:], right=True)
         absent = rows < 0
-        return [
-            (i, (absent & (part == i)).nonzero().view(-1)) for i in range(bounds.shape[0] - 1)
-        ]
+        return [(i, (absent & (part == i)).nonzero().view(-1)) for i in range(bounds.shape[0] - 1)]
 
     def _unseen_pooled(
         self, ids: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, batch: int

@@ -20,6 +20,7 @@ from torch import Tensor
 ROW_DTYPES = (torch.float32, torch.float16, torch.int8)
 _SCALE_AND_BIAS_BYTES = 4
 _STEPS = 255
+_LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class RowFormat:
         written = rows.to(self.dtype).contiguous()
         if bool((written.isinf() & rows.isfinite()).any()):
             raise _too_large(where, "float16", rows)
-        return written.view(torch.uint8).view(len(rows), -1)
+        return written.view(torch.uint8).view(len(rows), self.row_bytes(rows.shape[1]))
 
     def decode(self, written: Tensor) -> Tensor:
         """Reads rows.
@@ -90,7 +91,7 @@ def _encode_int8(rows: Tensor, where: str) -> Tensor:
     low, high = torch.aminmax(rows, dim=1, keepdim=True)
     bias = _to_half(low, up=False)
     scale = _to_half((high - bias.float()) / _STEPS, up=True)
-    if not bool((bias.isfinite() & scale.isfinite() & high.isfinite()).all()):
+    if not bool(((low.abs() <= _LARGEST) & scale.isfinite() & high.isfinite()).all()):
         raise _too_large(where, "int8", rows)
     steps = (rows - bias.float()) / torch.where(scale == 0, 1.0, scale.float())
     steps = steps.round_().clamp_(0, _STEPS).to(torch.uint8)
@@ -109,8 +110,7 @@ def _to_half(numbers: Tensor, up: bool) -> Tensor:
 
 
 def _too_large(where: str, dtype: str, rows: Tensor) -> ValueError:
-    most = rows.float().abs().max()
     return ValueError(
-        f"{where}: expected rows of finite numbers up to 65504, which {dtype} can hold, got {most:g}. "
-        "Serve it with rows=torch.float32."
+        f"{where}: expected rows of numbers that {dtype} can hold (float16's largest is 65504), got rows "
+        f"up to {rows.float().abs().max():g}. Serve it with rows=torch.float32."
     )

@@ -1,7 +1,7 @@
 """What torch.export sees of a KeyedJaggedTensor: tensors alone, no number that it would have to wait for.
 
-FeatureReader, of eager mode, reads sums and bounds of the lengths to check them. Here the program checks itself
-when it runs: the ops look at offsets before they read memory, and for those that do not there is an assertion.
+FeatureReader, of eager mode, reads sums and bounds of the lengths to check them. Here the program checks
+itself when it runs: the ops look at offsets before they read memory, and lengths below 0 are asserted away.
 
 Legend: F features, B bags of a feature, N ids.
 """
@@ -9,6 +9,7 @@ Legend: F features, B bags of a feature, N ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ def counts_between(bounds: Tensor, ids: Tensor) -> list[int]:
         bounds: [F + 1] int64.
         ids: [N], all of them.
     """
-    counts = [int(one) for one in bounds.diff().unbind()]
+    counts = [cast(int, one.item()) for one in bounds.diff().unbind()]  # int() would fix them
     for count in counts:
         torch._check(count >= 0)
     torch._check(sum(counts) == ids.shape[0])

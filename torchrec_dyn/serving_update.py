@@ -1,8 +1,8 @@
 """apply_delta: puts a delta into a directory of served tables, while they are served.
 
 Rows that changed are appended to the rows file; the id maps are copied and point there. What the current
-generation is made of is only read, so a reader of it sees nothing of this. When less than half of the rows file
-is in use, the rows in use are written to a new one.
+generation is made of is only read, so a reader of it sees nothing of this. When less than half of the rows
+file is in use, the rows in use are written to a new one.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -
 
 def _check_begins_here(where: str, delta: SavedTable, served: ServedTable) -> None:
     if not delta.is_delta:
-        raise ValueError(f"{where}: expected a delta, got a full checkpoint. Build from it instead.")
+        raise ValueError(
+            f"{where}: expected a delta, got a full checkpoint. Build from it instead."
+        )
     for what, is_here, was_served in (
         ("embedding_dim", delta.embedding_dim, served.embedding_dim),
         ("rows", delta.config["rows"], served.trained_as),
@@ -199,7 +201,9 @@ class _Change:
         removed = delta.read("removed") if "removed" in delta.names else torch.empty(0).long()
         rows = served.take(removed)
         if bool((rows < 0).any()):
-            raise self._does_not_fit("removed ids that are served", f"{int((rows < 0).sum())} others")
+            raise self._does_not_fit(
+                "removed ids that are served", f"{int((rows < 0).sum())} others"
+            )
         self._take_from_sums(removed, rows)
         self.num_rows -= len(removed)
         for chunk in delta.chunks(("ids", "weight"), chunk_bytes=_CHUNK_BYTES):
