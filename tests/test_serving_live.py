@@ -10,7 +10,7 @@ import torch
 from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn import serving
+from torchrec_dyn import serving, serving_generation
 
 IDS = range(300)
 VERSIONS = 12
@@ -100,6 +100,23 @@ def test_another_process_sees_one_generation_of_all_tables(tmp_path):
     out, errors = reader.communicate(timeout=240)
     assert reader.returncode == 0, errors[-3000:]
     assert int(out) >= 2
+
+
+def test_a_generation_that_goes_while_it_is_opened_is_given_up_for_the_next(tmp_path, monkeypatch):
+    served = prepare(tmp_path, torch.float32)
+    ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
+    read = serving_generation.read_manifest
+
+    def slow(folder, name):
+        if not (tmp_path / "done").exists():
+            (tmp_path / "done").touch()
+            for number in range(1, 4):  # name is then the third of four generations back
+                serving.apply_delta(served, tmp_path / f"delta{number}")
+        return read(folder, name)
+
+    serving.apply_delta(served, tmp_path / "delta0")
+    monkeypatch.setattr(serving_generation, "read_manifest", slow)
+    assert ours.refresh() and ask(ours) == {4.0}
 
 
 def test_what_is_served_stays_when_its_files_are_gone(tmp_path):
