@@ -95,10 +95,9 @@ class SafetensorsReader:
 
     def _read_header(self) -> tuple[dict[str, SavedEntry], dict[str, str]]:
         size = os.fstat(self._file.fileno()).st_size
-        start = self._file.read(_LENGTH_BYTES)
-        length = int.from_bytes(start, "little")
+        length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little")
         longest = min(size - _LENGTH_BYTES, _LONGEST_HEADER)
-        if len(start) < _LENGTH_BYTES or length > longest:
+        if length > longest:  # of a file shorter than that number too
             raise self._fault(
                 "the length of a header that fits", f"{length} in a file of {size} bytes"
             )

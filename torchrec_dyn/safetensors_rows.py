@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchrec_dyn.across_ranks import Collection, assign_rows, lookup_rows, read_ids
 from torchrec_dyn.agreement import agree
+from torchrec_dyn.checkpoint_reader import open_checkpoint
 from torchrec_dyn.rows_here import RowsHere, rows_here
 from torchrec_dyn.safetensors_file import SafetensorsReader, SafetensorsWriter
 from torchrec_dyn.table_checks import ROW_DTYPES
@@ -60,8 +61,7 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
             "ids": (torch.int64, (len(ids),)),
             "rows": (none.dtype, (len(ids), none.shape[1])),
         }
-        metadata = {"format": _FORMAT, "table": table, "seed": str(seed)}
-        writer = SafetensorsWriter(path, tensors, metadata)
+        writer = SafetensorsWriter(path, tensors, _metadata(table, seed))
         for first, last in _chunks(len(ids), ids.element_size()):
             writer.write(ids[first:last])
 
@@ -86,6 +86,42 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
     finally:
         if writer is not None:
             writer.drop()
+
+
+def export_saved_rows(
+    checkpoint: str | os.PathLike[str], table: str, path: str | os.PathLike[str]
+) -> None:
+    """Writes the same file from a checkpoint, without a model and without other ranks.
+
+    Args:
+        checkpoint: what was given to `torch.distributed.checkpoint.save`.
+        table: its name, or its key in the checkpoint where several have that name.
+        path: the file; one that is there is replaced.
+
+    Raises:
+        ValueError: if there is no such table, or the checkpoint is damaged; no file is left.
+    """
+    tables = open_checkpoint(checkpoint).tables
+    found = [one for key, one in tables.items() if table in (key, one.name)]
+    if len(found) != 1 or found[0].is_delta:
+        kind = "a delta, which has changes only" if found else f"tables {sorted(tables)}"
+        raise ValueError(
+            f"export_saved_rows({checkpoint}): expected one table '{table}', got "
+            f"{kind if len(found) < 2 else [one.key for one in found]}. Name one by its key."
+        )
+    (saved,) = found
+    tensors = {
+        "ids": (torch.int64, (saved.num_rows,)),
+        "rows": (saved.dtype, (saved.num_rows, saved.embedding_dim)),
+    }
+    writer = SafetensorsWriter(path, tensors, _metadata(saved.name, saved.config["seed"]))
+    try:
+        for name in ("ids", "weight"):  # each of them is checked against its content sum
+            for chunk in saved.chunks((name,), chunk_bytes=_CHUNK_BYTES):
+                writer.write(chunk[name])
+        writer.finish()
+    finally:
+        writer.drop()
 
 
 def import_rows(collection: Collection, table: str, path: str | os.PathLike[str]) -> int:
@@ -138,6 +174,10 @@ def import_rows(collection: Collection, table: str, path: str | os.PathLike[str]
     finally:
         if reader is not None:
             reader.close()
+
+
+def _metadata(table: str, seed: int) -> dict[str, str]:
+    return {"format": _FORMAT, "table": table, "seed": str(seed)}
 
 
 def _checked(reader: SafetensorsReader, columns: int, where: str) -> tuple[int, str]:
