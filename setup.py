@@ -12,6 +12,7 @@ SOURCES = [
     "csrc/scores_cpu.cpp",
     "csrc/lowest_scores_cpu.cpp",
     "csrc/admission_cpu.cpp",
+    "csrc/row_marks_cpu.cpp",
     "csrc/pooling_cpu.cpp",
     "csrc/row_update_cpu.cpp",
 ]

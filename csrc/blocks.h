@@ -80,6 +80,10 @@ constexpr ScalarType scalar_type_of<float>() {
   return ScalarType::Float;
 }
 template <>
+constexpr ScalarType scalar_type_of<int32_t>() {
+  return ScalarType::Int;
+}
+template <>
 constexpr ScalarType scalar_type_of<int64_t>() {
   return ScalarType::Long;
 }

@@ -64,6 +64,14 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   // probability)^count.
   m.def("admit_by_chance(Tensor ids, Tensor counts, int key, int step, float probability) -> Tensor");
 
+  // Marks are blocks [2^shift, 1] int32: the version at which a row was last named (row_marks.h).
+  //
+  // rows [N] in table order, negative ones skipped; versions [T], in [0, 2^31). A table with 0 blocks in `layout`
+  // keeps no marks.
+  m.def("mark_rows_(Tensor rows, Tensor table_offsets, Tensor(a!)[] marks, Tensor layout, Tensor versions) -> ()");
+  // The rows in [0, rows) of one table whose mark is `since` or later -> [M], ascending.
+  m.def("changed_rows(Tensor[] marks, int shift, int rows, int since) -> Tensor");
+
   // Asks for 2 MiB pages behind a block, of any shape, before it is first written. Changes no value.
   m.def("advise_huge_pages(Tensor block) -> ()");
   // Writes the initial rows of ids [M] to rows [M]. parameters: low, high, mean, deviation, low and high

@@ -45,8 +45,9 @@ class MapBesideDict(RuleBasedStateMachine):
 
     @rule(ids=id_lists)
     def erase(self, ids):
-        held = [self.dict.pop(i) for i in ids if i in self.dict]
-        assert self.map.erase(ids_of(*ids)).tolist() == held
+        held = [(i, self.dict.pop(i)) for i in ids if i in self.dict]
+        erased = self.map.erase(ids_of(*ids))
+        assert list(zip(*(one.tolist() for one in erased), strict=True)) == held
 
     @rule(extra=st.integers(0, 200))
     def reserve(self, extra):

@@ -180,7 +180,11 @@ def test_loaded_weights_alone_are_seen_at_the_step_of_the_load(make):
     saved, loaded = make(config), make(config)
     train(saved, ([1], [2]))
     train(loaded, *[([7], [])] * 6)
-    rows = {key: one for key, one in saved.state_dict().items() if "last" not in key and "count" not in key}
+    rows = {
+        key: one
+        for key, one in saved.state_dict().items()
+        if "last" not in key and "count" not in key
+    }
     loaded.load_state_dict({key: one for key, one in rows.items() if "checksum" not in key})
     assert asked(loaded, 1, 2)[1] == [0, 0]
     assert train(loaded, ([1], [])) == {1, 2}

@@ -100,6 +100,13 @@ def score_blocks():
 
 
 SCORE_LAYOUT = torch.tensor([[0, 2, 2, 1], [2, 0, 2, 1], [2, 1, 2, 1]])  # the second keeps none
+
+
+def mark_blocks():
+    """Three blocks of 4 rows, row r marked with version r."""
+    return list(torch.arange(12, dtype=torch.int32).reshape(3, 4, 1))
+
+
 INITIAL = {"first_column": 1, "parameters": [-1.0, 1.0, 0.0, 1.0, 0.0, 1.0], "key": -3}
 # By op: functions that make the arguments anew, the plainest first.
 SAMPLES = {
@@ -178,6 +185,20 @@ SAMPLES = {
             "ids": whole(5, 6, 7), "counts": whole(0, 1, 2**32), "key": -3, "step": 4,
             "probability": 0.5,
         }
+    ],
+    "mark_rows_": [
+        lambda: {
+            "rows": whole(0, 7, -1, 7, 3, 0), "table_offsets": whole(0, 4, 5, 6),
+            "marks": mark_blocks(), "layout": SCORE_LAYOUT, "versions": whole(5, 6, 2**31 - 1),
+        },
+        lambda: {
+            "rows": whole(), "table_offsets": whole(0), "marks": [],
+            "layout": SCORE_LAYOUT[:0], "versions": whole(),
+        },
+    ],
+    "changed_rows": [
+        lambda since=since: {"marks": mark_blocks(), "shift": 2, "rows": 11, "since": since}
+        for since in (6, 12)
     ],
     "advise_huge_pages": [lambda: {"block": torch.ones(1 << 20)}],
     "init_rows_": [

@@ -19,9 +19,13 @@ from torchrec_dyn import ops
 from torchrec_dyn.id_map import IdMap
 
 # A window is looked up in one scan of the slots and kept for the next tensor: 16 bytes a row.
-WINDOW_ROWS = 4 << 20
-_CELL_BITS = 12
+WINDOW_ROWS = 2 << 20
+_WINDOW_BITS = 12
 _WORD_BITS = 64
+# Mixed ids are counted in 2^8 cells at most, each of so many rows at least, so that a reader of a slice reads
+# a 256th of the table too much at either end.
+CELL_BITS = 8
+_CELL_ROWS = 4096
 
 
 class _Window(NamedTuple):
@@ -33,6 +37,11 @@ class _Window(NamedTuple):
 def signed(word: int) -> int:
     """Returns the int64 that has the bits of an unsigned word."""
     return word - (1 << _WORD_BITS) if word >> (_WORD_BITS - 1) else word
+
+
+def cell_bits(rows: int) -> int:
+    """Returns the binary logarithm of the cells in which a table of so many rows is counted."""
+    return max(0, min(CELL_BITS, (rows // _CELL_ROWS).bit_length() - 1))
 
 
 class CanonicalRows:
@@ -53,13 +62,13 @@ class CanonicalRows:
         self._stamped = stamp()
         self.count = id_map.num_ids
         self._window: _Window | None = None
-        cells = ops.count_cells(*id_map.arrays(), _CELL_BITS)
+        cells = ops.count_cells(*id_map.arrays(), _WINDOW_BITS)
         self._begins = [0, *cells.cumsum(0).tolist()]
 
     def cells(self, bits: int) -> Tensor:
         """Counts the ids in each of 2^bits equal ranges of mixed ids, [2^bits] int64, bits 12 at most."""
         begins = torch.tensor(self._begins)
-        return begins[:: 1 << (_CELL_BITS - bits)].diff()
+        return begins[:: 1 << (_WINDOW_BITS - bits)].diff()
 
     def from_mixed(self, first: int) -> Tensor:
         """Returns the ids whose mixed id is at least `first`, unsigned, in canonical order, [M] int64."""
@@ -110,20 +119,20 @@ class CanonicalRows:
         kept = self._window
         if kept is not None and kept.begin <= place < kept.begin + kept.ids.numel():
             return kept
+        self._forget_window()
         first = bisect_right(self._begins, place) - 1
         last = max(first + 1, bisect_right(self._begins, self._begins[first] + WINDOW_ROWS) - 1)
-        width = _WORD_BITS - _CELL_BITS
+        width = _WORD_BITS - _WINDOW_BITS
         ids, rows = ops.ids_between(
             *self._map.arrays(), signed(first << width), signed((last << width) - 1)
         )
-        self._keep(_Window(self._begins[first], ids, rows))
-        assert self._window is not None
-        return self._window
+        CanonicalRows._holder = weakref.ref(self)
+        self._window = window = _Window(self._begins[first], ids, rows)
+        return window
 
-    def _keep(self, window: _Window) -> None:
-        """Keeps a window, the only one in the process: there may be many tables."""
+    @staticmethod
+    def _forget_window() -> None:
+        """Drops the window that is kept, the only one in the process: there may be many tables."""
         holder = None if CanonicalRows._holder is None else CanonicalRows._holder()
         if holder is not None:
             holder._window = None
-        CanonicalRows._holder = weakref.ref(self)
-        self._window = window

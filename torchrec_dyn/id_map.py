@@ -162,19 +162,21 @@ class IdMap:
         ops.insert(ids, rows, torch.tensor([0, ids.numel()]), *self.arrays())
         self.num_ids += ids.numel()
 
-    def erase(self, ids: Tensor) -> Tensor:
+    def erase(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Takes ids out of the map.
 
         Args:
             ids: [M] int64.
 
         Returns:
-            The rows they held, without those of absent ids.
+            ids: those that were there, each once.
+            rows: which they held.
         """
         rows = ops.erase(ids, *self.arrays())
-        rows = rows[rows >= 0]
+        was_there = rows >= 0
+        ids, rows = ids[was_there], rows[was_there]
         self.num_ids -= rows.numel()
-        return rows
+        return ids, rows
 
     def contents(self) -> tuple[Tensor, Tensor]:
         """Lists what the map holds in canonical order.

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrec_dyn.canonical_rows import cell_bits
 from torchrec_dyn.content_sums import (
-    DAMAGED,
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
     as_words,
+    compare_sums,
     content_sum,
-    from_words,
     sum_of_small,
 )
 from torchrec_dyn.cuts import mean_over_cuts
@@ -33,7 +33,7 @@ from torchrec_dyn.saved_config import (
 from torchrec_dyn.saved_life import LIFE
 from torchrec_dyn.table import DynamicTable
 
-MODEL_NAMES = ("weight", "ids", *LIFE, "config", "checksum")
+MODEL_NAMES = ("weight", "ids", *LIFE, "config", "checksum", "cells")
 _SMALL = ("waiting", "clock", "step", "config")
 
 
@@ -158,10 +158,13 @@ def _sealed(
     order: tuple[str, ...],
     ids: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Adds config and checksum."""
+    """Adds config, checksum and cells."""
     saved["config"] = to_bytes(dict(config))
-    sums = _sums(table, saved, saved["ids"] if ids is None else ids, order)
-    return {**saved, "checksum": as_words(sums, order)}
+    ids = saved["ids"] if ids is None else ids
+    sums = _sums(table, saved, ids, order)
+    # Of sharded tables the chunks of "cells" are an index; here it is there so that the names are the same.
+    cells = torch.empty(ids.numel() + (1 << cell_bits(ids.numel())), 0, dtype=torch.uint8)
+    return {**saved, "checksum": as_words(sums, order), "cells": cells}
 
 
 def _verify(
@@ -169,13 +172,8 @@ def _verify(
 ) -> None:
     if "checksum" not in saved:
         return
-    words = from_words(saved["checksum"], order)
-    for name, summed in _sums(table, saved, ids, order).items():
-        if words[name] != summed:
-            raise ValueError(
-                f"{where}: expected {name} with content sum {words[name]:016x}, got "
-                f"{summed:016x}. {DAMAGED}"
-            )
+    sums = _sums(table, saved, ids, order)
+    compare_sums(where, saved["checksum"], order, sums, sums)
 
 
 def _sums(

@@ -15,6 +15,7 @@ from torchrec_dyn.local_saving import MODEL_NAMES, model_state, model_tensors, n
 from torchrec_dyn.optimizer_choice import chosen_fused_params, chosen_optimizer
 from torchrec_dyn.policies import AdmitAfter
 from torchrec_dyn.saved_config import table_config
+from torchrec_dyn.saved_tensor import numbers_of
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.table_checks import ROW_DTYPES
 from torchrec_dyn.table_configs import initializer_of, row_dtype, with_row_dtype
@@ -226,7 +227,7 @@ class LocalTable(nn.Module):
             ValueError: if they are damaged or do not fit this table.
         """
         saved = {
-            name: state_dict[prefix + name]
+            name: numbers_of(state_dict[prefix + name])
             for name in MODEL_NAMES
             if isinstance(state_dict.get(prefix + name), Tensor)
         }
@@ -250,7 +251,7 @@ class LocalTable(nn.Module):
             unexpected_keys.extend(
                 key
                 for key in state_dict
-                if key.startswith(prefix) and key[len(prefix) :] not in (*MODEL_NAMES, "cells")
+                if key.startswith(prefix) and key[len(prefix) :] not in MODEL_NAMES
             )
         try:
             checked = self.checked_state(state_dict, prefix)

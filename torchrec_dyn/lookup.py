@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.bag_layout import BagLayout, Bags, Pooling
+from torchrec_dyn.changes import note_changed
 from torchrec_dyn.insertion import find_rows, insert_unseen
 from torchrec_dyn.row_numbers import ForwardTicket
 from torchrec_dyn.table import DynamicTable
@@ -222,6 +223,9 @@ class TableGroup:
             listed.states[0], listed.states[1], listed.weights.layout, bags.segments, streams,
             self._bag_layout.is_mean, int(optimizer.kind), optimizer.hyper(self.learning_rate),
         )  # fmt: skip
+        for table in self.tables:
+            table.edits += 1
+        note_changed(self.tables, forward.rows, bags.table_offsets)
 
     def _count_late_grads(self, forward: _Forward) -> None:
         for t, table in enumerate(self.tables):

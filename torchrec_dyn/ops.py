@@ -310,6 +310,42 @@ def admit_by_chance(ids: Tensor, counts: Tensor, key: int, step: int, probabilit
     return _ops.admit_by_chance.default(ids, counts, key, step, probability)
 
 
+def mark_rows_(
+    rows: Tensor,
+    table_offsets: Tensor,
+    marks: Sequence[Tensor],
+    layout: Tensor,
+    versions: Tensor,
+) -> None:
+    """Writes the version of its table for each row named, in place.
+
+    Args:
+        rows: [N] int64 in table order; negative ones are skipped.
+        table_offsets: [T + 1] int64.
+        marks: blocks [2^shift, 1] int32 of all tables, one after another (csrc/row_marks.h); written.
+        layout: [T, 4] int64 as `gather_pool`; a table with 0 blocks keeps no marks.
+        versions: [T] int64, in [0, 2^31).
+    """
+    _ops.mark_rows_.default(rows, table_offsets, marks, layout, versions)
+
+
+def changed_rows(marks: Sequence[Tensor], shift: int, rows: int, since: int) -> Tensor:
+    """Lists the rows of one table that were marked at a version or later.
+
+    Args:
+        marks: blocks of one table, 2^shift rows each.
+        shift: binary logarithm of the rows of a block.
+        rows: rows [0, rows) are considered.
+        since: the version.
+
+    Returns:
+        [M] int64, ascending.
+    """
+    if not marks and rows == 0:  # torch finds no kernel without a tensor
+        return torch.empty(0, dtype=torch.int64)
+    return _ops.changed_rows.default(marks, shift, rows, since)
+
+
 def advise_huge_pages(block: Tensor) -> None:
     """Asks the kernel to back a block by 2 MiB pages; call it before the first write.
 
@@ -598,6 +634,17 @@ def _(ids: Tensor, last_seen: Tensor) -> Tensor:
 @_fake("admit_by_chance")
 def _(ids: Tensor, counts: Tensor, key: int, step: int, probability: float) -> Tensor:
     return torch.empty_like(ids, dtype=torch.bool)
+
+
+@_fake("mark_rows_")
+def _(rows, table_offsets, marks, layout, versions) -> None:  # type: ignore[no-untyped-def]
+    return None
+
+
+@_fake("changed_rows")
+def _(marks: Sequence[Tensor], shift: int, rows: int, since: int) -> Tensor:
+    listed = torch.library.get_ctx().new_dynamic_size()
+    return marks[0].new_empty(listed, dtype=torch.int64)
 
 
 @_fake("advise_huge_pages")

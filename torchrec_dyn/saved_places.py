@@ -17,10 +17,6 @@ from torchrec_dyn import ops
 from torchrec_dyn.canonical_rows import CanonicalRows
 from torchrec_dyn.row_wise import block_size
 
-# Mixed ids are counted in 2^8 cells at most, each of so many rows at least, so that a reader of a slice reads
-# a 256th of the table too much at either end.
-CELL_BITS = 8
-_CELL_ROWS = 4096
 _WORD = 1 << 64
 
 
@@ -127,11 +123,6 @@ def runs_of(shares: Sequence[Share], part: int | None) -> Runs:
     runs = [Run(0, starts[part], ordered)] if ordered else []
     runs += [Run(ordered + i, start + tails.index(word), 1) for i, word in enumerate(mine.tail)]
     return Runs(total, runs)
-
-
-def cell_bits(rows: int) -> int:
-    """Returns the binary logarithm of the cells in which a table of so many rows is counted."""
-    return max(0, min(CELL_BITS, (rows // _CELL_ROWS).bit_length() - 1))
 
 
 def fewer_cells(counts: Tensor, bits: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchrec_dyn.local_saving import optimizer_state, optimizer_tensors
 from torchrec_dyn.local_table import LocalTable
+from torchrec_dyn.saved_tensor import numbers_of
 
 
 class _TableState:
@@ -23,7 +24,7 @@ class _TableState:
         self._table = table
         self._made: dict[str, Tensor] = {}
         self._came: dict[str, Tensor] = {}
-        self.names = (*table.rows().optimizer.state_names, "step", "config", "checksum")
+        self.names = (*table.rows().optimizer.state_names, "step", "config", "checksum", "cells")
 
     def give(self, name: str) -> Tensor:
         """Gives one tensor; the first one that is asked for makes all."""
@@ -33,7 +34,7 @@ class _TableState:
 
     def take(self, name: str, saved: Tensor) -> None:
         """Takes one tensor, and loads all when they have come."""
-        self._came[name] = saved
+        self._came[name] = numbers_of(saved)
         if self._came.keys() >= set(self.names):
             came, self._came = self._came, {}
             rows = self._table.rows()
@@ -47,7 +48,7 @@ class SavedState:
 
     Args:
         state: of the table.
-        name: "momentum1", "momentum2", "step", "config" or "checksum".
+        name: "momentum1", "momentum2", "step", "config", "checksum" or "cells".
     """
 
     def __init__(self, state: _TableState, name: str) -> None:

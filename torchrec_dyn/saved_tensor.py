@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 # A chunk is what is in memory twice while a table is saved or loaded.
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 16 << 20
 # DCP's writer keeps the last chunk of every key until all are written, so the last one is a small one.
 _KEPT_BYTES = 1 << 20
 _KEPT_ROWS = 16
@@ -54,6 +54,17 @@ class _Held:
     def __init__(self, parts: Sequence[Part], entry: Any) -> None:
         self.parts = tuple(parts)
         self.entry = entry
+        self._chunks: dict[tuple[int, ...], tuple[Part, int, int]] = {}
+
+    def chunks(self, dtype: torch.dtype) -> dict[tuple[int, ...], tuple[Part, int, int]]:
+        """Gives what this rank saves, cut: part, first row and the one after the last, by offset."""
+        if not self._chunks:
+            for part in self.parts:
+                if part.is_saved:
+                    for start, stop in row_ranges(part.size, dtype) if part.size else [(0, 1)]:
+                        offset = (part.offset[0] + start, *part.offset[1:]) if part.size else ()
+                        self._chunks[offset] = (part, start, stop)
+        return self._chunks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
         return _Held([_copied(part) for part in self.parts], None)
@@ -162,33 +173,29 @@ class SavedTensor(torch.Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in self._chunks()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # Only other load planners ask: they would read into what is gathered here and then dropped.
+        raise RuntimeError(
+            "SavedTensor: expected to be loaded by our planner, got another one. Call "
+            "dcp.load(..., planner=torchrec_dyn.checkpoint.LoadPlanner())."
+        )
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
         chunks = []
-        for part in self.parts:
-            if not part.is_saved:
-                continue
-            if not part.size:
-                chunks.append(ChunkStorageMetadata(torch.Size(), torch.Size()))
-            for start, stop in row_ranges(part.size, self.dtype):
-                offset = (part.offset[0] + start, *part.offset[1:])
-                size = (stop - start, *part.size[1:])
-                chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
+        for offset, (part, start, stop) in self._held.chunks(self.dtype).items():
+            size = (stop - start, *part.size[1:]) if part.size else ()
+            chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
         return chunks
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for part in self.parts:
-            if not part.is_saved:
-                continue
-            if not part.size:
-                return _whole(part)
-            for start, stop in row_ranges(part.size, self.dtype):
-                if index.offset == torch.Size((part.offset[0] + start, *part.offset[1:])):
-                    return part.read(start, stop)
-        raise ValueError(
-            f"{index.fqn}: expected the offset of a chunk held here, got {index.offset}."
+        part, start, stop = self._held.chunks(self.dtype)[tuple(index.offset or ())]
+        return (
+            part.read(start, stop).reshape(stop - start, *part.size[1:])
+            if part.size
+            else _whole(part)
         )
 
     # What copies it.
@@ -217,8 +224,13 @@ class SavedTensor(torch.Tensor):
             return source._shell()  # a stager fills it, through `copy_` or the attributes
         if name in ("aten.clone.default", "aten._to_copy.default"):
             return copy.deepcopy(source)
-        if name == "aten.copy_.default" and isinstance(args[1], SavedTensor):
-            source._held = copy.deepcopy(args[1]._held)
+        if name == "aten.copy_.default" and not isinstance(source, SavedTensor):
+            return source.copy_(numbers_of(args[1]))  # stagers make plain numbers of single ones
+        if name == "aten.copy_.default" and args[1].shape == source.shape:
+            # A plain tensor has the rows of all ranks: loading picks this rank's own.
+            held = getattr(args[1], "_held", None)
+            whole = (0,) * source.dim(), args[1].detach(), False
+            source._held = copy.deepcopy(held or _held_again([whole]))
             return source
         raise NotImplementedError(
             f"SavedTensor: expected to be saved, loaded or copied, got {func}. It stands for the rows of all "
@@ -231,15 +243,26 @@ class SavedTensor(torch.Tensor):
 
 
 def numbers_of(value: Tensor) -> Tensor:
-    """Gives the numbers of a small tensor, of which every rank has a copy.
+    """Gives all numbers of a tensor, of which this rank has a copy.
 
     Args:
-        value: a SavedTensor of one part, or a plain tensor.
+        value: a SavedTensor, or a plain tensor.
+
+    Raises:
+        ValueError: if other ranks hold some.
     """
     if not isinstance(value, SavedTensor):
         return value
-    local = value.local()
-    return local[0][1] if local else torch.empty(value.shape, dtype=value.dtype)
+    made, copied = torch.empty(value.shape, dtype=value.dtype), 0
+    for offset, block in value.local():
+        made[tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))] = block
+        copied += block.numel()
+    if copied != made.numel():
+        raise ValueError(
+            f"SavedTensor: expected one that this rank holds whole, got {copied} of {made.numel()} numbers. "
+            "Save and load it with torch.distributed.checkpoint."
+        )
+    return made
 
 
 def _tensor_again(size: Sequence[int], dtype: torch.dtype, blocks: Sequence[_Block]) -> SavedTensor:

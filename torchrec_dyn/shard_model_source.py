@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn.canonical_rows import CanonicalRows
+from torchrec_dyn.canonical_rows import CELL_BITS, CanonicalRows, cell_bits
 from torchrec_dyn.content_sums import (
     MODEL_TENSORS,
     add_sums,
@@ -21,11 +21,9 @@ from torchrec_dyn.content_sums import (
 )
 from torchrec_dyn.saved_config import to_bytes
 from torchrec_dyn.saved_places import (
-    CELL_BITS,
     Run,
     Runs,
     Share,
-    cell_bits,
     fewer_cells,
     runs_of,
     share_of,

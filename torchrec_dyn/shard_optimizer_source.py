@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn.canonical_rows import CanonicalRows
+from torchrec_dyn.canonical_rows import CELL_BITS, CanonicalRows
 from torchrec_dyn.content_sums import (
     OPTIMIZER_TENSORS,
     add_sums,
@@ -21,7 +21,7 @@ from torchrec_dyn.content_sums import (
 )
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.saved_config import optimizer_config, to_bytes
-from torchrec_dyn.saved_places import CELL_BITS, Run, Runs, Share, runs_of, share_of
+from torchrec_dyn.saved_places import Run, Runs, Share, runs_of, share_of
 from torchrec_dyn.saved_tensor import CHUNK_BYTES, Part, SavedTensor
 from torchrec_dyn.shard_model_source import cells_tensor, whole_tensor
 from torchrec_dyn.shard_pieces import ShardPieces

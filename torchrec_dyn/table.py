@@ -14,6 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrec_dyn.changes import (
+    ChangeLog,
+    note_all_changed,
+    note_came,
+    note_changed,
+    note_left,
+)
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.initial_rows import InitialRows
@@ -42,9 +49,10 @@ class DynamicTable(TableScores):
         optimizer: how rows learn.
         step: training forwards so far.
         life: scores, counters and clock; None without a policy.
+        changes: which rows changed; None while nobody asks.
         generation: counts replacements of the whole contents; a forward of an older one cannot
             run its backward.
-        edits: counts calls of `assign`.
+        edits: counts what wrote to rows: backwards, and calls of `assign`.
         initializer: of fresh rows.
     """
 
@@ -74,6 +82,7 @@ class DynamicTable(TableScores):
         self.step = 0
         self.generation = self.edits = 0
         self.counters = dict.fromkeys(COUNTED, 0)
+        self.changes: ChangeLog | None = None
         check_shape(self, dtype, torch.device(device))
         self.start_as(config.initializer or initializer or default_initializer(num_embeddings))
         self.rounding_key = table_key(config.seed, name, "rounding")
@@ -135,6 +144,8 @@ class DynamicTable(TableScores):
         rows = self.row_numbers.highest_after(additional)
         if self.life is not None:
             self.life.scores.reserve(rows)
+        if self.changes is not None:
+            self.changes.reserve(rows)
         for store in self.stores:
             store.reserve(rows)
 
@@ -165,6 +176,7 @@ class DynamicTable(TableScores):
             state.zero(rows)
         if self.life is not None:
             self.life.born(new_ids, rows, self.step, counts)
+        note_came(self, rows)
         self.id_map.num_ids += new_ids.numel()
         self.counters["inserted"] += new_ids.numel()
         return rows
@@ -196,7 +208,9 @@ class DynamicTable(TableScores):
         ids = check_ids(f"{self.where}.assign", ids)
         check_rows(self, rows, ids.numel(), "assign")
         self.edits += 1
-        self.weights.write(self.find_or_insert(ids), rows.detach())
+        found = self.find_or_insert(ids)
+        self.weights.write(found, rows.detach())
+        note_changed([self], found, torch.tensor([0, ids.numel()]))
 
     def erase(self, ids: Tensor) -> int:
         """Lets ids go; their rows are reused once no open forward can hold them.
@@ -210,22 +224,25 @@ class DynamicTable(TableScores):
         ids = check_ids(f"{self.where}.erase", ids)
         if self.life is not None and self.life.waiting is not None:
             self.life.waiting.forget(ids)
-        rows = self.id_map.erase(ids)
-        self.free(rows, "erased")
+        ids, rows = self.id_map.erase(ids)
+        self.free(ids, rows, "erased")
         return rows.numel()
 
     def take_states(self, states: tuple[RowStore, ...]) -> None:
-        """Replaces the optimizer state; forwards before it cannot run their backward."""
+        """Replaces the optimizer state of all rows; open forwards cannot run their backward."""
         self.states = states
         self.generation += 1
+        note_all_changed(self)
 
-    def free(self, rows: Tensor, cause: str) -> None:
+    def free(self, ids: Tensor, rows: Tensor, cause: str) -> None:
         """Takes back rows whose ids have left the map.
 
         Args:
-            rows: [M] int64, distinct.
+            ids: [M] int64, distinct.
+            rows: [M] int64, which they held.
             cause: the counter of `stats` that tells why.
         """
+        note_left(self, ids, rows)
         if self.life is not None:
             self.life.scores.forget(rows)
         self.row_numbers.give_back(rows)
@@ -261,7 +278,7 @@ class DynamicTable(TableScores):
 
     def __getstate__(self) -> dict[str, Any]:
         # Blocks are reserved far beyond the rows in use: a copy carries the contents.
-        left_out = ("id_map", "row_numbers", "weights", "states", "life", "forwards")
+        left_out = ("id_map", "row_numbers", "weights", "states", "life", "forwards", "changes")
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state = self.export_state()
         return {"fields": fields, "dtype": self.dtype, "device": self.device, "state": state}
@@ -270,5 +287,6 @@ class DynamicTable(TableScores):
         self.__dict__.update(state["fields"])
         self.counters = dict(self.counters)
         self.forwards = OutstandingForwards()  # graphs are no part of a copy
+        self.changes = None  # nor moments
         self.reset(state["dtype"], state["device"])
         write_state(self, state["state"])

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from torchrec_dyn.changes import ChangeLog, note_replaced
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.row_life import RowLife
@@ -39,12 +40,19 @@ class SavedTable(Protocol):
     step: int
     generation: int
     edits: int
+    row_limit: int
+    changes: ChangeLog | None
     optimizer: RowOptimizer
     id_map: IdMap
     row_numbers: RowNumbers
     weights: RowStore
     states: tuple[RowStore, ...]
     life: RowLife | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        ...
 
     def reserve(self, additional: int) -> None:
         """Makes room for `additional` more ids and rows."""
@@ -61,7 +69,7 @@ def named_states(table: SavedTable) -> list[NamedState]:
 
 
 def stamp_of(table: SavedTable) -> tuple[int, ...]:
-    """Returns numbers that change when ids or rows come, go or are written, but for updates in backward."""
+    """Returns numbers that change when ids or rows come, go or are written."""
     return (table.generation, table.edits, table.step, table.id_map.num_ids)
 
 
@@ -150,6 +158,7 @@ def replace_contents(
     try:
         table.reset(dtype, device)
         write_state(table, state)
+        note_replaced(table, before["id_map"])
     except BaseException:  # out of memory, mostly
         table.__dict__.update(before)
         raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchrec_dyn.changes import note_replaced
 from torchrec_dyn.clock import Clock
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.row_life import RowLife
@@ -40,6 +41,7 @@ def take_over(
     weights = staged.weights
     if weights.dtype != dtype:
         weights = weights.converted(columns, dtype, lambda block: block)
+    before = table.id_map
     table.reset(dtype, device)
     table.id_map, table.weights = staged.id_map, weights
     table.row_numbers = RowNumbers(table.forwards)
@@ -53,6 +55,7 @@ def take_over(
     if table.life is not None:
         table.step = step
         _take_over_life(table.life, table, staged, clock)
+    note_replaced(table, before)
     if initializer is not None:
         table.start_as(initializer)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.changes import note_changed
 from torchrec_dyn.id_map import arrays_of
 from torchrec_dyn.insertion import find_rows
 from torchrec_dyn.row_life import Decision
@@ -80,12 +81,13 @@ def take_step(
             table.id_map.insert(old_ids, old_rows)
         raise
     # From here on nothing is refused, and the memory of maps and rows is taken.
-    for table, (_, old_rows), (begin, end), absent in zip(
+    for table, gone, (begin, end), absent in zip(
         tables, old, pairwise(bounds), batch.absent, strict=True
     ):
-        _begin(table, old_rows, end - begin, absent)
+        _begin(table, gone, end - begin, absent)
     listed, steps = scores(), torch.tensor([table.step for table in tables])
     ops.touch_scores_(batch.rows, table_offsets, listed.weights, listed.layout, steps)
+    note_changed(tables, batch.rows, table_offsets)
     admitted = [_admit(table, new) for table, new in zip(tables, batch.newcomers, strict=True)]
     for table in tables:
         if table.life is not None:
@@ -176,13 +178,13 @@ def _surplus(table: DynamicTable, new: _Newcomers) -> int:
     return table.num_rows + new.num_admitted - table.row_limit if replaces else 0
 
 
-def _begin(table: DynamicTable, old_rows: Tensor, occurrences: int, missing: int) -> None:
-    """Counts the step and lets go the rows that were too old for it."""
+def _begin(table: DynamicTable, old: tuple[Tensor, Tensor], occurrences: int, missing: int) -> None:
+    """Counts the step and lets go the ids, with their rows, that were too old for it."""
     count_step(table, occurrences, missing)
     if table.life is None:
         return
-    if old_rows.numel():
-        table.free(old_rows, "evicted_expired")
+    if old[0].numel():
+        table.free(*old, "evicted_expired")
     table.life.passed(table.step)
 
 
@@ -205,7 +207,7 @@ def _admit(table: DynamicTable, new: _Newcomers) -> tuple[Tensor, Tensor, Tensor
     surplus, life, admitted = _surplus(table, new), table.life, new.decision.admitted
     if life is not None and surplus > 0:
         ids, _ = life.lowest(surplus, table.step, table.id_map, table.row_numbers.high)
-        table.free(table.id_map.erase(ids), "evicted_full")
+        table.free(*table.id_map.erase(ids), "evicted_full")
     if not new.ids.numel():
         return _NONE, _NONE, _NONE, 0
     if life is None or admitted is None:

@@ -99,7 +99,7 @@ class WaitingIds:
         """
         if not len(self):
             return 0
-        rows = self.id_map.erase(ids)
+        _, rows = self.id_map.erase(ids)
         self._scores.forget(rows)
         self._numbers.give_back(rows)
         return rows.numel()

@@ -1,0 +1,71 @@
+// Marks of rows: one 32-bit word a row, the version at which the row was last named. Which rows have changed since a
+// version is read off by one pass over the words.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+#include "simd.h"
+
+namespace torchrec_dyn {
+
+// The words of one table, in blocks of 2^shift.
+struct MarkBlocks {
+  int32_t* const* blocks;
+  int64_t shift;
+  int64_t capacity;
+
+  int32_t* word(int64_t row) const { return blocks[row >> shift] + (row & ((int64_t{1} << shift) - 1)); }
+};
+
+// Whether every row lies below `capacity`.
+TORCHREC_DYN_INLINE bool all_below(const int64_t* rows, int64_t count, int64_t capacity) {
+  int64_t highest = -1;
+  for (int64_t i = 0; i < count; ++i) highest = rows[i] > highest ? rows[i] : highest;
+  return highest < capacity;
+}
+
+// Writes `version` for the rows, all below the capacity; negative ones are skipped. Several threads may name one row,
+// so words are written as atomics, and only where they differ: popular rows then stay in the caches of all cores.
+inline void mark_rows(const MarkBlocks& marks, const int64_t* rows, int64_t count, int32_t version) {
+  constexpr int64_t kBurst = 64;
+  const auto ask_for = [&](int64_t begin) {
+    for (int64_t i = begin; i < std::min(count, begin + kBurst); ++i)
+      if (rows[i] >= 0) __builtin_prefetch(marks.word(rows[i]), 1, 2);
+  };
+  ask_for(0);
+  for (int64_t begin = 0; begin < count; begin += kBurst) {
+    ask_for(begin + kBurst);
+    for (int64_t i = begin; i < std::min(count, begin + kBurst); ++i) {
+      if (rows[i] < 0) continue;
+      const std::atomic_ref<int32_t> mark(*marks.word(rows[i]));
+      if (mark.load(std::memory_order_relaxed) != version) mark.store(version, std::memory_order_relaxed);
+    }
+  }
+}
+
+TORCHREC_DYN_INLINE int64_t count_marked(const int32_t* words, int64_t count, int32_t since) {
+  int64_t marked = 0;
+  for (int64_t i = 0; i < count; ++i) marked += words[i] >= since;
+  return marked;
+}
+
+// Words that are looked at together.
+constexpr int64_t kMarkRun = 512;
+
+// Lists the rows of up to kMarkRun words, the first of them `row`, whose mark is `since` or later. Returns where the
+// list ends; nothing behind it is written.
+TORCHREC_DYN_INLINE int64_t* list_marked(const int32_t* words, int64_t row, int64_t count, int32_t since,
+                                         int64_t* list) {
+  std::array<int64_t, kMarkRun + 1> found;
+  size_t kept = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    found[kept] = row + i;
+    kept += words[i] >= since;
+  }
+  return std::copy(found.data(), found.data() + kept, list);
+}
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,99 @@
+// The marks of rows on the CPU: written by row, and read by version.
+#include "row_marks.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "blocks.h"
+#include "checks.h"
+#include "parallel.h"
+
+namespace torchrec_dyn {
+namespace {
+
+constexpr int64_t kGrain = 4096;
+
+TORCHREC_DYN_SIMD bool are_below(const int64_t* rows, int64_t count, int64_t capacity) {
+  return all_below(rows, count, capacity);
+}
+
+TORCHREC_DYN_SIMD int64_t count_changed(const int32_t* words, int64_t count, int32_t since) {
+  return count_marked(words, count, since);
+}
+
+void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Tensor> marks, const Tensor& layout,
+                const Tensor& versions) {
+  const char* op = "mark_rows_";
+  check_tensor(op, "rows", rows, ScalarType::Long);
+  const std::vector<TableLayout> tables = read_layout(op, layout);
+  const auto count = static_cast<int64_t>(tables.size());
+  check_table_offsets(op, table_offsets, count, rows.numel());
+  check_tensor(op, "versions", versions, ScalarType::Long);
+  check_size(op, "the number of versions", count, versions.numel());
+  const int64_t* row = const_data<int64_t>(rows);
+  const int64_t* offset = const_data<int64_t>(table_offsets);
+  const int64_t* version = const_data<int64_t>(versions);
+  std::vector<RowBlocks<int32_t>> blocks;
+  for (int64_t t = 0; t < count; ++t) {
+    STD_TORCH_CHECK(version[t] >= 0 && version[t] <= std::numeric_limits<int32_t>::max(), op,
+                    ": expected versions in [0, 2^31), got ", version[t], ".");
+    blocks.push_back(row_blocks<int32_t>(op, "marks", marks, tables[static_cast<size_t>(t)], 1));
+    const int64_t capacity = blocks.back().capacity();
+    // All rows are looked at before the first is marked: an error changes nothing.
+    STD_TORCH_CHECK(capacity == 0 || are_below(row + offset[t], offset[t + 1] - offset[t], capacity), op,
+                    ": expected rows below ", capacity, ", the marks of table ", t, ", got one above.");
+  }
+  for_each_range(rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t t = std::upper_bound(offset, offset + count + 1, begin) - offset - 1; begin < end; ++t) {
+      const int64_t stop = std::min(end, offset[t + 1]);
+      const RowBlocks<int32_t>& table = blocks[static_cast<size_t>(t)];
+      if (table.capacity() > 0)
+        mark_rows({table.blocks.data(), table.shift, table.capacity()}, row + begin, stop - begin,
+                  static_cast<int32_t>(version[t]));
+      begin = stop;
+    }
+  });
+}
+
+Tensor changed_rows(std::vector<Tensor> marks, int64_t shift, int64_t rows, int64_t since) {
+  const char* op = "changed_rows";
+  check_row_shape(op, shift, 1);
+  const auto table = row_blocks<int32_t>(op, "marks", marks, {0, static_cast<int64_t>(marks.size()), shift, 1}, 1);
+  STD_TORCH_CHECK(rows >= 0 && rows <= table.capacity(), op, ": expected rows in [0, ", table.capacity(), "], got ",
+                  rows, ".");
+  if (since > std::numeric_limits<int32_t>::max()) return new_int64(0);
+  const auto least = static_cast<int32_t>(std::max<int64_t>(since, std::numeric_limits<int32_t>::min()));
+  // Pieces that lie in one block each: how many rows of each are listed, then where, then which.
+  const int64_t piece = std::min(int64_t{1} << 16, int64_t{1} << shift);
+  const int64_t pieces = (rows + piece - 1) / piece;
+  std::vector<int64_t> places(static_cast<size_t>(pieces) + 1);
+  const auto end_of = [&](int64_t i) { return std::min(rows, (i + 1) * piece); };
+  const auto for_each_piece = [&](const auto& task) {
+    for_each_range(pieces, std::max<int64_t>(1, (1 << 16) / piece), [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) task(i);
+    });
+  };
+  for_each_piece([&](int64_t i) {
+    places[static_cast<size_t>(i) + 1] = count_changed(table.row(i * piece), end_of(i) - i * piece, least);
+  });
+  for (size_t i = 1; i < places.size(); ++i) places[i] += places[i - 1];
+  Tensor listed = new_int64(places.back());
+  int64_t* list = mutable_data<int64_t>(listed);
+  for_each_piece([&](int64_t i) {
+    int64_t* next = list + places[static_cast<size_t>(i)];
+    int64_t* const end = list + places[static_cast<size_t>(i) + 1];
+    for (int64_t run = i * piece; run < end_of(i) && next < end; run += kMarkRun)
+      next = list_marked(table.row(run), run, std::min(kMarkRun, end_of(i) - run), least, next);
+  });
+  return listed;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
+  m.impl("mark_rows_", TORCH_BOX(&mark_rows_));
+  m.impl("changed_rows", TORCH_BOX(&changed_rows));
+}
+
+}  // namespace torchrec_dyn

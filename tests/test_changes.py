@@ -1,0 +1,249 @@
+"""What a table tells of its changes, against copies of its contents of before."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from life_cases import ADMISSIONS, EVICTIONS, living_table
+from oracle import EXTREME_IDS
+from table_cases import CROWDED_IDS, ids_of, make_group, make_table, same_state
+
+from torchrec_dyn.changes import changes_of, moment_of
+from torchrec_dyn.optimizers import OptimizerKind
+
+POOL = [*EXTREME_IDS[:3], *EXTREME_IDS[-2:], 3, 4, 5, *CROWDED_IDS[:4]]
+batches = st.lists(st.sampled_from(POOL), max_size=5)
+
+
+def contents(table) -> dict[int, bytes]:
+    """What each id of a table has."""
+    state = table.export_state()
+    by_row = [state[n] for n in ("weight", "momentum1", "last_seen", "count") if n in state]
+    rows = zip(*(one.tolist() for one in by_row), strict=True)
+    return dict(zip(state["ids"].tolist(), map(repr, rows), strict=True))
+
+
+def limit_of(eviction: str) -> int:
+    """Few where rows are replaced, room for all elsewhere."""
+    return 5 if eviction.endswith(("lru", "lfu")) else 100
+
+
+class Side:
+    """One table with the moments that are held of it.
+
+    Attributes:
+        held: of each moment the contents then, and the ids that were touched since.
+    """
+
+    def __init__(self, table) -> None:
+        self.table = table
+        self.held: list[tuple] = []
+
+    def touch(self, ids) -> None:
+        for _, _, touched in self.held:
+            touched |= set(ids)
+
+    def check(self) -> None:
+        now = contents(self.table)
+        for moment, before, touched in self.held:
+            ids, rows = moment.log.changed_rows(moment, self.table.id_map)
+            assert torch.equal(self.table.id_map.lookup(ids), rows)
+            differ = {one for one, has in now.items() if before.get(one) != has}
+            assert differ <= set(ids.tolist()) <= touched and torch.unique(ids).numel() == len(ids)
+            gone = moment.log.removed_ids(moment, self.table.id_map).tolist()
+            assert sorted(gone) == sorted(before.keys() - now.keys())
+
+
+class Changes(RuleBasedStateMachine):
+    """Tables of one group. `lives`: eviction and admission of each."""
+
+    lives = (("none", "all"),)
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [
+            living_table(EVICTIONS[one], ADMISSIONS[other], limit_of(one), name=f"t{n}")
+            for n, (one, other) in enumerate(self.lives)
+        ]
+        self.group = make_group(*tables, pooling="none")
+        self.sides = [Side(table) for table in tables]
+        self.open: list[tuple] = []
+
+    def side(self, data) -> Side:
+        return data.draw(st.sampled_from(self.sides))
+
+    @rule(data=st.data())
+    def hold(self, data) -> None:
+        side = self.side(data)
+        side.held.append((moment_of(side.table), contents(side.table), set()))
+
+    @rule(data=st.data(), which=st.integers(0, 3))
+    def drop(self, data, which) -> None:
+        held = self.side(data).held
+        del held[which : which + 1]
+
+    @rule(data=st.data(), then=st.sampled_from(["open", "learn", "learn"]))
+    def train(self, data, then) -> None:
+        lists = [data.draw(batches) for _ in self.sides]
+        offsets = torch.tensor([0, *map(len, lists)]).cumsum(0)
+        together = ids_of(*(number for ids in lists for number in ids))
+        try:
+            output = self.group(together, offsets, training=True)
+        except RuntimeError as full:
+            assert "rows" in str(full)
+            return
+        for side, ids in zip(self.sides, lists, strict=True):
+            side.touch(ids)
+        self.open.append((output, lists))
+        if then == "learn":
+            self.learn(-1)
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 3))
+    def learn(self, which) -> None:
+        output, lists = self.open.pop(which % len(self.open))
+        output.sum().backward()
+        for side, ids in zip(self.sides, lists, strict=True):
+            side.touch(ids)
+
+    @rule(data=st.data(), ids=batches)
+    def evaluate(self, data, ids) -> None:
+        offsets = torch.tensor([0, *[len(ids)] * len(self.sides)])
+        self.group(ids_of(*ids), offsets, training=False)
+
+    @rule(data=st.data(), ids=batches)
+    def erase(self, data, ids) -> None:
+        self.side(data).table.erase(ids_of(*ids))
+
+    @rule(data=st.data(), ids=batches)
+    def assign(self, data, ids) -> None:
+        side = self.side(data)
+        try:
+            side.table.assign(ids_of(*ids), torch.arange(4.0 * len(ids)).reshape(-1, 4))
+        except RuntimeError as full:
+            assert "rows" in str(full)
+            return
+        side.touch(ids)
+
+    @rule(data=st.data(), ids=batches)
+    def load(self, data, ids) -> None:
+        side = self.side(data)
+        twin = living_table(limit=100, name=side.table.name)
+        twin.find_or_insert(ids_of(*ids))
+        side.table.load_state(twin.export_state())
+        self.open.clear()
+        side.touch(ids)
+
+    @rule(data=st.data())
+    def convert_and_back(self, data) -> None:
+        side = self.side(data)
+        side.table.convert(torch.bfloat16)
+        side.table.convert(torch.float32)
+        self.open.clear()
+        side.touch(side.table.ids().tolist())
+
+    @invariant()
+    def every_change_is_told(self) -> None:
+        for side in self.sides:
+            side.check()
+            assert (changes_of(side.table) is not None) == bool(side.held)
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [
+        [("none", "all")],
+        [("lru", "count")],
+        [("steps, lfu", "chance")],
+        [("lru", "count, few counters"), ("none", "all"), ("steps", "all")],
+        [("none", "all"), ("lfu", "count")],
+    ],
+)
+def test_every_change_is_told(lives):
+    machine = type("Changes", (Changes,), {"lives": lives})
+    examples = max(1, settings.default.max_examples // 2)
+    few = settings(settings.default, max_examples=examples, stateful_step_count=30)
+    run_state_machine_as_test(machine, settings=few)
+
+
+def test_what_nobody_asks_for_is_not_kept():
+    """Ids that come and leave behind every moment leave no trace; nor does anything without a moment."""
+    table = make_table(num_embeddings=100_000)
+    table.find_or_insert(torch.arange(10))
+    assert table.changes is None
+    moment = moment_of(table)
+    before = moment.log.bytes
+    for first in range(1000, 50_000, 1000):
+        fresh = torch.arange(first, first + 1000)
+        table.find_or_insert(fresh)
+        table.erase(fresh)
+    assert moment.log.bytes == before
+    table.erase(torch.arange(4))
+    assert moment.log.bytes == before + 4 * (8 + 4)
+    later = moment_of(table)
+    del moment
+    gc.collect()
+    table.erase(ids_of(9))
+    assert later.log.bytes == before + 8 + 4, "the four are before the one moment that is held"
+    del later
+    gc.collect()
+    table.assign(ids_of(1), torch.ones(1, 4))
+    assert table.changes is None
+
+
+def test_one_step_after_another_leaves_few_pieces():
+    table = make_table(num_embeddings=100_000)
+    table.find_or_insert(torch.arange(4096))
+    moment = moment_of(table)
+    for number in range(4096):
+        table.erase(ids_of(number))
+    assert len(moment.log._left) <= 13
+    assert moment.log.removed_ids(moment, table.id_map).numel() == 4096
+
+
+def test_a_load_that_fails_is_not_noted(monkeypatch):
+    table = make_table()
+    table.find_or_insert(torch.arange(20))
+    moment = moment_of(table)
+    table.erase(ids_of(3))
+    state, log = table.export_state(), table.changes
+
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("torchrec_dyn.table_state.note_replaced", fail)
+    with pytest.raises(MemoryError):
+        table.load_state({"ids": ids_of(77), "weight": torch.ones(1, 4)})
+    assert table.changes is log and same_state(table.export_state(), state)
+    assert log.changed_rows(moment, table.id_map)[0].numel() == 0
+    assert log.removed_ids(moment, table.id_map).tolist() == [3]
+
+
+def test_a_copy_of_a_table_is_asked_by_nobody():
+    table = make_table()
+    moment = moment_of(table)
+    table.find_or_insert(torch.arange(20))
+    for twin in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
+        assert twin.changes is None
+        twin.erase(twin.ids())
+    assert moment.log.changed_rows(moment, table.id_map)[0].numel() == 20
+
+
+def test_new_optimizer_state_changes_every_row():
+    table = make_table(OptimizerKind.EXACT_ADAGRAD)
+    table.find_or_insert(torch.arange(20))
+    moment = moment_of(table)
+    table.take_states(table.states)
+    assert moment.log.changed_rows(moment, table.id_map)[0].numel() == 20
+    assert moment.log.removed_ids(moment, table.id_map).numel() == 0

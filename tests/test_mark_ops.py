@@ -1,0 +1,125 @@
+"""Marks of rows, written and read by version, against plain Python."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from table_cases import ids_of
+
+from torchrec_dyn import ops
+
+LAST = 2**31 - 1
+versions = st.sampled_from([0, 1, 2, LAST - 1, LAST])
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def blocks_of(words, shift):
+    """Blocks that begin with these words; the rest is version 0."""
+    blocks = torch.zeros(-(-len(words) // (1 << shift)), 1 << shift, 1, dtype=torch.int32)
+    blocks.view(-1)[: len(words)] = torch.as_tensor(words, dtype=torch.int32)
+    return list(blocks)
+
+
+def words_of(blocks):
+    return torch.cat(blocks).flatten().tolist() if blocks else []
+
+
+@given(st.data())
+def test_each_row_named_has_its_tables_version(data):
+    shift = data.draw(st.integers(0, 3))
+    sizes = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))  # blocks; 0: no marks
+    expected = [
+        data.draw(st.lists(versions, min_size=size << shift, max_size=size << shift))
+        for size in sizes
+    ]
+    tables = [blocks_of(words, shift) for words in expected]
+    rows = [
+        data.draw(st.lists(st.integers(-2, (size << shift) - 1 if size else 99), max_size=90))
+        for size in sizes
+    ]
+    now = data.draw(st.lists(versions, min_size=len(sizes), max_size=len(sizes)))
+    ops.mark_rows_(
+        ids_of(*itertools.chain(*rows)),
+        ids_of(0, *itertools.accumulate(map(len, rows))),
+        list(itertools.chain(*tables)),
+        torch.tensor([[sum(sizes[:t]), size, shift, 1] for t, size in enumerate(sizes)]),
+        ids_of(*now),
+    )
+    for words, named, version in zip(expected, rows, now, strict=True):
+        for row in named:
+            if row >= 0 and words:
+                words[row] = version
+    assert [words_of(blocks) for blocks in tables] == expected
+
+
+@given(
+    words=st.lists(versions, max_size=40),
+    shift=st.integers(0, 4),
+    since=st.sampled_from([-(2**63), -1, 0, 1, 2, LAST, LAST + 1, 2**32, 2**63 - 1]),
+    data=st.data(),
+)
+def test_rows_marked_since_a_version_are_listed(words, shift, since, data):
+    rows = data.draw(st.integers(0, len(words)))
+    listed = ops.changed_rows(blocks_of(words, shift), shift, rows, since)
+    assert listed.dtype == torch.int64
+    assert listed.tolist() == [row for row in range(rows) if words[row] >= since]
+
+
+@pytest.mark.parametrize("tables", [1, 3])
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 128, 9000, 40_000])
+def test_marks_are_the_same_on_any_number_of_threads(threads, count, tables):
+    """Popular rows are named by several threads at once."""
+    draw = torch.Generator().manual_seed(count)
+    rows = [(torch.rand(count, generator=draw) ** 4 * 200).long() - 1 for _ in range(tables)]
+    layout = torch.tensor([[4 * t, 4, 6, 1] for t in range(tables)])
+    for number in (1, 2, 3, 4):
+        threads(number)
+        marks = blocks_of([0] * 256 * tables, 6)
+        ops.mark_rows_(
+            torch.cat(rows),
+            torch.arange(tables + 1) * count,
+            marks,
+            layout,
+            torch.arange(tables) + 7,
+        )
+        for t in range(tables):
+            expected = torch.zeros(256, dtype=torch.int32)
+            expected[rows[t][rows[t] >= 0]] = 7 + t
+            assert torch.equal(torch.cat(marks[4 * t : 4 * t + 4]).flatten(), expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 1.0])
+@pytest.mark.parametrize(("rows", "shift"), [(0, 0), (5, 0), (300, 3), (511, 9), (200_001, 17)])
+def test_many_rows_are_listed_on_any_number_of_threads(threads, rows, shift, share):
+    changed = torch.rand(rows, generator=torch.Generator().manual_seed(1)) < share
+    marks = blocks_of(changed * 9, shift)
+    for number in (1, 2, 3):
+        threads(number)
+        listed = ops.changed_rows(marks, shift, rows, 9)
+        assert torch.equal(listed, changed.nonzero().flatten())
+
+
+@pytest.mark.parametrize("wrong", [64, 2**63 - 1])
+@pytest.mark.parametrize("place", [0, 63, 64, 199])
+def test_an_error_marks_nothing(place, wrong):
+    """Not even the rows in front of the wrong one, nor those of another table."""
+    memory = torch.zeros(192, dtype=torch.int32)
+    rows = torch.full((200,), 5)
+    rows[place] = wrong
+    with pytest.raises(RuntimeError, match=r"mark_rows_: expected rows below 64, .*got one above"):
+        ops.mark_rows_(
+            rows,
+            ids_of(0, 100, 200),
+            [memory[:64].view(64, 1), memory[64:128].view(64, 1)],
+            torch.tensor([[0, 1, 6, 1], [1, 1, 6, 1]]),
+            ids_of(3, 4),
+        )
+    assert not memory.any()

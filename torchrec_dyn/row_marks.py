@@ -1,0 +1,100 @@
+"""RowMarks: one small number a row, 0 until it is written.
+
+Legend: T tables, N rows named, M rows asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+
+_BLOCK_ROWS = 1 << 18  # a mebibyte; a small table takes less
+
+
+class RowMarks:
+    """An int32 for each row of a table, in blocks that never move.
+
+    Args:
+        row_limit: rows the table may reach.
+        device: of the table.
+
+    Attributes:
+        blocks: each [2^shift, 1] int32.
+        shift: binary logarithm of the rows of a block.
+    """
+
+    def __init__(self, row_limit: int, device: torch.device) -> None:
+        self.shift = max(4, min(_BLOCK_ROWS, row_limit).bit_length() - 1)
+        self.blocks: list[Tensor] = []
+        self._words: list[Tensor] = []  # the same memory as float32, of which the op copies rows
+        self._device = device
+
+    def reserve(self, rows: int) -> None:
+        """Makes room for `rows` rows."""
+        while len(self.blocks) << self.shift < rows:
+            shape = (1 << self.shift, 1)
+            block = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self._words.append(block.view(torch.float32))
+            self.blocks.append(block)
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Reads marks.
+
+        Args:
+            rows: [M] int64.
+
+        Returns:
+            [M] int32.
+        """
+        words = ops.gather_rows(rows, self._words, self.shift, 1, torch.float32)
+        return words.view(torch.int32).flatten()
+
+    def fill(self, mark: int) -> None:
+        """Marks all rows that there is room for."""
+        for block in self.blocks:
+            block.fill_(mark)
+
+    def write(self, rows: Tensor, mark: int) -> None:
+        """Marks rows.
+
+        Args:
+            rows: [M] int64.
+            mark: for all of them.
+        """
+        write_marks([self], rows, torch.tensor([0, rows.numel()]), [mark])
+
+    def at_least(self, mark: int) -> Tensor:
+        """Tells of every row in the blocks whether it has this mark or a higher one, [capacity] bool."""
+        capacity = len(self.blocks) << self.shift
+        flags = torch.zeros(capacity, dtype=torch.bool, device=self._device)
+        flags[ops.changed_rows(self.blocks, self.shift, capacity, mark)] = True
+        return flags
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the blocks."""
+        return sum(block.nbytes for block in self.blocks)
+
+
+def write_marks(
+    tables: Sequence[RowMarks | None], rows: Tensor, table_offsets: Tensor, marks: Sequence[int]
+) -> None:
+    """Marks the rows of several tables.
+
+    Args:
+        tables: T tables, None for one whose rows have no marks.
+        rows: [N] int64 in table order; -1 is passed over.
+        table_offsets: [T + 1] int64, which rows are whose.
+        marks: of each table, for all its rows named.
+    """
+    blocks: list[Tensor] = []
+    layout = []
+    for table in tables:
+        count, shift = (0, 0) if table is None else (len(table.blocks), table.shift)
+        layout.append([len(blocks), count, shift, 1])
+        blocks.extend([] if table is None else table.blocks)
+    ops.mark_rows_(rows, table_offsets, blocks, torch.tensor(layout), torch.tensor(marks))
