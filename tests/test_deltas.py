@@ -15,7 +15,7 @@ from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
 
 POOL = [*EXTREME_IDS[:3], *EXTREME_IDS[-2:], *range(2, 12)]
 some = st.lists(st.sampled_from(POOL), max_size=MOST)
-per_table = st.fixed_dictionaries({name: some for name in NAMES})
+per_table = st.fixed_dictionaries(dict.fromkeys(NAMES, some))
 table = st.sampled_from(NAMES)
 events = st.one_of(
     st.tuples(st.just("train"), per_table),

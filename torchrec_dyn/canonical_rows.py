@@ -19,7 +19,7 @@ from torchrec_dyn import ops
 from torchrec_dyn.id_map import IdMap
 
 # A window is looked up in one scan of the slots and kept for the next tensor: 16 bytes a row.
-WINDOW_ROWS = 4 << 20
+WINDOW_ROWS = 2 << 20
 _WINDOW_BITS = 12
 _WORD_BITS = 64
 # Mixed ids are counted in 2^8 cells at most, each of so many rows at least, so that a reader of a slice reads
@@ -119,20 +119,20 @@ class CanonicalRows:
         kept = self._window
         if kept is not None and kept.begin <= place < kept.begin + kept.ids.numel():
             return kept
+        self._forget_window()
         first = bisect_right(self._begins, place) - 1
         last = max(first + 1, bisect_right(self._begins, self._begins[first] + WINDOW_ROWS) - 1)
         width = _WORD_BITS - _WINDOW_BITS
         ids, rows = ops.ids_between(
             *self._map.arrays(), signed(first << width), signed((last << width) - 1)
         )
-        window = _Window(self._begins[first], ids, rows)
-        self._keep(window)
+        CanonicalRows._holder = weakref.ref(self)
+        self._window = window = _Window(self._begins[first], ids, rows)
         return window
 
-    def _keep(self, window: _Window) -> None:
-        """Keeps a window, the only one in the process: there may be many tables."""
+    @staticmethod
+    def _forget_window() -> None:
+        """Drops the window that is kept, the only one in the process: there may be many tables."""
         holder = None if CanonicalRows._holder is None else CanonicalRows._holder()
         if holder is not None:
             holder._window = None
-        CanonicalRows._holder = weakref.ref(self)
-        self._window = window

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torchrec_dyn.canonical_rows import CanonicalRows
 from torchrec_dyn.changes import note_came, note_changed
 from torchrec_dyn.clock import Clock
 from torchrec_dyn.cuts import mean_over_cuts
@@ -107,4 +106,4 @@ def _rows_of(shard: DynamicTable, ids: Tensor) -> Tensor:
 def _stretches(staged: StagedRows) -> Iterator[tuple[Tensor, Tensor]]:
     """Walks ids and rows of what came, some at a time."""
     most = max(1, CHUNK_BYTES // staged.weights.row_bytes)
-    return CanonicalRows(staged.id_map, staged.where, lambda: None).stretches(most)
+    return staged.canonical().stretches(most)

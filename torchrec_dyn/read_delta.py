@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from torchrec_dyn.load_planner import LoadPlanner
 from torchrec_dyn.model_tables import ModelTable, done_together, together, told_together
 from torchrec_dyn.reader_checks import ascend
 from torchrec_dyn.saved_config import check_config, check_optimizer
-from torchrec_dyn.saved_places import Share, runs_of, share_of
 from torchrec_dyn.saved_tensor import SavedTensor
 from torchrec_dyn.shard_model_entry import ModelEntry
 from torchrec_dyn.shard_optimizer_entry import OptimizerEntry
@@ -169,47 +168,26 @@ def _read(
 def _verify(tables: Sequence[ModelTable], changes: Sequence[TableChange]) -> None:
     """Checks that what was read is what was written. Collective."""
     told = told_together(tables, CALL, lambda: [_checked(change) for change in changes])
-    shares = [[one[number][1] for one in told] for number in range(len(changes))]
-    both = list(zip(changes, shares, strict=True))
-    sums = told_together(tables, CALL, lambda: [_checked_optimizer(*one) for one in both])
 
     def compare() -> None:
         for number, change in enumerate(changes):
             change.model.compare(add_sums(*(one[number][0] for one in told)))
-            change.optimizer.compare(add_sums(*(one[number] for one in sums)))
+            change.optimizer.compare(add_sums(*(one[number][1] for one in told)))
 
     done_together(tables, CALL, compare)
 
 
-def _checked(change: TableChange) -> tuple[Sums, Share | None]:
-    """Sums the ids, rows and scores of this rank, and tells how many they are."""
-    pieces, staged = change.table.pieces, change.model.staged or []
-    summed = change.model.check()
-    for one in staged:
+def _checked(change: TableChange) -> tuple[Sums, Sums]:
+    """Sums what belongs to this rank."""
+    summed = change.model.check(), change.optimizer.check([change.model])
+    for one in change.model.staged or ():
         if bool((one.id_map.lookup(change.removed) >= 0).any()):
             raise ValueError(
                 f"{change.where}: expected removed ids without a row, got some with one. {DAMAGED}"
             )
-        if pieces.has_life and one.id_map.num_ids and not one.has_scores:
+        if change.table.pieces.has_life and one.id_map.num_ids and not one.has_scores:
             raise ValueError(
                 f"{change.where}: expected a delta of a table with a policy as the copy has, got one "
                 "without scores. Give both the same DynamicTableConfig."
             )
-    maps = tuple(one.id_map for one in staged)
-    change.optimizer.pieces = replace(pieces, maps=maps)
-    if pieces.part is None:
-        return summed, None
-    rows = change.optimizer.pieces.canonical(pieces.shards[0])
-    return summed, share_of(rows, pieces.part, pieces.ranks)
-
-
-def _checked_optimizer(change: TableChange, shares: Sequence[Share | None]) -> Sums:
-    """Sums the optimizer state of this rank, which stands in the same rows as the weights."""
-    known = [share for share in shares if share is not None]
-    entry = change.optimizer
-    for staged, states in zip(change.model.staged or (), entry.staged or (), strict=True):
-        if states and entry.places.ranges != staged.places.ranges:
-            raise ValueError(
-                f"{change.where}: expected optimizer state of the same rows, got others. {DAMAGED}"
-            )
-    return entry.check(runs_of(known, change.table.pieces.part))
+    return summed[0], summed[1] or {}

@@ -52,7 +52,7 @@ class DynamicTable(TableScores):
         changes: which rows changed; None while nobody asks.
         generation: counts replacements of the whole contents; a forward of an older one cannot
             run its backward.
-        edits: counts calls of `assign`.
+        edits: counts what wrote to rows: backwards, and calls of `assign`.
         initializer: of fresh rows.
     """
 
