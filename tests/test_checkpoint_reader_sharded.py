@@ -12,7 +12,6 @@ from torchrec import KeyedJaggedTensor
 
 from torchrec_dyn import DynamicTableConfig, LeastRecentlyUsed
 from torchrec_dyn.checkpoint_reader import open_checkpoint
-from torchrec_dyn.content_sums import OPTIMIZER_TENSORS
 from torchrec_dyn.id_map import canonical_order
 
 KINDS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard")
@@ -95,7 +94,7 @@ def test_the_fingerprint_is_that_of_the_contents(tmp_path):
         tables = open_checkpoint(path).tables.values()
         found.add(
             tuple(
-                (table.name, table.fingerprint(), table.fingerprint(OPTIMIZER_TENSORS))
+                (table.name, table.fingerprint(), table.fingerprint(of_optimizer=True))
                 for table in tables
             )
         )

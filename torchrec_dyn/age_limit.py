@@ -66,6 +66,10 @@ class AgeLimit:
             self._listed_until = until
         return self._oldest.front(self._oldest.seen_before(horizon), scores)
 
+    def forget_listed(self) -> None:
+        """Drops the list: scores were written that do not follow from the steps."""
+        self._oldest, self._listed_until = OldestRows(), 0
+
     def passed(self, step: int, clock: Clock) -> None:
         """Takes note that the rows too old at `step` have left."""
         self._oldest.drop(self._oldest.seen_before(self.horizon(step, clock)))

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from torchrec_dyn.id_map import IdMap, canonical_order
+from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.row_marks import RowMarks, write_marks
 from torchrec_dyn.row_numbers import RowNumbers
 
@@ -129,20 +129,21 @@ class ChangeLog:
             high: rows handed out now.
         """
         changed, born = RowMarks(*self._of), RowMarks(*self._of)
-        changed.reserve(high, self.number)
-        born.reserve(high, self.number)
+        for marks in (changed, born):
+            marks.reserve(high)
+            marks.fill(self.number)
         self.left(ids, rows)
         self.changed, self.born = changed, born
 
     def changed_rows(self, since: Moment, id_map: IdMap) -> tuple[Tensor, Tensor]:
-        """Lists the ids whose rows changed, or that came, and have a row now.
+        """Lists the ids that have a row now which changed since, or which they got since; in any order.
 
         Args:
             since: a moment of this log.
             id_map: of the table.
 
         Returns:
-            ids: [M] int64 in canonical order.
+            ids: [M] int64.
             rows: [M] int64, theirs.
         """
         has_changed = self.changed.at_least(since.number)
@@ -152,25 +153,22 @@ class ChangeLog:
                 used = slots[slots[:, 1] != 0]
                 found.append(used[has_changed[used[:, 1] - 1]])
         both = torch.cat(found)
-        ids = both[:, 0].contiguous()
-        order = canonical_order(ids)
-        return ids[order], both[order, 1] - 1
+        return both[:, 0].contiguous(), both[:, 1] - 1
 
     def removed_ids(self, since: Moment, id_map: IdMap) -> Tensor:
-        """Lists the ids that had a row at a moment and have none now.
+        """Lists the ids that had a row at a moment and have none now, in any order.
 
         Args:
             since: a moment of this log.
             id_map: of the table.
 
         Returns:
-            [M] int64 in canonical order.
+            [M] int64.
         """
         left = [one for one in self._left if one.at >= since.number]
         # No id is twice in it: of its stays only one began before the moment and ended after it.
         ids = torch.cat([_NO_IDS, *(one.ids[one.born < since.number] for one in left)])
-        ids = ids[id_map.lookup(ids) < 0]
-        return ids[canonical_order(ids)]
+        return ids[id_map.lookup(ids) < 0]
 
     @property
     def bytes(self) -> int:
@@ -253,6 +251,13 @@ def note_changed(tables: Sequence[ChangingTable], rows: Tensor, table_offsets: T
     marks = [None if log is None else log.changed for log in logs]
     numbers = [0 if log is None else log.number for log in logs]
     write_marks(marks, rows, table_offsets, numbers)
+
+
+def note_all_changed(table: ChangingTable) -> None:
+    """Takes note that every row was written to."""
+    log = changes_of(table)
+    if log is not None:
+        log.changed.fill(log.number)
 
 
 def note_replaced(table: ChangingTable, id_map: IdMap) -> None:

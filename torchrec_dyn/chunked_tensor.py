@@ -169,9 +169,8 @@ class ChunkedTensor:
             saved = torch.load(stream, map_location=device, weights_only=True)
         # What torch raises for bytes that are no archive is not told: RuntimeError, UnpicklingError, ...
         except Exception as error:
-            raise self._damaged(
-                "an archive of torch.save", f"{type(error).__name__}: {error}"
-            ) from error
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise self._damaged("an archive of torch.save", why) from error
         if not isinstance(saved, Tensor) or saved.dtype != self.dtype:
             raise self._damaged(
                 f"numbers of {self.dtype}", f"{getattr(saved, 'dtype', type(saved))}"

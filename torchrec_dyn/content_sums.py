@@ -8,7 +8,7 @@ Legend: M rows, D columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -84,3 +84,28 @@ def from_words(words: Tensor, order: tuple[str, ...]) -> dict[str, int]:
         order: MODEL_TENSORS or OPTIMIZER_TENSORS.
     """
     return {name: word % _WORD for name, word in zip(order, words.tolist(), strict=True)}
+
+
+def compare_sums(
+    where: str,
+    words: Tensor,
+    order: tuple[str, ...],
+    names: Iterable[str],
+    summed: Mapping[str, int],
+) -> None:
+    """Raises ValueError if tensors are not those that were saved.
+
+    Args:
+        where: the table, for messages.
+        words: the saved "checksum".
+        order: MODEL_TENSORS or OPTIMIZER_TENSORS.
+        names: of the tensors to compare.
+        summed: the content sums of what was read, 0 where there is none.
+    """
+    saved = from_words(words, order)
+    for name in names:
+        if saved[name] != summed.get(name, 0):
+            raise ValueError(
+                f"{where}: expected {name} with content sum {saved[name]:016x}, got "
+                f"{summed.get(name, 0):016x}. {DAMAGED}"
+            )

@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from torchrec_dyn.load_session import LoadedEntry, LoadSession
 from torchrec_dyn.saved_tensor import SavedTensor
 
 
-class Entry(Protocol):
+class Entry(LoadedEntry, Protocol):
     """One table on this rank, as `SavedTensor.entry` (saved_shards.py)."""
 
     def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
@@ -78,9 +79,12 @@ class LoadPlanner(DefaultLoadPlanner):
                     set_element(state_dict, paths[fqn], resized)
                 if of_saved is None:
                     self._empty.add(fqn)
+        begun = []
         for entry, tensors in found.values():
             if tensors or not self.allow_partial_load:
                 entry.begin(tensors)
+                begun.append(entry)
+        LoadSession(begun)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from torchrec_dyn.canonical_rows import cell_bits
 from torchrec_dyn.content_sums import (
-    DAMAGED,
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
     as_words,
+    compare_sums,
     content_sum,
-    from_words,
     sum_of_small,
 )
 from torchrec_dyn.cuts import mean_over_cuts
@@ -173,13 +172,8 @@ def _verify(
 ) -> None:
     if "checksum" not in saved:
         return
-    words = from_words(saved["checksum"], order)
-    for name, summed in _sums(table, saved, ids, order).items():
-        if words[name] != summed:
-            raise ValueError(
-                f"{where}: expected {name} with content sum {words[name]:016x}, got "
-                f"{summed:016x}. {DAMAGED}"
-            )
+    sums = _sums(table, saved, ids, order)
+    compare_sums(where, saved["checksum"], order, sums, sums)
 
 
 def _sums(

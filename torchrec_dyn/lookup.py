@@ -223,6 +223,8 @@ class TableGroup:
             listed.states[0], listed.states[1], listed.weights.layout, bags.segments, streams,
             self._bag_layout.is_mean, int(optimizer.kind), optimizer.hyper(self.learning_rate),
         )  # fmt: skip
+        for table in self.tables:
+            table.edits += 1
         note_changed(self.tables, forward.rows, bags.table_offsets)
 
     def _count_late_grads(self, forward: _Forward) -> None:

@@ -160,6 +160,12 @@ class RowLife:
             taken = self._oldest.take(share, self.scores)
         return taken or self.scores.lowest(id_map, high, step, share)
 
+    def forget_listed(self) -> None:
+        """Drops what was listed ahead: scores were written that do not follow from the steps."""
+        self._oldest = OldestRows()
+        if self._age_limit is not None:
+            self._age_limit.forget_listed()
+
     @property
     def num_waiting(self) -> int:
         """Ids with a counter."""

@@ -33,11 +33,11 @@ class RowMarks:
         self._words: list[Tensor] = []  # the same memory as float32, of which the op copies rows
         self._device = device
 
-    def reserve(self, rows: int, mark: int = 0) -> None:
-        """Makes room for `rows` rows; new ones are marked so."""
+    def reserve(self, rows: int) -> None:
+        """Makes room for `rows` rows."""
         while len(self.blocks) << self.shift < rows:
             shape = (1 << self.shift, 1)
-            block = torch.full(shape, mark, dtype=torch.int32, device=self._device)
+            block = torch.zeros(shape, dtype=torch.int32, device=self._device)
             self._words.append(block.view(torch.float32))
             self.blocks.append(block)
 
@@ -53,6 +53,11 @@ class RowMarks:
         words = ops.gather_rows(rows, self._words, self.shift, 1, torch.float32)
         return words.view(torch.int32).flatten()
 
+    def fill(self, mark: int) -> None:
+        """Marks all rows that there is room for."""
+        for block in self.blocks:
+            block.fill_(mark)
+
     def write(self, rows: Tensor, mark: int) -> None:
         """Marks rows.
 
@@ -64,8 +69,10 @@ class RowMarks:
 
     def at_least(self, mark: int) -> Tensor:
         """Tells of every row in the blocks whether it has this mark or a higher one, [capacity] bool."""
-        flags = [block.flatten() >= mark for block in self.blocks]
-        return torch.cat([torch.empty(0, dtype=torch.bool, device=self._device), *flags])
+        capacity = len(self.blocks) << self.shift
+        flags = torch.zeros(capacity, dtype=torch.bool, device=self._device)
+        flags[ops.changed_rows(self.blocks, self.shift, capacity, mark)] = True
+        return flags
 
     @property
     def bytes(self) -> int:
@@ -84,11 +91,10 @@ def write_marks(
         table_offsets: [T + 1] int64, which rows are whose.
         marks: of each table, for all its rows named.
     """
-    parts = rows.split(table_offsets.diff().tolist())
-    for table, part, mark in zip(tables, parts, marks, strict=True):
-        if table is None:
-            continue
-        part = part[part >= 0]
-        for block in torch.unique(part >> table.shift).tolist():
-            here = part[part >> table.shift == block] & ((1 << table.shift) - 1)
-            table.blocks[block][here] = mark
+    blocks: list[Tensor] = []
+    layout = []
+    for table in tables:
+        count, shift = (0, 0) if table is None else (len(table.blocks), table.shift)
+        layout.append([len(blocks), count, shift, 1])
+        blocks.extend([] if table is None else table.blocks)
+    ops.mark_rows_(rows, table_offsets, blocks, torch.tensor(layout), torch.tensor(marks))

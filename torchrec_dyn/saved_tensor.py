@@ -54,6 +54,17 @@ class _Held:
     def __init__(self, parts: Sequence[Part], entry: Any) -> None:
         self.parts = tuple(parts)
         self.entry = entry
+        self._chunks: dict[tuple[int, ...], tuple[Part, int, int]] = {}
+
+    def chunks(self, dtype: torch.dtype) -> dict[tuple[int, ...], tuple[Part, int, int]]:
+        """Gives what this rank saves, cut: part, first row and the one after the last, by offset."""
+        if not self._chunks:
+            for part in self.parts:
+                if part.is_saved:
+                    for start, stop in row_ranges(part.size, dtype) if part.size else [(0, 1)]:
+                        offset = (part.offset[0] + start, *part.offset[1:]) if part.size else ()
+                        self._chunks[offset] = (part, start, stop)
+        return self._chunks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
         return _Held([_copied(part) for part in self.parts], None)
@@ -174,28 +185,17 @@ class SavedTensor(torch.Tensor):
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
         chunks = []
-        for part in self.parts:
-            if not part.is_saved:
-                continue
-            if not part.size:
-                chunks.append(ChunkStorageMetadata(torch.Size(), torch.Size()))
-            for start, stop in row_ranges(part.size, self.dtype):
-                offset = (part.offset[0] + start, *part.offset[1:])
-                size = (stop - start, *part.size[1:])
-                chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
+        for offset, (part, start, stop) in self._held.chunks(self.dtype).items():
+            size = (stop - start, *part.size[1:]) if part.size else ()
+            chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
         return chunks
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for part in self.parts:
-            if not part.is_saved:
-                continue
-            if not part.size:
-                return _whole(part)
-            for start, stop in row_ranges(part.size, self.dtype):
-                if index.offset == torch.Size((part.offset[0] + start, *part.offset[1:])):
-                    return part.read(start, stop)
-        raise ValueError(
-            f"{index.fqn}: expected the offset of a chunk held here, got {index.offset}."
+        part, start, stop = self._held.chunks(self.dtype)[tuple(index.offset or ())]
+        return (
+            part.read(start, stop).reshape(stop - start, *part.size[1:])
+            if part.size
+            else _whole(part)
         )
 
     # What copies it.
@@ -224,6 +224,8 @@ class SavedTensor(torch.Tensor):
             return source._shell()  # a stager fills it, through `copy_` or the attributes
         if name in ("aten.clone.default", "aten._to_copy.default"):
             return copy.deepcopy(source)
+        if name == "aten.copy_.default" and not isinstance(source, SavedTensor):
+            return source.copy_(numbers_of(args[1]))  # stagers make plain numbers of single ones
         if name == "aten.copy_.default" and args[1].shape == source.shape:
             # A plain tensor has the rows of all ranks: loading picks this rank's own.
             held = getattr(args[1], "_held", None)

@@ -5,18 +5,21 @@ Letters: R rows of the whole table, D its columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
-from torchrec_dyn.content_sums import DAMAGED, MODEL_TENSORS, add_sums, from_words, sum_of_small
+from torchrec_dyn.content_sums import MODEL_TENSORS, add_sums, compare_sums, sum_of_small
+from torchrec_dyn.load_session import LoadSession
 from torchrec_dyn.saved_config import check_config, from_bytes
 from torchrec_dyn.saved_places import Places
 from torchrec_dyn.shard_model_source import ModelSource
 from torchrec_dyn.shard_pieces import ShardPieces, blocks_of
 from torchrec_dyn.staged_rows import StagedRows
+from torchrec_dyn.table import DynamicTable
 
 _SMALL = ("clock", "config", "checksum")
 
@@ -30,7 +33,11 @@ class ModelEntry:
     Attributes:
         source: what the same tensors save.
         staged: what has come for each shard, None before anything is loaded.
+        places: which rows came.
         small: the tensors that are not by row.
+        session: with which they were read.
+        is_verified: whether their sums were right.
+        step: the last training step that the rows of any rank know of.
     """
 
     def __init__(self, pieces: ShardPieces) -> None:
@@ -38,8 +45,15 @@ class ModelEntry:
         self.source = ModelSource(pieces, self)
         self.staged: list[StagedRows] | None = None
         self.small: dict[str, Tensor] = {}
+        self.session: LoadSession | None = None
+        self.is_verified = False
+        self.step = 0
         self._saved: Mapping[str, TensorStorageMetadata] = {}
-        self._places = Places([])
+        self.places = Places([])
+
+    def is_of(self, pieces: ShardPieces) -> bool:
+        """Whether this is what was read of that table."""
+        return self.pieces.where == pieces.where and self.staged is not None
 
     def is_staged_for(self, pieces: ShardPieces) -> bool:
         """Whether something was loaded for these very shards."""
@@ -63,8 +77,8 @@ class ModelEntry:
         total = saved["ids"].size[0] if "ids" in saved else 0
         dtype = saved["weight"].properties.dtype if "weight" in saved else torch.float32
         self._saved, self.small = saved, {}
-        self._places = pieces.places(saved, total)
-        self.stage(self._places, dtype)
+        places = pieces.places(saved, total)
+        self.stage(places, dtype)
 
     def stage(self, places: Places, dtype: torch.dtype) -> None:
         """Makes empty stores beside those of the shards.
@@ -73,7 +87,7 @@ class ModelEntry:
             places: the rows that come.
             dtype: of the saved rows.
         """
-        pieces = self.pieces
+        pieces, self.places = self.pieces, places
         self.staged = [
             StagedRows(
                 pieces.name,
@@ -84,7 +98,7 @@ class ModelEntry:
                 shard.weights.shift,
                 shard.row_limit,
                 pieces.owns if pieces.layout.rows_are_spread else None,
-                shard.life.waiting.limit if shard.life and shard.life.waiting else None,
+                _most_waiting(shard),
             )
             for shard in pieces.shards
         ]
@@ -100,12 +114,12 @@ class ModelEntry:
         if name == "waiting":  # few, and not counted by cells: every rank picks its own
             return list(blocks_of(saved, everything, None))
         if name != "weight":
-            return list(blocks_of(saved, self._places, None))
+            return list(blocks_of(saved, self.places, None))
         return [
             block
             for shard in self.pieces.shards
             for block in blocks_of(
-                saved, self._places, (shard.first_column, shard.first_column + shard.columns)
+                saved, self.places, (shard.first_column, shard.first_column + shard.columns)
             )
         ]
 
@@ -129,8 +143,15 @@ class ModelEntry:
             if name not in _SMALL:
                 staged.receive(name, offset[0], offset[1] if len(offset) > 1 else 0, block)
 
-    def check(self) -> dict[str, int]:
+    def last_step(self) -> int:
+        """Returns the last training step that the rows of this rank know of."""
+        return max((staged.last_step() for staged in self.staged or ()), default=0)
+
+    def check(self, others: Sequence[Any] = ()) -> dict[str, int]:
         """Checks what has come, as far as this rank can, and sums it.
+
+        Args:
+            others: what was read with it.
 
         Returns:
             The sums of what belongs to this rank.
@@ -155,13 +176,12 @@ class ModelEntry:
 
     def compare(self, summed: Mapping[str, int]) -> None:
         """Raises ValueError if the sums of all ranks are not those that were saved."""
-        if "checksum" not in self.small:
-            return
-        words = from_words(self.small["checksum"], MODEL_TENSORS)
-        read = [*self.names, "config", *(["clock"] if self.pieces.has_life else [])]
-        for name in read:
-            if words[name] != summed.get(name, 0):
-                raise ValueError(
-                    f"{self.pieces.where}: expected {name} with content sum {words[name]:016x}, got "
-                    f"{summed.get(name, 0):016x}. {DAMAGED}"
-                )
+        if "checksum" in self.small:
+            names = [*self.names, "config", *(["clock"] if self.pieces.has_life else [])]
+            words = self.small["checksum"]
+            compare_sums(self.pieces.where, words, MODEL_TENSORS, names, summed)
+
+
+def _most_waiting(shard: DynamicTable) -> int | None:
+    life = shard.life
+    return life.waiting.limit if life is not None and life.waiting is not None else None

@@ -5,7 +5,7 @@ Letters: R rows of the whole table, D its columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,16 +18,18 @@ from torchrec_dyn.content_sums import (
     DAMAGED,
     OPTIMIZER_TENSORS,
     add_sums,
+    compare_sums,
     content_sum,
-    from_words,
     sum_of_small,
 )
 from torchrec_dyn.cuts import mean_over_cuts
+from torchrec_dyn.load_session import LoadSession
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.row_store import RowStore
 from torchrec_dyn.saved_config import check_optimizer, from_bytes
 from torchrec_dyn.saved_places import Places, Runs
 from torchrec_dyn.saved_tensor import CHUNK_BYTES, SavedTensor, numbers_of
+from torchrec_dyn.shard_model_entry import ModelEntry
 from torchrec_dyn.shard_optimizer_source import OptimizerSource
 from torchrec_dyn.shard_pieces import ShardPieces, blocks_of
 from torchrec_dyn.table_state import named_states
@@ -44,14 +46,19 @@ class OptimizerEntry:
 
     Attributes:
         small: the tensors that have come and are not by row.
+        staged: of each shard what has come by row, None before anything is loaded.
+        places: whose rows these are.
     """
 
     def __init__(self, pieces: ShardPieces, optimizer: RowOptimizer) -> None:
         self.pieces = pieces
         self.optimizer = optimizer
         self.small: dict[str, Tensor] = {}
+        self.session: LoadSession | None = None
+        self.is_verified = False
+        self.step = 0
         self.staged: list[dict[str, RowStore]] | None = None
-        self._places = Places([])
+        self.places = Places([])
         self._saved: Mapping[str, TensorStorageMetadata] = {}
         self._total = 0
         self._canonical: list[CanonicalRows] = []  # of the shards as they are when this is loaded
@@ -85,7 +92,7 @@ class OptimizerEntry:
             total: rows of the whole table.
             widths: of the saved tensors: of row-wise state the column cuts.
         """
-        self._places, self._total = places, total
+        self.places, self._total = places, total
         self.staged = []
         for shard in self.pieces.shards:
             stores = {}
@@ -108,7 +115,7 @@ class OptimizerEntry:
                 if one.name == name:
                     end = shard.first_column + shard.columns
                     columns = None if one.is_rowwise else (shard.first_column, end)
-                    found += list(blocks_of(saved, self._places, columns))
+                    found += list(blocks_of(saved, self.places, columns))
         # Of row-wise state every shard wants all cuts: read once, given to each.
         return list({(tuple(one.offsets), tuple(one.sizes)): one for one in found}.values())
 
@@ -133,7 +140,7 @@ class OptimizerEntry:
                 if first >= end:
                     continue
                 some = block[:, first - offset[1] : end - offset[1]]
-                for low, high, row in self._places.within(offset[0], offset[0] + len(block)):
+                for low, high, row in self.places.within(offset[0], offset[0] + len(block)):
                     part = some[low - offset[0] : high - offset[0]]
                     stores[name].put(row, first - origin, part)
 
@@ -149,53 +156,93 @@ class OptimizerEntry:
                 self.small[name] = numbers_of(saved[name])
         size = saved[names[0]].shape if names else (0,)
         widths = {name: saved[name].shape[1] for name in names}
-        ranges = [
-            (offset[0], offset[0] + len(block))
-            for name in names[:1]
-            for offset, block in _blocks(saved[name])
-        ]
+        first = _blocks(saved[names[0]]) if names else []
+        ranges = [(offset[0], offset[0] + len(block)) for offset, block in first]
         self.stage(Places(ranges), size[0], widths)
         for name in names:
             for offset, block in _blocks(saved[name]):
                 self.receive(name, offset, block)
 
-    def check(self, runs: Runs) -> dict[str, int]:
-        """Checks what has come, as far as this rank can, and sums it.
+    def last_step(self) -> int:
+        """Returns 0: scores know of steps, and they are the model's."""
+        return 0
+
+    def check(self, others: Sequence[Any] = ()) -> dict[str, int] | None:
+        """Checks what has come by the ids that came with it, and sums it.
 
         Args:
-            runs: where the rows that the shards have now are in the whole table.
+            others: what was read with it: the rows of the same table, perhaps.
 
         Returns:
-            The sums of what belongs to this rank.
+            The sums of what belongs to this rank; None if its ids did not come.
 
         Raises:
-            ValueError: if it is damaged, or of another table or optimizer.
+            ValueError: if it is damaged, or of another optimizer.
         """
         pieces = self.pieces
-        self._canonical = [pieces.canonical(shard) for shard in pieces.shards]
-        if "config" in self.small:
-            check_optimizer(
-                pieces.where, from_bytes(pieces.where, self.small["config"]), self.source.config
+        self._check_config()
+        model = next(
+            (one for one in others if isinstance(one, ModelEntry) and one.is_of(pieces)), None
+        )
+        if model is None:
+            return None
+        if self.optimizer.state_names and model.places.ranges != self.places.ranges:
+            raise ValueError(
+                f"{pieces.where}: expected optimizer state of {model.places.count} rows here, got that of "
+                f"{self.places.count}. {DAMAGED}"
             )
+        most = max(1, CHUNK_BYTES // (4 * pieces.cuts[-1]))
+        return self._sums([staged.canonical().stretches(most) for staged in model.staged or ()])
+
+    def align(self, runs: Runs) -> None:
+        """Finds the rows that the shards have now among those that came.
+
+        Args:
+            runs: where the shards' rows are in the whole table.
+
+        Raises:
+            ValueError: if other rows came.
+        """
         if self.optimizer.state_names and self._total != runs.total:
             raise ValueError(
-                f"{pieces.where}: expected optimizer state of {runs.total} rows, got that of "
+                f"{self.pieces.where}: expected optimizer state of {runs.total} rows, got that of "
                 f"{self._total}. Load the state dict of the module before that of its optimizer."
             )
-        sums = []
-        for shard, rows, stores in zip(
-            pieces.shards, self._canonical, self.staged or (), strict=True
+        self._canonical = [self.pieces.canonical(shard) for shard in self.pieces.shards]
+
+    def check_aligned(self, runs: Runs) -> dict[str, int]:
+        """Checks what has come by the rows that the shards have now, and sums it.
+
+        Args:
+            runs: where those are in the whole table.
+        """
+        self._check_config()
+        stretches = [self._stretches(rows, runs) for rows in self._canonical]
+        return self._sums([((ids, staged) for ids, _, staged in one) for one in stretches])
+
+    def _check_config(self) -> None:
+        if "config" in self.small:
+            saved = from_bytes(self.pieces.where, self.small["config"])
+            check_optimizer(self.pieces.where, saved, self.source.config)
+
+    def _sums(self, of_shards: Sequence[Iterable[tuple[Tensor, Tensor]]]) -> dict[str, int]:
+        """Sums what belongs to this rank.
+
+        Args:
+            of_shards: of each shard its ids and their rows in the staged stores, in stretches.
+        """
+        pieces, sums = self.pieces, []
+        for shard, stores, stretches in zip(
+            pieces.shards, self.staged or (), of_shards, strict=True
         ):
-            for one in named_states(shard):
-                if one.is_rowwise and shard is not pieces.shards[0]:
-                    continue
-                if one.is_rowwise and not pieces.has_first_column:
-                    continue  # it has all cuts, and one rank is to sum them
-                for ids, _, staged in self._stretches(rows, runs):
-                    values = stores[one.name].read(staged)
+            # Row-wise state came with all cuts: one rank, and one shard of it, is to sum them.
+            sums_cuts = pieces.has_first_column and shard is pieces.shards[0]
+            states = [one for one in named_states(shard) if sums_cuts or not one.is_rowwise]
+            for ids, rows in stretches:
+                for one in states:
                     first = 0 if one.is_rowwise else shard.first_column
-                    summed = content_sum(pieces.name, one.name, ids, values, first)
-                    sums.append({one.name: summed})
+                    values = stores[one.name].read(rows)
+                    sums.append({one.name: content_sum(pieces.name, one.name, ids, values, first)})
         if pieces.rank == 0:
             small = [name for name in ("step", "config") if name in self.small]
             sums.append({name: sum_of_small(pieces.name, name, self.small[name]) for name in small})
@@ -203,15 +250,9 @@ class OptimizerEntry:
 
     def compare(self, summed: Mapping[str, int]) -> None:
         """Raises ValueError if the sums of all ranks are not those that were saved."""
-        if "checksum" not in self.small:
-            return
-        words = from_words(self.small["checksum"], OPTIMIZER_TENSORS)
-        for name in (*self.optimizer.state_names, "step", "config"):
-            if words[name] != summed.get(name, 0):
-                raise ValueError(
-                    f"{self.pieces.where}: expected {name} with content sum {words[name]:016x}, got "
-                    f"{summed.get(name, 0):016x}. {DAMAGED}"
-                )
+        if "checksum" in self.small:
+            names, words = (*self.optimizer.state_names, "step", "config"), self.small["checksum"]
+            compare_sums(self.pieces.where, words, OPTIMIZER_TENSORS, names, summed)
 
     def _stretches(
         self, rows: CanonicalRows, runs: Runs
@@ -222,7 +263,7 @@ class OptimizerEntry:
             for begin in range(0, run.rows, most):
                 end = min(run.rows, begin + most)
                 ids, own = rows.read(run.here + begin, run.here + end)
-                places = self._places.within(run.place + begin, run.place + end)
+                places = self.places.within(run.place + begin, run.place + end)
                 staged = [torch.arange(row, row + high - low) for low, high, row in places]
                 yield ids, own, torch.cat(staged)
 

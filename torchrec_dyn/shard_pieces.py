@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from torchrec_dyn.canonical_rows import CanonicalRows
+from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.row_wise import owners
 from torchrec_dyn.saved_places import Places, ranges_of_part
 from torchrec_dyn.table import DynamicTable
@@ -33,6 +34,7 @@ class ShardPieces:
         config: `saved_config.table_config` of the table.
         has_life: whether the table has a policy.
         counts: whether ids wait for admission.
+        maps: some rows of each shard, where only these are meant (deltas.py); None: all.
     """
 
     name: str
@@ -44,6 +46,7 @@ class ShardPieces:
     config: dict[str, Any]
     has_life: bool
     counts: bool
+    maps: tuple[IdMap, ...] | None = None
 
     @property
     def part(self) -> int | None:
@@ -85,7 +88,8 @@ class ShardPieces:
 
     def canonical(self, shard: DynamicTable) -> CanonicalRows:
         """Gives the rows of a shard in canonical order, as long as it does not change."""
-        return CanonicalRows(shard.id_map, self.where, lambda: stamp_of(shard))
+        id_map = shard.id_map if self.maps is None else self.maps[list(self.shards).index(shard)]
+        return CanonicalRows(id_map, self.where, lambda: stamp_of(shard))
 
     def places(self, saved: Mapping[str, TensorStorageMetadata], total: int) -> Places:
         """Returns which places of a saved table are read here.

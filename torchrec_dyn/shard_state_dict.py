@@ -6,9 +6,9 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torchrec_dyn.agreement import agree
-from torchrec_dyn.content_sums import add_sums
 from torchrec_dyn.id_map import canonical_order
 from torchrec_dyn.initializers import Initializer
+from torchrec_dyn.load_session import LoadSession
 from torchrec_dyn.saved_config import from_bytes, saved_initializer
 from torchrec_dyn.saved_places import Places
 from torchrec_dyn.saved_tensor import CHUNK_BYTES, SavedTensor, numbers_of
@@ -68,7 +68,7 @@ def take_tables(
     Raises:
         ValueError: on every rank, if something is damaged or does not fit on one; no table has changed then.
     """
-    fault, entries, summed, steps = None, {}, {}, {}
+    fault, entries = None, {}
     try:
         for one in tables:
             saved = {
@@ -80,24 +80,22 @@ def take_tables(
             missing_keys.extend(missing)
             if not missing and not _is_own(saved, one):
                 entries[one.name] = _entry(saved, one)
-        for name, entry in entries.items():
-            summed[name] = entry.check()
-            steps[name] = max((staged.last_step() for staged in entry.staged or ()), default=0)
     except Exception as one:
         fault = one
-    told = agree(tables[0].group, f"{where}.load_state_dict", fault, told=(summed, steps))
+    where = f"{where}.load_state_dict"
+    agree(tables[0].group, where, fault)
+    LoadSession([entry for entry in entries.values() if entry.session is None]).verify(where)
     initializers = {}
     for name, entry in entries.items():
-        entry.compare(add_sums(*(sums[name] for sums, _ in told)))
-        config = entry.small.get("config")
-        if config is not None:
-            saved = from_bytes(entry.pieces.where, config)
+        assert entry.session is not None
+        entry.session.verify(where)
+        if "config" in entry.small:
+            saved = from_bytes(entry.pieces.where, entry.small["config"])
             initializers[name] = saved_initializer(entry.pieces.where, saved)
     for name, entry in entries.items():
-        step = max(steps[name] for _, steps in told)
+        clock = entry.small.get("clock")
         for shard, staged in zip(entry.pieces.shards, entry.staged or (), strict=True):
-            clock = entry.small.get("clock")
-            take_over(shard, staged, clock, initializers.get(name), step)
+            take_over(shard, staged, clock, initializers.get(name), entry.step)
         entry.staged = None
     return initializers
 

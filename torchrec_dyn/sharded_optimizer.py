@@ -63,19 +63,28 @@ class _TableState:
 
     def _load(self, saved: Mapping[str, Any]) -> None:
         pieces = self._pieces()
-        where, fault, entry, summed = f"{pieces.where}.load_state_dict", None, None, {}
-        shares = agree(pieces.group, where, told=_share(pieces))
-        runs = runs_of([share for share in shares if share is not None], pieces.part)
+        where, fault, entry = f"{pieces.where}.load_state_dict", None, None
         try:
             entry = _entry(saved, pieces, self._optimizer)
-            if entry is not None:
-                summed = entry.check(runs)
+        except Exception as one:
+            fault = one
+        shares = agree(pieces.group, where, fault, told=_share(pieces))
+        if entry is None:
+            return
+        if entry.session is not None:
+            entry.session.verify(where)
+        runs = runs_of([share for share in shares if share is not None], pieces.part)
+        summed: dict[str, int] = {}
+        try:
+            entry.align(runs)
+            if not entry.is_verified:
+                summed = entry.check_aligned(runs)
         except Exception as one:
             fault = one
         told = agree(pieces.group, where, fault, told=summed)
-        if entry is not None:
+        if not entry.is_verified:
             entry.compare(add_sums(*told))
-            entry.take_over(runs)
+        entry.take_over(runs)
 
 
 def _share(pieces: ShardPieces) -> Share | None:

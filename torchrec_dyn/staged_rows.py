@@ -166,16 +166,19 @@ class StagedRows:
                 f"{self.where}: expected saved ids in canonical order, got others. {DAMAGED}"
             )
 
+    def canonical(self) -> CanonicalRows:
+        """Gives the ids that belong here, and the rows that they came to, in canonical order."""
+        return CanonicalRows(self.id_map, self.where, lambda: None)
+
     def summed(self, is_first: bool) -> dict[str, int]:
         """Sums what belongs here, tensor by tensor.
 
         Args:
             is_first: whether this piece has the first column: only there ids and scores count.
         """
-        rows_in_order = CanonicalRows(self.id_map, self.where, lambda: None)
         sums = [self.sums] if is_first else []
         most = max(1, CHUNK_BYTES // self.weights.row_bytes)
-        for ids, rows in rows_in_order.stretches(most):
+        for ids, rows in self.canonical().stretches(most):
             held = {"weight": self.weights.read(rows)}
             if is_first:
                 held["ids"] = ids

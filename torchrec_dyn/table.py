@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.changes import ChangeLog, note_came, note_changed, note_left, note_replaced
+from torchrec_dyn.changes import (
+    ChangeLog,
+    note_all_changed,
+    note_came,
+    note_changed,
+    note_left,
+)
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.initial_rows import InitialRows
@@ -46,7 +52,7 @@ class DynamicTable(TableScores):
         changes: which rows changed; None while nobody asks.
         generation: counts replacements of the whole contents; a forward of an older one cannot
             run its backward.
-        edits: counts calls of `assign`.
+        edits: counts what wrote to rows: backwards, and calls of `assign`.
         initializer: of fresh rows.
     """
 
@@ -226,7 +232,7 @@ class DynamicTable(TableScores):
         """Replaces the optimizer state of all rows; open forwards cannot run their backward."""
         self.states = states
         self.generation += 1
-        note_replaced(self, self.id_map)
+        note_all_changed(self)
 
     def free(self, ids: Tensor, rows: Tensor, cause: str) -> None:
         """Takes back rows whose ids have left the map.

@@ -76,7 +76,7 @@ class SavedTable:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Tensors that are saved; those without a number are not."""
+        """Tensors that are saved; one without numbers may be missing."""
         return tuple(self._tensors)
 
     @property
@@ -89,22 +89,30 @@ class SavedTable:
         """Those of `names` that have one row an id."""
         return tuple(name for name in BY_ROW if name in self._tensors)
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row in all of `row_names`."""
-        return sum(self._tensors[name].row_bytes for name in self.row_names)
+    def row_bytes_of(self, names: Sequence[str]) -> int:
+        """Returns the bytes of a row in these tensors."""
+        return sum(self._tensors[name].row_bytes for name in names)
 
     @property
     def bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(one.shape[0] * one.row_bytes for one in self._tensors.values() if one.shape)
 
-    def fingerprint(self, names: Sequence[str] = MODEL_TENSORS) -> int:
-        """Returns 64 bits that stand for the contents of these tensors, whatever plan they were saved under.
+    def rows_of(self, name: str) -> int:
+        """Returns how many rows a tensor has, 0 of one that is not there."""
+        return self._tensors[name].shape[0] if name in self._tensors else 0
+
+    def fingerprint(self, when: str = "checksum", of_optimizer: bool = False) -> int:
+        """Returns 64 bits that stand for the contents, whatever plan they were saved under.
+
+        Args:
+            when: "checksum": as saved here; of a delta "base" or "result": the whole table before or after.
+            of_optimizer: of the optimizer state instead of the rows.
 
         Source: BLAKE2b with an 8 byte digest (RFC 7693) of the table's name and the content sums.
         """
-        text = "\0".join([self.name, *(f"{name} {self.sums.get(name, 0)}" for name in names)])
+        words = self._read_words(OPTIMIZER + when if of_optimizer else when).tolist()
+        text = "\0".join([self.name, *map(str, words)])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
     def read(self, name: str) -> Tensor:
@@ -193,14 +201,22 @@ class SavedTable:
         Raises:
             ValueError: names the table and the tensor that is damaged.
         """
+        self.verify_small()
+        for chunk in self.chunks(self.row_names):
+            if progress is not None:
+                progress(len(chunk["ids"]))
+
+    def verify_small(self) -> None:
+        """Reads what is not by row and checks it.
+
+        Raises:
+            ValueError: names the table and the tensor that is damaged.
+        """
         for name in (*NOT_BY_ROW, "removed"):
             if name in self._tensors:
                 saved = self.read(name)
                 if name == "removed" and not ascend(saved):
                     raise self._damaged("removed ids in canonical order", "others")
-        for chunk in self.chunks(self.row_names):
-            if progress is not None:
-                progress(len(chunk["ids"]))
 
     def _tensor(self, name: str) -> ChunkedTensor:
         if name not in self._tensors:

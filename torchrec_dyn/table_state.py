@@ -69,7 +69,7 @@ def named_states(table: SavedTable) -> list[NamedState]:
 
 
 def stamp_of(table: SavedTable) -> tuple[int, ...]:
-    """Returns numbers that change when ids or rows come, go or are written, but for updates in backward."""
+    """Returns numbers that change when ids or rows come, go or are written."""
     return (table.generation, table.edits, table.step, table.id_map.num_ids)
 
 

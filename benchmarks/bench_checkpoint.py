@@ -1,0 +1,227 @@
+"""Saving and loading: dynamic tables beside TorchRec's static ones and beside torch.save of the same bytes.
+
+    python benchmarks/bench_checkpoint.py [--rows 4000000] [--world 1 2] [--folder /tmp]
+    python benchmarks/bench_checkpoint.py --memory 5e9        # peak memory of each part instead
+
+One row-wise table, 64 columns of float32, row-wise Adagrad. Every save goes to a fresh folder; before each
+turn the disk has been synced, so nobody writes out what another one left behind. DCP syncs its files and
+torch.save does not, so saves are measured with and without syncing, on both sides; loads from the page cache
+(warm) and from the disk (cold). Sides take turns. Wall time is of the slowest rank, CPU time of all together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import shutil
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from interleaved import finish, measure, options, quartiles, ratio, result, spread
+from peak_memory import measure_memory
+from saved_sides import SIDES, Parts, Side, Spent
+from torch import multiprocessing
+
+ROWS = 4_000_000  # 1.1 GB
+GB = 1e9
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Makes the next read of a folder's files one of the disk; they are synced."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class Turns:
+    """Functions for `measure`, one a side, and what their parts took.
+
+    Args:
+        sides: by name.
+        folder: where the ranks save.
+    """
+
+    def __init__(self, sides: dict[str, Side], folder: Path) -> None:
+        self.sides = sides
+        self.folder = folder
+        self.parts: dict[str, list[Parts]] = {name: [] for name in sides}
+
+    def of(self, act: Callable[[str], Parts]) -> dict[str, Callable[[int], object]]:
+        """Makes the functions.
+
+        Args:
+            act: what a side does, by its name.
+        """
+        self.parts = {name: [] for name in self.sides}
+
+        def turn(name: str) -> Callable[[int], object]:
+            return lambda _: self.parts[name].append(act(name))
+
+        return {name: turn(name) for name in self.sides}
+
+    def seconds(self, rounds: int, clock: str) -> dict[str, list[float]]:
+        """Sums the parts of the measured rounds, "wall" or "cpu" seconds."""
+        return {
+            name: [sum(getattr(one, clock) for one in parts.values()) for parts in seen[-rounds:]]
+            for name, seen in self.parts.items()
+        }
+
+    def medians(self, rounds: int) -> dict[str, dict[str, list[float]]]:
+        """Gives the median wall and CPU seconds of each part."""
+        return {
+            name: {
+                part: [
+                    statistics.median(getattr(one[part], clock) for one in seen[-rounds:])
+                    for clock in Spent._fields
+                ]
+                for part in seen[-1]
+            }
+            for name, seen in self.parts.items()
+        }
+
+
+def in_turn(
+    turns: Turns, what: str, act: Callable[[str], Parts], ready: Callable[[], None], rounds: int
+) -> list[dict[str, Any]]:
+    """Measures one thing that all sides do; returns its lines, and prints them on rank 0. Collective.
+
+    Args:
+        turns: the sides.
+        what: the thing.
+        act: does it for a side, by its name.
+        ready: runs on rank 0 before each turn.
+        rounds: to measure.
+    """
+
+    def before(_: int) -> None:
+        if dist.get_rank() == 0:
+            ready()
+            os.sync()
+        dist.barrier()
+
+    measure(turns.of(act), rounds, 1, before=before)
+    wall, cpu = turns.seconds(rounds, "wall"), turns.seconds(rounds, "cpu")
+    medians = turns.medians(rounds)
+    speeds = {
+        name: quartiles([side.bytes / GB / one for one in wall[name]])
+        for name, side in turns.sides.items()
+    }
+    lines = []
+    for other in [name for name in turns.sides if name != "dynamic"]:
+        seen, of_cpu = ratio(wall, "dynamic", other), ratio(cpu, "dynamic", other)
+        workload = f"row_wise {turns.sides['dynamic'].bytes / GB:.2f} GB"
+        lines.append(
+            result(
+                workload, torch.get_num_threads(), what, other, seen, ranks=dist.get_world_size(),
+                cpu_ratio=of_cpu, gb_per_second=speeds, seconds=medians,
+            )
+        )  # fmt: skip
+    if dist.get_rank() == 0:
+        print(as_text(lines, medians, speeds), flush=True)
+    return lines
+
+
+def as_text(
+    lines: list[dict[str, Any]],
+    medians: dict[str, dict[str, list[float]]],
+    speeds: dict[str, tuple[float, float, float]],
+) -> str:
+    """Formats what was seen of one thing."""
+    start = f"{lines[0]['ranks']} ranks  {lines[0]['what']:16}"
+    shown = []
+    for name, (median, low, high) in speeds.items():
+        parts = ", ".join(
+            f"{part} {wall * 1e3:.0f} ({cpu * 1e3:.0f})"
+            for part, (wall, cpu) in medians[name].items()
+        )
+        shown.append(
+            f"{start} {name:10} {median:5.2f} GB/s [{low:.2f}, {high:.2f}]  ms (CPU): {parts}"
+        )
+    shown += [
+        f"{start} dynamic / {line['against']}: {spread((line['ratio'], *line['ratio_quartiles']))} of its "
+        f"time, {spread(line['cpu_ratio'])} of its CPU time"
+        for line in lines
+    ]
+    return "\n".join(shown)
+
+
+def run(rows: int, folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """Measures saves and loads of all sides. Collective."""
+    turns = Turns({name: make(rows) for name, make in SIDES.items()}, folder)
+    saved = folder / "saved"
+    lines = []
+
+    def clear() -> None:
+        shutil.rmtree(saved, ignore_errors=True)
+
+    def save(name: str, is_synced: bool) -> Parts:
+        return turns.sides[name].save(saved, is_synced)
+
+    def load(name: str) -> Parts:
+        return turns.sides[name].load(folder / name)
+
+    lines += in_turn(turns, "save, synced", partial(save, is_synced=True), clear, rounds)
+    lines += in_turn(turns, "save, not synced", partial(save, is_synced=False), clear, rounds)
+    for name, side in turns.sides.items():
+        side.save(folder / name, is_synced=True)
+    lines += in_turn(turns, "load, warm", load, clear, rounds)
+    lines += in_turn(turns, "load, cold", load, lambda: drop_from_cache(folder), rounds)
+    return lines
+
+
+def join(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> None:
+    """Makes this process one rank of gloo."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", LOCAL_WORLD_SIZE=str(world))
+    for chatty in ("torchrec", "torch.fx"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(arguments.threads[0] if arguments.threads else 1)
+    store = f"file://{folder}/store{world}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+
+
+def work(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> None:
+    """Is one rank; rank 0 leaves the lines in the folder."""
+    join(rank, world, arguments, folder)
+    if arguments.memory:
+        lines = measure_memory(int(arguments.memory), Path(folder))
+    else:
+        lines = run(20_000 if arguments.quick else arguments.rows, Path(folder), arguments.rounds)
+    if rank == 0:
+        Path(folder, "lines").write_text(json.dumps(lines))
+    gc.collect()  # what holds the group holds gloo's threads: they must end before the interpreter
+    dist.destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Starts the ranks, prints one line a measurement and writes them."""
+    parser = options(__doc__, threads=[])  # one thread a rank by default
+    parser.set_defaults(rounds=5)
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--world", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
+    parser.add_argument("--folder", type=Path, help="on the disk that is measured (default: /tmp)")
+    parser.add_argument(
+        "--memory", type=float, help="bytes: measure peak memory of so much instead"
+    )
+    arguments = parser.parse_args(argv)
+    lines: list[dict[str, Any]] = []
+    for world in arguments.world:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            multiprocessing.spawn(work, (world, arguments, folder), nprocs=world)
+            lines += json.loads(Path(folder, "lines").read_text())
+    finish("checkpoint_memory" if arguments.memory else "checkpoint", lines, arguments)
+
+
+if __name__ == "__main__":
+    main()

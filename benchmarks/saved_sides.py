@@ -1,0 +1,217 @@
+"""The contestants of bench_checkpoint.py: dynamic tables, TorchRec's static ones, and plain tensors.
+
+All hold as many rows of 64 columns with one number of optimizer state each; ours and the plain ones have 8
+bytes of id beside them. Each says what every part of a save and of a load took.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingPlan
+
+import torchrec_dyn as dyn
+from torchrec_dyn.checkpoint import LoadPlanner
+from torchrec_dyn.ops import mix64
+
+DIM = 64
+ROW_BYTES = 4 * DIM + 4  # weights and the one number of row-wise Adagrad
+ID_BYTES = 8
+FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02}
+
+
+class Spent(NamedTuple):
+    """Seconds: by the wall clock on the slowest rank, and of the processors of all ranks together."""
+
+    wall: float
+    cpu: float
+
+
+Parts = dict[str, Spent]
+
+
+class Side(Protocol):
+    """What can be saved to a folder and loaded from there.
+
+    Attributes:
+        bytes: of all ranks.
+    """
+
+    bytes: int
+
+    def save(self, folder: Path, is_synced: bool) -> Parts:
+        """Saves; with `is_synced` the bytes are on the disk afterwards."""
+
+    def load(self, folder: Path) -> Parts:
+        """Loads into what was saved."""
+
+
+@contextmanager
+def timed(parts: Parts, name: str) -> Iterator[None]:
+    """Notes how long this takes. Collective."""
+    begin, processor = time.perf_counter(), time.process_time()
+    yield
+    cpu = torch.tensor(time.process_time() - processor, dtype=torch.float64)
+    dist.all_reduce(cpu)
+    parts[name] = Spent(time.perf_counter() - begin, float(cpu))
+
+
+def config(rows: int) -> EmbeddingBagConfig:
+    """Describes a table; the limit is such that every rank can hold its share."""
+    return EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=rows, feature_names=["f"])
+
+
+def sharded(collection: nn.Module, sharder: Any) -> DistributedModelParallel:
+    """Lays a collection row-wise over the ranks."""
+    ranks = dist.get_world_size()
+    plan = construct_module_sharding_plan(
+        collection,
+        {"t": row_wise(compute_kernel="fused")},
+        sharder=sharder,
+        local_size=ranks,
+        world_size=ranks,
+        device_type="cpu",
+    )
+    model = nn.Sequential(collection)
+    cpu = torch.device("cpu")
+    return DistributedModelParallel(
+        model, plan=ShardingPlan({"0": plan}), sharders=[sharder], device=cpu
+    )
+
+
+class Saved:
+    """A sharded model, saved and loaded by torch.distributed.checkpoint.
+
+    Args:
+        model: the model.
+        row_bytes: bytes of a saved row.
+        rows: how many.
+        planner: for loading, None: DCP's own.
+    """
+
+    def __init__(
+        self, model: DistributedModelParallel, row_bytes: int, rows: int, planner: Any = None
+    ) -> None:
+        self.model = model
+        self.bytes = row_bytes * rows
+        self._planner = planner
+
+    def state(self) -> dict[str, Any]:
+        """Gives what is saved. Collective."""
+        optimizer = self.model.fused_optimizer.state_dict()
+        return {"model": self.model.state_dict(), "optimizer": optimizer}
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Loads what was read. Collective."""
+        self.model.load_state_dict(state["model"])
+        self.model.fused_optimizer.load_state_dict(state["optimizer"])
+
+    def save(self, folder: Path, is_synced: bool) -> Parts:
+        """Saves, as a training job would."""
+        parts: Parts = {}
+        with timed(parts, "state_dict"):
+            state = self.state()
+        with timed(parts, "dcp.save"):
+            writer = dcp.FileSystemWriter(folder, sync_files=is_synced)
+            dcp.save(state, storage_writer=writer)
+        return parts
+
+    def load(self, folder: Path) -> Parts:
+        """Loads, as a training job would."""
+        parts: Parts = {}
+        with timed(parts, "state_dict"):
+            state = self.state()
+        with timed(parts, "dcp.load"):
+            dcp.load(state, checkpoint_id=folder, planner=self._planner and self._planner())
+        with timed(parts, "load_state_dict"):
+            self.take(state)
+        return parts
+
+
+class Plain:
+    """The same bytes as plain tensors, a share on every rank, in a file of its own.
+
+    Args:
+        rows: of all ranks.
+    """
+
+    def __init__(self, rows: int) -> None:
+        mine = rows // dist.get_world_size()
+        self.bytes = (ROW_BYTES + ID_BYTES) * rows
+        self._state = {
+            "weight": torch.rand(mine, DIM),
+            "ids": mix64(torch.arange(mine)),
+            "momentum1": torch.rand(mine, 1),
+        }
+
+    def save(self, folder: Path, is_synced: bool) -> Parts:
+        """Saves with torch.save, which does not sync by itself."""
+        parts: Parts = {}
+        with timed(parts, "torch.save"):
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"{dist.get_rank()}.pt").open("wb") as file:
+                torch.save(self._state, file)
+                if is_synced:
+                    file.flush()
+                    os.fsync(file.fileno())
+        return parts
+
+    def load(self, folder: Path) -> Parts:
+        """Loads into new tensors with torch.load."""
+        parts: Parts = {}
+        with timed(parts, "torch.load"):
+            self._state = torch.load(folder / f"{dist.get_rank()}.pt")
+        return parts
+
+
+def empty_dynamic(rows: int) -> Saved:
+    """Makes a dynamic table without rows."""
+    model = sharded(
+        dyn.DynamicEmbeddingBagCollection([config(2 * rows)], device=torch.device("meta")),
+        dyn.DynamicEmbeddingBagCollectionSharder(fused_params=FUSED),
+    )
+    return Saved(model, ROW_BYTES + ID_BYTES, rows, LoadPlanner)
+
+
+def dynamic(rows: int) -> Saved:
+    """Makes a dynamic table with as many rows."""
+    side = empty_dynamic(rows)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    step = 1 << 20
+    with torch.no_grad():
+        for begin in range(0, rows, step * ranks):
+            # One bag of ids a rank: they get their rows, and the output is one row.
+            some = torch.arange(begin + rank, min(rows, begin + step * ranks), ranks)
+            side.model(KeyedJaggedTensor(["f"], mix64(some), lengths=torch.tensor([some.numel()])))
+    return side
+
+
+def static(rows: int) -> Saved:
+    """Makes a static table of TorchRec with as many rows, all of them touched."""
+    collection = EmbeddingBagCollection(tables=[config(rows)], device=torch.device("meta"))
+    model = sharded(collection, EmbeddingBagCollectionSharder(fused_params=FUSED))
+    with torch.no_grad():
+        for _, weights in model.named_parameters():
+            weights.uniform_(-0.001, 0.001)
+    for _, state in model.fused_optimizer.state_dict()["state"].items():
+        for one in state.values():
+            for shard in one.local_shards():
+                shard.tensor.fill_(0.5)
+    return Saved(model, ROW_BYTES, rows)
+
+
+SIDES = {"dynamic": dynamic, "static": static, "torch.save": Plain}

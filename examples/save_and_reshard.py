@@ -1,0 +1,278 @@
+"""Saves a model from two processes and goes on under other plans, in three, in one, and on a laptop.
+
+    python examples/save_and_reshard.py                       # under a minute on two cores
+    python examples/save_and_reshard.py --optimizer rowwise_adagrad --folder /tmp/moves
+
+One run trains to the end in two processes and saves on the way. The others load what it saved, save it
+again at once, and train on over the same clicks. Their losses stand beside those of the run that never
+moved, and what they saved is compared with what they loaded, number by number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from options import hide_notes_to_developers, start_processes
+from reshard_report import as_text
+from torch import Tensor, nn
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.sharding_plan import (
+    ParameterShardingGenerator,
+    column_wise,
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingPlan
+from torchrec.models.dlrm import DLRM
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+import torchrec_dyn as dyn
+from torchrec_dyn.checkpoint import LoadPlanner
+
+OPTIMIZERS = {
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adam": EmbOptimType.ADAM,
+}
+TABLES = ["user", "item"]
+DIM = 16
+BATCH = 384  # clicks of all ranks together: 1, 2 and 3 ranks share them evenly
+SAVED_AT, STEPS = 40, 80
+SPARSE = "sparse_arch.embedding_bag_collection"  # where DLRM has its tables
+FUSED = "fused"
+
+
+class Run(NamedTuple):
+    """Where and how one of the runs trains.
+
+    Attributes:
+        ranks: processes; 0 for the laptop: one, and nothing sharded.
+        plan: how each table is sharded, in words.
+    """
+
+    ranks: int
+    plan: dict[str, str]
+
+
+STAYS = "2 ranks"
+RUNS = {
+    STAYS: Run(2, {"user": "row_wise", "item": "column_wise"}),
+    "2 ranks, other plan": Run(2, {"user": "column_wise", "item": "table_wise"}),
+    "3 ranks": Run(3, {"user": "table_wise", "item": "row_wise"}),
+    "1 rank": Run(1, {"user": "table_wise", "item": "table_wise"}),
+    "laptop": Run(0, {}),
+}
+
+
+def clicks(step: int, part: int, parts: int) -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
+    """Makes one part of the clicks of a step: they do not depend on who trains.
+
+    Returns:
+        dense: [B, 4] float32.
+        features: a user and three items a click, raw 64-bit ids.
+        labels: [B] float32.
+    """
+    draw = torch.Generator().manual_seed(step)
+    popular = torch.rand(BATCH, 4, generator=draw) ** 3  # few ids are frequent, many are rare
+    ids = (popular * 20_000).long() * -0x61C8864680B583EB  # 2^64 / phi: over all of int64
+    worth = (ids >> 40) % 64 / 32.0 - 1.0
+    dense = torch.rand(BATCH, 4, generator=draw)
+    chance = torch.sigmoid(3.0 * worth[:, 0] + worth[:, 1:].sum(1) + dense[:, 0])
+    labels = (torch.rand(BATCH, generator=draw) < chance).float()
+    mine = slice(part * BATCH // parts, (part + 1) * BATCH // parts)
+    users, items = ids[mine, 0], ids[mine, 1:].flatten()
+    lengths = torch.tensor([1, 3]).repeat_interleave(users.numel())
+    features = KeyedJaggedTensor(TABLES, torch.cat([users, items]), lengths=lengths)
+    return dense[mine], features, labels[mine]
+
+
+def make_model(optimizer: str) -> DLRM:
+    """Builds a small DLRM over two dynamic tables."""
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingBagConfig(
+            name=name, embedding_dim=DIM, num_embeddings=1_000_000, feature_names=[name]
+        )
+        for name in TABLES
+    ]
+    started = dyn.DynamicTableConfig(initializer=dyn.Uniform(-0.05, 0.05))
+    return DLRM(
+        dyn.DynamicEmbeddingBagCollection(
+            tables, dynamic=started, fused_params=learning(optimizer)
+        ),
+        dense_in_features=4,
+        dense_arch_layer_sizes=[32, DIM],
+        over_arch_layer_sizes=[32, 1],
+    )
+
+
+def learning(optimizer: str) -> dict[str, Any]:
+    """Says how rows learn."""
+    return {"optimizer": OPTIMIZERS[optimizer], "learning_rate": 0.05}
+
+
+def shard(model: DLRM, run: Run, optimizer: str) -> DistributedModelParallel:
+    """Lays the tables over the processes as the run's plan says."""
+    sharder = dyn.DynamicEmbeddingBagCollectionSharder(fused_params=learning(optimizer))
+    kinds: dict[str, ParameterShardingGenerator] = {
+        "row_wise": row_wise(compute_kernel=FUSED),
+        "column_wise": column_wise(ranks=list(range(run.ranks)), compute_kernel=FUSED),
+        "table_wise": table_wise(rank=run.ranks - 1, compute_kernel=FUSED),
+    }
+    plan = construct_module_sharding_plan(
+        model.get_submodule(SPARSE),
+        {table: kinds[kind] for table, kind in run.plan.items()},
+        sharder=sharder,
+        local_size=run.ranks,
+        world_size=run.ranks,
+        device_type="cpu",
+    )
+    return DistributedModelParallel(
+        model,
+        plan=ShardingPlan({SPARSE: plan}),
+        sharders=[sharder],
+        device=torch.device("cpu"),
+    )
+
+
+def make_optimizer(model: nn.Module) -> CombinedOptimizer:
+    """Combines the optimizer of the rows with Adam for the dense part, under the names of the model."""
+    named = in_backward_optimizer_filter(model.named_parameters())
+    parameters = {name: one for name, one in named if not name.startswith(SPARSE)}
+    dense = KeyedOptimizerWrapper(parameters, lambda some: torch.optim.Adam(some, lr=0.005))
+    dense.init_state()  # Adam makes its state at the first step; what is loaded needs a place before
+    if isinstance(model, DistributedModelParallel):
+        return CombinedOptimizer([model.fused_optimizer, dense])
+    rows = model.get_submodule(SPARSE).fused_optimizer
+    return CombinedOptimizer([(SPARSE, rows), ("", dense)])
+
+
+def save(model: nn.Module, optimizer: CombinedOptimizer, folder: Path) -> None:
+    """Saves all there is, into a folder that is not there yet. Collective."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+
+
+def load(model: nn.Module, optimizer: CombinedOptimizer, folder: Path) -> None:
+    """Loads what `save` wrote, whatever the plan and the number of ranks were. Collective."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder, planner=LoadPlanner(), no_dist=not dist.is_initialized())
+    model.load_state_dict(state["model"])  # first: the optimizer's state is that of its rows
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def train(
+    model: nn.Module, optimizer: CombinedOptimizer, steps: range, rank: int, ranks: int
+) -> list[float]:
+    """Trains on the clicks of these steps; returns the loss of each, the mean of all ranks."""
+    losses = []
+    for step in steps:
+        dense, features, labels = clicks(step, rank, ranks)
+        optimizer.zero_grad()
+        logits = model(dense, features).squeeze(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    curve = torch.stack(losses)
+    if ranks > 1:
+        dist.all_reduce(curve)
+    return (curve / ranks).tolist()
+
+
+def work(name: str, folder: Path, optimizer_name: str) -> nn.Module:
+    """Is one process of a run: train and save, or load, save again and train on."""
+    run = RUNS[name]
+    rank = dist.get_rank() if run.ranks else 0
+    model: nn.Module = make_model(optimizer_name)
+    if run.ranks:
+        model = shard(model, run, optimizer_name)
+    optimizer = make_optimizer(model)
+    before: list[float] = []
+    if name == STAYS:
+        before = train(model, optimizer, range(SAVED_AT), rank, run.ranks)
+        save(model, optimizer, folder / STAYS)
+    else:
+        load(model, optimizer, folder / STAYS)
+        save(model, optimizer, folder / name)
+    losses = train(model, optimizer, range(SAVED_AT, STEPS), rank, max(run.ranks, 1))
+    if rank == 0:
+        (folder / f"{name}.json").write_text(json.dumps([*before, *losses]))
+    return model
+
+
+def differences(folder: Path, name: str, optimizer_name: str) -> list[str]:
+    """Names the tensors that a run saved again with other numbers than it had loaded."""
+    loaded = []
+    for checkpoint in (STAYS, name):
+        model = make_model(optimizer_name)
+        optimizer = make_optimizer(model)
+        load(model, optimizer, folder / checkpoint)
+        flat = dict(model.state_dict())
+        for of, state in optimizer.state_dict()["state"].items():
+            flat |= {f"{of} {key}": value for key, value in state.items()}
+        loaded.append(flat)
+    return [key for key, value in loaded[0].items() if not value.equal(loaded[1][key])]
+
+
+def laptop(folder: Path, optimizer_name: str) -> bool:
+    """Trains on without process groups; returns whether torch.save keeps what it has trained."""
+    model = work("laptop", folder, optimizer_name).eval()
+    torch.save(model.state_dict(), folder / "laptop.pt")
+    again = make_model(optimizer_name).eval()
+    again.load_state_dict(torch.load(folder / "laptop.pt"))
+    dense, features, _ = clicks(STEPS, 0, 1)
+    return bool(model(dense, features).equal(again(dense, features)))
+
+
+def move(folder: Path, optimizer_name: str, arguments: list[str]) -> int:
+    """Starts one run after the other, then compares them; returns the exit status."""
+    for name, run in RUNS.items():
+        told = ["--stage", name, "--folder", str(folder), *arguments]
+        if run.ranks and start_processes(__file__, told, run.ranks):
+            return 1
+    is_kept = laptop(folder, optimizer_name)
+    curves = {name: json.loads((folder / f"{name}.json").read_text()) for name in RUNS}
+    changed = {name: differences(folder, name, optimizer_name) for name in list(RUNS)[1:]}
+    plans = {
+        name: ", ".join(f"{t} {kind}" for t, kind in run.plan.items()) for name, run in RUNS.items()
+    }
+    print(as_text(curves, plans, changed, is_kept, SAVED_AT))
+    return 0
+
+
+def main() -> int:
+    """Starts the runs, or is one process of one; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adagrad", help="of the rows")
+    parser.add_argument("--folder", type=Path, help="for the checkpoints (default: not kept)")
+    parser.add_argument("--stage", choices=RUNS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    hide_notes_to_developers()
+    if options.stage:
+        dist.init_process_group("gloo")
+        work(options.stage, options.folder, options.optimizer)
+        gc.collect()  # the model holds the groups: only without it are gloo's threads joined, not cut off
+        dist.destroy_process_group()
+        return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        return move(folder, options.optimizer, ["--optimizer", options.optimizer])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
