@@ -88,20 +88,22 @@ class Setup:
         tables = []
         for turn, (name, dtype, config) in enumerate(TABLES[: self.tables]):
             kind = self.kinds[turn % len(self.kinds)]
-            plan = plan_of(kind, max(1, self.world), local, turn, self.pooled)
+            plan = plan_of(kind, max(1, self.world), local, turn, self.pooled, self.rows)
             tables.append(Table(name, [f"f_{name}"], plan, DIM, "SUM", dtype, self.rows, config))
         fused = {"optimizer": EmbOptimType[self.optimizer], "learning_rate": 0.1}
         return Case(tables, pooled=self.pooled, fused_params=fused)
 
 
-def plan_of(kind: str, world: int, local: int, turn: int, pooled: bool) -> ParameterSharding:
+def plan_of(
+    kind: str, world: int, local: int, turn: int, pooled: bool, rows: int = 1000
+) -> ParameterSharding:
     """A plan of one table of DIM columns; "three_columns" repeats a rank."""
     if kind != "three_columns":
-        return usual_plan(kind, DIM, world, local, turn)
+        return usual_plan(kind, DIM, world, local, turn, rows)
     cuts = (0, 3, 8, DIM) if pooled else (0, 4, 8, DIM)
     ranks = [turn % world, (turn + 1) % world, turn % world]
     pieces = [([ranks[i]], cuts[i], cuts[i + 1] - cuts[i]) for i in range(3)]
-    return shard_by_hand("column_wise", pieces)
+    return shard_by_hand("column_wise", pieces, rows)
 
 
 def kinds_on(world: int, pooled: bool) -> tuple[str, ...]:

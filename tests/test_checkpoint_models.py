@@ -134,7 +134,6 @@ def test_all_parts_of_a_model_move_together(tmp_path: Path) -> None:
         assert not differences(contents(tmp_path / name), saved)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 4: BlockingAsyncStager loses the step")
 def test_static_and_dynamic_tables_are_saved_while_training_goes_on(tmp_path: Path) -> None:
     run(learn_and_save, 2, "column_wise", str(tmp_path), world_size=2, timeout=120)
     assert not differences(contents(tmp_path / "async"), contents(tmp_path / "dicts"))
@@ -153,7 +152,6 @@ def damage_one(world: int) -> tuple[str, list[str]]:
     return str(caught.value), differences(tables(model), was)
 
 
-@pytest.mark.xfail(strict=True, reason="bug 5: the first collection is replaced before")
 def test_damage_in_one_collection_leaves_the_other_as_it_was() -> None:
     for text, changed in run(damage_one, 2, world_size=2):
         assert "table('s')" in text and "with content sum" in text
