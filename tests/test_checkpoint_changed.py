@@ -9,7 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_cases import Setup, batch, new, quietly, run_on, state_dict_of, train
+from checkpoint_cases import (
+    Setup,
+    batch,
+    differences,
+    held,
+    load,
+    new,
+    quietly,
+    run_on,
+    save,
+    state_dict_of,
+    train,
+)
 from sharded_training import outputs_by_name
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -81,3 +93,21 @@ def test_a_state_dict_into_which_nothing_was_read_cannot_bring_old_rows_back() -
     assert run_on(SETUP, load_own, "unchanged") == ["", ""]
     for text in run_on(SETUP, load_own, "trained"):
         assert "expected the table as it was when its state dict was made" in text
+
+
+def load_between(setup: Setup, folder: str) -> tuple[str, list[str]]:
+    """Loads between a forward and its backward; gives the error and what the backward changed."""
+    model = new(setup)
+    train(model, setup, range(3))
+    save(model, folder)
+    out = outputs_by_name(setup.case(), model(batch(setup.case(), 3, dist.get_rank(), 2)))
+    was = held(load(model, folder))
+    with pytest.raises(RuntimeError) as caught:
+        run_backward(out)
+    return str(caught.value), differences(held(model), was)
+
+
+def test_a_backward_does_not_reach_rows_that_were_loaded_since(tmp_path: Path) -> None:
+    for text, changed in run_on(SETUP, load_between, str(tmp_path / "saved")):
+        assert "expected the tables of the forward at its backward" in text
+        assert not changed
