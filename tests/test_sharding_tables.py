@@ -1,6 +1,5 @@
 """Handles on sharded tables, rows that were there before sharding, and state dicts."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -178,32 +177,19 @@ def test_rows_are_carried_over_to_another_optimizer() -> None:
     workers.run(shard_for_another_optimizer, case, world_size=4, local_size=2)
 
 
-def state_dict_round_trip(case: Case) -> list[str]:
-    heard: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
-
-    listener = Listener(level=logging.WARNING)
-    logging.getLogger("torchrec_dyn").addHandler(listener)
+def state_dict_round_trip(case: Case) -> None:
+    """What a model's own state dict says of it, nothing of which is missing or unknown when it comes back."""
     sharded = shard(case, collection_of(case))
     for _ in range(2):
-        state = sharded.state_dict()
-        answer = sharded.load_state_dict(state, strict=True)
+        answer = sharded.load_state_dict(sharded.state_dict(), strict=True)
         assert not answer.missing_keys and not answer.unexpected_keys
-    logging.getLogger("torchrec_dyn").removeHandler(listener)
-    return heard
 
 
 @pytest.mark.parametrize("pooled", [True, False])
-def test_state_dict_loads_and_says_once_what_it_lacks(pooled: bool) -> None:
+def test_a_model_loads_its_own_state_dict(pooled: bool) -> None:
     case = case_of(pooled, "table_wise")
     if pooled:
         # Uneven columns, with which TorchRec 1.8.0 cannot load its own state dict.
         uneven = [([0], 0, 5), ([1], 5, 3)]
         case.tables[0].plan = shard_by_hand("column_wise", uneven)
-    # A pool of its own: the word is given once per process.
-    by_rank = workers.run(state_dict_round_trip, case, world_size=4, local_size=2, group_timeout=60)
-    assert [len(heard) for heard in by_rank] == [1] * 4
-    assert "holds no rows of dynamic tables" in by_rank[0][0]
+    workers.run(state_dict_round_trip, case, world_size=4, local_size=2)

@@ -63,11 +63,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
         ValueError: if it is no checkpoint, a torn or a damaged one, or one of a newer format.
     """
     folder = Path(path)
-    reader = FileSystemReader(folder)
-    metadata = _read_metadata(folder, reader)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    _check_files(folder, metadata)
-
+    reader, metadata = open_files(folder)
     parts: dict[str, dict[str, TensorStorageMetadata]] = defaultdict(dict)
     for key, saved in metadata.state_dict_metadata.items():
         if isinstance(saved, TensorStorageMetadata):
@@ -93,6 +89,25 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
         },
         tuple(ownerless),
     )
+
+
+def open_files(folder: Path) -> tuple[FileSystemReader, Metadata]:
+    """Opens any checkpoint of files, of dynamic tables or not, and checks that its files have their lengths.
+
+    Args:
+        folder: the directory.
+
+    Returns:
+        DCP's reader, which was given the metadata, and the metadata.
+
+    Raises:
+        ValueError: if it is no checkpoint, a torn or a damaged one.
+    """
+    reader = FileSystemReader(folder)
+    metadata = _read_metadata(folder, reader)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    _check_files(folder, metadata)
+    return reader, metadata
 
 
 def _read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:

@@ -1,0 +1,253 @@
+"""Sharded collections whose contents are the same under every plan: made, trained, saved, loaded, compared.
+
+Gradients are multiples of 1/16 and do not depend on the ranks, so every sum of them is exact and a step on the
+same 12 samples does the same to a row on any plan and any number of ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from sharded_cases import EXTREME_IDS, Case, Table, shard_by_hand, usual_plan
+from sharded_training import collection_of, outputs_by_name, shard
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.types import ParameterSharding
+
+import torchrec_dyn as dyn
+from torchrec_dyn import ops
+from torchrec_dyn.checkpoint import LoadPlanner
+from torchrec_dyn.table import DynamicTable
+
+DIM = 12
+SAMPLES = 12  # they divide among 1, 2, 3 and 4 ranks
+LOCAL_SIZES = {1: 1, 2: 2, 3: 3, 4: 2}
+# The ids whose mixed ids are the last ones: on S ranks those from S * ((2^64 - 1) // S) on lie behind the ranges.
+LAST_IDS = ops.unmix64(torch.arange(-6, 0)).tolist()
+POOLED_KINDS = ("table_wise", "row_wise", "column_wise", "three_columns")
+NODE_KINDS = ("table_row_wise", "table_column_wise", "grid_shard")  # of pooled collections
+SEQUENCE_KINDS = POOLED_KINDS
+OPTIMIZERS = (
+    "EXACT_ADAGRAD", "ADAM", "EXACT_SGD", "EXACT_ROWWISE_ADAGRAD", "PARTIAL_ROWWISE_ADAM",
+)  # fmt: skip
+ROW_WISE = OPTIMIZERS[3:]
+
+_COUNTED = dyn.DynamicTableConfig(
+    admission=dyn.AdmitAfter(3), eviction=dyn.ExpireAfter(time=10), seed=3
+)
+_DRAWN = dyn.DynamicTableConfig(
+    admission=dyn.AdmitWithProbability(0.7), eviction=dyn.LeastRecentlyUsed()
+)
+_NORMAL = dyn.DynamicTableConfig(initializer=dyn.Normal(0.0, 0.5), seed=-7)
+# name, dtype of its rows, options
+TABLES: tuple[tuple[str, str, dyn.DynamicTableConfig | None], ...] = (
+    ("plain", "FP32", None),
+    ("sixteen", "FP16", _NORMAL),
+    ("brain", "BF16", None),
+    ("counted", "FP32", _COUNTED),
+    ("drawn", "FP16", _DRAWN),
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A collection on some ranks.
+
+    Attributes:
+        world: ranks.
+        kinds: of the plans of its tables, in turn.
+        pooled: the kind of collection.
+        optimizer: of all tables.
+        tables: how many of TABLES.
+        rows: limit of each.
+        feedback: whether gradients depend on the outputs, so that an error of one step grows in the next. Where
+            ranks add their parts of a pooled output, its last bits depend on the plan.
+    """
+
+    world: int
+    kinds: tuple[str, ...]
+    pooled: bool = True
+    optimizer: str = "EXACT_ADAGRAD"
+    tables: int = len(TABLES)
+    rows: int = 1000
+    feedback: bool = False
+
+    def case(self) -> Case:
+        """The same for sharded_training."""
+        local = LOCAL_SIZES[self.world]
+        tables = []
+        for turn, (name, dtype, config) in enumerate(TABLES[: self.tables]):
+            kind = self.kinds[turn % len(self.kinds)]
+            plan = plan_of(kind, self.world, local, turn, self.pooled)
+            tables.append(Table(name, [f"f_{name}"], plan, DIM, "SUM", dtype, self.rows, config))
+        fused = {"optimizer": EmbOptimType[self.optimizer], "learning_rate": 0.1}
+        return Case(tables, pooled=self.pooled, fused_params=fused)
+
+
+def plan_of(kind: str, world: int, local: int, turn: int, pooled: bool) -> ParameterSharding:
+    """A plan of one table of DIM columns; "three_columns" repeats a rank."""
+    if kind != "three_columns":
+        return usual_plan(kind, DIM, world, local, turn)
+    cuts = (0, 3, 8, DIM) if pooled else (0, 4, 8, DIM)
+    ranks = [turn % world, (turn + 1) % world, turn % world]
+    pieces = [([ranks[i]], cuts[i], cuts[i + 1] - cuts[i]) for i in range(3)]
+    return shard_by_hand("column_wise", pieces)
+
+
+def kinds_on(world: int, pooled: bool) -> tuple[str, ...]:
+    """The kinds of plans that there are on some ranks."""
+    if not pooled:
+        return SEQUENCE_KINDS
+    return (*POOLED_KINDS, *NODE_KINDS) if world == 4 else POOLED_KINDS
+
+
+def batch(case: Case, step: int, rank: int, world: int) -> KeyedJaggedTensor:
+    """This rank's part of the samples of a step."""
+    generator = torch.Generator().manual_seed(500 + step)
+    pool = torch.tensor(
+        [*EXTREME_IDS, *LAST_IDS, *range(100, 110), *range(1000 * step, 1000 * step + 8)]
+    )
+    size = SAMPLES // world
+    values, lengths = [], []
+    for _ in case.features():
+        of_samples = torch.randint(5, (SAMPLES,), generator=generator)
+        ids = pool[torch.randint(pool.numel(), (int(of_samples.sum()),), generator=generator)]
+        values += ids.split(of_samples.tolist())[rank * size : (rank + 1) * size]
+        lengths.append(of_samples[rank * size : (rank + 1) * size])
+    return KeyedJaggedTensor(case.features(), torch.cat(values), lengths=torch.cat(lengths))
+
+
+def train(model: Any, setup: Setup, steps: Iterable[int]) -> list[torch.Tensor]:
+    """Trains a sharded model, or an unsharded one (world 1); gives this rank's outputs of every step."""
+    case, outputs = setup.case(), []
+    rank = dist.get_rank() if setup.world > 1 else 0
+    holder = getattr(model, "module", model)
+    for step in steps:
+        holder.collection.set_time(3 * step)
+        mine = batch(case, step, rank, setup.world)
+        out = outputs_by_name(case, model(mine))
+        grads = [_grad(case, mine, name, out[name], step, setup) for name in out]
+        torch.autograd.backward(list(out.values()), grads)
+        outputs += [out[name].detach().clone() for name in sorted(out)]
+    return outputs
+
+
+def _grad(
+    case: Case, mine: KeyedJaggedTensor, name: str, out: torch.Tensor, step: int, setup: Setup
+) -> torch.Tensor:
+    """A gradient of multiples of 1/16: of the id of a sequence's output, of the sum of a bag's ids."""
+    jagged = mine[name]
+    if case.pooled:
+        ends = jagged.lengths().cumsum(0)
+        sums = torch.cat([torch.zeros(1, dtype=torch.int64), (jagged.values() % 1000).cumsum(0)])
+        numbers = sums[ends] - sums[ends - jagged.lengths()]
+    else:
+        numbers = jagged.values() % 1000
+    columns = torch.arange(out.shape[1])
+    grad = ((numbers[:, None] * 7 + columns * 5 + step) % 31 - 15).float() / 16
+    if setup.feedback:
+        grad = grad + (out.detach().float() * 16).round().clamp(-64, 64) / 16
+    return grad * setup.world  # TorchRec divides by it
+
+
+def new(setup: Setup) -> Any:
+    """An untrained sharded model."""
+    case = setup.case()
+    return shard(case, collection_of(case))
+
+
+def state_dict_of(model: Any) -> dict[str, Any]:
+    """What is saved of a sharded model."""
+    return {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+
+
+def save(model: Any, path: str | Path) -> None:
+    """Saves a sharded model and its optimizer."""
+    quietly(dcp.save, state_dict_of(model), checkpoint_id=str(path))
+
+
+def load(model: Any, path: str | Path, planner: Any = None) -> Any:
+    """Loads a sharded model and its optimizer, and gives it."""
+    state = state_dict_of(model)
+    quietly(dcp.load, state, checkpoint_id=str(path), planner=planner or LoadPlanner())
+    put(model, state)
+    return model
+
+
+def put(model: Any, state: dict[str, Any], **options: Any) -> Any:
+    """Loads a state dict that was read; gives what torch says of the keys."""
+    keys = model.load_state_dict(state["model"], **options)
+    model.fused_optimizer.load_state_dict(state["optimizer"])
+    return keys
+
+
+def quietly(function: Any, *args: Any, **options: Any) -> Any:
+    """Calls without the warnings of torch's checkpoints about its own affairs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function(*args, **options)
+
+
+def contents(path: str | Path) -> dict[str, torch.Tensor]:
+    """Reads a whole checkpoint as any tool would: plain tensors by their keys."""
+    return _flat(quietly(_load_state_dict_from_keys, checkpoint_id=str(path)), "")
+
+
+def _flat(nested: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
+    found = {}
+    for key, value in nested.items():
+        found.update(
+            _flat(value, f"{prefix}{key}/")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
+    return found
+
+
+def differences(got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """The keys of tensors that are not the same to the bit."""
+    both = sorted(got.keys() | expected.keys())
+    return [one for one in both if one not in got or one not in expected] + [
+        one
+        for one in both
+        if one in got and one in expected and not same_bits(got[one], expected[one])
+    ]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one dtype, one shape and the same bytes."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    first, second = (t.detach().contiguous().flatten().view(torch.uint8) for t in (one, other))
+    return torch.equal(first, second)
+
+
+def shards_of(model: Any) -> list[DynamicTable]:
+    """The tables of this rank's kernels."""
+    shards = model.module.collection._shards._tables
+    return [one for name in sorted(shards) for one in shards[name]]
+
+
+def held(model: Any) -> dict[str, torch.Tensor]:
+    """All that this rank's shards hold, to the bit."""
+    return {
+        f"{one.name} from {one.first_column}: {name}": value
+        for one in shards_of(model)
+        for name, value in one.export_state().items()
+    }
+
+
+def on_all(setups: Iterable[Setup]) -> dict[int, list[Setup]]:
+    """Setups by their number of ranks, so that each pool of workers is called once."""
+    by_world: dict[int, list[Setup]] = {}
+    for setup in setups:
+        by_world.setdefault(setup.world, []).append(setup)
+    return by_world
