@@ -83,7 +83,14 @@ def take_tables(
     except Exception as one:
         fault = one
     where = f"{where}.load_state_dict"
-    agree(tables[0].group, where, fault)
+    names = [(name, entry.session is None) for name, entry in entries.items()]
+    everyones = agree(tables[0].group, where, fault, told=names)
+    for rank, theirs in enumerate(everyones):
+        if theirs != everyones[0]:
+            raise ValueError(
+                f"{where}: expected the same tables on every rank, got {everyones[0]} on rank 0 and {theirs} "
+                f"on rank {rank}. Give every rank a state dict that was made on all ranks."
+            )
     LoadSession([entry for entry in entries.values() if entry.session is None]).verify(where)
     initializers = {}
     for name, entry in entries.items():
@@ -124,6 +131,7 @@ def _entry(saved: Mapping[str, Any], pieces: ShardPieces) -> ModelEntry:
         check_same_shards(loaded.pieces, pieces)
         return loaded
     entry = ModelEntry(pieces)
+    entry.present = set(saved)
     for name in ("clock", "config", "checksum"):
         if name in saved:
             entry.small[name] = numbers_of(saved[name])
