@@ -1,4 +1,4 @@
-"""Sharded collections whose contents are the same under every plan: made, trained, saved, loaded, compared.
+"""Collections whose contents are the same under every plan: made, trained, saved, loaded, compared.
 
 Gradients are multiples of 1/16 and do not depend on the ranks, so every sum of them is exact and a step on the
 same 12 samples does the same to a row on any plan and any number of ranks.
@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import EXTREME_IDS, Case, Table, shard_by_hand, usual_plan
-from sharded_training import collection_of, outputs_by_name, shard
+from sharded_training import Holder, collection_of, outputs_by_name, shard
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import ParameterSharding
+from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
@@ -29,7 +31,7 @@ from torchrec_dyn.table import DynamicTable
 
 DIM = 12
 SAMPLES = 12  # they divide among 1, 2, 3 and 4 ranks
-LOCAL_SIZES = {1: 1, 2: 2, 3: 3, 4: 2}
+LOCAL_SIZES = {0: 1, 1: 1, 2: 2, 3: 3, 4: 2}
 # The ids whose mixed ids are the last ones: on S ranks those from S * ((2^64 - 1) // S) on lie behind the ranges.
 LAST_IDS = ops.unmix64(torch.arange(-6, 0)).tolist()
 POOLED_KINDS = ("table_wise", "row_wise", "column_wise", "three_columns")
@@ -59,10 +61,10 @@ TABLES: tuple[tuple[str, str, dyn.DynamicTableConfig | None], ...] = (
 
 @dataclass(frozen=True)
 class Setup:
-    """A collection on some ranks.
+    """A collection on some ranks, or on none: not sharded.
 
     Attributes:
-        world: ranks.
+        world: ranks; 0: not sharded.
         kinds: of the plans of its tables, in turn.
         pooled: the kind of collection.
         optimizer: of all tables.
@@ -73,7 +75,7 @@ class Setup:
     """
 
     world: int
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...] = ("table_wise",)
     pooled: bool = True
     optimizer: str = "EXACT_ADAGRAD"
     tables: int = len(TABLES)
@@ -86,20 +88,22 @@ class Setup:
         tables = []
         for turn, (name, dtype, config) in enumerate(TABLES[: self.tables]):
             kind = self.kinds[turn % len(self.kinds)]
-            plan = plan_of(kind, self.world, local, turn, self.pooled)
+            plan = plan_of(kind, max(1, self.world), local, turn, self.pooled, self.rows)
             tables.append(Table(name, [f"f_{name}"], plan, DIM, "SUM", dtype, self.rows, config))
         fused = {"optimizer": EmbOptimType[self.optimizer], "learning_rate": 0.1}
         return Case(tables, pooled=self.pooled, fused_params=fused)
 
 
-def plan_of(kind: str, world: int, local: int, turn: int, pooled: bool) -> ParameterSharding:
+def plan_of(
+    kind: str, world: int, local: int, turn: int, pooled: bool, rows: int = 1000
+) -> ParameterSharding:
     """A plan of one table of DIM columns; "three_columns" repeats a rank."""
     if kind != "three_columns":
-        return usual_plan(kind, DIM, world, local, turn)
+        return usual_plan(kind, DIM, world, local, turn, rows)
     cuts = (0, 3, 8, DIM) if pooled else (0, 4, 8, DIM)
     ranks = [turn % world, (turn + 1) % world, turn % world]
     pieces = [([ranks[i]], cuts[i], cuts[i + 1] - cuts[i]) for i in range(3)]
-    return shard_by_hand("column_wise", pieces)
+    return shard_by_hand("column_wise", pieces, rows)
 
 
 def kinds_on(world: int, pooled: bool) -> tuple[str, ...]:
@@ -126,13 +130,13 @@ def batch(case: Case, step: int, rank: int, world: int) -> KeyedJaggedTensor:
 
 
 def train(model: Any, setup: Setup, steps: Iterable[int]) -> list[torch.Tensor]:
-    """Trains a sharded model, or an unsharded one (world 1); gives this rank's outputs of every step."""
+    """Trains a model; gives this rank's outputs of every step."""
     case, outputs = setup.case(), []
-    rank = dist.get_rank() if setup.world > 1 else 0
+    rank, world = (dist.get_rank(), setup.world) if setup.world else (0, 1)
     holder = getattr(model, "module", model)
     for step in steps:
         holder.collection.set_time(3 * step)
-        mine = batch(case, step, rank, setup.world)
+        mine = batch(case, step, rank, world)
         out = outputs_by_name(case, model(mine))
         grads = [_grad(case, mine, name, out[name], step, setup) for name in out]
         torch.autograd.backward(list(out.values()), grads)
@@ -155,27 +159,36 @@ def _grad(
     grad = ((numbers[:, None] * 7 + columns * 5 + step) % 31 - 15).float() / 16
     if setup.feedback:
         grad = grad + (out.detach().float() * 16).round().clamp(-64, 64) / 16
-    return grad * setup.world  # TorchRec divides by it
+    return grad * max(1, setup.world)  # TorchRec divides by it
 
 
 def new(setup: Setup) -> Any:
-    """An untrained sharded model."""
+    """An untrained model."""
     case = setup.case()
+    if not setup.world:
+        return Holder(collection_of(case, fused_params=case.fused_params))
     return shard(case, collection_of(case))
 
 
+def optimizer_of(model: Any) -> Any:
+    """The optimizer of the rows, with names that begin as those of the model do."""
+    if hasattr(model, "fused_optimizer"):
+        return model.fused_optimizer
+    return CombinedOptimizer([("collection", model.collection.fused_optimizer)])
+
+
 def state_dict_of(model: Any) -> dict[str, Any]:
-    """What is saved of a sharded model."""
-    return {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+    """What is saved of a model."""
+    return {"model": model.state_dict(), "optimizer": optimizer_of(model).state_dict()}
 
 
 def save(model: Any, path: str | Path) -> None:
-    """Saves a sharded model and its optimizer."""
+    """Saves a model and its optimizer."""
     quietly(dcp.save, state_dict_of(model), checkpoint_id=str(path))
 
 
 def load(model: Any, path: str | Path, planner: Any = None) -> Any:
-    """Loads a sharded model and its optimizer, and gives it."""
+    """Loads a model and its optimizer, and gives it."""
     state = state_dict_of(model)
     quietly(dcp.load, state, checkpoint_id=str(path), planner=planner or LoadPlanner())
     put(model, state)
@@ -185,7 +198,7 @@ def load(model: Any, path: str | Path, planner: Any = None) -> Any:
 def put(model: Any, state: dict[str, Any], **options: Any) -> Any:
     """Loads a state dict that was read; gives what torch says of the keys."""
     keys = model.load_state_dict(state["model"], **options)
-    model.fused_optimizer.load_state_dict(state["optimizer"])
+    optimizer_of(model).load_state_dict(state["optimizer"])
     return keys
 
 
@@ -197,8 +210,12 @@ def quietly(function: Any, *args: Any, **options: Any) -> Any:
 
 
 def contents(path: str | Path) -> dict[str, torch.Tensor]:
-    """Reads a whole checkpoint as any tool would: plain tensors by their keys."""
-    return _flat(quietly(_load_state_dict_from_keys, checkpoint_id=str(path)), "")
+    """Reads a whole checkpoint as any tool would: plain tensors by their keys.
+
+    Tensors without numbers are left out, as DCP does where a tensor has no chunk; "cells" never has numbers.
+    """
+    found = _flat(quietly(_load_state_dict_from_keys, checkpoint_id=str(path)), "")
+    return {key: one for key, one in found.items() if one.numel() or key.endswith(".cells")}
 
 
 def _flat(nested: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
@@ -230,24 +247,26 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def shards_of(model: Any) -> list[DynamicTable]:
-    """The tables of this rank's kernels."""
+def tables_of(model: Any) -> list[DynamicTable]:
+    """The tables of this rank's kernels, or of the unsharded collection."""
+    if not hasattr(model, "module"):
+        return list(model.collection.local_tables().values())
     shards = model.module.collection._shards._tables
     return [one for name in sorted(shards) for one in shards[name]]
 
 
 def held(model: Any) -> dict[str, torch.Tensor]:
-    """All that this rank's shards hold, to the bit."""
+    """All that this rank's tables hold, to the bit."""
     return {
         f"{one.name} from {one.first_column}: {name}": value
-        for one in shards_of(model)
+        for one in tables_of(model)
         for name, value in one.export_state().items()
     }
 
 
-def on_all(setups: Iterable[Setup]) -> dict[int, list[Setup]]:
-    """Setups by their number of ranks, so that each pool of workers is called once."""
-    by_world: dict[int, list[Setup]] = {}
-    for setup in setups:
-        by_world.setdefault(setup.world, []).append(setup)
-    return by_world
+def run_on(setup: Setup, function: Any, *args: Any, timeout: float = 120) -> list[Any]:
+    """Calls a function with a setup on each of its ranks, or here."""
+    if not setup.world:
+        return [function(setup, *args)]
+    sizes = {"world_size": setup.world, "local_size": LOCAL_SIZES[setup.world]}
+    return workers.run(function, setup, *args, **sizes, timeout=timeout)

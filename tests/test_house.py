@@ -31,12 +31,13 @@ FLOORS = (
     " sequence_sharding sequence_batch carry_over agreement id_exchange shard_stats whole_table sharded_table"
     " shardable_view",
     "saved_places staged_rows take_over shard_pieces load_session shard_model_source shard_model_entry"
-    " shard_state_dict shard_optimizer_source shard_optimizer_entry sharded_optimizer sharding_setup"
+    " shard_state_dict shard_optimizer_source shard_optimizer_entry aligned_state sharded_optimizer sharding_setup"
     " load_planner",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
     " from_static_rows from_static_optimizer from_static"
     " sharded_embeddingbag sharded_embedding across_ranks sharders stats_logger planner"
-    " rows_here safetensors_rows from_static_checkpoint checkpoint",
+    " rows_here safetensors_rows from_static_checkpoint"
+    " model_tables deltas delta_rows read_delta apply_delta checkpoint",
     "serving_rows serving_files serving_maps serving_format serving_build serving_update"
     " serving_generation serving_unseen serving_int8 serving_lookup serving_traced serving_export serving",
     "__init__ __main__",

@@ -23,11 +23,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torchrec_dyn import saved_config
 from torchrec_dyn.chunked_tensor import ChunkedTensor
-from torchrec_dyn.content_sums import MODEL_TENSORS, OPTIMIZER_TENSORS
+from torchrec_dyn.content_sums import DAMAGED, MODEL_TENSORS, OPTIMIZER_TENSORS
 from torchrec_dyn.reader_checks import OPTIMIZER
 from torchrec_dyn.table_reader import SavedTable
-
-_INSTEAD = "The checkpoint is damaged; use another one."
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ def _read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
     # Damaged pickles raise anything, and so does DCP's reader for what is none of its own.
     except Exception as error:
         raise ValueError(
-            f"{folder}: expected .metadata that can be read, got {type(error).__name__}: {error}. {_INSTEAD}"
+            f"{folder}: expected .metadata that can be read, got {type(error).__name__}: {error}. {DAMAGED}"
         ) from error
     return metadata
 
@@ -142,10 +140,10 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
     for name, end in sorted(ends.items()):
         file = folder / name
         if not file.is_file():
-            raise ValueError(f"{folder}: expected the file {name}, got none. {_INSTEAD}")
+            raise ValueError(f"{folder}: expected the file {name}, got none. {DAMAGED}")
         if (length := file.stat().st_size) < end:
             raise ValueError(
-                f"{folder}: expected {end} bytes in {name}, got {length}: it is truncated. {_INSTEAD}"
+                f"{folder}: expected {end} bytes in {name}, got {length}: it is truncated. {DAMAGED}"
             )
 
 
@@ -229,7 +227,7 @@ def _open_table(
                 ours[OPTIMIZER + name] = one
     if config["table"] != key.rpartition(".")[2]:
         raise ValueError(
-            f"{where}: expected a config of it, got that of {config['table']!r}. {_INSTEAD}"
+            f"{where}: expected a config of it, got that of {config['table']!r}. {DAMAGED}"
         )
     return SavedTable(where, key, config, rule, ours)
 
@@ -242,6 +240,6 @@ def _read_config(
     config = saved_config.from_bytes(where, saved)
     if any(field not in config for field in fields):
         raise ValueError(
-            f"{where}: expected a config with {' and '.join(fields)}, got {config}. {_INSTEAD}"
+            f"{where}: expected a config with {' and '.join(fields)}, got {config}. {DAMAGED}"
         )
     return config

@@ -80,14 +80,12 @@ class SafetensorsReader:
             ValueError: if the file has become shorter.
         """
         entry = self.entries[name]
-        shape = (last - first, *entry.shape[1:])
-        data = bytearray((last - first) * entry.row_bytes)
+        values = torch.empty(last - first, *entry.shape[1:], dtype=entry.dtype)
+        data = values.flatten().view(torch.uint8)
         self._file.seek(entry.begin + first * entry.row_bytes)
-        if self._file.readinto(data) != len(data):
-            raise self._fault(f"{len(data)} bytes of '{name}'", "the end of the file")
-        if not data:
-            return torch.empty(shape, dtype=entry.dtype)
-        return torch.frombuffer(data, dtype=entry.dtype).view(shape)
+        if self._file.readinto(data.numpy().data) != data.numel():
+            raise self._fault(f"{data.numel()} bytes of '{name}'", "the end of the file")
+        return values
 
     def close(self) -> None:
         """Closes the file."""
@@ -185,12 +183,9 @@ class SafetensorsWriter:
         Args:
             values: whole rows of a tensor, of its dtype.
         """
-        data = bytearray(values.numel() * values.element_size())
-        self._missing -= len(data)
-        if data:
-            numbers = values.contiguous().flatten().view(torch.uint8)
-            torch.frombuffer(data, dtype=torch.uint8).copy_(numbers)
-        self._file.write(data)
+        numbers = values.contiguous().flatten().view(torch.uint8)
+        self._missing -= numbers.numel()
+        self._file.write(numbers.numpy().data)
 
     def finish(self) -> None:
         """Puts the file in its place; everything must have been written."""

@@ -1,0 +1,154 @@
+"""Damage to the files of a checkpoint, and what loading them then does on every rank."""
+
+from __future__ import annotations
+
+import io
+import random
+import shutil
+import struct
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from checkpoint_cases import Setup, differences, held, load, new, train
+from torch.distributed.checkpoint import FileSystemReader
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is done to one file.
+
+    Attributes:
+        file: its name.
+        place: the byte from which on it is other, or from which on it is missing.
+        bytes: what stands there instead; none: the file ends there, or is gone if place is 0.
+    """
+
+    file: str
+    place: int
+    bytes: bytes = b""
+
+    def do(self, folder: str) -> None:
+        """Damages the file in a folder."""
+        path = Path(folder, self.file)
+        blob = path.read_bytes()
+        if not self.place and not self.bytes:
+            path.unlink()
+        else:
+            end = blob[self.place + len(self.bytes) :] if self.bytes else b""
+            path.write_bytes(blob[: self.place] + self.bytes + end)
+
+
+class Item(NamedTuple):
+    """A chunk of a tensor in a file: its key, its numbers, and where their bytes begin."""
+
+    key: str
+    file: str
+    begin: int
+    numbers: torch.Tensor
+
+
+def items_of(folder: Path) -> Iterator[Item]:
+    """Walks the chunks of all tensors that have numbers."""
+    where = FileSystemReader(folder).read_metadata().storage_data
+    for index, place in sorted(where.items(), key=lambda one: (one[0].fqn, one[1].offset)):
+        blob = (folder / place.relative_path).read_bytes()[place.offset :][: place.length]
+        numbers = torch.load(io.BytesIO(blob))
+        if numbers.numel():
+            begin = place.offset + _begin_of_numbers(blob)
+            yield Item(index.fqn, place.relative_path, begin, numbers)
+
+
+def _begin_of_numbers(blob: bytes) -> int:
+    """Where the numbers begin in what torch.save writes, a zip archive that is not compressed."""
+    with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+        (record,) = [one for one in archive.infolist() if one.filename.endswith("/data/0")]
+    lengths = blob[record.header_offset + 26 : record.header_offset + 30]  # of name and extra field
+    return record.header_offset + 30 + sum(struct.unpack("<HH", lengths))
+
+
+def flip(folder: Path, file: str, place: int, bit: int) -> Damage:
+    """Turns one bit over."""
+    byte = (folder / file).read_bytes()[place]
+    return Damage(file, place, bytes([byte ^ (1 << bit)]))
+
+
+def flips_in_numbers(folder: Path, chance: random.Random, times: int) -> list[Damage]:
+    """Turns bits over in the numbers of every tensor."""
+    found = []
+    for item in items_of(folder):
+        for _ in range(times):
+            place = item.begin + chance.randrange(item.numbers.nbytes)
+            found.append(flip(folder, item.file, place, chance.randrange(8)))
+    return found
+
+
+def flips_anywhere(folder: Path, chance: random.Random, times: int, kind: str) -> list[Damage]:
+    """Turns bits over anywhere in the files of one kind."""
+    files = sorted(folder.glob(kind))
+    found = []
+    for _ in range(times):
+        file = chance.choice(files)
+        place = chance.randrange(file.stat().st_size)
+        found.append(flip(folder, file.name, place, chance.randrange(8)))
+    return found
+
+
+def losses(folder: Path, chance: random.Random) -> list[Damage]:
+    """Takes the end of every file, and every file."""
+    found = []
+    for file in sorted(one for one in folder.iterdir() if one.is_file()):
+        size = file.stat().st_size
+        found += [Damage(file.name, 0), Damage(file.name, chance.randrange(1, size))]
+    return found
+
+
+def repeated_ids(folder: Path) -> list[Damage]:
+    """Writes one id of a table twice."""
+    found = []
+    for item in items_of(folder):
+        if item.key.endswith(".ids") and len(item.numbers) > 1:
+            first = bytes(item.numbers[:1].view(torch.uint8).tolist())
+            found.append(Damage(item.file, item.begin + 8, first))
+    return found
+
+
+class Told(NamedTuple):
+    """What loading a damaged checkpoint did: its error, "" if there was none, and the tensors that are wrong now."""
+
+    error: str
+    wrong: list[str]
+
+
+def load_damaged(setup: Setup, folder: str, damages: Sequence[Damage]) -> list[Told]:
+    """Loads one damaged copy after the other into a table of other contents.
+
+    After an error all must be as it was; without one, as the sound checkpoint has it.
+    """
+    sound, model = held(load(new(setup), folder)), new(setup)
+    train(model, setup, range(10, 12))
+    was, copy, told = held(model), f"{folder} damaged", []
+    for damage in damages:
+        if not setup.world or dist.get_rank() == 0:
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(folder, copy)
+            damage.do(copy)
+        if setup.world:
+            dist.barrier()
+        error = ""
+        try:
+            load(model, copy)
+        except BaseException as one:  # torch's CheckpointException is no Exception
+            error = f"{type(one).__name__}: {one}"
+        told.append(Told(error, differences(held(model), was if error else sound)))
+        if told[-1].wrong or not error:
+            model = new(setup)
+            train(model, setup, range(10, 12))
+            was = held(model)
+        if setup.world:
+            dist.barrier()
+    return told

@@ -1,0 +1,118 @@
+"""What copies a state dict copies the rows out: the copy is of that moment, and training goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoint_cases import (
+    Setup,
+    differences,
+    held,
+    load,
+    new,
+    put,
+    quietly,
+    run_on,
+    state_dict_of,
+    train,
+)
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+SETUP = Setup(2, ("row_wise", "column_wise", "three_columns", "table_wise"))
+
+
+def compare_loaded(setup: Setup, was: dict[str, Any], fill: Callable[[Any], Any]) -> list[str]:
+    model = new(setup)
+    fill(model)
+    return differences(held(model), was)
+
+
+def save_while_training(setup: Setup, folder: str, stager: Any) -> list[str]:
+    """Trains on while an asynchronous save is under way; gives what differs from the moment of the call."""
+    model = new(setup)
+    train(model, setup, range(3))
+    was = held(model)
+    future = quietly(
+        dcp.async_save,
+        state_dict_of(model),
+        checkpoint_id=folder,
+        process_group=dist.new_group(),  # its collectives run beside those of training
+        async_stager=stager and stager(),
+    )
+    train(model, setup, range(3, 6))
+    assert differences(held(model), was)
+    quietly(future.result)
+    return compare_loaded(setup, was, lambda fresh: load(fresh, folder))
+
+
+@pytest.mark.parametrize("stager", [None, BlockingAsyncStager])
+def test_async_save_saves_the_moment_of_the_call(tmp_path: Path, stager: Any) -> None:
+    assert run_on(SETUP, save_while_training, str(tmp_path / "saved"), stager) == [[], []]
+
+
+def copy_and_go_back(setup: Setup, folder: str) -> list[list[str]]:
+    """A deep copy goes back into the model, into another one, and into a checkpoint."""
+    model = new(setup)
+    train(model, setup, range(3))
+    was, kept = held(model), copy.deepcopy(state_dict_of(model))
+    train(model, setup, range(3, 5))
+    quietly(dcp.save, kept, checkpoint_id=folder)
+    put(model, copy.deepcopy(kept))
+    return [
+        differences(held(model), was),
+        compare_loaded(setup, was, lambda fresh: put(fresh, kept)),
+        compare_loaded(setup, was, lambda fresh: load(fresh, folder)),
+    ]
+
+
+def test_deepcopy_keeps_the_rows(tmp_path: Path) -> None:
+    assert run_on(SETUP, copy_and_go_back, str(tmp_path / "saved")) == [[[], [], []]] * 2
+
+
+def save_with_torch(setup: Setup, folder: str, weights_only: bool) -> list[str]:
+    """Every rank saves its own file and reads it again."""
+    model = new(setup)
+    train(model, setup, range(3))
+    was, path = held(model), f"{folder}/{dist.get_rank()}.pt"
+    torch.save(state_dict_of(model), path)
+    train(model, setup, range(3, 4))
+    return compare_loaded(
+        setup, was, lambda fresh: put(fresh, torch.load(path, weights_only=weights_only))
+    )
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_torch_save_writes_the_rows_of_this_rank(tmp_path: Path, weights_only: bool) -> None:
+    assert run_on(SETUP, save_with_torch, str(tmp_path), weights_only) == [[], []]
+
+
+def give_whole(setup: Setup) -> dict[str, Any]:
+    model = new(setup)
+    train(model, setup, range(3))
+    return state_dict_of(model)
+
+
+def take_whole(setup: Setup, state: dict[str, Any], folder: str) -> None:
+    model = new(setup)
+    train(model, setup, range(5, 6))
+    put(model, state)
+    quietly(dcp.save, state_dict_of(model), checkpoint_id=folder)
+
+
+def test_plain_tensors_of_all_rows_load_into_any_plan(tmp_path: Path) -> None:
+    from checkpoint_cases import contents
+
+    whole = Setup(0)
+    (state,) = run_on(whole, give_whole)
+    quietly(dcp.save, state, checkpoint_id=str(tmp_path / "whole"))
+    for world, kinds in ((2, SETUP.kinds), (3, ("row_wise",)), (0, ("table_wise",))):
+        path = str(tmp_path / str(world))
+        run_on(Setup(world, kinds), take_whole, copy.deepcopy(state), path)
+        assert not differences(contents(path), contents(tmp_path / "whole"))
