@@ -144,3 +144,11 @@ TRAIN = (
     Workload("train-onehot", tables=26, rows=100_000, batch=2048, bag=1, zipf=1.05),
     Workload("train-10hot", batch=2048),
 )
+
+# bench_serving.py: requests of so many examples; the processes of one directory share so many rows.
+SERVING = tuple(
+    Workload(f"serving-{'zipf1.05' if zipf else 'uniform'}", tables=4, zipf=zipf)
+    for zipf in (0.0, 1.05)
+)
+SERVING_BATCHES = (1, 32, 512)
+SHARED_ROWS = 4_000_000

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <tuple>
@@ -70,14 +72,20 @@ struct Selection {
 
 // Those of one run of slots, taken together on the stack so that no more than they need is allocated.
 std::vector<MixedRow> select_run(const Slot* slots, int64_t count, uint64_t first, uint64_t span) {
+  constexpr size_t kEight = 8;  // flags looked at together: of a narrow range few are set
   std::array<uint64_t, kSlotRun> mixed;
   std::array<uint8_t, kSlotRun> inside;
-  std::array<MixedRow, kSlotRun + 1> found;
+  std::array<MixedRow, kSlotRun> found;
   find_inside(slots, count, first, span, mixed.data(), inside.data());
+  std::fill(inside.begin() + count, inside.end(), uint8_t{0});
   size_t kept = 0;
-  for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
-    found[kept] = {mixed[i], slots[i].row()};
-    kept += inside[i];
+  for (size_t begin = 0; begin < static_cast<size_t>(count); begin += kEight) {
+    uint64_t eight;
+    std::memcpy(&eight, inside.data() + begin, sizeof eight);
+    for (; eight != 0; eight &= eight - 1) {
+      const size_t i = begin + static_cast<size_t>(std::countr_zero(eight)) / kEight;
+      found[kept++] = {mixed[i], slots[i].row()};
+    }
   }
   return {found.begin(), found.begin() + static_cast<int64_t>(kept)};
 }

@@ -86,7 +86,7 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   // rows [N], offsets [B + 1] or none for sequences, bag_weights [N] -> [elements] of dtype.
   m.def(
       "gather_pool(Tensor rows, Tensor? offsets, Tensor? bag_weights, Tensor[] weights, Tensor layout, "
-      "Tensor segments, bool mean, int elements, ScalarType dtype) -> Tensor");
+      "Tensor segments, bool mean, SymInt elements, ScalarType dtype) -> Tensor");
   // grad [elements] -> [N].
   m.def(
       "bag_weights_grad(Tensor grad, Tensor rows, Tensor? offsets, Tensor[] weights, Tensor layout, "

@@ -12,7 +12,14 @@ import torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 # bench_train starts processes.
-IN_PROCESS = ["bench_lookup", "bench_id_map", "bench_growth", "bench_eviction", "bench_sweep"]
+IN_PROCESS = [
+    "bench_lookup",
+    "bench_id_map",
+    "bench_growth",
+    "bench_eviction",
+    "bench_sweep",
+    "bench_serving",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Dynamic embedding tables for TorchRec: any int64 is an id, under every sharding plan."""
 
+from torchrec_dyn import checkpoint
 from torchrec_dyn.across_ranks import (
     assign_rows,
     erase_rows,
@@ -13,6 +14,7 @@ from torchrec_dyn.across_ranks import (
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
+from torchrec_dyn.from_static import from_static
 from torchrec_dyn.initializers import Constant, Normal, TruncatedNormal, Uniform
 from torchrec_dyn.make_dynamic import make_dynamic
 from torchrec_dyn.policies import (
@@ -49,7 +51,9 @@ __all__ = [
     "Uniform",
     "add_stats_hook",
     "assign_rows",
+    "checkpoint",
     "erase_rows",
+    "from_static",
     "log_stats",
     "lookup_rows",
     "make_dynamic",

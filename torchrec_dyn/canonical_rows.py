@@ -95,6 +95,10 @@ class CanonicalRows:
             inside = slice(start - window.begin, stop - window.begin)
             ids.append(window.ids[inside])
             rows.append(window.rows[inside])
+            if not ids[-1].numel():
+                raise RuntimeError(
+                    f"torchrec_dyn bug: {self._where} has fewer ids than were counted."
+                )
             start += ids[-1].numel()
         if len(ids) == 1:
             return ids[0], rows[0]

@@ -23,11 +23,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torchrec_dyn import saved_config
 from torchrec_dyn.chunked_tensor import ChunkedTensor
-from torchrec_dyn.content_sums import MODEL_TENSORS, OPTIMIZER_TENSORS
+from torchrec_dyn.content_sums import DAMAGED, MODEL_TENSORS, OPTIMIZER_TENSORS
 from torchrec_dyn.reader_checks import OPTIMIZER
 from torchrec_dyn.table_reader import SavedTable
-
-_INSTEAD = "The checkpoint is damaged; use another one."
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
         ValueError: if it is no checkpoint, a torn or a damaged one, or one of a newer format.
     """
     folder = Path(path)
-    reader = FileSystemReader(folder)
-    metadata = _read_metadata(folder, reader)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    _check_files(folder, metadata)
-
+    reader, metadata = open_files(folder)
     parts: dict[str, dict[str, TensorStorageMetadata]] = defaultdict(dict)
     for key, saved in metadata.state_dict_metadata.items():
         if isinstance(saved, TensorStorageMetadata):
@@ -95,6 +89,25 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
     )
 
 
+def open_files(folder: Path) -> tuple[FileSystemReader, Metadata]:
+    """Opens any checkpoint of files, of dynamic tables or not, and checks that its files have their lengths.
+
+    Args:
+        folder: the directory.
+
+    Returns:
+        DCP's reader, which was given the metadata, and the metadata.
+
+    Raises:
+        ValueError: if it is no checkpoint, a torn or a damaged one.
+    """
+    reader = FileSystemReader(folder)
+    metadata = _read_metadata(folder, reader)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    _check_files(folder, metadata)
+    return reader, metadata
+
+
 def _read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
     if not (folder / ".metadata").is_file():
         inside = [one.name for one in folder.iterdir()] if folder.is_dir() else ["no directory"]
@@ -115,7 +128,7 @@ def _read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
     # Damaged pickles raise anything, and so does DCP's reader for what is none of its own.
     except Exception as error:
         raise ValueError(
-            f"{folder}: expected .metadata that can be read, got {type(error).__name__}: {error}. {_INSTEAD}"
+            f"{folder}: expected .metadata that can be read, got {type(error).__name__}: {error}. {DAMAGED}"
         ) from error
     return metadata
 
@@ -127,10 +140,10 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
     for name, end in sorted(ends.items()):
         file = folder / name
         if not file.is_file():
-            raise ValueError(f"{folder}: expected the file {name}, got none. {_INSTEAD}")
+            raise ValueError(f"{folder}: expected the file {name}, got none. {DAMAGED}")
         if (length := file.stat().st_size) < end:
             raise ValueError(
-                f"{folder}: expected {end} bytes in {name}, got {length}: it is truncated. {_INSTEAD}"
+                f"{folder}: expected {end} bytes in {name}, got {length}: it is truncated. {DAMAGED}"
             )
 
 
@@ -214,7 +227,7 @@ def _open_table(
                 ours[OPTIMIZER + name] = one
     if config["table"] != key.rpartition(".")[2]:
         raise ValueError(
-            f"{where}: expected a config of it, got that of {config['table']!r}. {_INSTEAD}"
+            f"{where}: expected a config of it, got that of {config['table']!r}. {DAMAGED}"
         )
     return SavedTable(where, key, config, rule, ours)
 
@@ -227,6 +240,6 @@ def _read_config(
     config = saved_config.from_bytes(where, saved)
     if any(field not in config for field in fields):
         raise ValueError(
-            f"{where}: expected a config with {' and '.join(fields)}, got {config}. {_INSTEAD}"
+            f"{where}: expected a config with {' and '.join(fields)}, got {config}. {DAMAGED}"
         )
     return config

@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torchrec_dyn.content_sums import DAMAGED
+
 
 @dataclass
 class _Chunk:
@@ -183,9 +185,7 @@ class ChunkedTensor:
         return open(os.path.join(Path(self._reader.path), chunk.entry.relative_path), "rb")
 
     def _damaged(self, expected: str, got: str) -> ValueError:
-        return ValueError(
-            f"{self._where}: expected {expected}, got {got}. The checkpoint is damaged; use another one."
-        )
+        return ValueError(f"{self._where}: expected {expected}, got {got}. {DAMAGED}")
 
 
 def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:

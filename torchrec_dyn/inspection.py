@@ -122,7 +122,7 @@ def headline(checkpoint: SavedCheckpoint) -> list[str]:
             )
             for when in _moments(checkpoint.is_delta)
         ]
-        if tables:
+        if len(states) == 1 or any(one.optimizer is not None for one in tables):
             lines.append(f"  {title:<22}{' -> '.join(f'{one:016x}' for one in totals)}")
     lines += [f"  optimizer state of no one table here: {key}" for key in checkpoint.ownerless]
     return lines

@@ -134,7 +134,8 @@ def _resized(value: Tensor, name: str, saved: Any) -> Tensor | None:
     What has no numbers is not in every checkpoint: then the tensor is empty.
     """
     if isinstance(saved, TensorStorageMetadata):
-        if saved.size == value.size() and not isinstance(value, SavedTensor):
+        is_right = saved.size == value.size() and saved.properties.dtype == value.dtype
+        if is_right and not isinstance(value, SavedTensor):
             return None
         return torch.empty(saved.size, dtype=saved.properties.dtype)
     size = (2, 0) if name == "clock" else (0, *value.shape[1:])

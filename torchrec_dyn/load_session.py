@@ -40,10 +40,13 @@ class LoadSession:
 
     Args:
         entries: in one order on all ranks.
+
+    Attributes:
+        entries: the same.
     """
 
     def __init__(self, entries: Sequence[LoadedEntry]) -> None:
-        self._entries = list(entries)
+        self.entries = list(entries)
         self._is_verified = False
         for entry in entries:
             entry.session = self
@@ -58,18 +61,18 @@ class LoadSession:
         Raises:
             ValueError: on every rank, if a table is damaged or does not fit the model.
         """
-        if not self._entries or (self._is_verified and fault is None):
+        if not self.entries or (self._is_verified and fault is None):
             return
         sums: list[dict[str, int] | None] = []
         steps: list[int] = []
         try:
-            for entry in () if fault is not None else self._entries:
-                sums.append(entry.check(self._entries))
+            for entry in () if fault is not None else self.entries:
+                sums.append(entry.check(self.entries))
                 steps.append(entry.last_step())
         except Exception as one:
             fault = one
-        told = agree(self._entries[0].pieces.group, where, fault, told=(sums, steps))
-        for number, entry in enumerate(self._entries):
+        told = agree(self.entries[0].pieces.group, where, fault, told=(sums, steps))
+        for number, entry in enumerate(self.entries):
             parts = [sums[number] for sums, _ in told]
             if None not in parts:
                 entry.compare(add_sums(*parts))

@@ -30,7 +30,7 @@ from torchrec_dyn.saved_config import (
     saved_initializer,
     to_bytes,
 )
-from torchrec_dyn.saved_life import LIFE
+from torchrec_dyn.saved_life import BY_ROW, LIFE
 from torchrec_dyn.table import DynamicTable
 
 MODEL_NAMES = ("weight", "ids", *LIFE, "config", "checksum", "cells")
@@ -112,6 +112,9 @@ def model_state(
         initializer = saved_initializer(where, of_saved)
     _verify(where, config["table"], saved, MODEL_TENSORS, ids)
     state = {name: saved[name] for name in ("weight", "ids", *LIFE) if name in saved}
+    for name in BY_ROW:  # the load planner makes empty ones where the checkpoint has none
+        if name in state and not len(state[name]) and len(ids):
+            del state[name]
     if "waiting" in state:
         state["waiting"] = state["waiting"].t().contiguous()
     state["weight"] = state["weight"].detach()

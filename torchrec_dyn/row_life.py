@@ -31,6 +31,7 @@ from torchrec_dyn.waiting import FREED_SHARE, WaitingIds
 
 # 24 bytes for each row listed: 3 for each row of the table.
 _SHARES_AHEAD = 8
+_SCORED_AT_ONCE = 1 << 20
 
 
 class Decision(NamedTuple):
@@ -60,6 +61,7 @@ class RowLife:
         waiting: counters of ids that wait for admission, None where nothing is counted.
         clock: event time.
         replaces: whether a full table lets its lowest rows go.
+        is_unscored: whether rows were loaded without scores, and no step was taken since.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class RowLife:
         self._age_limit = None if age_limit is None else AgeLimit(age_limit)
         self.is_timed = age_limit is not None and age_limit.time is not None
         self.replaces = replacement is not None
+        self.is_unscored = False
         self._by_count = isinstance(replacement, LeastFrequentlyUsed)
         self._row_limit = row_limit
         self._oldest = OldestRows()
@@ -109,6 +112,7 @@ class RowLife:
 
     def passed(self, step: int) -> None:
         """Takes note that the rows too old at `step` have left."""
+        self.is_unscored = False
         if self._age_limit is not None:
             self._age_limit.passed(step, self.clock)
             self.clock.forget_before(self._age_limit.horizon(step, self.clock))
@@ -159,6 +163,19 @@ class RowLife:
             self._oldest.list(self.scores, id_map, high, step, _SHARES_AHEAD * share)
             taken = self._oldest.take(share, self.scores)
         return taken or self.scores.lowest(id_map, high, step, share)
+
+    def catch_up(self, step: int, high: int) -> None:
+        """Lets rows that were loaded without scores count as seen at the step that was loaded after them.
+
+        Args:
+            step: of the table.
+            high: rows ever handed out.
+        """
+        for start in range(0, high if self.is_unscored else 0, _SCORED_AT_ONCE):
+            rows = torch.arange(start, min(high, start + _SCORED_AT_ONCE))
+            last_seen, counts = self.scores.read(rows)
+            held = last_seen >= 0
+            self.scores.write(rows[held], torch.full_like(rows, step)[held], counts[held])
 
     def forget_listed(self) -> None:
         """Drops what was listed ahead: scores were written that do not follow from the steps."""
@@ -223,6 +240,7 @@ class RowLife:
         now = torch.full_like(rows, max(step, self.clock.present_step))
         never = torch.zeros_like(rows)
         self.scores.write(rows, state.get("last_seen", now), state.get("count", never))
+        self.is_unscored = "last_seen" not in state
         if self.waiting is not None and "waiting" in state:
             self.waiting.write(*state["waiting"].contiguous())
 

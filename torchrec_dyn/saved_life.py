@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrec_dyn.scores import MOST_COUNT, NO_STEP
 
 LIFE = ("last_seen", "count", "waiting", "clock")
+BY_ROW = ("last_seen", "count")
 NOT_BY_ROW = ("waiting", "clock")
 _SHAPES = {"last_seen": "[R]", "count": "[R]", "waiting": "[3, Q]", "clock": "[2, K]"}
 

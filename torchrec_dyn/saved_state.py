@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchrec_dyn.local_saving import optimizer_state, optimizer_tensors
 from torchrec_dyn.local_table import LocalTable
+from torchrec_dyn.saved_life import BY_ROW
 from torchrec_dyn.saved_tensor import numbers_of
 
 
@@ -40,6 +41,8 @@ class _TableState:
             rows = self._table.rows()
             # Scores go on from the model's state dict; a step that is behind them would not fit.
             state = {**rows.export_state(), **optimizer_state(rows, came)}
+            if rows.life is not None and rows.life.is_unscored:
+                state = {name: one for name, one in state.items() if name not in BY_ROW}
             rows.load_state(state)
 
 

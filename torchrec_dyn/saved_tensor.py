@@ -66,7 +66,16 @@ class _Held:
                         self._chunks[offset] = (part, start, stop)
         return self._chunks
 
+    def check_readable(self) -> None:
+        """Raises RuntimeError while something was loaded and not taken over: the parts are the old ones."""
+        if getattr(self.entry, "staged", None) is not None:
+            raise RuntimeError(
+                "SavedTensor: expected load_state_dict after dcp.load, got a read before it, which would "
+                "give what the table held before. Call load_state_dict, then state_dict again."
+            )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
+        self.check_readable()
         return _Held([_copied(part) for part in self.parts], None)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -101,6 +110,7 @@ _Block = tuple[tuple[int, ...], Tensor, bool]
 
 
 def _blocks_of(held: _Held) -> list[_Block]:
+    held.check_readable()
     return [(part.offset, _whole(part), part.is_saved) for part in held.parts]
 
 
@@ -161,6 +171,7 @@ class SavedTensor(torch.Tensor):
 
     def local(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """Copies this rank's parts out: offset in the whole tensor, and block."""
+        self._held.check_readable()
         return [(part.offset, _whole(part)) for part in self.parts]
 
     # What torch.distributed.checkpoint asks.
@@ -184,6 +195,7 @@ class SavedTensor(torch.Tensor):
         )
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
+        self._held.check_readable()
         chunks = []
         for offset, (part, start, stop) in self._held.chunks(self.dtype).items():
             size = (stop - start, *part.size[1:]) if part.size else ()

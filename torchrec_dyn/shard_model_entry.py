@@ -52,12 +52,9 @@ class ModelEntry:
         self.places = Places([])
 
     def is_of(self, pieces: ShardPieces) -> bool:
-        """Whether this is what was read of that table."""
-        return self.pieces.where == pieces.where and self.staged is not None
-
-    def is_staged_for(self, pieces: ShardPieces) -> bool:
-        """Whether something was loaded for these very shards."""
-        return self.staged is not None and list(self.pieces.shards) == list(pieces.shards)
+        """Whether this is what was read for the rows of these very shards, and is not used yet."""
+        is_same = list(self.pieces.shards) == list(pieces.shards)
+        return is_same and self.pieces.where == pieces.where and self.staged is not None
 
     def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
         """Gets ready to receive what a checkpoint has of the table.
@@ -76,7 +73,7 @@ class ModelEntry:
             )
         total = saved["ids"].size[0] if "ids" in saved else 0
         dtype = saved["weight"].properties.dtype if "weight" in saved else torch.float32
-        self._saved, self.small = saved, {}
+        self._saved, self.small, self.is_verified = saved, {}, False
         places = pieces.places(saved, total)
         self.stage(places, dtype)
 

@@ -5,15 +5,13 @@ Letters: R rows of the whole table, D its columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
-from torchrec_dyn.canonical_rows import CanonicalRows
 from torchrec_dyn.content_sums import (
     DAMAGED,
     OPTIMIZER_TENSORS,
@@ -22,16 +20,15 @@ from torchrec_dyn.content_sums import (
     content_sum,
     sum_of_small,
 )
-from torchrec_dyn.cuts import mean_over_cuts
 from torchrec_dyn.load_session import LoadSession
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.row_store import RowStore
 from torchrec_dyn.saved_config import check_optimizer, from_bytes
-from torchrec_dyn.saved_places import Places, Runs
+from torchrec_dyn.saved_places import Places
 from torchrec_dyn.saved_tensor import CHUNK_BYTES, SavedTensor, numbers_of
 from torchrec_dyn.shard_model_entry import ModelEntry
 from torchrec_dyn.shard_optimizer_source import OptimizerSource
-from torchrec_dyn.shard_pieces import ShardPieces, blocks_of
+from torchrec_dyn.shard_pieces import ShardPieces, blocks_of, check_same_shards
 from torchrec_dyn.table_state import named_states
 
 SMALL = ("step", "config", "checksum")
@@ -60,8 +57,7 @@ class OptimizerEntry:
         self.staged: list[dict[str, RowStore]] | None = None
         self.places = Places([])
         self._saved: Mapping[str, TensorStorageMetadata] = {}
-        self._total = 0
-        self._canonical: list[CanonicalRows] = []  # of the shards as they are when this is loaded
+        self.total = 0
         self.source = OptimizerSource(pieces, optimizer, self)
 
     def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
@@ -78,7 +74,7 @@ class OptimizerEntry:
                 f"{self.pieces.where}: expected a checkpoint with its optimizer state, got one without. "
                 "Load the model's state dict only, or give LoadPlanner(allow_partial_load=True)."
             )
-        self._saved, self.small = saved, {}
+        self._saved, self.small, self.is_verified = saved, {}, False
         by_row = [saved[name] for name in self.optimizer.state_names if name in saved]
         total = by_row[0].size[0] if by_row else 0
         widths = {name: saved[name].size[1] for name in self.optimizer.state_names if name in saved}
@@ -92,7 +88,7 @@ class OptimizerEntry:
             total: rows of the whole table.
             widths: of the saved tensors: of row-wise state the column cuts.
         """
-        self.places, self._total = places, total
+        self.places, self.total = places, total
         self.staged = []
         for shard in self.pieces.shards:
             stores = {}
@@ -180,7 +176,7 @@ class OptimizerEntry:
             ValueError: if it is damaged, or of another optimizer.
         """
         pieces = self.pieces
-        self._check_config()
+        self.check_config()
         model = next(
             (one for one in others if isinstance(one, ModelEntry) and one.is_of(pieces)), None
         )
@@ -192,40 +188,25 @@ class OptimizerEntry:
                 f"{self.places.count}. {DAMAGED}"
             )
         most = max(1, CHUNK_BYTES // (4 * pieces.cuts[-1]))
-        return self._sums([staged.canonical().stretches(most) for staged in model.staged or ()])
+        return self.sums_of([staged.canonical().stretches(most) for staged in model.staged or ()])
 
-    def align(self, runs: Runs) -> None:
-        """Finds the rows that the shards have now among those that came.
-
-        Args:
-            runs: where the shards' rows are in the whole table.
-
-        Raises:
-            ValueError: if other rows came.
-        """
-        if self.optimizer.state_names and self._total != runs.total:
+    def check_is_for(self, pieces: ShardPieces) -> None:
+        """Raises ValueError unless what came is for these shards, and their rows came in before it."""
+        check_same_shards(self.pieces, pieces)
+        others = () if self.session is None else self.session.entries
+        if any(isinstance(one, ModelEntry) and one.is_of(pieces) for one in others):
             raise ValueError(
-                f"{self.pieces.where}: expected optimizer state of {runs.total} rows, got that of "
-                f"{self._total}. Load the state dict of the module before that of its optimizer."
+                f"{pieces.where}: expected its rows before their optimizer state, got them after it. "
+                "Load the state dict of the module before that of its optimizer."
             )
-        self._canonical = [self.pieces.canonical(shard) for shard in self.pieces.shards]
 
-    def check_aligned(self, runs: Runs) -> dict[str, int]:
-        """Checks what has come by the rows that the shards have now, and sums it.
-
-        Args:
-            runs: where those are in the whole table.
-        """
-        self._check_config()
-        stretches = [self._stretches(rows, runs) for rows in self._canonical]
-        return self._sums([((ids, staged) for ids, _, staged in one) for one in stretches])
-
-    def _check_config(self) -> None:
+    def check_config(self) -> None:
+        """Raises ValueError if it is of another optimizer."""
         if "config" in self.small:
             saved = from_bytes(self.pieces.where, self.small["config"])
             check_optimizer(self.pieces.where, saved, self.source.config)
 
-    def _sums(self, of_shards: Sequence[Iterable[tuple[Tensor, Tensor]]]) -> dict[str, int]:
+    def sums_of(self, of_shards: Sequence[Iterable[tuple[Tensor, Tensor]]]) -> dict[str, int]:
         """Sums what belongs to this rank.
 
         Args:
@@ -253,47 +234,6 @@ class OptimizerEntry:
         if "checksum" in self.small:
             names, words = (*self.optimizer.state_names, "step", "config"), self.small["checksum"]
             compare_sums(self.pieces.where, words, OPTIMIZER_TENSORS, names, summed)
-
-    def _stretches(
-        self, rows: CanonicalRows, runs: Runs
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Walks the rows of a shard: ids, its own rows, and those of the staged stores."""
-        most = max(1, CHUNK_BYTES // (4 * self.pieces.cuts[-1]))
-        for run in runs.mine:
-            for begin in range(0, run.rows, most):
-                end = min(run.rows, begin + most)
-                ids, own = rows.read(run.here + begin, run.here + end)
-                places = self.places.within(run.place + begin, run.place + end)
-                staged = [torch.arange(row, row + high - low) for low, high, row in places]
-                yield ids, own, torch.cat(staged)
-
-    def take_over(self, runs: Runs) -> None:
-        """Puts what has come in place of the shards' optimizer state; checked and verified."""
-        saved = (
-            from_bytes(self.pieces.where, self.small["config"]) if "config" in self.small else {}
-        )
-        cuts = saved.get("cuts", self.pieces.cuts)
-        for shard, rows, stores in zip(
-            self.pieces.shards, self._canonical, self.staged or (), strict=True
-        ):
-            is_same = all(
-                torch.equal(own, staged) for _, own, staged in self._stretches(rows, runs)
-            )
-            states = []
-            for one in named_states(shard):
-                store = stores[one.name]
-                if one.is_rowwise:
-                    columns = (shard.first_column, shard.first_column + shard.columns)
-                    mean = partial(mean_over_cuts, cuts=cuts, columns=columns)
-                    store = store.converted(1, torch.float32, mean)
-                if not is_same:
-                    for _, own, staged in self._stretches(rows, runs):
-                        one.store.write(own, store.read(staged))
-                states.append(store if is_same else one.store)
-            shard.take_states(tuple(states))
-            if "step" in self.small:
-                shard.step = max(shard.step if shard.life else 0, int(self.small["step"]))
-        self.staged = None
 
 
 def _blocks(value: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:

@@ -103,6 +103,20 @@ class ShardPieces:
         return Places(ranges_of_part(_cells(saved, total), total, self.part, self.ranks))
 
 
+def check_same_shards(came: ShardPieces, own: ShardPieces) -> None:
+    """Raises ValueError if what came for one model is given to another.
+
+    Args:
+        came: the shards for which it was read.
+        own: those of the model that loads.
+    """
+    if list(came.shards) != list(own.shards) or came.where != own.where:
+        raise ValueError(
+            f"{own.where}: expected what was loaded into this model's own state dict, got that of another "
+            "model's. Make the state dict with this model, then call dcp.load."
+        )
+
+
 def _cells(saved: Mapping[str, TensorStorageMetadata], total: int) -> list[int] | None:
     """Reads the rows per cell of mixed ids from the sizes of the chunks of "cells", None if not there."""
     if "cells" not in saved:

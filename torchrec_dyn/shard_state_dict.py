@@ -13,7 +13,7 @@ from torchrec_dyn.saved_config import from_bytes, saved_initializer
 from torchrec_dyn.saved_places import Places
 from torchrec_dyn.saved_tensor import CHUNK_BYTES, SavedTensor, numbers_of
 from torchrec_dyn.shard_model_entry import ModelEntry
-from torchrec_dyn.shard_pieces import ShardPieces
+from torchrec_dyn.shard_pieces import ShardPieces, check_same_shards
 from torchrec_dyn.take_over import take_over
 
 _NEEDED = ("weight", "ids")
@@ -120,7 +120,8 @@ def _entry(saved: Mapping[str, Any], pieces: ShardPieces) -> ModelEntry:
     """Gives an entry with all that was saved staged."""
     weight = saved["weight"]
     loaded = weight.entry if isinstance(weight, SavedTensor) else None
-    if isinstance(loaded, ModelEntry) and loaded.is_staged_for(pieces):
+    if isinstance(loaded, ModelEntry) and loaded.staged is not None:
+        check_same_shards(loaded.pieces, pieces)
         return loaded
     entry = ModelEntry(pieces)
     for name in ("clock", "config", "checksum"):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_dyn.agreement import agree
+from torchrec_dyn.aligned_state import AlignedState
 from torchrec_dyn.content_sums import add_sums
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.saved_places import Share, runs_of, share_of
@@ -76,15 +77,13 @@ class _TableState:
         runs = runs_of([share for share in shares if share is not None], pieces.part)
         summed: dict[str, int] = {}
         try:
-            entry.align(runs)
-            if not entry.is_verified:
-                summed = entry.check_aligned(runs)
+            aligned = AlignedState(entry, runs)
+            summed = aligned.check()
         except Exception as one:
             fault = one
         told = agree(pieces.group, where, fault, told=summed)
-        if not entry.is_verified:
-            entry.compare(add_sums(*told))
-        entry.take_over(runs)
+        aligned.compare(add_sums(*told))
+        aligned.take_over()
 
 
 def _share(pieces: ShardPieces) -> Share | None:
@@ -99,11 +98,13 @@ def _entry(
     """Gives an entry with all that was saved staged; None where these are the table's own tensors."""
     config = saved["config"]
     came = config.entry if isinstance(config, SavedTensor) else None
-    if isinstance(came, OptimizerEntry) and list(came.pieces.shards) == list(pieces.shards):
+    if isinstance(came, OptimizerEntry):
         if came.staged is not None:
+            came.check_is_for(pieces)
             return came
-        came.source.check_unchanged()
-        return None
+        if list(came.pieces.shards) == list(pieces.shards):
+            came.source.check_unchanged()
+            return None
     entry = OptimizerEntry(pieces, optimizer)
     entry.fill(saved)
     return entry

@@ -22,6 +22,7 @@ from torchrec_dyn.grouped_lookups import PooledLookup, SequenceLookup
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.kernel import DynamicKernel
 from torchrec_dyn.local_table import LocalTable
+from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.policies import AdmitAfter
 from torchrec_dyn.saved_config import table_config
 from torchrec_dyn.shard_pieces import ShardPieces
@@ -181,6 +182,10 @@ class LocalShards:
     def optimizer(self, local: KeyedOptimizer, holder: str) -> ShardedOptimizer:
         """Makes the optimizer of all tables out of that of this rank's kernels."""
         return ShardedOptimizer(local, list(self._optimizers.items()), holder, self.pieces_of)
+
+    def optimizer_of(self, name: str) -> RowOptimizer:
+        """Tells how the rows of a table learn, wherever they are."""
+        return self._optimizers[name]
 
     def put_into(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Adds the tables to a state dict. Collective.

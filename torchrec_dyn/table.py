@@ -52,7 +52,7 @@ class DynamicTable(TableScores):
         changes: which rows changed; None while nobody asks.
         generation: counts replacements of the whole contents; a forward of an older one cannot
             run its backward.
-        edits: counts what wrote to rows: backwards, and calls of `assign`.
+        edits: counts what wrote to rows or let ids come or go.
         initializer: of fresh rows.
     """
 
@@ -170,6 +170,7 @@ class DynamicTable(TableScores):
             new_ids: [M] int64, distinct and absent; room was reserved.
             counts: [M] int64, how often they were seen, None outside training.
         """
+        self.edits += 1
         rows = self.row_numbers.take(new_ids.numel())
         self.initial_rows.write(new_ids, rows, self.weights)
         for state in self.states:
@@ -222,6 +223,7 @@ class DynamicTable(TableScores):
             How many had a row.
         """
         ids = check_ids(f"{self.where}.erase", ids)
+        self.edits += 1
         if self.life is not None and self.life.waiting is not None:
             self.life.waiting.forget(ids)
         ids, rows = self.id_map.erase(ids)

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.chunked_tensor import ChunkedTensor
-from torchrec_dyn.content_sums import MODEL_TENSORS, OPTIMIZER_TENSORS, from_words, sum_of_small
+from torchrec_dyn.content_sums import (
+    DAMAGED,
+    MODEL_TENSORS,
+    OPTIMIZER_TENSORS,
+    from_words,
+    sum_of_small,
+)
 from torchrec_dyn.reader_checks import BY_ROW, NOT_BY_ROW, OPTIMIZER, SHAPES, RowCheck, ascend, fits
 
 CHUNK_BYTES = 32 << 20
@@ -246,6 +252,4 @@ class SavedTable:
             raise self._damaged(f"the content sum {expected:016x} of {name}", f"{total:016x}")
 
     def _damaged(self, expected: str, got: str) -> ValueError:
-        return ValueError(
-            f"{self._where}: expected {expected}, got {got}. The checkpoint is damaged; use another one."
-        )
+        return ValueError(f"{self._where}: expected {expected}, got {got}. {DAMAGED}")

@@ -68,6 +68,7 @@ def _take_over_life(
     if life.waiting is not None and staged.waiting is not None:
         life.waiting = staged.waiting
     table.step = max(table.step, life.clock.present_step - 1)
+    life.is_unscored = not staged.has_scores
     if staged.has_scores:
         life.scores = staged.scores
     else:

@@ -1,4 +1,5 @@
-// Scores under std::thread, as the ops share them: a part owns whole lines of words, a piece whole words of marks.
+// Scores and marks of rows under std::thread, as the ops share them: a part owns whole lines of scores, a piece whole
+// words of bits, and nobody owns the mark of a row.
 // Built and run like threads.cpp.
 #include "scores.h"
 
@@ -9,6 +10,7 @@
 
 #include "lowest_scores.h"
 #include "philox.h"
+#include "row_marks.h"
 #include "sharing.h"
 
 namespace torchrec_dyn {
@@ -77,10 +79,31 @@ void touch_and_find_own_rows() {
     check(!bytes.is_chosen(place) && !bits.is_chosen(place), "nothing outside is marked");
 }
 
+// Threads mark the same rows, all with one version.
+void mark_rows_of_all() {
+  constexpr int64_t kRows = 1000;
+  constexpr int32_t kVersion = 7;
+  std::vector<int32_t> memory(kRows);
+  int32_t* block = memory.data();
+  std::vector<int64_t> rows;
+  for (int64_t i = 0; i < 20000; ++i) rows.push_back(random_words(5, i, 0, 0)[0] % (2 * kRows) / 2 * 2 - 2);
+  for (int64_t& row : rows) row = std::min(row, kRows - 2);
+  on_threads(
+      [&](int64_t) { mark_rows({&block, 10, kRows}, rows.data(), static_cast<int64_t>(rows.size()), kVersion); });
+  std::vector<int64_t> listed(kRows);
+  int64_t* end = listed.data();
+  for (int64_t run = 0; run < kRows; run += kMarkRun)
+    end = list_marked(block + run, run, std::min(kMarkRun, kRows - run), kVersion, end);
+  check(end - listed.data() == kRows / 2 && end - listed.data() == count_marked(block, kRows, kVersion),
+        "every row named is marked, and no other");
+  for (int64_t i = 0; i < kRows / 2; ++i) check(listed[static_cast<size_t>(i)] == 2 * i, "marked rows ascend");
+}
+
 }  // namespace
 }  // namespace torchrec_dyn
 
 int main() {
   torchrec_dyn::touch_and_find_own_rows();
+  torchrec_dyn::mark_rows_of_all();
   std::puts("scores: ok");
 }

@@ -1,0 +1,82 @@
+"""Models with dynamic tables of every kind, and what can happen to them between two deltas."""
+
+from __future__ import annotations
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import DataType
+
+import torchrec_dyn as dyn
+from torchrec_dyn.local_table import LocalTable
+
+LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
+# Table -> num_embeddings and options.
+TABLES = {
+    "plain": (1000, dyn.DynamicTableConfig()),
+    "lru": (6, dyn.DynamicTableConfig(eviction=LRU, admission=dyn.AdmitAfter(2, counters=4))),
+    "old": (1000, dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(steps=3))),
+    "timed": (8, dyn.DynamicTableConfig(eviction=(dyn.ExpireAfter(time=10), LFU))),
+}
+NAMES = list(TABLES)
+MOST = 4  # ids of a feature in a batch, so that they fit every table
+
+
+class Model(nn.Module):
+    """A pooled and a sequence collection under some path."""
+
+    def __init__(self, optimizer: EmbOptimType = EmbOptimType.EXACT_ADAGRAD) -> None:
+        super().__init__()
+        fused = {"optimizer": optimizer, "learning_rate": 0.1}
+        dynamic = {name: config for name, (_, config) in TABLES.items()}
+        options = {"fused_params": fused}
+        bags = [
+            EmbeddingBagConfig(
+                name=name,
+                embedding_dim=8 if name == "lru" else 4,
+                num_embeddings=TABLES[name][0],
+                feature_names=[f"f_{name}"],
+                data_type=DataType.FP16 if name == "old" else DataType.FP32,
+            )
+            for name in NAMES[:3]
+        ]
+        timed = EmbeddingConfig(
+            name="timed", embedding_dim=4, num_embeddings=8, feature_names=["f_timed"]
+        )
+        self.pooled = dyn.DynamicEmbeddingBagCollection(
+            bags, dynamic={name: dynamic[name] for name in NAMES[:3]}, **options
+        )
+        self.sequence = dyn.DynamicEmbeddingCollection(
+            [timed], dynamic={"timed": dynamic["timed"]}, **options
+        )
+
+    def forward(self, ids: dict[str, list[int]]) -> Tensor:
+        pooled = self.pooled(_features({name: ids[name] for name in NAMES[:3]}))
+        sequence = self.sequence(_features({"timed": ids["timed"]}))
+        return pooled.values().float().sum() + sequence["f_timed"].values().sum()
+
+    def collection(self, name: str) -> nn.Module:
+        return self.sequence if name == "timed" else self.pooled
+
+    def tables(self):
+        """The rows of each table, by name."""
+        found = [one for one in self.modules() if isinstance(one, LocalTable)]
+        return {one.config.name: one.rows() for one in found}
+
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        return {name: table.export_state() for name, table in self.tables().items()}
+
+
+def _features(ids: dict[str, list[int]]) -> KeyedJaggedTensor:
+    """One sample."""
+    return KeyedJaggedTensor(
+        [f"f_{name}" for name in ids],
+        torch.tensor([number for some in ids.values() for number in some], dtype=torch.int64),
+        lengths=torch.tensor([len(some) for some in ids.values()]),
+    )
+
+
+def train(model: Model, ids: dict[str, list[int]]) -> None:
+    model.train()
+    (model(ids) * 0.5).backward()

@@ -1,0 +1,159 @@
+"""Checkpoints and deltas in the saved format, made by hand of plain tables."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_dyn.content_sums import MODEL_TENSORS, as_words, content_sum, sum_of_small
+from torchrec_dyn.id_map import canonical_order
+
+UNIFORM = {"high": 0.5, "low": -0.5, "name": "Uniform"}
+
+
+@dataclass
+class Plain:
+    """A trained table as a plain dict, which saves itself.
+
+    `dim` columns, `rows` by id, in the dtype of training.
+    """
+
+    name: str
+    dim: int
+    rows: dict[int, Tensor] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def with_random(self, ids, seed: int = 0) -> Plain:
+        """A copy in which these ids have new rows."""
+        generator = torch.Generator().manual_seed(seed)
+        new = {int(i): torch.randn(self.dim, generator=generator).to(self.dtype) for i in ids}
+        return replace(self, rows={**self.rows, **new})
+
+    def without(self, ids) -> Plain:
+        gone = {int(i) for i in ids}
+        return replace(self, rows={i: row for i, row in self.rows.items() if i not in gone})
+
+    def tensors(self, ids=None) -> dict[str, Tensor]:
+        """Saved tensors of some ids, None for all, in canonical order."""
+        own = torch.tensor(sorted(self.rows if ids is None else ids), dtype=torch.int64)
+        own = own[canonical_order(own)]
+        saved = {"config": self.config()}
+        if len(own):
+            saved["ids"] = own
+            saved["weight"] = torch.stack([self.rows[int(i)] for i in own])
+        return saved
+
+    def config(self) -> Tensor:
+        config = {
+            "embedding_dim": self.dim,
+            "format": 1,
+            "initializer": UNIFORM,
+            "rows": str(self.dtype).removeprefix("torch."),
+            "seed": self.seed,
+            "table": self.name,
+        }
+        return torch.tensor(list(json.dumps(config, sort_keys=True).encode()), dtype=torch.uint8)
+
+    def sums(self, saved=None) -> Tensor:
+        saved = self.tensors() if saved is None else saved
+        sums = {"config": sum_of_small(self.name, "config", saved["config"])}
+        for name in ("ids", "weight"):
+            if name in saved:
+                sums[name] = content_sum(self.name, name, saved["ids"], saved[name])
+        return as_words(sums, MODEL_TENSORS)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> Path:
+    """Saves a flat state dict, without a process group."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(tensors, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def save_random(path: Path, name: str, rows: int, dim: int) -> Path:
+    """Saves one table with many random rows."""
+    ids = torch.arange(rows)
+    ids = ids[canonical_order(ids)]
+    one = Plain(name, dim)
+    saved = {"config": one.config(), "ids": ids, "weight": torch.randn(rows, dim)}
+    saved["checksum"] = one.sums(saved)
+    return save_tensors(
+        path, {f"ebc.embedding_bags.{name}.{key}": part for key, part in saved.items()}
+    )
+
+
+def save(path: Path, *tables: Plain, kind: str = "embedding_bags") -> Path:
+    """Saves whole tables as an unsharded collection `ebc` would."""
+    found = {}
+    for table in tables:
+        saved = table.tensors()
+        saved["checksum"] = table.sums(saved)
+        found |= {f"ebc.{kind}.{table.name}.{name}": one for name, one in saved.items()}
+    return save_tensors(path, found)
+
+
+def save_delta(
+    path: Path, before: list[Plain], after: list[Plain], kind: str = "embedding_bags", **changed
+) -> Path:
+    """Saves what changed between two states of the same tables; `changed` replaces saved tensors."""
+    found = {}
+    for old, new in zip(before, after, strict=True):
+        touched = [
+            i for i, row in new.rows.items()
+            if i not in old.rows or not torch.equal(old.rows[i], row)
+        ]  # fmt: skip
+        removed = torch.tensor([i for i in old.rows if i not in new.rows], dtype=torch.int64)
+        saved = new.tensors(touched)
+        saved["checksum"] = new.sums(saved)
+        saved["base"], saved["result"] = old.sums(), new.sums()
+        if len(removed):
+            saved["removed"] = removed[canonical_order(removed)]
+        saved |= changed
+        found |= {f"ebc.{kind}.{new.name}.{name}": one for name, one in saved.items()}
+    return save_tensors(path, found)
+
+
+def bag_configs(*tables: Plain, features=None, pooling=None) -> list[EmbeddingBagConfig]:
+    """One config a table; `features` and `pooling` by its name, else itself and SUM."""
+    return [
+        EmbeddingBagConfig(
+            name=one.name,
+            embedding_dim=one.dim,
+            num_embeddings=1 << 20,
+            feature_names=(features or {}).get(one.name, [f"f_{one.name}"]),
+            pooling=(pooling or {}).get(one.name, PoolingType.SUM),
+        )
+        for one in tables
+    ]
+
+
+def sequence_configs(*tables: Plain, features=None) -> list[EmbeddingConfig]:
+    return [
+        EmbeddingConfig(
+            name=one.name,
+            embedding_dim=one.dim,
+            num_embeddings=1 << 20,
+            feature_names=(features or {}).get(one.name, [f"f_{one.name}"]),
+        )
+        for one in tables
+    ]
+
+
+def batch(keys: list[str], ids: list[int], size: int, seed: int, weighted=False, most=5):
+    """A KeyedJaggedTensor of `size` bags a feature with up to `most` of these ids each."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, most + 1, (len(keys) * size,), generator=generator)
+    pool = torch.tensor(ids, dtype=torch.int64)
+    values = pool[torch.randint(len(pool), (int(lengths.sum()),), generator=generator)]
+    weights = torch.rand(len(values), generator=generator) if weighted else None
+    return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, weights=weights)

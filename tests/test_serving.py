@@ -1,0 +1,168 @@
+"""Serving collections beside the training collections in evaluation, on the same rows."""
+
+import pytest
+import torch
+from serving_cases import Plain, bag_configs, batch, save, sequence_configs
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_dyn as dyn
+from torchrec_dyn import serving
+
+EXTREMES = [2**63 - 1, -(2**63), -1, 0]
+IDS = [*range(-60, 60), *EXTREMES]  # of which 50 to 59 and -60 to -51 are in no table
+A = Plain("a", 16).with_random(range(-50, 50))
+B = Plain("b", 24).with_random([*EXTREMES, 7, 9], seed=1)
+EMPTY = Plain("c", 8)
+FEATURES = {"a": ["f1", "f2"], "b": ["f2"], "c": ["f3"]}  # f2 is read by two tables
+KEYS = ["f3", "x", "f2", "f1"]
+SUMS: dict = {}
+MIXED = {"b": PoolingType.MEAN}
+MEANS = dict.fromkeys("abc", PoolingType.MEAN)
+DTYPES = [torch.float32, torch.float16, torch.int8]
+# A bag has 5 ids at most, of rows of numbers up to 4: 5 * 8 / 255 / 2, and 5 * 2^-9.
+NEAR = {torch.float32: 0.0, torch.float16: 0.01, torch.int8: 0.08}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    for kind, tables in (("embedding_bags", (A, B, EMPTY)), ("embeddings", (A, narrow(B)))):
+        save(folder / kind, *tables, kind=kind)
+        for dtype in DTYPES:
+            serving.build(folder / kind, folder / f"{kind} {dtype}", rows=dtype)
+    return lambda dtype, kind="embedding_bags": folder / f"{kind} {dtype}"
+
+
+def narrow(table: Plain) -> Plain:
+    """The same ids with rows of 16 columns."""
+    rows = {i: row[:16] for i, row in table.rows.items()}
+    return Plain(table.name, 16, rows)
+
+
+def trained(collection, *tables: Plain):
+    """A training collection in evaluation that holds these rows."""
+    for table in tables:
+        saved = table.tensors()
+        if "ids" in saved:
+            collection.table(table.name).assign(saved["ids"], saved["weight"])
+    return collection.eval()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("pooling", [SUMS, MIXED, MEANS])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("unseen", ["zeros", "initial"])
+def test_pooled_as_in_training(served, dtype, pooling, weighted, unseen):
+    configs = bag_configs(A, B, EMPTY, features=FEATURES, pooling=pooling)
+    dynamic = dyn.DynamicTableConfig(unseen=unseen, initializer=dyn.Uniform(-0.5, 0.5))
+    training = dyn.DynamicEmbeddingBagCollection(configs, is_weighted=weighted, dynamic=dynamic)
+    trained(training, A, B)
+    ours = serving.ServingEmbeddingBagCollection(
+        served(dtype), configs, is_weighted=weighted, unseen=unseen
+    )
+    near = NEAR[dtype] if unseen == "zeros" else max(NEAR[dtype], 1e-5)
+    for size in (0, 1, 6, 40):
+        features = batch(KEYS, IDS, size, seed=size, weighted=weighted)
+        with torch.no_grad():
+            expected, seen = training(features), ours(features)
+        assert seen.keys() == expected.keys() == ["f1", "f2@a", "f2@b", "f3"]
+        assert seen.length_per_key() == expected.length_per_key()
+        assert (
+            seen.values().shape == expected.values().shape and seen.values().dtype == torch.float32
+        )
+        torch.testing.assert_close(seen.values(), expected.values(), rtol=0, atol=near)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("unseen", ["zeros", "initial"])
+@pytest.mark.parametrize("need_indices", [False, True])
+def test_sequences_as_in_training(served, dtype, unseen, need_indices):
+    tables = A, narrow(B)
+    configs = sequence_configs(*tables, features=FEATURES)
+    dynamic = dyn.DynamicTableConfig(unseen=unseen, initializer=dyn.Uniform(-0.5, 0.5))
+    training = trained(
+        dyn.DynamicEmbeddingCollection(configs, need_indices=need_indices, dynamic=dynamic), *tables
+    )
+    folder = served(dtype, "embeddings")
+    ours = serving.ServingEmbeddingCollection(folder, configs, need_indices, unseen)
+    assert ours.need_indices() == need_indices and ours.embedding_dim() == 16
+    assert ours.embedding_names_by_table() == training.embedding_names_by_table()
+    for size in (0, 1, 6, 40):
+        features = batch(KEYS, IDS, size, seed=size)
+        with torch.no_grad():
+            expected, seen = training(features), ours(features)
+        assert list(seen) == list(expected) == ["f1", "f2@a", "f2@b"]
+        for name, jagged in expected.items():
+            near = NEAR[dtype] / 4
+            torch.testing.assert_close(seen[name].values(), jagged.values(), rtol=0, atol=near)
+            assert torch.equal(seen[name].lengths(), jagged.lengths())
+            if need_indices:
+                assert torch.equal(seen[name].weights(), jagged.weights())
+
+
+def test_rows_of_one_table_of_several_can_be_served(served):
+    (config,) = bag_configs(B)
+    one = serving.ServingEmbeddingBagCollection(served(torch.int8), [config])
+    features = KeyedJaggedTensor(["f_b"], torch.tensor([7, 9, 8]), lengths=torch.tensor([1, 1, 1]))
+    expected = torch.stack([B.rows[7], B.rows[9], torch.zeros(24)])
+    torch.testing.assert_close(one(features).values(), expected, rtol=0, atol=0.02)
+
+
+def test_half_rows_are_rounded_to_nearest(served):
+    (config,) = bag_configs(A)
+    one = serving.ServingEmbeddingBagCollection(served(torch.float16), [config])
+    ids = torch.arange(-50, 50)
+    seen = one(KeyedJaggedTensor(["f_a"], ids, lengths=torch.ones(100).long())).values()
+    assert torch.equal(seen, torch.stack([A.rows[int(i)] for i in ids]).half().float())
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        (KeyedJaggedTensor(["f9"], torch.tensor([1]), lengths=torch.tensor([1])), "feature 'f_a'"),
+        (KeyedJaggedTensor(["f_a"], torch.tensor([1]).int(), lengths=torch.tensor([1])), "int64"),
+        (KeyedJaggedTensor(["f_a"], torch.tensor([1]), lengths=torch.tensor([2])), "add up to the 1 ids"),
+        (KeyedJaggedTensor(["f_a"], torch.tensor([1]), lengths=torch.tensor([2, -1])), "not negative"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_bad_batches_are_errors(served, dtype, features, message):
+    one = serving.ServingEmbeddingBagCollection(served(dtype), bag_configs(A))
+    with pytest.raises(ValueError, match=message):
+        one(features)
+
+
+def test_features_with_different_numbers_of_bags_are_refused(served):
+    configs = bag_configs(A, B)
+    ours = serving.ServingEmbeddingBagCollection(served(torch.int8), configs)
+    features = KeyedJaggedTensor(
+        keys=["f_a", "f_b"], values=torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 1, 1]),
+        stride_per_key_per_rank=[[1], [2]],
+        inverse_indices=(["f_a", "f_b"], torch.zeros(2, 2, dtype=torch.int64)),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"as many bags for each feature, got \[1, 2\]"):
+        ours(features)
+
+
+def test_configs_that_do_not_fit_are_errors(served, tmp_path):
+    folder = served(torch.float32)
+    make = serving.ServingEmbeddingBagCollection
+    with pytest.raises(ValueError, match=r"tables among \['a', 'b', 'c'\], got \['z'\]"):
+        make(folder, bag_configs(Plain("z", 16)))
+    with pytest.raises(ValueError, match=r"table='a'\): expected embedding_dim 16 .*, got 17"):
+        make(folder, bag_configs(Plain("a", 17)))
+    with pytest.raises(ValueError, match=r"a directory made by serving\.build"):
+        make(tmp_path, bag_configs(A))
+    with pytest.raises(ValueError, match=r'expected "zeros" or "initial", got .noise.'):
+        make(folder, bag_configs(A), unseen="noise")
+    with pytest.raises(ValueError, match="one embedding_dim"):
+        serving.ServingEmbeddingCollection(folder, sequence_configs(A, B))
+
+
+def test_serving_trains_nothing_and_saves_nothing(served):
+    ours = serving.ServingEmbeddingBagCollection(served(torch.float32), bag_configs(A)).train()
+    features = batch(["f_a"], IDS, 5, seed=0)
+    assert not ours(features).values().requires_grad
+    assert not list(ours.parameters()) and not ours.state_dict()
+    assert [config.name for config in ours.embedding_bag_configs()] == ["a"]

@@ -1,0 +1,183 @@
+"""serving.build: what it writes, what it refuses, and how little memory it takes."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from serving_cases import Plain, bag_configs, save, save_random, save_tensors
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_dyn import serving
+
+A = Plain("a", 8).with_random(range(500))
+B = Plain("b", 12, dtype=torch.float16).with_random(range(-20, 20))
+
+
+def rows_of(folder: Path, table: Plain, ids) -> torch.Tensor:
+    one = serving.ServingEmbeddingBagCollection(folder, bag_configs(table))
+    ids = torch.tensor(list(ids))
+    features = KeyedJaggedTensor([f"f_{table.name}"], ids, lengths=torch.ones(len(ids)).long())
+    return one(features).values()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return save(tmp_path / "checkpoint", A, B)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+def test_bytes_follow_the_rows(checkpoint, tmp_path, dtype):
+    out = tmp_path / "out"
+    serving.build(checkpoint, out, rows=dtype)
+    generation = out / (out / "current").read_text().strip()
+    manifest = json.loads((generation / "manifest.json").read_text())
+    extra = 4 if dtype == torch.int8 else 0
+    width = {name: dim * dtype.itemsize + extra for name, dim in (("a", 8), ("b", 12))}
+    # The rows of b begin at a multiple of their width.
+    assert 0 <= manifest["rows_bytes"] - 500 * width["a"] - 40 * width["b"] < width["b"]
+    assert (generation / "slots").stat().st_size == 16 * sum(
+        table["capacity"] for table in manifest["tables"].values()
+    )
+    assert manifest["tables"]["a"]["capacity"] <= 500 / 0.7 + 8
+    assert manifest["tables"]["b"]["trained_as"] == "float16"
+    assert sorted(p.name.split("-")[0] for p in out.iterdir()) == ["000001", "current", "rows"]
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_chosen_tables_only(checkpoint, tmp_path):
+    serving.build(checkpoint, tmp_path / "out", tables=["b"])
+    assert torch.equal(rows_of(tmp_path / "out", B, [3]), B.rows[3].float()[None])
+    with pytest.raises(ValueError, match=r"tables among \['b'\], got \['a'\]"):
+        rows_of(tmp_path / "out", A, [3])
+    with pytest.raises(ValueError, match=r"tables among \['a', 'b'\], got \['z'\]"):
+        serving.build(checkpoint, tmp_path / "other", tables=["b", "z"])
+    assert not (tmp_path / "other").exists()
+
+
+def test_nothing_is_overwritten(checkpoint, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="expected nothing at"):
+        serving.build(checkpoint, tmp_path / "out")
+
+
+def test_tables_of_one_name_are_not_mixed_up(tmp_path):
+    parts = {}
+    for collection in ("one", "two"):
+        saved = A.tensors()
+        saved["checksum"] = A.sums(saved)
+        parts |= {f"{collection}.embedding_bags.a.{name}": part for name, part in saved.items()}
+    save_tensors(tmp_path / "checkpoint", parts)
+    with pytest.raises(ValueError, match=r"one table named 'a', got 'one.* and 'two"):
+        serving.build(tmp_path / "checkpoint", tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_damaged_checkpoint_leaves_nothing(checkpoint, tmp_path, dtype):
+    (file,) = checkpoint.glob("*.distcp")
+    damaged = bytearray(file.read_bytes())
+    row = A.tensors()["weight"][250].numpy().tobytes()
+    damaged[damaged.find(row) + 2] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(ValueError, match="content sum"):
+        serving.build(checkpoint, tmp_path / "out", rows=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_rows_that_do_not_fit_name_the_table(tmp_path):
+    large = Plain("large", 4, {5: torch.full((4,), 1e6)})
+    save(tmp_path / "checkpoint", large)
+    with pytest.raises(
+        ValueError, match=r"table='large'\): expected rows of numbers that int8 can hold"
+    ):
+        serving.build(tmp_path / "checkpoint", tmp_path / "out", rows=torch.int8)
+    assert not (tmp_path / "out").exists()
+
+
+def damage(generation: Path, what: str) -> None:
+    if what == "slots":
+        with open(generation / "slots", "r+b") as file:
+            file.truncate(100)
+    elif what == "no slots":
+        (generation / "slots").unlink()
+    elif what == "rows":
+        (rows,) = generation.parent.glob("rows-*")
+        with open(rows, "r+b") as file:
+            file.truncate(100)
+    elif what == "manifest":
+        (generation / "manifest.json").write_text('{"format": 1')
+    elif what == "format":
+        text = (generation / "manifest.json").read_text()
+        (generation / "manifest.json").write_text(text.replace('"format": 1', '"format": 2'))
+    elif what == "current":
+        (generation.parent / "current").write_text("../../etc\n")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("slots", "truncated"),
+        ("no slots", "got only some"),
+        ("rows", "truncated"),
+        ("manifest", "manifest of format 1, got JSONDecodeError"),
+        ("format", "format 2"),
+        ("current", "without the name of a generation"),
+    ],
+)
+def test_damaged_directories_are_refused(checkpoint, tmp_path, what, message):
+    out = tmp_path / "out"
+    serving.build(checkpoint, out, rows=torch.int8)
+    damage(out / (out / "current").read_text().strip(), what)
+    with pytest.raises(ValueError, match=message):
+        rows_of(out, A, [3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_row_number_outside_the_file_is_an_error(checkpoint, tmp_path, dtype):
+    out = tmp_path / "out"
+    serving.build(checkpoint, out, rows=dtype)
+    slots = out / (out / "current").read_text().strip() / "slots"
+    pairs = torch.frombuffer(bytearray(slots.read_bytes()), dtype=torch.int64).view(-1, 2)
+    pairs[:, 1] = torch.where(pairs[:, 1] > 0, pairs[:, 1] + 10**12, 0)
+    slots.write_bytes(pairs.numpy().tobytes())
+    with pytest.raises(RuntimeError, match=r"expected rows in|out of bounds"):
+        rows_of(out, A, [3])
+
+
+MEASURE = """
+import sys, threading, time, torch
+from pathlib import Path
+from torchrec_dyn import serving
+def private():  # bytes of this process's own; mapped files are not
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"): return int(line.split()[1]) << 10
+most, done = 0, False
+def watch():
+    global most
+    while not done:
+        most = max(most, private()); time.sleep(0.002)
+torch.set_num_threads(1)
+serving.build(sys.argv[1], sys.argv[2] + "-first", rows=torch.int8)  # what loads at first use is loaded
+before = private()
+thread = threading.Thread(target=watch); thread.start()
+serving.build(sys.argv[1], sys.argv[2], rows=torch.int8)
+done = True; thread.join()
+print(most - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_does_not_follow_the_rows(tmp_path):
+    save_random(tmp_path / "checkpoint", "big", 400_000, 64)  # 102 MB of rows
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path / "checkpoint"), str(tmp_path / "out")],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    # A chunk of 8 MB, as it is read, in float32, divided, rounded, in bytes.
+    print(done.stdout)
+    assert int(done.stdout) < 64 << 20
+    shutil.rmtree(tmp_path / "out")

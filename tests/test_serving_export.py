@@ -1,0 +1,113 @@
+"""Exported programs of serving collections, saved and loaded, give what the collections give."""
+
+import io
+import logging
+
+import pytest
+import torch
+from serving_cases import Plain, bag_configs, batch, save, sequence_configs
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_dyn import serving
+
+A = Plain("a", 16).with_random(range(-50, 50))
+B = Plain("b", 16).with_random([2**63 - 1, -(2**63), 7, 9], seed=1)
+EMPTY = Plain("c", 16)
+IDS = [*range(-60, 60), 2**63 - 1, -(2**63)]
+FEATURES = {"a": ["f1", "f2"], "b": ["f2"], "c": ["f3"]}
+KEYS = ["f3", "x", "f2", "f1"]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    save(folder / "checkpoint", A, B, EMPTY)
+    for dtype in (torch.float32, torch.float16, torch.int8):
+        serving.build(folder / "checkpoint", folder / str(dtype), rows=dtype)
+    return lambda dtype: folder / str(dtype)
+
+
+def saved_and_loaded(program):
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file).module()
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setattr(
+        logging, "raiseExceptions", False
+    )  # torch 2.13 logs a message it cannot format
+
+
+@pytest.mark.parametrize(
+    ("dtype", "unseen", "weighted", "keys"),
+    [
+        (torch.float32, "zeros", False, KEYS),
+        (torch.float16, "zeros", True, ["f1", "f2", "f2", "f3"]),
+        (torch.int8, "zeros", False, KEYS),
+        (torch.int8, "initial", True, KEYS),
+    ],
+)
+def test_pooled_programs(served, dtype, unseen, weighted, keys):
+    keys = list(dict.fromkeys(keys))
+    configs = bag_configs(A, B, EMPTY, features=FEATURES, pooling={"b": PoolingType.MEAN})
+    ours = serving.ServingEmbeddingBagCollection(served(dtype), configs, weighted, unseen)
+    program = serving.export_program(ours, batch(keys, IDS, 6, seed=0, weighted=weighted))
+    run = saved_and_loaded(program)
+    for size in (1, 0, 2, 33):
+        features = batch(keys, IDS, size, seed=size + 1, weighted=weighted)
+        seen, expected = run(features), ours(features)
+        assert seen.keys() == expected.keys()
+        assert torch.equal(seen.values(), expected.values()), size
+
+
+@pytest.mark.parametrize(("dtype", "unseen"), [(torch.float32, "initial"), (torch.int8, "zeros")])
+def test_sequence_programs(served, dtype, unseen):
+    configs = sequence_configs(A, B, EMPTY, features=FEATURES)
+    ours = serving.ServingEmbeddingCollection(served(dtype), configs, True, unseen)
+    run = saved_and_loaded(serving.export_program(ours, batch(KEYS, IDS, 6, seed=0)))
+    for size in (1, 0, 2, 33):
+        features = batch(KEYS, IDS, size, seed=size + 1)
+        seen, expected = run(features), ours(features)
+        assert list(seen) == list(expected)
+        for name, jagged in expected.items():
+            assert torch.equal(seen[name].values(), jagged.values()), (size, name)
+            assert torch.equal(seen[name].lengths(), jagged.lengths())
+            assert torch.equal(seen[name].weights(), jagged.weights())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_torch_export_alone(served, strict):
+    ours = serving.ServingEmbeddingBagCollection(served(torch.int8), bag_configs(A))
+    features = batch(["f_a"], IDS, 6, seed=0)
+    shapes = [{0: torch.export.Dim.DYNAMIC}, None, {0: torch.export.Dim.DYNAMIC}, None, None, None]
+    program = torch.export.export(ours, (features,), dynamic_shapes=(shapes,), strict=strict)
+    for size in (2, 40):
+        features = batch(["f_a"], IDS, size, seed=size)
+        assert torch.equal(program.module()(features).values(), ours(features).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_programs_refuse_bad_lengths(served, dtype):
+    ours = serving.ServingEmbeddingBagCollection(served(dtype), bag_configs(A))
+    run = serving.export_program(ours, batch(["f_a"], IDS, 6, seed=0)).module()
+    for lengths in ([3, -1, 0], [1, 1, 1], [5, 5, 5]):
+        bad = KeyedJaggedTensor(["f_a"], torch.tensor([1, 2]), lengths=torch.tensor(lengths))
+        with pytest.raises(RuntimeError):
+            run(bad)
+
+
+def test_what_cannot_be_traced_is_named(served):
+    ours = serving.ServingEmbeddingBagCollection(served(torch.int8), bag_configs(A))
+    with pytest.raises(ValueError, match=r"expected features \['f_a'\], got \['f_b'\]"):
+        serving.export_program(ours, batch(["f_b"], IDS, 6, seed=0))
+    features = batch(["f_a"], IDS, 6, seed=0)
+    small = KeyedJaggedTensor(["f_a"], features.values().int(), lengths=features.lengths())
+    with pytest.raises(ValueError, match="expected ids of dtype int64"):
+        serving.export_program(ours, small)
+    weighted = serving.ServingEmbeddingBagCollection(served(torch.int8), bag_configs(A), True)
+    with pytest.raises(ValueError, match="expected weights"):
+        serving.export_program(weighted, features)

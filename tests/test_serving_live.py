@@ -1,0 +1,142 @@
+"""Requests while deltas are applied: each sees one generation of all tables."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from serving_cases import Plain, bag_configs, save, save_delta
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_dyn import serving, serving_generation
+
+IDS = range(300)
+VERSIONS = 12
+
+
+def version(number: int) -> list[Plain]:
+    """Two tables in which every number is `number`."""
+    return [
+        Plain("a", 8, {i: torch.full((8,), float(number)) for i in IDS}),
+        Plain("b", 16, {i: torch.full((16,), float(number)) for i in IDS}),
+    ]
+
+
+def ask(ours: serving.ServingEmbeddingBagCollection) -> set[float]:
+    """Every number of an answer about all ids of both tables."""
+    ids = torch.tensor([*IDS, *IDS])
+    features = KeyedJaggedTensor(["f_a", "f_b"], ids, lengths=torch.ones(len(ids)).long())
+    return set(ours(features).values().unique().tolist())
+
+
+def prepare(folder: Path, dtype: torch.dtype) -> Path:
+    save(folder / "checkpoint", *version(0))
+    for number in range(VERSIONS):
+        save_delta(folder / f"delta{number}", version(number), version(number + 1))
+    serving.build(folder / "checkpoint", folder / "served", rows=dtype)
+    return folder / "served"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_thread_sees_one_generation_of_all_tables(tmp_path, dtype):
+    served = prepare(tmp_path, dtype)
+    ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
+    answers: list[set[float]] = []
+    stop = threading.Event()
+
+    def read():
+        while not stop.is_set():
+            answers.append(ask(ours))
+
+    # Threads give way to each other often, in the middle of a call too.
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for number in range(VERSIONS):
+            serving.apply_delta(served, tmp_path / f"delta{number}")
+            assert ours.refresh() and not ours.refresh()
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert all(len(answer) == 1 for answer in answers)
+    seen = [answer.pop() for answer in answers]
+    assert seen == sorted(seen) and len(set(seen)) > 1
+    assert ask(ours) == {float(VERSIONS)}
+
+
+READER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import test_serving_live as own
+from torchrec_dyn import serving
+ours = serving.ServingEmbeddingBagCollection(Path(sys.argv[1]), own.bag_configs(*own.version(0)))
+print("ready", flush=True)
+seen = [0.0]
+while seen[-1] != own.VERSIONS:
+    ours.refresh()
+    answer = own.ask(ours)
+    assert len(answer) == 1, answer
+    seen.append(answer.pop())
+assert seen == sorted(seen)
+print(len(set(seen)))
+"""
+
+
+def test_another_process_sees_one_generation_of_all_tables(tmp_path):
+    served = prepare(tmp_path, torch.int8)
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READER, str(served), str(Path(__file__).parent)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
+    for number in range(VERSIONS):
+        serving.apply_delta(served, tmp_path / f"delta{number}")
+    out, errors = reader.communicate(timeout=240)
+    assert reader.returncode == 0, errors[-3000:]
+    assert int(out) >= 2
+
+
+def test_a_generation_that_goes_while_it_is_opened_is_given_up_for_the_next(tmp_path, monkeypatch):
+    served = prepare(tmp_path, torch.float32)
+    ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
+    read = serving_generation.read_manifest
+
+    def slow(folder, name):
+        if not (tmp_path / "done").exists():
+            (tmp_path / "done").touch()
+            for number in range(1, 4):  # name is then the third of four generations back
+                serving.apply_delta(served, tmp_path / f"delta{number}")
+        return read(folder, name)
+
+    serving.apply_delta(served, tmp_path / "delta0")
+    monkeypatch.setattr(serving_generation, "read_manifest", slow)
+    assert ours.refresh() and ask(ours) == {4.0}
+
+
+def test_what_is_served_stays_when_its_files_are_gone(tmp_path):
+    served = prepare(tmp_path, torch.int8)
+    ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
+    for number in range(4):
+        serving.apply_delta(served, tmp_path / f"delta{number}")
+    assert not (served / ours.generation).exists()
+    assert ask(ours) == {0.0}
+    assert ours.refresh() and ask(ours) == {4.0}
+
+
+def test_a_write_into_a_mapped_tensor_stays_in_its_process(tmp_path):
+    served = prepare(tmp_path, torch.float32)
+    one, other = (
+        serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0))) for _ in range(2)
+    )
+    for name, buffer in one.named_buffers():
+        if name.endswith("generation.rows"):
+            buffer.zero_()
+    assert ask(other) == {0.0}
+    serving.apply_delta(served, tmp_path / "delta0")
+    assert other.refresh() and ask(other) == {1.0}

@@ -1,0 +1,116 @@
+"""Row formats of served tables: what is read is as near to what was written as the format allows."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrec_dyn.serving_int8 import Int8Pooling
+from torchrec_dyn.serving_rows import RowFormat
+
+INT8 = RowFormat(torch.int8)
+
+
+def step_of(rows):
+    """A 255th of each row's range, with the slack of a scale and a bias in float16."""
+    low, high = rows.aminmax(dim=1, keepdim=True)
+    # The bias may lie one float16 below, 2^-10 of it or 2^-24; the scale is as much too large at most.
+    below = low.abs() * 2**-10 + 2**-24
+    return ((high - low + below) / 255) * (1 + 2**-10) + 2**-24
+
+
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 40),
+    st.sampled_from([1e-7, 1e-4, 0.01, 1.0, 100.0]),
+    st.sampled_from([0.0, 1e-3, -1.0, 30.0, -300.0]),
+)
+def test_int8_is_within_half_a_step(seed, columns, scale, centre):
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randn(7, columns, generator=draw) * scale + centre
+    rows[0] = centre  # a row without a range
+    read = INT8.decode(INT8.encode(rows, "t"))
+    error = (read - rows).abs()
+    rounding = rows.abs() * 2**-22  # of float32, in between
+    assert bool((error <= step_of(rows) / 2 + rounding).all())
+
+
+def test_int8_is_within_half_a_255th_of_the_range_of_usual_rows():
+    rows = torch.randn(1000, 64) * 0.05
+    error = (INT8.decode(INT8.encode(rows, "t")) - rows).abs().amax(1)
+    low, high = rows.aminmax(dim=1)
+    assert bool((error <= (high - low) / 255 / 2 * 1.003).all())
+    assert float((error / ((high - low) / 255 / 2)).max()) > 0.95  # and no better: a byte a column
+
+
+def test_fbgemm_reads_int8_as_we_do():
+    rows = torch.randn(50, 12)
+    written = INT8.encode(rows, "t")
+    assert written.shape == (50, INT8.row_bytes(12)) == (50, 16)
+    numbers = torch.tensor([3, 0, 49, -1, 3])
+    read = Int8Pooling([12]).gather(written.view(-1), numbers, torch.tensor([0, 5]))
+    expected = INT8.decode(written)[numbers]
+    expected[3] = 0.0
+    torch.testing.assert_close(read, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_floats_are_to_nearest(dtype):
+    form = RowFormat(dtype)
+    rows = torch.cat([torch.randn(100, 8), torch.tensor([[1e-8, -65504.0, 0, -0.0, 1, 2, 3, 4.0]])])
+    written = form.encode(rows, "t")
+    assert written.shape[1] == form.row_bytes(8) == 8 * dtype.itemsize
+    assert torch.equal(form.decode(written), rows.to(dtype).float())
+
+
+@pytest.mark.parametrize("trained", [torch.float16, torch.bfloat16, torch.float32])
+def test_float32_is_exact_for_every_dtype(trained):
+    rows = torch.randn(10, 4).to(trained)
+    form = RowFormat(torch.float32)
+    assert form.is_exact_for(trained)
+    assert torch.equal(form.decode(form.encode(rows, "t")).to(trained), rows)
+    assert not RowFormat(torch.int8).is_exact_for(trained)
+    assert RowFormat(torch.float16).is_exact_for(trained) == (trained == torch.float16)
+
+
+# Of int8 the bias and the scale are float16, so what lies above the bias may be 255 times as much.
+@pytest.mark.parametrize(
+    ("dtype", "large"),
+    [(torch.float16, 1e5), (torch.float16, -1e5), (torch.int8, 1e8), (torch.int8, -1e5)],
+)
+def test_numbers_that_do_not_fit_are_refused(dtype, large):
+    rows = torch.zeros(3, 4)
+    rows[1, 2] = large
+    with pytest.raises(
+        ValueError, match=rf"t: expected rows of numbers that {str(dtype)[6:]} can hold"
+    ):
+        RowFormat(dtype).encode(rows, "t")
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_int8_holds_finite_numbers_only_and_floats_any(wrong):
+    rows = torch.zeros(3, 4)
+    rows[1, 2] = wrong
+    with pytest.raises(ValueError, match="int8 can hold"):
+        INT8.encode(rows, "t")
+    for dtype in (torch.float16, torch.float32):
+        form = RowFormat(dtype)
+        torch.testing.assert_close(form.decode(form.encode(rows, "t")), rows, equal_nan=True)
+
+
+def test_int8_refuses_rows_that_are_all_too_large():
+    with pytest.raises(ValueError, match="int8 can hold"):
+        INT8.encode(torch.full((2, 4), 1e6), "t")
+
+
+def test_no_rows():
+    for dtype in (torch.float32, torch.float16, torch.int8):
+        form = RowFormat(dtype)
+        assert form.encode(torch.empty(0, 3), "t").shape == (0, form.row_bytes(3))
+
+
+def test_other_dtypes_are_refused():
+    with pytest.raises(
+        ValueError, match=r"expected rows of float32, float16 or int8, got torch.int4"
+    ):
+        RowFormat(torch.int4)

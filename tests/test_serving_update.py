@@ -1,0 +1,232 @@
+"""apply_delta: a checkpoint and its deltas in order serve what the last checkpoint would."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving_cases import Plain, bag_configs, save, save_delta
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_dyn import serving, serving_update
+from torchrec_dyn.serving_format import current_generation, read_manifest
+
+IDS = range(-10, 60)
+A = Plain("a", 8).with_random(range(40))
+B = Plain("b", 12).with_random(range(-10, 3), seed=1)
+
+
+def collection(folder: Path, *tables: Plain) -> serving.ServingEmbeddingBagCollection:
+    return serving.ServingEmbeddingBagCollection(folder, bag_configs(*tables))
+
+
+def all_rows(ours: serving.ServingEmbeddingBagCollection) -> torch.Tensor:
+    """Rows of all of IDS in all tables, side by side."""
+    keys = [name for config in ours.embedding_bag_configs() for name in config.feature_names]
+    ids = torch.tensor(IDS).repeat(len(keys))
+    return ours(KeyedJaggedTensor(keys, ids, lengths=torch.ones(len(ids)).long())).values()
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def served(tmp_path):
+    save(tmp_path / "checkpoint", A, B)
+    serving.build(tmp_path / "checkpoint", tmp_path / "served")
+    return tmp_path / "served"
+
+
+changes = st.lists(
+    st.tuples(st.sets(st.sampled_from(IDS)), st.sets(st.sampled_from(IDS)), st.integers(0, 99)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+@given(changes=changes)
+@settings(max_examples=8)
+def test_deltas_in_order_give_the_last_checkpoint(tmp_path_factory, dtype, changes):
+    folder = tmp_path_factory.mktemp("deltas")
+    save(folder / "checkpoint", A, B)
+    serving.build(folder / "checkpoint", folder / "served", rows=dtype)
+    ours = collection(folder / "served", A, B)
+    state = [A, B]
+    for number, (trained, erased, seed) in enumerate(changes):
+        after = [one.with_random(trained, seed).without(erased) for one in state]
+        save_delta(folder / f"delta{number}", state, after)
+        serving.apply_delta(folder / "served", folder / f"delta{number}")
+        state = after
+    assert ours.refresh()
+    save(folder / "last", *state)
+    serving.build(folder / "last", folder / "fresh", rows=dtype)
+    assert torch.equal(all_rows(ours), all_rows(collection(folder / "fresh", *state)))
+    tables = [
+        read_manifest(one, current_generation(one)).tables
+        for one in (folder / "served", folder / "fresh")
+    ]
+    for name in ("a", "b"):
+        assert tables[0][name].sums == tables[1][name].sums
+        assert tables[0][name].num_rows == tables[1][name].num_rows
+    shutil.rmtree(folder)
+
+
+def test_missed_and_repeated_deltas_are_refused(served, tmp_path):
+    states = [[A, B]]
+    for number in range(3):
+        states.append([states[-1][0].with_random([number], seed=number + 10), B])
+        save_delta(tmp_path / f"d{number}", *states[-2:])
+    serving.apply_delta(served, tmp_path / "d0")
+    before = content(served)
+    with pytest.raises(ValueError, match=r"table='a'\): expected a delta that begins at.*already"):
+        serving.apply_delta(served, tmp_path / "d0")
+    with pytest.raises(ValueError, match=r"table='a'\): .* Apply the deltas in between first"):
+        serving.apply_delta(served, tmp_path / "d2")
+    assert content(served) == before
+    serving.apply_delta(served, tmp_path / "d1")
+    serving.apply_delta(served, tmp_path / "d2")
+
+
+def test_a_full_checkpoint_is_no_delta_and_a_delta_no_checkpoint(served, tmp_path):
+    with pytest.raises(ValueError, match="expected a delta, got a full checkpoint"):
+        serving.apply_delta(served, tmp_path / "checkpoint")
+    save_delta(tmp_path / "d", [A], [A.with_random([1])])
+    with pytest.raises(ValueError, match="expected a checkpoint, got a delta"):
+        serving.build(tmp_path / "d", tmp_path / "other")
+    # Nor is a delta that says nothing of a table that is served.
+    with pytest.raises(ValueError, match=r"got \['b'\]"):
+        serving.apply_delta(served, tmp_path / "d")
+    with pytest.raises(ValueError, match=r"a directory made by serving\.build"):
+        serving.apply_delta(tmp_path, tmp_path / "d")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("fault", ["removed twice", "removed unknown", "result", "flipped"])
+def test_deltas_that_contradict_themselves_change_nothing(tmp_path, dtype, fault):
+    save(tmp_path / "checkpoint", A, B)
+    served = tmp_path / "served"
+    serving.build(tmp_path / "checkpoint", served, rows=dtype)
+    after = [A.with_random([1, 2], seed=9).without([3]), B.without([0])]
+    wrong = {
+        "removed twice": {"removed": torch.tensor([3, 3])},
+        "removed unknown": {"removed": torch.tensor([1000])},
+        "result": {"result": A.with_random([1, 2, 50]).without([3]).sums()},
+        "flipped": {},
+    }[fault]
+    save_delta(tmp_path / "d", [A, B], after, **wrong)
+    if fault == "flipped":
+        (file,) = (tmp_path / "d").glob("*.distcp")
+        data = bytearray(file.read_bytes())
+        data[data.find(after[0].rows[2].numpy().tobytes()) + 2] ^= 4
+        file.write_bytes(data)
+    ours, before = collection(served, A, B), current_generation(served)
+    rows = all_rows(ours)
+    with pytest.raises(ValueError):
+        serving.apply_delta(served, tmp_path / "d")
+    assert current_generation(served) == before
+    assert sorted(p.name for p in served.iterdir() if p.is_dir()) == [before]
+    assert torch.equal(all_rows(collection(served, A, B)), rows)
+
+
+def test_another_model_is_refused(served, tmp_path):
+    other = Plain("a", 8, dict(A.rows), seed=5)
+    save_delta(tmp_path / "d", [other, B], [other.with_random([1]), B])
+    with pytest.raises(ValueError, match=r"table='a'\): expected seed 0 as served, got 5"):
+        serving.apply_delta(served, tmp_path / "d")
+
+
+def test_maps_grow_and_dead_rows_are_given_back(served, tmp_path, monkeypatch):
+    monkeypatch.setattr(serving_update, "_WASTE_BYTES", 0)
+    state = [A.with_random(range(-10, 60)), B]
+    wide = 500
+    big = [state[0].with_random(range(1000, 1000 + wide), seed=2), B]
+    save_delta(tmp_path / "d0", [A, B], big)
+    serving.apply_delta(served, tmp_path / "d0")
+    for number in range(1, 5):
+        after = [big[0].with_random(range(1000, 1000 + wide), seed=number), B]
+        save_delta(tmp_path / f"d{number}", big, after)
+        serving.apply_delta(served, tmp_path / f"d{number}")
+        big = after
+        manifest = read_manifest(served, current_generation(served))
+        in_use = 32 * len(big[0].rows) + 48 * len(B.rows)
+        assert in_use <= manifest.rows_bytes <= 2 * in_use + 48
+        assert len(list(served.glob("rows-*"))) <= 2
+        assert len([p for p in served.iterdir() if p.is_dir()]) == 2
+    ours = collection(served, *big)
+    ids = torch.tensor([*IDS, *range(1000, 1000 + wide)])
+    both = KeyedJaggedTensor(["f_a", "f_b"], ids.repeat(2), lengths=torch.ones(2 * len(ids)).long())
+    expected = torch.stack([big[0].rows.get(int(i), torch.zeros(8)) for i in ids])
+    assert torch.equal(ours(both)["f_a"], expected)
+
+
+def test_one_writer_at_a_time(served, tmp_path):
+    from torchrec_dyn.serving_files import only_writer
+
+    save_delta(tmp_path / "d", [A, B], [A.with_random([1]), B])
+    with only_writer(served), pytest.raises(ValueError, match="one writer at a time"):
+        serving.apply_delta(served, tmp_path / "d")
+    serving.apply_delta(served, tmp_path / "d")
+
+
+KILLED = """
+import os, shutil, sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import test_serving_update as own
+from torchrec_dyn import serving
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+rows = {{}}
+for name in ("old", "new"):
+    rows[name] = own.all_rows(own.collection(folder / name, own.A, own.B))
+seen, kills = [], 0
+for moment in range(1000):
+    shutil.rmtree(folder / "tried", ignore_errors=True)
+    shutil.copytree(folder / "old", folder / "tried")
+    child = os.fork()
+    if child == 0:
+        count = 0
+        def hook(event, arguments):
+            global count
+            if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.truncate", "mmap.__new__"):
+                if any("tried" in str(one) for one in arguments) or event == "mmap.__new__":
+                    if count == moment:
+                        os._exit(9)
+                    count += 1
+        sys.addaudithook(hook)
+        serving.apply_delta(folder / "tried", folder / "delta")
+        os._exit(0)
+    killed = os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 9
+    found = own.all_rows(own.collection(folder / "tried", own.A, own.B))
+    seen.append([name for name in rows if torch.equal(found, rows[name])])
+    assert len(seen[-1]) == 1, (moment, seen[-1])
+    if not killed:
+        break
+    if seen[-1] == ["old"]:
+        serving.apply_delta(folder / "tried", folder / "delta")  # goes on from what is left
+        assert torch.equal(own.all_rows(own.collection(folder / "tried", own.A, own.B)), rows["new"])
+        assert len([one for one in (folder / "tried").iterdir() if one.is_dir()]) == 2
+names = [one for (one,) in seen]
+print(len(names), names.count("old"))
+assert names == sorted(names, reverse=True) and names[0] == "old" and names[-1] == "new"
+"""
+
+
+def test_a_writer_that_is_killed_leaves_the_old_rows_or_the_new(served, tmp_path):
+    shutil.copytree(served, tmp_path / "old")
+    after = [A.with_random([1, 50], seed=3).without([7]), B.with_random([2], seed=4)]
+    save_delta(tmp_path / "delta", [A, B], after)
+    serving.apply_delta(served, tmp_path / "delta")
+    served.rename(tmp_path / "new")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED.format(), str(tmp_path), str(Path(__file__).parent)],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert int(done.stdout.split()[0]) > 15  # moments

@@ -1,0 +1,216 @@
+"""The .safetensors file format, read and written in pieces.
+
+Eight bytes hold the length of a header, the header is JSON, the tensors follow without gaps. Files
+are read by plain reads: a mapped file that another program cuts short would end this one.
+
+Source: https://github.com/huggingface/safetensors, README, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_DTYPES = {
+    "I64": torch.int64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_METADATA = "__metadata__"
+_LENGTH_BYTES = 8
+_LONGEST_HEADER = 100_000_000  # the format's own limit
+_DAMAGED = "The file is damaged, or none of this format."
+
+
+class SavedEntry(NamedTuple):
+    """One tensor of a file.
+
+    Attributes:
+        dtype: of its numbers.
+        shape: of the whole tensor.
+        begin: where its numbers begin in the file, in bytes.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, or number of a tensor with one dimension."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+class SafetensorsReader:
+    """An open file whose header, lengths included, has been checked.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        entries: the tensors by name.
+        metadata: what else the header says.
+
+    Raises:
+        ValueError: if it is not a whole file of this format with tensors of int64 or floats.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed by close()
+        self._where = f"{Path(path)}"
+        try:
+            self.entries, self.metadata = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Reads the rows [first, last) of a tensor.
+
+        Raises:
+            ValueError: if the file has become shorter.
+        """
+        entry = self.entries[name]
+        values = torch.empty(last - first, *entry.shape[1:], dtype=entry.dtype)
+        data = values.flatten().view(torch.uint8)
+        self._file.seek(entry.begin + first * entry.row_bytes)
+        if self._file.readinto(data.numpy().data) != data.numel():
+            raise self._fault(f"{data.numel()} bytes of '{name}'", "the end of the file")
+        return values
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _read_header(self) -> tuple[dict[str, SavedEntry], dict[str, str]]:
+        size = os.fstat(self._file.fileno()).st_size
+        length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little")
+        longest = min(size - _LENGTH_BYTES, _LONGEST_HEADER)
+        if length > longest:  # of a file shorter than that number too
+            raise self._fault(
+                "the length of a header that fits", f"{length} in a file of {size} bytes"
+            )
+        try:
+            header = json.loads(self._file.read(length), object_pairs_hook=_without_repeats)
+        except (ValueError, RecursionError) as error:
+            raise self._fault("a header in JSON", f"{error}") from error
+        if not isinstance(header, dict):
+            raise self._fault("a header that names tensors", type(header).__name__)
+        metadata = header.pop(_METADATA, {})
+        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+            raise self._fault(f"{_METADATA} of strings by name", f"{metadata!r:.100}")
+        entries, end = {}, _LENGTH_BYTES + length
+        for name, told in sorted(header.items(), key=lambda item: self._span(*item)):
+            entries[name] = self._entry(name, told, end, end - _LENGTH_BYTES - length)
+            end += math.prod(entries[name].shape) * entries[name].dtype.itemsize
+        if end != size:
+            raise self._fault(f"a file of {end} bytes, as its header says", f"{size}")
+        return entries, metadata
+
+    def _span(self, name: str, told: Any) -> tuple[int, int]:
+        """Returns where a tensor's numbers begin and end behind the header."""
+        if not isinstance(told, dict) or told.keys() != {"dtype", "shape", "data_offsets"}:
+            raise self._fault(f"dtype, shape and data_offsets of '{name}'", f"{told!r:.100}")
+        span, shape = told["data_offsets"], told["shape"]
+        if not _are_sizes(span) or len(span) != 2 or not _are_sizes(shape):
+            raise self._fault(
+                f"a shape and two data_offsets of '{name}'", f"{shape!r:.60} and {span!r:.60}"
+            )
+        return span[0], span[1]
+
+    def _entry(self, name: str, told: dict[str, Any], begin: int, offset: int) -> SavedEntry:
+        """Checks that a tensor follows the one before, which ended at `offset` behind the header."""
+        dtype = _DTYPES.get(told["dtype"]) if isinstance(told["dtype"], str) else None
+        if dtype is None:
+            raise ValueError(
+                f"{self._where}: expected tensors of {', '.join(_DTYPES)}, got '{name}' of "
+                f"{told['dtype']!r:.60}. Convert it."
+            )
+        entry = SavedEntry(dtype, tuple(told["shape"]), begin)
+        span = [offset, offset + math.prod(entry.shape) * dtype.itemsize]
+        if told["data_offsets"] != span:
+            raise self._fault(
+                f"data_offsets {span} of '{name}' {list(entry.shape)}", f"{told['data_offsets']}"
+            )
+        return entry
+
+    def _fault(self, expected: str, got: str) -> ValueError:
+        return ValueError(f"{self._where}: expected {expected}, got {got}. {_DAMAGED}")
+
+
+class SafetensorsWriter:
+    """Writes a file under another name and gives it its own when all is on the disk.
+
+    A process that ends before leaves PATH.<process id>.partial behind, and a file of that name as it was.
+
+    Args:
+        path: of the file to be; one that is there is replaced.
+        tensors: dtype and shape by name, in the order in which they will come; wide numbers first.
+        metadata: for the header.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        metadata: Mapping[str, str],
+    ) -> None:
+        header: dict[str, Any] = {_METADATA: dict(metadata)}
+        self._missing = 0
+        for name, (dtype, shape) in tensors.items():
+            begin, self._missing = self._missing, self._missing + math.prod(shape) * dtype.itemsize
+            span = [begin, self._missing]
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": span}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _LENGTH_BYTES)  # so that numbers are aligned
+        self._path = Path(path)
+        self._partial = Path(f"{self._path}.{os.getpid()}.partial")
+        self._file = open(self._partial, "wb")  # noqa: SIM115  closed by finish() or drop()
+        self._file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+
+    def write(self, values: Tensor) -> None:
+        """Writes what comes next.
+
+        Args:
+            values: whole rows of a tensor, of its dtype.
+        """
+        numbers = values.contiguous().flatten().view(torch.uint8)
+        self._missing -= numbers.numel()
+        self._file.write(numbers.numpy().data)
+
+    def finish(self) -> None:
+        """Puts the file in its place; everything must have been written."""
+        assert self._missing == 0, f"{self._missing} bytes of {self._path} were not written"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._partial, self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the name is on the disk too
+        finally:
+            os.close(folder)
+
+    def drop(self) -> None:
+        """Leaves nothing behind; after `finish` there is nothing to drop."""
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+
+def _are_sizes(told: Any) -> bool:
+    return isinstance(told, list) and all(type(one) is int and one >= 0 for one in told)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a name twice")
+    return dict(pairs)

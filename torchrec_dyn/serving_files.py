@@ -1,0 +1,122 @@
+"""The files of served tables: mapped, appended to, replaced so that a reader sees all of a change or none."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# Of Linux; Python names it from 3.13 on. Pages are only ever read: nothing need be put aside for copies.
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+
+
+def mapped(path: Path, size: int, writable: bool = False) -> Tensor:
+    """Maps the first bytes of a file: nothing is read before it is asked for, and processes share what is.
+
+    Args:
+        path: of the file.
+        size: bytes.
+        writable: writes go to the file; otherwise to a copy of the page that is this process's own.
+
+    Returns:
+        [size] uint8.
+
+    Raises:
+        ValueError: if the file is shorter.
+    """
+    with open(path, "r+b" if writable else "rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        if length < size:
+            raise ValueError(
+                f"{path}: expected {size} bytes, got {length}: it is truncated. Build it again."
+            )
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _NO_RESERVE
+        return torch.frombuffer(mmap.mmap(file.fileno(), size, flags=flags), dtype=torch.uint8)
+
+
+class Appender:
+    """Appends rows to a file behind the bytes in use, which stay as they are.
+
+    Row r of a table is at byte r * row_bytes of the file: all tables share one, and the rows of each stand at
+    multiples of their own width.
+
+    Args:
+        path: of the file; made if there is none.
+        used: bytes in use. What is behind them, a writer left who never finished.
+    """
+
+    def __init__(self, path: Path, used: int) -> None:
+        self._file = open(path, "r+b" if path.exists() else "x+b")  # noqa: SIM115
+        self._file.truncate(max(used, os.fstat(self._file.fileno()).st_size))
+        self.used = used
+
+    def append(self, written: Tensor) -> Tensor:
+        """Appends rows.
+
+        Args:
+            written: [M, row_bytes] uint8.
+
+        Returns:
+            [M] int64, their row numbers.
+        """
+        count, width = written.shape
+        first = -(-self.used // width)
+        self._file.seek(first * width)
+        self._file.write(written.contiguous().numpy().data)
+        self.used = (first + count) * width if count else self.used
+        return torch.arange(first, first + count)
+
+    def close(self, size: int) -> None:
+        """Commits the file to the disk.
+
+        Args:
+            size: its length at least; behind the rows it is sparse.
+        """
+        self._file.flush()
+        self._file.truncate(max(size, os.fstat(self._file.fileno()).st_size))
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def commit(path: Path) -> None:
+    """Commits a file, or the names in a directory, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Puts a text file in place of another: readers see the old one or the new one."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text)
+    commit(beside)
+    os.replace(beside, path)
+    commit(path.parent)
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Holds the lock of a directory; it is free again when this process ends, however it ends.
+
+    Raises:
+        ValueError: if another process, or thread, holds it.
+    """
+    with open(folder / "lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(
+                f"{folder}: expected one writer at a time, got a second one. Wait for the first."
+            ) from None
+        yield

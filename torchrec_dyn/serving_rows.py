@@ -1,0 +1,116 @@
+"""RowFormat: how the rows of served tables are written, as FBGEMM's inference tables write them.
+
+    float32, float16    the numbers, to nearest
+    int8                scale and bias (float16), then a byte a column: value = scale * byte + bias
+
+Bias is the least number of the row, rounded down to float16, and scale a 255th of what lies above it, rounded
+up. So no number falls outside, and each is within scale / 2: half a 255th of the row's range, but for the two
+roundings of one part in 1,000.
+
+Legend: M rows, D columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROW_DTYPES = (torch.float32, torch.float16, torch.int8)
+_SCALE_AND_BIAS_BYTES = 4
+_STEPS = 255
+_LARGEST = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Writes and reads rows.
+
+    Attributes:
+        dtype: float32, float16 or int8.
+    """
+
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ROW_DTYPES:
+            raise ValueError(
+                f"serving: expected rows of float32, float16 or int8, got {self.dtype}. "
+                "Pass rows=torch.float32, torch.float16 or torch.int8."
+            )
+
+    def row_bytes(self, columns: int) -> int:
+        """Returns the bytes of a row."""
+        extra = _SCALE_AND_BIAS_BYTES if self.dtype == torch.int8 else 0
+        return columns * self.dtype.itemsize + extra
+
+    def is_exact_for(self, dtype: torch.dtype) -> bool:
+        """Whether rows of this dtype are read as they were written."""
+        return self.dtype == dtype or self.dtype == torch.float32
+
+    def encode(self, rows: Tensor, where: str) -> Tensor:
+        """Writes rows.
+
+        Args:
+            rows: [M, D] floating point.
+            where: the table, for messages.
+
+        Returns:
+            [M, row_bytes] uint8.
+
+        Raises:
+            ValueError: if a number is too large for the format, or not a number and the format is int8.
+        """
+        if self.dtype == torch.int8:
+            return _encode_int8(rows.float(), where)
+        written = rows.to(self.dtype).contiguous()
+        if bool((written.isinf() & rows.isfinite()).any()):
+            raise _too_large(where, "float16", rows)
+        return written.view(torch.uint8).view(len(rows), self.row_bytes(rows.shape[1]))
+
+    def decode(self, written: Tensor) -> Tensor:
+        """Reads rows.
+
+        Args:
+            written: [M, row_bytes] uint8.
+
+        Returns:
+            [M, D] float32.
+        """
+        if self.dtype != torch.int8:
+            return written.contiguous().view(self.dtype).float()
+        head, steps = written.split([_SCALE_AND_BIAS_BYTES, written.shape[1] - 4], dim=1)
+        scale, bias = head.contiguous().view(torch.float16).float().split(1, dim=1)
+        return steps.float() * scale + bias
+
+
+def _encode_int8(rows: Tensor, where: str) -> Tensor:
+    if rows.numel() == 0:
+        return torch.empty(len(rows), rows.shape[1] + _SCALE_AND_BIAS_BYTES, dtype=torch.uint8)
+    low, high = torch.aminmax(rows, dim=1, keepdim=True)
+    bias = _to_half(low, up=False)
+    scale = _to_half((high - bias.float()) / _STEPS, up=True)
+    if not bool(((low.abs() <= _LARGEST) & scale.isfinite() & high.isfinite()).all()):
+        raise _too_large(where, "int8", rows)
+    steps = (rows - bias.float()) / torch.where(scale == 0, 1.0, scale.float())
+    steps = steps.round_().clamp_(0, _STEPS).to(torch.uint8)
+    return torch.cat([scale.view(torch.uint8), bias.view(torch.uint8), steps], dim=1)
+
+
+def _to_half(numbers: Tensor, up: bool) -> Tensor:
+    """Rounds float32 to float16, up or down."""
+    nearest = numbers.half()
+    is_past = nearest.float() < numbers if up else nearest.float() > numbers
+    # As integers in the order of the numbers: the next one is one more or less.
+    bits = nearest.view(torch.int16).int()
+    order = torch.where(bits < 0, -(bits & 0x7FFF), bits) + is_past.int() * (1 if up else -1)
+    bits = torch.where(order < 0, -order | -0x8000, order)
+    return bits.to(torch.int16).view(torch.float16)
+
+
+def _too_large(where: str, dtype: str, rows: Tensor) -> ValueError:
+    return ValueError(
+        f"{where}: expected rows of numbers that {dtype} can hold (float16's largest is 65504), got rows "
+        f"up to {rows.float().abs().max():g}. Serve it with rows=torch.float32."
+    )
