@@ -194,6 +194,10 @@ def test_a_delta_is_read(tmp_path):
     table.verify()
     with pytest.raises(ValueError, match="expected tensors with the same rows, got ids, removed"):
         table.chunks(("ids", "removed"))
+    parts |= {"base": state["base"], "removed": state["removed"].flip(0)}
+    save_dict({f"t.embedding_bags.user.{name}": one for name, one in parts.items()}, tmp_path / "x")
+    with pytest.raises(ValueError, match="expected removed ids in canonical order"):
+        only_table(tmp_path / "x").verify()
 
 
 def test_contents_tell_the_fingerprint(tmp_path):
