@@ -23,7 +23,7 @@ from torchrec_dyn.content_sums import DAMAGED, add_sums
 from torchrec_dyn.load_planner import LoadPlanner
 from torchrec_dyn.model_tables import ModelTable, done_together, together, told_together
 from torchrec_dyn.reader_checks import ascend
-from torchrec_dyn.saved_config import check_config, check_optimizer
+from torchrec_dyn.saved_config import check_config
 from torchrec_dyn.saved_tensor import SavedTensor
 from torchrec_dyn.shard_model_entry import ModelEntry
 from torchrec_dyn.shard_optimizer_entry import OptimizerEntry
@@ -116,9 +116,13 @@ def _open(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[Ta
         model, optimizer = ModelEntry(pieces), OptimizerEntry(pieces, table.optimizer)
         change = TableChange(table, one, model, optimizer)
         check_config(change.where, one.config, pieces.config)
-        if one.optimizer is None:
-            raise ValueError(f"{change.where}: expected its optimizer state, got none. {DAMAGED}")
-        check_optimizer(change.where, one.optimizer, optimizer.source.config)
+        told = {} if one.optimizer is None else one.optimizer
+        rule = optimizer.source.config["optimizer"]
+        if told.get("optimizer") != rule:
+            raise ValueError(
+                f"{change.where}: expected a delta with optimizer state of {rule} as the copy has, got "
+                f"that of {told.get('optimizer')}. Give both models the same optimizer."
+            )
         for field_ in ("rows", "initializer"):
             if one.config.get(field_) != pieces.config[field_]:
                 raise ValueError(

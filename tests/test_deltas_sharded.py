@@ -1,0 +1,198 @@
+"""Deltas of sharded tables, applied to copies under other plans, on other ranks, and unsharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import workers
+from checkpoint_cases import (
+    LOCAL_SIZES,
+    Setup,
+    batch,
+    held,
+    load,
+    new,
+    quietly,
+    same_bits,
+    save,
+    train,
+)
+from sharded_training import collection_of
+
+from torchrec_dyn import model_tables
+from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
+from torchrec_dyn.content_sums import MODEL_TENSORS, OPTIMIZER_TENSORS
+
+STEPS = ((0, 2), (2, 4), (4, 7))
+
+
+def edit(model, setup: Setup, round_: int) -> None:
+    """Erases and assigns some ids that the batches name, each rank its own."""
+    rank = dist.get_rank()
+    for name in ("plain", "counted", "drawn"):
+        handle = model.module.collection.table(name)
+        ids = batch(setup.case(), round_, rank, setup.world)[f"f_{name}"].values()
+        handle.erase(ids[::3].contiguous())
+        others = ids[1::4].contiguous()
+        handle.assign(others, (others[:, None] % 7 + torch.arange(12.0)) / 16)
+
+
+def sums_of(model) -> list:
+    """The content sums of all tables, by name."""
+    tables = model_tables.tables_of(model, "test")
+    forms = model_tables.saved_forms(tables, "test")
+    return sorted(
+        (t.name, f.sums[0].tolist(), f.sums[1].tolist()) for t, f in zip(tables, forms, strict=True)
+    )
+
+
+def export_all(setup: Setup, folder: str) -> list:
+    """Trains and exports, from the untrained model on; a full checkpoint is saved on the way."""
+    model = new(setup)
+    marker, sums = mark(model), []
+    for number, (begin, end) in enumerate(STEPS):
+        train(model, setup, range(begin, end))
+        edit(model, setup, number)
+        marker = quietly(export_delta, model, f"{folder}/{number}", marker)
+        if number == 0:
+            save(model, f"{folder}/full")
+        sums.append(sums_of(model))
+    return sums
+
+
+def apply_all(setup: Setup, folder: str, numbers) -> list:
+    model, sums = new(setup), []
+    if numbers[0]:
+        load(model, f"{folder}/full")
+    for number in numbers:
+        quietly(apply_delta, model, f"{folder}/{number}")
+        sums.append(sums_of(model))
+    return sums
+
+
+def run(function, setup: Setup, *args):
+    """The same on every rank."""
+    world = setup.world
+    results = workers.run(
+        function, setup, *args, world_size=world, local_size=LOCAL_SIZES[world], timeout=200
+    )
+    assert all(one == results[0] for one in results)
+    return results[0]
+
+
+CASES = [
+    (Setup(2, ("row_wise",)), Setup(2, ("column_wise",))),
+    (Setup(2, ("column_wise", "row_wise")), Setup(3, ("row_wise", "three_columns", "table_wise"))),
+    (
+        Setup(3, ("row_wise", "table_wise"), False, "ADAM"),
+        Setup(2, ("three_columns",), False, "ADAM"),
+    ),
+    (Setup(4, ("grid_shard", "table_row_wise")), Setup(1, ("table_wise",))),
+]
+
+
+@pytest.mark.parametrize(("source", "copy"), CASES)
+def test_full_and_deltas_are_full_later_on_any_plan(tmp_path, source, copy):
+    expected = run(export_all, source, str(tmp_path))
+    assert expected[0] != expected[1] != expected[2]
+    assert run(apply_all, copy, str(tmp_path), [0, 1, 2]) == expected
+    assert run(apply_all, copy, str(tmp_path), [1, 2]) == expected[1:]
+
+
+def test_an_unsharded_copy(tmp_path):
+    setup = Setup(2, ("row_wise", "column_wise"))
+    expected = run(export_all, setup, str(tmp_path))
+    copy = collection_of(setup.case(), fused_params=setup.case().fused_params)
+    for number in range(3):
+        quietly(apply_delta, copy, tmp_path / str(number))
+        assert sums_of(copy) == expected[number]
+
+
+@pytest.mark.parametrize("optimizer", ["EXACT_ROWWISE_ADAGRAD", "PARTIAL_ROWWISE_ADAM"])
+def test_row_wise_state_under_equal_and_other_cuts(tmp_path, optimizer):
+    """Other cuts: all but the numbers per column shard is as it was; those are converted."""
+    source = Setup(2, ("column_wise",), optimizer=optimizer)
+    expected = run(export_all, source, str(tmp_path))
+    assert run(apply_all, source, str(tmp_path), [0, 1, 2]) == expected
+    other = run(apply_all, Setup(2, ("row_wise",), optimizer=optimizer), str(tmp_path), [0, 1, 2])
+    for mine, theirs in zip(other[-1], expected[-1], strict=True):
+        assert mine[1] == theirs[1]
+        moments = dict(zip(OPTIMIZER_TENSORS, zip(mine[2], theirs[2], strict=True), strict=True))
+        assert moments["step"][0] == moments["step"][1]
+        row_wise = "momentum1" if optimizer == "EXACT_ROWWISE_ADAGRAD" else "momentum2"
+        assert moments[row_wise][0] != moments[row_wise][1]
+        assert (
+            optimizer != "PARTIAL_ROWWISE_ADAM"
+            or moments["momentum1"][0] == moments["momentum1"][1]
+        )
+
+
+def goes_on(setup: Setup, folder: str) -> None:
+    """A copy under the same plan trains on as its model does."""
+    model, copy = new(setup), new(setup)
+    marker = mark(model)
+    train(model, setup, range(5))
+    quietly(export_delta, model, f"{folder}/0", marker)
+    quietly(apply_delta, copy, f"{folder}/0")
+    for one in (model, copy):
+        train(one, setup, range(5, 12))
+    mine, theirs = held(model), held(copy)
+    assert mine.keys() == theirs.keys()
+    assert not [name for name in mine if not same_bits(mine[name], theirs[name])]
+
+
+def test_a_copy_trains_on_as_its_model_does(tmp_path):
+    run(goes_on, Setup(2, ("row_wise", "column_wise")), str(tmp_path))
+
+
+def fails_on_one_rank(setup: Setup, folder: str) -> None:
+    """Whatever goes wrong on one rank is an error on all, and no table changes."""
+    model, copy = new(setup), new(setup)
+    marker = mark(model)
+    train(model, setup, range(3))
+    before = held(copy)
+
+    def refuses(call, message):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            quietly(call)
+        after = held(copy)
+        assert not [name for name in before if not same_bits(before[name], after[name])]
+
+    mine = f"{folder}/0" if dist.get_rank() else __file__
+    refuses(lambda: export_delta(model, mine, marker), "expected a new directory")
+    other = mark(copy) if dist.get_rank() else marker
+    if not dist.get_rank():
+        mark(copy)
+    refuses(
+        lambda: export_delta(model, f"{folder}/0", other), "expected a marker of this very table"
+    )
+    assert not Path(folder, "0").exists()
+    quietly(export_delta, model, f"{folder}/0", marker)
+    path = f"{folder}/nowhere" if dist.get_rank() else f"{folder}/0"
+    refuses(lambda: apply_delta(copy, path), "nowhere")
+    shards = copy.module.collection._shards._tables["plain"]
+    if dist.get_rank():
+        for shard in shards:
+            shard.reserve = _no_memory
+    refuses(lambda: apply_delta(copy, f"{folder}/0"), "no memory")
+    for shard in shards:
+        shard.__dict__.pop("reserve", None)
+    quietly(apply_delta, copy, f"{folder}/0")
+    assert sums_of(copy) == sums_of(model)
+    before = held(copy)
+    refuses(lambda: apply_delta(copy, f"{folder}/0"), "was applied already")
+
+
+def _no_memory(rows: int) -> None:
+    raise MemoryError("no memory")
+
+
+def test_an_error_on_one_rank_is_an_error_on_all_and_changes_nothing(tmp_path):
+    run(fails_on_one_rank, Setup(2, ("row_wise",)), str(tmp_path))
+
+
+def test_the_words_compared_are_those_of_the_format():
+    assert len(MODEL_TENSORS) == 7 and len(OPTIMIZER_TENSORS) == 4
