@@ -1,12 +1,13 @@
 """Saving and loading: dynamic tables beside TorchRec's static ones and beside torch.save of the same bytes.
 
     python benchmarks/bench_checkpoint.py [--rows 4000000] [--world 1 2] [--folder /tmp]
-    python benchmarks/bench_checkpoint.py --memory 5e9        # peak memory of each part instead
+    python benchmarks/bench_checkpoint.py --only memory --bytes 5e9 --world 1
 
 One row-wise table, 64 columns of float32, row-wise Adagrad. Every save goes to a fresh folder; before each
 turn the disk has been synced, so nobody writes out what another one left behind. DCP syncs its files and
 torch.save does not, so saves are measured with and without syncing, on both sides; loads from the page cache
 (warm) and from the disk (cold). Sides take turns. Wall time is of the slowest rank, CPU time of all together.
+Then peak memory, part by part.
 """
 
 from __future__ import annotations
@@ -194,10 +195,14 @@ def join(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> N
 def work(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> None:
     """Is one rank; rank 0 leaves the lines in the folder."""
     join(rank, world, arguments, folder)
-    if arguments.memory:
-        lines = measure_memory(int(arguments.memory), Path(folder))
-    else:
-        lines = run(20_000 if arguments.quick else arguments.rows, Path(folder), arguments.rounds)
+    lines = []
+    if "speed" in arguments.only:
+        lines += run(20_000 if arguments.quick else arguments.rows, Path(folder), arguments.rounds)
+        gc.collect()
+    if "memory" in arguments.only:
+        lines += measure_memory(
+            30_000_000 if arguments.quick else int(arguments.bytes), Path(folder)
+        )
     if rank == 0:
         Path(folder, "lines").write_text(json.dumps(lines))
     gc.collect()  # what holds the group holds gloo's threads: they must end before the interpreter
@@ -211,16 +216,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--world", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured (default: /tmp)")
-    parser.add_argument(
-        "--memory", type=float, help="bytes: measure peak memory of so much instead"
-    )
+    both = ["speed", "memory"]
+    parser.add_argument("--only", nargs="+", default=both, choices=both)
+    parser.add_argument("--bytes", type=float, default=1e9, help="table whose memory is measured")
     arguments = parser.parse_args(argv)
     lines: list[dict[str, Any]] = []
     for world in arguments.world:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             multiprocessing.spawn(work, (world, arguments, folder), nprocs=world)
             lines += json.loads(Path(folder, "lines").read_text())
-    finish("checkpoint_memory" if arguments.memory else "checkpoint", lines, arguments)
+    finish("checkpoint", lines, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Peak memory of saving and loading, part by part (bench_checkpoint.py --memory).
+"""Peak memory of saving and loading, part by part (bench_checkpoint.py).
 
 Linux keeps the peak of a process's resident memory and sets it back when asked to. Source: proc(5), VmHWM
 and clear_refs.
@@ -14,9 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from saved_sides import ID_BYTES, ROW_BYTES, Plain, Saved, dynamic, empty_dynamic
-
-from torchrec_dyn.checkpoint import LoadPlanner
+from saved_sides import ID_BYTES, ROW_BYTES, Plain, dynamic, empty_dynamic
 
 MB = 1e6
 _STATUS = Path("/proc/self/status")
@@ -36,12 +34,13 @@ class Peaks:
         self.lines: list[dict[str, Any]] = []
 
     @contextmanager
-    def of(self, what: str, size: int) -> Iterator[None]:
+    def of(self, what: str, size: int, keeps: bool = False) -> Iterator[None]:
         """Measures one part.
 
         Args:
             what: its name.
             size: bytes that are saved, of all ranks.
+            keeps: whether what it adds is there afterwards, by design: then only what goes again counts.
         """
         gc.collect()
         dist.barrier()
@@ -49,20 +48,26 @@ class Peaks:
         before = resident("VmRSS")
         yield
         peak, after = resident("VmHWM"), resident("VmRSS")
-        mine = (peak - max(before, after), before, peak, after)
+        mine = (peak - (after if keeps else before), before, peak, after)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         extra, before, peak, after = max(everyone)
-        line = {
-            "what": f"peak memory of {what}", "ranks": len(everyone), "bytes": size,
-            "extra_mb": extra / MB, "before_mb": before / MB, "peak_mb": peak / MB, "after_mb": after / MB,
-        }  # fmt: skip
-        self.lines.append(line)
+        ranks = len(everyone)
+        megabytes = {"before": before / MB, "peak": peak / MB, "after": after / MB}
+        self.lines.append(
+            {
+                "what": f"peak of {what}",
+                "ranks": ranks,
+                "bytes": size,
+                "extra_mb": extra / MB,
+                "mb": megabytes,
+            }
+        )
         if dist.get_rank() == 0:
+            told = ", ".join(f"{name} {value:,.0f}" for name, value in megabytes.items())
+            above = "after" if keeps else "before"
             print(
-                f"{len(everyone)} ranks  {what:42} {extra / MB:8.0f} MB above both ends: before "
-                f"{before / MB:,.0f}, peak {peak / MB:,.0f}, after {after / MB:,.0f}",
-                flush=True,
+                f"{ranks} ranks  {what:34} {extra / MB:7,.0f} MB above {above}: {told}", flush=True
             )
 
 
@@ -79,26 +84,22 @@ def measure_memory(size: int, folder: Path) -> list[dict[str, Any]]:
     with peaks.of("state_dict", size):
         state = full.state()
     with peaks.of("dcp.save", size):
-        dcp.save(state, checkpoint_id=folder / "saved")
-    with peaks.of("async_save, which copies", size):
+        dcp.save(state, checkpoint_id=folder / "measured")
+    with peaks.of("async_save, a copy", size, keeps=True):
         dcp.async_save(state, checkpoint_id=folder / "copied").result()
     del state
-    _load(full, folder / "saved", "a full table", size, peaks)
+    with peaks.of("load into a full table", size):
+        full.load(folder / "measured")
     del full
     gc.collect()
-    _load(empty_dynamic(rows), folder / "saved", "an empty table", size, peaks)
+    empty = empty_dynamic(rows)
+    with peaks.of("load into an empty table", size, keeps=True):
+        empty.load(folder / "measured")
+    del empty
     gc.collect()
     plain = Plain(rows)
     with peaks.of("torch.save", size):
         plain.save(folder / "plain", is_synced=True)
-    with peaks.of("torch.load, into new tensors", size):
+    with peaks.of("torch.load", size):
         plain.load(folder / "plain")
     return peaks.lines
-
-
-def _load(side: Saved, folder: Path, into: str, size: int, peaks: Peaks) -> None:
-    state = side.state()
-    with peaks.of(f"dcp.load, for {into}", size):
-        dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())
-    with peaks.of(f"load_state_dict, into {into}", size):
-        side.take(state)

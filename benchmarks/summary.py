@@ -121,6 +121,14 @@ def _eviction_goals() -> list[Goal]:
     return [*goals, Goal("eviction", {**logged, "against": "not logged"}, at_most=1.02)]
 
 
+def _checkpoint_goals() -> list[Goal]:
+    parts = ("state_dict", "dcp.save", "load into an empty table")
+    return [
+        Goal("checkpoint", {"what": f"peak of {part}", "ranks": 1}, at_most=256, number="extra_mb")
+        for part in parts
+    ]
+
+
 def seen_of(
     goal: Goal, results: dict[str, list[dict[str, Any]]]
 ) -> tuple[float, float, float] | None:
@@ -148,7 +156,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{path.stem}: " + ", ".join(f"{file[key]}" for key in told if key in file))
     print(f"{'goal':74} {'bound':>7}  {'seen [quartiles]':24} met")
     met = missing = 0
-    goals = [*_lookup_goals(), *_growth_goals(), *_eviction_goals(), *_train_goals()]
+    goals = [
+        *_lookup_goals(),
+        *_growth_goals(),
+        *_eviction_goals(),
+        *_checkpoint_goals(),
+        *_train_goals(),
+    ]
     for goal in goals:
         name = " ".join(
             f"{value} ranks" if key == "ranks" else f"{value} threads" if key == "threads"

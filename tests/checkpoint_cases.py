@@ -1,7 +1,7 @@
 """Collections whose contents are the same under every plan: made, trained, saved, loaded, compared.
 
-Gradients are multiples of 1/16 and do not depend on the ranks, so every sum of them is exact and a step on the
-same 12 samples does the same to a row on any plan and any number of ranks.
+Gradients are multiples of 1/16 and do not depend on the ranks, so every sum of them is exact and a step on
+the same 12 samples does the same to a row on any plan and any number of ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchrec_dyn.table import DynamicTable
 DIM = 12
 SAMPLES = 12  # they divide among 1, 2, 3 and 4 ranks
 LOCAL_SIZES = {0: 1, 1: 1, 2: 2, 3: 3, 4: 2}
-# The ids whose mixed ids are the last ones: on S ranks those from S * ((2^64 - 1) // S) on lie behind the ranges.
+# The ids with the last mixed ids: on S ranks those from S * ((2^64 - 1) // S) on lie behind the ranges.
 LAST_IDS = ops.unmix64(torch.arange(-6, 0)).tolist()
 POOLED_KINDS = ("table_wise", "row_wise", "column_wise", "three_columns")
 NODE_KINDS = ("table_row_wise", "table_column_wise", "grid_shard")  # of pooled collections
@@ -70,8 +70,8 @@ class Setup:
         optimizer: of all tables.
         tables: how many of TABLES.
         rows: limit of each.
-        feedback: whether gradients depend on the outputs, so that an error of one step grows in the next. Where
-            ranks add their parts of a pooled output, its last bits depend on the plan.
+        feedback: whether gradients depend on the outputs, so that an error of one step grows in the next.
+            Where ranks add their parts of a pooled output, its last bits depend on the plan.
     """
 
     world: int

@@ -77,11 +77,13 @@ def flip(folder: Path, file: str, place: int, bit: int) -> Damage:
     return Damage(file, place, bytes([byte ^ (1 << bit)]))
 
 
-def flips_in_numbers(folder: Path, chance: random.Random, times: int) -> list[Damage]:
-    """Turns bits over in the numbers of every tensor."""
+def flips_in_numbers(
+    folder: Path, chance: random.Random, times: int, of: str = "", but: str = "checksum"
+) -> list[Damage]:
+    """Turns bits over in the numbers of every tensor whose key has one word and not another."""
     found = []
     for item in items_of(folder):
-        for _ in range(times):
+        for _ in range(times if of in item.key and but not in item.key else 0):
             place = item.begin + chance.randrange(item.numbers.nbytes)
             found.append(flip(folder, item.file, place, chance.randrange(8)))
     return found
@@ -118,7 +120,7 @@ def repeated_ids(folder: Path) -> list[Damage]:
 
 
 class Told(NamedTuple):
-    """What loading a damaged checkpoint did: its error, "" if there was none, and the tensors that are wrong now."""
+    """What loading a damaged checkpoint did: its error, perhaps "", and the tensors that are wrong now."""
 
     error: str
     wrong: list[str]

@@ -64,8 +64,8 @@ def killing(function: Callable[..., Any], number: int, is_before: bool) -> Calla
 def kill_while_saving(setup: Setup, folder: Path, victim: int, moment: str, number: int) -> bool:
     """Runs a group of processes of its own; gives whether it could save all the same.
 
-    A moment that is not among MOMENTS: the victim is killed from outside after a random time of up to `number`
-    milliseconds.
+    A moment that is not among MOMENTS: the victim is killed from outside after a random time of up to
+    `number` milliseconds.
     """
     folder.mkdir()
     pool = workers._Pool(setup.world, LOCAL_SIZES[setup.world], 20.0)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-# bench_train starts processes.
 IN_PROCESS = [
     "bench_lookup",
     "bench_id_map",
@@ -20,6 +19,7 @@ IN_PROCESS = [
     "bench_sweep",
     "bench_serving",
 ]
+STARTS_PROCESSES = ["bench_train", "bench_checkpoint"]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,8 @@ def run(name: str, folder: Path, *more: str) -> dict:
 
 
 def test_every_benchmark_is_run_somewhere():
-    assert {path.stem for path in BENCHMARKS.glob("bench_*.py")} - {"bench_train"} == {*IN_PROCESS}
+    known = {*IN_PROCESS, *STARTS_PROCESSES}
+    assert {path.stem for path in BENCHMARKS.glob("bench_*.py")} == known
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)
@@ -57,6 +58,34 @@ def test_runs_and_writes(name, tmp_path, capsys):
         row["ratio"] for row in written["rows"] if "ratio" in row and row.get("in_mean", True)
     ]
     assert not counted or f"{statistics.geometric_mean(counted):.3f}" in last
+
+
+def test_checkpoints_are_measured_on_two_ranks(tmp_path):
+    more = ["--world", "2", "--folder", str(tmp_path), "--only", "speed"]
+    rows = run("bench_checkpoint", tmp_path, *more)["rows"]
+    kinds = ("save, synced", "save, not synced", "load, warm", "load, cold")
+    sides = {(what, against) for what in kinds for against in ("static", "torch.save")}
+    assert {(row["what"], row["against"]) for row in rows} == sides
+    for row in rows:
+        assert row["ranks"] == 2 and row["ratio"] > 0
+        assert set(row["gb_per_second"]) == {"dynamic", "static", "torch.save"}
+        parts = {"state_dict", "dcp.load", "load_state_dict"}
+        parts = parts if "load" in row["what"] else {"state_dict", "dcp.save"}
+        assert set(row["seconds"]["dynamic"]) == parts
+
+
+def test_peak_memory_of_checkpoints_is_measured_as_the_summary_asks(tmp_path):
+    import summary
+
+    more = ["--world", "1", "--folder", str(tmp_path), "--only", "memory"]
+    rows = run("bench_checkpoint", tmp_path, *more)["rows"]
+    goals = summary._checkpoint_goals()
+    assert [goal for goal in goals if summary.seen_of(goal, {"checkpoint": rows}) is None] == []
+    grown = {row["what"]: row["mb"]["peak"] - row["mb"]["before"] for row in rows}
+    # All 30 MB once more, less what the process had free from before.
+    assert grown["peak of async_save, a copy"] > 12
+    assert grown["peak of load into an empty table"] > 12
+    assert all(row["ranks"] == 1 and row["bytes"] == 30_000_000 for row in rows)
 
 
 def test_floor_reads_the_rows_that_the_tables_give(tmp_path):

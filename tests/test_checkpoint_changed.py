@@ -1,4 +1,4 @@
-"""A state dict is of the moment it was made in: tables that have changed since are not saved under its name."""
+"""A state dict is of the moment it was made in: tables that have changed since are not saved as if not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def save_after(setup: Setup, folder: str, how: str) -> str:
     """Changes the model after its state dict was made; gives the error of the save."""
     model = new(setup)
     train(model, setup, range(3))
-    if how == "updated in backward":  # as a pipeline does: the forward of one step before the backward of another
+    if how == "updated in backward":  # pipelines run a forward before the backward of another step
         out = outputs_by_name(setup.case(), model(batch(setup.case(), 3, dist.get_rank(), 2)))
     state = state_dict_of(model)
     run_backward(out) if how == "updated in backward" else change(model, setup, how)

@@ -32,7 +32,9 @@ def test_other_cuts_take_the_weighted_mean(tmp_path: Path, optimizer: str) -> No
     three = contents(tmp_path / "three")[STATE + name].double()
     assert three.shape[1] == 3 and bool((three > 0).any(1).all())
 
-    run_on(setup(2, "column_wise"), load_and_save, *map(str, (tmp_path / "three", tmp_path / "two")))
+    run_on(
+        setup(2, "column_wise"), load_and_save, *map(str, (tmp_path / "three", tmp_path / "two"))
+    )
     two = contents(tmp_path / "two")
     low = three[:, 0] * 0.5 + three[:, 1] * 0.5
     high = three[:, 1] * (2 / 6) + three[:, 2] * (4 / 6)

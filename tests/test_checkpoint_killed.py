@@ -62,9 +62,7 @@ def test_the_checkpoint_before_loads(
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("number", range(8))
-def test_many_moments(
-    tmp_path: Path, sound: Path, victim: int, moment: str, number: int
-) -> None:
+def test_many_moments(tmp_path: Path, sound: Path, victim: int, moment: str, number: int) -> None:
     if "rename" in moment and (victim or number):
         pytest.skip("rank 0 renames once")
     saved = kill_while_saving(SETUP, tmp_path / "killed", victim, moment, number)

@@ -71,7 +71,9 @@ def check(rows: int, folder: Path, bound: int) -> None:
         ((saving, loading, contents),) = pool.run(measure, (rows, str(folder)), 600.0)
     finally:
         pool.kill()
-    told = f"saving {saving / MIB:.0f}, loading {loading / MIB:.0f}, contents {contents / MIB:.0f} MiB"
+    told = (
+        f"saving {saving / MIB:.0f}, loading {loading / MIB:.0f}, contents {contents / MIB:.0f} MiB"
+    )
     print(told)
     assert contents > rows * DIM * 8, told
     assert saving < bound, told

@@ -1,4 +1,4 @@
-"""Whole models: two dynamic collections, a static one and dense layers, through torch's own checkpoint calls."""
+"""Whole models: two dynamic collections, a static one and dense layers, in torch's own checkpoint calls."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ def sharded(world: int, kind: str) -> Any:
         EmbeddingBagCollectionSharder(fused_params=dict(FUSED)),
     ]
     cpu = torch.device("cpu")
-    return DistributedModelParallel(
-        Model(), device=cpu, plan=ShardingPlan(plan), sharders=sharders
-    )
+    return DistributedModelParallel(Model(), device=cpu, plan=ShardingPlan(plan), sharders=sharders)
 
 
 def learn(model: Any, steps: range) -> None:
@@ -144,7 +142,7 @@ def load_damaged(world: int, folder: str) -> tuple[str, list[str]]:
     model = sharded(world, "row_wise")
     learn(model, range(5, 7))
     was, state = tables(model), state_of(model)
-    with pytest.raises(BaseException) as caught:  # noqa: B017 (torch's CheckpointException is none)
+    with pytest.raises(BaseException) as caught:  # torch's CheckpointException is no Exception
         quietly(dcp.load, state, checkpoint_id=folder, planner=LoadPlanner())
         model.load_state_dict(state["model"])
     return str(caught.value), differences(tables(model), was)

@@ -156,11 +156,14 @@ def test_the_optimizer_is_found_wherever_it_stands(tmp_path, model, optimizer):
 def test_optimizers_go_to_their_own_tables_or_to_none(tmp_path):
     state, optimizer = model_state(), optimizer_state()
     parts = {}
-    for place in ("a.model.x", "a.model.y", "b.model.x", "ema.z", "copy.z"):
+    for place in ("a.model.x", "a.model.y", "b.model.x", "ema.z", "copy.z", "w"):
         for name, one in with_checksum(state, state["ids"]).items():
             parts[f"{place}.ebc.embedding_bags.user.{name}"] = one
     for number, (place, path) in enumerate(
-        [("a.optim", "x.ebc"), ("b.optim", "x.ebc"), ("a.optim", "y.ebc"), ("opt", "z.ebc")]
+        [
+            *(("a.optim", "x.ebc"), ("b.optim", "x.ebc"), ("a.optim", "y.ebc")),
+            *(("opt", "z.ebc"), ("one", "w.ebc"), ("two", "w.ebc")),
+        ]
     ):
         moments = {**optimizer, "step": torch.tensor(number)}
         for name, one in with_checksum(moments, state["ids"]).items():
@@ -173,7 +176,10 @@ def test_optimizers_go_to_their_own_tables_or_to_none(tmp_path):
         if table.optimizer is not None
     }
     assert steps == {"a.model.x": 0, "b.model.x": 1, "a.model.y": 2}
-    assert checkpoint.ownerless == ("opt.state.z.ebc.embedding_bags.user.weight.user",)
+    assert set(checkpoint.ownerless) == {
+        f"{place}.ebc.embedding_bags.user.weight.user"
+        for place in ("opt.state.z", "one.state.w", "two.state.w")
+    }
 
 
 def test_a_delta_is_read(tmp_path):
@@ -194,6 +200,10 @@ def test_a_delta_is_read(tmp_path):
     table.verify()
     with pytest.raises(ValueError, match="expected tensors with the same rows, got ids, removed"):
         table.chunks(("ids", "removed"))
+    parts |= {"base": state["base"], "removed": state["removed"].flip(0)}
+    save_dict({f"t.embedding_bags.user.{name}": one for name, one in parts.items()}, tmp_path / "x")
+    with pytest.raises(ValueError, match="expected removed ids in canonical order"):
+        only_table(tmp_path / "x").verify()
 
 
 def test_contents_tell_the_fingerprint(tmp_path):

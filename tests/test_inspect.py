@@ -23,7 +23,7 @@ from saved_cases import (
 from torchrec_dyn import __main__ as command_line
 from torchrec_dyn.checkpoint_reader import open_checkpoint
 from torchrec_dyn.id_map import canonical_order
-from torchrec_dyn.inspection import readable
+from torchrec_dyn.inspection import readable, total_fingerprint
 from torchrec_dyn.inspection_histograms import Histogram, histogram_of_norms, histogram_of_steps
 
 
@@ -42,6 +42,14 @@ def told(capsys, *arguments):
 
 def field(text, title):
     return re.search(rf"^ +{title} +(.*)$", text, re.M)[1]
+
+
+def counted(text, title):
+    """The numbers beside the bars of a histogram."""
+    section = re.search(rf"^  {title} .*\n((?:    .*\n)+)", text + "\n", re.M)[1]
+    return [
+        int(re.split("  +", line.strip(" █"))[1].replace(",", "")) for line in section.splitlines()
+    ]
 
 
 def run(*arguments):
@@ -163,13 +171,14 @@ def test_a_delta(tmp_path, capsys):
 def test_damage_is_one_line(saved, capsys):
     file = saved / "__0_0.distcp"
     good = file.read_bytes()
-    weight = model_state(2000, life=True)["weight"]
-    at = good.index(weight[1000:1010].numpy().tobytes())
-    file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-    assert told(capsys, saved)[0] == 0  # rows are only checked on demand
-    status, text, errors = told(capsys, saved, "--verify")
-    assert status == 1 and "no damage" not in text
-    assert errors.count("\n") == 1 and "of weight" in errors and MODEL_KEY in errors
+    state = model_state(2000, life=True)
+    for name, part in (("weight", state["weight"][1000:1010]), ("waiting", state["waiting"])):
+        at = good.index(part.numpy().tobytes())
+        file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        assert told(capsys, saved)[0] == 0  # these are only checked on demand
+        status, text, errors = told(capsys, saved, "--verify")
+        assert status == 1 and "no damage" not in text
+        assert errors.count("\n") == 1 and f"of {name}" in errors and MODEL_KEY in errors
     file.write_bytes(good[:-1])
     status, _, errors = told(capsys, saved)
     assert status == 1 and errors.count("\n") == 1 and "truncated" in errors
@@ -184,7 +193,13 @@ def test_rows_that_are_not_finite_are_counted(tmp_path, capsys):
     save_table(tmp_path, state)
     _, text, _ = told(capsys, tmp_path)
     assert field(text, "not finite") == "2 rows have a NaN or an infinite number"
-    assert "inf " in text and re.search(r"^ +0 to ", text, re.M)
+    assert sum(counted(text, "norm")) == 8 and re.search(r"^ +0 to ", text, re.M)
+
+
+def test_the_order_of_tables_does_not_matter():
+    parts = [("a", 1), ("b", 2)]
+    assert total_fingerprint(parts) == total_fingerprint(parts[::-1])
+    assert total_fingerprint(parts) != total_fingerprint([("a", 2), ("b", 1)])
 
 
 def test_a_plot_that_cannot_be_made_is_a_wrong_usage(saved, tmp_path, capsys, monkeypatch):

@@ -117,6 +117,16 @@ def test_half_rows_are_rounded_to_nearest(served):
     assert torch.equal(seen, torch.stack([A.rows[int(i)] for i in ids]).half().float())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_that_are_not_contiguous_are_read_as_they_are(served, dtype):
+    ours = serving.ServingEmbeddingBagCollection(served(dtype), bag_configs(A), is_weighted=True)
+    ids, lengths = torch.arange(20).repeat_interleave(2)[::2], torch.full((4,), 5)
+    weights = torch.tensor([2.0]).expand(20)
+    features = KeyedJaggedTensor(["f_a"], ids, weights=weights, lengths=lengths)
+    plain = KeyedJaggedTensor(["f_a"], ids.clone(), weights=weights.clone(), lengths=lengths)
+    assert torch.equal(ours(features).values(), ours(plain).values())
+
+
 @pytest.mark.parametrize(
     ("features", "message"),
     [

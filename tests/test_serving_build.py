@@ -11,7 +11,7 @@ import torch
 from serving_cases import Plain, bag_configs, save, save_random, save_tensors
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn import serving
+from torchrec_dyn import serving, serving_build
 
 A = Plain("a", 8).with_random(range(500))
 B = Plain("b", 12, dtype=torch.float16).with_random(range(-20, 20))
@@ -56,6 +56,18 @@ def test_chosen_tables_only(checkpoint, tmp_path):
     with pytest.raises(ValueError, match=r"tables among \['a', 'b'\], got \['z'\]"):
         serving.build(checkpoint, tmp_path / "other", tables=["b", "z"])
     assert not (tmp_path / "other").exists()
+
+
+def test_there_is_nothing_until_all_is_there(checkpoint, tmp_path, monkeypatch):
+    def publish(folder, generation, manifest):
+        assert folder.parent == tmp_path and not (tmp_path / "out").exists()
+        real(folder, generation, manifest)
+        assert not (tmp_path / "out").exists()
+
+    real = serving_build.publish
+    monkeypatch.setattr(serving_build, "publish", publish)
+    serving.build(checkpoint, tmp_path / "out")
+    assert (tmp_path / "out").exists()
 
 
 def test_nothing_is_overwritten(checkpoint, tmp_path):

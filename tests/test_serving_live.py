@@ -10,7 +10,7 @@ import torch
 from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn import serving, serving_generation
+from torchrec_dyn import serving, serving_generation, serving_update
 
 IDS = range(300)
 VERSIONS = 12
@@ -40,7 +40,9 @@ def prepare(folder: Path, dtype: torch.dtype) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_a_thread_sees_one_generation_of_all_tables(tmp_path, dtype):
+def test_a_thread_sees_one_generation_of_all_tables(tmp_path, monkeypatch, dtype):
+    # Rows move to a new file with every second delta, to other row numbers.
+    monkeypatch.setattr(serving_update, "_WASTE_BYTES", 0)
     served = prepare(tmp_path, dtype)
     ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
     answers: list[set[float]] = []
@@ -49,6 +51,7 @@ def test_a_thread_sees_one_generation_of_all_tables(tmp_path, dtype):
     def read():
         while not stop.is_set():
             answers.append(ask(ours))
+        answers.append({-1.0})  # it has not died of an error
 
     # Threads give way to each other often, in the middle of a call too.
     interval = sys.getswitchinterval()
@@ -63,10 +66,32 @@ def test_a_thread_sees_one_generation_of_all_tables(tmp_path, dtype):
         stop.set()
         thread.join()
         sys.setswitchinterval(interval)
+    assert answers.pop() == {-1.0}
     assert all(len(answer) == 1 for answer in answers)
     seen = [answer.pop() for answer in answers]
     assert seen == sorted(seen) and len(set(seen)) > 1
     assert ask(ours) == {float(VERSIONS)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_request_ends_with_the_generation_it_began_with(tmp_path, monkeypatch, dtype):
+    monkeypatch.setattr(serving_update, "_WASTE_BYTES", 0)
+    served = prepare(tmp_path, dtype)
+    ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
+    find = serving_generation.Generation.find
+
+    def slow(self, ids, table_offsets):
+        found = find(self, ids, table_offsets)
+        if not (tmp_path / "done").exists():
+            (tmp_path / "done").touch()
+            for number in range(3):  # so many that rows have moved to a new file
+                serving.apply_delta(served, tmp_path / f"delta{number}")
+            assert ours.refresh()
+        return found
+
+    monkeypatch.setattr(serving_generation.Generation, "find", slow)
+    assert ask(ours) == {0.0}
+    assert ask(ours) == {3.0}
 
 
 READER = """

@@ -66,6 +66,8 @@ class AlignedState:
 
     def _stretches(self, rows: CanonicalRows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Walks the rows of a shard: ids, its own rows, and those of the staged stores."""
+        if not self._entry.optimizer.state_names:
+            return
         most = max(1, CHUNK_BYTES // (4 * self._entry.pieces.cuts[-1]))
         for run in self._runs.mine:
             for begin in range(0, run.rows, most):
@@ -87,7 +89,7 @@ class AlignedState:
             states = []
             for one in named_states(shard):
                 store = stores[one.name]
-                if one.is_rowwise:
+                if one.is_rowwise and entry.has_all_cuts:
                     columns = (shard.first_column, shard.first_column + shard.columns)
                     mean = partial(mean_over_cuts, cuts=cuts, columns=columns)
                     store = store.converted(1, torch.float32, mean)

@@ -109,3 +109,19 @@ def compare_sums(
                 f"{where}: expected {name} with content sum {saved[name]:016x}, got "
                 f"{summed.get(name, 0):016x}. {DAMAGED}"
             )
+
+
+def check_config_is_whole(
+    where: str, table: str, saved: Mapping[str, Tensor], order: tuple[str, ...]
+) -> None:
+    """Raises ValueError if the config of a table is not the one that was saved, before it is read.
+
+    Args:
+        where: the table, for messages.
+        table: its name.
+        saved: tensors by name.
+        order: MODEL_TENSORS or OPTIMIZER_TENSORS.
+    """
+    if {"config", "checksum"} <= saved.keys():
+        summed = {"config": sum_of_small(table, "config", saved["config"])}
+        compare_sums(where, saved["checksum"], order, summed, summed)

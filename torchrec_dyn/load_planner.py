@@ -6,6 +6,7 @@ them over chunk by chunk; nothing of the model changes until `load_state_dict`.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from torchrec_dyn.load_session import LoadedEntry, LoadSession
+from torchrec_dyn.loaded_plain import verify_plain
 from torchrec_dyn.saved_tensor import SavedTensor
 
 
@@ -52,6 +54,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
     _names: dict[str, str]  # of the tensors of sharded tables, by key
     _empty: set[str]  # keys of unsharded tables that are not in the checkpoint
+    _plain: set[str]  # all keys of unsharded tables
+    _left: int  # what is to be read yet
 
     def set_up_planner(
         self,
@@ -61,7 +65,7 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Tells each table what the checkpoint has of it."""
         assert metadata is not None
-        self._names, self._empty = {}, set()
+        self._names, self._empty, self._plain = {}, set(), set()
         saved = metadata.state_dict_metadata
         flat, paths = flatten_state_dict(state_dict)
         found: dict[int, tuple[Entry, dict[str, TensorStorageMetadata]]] = {}
@@ -73,6 +77,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 if isinstance(of_saved, TensorStorageMetadata):
                     tensors[self._names[fqn]] = of_saved
             elif isinstance(value, Tensor) and _is_of_unsharded_table(fqn, flat, saved):
+                self._plain.add(fqn)
                 name = fqn.rpartition(".")[2]
                 resized = _resized(value, name, of_saved)
                 if resized is not None:
@@ -84,6 +89,8 @@ class LoadPlanner(DefaultLoadPlanner):
             if tensors or not self.allow_partial_load:
                 entry.begin(tensors)
                 begun.append(entry)
+            else:
+                entry.is_left_out = True
         LoadSession(begun)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
@@ -101,6 +108,24 @@ class LoadPlanner(DefaultLoadPlanner):
                     plan.items += create_read_items_for_chunk_list(fqn, of_saved, [chunk])
         return plan
 
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Counts what is to be read."""
+        self._left = len(new_plan.items)
+        return super().finish_plan(new_plan)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Takes what is no tensor."""
+        super().load_bytes(read_item, value)
+        self._count()
+
+    def _count(self) -> None:
+        """Verifies unsharded tables when all has been read; the sharded ones verify with all ranks."""
+        assert self.metadata is not None
+        self._left -= 1
+        if not self._left:
+            came = {fqn: self.state_dict[fqn] for fqn in self._plain}
+            verify_plain(came, self.metadata.state_dict_metadata)
+
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Gives the memory that a block is read into."""
         fqn = read_item.dest_index.fqn
@@ -116,10 +141,12 @@ class LoadPlanner(DefaultLoadPlanner):
         fqn = read_item.dest_index.fqn
         if fqn not in self._names:
             super().commit_tensor(read_item, tensor)
+            self._count()
             return
         begin = read_item.dest_index.offset or ()
         offset = tuple(a + b for a, b in zip(begin, read_item.dest_offsets, strict=True))
         self.state_dict[fqn].entry.receive(self._names[fqn], offset, tensor)
+        self._count()
 
 
 def _is_of_unsharded_table(fqn: str, flat: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:

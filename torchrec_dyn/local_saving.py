@@ -5,7 +5,7 @@ Legend: R rows, D columns, Q ids that wait, K times.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torchrec_dyn.content_sums import (
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
     as_words,
+    check_config_is_whole,
     compare_sums,
     content_sum,
     sum_of_small,
@@ -97,20 +98,14 @@ def model_state(
     Raises:
         ValueError: if it is damaged, or of another table.
     """
-    weight, ids, columns = saved["weight"], saved["ids"], config["embedding_dim"]
-    if weight.dim() != 2 or weight.shape[1] != columns:
-        raise ValueError(f"{where}: expected saved rows [R, {columns}], got {list(weight.shape)}.")
-    if ids.dtype != torch.int64 or ids.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{where}: expected {len(weight)} saved ids of dtype int64, "
-            f"got {list(ids.shape)} {ids.dtype}."
-        )
+    ids = saved["ids"]
+    check_shapes(where, saved["weight"], ids, config["embedding_dim"])
+    verify(where, config["table"], saved, MODEL_TENSORS, ids, _absent(saved, MODEL_TENSORS))
     initializer = None
     if "config" in saved:
         of_saved = from_bytes(where, saved["config"])
         check_config(where, of_saved, dict(config))
         initializer = saved_initializer(where, of_saved)
-    _verify(where, config["table"], saved, MODEL_TENSORS, ids)
     state = {name: saved[name] for name in ("weight", "ids", *LIFE) if name in saved}
     for name in BY_ROW:  # the load planner makes empty ones where the checkpoint has none
         if name in state and not len(state[name]) and len(ids):
@@ -119,6 +114,24 @@ def model_state(
         state["waiting"] = state["waiting"].t().contiguous()
     state["weight"] = state["weight"].detach()
     return state, initializer
+
+
+def check_shapes(where: str, weight: Tensor, ids: Tensor, columns: int) -> None:
+    """Raises ValueError if saved rows and ids do not fit a table, or each other.
+
+    Args:
+        where: the table, for messages.
+        weight: [R, columns].
+        ids: [R] int64.
+        columns: of the table.
+    """
+    if weight.dim() != 2 or weight.shape[1] != columns:
+        raise ValueError(f"{where}: expected saved rows [R, {columns}], got {list(weight.shape)}.")
+    if ids.dtype != torch.int64 or ids.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{where}: expected {len(weight)} saved ids of dtype int64, "
+            f"got {list(ids.shape)} {ids.dtype}."
+        )
 
 
 def optimizer_state(table: DynamicTable, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -136,6 +149,7 @@ def optimizer_state(table: DynamicTable, saved: Mapping[str, Tensor]) -> dict[st
     """
     where, optimizer, ids = table.where, table.optimizer, table.ids()
     cuts = [0, table.columns]
+    check_config_is_whole(where, table.name, saved, OPTIMIZER_TENSORS)
     if "config" in saved:
         of_saved = from_bytes(where, saved["config"])
         check_optimizer(where, of_saved, optimizer_config(optimizer, cuts))
@@ -146,7 +160,8 @@ def optimizer_state(table: DynamicTable, saved: Mapping[str, Tensor]) -> dict[st
                 f"{where}: expected optimizer state of {ids.numel()} rows, got that of "
                 f"{len(saved[name])}. Load the state dict of the module before that of its optimizer."
             )
-    _verify(where, table.name, saved, OPTIMIZER_TENSORS, ids)
+    left_out = _absent(saved, OPTIMIZER_TENSORS)
+    verify(where, table.name, saved, OPTIMIZER_TENSORS, ids, left_out)
     state = {"step": saved["step"]}
     for name, rowwise in zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True):
         one = saved[name].detach().float()
@@ -170,13 +185,27 @@ def _sealed(
     return {**saved, "checksum": as_words(sums, order), "cells": cells}
 
 
-def _verify(
-    where: str, table: str, saved: Mapping[str, Tensor], order: tuple[str, ...], ids: Tensor
+def verify(
+    where: str,
+    table: str,
+    saved: Mapping[str, Tensor],
+    order: tuple[str, ...],
+    ids: Tensor,
+    left_out: Container[str],
 ) -> None:
-    if "checksum" not in saved:
-        return
-    sums = _sums(table, saved, ids, order)
-    compare_sums(where, saved["checksum"], order, sums, sums)
+    """Raises ValueError if tensors are not those that were saved.
+
+    Args:
+        where: the table, for messages.
+        table: its name.
+        saved: tensors by name; without "checksum" nothing is verified.
+        order: MODEL_TENSORS or OPTIMIZER_TENSORS.
+        ids: [R] int64 of the rows.
+        left_out: names of tensors that were saved and are not here.
+    """
+    if "checksum" in saved:
+        names = [name for name in order if name not in left_out]
+        compare_sums(where, saved["checksum"], order, names, _sums(table, saved, ids, order))
 
 
 def _sums(
@@ -189,3 +218,7 @@ def _sums(
         for name in order
         if name in saved
     }
+
+
+def _absent(saved: Mapping[str, Tensor], order: tuple[str, ...]) -> set[str]:
+    return set(order) - saved.keys()

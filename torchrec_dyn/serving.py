@@ -6,7 +6,8 @@
     serving.apply_delta("served", "deltas/1100")                      # in this process or another
     ebc.refresh()                                                     # now it shows
 
-Processes that serve one directory share its pages. What the directory holds: serving_format.py.
+Processes that serve one directory share its pages. On a tmpfs mounted with huge=always they are of 2 MiB, and
+large requests a quarter to a third faster. What the directory holds: serving_format.py.
 
 Legend: B bags of a feature, N ids, D columns of a table.
 """

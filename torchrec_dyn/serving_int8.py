@@ -56,31 +56,32 @@ class Int8Pooling(nn.Module):
             written: [bytes] uint8, the rows of all tables.
             rows: [N] int64; -1 counts as zeros.
             offsets: [F * B + 1] int64, ascending from 0 to N: the kernel does not look.
-            weights: [N] float32 or None.
+            weights: [N] float32, contiguous, or None.
             mean: divide each bag by its length.
 
         Returns:
             [B, sum of D] float32.
         """
         mode = PoolingMode.MEAN if mean else PoolingMode.SUM
-        return self._call(self._total, written, rows, offsets, mode, weights)
+        return self._call(len(self._places), written, rows, offsets, mode, weights)
 
-    def gather(self, written: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Gathers rows of tables of one width.
+    def gather(self, written: Tensor, rows: Tensor) -> Tensor:
+        """Gathers rows of tables of one width, which need not be told apart: all begin at byte 0.
 
         Args:
             written: [bytes] uint8.
             rows: [N] int64; -1 reads as zeros.
-            offsets: [F + 1] int64: which rows are of which feature.
 
         Returns:
             [N, D] float32.
         """
-        return self._call(self._most, written, rows, offsets, PoolingMode.NONE, None)
+        # As one feature: the kernel counts where the output of a later one begins in 32 bits.
+        offsets = torch.arange(2) * rows.shape[0]
+        return self._call(1, written, rows, offsets, PoolingMode.NONE, None)
 
     def _call(
         self,
-        width: int,
+        features: int,
         written: Tensor,
         rows: Tensor,
         offsets: Tensor,
@@ -90,11 +91,11 @@ class Int8Pooling(nn.Module):
         return _lookup(
             dev_weights=written,
             uvm_weights=self._none,
-            weights_placements=self._places,
-            weights_offsets=self._begins,
-            weights_tys=self._types,
-            D_offsets=self._ends,
-            total_D=width,
+            weights_placements=self._places[:features],
+            weights_offsets=self._begins[:features],
+            weights_tys=self._types[:features],
+            D_offsets=self._ends[: features + 1],
+            total_D=self._total if features > 1 else self._most,
             max_int2_D=0,
             max_int4_D=0,
             max_int8_D=self._most,

@@ -123,6 +123,7 @@ class ServedLookup(nn.Module):
             [B, sum of D over features] float32.
         """
         generation = self.generation  # once: the next line may run when it has been replaced
+        ids, weights = ids.contiguous(), None if weights is None else weights.contiguous()
         rows, absent = generation.find(ids, offsets[self._first_feature * batch])
         if generation.row_dtype == torch.int8:
             out = self._int8(generation.rows, rows, offsets, weights, self._all_mean)
@@ -153,10 +154,11 @@ class ServedLookup(nn.Module):
         """
         generation = self.generation
         table_offsets = feature_offsets[self._first_feature]
+        ids = ids.contiguous()
         rows, absent = generation.find(ids, table_offsets)
         width = self._columns[0]
         if generation.row_dtype == torch.int8:
-            out = self._int8.gather(generation.rows, rows, feature_offsets)
+            out = self._int8.gather(generation.rows, rows)
         else:
             begins, counts = table_offsets[:-1], table_offsets.diff()
             tables = torch.arange(len(self._configs))

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
-from torchrec_dyn.content_sums import MODEL_TENSORS, add_sums, compare_sums, sum_of_small
+from torchrec_dyn.content_sums import (
+    MODEL_TENSORS,
+    add_sums,
+    check_config_is_whole,
+    compare_sums,
+    sum_of_small,
+)
 from torchrec_dyn.load_session import LoadSession
 from torchrec_dyn.saved_config import check_config, from_bytes
 from torchrec_dyn.saved_places import Places
@@ -34,9 +40,11 @@ class ModelEntry:
         source: what the same tensors save.
         staged: what has come for each shard, None before anything is loaded.
         places: which rows came.
+        present: names of the tensors that were saved, whether the table can use them or not.
         small: the tensors that are not by row.
         session: with which they were read.
         is_verified: whether their sums were right.
+        is_left_out: whether a partial load found nothing for it.
         step: the last training step that the rows of any rank know of.
     """
 
@@ -45,8 +53,9 @@ class ModelEntry:
         self.source = ModelSource(pieces, self)
         self.staged: list[StagedRows] | None = None
         self.small: dict[str, Tensor] = {}
+        self.present: set[str] = set()
         self.session: LoadSession | None = None
-        self.is_verified = False
+        self.is_verified = self.is_left_out = False
         self.step = 0
         self._saved: Mapping[str, TensorStorageMetadata] = {}
         self.places = Places([])
@@ -73,7 +82,9 @@ class ModelEntry:
             )
         total = saved["ids"].size[0] if "ids" in saved else 0
         dtype = saved["weight"].properties.dtype if "weight" in saved else torch.float32
-        self._saved, self.small, self.is_verified = saved, {}, False
+        self._saved, self.small = saved, {}
+        self.is_verified = self.is_left_out = False
+        self.present = set(saved)
         places = pieces.places(saved, total)
         self.stage(places, dtype)
 
@@ -157,6 +168,7 @@ class ModelEntry:
             ValueError: if it is damaged, or of another table.
         """
         pieces = self.pieces
+        check_config_is_whole(pieces.where, pieces.name, self.small, MODEL_TENSORS)
         if "config" in self.small:
             saved = from_bytes(pieces.where, self.small["config"])
             check_config(pieces.where, saved, pieces.config)
@@ -174,7 +186,8 @@ class ModelEntry:
     def compare(self, summed: Mapping[str, int]) -> None:
         """Raises ValueError if the sums of all ranks are not those that were saved."""
         if "checksum" in self.small:
-            names = [*self.names, "config", *(["clock"] if self.pieces.has_life else [])]
+            read = {*self.names, "config", *(["clock"] if self.pieces.has_life else [])}
+            names = [name for name in MODEL_TENSORS if name in read or name not in self.present]
             words = self.small["checksum"]
             compare_sums(self.pieces.where, words, MODEL_TENSORS, names, summed)
 

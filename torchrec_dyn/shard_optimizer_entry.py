@@ -16,6 +16,7 @@ from torchrec_dyn.content_sums import (
     DAMAGED,
     OPTIMIZER_TENSORS,
     add_sums,
+    check_config_is_whole,
     compare_sums,
     content_sum,
     sum_of_small,
@@ -29,7 +30,8 @@ from torchrec_dyn.saved_tensor import CHUNK_BYTES, SavedTensor, numbers_of
 from torchrec_dyn.shard_model_entry import ModelEntry
 from torchrec_dyn.shard_optimizer_source import OptimizerSource
 from torchrec_dyn.shard_pieces import ShardPieces, blocks_of, check_same_shards
-from torchrec_dyn.table_state import named_states
+from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table_state import NamedState, named_states
 
 SMALL = ("step", "config", "checksum")
 
@@ -52,12 +54,13 @@ class OptimizerEntry:
         self.optimizer = optimizer
         self.small: dict[str, Tensor] = {}
         self.session: LoadSession | None = None
-        self.is_verified = False
+        self.is_verified = self.is_left_out = False
         self.step = 0
         self.staged: list[dict[str, RowStore]] | None = None
         self.places = Places([])
         self._saved: Mapping[str, TensorStorageMetadata] = {}
         self.total = 0
+        self.has_all_cuts = True
         self.source = OptimizerSource(pieces, optimizer, self)
 
     def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
@@ -74,7 +77,8 @@ class OptimizerEntry:
                 f"{self.pieces.where}: expected a checkpoint with its optimizer state, got one without. "
                 "Load the model's state dict only, or give LoadPlanner(allow_partial_load=True)."
             )
-        self._saved, self.small, self.is_verified = saved, {}, False
+        self._saved, self.small = saved, {}
+        self.is_verified = self.is_left_out = False
         by_row = [saved[name] for name in self.optimizer.state_names if name in saved]
         total = by_row[0].size[0] if by_row else 0
         widths = {name: saved[name].size[1] for name in self.optimizer.state_names if name in saved}
@@ -93,7 +97,9 @@ class OptimizerEntry:
         for shard in self.pieces.shards:
             stores = {}
             for one in named_states(shard):
-                width = widths.get(one.name, 1) if one.is_rowwise else shard.columns
+                width = shard.columns
+                if one.is_rowwise:
+                    width = widths.get(one.name, 1) if self.has_all_cuts else 1
                 store = RowStore(width, one.store.shift, torch.float32, one.store.device)
                 store.reserve(places.count)
                 stores[one.name] = store
@@ -115,6 +121,12 @@ class OptimizerEntry:
         # Of row-wise state every shard wants all cuts: read once, given to each.
         return list({(tuple(one.offsets), tuple(one.sizes)): one for one in found}.values())
 
+    def origin(self, shard: DynamicTable, one: NamedState) -> int:
+        """Returns the first column of the saved tensor that a staged store has."""
+        if not one.is_rowwise:
+            return shard.first_column
+        return 0 if self.has_all_cuts else self.pieces.cuts.index(shard.first_column)
+
     def receive(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
         """Takes a block that was read.
 
@@ -130,7 +142,7 @@ class OptimizerEntry:
             for one in named_states(shard):
                 if one.name != name:
                     continue
-                origin = 0 if one.is_rowwise else shard.first_column
+                origin = self.origin(shard, one)
                 first = max(offset[1], origin)
                 end = min(offset[1] + block.shape[1], origin + stores[name].columns)
                 if first >= end:
@@ -154,6 +166,15 @@ class OptimizerEntry:
         widths = {name: saved[name].shape[1] for name in names}
         first = _blocks(saved[names[0]]) if names else []
         ranges = [(offset[0], offset[0] + len(block)) for offset, block in first]
+        self.has_all_cuts = not isinstance(saved["config"], SavedTensor)
+        if not self.has_all_cuts:
+            config = from_bytes(self.pieces.where, self.small["config"])
+            if config.get("cuts", self.pieces.cuts) != self.pieces.cuts:
+                raise ValueError(
+                    f"{self.pieces.where}: expected optimizer state cut at columns {self.pieces.cuts}, "
+                    f"got a copy of one cut at {config['cuts']}. Save and load it with "
+                    "torch.distributed.checkpoint."
+                )
         self.stage(Places(ranges), size[0], widths)
         for name in names:
             for offset, block in _blocks(saved[name]):
@@ -201,7 +222,9 @@ class OptimizerEntry:
             )
 
     def check_config(self) -> None:
-        """Raises ValueError if it is of another optimizer."""
+        """Raises ValueError if it is of another optimizer, or damaged."""
+        name, where = self.pieces.name, self.pieces.where
+        check_config_is_whole(where, name, self.small, OPTIMIZER_TENSORS)
         if "config" in self.small:
             saved = from_bytes(self.pieces.where, self.small["config"])
             check_optimizer(self.pieces.where, saved, self.source.config)
@@ -216,12 +239,13 @@ class OptimizerEntry:
         for shard, stores, stretches in zip(
             pieces.shards, self.staged or (), of_shards, strict=True
         ):
-            # Row-wise state came with all cuts: one rank, and one shard of it, is to sum them.
-            sums_cuts = pieces.has_first_column and shard is pieces.shards[0]
+            # Where row-wise state came with all cuts, one rank, and one shard of it, is to sum them.
+            sums_cuts = shard is pieces.shards[0] and pieces.has_first_column
+            sums_cuts = sums_cuts or not self.has_all_cuts
             states = [one for one in named_states(shard) if sums_cuts or not one.is_rowwise]
             for ids, rows in stretches:
                 for one in states:
-                    first = 0 if one.is_rowwise else shard.first_column
+                    first = self.origin(shard, one)
                     values = stores[one.name].read(rows)
                     sums.append({one.name: content_sum(pieces.name, one.name, ids, values, first)})
         if pieces.rank == 0:
@@ -232,8 +256,8 @@ class OptimizerEntry:
     def compare(self, summed: Mapping[str, int]) -> None:
         """Raises ValueError if the sums of all ranks are not those that were saved."""
         if "checksum" in self.small:
-            names, words = (*self.optimizer.state_names, "step", "config"), self.small["checksum"]
-            compare_sums(self.pieces.where, words, OPTIMIZER_TENSORS, names, summed)
+            words, names = self.small["checksum"], OPTIMIZER_TENSORS
+            compare_sums(self.pieces.where, words, names, names, summed)
 
 
 def _blocks(value: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:

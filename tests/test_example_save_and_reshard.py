@@ -1,0 +1,92 @@
+"""examples/save_and_reshard.py end to end, in real processes, and what it says of its runs."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from example_criteo_files import EXAMPLES
+
+from reshard_report import as_text  # isort: skip
+
+SCRIPT = str(EXAMPLES / "save_and_reshard.py")
+TIME_LIMIT = 400  # seconds; a run takes about 50 of one idle core
+MOVED = ["2 ranks, other plan", "3 ranks", "1 rank", "laptop"]
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """What one run of everything prints, and its folder."""
+    folder = tmp_path_factory.mktemp("moves")
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
+    }
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--folder", str(folder)],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr, folder
+
+
+def line_of(text: str, name: str, part: int) -> str:
+    """The line on one run in one of the paragraphs."""
+    lines = text.split("\n\n")[part].splitlines()
+    return next(line for line in lines if line.startswith(f"  {name:20} "))
+
+
+def test_another_plan_on_as_many_ranks_changes_no_loss(shown):
+    assert "all equal to the last bit" in line_of(shown[0], "2 ranks, other plan", 1)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_losses_go_on_as_those_of_the_run_that_stayed(shown, name):
+    line = line_of(shown[0], name, 1)
+    apart = re.search(r"at most (\S+) apart", line)
+    assert "last bit" in line or float(apart[1]) < 2e-4
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_what_was_loaded_is_saved_again_to_the_last_bit(shown, name):
+    assert line_of(shown[0], name, 2).endswith("every tensor as it was, to the last bit")
+
+
+def test_the_model_learns_before_and_after_the_move(shown):
+    means = [float(line.split()[3]) for line in shown[0].splitlines() if " to " in line]
+    assert len(means) == 8
+    assert means[0] - means[3] > 0.03 and means[4] - means[7] > 0.005
+
+
+def test_the_laptop_keeps_its_model_and_checkpoints_stay_where_asked(shown):
+    text, errors, folder = shown
+    assert "torch.save and torch.load of the laptop's model: the same predictions" in text
+    assert {path.name for path in folder.iterdir() if (path / ".metadata").exists()} == {
+        "2 ranks",
+        *MOVED,
+    }
+    assert "Traceback" not in errors and "terminate called" not in errors
+
+
+def test_the_report_tells_of_differences():
+    curves = {"stays": [0.5] * 20, "a": [0.5] * 9 + [0.25], "b": [0.5] * 10}
+    plans = {"stays": "t row_wise", "a": "t table_wise", "b": ""}
+    text = as_text(curves, plans, {"a": [], "b": ["t.weight"]}, is_kept=False, saved_at=10)
+    assert "at most 2.5e-01 apart" in line_of(text, "a", 1)
+    assert line_of(text, "b", 1).split() == [
+        "b",
+        "not",
+        "sharded",
+        "all",
+        "equal",
+        "to",
+        "the",
+        "last",
+        "bit",
+    ]
+    assert line_of(text, "b", 2).endswith("other numbers in t.weight")
+    assert text.endswith("OTHER predictions")
+    assert "0.475000" in text
