@@ -80,3 +80,8 @@ def _features(ids: dict[str, list[int]]) -> KeyedJaggedTensor:
 def train(model: Model, ids: dict[str, list[int]]) -> None:
     model.train()
     (model(ids) * 0.5).backward()
+
+
+def batch(*ids: int) -> dict[str, list[int]]:
+    """The same ids for every table."""
+    return {name: list(ids) for name in NAMES}

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from delta_cases import MOST, NAMES, Model, train
+from delta_cases import MOST, NAMES, Model, batch, train
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,9 +65,10 @@ OPTIMIZERS = [EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM, EmbOptimTyp
 def test_full_and_deltas_in_order_are_full_later(tmp_path_factory, optimizer, before, after, ids):
     folder = tmp_path_factory.mktemp("deltas")
     model = Model(optimizer)
+    twin = copy.deepcopy(model)
     for event in before:
         happen(model, event)
-    twin = copy.deepcopy(model)
+        happen(twin, event)
     marker, number = mark(model), 0
     for event in [*after, ("export",)]:
         if event[0] == "export":
@@ -86,3 +87,23 @@ def test_full_and_deltas_in_order_are_full_later(tmp_path_factory, optimizer, be
             name: [number + 1 for number in some if abs(number) < 1000]
             for name, some in ids.items()
         }
+
+
+def test_a_copy_forgets_what_it_had_listed_ahead(tmp_path):
+    """The model went back to rows of long ago: in the copy they must expire as they do there."""
+    model = Model()
+    model.tables()["old"].assign(ids_of(1), torch.ones(1, 4))
+    early = model.tables()["old"].export_state()
+    twin = copy.deepcopy(model)
+    for step in range(20):
+        for one in (model, twin):
+            train(one, batch(step))
+    marker = mark(model)
+    model.tables()["old"].load_state(early)
+    export_delta(model, tmp_path / "0", marker)
+    apply_delta(twin, tmp_path / "0")
+    for _ in range(5):
+        assert_same(model, twin)
+        for one in (model, twin):
+            train(one, batch())
+    assert model.tables()["old"].num_rows == 0
