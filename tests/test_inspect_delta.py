@@ -1,4 +1,4 @@
-"""`python -m torchrec_dyn inspect` of a real delta: it begins and ends at what the checkpoints around it hold."""
+"""`python -m torchrec_dyn inspect` of a real delta: it leads from one checkpoint to the next."""
 
 import re
 
