@@ -172,7 +172,7 @@ class Changes(RuleBasedStateMachine):
 )
 def test_every_change_is_told(lives):
     machine = type("Changes", (Changes,), {"lives": lives})
-    examples = max(1, settings.default.max_examples // 2)
+    examples = max(1, settings.default.max_examples // 4)
     few = settings(settings.default, max_examples=examples, stateful_step_count=30)
     run_state_machine_as_test(machine, settings=few)
 
