@@ -42,7 +42,6 @@ def repeated_ids(path: str) -> str:
     return f"loaded, got {collection.table('t').ids().tolist()}"
 
 
-@pytest.mark.xfail(strict=True, reason="review 19: DMP drops what an unsharded table reports")
 def test_an_unsharded_collection_in_a_sharded_model_reports_what_is_wrong(tmp_path: Path) -> None:
     assert "repeated" in on_one(repeated_ids, tmp_path)
 
@@ -63,6 +62,5 @@ def without_checksums(path: str) -> str:
     return f"loaded {len(held(model))} tensors, {tables_of(model)[0].num_rows} rows unverified"
 
 
-@pytest.mark.xfail(strict=True, reason="review 18: without a checksum nothing is verified")
 def test_a_checkpoint_that_lost_its_checksum(tmp_path: Path) -> None:
     assert "checksum" in on_one(without_checksums, tmp_path)
