@@ -89,21 +89,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         same = torch.equal(program.module()(asked).values(), served(asked).values())
         print(f"exported: {len(program.graph.nodes)} nodes, the same outputs: {same}")
 
-        # Deltas since a marker: not in every version.
-        if hasattr(checkpoint, "export_delta"):
-            since = checkpoint.mark(ebc)
-            train(ebc, steps // 4, draw)
-            checkpoint.export_delta(ebc, folder / "delta", since)
-            print(
-                f"trained {steps // 4} steps more, delta {megabytes(folder / 'delta'):.1f} MB: "
-                f"largest difference {furthest(served, ebc, asked):.4f}"
-            )
-            serving.apply_delta(folder / "served", folder / "delta")
-            served.refresh()
-            print(
-                f"applied: generation {served.generation}, "
-                f"largest difference {furthest(served, ebc, asked):.4f}"
-            )
+        since = checkpoint.mark(ebc)
+        train(ebc, steps // 4, draw)
+        checkpoint.export_delta(ebc, folder / "delta", since)
+        print(
+            f"trained {steps // 4} steps more, delta {megabytes(folder / 'delta'):.1f} MB: "
+            f"largest difference {furthest(served, ebc, asked):.4f}"
+        )
+        serving.apply_delta(folder / "served", folder / "delta")
+        served.refresh()
+        print(
+            f"applied: generation {served.generation}, "
+            f"largest difference {furthest(served, ebc, asked):.4f}"
+        )
 
 
 if __name__ == "__main__":

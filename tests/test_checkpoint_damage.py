@@ -73,13 +73,7 @@ def test_a_flipped_bit_of_a_checksum_is_found_or_of_no_account(folder: Path) -> 
     assert sum(map(bool, errors)) > 2
 
 
-@pytest.mark.parametrize(
-    "of",
-    [
-        "model.",
-        pytest.param("optimizer.", marks=pytest.mark.xfail(strict=True, reason="BUGS_plans 6")),
-    ],
-)
+@pytest.mark.parametrize("of", ["model.", "optimizer."])
 def test_an_unsharded_table_is_as_it_was_too(folder: Path, of: str) -> None:
     damages = flips_in_numbers(folder, random.Random(5), 1, of)
     errors = check(UNSHARDED, folder, random.Random(6).sample(damages, 12))

@@ -31,8 +31,8 @@ FLOORS = (
     " sequence_sharding sequence_batch carry_over agreement id_exchange shard_stats whole_table sharded_table"
     " shardable_view",
     "saved_places staged_rows take_over shard_pieces load_session shard_model_source shard_model_entry"
-    " shard_state_dict shard_optimizer_source shard_optimizer_entry aligned_state sharded_optimizer sharding_setup"
-    " loaded_plain load_planner",
+    " shard_state_dict shard_optimizer_source shard_optimizer_entry aligned_state sharded_optimizer"
+    " sharding_setup loaded_plain load_planner",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
     " from_static_rows from_static_optimizer from_static"
     " sharded_embeddingbag sharded_embedding across_ranks sharders stats_logger planner"

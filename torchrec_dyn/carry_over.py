@@ -14,7 +14,7 @@ from torchrec_dyn.row_wise import owners
 from torchrec_dyn.saved_life import NOT_BY_ROW
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.table_layout import Piece, TableLayout
-from torchrec_dyn.table_state import without_optimizer
+from torchrec_dyn.table_state import state_for_copy, without_optimizer
 
 
 def carry_over(
@@ -35,7 +35,7 @@ def carry_over(
         return
     for shard in shards:
         shard.start_as(source.initializer)  # perhaps that of a checkpoint
-    state = source.export_state()
+    state = state_for_copy(source)
     if not state["ids"].numel() and not int(state["step"]) and source.time is None:
         return
     parts = owners(state["ids"], layout.row_ranks) if layout.rows_are_spread else None

@@ -63,13 +63,14 @@ class ChangeLog:
 
     Attributes:
         number: of the latest moment; as int32, one a second lasts 68 years.
+        token: stands for this log and this number.
         changed: of each row, when it last changed.
         born: of each row, when its id got it.
     """
 
     def __init__(self, row_limit: int, device: torch.device) -> None:
         self._of = (row_limit, device)
-        self.number = 0
+        self.number, self.token = 0, object()
         self.changed, self.born = RowMarks(*self._of), RowMarks(*self._of)
         self._left: list[_Left] = []
         self._moments: WeakSet[Moment] = WeakSet()
@@ -81,7 +82,7 @@ class ChangeLog:
 
     def moment(self) -> Moment:
         """Begins a moment."""
-        self.number += 1
+        self.number, self.token = self.number + 1, object()
         moment = Moment(self, self.number)
         self._moments.add(moment)
         return moment
@@ -237,20 +238,32 @@ def note_left(table: ChangingTable, ids: Tensor, rows: Tensor) -> None:
         log.left(ids, rows)
 
 
-def note_changed(tables: Sequence[ChangingTable], rows: Tensor, table_offsets: Tensor) -> None:
+def note_changed(
+    tables: Sequence[ChangingTable],
+    rows: Tensor,
+    table_offsets: Tensor,
+    noted: list[object] | None = None,
+) -> None:
     """Takes note that rows were written to, or seen where they are scored.
 
     Args:
         tables: T tables.
         rows: [N] int64 in table order, -1 for none. A row that its id has left does not count.
         table_offsets: [T + 1] int64, which rows are whose.
+        noted: `tokens_of` the tables when these very rows were noted before: nothing to do if no moment
+            began since.
     """
-    if all(table.changes is None for table in tables):
+    if all(table.changes is None for table in tables) or tokens_of(tables) == noted:
         return
     logs = [changes_of(table) for table in tables]
     marks = [None if log is None else log.changed for log in logs]
     numbers = [0 if log is None else log.number for log in logs]
     write_marks(marks, rows, table_offsets, numbers)
+
+
+def tokens_of(tables: Sequence[ChangingTable]) -> list[object]:
+    """Returns what tells this moment of each table from any other, whatever log it is of."""
+    return [None if table.changes is None else table.changes.token for table in tables]
 
 
 def note_all_changed(table: ChangingTable) -> None:

@@ -102,13 +102,22 @@ def open_files(folder: Path) -> tuple[FileSystemReader, Metadata]:
         ValueError: if it is no checkpoint, a torn or a damaged one.
     """
     reader = FileSystemReader(folder)
-    metadata = _read_metadata(folder, reader)
+    metadata = read_metadata(folder, reader)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    _check_files(folder, metadata)
+    check_files(folder, metadata)
     return reader, metadata
 
 
-def _read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
+def read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
+    """Reads the index of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        reader: of it.
+
+    Raises:
+        ValueError: if it is no checkpoint, or a torn one.
+    """
     if not (folder / ".metadata").is_file():
         inside = [one.name for one in folder.iterdir()] if folder.is_dir() else ["no directory"]
         if all(name.endswith((".distcp", ".metadata.tmp")) for name in inside):
@@ -133,7 +142,13 @@ def _read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
     return metadata
 
 
-def _check_files(folder: Path, metadata: Metadata) -> None:
+def check_files(folder: Path, metadata: Metadata) -> None:
+    """Raises ValueError if a file is missing or too short for what the index says of it.
+
+    Args:
+        folder: of the checkpoint.
+        metadata: its index.
+    """
     ends: dict[str, int] = defaultdict(int)
     for entry in metadata.storage_data.values():
         ends[entry.relative_path] = max(ends[entry.relative_path], entry.offset + entry.length)

@@ -83,6 +83,7 @@ def write_rows(
         note_changed([shard], rows, torch.tensor([0, rows.numel()]))
     if shard.life is not None:
         shard.life.forget_listed()
+        shard.life.is_unscored = False
         if staged.waiting is not None:
             shard.life.waiting = staged.waiting
         if shard.life.is_timed:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchrec_dyn.across_ranks import Collection
 from torchrec_dyn.agreement import agree
-from torchrec_dyn.checkpoint_reader import _check_files, _read_metadata
+from torchrec_dyn.checkpoint_reader import check_files, read_metadata
 from torchrec_dyn.chunked_tensor import ChunkedTensor
 from torchrec_dyn.cuts import mean_over_cuts
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
@@ -120,9 +120,9 @@ class _Files:
         self._folder = folder
         self._holder = holder
         self._reader = FileSystemReader(folder)
-        metadata = _read_metadata(folder, self._reader)
+        metadata = read_metadata(folder, self._reader)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        _check_files(folder, metadata)
+        check_files(folder, metadata)
         self._saved = metadata.state_dict_metadata
 
     def table(

@@ -89,6 +89,8 @@ class LoadPlanner(DefaultLoadPlanner):
             if tensors or not self.allow_partial_load:
                 entry.begin(tensors)
                 begun.append(entry)
+            else:
+                entry.is_left_out = True
         LoadSession(begun)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 

@@ -17,12 +17,14 @@ class LoadedEntry(Protocol):
         pieces: what this rank holds of the table.
         session: with which it was read.
         is_verified: whether its sums were right.
+        is_left_out: whether a partial load found nothing for it.
         step: the last training step that the rows of any rank know of.
     """
 
     pieces: ShardPieces
     session: LoadSession | None
     is_verified: bool
+    is_left_out: bool
     step: int
 
     def check(self, others: Sequence[LoadedEntry]) -> dict[str, int] | None:

@@ -98,14 +98,8 @@ def model_state(
     Raises:
         ValueError: if it is damaged, or of another table.
     """
-    weight, ids, columns = saved["weight"], saved["ids"], config["embedding_dim"]
-    if weight.dim() != 2 or weight.shape[1] != columns:
-        raise ValueError(f"{where}: expected saved rows [R, {columns}], got {list(weight.shape)}.")
-    if ids.dtype != torch.int64 or ids.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{where}: expected {len(weight)} saved ids of dtype int64, "
-            f"got {list(ids.shape)} {ids.dtype}."
-        )
+    ids = saved["ids"]
+    check_shapes(where, saved["weight"], ids, config["embedding_dim"])
     verify(where, config["table"], saved, MODEL_TENSORS, ids, _absent(saved, MODEL_TENSORS))
     initializer = None
     if "config" in saved:
@@ -120,6 +114,24 @@ def model_state(
         state["waiting"] = state["waiting"].t().contiguous()
     state["weight"] = state["weight"].detach()
     return state, initializer
+
+
+def check_shapes(where: str, weight: Tensor, ids: Tensor, columns: int) -> None:
+    """Raises ValueError if saved rows and ids do not fit a table, or each other.
+
+    Args:
+        where: the table, for messages.
+        weight: [R, columns].
+        ids: [R] int64.
+        columns: of the table.
+    """
+    if weight.dim() != 2 or weight.shape[1] != columns:
+        raise ValueError(f"{where}: expected saved rows [R, {columns}], got {list(weight.shape)}.")
+    if ids.dtype != torch.int64 or ids.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{where}: expected {len(weight)} saved ids of dtype int64, "
+            f"got {list(ids.shape)} {ids.dtype}."
+        )
 
 
 def optimizer_state(table: DynamicTable, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
+from torchrec_dyn.changes import note_replaced
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.local_saving import MODEL_NAMES, model_state, model_tensors, no_model_tensors
@@ -19,7 +20,7 @@ from torchrec_dyn.saved_tensor import numbers_of
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.table_checks import ROW_DTYPES
 from torchrec_dyn.table_configs import initializer_of, row_dtype, with_row_dtype
-from torchrec_dyn.table_state import without_optimizer
+from torchrec_dyn.table_state import state_for_copy, without_optimizer
 
 _META = torch.device("meta")
 _NO_CHOICE: list[Any] = []
@@ -106,10 +107,13 @@ class LocalTable(nn.Module):
         if before is not None:
             table.start_as(before.initializer)  # perhaps that of a checkpoint
         if before is not None and (before.num_rows or before.life is not None):
-            state = before.export_state()
+            state = state_for_copy(before)
             if before.optimizer.kind != optimizer.kind:
                 state = without_optimizer(state, before.optimizer)
             table.load_state(state)
+        if before is not None and before.changes is not None:
+            table.changes = before.changes  # moments that somebody holds go on
+            note_replaced(table, before.id_map)
         return table
 
     def grouping(self) -> tuple[DynamicTable, torch.dtype, bool]:

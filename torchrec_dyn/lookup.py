@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.bag_layout import BagLayout, Bags, Pooling
-from torchrec_dyn.changes import note_changed
+from torchrec_dyn.changes import note_changed, tokens_of
 from torchrec_dyn.insertion import find_rows, insert_unseen
 from torchrec_dyn.row_numbers import ForwardTicket
 from torchrec_dyn.table import DynamicTable
@@ -45,6 +45,7 @@ class _Forward:
     learns: bool
     steps: list[int]
     generations: list[int]
+    noted: list[object] | None  # at which moments its rows were noted as changed: scored rows are
     ticket: ForwardTicket | None = None
     is_done: bool = False
 
@@ -118,6 +119,7 @@ class TableGroup:
         forward = _Forward(
             self, ids, rows, shown, bags, blocks, training,
             [t.step for t in self.tables], [t.generation for t in self.tables],
+            tokens_of(self.tables) if training and self._has_life else None,
         )  # fmt: skip
         wants_weight_grad = weights is not None and weights.requires_grad
         if torch.is_grad_enabled() and (training or wants_weight_grad):
@@ -225,7 +227,7 @@ class TableGroup:
         )  # fmt: skip
         for table in self.tables:
             table.edits += 1
-        note_changed(self.tables, forward.rows, bags.table_offsets)
+        note_changed(self.tables, forward.rows, bags.table_offsets, forward.noted)
 
     def _count_late_grads(self, forward: _Forward) -> None:
         for t, table in enumerate(self.tables):

@@ -44,6 +44,7 @@ class ModelEntry:
         small: the tensors that are not by row.
         session: with which they were read.
         is_verified: whether their sums were right.
+        is_left_out: whether a partial load found nothing for it.
         step: the last training step that the rows of any rank know of.
     """
 
@@ -54,7 +55,7 @@ class ModelEntry:
         self.small: dict[str, Tensor] = {}
         self.present: set[str] = set()
         self.session: LoadSession | None = None
-        self.is_verified = False
+        self.is_verified = self.is_left_out = False
         self.step = 0
         self._saved: Mapping[str, TensorStorageMetadata] = {}
         self.places = Places([])
@@ -81,7 +82,8 @@ class ModelEntry:
             )
         total = saved["ids"].size[0] if "ids" in saved else 0
         dtype = saved["weight"].properties.dtype if "weight" in saved else torch.float32
-        self._saved, self.small, self.is_verified = saved, {}, False
+        self._saved, self.small = saved, {}
+        self.is_verified = self.is_left_out = False
         self.present = set(saved)
         places = pieces.places(saved, total)
         self.stage(places, dtype)

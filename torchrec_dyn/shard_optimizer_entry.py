@@ -54,7 +54,7 @@ class OptimizerEntry:
         self.optimizer = optimizer
         self.small: dict[str, Tensor] = {}
         self.session: LoadSession | None = None
-        self.is_verified = False
+        self.is_verified = self.is_left_out = False
         self.step = 0
         self.staged: list[dict[str, RowStore]] | None = None
         self.places = Places([])
@@ -77,7 +77,8 @@ class OptimizerEntry:
                 f"{self.pieces.where}: expected a checkpoint with its optimizer state, got one without. "
                 "Load the model's state dict only, or give LoadPlanner(allow_partial_load=True)."
             )
-        self._saved, self.small, self.is_verified = saved, {}, False
+        self._saved, self.small = saved, {}
+        self.is_verified = self.is_left_out = False
         by_row = [saved[name] for name in self.optimizer.state_names if name in saved]
         total = by_row[0].size[0] if by_row else 0
         widths = {name: saved[name].size[1] for name in self.optimizer.state_names if name in saved}

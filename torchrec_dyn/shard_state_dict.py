@@ -9,11 +9,14 @@ from torchrec_dyn.agreement import agree
 from torchrec_dyn.id_map import canonical_order
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.load_session import LoadSession
+from torchrec_dyn.local_saving import check_shapes
 from torchrec_dyn.saved_config import from_bytes, saved_initializer
 from torchrec_dyn.saved_places import Places
 from torchrec_dyn.saved_tensor import CHUNK_BYTES, SavedTensor, numbers_of
 from torchrec_dyn.shard_model_entry import ModelEntry
+from torchrec_dyn.shard_model_source import ModelSource
 from torchrec_dyn.shard_pieces import ShardPieces, check_same_shards
+from torchrec_dyn.table_checks import ROW_DTYPES
 from torchrec_dyn.take_over import take_over
 
 _NEEDED = ("weight", "ids")
@@ -104,6 +107,7 @@ def take_tables(
         for shard, staged in zip(entry.pieces.shards, entry.staged or (), strict=True):
             take_over(shard, staged, clock, initializers.get(name), entry.step)
         entry.staged = None
+        entry.source = ModelSource(entry.pieces, entry)  # given again, it is the table's own
     return initializers
 
 
@@ -119,7 +123,8 @@ def _is_own(saved: Mapping[str, Any], pieces: ShardPieces) -> bool:
         return False
     if list(entry.pieces.shards) != list(pieces.shards):
         return False
-    entry.source.check_unchanged()
+    if not entry.is_left_out:
+        entry.source.check_unchanged()
     return True
 
 
@@ -153,7 +158,10 @@ def _stage_parts(entry: ModelEntry, saved: Mapping[str, Any]) -> None:
 
 def _stage_whole(entry: ModelEntry, saved: Mapping[str, Any]) -> None:
     """Stages this rank's rows out of plain tensors, which hold those of all."""
-    ids = saved["ids"]
+    ids, weight = saved["ids"], saved["weight"].detach()
+    check_shapes(entry.pieces.where, weight, ids, entry.pieces.config["embedding_dim"])
+    if weight.dtype not in ROW_DTYPES:
+        saved = {**saved, "weight": weight.float()}
     order = canonical_order(ids)
     mine = order[entry.pieces.owns(ids[order])]
     entry.stage(Places([(0, mine.numel())]), saved["weight"].dtype)

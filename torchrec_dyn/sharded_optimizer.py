@@ -20,6 +20,7 @@ from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.saved_places import Share, runs_of, share_of
 from torchrec_dyn.saved_tensor import SavedTensor
 from torchrec_dyn.shard_optimizer_entry import SMALL, OptimizerEntry
+from torchrec_dyn.shard_optimizer_source import OptimizerSource
 from torchrec_dyn.shard_pieces import ShardPieces
 
 _NAMES = (*SMALL, "cells")
@@ -84,6 +85,9 @@ class _TableState:
         told = agree(pieces.group, where, fault, told=summed)
         aligned.compare(add_sums(*told))
         aligned.take_over()
+        entry.source = OptimizerSource(
+            pieces, self._optimizer, entry
+        )  # given again, it is the table's own
 
 
 def _share(pieces: ShardPieces) -> Share | None:
@@ -103,7 +107,8 @@ def _entry(
             came.check_is_for(pieces)
             return came
         if list(came.pieces.shards) == list(pieces.shards):
-            came.source.check_unchanged()
+            if not came.is_left_out:
+                came.source.check_unchanged()
             return None
     entry = OptimizerEntry(pieces, optimizer)
     entry.fill(saved)

@@ -32,7 +32,13 @@ from torchrec_dyn.row_numbers import OutstandingForwards, RowNumbers
 from torchrec_dyn.row_store import RowStore, block_shift
 from torchrec_dyn.table_checks import check_ids, check_room, check_rows, check_shape, check_state
 from torchrec_dyn.table_scores import TableScores
-from torchrec_dyn.table_state import named_states, read_state, replace_contents, write_state
+from torchrec_dyn.table_state import (
+    named_states,
+    read_state,
+    replace_contents,
+    state_for_copy,
+    write_state,
+)
 from torchrec_dyn.table_stats import COUNTED, stats_of
 
 
@@ -282,7 +288,7 @@ class DynamicTable(TableScores):
         # Blocks are reserved far beyond the rows in use: a copy carries the contents.
         left_out = ("id_map", "row_numbers", "weights", "states", "life", "forwards", "changes")
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        state = self.export_state()
+        state = state_for_copy(self)
         return {"fields": fields, "dtype": self.dtype, "device": self.device, "state": state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

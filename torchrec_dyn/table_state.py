@@ -17,7 +17,7 @@ from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.row_life import RowLife
 from torchrec_dyn.row_numbers import RowNumbers
 from torchrec_dyn.row_store import RowStore
-from torchrec_dyn.saved_life import last_step
+from torchrec_dyn.saved_life import BY_ROW, last_step
 
 
 class NamedState(NamedTuple):
@@ -106,6 +106,17 @@ def read_state(table: SavedTable) -> dict[str, Tensor]:
         state[one.name] = values.flatten() if one.is_rowwise else values
     state["step"] = torch.tensor(table.step)
     return state if table.life is None else {**state, **table.life.export(rows)}
+
+
+def state_for_copy(table: SavedTable) -> dict[str, Tensor]:
+    """Copies the contents out for a table that goes on as this one would.
+
+    Scores that only stand in for missing ones are left out, so that they are missing there too.
+    """
+    state = read_state(table)
+    if table.life is not None and table.life.is_unscored:
+        return {name: one for name, one in state.items() if name not in BY_ROW}
+    return state
 
 
 def write_state(table: SavedTable, state: Mapping[str, Tensor]) -> None:

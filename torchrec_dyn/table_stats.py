@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from torchrec_dyn.changes import ChangeLog
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.row_life import RowLife
 from torchrec_dyn.row_numbers import RowNumbers
@@ -26,6 +27,7 @@ class CountedTable(Protocol):
     id_map: IdMap
     row_numbers: RowNumbers
     life: RowLife | None
+    changes: ChangeLog | None
 
     @property
     def stores(self) -> Sequence[RowStore]:
@@ -37,8 +39,9 @@ def stats_of(table: CountedTable) -> dict[str, int | float]:
     """Returns the numbers of a table.
 
     What it holds: rows, limit, slots, load (rows / slots), bytes (slots, and rows in use with their
-    optimizer state and scores, and counters), step, waiting (ids with a counter), withheld (rows that
-    wait for a forward), probe_length_mean and probe_length_max (in slots; of a sample in a large map).
+    optimizer state and scores, counters, and what is noted for deltas), step, waiting (ids with a
+    counter), withheld (rows that wait for a forward), probe_length_mean and probe_length_max (in slots;
+    of a sample in a large map).
 
     Counts since it was made: of occurrences in training ids_seen, hits (had a row), unseen (had none),
     refused (got none); of ids inserted, evicted_expired, evicted_full, erased, counters_dropped; and
@@ -52,7 +55,8 @@ def stats_of(table: CountedTable) -> dict[str, int | float]:
         "limit": table.row_limit,
         "bytes": table.id_map.bytes
         + table.row_numbers.high * row_bytes
-        + (0 if life is None else life.waiting_bytes),
+        + (0 if life is None else life.waiting_bytes)
+        + (0 if table.changes is None else table.changes.bytes),
         "step": table.step,
         "waiting": 0 if life is None else life.num_waiting,
         "withheld": table.row_numbers.withheld().numel(),
