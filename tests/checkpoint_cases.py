@@ -264,7 +264,7 @@ def held(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def run_on(setup: Setup, function: Any, *args: Any, timeout: float = 120) -> list[Any]:
+def run_on(setup: Setup, function: Any, *args: Any, timeout: float = 300) -> list[Any]:
     """Calls a function with a setup on each of its ranks, or here."""
     if not setup.world:
         return [function(setup, *args)]

@@ -56,7 +56,8 @@ def test_what_was_loaded_is_saved_again_to_the_last_bit(shown, name):
 
 
 def test_the_model_learns_before_and_after_the_move(shown):
-    means = [float(line.split()[3]) for line in shown[0].splitlines() if " to " in line]
+    rows = re.findall(r"^ *\d+ to +\d+ +(\S+)", shown[0], re.M)
+    means = [float(mean) for mean in rows]
     assert len(means) == 8
     assert means[0] - means[3] > 0.03 and means[4] - means[7] > 0.005
 

@@ -7,6 +7,7 @@ after the other.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from torchrec_dyn.id_map import IdMap
 
 # A window is looked up in one scan of the slots and kept for the next tensor: 16 bytes a row.
 WINDOW_ROWS = 2 << 20
+KEPT_ROWS = 4 << 20  # of all tables
 _WINDOW_BITS = 12
 _WORD_BITS = 64
 # Mixed ids are counted in 2^8 cells at most, each of so many rows at least, so that a reader of a slice reads
@@ -53,15 +55,14 @@ class CanonicalRows:
         stamp: anything that changes when the map does.
     """
 
-    _holder: weakref.ref[CanonicalRows] | None = None  # of the one window that is kept
-
     def __init__(self, id_map: IdMap, where: str, stamp: Callable[[], Any]) -> None:
+        _kept.enter()
+        weakref.finalize(self, _kept.leave)
         self._map = id_map
         self._where = where
         self._stamp = stamp
         self._stamped = stamp()
         self.count = id_map.num_ids
-        self._window: _Window | None = None
         cells = ops.count_cells(*id_map.arrays(), _WINDOW_BITS)
         self._begins = [0, *cells.cumsum(0).tolist()]
 
@@ -120,23 +121,54 @@ class CanonicalRows:
             )
 
     def _window_at(self, place: int) -> _Window:
-        kept = self._window
-        if kept is not None and kept.begin <= place < kept.begin + kept.ids.numel():
-            return kept
-        self._forget_window()
         first = bisect_right(self._begins, place) - 1
+        for window in _kept.windows_of(self._map, self._stamped):
+            if window.begin <= place < window.begin + window.ids.numel():
+                return window
         last = max(first + 1, bisect_right(self._begins, self._begins[first] + WINDOW_ROWS) - 1)
         width = _WORD_BITS - _WINDOW_BITS
         ids, rows = ops.ids_between(
             *self._map.arrays(), signed(first << width), signed((last << width) - 1)
         )
-        CanonicalRows._holder = weakref.ref(self)
-        self._window = window = _Window(self._begins[first], ids, rows)
+        window = _Window(self._begins[first], ids, rows)
+        _kept.keep(self._map, self._stamped, window)
         return window
 
-    @staticmethod
-    def _forget_window() -> None:
-        """Drops the window that is kept, the only one in the process: there may be many tables."""
-        holder = None if CanonicalRows._holder is None else CanonicalRows._holder()
-        if holder is not None:
-            holder._window = None
+
+class _KeptWindows:
+    """Windows of all maps that are being walked: the same one serves all tensors of a table.
+
+    Saving resolves chunks on several threads, where the writer has several.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # `leave` may be called by a collection of garbage under it
+        self._walkers = 0
+        self._kept: list[tuple[IdMap, Any, _Window]] = []
+
+    def enter(self) -> None:
+        with self._lock:
+            self._walkers += 1
+
+    def leave(self) -> None:
+        """Drops all windows when nobody walks any more."""
+        with self._lock:
+            self._walkers -= 1
+            if not self._walkers:
+                self._kept.clear()
+
+    def windows_of(self, id_map: IdMap, stamp: Any) -> list[_Window]:
+        with self._lock:
+            return [window for one, at, window in self._kept if one is id_map and at == stamp]
+
+    def keep(self, id_map: IdMap, stamp: Any, window: _Window) -> None:
+        with self._lock:
+            self._kept.append((id_map, stamp, window))
+            while len(self._kept) > 1 and self._rows() > KEPT_ROWS:
+                del self._kept[0]
+
+    def _rows(self) -> int:
+        return sum(window.ids.numel() for _, _, window in self._kept)
+
+
+_kept = _KeptWindows()

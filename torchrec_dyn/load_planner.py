@@ -90,7 +90,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 entry.begin(tensors)
                 begun.append(entry)
             else:
-                entry.is_left_out = True
+                entry.leave_out()
         LoadSession(begun)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
@@ -104,8 +104,8 @@ class LoadPlanner(DefaultLoadPlanner):
         for fqn, name in self._names.items():
             of_saved = saved.get(fqn)
             if isinstance(of_saved, TensorStorageMetadata) and name != "cells":
-                for chunk in self.state_dict[fqn].entry.wanted(name):
-                    plan.items += create_read_items_for_chunk_list(fqn, of_saved, [chunk])
+                chunks = self.state_dict[fqn].entry.wanted(name)
+                plan.items += create_read_items_for_chunk_list(fqn, of_saved, chunks)
         return plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:

@@ -27,6 +27,9 @@ class LoadedEntry(Protocol):
     is_left_out: bool
     step: int
 
+    def leave_out(self) -> None:
+        """Takes note that a partial load found nothing for it."""
+
     def check(self, others: Sequence[LoadedEntry]) -> dict[str, int] | None:
         """Sums what belongs to this rank; None if that must wait until the table's ids are there."""
 

@@ -18,7 +18,7 @@ from torchrec_dyn.policies import AdmitAfter
 from torchrec_dyn.saved_config import table_config
 from torchrec_dyn.saved_tensor import numbers_of
 from torchrec_dyn.table import DynamicTable
-from torchrec_dyn.table_checks import ROW_DTYPES
+from torchrec_dyn.table_checks import ROW_DTYPES, check_state
 from torchrec_dyn.table_configs import initializer_of, row_dtype, with_row_dtype
 from torchrec_dyn.table_state import state_for_copy, without_optimizer
 
@@ -84,13 +84,16 @@ class LocalTable(nn.Module):
             self._choice = (list(choice[0]), [dict(one) for one in choice[1]])
         return self._table
 
-    def _rows_of(self, before: DynamicTable | None) -> DynamicTable:
-        """Makes the rows of the optimizer that is chosen now, from those before if there are any."""
+    def _check_device(self) -> None:
         if self.device == _META:
             raise ValueError(
                 f"{self.where}: expected rows on a real device, got meta. "
                 "Shard the collection, or call .to_empty(device=...) first."
             )
+
+    def _rows_of(self, before: DynamicTable | None) -> DynamicTable:
+        """Makes the rows of the optimizer that is chosen now, from those before if there are any."""
+        self._check_device()
         optimizer = chosen_optimizer(self.weight, self.fused_params, self.where)
         if before is not None and before.optimizer == optimizer:
             return before
@@ -237,7 +240,10 @@ class LocalTable(nn.Module):
         }
         if not {"weight", "ids"} <= saved.keys():
             return None
-        return model_state(self.where, saved, self.saved_config())
+        state, initializer = model_state(self.where, saved, self.saved_config())
+        self._check_device()
+        check_state(self.where, state, self.config.embedding_dim, ())
+        return state, initializer
 
     def _load_from_state_dict(
         self,

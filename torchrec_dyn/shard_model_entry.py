@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from torchrec_dyn.content_sums import (
+    DAMAGED,
     MODEL_TENSORS,
     add_sums,
     check_config_is_whole,
@@ -65,6 +66,10 @@ class ModelEntry:
         is_same = list(self.pieces.shards) == list(pieces.shards)
         return is_same and self.pieces.where == pieces.where and self.staged is not None
 
+    def leave_out(self) -> None:
+        """Takes note that a partial load found nothing for it."""
+        self.staged, self.session, self.is_left_out = None, None, True
+
     def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
         """Gets ready to receive what a checkpoint has of the table.
 
@@ -82,6 +87,11 @@ class ModelEntry:
             )
         total = saved["ids"].size[0] if "ids" in saved else 0
         dtype = saved["weight"].properties.dtype if "weight" in saved else torch.float32
+        if "checksum" not in saved:
+            raise ValueError(
+                f"{self.pieces.where}: expected a checkpoint with a checksum of this table, got one without. "
+                f"{DAMAGED}"
+            )
         self._saved, self.small = saved, {}
         self.is_verified = self.is_left_out = False
         self.present = set(saved)

@@ -63,6 +63,10 @@ class OptimizerEntry:
         self.has_all_cuts = True
         self.source = OptimizerSource(pieces, optimizer, self)
 
+    def leave_out(self) -> None:
+        """Takes note that a partial load found nothing for it."""
+        self.staged, self.session, self.is_left_out = None, None, True
+
     def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
         """Gets ready to receive what a checkpoint has of the optimizer state.
 
@@ -76,6 +80,11 @@ class OptimizerEntry:
             raise ValueError(
                 f"{self.pieces.where}: expected a checkpoint with its optimizer state, got one without. "
                 "Load the model's state dict only, or give LoadPlanner(allow_partial_load=True)."
+            )
+        if "checksum" not in saved:
+            raise ValueError(
+                f"{self.pieces.where}: expected a checkpoint with a checksum of this table, got one without. "
+                f"{DAMAGED}"
             )
         self._saved, self.small = saved, {}
         self.is_verified = self.is_left_out = False

@@ -35,10 +35,10 @@ def put_tables(
         tables: of one collection.
         where: the collection, for messages.
     """
-    entries = [ModelEntry(one) for one in tables]
     group = tables[0].group
     fault, mine = None, None
     try:
+        entries = [ModelEntry(one) for one in tables]
         mine = [entry.source.tell() for entry in entries]
     except Exception as one:
         fault = one

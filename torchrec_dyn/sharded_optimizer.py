@@ -46,14 +46,15 @@ class _TableState:
     def give(self, name: str) -> Tensor:
         """Gives one tensor. Collective."""
         if name not in self._made:
-            entry = OptimizerEntry(self._pieces(), self._optimizer)
-            where = f"{entry.pieces.where}.state_dict"
+            pieces = self._pieces()
             fault, mine = None, None
             try:
+                entry = OptimizerEntry(pieces, self._optimizer)
                 mine = entry.source.tell()
             except Exception as one:
                 fault = one
-            self._made = entry.source.tensors(agree(entry.pieces.group, where, fault, told=mine))
+            told = agree(pieces.group, f"{pieces.where}.state_dict", fault, told=mine)
+            self._made = entry.source.tensors(told)
         return self._made.pop(name)
 
     def take(self, name: str, saved: Tensor) -> None:

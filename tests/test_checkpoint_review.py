@@ -1,0 +1,209 @@
+"""What a review of the checkpoint core found, each in its smallest case: what comes in what order."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_cases import (
+    differences,
+    held,
+    load,
+    put,
+    quietly,
+    save,
+    state_dict_of,
+    tables_of,
+)
+from checkpoint_small import (
+    AGED,
+    COUNTED,
+    LRU,
+    both,
+    case,
+    on_one,
+    put_both,
+    read,
+    sharded,
+    step,
+    unsharded,
+)
+
+# Rows without scores.
+
+
+def rows_after_a_step(path: str) -> int:
+    before = sharded(case())
+    for _ in range(30):
+        step(before, [1, 2, 3, 4])
+    save(before, path)
+    model = load(sharded(case(config=AGED)), path)
+    step(model, [1])
+    return tables_of(model)[0].num_rows
+
+
+def test_rows_of_a_table_without_policy_do_not_expire_at_once(tmp_path: Path) -> None:
+    assert on_one(rows_after_a_step, tmp_path) == 4
+
+
+def test_nor_do_they_in_an_unsharded_table() -> None:
+    before = unsharded(case())
+    for _ in range(30):
+        step(before, [1, 2, 3, 4])
+    model = unsharded(case(config=AGED))
+    put_both(model, both(before))
+    step(model, [1])
+    assert model.table("t").num_rows == 4
+
+
+def test_nor_where_the_module_is_copied_between_the_two_loads() -> None:
+    before = unsharded(case())
+    for _ in range(30):
+        step(before, [1, 2, 3, 4])
+    model = unsharded(case(config=AGED))
+    model.load_state_dict(before.state_dict())
+    model = copy.deepcopy(model)
+    model.fused_optimizer.load_state_dict(before.fused_optimizer.state_dict())
+    step(model, [1])
+    assert model.table("t").num_rows == 4
+
+
+# The order of loads.
+
+
+def optimizer_first(path: str) -> bool:
+    model = sharded(case())
+    step(model, [1, 2, 3])
+    save(model, path)
+    step(model, [1, 2, 3])
+    before = held(model)
+    state = read(state_dict_of(model), path)
+    with pytest.raises(ValueError, match="before that of its optimizer"):
+        model.fused_optimizer.load_state_dict(state["optimizer"])
+    return not differences(held(model), before)
+
+
+def test_the_optimizer_before_the_module_is_an_error(tmp_path: Path) -> None:
+    assert on_one(optimizer_first, tmp_path)
+
+
+def test_unsharded_the_module_starts_optimizer_state_afresh() -> None:
+    """Nobody can tell there that it came just before: docs/checkpoints.md says what goes first."""
+    model = unsharded(case())
+    step(model, [1, 2, 3])
+    state = copy.deepcopy(both(model))
+    model.fused_optimizer.load_state_dict(state["optimizer"])
+    model.load_state_dict(state["model"])
+    after = model.local_tables()["t"].export_state()
+    assert not after["momentum1"].any() and not after["step"]
+
+
+# What was read and not yet loaded.
+
+
+def read_too_early(path: str) -> list[str]:
+    trained = sharded(case())
+    step(trained, [1, 2, 3])
+    save(trained, path)
+    model, other = sharded(case()), sharded(case())
+    state = read(state_dict_of(model), path)
+    heard = []
+    for use in (
+        lambda: copy.deepcopy(state),
+        lambda: quietly(dcp.save, state, checkpoint_id=f"{path}_again"),
+        lambda: put(other, state),
+    ):
+        try:
+            use()
+        except BaseException as error:  # DCP's is no Exception
+            heard.append(type(error).__name__)
+    put(model, state)
+    return [*heard, str(tables_of(model)[0].num_rows)]
+
+
+def test_what_was_read_cannot_be_copied_saved_or_given_to_another_model(tmp_path: Path) -> None:
+    heard = on_one(read_too_early, tmp_path)
+    assert heard == ["RuntimeError", "CheckpointException", "ValueError", "3"]
+
+
+def two_models(path: str) -> list[str]:
+    one, two = sharded(case()), sharded(case())
+    step(one, [1, 2, 3])
+    step(two, [4, 5, 6])
+    expected = [held(one), held(two)]
+    quietly(dcp.save, {"one": state_dict_of(one), "two": state_dict_of(two)}, checkpoint_id=path)
+    one, two = sharded(case()), sharded(case())
+    state = read({"one": state_dict_of(one), "two": state_dict_of(two)}, path)
+    put(one, state["one"])
+    put(two, state["two"])
+    return differences(held(one), expected[0]) + differences(held(two), expected[1])
+
+
+def test_two_models_of_the_same_names_in_one_checkpoint(tmp_path: Path) -> None:
+    assert on_one(two_models, tmp_path) == []
+
+
+def verified_anew(path: str) -> bool:
+    model = sharded(case())
+    step(model, [1, 2, 3])
+    save(model, path)
+    step(model, [1, 2, 3])
+    state = read(state_dict_of(model), path)
+    put(model, state)
+    read({"optimizer": state["optimizer"]}, path)
+    states = state["optimizer"]["state"]["collection.embedding_bags.t.weight"]
+    entry = states["t.config"].entry
+    entry.staged[0]["momentum1"].blocks[0][0, 0] += 1
+    with pytest.raises(ValueError, match="damaged"):
+        model.fused_optimizer.load_state_dict(state["optimizer"])
+    return True
+
+
+def test_what_is_read_again_is_verified_again(tmp_path: Path) -> None:
+    assert on_one(verified_anew, tmp_path)
+
+
+# Unsharded tables through DCP.
+
+
+def test_rows_of_another_dtype_and_the_same_number(tmp_path: Path) -> None:
+    trained = unsharded(case(data_type="FP16"))
+    step(trained, [1, 2, 3])
+    quietly(dcp.save, both(trained), checkpoint_id=str(tmp_path))
+    model = unsharded(case())
+    step(model, [1, 2, 3])
+    put_both(model, read(both(model), str(tmp_path)))
+    rows, expected = (one.table("t").lookup(torch.tensor([1, 2, 3]))[0] for one in (model, trained))
+    assert torch.equal(rows, expected.float())
+
+
+def test_a_table_that_has_a_policy_now(tmp_path: Path) -> None:
+    trained = unsharded(case())
+    step(trained, [1, 2, 3])
+    quietly(dcp.save, both(trained), checkpoint_id=str(tmp_path))
+    model = unsharded(case(config=LRU))
+    put_both(model, read(both(model), str(tmp_path)))
+    assert model.table("t").num_rows == 3
+
+
+# What changed since.
+
+
+def save_after_erase(path: str) -> str:
+    names = ("t", "u")
+    model = sharded(case(names=names, config=COUNTED))
+    step(model, [1, 2, 3, 4], [5, 6, 7, 8], names=names)
+    state = model.state_dict()
+    model.module.collection.table("t").erase(torch.tensor([1, 2, 3, 4]))
+    try:
+        quietly(dcp.save, {"model": state}, checkpoint_id=path)
+    except BaseException as error:  # DCP's is no Exception
+        return str(error)
+    return "saved"
+
+
+def test_ids_that_waited_were_erased_before_the_save(tmp_path: Path) -> None:
+    assert "trained or changed since" in on_one(save_after_erase, tmp_path)
