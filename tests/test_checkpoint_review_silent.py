@@ -6,7 +6,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from checkpoint_cases import held, put, save, state_dict_of, tables_of
 from checkpoint_small import case, on_one, read, sharded, step, unsharded
