@@ -166,10 +166,16 @@ def save(model: nn.Module, optimizer: CombinedOptimizer, folder: Path) -> None:
     dcp.save(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
 
 
-def load(model: nn.Module, optimizer: CombinedOptimizer, folder: Path) -> None:
-    """Loads what `save` wrote, whatever the plan and the number of ranks were. Collective."""
+def read(model: nn.Module, optimizer: CombinedOptimizer, folder: Path) -> dict[str, Any]:
+    """Reads what `save` wrote, as far as this process needs it; the model stays as it is. Collective."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.load(state, checkpoint_id=folder, planner=LoadPlanner(), no_dist=not dist.is_initialized())
+    return state
+
+
+def load(model: nn.Module, optimizer: CombinedOptimizer, folder: Path) -> None:
+    """Loads what `save` wrote, whatever the plan and the number of ranks were. Collective."""
+    state = read(model, optimizer, folder)
     model.load_state_dict(state["model"])  # first: the optimizer's state is that of its rows
     optimizer.load_state_dict(state["optimizer"])
 
@@ -216,16 +222,15 @@ def work(name: str, folder: Path, optimizer_name: str) -> nn.Module:
 
 def differences(folder: Path, name: str, optimizer_name: str) -> list[str]:
     """Names the tensors that a run saved again with other numbers than it had loaded."""
-    loaded = []
+    found = []
     for checkpoint in (STAYS, name):
         model = make_model(optimizer_name)
-        optimizer = make_optimizer(model)
-        load(model, optimizer, folder / checkpoint)
-        flat = dict(model.state_dict())
-        for of, state in optimizer.state_dict()["state"].items():
-            flat |= {f"{of} {key}": value for key, value in state.items()}
-        loaded.append(flat)
-    return [key for key, value in loaded[0].items() if not value.equal(loaded[1][key])]
+        state = read(model, make_optimizer(model), folder / checkpoint)
+        flat = dict(state["model"])
+        for of, its in state["optimizer"]["state"].items():
+            flat |= {f"{of} {key}": value for key, value in its.items()}
+        found.append(flat)
+    return [key for key, value in found[0].items() if not value.equal(found[1][key])]
 
 
 def laptop(folder: Path, optimizer_name: str) -> bool:
