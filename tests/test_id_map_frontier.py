@@ -245,4 +245,5 @@ def test_growth_takes_no_more_memory_than_it_says():
     for rows, resident, told, _ in lines:
         if rows > 500_000:
             assert told <= rows * SLOT_BYTES * 1.25 / MAX_LOAD + 2**12
-            assert resident < told + 12e6  # huge pages half moved, and the batch
+            # Huge pages half moved, and the batch: 7 to 12.5 MB seen. Two whole maps would be 50 MB more.
+            assert resident < told + 20e6
