@@ -46,20 +46,10 @@ struct BitRows {
   }
 };
 
-// Rows of a fixed, small number of columns: the loop over the rows becomes one of vectors.
-template <int64_t kColumns, typename Bits>
-TORCHREC_DYN_INLINE void add_narrow_rows(const BitRows<Bits> rows, int64_t count, const uint32_t* keys,
-                                         uint64_t* sums) {
-  for (int64_t r = 0; r < count; ++r) {
-    uint64_t sum = 0;
-    for (int64_t c = 0; c < kColumns; ++c) sum += rows.at(r, c) * keys[c];
-    sums[r] = sum;
-  }
-}
-
+// Where the number of columns is a constant and small, the loop over the rows becomes one of vectors.
 template <typename Bits>
-TORCHREC_DYN_INLINE void add_wide_rows(const BitRows<Bits> rows, int64_t count, int64_t columns, const uint32_t* keys,
-                                       uint64_t* sums) {
+TORCHREC_DYN_INLINE void add_rows(const BitRows<Bits> rows, int64_t count, int64_t columns, const uint32_t* keys,
+                                  uint64_t* sums) {
   for (int64_t r = 0; r < count; ++r) {
     uint64_t sum = 0;
     for (int64_t c = 0; c < columns; ++c) sum += rows.at(r, c) * keys[c];
@@ -82,11 +72,11 @@ TORCHREC_DYN_INLINE uint64_t content_sum_of(const uint64_t* ids, const BitRows<B
       const BitRows<Bits> some{all.bytes + (row * all.stride + column) * static_cast<int64_t>(sizeof(Bits)),
                                all.stride};
       if (all.stride == 1)
-        add_narrow_rows<1>(BitRows<Bits>{some.bytes, 1}, rows, keys, sums);
+        add_rows(BitRows<Bits>{some.bytes, 1}, rows, 1, keys, sums);
       else if (all.stride == 2)
-        add_narrow_rows<2>(BitRows<Bits>{some.bytes, 2}, rows, keys, sums);
+        add_rows(BitRows<Bits>{some.bytes, 2}, rows, 2, keys, sums);
       else
-        add_wide_rows(some, rows, width, keys, sums);
+        add_rows(some, rows, width, keys, sums);
       for (int64_t r = 0; r < rows; ++r) total += row_key(ids[row + r], key) * sums[r];
     }
   }

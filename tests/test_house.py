@@ -30,7 +30,8 @@ FLOORS = (
     "column_order row_wise output_dists table_layout batch_check mean_pooling grouped_lookups sharding"
     " sequence_sharding sequence_batch carry_over agreement id_exchange shard_stats whole_table sharded_table"
     " shardable_view",
-    "saved_places staged_rows take_over shard_pieces load_session shard_model_source shard_model_entry"
+    "saved_places staged_rows take_over shard_pieces load_session shard_source shard_model_source"
+    " shard_model_entry"
     " shard_state_dict shard_optimizer_source shard_optimizer_entry aligned_state sharded_optimizer"
     " sharding_setup loaded_plain load_planner",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"

@@ -5,18 +5,21 @@ A rank that raised alone would leave the others waiting in the next collective.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+T = TypeVar("T")
+
 
 def agree(
-    group: dist.ProcessGroup, call: str, fault: Exception | None = None, told: Any = None
+    group: dist.ProcessGroup | None, call: str, fault: Exception | None = None, told: Any = None
 ) -> list[Any]:
     """Waits for all ranks to come to the same point of the same call. Collective.
 
     Args:
-        group: the ranks.
+        group: the ranks; None: there is one process, and it raises its own fault.
         call: table and method, the same on every rank.
         fault: why this rank cannot go on; None: it can.
         told: what this rank tells the others, small and picklable.
@@ -29,6 +32,10 @@ def agree(
             ranks are in different calls.
         RuntimeError: on every rank if that fault is anything else.
     """
+    if group is None:
+        if fault is not None:
+            raise fault
+        return [told]
     mine = (call, isinstance(fault, ValueError), None if fault is None else str(fault), told)
     everyones: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, mine, group=group)
@@ -43,3 +50,36 @@ def agree(
                 f"got {their_call} on rank {rank}."
             )
     return [their_word for *_, their_word in everyones]
+
+
+def told_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
+    """Does this rank's part of a call; what any rank raised is raised on all, as `agree` does. Collective.
+
+    Args:
+        group: the ranks; None: there is one process.
+        call: the same on every rank.
+        work: what it returns is small and picklable.
+
+    Returns:
+        What the part of each rank returned.
+    """
+    fault: Exception | None = None
+    done: Any = None
+    try:
+        done = work()
+    except Exception as error:
+        fault = error
+    return agree(group, call, fault, done)
+
+
+def done_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
+    """Does the same, and returns what this rank's part returned, which the others are not told.
+
+    Args:
+        group: the ranks; None: there is one process.
+        call: the same on every rank.
+        work: this rank's part.
+    """
+    done: list[T] = []
+    told_together(group, call, lambda: done.append(work()))
+    return done[0]

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from torchrec_dyn.agreement import done_together, told_together
 from torchrec_dyn.content_sums import (
     DAMAGED,
     MODEL_TENSORS,
@@ -23,10 +24,8 @@ from torchrec_dyn.content_sums import (
 from torchrec_dyn.delta_rows import reserve_rows, rows_replaced, write_rows
 from torchrec_dyn.model_tables import (
     ModelTable,
-    done_together,
     saved_forms,
     tables_of,
-    told_together,
 )
 from torchrec_dyn.read_delta import CALL, IN_ORDER, Sums, TableChange, read_delta
 from torchrec_dyn.reader_checks import BY_ROW, OPTIMIZER
@@ -56,10 +55,10 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
         (from_words(form.sums[0], MODEL_TENSORS), from_words(form.sums[1], OPTIMIZER_TENSORS))
         for form in saved_forms(tables, CALL)
     ]
-    done_together(tables, CALL, lambda: _check_begins(changes, before))
+    done_together(tables[0].group, CALL, lambda: _check_begins(changes, before))
     _verify_result(tables, changes, before)
-    done_together(tables, CALL, lambda: _reserve(changes))
-    done_together(tables, CALL, lambda: _write(changes))
+    done_together(tables[0].group, CALL, lambda: _reserve(changes))
+    done_together(tables[0].group, CALL, lambda: _write(changes))
 
 
 def _check_begins(changes: Sequence[TableChange], before: Sequence[tuple[Sums, Sums]]) -> None:
@@ -91,12 +90,14 @@ def _verify_result(
     before: Sequence[tuple[Sums, Sums]],
 ) -> None:
     """Raises ValueError unless the delta leads to what it says. Collective."""
-    told = told_together(tables, CALL, lambda: [_sums_replaced(change) for change in changes])
+    told = told_together(
+        tables[0].group, CALL, lambda: [_sums_replaced(change) for change in changes]
+    )
     gone = [
         [add_sums(*(one[number][which] for one in told)) for which in range(2)]
         for number in range(len(changes))
     ]
-    done_together(tables, CALL, lambda: _check_ends(changes, before, gone))
+    done_together(tables[0].group, CALL, lambda: _check_ends(changes, before, gone))
 
 
 def _check_ends(

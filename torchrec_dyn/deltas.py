@@ -18,20 +18,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from torchrec_dyn.agreement import done_together, told_together
 from torchrec_dyn.canonical_rows import CanonicalRows
 from torchrec_dyn.changes import Moment, moment_of
 from torchrec_dyn.content_sums import MODEL_TENSORS, OPTIMIZER_TENSORS, from_words
 from torchrec_dyn.model_tables import (
     ModelTable,
-    done_together,
     map_of,
     saved_forms,
     tables_of,
-    told_together,
 )
 from torchrec_dyn.saved_places import Run, Share, runs_of, share_of
 from torchrec_dyn.saved_tensor import Part, SavedTensor
-from torchrec_dyn.shard_model_source import whole_tensor
+from torchrec_dyn.shard_source import whole_tensor
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
         ValueError: on every rank, if the path is taken or the marker is not of these tables.
     """
     tables = tables_of(model, "export_delta")
-    done_together(tables, "export_delta", lambda: _check(tables, path, since))
+    done_together(tables[0].group, "export_delta", lambda: _check(tables, path, since))
     before = [since._tables[table.name] for table in tables]
     moments = _begin(tables, "export_delta")
     results = [form.sums for form in saved_forms(tables, "export_delta")]
@@ -110,7 +109,7 @@ def _begin(tables: Sequence[ModelTable], call: str) -> list[list[Moment]]:
     def begin() -> list[list[Moment]]:
         return [[moment_of(shard) for shard in table.pieces.shards] for table in tables]
 
-    return done_together(tables, call, begin)
+    return done_together(tables[0].group, call, begin)
 
 
 def _marker(
@@ -168,10 +167,12 @@ def _state_dict(
 ) -> dict[str, Any]:
     """Makes what is saved: the keys of a checkpoint, for the changed rows. Collective."""
     both = list(zip(tables, before, strict=True))
-    changed = done_together(tables, "export_delta", lambda: [_changed(*one) for one in both])
-    gone = done_together(tables, "export_delta", lambda: [_gone(*one) for one in both])
+    changed = done_together(
+        tables[0].group, "export_delta", lambda: [_changed(*one) for one in both]
+    )
+    gone = done_together(tables[0].group, "export_delta", lambda: [_gone(*one) for one in both])
     shares = zip(tables, gone, strict=True)
-    told = told_together(tables, "export_delta", lambda: [_share(*one) for one in shares])
+    told = told_together(tables[0].group, "export_delta", lambda: [_share(*one) for one in shares])
     forms = saved_forms(changed, "export_delta")
     model: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Tensor]] = {}

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchrec_dyn.across_ranks import Collection
-from torchrec_dyn.agreement import agree
+from torchrec_dyn.agreement import done_together
 from torchrec_dyn.checkpoint_reader import check_files, read_metadata
 from torchrec_dyn.chunked_tensor import ChunkedTensor
 from torchrec_dyn.cuts import mean_over_cuts
@@ -63,23 +62,19 @@ def load_static(
     here = rows_here(collection)
     group = next(iter(here.values())).group
     holder = "embedding_bags" if isinstance(collection, _POOLED) else "embeddings"
-    saved: dict[str, _StaticTable] = {}
-    fault: Exception | None = None
-    try:
+
+    def find() -> dict[str, _StaticTable]:
         files = _Files(Path(path), f"{fqn}.{holder}" if fqn else holder)
+        return {name: files.table(name, rows, with_optimizer, step) for name, rows in here.items()}
+
+    def fill() -> None:
         for name, rows in here.items():
-            saved[name] = files.table(name, rows, with_optimizer, step)
-    except Exception as error:
-        fault = error
-    _together(group, fault)
+            _fill(rows, saved[name])
+
+    saved = done_together(group, "load_static", find)
     before = [(one, dict(one.__dict__)) for rows in here.values() for one in rows.shards]
     try:
-        try:
-            for name, rows in here.items():
-                _fill(rows, saved[name])
-        except Exception as error:
-            fault = error
-        _together(group, fault)
+        done_together(group, "load_static", fill)
     except BaseException:
         for one, contents in before:  # filling makes new objects (table_state.replace_contents)
             one.__dict__.update(contents)
@@ -228,11 +223,3 @@ def _fill(here: RowsHere, saved: _StaticTable) -> None:
             span = slice(shard.first_column, shard.first_column + shard.columns)
             states = {name: saved.state_rows(name, first, last, shard)[at] for name in saved.states}
             put_rows(shard, mine, weight[at, span], states)
-
-
-def _together(group: dist.ProcessGroup | None, fault: Exception | None) -> None:
-    """Raises on every rank what any of them raised."""
-    if group is not None:
-        agree(group, "load_static", fault)
-    elif fault is not None:
-        raise fault

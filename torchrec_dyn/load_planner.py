@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,29 +18,15 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import (
     STATE_DICT_TYPE,
-    ChunkStorageMetadata,
     Metadata,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from torchrec_dyn.load_session import LoadedEntry, LoadSession
+from torchrec_dyn.load_session import LoadSession, TableEntry
 from torchrec_dyn.loaded_plain import verify_plain
 from torchrec_dyn.saved_tensor import SavedTensor
-
-
-class Entry(LoadedEntry, Protocol):
-    """One table on this rank, as `SavedTensor.entry` (saved_shards.py)."""
-
-    def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
-        """Gets ready for what the checkpoint has of it, by name of the tensor."""
-
-    def wanted(self, name: str) -> list[ChunkStorageMetadata]:
-        """Returns the blocks of a tensor that this rank reads."""
-
-    def receive(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
-        """Takes a block."""
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -68,7 +54,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._names, self._empty, self._plain = {}, set(), set()
         saved = metadata.state_dict_metadata
         flat, paths = flatten_state_dict(state_dict)
-        found: dict[int, tuple[Entry, dict[str, TensorStorageMetadata]]] = {}
+        found: dict[int, tuple[TableEntry, dict[str, TensorStorageMetadata]]] = {}
         for fqn, value in flat.items():
             of_saved = saved.get(fqn)
             if isinstance(value, SavedTensor) and value.entry is not None:

@@ -33,6 +33,7 @@ from torchrec_dyn.saved_config import (
 )
 from torchrec_dyn.saved_life import BY_ROW, LIFE
 from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table_state import named_states
 
 MODEL_NAMES = ("weight", "ids", *LIFE, "config", "checksum", "cells")
 _SMALL = ("waiting", "clock", "step", "config")
@@ -45,8 +46,10 @@ def model_tensors(table: DynamicTable, config: Mapping[str, Any]) -> dict[str, T
         table: the rows.
         config: `saved_config.table_config` of it.
     """
-    state = table.export_state()
-    saved = {name: state[name] for name in ("weight", "ids", *LIFE) if name in state}
+    ids, rows = table.id_map.contents()
+    saved = {"weight": table.weights.read(rows), "ids": ids}
+    if table.life is not None:
+        saved |= table.life.export(rows)
     if "waiting" in saved:
         saved["waiting"] = saved["waiting"].t().contiguous()
     return _sealed(table.name, saved, config, MODEL_TENSORS)
@@ -72,14 +75,11 @@ def no_model_tensors(config: Mapping[str, Any], has_life: bool, counts: bool) ->
 
 def optimizer_tensors(table: DynamicTable) -> dict[str, Tensor]:
     """Copies out what the optimizer's state dict has of a table: its one column shard has all columns."""
-    state, optimizer = table.export_state(), table.optimizer
-    saved = {
-        name: state[name].view(-1, 1) if rowwise else state[name]
-        for name, rowwise in zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True)
-    }
-    saved["step"] = state["step"]
-    config = optimizer_config(optimizer, [0, table.columns])
-    return _sealed(table.name, saved, config, OPTIMIZER_TENSORS, state["ids"])
+    ids, rows = table.id_map.contents()
+    saved = {one.name: one.store.read(rows) for one in named_states(table)}
+    saved["step"] = torch.tensor(table.step)
+    config = optimizer_config(table.optimizer, [0, table.columns])
+    return _sealed(table.name, saved, config, OPTIMIZER_TENSORS, ids)
 
 
 def model_state(

@@ -1,16 +1,15 @@
-"""The dynamic tables of a model, sharded or not, as deltas see them: one form, and one way to agree."""
+"""The dynamic tables of a model, sharded or not, as deltas see them: in one form."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from torchrec_dyn.agreement import agree
+from torchrec_dyn.agreement import done_together, told_together
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.local_table import LocalTable
 from torchrec_dyn.optimizers import RowOptimizer
@@ -22,8 +21,6 @@ from torchrec_dyn.shard_pieces import ShardPieces
 from torchrec_dyn.sharded_embedding import ShardedDynamicEmbeddingCollection
 from torchrec_dyn.sharded_embeddingbag import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.table_layout import Piece, TableLayout
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -107,61 +104,6 @@ def _local(path: str, table: LocalTable) -> ModelTable:
     return ModelTable(path, pieces, rows.optimizer, None)
 
 
-def together(
-    tables: Sequence[ModelTable], call: str, fault: Exception | None = None, told: Any = None
-) -> list[Any]:
-    """Waits for all ranks as `agree` does; in one process raises the fault.
-
-    Args:
-        tables: of a model.
-        call: the same on every rank.
-        fault: why this rank cannot go on.
-        told: what this rank tells the others.
-
-    Returns:
-        What each rank told.
-    """
-    group = tables[0].group
-    if group is not None:
-        return agree(group, call, fault, told)
-    if fault is not None:
-        raise fault
-    return [told]
-
-
-def told_together(tables: Sequence[ModelTable], call: str, work: Callable[[], T]) -> list[T]:
-    """Does this rank's part of a call; what any rank raised is raised on all.
-
-    Args:
-        tables: of a model.
-        call: the same on every rank.
-        work: what it returns is small.
-
-    Returns:
-        What the part of each rank returned.
-    """
-    fault: Exception | None = None
-    done: Any = None
-    try:
-        done = work()
-    except Exception as error:
-        fault = error
-    return together(tables, call, fault, done)
-
-
-def done_together(tables: Sequence[ModelTable], call: str, work: Callable[[], T]) -> T:
-    """Does the same, and returns what this rank's part returned, which the others are not told.
-
-    Args:
-        tables: of a model.
-        call: the same on every rank.
-        work: this rank's part.
-    """
-    done: list[T] = []
-    told_together(tables, call, lambda: done.append(work()))
-    return done[0]
-
-
 @dataclass(frozen=True)
 class SavedForm:
     """What a table, or some of its rows, would save.
@@ -187,9 +129,11 @@ def saved_forms(tables: Sequence[ModelTable], call: str) -> list[SavedForm]:
         tables: of a model.
         call: the same on every rank.
     """
-    sources = done_together(tables, call, lambda: [_sources(table) for table in tables])
+    sources = done_together(tables[0].group, call, lambda: [_sources(table) for table in tables])
     told = told_together(
-        tables, call, lambda: [(model.tell(), optimizer.tell()) for model, optimizer in sources]
+        tables[0].group,
+        call,
+        lambda: [(model.tell(), optimizer.tell()) for model, optimizer in sources],
     )
     return [
         SavedForm(

@@ -18,10 +18,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torchrec_dyn.agreement import agree, done_together, told_together
 from torchrec_dyn.checkpoint_reader import open_checkpoint
 from torchrec_dyn.content_sums import DAMAGED, add_sums
 from torchrec_dyn.load_planner import LoadPlanner
-from torchrec_dyn.model_tables import ModelTable, done_together, together, told_together
+from torchrec_dyn.model_tables import ModelTable
 from torchrec_dyn.reader_checks import ascend
 from torchrec_dyn.saved_config import check_config
 from torchrec_dyn.saved_tensor import SavedTensor
@@ -89,7 +90,7 @@ def read_delta(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> li
     Raises:
         ValueError: on every rank, if it is torn, damaged or of other tables.
     """
-    changes = done_together(tables, CALL, lambda: _open(tables, path))
+    changes = done_together(tables[0].group, CALL, lambda: _open(tables, path))
     _read(tables, changes, path)
     _verify(tables, changes)
     return changes
@@ -166,19 +167,19 @@ def _read(
             fault = first
     except Exception as error:
         fault = ValueError(f"expected a delta that can be read, got {error!r}. {DAMAGED}")
-    together(tables, CALL, fault)
+    agree(group, CALL, fault)
 
 
 def _verify(tables: Sequence[ModelTable], changes: Sequence[TableChange]) -> None:
     """Checks that what was read is what was written. Collective."""
-    told = told_together(tables, CALL, lambda: [_checked(change) for change in changes])
+    told = told_together(tables[0].group, CALL, lambda: [_checked(change) for change in changes])
 
     def compare() -> None:
         for number, change in enumerate(changes):
             change.model.compare(add_sums(*(one[number][0] for one in told)))
             change.optimizer.compare(add_sums(*(one[number][1] for one in told)))
 
-    done_together(tables, CALL, compare)
+    done_together(tables[0].group, CALL, compare)
 
 
 def _checked(change: TableChange) -> tuple[Sums, Sums]:

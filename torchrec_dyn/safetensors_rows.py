@@ -11,14 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_dyn.across_ranks import Collection, assign_rows, lookup_rows, read_ids
-from torchrec_dyn.agreement import agree
+from torchrec_dyn.agreement import agree, done_together, told_together
 from torchrec_dyn.checkpoint_reader import open_checkpoint
 from torchrec_dyn.rows_here import RowsHere, rows_here
 from torchrec_dyn.safetensors_file import SafetensorsReader, SafetensorsWriter
@@ -50,7 +50,7 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
     """
     ids = read_ids(collection, table)
     here, where = rows_here(collection)[table], f"export_rows(table='{table}')"
-    told = _told(here, where, [shard.config.seed for shard in here.shards])
+    told = agree(here.group, where, told=[shard.config.seed for shard in here.shards])
     seed = next(seeds[0] for seeds in told if seeds)
     none, _ = lookup_rows(collection, table, ids[:0])
     writer: SafetensorsWriter | None = None
@@ -209,7 +209,7 @@ def _check_room(
 ) -> None:
     """Raises RuntimeError on every rank if the ids of a file do not fit beside those of some rank."""
     tight = [one for one in here.shards[:1] if one.num_rows + count > one.row_limit]
-    if not any(_told(here, where, bool(tight))):
+    if not any(agree(here.group, where, told=bool(tight))):
         return
     absent = []
     for first, last in _chunks(count, 8):
@@ -223,16 +223,12 @@ def _check_room(
             dist.broadcast(ids, dist.get_global_rank(here.group, 0), group=here.group)
         mine = here.of(ids)
         absent += [mine[torch.eq(one.id_map.lookup(mine), -1)] for one in here.shards[:1]]
-    fault = None
-    try:
+
+    def check() -> None:
         for one in here.shards[:1]:
             one.check_room(torch.unique(torch.cat(absent)).numel())
-    except RuntimeError as error:
-        fault = error
-    if here.group is not None:
-        agree(here.group, where, fault)
-    elif fault is not None:
-        raise fault
+
+    done_together(here.group, where, check)
 
 
 def _chunks(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
@@ -243,17 +239,4 @@ def _chunks(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 def _first_rank_does(here: RowsHere, where: str, work: Callable[[], T]) -> T:
     """Does something on rank 0 and tells all ranks what came of it, errors too."""
-    if here.group is None:
-        return work()
-    fault, told = None, None
-    if here.rank == 0:
-        try:
-            told = work()
-        except Exception as error:
-            fault = error
-    return agree(here.group, where, fault, told)[0]
-
-
-def _told(here: RowsHere, where: str, mine: Any) -> list[Any]:
-    """Tells all ranks what each of them says."""
-    return [mine] if here.group is None else agree(here.group, where, told=mine)
+    return told_together(here.group, where, lambda: work() if here.rank == 0 else None)[0]  # type: ignore[return-value]

@@ -6,21 +6,19 @@ Letters: R rows of the whole table, D its columns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from torchrec_dyn.content_sums import (
-    DAMAGED,
     MODEL_TENSORS,
     add_sums,
     check_config_is_whole,
     compare_sums,
     sum_of_small,
 )
-from torchrec_dyn.load_session import LoadSession
+from torchrec_dyn.load_session import TableEntry
 from torchrec_dyn.saved_config import check_config, from_bytes
 from torchrec_dyn.saved_places import Places
 from torchrec_dyn.shard_model_source import ModelSource
@@ -31,72 +29,39 @@ from torchrec_dyn.table import DynamicTable
 _SMALL = ("clock", "config", "checksum")
 
 
-class ModelEntry:
-    """Takes what a checkpoint has of one table, beside the table.
+class ModelEntry(TableEntry):
+    """Rows, ids, scores, counters and clock of one table.
 
     Args:
         pieces: what this rank holds.
 
     Attributes:
         source: what the same tensors save.
-        staged: what has come for each shard, None before anything is loaded.
-        places: which rows came.
         present: names of the tensors that were saved, whether the table can use them or not.
-        small: the tensors that are not by row.
-        session: with which they were read.
-        is_verified: whether their sums were right.
-        is_left_out: whether a partial load found nothing for it.
-        step: the last training step that the rows of any rank know of.
     """
 
+    missing = (
+        "this table, got one without. "
+        "Leave it out of the state dict, or give LoadPlanner(allow_partial_load=True)."
+    )
+    staged: list[StagedRows] | None
+
     def __init__(self, pieces: ShardPieces) -> None:
-        self.pieces = pieces
+        super().__init__(pieces)
         self.source = ModelSource(pieces, self)
-        self.staged: list[StagedRows] | None = None
-        self.small: dict[str, Tensor] = {}
         self.present: set[str] = set()
-        self.session: LoadSession | None = None
-        self.is_verified = self.is_left_out = False
-        self.step = 0
-        self._saved: Mapping[str, TensorStorageMetadata] = {}
-        self.places = Places([])
 
     def is_of(self, pieces: ShardPieces) -> bool:
         """Whether this is what was read for the rows of these very shards, and is not used yet."""
-        is_same = list(self.pieces.shards) == list(pieces.shards)
-        return is_same and self.pieces.where == pieces.where and self.staged is not None
-
-    def leave_out(self) -> None:
-        """Takes note that a partial load found nothing for it."""
-        self.staged, self.session, self.is_left_out = None, None, True
+        return self.pieces.has_shards_of(pieces) and self.staged is not None
 
     def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
-        """Gets ready to receive what a checkpoint has of the table.
-
-        Args:
-            saved: its tensors in DCP's metadata, by name.
-
-        Raises:
-            ValueError: if it has nothing of it.
-        """
-        pieces = self.pieces
-        if "config" not in saved:
-            raise ValueError(
-                f"{pieces.where}: expected a checkpoint with this table, got one without. "
-                "Leave it out of the state dict, or give LoadPlanner(allow_partial_load=True)."
-            )
+        """Gets ready to receive what a checkpoint has of the table."""
+        super().begin(saved)
+        self.present = set(saved)
         total = saved["ids"].size[0] if "ids" in saved else 0
         dtype = saved["weight"].properties.dtype if "weight" in saved else torch.float32
-        if "checksum" not in saved:
-            raise ValueError(
-                f"{self.pieces.where}: expected a checkpoint with a checksum of this table, got one without. "
-                f"{DAMAGED}"
-            )
-        self._saved, self.small = saved, {}
-        self.is_verified = self.is_left_out = False
-        self.present = set(saved)
-        places = pieces.places(saved, total)
-        self.stage(places, dtype)
+        self.stage(self.pieces.places(saved, total), dtype)
 
     def stage(self, places: Places, dtype: torch.dtype) -> None:
         """Makes empty stores beside those of the shards.
@@ -123,7 +88,7 @@ class ModelEntry:
 
     def wanted(self, name: str) -> list[ChunkStorageMetadata]:
         """Returns the blocks of a saved tensor that this rank reads."""
-        saved = self._saved[name]
+        saved = self.saved[name]
         everything = Places([(0, saved.size[0])])
         if name in _SMALL:
             return list(blocks_of(saved, everything, None))
@@ -148,13 +113,7 @@ class ModelEntry:
         return ["ids", "weight", *life, *(["waiting"] if self.pieces.counts else [])]
 
     def receive(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
-        """Takes a block that was read.
-
-        Args:
-            name: of the tensor.
-            offset: of the block in it.
-            block: the numbers.
-        """
+        """Takes a block that was read."""
         if name in _SMALL:
             self.small[name] = block
         for staged in self.staged or ():
@@ -165,18 +124,8 @@ class ModelEntry:
         """Returns the last training step that the rows of this rank know of."""
         return max((staged.last_step() for staged in self.staged or ()), default=0)
 
-    def check(self, others: Sequence[Any] = ()) -> dict[str, int]:
-        """Checks what has come, as far as this rank can, and sums it.
-
-        Args:
-            others: what was read with it.
-
-        Returns:
-            The sums of what belongs to this rank.
-
-        Raises:
-            ValueError: if it is damaged, or of another table.
-        """
+    def check(self, others: Sequence[TableEntry] = ()) -> dict[str, int]:
+        """Checks what has come, as far as this rank can, and sums it."""
         pieces = self.pieces
         check_config_is_whole(pieces.where, pieces.name, self.small, MODEL_TENSORS)
         if "config" in self.small:

@@ -11,25 +11,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn.canonical_rows import CELL_BITS, CanonicalRows, cell_bits
+from torchrec_dyn.canonical_rows import CELL_BITS, CanonicalRows
 from torchrec_dyn.content_sums import (
     MODEL_TENSORS,
     add_sums,
-    as_words,
     content_sum,
     sum_of_small,
 )
 from torchrec_dyn.saved_config import to_bytes
 from torchrec_dyn.saved_places import (
-    Run,
     Runs,
     Share,
-    fewer_cells,
     runs_of,
     share_of,
 )
 from torchrec_dyn.saved_tensor import CHUNK_BYTES, Part, SavedTensor
 from torchrec_dyn.shard_pieces import ShardPieces
+from torchrec_dyn.shard_source import ShardSource, reader_of, shifted
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.table_state import read_tensor, stamp_of
 
@@ -52,7 +50,7 @@ class Told(NamedTuple):
     sums: dict[str, int]
 
 
-class ModelSource:
+class ModelSource(ShardSource):
     """Reads rows, ids, scores, counters, clock, config and checksum of one table.
 
     Args:
@@ -61,9 +59,7 @@ class ModelSource:
     """
 
     def __init__(self, pieces: ShardPieces, entry: Any) -> None:
-        self.pieces = pieces
-        self._entry = entry
-        self._canonical = [pieces.canonical(shard) for shard in pieces.shards]
+        super().__init__(pieces, entry)
         self._waiting: CanonicalRows | None = None
 
     def tell(self) -> Told | None:
@@ -100,25 +96,14 @@ class ModelSource:
             told: by each rank.
         """
         pieces, known = self.pieces, [one for one in told if one is not None]
-        runs = runs_of([one.share for one in known], pieces.part)
-        config = to_bytes(pieces.config)
-        small = {"config": config}
+        small = {"config": to_bytes(pieces.config)}
         if pieces.has_life:
             small["clock"] = next((one.clock for one in known if one.clock is not None), _NO_CLOCK)
-        sums = add_sums(
-            *(one.sums for one in known),
-            {name: sum_of_small(pieces.name, name, one) for name, one in small.items()},
-        )
-        small["checksum"] = as_words(sums, MODEL_TENSORS)
-        made = self._by_row(runs)
+        made = self._by_row(self.runs(known))
         if pieces.counts:
             waiting = [one.waiting for one in known if one.waiting is not None]
             made["waiting"] = self._waiting_tensor(waiting)
-        for name, one in small.items():
-            made[name] = whole_tensor(one, pieces.rank == 0, self._entry)
-        counts = torch.stack([one.cells for one in known if one.cells is not None]).sum(0)
-        made["cells"] = cells_tensor(counts, runs.total, pieces.rank == 0, self._entry)
-        return made
+        return {**made, **self.not_by_row(small, known, MODEL_TENSORS)}
 
     def _by_row(self, runs: Runs) -> dict[str, SavedTensor]:
         pieces = self.pieces
@@ -128,10 +113,10 @@ class ModelSource:
         for shard, rows in zip(pieces.shards, self._canonical, strict=True):
             for run in runs.mine:
                 size = (run.rows, shard.columns)
-                read = _reader(rows, run, shard, "weight")
+                read = reader_of(rows, run, shard, "weight")
                 parts["weight"].append(Part((run.place, shard.first_column), size, read))
                 for name in parts.keys() - {"weight"} if shard is pieces.shards[0] else ():
-                    read = _reader(rows, run, shard, name)
+                    read = reader_of(rows, run, shard, name)
                     is_saved = shard.first_column == 0
                     parts[name].append(Part((run.place,), (run.rows,), read, is_saved))
         dtype = getattr(torch, pieces.config["rows"])
@@ -147,7 +132,7 @@ class ModelSource:
         runs = runs_of(shares, self.pieces.part)
         is_saved = self.pieces.has_first_column
         parts = [
-            Part((run.place, 0), (run.rows, 3), _shifted(run, self._read_waiting), is_saved)
+            Part((run.place, 0), (run.rows, 3), shifted(run, self._read_waiting), is_saved)
             for run in runs.mine
         ]
         return SavedTensor((runs.total, 3), torch.int64, parts, self._entry)
@@ -158,63 +143,9 @@ class ModelSource:
         ids, rows = self._waiting.read(start, stop)
         return torch.stack([ids, *life.waiting.read(rows)], dim=1)
 
-    def check_unchanged(self) -> None:
-        """Raises RuntimeError if a shard has changed since this was made."""
-        for rows in self._canonical:
-            rows.check_unchanged()
-
 
 _NO_CLOCK = torch.empty(2, 0, dtype=torch.int64)
 _WAITING_ROWS = CHUNK_BYTES // 24
-
-
-def whole_tensor(value: Tensor, is_saved: bool, entry: Any) -> SavedTensor:
-    """Makes a small tensor that every rank has, and one saves.
-
-    Args:
-        value: the tensor.
-        is_saved: whether this rank saves it.
-        entry: of the tensor.
-    """
-
-    def read(start: int, stop: int) -> Tensor:
-        return value[start:stop] if value.dim() else value
-
-    part = Part((0,) * value.dim(), tuple(value.shape), read, is_saved)
-    return SavedTensor(value.shape, value.dtype, [part] if value.numel() else [], entry)
-
-
-def cells_tensor(counts: Tensor, total: int, is_saved: bool, entry: Any) -> SavedTensor:
-    """Makes "cells", [total + K, 0]: without numbers, but DCP's metadata tells the sizes of its chunks.
-
-    Args:
-        counts: [2^CELL_BITS] int64, rows of the whole table in each.
-        total: rows of the whole table.
-        is_saved: whether this rank saves it.
-        entry: of the tensor.
-    """
-    cells = fewer_cells(counts, cell_bits(total)).tolist()
-    parts, begin = [], 0
-    for rows in cells:
-        parts.append(Part((begin, 0), (rows + 1, 0), _no_numbers))
-        begin += rows + 1
-    return SavedTensor((begin, 0), torch.uint8, parts if is_saved else [], entry)
-
-
-def _no_numbers(start: int, stop: int) -> Tensor:
-    return torch.empty(stop - start, 0, dtype=torch.uint8)
-
-
-def _shifted(run: Run, read: Any) -> Any:
-    return lambda start, stop: read(run.here + start, run.here + stop)
-
-
-def _reader(rows: CanonicalRows, run: Run, shard: DynamicTable, name: str) -> Any:
-    def read(start: int, stop: int) -> Tensor:
-        ids, places = rows.read(start, stop)
-        return ids if name == "ids" else read_tensor(shard, name, places)
-
-    return _shifted(run, read)
 
 
 def _sums_of(shard: DynamicTable, rows: CanonicalRows) -> dict[str, int]:

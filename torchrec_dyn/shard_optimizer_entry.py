@@ -21,7 +21,7 @@ from torchrec_dyn.content_sums import (
     content_sum,
     sum_of_small,
 )
-from torchrec_dyn.load_session import LoadSession
+from torchrec_dyn.load_session import TableEntry
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.row_store import RowStore
 from torchrec_dyn.saved_config import check_optimizer, from_bytes
@@ -30,64 +30,42 @@ from torchrec_dyn.saved_tensor import CHUNK_BYTES, SavedTensor, numbers_of
 from torchrec_dyn.shard_model_entry import ModelEntry
 from torchrec_dyn.shard_optimizer_source import OptimizerSource
 from torchrec_dyn.shard_pieces import ShardPieces, blocks_of, check_same_shards
+from torchrec_dyn.staged_rows import put_block
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.table_state import NamedState, named_states
 
 SMALL = ("step", "config", "checksum")
 
 
-class OptimizerEntry:
-    """Optimizer state, step, config and checksum of one table.
+class OptimizerEntry(TableEntry):
+    """Optimizer state and step of one table.
 
     Args:
         pieces: what this rank holds.
         optimizer: how the rows learn.
 
     Attributes:
-        small: the tensors that have come and are not by row.
-        staged: of each shard what has come by row, None before anything is loaded.
-        places: whose rows these are.
+        source: what the same tensors save.
+        total: rows of the whole table that came.
+        has_all_cuts: whether row-wise state came with the numbers of all column shards, not just its own.
     """
 
+    missing = (
+        "its optimizer state, got one without. "
+        "Load the model's state dict only, or give LoadPlanner(allow_partial_load=True)."
+    )
+    staged: list[dict[str, RowStore]] | None
+
     def __init__(self, pieces: ShardPieces, optimizer: RowOptimizer) -> None:
-        self.pieces = pieces
+        super().__init__(pieces)
         self.optimizer = optimizer
-        self.small: dict[str, Tensor] = {}
-        self.session: LoadSession | None = None
-        self.is_verified = self.is_left_out = False
-        self.step = 0
-        self.staged: list[dict[str, RowStore]] | None = None
-        self.places = Places([])
-        self._saved: Mapping[str, TensorStorageMetadata] = {}
+        self.source = OptimizerSource(pieces, optimizer, self)
         self.total = 0
         self.has_all_cuts = True
-        self.source = OptimizerSource(pieces, optimizer, self)
-
-    def leave_out(self) -> None:
-        """Takes note that a partial load found nothing for it."""
-        self.staged, self.session, self.is_left_out = None, None, True
 
     def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
-        """Gets ready to receive what a checkpoint has of the optimizer state.
-
-        Args:
-            saved: its tensors in DCP's metadata, by name.
-
-        Raises:
-            ValueError: if it has nothing of it.
-        """
-        if "config" not in saved:
-            raise ValueError(
-                f"{self.pieces.where}: expected a checkpoint with its optimizer state, got one without. "
-                "Load the model's state dict only, or give LoadPlanner(allow_partial_load=True)."
-            )
-        if "checksum" not in saved:
-            raise ValueError(
-                f"{self.pieces.where}: expected a checkpoint with a checksum of this table, got one without. "
-                f"{DAMAGED}"
-            )
-        self._saved, self.small = saved, {}
-        self.is_verified = self.is_left_out = False
+        """Gets ready to receive what a checkpoint has of the optimizer state."""
+        super().begin(saved)
         by_row = [saved[name] for name in self.optimizer.state_names if name in saved]
         total = by_row[0].size[0] if by_row else 0
         widths = {name: saved[name].size[1] for name in self.optimizer.state_names if name in saved}
@@ -116,7 +94,7 @@ class OptimizerEntry:
 
     def wanted(self, name: str) -> list[ChunkStorageMetadata]:
         """Returns the blocks of a saved tensor that this rank reads."""
-        saved = self._saved[name]
+        saved = self.saved[name]
         if name in SMALL:
             whole = Places([(0, saved.size[0] if saved.size else 1)])
             return list(blocks_of(saved, whole, None)) if saved.size else list(saved.chunks)
@@ -137,13 +115,7 @@ class OptimizerEntry:
         return 0 if self.has_all_cuts else self.pieces.cuts.index(shard.first_column)
 
     def receive(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
-        """Takes a block that was read.
-
-        Args:
-            name: of the tensor.
-            offset: of the block in it.
-            block: the numbers.
-        """
+        """Takes a block that was read."""
         if name in SMALL:
             self.small[name] = block
             return
@@ -152,14 +124,7 @@ class OptimizerEntry:
                 if one.name != name:
                     continue
                 origin = self.origin(shard, one)
-                first = max(offset[1], origin)
-                end = min(offset[1] + block.shape[1], origin + stores[name].columns)
-                if first >= end:
-                    continue
-                some = block[:, first - offset[1] : end - offset[1]]
-                for low, high, row in self.places.within(offset[0], offset[0] + len(block)):
-                    part = some[low - offset[0] : high - offset[0]]
-                    stores[name].put(row, first - origin, part)
+                put_block(stores[name], origin, self.places, offset[0], offset[1], block)
 
     def fill(self, saved: Mapping[str, Any]) -> None:
         """Takes plain tensors of the whole table, or copies of what this rank saved.
@@ -189,22 +154,8 @@ class OptimizerEntry:
             for offset, block in _blocks(saved[name]):
                 self.receive(name, offset, block)
 
-    def last_step(self) -> int:
-        """Returns 0: scores know of steps, and they are the model's."""
-        return 0
-
-    def check(self, others: Sequence[Any] = ()) -> dict[str, int] | None:
-        """Checks what has come by the ids that came with it, and sums it.
-
-        Args:
-            others: what was read with it: the rows of the same table, perhaps.
-
-        Returns:
-            The sums of what belongs to this rank; None if its ids did not come.
-
-        Raises:
-            ValueError: if it is damaged, or of another optimizer.
-        """
+    def check(self, others: Sequence[TableEntry] = ()) -> dict[str, int] | None:
+        """Checks what has come by the ids that came with it, and sums it."""
         pieces = self.pieces
         self.check_config()
         model = next(

@@ -11,22 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn.canonical_rows import CELL_BITS, CanonicalRows
+from torchrec_dyn.canonical_rows import CELL_BITS
 from torchrec_dyn.content_sums import (
     OPTIMIZER_TENSORS,
     add_sums,
-    as_words,
     content_sum,
-    sum_of_small,
 )
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.saved_config import optimizer_config, to_bytes
-from torchrec_dyn.saved_places import Run, Runs, Share, runs_of, share_of
+from torchrec_dyn.saved_places import Runs, Share, share_of
 from torchrec_dyn.saved_tensor import CHUNK_BYTES, Part, SavedTensor
-from torchrec_dyn.shard_model_source import cells_tensor, whole_tensor
 from torchrec_dyn.shard_pieces import ShardPieces
+from torchrec_dyn.shard_source import ShardSource, reader_of
 from torchrec_dyn.table import DynamicTable
-from torchrec_dyn.table_state import NamedState, named_states, read_tensor
+from torchrec_dyn.table_state import NamedState, named_states
 
 
 class Told(NamedTuple):
@@ -45,7 +43,7 @@ class Told(NamedTuple):
     sums: dict[str, int]
 
 
-class OptimizerSource:
+class OptimizerSource(ShardSource):
     """Reads optimizer state, step, config and checksum of one table.
 
     Args:
@@ -55,10 +53,8 @@ class OptimizerSource:
     """
 
     def __init__(self, pieces: ShardPieces, optimizer: RowOptimizer, entry: Any) -> None:
-        self.pieces = pieces
+        super().__init__(pieces, entry)
         self.optimizer = optimizer
-        self._entry = entry
-        self._canonical = [pieces.canonical(shard) for shard in pieces.shards]
 
     @property
     def config(self) -> dict[str, Any]:
@@ -94,20 +90,10 @@ class OptimizerSource:
         Args:
             told: by each rank.
         """
-        pieces, known = self.pieces, [one for one in told if one is not None]
-        runs = runs_of([one.share for one in known], pieces.part)
+        known = [one for one in told if one is not None]
         small = {"step": torch.tensor(known[0].step), "config": to_bytes(self.config)}
-        sums = add_sums(
-            *(one.sums for one in known),
-            {name: sum_of_small(pieces.name, name, one) for name, one in small.items()},
-        )
-        small["checksum"] = as_words(sums, OPTIMIZER_TENSORS)
-        made = dict(self._by_row(runs))
-        for name, one in small.items():
-            made[name] = whole_tensor(one, pieces.rank == 0, self._entry)
-        counts = torch.stack([one.cells for one in known if one.cells is not None]).sum(0)
-        made["cells"] = cells_tensor(counts, runs.total, pieces.rank == 0, self._entry)
-        return made
+        made = dict(self._by_row(self.runs(known)))
+        return {**made, **self.not_by_row(small, known, OPTIMIZER_TENSORS)}
 
     def _by_row(self, runs: Runs) -> Iterator[tuple[str, SavedTensor]]:
         widths = {True: len(self.pieces.cuts) - 1, False: self.pieces.cuts[-1]}
@@ -116,20 +102,7 @@ class OptimizerSource:
             for shard, rows in zip(self.pieces.shards, self._canonical, strict=True):
                 first, columns = self._columns(shard, named_states(shard)[number])
                 for run in runs.mine:
-                    read = _reader(rows, run, shard, name)
+                    read = reader_of(rows, run, shard, name)
                     parts.append(Part((run.place, first), (run.rows, columns), read))
             width = widths[self.optimizer.state_is_rowwise[number]]
             yield name, SavedTensor((runs.total, width), torch.float32, parts, self._entry)
-
-    def check_unchanged(self) -> None:
-        """Raises RuntimeError if a shard has changed since this was made."""
-        for rows in self._canonical:
-            rows.check_unchanged()
-
-
-def _reader(rows: CanonicalRows, run: Run, shard: DynamicTable, name: str) -> Any:
-    def read(start: int, stop: int) -> Tensor:
-        _, places = rows.read(run.here + start, run.here + stop)
-        return read_tensor(shard, name, places)
-
-    return read

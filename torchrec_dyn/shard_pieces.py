@@ -74,6 +74,10 @@ class ShardPieces:
             self.config["embedding_dim"],
         ]
 
+    def has_shards_of(self, other: ShardPieces) -> bool:
+        """Whether these are the very shards of the same table."""
+        return list(self.shards) == list(other.shards) and self.where == other.where
+
     def owns(self, ids: Tensor) -> Tensor:
         """Says which ids belong to this rank, [M] bool.
 
@@ -110,7 +114,7 @@ def check_same_shards(came: ShardPieces, own: ShardPieces) -> None:
         came: the shards for which it was read.
         own: those of the model that loads.
     """
-    if list(came.shards) != list(own.shards) or came.where != own.where:
+    if not came.has_shards_of(own):
         raise ValueError(
             f"{own.where}: expected what was loaded into this model's own state dict, got that of another "
             "model's. Make the state dict with this model, then call dcp.load."

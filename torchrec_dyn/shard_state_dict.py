@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-from torchrec_dyn.agreement import agree
+from torchrec_dyn.agreement import told_together
 from torchrec_dyn.id_map import canonical_order
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.load_session import LoadSession
@@ -14,7 +14,7 @@ from torchrec_dyn.saved_config import from_bytes, saved_initializer
 from torchrec_dyn.saved_places import Places
 from torchrec_dyn.saved_tensor import CHUNK_BYTES, SavedTensor, numbers_of
 from torchrec_dyn.shard_model_entry import ModelEntry
-from torchrec_dyn.shard_model_source import ModelSource
+from torchrec_dyn.shard_model_source import ModelSource, Told
 from torchrec_dyn.shard_pieces import ShardPieces, check_same_shards
 from torchrec_dyn.table_checks import ROW_DTYPES
 from torchrec_dyn.take_over import take_over
@@ -35,14 +35,13 @@ def put_tables(
         tables: of one collection.
         where: the collection, for messages.
     """
-    group = tables[0].group
-    fault, mine = None, None
-    try:
-        entries = [ModelEntry(one) for one in tables]
-        mine = [entry.source.tell() for entry in entries]
-    except Exception as one:
-        fault = one
-    told = agree(group, f"{where}.state_dict", fault, told=mine)
+    entries: list[ModelEntry] = []
+
+    def tell() -> list[Told | None]:
+        entries.extend(ModelEntry(one) for one in tables)
+        return [entry.source.tell() for entry in entries]
+
+    told = told_together(tables[0].group, f"{where}.state_dict", tell)
     for number, entry in enumerate(entries):
         made = entry.source.tensors([one[number] for one in told])
         for name, tensor in made.items():
@@ -71,8 +70,9 @@ def take_tables(
     Raises:
         ValueError: on every rank, if something is damaged or does not fit on one; no table has changed then.
     """
-    fault, entries = None, {}
-    try:
+    entries: dict[str, ModelEntry] = {}
+
+    def find() -> list[tuple[str, bool]]:
         for one in tables:
             saved = {
                 name: state_dict.pop(f"{prefix}{one.name}.{name}")
@@ -83,11 +83,10 @@ def take_tables(
             missing_keys.extend(missing)
             if not missing and not _is_own(saved, one):
                 entries[one.name] = _entry(saved, one)
-    except Exception as one:
-        fault = one
+        return [(name, entry.session is None) for name, entry in entries.items()]
+
     where = f"{where}.load_state_dict"
-    names = [(name, entry.session is None) for name, entry in entries.items()]
-    everyones = agree(tables[0].group, where, fault, told=names)
+    everyones = told_together(tables[0].group, where, find)
     for rank, theirs in enumerate(everyones):
         if theirs != everyones[0]:
             raise ValueError(
@@ -121,7 +120,7 @@ def _is_own(saved: Mapping[str, Any], pieces: ShardPieces) -> bool:
     entry = weight.entry if isinstance(weight, SavedTensor) else None
     if not isinstance(entry, ModelEntry) or entry.staged is not None:
         return False
-    if list(entry.pieces.shards) != list(pieces.shards):
+    if not entry.pieces.has_shards_of(pieces):
         return False
     if not entry.is_left_out:
         entry.source.check_unchanged()

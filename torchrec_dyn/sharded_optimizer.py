@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_dyn.agreement import agree
+from torchrec_dyn.agreement import done_together, told_together
 from torchrec_dyn.aligned_state import AlignedState
 from torchrec_dyn.content_sums import add_sums
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.saved_places import Share, runs_of, share_of
 from torchrec_dyn.saved_tensor import SavedTensor
 from torchrec_dyn.shard_optimizer_entry import SMALL, OptimizerEntry
-from torchrec_dyn.shard_optimizer_source import OptimizerSource
+from torchrec_dyn.shard_optimizer_source import OptimizerSource, Told
 from torchrec_dyn.shard_pieces import ShardPieces
 
 _NAMES = (*SMALL, "cells")
@@ -47,14 +47,14 @@ class _TableState:
         """Gives one tensor. Collective."""
         if name not in self._made:
             pieces = self._pieces()
-            fault, mine = None, None
-            try:
-                entry = OptimizerEntry(pieces, self._optimizer)
-                mine = entry.source.tell()
-            except Exception as one:
-                fault = one
-            told = agree(pieces.group, f"{pieces.where}.state_dict", fault, told=mine)
-            self._made = entry.source.tensors(told)
+            made: list[OptimizerEntry] = []
+
+            def tell() -> Told | None:
+                made.append(OptimizerEntry(pieces, self._optimizer))
+                return made[0].source.tell()
+
+            told = told_together(pieces.group, f"{pieces.where}.state_dict", tell)
+            self._made = made[0].source.tensors(told)
         return self._made.pop(name)
 
     def take(self, name: str, saved: Tensor) -> None:
@@ -66,29 +66,19 @@ class _TableState:
 
     def _load(self, saved: Mapping[str, Any]) -> None:
         pieces = self._pieces()
-        where, fault, entry = f"{pieces.where}.load_state_dict", None, None
-        try:
-            entry = _entry(saved, pieces, self._optimizer)
-        except Exception as one:
-            fault = one
-        shares = agree(pieces.group, where, fault, told=_share(pieces))
+        where = f"{pieces.where}.load_state_dict"
+        entry = done_together(pieces.group, where, lambda: _entry(saved, pieces, self._optimizer))
         if entry is None:
             return
         if entry.session is not None:
             entry.session.verify(where)
+        shares = told_together(pieces.group, where, lambda: _share(pieces))
         runs = runs_of([share for share in shares if share is not None], pieces.part)
-        summed: dict[str, int] = {}
-        try:
-            aligned = AlignedState(entry, runs)
-            summed = aligned.check()
-        except Exception as one:
-            fault = one
-        told = agree(pieces.group, where, fault, told=summed)
-        aligned.compare(add_sums(*told))
+        aligned = done_together(pieces.group, where, lambda: AlignedState(entry, runs))
+        aligned.compare(add_sums(*told_together(pieces.group, where, aligned.check)))
         aligned.take_over()
-        entry.source = OptimizerSource(
-            pieces, self._optimizer, entry
-        )  # given again, it is the table's own
+        # Given again, it is the table's own.
+        entry.source = OptimizerSource(pieces, self._optimizer, entry)
 
 
 def _share(pieces: ShardPieces) -> Share | None:
@@ -107,7 +97,7 @@ def _entry(
         if came.staged is not None:
             came.check_is_for(pieces)
             return came
-        if list(came.pieces.shards) == list(pieces.shards):
+        if came.pieces.has_shards_of(pieces):
             if not came.is_left_out:
                 came.source.check_unchanged()
             return None

@@ -18,6 +18,7 @@ from torchrec_dyn import ops
 from torchrec_dyn.canonical_rows import CanonicalRows
 from torchrec_dyn.content_sums import DAMAGED, add_sums, content_sum
 from torchrec_dyn.id_map import IdMap
+from torchrec_dyn.reader_checks import ascend
 from torchrec_dyn.row_store import RowStore
 from torchrec_dyn.saved_life import last_step
 from torchrec_dyn.saved_places import Places
@@ -26,7 +27,35 @@ from torchrec_dyn.scores import MOST_COUNT, NO_STEP, Scores
 from torchrec_dyn.waiting import WaitingIds
 
 _READ_AT_ONCE = 1 << 20
-_ORDER = torch.iinfo(torch.int64).min  # flips the unsigned order into the signed one
+_WORD = 1 << 64
+
+
+def put_block(
+    store: RowStore, origin: int, places: Places, place: int, column: int, values: Tensor
+) -> int:
+    """Copies into a store what it is to have of a block of a saved tensor.
+
+    Args:
+        store: of the rows at `places`.
+        origin: which column of the tensor is its first.
+        places: of the rows of the store.
+        place: of the block's first row.
+        column: the block's first.
+        values: [M, C], the block.
+
+    Returns:
+        How many numbers were copied.
+    """
+    first = max(column, origin)
+    end = min(column + values.shape[1], origin + store.columns)
+    if first >= end:
+        return 0
+    rows = 0
+    for low, high, row in places.within(place, place + len(values)):
+        part = values[low - place : high - place, first - column : end - column]
+        store.put(row, first - origin, part)
+        rows += high - low
+    return rows * (end - first)
 
 
 class StagedRows:
@@ -89,26 +118,25 @@ class StagedRows:
         if name == "waiting":
             self._receive_waiting(values)
             return
+        if name == "weight":
+            put = put_block(self.weights, self.first_column, self.places, place, column, values)
+            self._come[name] = self._come.get(name, 0) + put
+            return
         for low, high, row in self.places.within(place, place + len(values)):
             chunk = values[low - place : high - place]
             if name == "ids":
                 self._receive_ids(chunk.contiguous(), low, row)
-            elif name == "weight":
-                first = max(column, self.first_column)
-                end = min(column + chunk.shape[1], self.first_column + self.weights.columns)
-                chunk = chunk[:, first - column : max(first, end) - column]
-                self.weights.put(row, first - self.first_column, chunk)
             else:
                 self._receive_scores(name, chunk.contiguous(), row)
             self._come[name] = self._come.get(name, 0) + chunk.numel()
 
     def _receive_ids(self, ids: Tensor, place: int, row: int) -> None:
-        order = ops.mix64(ids) ^ _ORDER
-        if bool((order[1:] <= order[:-1]).any()):  # a difference may not fit into 64 bits
+        if not ascend(ids):
             raise ValueError(
                 f"{self.where}: expected saved ids in canonical order, got others. {DAMAGED}"
             )
-        self._ends.append((place, int(order[0]), int(order[-1])))
+        first, last = ops.mix64(ids[[0, -1]]).tolist()
+        self._ends.append((place, first % _WORD, last % _WORD))
         rows = torch.arange(row, row + ids.numel())
         if self._owns is not None:
             mine = self._owns(ids)

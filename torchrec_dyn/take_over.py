@@ -17,8 +17,6 @@ from torchrec_dyn.row_store import RowStore
 from torchrec_dyn.staged_rows import StagedRows
 from torchrec_dyn.table import DynamicTable
 
-_SCORED_AT_ONCE = 1 << 20
-
 
 def take_over(
     table: DynamicTable,
@@ -72,10 +70,7 @@ def _take_over_life(
     if staged.has_scores:
         life.scores = staged.scores
     else:
-        life.scores.reserve(staged.places.count)
-        step = max(table.step, life.clock.present_step)
-        for start in range(0, staged.places.count, _SCORED_AT_ONCE):
-            some = torch.arange(start, min(staged.places.count, start + _SCORED_AT_ONCE))
-            life.scores.write(some, torch.full_like(some, step), torch.zeros_like(some))
+        life.scores.store.reserve_zeros(staged.places.count)
+        life.catch_up(max(table.step, life.clock.present_step), staged.places.count)
     for others in staged.others:
         life.scores.forget(others)

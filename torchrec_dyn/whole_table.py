@@ -9,13 +9,13 @@ Legend: M ids of this rank, K ids that fell to this rank, C columns on this rank
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_dyn.agreement import agree
+from torchrec_dyn.agreement import agree, done_together
 from torchrec_dyn.id_exchange import IdExchange
 from torchrec_dyn.id_map import canonical_order
 from torchrec_dyn.shard_stats import Stats, whole_stats
@@ -198,13 +198,7 @@ class WholeTable:
 
     def _do(self, verb: str, work: Callable[[], T]) -> T:
         """Does this rank's part of a call, and raises on every rank what any of them raised."""
-        fault, done = None, None
-        try:
-            done = work()
-        except Exception as error:
-            fault = error
-        self._agree(verb, fault)
-        return cast(T, done)
+        return done_together(self._group, f"{self._where}.{verb}", work)
 
 
 def read_rows(
