@@ -33,7 +33,7 @@ FLOORS = (
     "saved_places staged_rows take_over shard_pieces load_session shard_source shard_model_source"
     " shard_model_entry"
     " shard_state_dict shard_optimizer_source shard_optimizer_entry aligned_state sharded_optimizer"
-    " sharding_setup loaded_plain load_planner",
+    " sharding_setup local_shards chunk_exchange moved_table resharding loaded_plain load_planner",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
     " from_static_rows from_static_optimizer from_static"
     " sharded_embeddingbag sharded_embedding across_ranks sharders stats_logger planner"

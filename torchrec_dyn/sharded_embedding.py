@@ -28,10 +28,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_dyn.batch_check import BatchCheck
 from torchrec_dyn.column_order import outputs_by_column
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
+from torchrec_dyn.local_shards import LocalShards, save_and_load_tables
+from torchrec_dyn.row_numbers import ForwardTicket
 from torchrec_dyn.sequence_batch import Restoration, evened
 from torchrec_dyn.sequence_sharding import SEQUENCE_SHARDINGS
 from torchrec_dyn.sharded_table import ShardedTableHandle
-from torchrec_dyn.sharding_setup import LocalShards, save_and_load_tables, set_up
+from torchrec_dyn.sharding_setup import set_up
 from torchrec_dyn.table_layout import TableLayout
 
 
@@ -41,9 +43,11 @@ class SequenceContext(EmbeddingCollectionContext):
 
     Attributes:
         restoration: how outputs become those of the batch; None where the batch was even.
+        sent: open from when ids are sent until they are looked up; None before.
     """
 
     restoration: Restoration | None = None
+    sent: ForwardTicket | None = None
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tells the allocator that a stream uses what is remembered."""
@@ -134,6 +138,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
             ValueError: if a feature is missing or the tensors do not fit each other.
         """
         features = self._check_batch(features)
+        ctx.sent = self._shards.send()
         features, ctx.restoration = evened(features)
         return super().input_dist(ctx, features)
 
@@ -147,6 +152,8 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         self, ctx: SequenceContext, input: KJTList
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Looks up the ids that arrived and sends rows back."""
+        if ctx.sent is not None:
+            ctx.sent.close()
         return _restored(super().compute_and_output_dist(ctx, input), ctx)
 
     def create_context(self) -> SequenceContext:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,15 +27,23 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn.batch_check import BatchCheck
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
+from torchrec_dyn.local_shards import LocalShards, save_and_load_tables
 from torchrec_dyn.mean_pooling import MeanDivisor, divide
+from torchrec_dyn.row_numbers import ForwardTicket
 from torchrec_dyn.sharded_table import ShardedTableHandle
 from torchrec_dyn.sharding import POOLED_SHARDINGS
-from torchrec_dyn.sharding_setup import (
-    LocalShards,
-    ShardingSetup,
-    save_and_load_tables,
-    set_up,
-)
+from torchrec_dyn.sharding_setup import ShardingSetup, set_up
+
+
+@dataclass
+class PooledContext(EmbeddingBagCollectionContext):
+    """What one forward remembers.
+
+    Attributes:
+        sent: open from when ids are sent until they are looked up; None before.
+    """
+
+    sent: ForwardTicket | None = None
 
 
 class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
@@ -110,7 +119,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return kind(sharding_infos, env, device, **options)
 
     def input_dist(
-        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
+        self, ctx: PooledContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """Checks a batch and sends its ids to their owners.
 
@@ -122,6 +131,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             ValueError: if a feature is missing or the tensors do not fit each other.
         """
         features = self._check_batch(features)
+        ctx.sent = self._shards.send()
         self._prepare_dists(features)
         if self._mean.is_needed:
             with torch.no_grad():
@@ -129,16 +139,22 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return super().input_dist(ctx, features)
 
     def output_dist(
-        self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]
+        self, ctx: PooledContext, output: list[Tensor]
     ) -> LazyAwaitable[KeyedTensor]:
         """Sends pooled rows back to the ranks of their batches."""
         return _divided(super().output_dist(ctx, output), ctx)
 
     def compute_and_output_dist(
-        self, ctx: EmbeddingBagCollectionContext, input: KJTList
+        self, ctx: PooledContext, input: KJTList
     ) -> LazyAwaitable[KeyedTensor]:
         """Looks up the ids that arrived and sends pooled rows back."""
+        if ctx.sent is not None:
+            ctx.sent.close()
         return _divided(super().compute_and_output_dist(ctx, input), ctx)
+
+    def create_context(self) -> PooledContext:
+        """Creates what one forward remembers."""
+        return PooledContext()
 
     def table(self, name: str) -> ShardedTableHandle:
         """Gives a handle on one table; reads are of this rank's shard.
@@ -192,7 +208,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
 
 def _divided(
-    awaitable: LazyAwaitable[KeyedTensor], ctx: EmbeddingBagCollectionContext
+    awaitable: LazyAwaitable[KeyedTensor], ctx: PooledContext
 ) -> LazyAwaitable[KeyedTensor]:
     if ctx.divisor is not None:
         awaitable.callbacks.append(partial(divide, divisor=ctx.divisor))
