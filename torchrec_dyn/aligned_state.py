@@ -124,7 +124,7 @@ def take_over_state(entry: OptimizerEntry, call: str) -> None:
     runs = runs_of([share for share in shares if share is not None], pieces.part)
     aligned = done_together(pieces.group, call, lambda: AlignedState(entry, runs))
     aligned.compare(add_sums(*told_together(pieces.group, call, aligned.check)))
-    aligned.take_over()
+    done_together(pieces.group, call, aligned.take_over)
 
 
 def _share(pieces: ShardPieces) -> Share | None:

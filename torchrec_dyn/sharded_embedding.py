@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torchrec_dyn.batch_check import BatchCheck
 from torchrec_dyn.column_order import outputs_by_column
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.local_shards import LocalShards, save_and_load_tables
+from torchrec_dyn.output_order import sequences_in_order
 from torchrec_dyn.row_numbers import ForwardTicket
 from torchrec_dyn.sequence_batch import Restoration, evened
 from torchrec_dyn.sequence_sharding import SEQUENCE_SHARDINGS
@@ -110,6 +112,8 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         self._shards = LocalShards(setup, self._lookups, env)
         self._shards.fill_from(module.local_tables())
         save_and_load_tables(self, self._shards, "embeddings")
+        names = [name for names in self._embedding_names_per_sharding for name in names]
+        self._output_names = self._planned_names = list(dict.fromkeys(names))
 
     @classmethod
     def create_embedding_sharding(
@@ -146,7 +150,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         self, ctx: SequenceContext, output: list[Tensor]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Sends rows back to the ranks of their ids."""
-        return _restored(super().output_dist(ctx, output), ctx)
+        return self._finished(super().output_dist(ctx, output), ctx)
 
     def compute_and_output_dist(
         self, ctx: SequenceContext, input: KJTList
@@ -154,7 +158,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         """Looks up the ids that arrived and sends rows back."""
         if ctx.sent is not None:
             ctx.sent.close()
-        return _restored(super().compute_and_output_dist(ctx, input), ctx)
+        return self._finished(super().compute_and_output_dist(ctx, input), ctx)
 
     def create_context(self) -> SequenceContext:
         """Creates what one forward remembers."""
@@ -204,13 +208,15 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
             arriving = sorted(positions)
             self._features_to_permute_indices[name] = [arriving.index(p) for p in positions]
 
-
-def _restored(
-    awaitable: LazyAwaitable[dict[str, JaggedTensor]], ctx: SequenceContext
-) -> LazyAwaitable[dict[str, JaggedTensor]]:
-    if ctx.restoration is not None:
-        awaitable.callbacks.append(ctx.restoration)
-    return awaitable
+    def _finished(
+        self, awaitable: LazyAwaitable[dict[str, JaggedTensor]], ctx: SequenceContext
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Makes outputs those of the batch, and keeps their order when tables have moved."""
+        if ctx.restoration is not None:
+            awaitable.callbacks.append(ctx.restoration)
+        if self._output_names != self._planned_names:
+            awaitable.callbacks.append(partial(sequences_in_order, names=self._output_names))
+        return awaitable
 
 
 def _check_widths(

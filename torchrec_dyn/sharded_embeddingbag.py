@@ -29,6 +29,7 @@ from torchrec_dyn.batch_check import BatchCheck
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
 from torchrec_dyn.local_shards import LocalShards, save_and_load_tables
 from torchrec_dyn.mean_pooling import MeanDivisor, divide
+from torchrec_dyn.output_order import pooled_in_order
 from torchrec_dyn.row_numbers import ForwardTicket
 from torchrec_dyn.sharded_table import ShardedTableHandle
 from torchrec_dyn.sharding import POOLED_SHARDINGS
@@ -101,6 +102,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._shards = LocalShards(setup, self._lookups, env)
         self._shards.fill_from(module.local_tables())
         save_and_load_tables(self, self._shards, "embedding_bags")
+        self._output_names = list(self._embedding_names)
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -142,7 +144,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self, ctx: PooledContext, output: list[Tensor]
     ) -> LazyAwaitable[KeyedTensor]:
         """Sends pooled rows back to the ranks of their batches."""
-        return _divided(super().output_dist(ctx, output), ctx)
+        return self._finished(super().output_dist(ctx, output), ctx)
 
     def compute_and_output_dist(
         self, ctx: PooledContext, input: KJTList
@@ -150,7 +152,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Looks up the ids that arrived and sends pooled rows back."""
         if ctx.sent is not None:
             ctx.sent.close()
-        return _divided(super().compute_and_output_dist(ctx, input), ctx)
+        return self._finished(super().compute_and_output_dist(ctx, input), ctx)
 
     def create_context(self) -> PooledContext:
         """Creates what one forward remembers."""
@@ -206,10 +208,12 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             self._embedding_dims,
         )
 
-
-def _divided(
-    awaitable: LazyAwaitable[KeyedTensor], ctx: PooledContext
-) -> LazyAwaitable[KeyedTensor]:
-    if ctx.divisor is not None:
-        awaitable.callbacks.append(partial(divide, divisor=ctx.divisor))
-    return awaitable
+    def _finished(
+        self, awaitable: LazyAwaitable[KeyedTensor], ctx: PooledContext
+    ) -> LazyAwaitable[KeyedTensor]:
+        """Divides means, and keeps the order of the outputs when tables have moved."""
+        if ctx.divisor is not None:
+            awaitable.callbacks.append(partial(divide, divisor=ctx.divisor))
+        if self._output_names != self._embedding_names:
+            awaitable.callbacks.append(partial(pooled_in_order, names=self._output_names))
+        return awaitable
