@@ -1,4 +1,4 @@
-"""A table that moves while the model goes on trains as one that was saved and loaded, and as one that stayed."""
+"""A table that moves while the model goes on trains as one that was loaded elsewhere, or stayed."""
 
 from __future__ import annotations
 

@@ -66,8 +66,9 @@ def test_bad_plans_change_nothing() -> None:
 def uneven_columns(setup: Setup) -> None:
     model = new(setup)
     train(model, setup, range(2))
-    wide, narrow = shard_by_hand(CW, [([0], 0, 6), ([1], 6, 6)]), shard_by_hand(
-        CW, [([0], 0, 4), ([1], 4, 4), ([0], 8, 4)]
+    wide, narrow = (
+        shard_by_hand(CW, [([0], 0, 6), ([1], 6, 6)]),
+        shard_by_hand(CW, [([0], 0, 4), ([1], 4, 4), ([0], 8, 4)]),
     )
     changed = {"plain": wide, "sixteen": narrow}
     refused(model, setup, changed, ValueError, "column shards of one width")

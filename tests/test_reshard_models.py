@@ -1,4 +1,4 @@
-"""DistributedModelParallel.reshard in the middle of training: losses, learning rates, pipelines, what was held."""
+"""DistributedModelParallel.reshard in training: losses, learning rates, pipelines, what others hold."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def through_pipeline(run: Run, name: str, kinds: Kinds) -> tuple[list[float], li
         left = iter(source[:4])
         outputs = [pipeline.progress(left)]
         before = states_of(run, model)
-        with pytest.raises(ValueError, match="expected no (batch on its way|forward that waits)"):
+        with pytest.raises(ValueError, match=r"expected no (batch on its way|forward that waits)"):
             reshard(model, run, kinds)
         assert str(states_of(run, model)) == str(before)
         outputs += drain(pipeline, left)

@@ -1,8 +1,8 @@
 """What one plan would save is read by another: chunks of saved tensors go from rank to rank, without a file.
 
-A table's shards know what they would save, chunk by chunk (shard_source.py), and those of another plan what they
-would read of it (load_session.py). In a round every rank reads one chunk of its own and sends each rank the
-blocks that it wants of it; so at most one chunk a rank is under way.
+A table's shards know what they would save, chunk by chunk (shard_source.py), and those of another plan what
+they would read of it (load_session.py). In a round every rank reads one chunk of its own and sends each rank
+the blocks that it wants of it; so at most one chunk a rank is under way.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def exchange_chunks(
         for name, tensor in saved.items()
         for item in tensor.__create_write_items__(name, tensor)
     ]
-    chunks = [_block(name, item.tensor_data.chunk) for name, item in items]
+    chunks = [
+        _block(name, item.tensor_data.chunk) for name, item in items if item.tensor_data is not None
+    ]
     everyones = told_together(group, call, lambda: chunks)
 
     def want() -> list[_Block]:
@@ -79,8 +81,7 @@ def exchange_chunks(
                 name, item = items[number]
                 chunk = saved[name].__get_tensor_shard__(item.index)
                 messages = [
-                    _bytes(chunk[block.within(chunks[number])])
-                    for block in routes.sent(number)
+                    _bytes(chunk[block.within(chunks[number])]) for block in routes.sent(number)
                 ]
         except Exception as error:
             fault, messages = fault or error, []

@@ -137,9 +137,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
     def keep(self, shards: Sequence[DynamicTable]) -> None:
         """Puts shards in place of those, still empty, of the same tables and columns."""
         found = {(shard.name, shard.first_column): shard for shard in shards}
-        self.tables = [
-            found.get((table.name, table.first_column), table) for table in self.tables
-        ]
+        self.tables = [found.get((table.name, table.first_column), table) for table in self.tables]
         self._group.tables = list(self.tables)
 
     @property

@@ -35,7 +35,9 @@ def move_table(before: ShardPieces, after: ShardPieces, optimizer: RowOptimizer,
     )
     told = told_together(group, call, lambda: (model.tell(), state.tell()))
     saved = done_together(
-        group, call, lambda: [model.tensors([m for m, _ in told]), state.tensors([s for _, s in told])]
+        group,
+        call,
+        lambda: [model.tensors([m for m, _ in told]), state.tensors([s for _, s in told])],
     )
     rows, rows_state = done_together(
         group, call, lambda: (ModelEntry(after), OptimizerEntry(after, optimizer))

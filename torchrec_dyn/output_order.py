@@ -1,6 +1,6 @@
 """The order of a sharded collection's outputs, which TorchRec takes from the plan, stays when tables move.
 
-TorchRec lists outputs by sharding type. A dense layer over `KeyedTensor.values()` knows columns by their place.
+TorchRec lists outputs by sharding type; a dense layer over `KeyedTensor.values()` knows columns by place.
 """
 
 from __future__ import annotations

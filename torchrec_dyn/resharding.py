@@ -1,9 +1,9 @@
-"""Tables of a sharded collection move to another plan while the model goes on: DistributedModelParallel.reshard.
+"""Tables move to another plan while the model goes on: DistributedModelParallel.reshard.
 
-A second collection is made for the new plan; tables that move are copied into it, the others' shards are put
-into it as they are. When all of this is done on all ranks the first takes over the insides of the second: up to
-then nothing of it has changed, and behind that nothing can fail. It stays the same module, with the same
-optimizer, so that whatever holds them goes on.
+A second collection is made for the new plan; tables that move are copied into it, the others' shards are
+put into it as they are. When all of this is done on all ranks the first takes over the insides of the
+second: up to then nothing of it has changed, and behind that nothing can fail. It stays the same module,
+with the same optimizer, so that whatever holds them goes on.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def reshard(
     for rank, theirs in enumerate(plans):
         if theirs != plans[0]:
             raise ValueError(
-                f"{call}: expected the same plan on every rank, got {plans[0]} on rank 0 and {theirs} on rank "
-                f"{rank}. Plan with collective_plan, or give every rank the same."
+                f"{call}: expected the same plan on every rank, got {plans[0]} on rank 0 and {theirs} on "
+                f"rank {rank}. Plan with collective_plan, or give every rank the same."
             )
     if not changed:
         return
@@ -79,7 +79,9 @@ def reshard(
 def _described(changed: Mapping[str, ParameterSharding], env: ShardingEnv) -> list[Any]:
     """Says a plan in plain values, so that ranks can compare theirs."""
     if isinstance(env, ShardingEnv2D):
-        raise ValueError("expected a model without 2D parallelism, got one with copies of its tables.")
+        raise ValueError(
+            "expected a model without 2D parallelism, got one with copies of its tables."
+        )
     said = []
     for table, sharding in sorted(changed.items()):
         shards = getattr(sharding.sharding_spec, "shards", None) or ()
@@ -118,8 +120,8 @@ def _check_at_rest(shards: LocalShards, moved: list[str]) -> None:
             gc.collect()  # perhaps nobody can reach them any more
     if len(shards.batches):
         raise ValueError(
-            f"expected no batch on its way, got {len(shards.batches)} whose ids were sent by the present plan. "
-            "Let the train pipeline run to the end of its iterator first."
+            f"expected no batch on its way, got {len(shards.batches)} whose ids were sent by the present "
+            "plan. Let the train pipeline run to the end of its iterator first."
         )
     raise ValueError(
         f"expected no forward that waits for its backward, got {open_forwards}. Run backward, or drop what "

@@ -140,9 +140,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 ctx.divisor = self._mean(features)
         return super().input_dist(ctx, features)
 
-    def output_dist(
-        self, ctx: PooledContext, output: list[Tensor]
-    ) -> LazyAwaitable[KeyedTensor]:
+    def output_dist(self, ctx: PooledContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Sends pooled rows back to the ranks of their batches."""
         return self._finished(super().output_dist(ctx, output), ctx)
 

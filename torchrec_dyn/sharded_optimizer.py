@@ -115,8 +115,8 @@ class _Saved:
 class ShardedOptimizer(KeyedOptimizer):
     """Optimizer state and learning rates of the tables of a sharded collection.
 
-    Every rank has one parameter group for each optimizer that the tables were given, whichever tables lie there:
-    schedulers find the same groups on all ranks, and after the tables have moved (resharding.py).
+    Every rank has one parameter group for each optimizer that the tables were given, whichever tables lie
+    there: schedulers find the same groups on all ranks, and after tables have moved (resharding.py).
 
     Args:
         placeholders: of the tables on this rank, by key.
