@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from checkpoint_cases import (
     OPTIMIZERS,
@@ -15,6 +16,7 @@ from checkpoint_cases import (
     differences,
     held,
     kinds_on,
+    load,
     new,
     run_on,
     same_bits,
@@ -22,6 +24,9 @@ from checkpoint_cases import (
     train,
 )
 from reshard_cases import check_same, counts_of, goes_on, move, plans
+from sharded_training import collection_of, shard
+
+import torchrec_dyn as dyn
 
 TW, RW, CW, THREE = "table_wise", "row_wise", "column_wise", "three_columns"
 BY_NODE = ("table_row_wise", "grid_shard", "table_column_wise", RW, TW)
@@ -124,3 +129,29 @@ def moves_empty(setup: Setup) -> None:
 
 def test_tables_that_nobody_used_yet_move() -> None:
     run_on(Setup(2), moves_empty)
+
+
+def starts_as(setup: Setup, folder: str) -> list[torch.Tensor]:
+    """A table starts rows as the checkpoint that it was loaded from says, wherever it lies."""
+    constant = {"plain": dyn.DynamicTableConfig(initializer=dyn.Constant(0.25))}
+    case = setup.case()
+    other = shard(case, collection_of(case, dynamic=constant))
+    train(other, setup, range(1))
+    save(other, folder)
+    model = load(new(setup), folder)
+    for kind in (RW, CW):
+        move(model, plans(setup, (kind,)))
+    train(model, setup, range(1, 3))
+    ids = torch.tensor([1000, 1001, 1002, 1003, 1004, 1005, 1006, 1007])  # of step 1 alone
+    rows, found = dyn.lookup_rows(model.module.collection, "plain", ids)
+    return rows[found]
+
+
+def test_initializers_that_came_with_a_checkpoint_come_along(tmp_path: Path) -> None:
+    for rows in run_on(
+        Setup(2, optimizer="EXACT_SGD", tables=1), starts_as, str(tmp_path / "saved")
+    ):
+        assert len(rows) > 2
+        # Gradients are multiples of 1/16, the learning rate is 0.1; other rows start within 0.04 of 0.
+        steps = (rows - 0.25) * 160
+        assert torch.allclose(steps, steps.round(), atol=1e-3)

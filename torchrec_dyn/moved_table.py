@@ -7,6 +7,7 @@ from torchrec_dyn.aligned_state import take_over_state
 from torchrec_dyn.chunk_exchange import exchange_chunks
 from torchrec_dyn.load_session import LoadSession, TableEntry
 from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.saved_config import from_bytes, saved_initializer
 from torchrec_dyn.shard_model_entry import ModelEntry
 from torchrec_dyn.shard_model_source import ModelSource
 from torchrec_dyn.shard_optimizer_entry import OptimizerEntry
@@ -53,8 +54,10 @@ def move_table(before: ShardPieces, after: ShardPieces, optimizer: RowOptimizer,
 
 
 def _take_over_rows(entry: ModelEntry) -> None:
+    where, small = entry.pieces.where, entry.small
+    initializer = saved_initializer(where, from_bytes(where, small["config"]))
     for shard, staged in zip(entry.pieces.shards, entry.staged or (), strict=True):
-        take_over(shard, staged, entry.small.get("clock"), None, entry.step)
+        take_over(shard, staged, small.get("clock"), initializer, entry.step)
     entry.staged = None
 
 
