@@ -23,6 +23,7 @@ from torchrec_dyn.policies import (
     ExpireAfter,
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
+    Never,
 )
 from torchrec_dyn.sharded_embedding import ShardedDynamicEmbeddingCollection
 from torchrec_dyn.sharded_embeddingbag import ShardedDynamicEmbeddingBagCollection
@@ -44,6 +45,7 @@ __all__ = [
     "ExpireAfter",
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
+    "Never",
     "Normal",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",

@@ -19,7 +19,8 @@ class DynamicTableConfig:
         seed: with the table's name and the id it decides the initial rows.
         unseen: what an id without a row reads as, in evaluation and in training while it is not
             admitted: "zeros", or "initial" for the row it would start with.
-        admission: which unseen ids get a row in training: AdmitAfter, AdmitWithProbability; None: all.
+        admission: which unseen ids get a row in training: AdmitAfter, AdmitWithProbability,
+            Never; None: all.
         eviction: which ids lose theirs: LeastRecentlyUsed or LeastFrequentlyUsed when the table is
             full, ExpireAfter by age, or a pair (ExpireAfter, one of the former); None: none, and a
             full table is an error.

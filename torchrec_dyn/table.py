@@ -53,11 +53,11 @@ class DynamicTable(TableScores):
         columns: columns held here.
         row_limit: limit on the rows held here.
         optimizer: how rows learn.
-        step: training forwards so far.
+        step: training forwards so far, while it was not frozen.
+        is_frozen: whether training reads it as evaluation does; asked for at every forward.
         life: scores, counters and clock; None without a policy.
         changes: which rows changed; None while nobody asks.
-        generation: counts replacements of the whole contents; a forward of an older one cannot
-            run its backward.
+        generation: counts replacements of the whole contents; a forward of an older one has no backward.
         edits: counts what wrote to rows or let ids come or go.
         initializer: of fresh rows.
     """
@@ -85,8 +85,8 @@ class DynamicTable(TableScores):
         self.row_limit = num_embeddings if row_limit is None else row_limit
         self.optimizer = optimizer
         self.config = config
-        self.step = 0
-        self.generation = self.edits = 0
+        self.is_frozen = False
+        self.step = self.generation = self.edits = 0
         self.counters = dict.fromkeys(COUNTED, 0)
         self.changes: ChangeLog | None = None
         check_shape(self, dtype, torch.device(device))
