@@ -24,7 +24,7 @@ POLICIES: list[dict[str, Any]] = [
     {},
 ]
 ALL = ("table_wise", "row_wise", "column_wise")
-# Ranks, ranks of a node, whether pooled, the types of the tables, the optimizer, whether tables have policies.
+# Ranks, ranks of a node, whether pooled, sharding types, the optimizer, whether tables have policies.
 PLANS: dict[str, tuple[int, int, bool, tuple[str, ...], str, bool]] = {
     "table": (2, 2, True, ("table_wise",), "ADAM", True),
     "rows": (2, 2, True, ("row_wise",), "EXACT_ROWWISE_ADAGRAD", True),
