@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import workers
-from checkpoint_small import both, put_both, quietly, read, step, unsharded
+from checkpoint_small import both, put_both, quietly, read, sharded, step, unsharded
 from sharded_cases import Case, Table, usual_plan
 from sharded_training import train_beside
 from table_cases import make_table
@@ -122,6 +122,28 @@ def test_a_checkpoint_names_what_it_became(tmp_path: Any, capsys: Any, initializ
         step(one, [4])
     ids = torch.tensor([1, 2, 3, 4])
     assert torch.equal(model.table("t").lookup(ids)[0], other.table("t").lookup(ids)[0])
+
+
+def save_of_two_ranks(initializer: Any, path: str) -> None:
+    plan = usual_plan("column_wise", 8, 2, 2)
+    config = dyn.DynamicTableConfig(initializer=initializer)
+    model = sharded(Case([Table("t", ["f_t"], plan, config=config)]))
+    state = {"model": model.state_dict()}
+    quietly(dcp.save, state, checkpoint_id=path)
+
+
+@by_name
+def test_column_shards_and_unused_tables_name_that_of_the_whole_row(
+    tmp_path: Any, initializer: Any
+) -> None:
+    workers.run(save_of_two_ranks, initializer, f"{tmp_path}/2", world_size=2)
+    unused = {"model": unsharded(case_of(initializer)).state_dict()}
+    quietly(dcp.save, unused, checkpoint_id=f"{tmp_path}/1")
+    became = initializer.for_dimension(8)
+    for path in (f"{tmp_path}/1", f"{tmp_path}/2"):
+        (saved,) = open_checkpoint(path).tables.values()
+        told = {"name": type(became).__name__, **dataclasses.asdict(became)}
+        assert saved.config["initializer"] == told
 
 
 def test_they_are_values() -> None:
