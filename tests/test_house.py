@@ -18,7 +18,7 @@ CORE = ROOT / "csrc"
 # A file imports from lower floors, or from files named before it on its own floor.
 # A new file: put its name where this holds.
 FLOORS = (
-    "ops initializers policies config",
+    "ops initializers fan_initializers policies config",
     "optimizers row_numbers bag_layout clock cuts content_sums saved_config safetensors_file",
     "id_map row_store row_marks changes initial_rows scores waiting oldest age_limit row_life saved_life"
     " table_state table_stats table_checks insertion table_scores canonical_rows gradient_reduction",
@@ -56,6 +56,8 @@ PUBLIC = [
     "DynamicEmbeddingCollectionSharder",
     "DynamicTableConfig",
     "ExpireAfter",
+    "KaimingNormal",
+    "KaimingUniform",
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
     "Never",
@@ -64,6 +66,8 @@ PUBLIC = [
     "ShardedDynamicEmbeddingCollection",
     "TruncatedNormal",
     "Uniform",
+    "XavierNormal",
+    "XavierUniform",
     "add_stats_hook",
     "assign_rows",
     "checkpoint",

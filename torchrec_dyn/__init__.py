@@ -14,6 +14,7 @@ from torchrec_dyn.across_ranks import (
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
+from torchrec_dyn.fan_initializers import KaimingNormal, KaimingUniform, XavierNormal, XavierUniform
 from torchrec_dyn.from_static import from_static
 from torchrec_dyn.initializers import Constant, Normal, TruncatedNormal, Uniform
 from torchrec_dyn.make_dynamic import make_dynamic
@@ -43,6 +44,8 @@ __all__ = [
     "DynamicEmbeddingCollectionSharder",
     "DynamicTableConfig",
     "ExpireAfter",
+    "KaimingNormal",
+    "KaimingUniform",
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
     "Never",
@@ -51,6 +54,8 @@ __all__ = [
     "ShardedDynamicEmbeddingCollection",
     "TruncatedNormal",
     "Uniform",
+    "XavierNormal",
+    "XavierUniform",
     "add_stats_hook",
     "assign_rows",
     "checkpoint",

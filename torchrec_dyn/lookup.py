@@ -225,7 +225,7 @@ class TableGroup:
         ops.update_rows_(
             grad, forward.ids, forward.rows, bags.offsets, weights, listed.weights.weights,
             listed.states[0], listed.states[1], listed.weights.layout, bags.segments, streams,
-            self._bag_layout.is_mean, int(optimizer.kind), optimizer.hyper(self.learning_rate),
+            self._bag_layout.is_mean, optimizer.rule, optimizer.hyper(self.learning_rate),
             forward.reduction.scales, forward.reduction.senders,
         )  # fmt: skip
         for table in forward.learning:
