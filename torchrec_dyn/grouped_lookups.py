@@ -65,6 +65,11 @@ class SequenceLookup(GroupedEmbeddingsLookup):
     ) -> BaseEmbedding:
         return DynamicKernel(config, device)
 
+    def expect_ids_once(self) -> None:
+        """From now on ids come once a rank and table, with counts where the tables need them."""
+        for kernel in self._emb_modules:
+            kernel.ids_come_once = True
+
     def prefetch(
         self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None
     ) -> None:

@@ -16,6 +16,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.carried_counts import counts_of
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.fused_optimizer import DynamicOptimizer
 from torchrec_dyn.lookup import TableGroup
@@ -111,6 +112,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         self.tables = [_make_table(s, options.tables[s.name], optimizer, device) for s in shards]
         self._ids_mixed = options.tables[shards[0].name].ids_mixed
         self._frozen = options.frozen
+        self.ids_come_once = False  # then weights, where there are any, are their counts
         pooling: Any = pooling_type_to_pooling_mode(config.pooling, sharding_type).name.lower()
         self._group = TableGroup(
             self.tables,
@@ -167,7 +169,13 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             batch_sizes=features.stride_per_key_per_rank() if varies else None,
             # TorchRec has them since the all-to-all. Each rank checked the lengths it sent.
             counts=features.length_per_key(),
+            occurrences=self._occurrences(features),
         )
+
+    def _occurrences(self, features: KeyedJaggedTensor) -> Tensor | None:
+        """Returns how often each id occurred on its rank, [N] int64, where that counts."""
+        has_life = any(table.life is not None for table in self.tables)
+        return counts_of(features.weights()) if self.ids_come_once and has_life else None
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Makes the rows of unseen ids now, so that the next forward only finds them."""

@@ -89,6 +89,7 @@ class TableGroup:
         training: bool,
         batch_sizes: Sequence[Sequence[int]] | None = None,
         counts: Sequence[int] | None = None,
+        occurrences: Tensor | None = None,
     ) -> Tensor:
         """Looks ids up and pools them.
 
@@ -100,6 +101,7 @@ class TableGroup:
                 Otherwise nothing changes and an unseen id reads as the table's `unseen` says.
             batch_sizes: [F][ranks] bags of each feature and rank, for variable batches.
             counts: [F] ids of each feature, from who has checked the offsets (not checked again).
+            occurrences: [N] int64, at least 1: how often each id counts where rows have a life; None: once.
 
         Returns:
             Pooled: [B, sum of D over features]. Pooled with batch_sizes: one dimension, for each
@@ -110,8 +112,13 @@ class TableGroup:
             RuntimeError: a table is full (no table is changed then).
         """
         ids, offsets, weights = self._check_input(ids, offsets, weights)
+        if occurrences is not None and (occurrences.dtype, occurrences.shape) != (
+            ids.dtype,
+            ids.shape,
+        ):
+            raise self._misfit(f"[{ids.numel()}] int64 occurrences, got {_kind(occurrences)}.")
         bags = self._bag_layout.describe(offsets, ids.numel(), batch_sizes, counts)
-        rows, missing = self._rows(ids, bags, training)
+        rows, missing = self._rows(ids, bags, training, occurrences)
         shown, blocks = rows, self._current_blocks().weights
         if missing and self._shows_initial_rows():
             shown = rows.clone() if training else rows
@@ -170,10 +177,14 @@ class TableGroup:
             self._anchor = torch.zeros((), requires_grad=True)
         return self._anchor
 
-    def _rows(self, ids: Tensor, bags: Bags, training: bool) -> tuple[Tensor, int]:
+    def _rows(
+        self, ids: Tensor, bags: Bags, training: bool, occurrences: Tensor | None
+    ) -> tuple[Tensor, int]:
         """Returns the rows of ids and how many have none, after what training does about these."""
         if training and self._has_life:
-            return take_step(self.tables, ids, bags.table_offsets, bags.bounds, self._scores)
+            return take_step(
+                self.tables, ids, bags.table_offsets, bags.bounds, self._scores, occurrences
+            )
         rows, absent = find_rows(self.tables, ids, bags.table_offsets)
         if not training:
             return rows, sum(absent)
