@@ -21,15 +21,15 @@ FLOORS = (
     "ops initializers policies config",
     "optimizers row_numbers bag_layout clock cuts content_sums saved_config safetensors_file",
     "id_map row_store row_marks changes initial_rows scores waiting oldest age_limit row_life saved_life"
-    " table_state table_stats table_checks insertion table_scores canonical_rows",
+    " table_state table_stats table_checks insertion table_scores canonical_rows gradient_reduction",
     "table table_blocks training_step lookup saved_tensor local_saving"
     " chunked_tensor reader_checks table_reader checkpoint_reader"
     " inspection_histograms inspection inspection_plot",
     "feature_ids table_configs optimizer_choice fused_optimizer carried_counts kernel"
     " local_table saved_state data_parallel table_handle local_lookup",
     "column_order row_wise output_dists table_layout batch_check mean_pooling grouped_lookups sharding"
-    " sequence_sharding sequence_batch sent_once carry_over agreement id_exchange shard_stats whole_table sharded_table"
-    " shardable_view",
+    " sequence_sharding sequence_batch sent_once carry_over agreement id_exchange shard_stats whole_table"
+    " sharded_table shardable_view",
     "saved_places staged_rows take_over shard_pieces load_session shard_source shard_model_source"
     " shard_model_entry"
     " shard_state_dict shard_optimizer_source shard_optimizer_entry aligned_state sharded_optimizer"

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.bag_layout import BagLayout, Bags, Pooling
 from torchrec_dyn.changes import note_changed, tokens_of
+from torchrec_dyn.gradient_reduction import Reduction, Senders, reduction_of
 from torchrec_dyn.insertion import find_rows, insert_unseen
 from torchrec_dyn.row_numbers import ForwardTicket
 from torchrec_dyn.table import DynamicTable
@@ -46,6 +47,7 @@ class _Forward:
     steps: list[int]
     generations: list[int]
     noted: list[object] | None  # at which moments its rows were noted as changed: scored rows are
+    reduction: Reduction
     ticket: ForwardTicket | None = None
     is_done: bool = False
 
@@ -89,7 +91,8 @@ class TableGroup:
         training: bool,
         batch_sizes: Sequence[Sequence[int]] | None = None,
         counts: Sequence[int] | None = None,
-        occurrences: Tensor | None = None,
+        senders: Senders | None = None,
+        times: Tensor | None = None,
     ) -> Tensor:
         """Looks ids up and pools them.
 
@@ -101,7 +104,8 @@ class TableGroup:
                 Otherwise nothing changes and an unseen id reads as the table's `unseen` says.
             batch_sizes: [F][ranks] bags of each feature and rank, for variable batches.
             counts: [F] ids of each feature, from who has checked the offsets (not checked again).
-            occurrences: [N] int64, at least 1: how often each id counts where rows have a life; None: once.
+            senders: who sent what, if a table's gradients are not the mean over the ranks.
+            times: [N] int64, 1 at least, how often ids of tables with a life occurred; None: once.
 
         Returns:
             Pooled: [B, sum of D over features]. Pooled with batch_sizes: one dimension, for each
@@ -112,21 +116,17 @@ class TableGroup:
             RuntimeError: a table is full (no table is changed then).
         """
         ids, offsets, weights = self._check_input(ids, offsets, weights)
-        if occurrences is not None and (occurrences.dtype, occurrences.shape) != (
-            ids.dtype,
-            ids.shape,
-        ):
-            raise self._misfit(f"[{ids.numel()}] int64 occurrences, got {_kind(occurrences)}.")
         bags = self._bag_layout.describe(offsets, ids.numel(), batch_sizes, counts)
-        rows, missing = self._rows(ids, bags, training, occurrences)
+        rows, missing = self._rows(ids, bags, training, times)
         shown, blocks = rows, self._current_blocks().weights
-        if missing and self._shows_initial_rows():
+        if missing and any(table.config.unseen == "initial" for table in self.tables):
             shown = rows.clone() if training else rows
             blocks = blocks_with_initial_rows(self.tables, ids, shown, bags.table_offsets)
         forward = _Forward(
             self, ids, rows, shown, bags, blocks, training,
             [t.step for t in self.tables], [t.generation for t in self.tables],
             tokens_of(self.tables) if training and self._has_life else None,
+            reduction_of([t.config for t in self.tables], offsets, bags.bounds, senders),
         )  # fmt: skip
         wants_weight_grad = weights is not None and weights.requires_grad
         if torch.is_grad_enabled() and (training or wants_weight_grad):
@@ -169,22 +169,17 @@ class TableGroup:
         names = ", ".join(table.name for table in self.tables)
         return ValueError(f"lookup of tables {names}: expected {what}")
 
-    def _shows_initial_rows(self) -> bool:
-        return any(table.config.unseen == "initial" for table in self.tables)
-
     def _anchored(self) -> Tensor:
         if self._anchor is None:
             self._anchor = torch.zeros((), requires_grad=True)
         return self._anchor
 
     def _rows(
-        self, ids: Tensor, bags: Bags, training: bool, occurrences: Tensor | None
+        self, ids: Tensor, bags: Bags, training: bool, times: Tensor | None
     ) -> tuple[Tensor, int]:
         """Returns the rows of ids and how many have none, after what training does about these."""
         if training and self._has_life:
-            return take_step(
-                self.tables, ids, bags.table_offsets, bags.bounds, self._scores, occurrences
-            )
+            return take_step(self.tables, ids, bags.table_offsets, bags.bounds, self._scores, times)
         rows, absent = find_rows(self.tables, ids, bags.table_offsets)
         if not training:
             return rows, sum(absent)
@@ -235,6 +230,7 @@ class TableGroup:
             grad, forward.ids, forward.rows, bags.offsets, weights, listed.weights.weights,
             listed.states[0], listed.states[1], listed.weights.layout, bags.segments, streams,
             self._bag_layout.is_mean, int(optimizer.kind), optimizer.hyper(self.learning_rate),
+            forward.reduction.scales, forward.reduction.senders,
         )  # fmt: skip
         for table in self.tables:
             table.edits += 1

@@ -22,6 +22,7 @@ from torchrec_dyn.changes import note_changed
 from torchrec_dyn.id_map import arrays_of
 from torchrec_dyn.insertion import find_rows
 from torchrec_dyn.row_life import Decision
+from torchrec_dyn.scores import MOST_COUNT
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.table_blocks import TableBlocks
 from torchrec_dyn.table_checks import check_need, check_step
@@ -71,8 +72,11 @@ def take_step(
         refused: occurrences of those that are -1.
 
     Raises:
+        ValueError: times that are none; no table has changed.
         RuntimeError: a table is full, or memory is out; no table has changed.
     """
+    if times is not None:
+        _check_times(times, ids.numel())
     old: list[tuple[Tensor, Tensor]] = []
     try:
         for table in tables:
@@ -119,6 +123,16 @@ class _Batch(NamedTuple):
     absent: list[int]
     newcomers: list[_Newcomers]
     new_index: Tensor
+
+
+def _check_times(times: Tensor, ids: int) -> None:
+    """Refuses counts of occurrences that are none, while nothing has changed yet."""
+    if times.dtype != torch.int64 or times.shape != (ids,):
+        got = f"{list(times.shape)} of {times.dtype}"
+        raise ValueError(f"take_step: expected [{ids}] int64 times, one for each id, got {got}.")
+    least, most = (int(bound) for bound in times.aminmax()) if ids else (1, 1)
+    if least < 1 or most > MOST_COUNT:
+        raise ValueError(f"take_step: expected times in [1, 2^32), got {least} to {most}.")
 
 
 def _occurrences(
