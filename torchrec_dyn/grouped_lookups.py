@@ -99,6 +99,24 @@ class SequenceLookup(GroupedEmbeddingsLookup):
             kernel.prefetch(features)
 
 
+def silent_as_others(lookup: PooledLookup | SequenceLookup, sharding: Any) -> None:
+    """Lets a rank without tables send its nothing in the dtype in which the others send rows.
+
+    TorchRec's nothing is float32, and what a rank receives it expects in the dtype of what it sends.
+
+    Args:
+        lookup: of this rank.
+        sharding: TorchRec's, which knows the tables of all ranks.
+    """
+    groups = [
+        group for of_rank in sharding._grouped_embedding_configs_per_rank for group in of_rank
+    ]
+    chosen = (groups[0].fused_params or {}).get("output_dtype") if groups else None
+    if chosen is not None:
+        nothing = lookup._dummy_embs_tensor.detach().to(chosen.as_dtype())
+        lookup._dummy_embs_tensor = nothing.requires_grad_()
+
+
 def tell_senders(lookups: Iterable[nn.Module], contexts: Iterable[Any]) -> None:
     """Tells lookups who sent the batch that they get next.
 
