@@ -25,11 +25,11 @@ FLOORS = (
     "table table_blocks training_step batch_rows lookup saved_tensor local_saving"
     " chunked_tensor reader_checks table_reader checkpoint_reader"
     " inspection_histograms inspection inspection_plot",
-    "feature_ids table_configs optimizer_choice fused_optimizer kernel"
+    "feature_ids table_configs optimizer_choice fused_optimizer carried_counts kernel"
     " local_table saved_state data_parallel table_handle local_lookup",
     "column_order row_wise output_dists table_layout batch_check mean_pooling grouped_lookups sharding"
-    " sequence_sharding sequence_batch carry_over agreement id_exchange shard_stats whole_table sharded_table"
-    " shardable_view",
+    " sequence_sharding sequence_batch sent_once carry_over agreement id_exchange shard_stats whole_table"
+    " sharded_table shardable_view",
     "saved_places staged_rows take_over shard_pieces load_session shard_source shard_model_source"
     " shard_model_entry"
     " shard_state_dict shard_optimizer_source shard_optimizer_entry aligned_state sharded_optimizer"
