@@ -21,13 +21,18 @@ class BatchCheck:
         weighted: whether bags carry weights.
         pooled: whether outputs are one row per example.
         where: the collection, for messages.
+
+    Attributes:
+        needs_weights: whether a batch of weighted bags must bring the weights; feature processors
+            make them later.
     """
 
     def __init__(self, features: Sequence[str], weighted: bool, pooled: bool, where: str) -> None:
         self._features = list(dict.fromkeys(features))
         self._weighted = weighted
+        self.needs_weights = True
         self._pooled = pooled
-        self._where = where
+        self.where = where
         self._first_keys: list[str] | None = None
 
     def __call__(self, features: KeyedJaggedTensor | TensorDict) -> KeyedJaggedTensor:
@@ -47,11 +52,14 @@ class BatchCheck:
         is_usual = keys == self._first_keys
         if not is_usual:
             self._check_names(keys)
-        checked_features(features, self._weighted, self._where)
+        has_weights = features.weights_or_none() is not None
+        checked_features(
+            features, self._weighted and (self.needs_weights or has_weights), self.where
+        )
         varies = self._pooled and features.variable_stride_per_key()
         if varies and features.inverse_indices_or_none() is None:
             raise ValueError(
-                f"{self._where}: expected inverse_indices with bags that vary by feature, "
+                f"{self.where}: expected inverse_indices with bags that vary by feature, "
                 f"{features.stride_per_key()}, got none. Pass them in the KeyedJaggedTensor."
             )
         if is_usual:
@@ -66,4 +74,4 @@ class BatchCheck:
     def _check_names(self, keys: Sequence[str]) -> None:
         for name in self._features:
             if name not in keys:
-                raise ValueError(f"{self._where}: expected feature '{name}', got features {keys}.")
+                raise ValueError(f"{self.where}: expected feature '{name}', got features {keys}.")

@@ -121,12 +121,43 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         Raises:
             ValueError: if a feature is missing or the tensors do not fit each other.
         """
+        return self.send(ctx, self.checked_batch(features))
+
+    def checked_batch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Checks a batch, and gives it all the features of the first one in its order.
+
+        Raises:
+            ValueError: if a feature is missing, the tensors do not fit each other, or weights want a
+                gradient, which cannot travel back to them.
+        """
         features = self._check_batch(features)
+        weights = features.weights_or_none() if self._is_weighted else None
+        if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{self._check_batch.where}: expected weights that want no gradient, got some that "
+                "require it: none comes back through the ranks. Detach them; feature processors are "
+                "sharded with DynamicFeatureProcessedEmbeddingBagCollectionSharder."
+            )
+        return features
+
+    def send(
+        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Sends the ids of a checked batch to their owners.
+
+        Args:
+            ctx: of this forward.
+            features: as `checked_batch` gave it.
+        """
         self._prepare_dists(features)
         if self._mean.is_needed:
             with torch.no_grad():
                 ctx.divisor = self._mean(features)
         return super().input_dist(ctx, features)
+
+    def take_weights_after_input_dist(self) -> None:
+        """Takes batches without weights: feature processors make them where the rows are."""
+        self._check_batch.needs_weights = False
 
     def output_dist(
         self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]
