@@ -15,6 +15,10 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
 from torchrec_dyn.fan_initializers import KaimingNormal, KaimingUniform, XavierNormal, XavierUniform
+from torchrec_dyn.feature_processors import (
+    DynamicFeatureProcessedEmbeddingBagCollectionSharder,
+    ShardedDynamicFeatureProcessedEmbeddingBagCollection,
+)
 from torchrec_dyn.from_static import from_static
 from torchrec_dyn.initializers import Constant, Normal, TruncatedNormal, Uniform
 from torchrec_dyn.make_dynamic import make_dynamic
@@ -42,6 +46,7 @@ __all__ = [
     "DynamicEmbeddingBagCollectionSharder",
     "DynamicEmbeddingCollection",
     "DynamicEmbeddingCollectionSharder",
+    "DynamicFeatureProcessedEmbeddingBagCollectionSharder",
     "DynamicTableConfig",
     "ExpireAfter",
     "KaimingNormal",
@@ -52,6 +57,7 @@ __all__ = [
     "Normal",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
+    "ShardedDynamicFeatureProcessedEmbeddingBagCollection",
     "TruncatedNormal",
     "Uniform",
     "XavierNormal",

@@ -114,7 +114,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         optimizer = RowOptimizer.from_fused_params(fused_params, f"tables {names}")
         shards = config.embedding_tables
         self.tables = [_make_table(s, options.tables[s.name], optimizer, device) for s in shards]
-        self._ids_mixed = options.tables[shards[0].name].ids_mixed
+        self.ids_mixed = options.tables[shards[0].name].ids_mixed
         self.ids_come_once = False  # then weights, where there are any, are their counts
         self._asks_for_senders = asks_for_senders([table.config for table in self.tables])
         self._bags_of_ranks: Sequence[int] = ()
@@ -211,7 +211,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
 
     def _ids(self, features: KeyedJaggedTensor) -> Tensor:
         """Returns the ids as the user wrote them."""
-        return ops.unmix64(features.values()) if self._ids_mixed else features.values()
+        return ops.unmix64(features.values()) if self.ids_mixed else features.values()
 
     # What TorchRec's lookups and collections ask of any kernel. Rows are in no state dict
     # of TorchRec's making, and nothing waits in a cache.

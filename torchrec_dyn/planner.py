@@ -28,6 +28,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import PipelineType
 from torchrec.modules.embedding_configs import dtype_to_data_type
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
@@ -146,13 +147,13 @@ class DynamicStorageEstimator(ShardEstimator):
         self._whole.estimate(sharding_options, sharder_data_map)
         for option in sharding_options:
             if isinstance(
-                option.module[1], (DynamicEmbeddingBagCollection, DynamicEmbeddingCollection)
+                _collection(option), (DynamicEmbeddingBagCollection, DynamicEmbeddingCollection)
             ):
                 self._estimate_dynamic(option, sharder_data_map)
 
     def _estimate_dynamic(self, option: ShardingOption, sharder_data_map: SharderDataMap) -> None:
         of_sharder = sharder_data_map[option.module_type_key].fused_params
-        fused_params = merged_fused_params(of_sharder, cast(Any, option.module[1]).fused_params)
+        fused_params = merged_fused_params(of_sharder, _collection(option).fused_params)
         optimizer = chosen_optimizer(option.tensor, fused_params, f"table '{option.name}'")
         limit, rows, config = self._share_of_a_shard(option)
         batch = self._storage_of_a_batch(option, fused_params, sharder_data_map)
@@ -184,7 +185,7 @@ class DynamicStorageEstimator(ShardEstimator):
         # room beside, since ids never split evenly.
         first_column = option.shards[0].offset[1]
         sharers = sum(shard.offset[1] == first_column for shard in option.shards)
-        config = cast(Any, option.module[1]).dynamic_configs()[option.name]
+        config = _collection(option).dynamic_configs()[option.name]
         share = config_of_share(config, sharers)
         return row_limit(limit, sharers), row_limit(expected, sharers), share
 
@@ -217,6 +218,14 @@ class DynamicStorageEstimator(ShardEstimator):
         self._table_only.estimate([stand_in], sharder_data_map)
         tables = [cast(Storage, shard.storage) for shard in stand_in.shards]
         return [both - table for both, table in zip(whole, tables, strict=True)]
+
+
+def _collection(option: ShardingOption) -> Any:
+    """Gives the collection of a table, out of its feature processors where it has any."""
+    module = option.module[1]
+    if isinstance(module, FeatureProcessedEmbeddingBagCollection):
+        return module._embedding_bag_collection
+    return module
 
 
 def make_planner(
