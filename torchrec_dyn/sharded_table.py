@@ -32,6 +32,7 @@ class ShardedTableHandle:
         process_group: the ranks.
 
     Attributes:
+        features: names of those that read the table.
         whole: the table over all ranks; all of it is collective.
     """
 
@@ -45,6 +46,7 @@ class ShardedTableHandle:
         process_group: dist.ProcessGroup,
     ) -> None:
         self.name = name
+        self.features = tuple(config.feature_names)
         self._shards = list(shards)
         self._dtype = row_dtype(config)
         self.whole = WholeTable(
