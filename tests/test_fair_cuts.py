@@ -124,7 +124,9 @@ def test_pieces_are_a_partition(rows, ranks):
     assert all(low < high for cuts in made.cuts for low, high in pairwise(cuts))
     owner, local = made.owners(*torch.tensor(line).unbind(1))
     assert owner.tolist() == [min(place // per, ranks - 1) for place in range(len(line))]
-    assert local.tolist() == [place - min(place // per, ranks - 1) * per for place in range(len(line))]
+    assert local.tolist() == [
+        place - min(place // per, ranks - 1) * per for place in range(len(line))
+    ]
 
 
 @pytest.mark.parametrize(
