@@ -1,4 +1,4 @@
-"""Feature processors beside all else: wrong batches, processors of one's own, checkpoints, pipelines, planner."""
+"""Feature processors beside all else: wrong batches, their own kinds, checkpoints, pipelines, planner."""
 
 import copy
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ from torchrec_dyn.sharders import DynamicEmbeddingBagCollectionSharder
 from torchrec_dyn.sharding import SPREAD_SHARDINGS
 
 _Argument = TypeVar("_Argument")
-_Processors = nn.ModuleDict | FeatureProcessorsCollection
+_Processors: TypeAlias = nn.ModuleDict | FeatureProcessorsCollection
 
 
 class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
