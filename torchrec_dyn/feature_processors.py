@@ -262,10 +262,10 @@ def _longest_bags(processors: _Processors) -> dict[str, int]:
     """Gives how many position weights a feature has; a processor of another type may do without."""
     weights: Mapping[str, Tensor]
     if type(processors) is PositionWeightedModuleCollection:
-        weights = dict(processors.position_weights.items())
+        weights = dict(cast(Any, processors).position_weights.items())
     elif isinstance(processors, nn.ModuleDict):
         weights = {
-            name: one.position_weight
+            name: cast(Tensor, one.position_weight)
             for name, one in processors.items()
             if type(one) is PositionWeightedModule
         }
