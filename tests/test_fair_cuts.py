@@ -151,6 +151,12 @@ def test_fewer_features_than_ranks():
     assert made.features == ((0,),) * 4 and made.sizes == (2, 2, 2, 4)
 
 
+def test_a_feature_without_rows_is_nowhere():
+    assert fair_cuts([1, 0, 1], 1).features == ((0, 2),)
+    made = fair_cuts([0, 2, 0, 2, 0], 2)
+    assert made.features == ((1,), (3,)) and made.offsets == ((0,), (0,))
+
+
 @pytest.mark.parametrize(
     ("features", "rows", "said"),
     [

@@ -1,9 +1,13 @@
 """Several processes: every plan measures alike, and a plan by what was measured is even in real tables."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch.distributed as dist
 import workers
-from example_criteo_files import EXAMPLES  # noqa: F401  (puts the folder on the path)
+from example_criteo_files import EXAMPLES
 from sharded_cases import Case, Table, usual_plan
 from sharded_training import batches, collection_of, shard
 from torchrec.distributed.comm import get_local_size
@@ -110,3 +114,15 @@ def test_the_example_says_so():
     text = workers.run(report, world_size=2)[0]
     assert text.count("most/mean") == 1 and text.count("lookups/step") == 3
     assert set(replan.TABLES) <= set(text.split())
+
+
+@pytest.mark.deep
+def test_the_script_ends_even():
+    """Processes of its own take half a minute to start on one core; what they do is tested above."""
+    outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    script = [sys.executable, str(EXAMPLES / "replan.py")]
+    done = subprocess.run(script, env=outside, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    _, *loads = done.stdout.split("most/mean")[1].split("\n")
+    imbalances = [float(line.split()[-1]) for line in loads if line]
+    assert min(imbalances[:2]) > 2.5 and max(imbalances[2:]) < 1.05 and len(imbalances) == 6
