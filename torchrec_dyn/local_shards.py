@@ -43,6 +43,8 @@ class LocalShards:
         where: the collection, for messages.
         layouts: where the pieces of each table lie.
         unsharded: the collection without its rows.
+        frozen: names of the frozen tables, the same on every rank; whoever writes it writes `is_frozen` of
+            the shards too.
         batches: those whose ids were sent by the present plan and not looked up yet.
     """
 
@@ -57,6 +59,7 @@ class LocalShards:
         self._dynamic = setup.dynamic
         self._optimizers = setup.view.optimizers
         self._env = env
+        self.frozen = set(setup.frozen)
         self._initializers: dict[str, Initializer] = {}  # those that came with a checkpoint
         self._kernels = list(_kernels_of(lookups))
         self._tables = self._by_name()
@@ -80,8 +83,11 @@ class LocalShards:
         return self._tables[name]
 
     def start_as(self, other: LocalShards) -> None:
-        """Takes the initializers of another plan's shards, which are not yet filled."""
-        self._initializers = dict(other._initializers)
+        """Lets shards that are not yet filled start rows, and learn or not, as those of another plan."""
+        self._initializers, self.frozen = dict(other._initializers), other.frozen
+        for shards in self._tables.values():
+            for shard in shards:
+                shard.is_frozen = shard.name in self.frozen
 
     def keep(self, other: LocalShards, name: str) -> None:
         """Takes the very shards of a table of another plan, for its pieces lie where they lay."""
@@ -209,6 +215,7 @@ class LocalShards:
             self._tables[name],
             config,
             group,
+            self.frozen,
         )
 
 

@@ -25,7 +25,8 @@ from torchrec_dyn.moved_table import move_table
 # What a module keeps: the hooks of whoever hung them on it, its mode, and what others hold of it.
 _PLACES = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"}
 _KEPT = (vars(nn.Module()).keys() - _PLACES) | {
-    *("_shards", "_optim", "_output_names", "post_lookup_tracker_fn", "post_odist_tracker_fn")
+    *("_shards", "_optim", "_output_names", "_check_batch"),
+    *("post_lookup_tracker_fn", "post_odist_tracker_fn"),
 }
 
 

@@ -34,6 +34,7 @@ class ShardingSetup:
         dynamic: the users' options of each table.
         view: what TorchRec is shown instead of the collection.
         unsharded: the collection without its rows, to be sharded again.
+        frozen: names of the tables that are frozen.
     """
 
     where: str
@@ -43,6 +44,7 @@ class ShardingSetup:
     dynamic: dict[str, DynamicTableConfig]
     view: ShardableView
     unsharded: nn.Module
+    frozen: set[str]
 
 
 def set_up(
@@ -87,8 +89,9 @@ def set_up(
             stacklevel=4,
         )
     dynamic = {name: table.dynamic for name, table in tables.items()}
+    frozen = {name for name, table in tables.items() if table.is_frozen}
     unsharded = module.without_rows()
-    return ShardingSetup(where, configs, for_our_kernel, layouts, dynamic, view, unsharded)
+    return ShardingSetup(where, configs, for_our_kernel, layouts, dynamic, view, unsharded, frozen)
 
 
 def _claim_names(
