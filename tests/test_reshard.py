@@ -24,7 +24,9 @@ from checkpoint_cases import (
     train,
 )
 from reshard_cases import check_same, counts_of, goes_on, move, plans
-from sharded_training import collection_of, shard
+from sharded_training import Holder, collection_of, shard
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
 
 import torchrec_dyn as dyn
 
@@ -155,3 +157,21 @@ def test_initializers_that_came_with_a_checkpoint_come_along(tmp_path: Path) -> 
         # Gradients are multiples of 1/16, the learning rate is 0.1; other rows start within 0.04 of 0.
         steps = (rows - 0.25) * 160
         assert torch.allclose(steps, steps.round(), atol=1e-3)
+
+
+def sends_once(setup: Setup) -> None:
+    case, stayed = setup.case(), new(setup)
+    plan = ShardingPlan({"collection": {table.name: table.plan for table in case.tables}})  # type: ignore[misc]
+    sharder = dyn.DynamicEmbeddingCollectionSharder(case.fused_params, use_index_dedup=True)
+    model = DistributedModelParallel(
+        Holder(collection_of(case)), device=torch.device("cpu"), plan=plan, sharders=[sharder]
+    )
+    for steps in (range(2), range(2, 4)):
+        got, expected = train(model, setup, steps), train(stayed, setup, steps)
+        assert all(same_bits(one, other) for one, other in zip(got, expected, strict=True))
+        assert len(model.module.collection._send_once) == 3
+        move(model, plans(setup, (RW, CW, TW)))
+
+
+def test_sequences_that_are_sent_once_go_on_so() -> None:
+    run_on(Setup(2, (TW, RW, CW), pooled=False, tables=3), sends_once)

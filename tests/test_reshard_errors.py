@@ -50,6 +50,11 @@ def bad_plans(setup: Setup) -> None:
     }
     for match, plan in bad.items():
         refused(model, setup, plan, ValueError, match)
+    check = model.module.collection._check_batch
+    with mock.patch.object(
+        check, "needs_weights", False
+    ):  # as feature processors around it have it
+        refused(model, setup, good, ValueError, "feature processors wrap")
     uneven = plans(setup, (TW,)) if rank else good
     refused(model, setup, uneven, ValueError, "same plan on every rank")
     refused(model, setup, good if rank else {"plain": None}, RuntimeError, "NoneType")

@@ -155,7 +155,15 @@ def held_by_others() -> None:
     model.train()
     model(batches(run, first_step=5)[0])[0].backward()
     assert whole.num_rows > count
-    assert handle.stats()["step"] == 2
+    count = whole.num_rows
+    handle.freeze()
+    reshard(model, run, {"pooled": (TW, TW)})
+    assert handle.is_frozen and whole.num_rows == count
+    model(batches(run, first_step=9)[0])[0].backward()
+    assert whole.num_rows == count, "a frozen table stays frozen"
+    handle.unfreeze()
+    model(batches(run, first_step=9)[0])[0].backward()
+    assert whole.num_rows > count
 
 
 def test_what_others_hold_of_a_collection_goes_on() -> None:

@@ -54,7 +54,7 @@ def reshard(
     shards: LocalShards = collection._shards
     call, group = f"{shards.where}.reshard", collection._env.process_group
     assert isinstance(group, dist.ProcessGroup)
-    plans = told_together(group, call, lambda: _described(changed, env))
+    plans = told_together(group, call, lambda: _described(collection, changed, env))
     for rank, theirs in enumerate(plans):
         if theirs != plans[0]:
             raise ValueError(
@@ -77,8 +77,19 @@ def reshard(
     _take_place(collection, made)
 
 
-def _described(changed: Mapping[str, ParameterSharding], env: ShardingEnv) -> list[Any]:
-    """Says a plan in plain values, so that ranks can compare theirs."""
+def _described(
+    collection: Any, changed: Mapping[str, ParameterSharding], env: ShardingEnv
+) -> list[Any]:
+    """Says a plan in plain values, so that ranks can compare theirs.
+
+    Raises:
+        ValueError: if no plan can be had here.
+    """
+    if not collection._check_batch.needs_weights:
+        raise ValueError(
+            "expected a collection of its own, got one that feature processors wrap, which depend on its "
+            "plan. Save, and load under the new plan."
+        )
     if isinstance(env, ShardingEnv2D):
         raise ValueError(
             "expected a model without 2D parallelism, got one with copies of its tables."
