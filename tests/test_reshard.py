@@ -48,7 +48,12 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = ("back and on", "two nodes, sequences")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=[pytest.mark.deep] * (one in LONG)) for one in CASES]
+)
 def test_trains_on_as_through_a_checkpoint(case: str, tmp_path: Path) -> None:
     setup, kinds, shift = CASES[case]
     rows = run_on(setup, goes_on, kinds, shift, str(tmp_path), None)

@@ -75,6 +75,7 @@ def test_losses_are_those_of_a_model_that_stayed(run: Run, kinds: Kinds) -> None
     assert all((evicted > 50) == (run is FULL) for _, evicted in moved)
 
 
+@pytest.mark.deep
 def test_losses_over_two_nodes() -> None:
     moved = workers.run(trained, BY_NODE, BY_NODE_THEN, world_size=4, local_size=2)
     stayed = workers.run(trained, BY_NODE, None, world_size=4, local_size=2)
