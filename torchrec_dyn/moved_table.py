@@ -13,6 +13,7 @@ from torchrec_dyn.shard_model_source import ModelSource
 from torchrec_dyn.shard_optimizer_entry import OptimizerEntry
 from torchrec_dyn.shard_optimizer_source import OptimizerSource
 from torchrec_dyn.shard_pieces import ShardPieces
+from torchrec_dyn.shard_stats import OF_EVERY_SHARD
 from torchrec_dyn.take_over import take_over
 
 
@@ -72,8 +73,11 @@ def _carry_counts(before: ShardPieces, after: ShardPieces, call: str) -> None:
 
     told = [one for one in told_together(before.group, call, tell) if one is not None]
     for shard in after.shards:
-        if after.part == 0:
-            for name in shard.counters:
-                shard.counters[name] = sum(counters[name] for counters, _ in told)
+        for name in shard.counters:
+            counted = [counters[name] for counters, _ in told]
+            if name in OF_EVERY_SHARD:
+                shard.counters[name] = max(counted)
+            elif after.part == 0:
+                shard.counters[name] = sum(counted)
         if shard.life is not None:
             shard.life.is_unscored = any(is_unscored for _, is_unscored in told)
