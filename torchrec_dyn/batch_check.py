@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from tensordict import TensorDict
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -40,7 +41,8 @@ class BatchCheck:
             The batch with its keys in the order of the first batch.
 
         Raises:
-            ValueError: if a feature is missing or the tensors do not fit each other.
+            ValueError: if a feature is missing, the tensors do not fit each other, or weights ask for a
+                gradient, which none could get.
         """
         features = maybe_td_to_kjt(features, self._features)
         keys = features.keys()
@@ -48,6 +50,12 @@ class BatchCheck:
         if not is_usual:
             self._check_names(keys)
         checked_features(features, self._weighted, self._where)
+        if self._weighted and torch.is_grad_enabled() and features.weights().requires_grad:
+            raise ValueError(
+                f"{self._where}: expected weights that ask for no gradient, got requires_grad=True. "
+                "TorchRec's all-to-all of ids and weights has no backward: detach them, or make them on the "
+                "rank that looks up, as FeatureProcessedEmbeddingBagCollection does."
+            )
         varies = self._pooled and features.variable_stride_per_key()
         if varies and features.inverse_indices_or_none() is None:
             raise ValueError(

@@ -26,6 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn.batch_check import BatchCheck
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
+from torchrec_dyn.grouped_lookups import tell_senders
 from torchrec_dyn.mean_pooling import MeanDivisor, divide
 from torchrec_dyn.sharded_table import ShardedTableHandle
 from torchrec_dyn.sharding import POOLED_SHARDINGS
@@ -128,6 +129,11 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 ctx.divisor = self._mean(features)
         return super().input_dist(ctx, features)
 
+    def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[Tensor]:
+        """Looks up the ids that arrived."""
+        tell_senders(self._lookups, ctx.sharding_contexts)
+        return super().compute(ctx, dist_input)
+
     def output_dist(
         self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]
     ) -> LazyAwaitable[KeyedTensor]:
@@ -138,6 +144,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self, ctx: EmbeddingBagCollectionContext, input: KJTList
     ) -> LazyAwaitable[KeyedTensor]:
         """Looks up the ids that arrived and sends pooled rows back."""
+        tell_senders(self._lookups, ctx.sharding_contexts)
         return _divided(super().compute_and_output_dist(ctx, input), ctx)
 
     def table(self, name: str) -> ShardedTableHandle:
