@@ -78,6 +78,7 @@ def take_in(
     table_offsets: Tensor,
     bounds: Sequence[int],
     scores: Callable[[], TableBlocks],
+    times: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """Counts a training step of all tables, gives rows to unseen ids as the policies say, and finds the rows.
 
@@ -87,6 +88,7 @@ def take_in(
         table_offsets: [T + 1] int64, which ids are whose.
         bounds: the same as numbers.
         scores: lists the scores of the tables as they are by then.
+        times: [N] int64, how often ids of tables with a life occurred; None: once.
 
     Returns:
         rows: [N] int64, -1 of an id that was not admitted.
@@ -96,7 +98,7 @@ def take_in(
         RuntimeError: a table is full, or memory is out; no table has changed.
     """
     if any(table.life is not None for table in tables):
-        return take_step(tables, ids, table_offsets, bounds, scores)
+        return take_step(tables, ids, table_offsets, bounds, scores, times)
     rows, absent = find_rows(tables, ids, table_offsets)
     if any(absent):
         insert_unseen(tables, ids, rows, table_offsets)
@@ -110,6 +112,7 @@ def take_in_beside_frozen(
     learning: Sequence[DynamicTable],
     ids: Tensor,
     bounds: Sequence[int],
+    times: Tensor | None = None,
 ) -> BatchRows:
     """Lets the tables that are not frozen take a batch in, and finds the rows of the frozen ones.
 
@@ -118,13 +121,19 @@ def take_in_beside_frozen(
         learning: those not frozen, in their order; some, not all.
         ids: [N] int64 in table order.
         bounds: [T + 1], which ids are whose.
+        times: as `take_in`.
 
     Raises:
         RuntimeError: a table is full, or memory is out; no table has changed.
     """
     taken = share_of(learning, tables, ids, bounds)
     rows, refused = take_in(
-        learning, taken.ids, taken.table_offsets, taken.bounds, lambda: scores_of(learning)
+        learning,
+        taken.ids,
+        taken.table_offsets,
+        taken.bounds,
+        lambda: scores_of(learning),
+        None if times is None else times[taken.places],
     )
     learnt = torch.full_like(ids, -1).masked_scatter_(taken.places, rows)
     frozen = [table for table in tables if not any(table is one for one in learning)]

@@ -17,6 +17,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.carried_counts import counts_of
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.fused_optimizer import DynamicOptimizer
 from torchrec_dyn.gradient_reduction import Senders, asks_for_senders
@@ -113,7 +114,8 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         optimizer = RowOptimizer.from_fused_params(fused_params, f"tables {names}")
         shards = config.embedding_tables
         self.tables = [_make_table(s, options.tables[s.name], optimizer, device) for s in shards]
-        self._ids_mixed = options.tables[shards[0].name].ids_mixed
+        self.ids_mixed = options.tables[shards[0].name].ids_mixed
+        self.ids_come_once = False  # then weights, where there are any, are their counts
         self._asks_for_senders = asks_for_senders([table.config for table in self.tables])
         self._bags_of_ranks: Sequence[int] = ()
         pooling: Any = pooling_type_to_pooling_mode(config.pooling, sharding_type).name.lower()
@@ -173,11 +175,17 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             # TorchRec has them since the all-to-all. Each rank checked the lengths it sent.
             counts=features.length_per_key(),
             senders=self._senders(features) if self.training and self._asks_for_senders else None,
+            times=self._times(features) if self.training else None,
         )
         if self.training and torch.is_grad_enabled() and not output.requires_grad:
             # All tables here are frozen; on another rank some may learn, and backward is collective.
             output.requires_grad_()
         return output
+
+    def _times(self, features: KeyedJaggedTensor) -> Tensor | None:
+        """Returns how often each id occurred on its rank, [N] int64, where that counts."""
+        has_life = any(table.life is not None for table in self.tables)
+        return counts_of(features.weights()) if self.ids_come_once and has_life else None
 
     def expect(self, bags_of_ranks: Sequence[int]) -> None:
         """Tells how many bags of each feature each rank sent of the batch that comes next.
@@ -203,7 +211,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
 
     def _ids(self, features: KeyedJaggedTensor) -> Tensor:
         """Returns the ids as the user wrote them."""
-        return ops.unmix64(features.values()) if self._ids_mixed else features.values()
+        return ops.unmix64(features.values()) if self.ids_mixed else features.values()
 
     # What TorchRec's lookups and collections ask of any kernel. Rows are in no state dict
     # of TorchRec's making, and nothing waits in a cache.

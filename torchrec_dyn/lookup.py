@@ -91,6 +91,7 @@ class TableGroup:
         batch_sizes: Sequence[Sequence[int]] | None = None,
         counts: Sequence[int] | None = None,
         senders: Senders | None = None,
+        times: Tensor | None = None,
     ) -> Tensor:
         """Looks ids up and pools them.
 
@@ -104,6 +105,7 @@ class TableGroup:
             batch_sizes: [F][ranks] bags of each feature and rank, for variable batches.
             counts: [F] ids of each feature, from who has checked the offsets (not checked again).
             senders: who sent what, if a table's gradients are not the mean over the ranks.
+            times: [N] int64, 1 at least, how often ids of tables with a life occurred; None: once.
 
         Returns:
             Pooled: [B, sum of D over features]. Pooled with batch_sizes: one dimension, for each
@@ -116,9 +118,9 @@ class TableGroup:
         ids, offsets, weights = self._check_input(ids, offsets, weights)
         bags = self._bag_layout.describe(offsets, ids.numel(), batch_sizes, counts)
         learning = [table for table in self.tables if training and not table.is_frozen]
-        rows, shown, missing = self._rows(ids, bags, learning)
+        rows, shown, missing = self._rows(ids, bags, learning, times)
         blocks = self._current_blocks().weights
-        if missing and self._shows_initial_rows():
+        if missing and any(table.config.unseen == "initial" for table in self.tables):
             shown = shown.clone() if learning else shown
             blocks = blocks_with_initial_rows(self.tables, ids, shown, bags.table_offsets)
         forward = _Forward(
@@ -170,22 +172,23 @@ class TableGroup:
         names = ", ".join(table.name for table in self.tables)
         return ValueError(f"lookup of tables {names}: expected {what}")
 
-    def _shows_initial_rows(self) -> bool:
-        return any(table.config.unseen == "initial" for table in self.tables)
-
     def _anchored(self) -> Tensor:
         if self._anchor is None:
             self._anchor = torch.zeros((), requires_grad=True)
         return self._anchor
 
-    def _rows(self, ids: Tensor, bags: Bags, learning: list[DynamicTable]) -> BatchRows:
+    def _rows(
+        self, ids: Tensor, bags: Bags, learning: list[DynamicTable], times: Tensor | None
+    ) -> BatchRows:
         """Returns the rows of ids, after what the tables that learn do about those without one."""
         if not learning:
             rows, absent = find_rows(self.tables, ids, bags.table_offsets)
             return BatchRows(rows, rows, sum(absent))
         if len(learning) < len(self.tables):
-            return take_in_beside_frozen(self.tables, learning, ids, bags.bounds)
-        rows, refused = take_in(self.tables, ids, bags.table_offsets, bags.bounds, self._scores)
+            return take_in_beside_frozen(self.tables, learning, ids, bags.bounds, times)
+        rows, refused = take_in(
+            self.tables, ids, bags.table_offsets, bags.bounds, self._scores, times
+        )
         return BatchRows(rows, rows, refused)
 
     def _scores(self) -> TableBlocks:
@@ -225,7 +228,7 @@ class TableGroup:
         ops.update_rows_(
             grad, forward.ids, forward.rows, bags.offsets, weights, listed.weights.weights,
             listed.states[0], listed.states[1], listed.weights.layout, bags.segments, streams,
-            self._bag_layout.is_mean, int(optimizer.kind), optimizer.hyper(self.learning_rate),
+            self._bag_layout.is_mean, optimizer.rule, optimizer.hyper(self.learning_rate),
             forward.reduction.scales, forward.reduction.senders,
         )  # fmt: skip
         for table in forward.learning:

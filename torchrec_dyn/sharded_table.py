@@ -33,6 +33,7 @@ class ShardedTableHandle:
         frozen: names of the frozen tables of the collection, on ranks without a shard too; written.
 
     Attributes:
+        features: names of those that read the table.
         whole: the table over all ranks; all of it is collective.
     """
 
@@ -48,6 +49,7 @@ class ShardedTableHandle:
     ) -> None:
         self.name = name
         self._frozen = frozen
+        self.features = tuple(config.feature_names)
         self._shards = list(shards)
         self._dtype = row_dtype(config)
         self.whole = WholeTable(

@@ -14,14 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.changes import (
-    ChangeLog,
-    note_all_changed,
-    note_came,
-    note_changed,
-    note_left,
-)
+from torchrec_dyn.changes import ChangeLog, note_all_changed, note_came, note_changed, note_left
 from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.fan_initializers import for_dimension
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.initial_rows import InitialRows
 from torchrec_dyn.initializers import Initializer, default_initializer, table_key
@@ -90,7 +85,8 @@ class DynamicTable(TableScores):
         self.counters = dict.fromkeys(COUNTED, 0)
         self.changes: ChangeLog | None = None
         check_shape(self, dtype, torch.device(device))
-        self.start_as(config.initializer or initializer or default_initializer(num_embeddings))
+        given = config.initializer or initializer or default_initializer(num_embeddings)
+        self.start_as(for_dimension(given, embedding_dim))
         self.rounding_key = table_key(config.seed, name, "rounding")
         self.forwards = OutstandingForwards()
         self.reset(dtype, torch.device(device))
