@@ -96,7 +96,7 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   m.def(
       "update_rows_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, "
       "Tensor(a!)[] weights, Tensor(b!)[] momentum1, Tensor(c!)[] momentum2, Tensor layout, Tensor segments, "
-      "Tensor streams, bool mean, int optimizer, float[] hyper) -> ()");
+      "Tensor streams, bool mean, int optimizer, float[] hyper, float[] grad_scales, Tensor? senders) -> ()");
 }
 
 // An empty Python module: importing torchrec_dyn._C loads this library and with it the ops.

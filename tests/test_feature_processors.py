@@ -9,7 +9,9 @@ WHOLE_ROWS = ["table_wise", "column_wise", "table_column_wise"]
 SPREAD_ROWS = ["row_wise", "table_row_wise", "grid_shard"]
 
 
-def tables_of(kinds: list[str], world: int, local: int, pooling: str = "SUM", scale: int = 1) -> list[Table]:
+def tables_of(
+    kinds: list[str], world: int, local: int, pooling: str = "SUM", scale: int = 1
+) -> list[Table]:
     """Tables of other widths, of several features; one shares a feature."""
     dims, features = (8, 4, 12), (["a"], ["b", "c"], ["a", "d"])
     return [
@@ -33,9 +35,7 @@ def test_plan_trains_as_unsharded(kind: str, form: str) -> None:
 
 @pytest.mark.parametrize("kind", WHOLE_ROWS + SPREAD_ROWS)
 def test_four_ranks_on_two_nodes_and_uneven_batches(kind: str) -> None:
-    case = Case(
-        tables_of([kind] * 3, 4, 2), weighted=True, exact=False, batch_sizes=[3, 1, 6, 4]
-    )
+    case = Case(tables_of([kind] * 3, 4, 2), weighted=True, exact=False, batch_sizes=[3, 1, 6, 4])
     workers.run(train_processed, case, "collection", False, world_size=4, local_size=2)
 
 
@@ -46,7 +46,9 @@ def test_a_batch_size_per_feature(kind: str) -> None:
 
 
 def test_several_types_in_one_collection() -> None:
-    case = Case(tables_of(["row_wise", "table_wise", "column_wise"], 2, 2), weighted=True, exact=False)
+    case = Case(
+        tables_of(["row_wise", "table_wise", "column_wise"], 2, 2), weighted=True, exact=False
+    )
     workers.run(train_processed, case, "collection", world_size=2)
     workers.run(train_processed, case, "dict", world_size=2)
 

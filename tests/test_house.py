@@ -21,7 +21,7 @@ FLOORS = (
     "ops initializers policies config",
     "optimizers row_numbers bag_layout clock cuts content_sums saved_config safetensors_file",
     "id_map row_store row_marks changes initial_rows scores waiting oldest age_limit row_life saved_life"
-    " table_state table_stats table_checks insertion table_scores canonical_rows",
+    " table_state table_stats table_checks insertion table_scores canonical_rows gradient_reduction",
     "table table_blocks training_step lookup saved_tensor local_saving"
     " chunked_tensor reader_checks table_reader checkpoint_reader"
     " inspection_histograms inspection inspection_plot",
@@ -62,7 +62,6 @@ PUBLIC = [
     "Normal",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
-    "ShardedDynamicFeatureProcessedEmbeddingBagCollection",
     "TruncatedNormal",
     "Uniform",
     "add_stats_hook",

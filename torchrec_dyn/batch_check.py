@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from tensordict import TensorDict
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -30,9 +31,9 @@ class BatchCheck:
     def __init__(self, features: Sequence[str], weighted: bool, pooled: bool, where: str) -> None:
         self._features = list(dict.fromkeys(features))
         self._weighted = weighted
-        self.needs_weights = True
+        self.needs_weights = weighted
         self._pooled = pooled
-        self.where = where
+        self._where = where
         self._first_keys: list[str] | None = None
 
     def __call__(self, features: KeyedJaggedTensor | TensorDict) -> KeyedJaggedTensor:
@@ -45,21 +46,26 @@ class BatchCheck:
             The batch with its keys in the order of the first batch.
 
         Raises:
-            ValueError: if a feature is missing or the tensors do not fit each other.
+            ValueError: if a feature is missing, the tensors do not fit each other, or weights ask for a
+                gradient, which none could get.
         """
         features = maybe_td_to_kjt(features, self._features)
         keys = features.keys()
         is_usual = keys == self._first_keys
         if not is_usual:
             self._check_names(keys)
-        has_weights = features.weights_or_none() is not None
-        checked_features(
-            features, self._weighted and (self.needs_weights or has_weights), self.where
-        )
+        weights = features.weights_or_none() if self._weighted else None
+        checked_features(features, self.needs_weights or weights is not None, self._where)
+        if weights is not None and torch.is_grad_enabled() and weights.requires_grad:
+            raise ValueError(
+                f"{self._where}: expected weights that ask for no gradient, got requires_grad=True. "
+                "TorchRec's all-to-all of ids and weights has no backward: detach them, or make them on the "
+                "rank that looks up, as FeatureProcessedEmbeddingBagCollection does under its own sharder."
+            )
         varies = self._pooled and features.variable_stride_per_key()
         if varies and features.inverse_indices_or_none() is None:
             raise ValueError(
-                f"{self.where}: expected inverse_indices with bags that vary by feature, "
+                f"{self._where}: expected inverse_indices with bags that vary by feature, "
                 f"{features.stride_per_key()}, got none. Pass them in the KeyedJaggedTensor."
             )
         if is_usual:
@@ -74,4 +80,4 @@ class BatchCheck:
     def _check_names(self, keys: Sequence[str]) -> None:
         for name in self._features:
             if name not in keys:
-                raise ValueError(f"{self.where}: expected feature '{name}', got features {keys}.")
+                raise ValueError(f"{self._where}: expected feature '{name}', got features {keys}.")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.distributed.fp_embeddingbag import (
@@ -43,7 +43,7 @@ from torchrec_dyn.sharders import DynamicEmbeddingBagCollectionSharder
 from torchrec_dyn.sharding import SPREAD_SHARDINGS
 
 _Argument = TypeVar("_Argument")
-_Processors = nn.ModuleDict | FeatureProcessorsCollection
+_Processors: TypeAlias = nn.ModuleDict | FeatureProcessorsCollection
 
 
 class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
@@ -260,15 +260,13 @@ def _check_positions_travel(processors: _Processors, spread: Sequence[str], wher
 
 def _longest_bags(processors: _Processors) -> dict[str, int]:
     """Gives how many position weights a feature has; a processor of another type may do without."""
-    weights: Mapping[str, Tensor]
     if type(processors) is PositionWeightedModuleCollection:
-        weights = dict(processors.position_weights.items())
-    elif isinstance(processors, nn.ModuleDict):
-        weights = {
-            name: one.position_weight
-            for name, one in processors.items()
-            if type(one) is PositionWeightedModule
-        }
-    else:
-        weights = {}
-    return {name: one.numel() for name, one in weights.items()}
+        whole = cast(PositionWeightedModuleCollection, processors)
+        return {name: weight.numel() for name, weight in whole.position_weights.items()}
+    if not isinstance(processors, nn.ModuleDict):
+        return {}
+    return {
+        name: cast(PositionWeightedModule, one).position_weight.numel()
+        for name, one in processors.items()
+        if type(one) is PositionWeightedModule
+    }

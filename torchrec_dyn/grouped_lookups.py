@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_lookup import (
     GroupedEmbeddingsLookup,
@@ -20,7 +21,20 @@ from torchrec_dyn.kernel import DynamicKernel
 
 
 class PooledLookup(GroupedPooledEmbeddingsLookup):
-    """Looks up the pooled tables that one sharding type put on this rank."""
+    """Looks up the pooled tables that one sharding type put on this rank.
+
+    Attributes:
+        node_size: ranks of a node, if batches arrive sorted by the sender's place in its node.
+    """
+
+    node_size: int | None = None
+
+    def expect(self, bags_of_ranks: Sequence[int]) -> None:
+        """Tells how many bags of a feature each rank sent of the batch that comes next."""
+        places = self.node_size or 1
+        lying = [bags for place in range(places) for bags in bags_of_ranks[place::places]]
+        for kernel in self._emb_modules:
+            kernel.expect(lying)
 
     def _create_embedding_kernel(
         self,
@@ -60,6 +74,11 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
 class SequenceLookup(GroupedEmbeddingsLookup):
     """Looks up the sequence tables that one sharding type put on this rank."""
 
+    def expect(self, bags_of_ranks: Sequence[int]) -> None:
+        """Tells how many bags of a feature each rank sent of the batch that comes next."""
+        for kernel in self._emb_modules:
+            kernel.expect(bags_of_ranks)
+
     def _create_embedding_kernel(
         self,
         config: GroupedEmbeddingConfig,
@@ -78,3 +97,15 @@ class SequenceLookup(GroupedEmbeddingsLookup):
             self._emb_modules, sparse_features.split(self._feature_splits), strict=True
         ):
             kernel.prefetch(features)
+
+
+def tell_senders(lookups: Iterable[nn.Module], contexts: Iterable[Any]) -> None:
+    """Tells lookups who sent the batch that they get next.
+
+    Args:
+        lookups: one per sharding type.
+        contexts: TorchRec's of the batch, one per lookup, after its input dist.
+    """
+    for lookup, context in zip(lookups, contexts, strict=True):
+        assert isinstance(lookup, (PooledLookup, SequenceLookup))
+        lookup.expect(context.batch_size_per_rank)

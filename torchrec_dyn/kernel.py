@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.distributed.types import ShardingType
@@ -18,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.fused_optimizer import DynamicOptimizer
+from torchrec_dyn.gradient_reduction import Senders, asks_for_senders
 from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.table import DynamicTable
@@ -111,6 +113,8 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         self.tables = [_make_table(s, options.tables[s.name], optimizer, device) for s in shards]
         self.ids_mixed = options.tables[shards[0].name].ids_mixed
         self._frozen = options.frozen
+        self._asks_for_senders = asks_for_senders([table.config for table in self.tables])
+        self._bags_of_ranks: Sequence[int] = ()
         pooling: Any = pooling_type_to_pooling_mode(config.pooling, sharding_type).name.lower()
         self._group = TableGroup(
             self.tables,
@@ -159,15 +163,32 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
                 "weights, got none. The collection was made with is_weighted=True."
             )
         varies = features.variable_stride_per_key()
+        learns = self.training and not self._frozen
         return self._group(
             self._ids(features),
             features.offsets().long(),
             weights,
-            training=self.training and not self._frozen,
+            training=learns,
             batch_sizes=features.stride_per_key_per_rank() if varies else None,
             # TorchRec has them since the all-to-all. Each rank checked the lengths it sent.
             counts=features.length_per_key(),
+            senders=self._senders(features) if learns and self._asks_for_senders else None,
         )
+
+    def expect(self, bags_of_ranks: Sequence[int]) -> None:
+        """Tells how many bags of each feature each rank sent of the batch that comes next.
+
+        Args:
+            bags_of_ranks: as the batch has them, rank after rank; not used where it varies by feature.
+        """
+        self._bags_of_ranks = bags_of_ranks
+
+    def _senders(self, features: KeyedJaggedTensor) -> Senders:
+        if features.variable_stride_per_key():
+            bags = features.stride_per_key_per_rank()
+        else:
+            bags = [list(self._bags_of_ranks)] * len(features.keys())
+        return Senders(bags, len(bags[0]) if get_gradient_division() else 1)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Makes the rows of unseen ids now, so that the next forward only finds them."""

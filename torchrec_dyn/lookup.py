@@ -20,6 +20,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.bag_layout import BagLayout, Bags, Pooling
 from torchrec_dyn.changes import note_changed, tokens_of
+from torchrec_dyn.gradient_reduction import Reduction, Senders, reduction_of
 from torchrec_dyn.insertion import find_rows, insert_unseen
 from torchrec_dyn.row_numbers import ForwardTicket
 from torchrec_dyn.table import DynamicTable
@@ -46,6 +47,7 @@ class _Forward:
     steps: list[int]
     generations: list[int]
     noted: list[object] | None  # at which moments its rows were noted as changed: scored rows are
+    reduction: Reduction
     ticket: ForwardTicket | None = None
     is_done: bool = False
 
@@ -89,6 +91,7 @@ class TableGroup:
         training: bool,
         batch_sizes: Sequence[Sequence[int]] | None = None,
         counts: Sequence[int] | None = None,
+        senders: Senders | None = None,
     ) -> Tensor:
         """Looks ids up and pools them.
 
@@ -100,6 +103,7 @@ class TableGroup:
                 Otherwise nothing changes and an unseen id reads as the table's `unseen` says.
             batch_sizes: [F][ranks] bags of each feature and rank, for variable batches.
             counts: [F] ids of each feature, from who has checked the offsets (not checked again).
+            senders: who sent what, if a table's gradients are not the mean over the ranks.
 
         Returns:
             Pooled: [B, sum of D over features]. Pooled with batch_sizes: one dimension, for each
@@ -120,6 +124,7 @@ class TableGroup:
             self, ids, rows, shown, bags, blocks, training,
             [t.step for t in self.tables], [t.generation for t in self.tables],
             tokens_of(self.tables) if training and self._has_life else None,
+            reduction_of([t.config for t in self.tables], offsets, bags.bounds, senders),
         )  # fmt: skip
         wants_weight_grad = weights is not None and weights.requires_grad
         if torch.is_grad_enabled() and (training or wants_weight_grad):
@@ -224,6 +229,7 @@ class TableGroup:
             grad, forward.ids, forward.rows, bags.offsets, weights, listed.weights.weights,
             listed.states[0], listed.states[1], listed.weights.layout, bags.segments, streams,
             self._bag_layout.is_mean, int(optimizer.kind), optimizer.hyper(self.learning_rate),
+            forward.reduction.scales, forward.reduction.senders,
         )  # fmt: skip
         for table in self.tables:
             table.edits += 1

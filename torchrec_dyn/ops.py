@@ -488,6 +488,8 @@ def update_rows_(
     mean: bool,
     optimizer: int,
     hyper: Sequence[float],
+    grad_scales: Sequence[float],
+    senders: Tensor | None,
 ) -> None:
     """Sums the gradients of each row and applies the optimizer, in place.
 
@@ -506,6 +508,9 @@ def update_rows_(
         mean: as `gather_pool`.
         optimizer: number of the rule (csrc/row_update.h).
         hyper: learning rate, eps, beta1, beta2, weight decay, weight decay mode.
+        grad_scales: [T], by which the sum of a row is multiplied.
+        senders: [N] int32, which rank sent an id: a row's sum is divided by how many did; -1 of
+            ids whose table does not ask (all of one table). None: nothing is divided.
     """
     _ops.update_rows_.default(
         grad,
@@ -522,6 +527,8 @@ def update_rows_(
         mean,
         optimizer,
         hyper,
+        grad_scales,
+        senders,
     )
 
 

@@ -28,6 +28,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_dyn.batch_check import BatchCheck
 from torchrec_dyn.column_order import outputs_by_column
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
+from torchrec_dyn.grouped_lookups import tell_senders
 from torchrec_dyn.sequence_batch import Restoration, evened
 from torchrec_dyn.sequence_sharding import SEQUENCE_SHARDINGS
 from torchrec_dyn.sharded_table import ShardedTableHandle
@@ -137,6 +138,11 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         features, ctx.restoration = evened(features)
         return super().input_dist(ctx, features)
 
+    def compute(self, ctx: SequenceContext, dist_input: KJTList) -> list[Tensor]:
+        """Looks up the ids that arrived."""
+        tell_senders(self._lookups, ctx.sharding_contexts)
+        return super().compute(ctx, dist_input)
+
     def output_dist(
         self, ctx: SequenceContext, output: list[Tensor]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
@@ -147,6 +153,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         self, ctx: SequenceContext, input: KJTList
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Looks up the ids that arrived and sends rows back."""
+        tell_senders(self._lookups, ctx.sharding_contexts)
         return _restored(super().compute_and_output_dist(ctx, input), ctx)
 
     def create_context(self) -> SequenceContext:

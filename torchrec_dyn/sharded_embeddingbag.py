@@ -26,6 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn.batch_check import BatchCheck
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
+from torchrec_dyn.grouped_lookups import tell_senders
 from torchrec_dyn.mean_pooling import MeanDivisor, divide
 from torchrec_dyn.sharded_table import ShardedTableHandle
 from torchrec_dyn.sharding import POOLED_SHARDINGS
@@ -127,18 +128,10 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Checks a batch, and gives it all the features of the first one in its order.
 
         Raises:
-            ValueError: if a feature is missing, the tensors do not fit each other, or weights want a
+            ValueError: if a feature is missing, the tensors do not fit each other, or weights ask for a
                 gradient, which cannot travel back to them.
         """
-        features = self._check_batch(features)
-        weights = features.weights_or_none() if self._is_weighted else None
-        if weights is not None and weights.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{self._check_batch.where}: expected weights that want no gradient, got some that "
-                "require it: none comes back through the ranks. Detach them; feature processors are "
-                "sharded with DynamicFeatureProcessedEmbeddingBagCollectionSharder."
-            )
-        return features
+        return self._check_batch(features)
 
     def send(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
@@ -159,6 +152,11 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Takes batches without weights: feature processors make them where the rows are."""
         self._check_batch.needs_weights = False
 
+    def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[Tensor]:
+        """Looks up the ids that arrived."""
+        tell_senders(self._lookups, ctx.sharding_contexts)
+        return super().compute(ctx, dist_input)
+
     def output_dist(
         self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]
     ) -> LazyAwaitable[KeyedTensor]:
@@ -169,6 +167,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self, ctx: EmbeddingBagCollectionContext, input: KJTList
     ) -> LazyAwaitable[KeyedTensor]:
         """Looks up the ids that arrived and sends pooled rows back."""
+        tell_senders(self._lookups, ctx.sharding_contexts)
         return _divided(super().compute_and_output_dist(ctx, input), ctx)
 
     def table(self, name: str) -> ShardedTableHandle:

@@ -39,13 +39,16 @@ def _lookup(
     device: torch.device | None,
     sharding_type: ShardingType | None = None,
 ) -> PooledLookup:
-    return PooledLookup(
+    lookup = PooledLookup(
         grouped_configs=groups,
         pg=sharding._pg,
         device=device if device is not None else sharding._device,
         sharding_type=sharding_type,
         env=sharding._env,
     )
+    if sharding_type == ShardingType.TABLE_ROW_WISE:
+        lookup.node_size = sharding._intra_pg.size()
+    return lookup
 
 
 def _node_input_dist(sharding: Any, device: torch.device | None) -> NodeRowWiseInputDist:
