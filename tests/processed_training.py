@@ -1,4 +1,4 @@
-"""Trains a feature-processed collection beside the unsharded one, or beside TorchRec's static one."""
+"""Trains feature-processed collections on several ranks beside unsharded ones, or TorchRec's static one."""
 
 from __future__ import annotations
 

@@ -166,6 +166,11 @@ SAMPLES = {
             "rows": whole(), "table_offsets": whole(0), "scores": [],
             "layout": SCORE_LAYOUT[:0], "steps": whole(),
         },
+        lambda: {
+            "rows": whole(0, 7, -1, 7, 3, 0), "table_offsets": whole(0, 4, 5, 6),
+            "scores": score_blocks(), "layout": SCORE_LAYOUT, "steps": whole(5, 6, 7),
+            "times": whole(1, 2, 3, 2**32 - 1, 5, 6),
+        },
     ],
     "write_scores_": [
         lambda: {

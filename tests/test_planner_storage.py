@@ -79,7 +79,7 @@ def filled_table(rows, columns, optimizer, dtype, step=700):
 @pytest.mark.parametrize("kind", list(OptimizerKind))
 def test_a_shard_costs_what_the_table_it_becomes_holds(kind, data_type):
     module = DynamicEmbeddingBagCollection([pooled(data_type=data_type)])
-    sharder = DynamicEmbeddingBagCollectionSharder({"optimizer": EmbOptimType[kind.name]})
+    sharder = DynamicEmbeddingBagCollectionSharder({"optimizer": kind.name})
     constraints = {"user": ParameterConstraints(sharding_types=POOLED, min_partition=16)}
     # Under this output dtype TorchRec counts the output of a step as ours does: as float32.
     constraints["user"].output_dtype = DataType.FP32

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.distributed.fp_embeddingbag import (
@@ -260,13 +260,15 @@ def _check_positions_travel(processors: _Processors, spread: Sequence[str], wher
 
 def _longest_bags(processors: _Processors) -> dict[str, int]:
     """Gives how many position weights a feature has; a processor of another type may do without."""
+    weights: Mapping[str, Tensor]
     if type(processors) is PositionWeightedModuleCollection:
-        whole = cast(PositionWeightedModuleCollection, processors)
-        return {name: weight.numel() for name, weight in whole.position_weights.items()}
-    if not isinstance(processors, nn.ModuleDict):
-        return {}
-    return {
-        name: cast(PositionWeightedModule, one).position_weight.numel()
-        for name, one in processors.items()
-        if type(one) is PositionWeightedModule
-    }
+        weights = dict(cast(Any, processors).position_weights.items())
+    elif isinstance(processors, nn.ModuleDict):
+        weights = {
+            name: cast(Tensor, one.position_weight)
+            for name, one in processors.items()
+            if type(one) is PositionWeightedModule
+        }
+    else:
+        weights = {}
+    return {name: one.numel() for name, one in weights.items()}

@@ -89,6 +89,11 @@ class SequenceLookup(GroupedEmbeddingsLookup):
     ) -> BaseEmbedding:
         return DynamicKernel(config, device)
 
+    def expect_ids_once(self) -> None:
+        """From now on ids come once a rank and table, with counts where the tables need them."""
+        for kernel in self._emb_modules:
+            kernel.ids_come_once = True
+
     def prefetch(
         self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None
     ) -> None:
@@ -97,6 +102,24 @@ class SequenceLookup(GroupedEmbeddingsLookup):
             self._emb_modules, sparse_features.split(self._feature_splits), strict=True
         ):
             kernel.prefetch(features)
+
+
+def silent_as_others(lookup: PooledLookup | SequenceLookup, sharding: Any) -> None:
+    """Lets a rank without tables send its nothing in the dtype in which the others send rows.
+
+    TorchRec's nothing is float32, and what a rank receives it expects in the dtype of what it sends.
+
+    Args:
+        lookup: of this rank.
+        sharding: TorchRec's, which knows the tables of all ranks.
+    """
+    groups = [
+        group for of_rank in sharding._grouped_embedding_configs_per_rank for group in of_rank
+    ]
+    chosen = (groups[0].fused_params or {}).get("output_dtype") if groups else None
+    if chosen is not None:
+        nothing = lookup._dummy_embs_tensor.detach().to(chosen.as_dtype())
+        lookup._dummy_embs_tensor = nothing.requires_grad_()
 
 
 def tell_senders(lookups: Iterable[nn.Module], contexts: Iterable[Any]) -> None:

@@ -209,6 +209,7 @@ def touch_scores_(
     scores: Sequence[Tensor],
     layout: Tensor,
     steps: Tensor,
+    times: Tensor | None = None,
 ) -> None:
     """Counts every occurrence of a row and writes the step at which it was last seen, in place.
 
@@ -218,8 +219,9 @@ def touch_scores_(
         scores: blocks [2^shift, 1] int64 of all tables, one after another (csrc/scores.h); written.
         layout: [T, 4] int64 as `gather_pool`; a table with 0 blocks keeps no scores.
         steps: [T] int64, in [0, 2^32 - 1).
+        times: [N] int64, in [1, 2^32): how often each counts; None: once.
     """
-    _ops.touch_scores_.default(rows, table_offsets, scores, layout, steps)
+    _ops.touch_scores_.default(rows, table_offsets, scores, layout, steps, times)
 
 
 def write_scores_(
@@ -613,7 +615,7 @@ def _(ids: Tensor, values: Tensor, first_column: int, key: int) -> Tensor:
 
 
 @_fake("touch_scores_")
-def _(rows, table_offsets, scores, layout, steps) -> None:  # type: ignore[no-untyped-def]
+def _(rows, table_offsets, scores, layout, steps, times=None) -> None:  # type: ignore[no-untyped-def]
     return None
 
 

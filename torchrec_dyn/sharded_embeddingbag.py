@@ -148,14 +148,14 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 ctx.divisor = self._mean(features)
         return super().input_dist(ctx, features)
 
-    def take_weights_after_input_dist(self) -> None:
-        """Takes batches without weights: feature processors make them where the rows are."""
-        self._check_batch.needs_weights = False
-
     def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
         tell_senders(self._lookups, ctx.sharding_contexts)
         return super().compute(ctx, dist_input)
+
+    def take_weights_after_input_dist(self) -> None:
+        """Takes batches without weights: feature processors make them where the rows are."""
+        self._check_batch.needs_weights = False
 
     def output_dist(
         self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]

@@ -24,7 +24,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.column_order import outputs_by_column
-from torchrec_dyn.grouped_lookups import PooledLookup
+from torchrec_dyn.grouped_lookups import PooledLookup, silent_as_others
 from torchrec_dyn.output_dists import (
     GridOutputDist,
     NodeRowWiseOutputDist,
@@ -46,6 +46,7 @@ def _lookup(
         sharding_type=sharding_type,
         env=sharding._env,
     )
+    silent_as_others(lookup, sharding)
     if sharding_type == ShardingType.TABLE_ROW_WISE:
         lookup.node_size = sharding._intra_pg.size()
     return lookup
