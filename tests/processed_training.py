@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_cases import Case
+from sharded_cases import Case, Table, usual_plan
 from sharded_training import (
     batches,
     check_rows,
@@ -190,3 +190,13 @@ def train_beside_static(case: Case, form: str) -> None:
         for name, weight in position_weights(mine).items():
             torch.testing.assert_close(weight.grad, others[name].grad, rtol=1e-4, atol=1e-5)
         learn(mine), learn(theirs)
+
+
+def one_table(kind: str = "row_wise", world: int = 2) -> Case:
+    """A case of one table of one feature."""
+    return Case([Table("t", ["a"], usual_plan(kind, 8, world, world))], weighted=True)
+
+
+def bags(*lengths: int) -> KeyedJaggedTensor:
+    """A batch of one feature without weights."""
+    return KeyedJaggedTensor(["a"], torch.arange(sum(lengths)), lengths=torch.tensor(lengths))

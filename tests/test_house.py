@@ -66,7 +66,6 @@ PUBLIC = [
     "Normal",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
-    "ShardedDynamicFeatureProcessedEmbeddingBagCollection",
     "TruncatedNormal",
     "Uniform",
     "XavierNormal",

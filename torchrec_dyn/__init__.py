@@ -15,10 +15,7 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
 from torchrec_dyn.fan_initializers import KaimingNormal, KaimingUniform, XavierNormal, XavierUniform
-from torchrec_dyn.feature_processors import (
-    DynamicFeatureProcessedEmbeddingBagCollectionSharder,
-    ShardedDynamicFeatureProcessedEmbeddingBagCollection,
-)
+from torchrec_dyn.feature_processors import DynamicFeatureProcessedEmbeddingBagCollectionSharder
 from torchrec_dyn.from_static import from_static
 from torchrec_dyn.initializers import Constant, Normal, TruncatedNormal, Uniform
 from torchrec_dyn.make_dynamic import make_dynamic
@@ -57,7 +54,6 @@ __all__ = [
     "Normal",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
-    "ShardedDynamicFeatureProcessedEmbeddingBagCollection",
     "TruncatedNormal",
     "Uniform",
     "XavierNormal",
