@@ -25,7 +25,7 @@ FLOORS = (
     "table table_blocks training_step lookup saved_tensor local_saving"
     " chunked_tensor reader_checks table_reader checkpoint_reader"
     " inspection_histograms inspection inspection_plot",
-    "feature_ids input_ids input_weights bag_input tile_pooling table_configs optimizer_choice"
+    "feature_ids input_ids input_weights bag_input tile_pooling pooling_here table_configs optimizer_choice"
     " fused_optimizer kernel local_table saved_state data_parallel table_handle local_lookup",
     "column_order row_wise output_dists table_layout batch_check mean_pooling grouped_lookups sharding"
     " sequence_sharding sequence_batch carry_over agreement id_exchange shard_stats whole_table sharded_table"

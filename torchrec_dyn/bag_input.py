@@ -83,6 +83,17 @@ def read_bags(source: Input, weights: Tensor | None, options: BagOptions) -> Inp
     )
 
 
+def one_bag(name: str, ids: Tensor) -> KeyedJaggedTensor:
+    """Makes a feature of one bag, for sequences: so all ranks agree on the number of bags.
+
+    Args:
+        name: of the feature.
+        ids: [K] int64.
+    """
+    lengths = torch.tensor([ids.numel()], device=ids.device)
+    return KeyedJaggedTensor([name], ids, lengths=lengths, stride=1)
+
+
 class BagReader(nn.Module):
     """Turns bags into a feature. TorchRec's pipelines may run it ahead, so it has no parameters.
 
@@ -97,11 +108,17 @@ class BagReader(nn.Module):
         self._mean = mean
 
     def forward(
-        self, source: Input, weights: Tensor | None
+        self, source: Input, weights: Tensor | None, is_sharded: bool
     ) -> tuple[KeyedJaggedTensor, torch.Size]:
         """Returns the feature and the dimensions of the output."""
         bags = read_bags(source, weights, self._options)
         of_ids = bags.weights
+        if is_sharded and of_ids is not None and of_ids.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{self._options.where}: expected weights that need no gradient, which a sharded pooled "
+                "collection cannot send back, got weights with requires_grad. "
+                "Make the module with weight_gradients=True, or detach them."
+            )
         if of_ids is not None and self._mean:
             of_ids = shares(of_ids, bags.lengths)
         features = KeyedJaggedTensor(

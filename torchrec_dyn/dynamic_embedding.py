@@ -14,6 +14,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from torchrec_dyn.bag_input import one_bag
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.input_ids import Input, is_dense, nested_parts, read_ids, values_of
@@ -133,9 +134,7 @@ class _InputReader(nn.Module):
     def forward(self, source: Input) -> tuple[KeyedJaggedTensor, Tensor | None, Input]:
         """Returns the feature of K ids, where they stand in the input, and the input."""
         read = read_ids(source, self._padding_idx, self._where)
-        lengths = torch.tensor([read.ids.numel()], device=read.ids.device)
-        features = KeyedJaggedTensor([self._name], read.ids, lengths=lengths, stride=1)
-        return features, read.kept, source
+        return one_bag(self._name, read.ids), read.kept, source
 
 
 class _OutputShaper(nn.Module):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
@@ -23,6 +24,7 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
 from torchrec_dyn.input_ids import Input
+from torchrec_dyn.pooling_here import RowsPooler, RowsReader
 from torchrec_dyn.sharded_table import ShardedTableHandle
 from torchrec_dyn.table_configs import check_id, check_size
 from torchrec_dyn.table_handle import TableHandle
@@ -44,7 +46,8 @@ class DynamicEmbeddingBag(nn.Module):
     An empty bag is zeros. Gradients flow to the rows looked up and to the weights.
 
     Holds a collection of one table, `collection`, which DistributedModelParallel shards with the sharder of
-    its type: `DynamicEmbeddingBagCollectionSharder`, or for "tile" `DynamicEmbeddingCollectionSharder`.
+    its type: `DynamicEmbeddingBagCollectionSharder`, or, for "tile" and with `weight_gradients`,
+    `DynamicEmbeddingCollectionSharder`.
 
     Args:
         embedding_dim: D.
@@ -52,6 +55,8 @@ class DynamicEmbeddingBag(nn.Module):
         mode: "sum", "mean" or "tile".
         tile_length: T; of "tile" only.
         is_weighted: whether ids may come with weights.
+        weight_gradients: whether the weights of "sum" and "mean" get gradients where the module is sharded;
+            unsharded, and of "tile", they always do. A row for each id then travels, not one for each bag.
         name: of the table, and of its only feature. Initial rows depend on it. Modules of one sharded
             model each need their own.
         padding_idx: an id that is no part of any bag: any int64, itself and not a place from the end.
@@ -75,6 +80,7 @@ class DynamicEmbeddingBag(nn.Module):
         *,
         tile_length: int | None = None,
         is_weighted: bool = False,
+        weight_gradients: bool = False,
         name: str = "embedding_bag",
         padding_idx: int | None = None,
         device: torch.device | str | None = None,
@@ -96,11 +102,17 @@ class DynamicEmbeddingBag(nn.Module):
                 f'{where}: expected tile_length with mode "tile" only, got {tile_length!r} with '
                 f'"{mode}". Leave it out.'
             )
+        if weight_gradients and not is_weighted:
+            raise ValueError(
+                f"{where}: expected weight_gradients of weighted bags only, got is_weighted=False. "
+                "Make the module with is_weighted=True."
+            )
         self.embedding_dim = embedding_dim
         self.num_embeddings = num_embeddings
         self.mode = mode
         self.tile_length = tile_length
         self.is_weighted = is_weighted
+        self.weight_gradients = weight_gradients
         self.name = name
         self.padding_idx = padding_idx
         common: dict[str, Any] = {
@@ -118,6 +130,10 @@ class DynamicEmbeddingBag(nn.Module):
             self.read_input: nn.Module = TileReader(options, tile_length)
             self.collection = DynamicEmbeddingCollection([EmbeddingConfig(**common)], **rows)
             self.shape_output: nn.Module = TileShaper(name, tile_length)
+        elif weight_gradients:
+            self.read_input = RowsReader(options, mode == "mean")
+            self.collection = DynamicEmbeddingCollection([EmbeddingConfig(**common)], **rows)
+            self.shape_output = RowsPooler(name)
         else:
             # A weighted mean is a sum whose weights were divided before.
             divides_rows = mode == "mean" and not is_weighted
@@ -142,7 +158,8 @@ class DynamicEmbeddingBag(nn.Module):
         Raises:
             ValueError: if `ids` is something else, or the weights do not fit.
         """
-        read = self.read_input(ids, weights)
+        is_sharded = isinstance(self.collection, ShardedModule)
+        read = self.read_input(ids, weights, is_sharded)
         return self.shape_output(self.collection(read[0]), read[1])
 
     @property
@@ -168,6 +185,7 @@ class DynamicEmbeddingBag(nn.Module):
         options = {
             "tile_length": self.tile_length,
             "is_weighted": self.is_weighted or None,
+            "weight_gradients": self.weight_gradients or None,
             "padding_idx": self.padding_idx,
         }
         told = "".join(f", {key}={value}" for key, value in options.items() if value is not None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.bag_input import BagOptions, read_bags
+from torchrec_dyn.bag_input import BagOptions, one_bag, read_bags
 from torchrec_dyn.input_ids import Input, bag_begins
 
 
@@ -42,7 +42,9 @@ class TileReader(nn.Module):
         self._options = options
         self._tile_length = tile_length
 
-    def forward(self, source: Input, weights: Tensor | None) -> tuple[KeyedJaggedTensor, Tiles]:
+    def forward(
+        self, source: Input, weights: Tensor | None, is_sharded: bool
+    ) -> tuple[KeyedJaggedTensor, Tiles]:
         """Returns the feature of K ids, and where their rows go."""
         bags = read_bags(source, weights, self._options)
         ids, of_ids, device = bags.ids, bags.weights, bags.ids.device
@@ -55,10 +57,7 @@ class TileReader(nn.Module):
             kept = (in_bag < self._tile_length).nonzero().squeeze(1)
             ids, places = ids[kept], places[kept]
             of_ids = None if of_ids is None else of_ids[kept]
-        # One bag of all ids: so ranks agree on the number of bags.
-        lengths = torch.tensor([len(ids)], device=device)
-        features = KeyedJaggedTensor([self._options.name], ids, lengths=lengths, stride=1)
-        return features, Tiles(places, of_ids, bags.shape)
+        return one_bag(self._options.name, ids), Tiles(places, of_ids, bags.shape)
 
 
 class TileShaper(nn.Module):
