@@ -98,6 +98,7 @@ class Given:
         generator = torch.Generator().manual_seed(seed)
         pool = [*EXTREME_IDS, *range(100, 130), *range(1000 * seed, 1000 * seed + 20)]
         shapes = {"dense": (6, 4), "deep": (2, 2, 3), "empty_bags": (2, 0), "no_bags": (0, 4)}
+        shapes["strided"] = (6, 1)
         if form in shapes:
             *bags, length = shapes[form]
             lengths = torch.full(bags, length).flatten()
@@ -115,6 +116,8 @@ class Given:
         if form == "nested":
             offsets = nn.functional.pad(lengths.cumsum(0), (1, 0))
             return torch.nested.nested_tensor_from_jagged(ids, offsets)
+        if form == "strided":  # a column of a matrix
+            return torch.stack([ids, ids + 1], dim=1)[:, :1]
         return ids.view(shapes[form])
 
     def formed(self, weights: Tensor) -> Tensor:
@@ -131,7 +134,7 @@ class Given:
 
 
 def _form(of: OneTable, rank: int, number: int) -> str:
-    forms = ["dense", "jagged", "no_bags", "nested", "deep"]
+    forms = ["dense", "jagged", "no_bags", "nested", "deep", "strided"]
     forms = ["empty_bags", "no_bags"] if of.empty else forms
     return forms[(rank + number) % len(forms)]
 

@@ -59,7 +59,8 @@ def values_of(source: Input) -> Tensor:
     Returns:
         [N], of the dtype of the input.
     """
-    return source.reshape(-1) if is_dense(source) else source.values()
+    # A column of a matrix keeps its strides in any shape of one dimension; gloo sends none such.
+    return (source.reshape(-1) if is_dense(source) else source.values()).contiguous()
 
 
 def read_ids(source: Input, padding_idx: int | None, where: str) -> InputIds:
