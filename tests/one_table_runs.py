@@ -34,6 +34,7 @@ class OneTable:
         weighted: whether ids come with weights, which are learnt if the module can.
         calls: forwards before each backward.
         empty: whether no rank has any id.
+        dedup: whether each rank sends an id once.
         options: of the module.
     """
 
@@ -45,6 +46,7 @@ class OneTable:
     weighted: bool = False
     calls: int = 1
     empty: bool = False
+    dedup: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def make(self, fused_params: dict[str, Any]) -> Any:
@@ -66,13 +68,13 @@ class OneTable:
         return self.weighted and (self.mode == "tile" or "weight_gradients" in self.options)
 
 
-def sharded(module: nn.Module, plan: dict[str, Any]) -> Any:
+def sharded(module: nn.Module, plan: dict[str, Any], dedup: bool = False) -> Any:
     """A model under DistributedModelParallel; plans by the path of the collection."""
     return DistributedModelParallel(
         module,
         device=torch.device("cpu"),
         plan=ShardingPlan(plan),
-        sharders=[sharder() for sharder in SHARDERS],
+        sharders=[SHARDERS[0](), SHARDERS[1](use_index_dedup=dedup)],
     )
 
 
@@ -151,7 +153,7 @@ def train_beside(of: OneTable) -> int:
     # With several calls a step the order of updates would count, but for a linear rule.
     whole = of.make(SGD if of.calls > 1 else FUSED_PARAMS)
     plan = {"collection.collection": {"words": of.table().plan}}
-    module = sharded(Holder(copy.deepcopy(whole)), plan).module.collection
+    module = sharded(Holder(copy.deepcopy(whole)), plan, of.dedup).module.collection
     case = Case([of.table()], pooled=of.mode != "rows", exact=of.exact and of.calls == 1)
     for step in range(4):
         loss, expected_loss = torch.zeros(()), torch.zeros(())

@@ -54,3 +54,8 @@ def test_several_calls_a_step(mode: str, plan: str) -> None:
 @pytest.mark.parametrize("plan", SEQUENCE)
 def test_no_ids_on_any_rank(mode: str, plan: str) -> None:
     assert train(OneTable(mode, plan, empty=True)) == 0
+
+
+@pytest.mark.parametrize("mode", ["rows", "tile"])
+def test_each_id_is_sent_once(mode: str) -> None:
+    assert train(OneTable(mode, "row_wise", exact=False, dedup=True)) > 30
