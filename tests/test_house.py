@@ -35,6 +35,7 @@ FLOORS = (
     " shard_state_dict shard_optimizer_source shard_optimizer_entry aligned_state sharded_optimizer"
     " sharding_setup loaded_plain load_planner",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
+    " number_by_table block_embedding quotient_remainder_ids quotient_remainder_rows quotient_remainder"
     " from_static_rows from_static_optimizer from_static"
     " sharded_embeddingbag sharded_embedding across_ranks sharders stats_logger planner"
     " rows_here safetensors_rows from_static_checkpoint"
@@ -49,6 +50,7 @@ IN_ORDER = [name for floor in FLOORS for name in floor.split()]
 PUBLIC = [
     "AdmitAfter",
     "AdmitWithProbability",
+    "BlockEmbeddingBagCollection",
     "Constant",
     "DynamicEmbeddingBagCollection",
     "DynamicEmbeddingBagCollectionSharder",
@@ -59,6 +61,7 @@ PUBLIC = [
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
     "Normal",
+    "QuotientRemainderEmbeddingBagCollection",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
     "TruncatedNormal",

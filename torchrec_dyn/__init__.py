@@ -11,6 +11,7 @@ from torchrec_dyn.across_ranks import (
     read_num_rows,
     read_stats,
 )
+from torchrec_dyn.block_embedding import BlockEmbeddingBagCollection
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
@@ -24,6 +25,7 @@ from torchrec_dyn.policies import (
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
 )
+from torchrec_dyn.quotient_remainder import QuotientRemainderEmbeddingBagCollection
 from torchrec_dyn.sharded_embedding import ShardedDynamicEmbeddingCollection
 from torchrec_dyn.sharded_embeddingbag import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.sharders import (
@@ -35,6 +37,7 @@ from torchrec_dyn.stats_logger import add_stats_hook, log_stats
 __all__ = [
     "AdmitAfter",
     "AdmitWithProbability",
+    "BlockEmbeddingBagCollection",
     "Constant",
     "DynamicEmbeddingBagCollection",
     "DynamicEmbeddingBagCollectionSharder",
@@ -45,6 +48,7 @@ __all__ = [
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
     "Normal",
+    "QuotientRemainderEmbeddingBagCollection",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
     "TruncatedNormal",
