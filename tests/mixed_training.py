@@ -1,4 +1,4 @@
-"""Models with block or quotient-remainder embeddings, sharded, beside the unsharded ones: what workers run."""
+"""What workers run: models with block or quotient-remainder embeddings, beside the unsharded ones."""
 
 from __future__ import annotations
 
@@ -216,13 +216,8 @@ def train_pipelined(kind: str, pipeline: str, options: dict[str, Any]) -> tuple[
     source = [clicks_of(step, rank, 6, 1 / 6) for step in range(5)]
     sharded = shard(Model(kind), ["row_wise", "table_wise", "column_wise"])
     optimizer = CombinedOptimizer([sharded.fused_optimizer, dense_sgd(sharded)])
-    runner = getattr(train_pipelines, pipeline)(
-        sharded, optimizer, torch.device("cpu"), **options
-    )
-    sums = []
-    pipelined = getattr(runner, "_pipelined_modules", [])
-    for logits in drain(runner, source):
-        sums.append(float(logits.double().sum()))
+    runner = getattr(train_pipelines, pipeline)(sharded, optimizer, torch.device("cpu"), **options)
+    sums = [float(logits.double().sum()) for logits in drain(runner, source)]
     assert world > 1 and len(sums) == len(source)
     pipelined = getattr(runner, "_pipelined_modules", [])
     return sums, len(pipelined)
@@ -263,5 +258,3 @@ def says(sharded: Any) -> list[float]:
     with torch.no_grad():
         logits: torch.Tensor = sharded(clicks_of(0, 0, 6, 1.0))[1]
     return logits.tolist()
-
-

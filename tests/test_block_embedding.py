@@ -179,7 +179,9 @@ def test_state_dict_round_trip():
     ],
 )
 def test_a_wrong_width_is_named(block_dim, message):
-    with pytest.raises(ValueError, match=f"^BlockEmbeddingBagCollection.block_dim: expected {message}"):
+    with pytest.raises(
+        ValueError, match=f"^BlockEmbeddingBagCollection.block_dim: expected {message}"
+    ):
         dyn.BlockEmbeddingBagCollection(tables(), block_dim)
 
 

@@ -67,7 +67,9 @@ def parts_of(ids, table) -> dict[str, torch.Tensor]:
     pairs = [divmod(id % 2**64, DIVISOR[table]) for id in ids.tolist()]
     signed = [[q - 2**64 if q >= 2**63 else q for q, _ in pairs], [r for _, r in pairs]]
     names = (f"{table}_quotient", f"{table}_remainder")
-    return {name: torch.tensor(of, dtype=torch.int64) for name, of in zip(names, signed, strict=True)}
+    return {
+        name: torch.tensor(of, dtype=torch.int64) for name, of in zip(names, signed, strict=True)
+    }
 
 
 @every_op
@@ -226,7 +228,9 @@ def test_bags_that_vary_by_feature(op):
         stride_per_key_per_rank=[[2], [1], [1]],
     )
     before = handle(ours, "a_quotient").num_rows
-    with pytest.raises(ValueError, match=r"expected as many bags for each feature, got \[2, 1, 1, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"expected as many bags for each feature, got \[2, 1, 1, 1\]"
+    ):
         ours(without)
     assert handle(ours, "a_quotient").num_rows == before
 
@@ -290,5 +294,5 @@ def test_a_wrong_option_is_named(wrong, message):
 
 
 def test_a_missing_feature_is_named():
-    with pytest.raises(ValueError, match="table='a'.*expected feature 'f'"):
+    with pytest.raises(ValueError, match=r"table='a'.*expected feature 'f'"):
         collection()(KeyedJaggedTensor(["g"], torch.tensor([1]), lengths=torch.tensor([1])))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ class PooledProjections(nn.Module):
     def _projected(self, pooled: Tensor, table: str) -> Tensor:
         if table not in self.tables:
             return pooled
-        projection = self.tables[table]
+        projection = cast(Projection, self.tables[table])
         projected: Tensor = projection(pooled.to(projection.weight.dtype))
         return projected
 

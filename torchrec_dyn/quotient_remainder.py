@@ -164,10 +164,11 @@ def _dynamic_configs(
     for pair in pairs:
         for table, of_quotients in zip(pair.tables, (True, False), strict=True):
             options = given[table] if table in own else given[pair.config.name]
-            initializer = initializer_of(pair.config, options)
             if of_quotients and pair.op == "mult" and not (table in own and options.initializer):
-                initializer = _FACTORS
-            chosen[table] = replace(options, initializer=initializer)
+                options = replace(options, initializer=_FACTORS)
+            elif options.initializer is None:
+                options = replace(options, initializer=initializer_of(pair.config, options))
+            chosen[table] = options
     return chosen
 
 

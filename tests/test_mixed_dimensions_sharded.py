@@ -35,9 +35,7 @@ def test_weighted_bags_and_a_rank_without_any(kind: str) -> None:
 )
 def test_two_nodes_of_two_ranks(kind: str, plan: list[str]) -> None:
     sizes = [3, 5, 1, 4]
-    rows = run(
-        mixed_training.train_beside, kind, plan, sizes, False, world_size=4, local_size=2
-    )
+    rows = run(mixed_training.train_beside, kind, plan, sizes, False, world_size=4, local_size=2)
     assert min(rows) > 50
 
 
