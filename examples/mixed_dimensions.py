@@ -3,7 +3,7 @@
     python examples/mixed_dimensions.py
 
 Trains TorchRec's DLRM on the made-up clicks once for each kind of table, in one process, and prints
-what the tables hold and what the model is worth on held-out clicks. About two minutes on one core.
+what the tables hold and what the model is worth on held-out clicks. About a minute on one core.
 
 The ids of the stream are spread over 64 bits and share no quotients. So the quotient-remainder tables
 get `id % (m * m)`: m quotients and m remainders at most. `folded` is the same idea without pairs: ids

@@ -229,7 +229,7 @@ def test_bags_that_vary_by_feature(op):
     )
     before = handle(ours, "a_quotient").num_rows
     with pytest.raises(
-        ValueError, match=r"expected as many bags for each feature, got \[2, 1, 1, 1\]"
+        ValueError, match=r"expected as many bags for each feature, got \[1, 2, 1, 1\]"
     ):
         ours(without)
     assert handle(ours, "a_quotient").num_rows == before
