@@ -46,9 +46,11 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
 
   // Scores are blocks [2^shift, 1] int64, one word a row: last_seen << 32 | count (scores.h). A free row has none.
   //
-  // rows [N] in table order, -1 skipped; steps [T]. Each occurrence: last_seen = step, count + 1. A table with 0
-  // blocks in `layout` keeps no scores.
-  m.def("touch_scores_(Tensor rows, Tensor table_offsets, Tensor(a!)[] scores, Tensor layout, Tensor steps) -> ()");
+  // rows [N] in table order, -1 skipped; steps [T]; times [N], 1 each where there are none. Each occurrence: last_seen
+  // = step, count + times. A table with 0 blocks in `layout` keeps no scores.
+  m.def(
+      "touch_scores_(Tensor rows, Tensor table_offsets, Tensor(a!)[] scores, Tensor layout, Tensor steps, "
+      "Tensor? times=None) -> ()");
   // Writes the scores of rows [M]; last_seen -1 makes a row free.
   m.def("write_scores_(Tensor rows, Tensor last_seen, Tensor counts, Tensor(a!)[] scores, int shift) -> ()");
   // rows [M] (-1 and free rows read as -1, 0) -> last_seen [M], counts [M].
@@ -96,7 +98,7 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   m.def(
       "update_rows_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, "
       "Tensor(a!)[] weights, Tensor(b!)[] momentum1, Tensor(c!)[] momentum2, Tensor layout, Tensor segments, "
-      "Tensor streams, bool mean, int optimizer, float[] hyper) -> ()");
+      "Tensor streams, bool mean, int optimizer, float[] hyper, float[] grad_scales, Tensor? senders) -> ()");
 }
 
 // An empty Python module: importing torchrec_dyn._C loads this library and with it the ops.

@@ -12,6 +12,7 @@
 #include "rounding.h"
 #include "row_lanes.h"
 #include "row_update.h"
+#include "senders.h"
 #include "simd.h"
 
 namespace torchrec_dyn {
@@ -63,6 +64,7 @@ struct UpdateJob {
   const int64_t* ids;
   const int64_t* rows;
   const float* bag_weights;  // or null
+  const Senders& senders;
   const UpdateRule& rule;
 };
 
@@ -72,6 +74,7 @@ struct UpdateTable {
   RowBlocks<float> momentum1;
   RowBlocks<float> momentum2;
   Stream stream;
+  float grad_scale;  // of a row's sum
 };
 
 TORCHREC_DYN_INLINE float* state_row(const RowBlocks<float>& state, int64_t row) {
@@ -170,6 +173,7 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all) {
   std::vector<float> sum(static_cast<size_t>(columns));
   std::vector<Line> lines(static_cast<size_t>(sizeof(T) == sizeof(float) ? 0 : (columns + kLanes - 1) / kLanes));
   float* values = lines.empty() ? nullptr : lines.front().floats;  // of a short row
+  SenderCount senders(job.senders);
   const float* squared = nullptr;  // the gradient whose square is `square`: the ids of a bag share one
   float square = 0.0f;
   prefetch_runs(all, 0, kBurst);
@@ -177,10 +181,18 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all) {
     if (r % kBurst == 0) prefetch_runs(all, r + kBurst, r + 2 * kBurst);
     const Run& run = runs[r];
     const float* grad = sum.data();
-    if (run.end == run.begin + 1 && !all.is_scaled())
+    float scale = table.grad_scale;
+    if (job.senders.of_id) {
+      senders.next_row();
+      for (uint32_t word = run.begin; word < run.end; ++word) senders.add(all.position(word));
+      scale /= static_cast<float>(senders.distinct());
+    }
+    if (run.end == run.begin + 1 && !all.is_scaled() && scale == 1.0f)
       grad = all.grad(run.begin);
     else
       sum_grads(all, run, columns, sum.data());
+    if (scale != 1.0f)
+      for (int64_t c = 0; c < columns; ++c) sum[static_cast<size_t>(c)] *= scale;
     T* row = table.weights.row(run.row);
     float* weight = nullptr;
     if constexpr (sizeof(T) == sizeof(float)) {
@@ -304,7 +316,8 @@ RowBlocks<float> state_blocks(const char* name, const std::vector<Tensor>& list,
 void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, const std::optional<Tensor>& offsets,
                   const std::optional<Tensor>& bag_weights, std::vector<Tensor> weights, std::vector<Tensor> momentum1,
                   std::vector<Tensor> momentum2, const Tensor& layout, const Tensor& segments, const Tensor& streams,
-                  bool mean, int64_t optimizer, std::vector<double> hyper) {
+                  bool mean, int64_t optimizer, std::vector<double> hyper, std::vector<double> grad_scales,
+                  const std::optional<Tensor>& senders) {
   const char* op = "update_rows_";
   check_tensor(op, "grad", grad, ScalarType::Float);
   check_tensor(op, "ids", ids, ScalarType::Long);
@@ -320,6 +333,8 @@ void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, con
   check_rows_of_bags(op, bags, tables, const_data<int64_t>(rows));
   const float* weight = bag_weight_data(op, bag_weights, ids.numel());
   const UpdateRule rule = read_rule(optimizer, hyper);
+  check_size(op, "the number of grad_scales", table_count, static_cast<int64_t>(grad_scales.size()));
+  const Senders sent = read_senders(op, senders, ids.numel());
   const GradPlaces places = find_grad_places(bags, ids.numel(), mean);
   dispatch_row_type(op, weights, [&](auto zero) {
     using T = decltype(zero);
@@ -331,11 +346,12 @@ void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, con
       update_tables.push_back({row_blocks<T>(op, "weights", weights, table, table.columns),
                                state_blocks("momentum1", momentum1, table, rule.momentum1_columns(table.columns)),
                                state_blocks("momentum2", momentum2, table, rule.momentum2_columns(table.columns)),
-                               Stream{static_cast<uint64_t>(stream[0]), stream[1], stream[2]}});
+                               Stream{static_cast<uint64_t>(stream[0]), stream[1], stream[2]},
+                               static_cast<float>(grad_scales[update_tables.size()])});
       stream += 3;
     }
-    const UpdateJob<T> job{bags,   places, const_data<float>(grad), const_data<int64_t>(ids), const_data<int64_t>(rows),
-                           weight, rule};
+    const UpdateJob<T> job{
+        bags, places, const_data<float>(grad), const_data<int64_t>(ids), const_data<int64_t>(rows), weight, sent, rule};
     const int shift = part_shift(table_count, ids.numel());
     for_each_task(table_count << shift, [&](int64_t task) {
       const int64_t table = task >> shift;

@@ -18,10 +18,10 @@ constexpr uint64_t last_seen_of(uint64_t score) { return score >> 32; }
 constexpr uint64_t count_of(uint64_t score) { return score & kMostCount; }
 constexpr bool is_free(uint64_t score) { return last_seen_of(score) == kFreeLastSeen; }
 
-// One more occurrence at `step`.
-constexpr uint64_t touched(uint64_t score, uint64_t step) {
-  const uint64_t count = count_of(score);
-  return step << 32 | (count + (count < kMostCount));
+// `times` more occurrences at `step`; times is at most kMostCount.
+constexpr uint64_t touched(uint64_t score, uint64_t step, uint64_t times = 1) {
+  const uint64_t count = count_of(score), room = kMostCount - count;
+  return step << 32 | (count + (times < room ? times : room));
 }
 
 // The words of one table, in blocks of 2^shift.
@@ -38,36 +38,53 @@ struct ScoreBlocks {
 constexpr int64_t kLineScores = 8;
 constexpr int64_t kScoreBurst = 64;
 
+// Words asked for, and how often each is touched.
+struct ScoreTouches {
+  uint64_t* words[kScoreBurst];
+  uint64_t times[kScoreBurst];
+  int64_t count = 0;
+
+  template <bool kTimes>
+  void write(uint64_t step) const {
+    for (int64_t i = 0; i < count; ++i) *words[i] = touched(*words[i], step, kTimes ? times[i] : 1);
+  }
+};
+
 // The words that part `part` of `parts` (a power of two) owns among `count` rows, at most kScoreBurst, asked for on
-// the way. Requires a capacity above 0. `outside` is set if a row is neither -1 nor inside.
-TORCHREC_DYN_INLINE int64_t ask_for_scores(const ScoreBlocks& scores, const int64_t* rows, int64_t count, int64_t part,
-                                           int64_t parts, uint64_t** words, bool& outside) {
+// the way; each touched `times[i]` times, once where there are no times. Requires a capacity above 0. `outside` is
+// set if a row is neither -1 nor inside.
+template <bool kTimes>
+TORCHREC_DYN_INLINE void ask_for_scores(const ScoreBlocks& scores, const int64_t* rows, const int64_t* times,
+                                        int64_t count, int64_t part, int64_t parts, ScoreTouches& touches,
+                                        bool& outside) {
   int64_t owned = 0;
   for (int64_t i = 0; i < count; ++i) {
     const bool holds = scores.holds(rows[i]);
     outside |= !holds & (rows[i] != -1);
     const int64_t row = holds ? rows[i] : 0;
-    words[owned] = scores.word(row);
+    touches.words[owned] = scores.word(row);
+    if constexpr (kTimes) touches.times[owned] = static_cast<uint64_t>(times[i]);
     owned += holds & (((row / kLineScores) & (parts - 1)) == part);
   }
-  for (int64_t i = 0; i < owned; ++i) __builtin_prefetch(words[i], 1, 2);
-  return owned;
+  for (int64_t i = 0; i < owned; ++i) __builtin_prefetch(touches.words[i], 1, 2);
+  touches.count = owned;
 }
 
-// Touches the rows of one part, in their order; a row counts as often as it occurs. Returns whether one lies outside.
-inline bool touch_part(const ScoreBlocks& scores, const int64_t* rows, int64_t count, uint64_t step, int64_t part,
-                       int64_t parts) {
+// Touches the rows of one part, in their order; a row counts as often as it occurs, each time `times[i]` times.
+// Returns whether one lies outside.
+template <bool kTimes>
+inline bool touch_part(const ScoreBlocks& scores, const int64_t* rows, const int64_t* times, int64_t count,
+                       uint64_t step, int64_t part, int64_t parts) {
   bool outside = false;
-  uint64_t* words[2][kScoreBurst];
-  int64_t owned[2] = {0, 0};
+  ScoreTouches touches[2];
   int64_t burst = 0;
   for (int64_t begin = 0; begin < count; begin += kScoreBurst, burst ^= 1) {
     const int64_t left = count - begin;
-    owned[burst] = ask_for_scores(scores, rows + begin, left < kScoreBurst ? left : kScoreBurst, part, parts,
-                                  words[burst], outside);
-    for (int64_t i = 0; i < owned[burst ^ 1]; ++i) *words[burst ^ 1][i] = touched(*words[burst ^ 1][i], step);
+    ask_for_scores<kTimes>(scores, rows + begin, kTimes ? times + begin : nullptr,
+                           left < kScoreBurst ? left : kScoreBurst, part, parts, touches[burst], outside);
+    touches[burst ^ 1].write<kTimes>(step);
   }
-  for (int64_t i = 0; i < owned[burst ^ 1]; ++i) *words[burst ^ 1][i] = touched(*words[burst ^ 1][i], step);
+  touches[burst ^ 1].write<kTimes>(step);
   return outside;
 }
 

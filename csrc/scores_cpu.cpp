@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -24,8 +25,20 @@ int64_t parts_of(int64_t tables, int64_t rows) {
   return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>((thread_count() + tables - 1) / tables)));
 }
 
+// How often each of `rows` rows is touched; null where each is touched once.
+const int64_t* times_data(const char* op, const std::optional<Tensor>& times, int64_t rows) {
+  if (!times) return nullptr;
+  check_tensor(op, "times", *times, ScalarType::Long);
+  check_size(op, "the number of times", rows, times->numel());
+  const int64_t* often = const_data<int64_t>(*times);
+  for (int64_t i = 0; i < rows; ++i)
+    STD_TORCH_CHECK(often[i] >= 1 && often[i] <= static_cast<int64_t>(kMostCount), op,
+                    ": expected times in [1, 2^32), got ", often[i], ".");
+  return often;
+}
+
 void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<Tensor> scores, const Tensor& layout,
-                   const Tensor& steps) {
+                   const Tensor& steps, const std::optional<Tensor>& times) {
   const char* op = "touch_scores_";
   check_tensor(op, "rows", rows, ScalarType::Long);
   const std::vector<TableLayout> tables = read_layout(op, layout);
@@ -36,6 +49,7 @@ void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<
   const int64_t* row = const_data<int64_t>(rows);
   const int64_t* offset = const_data<int64_t>(table_offsets);
   const int64_t* step = const_data<int64_t>(steps);
+  const int64_t* often = times_data(op, times, rows.numel());
   std::vector<int64_t> scored;  // tables with scores and rows
   std::vector<ScoreTable> words;
   for (int64_t t = 0; t < count; ++t) {
@@ -48,9 +62,14 @@ void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<
   std::atomic<bool> outside{false};
   for_each_task(static_cast<int64_t>(scored.size()) * parts, [&](int64_t task) {
     const int64_t t = scored[static_cast<size_t>(task / parts)];
-    if (touch_part(words[static_cast<size_t>(t)].view(), row + offset[t], offset[t + 1] - offset[t],
-                   static_cast<uint64_t>(step[t]), task % parts, parts))
-      outside = true;
+    const ScoreBlocks view = words[static_cast<size_t>(t)].view();
+    const int64_t occurrences = offset[t + 1] - offset[t];
+    const auto now = static_cast<uint64_t>(step[t]);
+    const int64_t part = task % parts;
+    const bool missed = often
+                            ? touch_part<true>(view, row + offset[t], often + offset[t], occurrences, now, part, parts)
+                            : touch_part<false>(view, row + offset[t], nullptr, occurrences, now, part, parts);
+    if (missed) outside = true;
   });
   STD_TORCH_CHECK(!outside, op, ": expected rows in [-1, rows of the table's scores), got one outside.");
 }

@@ -77,6 +77,7 @@ class Run:
         rows: the limit of each of our tables.
         lives: policies, which our tables take in turn.
         drift: how far the new ids of a step are from those of the step before; they come back.
+        dedup: whether sequences send each id once.
     """
 
     pooled: Sequence[str]
@@ -93,6 +94,7 @@ class Run:
     rows: int = ROWS
     lives: Sequence[dict[str, Any]] = ()
     drift: int = 10_000
+    dedup: bool = False
     fused_params: dict[str, Any] = field(
         default_factory=lambda: {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
     )
@@ -217,7 +219,7 @@ def sharded_model(run: Run) -> Any:
         plan=ShardingPlan(plan),
         sharders=[
             dyn.DynamicEmbeddingBagCollectionSharder(),
-            dyn.DynamicEmbeddingCollectionSharder(),
+            dyn.DynamicEmbeddingCollectionSharder(use_index_dedup=run.dedup),
             EmbeddingBagCollectionSharder(fused_params=dict(run.fused_params)),
             EmbeddingCollectionSharder(fused_params=dict(run.fused_params)),
         ],

@@ -79,6 +79,7 @@ class Case:
     qcomm: str | None = None
     tolerance: float = 1e-5
     backward: bool = True
+    dedup: bool = False
 
     def features(self) -> list[str]:
         """Every feature once, in an order that is not that of the tables."""

@@ -72,12 +72,13 @@ def sharder_of(case: Case) -> Any:
         registry = get_qcomm_codecs_registry(
             QCommsConfig(forward_precision=kind, backward_precision=kind)
         )
-    kind = (
-        dyn.DynamicEmbeddingBagCollectionSharder
-        if case.pooled
-        else dyn.DynamicEmbeddingCollectionSharder
-    )
-    return kind(fused_params=dict(case.fused_params), qcomm_codecs_registry=registry)
+    options: dict[str, Any] = {
+        "fused_params": dict(case.fused_params),
+        "qcomm_codecs_registry": registry,
+    }
+    if case.pooled:
+        return dyn.DynamicEmbeddingBagCollectionSharder(**options)
+    return dyn.DynamicEmbeddingCollectionSharder(use_index_dedup=case.dedup, **options)
 
 
 def shard(case: Case, collection: nn.Module) -> Any:

@@ -57,7 +57,7 @@ def sequence():
     return given
 
 
-def update(optimizer, **options):
+def update(optimizer, senders=None, **options):
     given = pooled(**options)
     state = {0: (0, 0), 1: (2, 0), 2: (1, 0), 3: (2, 2), 4: (2, 1)}[optimizer]
 
@@ -79,6 +79,8 @@ def update(optimizer, **options):
         "mean": given["mean"],
         "optimizer": optimizer,
         "hyper": [0.1, 1e-8, 0.9, 0.999, 0.0, 0.0],
+        "grad_scales": [1.0, 2.0],
+        "senders": senders,
     }
 
 
@@ -164,6 +166,11 @@ SAMPLES = {
             "rows": whole(), "table_offsets": whole(0), "scores": [],
             "layout": SCORE_LAYOUT[:0], "steps": whole(),
         },
+        lambda: {
+            "rows": whole(0, 7, -1, 7, 3, 0), "table_offsets": whole(0, 4, 5, 6),
+            "scores": score_blocks(), "layout": SCORE_LAYOUT, "steps": whole(5, 6, 7),
+            "times": whole(1, 2, 3, 2**32 - 1, 5, 6),
+        },
     ],
     "write_scores_": [
         lambda: {
@@ -227,6 +234,7 @@ SAMPLES = {
     "update_rows_": [
         *(lambda optimizer=optimizer: update(optimizer) for optimizer in range(5)),
         lambda: update(2, dtype=torch.float16, weighted=True),
+        lambda: update(0, senders=torch.tensor([0, 1, 1, -1, -1], dtype=torch.int32)),
     ],
 }  # fmt: skip
 CASES = [(op, make) for op, makes in SAMPLES.items() for make in makes]

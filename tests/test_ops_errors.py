@@ -86,6 +86,10 @@ WRONG = [
         {"steps": whole(5, 6, 2**32 - 1)},
         r"steps in \[0, 2\^32 - 1\), got 4294967295",
     ),
+    ("touch_scores_", {"times": whole(1, 1, 1, 1, 1)}, "the number of times = 6, got 5"),
+    ("touch_scores_", {"times": torch.ones(6)}, "times of dtype"),
+    ("touch_scores_", {"times": whole(1, 1, 0, 1, 1, 1)}, r"times in \[1, 2\^32\), got 0"),
+    ("touch_scores_", {"times": whole(1, 1, 1, 1, 1, 2**32)}, r"times in \[1, 2\^32\), got 42"),
     ("touch_scores_", {"steps": whole(5, -1, 7)}, r"steps in \[0, 2\^32 - 1\), got -1"),
     ("write_scores_", {"rows": whole(0, 12)}, r"rows in \[0, 12\), got 12"),
     ("write_scores_", {"rows": whole(0, -1)}, r"rows in \[0, 12\), got -1"),
@@ -166,6 +170,15 @@ WRONG = [
     ("update_rows_", {"hyper": [0.1]}, "the number of hyper-parameters = 6, got 1"),
     ("update_rows_", {"hyper": [0.1] * 5 + [3.0]}, r"weight_decay_mode in \[0, 2\], got 3"),
     ("update_rows_", {"rows": whole(0, 8, 0, 0, 0)}, r"rows in \[-1, 8\), got one outside"),
+    ("update_rows_", {"grad_scales": [1.0]}, "the number of grad_scales = 2, got 1"),
+    ("update_rows_", {"senders": whole(0, 0, 0, 0, 0)}, "senders of dtype int32, got int64"),
+    ("update_rows_", {"senders": whole(0, 0).int()}, "the number of senders = 5, got 2"),
+    (
+        "update_rows_",
+        {"senders": whole(0, -2, 0, 0, 0).int()},
+        r"senders in \[-1, 1048576\), got -2",
+    ),
+    ("update_rows_", {"senders": whole(0, 2**20, 0, 0, 0).int()}, r"got -1 to 1048576"),
 ]
 
 

@@ -60,16 +60,27 @@ def test_touch_counts_every_occurrence_of_every_table(data):
         for size in sizes
     ]
     steps = data.draw(st.lists(st.integers(0, FREE - 1), min_size=len(sizes), max_size=len(sizes)))
+    often = st.sampled_from([1, 2, 3, 2**31 - 1, MOST - 1, MOST])
+    times = [[data.draw(often) for _ in rows] for rows in touched]
+    if not data.draw(st.booleans()):
+        times = [[1] * len(rows) for rows in touched]
+    is_once = all(each == 1 for of_table in times for each in of_table)
     ops.touch_scores_(
         ids_of(*itertools.chain(*touched)),
         ids_of(0, *torch.tensor([len(rows) for rows in touched]).cumsum(0).tolist()),
         list(itertools.chain(*tables)),
         torch.tensor([[sum(sizes[:t]), size, shift, 1] for t, size in enumerate(sizes)]),
         ids_of(*steps),
+        None if is_once else ids_of(*itertools.chain(*times)),
     )
-    for blocks, scores, rows, step in zip(tables, before, touched, steps, strict=True):
+    for blocks, scores, rows, often, step in zip(
+        tables, before, touched, times, steps, strict=True
+    ):
+        added = dict.fromkeys(rows, 0)
+        for row, each in zip(rows, often, strict=True):
+            added[row] += each
         expected = {
-            row: (step, min(count + rows.count(row), MOST)) if row in rows else (seen, count)
+            row: (step, min(count + added[row], MOST)) if row in added else (seen, count)
             for row, (seen, count) in scores.items()
         }
         assert read(blocks, shift, expected) == list(expected.values())
@@ -83,11 +94,17 @@ def test_touch_gives_the_same_words_on_any_number_of_threads(threads, count, tab
     rows = [(torch.rand(count, generator=draw) ** 4 * 200).long() - 1 for _ in range(tables)]
     layout = torch.tensor([[4 * t, 4, 6, 1] for t in range(tables)])
     offsets = torch.arange(tables + 1) * count
-    expected = [torch.bincount(one[one >= 0], minlength=256) for one in rows]
-    for number in (1, 2, 3, 4):
+    times = [torch.randint(1, 2**20, (count,), generator=draw) for _ in range(tables)]
+    seen_once = [torch.bincount(one[one >= 0], minlength=256) for one in rows]
+    seen_often = [
+        torch.zeros(256, dtype=torch.int64).index_add_(0, one[one >= 0], often[one >= 0])
+        for one, often in zip(rows, times, strict=True)
+    ]
+    for number, often in itertools.product((1, 2, 3, 4), (None, torch.cat(times))):
+        expected = seen_once if often is None else seen_often
         threads(number)
         blocks = blocks_of(256 * tables, 6)
-        ops.touch_scores_(torch.cat(rows), offsets, blocks, layout, torch.arange(tables) + 7)
+        ops.touch_scores_(torch.cat(rows), offsets, blocks, layout, torch.arange(tables) + 7, often)
         words = torch.cat(blocks).view(tables, 256)
         for t in range(tables):
             seen = torch.where(expected[t] > 0, 7 + t, -1)

@@ -15,6 +15,11 @@ from torchrec_dyn.block_embedding import BlockEmbeddingBagCollection
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
+from torchrec_dyn.fan_initializers import KaimingNormal, KaimingUniform, XavierNormal, XavierUniform
+from torchrec_dyn.feature_processors import (
+    DynamicFeatureProcessedEmbeddingBagCollectionSharder,
+    ShardedDynamicFeatureProcessedEmbeddingBagCollection,
+)
 from torchrec_dyn.from_static import from_static
 from torchrec_dyn.initializers import Constant, Normal, TruncatedNormal, Uniform
 from torchrec_dyn.make_dynamic import make_dynamic
@@ -24,6 +29,7 @@ from torchrec_dyn.policies import (
     ExpireAfter,
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
+    Never,
 )
 from torchrec_dyn.quotient_remainder import QuotientRemainderEmbeddingBagCollection
 from torchrec_dyn.sharded_embedding import ShardedDynamicEmbeddingCollection
@@ -43,16 +49,23 @@ __all__ = [
     "DynamicEmbeddingBagCollectionSharder",
     "DynamicEmbeddingCollection",
     "DynamicEmbeddingCollectionSharder",
+    "DynamicFeatureProcessedEmbeddingBagCollectionSharder",
     "DynamicTableConfig",
     "ExpireAfter",
+    "KaimingNormal",
+    "KaimingUniform",
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
+    "Never",
     "Normal",
     "QuotientRemainderEmbeddingBagCollection",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
+    "ShardedDynamicFeatureProcessedEmbeddingBagCollection",
     "TruncatedNormal",
     "Uniform",
+    "XavierNormal",
+    "XavierUniform",
     "add_stats_hook",
     "assign_rows",
     "checkpoint",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_lookup import (
     GroupedEmbeddingsLookup,
@@ -20,7 +21,20 @@ from torchrec_dyn.kernel import DynamicKernel
 
 
 class PooledLookup(GroupedPooledEmbeddingsLookup):
-    """Looks up the pooled tables that one sharding type put on this rank."""
+    """Looks up the pooled tables that one sharding type put on this rank.
+
+    Attributes:
+        node_size: ranks of a node, if batches arrive sorted by the sender's place in its node.
+    """
+
+    node_size: int | None = None
+
+    def expect(self, bags_of_ranks: Sequence[int]) -> None:
+        """Tells how many bags of a feature each rank sent of the batch that comes next."""
+        places = self.node_size or 1
+        lying = [bags for place in range(places) for bags in bags_of_ranks[place::places]]
+        for kernel in self._emb_modules:
+            kernel.expect(lying)
 
     def _create_embedding_kernel(
         self,
@@ -32,6 +46,11 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
         **later_torchrec: Any,
     ) -> BaseEmbedding:
         return DynamicKernel(config, device, sharding_type)
+
+    @property
+    def ids_are_mixed(self) -> bool:
+        """Whether ids arrive as mixed ids: the rows of its tables are spread over ranks."""
+        return any(kernel.ids_mixed for kernel in self._emb_modules)
 
     def prefetch(
         self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None
@@ -55,6 +74,11 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
 class SequenceLookup(GroupedEmbeddingsLookup):
     """Looks up the sequence tables that one sharding type put on this rank."""
 
+    def expect(self, bags_of_ranks: Sequence[int]) -> None:
+        """Tells how many bags of a feature each rank sent of the batch that comes next."""
+        for kernel in self._emb_modules:
+            kernel.expect(bags_of_ranks)
+
     def _create_embedding_kernel(
         self,
         config: GroupedEmbeddingConfig,
@@ -65,6 +89,11 @@ class SequenceLookup(GroupedEmbeddingsLookup):
     ) -> BaseEmbedding:
         return DynamicKernel(config, device)
 
+    def expect_ids_once(self) -> None:
+        """From now on ids come once a rank and table, with counts where the tables need them."""
+        for kernel in self._emb_modules:
+            kernel.ids_come_once = True
+
     def prefetch(
         self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None
     ) -> None:
@@ -73,3 +102,33 @@ class SequenceLookup(GroupedEmbeddingsLookup):
             self._emb_modules, sparse_features.split(self._feature_splits), strict=True
         ):
             kernel.prefetch(features)
+
+
+def silent_as_others(lookup: PooledLookup | SequenceLookup, sharding: Any) -> None:
+    """Lets a rank without tables send its nothing in the dtype in which the others send rows.
+
+    TorchRec's nothing is float32, and what a rank receives it expects in the dtype of what it sends.
+
+    Args:
+        lookup: of this rank.
+        sharding: TorchRec's, which knows the tables of all ranks.
+    """
+    groups = [
+        group for of_rank in sharding._grouped_embedding_configs_per_rank for group in of_rank
+    ]
+    chosen = (groups[0].fused_params or {}).get("output_dtype") if groups else None
+    if chosen is not None:
+        nothing = lookup._dummy_embs_tensor.detach().to(chosen.as_dtype())
+        lookup._dummy_embs_tensor = nothing.requires_grad_()
+
+
+def tell_senders(lookups: Iterable[nn.Module], contexts: Iterable[Any]) -> None:
+    """Tells lookups who sent the batch that they get next.
+
+    Args:
+        lookups: one per sharding type.
+        contexts: TorchRec's of the batch, one per lookup, after its input dist.
+    """
+    for lookup, context in zip(lookups, contexts, strict=True):
+        assert isinstance(lookup, (PooledLookup, SequenceLookup))
+        lookup.expect(context.batch_size_per_rank)

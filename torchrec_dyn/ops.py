@@ -209,6 +209,7 @@ def touch_scores_(
     scores: Sequence[Tensor],
     layout: Tensor,
     steps: Tensor,
+    times: Tensor | None = None,
 ) -> None:
     """Counts every occurrence of a row and writes the step at which it was last seen, in place.
 
@@ -218,8 +219,9 @@ def touch_scores_(
         scores: blocks [2^shift, 1] int64 of all tables, one after another (csrc/scores.h); written.
         layout: [T, 4] int64 as `gather_pool`; a table with 0 blocks keeps no scores.
         steps: [T] int64, in [0, 2^32 - 1).
+        times: [N] int64, in [1, 2^32): how often each counts; None: once.
     """
-    _ops.touch_scores_.default(rows, table_offsets, scores, layout, steps)
+    _ops.touch_scores_.default(rows, table_offsets, scores, layout, steps, times)
 
 
 def write_scores_(
@@ -488,6 +490,8 @@ def update_rows_(
     mean: bool,
     optimizer: int,
     hyper: Sequence[float],
+    grad_scales: Sequence[float],
+    senders: Tensor | None,
 ) -> None:
     """Sums the gradients of each row and applies the optimizer, in place.
 
@@ -506,6 +510,9 @@ def update_rows_(
         mean: as `gather_pool`.
         optimizer: number of the rule (csrc/row_update.h).
         hyper: learning rate, eps, beta1, beta2, weight decay, weight decay mode.
+        grad_scales: [T], by which the sum of a row is multiplied.
+        senders: [N] int32, which rank sent an id: a row's sum is divided by how many did; -1 of
+            ids whose table does not ask (all of one table). None: nothing is divided.
     """
     _ops.update_rows_.default(
         grad,
@@ -522,6 +529,8 @@ def update_rows_(
         mean,
         optimizer,
         hyper,
+        grad_scales,
+        senders,
     )
 
 
@@ -606,7 +615,7 @@ def _(ids: Tensor, values: Tensor, first_column: int, key: int) -> Tensor:
 
 
 @_fake("touch_scores_")
-def _(rows, table_offsets, scores, layout, steps) -> None:  # type: ignore[no-untyped-def]
+def _(rows, table_offsets, scores, layout, steps, times=None) -> None:  # type: ignore[no-untyped-def]
     return None
 
 

@@ -13,17 +13,19 @@ from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddi
 from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.grouped_lookups import SequenceLookup
+from torchrec_dyn.grouped_lookups import SequenceLookup, silent_as_others
 from torchrec_dyn.row_wise import RowWiseInputDist
 
 
 def _lookup(sharding: Any, device: torch.device | None) -> SequenceLookup:
-    return SequenceLookup(
+    lookup = SequenceLookup(
         grouped_configs=sharding._grouped_embedding_configs,
         pg=sharding._pg,
         device=device if device is not None else sharding._device,
         env=sharding._env,
     )
+    silent_as_others(lookup, sharding)
+    return lookup
 
 
 class TableWiseSequence(TwSequenceEmbeddingSharding):

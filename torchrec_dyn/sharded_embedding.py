@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,10 +28,17 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_dyn.batch_check import BatchCheck
 from torchrec_dyn.column_order import outputs_by_column
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
+from torchrec_dyn.grouped_lookups import tell_senders
+from torchrec_dyn.sent_once import Expansion, SendOnce
 from torchrec_dyn.sequence_batch import Restoration, evened
 from torchrec_dyn.sequence_sharding import SEQUENCE_SHARDINGS
 from torchrec_dyn.sharded_table import ShardedTableHandle
-from torchrec_dyn.sharding_setup import LocalShards, save_and_load_tables, set_up
+from torchrec_dyn.sharding_setup import (
+    LocalShards,
+    ShardingSetup,
+    save_and_load_tables,
+    set_up,
+)
 from torchrec_dyn.table_layout import TableLayout
 
 
@@ -41,15 +48,20 @@ class SequenceContext(EmbeddingCollectionContext):
 
     Attributes:
         restoration: how outputs become those of the batch; None where the batch was even.
+        expansions: of each sharding type how the rows of ids sent once become those of the batch;
+            none where every occurrence was sent.
     """
 
     restoration: Restoration | None = None
+    expansions: list[Expansion] = field(default_factory=list)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tells the allocator that a stream uses what is remembered."""
         super().record_stream(stream)
         if self.restoration is not None and self.restoration.inverse is not None:
             self.restoration.inverse.record_stream(stream)
+        for expansion in self.expansions:
+            expansion.places.record_stream(stream)
 
 
 class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
@@ -64,6 +76,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         fused_params: the sharder's.
         device: where the rows live.
         qcomm_codecs_registry: TorchRec's codecs of quantized comms.
+        use_index_dedup: whether each id is sent once a rank and table.
         module_fqn: where the model holds the collection.
 
     Raises:
@@ -78,6 +91,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         fused_params: dict[str, Any] | None = None,
         device: torch.device | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        use_index_dedup: bool = False,
         module_fqn: str | None = None,
     ) -> None:
         setup = set_up(
@@ -97,10 +111,12 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
             env,
             device=device,
             qcomm_codecs_registry=qcomm_codecs_registry,
+            use_index_dedup=use_index_dedup,
             module_fqn=module_fqn,
         )
-        # TorchRec's dedupe takes ids for row numbers below num_embeddings.
-        self._use_index_dedup = False
+        self._send_once: list[SendOnce] = []
+        if self._use_index_dedup:
+            self._prepare_to_send_once(setup)
         names = [name for config in setup.configs for name in config.feature_names]
         self._check_batch = BatchCheck(names, False, False, setup.where)
         self._shards = LocalShards(setup, self._lookups, env)
@@ -137,6 +153,11 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         features, ctx.restoration = evened(features)
         return super().input_dist(ctx, features)
 
+    def compute(self, ctx: SequenceContext, dist_input: KJTList) -> list[Tensor]:
+        """Looks up the ids that arrived."""
+        tell_senders(self._lookups, ctx.sharding_contexts)
+        return super().compute(ctx, dist_input)
+
     def output_dist(
         self, ctx: SequenceContext, output: list[Tensor]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
@@ -147,6 +168,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         self, ctx: SequenceContext, input: KJTList
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Looks up the ids that arrived and sends rows back."""
+        tell_senders(self._lookups, ctx.sharding_contexts)
         return _restored(super().compute_and_output_dist(ctx, input), ctx)
 
     def create_context(self) -> SequenceContext:
@@ -181,6 +203,31 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         """The collection that was sharded."""
         return DynamicEmbeddingCollection
 
+    def _prepare_to_send_once(self, setup: ShardingSetup) -> None:
+        for sharding in self._sharding_type_to_sharding.values():
+            tables = [(table.name, table.num_features()) for table in sharding.embedding_tables()]
+            counted = any(setup.dynamic[name].has_life for name, _ in tables)
+            self._send_once.append(SendOnce(tables, counted, setup.where))
+        for lookup in self._lookups:
+            lookup.expect_ids_once()
+
+    def _create_hash_size_info(
+        self, feature_names: list[str], ctx: EmbeddingCollectionContext | None = None
+    ) -> None:
+        """Does nothing: it is for an op that takes ids for row numbers below num_embeddings."""
+
+    def _dedup_indices(
+        self, ctx: SequenceContext, input_feature_splits: list[KeyedJaggedTensor]
+    ) -> list[KeyedJaggedTensor]:
+        """Gives what is sent in place of the batch, and remembers the way back."""
+        sent = []
+        for send_once, features in zip(self._send_once, input_feature_splits, strict=True):
+            once, expansion = send_once(features)
+            ctx.input_features.append(features)
+            ctx.expansions.append(expansion)
+            sent.append(once)
+        return sent
+
     def _generate_permute_indices_per_feature(
         self,
         embedding_configs: Sequence[EmbeddingConfig],
@@ -201,6 +248,10 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
 def _restored(
     awaitable: LazyAwaitable[dict[str, JaggedTensor]], ctx: SequenceContext
 ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+    if ctx.expansions:
+        rows: list[Awaitable[Tensor]] = awaitable._awaitables_per_sharding
+        for of_type, expansion in zip(rows, ctx.expansions, strict=True):
+            of_type.callbacks.append(expansion)
     if ctx.restoration is not None:
         awaitable.callbacks.append(ctx.restoration)
     return awaitable

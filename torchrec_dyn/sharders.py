@@ -101,14 +101,18 @@ class DynamicEmbeddingCollectionSharder(BaseEmbeddingSharder[DynamicEmbeddingCol
     Args:
         fused_params: as of `DynamicEmbeddingBagCollectionSharder`.
         qcomm_codecs_registry: TorchRec's codecs of quantized comms.
+        use_index_dedup: whether each id of a rank's batch is sent once a table, however often it
+            occurs. Outputs are the same; gradients of repeats are summed before they are sent.
     """
 
     def __init__(
         self,
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        use_index_dedup: bool = False,
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry)
+        self._use_index_dedup = use_index_dedup
 
     def shard(
         self,
@@ -137,6 +141,7 @@ class DynamicEmbeddingCollectionSharder(BaseEmbeddingSharder[DynamicEmbeddingCol
             self.fused_params,
             device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
+            use_index_dedup=self._use_index_dedup,
             module_fqn=module_fqn,
         )
 

@@ -24,7 +24,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.column_order import outputs_by_column
-from torchrec_dyn.grouped_lookups import PooledLookup
+from torchrec_dyn.grouped_lookups import PooledLookup, silent_as_others
 from torchrec_dyn.output_dists import (
     GridOutputDist,
     NodeRowWiseOutputDist,
@@ -39,13 +39,17 @@ def _lookup(
     device: torch.device | None,
     sharding_type: ShardingType | None = None,
 ) -> PooledLookup:
-    return PooledLookup(
+    lookup = PooledLookup(
         grouped_configs=groups,
         pg=sharding._pg,
         device=device if device is not None else sharding._device,
         sharding_type=sharding_type,
         env=sharding._env,
     )
+    silent_as_others(lookup, sharding)
+    if sharding_type == ShardingType.TABLE_ROW_WISE:
+        lookup.node_size = sharding._intra_pg.size()
+    return lookup
 
 
 def _node_input_dist(sharding: Any, device: torch.device | None) -> NodeRowWiseInputDist:
@@ -243,3 +247,8 @@ POOLED_SHARDINGS = {
     ShardingType.TABLE_COLUMN_WISE.value: TableColumnWisePooled,
     ShardingType.GRID_SHARD.value: GridPooled,
 }
+SPREAD_SHARDINGS = [
+    ShardingType.ROW_WISE.value,
+    ShardingType.TABLE_ROW_WISE.value,
+    ShardingType.GRID_SHARD.value,
+]

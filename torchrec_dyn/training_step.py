@@ -10,7 +10,7 @@ Legend: T tables, N ids, M distinct ids without a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from torchrec_dyn.changes import note_changed
 from torchrec_dyn.id_map import arrays_of
 from torchrec_dyn.insertion import find_rows
 from torchrec_dyn.row_life import Decision
+from torchrec_dyn.scores import MOST_COUNT
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.table_blocks import TableBlocks
 from torchrec_dyn.table_checks import check_need, check_step
@@ -54,6 +55,7 @@ def take_step(
     table_offsets: Tensor,
     bounds: Sequence[int],
     scores: Callable[[], TableBlocks],
+    times: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """Takes a batch in: counts the step, lets ids go and come, and finds the rows.
 
@@ -63,30 +65,34 @@ def take_step(
         table_offsets: [T + 1] int64, which ids are whose.
         bounds: the same as numbers.
         scores: lists the scores of the tables as they are by then.
+        times: [N] int64, how often each id occurred where it came from; None: once.
 
     Returns:
         rows: [N] int64, -1 of an id that was not admitted.
-        refused: how many of them are -1.
+        refused: occurrences of those that are -1.
 
     Raises:
+        ValueError: times that are none; no table has changed.
         RuntimeError: a table is full, or memory is out; no table has changed.
     """
+    if times is not None:
+        _check_times(times, ids.numel())
     old: list[tuple[Tensor, Tensor]] = []
     try:
         for table in tables:
             old.append(_take_out_the_old(table))
-        batch = _decide(tables, ids, table_offsets, bounds)
+        batch = _decide(tables, ids, table_offsets, bounds, times)
     except BaseException:
         for table, (old_ids, old_rows) in zip(tables, old, strict=False):
             table.id_map.insert(old_ids, old_rows)
         raise
     # From here on nothing is refused, and the memory of maps and rows is taken.
-    for table, gone, (begin, end), absent in zip(
-        tables, old, pairwise(bounds), batch.absent, strict=True
+    for table, gone, (seen, absent) in zip(
+        tables, old, _occurrences(tables, batch, bounds, times), strict=True
     ):
-        _begin(table, gone, end - begin, absent)
+        _begin(table, gone, seen, absent)
     listed, steps = scores(), torch.tensor([table.step for table in tables])
-    ops.touch_scores_(batch.rows, table_offsets, listed.weights, listed.layout, steps)
+    ops.touch_scores_(batch.rows, table_offsets, listed.weights, listed.layout, steps, times)
     note_changed(tables, batch.rows, table_offsets)
     admitted = [_admit(table, new) for table, new in zip(tables, batch.newcomers, strict=True)]
     for table in tables:
@@ -119,14 +125,44 @@ class _Batch(NamedTuple):
     new_index: Tensor
 
 
+def _check_times(times: Tensor, ids: int) -> None:
+    """Refuses counts of occurrences that are none, while nothing has changed yet."""
+    if times.dtype != torch.int64 or times.shape != (ids,):
+        got = f"{list(times.shape)} of {times.dtype}"
+        raise ValueError(f"take_step: expected [{ids}] int64 times, one for each id, got {got}.")
+    least, most = (int(bound) for bound in times.aminmax()) if ids else (1, 1)
+    if least < 1 or most > MOST_COUNT:
+        raise ValueError(f"take_step: expected times in [1, 2^32), got {least} to {most}.")
+
+
+def _occurrences(
+    tables: Sequence[DynamicTable], batch: _Batch, bounds: Sequence[int], times: Tensor | None
+) -> Iterator[tuple[int, int]]:
+    """Yields of each table how many occurrences it saw, and how many of them had no row on arrival."""
+    each = zip(tables, pairwise(bounds), batch.absent, batch.newcomers, strict=True)
+    for table, (begin, end), absent, new in each:
+        if times is None or table.life is None:
+            # A table without a life counts what arrives, whoever its neighbours are.
+            yield end - begin, absent
+        else:
+            yield int(times[begin:end].sum()), int(new.occurrences.sum())
+
+
 def _decide(
-    tables: Sequence[DynamicTable], ids: Tensor, table_offsets: Tensor, bounds: Sequence[int]
+    tables: Sequence[DynamicTable],
+    ids: Tensor,
+    table_offsets: Tensor,
+    bounds: Sequence[int],
+    times: Tensor | None,
 ) -> _Batch:
     """Finds rows, decides on ids without one, checks every table's need and takes memory for it."""
     rows, absent = find_rows(tables, ids, table_offsets)
     newcomers, new_index = [_NOBODY] * len(tables), _NONE
     if any(absent):
         new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
+        if times is not None:
+            is_new = new_index >= 0
+            counts = torch.zeros_like(counts).index_add_(0, new_index[is_new], times[is_new])
         sizes = new_offsets.diff().tolist()
         per_table = zip(tables, new_ids.split(sizes), counts.split(sizes), strict=True)
         newcomers = [_ask(*one) for one in per_table]
@@ -191,6 +227,7 @@ def _begin(table: DynamicTable, old: tuple[Tensor, Tensor], occurrences: int, mi
 def count_step(table: DynamicTable, occurrences: int, absent: int) -> None:
     """Counts a training step of a table, with so many ids, so many of them without a row on arrival."""
     table.step += 1
+    table.counters["forwards"] += 1
     table.counters["ids_seen"] += occurrences
     table.counters["hits"] += occurrences - absent
 

@@ -38,7 +38,7 @@ void touch_and_find_own_rows() {
     rows.push_back(random_words(4, i, 0, 0)[0] % kRows);
     ++counts[static_cast<size_t>(rows.back())];
   }
-  on_threads([&](int64_t part) { touch_part(scores, rows.data(), kBatch, kStep, part, kThreads); });
+  on_threads([&](int64_t part) { touch_part<false>(scores, rows.data(), nullptr, kBatch, kStep, part, kThreads); });
   for (int64_t row = 0; row < kRows; ++row)
     check(
         counts[static_cast<size_t>(row)] == 0 || *scores.word(row) == (kStep << 32 | counts[static_cast<size_t>(row)]),

@@ -1,0 +1,103 @@
+"""Trains sequence collections that send each id once beside the same that send every occurrence."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sharded_cases import Case, Table, usual_plan
+from sharded_training import batches, collection_of, shard
+from torch import Tensor
+from torchrec import JaggedTensor
+
+from torchrec_dyn.table import DynamicTable
+
+# What counts arrivals where a table keeps no scores, and what a graph or the order of insertion decides.
+OF_ARRIVALS = {"ids_seen", "hits", "unseen"}
+OF_CHANCE = {"bytes", "withheld", "late_grads", "probe_length_mean", "probe_length_max"}
+
+
+def tables_of(kinds: list[str], world: int, local: int, **options: Any) -> list[Table]:
+    """Three tables: of one feature, of several, and sharing a feature."""
+    features = (["a"], ["b", "c"], ["a", "d"])
+    return [
+        Table(
+            f"t{i}", features[i], usual_plan(kinds[i % len(kinds)], 8, world, local, i), **options
+        )
+        for i in range(3)
+    ]  # fmt: skip
+
+
+def tables_here(model: Any) -> list[DynamicTable]:
+    """The tables of this rank."""
+    lookups = model.module.collection._lookups
+    return [t for lookup in lookups for kernel in lookup._emb_modules for t in kernel.tables]
+
+
+def exact_grad(output: Tensor, number: int) -> Tensor:
+    """Small integers: sums of some thousands of them are exact in float32, whatever their order."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(-4, 5, output.shape, generator=generator).to(output.dtype)
+
+
+def train_both(case: Case, need_indices: bool = False, evaluate_at: int = 1) -> dict[str, Any]:
+    """Asserts that outputs, rows, states and counts are the same to the bit; returns what was sent.
+
+    Returns:
+        "rows" on this rank, and the ids that arrived here "once" and "each" time.
+    """
+    rank = dist.get_rank()
+    sides = {}
+    for name in ("each", "once"):
+        of_side = dataclasses.replace(case, dedup=name == "once")
+        sides[name] = shard(of_side, collection_of(case, need_indices=need_indices))
+    arrived = {name: _count_arrivals(model) for name, model in sides.items()}
+    for step in range(case.steps):
+        mine = batches(case, step)[0][rank]
+        for model in sides.values():
+            model.train(step != evaluate_at)
+        outputs = {name: model(mine) for name, model in sides.items()}
+        each, once = ({**one} for one in outputs.values())
+        assert each.keys() == once.keys()
+        for name in each:
+            _same_jagged(once[name], each[name], need_indices, f"step {step}, {name}")
+        if step != evaluate_at:
+            for one in (each, once):
+                grads = [exact_grad(o.values(), n) for n, o in enumerate(one.values())]
+                torch.autograd.backward([output.values() for output in one.values()], grads)
+    each_tables, once_tables = (tables_here(model) for model in sides.values())
+    for one, other in zip(once_tables, each_tables, strict=True):
+        _same_table(one, other)
+    return {"rows": sum(table.num_rows for table in once_tables), **arrived}
+
+
+def _count_arrivals(model: Any) -> list[int]:
+    """Lists, from now on, how many ids come to this rank, and whether with weights."""
+    seen: list[int] = []
+    for lookup in model.module.collection._lookups:
+        lookup.register_forward_pre_hook(
+            lambda _, arguments: seen.append(arguments[0].values().numel())
+        )
+    return seen
+
+
+def _same_jagged(one: JaggedTensor, other: JaggedTensor, need_indices: bool, what: str) -> None:
+    assert torch.equal(one.lengths(), other.lengths()), what
+    assert one.values().dtype == other.values().dtype, what
+    assert torch.equal(one.values(), other.values()), what
+    ids, expected = one.weights_or_none(), other.weights_or_none()
+    assert (ids is None) == (expected is None) == (not need_indices), what
+    if ids is not None and expected is not None:
+        assert torch.equal(ids, expected), what
+
+
+def _same_table(one: DynamicTable, other: DynamicTable) -> None:
+    got, expected = one.export_state(), other.export_state()
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), f"{one.name}: {name}"
+    left_out = OF_CHANCE if one.life is not None else OF_CHANCE | OF_ARRIVALS
+    for name, count in other.stats().items():
+        assert name in left_out or one.stats()[name] == count, f"{one.name}: {name}"

@@ -1,0 +1,54 @@
+"""Outputs of half precision on all ranks: TorchRec expects what it receives in the dtype of what it sends."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import workers
+from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand, usual_plan
+from sharded_training import batches, collection_of, outputs_by_name, parts_of_rank, shard
+from torchrec.modules.embedding_configs import DataType
+
+POOLED = ["table_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard"]
+SEQUENCE = ["table_wise", "column_wise", "row_wise"]
+
+
+def case_of(kind: str, pooled: bool, output: str, **options: Any) -> Case:
+    plan = usual_plan(kind, 8, 4, 2, 0)
+    if kind == "grid_shard":  # both on the first node
+        plan = shard_by_hand(kind, [([0, 1], 0, 4), ([0, 1], 4, 4)])
+    fused_params = {**FUSED_PARAMS, "output_dtype": DataType[output]}
+    table = Table("t", ["a", "b"], plan)
+    return Case([table], pooled=pooled, fused_params=fused_params, **options)
+
+
+def look_up_beside(case: Case) -> None:
+    rank, dtype = dist.get_rank(), case.fused_params["output_dtype"]
+    expected_dtype = {"FP16": torch.float16, "BF16": torch.bfloat16}[dtype.name]
+    unsharded = collection_of(case, fused_params=case.fused_params)
+    sharded = shard(case, copy.deepcopy(unsharded))
+    for step in range(2):
+        per_rank, together = batches(case, step)
+        whole = unsharded(together)
+        expected = parts_of_rank(case, whole, [5] * 4, rank)
+        got = outputs_by_name(case, sharded(per_rank[rank]))
+        for name, output in got.items():
+            assert output.dtype == expected[name].dtype == expected_dtype
+            torch.testing.assert_close(output, expected[name], rtol=1e-2, atol=1e-2)
+        torch.autograd.backward(list(got.values()), [torch.ones_like(v) for v in got.values()])
+        theirs = list(outputs_by_name(case, whole).values())
+        torch.autograd.backward(theirs, [torch.full_like(v, 0.25) for v in theirs])
+
+
+@pytest.mark.parametrize("output", ["FP16", "BF16"])
+@pytest.mark.parametrize(
+    "kind, pooled", [*((kind, True) for kind in POOLED), *((kind, False) for kind in SEQUENCE)]
+)
+def test_ranks_without_tables_get_outputs(kind: str, pooled: bool, output: str) -> None:
+    case = case_of(kind, pooled, output)
+    for dedup in (False, True)[: 1 if pooled else 2]:
+        one = dataclasses.replace(case, dedup=dedup)
+        workers.run(look_up_beside, one, world_size=4, local_size=2)
