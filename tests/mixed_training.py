@@ -70,7 +70,7 @@ def inner(model: nn.Module) -> dict[str, Any]:
     return {path: one for path, one in model.named_modules() if isinstance(one, COLLECTIONS)}
 
 
-def shard(model: nn.Module, kinds: Sequence[str]) -> Any:
+def shard(model: nn.Module, kinds: Sequence[str], dedup: bool = False) -> Any:
     """The model under DistributedModelParallel; tables take the plans in turn."""
     world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     plan: dict[str, Any] = {}
@@ -88,7 +88,10 @@ def shard(model: nn.Module, kinds: Sequence[str]) -> Any:
             )
             for turn, config in enumerate(configs)
         }
-    sharders = [dyn.DynamicEmbeddingBagCollectionSharder(), dyn.DynamicEmbeddingCollectionSharder()]
+    sharders = [
+        dyn.DynamicEmbeddingBagCollectionSharder(),
+        dyn.DynamicEmbeddingCollectionSharder(use_index_dedup=dedup),
+    ]
     return DistributedModelParallel(
         model, device=torch.device("cpu"), plan=ShardingPlan(plan), sharders=sharders
     )
@@ -135,11 +138,13 @@ def close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5, msg=lambda m: f"{what}: {m}")
 
 
-def train_beside(kind: str, kinds: Sequence[str], sizes: Sequence[int], weighted: bool) -> int:
+def train_beside(
+    kind: str, kinds: Sequence[str], sizes: Sequence[int], weighted: bool, dedup: bool = False
+) -> int:
     """Trains both, asserts that they stay the same; returns the rows that were compared."""
     rank, world = dist.get_rank(), dist.get_world_size()
     unsharded = Model(kind, weighted)
-    sharded = shard(copy.deepcopy(unsharded), kinds)
+    sharded = shard(copy.deepcopy(unsharded), kinds, dedup)
     optimizers = [dense_sgd(unsharded), dense_sgd(sharded)]
     for step in range(STEPS):
         share = world / sum(sizes)

@@ -19,6 +19,12 @@ def test_two_ranks_train_as_one(kind: str, plan: list[str]) -> None:
     assert min(run(mixed_training.train_beside, kind, plan, [5, 3], False, world_size=2)) > 50
 
 
+def test_quotients_and_remainders_that_travel_once() -> None:
+    sizes = [0, 6]
+    rows = run(mixed_training.train_beside, "mult", MIXED, sizes, True, True, world_size=2)
+    assert min(rows) > 50
+
+
 @pytest.mark.parametrize("kind", ["add", "concat"])
 def test_the_other_ops(kind: str) -> None:
     assert min(run(mixed_training.train_beside, kind, MIXED, [4, 4], False, world_size=2)) > 50

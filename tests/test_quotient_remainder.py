@@ -212,6 +212,10 @@ def test_options_of_a_table_or_of_one_of_the_two():
     assert remainders.eq(0.25).all() and quotients.eq(0.25).all()
     quotients, remainders = starts("mult", dynamic={"t": whole, "t_quotient": one})
     assert remainders.eq(0.25).all() and quotients.eq(3).all()
+    fans = dyn.DynamicTableConfig(initializer=dyn.XavierUniform())
+    bound = dyn.XavierUniform().for_dimension(4).high  # of the 4 columns that a row has here
+    for rows in starts("concat", dynamic=fans):
+        assert 0.9 * bound < rows.abs().max() <= bound
     quotients, remainders = starts("concat", dynamic={"t_remainder": one})
     assert remainders.eq(3).all() and quotients.abs().max() <= 0.05
 
