@@ -21,10 +21,10 @@ OF_CHANCE = {"bytes", "withheld", "late_grads", "probe_length_mean", "probe_leng
 
 def tables_of(kinds: list[str], world: int, local: int, **options: Any) -> list[Table]:
     """Three tables: of one feature, of several, and sharing a feature."""
-    features = (["a"], ["b", "c"], ["a", "d"])
+    features, rows = (["a"], ["b", "c"], ["a", "d"]), options.get("rows", 1000)
     return [
         Table(
-            f"t{i}", features[i], usual_plan(kinds[i % len(kinds)], 8, world, local, i), **options
+            f"t{i}", features[i], usual_plan(kinds[i % len(kinds)], 8, world, local, i, rows), **options
         )
         for i in range(3)
     ]  # fmt: skip
