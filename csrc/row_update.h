@@ -7,6 +7,7 @@
 //                      w = (1 - k wd) w - k g under L2, (1 - lr wd) w - k g when decoupled
 //   ADAM               m1 = b1 m1 + (1 - b1) g;  m2 = b2 m2 + (1 - b2) g^2
 //                      w -= lr (m1 / (1 - b1^t) / (sqrt(m2 / (1 - b2^t)) + eps) + wd w)
+//                      (torch's ADAMW is this rule: its decay is decoupled)
 //   PARTIAL_ROWWISE_ADAM  the same with one m2 a row, fed by mean(g^2)
 // Source: FBGEMM fbgemm_gpu/codegen/genscript/optimizers.py, the CUDA rules (its CPU rules leave out parts).
 #pragma once

@@ -38,9 +38,9 @@ POOLED_KINDS = ("table_wise", "row_wise", "column_wise", "three_columns")
 NODE_KINDS = ("table_row_wise", "table_column_wise", "grid_shard")  # of pooled collections
 SEQUENCE_KINDS = POOLED_KINDS
 OPTIMIZERS = (
-    "EXACT_ADAGRAD", "ADAM", "EXACT_SGD", "EXACT_ROWWISE_ADAGRAD", "PARTIAL_ROWWISE_ADAM",
+    "EXACT_ADAGRAD", "ADAM", "EXACT_SGD", "ADAMW", "EXACT_ROWWISE_ADAGRAD", "PARTIAL_ROWWISE_ADAM",
 )  # fmt: skip
-ROW_WISE = OPTIMIZERS[3:]
+ROW_WISE = OPTIMIZERS[4:]
 
 _COUNTED = dyn.DynamicTableConfig(
     admission=dyn.AdmitAfter(3), eviction=dyn.ExpireAfter(time=10), seed=3
@@ -90,7 +90,8 @@ class Setup:
             kind = self.kinds[turn % len(self.kinds)]
             plan = plan_of(kind, max(1, self.world), local, turn, self.pooled, self.rows)
             tables.append(Table(name, [f"f_{name}"], plan, DIM, "SUM", dtype, self.rows, config))
-        fused = {"optimizer": EmbOptimType[self.optimizer], "learning_rate": 0.1}
+        kind = getattr(EmbOptimType, self.optimizer, self.optimizer)  # FBGEMM has no ADAMW
+        fused = {"optimizer": kind, "learning_rate": 0.1}
         return Case(tables, pooled=self.pooled, fused_params=fused)
 
 

@@ -36,6 +36,7 @@ ADMISSIONS = {
     "count": dyn.AdmitAfter(2),
     "count, few counters": dyn.AdmitAfter(3, counters=3),
     "chance": dyn.AdmitWithProbability(0.4),
+    "never": dyn.Never(),
 }
 EVERY_LIFE = list(itertools.product(EVICTIONS, ADMISSIONS))
 RATE = 0.1

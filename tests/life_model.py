@@ -88,7 +88,9 @@ class LifeModel:
                 total = times + (self.waiting[number].count if number in self.waiting else 0)
                 if total >= self.admission.count:
                     taken[number] = total
-            elif self.is_drawn(number, times, self.step + 1):
+            elif not isinstance(self.admission, dyn.Never) and self.is_drawn(
+                number, times, self.step + 1
+            ):
                 taken[number] = times
         return taken
 

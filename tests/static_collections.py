@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     ),
     "EXACT_ROWWISE_ADAGRAD": lambda params: RowWiseAdagrad(params, lr=0.2, eps=1e-3),
     "ADAM": lambda params: torch.optim.Adam(params, lr=0.05, betas=(0.8, 0.97), eps=1e-4),
+    "ADAMW": lambda params: torch.optim.AdamW(params, lr=0.05, betas=(0.8, 0.97), weight_decay=0.0),
 }
 
 

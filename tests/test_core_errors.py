@@ -25,7 +25,8 @@ def refuses(text, call):
         (
             "initializer",
             0.1,
-            "expected Uniform, Normal, TruncatedNormal, Constant or None, got 0.1.",
+            "expected Uniform, Normal, TruncatedNormal, Constant, XavierUniform, XavierNormal, "
+            "KaimingUniform, KaimingNormal or None, got 0.1.",
         ),
         ("seed", 1.5, "expected an integer, got 1.5."),
         ("seed", True, "expected an integer, got True."),
@@ -84,7 +85,7 @@ class Foreign:
         (
             {"optimizer": Foreign},
             "expected an optimizer among EXACT_SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD, ADAM, "
-            "PARTIAL_ROWWISE_ADAM, got LARS_SGD.",
+            "PARTIAL_ROWWISE_ADAM, ADAMW, got LARS_SGD.",
         ),
         ({"learning_rate": -1}, "expected a finite learning_rate >= 0, got -1."),
         ({"eps": NAN}, "expected a finite eps >= 0, got nan."),

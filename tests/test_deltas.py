@@ -56,7 +56,7 @@ def assert_same(one: Model, other: Model) -> None:
         assert same_state(other.states()[name], state), name
 
 
-OPTIMIZERS = [EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM, EmbOptimType.EXACT_SGD]
+OPTIMIZERS = [EmbOptimType.EXACT_ROWWISE_ADAGRAD, "ADAMW", EmbOptimType.EXACT_SGD]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

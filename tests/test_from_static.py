@@ -46,7 +46,7 @@ def test_training_goes_on(make: Callable[..., nn.Module], kind: str, how: str) -
     static, draw, optimizer = make(), random.Random(2), None
     if how == "in backward":
         one = OPTIMIZERS[kind]([nn.Parameter(torch.zeros(1, 1))])
-        names = ("lr", "eps", "betas", "initial_accumulator_value")
+        names = ("lr", "eps", "betas", "weight_decay", "initial_accumulator_value")
         with pytest.warns(DeprecationWarning):
             apply_optimizer_in_backward(
                 type(one),

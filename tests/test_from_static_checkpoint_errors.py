@@ -168,6 +168,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         r"expected momentum1 of EXACT_ROWWISE_ADAGRAD as \[12\], got \[12, 8\]",
     ),
     "no steps": (without_steps, {"kind": "ADAM"}, "the training steps of ADAM.* Pass step="),
+    "no steps of ADAMW": (without_steps, {"kind": "ADAMW"}, "the training steps of ADAMW.* Pass"),
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
@@ -79,7 +79,7 @@ def filled_table(rows, columns, optimizer, dtype, step=700):
 @pytest.mark.parametrize("kind", list(OptimizerKind))
 def test_a_shard_costs_what_the_table_it_becomes_holds(kind, data_type):
     module = DynamicEmbeddingBagCollection([pooled(data_type=data_type)])
-    sharder = DynamicEmbeddingBagCollectionSharder({"optimizer": EmbOptimType[kind.name]})
+    sharder = DynamicEmbeddingBagCollectionSharder({"optimizer": kind.name})
     constraints = {"user": ParameterConstraints(sharding_types=POOLED, min_partition=16)}
     # Under this output dtype TorchRec counts the output of a step as ours does: as float32.
     constraints["user"].output_dtype = DataType.FP32
@@ -151,6 +151,7 @@ def test_most_slots_bounds_the_map_however_it_grew(batches, large_capacity):
     st.integers(10, 400),
     st.integers(-300, 300),
 )
+@example([131, 400, 30], 10, -1)
 def test_a_limit_bounds_the_map_and_a_full_one_does_not_grow(batches, large_capacity, above):
     """Whether the last ids reach the limit, stay below or pass it; those that come and go move nothing."""
     limit = max(1, sum(batches) + above)

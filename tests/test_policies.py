@@ -14,6 +14,7 @@ from torchrec_dyn import (
     ExpireAfter,
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
+    Never,
 )
 from torchrec_dyn.policies import age_limit_of, replacement_of
 
@@ -23,7 +24,7 @@ LRU, LFU, STEPS, TIME = (
     ExpireAfter(steps=3),
     ExpireAfter(time=3),
 )
-ADMISSIONS = [None, AdmitAfter(2), AdmitAfter(2, 5), AdmitWithProbability(0.5)]
+ADMISSIONS = [None, AdmitAfter(2), AdmitAfter(2, 5), AdmitWithProbability(0.5), Never()]
 EVICTIONS = [None, LRU, LFU, STEPS, TIME, (STEPS, LRU), (STEPS, LFU), (TIME, LRU), (TIME, LFU)]
 
 
@@ -94,7 +95,7 @@ def test_steps_and_time_are_written_out():
 
 
 ADMISSION_RULE = (
-    "DynamicTableConfig.admission: expected AdmitAfter, AdmitWithProbability or None, got "
+    "DynamicTableConfig.admission: expected AdmitAfter, AdmitWithProbability, Never or None, got "
 )
 EVICTION_RULE = (
     "DynamicTableConfig.eviction: expected LeastRecentlyUsed, LeastFrequentlyUsed, ExpireAfter, "
@@ -104,7 +105,7 @@ EVICTION_RULE = (
 
 @pytest.mark.parametrize(
     "value",
-    [3, "lru", AdmitAfter, LRU, [AdmitAfter(2)], (AdmitAfter(2), AdmitWithProbability(0.5))],
+    [3, "lru", AdmitAfter, Never, LRU, [AdmitAfter(2)], (AdmitAfter(2), AdmitWithProbability(0.5))],
 )
 def test_what_is_no_admission(value):
     with pytest.raises(ValueError, match=re.escape(f"{ADMISSION_RULE}{value!r}.")):

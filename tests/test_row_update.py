@@ -21,6 +21,7 @@ WITH_DECAY = [
     RowOptimizer(OptimizerKind.EXACT_ROWWISE_ADAGRAD, 0.1, weight_decay=0.05, weight_decay_mode=1),
     RowOptimizer(OptimizerKind.EXACT_ROWWISE_ADAGRAD, 0.1, weight_decay=0.05, weight_decay_mode=2),
     RowOptimizer(OptimizerKind.ADAM, 0.1, weight_decay=0.05),
+    RowOptimizer(OptimizerKind.ADAMW, 0.1, weight_decay=0.05),
     RowOptimizer(OptimizerKind.PARTIAL_ROWWISE_ADAM, 0.1, weight_decay=0.05),
 ]
 ALL_RULES = [RowOptimizer(kind, 0.1) for kind in KINDS] + WITH_DECAY

@@ -14,6 +14,8 @@ from torchrec_dyn.across_ranks import (
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
+from torchrec_dyn.fan_initializers import KaimingNormal, KaimingUniform, XavierNormal, XavierUniform
+from torchrec_dyn.feature_processors import DynamicFeatureProcessedEmbeddingBagCollectionSharder
 from torchrec_dyn.from_static import from_static
 from torchrec_dyn.initializers import Constant, Normal, TruncatedNormal, Uniform
 from torchrec_dyn.make_dynamic import make_dynamic
@@ -23,6 +25,7 @@ from torchrec_dyn.policies import (
     ExpireAfter,
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
+    Never,
 )
 from torchrec_dyn.sharded_embedding import ShardedDynamicEmbeddingCollection
 from torchrec_dyn.sharded_embeddingbag import ShardedDynamicEmbeddingBagCollection
@@ -40,15 +43,21 @@ __all__ = [
     "DynamicEmbeddingBagCollectionSharder",
     "DynamicEmbeddingCollection",
     "DynamicEmbeddingCollectionSharder",
+    "DynamicFeatureProcessedEmbeddingBagCollectionSharder",
     "DynamicTableConfig",
     "ExpireAfter",
+    "KaimingNormal",
+    "KaimingUniform",
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
+    "Never",
     "Normal",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
     "TruncatedNormal",
     "Uniform",
+    "XavierNormal",
+    "XavierUniform",
     "add_stats_hook",
     "assign_rows",
     "checkpoint",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from tensordict import TensorDict
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
@@ -21,13 +23,18 @@ class BatchCheck:
         weighted: whether bags carry weights.
         pooled: whether outputs are one row per example.
         where: the collection, for messages.
+
+    Attributes:
+        needs_weights: whether a batch of weighted bags must bring the weights; feature processors
+            make them later.
     """
 
     def __init__(self, features: Sequence[str], weighted: bool, pooled: bool, where: str) -> None:
         self._features = list(dict.fromkeys(features))
         self._weighted = weighted
+        self.needs_weights = True
         self._pooled = pooled
-        self._where = where
+        self.where = where
         self._first_keys: list[str] | None = None
 
     def __call__(self, features: KeyedJaggedTensor | TensorDict) -> KeyedJaggedTensor:
@@ -40,18 +47,24 @@ class BatchCheck:
             The batch with its keys in the order of the first batch.
 
         Raises:
-            ValueError: if a feature is missing or the tensors do not fit each other.
+            ValueError: if a feature is missing, the tensors do not fit each other, or weights ask for a
+                gradient, which none could get.
         """
         features = maybe_td_to_kjt(features, self._features)
         keys = features.keys()
         is_usual = keys == self._first_keys
         if not is_usual:
             self._check_names(keys)
-        checked_features(features, self._weighted, self._where)
+        has_weights = features.weights_or_none() is not None
+        checked_features(
+            features, self._weighted and (self.needs_weights or has_weights), self.where
+        )
+        if self._weighted and has_weights and torch.is_grad_enabled():
+            self._check_weights_ask_nothing(features.weights())
         varies = self._pooled and features.variable_stride_per_key()
         if varies and features.inverse_indices_or_none() is None:
             raise ValueError(
-                f"{self._where}: expected inverse_indices with bags that vary by feature, "
+                f"{self.where}: expected inverse_indices with bags that vary by feature, "
                 f"{features.stride_per_key()}, got none. Pass them in the KeyedJaggedTensor."
             )
         if is_usual:
@@ -63,7 +76,15 @@ class BatchCheck:
         # A feature of no table may be missing: any other stands in for it, unread.
         return features.permute([position.get(key, 0) for key in self._first_keys])
 
+    def _check_weights_ask_nothing(self, weights: Tensor) -> None:
+        if weights.requires_grad:
+            raise ValueError(
+                f"{self.where}: expected weights that ask for no gradient, got requires_grad=True. "
+                "TorchRec's all-to-all of ids and weights has no backward: detach them. Feature processors "
+                "are sharded with DynamicFeatureProcessedEmbeddingBagCollectionSharder."
+            )
+
     def _check_names(self, keys: Sequence[str]) -> None:
         for name in self._features:
             if name not in keys:
-                raise ValueError(f"{self._where}: expected feature '{name}', got features {keys}.")
+                raise ValueError(f"{self.where}: expected feature '{name}', got features {keys}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from torchrec_dyn.fan_initializers import FanInitializer
 from torchrec_dyn.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform
 from torchrec_dyn.policies import Admission, Eviction, check_admission, check_eviction
 
@@ -21,7 +22,8 @@ class DynamicTableConfig:
         seed: with the table's name and the id it decides the initial rows.
         unseen: what an id without a row reads as, in evaluation and in training while it is not
             admitted: "zeros", or "initial" for the row it would start with.
-        admission: which unseen ids get a row in training: AdmitAfter, AdmitWithProbability; None: all.
+        admission: which unseen ids get a row in training: AdmitAfter, AdmitWithProbability,
+            Never; None: all.
         eviction: which ids lose theirs: LeastRecentlyUsed or LeastFrequentlyUsed when the table is
             full, ExpireAfter by age, or a pair (ExpireAfter, one of the former); None: none, and a
             full table is an error.
@@ -31,7 +33,7 @@ class DynamicTableConfig:
             all three are the same.
     """
 
-    initializer: Initializer | None = None
+    initializer: Initializer | FanInitializer | None = None
     seed: int = 0
     unseen: Literal["zeros", "initial"] = "zeros"
     admission: Admission | None = None
@@ -41,11 +43,12 @@ class DynamicTableConfig:
     def __post_init__(self) -> None:
         where = "DynamicTableConfig"
         if self.initializer is not None and not isinstance(
-            self.initializer, (Uniform, Normal, TruncatedNormal, Constant)
+            self.initializer, (Uniform, Normal, TruncatedNormal, Constant, FanInitializer)
         ):
             raise ValueError(
-                f"{where}.initializer: expected Uniform, Normal, TruncatedNormal, Constant or None, "
-                f"got {self.initializer!r}."
+                f"{where}.initializer: expected Uniform, Normal, TruncatedNormal, Constant, "
+                "XavierUniform, XavierNormal, KaimingUniform, KaimingNormal or None, got "
+                f"{self.initializer!r}."
             )
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"{where}.seed: expected an integer, got {self.seed!r}.")

@@ -30,7 +30,7 @@ from torchrec_dyn.rows_here import RowsHere, rows_here
 from torchrec_dyn.sharded_embeddingbag import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.table import DynamicTable
 
-_ADAM = (OptimizerKind.ADAM, OptimizerKind.PARTIAL_ROWWISE_ADAM)
+_ADAM = (OptimizerKind.ADAM, OptimizerKind.ADAMW, OptimizerKind.PARTIAL_ROWWISE_ADAM)
 _POOLED = (DynamicEmbeddingBagCollection, ShardedDynamicEmbeddingBagCollection)
 
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
+from torchrec_dyn.optimizer_choice import matching_optimizer
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 
 # What torch.optim and TorchRec's own classes call the states; FBGEMM's names are good as they are.
@@ -41,12 +41,12 @@ class Trainer(NamedTuple):
 
     @property
     def kind(self) -> OptimizerKind | None:
-        """The row rule that corresponds to its class, None where TorchRec knows of none."""
+        """The row rule that corresponds to its class, None where there is none."""
         try:
-            matching = optimizer_type_to_emb_opt_type(type(self.optimizer))
+            matching = matching_optimizer(type(self.optimizer))
         except ValueError:
             return None
-        return OptimizerKind.__members__.get(getattr(matching, "name", ""))
+        return OptimizerKind.__members__.get(getattr(matching, "name", str(matching)))
 
 
 class SavedMoments(NamedTuple):
@@ -127,6 +127,8 @@ def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str
                 f"know, got {group[option]}. {advice}"
             )
     rule = {"lr": float(group["lr"])}
+    if trainer.kind == OptimizerKind.ADAMW:
+        rule["weight_decay"] = 0.0  # left out it would be AdamW's own default
     if "eps" in group:
         rule["eps"] = float(group["eps"])
     if "betas" in group:

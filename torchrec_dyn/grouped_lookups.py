@@ -47,6 +47,11 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
     ) -> BaseEmbedding:
         return DynamicKernel(config, device, sharding_type)
 
+    @property
+    def ids_are_mixed(self) -> bool:
+        """Whether ids arrive as mixed ids: the rows of its tables are spread over ranks."""
+        return any(kernel.ids_mixed for kernel in self._emb_modules)
+
     def prefetch(
         self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None
     ) -> None:

@@ -41,7 +41,11 @@ def most_slots(ids: int) -> int:
     """
     needed = int(ids / MAX_LOAD) + 1
     return max(
-        _FIRST_CAPACITY, 2 * min(needed, _LARGE_CAPACITY), int(needed * _LARGE_GROWTH) + _RUN
+        _FIRST_CAPACITY,
+        2 * min(needed, _LARGE_CAPACITY),
+        # Growth may end the last 8 runs early, which is 8 (MAX_LOAD - START_LOAD) / MAX_LOAD * 1.25 = 1 run
+        # of slots ahead, and a capacity is whole lines.
+        int(needed * _LARGE_GROWTH) + _RUN + _LINE_SLOTS,
     )
 
 

@@ -37,11 +37,13 @@ class TableOptions:
         config: the user's options.
         row_limit: most rows that one rank may hold.
         ids_mixed: whether ids arrive as mixed ids, because rows are spread over ranks.
+        is_frozen: whether training starts by reading the table as evaluation does.
     """
 
     config: DynamicTableConfig
     row_limit: int
     ids_mixed: bool
+    is_frozen: bool = False
 
 
 class KernelOptions:
@@ -52,12 +54,10 @@ class KernelOptions:
 
     Args:
         tables: options by table name.
-        frozen: whether training reads the tables as evaluation does.
     """
 
-    def __init__(self, tables: Mapping[str, TableOptions], frozen: bool = False) -> None:
+    def __init__(self, tables: Mapping[str, TableOptions]) -> None:
         self.tables = dict(tables)
-        self.frozen = frozen
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KernelOptions:
         return self
@@ -70,7 +70,7 @@ def _make_table(
     device: torch.device | None,
 ) -> DynamicTable:
     assert shard.local_metadata is not None
-    return DynamicTable(
+    table = DynamicTable(
         name=shard.name,
         num_embeddings=shard.num_embeddings,
         embedding_dim=shard.embedding_dim,
@@ -83,6 +83,8 @@ def _make_table(
         initializer=initializer_of(shard, options.config),
         device=device if device is not None else "cpu",
     )
+    table.is_frozen = options.is_frozen
+    return table
 
 
 class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
@@ -112,8 +114,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         optimizer = RowOptimizer.from_fused_params(fused_params, f"tables {names}")
         shards = config.embedding_tables
         self.tables = [_make_table(s, options.tables[s.name], optimizer, device) for s in shards]
-        self._ids_mixed = options.tables[shards[0].name].ids_mixed
-        self._frozen = options.frozen
+        self.ids_mixed = options.tables[shards[0].name].ids_mixed
         self.ids_come_once = False  # then weights, where there are any, are their counts
         self._asks_for_senders = asks_for_senders([table.config for table in self.tables])
         self._bags_of_ranks: Sequence[int] = ()
@@ -165,18 +166,21 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
                 "weights, got none. The collection was made with is_weighted=True."
             )
         varies = features.variable_stride_per_key()
-        learns = self.training and not self._frozen
-        return self._group(
+        output = self._group(
             self._ids(features),
             features.offsets().long(),
             weights,
-            training=learns,
+            training=self.training,
             batch_sizes=features.stride_per_key_per_rank() if varies else None,
             # TorchRec has them since the all-to-all. Each rank checked the lengths it sent.
             counts=features.length_per_key(),
-            senders=self._senders(features) if learns and self._asks_for_senders else None,
-            times=self._times(features) if learns else None,
+            senders=self._senders(features) if self.training and self._asks_for_senders else None,
+            times=self._times(features) if self.training else None,
         )
+        if self.training and torch.is_grad_enabled() and not output.requires_grad:
+            # All tables here are frozen; on another rank some may learn, and backward is collective.
+            output.requires_grad_()
+        return output
 
     def _times(self, features: KeyedJaggedTensor) -> Tensor | None:
         """Returns how often each id occurred on its rank, [N] int64, where that counts."""
@@ -200,14 +204,14 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Makes the rows of unseen ids now, so that the next forward only finds them."""
-        if self.training and not self._frozen:
+        if self.training:
             # One offset per feature serves every batch layout: only the ids count.
             offsets = torch.tensor(features.offset_per_key(), device=features.device())
             self._group.prefetch(self._ids(features), offsets)
 
     def _ids(self, features: KeyedJaggedTensor) -> Tensor:
         """Returns the ids as the user wrote them."""
-        return ops.unmix64(features.values()) if self._ids_mixed else features.values()
+        return ops.unmix64(features.values()) if self.ids_mixed else features.values()
 
     # What TorchRec's lookups and collections ask of any kernel. Rows are in no state dict
     # of TorchRec's making, and nothing waits in a cache.

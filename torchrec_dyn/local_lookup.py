@@ -33,20 +33,18 @@ class _Group:
         tables: its lookups.
         positions: of its features among those of the collection, None for all in order.
         columns: of each of its features.
-        frozen: whether training reads it as evaluation does.
     """
 
     tables: TableGroup
     positions: list[int] | None
     columns: list[int]
-    frozen: bool
 
 
 class LocalLookup:
     """Groups tables of equal pooling, dtype and optimizer, and looks up their features.
 
-    The groups follow the tables: they are made at first use, and anew after a conversion, a change
-    of optimizer or a freeze. The optimizer object stays the same while the tables' optimizers do,
+    The groups follow the tables: they are made at first use, and anew after a conversion or a change
+    of optimizer. The optimizer object stays the same while the tables' optimizers do,
     so that schedulers and wrappers may hold it.
 
     Args:
@@ -66,7 +64,7 @@ class LocalLookup:
         self._forget_groups()
 
     def _forget_groups(self) -> None:
-        self._grouped_for: list[tuple[DynamicTable, torch.dtype, bool]] = []
+        self._grouped_for: list[tuple[DynamicTable, torch.dtype]] = []
         self._groups: list[_Group] = []
         self._optimized_for: list[RowOptimizer] = []
         self._optimizers: dict[RowOptimizer, DynamicOptimizer] = {}
@@ -91,7 +89,7 @@ class LocalLookup:
                 chosen.ids,
                 chosen.offsets(),
                 chosen.weights,
-                training=training and not group.frozen,
+                training=training,
                 batch_sizes=[[size] for size in chosen.batch_sizes] if varies else None,
                 counts=chosen.counts,
             )
@@ -122,7 +120,7 @@ class LocalLookup:
             output = group.tables(
                 chosen.ids,
                 offsets,
-                training=training and not group.frozen,
+                training=training,
                 counts=chosen.counts,
             )
             parts = torch.split(output, chosen.counts)
@@ -160,23 +158,21 @@ class LocalLookup:
             )
 
     def _current_groups(self) -> list[_Group]:
-        state = [table.grouping() for table in self.tables]
+        state = [(rows, rows.dtype) for rows in (table.rows() for table in self.tables)]
         if state != self._grouped_for:
             self._group_tables(state)
             self._grouped_for = state
         return self._groups
 
-    def _group_tables(self, state: list[tuple[DynamicTable, torch.dtype, bool]]) -> None:
+    def _group_tables(self, state: list[tuple[DynamicTable, torch.dtype]]) -> None:
         members: dict[Any, list[int]] = {}
-        for number, ((rows, dtype, frozen), pooling) in enumerate(
-            zip(state, self.poolings, strict=True)
-        ):
-            members.setdefault((dtype, rows.optimizer, frozen, pooling), []).append(number)
+        for number, ((rows, dtype), pooling) in enumerate(zip(state, self.poolings, strict=True)):
+            members.setdefault((dtype, rows.optimizer, pooling), []).append(number)
         counts = [len(table.config.feature_names) for table in self.tables]
         first = list(accumulate(counts, initial=0))
         self._groups = []
         driven: dict[RowOptimizer, list[TableGroup]] = {}
-        for (_, optimizer, frozen, pooling), numbers in members.items():
+        for (_, optimizer, pooling), numbers in members.items():
             tables = TableGroup(
                 [state[number][0] for number in numbers],
                 [counts[number] for number in numbers],
@@ -189,11 +185,9 @@ class LocalLookup:
                 for number in numbers
                 for _ in range(counts[number])
             ]
-            self._groups.append(
-                _Group(tables, positions if len(members) > 1 else None, columns, frozen)
-            )
+            self._groups.append(_Group(tables, positions if len(members) > 1 else None, columns))
             driven.setdefault(optimizer, []).append(tables)
-        optimizers = [rows.optimizer for rows, _, _ in state]
+        optimizers = [rows.optimizer for rows, _ in state]
         if optimizers != self._optimized_for:
             self._make_optimizers(optimizers)
         for optimizer, groups in driven.items():

@@ -31,9 +31,8 @@ class LocalTable(nn.Module):
 
     `weight` is a meta tensor [num_embeddings, embedding_dim]: planners read its shape and
     `apply_optimizer_in_backward` marks it, but it has no storage and never receives a gradient. The
-    rows are a DynamicTable, made at first use, when it is known which optimizer trains them. A
-    table whose `weight` does not require a gradient is frozen: training reads it as evaluation
-    does.
+    rows are a DynamicTable, made at first use, when it is known which optimizer trains them. Where
+    `weight` requires no gradient the table is frozen: the rows hear of it whenever they are asked for.
 
     Args:
         config: the table's checked config.
@@ -82,7 +81,14 @@ class LocalTable(nn.Module):
         if self._table is None or choice != self._choice:
             self._table = self._rows_of(self._table)
             self._choice = (list(choice[0]), [dict(one) for one in choice[1]])
+        self._table.is_frozen = self.is_frozen
         return self._table
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether training reads the table as evaluation does."""
+        weight = self._parameters["weight"]
+        return weight is not None and not weight.requires_grad
 
     def _check_device(self) -> None:
         if self.device == _META:
@@ -118,12 +124,6 @@ class LocalTable(nn.Module):
             table.changes = before.changes  # moments that somebody holds go on
             note_replaced(table, before.id_map)
         return table
-
-    def grouping(self) -> tuple[DynamicTable, torch.dtype, bool]:
-        """Tells by what tables are grouped, beside their pooling: rows, row dtype, whether frozen."""
-        rows = self.rows()
-        weight: Any = self._parameters["weight"]
-        return rows, rows.weights.dtype, not weight.requires_grad
 
     def rows_if_made(self) -> DynamicTable | None:
         """Gives the rows, or None where nothing has used the table yet."""

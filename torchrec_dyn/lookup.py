@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.bag_layout import BagLayout, Bags, Pooling
+from torchrec_dyn.batch_rows import BatchRows, share_of, take_in, take_in_beside_frozen
 from torchrec_dyn.changes import note_changed, tokens_of
 from torchrec_dyn.gradient_reduction import Reduction, Senders, reduction_of
 from torchrec_dyn.insertion import find_rows, insert_unseen
@@ -30,7 +30,6 @@ from torchrec_dyn.table_blocks import (
     blocks_with_initial_rows,
     list_blocks,
 )
-from torchrec_dyn.training_step import count_step, take_step
 
 
 @dataclass
@@ -43,7 +42,7 @@ class _Forward:
     shown: Tensor  # the same, or places in `blocks` of the initial rows that stand for -1
     bags: Bags
     blocks: TableBlocks
-    learns: bool
+    learning: list[DynamicTable]  # those not frozen; none in evaluation
     steps: list[int]
     generations: list[int]
     noted: list[object] | None  # at which moments its rows were noted as changed: scored rows are
@@ -101,7 +100,8 @@ class TableGroup:
             offsets: [F * B + 1] integer, where each bag begins in ids.
             weights: [N] floating point weights of the ids in their bags, or None.
             training: unseen ids get a row, the step is counted, and backward updates the rows.
-                Otherwise nothing changes and an unseen id reads as the table's `unseen` says.
+                Otherwise, and of a frozen table, nothing changes and an unseen id reads as the
+                table's `unseen` says.
             batch_sizes: [F][ranks] bags of each feature and rank, for variable batches.
             counts: [F] ids of each feature, from who has checked the offsets (not checked again).
             senders: who sent what, if a table's gradients are not the mean over the ranks.
@@ -117,21 +117,22 @@ class TableGroup:
         """
         ids, offsets, weights = self._check_input(ids, offsets, weights)
         bags = self._bag_layout.describe(offsets, ids.numel(), batch_sizes, counts)
-        rows, missing = self._rows(ids, bags, training, times)
-        shown, blocks = rows, self._current_blocks().weights
+        learning = [table for table in self.tables if training and not table.is_frozen]
+        rows, shown, missing = self._rows(ids, bags, learning, times)
+        blocks = self._current_blocks().weights
         if missing and any(table.config.unseen == "initial" for table in self.tables):
-            shown = rows.clone() if training else rows
+            shown = shown.clone() if learning else shown
             blocks = blocks_with_initial_rows(self.tables, ids, shown, bags.table_offsets)
         forward = _Forward(
-            self, ids, rows, shown, bags, blocks, training,
+            self, ids, rows, shown, bags, blocks, learning,
             [t.step for t in self.tables], [t.generation for t in self.tables],
-            tokens_of(self.tables) if training and self._has_life else None,
+            tokens_of(self.tables) if any(t.life is not None for t in learning) else None,
             reduction_of([t.config for t in self.tables], offsets, bags.bounds, senders),
         )  # fmt: skip
         wants_weight_grad = weights is not None and weights.requires_grad
-        if torch.is_grad_enabled() and (training or wants_weight_grad):
+        if torch.is_grad_enabled() and (learning or wants_weight_grad):
             forward.ticket = ForwardTicket([table.forwards for table in self.tables])
-            output = _Lookup.apply(self._anchored() if training else None, weights, forward)
+            output = _Lookup.apply(self._anchored() if learning else None, weights, forward)
         else:
             output = _pool(forward, weights)
         return output.view(bags.shape)
@@ -146,13 +147,15 @@ class TableGroup:
             ids: [N] int64, feature-major.
             offsets: [F * B + 1] integer.
         """
-        if self._has_life:
+        learning = [table for table in self.tables if not table.is_frozen]
+        if self._has_life or not learning:
             return
         ids, offsets, _ = self._check_input(ids, offsets, None)
-        table_offsets = self._bag_layout.table_offsets(offsets, ids.numel(), None)
-        rows, absent = find_rows(self.tables, ids, table_offsets)
+        bounds = self._bag_layout.table_offsets(offsets, ids.numel(), None).tolist()
+        share = share_of(learning, self.tables, ids, bounds)
+        rows, absent = find_rows(learning, share.ids, share.table_offsets)
         if sum(absent):
-            insert_unseen(self.tables, ids, rows, table_offsets)
+            insert_unseen(learning, share.ids, rows, share.table_offsets)
 
     def _check_input(
         self, ids: Tensor, offsets: Tensor, weights: Tensor | None
@@ -175,25 +178,21 @@ class TableGroup:
         return self._anchor
 
     def _rows(
-        self, ids: Tensor, bags: Bags, training: bool, times: Tensor | None
-    ) -> tuple[Tensor, int]:
-        """Returns the rows of ids and how many have none, after what training does about these."""
-        if training and self._has_life:
-            return take_step(self.tables, ids, bags.table_offsets, bags.bounds, self._scores, times)
-        rows, absent = find_rows(self.tables, ids, bags.table_offsets)
-        if not training:
-            return rows, sum(absent)
-        if any(absent):
-            insert_unseen(self.tables, ids, rows, bags.table_offsets)
-        self._count_step(bags.bounds, absent)
-        return rows, 0
+        self, ids: Tensor, bags: Bags, learning: list[DynamicTable], times: Tensor | None
+    ) -> BatchRows:
+        """Returns the rows of ids, after what the tables that learn do about those without one."""
+        if not learning:
+            rows, absent = find_rows(self.tables, ids, bags.table_offsets)
+            return BatchRows(rows, rows, sum(absent))
+        if len(learning) < len(self.tables):
+            return take_in_beside_frozen(self.tables, learning, ids, bags.bounds, times)
+        rows, refused = take_in(
+            self.tables, ids, bags.table_offsets, bags.bounds, self._scores, times
+        )
+        return BatchRows(rows, rows, refused)
 
     def _scores(self) -> TableBlocks:
         return self._current_blocks().scores
-
-    def _count_step(self, bounds: list[int], absent: list[int]) -> None:
-        for table, (begin, end), missing in zip(self.tables, pairwise(bounds), absent, strict=True):
-            count_step(table, end - begin, missing)
 
     def __getstate__(self) -> dict[str, Any]:
         # Blocks are reserved far beyond the rows in use: a copy lists those of its own tables.
@@ -229,10 +228,10 @@ class TableGroup:
         ops.update_rows_(
             grad, forward.ids, forward.rows, bags.offsets, weights, listed.weights.weights,
             listed.states[0], listed.states[1], listed.weights.layout, bags.segments, streams,
-            self._bag_layout.is_mean, int(optimizer.kind), optimizer.hyper(self.learning_rate),
+            self._bag_layout.is_mean, optimizer.rule, optimizer.hyper(self.learning_rate),
             forward.reduction.scales, forward.reduction.senders,
         )  # fmt: skip
-        for table in self.tables:
+        for table in forward.learning:
             table.edits += 1
         note_changed(self.tables, forward.rows, bags.table_offsets, forward.noted)
 
@@ -292,7 +291,7 @@ class _Lookup(torch.autograd.Function):
                 grad, forward.shown, forward.bags.offsets, forward.blocks.weights,
                 forward.blocks.layout, forward.bags.segments, group._bag_layout.is_mean,
             ).to(weights.dtype)  # fmt: skip
-        if forward.learns:
+        if forward.learning:
             group._update(forward, grad, _as_float(weights))
         if forward.ticket is not None:
             forward.ticket.close()

@@ -6,18 +6,55 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.utils import (
     convert_to_fbgemm_types,
     merge_fused_params,
     optimizer_type_to_emb_opt_type,
 )
 
-from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 
 # What FBGEMM trains with when nobody chose: EXACT_SGD, learning rate 0.01.
 # Source: SplitTableBatchedEmbeddingBagsCodegen.__init__ in
 # fbgemm_gpu/split_table_batched_embeddings_ops_training.py.
 DEFAULT_FUSED_PARAMS: Mapping[str, Any] = {"learning_rate": 0.01}
+
+# Options of torch's Adam and AdamW that rows learn as if they were left alone.
+_NOT_TAKEN = ("amsgrad", "maximize", "differentiable")
+# Those that only say how torch computes.
+_WITHOUT_EFFECT = ("foreach", "capturable", "fused")
+
+
+def matching_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptimType | str:
+    """Gives the optimizer of rows for a class: TorchRec's own mapping, and AdamW, which it lacks.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if optimizer_class is torch.optim.AdamW:
+        return OptimizerKind.ADAMW.name
+    found = optimizer_type_to_emb_opt_type(optimizer_class)
+    assert found is not None
+    return found
+
+
+def _as_fused_params(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Spells the options of a torch optimizer as FBGEMM does; those of TorchRec's classes are so already."""
+    spelled = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
+    for name in _NOT_TAKEN:
+        if spelled.pop(name, False):
+            raise ValueError(
+                f"{where}: expected {name}=False, which rows do not know, got {options[name]!r}. Remove it."
+            )
+    if "betas" in spelled:
+        try:
+            spelled["beta1"], spelled["beta2"] = spelled.pop("betas")
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"{where}: expected betas as a pair of numbers, got {options['betas']!r}."
+            ) from None
+    return spelled
 
 
 def chosen_fused_params(
@@ -46,15 +83,15 @@ def chosen_fused_params(
         raise ValueError(f"{where}: expected one optimizer on the parameter, got {names}.")
     if not classes and not fused_params:
         return None
-    on_parameter = dict(kwargs[0]) if classes else {}
+    on_parameter = _as_fused_params(kwargs[0], where) if classes else {}
     if classes and classes[0] is not None:
         try:
-            on_parameter["optimizer"] = optimizer_type_to_emb_opt_type(classes[0])
+            on_parameter["optimizer"] = matching_optimizer(classes[0])
         except ValueError:
             raise ValueError(
                 f"{where}: expected an optimizer class that TorchRec can fuse, got "
                 f"{classes[0].__name__}. "
-                "Use one of torchrec.optim, e.g. RowWiseAdagrad."
+                "Use one of torchrec.optim, e.g. RowWiseAdagrad, or torch.optim.AdamW."
             ) from None
     return merge_fused_params(dict(fused_params or {}), on_parameter)
 

@@ -13,17 +13,21 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 class OptimizerKind(enum.IntEnum):
-    """The rules of csrc/row_update.h, named as FBGEMM's EmbOptimType."""
+    """How rows learn, named as FBGEMM's EmbOptimType, which has no ADAMW."""
 
     EXACT_SGD = 0
     EXACT_ADAGRAD = 1
     EXACT_ROWWISE_ADAGRAD = 2
     ADAM = 3
     PARTIAL_ROWWISE_ADAM = 4
+    ADAMW = 5
 
 
 # FBGEMM's WeightDecayMode by number; the other modes need state that we do not keep.
 _DECAY_MODES = {0: "NONE", 1: "L2", 2: "DECOUPLE"}
+
+# What `fused_params` that leave it out mean by ADAMW: torch.optim.AdamW's own, and ReCIS'.
+_ADAMW_DEFAULTS = {"learning_rate": 1.0e-3, "weight_decay": 1.0e-2}
 
 _NUMBERS = ("learning_rate", "eps", "beta1", "beta2", "weight_decay")
 
@@ -52,8 +56,20 @@ _PLACEMENT_KEYS = frozenset(
 class RowOptimizer:
     """An update rule and its hyper-parameters; the defaults are FBGEMM's.
 
-    Source: fbgemm_gpu/split_table_batched_embeddings_ops_training.py (defaults) and
-    fbgemm_gpu/codegen/genscript/optimizers.py (rules, see csrc/row_update.h).
+    ADAMW is the rule of FBGEMM's ADAM, whose weight decay is decoupled already, under the name and with
+    the defaults that torch gives it (learning rate 0.001, weight decay 0.01, by `from_fused_params`):
+
+        e <- e (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    That is torch.optim.AdamW's formula up to rounding, `eps` beside the corrected root included. Three
+    things are a matter of rows: only those with a gradient in this step decay and move; t is the table's
+    step, which every training forward counts; so a row that comes late has little of its bias corrected.
+    ReCIS' SparseAdamW adds eps to the uncorrected root, where it weighs 1 / sqrt(1 - b2^t) times as much
+    (32 times at t = 1), and its t counts only the steps in which the table got gradients.
+
+    Source: fbgemm_gpu/split_table_batched_embeddings_ops_training.py (defaults),
+    fbgemm_gpu/codegen/genscript/optimizers.py (rules, see csrc/row_update.h); Loshchilov, Hutter,
+    "Decoupled weight decay regularization", ICLR 2019, and torch/optim/adam.py (ADAMW).
     """
 
     kind: OptimizerKind = OptimizerKind.EXACT_SGD
@@ -63,6 +79,11 @@ class RowOptimizer:
     beta2: float = 0.999
     weight_decay: float = 0.0
     weight_decay_mode: int = 0
+
+    @property
+    def rule(self) -> int:
+        """Number of the rule in csrc/row_update.h."""
+        return int(OptimizerKind.ADAM if self.kind == OptimizerKind.ADAMW else self.kind)
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -102,9 +123,9 @@ class RowOptimizer:
         """Reads the rule from TorchRec's `fused_params`.
 
         Args:
-            fused_params: `optimizer` as an FBGEMM EmbOptimType (or its name), the hyper-parameters
-                of `RowOptimizer`, `output_dtype` (read elsewhere) and keys that only place a table,
-                which are ignored with a log line.
+            fused_params: `optimizer` as an FBGEMM EmbOptimType or the name of an OptimizerKind, the
+                hyper-parameters of `RowOptimizer`, `output_dtype` (read elsewhere) and keys that only place
+                a table, which are ignored with a log line.
             where: who asks, for error messages, e.g. "table 'user'".
 
         Raises:
@@ -131,17 +152,24 @@ class RowOptimizer:
                     f"fused_params of {where}: expected a key among optimizer, "
                     f"{', '.join(_NUMBERS)}, weight_decay_mode, output_dtype, got {key!r}. Remove it."
                 )
+        if chosen.get("kind") == OptimizerKind.ADAMW:
+            chosen = {**_ADAMW_DEFAULTS, **chosen}
         optimizer = cls(**chosen)
         optimizer._check_decay(where)
         return optimizer
 
     def _check_decay(self, where: str) -> None:
+        if self.kind == OptimizerKind.ADAMW and _DECAY_MODES[self.weight_decay_mode] == "L2":
+            raise ValueError(
+                f"fused_params of {where}: expected a weight_decay_mode of DECOUPLE or none with ADAMW, "
+                "whose decay is decoupled, got L2. Remove it."
+            )
         if self.weight_decay == 0.0:
             return
         if self.kind in (OptimizerKind.EXACT_SGD, OptimizerKind.EXACT_ADAGRAD):
             raise ValueError(
                 f"fused_params of {where}: expected weight_decay = 0 with {self.kind.name}, whose "
-                f"rule has no weight decay, got {self.weight_decay}. Use EXACT_ROWWISE_ADAGRAD or ADAM."
+                f"rule has no weight decay, got {self.weight_decay}. Use EXACT_ROWWISE_ADAGRAD or ADAMW."
             )
         if self.kind == OptimizerKind.EXACT_ROWWISE_ADAGRAD and self.weight_decay_mode == 0:
             raise ValueError(

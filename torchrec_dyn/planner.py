@@ -1,232 +1,56 @@
-"""What TorchRec's planner must know of dynamic tables: how many bytes a shard of one holds.
+"""Planning with TorchRec's planner: what tables will hold, what was seen of them, and where the load falls.
 
-The stock EmbeddingShardingPlanner plans dynamic collections without any of this. But it prices a
-table as one plain weight tensor: without id map, without scores and counters, and without optimizer
-state unless `apply_optimizer_in_backward` chose the optimizer. `DynamicStorageEstimator` counts what a
-DynamicTable allocates, and `make_planner` wires it in.
+The stock EmbeddingShardingPlanner plans dynamic collections without any of this. `make_planner` is that
+planner with storage priced by what a DynamicTable allocates; `constraints_from` makes it plan a running
+model anew by what its tables hold and are asked for, and `load_by_rank` tells what a plan is worth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.shard_estimators import (
-    EmbeddingPerfEstimator,
-    EmbeddingStorageEstimator,
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+from torchrec.distributed.planner.types import ShardEstimator
+
+from torchrec_dyn.fair_cuts import FairCuts, fair_cuts
+from torchrec_dyn.measured_constraints import (
+    MeasuredConstraints,
+    constraints_from,
+    read_model_stats,
 )
-from torchrec.distributed.planner.types import (
-    Shard,
-    SharderDataMap,
-    ShardEstimator,
-    ShardingOption,
-    Storage,
-)
-from torchrec.distributed.types import PipelineType
-from torchrec.modules.embedding_configs import dtype_to_data_type
+from torchrec_dyn.plan_load import EvenLoad, PlanLoad, load_by_rank
+from torchrec_dyn.planner_storage import DynamicStorageEstimator, table_bytes
 
-from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
-from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
-from torchrec_dyn.id_map import SLOT_BYTES, most_slots
-from torchrec_dyn.optimizer_choice import chosen_optimizer, chosen_output_dtype
-from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.policies import most_counters
-from torchrec_dyn.row_store import block_shift
-from torchrec_dyn.row_wise import config_of_share, row_limit
-from torchrec_dyn.scores import SCORE_BYTES
-from torchrec_dyn.shardable_view import merged_fused_params
-
-_STATE_BYTES = 4  # optimizer state is float32, whatever the rows are
-
-
-def table_bytes(
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-    optimizer: RowOptimizer,
-    device_type: str = "cpu",
-    limit: int | None = None,
-    has_life: bool = False,
-    counters: int = 0,
-) -> int:
-    """Bounds the bytes that a DynamicTable holds once `rows` ids have a row.
-
-    On the CPU the weights and the optimizer state are exact, since memory is committed as rows are
-    first touched; elsewhere whole blocks of rows count. The id map counts at its largest for that
-    many ids, while it grows too: 2 / MAX_LOAD slots a row while it is small, 1.25 / MAX_LOAD later;
-    likewise the map of counters. Left out: rows whose ids left and that wait for their forwards, counters
-    that one batch brings above their limit before the surplus goes, and the lists of rows that leave next.
-
-    Args:
-        rows: ids that have a row.
-        columns: width of a row here.
-        dtype: of the rows.
-        optimizer: how rows learn.
-        device_type: "cpu" or "cuda".
-        limit: the table's row limit, which decides its blocks; None: `rows`.
-        has_life: whether any policy is set, so that each row has a score.
-        counters: most ids that wait for admission here.
-    """
-    row_bytes = columns * dtype.itemsize + sum(optimizer.state_columns(columns)) * _STATE_BYTES
-    row_bytes += SCORE_BYTES if has_life else 0
-    shift = block_shift(rows if limit is None else limit, columns * dtype.itemsize)
-    held = most_slots(rows) * SLOT_BYTES + _held_rows(rows, shift, device_type) * row_bytes
-    if counters:
-        shift = block_shift(counters, SCORE_BYTES)
-        held += most_slots(counters) * SLOT_BYTES
-        held += _held_rows(counters, shift, device_type) * SCORE_BYTES
-    return held
-
-
-def _held_rows(rows: int, shift: int, device_type: str) -> int:
-    """Returns the rows whose memory is committed once `rows` of blocks of 2^shift are in use."""
-    return rows if device_type == "cpu" else -(-rows >> shift) << shift
-
-
-class DynamicStorageEstimator(ShardEstimator):
-    """Estimates storage: of dynamic tables what they allocate, of others as TorchRec does.
-
-    A shard of a dynamic table is priced full: id map, weights in the table's dtype and the state of
-    the optimizer that will train it, at this rank's row limit; with a policy the scores of the rows,
-    and with AdmitAfter as many counters as may be. Each column shard has all of these of its own. What
-    a batch takes (input and output of a step) stays TorchRec's estimate.
-
-    Args:
-        topology: the devices.
-        constraints: by table name, as the planner has them.
-        pipeline_type: as for TorchRec's EmbeddingStorageEstimator.
-        run_embedding_at_peak_memory: likewise.
-        expected_rows: by table name, the ids that will have a row, over all ranks, where far fewer
-            than `num_embeddings` are expected: the limit reserves nothing, so a generous one need
-            not be paid for. Says nothing of counters: set AdmitAfter(count, counters=...) beside a
-            generous limit, since otherwise as many ids may wait as the limit has rows.
-
-    Raises:
-        ValueError: if an expected number of rows is below 1; in `estimate`, if it is above the
-            table's limit.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        constraints: dict[str, ParameterConstraints] | None = None,
-        pipeline_type: PipelineType = PipelineType.NONE,
-        run_embedding_at_peak_memory: bool = False,
-        expected_rows: Mapping[str, int] | None = None,
-    ) -> None:
-        self._device_type: str = topology.compute_device
-        self._expected_rows = dict(expected_rows or {})
-        for name, rows in self._expected_rows.items():
-            if rows < 1:
-                raise ValueError(
-                    f"DynamicStorageEstimator.expected_rows['{name}']: expected at least 1, "
-                    f"got {rows}. Leave the table out to price it full."
-                )
-        # The second one leaves out what a batch takes: their difference is that.
-        self._whole, self._table_only = (
-            EmbeddingStorageEstimator(
-                topology,
-                constraints,
-                pipeline_type=pipeline_type,
-                run_embedding_at_peak_memory=run_embedding_at_peak_memory,
-                is_inference=is_inference,
-            )
-            for is_inference in (False, True)
-        )
-
-    def estimate(
-        self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
-    ) -> None:
-        """Writes the storage of each shard of each option."""
-        self._whole.estimate(sharding_options, sharder_data_map)
-        for option in sharding_options:
-            if isinstance(
-                option.module[1], (DynamicEmbeddingBagCollection, DynamicEmbeddingCollection)
-            ):
-                self._estimate_dynamic(option, sharder_data_map)
-
-    def _estimate_dynamic(self, option: ShardingOption, sharder_data_map: SharderDataMap) -> None:
-        of_sharder = sharder_data_map[option.module_type_key].fused_params
-        fused_params = merged_fused_params(of_sharder, cast(Any, option.module[1]).fused_params)
-        optimizer = chosen_optimizer(option.tensor, fused_params, f"table '{option.name}'")
-        limit, rows, config = self._share_of_a_shard(option)
-        batch = self._storage_of_a_batch(option, fused_params, sharder_data_map)
-        for shard, batch_storage in zip(option.shards, batch, strict=True):
-            held = table_bytes(
-                rows,
-                shard.size[1],
-                option.tensor.dtype,
-                optimizer,
-                self._device_type,
-                limit,
-                config.has_life,
-                most_counters(config.admission, limit),
-            )
-            on_cpu = self._device_type == "cpu"
-            table = Storage(hbm=0 if on_cpu else held, ddr=held if on_cpu else 0)
-            shard.storage = table + batch_storage
-
-    def _share_of_a_shard(self, option: ShardingOption) -> tuple[int, int, DynamicTableConfig]:
-        """Returns the row limit of a shard, how many rows it is priced with, and its options."""
-        limit = option.tensor.shape[0]
-        expected = self._expected_rows.get(option.name, limit)
-        if expected > limit:
-            raise ValueError(
-                f"DynamicStorageEstimator.expected_rows['{option.name}']: expected at most "
-                f"num_embeddings={limit}, got {expected}. Raise num_embeddings."
-            )
-        # TorchRec splits num_embeddings evenly among the ranks that share rows; our limit leaves
-        # room beside, since ids never split evenly.
-        first_column = option.shards[0].offset[1]
-        sharers = sum(shard.offset[1] == first_column for shard in option.shards)
-        config = cast(Any, option.module[1]).dynamic_configs()[option.name]
-        share = config_of_share(config, sharers)
-        return row_limit(limit, sharers), row_limit(expected, sharers), share
-
-    def _storage_of_a_batch(
-        self,
-        option: ShardingOption,
-        fused_params: Mapping[str, Any],
-        sharder_data_map: SharderDataMap,
-    ) -> list[Storage]:
-        """Returns TorchRec's estimate for input and output of a step, shard by shard."""
-        stand_in = ShardingOption(
-            name=option.name,
-            # Without optimizer, so that both estimates count the same table.
-            tensor=torch.empty(option.tensor.shape, dtype=option.tensor.dtype, device="meta"),
-            module=option.module,
-            input_lengths=option.input_lengths,
-            batch_size=option.batch_size,
-            sharding_type=option.sharding_type,
-            partition_by=option.partition_by,
-            compute_kernel=option.compute_kernel,
-            # One row: TorchRec takes a shard without rows for one without a batch, ours gets ids.
-            shards=[Shard(size=[1, one.size[1]], offset=one.offset) for one in option.shards],
-            is_pooled=option.is_pooled,
-            output_dtype=option.output_dtype
-            or dtype_to_data_type(chosen_output_dtype(fused_params)),
-            num_poolings=option.num_poolings,
-        )
-        self._whole.estimate([stand_in], sharder_data_map)
-        whole = [cast(Storage, shard.storage) for shard in stand_in.shards]
-        self._table_only.estimate([stand_in], sharder_data_map)
-        tables = [cast(Storage, shard.storage) for shard in stand_in.shards]
-        return [both - table for both, table in zip(whole, tables, strict=True)]
+__all__ = [
+    "DynamicStorageEstimator",
+    "EvenLoad",
+    "FairCuts",
+    "MeasuredConstraints",
+    "PlanLoad",
+    "constraints_from",
+    "fair_cuts",
+    "load_by_rank",
+    "make_planner",
+    "read_model_stats",
+    "table_bytes",
+]
 
 
 def make_planner(
     topology: Topology,
     batch_size: int = BATCH_SIZE,
-    constraints: dict[str, ParameterConstraints] | None = None,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
     expected_rows: Mapping[str, int] | None = None,
     **options: Any,
 ) -> EmbeddingShardingPlanner:
     """Makes TorchRec's planner, with storage priced by DynamicStorageEstimator.
+
+    Plans are rated by their slowest rank, as in TorchRec; where constraints were measured
+    (`constraints_from`) also by their fullest one, see EvenLoad.
 
     Args:
         topology: the devices.
@@ -235,14 +59,17 @@ def make_planner(
         expected_rows: by table name, see DynamicStorageEstimator.
         **options: all else that EmbeddingShardingPlanner takes, but `enumerator`.
     """
+    by_table = None if constraints is None else dict(constraints)
+    if any(isinstance(one, MeasuredConstraints) for one in (by_table or {}).values()):
+        options.setdefault("performance_model", EvenLoad(topology))
     estimators: list[ShardEstimator] = [
-        EmbeddingPerfEstimator(topology, constraints),
-        DynamicStorageEstimator(topology, constraints, expected_rows=expected_rows),
+        EmbeddingPerfEstimator(topology, by_table),
+        DynamicStorageEstimator(topology, by_table, expected_rows=expected_rows),
     ]
     return EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
-        enumerator=EmbeddingEnumerator(topology, batch_size, constraints, estimators),
-        constraints=constraints,
+        enumerator=EmbeddingEnumerator(topology, batch_size, by_table, estimators),
+        constraints=by_table,
         **options,
     )

@@ -75,6 +75,17 @@ class AdmitWithProbability:
 
 
 @dataclass(frozen=True)
+class Never:
+    """Admits no id in training: a vocabulary that does not grow.
+
+    Rows come by `assign`, by loading, and with what is sharded or converted; they train and are scored
+    as any. An id without one reads as `DynamicTableConfig.unseen` says, and learns nothing; nothing is
+    kept of it but the count of its occurrences in `stats()["refused"]`. A row that is evicted or erased
+    does not come back by itself.
+    """
+
+
+@dataclass(frozen=True)
 class LeastRecentlyUsed:
     """Evicts the ids seen longest ago when a table is full.
 
@@ -123,7 +134,7 @@ class ExpireAfter:
             _check_integer("ExpireAfter.time", self.time, _MOST_TIME)
 
 
-Admission = AdmitAfter | AdmitWithProbability
+Admission = AdmitAfter | AdmitWithProbability | Never
 Replacement = LeastRecentlyUsed | LeastFrequentlyUsed
 Eviction = Replacement | ExpireAfter | tuple[ExpireAfter, Replacement]
 
@@ -136,7 +147,7 @@ def check_admission(admission: object, where: str) -> None:
     """
     if admission is not None and not isinstance(admission, Admission):
         raise ValueError(
-            f"{where}: expected AdmitAfter, AdmitWithProbability or None, got {admission!r}."
+            f"{where}: expected AdmitAfter, AdmitWithProbability, Never or None, got {admission!r}."
         )
 
 

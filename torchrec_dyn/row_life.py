@@ -22,6 +22,7 @@ from torchrec_dyn.policies import (
     AdmitAfter,
     AdmitWithProbability,
     LeastFrequentlyUsed,
+    Never,
     age_limit_of,
     most_counters,
     replacement_of,
@@ -132,6 +133,8 @@ class RowLife:
             chance = self._admission.p
             drawn = ops.admit_by_chance(ids, occurrences, self._admission_key, step, chance)
             return Decision(drawn, occurrences)
+        if isinstance(self._admission, Never):
+            return Decision(torch.zeros_like(ids, dtype=torch.bool), occurrences)
         return Decision(None, occurrences)
 
     def refuse(self, ids: Tensor, counts: Tensor, step: int) -> None:

@@ -82,10 +82,20 @@ def owners(ids: Tensor, ranks: int) -> Tensor:
 
 def with_mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Returns the same bags with every id replaced by its mixed id."""
+    return with_ids(features, ops.mix64(features.values()))
+
+
+def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
+    """Returns the same bags with other ids.
+
+    Args:
+        features: of N ids.
+        ids: [N] int64.
+    """
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),
-        values=ops.mix64(features.values()),
+        values=ids,
         weights=features.weights_or_none(),
         lengths=features.lengths(),
         stride=None if varies else features.stride(),

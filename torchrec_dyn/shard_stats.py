@@ -19,7 +19,8 @@ def whole_stats(row_shards: Sequence[Stats], all_bytes: int | float) -> Stats:
     """
     whole: Stats = {name: sum(one[name] for one in row_shards) for name in row_shards[0]}
     # Every shard makes every step.
-    whole["step"] = max(one["step"] for one in row_shards)
+    for name in ("step", "forwards"):
+        whole[name] = max(one[name] for one in row_shards)
     whole["bytes"] = all_bytes
     whole["load"] = whole["rows"] / whole["slots"] if whole["slots"] else 0.0
     probed = sum(one["probe_length_mean"] * one["rows"] for one in row_shards)

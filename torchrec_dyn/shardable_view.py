@@ -87,11 +87,11 @@ class ShardableView(nn.Module):
                 config=config_of_share(tables[config.name].dynamic, layouts[config.name].row_ranks),
                 row_limit=row_limit(config.num_embeddings, layouts[config.name].row_ranks),
                 ids_mixed=layouts[config.name].rows_are_spread,
+                is_frozen=tables[config.name].is_frozen,
             )
             for config in configs
         }
-        # Two objects, hence two table groups, where some tables are frozen.
-        trained, frozen = KernelOptions(options), KernelOptions(options, frozen=True)
+        of_all = KernelOptions(options)
         placeholders = nn.ModuleDict()
         self.tables_by_default: list[str] = []
         self.optimizers: dict[str, RowOptimizer] = {}
@@ -103,7 +103,7 @@ class ShardableView(nn.Module):
             if chosen is None:
                 self.tables_by_default.append(config.name)
                 chosen = dict(DEFAULT_FUSED_PARAMS)
-            chosen[OPTIONS_KEY] = trained if weight.requires_grad else frozen
+            chosen[OPTIONS_KEY] = of_all
             placeholders[config.name] = _Placeholder(weight, chosen)
         self.add_module(holder, placeholders)
 

@@ -122,7 +122,26 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         Raises:
             ValueError: if a feature is missing or the tensors do not fit each other.
         """
-        features = self._check_batch(features)
+        return self.send(ctx, self.checked_batch(features))
+
+    def checked_batch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Checks a batch, and gives it all the features of the first one in its order.
+
+        Raises:
+            ValueError: if a feature is missing, the tensors do not fit each other, or weights ask for a
+                gradient, which cannot travel back to them.
+        """
+        return self._check_batch(features)
+
+    def send(
+        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Sends the ids of a checked batch to their owners.
+
+        Args:
+            ctx: of this forward.
+            features: as `checked_batch` gave it.
+        """
         self._prepare_dists(features)
         if self._mean.is_needed:
             with torch.no_grad():
@@ -133,6 +152,10 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Looks up the ids that arrived."""
         tell_senders(self._lookups, ctx.sharding_contexts)
         return super().compute(ctx, dist_input)
+
+    def take_weights_after_input_dist(self) -> None:
+        """Takes batches without weights: feature processors make them where the rows are."""
+        self._check_batch.needs_weights = False
 
     def output_dist(
         self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]

@@ -30,8 +30,10 @@ class ShardedTableHandle:
         shards: this rank's pieces in column order; empty where it holds none.
         config: the table's config.
         process_group: the ranks.
+        frozen: names of the frozen tables of the collection, on ranks without a shard too; written.
 
     Attributes:
+        features: names of those that read the table.
         whole: the table over all ranks; all of it is collective.
     """
 
@@ -43,8 +45,11 @@ class ShardedTableHandle:
         shards: Sequence[DynamicTable],
         config: BaseEmbeddingConfig,
         process_group: dist.ProcessGroup,
+        frozen: set[str],
     ) -> None:
         self.name = name
+        self._frozen = frozen
+        self.features = tuple(config.feature_names)
         self._shards = list(shards)
         self._dtype = row_dtype(config)
         self.whole = WholeTable(
@@ -135,6 +140,35 @@ class ShardedTableHandle:
             How many ids were there, over all ranks.
         """
         return self.whole.erase(ids)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether training reads the table as evaluation does; the same on every rank."""
+        return self.name in self._frozen
+
+    def freeze(self) -> None:
+        """Lets training read the table as evaluation does, until `unfreeze`. Collective.
+
+        From the next forward on no id comes or goes or is counted, the step stays, and no row, score or
+        optimizer state changes; weights of bags still get gradients. A forward from before still
+        learns in its backward. `assign`, `erase`, loading and `set_time` go on as ever. A checkpoint
+        says nothing of it.
+
+        Raises:
+            ValueError: on every rank, if some rank makes another call, or has trained the table for more
+                or fewer forwards; nothing is changed.
+        """
+        self.whole.set_frozen(True)
+        self._frozen.add(self.name)
+
+    def unfreeze(self) -> None:
+        """Lets the table learn from the next training forward on, from where it was frozen. Collective.
+
+        Raises:
+            ValueError: as `freeze`.
+        """
+        self.whole.set_frozen(False)
+        self._frozen.discard(self.name)
 
     def __repr__(self) -> str:
         return f"ShardedTableHandle(name='{self.name}', num_rows={self.num_rows} on this rank)"

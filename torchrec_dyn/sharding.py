@@ -247,3 +247,8 @@ POOLED_SHARDINGS = {
     ShardingType.TABLE_COLUMN_WISE.value: TableColumnWisePooled,
     ShardingType.GRID_SHARD.value: GridPooled,
 }
+SPREAD_SHARDINGS = [
+    ShardingType.ROW_WISE.value,
+    ShardingType.TABLE_ROW_WISE.value,
+    ShardingType.GRID_SHARD.value,
+]

@@ -50,6 +50,7 @@ class ShardingSetup:
         layouts: where the pieces of each table go.
         dynamic: the users' options of each table.
         view: what TorchRec is shown instead of the collection.
+        frozen: names of the tables that are frozen.
     """
 
     where: str
@@ -58,6 +59,7 @@ class ShardingSetup:
     layouts: dict[str, TableLayout]
     dynamic: dict[str, DynamicTableConfig]
     view: ShardableView
+    frozen: set[str]
 
 
 def set_up(
@@ -102,7 +104,8 @@ def set_up(
             stacklevel=4,
         )
     dynamic = {name: table.dynamic for name, table in tables.items()}
-    return ShardingSetup(where, configs, for_our_kernel, layouts, dynamic, view)
+    frozen = {name for name, table in tables.items() if table.is_frozen}
+    return ShardingSetup(where, configs, for_our_kernel, layouts, dynamic, view, frozen)
 
 
 def _claim_names(
@@ -131,6 +134,10 @@ class LocalShards:
         setup: of the collection.
         lookups: TorchRec's, one per sharding type.
         env: the ranks.
+
+    Attributes:
+        frozen: names of the frozen tables, the same on every rank; whoever writes it writes `is_frozen` of
+            the shards too.
     """
 
     def __init__(
@@ -142,6 +149,7 @@ class LocalShards:
         self._dynamic = setup.dynamic
         self._optimizers = setup.view.optimizers
         self._env = env
+        self.frozen = set(setup.frozen)
         self._initializers: dict[str, Initializer] = {}  # those that came with a checkpoint
         self._tables: dict[str, list[DynamicTable]] = {name: [] for name in self._configs}
         for table in _tables_of(lookups):
@@ -245,6 +253,7 @@ class LocalShards:
             self._tables[name],
             config,
             group,
+            self.frozen,
         )
 
 

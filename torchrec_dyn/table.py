@@ -14,14 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.changes import (
-    ChangeLog,
-    note_all_changed,
-    note_came,
-    note_changed,
-    note_left,
-)
+from torchrec_dyn.changes import ChangeLog, note_all_changed, note_came, note_changed, note_left
 from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.fan_initializers import for_dimension
 from torchrec_dyn.id_map import IdMap
 from torchrec_dyn.initial_rows import InitialRows
 from torchrec_dyn.initializers import Initializer, default_initializer, table_key
@@ -53,11 +48,11 @@ class DynamicTable(TableScores):
         columns: columns held here.
         row_limit: limit on the rows held here.
         optimizer: how rows learn.
-        step: training forwards so far.
+        step: training forwards so far, while it was not frozen.
+        is_frozen: whether training reads it as evaluation does; asked for at every forward.
         life: scores, counters and clock; None without a policy.
         changes: which rows changed; None while nobody asks.
-        generation: counts replacements of the whole contents; a forward of an older one cannot
-            run its backward.
+        generation: counts replacements of the whole contents; a forward of an older one has no backward.
         edits: counts what wrote to rows or let ids come or go.
         initializer: of fresh rows.
     """
@@ -85,12 +80,13 @@ class DynamicTable(TableScores):
         self.row_limit = num_embeddings if row_limit is None else row_limit
         self.optimizer = optimizer
         self.config = config
-        self.step = 0
-        self.generation = self.edits = 0
+        self.is_frozen = False
+        self.step = self.generation = self.edits = 0
         self.counters = dict.fromkeys(COUNTED, 0)
         self.changes: ChangeLog | None = None
         check_shape(self, dtype, torch.device(device))
-        self.start_as(config.initializer or initializer or default_initializer(num_embeddings))
+        given = config.initializer or initializer or default_initializer(num_embeddings)
+        self.start_as(for_dimension(given, embedding_dim))
         self.rounding_key = table_key(config.seed, name, "rounding")
         self.forwards = OutstandingForwards()
         self.reset(dtype, torch.device(device))

@@ -73,6 +73,13 @@ def _key(tables: Sequence[DynamicTable]) -> list[tuple[int, int]]:
 _NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
 
 
+def scores_of(tables: Sequence[DynamicTable]) -> TableBlocks:
+    """Lists the blocks of the tables' scores; one without a life has none."""
+    return blocks_of(
+        [_NO_SCORES if table.life is None else table.life.scores.store for table in tables]
+    )
+
+
 def list_blocks(tables: Sequence[DynamicTable]) -> GroupBlocks:
     """Lists the blocks of the tables of a group."""
     states: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -83,9 +90,7 @@ def list_blocks(tables: Sequence[DynamicTable]) -> GroupBlocks:
         _key(tables),
         blocks_of([table.weights for table in tables]),
         states,
-        blocks_of(
-            [_NO_SCORES if table.life is None else table.life.scores.store for table in tables]
-        ),
+        scores_of(tables),
         torch.tensor([[table.rounding_key, table.first_column, 0] for table in tables]),
     )
 

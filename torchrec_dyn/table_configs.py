@@ -24,6 +24,7 @@ from torchrec.modules.embedding_configs import (
 )
 
 from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.fan_initializers import for_dimension
 from torchrec_dyn.initializers import Initializer, Uniform, default_initializer
 
 Config = TypeVar("Config", EmbeddingBagConfig, EmbeddingConfig)
@@ -147,7 +148,7 @@ def _check_initial_rows(config: BaseEmbeddingConfig, where: str) -> None:
 def initializer_of(config: BaseEmbeddingConfig, dynamic: DynamicTableConfig) -> Initializer:
     """Gives how rows start: as the options say, else weight_init_min and _max, else as in TorchRec."""
     if dynamic.initializer is not None:
-        return dynamic.initializer
+        return for_dimension(dynamic.initializer, config.embedding_dim)
     if config.weight_init_min is None and config.weight_init_max is None:
         return default_initializer(config.num_embeddings)
     return Uniform(config.get_weight_init_min(), config.get_weight_init_max())

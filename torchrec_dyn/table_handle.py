@@ -94,6 +94,26 @@ class TableHandle:
         """
         return self._table.rows().erase(ids)
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether training reads the table as evaluation does."""
+        return self._table.is_frozen
+
+    def freeze(self) -> None:
+        """Lets training read the table as evaluation does, until `unfreeze`.
+
+        From the next forward on no id comes or goes or is counted, the step stays, and no row, score or
+        optimizer state changes; weights of bags still get gradients. A forward from before still
+        learns in its backward. `assign`, `erase`, loading and `set_time` go on as ever. Copies are
+        frozen too; a checkpoint says nothing of it. The same as `requires_grad_(False)` on the
+        table's parameter.
+        """
+        self._table.weight.requires_grad_(False)
+
+    def unfreeze(self) -> None:
+        """Lets the table learn from the next training forward on, from where it was frozen."""
+        self._table.weight.requires_grad_(True)
+
     def stats(self) -> dict[str, int | float]:
         """Gives the table's counts."""
         return self._table.rows().stats()

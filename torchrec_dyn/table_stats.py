@@ -14,7 +14,7 @@ from torchrec_dyn.row_store import RowStore
 # What tables count from when they are made.
 COUNTED = (
     *("ids_seen", "hits", "refused", "inserted", "evicted_expired", "evicted_full", "erased"),
-    *("late_grads", "counters_dropped"),
+    *("late_grads", "counters_dropped", "forwards"),
 )
 
 
@@ -44,8 +44,8 @@ def stats_of(table: CountedTable) -> dict[str, int | float]:
     of a sample in a large map).
 
     Counts since it was made: of occurrences in training ids_seen, hits (had a row), unseen (had none),
-    refused (got none); of ids inserted, evicted_expired, evicted_full, erased, counters_dropped; and
-    late_grads (to rows whose id had left).
+    refused (got none); of ids inserted, evicted_expired, evicted_full, erased, counters_dropped;
+    late_grads (to rows whose id had left); forwards (in training; `step` is also loaded and carried over).
     """
     life = table.life
     stores = [*table.stores, life.scores.store] if life is not None else table.stores

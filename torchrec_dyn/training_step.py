@@ -227,6 +227,7 @@ def _begin(table: DynamicTable, old: tuple[Tensor, Tensor], occurrences: int, mi
 def count_step(table: DynamicTable, occurrences: int, absent: int) -> None:
     """Counts a training step of a table, with so many ids, so many of them without a row on arrival."""
     table.step += 1
+    table.counters["forwards"] += 1
     table.counters["ids_seen"] += occurrences
     table.counters["hits"] += occurrences - absent
 

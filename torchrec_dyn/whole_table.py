@@ -160,6 +160,23 @@ class WholeTable:
         erased = self._do("erase", lambda: [s.erase(exchange.arrived) for s in self._shards])
         return sum(self._agree("erase", told=sum(erased[: len(self._first_shards)])))
 
+    def set_frozen(self, is_frozen: bool) -> None:
+        """Freezes all shards at the same moment, or none; or unfreezes them.
+
+        Raises:
+            ValueError: on every rank, if not every rank does the same at the same training step.
+        """
+        verb = "freeze" if is_frozen else "unfreeze"
+        told: list[list[int]] = self._agree(verb, told=[shard.step for shard in self._shards])
+        steps = {rank: steps[0] for rank, steps in enumerate(told) if steps}
+        if len(set(steps.values())) > 1:
+            raise ValueError(
+                f"{self._where}.{verb}: expected every rank at the same training step, got "
+                f"{steps} by rank. Call it on all ranks between the same two batches."
+            )
+        for shard in self._shards:
+            shard.is_frozen = is_frozen
+
     def stats(self) -> Stats:
         """Returns the counts of the whole table, the same on every rank (shard_stats.py)."""
         mine = self._do("stats", lambda: [shard.stats() for shard in self._shards])

@@ -1,0 +1,153 @@
+"""Plans a running model anew by what its tables hold and are asked for.
+
+    python examples/replan.py                                 # half a minute on two cores
+
+Eight tables with one limit, so that a planner takes them for equals. The largest comes to hold a
+thousand times the rows of the smallest, and the busiest is asked for a thousand times the rows of the
+idlest. Four processes train under a plan made beforehand, measure, plan anew, and see what comes true of it:
+they train a second model on the same batches under the new plan. To move the first one there is
+docs/guide.md#balance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from options import hide_notes_to_developers, start_processes
+from plans import plan_as_text
+from torch import nn
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.types import ShardingPlan
+
+import torchrec_dyn as dyn
+from torchrec_dyn.planner import (
+    PlanLoad,
+    constraints_from,
+    load_by_rank,
+    make_planner,
+    read_model_stats,
+)
+
+# Table: ids there are, ids a sample. Both differ by 1000 from end to end, in no common order.
+TABLES = {
+    **{"country": (20, 0.031), "shop": (54, 1.6), "brand": (144, 0.083), "hour": (386, 11.6)},
+    **{"city": (1036, 0.22), "word": (2780, 31.0), "query": (7455, 0.6), "user": (20_000, 4.3)},
+}
+RANKS, BATCH, STEPS, DIM = 4, 64, 60, 16
+LEARNING = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.05}
+SHARDERS = [dyn.DynamicEmbeddingBagCollectionSharder(fused_params=LEARNING)]
+
+
+class Model(nn.Module):
+    """Pools the tables and is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sparse = dyn.DynamicEmbeddingBagCollection(
+            [
+                EmbeddingBagConfig(
+                    name=name, embedding_dim=DIM, num_embeddings=1_000_000, feature_names=[name]
+                )
+                for name in TABLES
+            ],
+            fused_params=LEARNING,
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Returns the loss."""
+        return self.sparse(features).values().square().mean()
+
+
+def batch(step: int) -> KeyedJaggedTensor:
+    """Draws this rank's samples of one step."""
+    draw = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
+    values, lengths = [], []
+    for vocabulary, ids_a_sample in TABLES.values():
+        bags = (torch.rand(BATCH, generator=draw) + ids_a_sample).floor().long()
+        values.append(torch.randint(vocabulary, (int(bags.sum()),), generator=draw))
+        lengths.append(bags)
+    return KeyedJaggedTensor(list(TABLES), torch.cat(values), lengths=torch.cat(lengths))
+
+
+def train(plan: ShardingPlan) -> DistributedModelParallel:
+    """Trains a new model under a plan."""
+    model = DistributedModelParallel(
+        Model(), plan=plan, sharders=SHARDERS, device=torch.device("cpu")
+    )
+    for step in range(STEPS):
+        model(batch(step)).backward()
+    return model
+
+
+def replan() -> tuple[str, dict[str, PlanLoad]]:
+    """Trains, plans anew, and trains under the new plan. Collective.
+
+    Returns:
+        the report, and the loads that it tells of: planned beforehand, foreseen, and come true.
+    """
+    ranks = dist.get_world_size()
+    topology = Topology(
+        world_size=ranks, local_world_size=get_local_size(ranks), compute_device="cpu"
+    )
+    blind = EmbeddingShardingPlanner(topology=topology, batch_size=BATCH)
+    model = train(blind.collective_plan(Model(), SHARDERS, dist.group.WORLD))
+
+    stats = read_model_stats(model)
+    constraints = constraints_from(stats, batch_size=BATCH, growth=1.5)
+    planner = make_planner(topology, BATCH, constraints)
+    plan = planner.collective_plan(Model(), SHARDERS, dist.group.WORLD)
+
+    again = train(plan)
+    loads = {
+        "before": load_by_rank(model.plan, stats, ranks),
+        "foreseen": load_by_rank(plan, stats, ranks),
+        "after": load_by_rank(again.plan, read_model_stats(again), ranks),
+    }
+    said = [
+        "Planned from the limits alone:\n" + plan_as_text(model.plan),
+        "Planned by what was measured:\n" + plan_as_text(plan),
+        as_text(loads),
+    ]
+    return "\n\n".join(said), loads
+
+
+def as_text(loads: Mapping[str, PlanLoad]) -> str:
+    """Writes the loads of the ranks side by side."""
+    ranks = range(len(loads["before"].bytes))
+    title = "".join(f"{f'rank {rank}':>9}" for rank in ranks)
+    lines = [f"{'':24}{title}  most/mean"]
+    for name, load in loads.items():
+        numbers = "".join(f"{held / 1e6:9.2f}" for held in load.bytes)
+        lines.append(f"{name:10}{'MB':14}{numbers}{load.memory_imbalance:11.2f}")
+        numbers = "".join(f"{count:9.0f}" for count in load.lookups)
+        lines.append(f"{'':10}{'lookups/step':14}{numbers}{load.traffic_imbalance:11.2f}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Starts the processes, or is one of them; returns the exit status."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    hide_notes_to_developers()
+    if "RANK" not in os.environ:
+        return start_processes(__file__, [], RANKS)
+    dist.init_process_group("gloo")
+    report, _ = replan()
+    if dist.get_rank() == 0:
+        print(report)
+    gc.collect()  # the models held the groups: only without them are gloo's threads joined
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

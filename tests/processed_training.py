@@ -1,0 +1,202 @@
+"""Trains feature-processed collections on several ranks beside unsharded ones, or TorchRec's static one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sharded_cases import Case, Table, usual_plan
+from sharded_training import (
+    batches,
+    check_rows,
+    check_same,
+    collection_of,
+    outputs_by_name,
+    parts_of_rank,
+)
+from torch import nn
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.feature_processor_ import (
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+import torchrec_dyn as dyn
+
+RATE = 0.05
+LONGEST = 6  # of the position weights; batches have bags of at most case.longest_bag ids
+
+
+class Model(nn.Module):
+    """A model that is one collection, and gives tensors: DDP averages nothing of what it cannot see."""
+
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        """Looks the features up."""
+        return dict(self.collection(features).to_dict())
+
+
+def processed(case: Case, collection: Any, form: str) -> FeatureProcessedEmbeddingBagCollection:
+    """A collection and its processors, with position weights that differ from each other."""
+    processors: Any
+    if form == "collection":
+        processors = PositionWeightedModuleCollection(dict.fromkeys(case.features(), LONGEST))
+    else:
+        processors = {name: PositionWeightedModule(LONGEST) for name in case.features()}
+    made = FeatureProcessedEmbeddingBagCollection(collection, processors)
+    for name, weight in position_weights(made).items():
+        with torch.no_grad():
+            weight.copy_(torch.linspace(0.5, 1.5, LONGEST) + 0.1 * (ord(name[-1]) % 5))
+    return made
+
+
+def position_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The position weights by feature."""
+    return {
+        path.split(".")[-1 if "position_weights." in path else -2]: weight
+        for path, weight in module.named_parameters()
+        if "position_weight" in path
+    }
+
+
+def shard_processed(case: Case, module: nn.Module, sharder: Any = None) -> Any:
+    """A feature-processed collection under DistributedModelParallel."""
+    usual = dyn.DynamicFeatureProcessedEmbeddingBagCollectionSharder(dict(case.fused_params))
+    return DistributedModelParallel(
+        Model(module),
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"collection": {table.name: table.plan for table in case.tables}}),
+        sharders=[sharder or usual],
+    )
+
+
+def backward(outputs: dict[str, torch.Tensor], scale: float = 1.0) -> None:
+    """Runs backward with a gradient that depends on the output."""
+    values = list(outputs.values())
+    ramp = [torch.linspace(-1, 1, value.shape[1]).expand_as(value) for value in values]
+    grads = [(r + value.detach() * 0.5) * scale for r, value in zip(ramp, values, strict=True)]
+    torch.autograd.backward(values, grads)
+
+
+def learn(module: nn.Module) -> None:
+    """Moves the position weights by their gradients."""
+    for weight in position_weights(module).values():
+        with torch.no_grad():
+            weight -= RATE * weight.grad
+        weight.grad = None
+
+
+def unsharded_outputs(case: Case, module: Any, features: KeyedJaggedTensor) -> Any:
+    """The outputs of the unsharded module; of a varying batch too, whose inverse indices TorchRec's drops."""
+    if not case.variable:
+        return module(features)
+    processors, collection = module.split()
+    weights = processors(features).weights()
+    features = copy.copy(features)
+    features._weights, features._jt_dict = weights, None
+    return collection(features)
+
+
+def train_processed(case: Case, form: str, brings_weights: bool = True) -> int:
+    """Trains both, asserts equal outputs, rows and position weights, and returns the rows here.
+
+    `brings_weights`: whether batches have weights of their own, which position weights replace.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    unsharded = processed(case, collection_of(case, fused_params=case.fused_params), form)
+    sharded = shard_processed(case, copy.deepcopy(unsharded))
+    sizes = list(case.batch_sizes or [5] * world)
+    for step in range(case.steps):
+        per_rank, together = batches(case, step)
+        if not brings_weights:
+            per_rank[rank]._weights = together._weights = None
+        per_rank[rank].to_dict()  # what a batch caches of itself must not be written to
+        before = copy.deepcopy(per_rank[rank])
+        got = sharded(per_rank[rank])
+        assert_unchanged(per_rank[rank], before)
+        whole = unsharded_outputs(case, unsharded, together)
+        expected = parts_of_rank(case, whole, sizes, rank)
+        assert set(got) == set(expected)
+        for name, value in expected.items():
+            check_same(case, got[name], value, f"step {step}, output {name}")
+        backward(got)
+        backward(outputs_by_name(case, whole), 1 / world)
+        theirs = position_weights(unsharded)
+        for name, weight in position_weights(sharded).items():
+            torch.testing.assert_close(weight.grad, theirs[name].grad, rtol=1e-4, atol=1e-6)
+            assert float(weight.grad.abs().sum()) > 0
+        learn(sharded), learn(unsharded)
+    _, collection = sharded.module.collection.split()
+    check_rows(case, collection, unsharded.split()[1])
+    return sum(collection.table(t.name).num_rows for t in case.tables)
+
+
+def assert_unchanged(batch: KeyedJaggedTensor, before: KeyedJaggedTensor) -> None:
+    """Asserts that a batch is still what the user made."""
+    assert torch.equal(batch.values(), before.values())
+    assert torch.equal(batch.lengths(), before.lengths())
+    mine, theirs = batch.weights_or_none(), before.weights_or_none()
+    assert (mine is None) == (theirs is None)
+    assert mine is None or torch.equal(mine, theirs)
+
+
+def train_beside_static(case: Case, form: str) -> None:
+    """Trains beside TorchRec's static tables, sharded by the same plan; row i is id i."""
+    rank = dist.get_rank()
+    ours = processed(case, collection_of(case, fused_params=case.fused_params), form)
+    ids = torch.arange(200)
+    torch.manual_seed(3)  # the same static rows on every rank
+    static = EmbeddingBagCollection(
+        [copy.deepcopy(one) for one in ours.split()[1].embedding_bag_configs()], is_weighted=True
+    )
+    for name, table in static.embedding_bags.items():
+        ours.split()[1].table(name).assign(ids, table.weight.detach()[:200])
+    theirs = shard_processed(
+        case,
+        processed(case, static, form),
+        FeatureProcessedEmbeddingBagCollectionSharder(
+            EmbeddingBagCollectionSharder(fused_params=dict(case.fused_params))
+        ),
+    )
+    mine = shard_processed(case, ours)
+    # TorchRec shards no weights of a module on the CPU: it makes new ones.
+    saved = {name: table.weight.detach() for name, table in static.embedding_bags.items()}
+    for path, held in theirs.state_dict().items():
+        if "embedding_bags" in path:
+            for shard in held.local_shards():
+                (row, column), size = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+                rows = saved[path.split(".")[-2]][row : row + size[0], column : column + size[1]]
+                shard.tensor.copy_(rows)
+    for step in range(case.steps):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        lengths = torch.randint(LONGEST + 1, (4 * len(case.features()),), generator=generator)
+        values = torch.randint(200, (int(lengths.sum()),), generator=generator)
+        batch = KeyedJaggedTensor(case.features(), values, lengths=lengths)
+        got, expected = mine(copy.deepcopy(batch)), theirs(batch)
+        for name, value in expected.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5)
+        backward(got), backward(expected)
+        others = position_weights(theirs)
+        for name, weight in position_weights(mine).items():
+            torch.testing.assert_close(weight.grad, others[name].grad, rtol=1e-4, atol=1e-5)
+        learn(mine), learn(theirs)
+
+
+def one_table(kind: str = "row_wise", world: int = 2) -> Case:
+    """A case of one table of one feature."""
+    return Case([Table("t", ["a"], usual_plan(kind, 8, world, world))], weighted=True)
+
+
+def bags(*lengths: int) -> KeyedJaggedTensor:
+    """A batch of one feature without weights."""
+    return KeyedJaggedTensor(["a"], torch.arange(sum(lengths)), lengths=torch.tensor(lengths))

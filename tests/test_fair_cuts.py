@@ -1,0 +1,176 @@
+"""Fair cuts of vocabularies: the values of the original notebook, its defects left out."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrec_dyn.planner import fair_cuts
+
+NOTEBOOK = [100, 2020, 3203, 3434, 3023, 4545, 123, 4566]
+LARGE = [100, 2020, 3203, 3434302, 3023, 45459, 123, 4566]
+
+
+def cuts_of(made):
+    return {feature: list(cuts) for feature, cuts in enumerate(made.cuts) if cuts}
+
+
+def lists(nested):
+    return [list(one) for one in nested]
+
+
+@pytest.mark.parametrize(
+    ("rows", "cuts", "features", "offsets", "sizes"),
+    [
+        (
+            NOTEBOOK,
+            {2: [3133], 4: [1749], 5: [3979]},
+            [[0, 1, 2], [2, 3, 4], [4, 5], [5, 6, 7]],
+            [[0, 100, 2120], [0, 70, 3504], [0, 1274], [0, 566, 689]],
+            (5253, 5253, 5253, 5255),
+        ),
+        (
+            [10, 200, 400, 2000, 1000, 500],
+            {3: [417, 1444], 4: [471]},
+            [[0, 1, 2, 3], [3], [3, 4], [4, 5]],
+            [[0, 10, 210, 610], [0], [0, 556], [0, 529]],
+            (1027, 1027, 1027, 1029),
+        ),
+        (
+            LARGE,
+            {3: [867876, 1741075, 2614274]},
+            [[0, 1, 2, 3], [3], [3], [3, 4, 5, 6, 7]],
+            [[0, 100, 2120, 5323], [0], [0], [0, 820028, 823051, 868510, 868633]],
+            (873199, 873199, 873199, 873199),
+        ),
+    ],
+)
+def test_the_notebook(rows, cuts, features, offsets, sizes):
+    made = fair_cuts(rows, 4)
+    assert cuts_of(made) == cuts
+    assert lists(made.features) == features
+    assert lists(made.offsets) == offsets
+    assert made.sizes == sizes and sum(sizes) == sum(rows)
+
+
+def test_a_cut_at_the_end_of_a_feature_leaves_no_empty_piece():
+    """The original puts feature 2 on rank 0 too, at offset 21 of 21 rows."""
+    made = fair_cuts([12, 9, 24, 42], 4)
+    assert made.features[0] == (0, 1) and made.offsets[0] == (0, 12)
+    assert made.features[1] == (2,) and made.offsets[1] == (0,)
+    assert 0 not in made.cuts[2]
+
+
+def test_the_last_rank_begins_where_its_first_feature_is_cut():
+    """The original says [0, 47]."""
+    made = fair_cuts([2, 59, 9, 47, 2], 4)
+    assert made.features[3] == (3, 4) and made.offsets[3] == (0, 30)
+    assert made.sizes == (29, 29, 29, 32)
+
+
+@pytest.mark.parametrize(
+    ("x", "ranks", "local"),
+    [
+        (
+            [5, 10, 3132, 0, 2, 3, 4, 5],
+            [0, 0, 0, 1, 1, 2, 3, 3],
+            [5, 110, 5252, 70, 3506, 1277, 570, 694],
+        ),
+        (
+            [5, 10, 3133, 1748, 2, 3978, 4, 5],
+            [0, 0, 1, 1, 1, 2, 3, 3],
+            [5, 110, 0, 1818, 3506, 5252, 570, 694],
+        ),
+        (
+            [5, 10, 3202, 1749, 3022, 3979, 122, 4565],
+            [0, 0, 1, 1, 2, 3, 3, 3],
+            [5, 110, 69, 1819, 1273, 0, 688, 5254],
+        ),
+    ],
+)
+def test_owners_of_the_notebook(x, ranks, local):
+    batch = torch.tensor([x, x])  # samples by features
+    owner, row = fair_cuts(NOTEBOOK, 4).owners(torch.arange(8), batch)
+    assert owner.tolist() == [ranks, ranks]
+    assert row.tolist() == [local, local]
+
+
+vocabularies = st.lists(st.integers(0, 60), min_size=1, max_size=12)
+
+
+@given(vocabularies, st.integers(1, 9))
+def test_pieces_are_a_partition(rows, ranks):
+    if sum(rows) < ranks:
+        with pytest.raises(ValueError, match="Use fewer ranks"):
+            fair_cuts(rows, ranks)
+        return
+    made = fair_cuts(rows, ranks)
+    line = [(feature, row) for feature, count in enumerate(rows) for row in range(count)]
+    per = len(line) // ranks
+    for rank in range(ranks):
+        held = line[rank * per :] if rank == ranks - 1 else line[rank * per : (rank + 1) * per]
+        first = {}
+        for place, (feature, _) in enumerate(held):
+            first.setdefault(feature, place)
+        assert made.sizes[rank] == len(held)
+        assert dict(zip(made.features[rank], made.offsets[rank], strict=True)) == first
+        assert list(made.features[rank]) == sorted(first)
+        # Only where two ranks meet inside a feature is it cut.
+        if rank and held[0][1]:
+            assert held[0][1] in made.cuts[held[0][0]]
+    assert sum(map(len, made.cuts)) == sum(line[r * per][1] > 0 for r in range(1, ranks))
+    assert all(low < high for cuts in made.cuts for low, high in pairwise(cuts))
+    owner, local = made.owners(*torch.tensor(line).unbind(1))
+    assert owner.tolist() == [min(place // per, ranks - 1) for place in range(len(line))]
+    assert local.tolist() == [
+        place - min(place // per, ranks - 1) * per for place in range(len(line))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "said"),
+    [
+        ([3, 4], 0, r"fair_cuts\.ranks: expected an integer above 0, got 0\."),
+        ([3, 4], True, r"fair_cuts\.ranks: .* got True"),
+        ([3, -4], 1, r"fair_cuts\.rows\[1\]: expected a number of rows, 0 or more, got -4\."),
+        ([3.0], 1, r"fair_cuts\.rows\[0\]: .* got 3\.0"),
+        ([1, 2], 4, r"expected a row for each of 4 ranks, got 3 rows\. Use fewer ranks\."),
+        ([], 1, r"expected a row for each of 1 ranks, got 0 rows"),
+    ],
+)
+def test_what_cannot_be_cut(rows, ranks, said):
+    with pytest.raises(ValueError, match=said):
+        fair_cuts(rows, ranks)
+
+
+def test_fewer_features_than_ranks():
+    """The original refuses; one feature can be cut as well."""
+    made = fair_cuts([10], 4)
+    assert made.features == ((0,),) * 4 and made.sizes == (2, 2, 2, 4)
+
+
+def test_a_feature_without_rows_is_nowhere():
+    assert fair_cuts([1, 0, 1], 1).features == ((0, 2),)
+    made = fair_cuts([0, 2, 0, 2, 0], 2)
+    assert made.features == ((1,), (3,)) and made.offsets == ((0,), (0,))
+
+
+@pytest.mark.parametrize(
+    ("features", "rows", "said"),
+    [
+        ([0], [3], r"owners\.rows: expected numbers from 0 and below 3, got 3"),
+        ([1], [-1], r"owners\.rows: expected numbers from 0 and below 4, got -1"),
+        ([2], [0], r"owners\.features: expected numbers from 0 and below 2, got 2"),
+        ([-1], [0], r"owners\.features: .* got -1"),
+    ],
+)
+def test_rows_that_are_nowhere(features, rows, said):
+    with pytest.raises(ValueError, match=said):
+        fair_cuts([3, 4], 2).owners(torch.tensor(features), torch.tensor(rows))
+
+
+def test_owners_take_int64():
+    with pytest.raises(ValueError, match=r"owners\.rows: expected int64, got torch\.int32"):
+        fair_cuts([3], 1).owners(torch.tensor([0]), torch.tensor([0], dtype=torch.int32))

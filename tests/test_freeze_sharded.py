@@ -1,0 +1,208 @@
+"""Frozen tables of sharded collections: every shard as its unsharded part that is frozen as well."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import workers
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from sharded_cases import Case, Table, shard_by_hand, usual_plan
+from sharded_life import Beside, Forward, drifting_batch
+from sharded_training import collection_of
+
+import torchrec_dyn as dyn
+
+LRU = dyn.LeastRecentlyUsed()
+DIM = 4
+PLAIN = dyn.DynamicTableConfig(initializer=dyn.Uniform(-0.1, 0.1))  # whatever the limit of a part
+POLICIES: list[dict[str, Any]] = [
+    {},
+    {"eviction": (dyn.ExpireAfter(steps=2), LRU), "admission": dyn.AdmitAfter(2)},
+    {"eviction": dyn.ExpireAfter(time=3), "unseen": "initial"},
+    {},
+]
+ALL = ("table_wise", "row_wise", "column_wise")
+# Ranks, ranks of a node, whether pooled, sharding types, the optimizer, whether tables have policies.
+PLANS: dict[str, tuple[int, int, bool, tuple[str, ...], str, bool]] = {
+    "table": (2, 2, True, ("table_wise",), "ADAM", True),
+    "rows": (2, 2, True, ("row_wise",), "EXACT_ROWWISE_ADAGRAD", True),
+    "columns": (2, 2, True, ("column_wise",), "EXACT_ADAGRAD", True),
+    "rows, no policies": (2, 2, True, ("row_wise",), "ADAM", False),
+    "mixed sequences": (2, 2, False, ALL, "ADAM", True),
+    "sequences, no policies": (2, 2, False, ("row_wise", "table_wise"), "PARTIAL_ROWWISE_ADAM", False),
+    "mixed of four": (4, 4, True, ALL, "ADAM", True),
+    "nodes": (4, 2, True, ("table_row_wise", "table_column_wise", "grid_shard"), "ADAM", True),
+    "sequences of four": (4, 4, False, ALL, "EXACT_SGD", True),
+}  # fmt: skip
+
+
+class FreezingBeside(Beside):
+    """Freezes tables on both sides."""
+
+    def freeze(self, name: str, is_frozen: bool) -> None:
+        """Freezes or unfreezes a table."""
+        handles = [one.table(name) for one in self.parts[name].collections]
+        for handle in (self.collection.table(name), *handles):
+            handle.freeze() if is_frozen else handle.unfreeze()
+            assert handle.is_frozen == self.collection.table(name).is_frozen == is_frozen
+
+    def teach_parts(self, forward: Forward, grads: dict[tuple[str, str], torch.Tensor]) -> None:
+        """Runs the backward of the unsharded side, where a table that was frozen has none."""
+        for name, parts in self.parts.items():
+            for outputs, places in forward.taken[name]:
+                for feature in parts.features:
+                    if outputs[feature].requires_grad:
+                        grad = grads[name, feature] / self.world
+                        grad = grad if self.case.pooled else grad[places[feature]]
+                        outputs[feature].backward(grad, retain_graph=True)
+
+
+def case_of(world: int, local: int, pooled: bool, kinds: tuple[str, ...], optimizer: str,
+            has_policies: bool) -> Case:  # fmt: skip
+    rows = 160 if has_policies else 1000
+    tables = [
+        Table(
+            f"t{turn}",
+            [("a", "b", "c")[turn % 3]],
+            usual_plan(kinds[turn % len(kinds)], DIM, world, local, turn, rows),
+            DIM,
+            rows=rows,
+            config=dyn.DynamicTableConfig(
+                initializer=dyn.Uniform(-0.1, 0.1),
+                **(POLICIES[turn % len(POLICIES)] if has_policies else {}),
+            ),
+        )
+        for turn in range(5)
+    ]
+    fused = {"optimizer": EmbOptimType[optimizer], "learning_rate": 0.05}
+    # Over nodes ids of one row come in another order.
+    return Case(tables, pooled=pooled, fused_params=fused, longest_bag=3, exact=world == local)
+
+
+def freeze_at_times(case: Case, steps: int) -> dict[str, int]:
+    """Trains and evaluates; tables freeze and go on. Returns the steps each was trained for."""
+    beside, dice = FreezingBeside(case), random.Random(7)
+    frozen: dict[str, int] = dict.fromkeys((table.name for table in case.tables), 0)
+    for step in range(steps):
+        for number, name in enumerate(frozen):
+            is_frozen = beside.collection.table(name).is_frozen
+            whole = step % 7 == 3  # all that a rank holds, or all that there is
+            if dice.random() < 0.3 or (whole and (number % 2 or step % 2)):
+                beside.freeze(name, whole or not is_frozen)
+        beside.set_time(step + 1)
+        training = step % 6 != 5
+        beside.model.train(training)
+        for parts in beside.parts.values():
+            for collection in parts.collections:
+                collection.train(training)
+        forward = beside.forward(drifting_batch(case, step))
+        if training:
+            beside.backward(forward)
+            for name in frozen:
+                frozen[name] += not beside.collection.table(name).is_frozen
+        beside.check()
+    return frozen
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_shard_freezes_as_the_unsharded_table(plan: str) -> None:
+    world, local = PLANS[plan][:2]
+    by_rank = workers.run(
+        freeze_at_times, case_of(*PLANS[plan]), 16, world_size=world, local_size=local, timeout=300
+    )
+    assert all(1 < steps < 13 for told in by_rank for steps in told.values()), by_rank
+    assert all(told == by_rank[0] for told in by_rank)
+
+
+def one_rank_trains(pooled: bool) -> list[int]:
+    """Rank 1 holds frozen tables only: its part of the collectives of backward goes on."""
+    tables = [
+        Table("t", ["a"], shard_by_hand("table_wise", [([0], 0, DIM)]), DIM, config=PLAIN),
+        Table("u", ["b"], shard_by_hand("table_wise", [([1], 0, DIM)]), DIM, config=PLAIN),
+    ]
+    case = Case(tables, pooled=pooled)
+    unsharded = collection_of(case)
+    unsharded.table("u").freeze()
+    beside = FreezingBeside(case, unsharded)
+    beside.shard(unsharded)
+    handle = beside.collection.table("u")
+    assert handle.is_frozen and not beside.collection.table("t").is_frozen
+    for part in beside.parts["u"].collections:
+        part.table("u").freeze()
+    steps = []
+    for step in range(6):
+        if step == 4:
+            beside.freeze("u", False)
+            beside.freeze("t", True)
+        forward = beside.forward(drifting_batch(case, step))
+        beside.backward(forward)
+        steps.append(sum(shard.step for shard in beside.shards))
+        if beside.shards[0].is_frozen and step < 4:
+            assert beside.shards[0].num_rows == 0
+    beside.check()
+    return steps
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_rank_with_frozen_tables_only(pooled: bool) -> None:
+    steps = workers.run(one_rank_trains, pooled, world_size=2)
+    assert steps == [[1, 2, 3, 4, 4, 4], [0, 0, 0, 0, 1, 2]]
+
+
+def disagree(kind: str) -> list[str]:
+    """Ranks that do not call alike: an error on each, and nothing frozen."""
+    case = Case([Table("t", ["a"], usual_plan(kind, DIM, 2, 2), DIM, config=PLAIN)])
+    beside = FreezingBeside(case)
+    beside.backward(beside.forward(drifting_batch(case, 0)))
+    handle, said = beside.collection.table("t"), []
+    with pytest.raises(ValueError) as caught:
+        handle.unfreeze() if beside.rank else handle.freeze()
+    said.append(str(caught.value))
+    if kind != "table_wise":  # where one rank knows the step
+        for shard in beside.shards:
+            shard.step += beside.rank
+        with pytest.raises(ValueError) as caught:
+            handle.freeze()
+        said.append(str(caught.value))
+        for shard in beside.shards:
+            shard.step -= beside.rank
+    assert not handle.is_frozen and not any(shard.is_frozen for shard in beside.shards)
+    handle.freeze()
+    handle.freeze()
+    assert beside.collection.table("t").is_frozen
+    assert all(shard.is_frozen for shard in beside.shards)
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_ranks_that_disagree(kind: str) -> None:
+    where = "DynamicEmbeddingBagCollection('collection').table('t')"
+    for said in workers.run(disagree, kind, world_size=2):
+        assert said[0] == (
+            f"{where}.freeze: expected the same call on every rank, got {where}.unfreeze on rank 1."
+        )
+        if kind != "table_wise":
+            assert said[1] == (
+                f"{where}.freeze: expected every rank at the same training step, got {{0: 1, 1: 2}} "
+                "by rank. Call it on all ranks between the same two batches."
+            )
+
+
+def lonely_call() -> str:
+    """Rank 0 alone freezes: it gives up after the group's time-out."""
+    case = Case([Table("t", ["a"], usual_plan("row_wise", DIM, 2, 2), DIM, config=PLAIN)])
+    beside = FreezingBeside(case)
+    if beside.rank:
+        return ""
+    handle = beside.collection.table("t")
+    with pytest.raises(RuntimeError) as caught:
+        handle.freeze()
+    assert not handle.is_frozen and not beside.shards[0].is_frozen
+    return type(caught.value).__name__
+
+
+def test_a_rank_that_does_not_call() -> None:
+    assert workers.run(lonely_call, world_size=2, group_timeout=2.0)[0]

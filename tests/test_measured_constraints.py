@@ -1,0 +1,258 @@
+"""Constraints out of stats: what a planner reads in them, what it prices, and which plan it then prefers."""
+
+import math
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from test_planner_storage import POOLED, options, topology
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.types import PlannerError
+
+import torchrec_dyn as dyn
+from torchrec_dyn.planner import (
+    DynamicStorageEstimator,
+    MeasuredConstraints,
+    constraints_from,
+    make_planner,
+    read_model_stats,
+)
+
+LEARNING = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
+SHARDER = dyn.DynamicEmbeddingBagCollectionSharder()
+BATCH, RANKS = 64, 4
+TABLES = [f"table_{number}" for number in range(8)]
+LIMIT = 1_000_000
+
+
+def stats_of(rows=100, ids_a_sample=1.0, forwards=10, ranks=RANKS, features=1, **more):
+    seen = round(ids_a_sample * BATCH * ranks * forwards)
+    counted = {"rows": rows, "ids_seen": seen, "forwards": forwards, "waiting": 0}
+    return counted | {"features": features, "ranks": ranks, "bytes": rows * 100} | more
+
+
+def collection(**changes):
+    common = {"embedding_dim": 16, "num_embeddings": LIMIT} | changes
+    return dyn.DynamicEmbeddingBagCollection(
+        [EmbeddingBagConfig(name=name, feature_names=[f"of_{name}"], **common) for name in TABLES]
+    )
+
+
+def seen_of_all(rows, ids_a_sample):
+    every = zip(TABLES, rows, ids_a_sample, strict=True)
+    return {name: stats_of(count, ids) for name, count, ids in every}
+
+
+# What the planner reads
+
+
+@pytest.mark.parametrize(
+    ("given", "bags"),
+    [
+        (None, BATCH * 3),
+        (ParameterConstraints(num_poolings=[1.0, 0.5, 2.0]), BATCH * 3.5),
+        (ParameterConstraints(batch_sizes=[64, 32, 4]), 100),
+        (ParameterConstraints(num_poolings=[1.0, 0.5, 2.0], batch_sizes=[64, 32, 4]), 88),
+    ],
+)
+def test_the_planner_counts_the_ids_that_a_rank_brought(given, bags):
+    stats = {"user": stats_of(ids_a_sample=4.5, features=3)}
+    constraints = constraints_from(stats, BATCH, constraints={"user": given} if given else None)
+    (user,) = constraints.values()
+    assert user.pooling_factors == [pytest.approx(4.5 * BATCH / bags)] * 3
+    config = EmbeddingBagConfig(
+        name="user", embedding_dim=8, num_embeddings=1000, feature_names=["a", "b", "c"]
+    )
+    enumerator = EmbeddingEnumerator(topology(), BATCH, constraints)
+    for option in enumerator.enumerate(dyn.DynamicEmbeddingBagCollection([config]), [SHARDER]):
+        poolings = user.num_poolings or [1.0] * 3
+        sizes = user.batch_sizes or [option.batch_size] * 3
+        counted = zip(option.input_lengths, poolings, sizes, strict=True)
+        assert sum(length * n * size for length, n, size in counted) == pytest.approx(4.5 * BATCH)
+
+
+def test_all_else_of_given_constraints_is_kept():
+    given = {
+        "user": ParameterConstraints(
+            sharding_types=["row_wise"], min_partition=8, pooling_factors=[99.0]
+        ),
+        "static": ParameterConstraints(pooling_factors=[7.0]),
+    }
+    found = constraints_from({"user": stats_of(), "item": stats_of()}, BATCH, constraints=given)
+    assert list(found) == ["user", "static", "item"]
+    assert found["user"].sharding_types == ["row_wise"] and found["user"].min_partition == 8
+    assert found["user"].pooling_factors == [1.0]
+    assert found["static"] is given["static"] and given["user"].pooling_factors == [99.0]
+
+
+def test_a_table_that_nobody_asked_for_is_planned():
+    stats = seen_of_all([0] * 8, [0.0] * 8)
+    found = constraints_from(stats, BATCH)
+    assert found["table_0"].pooling_factors == [0.0] and found["table_0"].expected_rows == 1
+    plan = make_planner(topology(), BATCH, found).plan(collection(), [SHARDER])
+    assert set(plan.plan[""]) == set(TABLES)
+
+
+def test_constraints_are_told_apart_by_what_is_expected():
+    one, same, other, waits = (
+        MeasuredConstraints(expected_rows=rows, expected_counters=counters)
+        for rows, counters in [(5, 0), (5, 0), (6, 0), (5, 1)]
+    )
+    assert one == same and hash(one) == hash(same)
+    assert len({hash(one), hash(other), hash(waits), hash(ParameterConstraints())}) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"batch_size": 0}, r"constraints_from\.batch_size: expected 1 or more, got 0"),
+        ({"growth": 0.9}, r"constraints_from\.growth: expected a number from 1 on, got 0\.9"),
+        ({"growth": math.nan}, r"growth: .* got nan"),
+        ({"growth": math.inf}, r"growth: .* got inf"),
+        ({"stats": {"user": stats_of(forwards=0)}}, r"stats\['user'\]: .* got 0 forwards\. Train"),
+        (
+            {"stats": {"user": {"rows": 5}}},
+            r"stats\['user'\]: .* none named \['waiting', 'ids_seen'",
+        ),
+        (
+            {"constraints": {"user": ParameterConstraints(num_poolings=[1.0, 2.0])}},
+            r"constraints\['user'\]: expected num_poolings and batch_sizes for each of 1 features, got 2",
+        ),
+    ],
+)
+def test_what_makes_no_sense(changes, said):
+    with pytest.raises(ValueError, match=said):
+        constraints_from(**({"stats": {"user": stats_of()}, "batch_size": BATCH} | changes))
+
+
+# What is priced
+
+
+def storage(constraints, config=None, name="table_0", **estimator):
+    module = dyn.DynamicEmbeddingBagCollection(
+        [
+            EmbeddingBagConfig(
+                name=name, embedding_dim=16, num_embeddings=LIMIT, feature_names=["f"]
+            )
+        ],
+        dynamic=config,
+    )
+    made = DynamicStorageEstimator(topology(), constraints, **estimator)
+    found = options(made, module, SHARDER, constraints)
+    return {key: [shard.storage for shard in option.shards] for key, option in found.items()}
+
+
+def pinned(expected_rows=None, expected_counters=None):
+    return {
+        "table_0": MeasuredConstraints(
+            sharding_types=POOLED,
+            min_partition=8,
+            expected_rows=expected_rows,
+            expected_counters=expected_counters,
+        )
+    }
+
+
+def test_a_table_is_priced_by_its_measured_rows_and_growth():
+    found = constraints_from({"table_0": stats_of(rows=3001)}, BATCH, growth=1.5)
+    assert found["table_0"].expected_rows == 4502
+    plain = {"table_0": ParameterConstraints()}
+    assert storage(found) == storage(plain, expected_rows={"table_0": 4502})
+    assert storage(found)["table_0", "row_wise"] < storage(plain)["table_0", "row_wise"]
+
+
+def test_rows_grow_to_the_limit_and_no_further():
+    full = storage(pinned())
+    assert storage(pinned(expected_rows=LIMIT * 3)) == full
+    assert storage(pinned(expected_rows=LIMIT - 1000)) != full
+    # A number that the user gives is an error beyond the limit, and goes first below it.
+    assert storage(pinned(expected_rows=5), expected_rows={"table_0": LIMIT}) == full
+    with pytest.raises(ValueError, match=f"at most num_embeddings={LIMIT}"):
+        storage(pinned(expected_rows=5), expected_rows={"table_0": LIMIT + 1})
+
+
+def test_counters_are_priced_as_measured_and_at_most_as_allowed():
+    def admitting(counters):
+        return dyn.DynamicTableConfig(admission=dyn.AdmitAfter(2, counters))
+
+    few = storage(pinned(5000), admitting(700))
+    assert storage(pinned(5000, 700), admitting(None)) == few
+    assert storage(pinned(5000, 10**9), admitting(700)) == few
+    assert storage(pinned(5000, 0), admitting(None)) != few
+    measured = constraints_from({"table_0": stats_of(waiting=401)}, BATCH, growth=2)
+    assert measured["table_0"].expected_counters == 802
+    assert storage(pinned(5000, 9), None) == storage(pinned(5000))  # nothing is counted there
+
+
+def test_what_was_measured_fits_where_the_limits_do_not():
+    small = topology(ddr_cap=40 << 20)
+    stats = seen_of_all([20_000] * 8, [1.0] * 8)
+    with pytest.raises(PlannerError):
+        make_planner(small, BATCH).plan(collection(), [SHARDER])
+    plan = make_planner(small, BATCH, constraints_from(stats, BATCH)).plan(collection(), [SHARDER])
+    assert set(plan.plan[""]) == set(TABLES)
+
+
+# What is measured
+
+
+def forward(module, count):
+    module(
+        KeyedJaggedTensor(
+            ["f", "g"], torch.arange(2 * count), lengths=torch.tensor([count, 0, 1, count - 1])
+        )
+    )
+
+
+def test_an_unsharded_model_is_measured():
+    bags = [
+        EmbeddingBagConfig(name="a", embedding_dim=8, num_embeddings=99, feature_names=["f", "g"])
+    ]
+    words = [EmbeddingConfig(name="b", embedding_dim=8, num_embeddings=99, feature_names=["g"])]
+    model = torch.nn.ModuleList(
+        [
+            dyn.DynamicEmbeddingBagCollection(bags, fused_params=LEARNING),
+            dyn.DynamicEmbeddingCollection(words, fused_params=LEARNING),
+        ]
+    )
+    for module in model:
+        forward(module, 5)
+        forward(module.eval(), 5)
+        forward(module.train(), 3)
+    found = read_model_stats(model)
+    seen = {
+        name: (one["ids_seen"], one["forwards"], one["features"]) for name, one in found.items()
+    }
+    assert seen == {"a": (16, 2, 2), "b": (8, 2, 1)}
+    assert found["a"].items() >= dyn.read_stats(model[0], "a").items()
+    assert found["a"]["ranks"] == 1
+    constraints = constraints_from(found, batch_size=2)
+    assert constraints["a"].pooling_factors == [2.0, 2.0]
+    assert constraints["b"].pooling_factors == [2.0]
+
+
+def test_what_was_trained_before_a_load_is_not_divided_by():
+    config = [EmbeddingBagConfig(name="a", embedding_dim=8, num_embeddings=99, feature_names=["f"])]
+    life = dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed())
+    first, again = (
+        dyn.DynamicEmbeddingBagCollection(config, dynamic=life, fused_params=LEARNING)
+        for _ in range(2)
+    )
+    for _ in range(7):
+        forward(first, 4)
+    again.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="0 forwards"):
+        constraints_from(read_model_stats(again), batch_size=2)
+    forward(again, 4)
+    stats = read_model_stats(again)
+    assert (stats["a"]["step"], stats["a"]["forwards"]) == (8, 1)
+    assert constraints_from(stats, batch_size=2)["a"].pooling_factors == [2.0]
+
+
+def test_a_model_must_have_tables_and_each_its_name():
+    with pytest.raises(ValueError, match="expected a model with a dynamic collection, got Linear"):
+        read_model_stats(torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="got two named 'table_0'"):
+        read_model_stats(torch.nn.ModuleList([collection(), collection()]))
