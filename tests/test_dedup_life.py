@@ -65,6 +65,14 @@ def test_states_and_counts_are_equal_to_the_bit(life: str) -> None:
     workers.run(train_both, case, False, 3, world_size=2)
 
 
+@pytest.mark.parametrize("config", [None, dyn.DynamicTableConfig(eviction=LFU)])
+def test_frozen_beside_others(config: Any) -> None:
+    for kinds in (["row_wise"], KINDS):
+        tables = tables_of(kinds, 2, 2, config=config)
+        case = Case(tables, pooled=False, steps=4, known_ids=15, longest_bag=6)
+        workers.run(train_both, case, False, 1, 2, world_size=2)
+
+
 def admit_over_ranks(case: Case) -> list[list[float]]:
     model = shard(case, collection_of(case))
     first, last = -(2**63), 2**63 - 1
