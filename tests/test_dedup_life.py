@@ -61,8 +61,23 @@ def test_states_and_counts_are_equal_to_the_bit(life: str) -> None:
     config, limit, _ = LIVES[life]
     tables = tables_of(KINDS, 2, 2, rows=limit, config=dyn.DynamicTableConfig(**config))
     tables += [Table("plain", ["a"], usual_plan(kind, 8, 2, 2)) for kind in KINDS[1:2]]
-    case = Case(tables, pooled=False, steps=6, known_ids=15, longest_bag=6)
+    # Weights of the user's own, which sequences ignore, are no counts.
+    case = Case(tables, pooled=False, steps=6, known_ids=15, longest_bag=6, weighted=True)
     workers.run(train_both, case, False, 3, world_size=2)
+
+
+def seen_by_each_table(case: Case) -> dict[str, int]:
+    model = shard(case, collection_of(case))
+    model(make_batch(case, [[[[1, 1, 2]]]] * 2).mine)["a@life"].values().sum().backward()
+    return {table.name: table.stats()["ids_seen"] for table in tables_here(model)}
+
+
+def test_a_table_without_a_policy_counts_arrivals_whatever_its_neighbours() -> None:
+    plan, life = usual_plan("row_wise", 8, 2, 2), dyn.DynamicTableConfig(eviction=LFU)
+    tables = [Table("life", ["a"], plan, config=life), Table("plain", ["a"], plan)]
+    of_ranks = workers.run(seen_by_each_table, Case(tables, pooled=False, dedup=True), world_size=2)
+    assert sum(seen["life"] for seen in of_ranks) == 6
+    assert sum(seen["plain"] for seen in of_ranks) == 4
 
 
 @pytest.mark.parametrize("config", [None, dyn.DynamicTableConfig(eviction=LFU)])
