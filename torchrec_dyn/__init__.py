@@ -12,6 +12,8 @@ from torchrec_dyn.across_ranks import (
     read_stats,
 )
 from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.dynamic_embedding import DynamicEmbedding
+from torchrec_dyn.dynamic_embedding_bag import DynamicEmbeddingBag
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
 from torchrec_dyn.fan_initializers import KaimingNormal, KaimingUniform, XavierNormal, XavierUniform
@@ -39,6 +41,8 @@ __all__ = [
     "AdmitAfter",
     "AdmitWithProbability",
     "Constant",
+    "DynamicEmbedding",
+    "DynamicEmbeddingBag",
     "DynamicEmbeddingBagCollection",
     "DynamicEmbeddingBagCollectionSharder",
     "DynamicEmbeddingCollection",
