@@ -36,6 +36,7 @@ FLOORS = (
     " sharding_setup loaded_plain load_planner",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
     " dynamic_embedding dynamic_embedding_bag"
+    " number_by_table block_embedding quotient_remainder_ids quotient_remainder_rows quotient_remainder"
     " from_static_rows from_static_optimizer from_static"
     " sharded_embeddingbag sharded_embedding across_ranks sharders feature_processors stats_logger"
     " fair_cuts measured_constraints planner_storage plan_load planner"
@@ -51,6 +52,7 @@ IN_ORDER = [name for floor in FLOORS for name in floor.split()]
 PUBLIC = [
     "AdmitAfter",
     "AdmitWithProbability",
+    "BlockEmbeddingBagCollection",
     "Constant",
     "DynamicEmbedding",
     "DynamicEmbeddingBag",
@@ -67,6 +69,7 @@ PUBLIC = [
     "LeastRecentlyUsed",
     "Never",
     "Normal",
+    "QuotientRemainderEmbeddingBagCollection",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
     "TruncatedNormal",

@@ -11,6 +11,7 @@ from torchrec_dyn.across_ranks import (
     read_num_rows,
     read_stats,
 )
+from torchrec_dyn.block_embedding import BlockEmbeddingBagCollection
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.dynamic_embedding import DynamicEmbedding
 from torchrec_dyn.dynamic_embedding_bag import DynamicEmbeddingBag
@@ -29,6 +30,7 @@ from torchrec_dyn.policies import (
     LeastRecentlyUsed,
     Never,
 )
+from torchrec_dyn.quotient_remainder import QuotientRemainderEmbeddingBagCollection
 from torchrec_dyn.sharded_embedding import ShardedDynamicEmbeddingCollection
 from torchrec_dyn.sharded_embeddingbag import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.sharders import (
@@ -40,6 +42,7 @@ from torchrec_dyn.stats_logger import add_stats_hook, log_stats
 __all__ = [
     "AdmitAfter",
     "AdmitWithProbability",
+    "BlockEmbeddingBagCollection",
     "Constant",
     "DynamicEmbedding",
     "DynamicEmbeddingBag",
@@ -56,6 +59,7 @@ __all__ = [
     "LeastRecentlyUsed",
     "Never",
     "Normal",
+    "QuotientRemainderEmbeddingBagCollection",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
     "TruncatedNormal",
