@@ -21,10 +21,10 @@ OF_CHANCE = {"bytes", "withheld", "late_grads", "probe_length_mean", "probe_leng
 
 def tables_of(kinds: list[str], world: int, local: int, **options: Any) -> list[Table]:
     """Three tables: of one feature, of several, and sharing a feature."""
-    features = (["a"], ["b", "c"], ["a", "d"])
+    features, rows = (["a"], ["b", "c"], ["a", "d"]), options.get("rows", 1000)
     return [
         Table(
-            f"t{i}", features[i], usual_plan(kinds[i % len(kinds)], 8, world, local, i), **options
+            f"t{i}", features[i], usual_plan(kinds[i % len(kinds)], 8, world, local, i, rows), **options
         )
         for i in range(3)
     ]  # fmt: skip
@@ -42,8 +42,16 @@ def exact_grad(output: Tensor, number: int) -> Tensor:
     return torch.randint(-4, 5, output.shape, generator=generator).to(output.dtype)
 
 
-def train_both(case: Case, need_indices: bool = False, evaluate_at: int = 1) -> dict[str, Any]:
+def train_both(
+    case: Case, need_indices: bool = False, evaluate_at: int = 1, freeze_at: int | None = None
+) -> dict[str, Any]:
     """Asserts that outputs, rows, states and counts are the same to the bit; returns what was sent.
+
+    Args:
+        case: of tables "t0", "t1", ...
+        need_indices: whether outputs have their ids.
+        evaluate_at: the step that is evaluated only.
+        freeze_at: the step from which on table "t1" is frozen.
 
     Returns:
         "rows" on this rank, and the ids that arrived here "once" and "each" time.
@@ -58,6 +66,8 @@ def train_both(case: Case, need_indices: bool = False, evaluate_at: int = 1) -> 
         mine = batches(case, step)[0][rank]
         for model in sides.values():
             model.train(step != evaluate_at)
+            if step == freeze_at:
+                model.module.collection.table("t1").freeze()
         outputs = {name: model(mine) for name, model in sides.items()}
         each, once = ({**one} for one in outputs.values())
         assert each.keys() == once.keys()
@@ -65,8 +75,9 @@ def train_both(case: Case, need_indices: bool = False, evaluate_at: int = 1) -> 
             _same_jagged(once[name], each[name], need_indices, f"step {step}, {name}")
         if step != evaluate_at:
             for one in (each, once):
-                grads = [exact_grad(o.values(), n) for n, o in enumerate(one.values())]
-                torch.autograd.backward([output.values() for output in one.values()], grads)
+                learning = [o.values() for o in one.values() if o.values().requires_grad]
+                grads = [exact_grad(values, number) for number, values in enumerate(learning)]
+                torch.autograd.backward(learning, grads)
     each_tables, once_tables = (tables_here(model) for model in sides.values())
     for one, other in zip(once_tables, each_tables, strict=True):
         _same_table(one, other)

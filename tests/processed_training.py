@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_cases import Case
+from sharded_cases import Case, Table, usual_plan
 from sharded_training import (
     batches,
     check_rows,
@@ -107,10 +107,13 @@ def unsharded_outputs(case: Case, module: Any, features: KeyedJaggedTensor) -> A
     return collection(features)
 
 
-def train_processed(case: Case, form: str, brings_weights: bool = True) -> int:
+def train_processed(
+    case: Case, form: str, brings_weights: bool = True, summed: bool = False
+) -> int:
     """Trains both, asserts equal outputs, rows and position weights, and returns the rows here.
 
     `brings_weights`: whether batches have weights of their own, which position weights replace.
+    `summed`: whether rows learn by the sum over the ranks; position weights learn by the mean as ever.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     unsharded = processed(case, collection_of(case, fused_params=case.fused_params), form)
@@ -130,9 +133,11 @@ def train_processed(case: Case, form: str, brings_weights: bool = True) -> int:
         for name, value in expected.items():
             check_same(case, got[name], value, f"step {step}, output {name}")
         backward(got)
-        backward(outputs_by_name(case, whole), 1 / world)
+        backward(outputs_by_name(case, whole), 1 if summed else 1 / world)
         theirs = position_weights(unsharded)
         for name, weight in position_weights(sharded).items():
+            if summed:
+                theirs[name].grad /= world
             torch.testing.assert_close(weight.grad, theirs[name].grad, rtol=1e-4, atol=1e-6)
             assert float(weight.grad.abs().sum()) > 0
         learn(sharded), learn(unsharded)
@@ -190,3 +195,13 @@ def train_beside_static(case: Case, form: str) -> None:
         for name, weight in position_weights(mine).items():
             torch.testing.assert_close(weight.grad, others[name].grad, rtol=1e-4, atol=1e-5)
         learn(mine), learn(theirs)
+
+
+def one_table(kind: str = "row_wise", world: int = 2) -> Case:
+    """A case of one table of one feature."""
+    return Case([Table("t", ["a"], usual_plan(kind, 8, world, world))], weighted=True)
+
+
+def bags(*lengths: int) -> KeyedJaggedTensor:
+    """A batch of one feature without weights."""
+    return KeyedJaggedTensor(["a"], torch.arange(sum(lengths)), lengths=torch.tensor(lengths))

@@ -178,6 +178,16 @@ def test_what_is_left_out_is_torchs_default():
     assert RowOptimizer.from_fused_params({"optimizer": "ADAM"}, "here").weight_decay == 0.0
 
 
+def test_an_l2_term_is_not_adamw():
+    message = (
+        r"'user': expected a weight_decay_mode of DECOUPLE or none with ADAMW.*got L2\. Remove"
+    )
+    with pytest.raises(ValueError, match=message):
+        RowOptimizer.from_fused_params(
+            {"optimizer": "adamw", "weight_decay_mode": 1}, "table 'user'"
+        )
+
+
 def collection(**options):
     tables = [EmbeddingBagConfig(100, 8, name, feature_names=[name]) for name in "ab"]
     return dyn.DynamicEmbeddingBagCollection(tables, **options)

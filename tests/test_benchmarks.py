@@ -19,7 +19,7 @@ IN_PROCESS = [
     "bench_sweep",
     "bench_serving",
 ]
-STARTS_PROCESSES = ["bench_train", "bench_checkpoint"]
+STARTS_PROCESSES = ["bench_train", "bench_checkpoint", "bench_dedup"]
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +72,14 @@ def test_checkpoints_are_measured_on_two_ranks(tmp_path):
         parts = {"state_dict", "dcp.load", "load_state_dict"}
         parts = parts if "load" in row["what"] else {"state_dict", "dcp.save"}
         assert set(row["seconds"]["dynamic"]) == parts
+
+
+def test_ids_sent_once_are_measured_on_two_ranks(tmp_path):
+    rows = run("bench_dedup", tmp_path, "--only", "zipf-1.05-lfu", "uniform")["rows"]
+    assert [row["workload"] for row in rows] == ["zipf-1.05-lfu", "uniform"]
+    for row in rows:
+        assert row["ranks"] == 2 and row["ratio"] > 0 and 0 < row["distinct"] < 1
+        assert 0 < row["mb_sent"]["once"] < row["mb_sent"]["each"]
 
 
 def test_peak_memory_of_checkpoints_is_measured_as_the_summary_asks(tmp_path):

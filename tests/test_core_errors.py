@@ -118,11 +118,6 @@ class Foreign:
             {"optimizer": "EXACT_ROWWISE_ADAGRAD", "weight_decay": 0.1},
             "expected a weight_decay_mode of L2 or DECOUPLE with weight_decay = 0.1, got NONE",
         ),
-        (
-            {"optimizer": "adamw", "weight_decay_mode": 1},
-            "expected a weight_decay_mode of DECOUPLE or none with ADAMW, whose decay is decoupled, "
-            "got L2. Remove it.",
-        ),
     ],
 )  # fmt: skip
 def test_fused_params(given, rule):

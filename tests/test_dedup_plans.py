@@ -107,7 +107,7 @@ def test_torchrecs_flag_for_all_collections_is_honoured() -> None:
     assert workers.run(flag_of_torchrec, case_of(KINDS, 2), world_size=2) == [[True, False]] * 2
 
 
-def frozen(case: Case) -> None:
+def frozen_from_the_start(case: Case) -> None:
     """A frozen table beside others: sent once too, and not changed."""
     unsharded = collection_of(case)
     unsharded.embeddings["t1"].weight.requires_grad_(False)
@@ -122,8 +122,8 @@ def frozen(case: Case) -> None:
         assert (table.num_rows > 0) == (table.name != "t1") or table.step == 0
 
 
-def test_frozen_tables() -> None:
+def test_tables_that_were_frozen_before_sharding() -> None:
     config = dyn.DynamicTableConfig(eviction=dyn.LeastFrequentlyUsed())
     for kinds in (["row_wise"], KINDS):
         case = case_of(kinds, 2, dedup=True, tables={"config": config})
-        workers.run(frozen, case, world_size=2)
+        workers.run(frozen_from_the_start, case, world_size=2)

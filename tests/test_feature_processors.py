@@ -5,6 +5,8 @@ import workers
 from processed_training import train_beside_static, train_processed
 from sharded_cases import Case, Table, usual_plan
 
+from torchrec_dyn import DynamicTableConfig
+
 WHOLE_ROWS = ["table_wise", "column_wise", "table_column_wise"]
 SPREAD_ROWS = ["row_wise", "table_row_wise", "grid_shard"]
 
@@ -51,6 +53,15 @@ def test_several_types_in_one_collection() -> None:
     )
     workers.run(train_processed, case, "collection", world_size=2)
     workers.run(train_processed, case, "dict", world_size=2)
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_rows_that_learn_by_the_sum_over_ranks(kind: str) -> None:
+    tables = tables_of([kind] * 3, 2, 2)
+    for table in tables:
+        table.config = DynamicTableConfig(gradient="sum")
+    case = Case(tables, weighted=True, exact=False)
+    workers.run(train_processed, case, "collection", True, True, world_size=2)
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "grid_shard"])

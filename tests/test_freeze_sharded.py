@@ -11,6 +11,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import Case, Table, shard_by_hand, usual_plan
 from sharded_life import Beside, Forward, drifting_batch
 from sharded_training import collection_of
+from torchrec.distributed.types import ParameterSharding
 
 import torchrec_dyn as dyn
 
@@ -28,7 +29,7 @@ ALL = ("table_wise", "row_wise", "column_wise")
 PLANS: dict[str, tuple[int, int, bool, tuple[str, ...], str, bool]] = {
     "table": (2, 2, True, ("table_wise",), "ADAM", True),
     "rows": (2, 2, True, ("row_wise",), "EXACT_ROWWISE_ADAGRAD", True),
-    "columns": (2, 2, True, ("column_wise",), "EXACT_ADAGRAD", True),
+    "columns": (2, 2, True, ("column_wise", "two on a rank"), "EXACT_ADAGRAD", True),
     "rows, no policies": (2, 2, True, ("row_wise",), "ADAM", False),
     "mixed sequences": (2, 2, False, ALL, "ADAM", True),
     "sequences, no policies": (2, 2, False, ("row_wise", "table_wise"), "PARTIAL_ROWWISE_ADAM", False),
@@ -59,6 +60,12 @@ class FreezingBeside(Beside):
                         outputs[feature].backward(grad, retain_graph=True)
 
 
+def plan_of(kind: str, world: int, local: int, turn: int, rows: int) -> ParameterSharding:
+    if kind == "two on a rank":
+        return shard_by_hand("column_wise", [([0], 0, 2), ([1], 2, 1), ([0], 3, 1)], rows)
+    return usual_plan(kind, DIM, world, local, turn, rows)
+
+
 def case_of(world: int, local: int, pooled: bool, kinds: tuple[str, ...], optimizer: str,
             has_policies: bool) -> Case:  # fmt: skip
     rows = 160 if has_policies else 1000
@@ -66,7 +73,7 @@ def case_of(world: int, local: int, pooled: bool, kinds: tuple[str, ...], optimi
         Table(
             f"t{turn}",
             [("a", "b", "c")[turn % 3]],
-            usual_plan(kinds[turn % len(kinds)], DIM, world, local, turn, rows),
+            plan_of(kinds[turn % len(kinds)], world, local, turn, rows),
             DIM,
             rows=rows,
             config=dyn.DynamicTableConfig(

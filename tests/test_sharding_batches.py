@@ -1,9 +1,11 @@
 """Batches of all shapes: a size per feature, a size per rank, weighted, empty."""
 
 import pytest
+import torch
 import workers
 from sharded_cases import Case, Table, usual_plan
-from sharded_training import train_beside
+from sharded_training import batches, collection_of, outputs_by_name, shard, train_beside
+from torchrec import KeyedJaggedTensor
 
 POOLED = [
     "table_wise",
@@ -98,3 +100,22 @@ def test_sequence_batch_without_ids(kind: str) -> None:
 @pytest.mark.parametrize("kind", SEQUENCE)
 def test_sequence_batch_without_examples(kind: str) -> None:
     run(Case(tables_of(kind), pooled=False, batch_sizes=[0] * 4))
+
+
+def columns_of_a_matrix(kind: str, pooled: bool) -> None:
+    """Ids, lengths and weights as columns of matrices: gloo sends no tensors with gaps."""
+    case = Case([Table("t", ["a"], usual_plan(kind, 8, 2, 2))], pooled=pooled, weighted=pooled)
+    model = shard(case, collection_of(case, fused_params=case.fused_params)).eval()
+    mine = batches(case, 0)[0][torch.distributed.get_rank()]
+    parts = (mine.values(), mine.lengths(), mine.weights_or_none())
+    ids, lengths, weights = (
+        None if part is None else torch.stack([part, part], 1)[:, 0] for part in parts
+    )
+    gappy = KeyedJaggedTensor(keys=["a"], values=ids, lengths=lengths, weights=weights)
+    got, expected = (outputs_by_name(case, model(one)) for one in (gappy, mine))
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(("kind", "pooled"), [("row_wise", True), ("table_wise", False)])
+def test_tensors_with_gaps(kind: str, pooled: bool) -> None:
+    workers.run(columns_of_a_matrix, kind, pooled, world_size=2)

@@ -48,8 +48,11 @@ READ = {
         *_SHARDING, *_BY_NODE, *_STITCHED,
     ],
     f"{_PACKAGE}.sharding.grid_sharding.GridPooledEmbeddingDist": ["_callbacks"],
-    f"{_PACKAGE}.embedding_lookup.GroupedPooledEmbeddingsLookup": ["_emb_modules"],
-    f"{_PACKAGE}.embedding_lookup.GroupedEmbeddingsLookup": ["_emb_modules"],
+    f"{_PACKAGE}.embedding_lookup.GroupedPooledEmbeddingsLookup": [
+        "_dummy_embs_tensor", "_emb_modules",
+    ],
+    f"{_PACKAGE}.embedding_lookup.GroupedEmbeddingsLookup": ["_dummy_embs_tensor", "_emb_modules"],
+    f"{_PACKAGE}.embedding.EmbeddingCollectionAwaitable": ["_awaitables_per_sharding"],
 }  # fmt: skip
 
 

@@ -11,14 +11,14 @@ from torchrec_dyn.across_ranks import (
     read_num_rows,
     read_stats,
 )
+from torchrec_dyn.block_embedding import BlockEmbeddingBagCollection
 from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.dynamic_embedding import DynamicEmbedding
+from torchrec_dyn.dynamic_embedding_bag import DynamicEmbeddingBag
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
 from torchrec_dyn.fan_initializers import KaimingNormal, KaimingUniform, XavierNormal, XavierUniform
-from torchrec_dyn.feature_processors import (
-    DynamicFeatureProcessedEmbeddingBagCollectionSharder,
-    ShardedDynamicFeatureProcessedEmbeddingBagCollection,
-)
+from torchrec_dyn.feature_processors import DynamicFeatureProcessedEmbeddingBagCollectionSharder
 from torchrec_dyn.from_static import from_static
 from torchrec_dyn.initializers import Constant, Normal, TruncatedNormal, Uniform
 from torchrec_dyn.make_dynamic import make_dynamic
@@ -30,6 +30,7 @@ from torchrec_dyn.policies import (
     LeastRecentlyUsed,
     Never,
 )
+from torchrec_dyn.quotient_remainder import QuotientRemainderEmbeddingBagCollection
 from torchrec_dyn.sharded_embedding import ShardedDynamicEmbeddingCollection
 from torchrec_dyn.sharded_embeddingbag import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.sharders import (
@@ -41,7 +42,10 @@ from torchrec_dyn.stats_logger import add_stats_hook, log_stats
 __all__ = [
     "AdmitAfter",
     "AdmitWithProbability",
+    "BlockEmbeddingBagCollection",
     "Constant",
+    "DynamicEmbedding",
+    "DynamicEmbeddingBag",
     "DynamicEmbeddingBagCollection",
     "DynamicEmbeddingBagCollectionSharder",
     "DynamicEmbeddingCollection",
@@ -55,9 +59,9 @@ __all__ = [
     "LeastRecentlyUsed",
     "Never",
     "Normal",
+    "QuotientRemainderEmbeddingBagCollection",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
-    "ShardedDynamicFeatureProcessedEmbeddingBagCollection",
     "TruncatedNormal",
     "Uniform",
     "XavierNormal",

@@ -67,6 +67,7 @@ class BatchCheck:
                 f"{self.where}: expected inverse_indices with bags that vary by feature, "
                 f"{features.stride_per_key()}, got none. Pass them in the KeyedJaggedTensor."
             )
+        features = _contiguous(features)
         if is_usual:
             return features
         if self._first_keys is None:
@@ -88,3 +89,20 @@ class BatchCheck:
         for name in self._features:
             if name not in keys:
                 raise ValueError(f"{self.where}: expected feature '{name}', got features {keys}.")
+
+
+def _contiguous(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Copies a batch whose tensors have gaps, e.g. a column of a matrix: not every backend sends such."""
+    parts = (features.values(), features.lengths(), features.weights_or_none())
+    if all(part is None or part.is_contiguous() for part in parts):
+        return features
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values().contiguous(),
+        weights=None if parts[2] is None else parts[2].contiguous(),
+        lengths=features.lengths().contiguous(),
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )

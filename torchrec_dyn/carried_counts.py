@@ -14,10 +14,21 @@ MOST_IDS = 2**31 - 1  # of a batch, hence of any count
 
 
 def as_weights(counts: Tensor) -> Tensor:
-    """Disguises counts, [N] int64 in [1, 2**31), as weights, [N] float32."""
+    """Disguises counts as weights.
+
+    Args:
+        counts: [N] int64 in [1, 2**31).
+
+    Returns:
+        [N] float32 of the same bits as int32 counts.
+    """
     return counts.to(torch.int32).view(torch.float32)
 
 
 def counts_of(weights: Tensor) -> Tensor:
-    """Returns the counts, [N] int64, that came as weights, [N] float32."""
+    """Returns the counts that came as weights, [N] int64.
+
+    Args:
+        weights: [N] float32 of `as_weights`, in any order.
+    """
     return weights.view(torch.int32).long()

@@ -100,7 +100,7 @@ class RowLife:
         """
         # Never a time before the present one: of a time that no step has seen yet the next step is the first.
         step = max(step, self.clock.present_step)
-        counts = torch.zeros_like(rows) if counts is None else counts
+        counts = torch.zeros_like(rows) if counts is None else counts.clamp(max=MOST_COUNT)
         self.scores.write(rows, torch.full_like(rows, step), counts)
         if self.waiting is not None:
             self.waiting.forget(ids)

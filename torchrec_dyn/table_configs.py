@@ -99,9 +99,7 @@ def _check_config(config: BaseEmbeddingConfig, where: str) -> None:
         )
     where = f"{where}(table='{config.name}')"
     for field in ("num_embeddings", "embedding_dim"):
-        value = getattr(config, field)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise ValueError(f"{where}: expected {field} to be an integer above 0, got {value!r}.")
+        check_size(getattr(config, field), field, where)
     if config.data_type not in _ROW_TYPES:
         raise ValueError(f"{where}: expected data_type FP32, FP16 or BF16, got {config.data_type}.")
     for option, unused, remedy in _UNUSED_OPTIONS:
@@ -120,6 +118,27 @@ def _check_config(config: BaseEmbeddingConfig, where: str) -> None:
     ):
         raise ValueError(f"{where}: expected pooling SUM or MEAN, got {config.pooling}.")
     _check_initial_rows(config, where)
+
+
+def check_size(value: int | None, name: str, where: str) -> None:
+    """Checks a number of rows or columns.
+
+    Raises:
+        ValueError: if it is no integer above 0.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"{where}: expected {name} to be an integer above 0, got {value!r}.")
+
+
+def check_id(value: int | None, name: str, where: str) -> None:
+    """Checks an id that a user named.
+
+    Raises:
+        ValueError: if it is neither an int64 nor None.
+    """
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_integer and -(2**63) <= value < 2**63):
+        raise ValueError(f"{where}: expected {name} to be an int64 or None, got {value!r}.")
 
 
 def _check_initial_rows(config: BaseEmbeddingConfig, where: str) -> None:

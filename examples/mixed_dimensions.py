@@ -1,0 +1,164 @@
+"""What memory buys: one click model with tables of full width, narrow ones, and quotient-remainder pairs.
+
+    python examples/mixed_dimensions.py
+
+Trains TorchRec's DLRM on the made-up clicks once for each kind of table, in one process, and prints
+what the tables hold and what the model is worth on held-out clicks. About a minute on one core.
+
+The ids of the stream are spread over 64 bits and share no quotients. So the quotient-remainder tables
+get `id % (m * m)`: m quotients and m remainders at most. `folded` is the same idea without pairs: ids
+share rows, `id % (2 * m)`, as many rows as a pair of tables has.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from click_source import StreamSource
+from clicks import CATEGORICAL_NAMES, NUM_INTEGERS, Clicks
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from metrics import auc, normalized_entropy
+from options import hide_notes_to_developers, positive, rate, seed
+from torch import nn
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.models.dlrm import DLRM, DLRMTrain
+
+import torchrec_dyn as dyn
+
+KINDS = ("full", "block", "mult", "add", "concat", "folded")
+
+
+def make_collection(kind: str, options: argparse.Namespace) -> nn.Module:
+    """Makes the embeddings of one kind; all have outputs of `dim` columns."""
+    tables = [
+        EmbeddingBagConfig(
+            name=name, embedding_dim=options.dim, num_embeddings=4_000_000, feature_names=[name]
+        )
+        for name in CATEGORICAL_NAMES
+    ]
+    rows = dyn.DynamicTableConfig(initializer=dyn.Uniform(-0.05, 0.05), seed=options.seed)
+    learning = {
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "learning_rate": options.lr,
+    }
+    if kind in ("full", "folded"):
+        return dyn.DynamicEmbeddingBagCollection(tables, dynamic=rows, fused_params=learning)
+    if kind == "block":
+        return dyn.BlockEmbeddingBagCollection(
+            tables, options.block_dim, dynamic=rows, fused_params=learning
+        )
+    return dyn.QuotientRemainderEmbeddingBagCollection(
+        tables, options.buckets, kind, dynamic=rows, fused_params=learning
+    )
+
+
+def ids_for(kind: str, features: KeyedJaggedTensor, buckets: int) -> KeyedJaggedTensor:
+    """Makes of raw ids what the tables of a kind read."""
+    if kind in ("full", "block"):
+        return features
+    ids = features.values() % (2 * buckets if kind == "folded" else buckets**2)
+    return KeyedJaggedTensor(features.keys(), ids, lengths=features.lengths())
+
+
+def held_by(collection: nn.Module) -> tuple[int, int]:
+    """Returns the rows of all tables, and the bytes of tables and projections.
+
+    Of a table its rows, the state of their optimizer and the id map; of a projection its numbers.
+    """
+    tables = [
+        table.stats()
+        for one in collection.modules()
+        if isinstance(one, (dyn.DynamicEmbeddingBagCollection, dyn.DynamicEmbeddingCollection))
+        for table in one.local_tables().values()
+    ]
+    dense = sum(
+        one.numel() * one.element_size() for one in collection.parameters() if not one.is_meta
+    )
+    return int(sum(one["rows"] for one in tables)), int(sum(one["bytes"] for one in tables)) + dense
+
+
+def train_and_evaluate(kind: str, options: argparse.Namespace) -> dict[str, float]:
+    """Trains one model; returns what it holds and what it is worth."""
+    torch.manual_seed(options.seed)
+    collection = make_collection(kind, options)
+    model = DLRMTrain(
+        DLRM(
+            collection,
+            dense_in_features=NUM_INTEGERS,
+            dense_arch_layer_sizes=[64, options.dim],
+            over_arch_layer_sizes=[128, 64, 1],
+        )
+    )
+    dense = [one for one in model.parameters() if not one.is_meta]
+    adam = torch.optim.Adam(dense, lr=options.dense_lr)
+    source = StreamSource(
+        seed=options.seed,
+        batch_size=options.batch_size,
+        steps=options.steps,
+        held_out=options.held_out,
+        rank=0,
+        world_size=1,
+    )
+
+    def run(clicks: Clicks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        batch = clicks.to_batch()
+        batch.sparse_features = ids_for(kind, batch.sparse_features, options.buckets)
+        loss, (_, logits, labels) = model(batch)
+        return loss, logits, labels
+
+    for clicks in source.training():
+        adam.zero_grad()
+        run(clicks)[0].backward()  # the rows learn here
+        adam.step()
+    model.eval()
+    with torch.no_grad():
+        held_out = [run(clicks)[1:] for clicks in source.evaluation()]
+    logits, labels = (torch.cat(parts) for parts in zip(*held_out, strict=True))
+    rows, held = held_by(collection)
+    truth, said = labels.numpy().astype(np.int64), logits.sigmoid().numpy()
+    return {
+        "rows": rows,
+        "bytes": held,
+        "auc": auc(truth, said),
+        "normalized_entropy": normalized_entropy(truth, said),
+    }
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=positive, default=300)
+    parser.add_argument("--batch-size", type=positive, default=1024)
+    parser.add_argument("--held-out", type=positive, default=32768, help="clicks to evaluate on")
+    parser.add_argument("--dim", type=positive, default=16, help="columns of an embedding")
+    parser.add_argument("--block-dim", type=positive, default=4, help="columns of a narrow row")
+    parser.add_argument("--buckets", type=positive, default=2048, help="m of the pairs")
+    parser.add_argument("--lr", type=rate, default=0.1, help="learning rate of the rows")
+    parser.add_argument("--dense-lr", type=rate, default=0.002, help="of the dense part (Adam)")
+    parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains the models and prints the table."""
+    options = parse(arguments)
+    hide_notes_to_developers()
+    print(f"{'tables':<8}{'rows':>12}{'MB':>9}{'AUC':>9}{'NE':>9}", flush=True)
+    for kind in options.kinds:
+        got = train_and_evaluate(kind, options)
+        print(
+            f"{kind:<8}{got['rows']:>12,}{got['bytes'] / 1e6:>9.1f}{got['auc']:>9.4f}"
+            f"{got['normalized_entropy']:>9.4f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Tables, batches and plain torch formulas for block and quotient-remainder embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import PoolingType
+
+IDS = [0, 1, -1, 2**63 - 1, -(2**63), 10**15, -(10**12), 2**32, 2**31, *range(50, 80)]
+SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
+ADAGRAD = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
+FEATURES = ["h", "g", "f"]  # another order than that of the tables
+OUTPUTS = [("a", "g"), ("a", "f"), ("b", "g"), ("c", "h")]
+
+
+def tables(pooling: PoolingType = PoolingType.SUM) -> list[EmbeddingBagConfig]:
+    """Three tables of two widths; one has two features, one feature two tables."""
+    return [
+        EmbeddingBagConfig(
+            name=name,
+            embedding_dim=width,
+            num_embeddings=1000,
+            feature_names=features,
+            pooling=pooling,
+        )
+        for name, width, features in (("a", 8, ["g", "f"]), ("b", 12, ["g"]), ("c", 8, ["h"]))
+    ]
+
+
+def batch(step: int = 0, bags: int = 6, weighted: bool = False, longest: int = 4) -> Any:
+    """Bags of ids that repeat, extremes among them."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(longest + 1, (len(FEATURES) * bags,), generator=generator)
+    ids = torch.tensor(IDS)[torch.randint(len(IDS), (int(lengths.sum()),), generator=generator)]
+    weights = torch.rand(ids.numel(), generator=generator) * 4 - 2
+    return KeyedJaggedTensor(
+        FEATURES, ids, weights=weights.requires_grad_() if weighted else None, lengths=lengths,
+        stride=bags,
+    )  # fmt: skip
+
+
+def leaf_rows(table: Any, ids: Tensor) -> Tensor:
+    """The rows that a table has now, for a gradient to gather in."""
+    rows, found = table.lookup(ids)
+    assert bool(found.all())
+    return rows.clone().requires_grad_()
+
+
+def pooled_by_hand(
+    features: KeyedJaggedTensor, mean: bool, row_of: Callable[[str, str], Tensor]
+) -> list[Tensor]:
+    """Pools bag by bag, in plain torch: of each output [bags, columns].
+
+    Args:
+        features: the batch.
+        mean: whether sums are divided by the number of ids.
+        row_of: gives, by table and feature, the row of each id of the feature, [ids, columns].
+    """
+    outputs = []
+    for table, feature in OUTPUTS:
+        jagged = features[feature]
+        rows = row_of(table, feature)
+        if jagged.weights_or_none() is not None:
+            rows = rows * jagged.weights()[:, None]
+        bags = []
+        for bag in torch.split(rows, jagged.lengths().tolist()):
+            bags.append(bag.sum(0) / (max(1, len(bag)) if mean else 1))
+        outputs.append(torch.stack(bags) if bags else rows.new_zeros(0, rows.shape[1]))
+    return outputs
+
+
+def some_grad(output: Tensor) -> Tensor:
+    """A gradient that differs from number to number."""
+    return torch.linspace(-1, 1, output.numel()).reshape(output.shape) + 0.1 * output.detach()
+
+
+def numbers(module: nn.Module) -> int:
+    """Parameters of a module, those of placeholders counted at their shape."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def varied_batch() -> tuple[KeyedJaggedTensor, KeyedJaggedTensor]:
+    """A batch with a batch size per feature, and the same with every bag written out."""
+    sizes, samples = {"h": 3, "g": 1, "f": 2}, 5
+    generator = torch.Generator().manual_seed(3)
+    lengths = {name: torch.randint(1, 4, (n,), generator=generator) for name, n in sizes.items()}
+    bags = {
+        name: [torch.randint(-60, 60, (int(n),), generator=generator) for n in of]
+        for name, of in lengths.items()
+    }
+    inverse = {name: torch.arange(samples) % n for name, n in sizes.items()}
+    varied = KeyedJaggedTensor(
+        FEATURES,
+        torch.cat([torch.cat(bags[name]) for name in FEATURES]),
+        lengths=torch.cat([lengths[name] for name in FEATURES]),
+        stride_per_key_per_rank=[[sizes[name]] for name in FEATURES],
+        inverse_indices=(FEATURES, torch.stack([inverse[name] for name in FEATURES])),
+    )
+    plain = KeyedJaggedTensor(
+        FEATURES,
+        torch.cat([bags[name][i] for name in FEATURES for i in inverse[name]]),
+        lengths=torch.cat([lengths[name][inverse[name]] for name in FEATURES]),
+    )
+    return varied, plain

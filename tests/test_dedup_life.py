@@ -1,0 +1,210 @@
+"""Frequencies, admission and eviction where each id is sent once: exact counts travel with the ids."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import workers
+from dedup_cases import tables_here, tables_of, train_both
+from gradient_oracle import MODES, RATE, train_beside_dense
+from sharded_cases import EXTREME_IDS, Case, Table, usual_plan
+from sharded_life import Beside, drifting_batch, make_batch
+from sharded_training import collection_of, outputs_by_name, shard
+
+import torchrec_dyn as dyn
+from torchrec_dyn import ops, sent_once
+from torchrec_dyn.scores import MOST_COUNT
+
+KINDS = ["table_wise", "row_wise", "column_wise"]
+LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
+LIVES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
+    "frequent": ({"eviction": (dyn.ExpireAfter(steps=6), LFU)}, 150, ["evicted_full"]),
+    "after": ({"admission": dyn.AdmitAfter(3), "eviction": LRU, "unseen": "initial"}, 135,
+              ["refused", "waiting"]),
+    "chance": ({"admission": dyn.AdmitWithProbability(0.4), "eviction": LFU}, 135, ["refused"]),
+}  # fmt: skip
+
+
+def live_beside(case: Case, steps: int) -> dict[str, int]:
+    """A stream beside unsharded tables: floats within rounding, all else exact. Counts of all ranks."""
+    beside = Beside(case)
+    for step in range(steps):
+        beside.step(drifting_batch(case, step))
+        beside.check()
+    counts: dict[str, int] = {}
+    for one in beside.shards:
+        for name, value in one.stats().items():
+            counts[name] = counts.get(name, 0) + int(value)
+    return counts
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_lives_as_the_unsharded_table(life: str) -> None:
+    config, limit, must_happen = LIVES[life]
+    tables = [
+        Table(
+            f"t{i}", ["a", "b"][: i + 1], usual_plan(kind, 8, 3, 3, i, limit), rows=limit,
+            config=dyn.DynamicTableConfig(initializer=dyn.Uniform(-0.1, 0.1), **config),
+        )
+        for i, kind in enumerate(KINDS)
+    ]  # fmt: skip
+    case = Case(tables, pooled=False, exact=False, dedup=True, longest_bag=8)
+    of_ranks = workers.run(live_beside, case, 14, world_size=3, timeout=120)
+    for name in must_happen:
+        assert sum(counts[name] for counts in of_ranks) > 0, name
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_states_and_counts_are_equal_to_the_bit(life: str) -> None:
+    """Also of a table without a policy beside: counts travel past it."""
+    config, limit, _ = LIVES[life]
+    tables = tables_of(KINDS, 2, 2, rows=limit, config=dyn.DynamicTableConfig(**config))
+    tables += [Table("plain", ["a"], usual_plan(kind, 8, 2, 2)) for kind in KINDS[1:2]]
+    # Weights of the user's own, which sequences ignore, are no counts.
+    case = Case(tables, pooled=False, steps=6, known_ids=15, longest_bag=6, weighted=True)
+    workers.run(train_both, case, False, 3, world_size=2)
+
+
+def seen_by_each_table(case: Case) -> dict[str, int]:
+    model = shard(case, collection_of(case))
+    model(make_batch(case, [[[[1, 1, 2]]]] * 2).mine)["a@life"].values().sum().backward()
+    return {table.name: table.stats()["ids_seen"] for table in tables_here(model)}
+
+
+def test_a_table_without_a_policy_counts_arrivals_whatever_its_neighbours() -> None:
+    plan, life = usual_plan("row_wise", 8, 2, 2), dyn.DynamicTableConfig(eviction=LFU)
+    tables = [Table("life", ["a"], plan, config=life), Table("plain", ["a"], plan)]
+    of_ranks = workers.run(seen_by_each_table, Case(tables, pooled=False, dedup=True), world_size=2)
+    assert sum(seen["life"] for seen in of_ranks) == 6
+    assert sum(seen["plain"] for seen in of_ranks) == 4
+
+
+@pytest.mark.parametrize("config", [None, dyn.DynamicTableConfig(eviction=LFU)])
+def test_frozen_beside_others(config: Any) -> None:
+    for kinds in (["row_wise"], KINDS):
+        tables = tables_of(kinds, 2, 2, config=config)
+        case = Case(tables, pooled=False, steps=4, known_ids=15, longest_bag=6)
+        workers.run(train_both, case, False, 1, 2, world_size=2)
+
+
+def admit_over_ranks(case: Case) -> list[list[float]]:
+    model = shard(case, collection_of(case))
+    first, last = -(2**63), 2**63 - 1
+    seen = []
+    for bags in (
+        [[[first, first]], [[last]], [[last]]],  # twice on one rank; once on each of two
+        [[[5]], [[first, 5]], [[]]],  # first: the third. 5: once on each
+        [[[last, last, 5]], [[]], [[9, 9, 9]]],  # last: four. 5: three. 9: at once
+    ):
+        out = outputs_by_name(case, model(make_batch(case, [[one] for one in bags]).mine))["a"]
+        out.sum().backward()
+        seen.append(out[:, 0].tolist())
+    held = {}
+    for one in tables_here(model):
+        ids = one.ids()
+        held.update(zip(ids.tolist(), one.count(ids).tolist(), strict=True))
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, held)
+    together = {id: count for held in of_ranks for id, count in held.items()}
+    assert together == {first: 3, last: 4, 5: 3, 9: 3}
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_repeats_on_several_ranks_cross_the_threshold_together(kind: str) -> None:
+    config = dyn.DynamicTableConfig(initializer=dyn.Constant(1.0), admission=dyn.AdmitAfter(3))
+    plan = usual_plan(kind, 4, 3, 3, turn=1)
+    case = Case([Table("t", ["a"], plan, 4, config=config)], pooled=False, dedup=True)
+    case.fused_params["learning_rate"] = 0.0
+    first, second, third = workers.run(admit_over_ranks, case, world_size=3)
+    assert first == [[0.0, 0.0], [0.0], [1.0, 1.0, 1.0]]
+    assert second == [[0.0], [1.0, 0.0], []]
+    assert third == [[0.0], [], [1.0, 1.0, 1.0]]
+
+
+# By id, so that a count that went to another id is seen: denormals, infinities and NaNs as floats.
+PATTERNS = [1, 3, 2**23, 2**24 + 1, 0x7F800000, 0x7F800001, 0x7FA00001, 0x7FC00001, 2**31 - 1]
+
+
+class LargeCounts:
+    """`ops`, but every id has a count of its own, however often it occurs."""
+
+    mix64 = staticmethod(ops.mix64)
+
+    @staticmethod
+    def of(ids: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(PATTERNS)[ops.mix64(ids) % len(PATTERNS)]
+
+    @staticmethod
+    def collect_new(ids: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found, _, *more = ops.collect_new(ids, *others)
+        return found, LargeCounts.of(found), *more
+
+
+def count_largely(case: Case) -> int:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sent_once.ops = LargeCounts  # type: ignore[attr-defined]
+    try:
+        model = shard(case, collection_of(case))
+        bags = [[[[*EXTREME_IDS, *range(20 * r, 30 + 20 * r)] * 2]] for r in range(world)]
+        features = make_batch(case, [one * len(case.features()) for one in bags]).mine
+        sum(output.values().sum() for output in model(features).values()).backward()
+    finally:
+        sent_once.ops = ops
+    ranks_with: dict[int, int] = {}
+    for r in range(world):
+        for one in {*EXTREME_IDS, *range(20 * r, 30 + 20 * r)}:
+            ranks_with[one] = ranks_with.get(one, 0) + 1
+    seen = 0
+    for table in tables_here(model):
+        ids = table.ids()
+        often = torch.tensor([ranks_with[one] for one in ids.tolist()], dtype=torch.int64)
+        expected = (LargeCounts.of(ids) * often).clamp(max=MOST_COUNT)
+        assert torch.equal(table.count(ids), expected), f"rank {rank}, {table.name}"
+        assert table.stats()["ids_seen"] == int((LargeCounts.of(ids) * often).sum())
+        seen += ids.numel()
+    return seen
+
+
+@pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), KINDS])
+def test_the_dists_carry_every_bit_of_a_count(kinds: list[str]) -> None:
+    config = dyn.DynamicTableConfig(eviction=LFU)
+    case = Case(tables_of(kinds, 3, 3, config=config), pooled=False, dedup=True)
+    assert sum(workers.run(count_largely, case, world_size=3)) > 200
+
+
+def weights_that_travel(case: Case) -> list[bool]:
+    """Of each sharding type, whether ids came with counts."""
+    model = shard(case, collection_of(case))
+    seen: list[bool] = []
+    for lookup in model.module.collection._lookups:
+        lookup.register_forward_pre_hook(
+            lambda _, arguments: seen.append(arguments[0].weights_or_none() is not None)
+        )
+    model(make_batch(case, [[[[1, 1]]] * len(case.features())] * 2).mine)["a@t0"].values().sum()
+    return seen
+
+
+def test_counts_travel_only_where_a_table_has_a_life() -> None:
+    tables = tables_of(KINDS, 2, 2)
+    tables[1].config = dyn.DynamicTableConfig(eviction=LFU)
+    case = Case(tables, pooled=False, dedup=True, weighted=True)
+    assert workers.run(weights_that_travel, case, world_size=2) == [[False, True, False]] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_reduction_of_gradients(kind: str) -> None:
+    """A sender is a rank that sent an id, however often it occurs there."""
+    tables = [
+        Table(
+            mode, features, usual_plan(kind, 8, 3, 3, turn),
+            config=dyn.DynamicTableConfig(gradient=mode, initializer=dyn.Constant(0.5)),
+        )
+        for turn, (mode, features) in enumerate(zip(MODES, [["a"], ["b", "c"], ["d"]], strict=True))
+    ]  # fmt: skip
+    sgd = {"optimizer": "EXACT_SGD", "learning_rate": RATE}
+    case = Case(
+        tables, pooled=False, dedup=True, fused_params=sgd, known_ids=10, batch_sizes=[5, 0, 3]
+    )
+    workers.run(train_beside_dense, case, world_size=3)

@@ -1,0 +1,277 @@
+"""Quotient-remainder embeddings against plain torch over Python's divmod."""
+
+import copy
+
+import pytest
+import torch
+from mixed_cases import (
+    IDS,
+    SGD,
+    batch,
+    leaf_rows,
+    numbers,
+    pooled_by_hand,
+    some_grad,
+    tables,
+    varied_batch,
+)
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import PoolingType
+
+import torchrec_dyn as dyn
+from torchrec_dyn.quotient_remainder_ids import PAIR_OPS
+
+every_op = pytest.mark.parametrize("op", PAIR_OPS)
+
+
+def collection(op="mult", pooling=PoolingType.SUM, **options):
+    return dyn.QuotientRemainderEmbeddingBagCollection(
+        tables(pooling), {"a": 7, "b": 2**32, "c": 2}, op, fused_params=SGD, **options
+    )
+
+
+DIVISOR = {"a": 7, "b": 2**32, "c": 2}
+
+
+def handle(ours, table):
+    return next(one for one in ours.rows.values() if table in one.dynamic_configs()).table(table)
+
+
+def parts_of(ids, table) -> dict[str, torch.Tensor]:
+    """By Python: what each of the two tables of a table looks up."""
+    pairs = [divmod(id % 2**64, DIVISOR[table]) for id in ids.tolist()]
+    signed = [[q - 2**64 if q >= 2**63 else q for q, _ in pairs], [r for _, r in pairs]]
+    names = (f"{table}_quotient", f"{table}_remainder")
+    return {
+        name: torch.tensor(of, dtype=torch.int64) for name, of in zip(names, signed, strict=True)
+    }
+
+
+@every_op
+def test_outputs_are_those_of_an_embedding_bag_collection(op):
+    theirs = EmbeddingBagCollection(tables())
+    small = KeyedJaggedTensor(["f", "g", "h"], torch.arange(6), lengths=torch.ones(6).long())
+    ours = collection(op)
+    got, expected = ours(small), theirs(small)
+    assert got.keys() == expected.keys()
+    assert got.length_per_key() == expected.length_per_key()
+    assert got.values().shape == expected.values().shape
+    assert [c.embedding_dim for c in ours.embedding_bag_configs()] == [8, 12, 8]
+    assert list(ours.rows) == (["4", "6"] if op == "concat" else ["8", "12"])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
+@every_op
+def test_pairs_are_put_together_before_pooling_forward_and_backward(op, pooling, weighted):
+    ours = collection(op, pooling, is_weighted=weighted)
+    features = batch(weighted=weighted)
+    output = ours(features)
+    weights = features.weights().detach().clone().requires_grad_() if weighted else None
+    theirs = KeyedJaggedTensor(
+        features.keys(), features.values(), weights=weights, lengths=features.lengths()
+    )
+    known = {
+        inner: torch.unique(numbers)
+        for table, names in (("a", "fg"), ("b", "g"), ("c", "h"))
+        for inner, numbers in parts_of(
+            torch.cat([theirs[name].values() for name in names]), table
+        ).items()
+    }
+    rows = {inner: leaf_rows(handle(ours, inner), of) for inner, of in known.items()}
+
+    def row_of(table, feature):
+        quotients, remainders = (
+            rows[inner][torch.searchsorted(known[inner], of)]
+            for inner, of in parts_of(theirs[feature].values(), table).items()
+        )
+        return {
+            "mult": lambda: quotients * remainders,
+            "add": lambda: quotients + remainders,
+            "concat": lambda: torch.cat([quotients, remainders], 1),
+        }[op]()
+
+    expected = torch.cat(pooled_by_hand(theirs, pooling == PoolingType.MEAN, row_of), dim=1)
+    torch.testing.assert_close(output.values(), expected)
+
+    gradient = some_grad(expected)
+    output.values().backward(gradient)
+    expected.backward(gradient)
+    for inner, before in rows.items():
+        learnt, _ = handle(ours, inner).lookup(known[inner])
+        torch.testing.assert_close(learnt, before.detach() - 0.5 * before.grad)
+    if weighted:
+        torch.testing.assert_close(features.weights().grad, weights.grad)
+
+
+def test_of_single_ids_it_is_the_product_of_pooled_bags():
+    # The published module multiplies pooled bags: the same for one id a bag, and for no longer ones.
+    ours = collection()
+    ids = torch.tensor(IDS)
+    for longest, same in ((1, True), (2, False)):
+        lengths = torch.zeros(3, len(IDS) // longest, dtype=torch.int64)
+        lengths[0] = longest
+        here = ids[: int(lengths.sum())]
+        got = ours(KeyedJaggedTensor(["f", "g", "h"], here, lengths=lengths.flatten()))["f"]
+        parts = parts_of(here, "a")
+        pooled = [
+            handle(ours, inner).lookup(of)[0].reshape(-1, longest, 8).sum(1)
+            for inner, of in parts.items()
+        ]
+        assert torch.allclose(got, pooled[0] * pooled[1]) == same
+
+
+def test_tables_have_as_many_rows_as_ids_have_parts():
+    ours = collection()
+    ids = torch.arange(100)
+    ours(KeyedJaggedTensor(["f", "g", "h"], ids, lengths=torch.tensor([100, 0, 0])))
+    assert handle(ours, "a_quotient").num_rows == 15
+    assert handle(ours, "a_remainder").num_rows == 7
+
+
+def test_memory_is_the_published_number():
+    config = EmbeddingBagConfig(name="t", embedding_dim=512, num_embeddings=1024**2)
+    ours = dyn.QuotientRemainderEmbeddingBagCollection(
+        [config], 1024, device="meta", most_quotients=1024
+    )
+    assert numbers(ours) * 4 / 2**20 == 4
+
+
+@pytest.mark.parametrize(
+    ("buckets", "most", "limits"),
+    [
+        (7, None, (1000, 7)),
+        (2**40, None, (1000, 1000)),
+        (2**63 - 1, None, (3, 1000)),
+        (10, 100, (100, 10)),
+    ],
+)
+def test_limits_of_the_two_tables(buckets, most, limits):
+    config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=1000)
+    ours = dyn.QuotientRemainderEmbeddingBagCollection([config], buckets, most_quotients=most)
+    (inner,) = ours.rows.values()
+    assert tuple(one.num_embeddings for one in inner.embedding_configs()) == limits
+
+
+def starts(op, **options):
+    """The initial rows of the two tables of a table that starts in +-1/20."""
+    config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=400)
+    ours = dyn.QuotientRemainderEmbeddingBagCollection(
+        [config], 20, op, fused_params=SGD, **options
+    )
+    ours(KeyedJaggedTensor(["t"], torch.arange(400), lengths=torch.ones(400).long()))
+    ids = torch.arange(20)
+    return handle(ours, "t_quotient").lookup(ids)[0], handle(ours, "t_remainder").lookup(ids)[0]
+
+
+def test_products_start_as_rows_do_times_a_factor():
+    quotients, remainders = starts("mult")
+    assert 0.5 <= quotients.min() < 0.55 and 1.45 < quotients.max() <= 1.5
+    assert 0.045 < remainders.abs().max() <= 0.05
+
+
+@pytest.mark.parametrize("op", ["add", "concat"])
+def test_terms_start_as_rows_do_each_in_its_own_way(op):
+    quotients, remainders = starts(op)
+    for rows in (quotients, remainders):
+        assert 0.04 < rows.abs().max() <= 0.05
+    assert not torch.equal(quotients, remainders)
+
+
+def test_options_of_a_table_or_of_one_of_the_two():
+    whole = dyn.DynamicTableConfig(initializer=dyn.Constant(0.25))
+    one = dyn.DynamicTableConfig(initializer=dyn.Constant(3.0))
+    quotients, remainders = starts("mult", dynamic=whole)
+    assert remainders.eq(0.25).all() and not quotients.eq(0.25).any()
+    quotients, remainders = starts("add", dynamic={"t": whole})
+    assert remainders.eq(0.25).all() and quotients.eq(0.25).all()
+    quotients, remainders = starts("mult", dynamic={"t": whole, "t_quotient": one})
+    assert remainders.eq(0.25).all() and quotients.eq(3).all()
+    fans = dyn.DynamicTableConfig(initializer=dyn.XavierUniform())
+    bound = dyn.XavierUniform().for_dimension(4).high  # of the 4 columns that a row has here
+    for rows in starts("concat", dynamic=fans):
+        assert 0.9 * bound < rows.abs().max() <= bound
+    quotients, remainders = starts("concat", dynamic={"t_remainder": one})
+    assert remainders.eq(3).all() and quotients.abs().max() <= 0.05
+
+
+@every_op
+def test_bags_that_vary_by_feature(op):
+    varied, plain = varied_batch()
+    ours = collection(op)
+    torch.testing.assert_close(ours(varied).values(), copy.deepcopy(ours)(plain).values())
+    without = KeyedJaggedTensor(
+        ["f", "g", "h"],
+        torch.arange(4),
+        lengths=torch.ones(4).long(),
+        stride_per_key_per_rank=[[2], [1], [1]],
+    )
+    before = handle(ours, "a_quotient").num_rows
+    with pytest.raises(
+        ValueError, match=r"expected as many bags for each feature, got \[1, 2, 1, 1\]"
+    ):
+        ours(without)
+    assert handle(ours, "a_quotient").num_rows == before
+
+
+@pytest.mark.parametrize("bags", [0, 3])
+@every_op
+def test_batches_without_ids(op, bags):
+    ours = collection(op)
+    output = ours(batch(bags=bags, longest=0)).values()
+    assert output.shape == (bags, 8 + 8 + 12 + 8) and output.eq(0).all()
+    output.sum().backward()
+
+
+@every_op
+def test_evaluation_inserts_nothing(op):
+    ours = collection(op).eval()
+    assert ours(batch()).values().eq(0).all()
+    assert handle(ours, "a_quotient").num_rows == 0
+
+
+def test_state_dict_round_trip():
+    trained, fresh = collection(), collection()
+    for step in range(2):
+        output = trained(batch(step)).values()
+        output.backward(some_grad(output))
+    fresh.load_state_dict(trained.state_dict())
+    expected = trained.eval()(batch(1)).values()
+    assert expected.abs().sum() > 0
+    assert torch.equal(fresh.eval()(batch(1)).values(), expected)
+
+
+def make(**changes):
+    given = {"tables": tables(), "buckets": 10, **changes}
+    return lambda: dyn.QuotientRemainderEmbeddingBagCollection(**given)
+
+
+def odd():
+    return [EmbeddingBagConfig(name="t", embedding_dim=7, num_embeddings=9)]
+
+
+def named(*names):
+    return [EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=9) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (make(buckets=0), r"buckets: expected an integer in \[1, 9223372036854775807\] .*, got 0"),
+        (make(buckets=2**63), r"buckets: expected .* got 9223372036854775808"),
+        (make(buckets={"a": 3}), r"buckets: expected a number for each .*, got \['a'\]"),
+        (make(most_quotients=1001), r"most_quotients: expected an integer in \[1, 1000\]"),
+        (make(op="max"), r"expected op among \['mult', 'add', 'concat'\], got 'max'"),
+        (make(tables=odd(), op="concat"), r"table='t'.*expected an even embedding_dim .*, got 7"),
+        (make(tables=named("t", "t_quotient")), r"leave free, got \['t_quotient'\]"),
+        (make(dynamic={"d": dyn.DynamicTableConfig()}), r"dynamic: expected names among .*'d'"),
+    ],
+)
+def test_a_wrong_option_is_named(wrong, message):
+    with pytest.raises(ValueError, match=f"^QuotientRemainderEmbeddingBagCollection.*{message}"):
+        wrong()
+
+
+def test_a_missing_feature_is_named():
+    with pytest.raises(ValueError, match=r"table='a'.*expected feature 'f'"):
+        collection()(KeyedJaggedTensor(["g"], torch.tensor([1]), lengths=torch.tensor([1])))
