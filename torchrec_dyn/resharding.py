@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ def reshard(
     changed: Mapping[str, ParameterSharding],
     env: ShardingEnv,
     device: torch.device | None,
+    wrapped: Callable[[], None] | None = None,
 ) -> None:
     """Moves tables of a collection to where another plan has them; all of them or none. Collective.
 
@@ -45,6 +46,8 @@ def reshard(
         changed: the new plan of the tables that move; others may be named, too.
         env: the ranks.
         device: where the rows live.
+        wrapped: checks the plan for the feature processors that wrap the collection and call this; None:
+            none do.
 
     Raises:
         ValueError: on every rank, if the plan cannot be honoured, differs between ranks, or if a batch is on
@@ -54,7 +57,7 @@ def reshard(
     shards: LocalShards = collection._shards
     call, group = f"{shards.where}.reshard", collection._env.process_group
     assert isinstance(group, dist.ProcessGroup)
-    plans = told_together(group, call, lambda: _described(collection, changed, env))
+    plans = told_together(group, call, lambda: _described(collection, changed, env, wrapped))
     for rank, theirs in enumerate(plans):
         if theirs != plans[0]:
             raise ValueError(
@@ -78,17 +81,22 @@ def reshard(
 
 
 def _described(
-    collection: Any, changed: Mapping[str, ParameterSharding], env: ShardingEnv
+    collection: Any,
+    changed: Mapping[str, ParameterSharding],
+    env: ShardingEnv,
+    wrapped: Callable[[], None] | None,
 ) -> list[Any]:
     """Says a plan in plain values, so that ranks can compare theirs.
 
     Raises:
         ValueError: if no plan can be had here.
     """
-    if not collection._check_batch.needs_weights:
+    if wrapped is not None:
+        wrapped()
+    elif not collection._check_batch.needs_weights:
         raise ValueError(
             "expected a collection of its own, got one that feature processors wrap, which depend on its "
-            "plan. Save, and load under the new plan."
+            "plan. Reshard the feature-processed module."
         )
     if isinstance(env, ShardingEnv2D):
         raise ValueError(
