@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_cases import Setup, batch, held, new, quietly, run_on, same_bits, train
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from reshard_cases import check_same, counts_of, move, plans
 from sharded_cases import shard_by_hand
 from torch.distributed.checkpoint.api import CheckpointException
@@ -66,6 +67,22 @@ def bad_plans(setup: Setup) -> None:
 
 def test_bad_plans_change_nothing() -> None:
     run_on(SETUP, bad_plans)
+
+
+def other_optimizers(setup: Setup) -> None:
+    model = new(setup)
+    train(model, setup, range(2))
+    used = model.sharders[0]
+    for changed in ({"learning_rate": 0.3}, {"eps": 0.1}, {"optimizer": EmbOptimType.EXACT_SGD}):
+        model.sharders[0] = type(used)({**used.fused_params, **changed})
+        match = "optimizers that the collection was sharded with, got plain: "
+        refused(model, setup, plans(setup, (RW,), names=["plain"]), ValueError, match)
+    model.sharders[0] = type(used)(dict(used.fused_params))
+    move(model, plans(setup, (RW,), names=["plain"]))
+
+
+def test_a_sharder_with_another_optimizer_is_refused() -> None:
+    run_on(SETUP, other_optimizers)
 
 
 def uneven_columns(setup: Setup) -> None:

@@ -126,6 +126,13 @@ def _sharded_anew(
             device if device is not None else collection._device,
             collection._module_fqn,
         )
+    now, then = collection._shards.optimizer_of, made._shards.optimizer_of
+    others = [f"{name}: {then(name)}" for name in plan if then(name) != now(name)]
+    if others:
+        raise ValueError(
+            f"expected the optimizers that the collection was sharded with, got {', '.join(others)}. Use the "
+            "same fused_params; learning rates are set in the optimizer's param_groups."
+        )
     return made.train(collection.training)
 
 
