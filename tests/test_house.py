@@ -27,10 +27,9 @@ FLOORS = (
     " inspection_histograms inspection inspection_plot",
     "feature_ids input_ids input_weights bag_input tile_pooling pooling_here table_configs optimizer_choice"
     " fused_optimizer carried_counts kernel local_table saved_state data_parallel table_handle local_lookup",
-    "column_order output_order row_wise output_dists table_layout batch_check mean_pooling grouped_lookups"
-    " sharding sequence_sharding sequence_batch sent_once carry_over agreement id_exchange shard_stats"
-    " whole_table"
-    " sharded_table shardable_view",
+    "column_order output_order own_forwards row_wise output_dists table_layout batch_check mean_pooling"
+    " grouped_lookups sharding sequence_sharding sequence_batch sent_once carry_over agreement id_exchange"
+    " shard_stats whole_table sharded_table shardable_view",
     "saved_places staged_rows take_over shard_pieces load_session shard_source shard_model_source"
     " shard_model_entry"
     " shard_state_dict shard_optimizer_source shard_optimizer_entry aligned_state sharded_optimizer"

@@ -134,6 +134,35 @@ def test_pipelines_run_out_before_tables_move(name: str) -> None:
         assert moved == plain
 
 
+def without_pipeline(run: Run, kinds: Kinds, detached_before: bool) -> list[float]:
+    """Losses of a model whose pipeline is detached before or behind a move."""
+    model = sharded_model(run)
+    pipeline, source = make_pipeline(run, "sparse_dist", model), batches(run)
+    outputs = drain(pipeline, source[:2])
+    if detached_before:
+        pipeline.detach()
+    reshard(model, run, kinds)
+    if detached_before:
+        pipeline.attach()
+    outputs += drain(pipeline, source[2:4])
+    pipeline.detach()
+    outputs += drain(make_pipeline(run, "base", model), source[4:])
+    return [float(loss) for loss, _ in outputs]
+
+
+@pytest.mark.parametrize(
+    "kinds, before",
+    [({"pooled": (TW, TW), "sequences": (TW, RW)}, False), ({"pooled": (CW, CW)}, True)],
+)
+def test_a_pipeline_can_be_detached(kinds: Kinds, before: bool) -> None:
+    run = Run((TW, TW), (TW, RW))
+    expected = workers.run(trained, run, None, world_size=2)
+    for moved, (stayed, _) in zip(
+        workers.run(without_pipeline, run, kinds, before, world_size=2), expected, strict=True
+    ):
+        assert moved == stayed
+
+
 def held_by_others() -> None:
     run = Run((TW, TW), (TW,), lives=LIVES)
     model = sharded_model(run)

@@ -32,6 +32,7 @@ from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.grouped_lookups import tell_senders
 from torchrec_dyn.local_shards import LocalShards, save_and_load_tables
 from torchrec_dyn.output_order import sequences_in_order
+from torchrec_dyn.own_forwards import send_by_own_forwards
 from torchrec_dyn.row_numbers import ForwardTicket
 from torchrec_dyn.sent_once import Expansion, SendOnce
 from torchrec_dyn.sequence_batch import Restoration, evened
@@ -155,6 +156,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         features = self._check_batch(features)
         ctx.sent = self._shards.send()
         features, ctx.restoration = evened(features)
+        send_by_own_forwards(self._input_dists)
         return super().input_dist(ctx, features)
 
     def compute(self, ctx: SequenceContext, dist_input: KJTList) -> list[Tensor]:

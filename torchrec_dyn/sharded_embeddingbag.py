@@ -31,6 +31,7 @@ from torchrec_dyn.grouped_lookups import tell_senders
 from torchrec_dyn.local_shards import LocalShards, save_and_load_tables
 from torchrec_dyn.mean_pooling import MeanDivisor, divide
 from torchrec_dyn.output_order import pooled_in_order
+from torchrec_dyn.own_forwards import send_by_own_forwards
 from torchrec_dyn.row_numbers import ForwardTicket
 from torchrec_dyn.sharded_table import ShardedTableHandle
 from torchrec_dyn.sharding import POOLED_SHARDINGS
@@ -155,6 +156,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """
         ctx.sent = self._shards.send()
         self._prepare_dists(features)
+        send_by_own_forwards(self._input_dists)
         if self._mean.is_needed:
             with torch.no_grad():
                 ctx.divisor = self._mean(features)
