@@ -122,7 +122,11 @@ def through_pipeline(run: Run, name: str, kinds: Kinds) -> tuple[list[float], li
             reshard(model, run, kinds)
         assert str(states_of(run, model)) == str(before)
         outputs += drain(pipeline, left)
+        early = model.module.pooled._free_features_storage_early = True  # as a pipeline's option does
         reshard(model, run, kinds)
+        assert model.module.pooled.is_pipelined and model.module.sequences.is_pipelined
+        assert model.module.pooled._free_features_storage_early is early
+        model.module.pooled._free_features_storage_early = False
         outputs += drain(pipeline, source[4:])
     return [float(loss) for loss, _ in plain], [float(loss) for loss, _ in outputs]
 

@@ -22,11 +22,13 @@ from torchrec_dyn.agreement import done_together, told_together
 from torchrec_dyn.local_shards import LocalShards
 from torchrec_dyn.moved_table import move_table
 
-# What a module keeps: the hooks of whoever hung them on it, its mode, and what others hold of it.
+# What a module keeps: the hooks of whoever hung them on it, its mode, what others hold of it, and what
+# trackers and pipelines have set.
 _PLACES = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"}
 _KEPT = (vars(nn.Module()).keys() - _PLACES) | {
     *("_shards", "_optim", "_output_names", "_check_batch"),
     *("post_lookup_tracker_fn", "post_odist_tracker_fn"),
+    *("is_pipelined", "_free_features_storage_early"),
 }
 
 
