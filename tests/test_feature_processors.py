@@ -1,9 +1,19 @@
 """TorchRec's feature processors around dynamic tables: every plan trains as the unsharded module does."""
 
+import copy
+
 import pytest
+import torch
 import workers
-from processed_training import train_beside_static, train_processed
+from processed_training import (
+    one_table,
+    processed,
+    shard_processed,
+    train_beside_static,
+    train_processed,
+)
 from sharded_cases import Case, Table, usual_plan
+from sharded_training import batches, collection_of
 
 from torchrec_dyn import DynamicTableConfig
 
@@ -75,3 +85,24 @@ def test_mean_divides_by_the_number_of_ids(kind: str) -> None:
 def test_as_static_tables_of_torchrec(kind: str, form: str) -> None:
     case = Case(tables_of([kind] * 3, 2, 2, scale=2), weighted=True)
     workers.run(train_beside_static, case, form, world_size=2)
+
+
+def positions_of_each_plan(form: str) -> None:
+    """Processors that rows spread over ranks made read positions, then whole rows, then no ranks."""
+    spread, whole = one_table("row_wise"), one_table("table_wise")
+    module = processed(spread, collection_of(spread), form)
+    collection = module.split()[1]
+    collection.table("t").assign(torch.arange(100, 140), torch.rand(40, 8))
+    untouched = copy.deepcopy(module).eval()
+    batch = batches(spread, 0)[0][torch.distributed.get_rank()]
+    expected = untouched(batch)["a"]
+    plans = [shard_processed(one, module).eval() for one in (spread, whole)]
+    for number in (0, 1, 0):
+        assert torch.allclose(plans[number](batch)["a"], expected), number
+    module.eval()
+    assert torch.equal(module(batch)["a"], expected)
+
+
+@pytest.mark.parametrize("form", ["collection", "dict"])
+def test_what_one_plan_told_the_processors_is_not_believed_under_another(form: str) -> None:
+    workers.run(positions_of_each_plan, form, world_size=2)

@@ -134,7 +134,11 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
             with_ids(one, ops.unmix64(one.values())) if is_mixed else one
             for one, is_mixed in zip(dist_input, mixed, strict=True)
         ]
-        processed = super().apply_feature_processors_to_kjt_list(KJTList(shown))
+        _tell_positions_travelled(self._feature_processors, self._row_wise_sharded)
+        try:
+            processed = super().apply_feature_processors_to_kjt_list(KJTList(shown))
+        finally:
+            _tell_positions_travelled(self._feature_processors, False)
         return KJTList(
             [
                 with_ids(one, ops.mix64(one.values())) if is_mixed else one
@@ -243,6 +247,16 @@ def _with_weights_of_its_own(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     else:
         made._weights = weights.detach().float().clone()  # float16 cannot count beyond 2048
     return made
+
+
+def _tell_positions_travelled(processors: _Processors, travelled: bool) -> None:
+    """Tells TorchRec's processors whether a batch has positions for weights.
+
+    They remember it of whatever batch went before, perhaps under another plan; and unsharded none has.
+    """
+    for one in processors.modules():
+        if hasattr(one, "_pre_processed"):
+            cast(Any, one)._pre_processed = travelled
 
 
 def _check_positions_travel(processors: _Processors, spread: Sequence[str], where: str) -> None:
