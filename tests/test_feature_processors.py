@@ -106,3 +106,17 @@ def positions_of_each_plan(form: str) -> None:
 @pytest.mark.parametrize("form", ["collection", "dict"])
 def test_what_one_plan_told_the_processors_is_not_believed_under_another(form: str) -> None:
     workers.run(positions_of_each_plan, form, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "moving"),
+    [
+        *(("table_wise", "row_wise", 2), ("row_wise", "column_wise", 2)),
+        *(("grid_shard", "table_row_wise", 2), ("row_wise", "table_wise", 3)),
+    ],
+)
+def test_tables_move_while_training(before: str, after: str, moving: int) -> None:
+    """Positions begin or cease to travel, the processors and their gradients stay."""
+    case = Case(tables_of([before] * 3, 4, 2), weighted=True, exact=False)
+    moves = {table.name: table.plan for table in tables_of([after] * 3, 4, 2)[:moving]}
+    workers.run(train_processed, case, "collection", True, False, moves, world_size=4, local_size=2)
