@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -55,18 +56,24 @@ def check_positions_travel(processors: Processors, spread: Sequence[str], where:
             )
 
 
-def tell_positions_travelled(processors: Processors, travelled: bool) -> None:
-    """Tells TorchRec's processors whether a batch has positions for weights.
+@contextmanager
+def told_of_positions(processors: Processors, have_travelled: bool) -> Iterator[None]:
+    """Lets TorchRec's processors know whether the weights of the batches inside are positions.
 
-    They remember it of whatever batch went before, perhaps under another plan; and unsharded none has.
+    They remember it of whatever batch went before, perhaps under another plan; and unsharded none has any.
 
     Args:
         processors: of the features.
-        travelled: whether it has.
+        have_travelled: whether they are.
     """
-    for one in processors.modules():
-        if hasattr(one, "_pre_processed"):
-            cast(Any, one)._pre_processed = travelled
+    told: list[Any] = [one for one in processors.modules() if hasattr(one, "_pre_processed")]
+    for one in told:
+        one._pre_processed = have_travelled
+    try:
+        yield
+    finally:
+        for one in told:
+            one._pre_processed = False
 
 
 def longest_bags(processors: Processors) -> dict[str, int]:
