@@ -21,7 +21,7 @@ from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import ParameterSharding, ShardingPlan
 from torchrec.modules.feature_processor_ import (
     PositionWeightedModule,
     PositionWeightedModuleCollection,
@@ -108,18 +108,27 @@ def unsharded_outputs(case: Case, module: Any, features: KeyedJaggedTensor) -> A
 
 
 def train_processed(
-    case: Case, form: str, brings_weights: bool = True, summed: bool = False
+    case: Case,
+    form: str,
+    brings_weights: bool = True,
+    summed: bool = False,
+    moves: dict[str, ParameterSharding] | None = None,
 ) -> int:
     """Trains both, asserts equal outputs, rows and position weights, and returns the rows here.
 
     `brings_weights`: whether batches have weights of their own, which position weights replace.
     `summed`: whether rows learn by the sum over the ranks; position weights learn by the mean as ever.
+    `moves`: the plan to which tables move after the first step.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     unsharded = processed(case, collection_of(case, fused_params=case.fused_params), form)
     sharded = shard_processed(case, copy.deepcopy(unsharded))
     sizes = list(case.batch_sizes or [5] * world)
     for step in range(case.steps):
+        if step == 1 and moves is not None:
+            sharded.reshard({"collection": (0.0, moves)}, "collection")
+            planned = sharded.plan.plan["collection"]
+            assert all(planned[n].sharding_type == one.sharding_type for n, one in moves.items())
         per_rank, together = batches(case, step)
         if not brings_weights:
             per_rank[rank]._weights = together._weights = None

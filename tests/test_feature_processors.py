@@ -75,3 +75,14 @@ def test_mean_divides_by_the_number_of_ids(kind: str) -> None:
 def test_as_static_tables_of_torchrec(kind: str, form: str) -> None:
     case = Case(tables_of([kind] * 3, 2, 2, scale=2), weighted=True)
     workers.run(train_beside_static, case, form, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("table_wise", "row_wise"), ("row_wise", "column_wise"), ("grid_shard", "table_row_wise")],
+)
+def test_tables_move_while_training(before: str, after: str) -> None:
+    """Positions begin or cease to travel, the processors and their gradients stay."""
+    case = Case(tables_of([before] * 3, 4, 2), weighted=True, exact=False)
+    moves = {table.name: table.plan for table in tables_of([after] * 3, 4, 2)[:2]}
+    workers.run(train_processed, case, "collection", True, False, moves, world_size=4, local_size=2)

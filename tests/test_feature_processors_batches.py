@@ -153,6 +153,25 @@ def test_refused_before_anything_is_built(what: str, told: str) -> None:
     assert all(told in text for text in workers.run(see_refused, what, world_size=2))
 
 
+def move_where_positions_cannot_follow() -> None:
+    case = one_table("table_wise")
+    module = processed(case, collection_of(case, fused_params=case.fused_params), "dict")
+    module._feature_processors["a"] = Loudness()
+    model = shard_processed(case, module)
+    before = model(bags(1, 2))
+    spread = {"t": one_table("row_wise").tables[0].plan}
+    sharded = model.module.collection
+    with pytest.raises(ValueError, match=r"got Loudness\. Give it one"):
+        model.sharders[0].reshard(sharded, spread, model._env, model.device)
+    del before
+    assert sharded.module_sharding_plan["t"].sharding_type == "table_wise"
+    model(bags(1, 2))
+
+
+def test_a_move_that_positions_cannot_follow_is_refused() -> None:
+    workers.run(move_where_positions_cannot_follow, world_size=2)
+
+
 def see_lost_gradient() -> str:
     case = one_table("table_wise")
     module = Model(processed(case, collection_of(case), "collection"))

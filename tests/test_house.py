@@ -27,19 +27,20 @@ FLOORS = (
     " inspection_histograms inspection inspection_plot",
     "feature_ids input_ids input_weights bag_input tile_pooling pooling_here table_configs optimizer_choice"
     " fused_optimizer carried_counts kernel local_table saved_state data_parallel table_handle local_lookup",
-    "column_order row_wise output_dists table_layout batch_check mean_pooling grouped_lookups sharding"
-    " sequence_sharding sequence_batch sent_once carry_over agreement id_exchange shard_stats whole_table"
+    "column_order output_order row_wise output_dists table_layout batch_check mean_pooling grouped_lookups"
+    " sharding sequence_sharding sequence_batch sent_once carry_over agreement id_exchange shard_stats"
+    " whole_table"
     " sharded_table shardable_view",
     "saved_places staged_rows take_over shard_pieces load_session shard_source shard_model_source"
     " shard_model_entry"
     " shard_state_dict shard_optimizer_source shard_optimizer_entry aligned_state sharded_optimizer"
-    " sharding_setup loaded_plain load_planner",
+    " sharding_setup local_shards chunk_exchange moved_table resharding loaded_plain load_planner",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
     " dynamic_embedding dynamic_embedding_bag"
     " number_by_table block_embedding quotient_remainder_ids quotient_remainder_rows quotient_remainder"
     " from_static_rows from_static_optimizer from_static"
-    " sharded_embeddingbag sharded_embedding across_ranks sharders feature_processors stats_logger"
-    " fair_cuts measured_constraints planner_storage plan_load planner"
+    " sharded_embeddingbag sharded_embedding across_ranks sharders feature_positions feature_processors"
+    " stats_logger fair_cuts measured_constraints planner_storage plan_load planner"
     " rows_here safetensors_rows from_static_checkpoint"
     " model_tables deltas delta_rows read_delta apply_delta checkpoint",
     "serving_rows serving_files serving_maps serving_format serving_build serving_update"

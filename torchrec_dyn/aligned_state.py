@@ -11,12 +11,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torchrec_dyn.agreement import done_together, told_together
 from torchrec_dyn.canonical_rows import CanonicalRows
+from torchrec_dyn.content_sums import add_sums
 from torchrec_dyn.cuts import mean_over_cuts
 from torchrec_dyn.saved_config import from_bytes
-from torchrec_dyn.saved_places import Runs
+from torchrec_dyn.saved_places import Runs, Share, runs_of, share_of
 from torchrec_dyn.saved_tensor import CHUNK_BYTES
 from torchrec_dyn.shard_optimizer_entry import OptimizerEntry
+from torchrec_dyn.shard_pieces import ShardPieces
 from torchrec_dyn.table_state import named_states
 
 
@@ -104,3 +107,27 @@ class AlignedState:
             if shard.life is not None:
                 shard.life.catch_up(shard.step, shard.row_numbers.high)
         entry.staged = None
+
+
+def take_over_state(entry: OptimizerEntry, call: str) -> None:
+    """Verifies optimizer state that came by the rows that the shards have, and gives it to them. Collective.
+
+    Args:
+        entry: all that was saved has come.
+        call: the same on every rank.
+
+    Raises:
+        ValueError: on every rank, if it is damaged or of other rows; nothing has changed then.
+    """
+    pieces = entry.pieces
+    shares = told_together(pieces.group, call, lambda: _share(pieces))
+    runs = runs_of([share for share in shares if share is not None], pieces.part)
+    aligned = done_together(pieces.group, call, lambda: AlignedState(entry, runs))
+    aligned.compare(add_sums(*told_together(pieces.group, call, aligned.check)))
+    done_together(pieces.group, call, aligned.take_over)
+
+
+def _share(pieces: ShardPieces) -> Share | None:
+    if pieces.part is None:
+        return None
+    return share_of(pieces.canonical(pieces.shards[0]), pieces.part, pieces.ranks)

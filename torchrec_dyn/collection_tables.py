@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,15 @@ def local_tables(
             for one in configs
         }
     )
+
+
+def mark_alike(made: Iterable[LocalTable], others: Iterable[LocalTable]) -> None:
+    """Gives tables without rows the optimizers of others, and whether they learn."""
+    for one, other in zip(made, others, strict=True):
+        weight: Any = other.weight
+        one.weight.requires_grad_(weight.requires_grad)
+        if hasattr(weight, "_optimizer_classes"):
+            one.mark_optimizer(weight._optimizer_classes, weight._optimizer_kwargs)
 
 
 def check_saved_rows(tables: nn.ModuleDict, state_dict: Mapping[str, Any], prefix: str) -> None:

@@ -142,7 +142,7 @@ def _check(tables: Sequence[ModelTable], path: str | os.PathLike[str], since: Ma
         if [shard.changes for shard in table.pieces.shards] != logs:
             raise ValueError(
                 f"export_delta(table={table.name!r}): expected a marker of this very table, got one of "
-                "another, or of this one before it was copied, sharded or given another optimizer. "
+                "another, or of this one before it was copied, moved, sharded or given another optimizer. "
                 "Save a full checkpoint and mark anew."
             )
 

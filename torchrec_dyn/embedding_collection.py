@@ -17,7 +17,13 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_dyn.collection_tables import check_saved_rows, handle_of, local_tables, set_time
+from torchrec_dyn.collection_tables import (
+    check_saved_rows,
+    handle_of,
+    local_tables,
+    mark_alike,
+    set_time,
+)
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.data_parallel import teach_ddp_to_skip_placeholders
 from torchrec_dyn.feature_ids import FeatureReader
@@ -171,6 +177,18 @@ class DynamicEmbeddingCollection(EmbeddingCollectionInterface, FusedOptimizerMod
     def dynamic_configs(self) -> dict[str, DynamicTableConfig]:
         """Gives the DynamicTableConfig of each table."""
         return {table.config.name: table.dynamic for table in self._tables()}
+
+    def without_rows(self) -> DynamicEmbeddingCollection:
+        """Makes the same collection without rows, on the meta device."""
+        made = DynamicEmbeddingCollection(
+            self.embedding_configs(),
+            "meta",
+            self._need_indices,
+            self.dynamic_configs(),
+            self.fused_params,
+        )
+        mark_alike(made._tables(), self._tables())
+        return made
 
     def local_tables(self) -> dict[str, DynamicTable]:
         """Gives the rows of the tables that have been used; the others have none yet."""

@@ -21,7 +21,13 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_dyn.collection_tables import check_saved_rows, handle_of, local_tables, set_time
+from torchrec_dyn.collection_tables import (
+    check_saved_rows,
+    handle_of,
+    local_tables,
+    mark_alike,
+    set_time,
+)
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.data_parallel import teach_ddp_to_skip_placeholders
 from torchrec_dyn.feature_ids import FeatureReader
@@ -159,6 +165,18 @@ class DynamicEmbeddingBagCollection(EmbeddingBagCollectionInterface, FusedOptimi
     def dynamic_configs(self) -> dict[str, DynamicTableConfig]:
         """Gives the DynamicTableConfig of each table."""
         return {table.config.name: table.dynamic for table in self._tables()}
+
+    def without_rows(self) -> DynamicEmbeddingBagCollection:
+        """Makes the same collection without rows, on the meta device."""
+        made = DynamicEmbeddingBagCollection(
+            self.embedding_bag_configs(),
+            self._is_weighted,
+            "meta",
+            self.dynamic_configs(),
+            self.fused_params,
+        )
+        mark_alike(made._tables(), self._tables())
+        return made
 
     def local_tables(self) -> dict[str, DynamicTable]:
         """Gives the rows of the tables that have been used; the others have none yet."""

@@ -7,12 +7,11 @@ weights; what the processors make of them is computed where the rows are, and it
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, cast
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.distributed.fp_embeddingbag import (
@@ -21,29 +20,31 @@ from torchrec.distributed.fp_embeddingbag import (
 )
 from torchrec.distributed.types import (
     Awaitable,
+    EmbeddingModuleShardingPlan,
     LazyAwaitable,
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
 )
 from torchrec.distributed.utils import modify_input_for_feature_processor
-from torchrec.modules.feature_processor_ import (
-    FeatureProcessorsCollection,
-    PositionWeightedModule,
-    PositionWeightedModuleCollection,
-)
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
+from torchrec_dyn.feature_positions import (
+    Processors,
+    check_positions_travel,
+    longest_bags,
+    with_weights_of_its_own,
+)
+from torchrec_dyn.resharding import reshard
 from torchrec_dyn.row_wise import with_ids
 from torchrec_dyn.sharded_embeddingbag import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.sharders import DynamicEmbeddingBagCollectionSharder
 from torchrec_dyn.sharding import SPREAD_SHARDINGS
 
 _Argument = TypeVar("_Argument")
-_Processors: TypeAlias = nn.ModuleDict | FeatureProcessorsCollection
 
 
 class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
@@ -86,18 +87,51 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
                 f"{type(collection).__name__}. Convert it with make_dynamic or from_static first."
             )
         plan = table_name_to_parameter_sharding
-        spread = [name for name, one in plan.items() if one.sharding_type in SPREAD_SHARDINGS]
-        if spread:
-            _check_positions_travel(processors, spread, self._where)
+        if spread := _spread_tables(plan):
+            check_positions_travel(processors, spread, self._where)
         super().__init__(module, plan, cast(Any, ebc_sharder), env, device, module_fqn)
         self._embedding_bag_collection.take_weights_after_input_dist()
-        self._longest = _longest_bags(processors)
+        self._longest = longest_bags(processors)
 
     def split(
         self,
-    ) -> tuple[_Processors, ShardedDynamicEmbeddingBagCollection]:
+    ) -> tuple[Processors, ShardedDynamicEmbeddingBagCollection]:
         """Gives the processors and the sharded collection, as the unsharded module's `split` does."""
         return self._feature_processors, self._embedding_bag_collection
+
+    @property
+    def module_sharding_plan(self) -> EmbeddingModuleShardingPlan:
+        """The plan of the tables, as it is now."""
+        return self._embedding_bag_collection.module_sharding_plan
+
+    def reshard(
+        self,
+        sharder: DynamicEmbeddingBagCollectionSharder,
+        changed: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None,
+    ) -> None:
+        """Moves tables to where another plan has them; all of them or none. Collective.
+
+        Args:
+            sharder: shards the collection.
+            changed: the new plan of the tables that move.
+            env: the ranks.
+            device: where the rows live.
+
+        Raises:
+            ValueError, RuntimeError: as `DynamicEmbeddingBagCollectionSharder.reshard`, and if a processor
+                cannot work where rows would be spread.
+        """
+        collection, processors = self._embedding_bag_collection, self._feature_processors
+
+        def check() -> None:
+            if spread := _spread_tables(changed):
+                check_positions_travel(processors, spread, self._where)
+
+        reshard(sharder, collection, changed, env, device, wrapped=check)
+        self._lookups = collection._lookups
+        self._row_wise_sharded = bool(_spread_tables(collection.module_sharding_plan))
 
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
@@ -115,7 +149,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         features = self._embedding_bag_collection.checked_batch(features)
         self._check_lengths(features)
         if self._row_wise_sharded:
-            features = _with_weights_of_its_own(features)
+            features = with_weights_of_its_own(features)
             modify_input_for_feature_processor(
                 features, self._feature_processors, self._is_collection
             )
@@ -220,6 +254,30 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
             module, params, self._collection_sharder, env, place, module_fqn
         )
 
+    def reshard(
+        self,
+        sharded_module: ShardedDynamicFeatureProcessedEmbeddingBagCollection,
+        changed_shard_to_params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+    ) -> ShardedDynamicFeatureProcessedEmbeddingBagCollection:
+        """Moves tables, for `DistributedModelParallel.reshard`; the processors stay. Collective.
+
+        Args:
+            sharded_module: what this sharder made; changed in place.
+            changed_shard_to_params: the new plan of the tables that move.
+            env: the ranks.
+            device: where the rows live.
+
+        Returns:
+            The same module.
+
+        Raises:
+            ValueError, RuntimeError: as `DynamicEmbeddingBagCollectionSharder.reshard`.
+        """
+        sharded_module.reshard(self._collection_sharder, changed_shard_to_params, env, device)
+        return sharded_module
+
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Returns all types; the planner takes those that spread rows only where constraints name them."""
         return self._collection_sharder.sharding_types(compute_device_type)
@@ -234,41 +292,6 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
         return ShardedDynamicFeatureProcessedEmbeddingBagCollection
 
 
-def _with_weights_of_its_own(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Copies a batch, which is the caller's, so far that positions can be written over its weights."""
-    made, weights = copy.copy(features), features.weights_or_none()
-    made._jt_dict = None  # of the caller's weights
-    if weights is None:
-        made._weights = torch.zeros_like(features.values(), dtype=torch.float32)
-    else:
-        made._weights = weights.detach().float().clone()  # float16 cannot count beyond 2048
-    return made
-
-
-def _check_positions_travel(processors: _Processors, spread: Sequence[str], where: str) -> None:
-    """Refuses processors that would take the place of an id on its rank for its position."""
-    is_collection = isinstance(processors, FeatureProcessorsCollection)
-    each: Sequence[Any] = [processors] if is_collection else list(processors.values())
-    for one in each:
-        if not hasattr(one, "pre_process_input"):
-            raise ValueError(
-                f"{where}: expected feature processors with pre_process_input where rows are spread, "
-                f"as those of tables {spread}, got {type(one).__name__}. Give it one (which does nothing "
-                "if positions do not count), or shard these tables table-wise or column-wise."
-            )
-
-
-def _longest_bags(processors: _Processors) -> dict[str, int]:
-    """Gives how many position weights a feature has; a processor of another type may do without."""
-    weights: Mapping[str, Tensor]
-    if type(processors) is PositionWeightedModuleCollection:
-        weights = dict(cast(Any, processors).position_weights.items())
-    elif isinstance(processors, nn.ModuleDict):
-        weights = {
-            name: cast(Tensor, one.position_weight)
-            for name, one in processors.items()
-            if type(one) is PositionWeightedModule
-        }
-    else:
-        weights = {}
-    return {name: one.numel() for name, one in weights.items()}
+def _spread_tables(plan: Mapping[str, ParameterSharding]) -> list[str]:
+    """Lists the tables whose rows ranks share."""
+    return [name for name, one in plan.items() if one.sharding_type in SPREAD_SHARDINGS]

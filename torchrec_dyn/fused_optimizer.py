@@ -14,7 +14,7 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec_dyn.lookup import TableGroup
 
 
-class _LearningRateGroup(dict[str, Any]):
+class LearningRateGroup(dict[str, Any]):
     """A parameter group whose `lr` reaches the tables the moment it is written."""
 
     def __init__(self, params: Sequence[Tensor], learning_rate: float) -> None:
@@ -60,7 +60,7 @@ class DynamicOptimizer(FusedOptimizer):
         params: Mapping[str, Tensor],
         learning_rate: float,
     ) -> None:
-        group = _LearningRateGroup(list(params.values()), learning_rate)
+        group = LearningRateGroup(list(params.values()), learning_rate)
         super().__init__(dict(params), {param: {} for param in params.values()}, [group])
         self._rates = group
         group.drive(groups)

@@ -137,6 +137,17 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         return self._config
 
     @property
+    def group(self) -> TableGroup:
+        """Ours."""
+        return self._group
+
+    def keep(self, shards: Sequence[DynamicTable]) -> None:
+        """Puts shards in place of those, still empty, of the same tables and columns."""
+        found = {(shard.name, shard.first_column): shard for shard in shards}
+        self.tables = [found.get((table.name, table.first_column), table) for table in self.tables]
+        self._group.tables = list(self.tables)
+
+    @property
     def emb_module(self) -> nn.Module:
         """The kernel itself: there is no TBE inside."""
         return self

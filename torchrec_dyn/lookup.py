@@ -213,7 +213,7 @@ class TableGroup:
         if forward.generations != [table.generation for table in self.tables]:
             raise RuntimeError(
                 "lookup: expected the tables of the forward at its backward, got tables that were "
-                "loaded or converted in between. Run backward first."
+                "loaded or converted in between, or moved. Run backward first."
             )
 
     def _update(self, forward: _Forward, grad: Tensor, weights: Tensor | None) -> None:

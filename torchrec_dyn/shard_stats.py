@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Stats = dict[str, int | float]
+OF_EVERY_SHARD = ("step", "forwards")  # each counts all of them
 
 
 def whole_stats(row_shards: Sequence[Stats], all_bytes: int | float) -> Stats:
@@ -18,8 +19,7 @@ def whole_stats(row_shards: Sequence[Stats], all_bytes: int | float) -> Stats:
         all_bytes: the bytes of all shards.
     """
     whole: Stats = {name: sum(one[name] for one in row_shards) for name in row_shards[0]}
-    # Every shard makes every step.
-    for name in ("step", "forwards"):
+    for name in OF_EVERY_SHARD:
         whole[name] = max(one[name] for one in row_shards)
     whole["bytes"] = all_bytes
     whole["load"] = whole["rows"] / whole["slots"] if whole["slots"] else 0.0

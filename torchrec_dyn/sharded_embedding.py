@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,16 +30,14 @@ from torchrec_dyn.batch_check import BatchCheck
 from torchrec_dyn.column_order import outputs_by_column
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.grouped_lookups import tell_senders
+from torchrec_dyn.local_shards import LocalShards, save_and_load_tables
+from torchrec_dyn.output_order import sequences_in_order
+from torchrec_dyn.row_numbers import ForwardTicket
 from torchrec_dyn.sent_once import Expansion, SendOnce
 from torchrec_dyn.sequence_batch import Restoration, evened
 from torchrec_dyn.sequence_sharding import SEQUENCE_SHARDINGS
 from torchrec_dyn.sharded_table import ShardedTableHandle
-from torchrec_dyn.sharding_setup import (
-    LocalShards,
-    ShardingSetup,
-    save_and_load_tables,
-    set_up,
-)
+from torchrec_dyn.sharding_setup import ShardingSetup, set_up
 from torchrec_dyn.table_layout import TableLayout
 
 
@@ -48,11 +47,13 @@ class SequenceContext(EmbeddingCollectionContext):
 
     Attributes:
         restoration: how outputs become those of the batch; None where the batch was even.
+        sent: open from when ids are sent until they are looked up; None before.
         expansions: of each sharding type how the rows of ids sent once become those of the batch;
             none where every occurrence was sent.
     """
 
     restoration: Restoration | None = None
+    sent: ForwardTicket | None = None
     expansions: list[Expansion] = field(default_factory=list)
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -122,6 +123,8 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         self._shards = LocalShards(setup, self._lookups, env)
         self._shards.fill_from(module.local_tables())
         save_and_load_tables(self, self._shards, "embeddings")
+        names = [name for names in self._embedding_names_per_sharding for name in names]
+        self._output_names = self._planned_names = list(dict.fromkeys(names))
 
     @classmethod
     def create_embedding_sharding(
@@ -150,6 +153,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
             ValueError: if a feature is missing or the tensors do not fit each other.
         """
         features = self._check_batch(features)
+        ctx.sent = self._shards.send()
         features, ctx.restoration = evened(features)
         return super().input_dist(ctx, features)
 
@@ -162,14 +166,16 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         self, ctx: SequenceContext, output: list[Tensor]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Sends rows back to the ranks of their ids."""
-        return _restored(super().output_dist(ctx, output), ctx)
+        return self._finished(super().output_dist(ctx, output), ctx)
 
     def compute_and_output_dist(
         self, ctx: SequenceContext, input: KJTList
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Looks up the ids that arrived and sends rows back."""
+        if ctx.sent is not None:
+            ctx.sent.close()
         tell_senders(self._lookups, ctx.sharding_contexts)
-        return _restored(super().compute_and_output_dist(ctx, input), ctx)
+        return self._finished(super().compute_and_output_dist(ctx, input), ctx)
 
     def create_context(self) -> SequenceContext:
         """Creates what one forward remembers."""
@@ -244,17 +250,19 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
             arriving = sorted(positions)
             self._features_to_permute_indices[name] = [arriving.index(p) for p in positions]
 
-
-def _restored(
-    awaitable: LazyAwaitable[dict[str, JaggedTensor]], ctx: SequenceContext
-) -> LazyAwaitable[dict[str, JaggedTensor]]:
-    if ctx.expansions:
-        rows: list[Awaitable[Tensor]] = awaitable._awaitables_per_sharding
-        for of_type, expansion in zip(rows, ctx.expansions, strict=True):
-            of_type.callbacks.append(expansion)
-    if ctx.restoration is not None:
-        awaitable.callbacks.append(ctx.restoration)
-    return awaitable
+    def _finished(
+        self, awaitable: LazyAwaitable[dict[str, JaggedTensor]], ctx: SequenceContext
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Makes outputs those of the batch, and keeps their order when tables have moved."""
+        if ctx.expansions:
+            rows: list[Awaitable[Tensor]] = awaitable._awaitables_per_sharding
+            for of_type, expansion in zip(rows, ctx.expansions, strict=True):
+                of_type.callbacks.append(expansion)
+        if ctx.restoration is not None:
+            awaitable.callbacks.append(ctx.restoration)
+        if self._output_names != self._planned_names:
+            awaitable.callbacks.append(partial(sequences_in_order, names=self._output_names))
+        return awaitable
 
 
 def _check_widths(

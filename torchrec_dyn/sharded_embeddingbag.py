@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,15 +28,24 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec_dyn.batch_check import BatchCheck
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
 from torchrec_dyn.grouped_lookups import tell_senders
+from torchrec_dyn.local_shards import LocalShards, save_and_load_tables
 from torchrec_dyn.mean_pooling import MeanDivisor, divide
+from torchrec_dyn.output_order import pooled_in_order
+from torchrec_dyn.row_numbers import ForwardTicket
 from torchrec_dyn.sharded_table import ShardedTableHandle
 from torchrec_dyn.sharding import POOLED_SHARDINGS
-from torchrec_dyn.sharding_setup import (
-    LocalShards,
-    ShardingSetup,
-    save_and_load_tables,
-    set_up,
-)
+from torchrec_dyn.sharding_setup import ShardingSetup, set_up
+
+
+@dataclass
+class PooledContext(EmbeddingBagCollectionContext):
+    """What one forward remembers.
+
+    Attributes:
+        sent: open from when ids are sent until they are looked up; None before.
+    """
+
+    sent: ForwardTicket | None = None
 
 
 class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
@@ -93,6 +103,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._shards = LocalShards(setup, self._lookups, env)
         self._shards.fill_from(module.local_tables())
         save_and_load_tables(self, self._shards, "embedding_bags")
+        self._output_names = list(self._embedding_names)
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -111,7 +122,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return kind(sharding_infos, env, device, **options)
 
     def input_dist(
-        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
+        self, ctx: PooledContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """Checks a batch and sends its ids to their owners.
 
@@ -134,7 +145,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return self._check_batch(features)
 
     def send(
-        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
+        self, ctx: PooledContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """Sends the ids of a checked batch to their owners.
 
@@ -142,13 +153,14 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             ctx: of this forward.
             features: as `checked_batch` gave it.
         """
+        ctx.sent = self._shards.send()
         self._prepare_dists(features)
         if self._mean.is_needed:
             with torch.no_grad():
                 ctx.divisor = self._mean(features)
         return super().input_dist(ctx, features)
 
-    def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[Tensor]:
+    def compute(self, ctx: PooledContext, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
         tell_senders(self._lookups, ctx.sharding_contexts)
         return super().compute(ctx, dist_input)
@@ -157,18 +169,22 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Takes batches without weights: feature processors make them where the rows are."""
         self._check_batch.needs_weights = False
 
-    def output_dist(
-        self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]
-    ) -> LazyAwaitable[KeyedTensor]:
+    def output_dist(self, ctx: PooledContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Sends pooled rows back to the ranks of their batches."""
-        return _divided(super().output_dist(ctx, output), ctx)
+        return self._finished(super().output_dist(ctx, output), ctx)
 
     def compute_and_output_dist(
-        self, ctx: EmbeddingBagCollectionContext, input: KJTList
+        self, ctx: PooledContext, input: KJTList
     ) -> LazyAwaitable[KeyedTensor]:
         """Looks up the ids that arrived and sends pooled rows back."""
+        if ctx.sent is not None:
+            ctx.sent.close()
         tell_senders(self._lookups, ctx.sharding_contexts)
-        return _divided(super().compute_and_output_dist(ctx, input), ctx)
+        return self._finished(super().compute_and_output_dist(ctx, input), ctx)
+
+    def create_context(self) -> PooledContext:
+        """Creates what one forward remembers."""
+        return PooledContext()
 
     def table(self, name: str) -> ShardedTableHandle:
         """Gives a handle on one table; reads are of this rank's shard.
@@ -220,10 +236,12 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             self._embedding_dims,
         )
 
-
-def _divided(
-    awaitable: LazyAwaitable[KeyedTensor], ctx: EmbeddingBagCollectionContext
-) -> LazyAwaitable[KeyedTensor]:
-    if ctx.divisor is not None:
-        awaitable.callbacks.append(partial(divide, divisor=ctx.divisor))
-    return awaitable
+    def _finished(
+        self, awaitable: LazyAwaitable[KeyedTensor], ctx: PooledContext
+    ) -> LazyAwaitable[KeyedTensor]:
+        """Divides means, and keeps the order of the outputs when tables have moved."""
+        if ctx.divisor is not None:
+            awaitable.callbacks.append(partial(divide, divisor=ctx.divisor))
+        if self._output_names != self._embedding_names:
+            awaitable.callbacks.append(partial(pooled_in_order, names=self._output_names))
+        return awaitable

@@ -5,7 +5,7 @@ TorchRec's holds the tables of one rank only. Learning rates are driven by the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_dyn.agreement import done_together, told_together
-from torchrec_dyn.aligned_state import AlignedState
-from torchrec_dyn.content_sums import add_sums
+from torchrec_dyn.aligned_state import take_over_state
+from torchrec_dyn.fused_optimizer import LearningRateGroup
+from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.saved_places import Share, runs_of, share_of
 from torchrec_dyn.saved_tensor import SavedTensor
 from torchrec_dyn.shard_optimizer_entry import SMALL, OptimizerEntry
 from torchrec_dyn.shard_optimizer_source import OptimizerSource, Told
@@ -72,19 +72,9 @@ class _TableState:
             return
         if entry.session is not None:
             entry.session.verify(where)
-        shares = told_together(pieces.group, where, lambda: _share(pieces))
-        runs = runs_of([share for share in shares if share is not None], pieces.part)
-        aligned = done_together(pieces.group, where, lambda: AlignedState(entry, runs))
-        aligned.compare(add_sums(*told_together(pieces.group, where, aligned.check)))
-        aligned.take_over()
+        take_over_state(entry, where)
         # Given again, it is the table's own.
         entry.source = OptimizerSource(pieces, self._optimizer, entry)
-
-
-def _share(pieces: ShardPieces) -> Share | None:
-    if pieces.part is None:
-        return None
-    return share_of(pieces.canonical(pieces.shards[0]), pieces.part, pieces.ranks)
 
 
 def _entry(
@@ -125,8 +115,11 @@ class _Saved:
 class ShardedOptimizer(KeyedOptimizer):
     """Optimizer state and learning rates of the tables of a sharded collection.
 
+    Every rank has one parameter group for each optimizer that the tables were given, whichever tables lie
+    there: schedulers find the same groups on all ranks, and after tables have moved (resharding.py).
+
     Args:
-        local: TorchRec's, of the kernels on this rank.
+        placeholders: of the tables on this rank, by key.
         tables: name and row optimizer of every table of the collection, in order.
         holder: the name under which the unsharded collection holds its tables.
         pieces: gives what this rank holds of a table.
@@ -134,35 +127,40 @@ class ShardedOptimizer(KeyedOptimizer):
 
     def __init__(
         self,
-        local: KeyedOptimizer,
+        placeholders: Mapping[str, Any],
         tables: Sequence[tuple[str, RowOptimizer]],
         holder: str,
         pieces: Callable[[str], ShardPieces],
     ) -> None:
-        here = dict(local.params)
         params: dict[str, Any] = {}
         state: dict[Any, dict[str, Any]] = {}
+        alike: dict[RowOptimizer, list[Tensor]] = {}
         for name, optimizer in tables:
             key = f"{holder}.{name}.weight"
-            params[key] = here.get(key, torch.empty(0, device="meta"))
+            params[key] = placeholders.get(key, torch.empty(0, device="meta"))
             table = _TableState(partial(pieces, name), optimizer)
             state[params[key]] = {f"{name}.{one}": _Saved(table, one) for one in table.names}
-        self._local = local
-        super().__init__(params, state, [])
+            alike.setdefault(optimizer, []).append(params[key])
+        self._rates = {
+            optimizer: LearningRateGroup(its_params, optimizer.learning_rate)
+            for optimizer, its_params in alike.items()
+        }
+        super().__init__(params, state, list(self._rates.values()))
 
-    @property
-    def param_groups(self) -> Collection[Mapping[str, Any]]:
-        """The groups of this rank's kernels: their `lr` reaches the rows."""
-        return self._local.param_groups
+    def drive(self, groups: Sequence[TableGroup]) -> None:
+        """Makes `lr` of each parameter group the learning rate of its tables here, from now on.
 
-    @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
-        pass  # KeyedOptimizer's constructor sets them; they are the kernels'
+        Args:
+            groups: the table groups of this rank.
+        """
+        for optimizer, rates in self._rates.items():
+            rates.drive([group for group in groups if group.tables[0].optimizer == optimizer])
 
     def step(self, closure: Any = None) -> None:
         """Hands learning rates on; the rows were updated in backward."""
-        self._local.step(closure)
+        for rates in self._rates.values():
+            rates.push()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Hands learning rates on; there are no gradients to clear."""
-        self._local.zero_grad(set_to_none)
+        self.step()

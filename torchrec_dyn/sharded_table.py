@@ -56,6 +56,13 @@ class ShardedTableHandle:
             where, layout, self._shards, config.embedding_dim, self._dtype, process_group
         )
 
+    def follow(self, other: ShardedTableHandle) -> None:
+        """Becomes a handle on the table where it is now."""
+        whole = self.whole
+        self.__dict__.update(other.__dict__)
+        whole.__dict__.update(other.whole.__dict__)
+        self.whole = whole
+
     @property
     def num_rows(self) -> int:
         """Rows in use on this rank; column shards of one rank count once."""

@@ -13,6 +13,7 @@ from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, S
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
 from torchrec_dyn.local_table import LocalTable
+from torchrec_dyn.resharding import reshard
 from torchrec_dyn.sequence_sharding import SEQUENCE_SHARDINGS
 from torchrec_dyn.sharded_embedding import ShardedDynamicEmbeddingCollection
 from torchrec_dyn.sharded_embeddingbag import ShardedDynamicEmbeddingBagCollection
@@ -69,6 +70,32 @@ class DynamicEmbeddingBagCollectionSharder(BaseEmbeddingSharder[DynamicEmbedding
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             module_fqn=module_fqn,
         )
+
+    def reshard(
+        self,
+        sharded_module: ShardedDynamicEmbeddingBagCollection,
+        changed_shard_to_params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+    ) -> ShardedDynamicEmbeddingBagCollection:
+        """Moves tables to where another plan has them, for `DistributedModelParallel.reshard`. Collective.
+
+        Args:
+            sharded_module: what this sharder made; changed in place.
+            changed_shard_to_params: the new plan of the tables that move.
+            env: the ranks.
+            device: where the rows live.
+
+        Returns:
+            The same module.
+
+        Raises:
+            ValueError: on every rank, if the plan cannot be honoured, differs between ranks, or if a batch
+                is on its way; nothing has changed then.
+            RuntimeError: on every rank, if some rank could not move its rows; nothing has changed then.
+        """
+        reshard(self, sharded_module, changed_shard_to_params, env, device)
+        return sharded_module
 
     def shardable_parameters(
         self, module: DynamicEmbeddingBagCollection
@@ -144,6 +171,32 @@ class DynamicEmbeddingCollectionSharder(BaseEmbeddingSharder[DynamicEmbeddingCol
             use_index_dedup=self._use_index_dedup,
             module_fqn=module_fqn,
         )
+
+    def reshard(
+        self,
+        sharded_module: ShardedDynamicEmbeddingCollection,
+        changed_shard_to_params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+    ) -> ShardedDynamicEmbeddingCollection:
+        """Moves tables to where another plan has them, for `DistributedModelParallel.reshard`. Collective.
+
+        Args:
+            sharded_module: what this sharder made; changed in place.
+            changed_shard_to_params: the new plan of the tables that move.
+            env: the ranks.
+            device: where the rows live.
+
+        Returns:
+            The same module.
+
+        Raises:
+            ValueError: on every rank, if the plan cannot be honoured, differs between ranks, or if a batch
+                is on its way; nothing has changed then.
+            RuntimeError: on every rank, if some rank could not move its rows; nothing has changed then.
+        """
+        reshard(self, sharded_module, changed_shard_to_params, env, device)
+        return sharded_module
 
     def shardable_parameters(self, module: DynamicEmbeddingCollection) -> dict[str, nn.Parameter]:
         """Returns the placeholder of each table, from whose shape the planner plans."""
