@@ -111,7 +111,10 @@ def test_constraints_are_told_apart_by_what_is_expected():
         ({"growth": 0.9}, r"constraints_from\.growth: expected a number from 1 on, got 0\.9"),
         ({"growth": math.nan}, r"growth: .* got nan"),
         ({"growth": math.inf}, r"growth: .* got inf"),
-        ({"stats": {"user": stats_of(forwards=0)}}, r"stats\['user'\]: .* got 0 forwards\. Train .*frozen"),
+        (
+            {"stats": {"user": stats_of(forwards=0)}},
+            r"stats\['user'\]: .* got 0 forwards\. Train .*frozen",
+        ),
         (
             {"stats": {"user": {"rows": 5}}},
             r"stats\['user'\]: .* none named \['waiting', 'ids_seen'",
