@@ -36,7 +36,7 @@ FLOORS = (
     " shard_state_dict shard_optimizer_source shard_optimizer_entry aligned_state sharded_optimizer"
     " sharding_setup local_shards chunk_exchange moved_table resharding loaded_plain load_planner",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
-    " dynamic_embedding dynamic_embedding_bag"
+    " one_table dynamic_embedding dynamic_embedding_bag"
     " number_by_table block_embedding quotient_remainder_ids quotient_remainder_rows quotient_remainder"
     " from_static_rows from_static_optimizer from_static"
     " sharded_embeddingbag sharded_embedding across_ranks sharders feature_positions feature_processors"
