@@ -25,9 +25,9 @@ FLOORS = (
     "table table_blocks training_step batch_rows lookup saved_tensor local_saving"
     " chunked_tensor reader_checks table_reader checkpoint_reader"
     " inspection_histograms inspection inspection_plot",
-    "feature_ids input_ids input_weights bag_input tile_pooling row_pooling pooling_here table_configs"
-    " optimizer_choice fused_optimizer carried_counts kernel local_table saved_state data_parallel table_handle"
-    " local_lookup",
+    "feature_ids input_ids input_weights bag_input tile_pooling row_pooling pooling_here"
+    " table_configs optimizer_choice fused_optimizer carried_counts kernel"
+    " local_table saved_state data_parallel table_handle local_lookup",
     "column_order output_order row_wise output_dists table_layout batch_check mean_pooling grouped_lookups"
     " sharding sequence_sharding sequence_batch sent_once carry_over agreement id_exchange shard_stats"
     " whole_table"
