@@ -151,6 +151,16 @@ def test_bags_whose_weights_sum_to_zero(gradients: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "tile"])
+def test_weights_of_several_calls_see_the_rows_of_the_forward(mode: str) -> None:
+    module = bag_of(mode, is_weighted=True, weight_gradients=True)
+    rows = rows_of(module, [[1, 2]])
+    ours, theirs = (torch.tensor([[1.0, 3.0], [2.0, 0.5]], requires_grad=True) for _ in range(2))
+    output = torch.cat([module(torch.tensor([[1, 2]]), one) for one in ours.split(1)])
+    check_step(module, output, by_formula(mode, [[1, 2]] * 2, list(theirs), rows), rows)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "tile"])
 def test_ones_where_weighted_bags_come_without_weights(mode: str) -> None:
     plain, weighted, here = (
         bag_of(mode, **options)

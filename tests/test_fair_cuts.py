@@ -138,6 +138,7 @@ def test_pieces_are_a_partition(rows, ranks):
         ([3.0], 1, r"fair_cuts\.rows\[0\]: .* got 3\.0"),
         ([1, 2], 4, r"expected a row for each of 4 ranks, got 3 rows\. Use fewer ranks\."),
         ([], 1, r"expected a row for each of 1 ranks, got 0 rows"),
+        ([2**62, 2**62], 2, r"expected fewer than 2\^63 rows in all, got 9223372036854775808\."),
     ],
 )
 def test_what_cannot_be_cut(rows, ranks, said):
@@ -149,6 +150,12 @@ def test_fewer_features_than_ranks():
     """The original refuses; one feature can be cut as well."""
     made = fair_cuts([10], 4)
     assert made.features == ((0,),) * 4 and made.sizes == (2, 2, 2, 4)
+
+
+def test_as_many_rows_as_an_int64_counts():
+    made = fair_cuts([2**62, 2**62 - 1], 2)
+    owner, local = made.owners(torch.tensor([0, 0, 1]), torch.tensor([0, 2**62 - 1, 2**62 - 2]))
+    assert owner.tolist() == [0, 1, 1] and local.tolist() == [0, 0, 2**62 - 1]
 
 
 def test_a_feature_without_rows_is_nowhere():

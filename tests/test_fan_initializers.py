@@ -164,6 +164,7 @@ def test_they_are_values() -> None:
         (lambda: dyn.XavierNormal(math.inf), "got inf"),
         (lambda: dyn.XavierUniform("2"), "got '2'"),
         (lambda: dyn.KaimingUniform(a=math.inf), r"KaimingUniform\.a: expected a finite number"),
+        (lambda: dyn.KaimingUniform(a=-1e200), r"KaimingUniform\.a: .* got -1e\+200"),
         (lambda: dyn.KaimingNormal(a=None), r"KaimingNormal\.a: .* got None"),
         (lambda: dyn.KaimingUniform(mode="fan"), '"fan_in" or "fan_out", got \'fan\''),
         (

@@ -1,9 +1,19 @@
 """TorchRec's feature processors around dynamic tables: every plan trains as the unsharded module does."""
 
+import copy
+
 import pytest
+import torch
 import workers
-from processed_training import train_beside_static, train_processed
+from processed_training import (
+    one_table,
+    processed,
+    shard_processed,
+    train_beside_static,
+    train_processed,
+)
 from sharded_cases import Case, Table, usual_plan
+from sharded_training import batches, collection_of
 
 from torchrec_dyn import DynamicTableConfig
 
@@ -77,12 +87,36 @@ def test_as_static_tables_of_torchrec(kind: str, form: str) -> None:
     workers.run(train_beside_static, case, form, world_size=2)
 
 
+def positions_of_each_plan(form: str) -> None:
+    """Processors that rows spread over ranks made read positions, then whole rows, then no ranks."""
+    spread, whole = one_table("row_wise"), one_table("table_wise")
+    module = processed(spread, collection_of(spread), form)
+    collection = module.split()[1]
+    collection.table("t").assign(torch.arange(100, 140), torch.rand(40, 8))
+    untouched = copy.deepcopy(module).eval()
+    batch = batches(spread, 0)[0][torch.distributed.get_rank()]
+    expected = untouched(batch)["a"]
+    plans = [shard_processed(one, module).eval() for one in (spread, whole)]
+    for number in (0, 1, 0):
+        assert torch.allclose(plans[number](batch)["a"], expected), number
+    module.eval()
+    assert torch.equal(module(batch)["a"], expected)
+
+
+@pytest.mark.parametrize("form", ["collection", "dict"])
+def test_what_one_plan_told_the_processors_is_not_believed_under_another(form: str) -> None:
+    workers.run(positions_of_each_plan, form, world_size=2)
+
+
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [("table_wise", "row_wise"), ("row_wise", "column_wise"), ("grid_shard", "table_row_wise")],
+    ("before", "after", "moving"),
+    [
+        *(("table_wise", "row_wise", 2), ("row_wise", "column_wise", 2)),
+        *(("grid_shard", "table_row_wise", 2), ("row_wise", "table_wise", 3)),
+    ],
 )
-def test_tables_move_while_training(before: str, after: str) -> None:
+def test_tables_move_while_training(before: str, after: str, moving: int) -> None:
     """Positions begin or cease to travel, the processors and their gradients stay."""
     case = Case(tables_of([before] * 3, 4, 2), weighted=True, exact=False)
-    moves = {table.name: table.plan for table in tables_of([after] * 3, 4, 2)[:2]}
+    moves = {table.name: table.plan for table in tables_of([after] * 3, 4, 2)[:moving]}
     workers.run(train_processed, case, "collection", True, False, moves, world_size=4, local_size=2)

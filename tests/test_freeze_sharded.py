@@ -10,7 +10,7 @@ import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import Case, Table, shard_by_hand, usual_plan
 from sharded_life import Beside, Forward, drifting_batch
-from sharded_training import collection_of
+from sharded_training import collection_of, shard
 from torchrec.distributed.types import ParameterSharding
 
 import torchrec_dyn as dyn
@@ -156,6 +156,21 @@ def one_rank_trains(pooled: bool) -> list[int]:
 def test_a_rank_with_frozen_tables_only(pooled: bool) -> None:
     steps = workers.run(one_rank_trains, pooled, world_size=2)
     assert steps == [[1, 2, 3, 4, 4, 4], [0, 0, 0, 0, 1, 2]]
+
+
+def write_into_outputs() -> None:
+    """One rank whose tables are all frozen: nothing is sent, the output is the lookup's."""
+    case = Case([Table("t", ["a"], usual_plan("table_wise", DIM, 1, 1), DIM)])
+    model = shard(case, collection_of(case))
+    model.module.collection.table("t").freeze()
+    output = model(drifting_batch(case, 0).mine).values()
+    assert output.requires_grad
+    output.add_(1.0).sum().backward()  # as TorchRec does where processors were trained before
+    assert torch.equal(output, torch.ones_like(output))
+
+
+def test_outputs_of_frozen_tables_may_be_written_into() -> None:
+    workers.run(write_into_outputs, world_size=1)
 
 
 def disagree(kind: str) -> list[str]:

@@ -25,8 +25,9 @@ FLOORS = (
     "table table_blocks training_step batch_rows lookup saved_tensor local_saving"
     " chunked_tensor reader_checks table_reader checkpoint_reader"
     " inspection_histograms inspection inspection_plot",
-    "feature_ids input_ids input_weights bag_input tile_pooling pooling_here table_configs optimizer_choice"
-    " fused_optimizer carried_counts kernel local_table saved_state data_parallel table_handle local_lookup",
+    "feature_ids input_ids input_weights bag_input tile_pooling row_pooling pooling_here"
+    " table_configs optimizer_choice fused_optimizer carried_counts kernel"
+    " local_table saved_state data_parallel table_handle local_lookup",
     "column_order output_order own_forwards row_wise output_dists table_layout batch_check mean_pooling"
     " grouped_lookups sharding sequence_sharding sequence_batch sent_once carry_over agreement id_exchange"
     " shard_stats whole_table sharded_table shardable_view",
@@ -35,7 +36,7 @@ FLOORS = (
     " shard_state_dict shard_optimizer_source shard_optimizer_entry aligned_state sharded_optimizer"
     " sharding_setup local_shards chunk_exchange moved_table resharding loaded_plain load_planner",
     "collection_tables embeddingbag_collection embedding_collection make_dynamic"
-    " dynamic_embedding dynamic_embedding_bag"
+    " one_table dynamic_embedding dynamic_embedding_bag"
     " number_by_table block_embedding quotient_remainder_ids quotient_remainder_rows quotient_remainder"
     " from_static_rows from_static_optimizer from_static"
     " sharded_embeddingbag sharded_embedding across_ranks sharders feature_positions feature_processors"

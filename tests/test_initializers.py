@@ -223,3 +223,17 @@ def test_key_is_pinned():
     assert table_key(0, "user", "initial row") == -4329158366158074590
     assert table_key(0, "user", "initial row") != table_key(0, "user", "rounding")
     assert table_key(1, "1", "rounding") != table_key(11, "", "rounding")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Uniform(-1e308, 0.0),
+        lambda: Uniform(-2e38, 2e38),  # each is a float32, the width is none
+        lambda: Normal(0.0, 1e39),
+        lambda: Constant(-1e39),
+    ],
+)
+def test_rows_that_float32_cannot_hold_are_refused(make):
+    with pytest.raises(ValueError, match="expected a finite number, got"):
+        make()

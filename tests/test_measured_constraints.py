@@ -111,7 +111,10 @@ def test_constraints_are_told_apart_by_what_is_expected():
         ({"growth": 0.9}, r"constraints_from\.growth: expected a number from 1 on, got 0\.9"),
         ({"growth": math.nan}, r"growth: .* got nan"),
         ({"growth": math.inf}, r"growth: .* got inf"),
-        ({"stats": {"user": stats_of(forwards=0)}}, r"stats\['user'\]: .* got 0 forwards\. Train"),
+        (
+            {"stats": {"user": stats_of(forwards=0)}},
+            r"stats\['user'\]: .* got 0 forwards\. Train .*frozen",
+        ),
         (
             {"stats": {"user": {"rows": 5}}},
             r"stats\['user'\]: .* none named \['waiting', 'ids_seen'",
@@ -119,6 +122,10 @@ def test_constraints_are_told_apart_by_what_is_expected():
         (
             {"constraints": {"user": ParameterConstraints(num_poolings=[1.0, 2.0])}},
             r"constraints\['user'\]: expected num_poolings and batch_sizes for each of 1 features, got 2",
+        ),
+        (
+            {"constraints": {"user": ParameterConstraints(num_poolings=[0.0])}},
+            r"constraints\['user'\]: expected .* of some bags, got \[0\.0\] and \[64\]",
         ),
     ],
 )

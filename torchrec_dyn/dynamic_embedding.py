@@ -11,19 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
-from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_dyn.bag_input import one_bag
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.input_ids import Input, is_dense, nested_parts, read_ids, values_of
-from torchrec_dyn.sharded_table import ShardedTableHandle
-from torchrec_dyn.table_configs import check_id, check_size
-from torchrec_dyn.table_handle import TableHandle
+from torchrec_dyn.one_table import OneTable
 
 
-class DynamicEmbedding(nn.Module):
+class DynamicEmbedding(OneTable):
     """Gives the row of each id, as torch.nn.Embedding does, for any int64 ids.
 
     Holds a `DynamicEmbeddingCollection` of one table, `collection`, which DistributedModelParallel shards
@@ -57,15 +54,7 @@ class DynamicEmbedding(nn.Module):
         dynamic: DynamicTableConfig | None = None,
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__()
-        where = f"{type(self).__name__}(table={name!r})"
-        check_size(embedding_dim, "embedding_dim", where)
-        check_size(num_embeddings, "num_embeddings", where)
-        check_id(padding_idx, "padding_idx", where)
-        self.embedding_dim = embedding_dim
-        self.num_embeddings = num_embeddings
-        self.name = name
-        self.padding_idx = padding_idx
+        super().__init__(embedding_dim, num_embeddings, name, padding_idx)
         config = EmbeddingConfig(
             name=name,
             embedding_dim=embedding_dim,
@@ -75,7 +64,7 @@ class DynamicEmbedding(nn.Module):
         )
         # TorchRec's pipelines trace a model down to modules without sharded ones in them. So what cannot be
         # traced stands in modules of its own, before and behind the collection.
-        self.read_input = _InputReader(name, padding_idx, where)
+        self.read_input = _InputReader(name, padding_idx, self.where)
         self.collection: Any = DynamicEmbeddingCollection(
             [config], device, dynamic=dynamic, fused_params=fused_params
         )
@@ -97,24 +86,6 @@ class DynamicEmbedding(nn.Module):
         """
         read = self.read_input(ids)
         return self.shape_output(self.collection(read[0]), read[1], read[2])
-
-    @property
-    def fused_optimizer(self) -> KeyedOptimizer:
-        """The optimizer of the rows; param_groups[0]["lr"] is their learning rate."""
-        return self.collection.fused_optimizer
-
-    @property
-    def table(self) -> TableHandle | ShardedTableHandle:
-        """A handle on the table; of a sharded one it reads this rank's shard."""
-        return self.collection.table(self.name)
-
-    def set_time(self, time: int) -> None:
-        """Sets the clock of `ExpireAfter(time=...)`; collective where the table is sharded.
-
-        Args:
-            time: an integer from 0 on, in the unit of the policy; it never goes back.
-        """
-        self.collection.set_time(time)
 
     def extra_repr(self) -> str:
         """Tells the arguments, as torch.nn.Embedding does."""

@@ -17,23 +17,21 @@ from torchrec.modules.embedding_configs import (
     EmbeddingConfig,
     PoolingType,
 )
-from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_dyn.bag_input import BagOptions, BagReader, BagShaper
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
 from torchrec_dyn.input_ids import Input
+from torchrec_dyn.one_table import OneTable
 from torchrec_dyn.pooling_here import RowsPooler, RowsReader
-from torchrec_dyn.sharded_table import ShardedTableHandle
-from torchrec_dyn.table_configs import check_id, check_size
-from torchrec_dyn.table_handle import TableHandle
+from torchrec_dyn.table_configs import check_size
 from torchrec_dyn.tile_pooling import TileReader, TileShaper
 
 Mode = Literal["sum", "mean", "tile"]
 
 
-class DynamicEmbeddingBag(nn.Module):
+class DynamicEmbeddingBag(OneTable):
     """Pools the rows of bags of ids, any int64, as torch.nn.EmbeddingBag does.
 
     With e the rows of a bag and w their weights, all 1 without any:
@@ -88,33 +86,25 @@ class DynamicEmbeddingBag(nn.Module):
         dynamic: DynamicTableConfig | None = None,
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__()
-        where = f"{type(self).__name__}(table={name!r})"
-        check_size(embedding_dim, "embedding_dim", where)
-        check_size(num_embeddings, "num_embeddings", where)
-        check_id(padding_idx, "padding_idx", where)
+        super().__init__(embedding_dim, num_embeddings, name, padding_idx)
         if mode not in ("sum", "mean", "tile"):
-            raise ValueError(f'{where}: expected mode "sum", "mean" or "tile", got {mode!r}.')
+            raise ValueError(f'{self.where}: expected mode "sum", "mean" or "tile", got {mode!r}.')
         if mode == "tile":
-            check_size(tile_length, "tile_length", where)
+            check_size(tile_length, "tile_length", self.where)
         elif tile_length is not None:
             raise ValueError(
-                f'{where}: expected tile_length with mode "tile" only, got {tile_length!r} with '
+                f'{self.where}: expected tile_length with mode "tile" only, got {tile_length!r} with '
                 f'"{mode}". Leave it out.'
             )
         if weight_gradients and not is_weighted:
             raise ValueError(
-                f"{where}: expected weight_gradients of weighted bags only, got is_weighted=False. "
+                f"{self.where}: expected weight_gradients of weighted bags only, got is_weighted=False. "
                 "Make the module with is_weighted=True."
             )
-        self.embedding_dim = embedding_dim
-        self.num_embeddings = num_embeddings
         self.mode = mode
         self.tile_length = tile_length
         self.is_weighted = is_weighted
         self.weight_gradients = weight_gradients
-        self.name = name
-        self.padding_idx = padding_idx
         common: dict[str, Any] = {
             "name": name,
             "embedding_dim": embedding_dim,
@@ -123,7 +113,7 @@ class DynamicEmbeddingBag(nn.Module):
             "data_type": data_type,
         }
         rows: dict[str, Any] = {"device": device, "dynamic": dynamic, "fused_params": fused_params}
-        options = BagOptions(name, is_weighted, padding_idx, where)
+        options = BagOptions(name, is_weighted, padding_idx, self.where)
         self.collection: Any
         # In front of and behind the collection stand modules: see DynamicEmbedding.
         if tile_length is not None:
@@ -161,24 +151,6 @@ class DynamicEmbeddingBag(nn.Module):
         is_sharded = isinstance(self.collection, ShardedModule)
         read = self.read_input(ids, weights, is_sharded)
         return self.shape_output(self.collection(read[0]), read[1])
-
-    @property
-    def fused_optimizer(self) -> KeyedOptimizer:
-        """The optimizer of the rows; param_groups[0]["lr"] is their learning rate."""
-        return self.collection.fused_optimizer
-
-    @property
-    def table(self) -> TableHandle | ShardedTableHandle:
-        """A handle on the table; of a sharded one it reads this rank's shard."""
-        return self.collection.table(self.name)
-
-    def set_time(self, time: int) -> None:
-        """Sets the clock of `ExpireAfter(time=...)`; collective where the table is sharded.
-
-        Args:
-            time: an integer from 0 on, in the unit of the policy; it never goes back.
-        """
-        self.collection.set_time(time)
 
     def extra_repr(self) -> str:
         """Tells the arguments, as torch.nn.EmbeddingBag does."""

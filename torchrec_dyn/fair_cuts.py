@@ -70,7 +70,8 @@ def fair_cuts(rows: Sequence[int], ranks: int) -> FairCuts:
         ranks: how many share them.
 
     Raises:
-        ValueError: if `ranks` is below 1, a number of rows is negative, or there are fewer rows than ranks.
+        ValueError: if `ranks` is below 1, a number of rows is negative, or there are fewer rows than ranks
+            or more than an int64 counts.
     """
     _check(rows, ranks)
     ends = [0, *accumulate(rows)]
@@ -107,6 +108,8 @@ def _check(rows: Sequence[int], ranks: int) -> None:
         raise ValueError(
             f"fair_cuts: expected a row for each of {ranks} ranks, got {sum(rows)} rows. Use fewer ranks."
         )
+    if sum(rows) >= 2**63:
+        raise ValueError(f"fair_cuts: expected fewer than 2^63 rows in all, got {sum(rows)}.")
 
 
 def _is_count(value: object) -> bool:

@@ -30,8 +30,8 @@ def _kaiming_gain(where: str, a: float, mode: str, nonlinearity: str) -> float:
     """Returns torch's gain of a nonlinearity, sqrt(2 / (1 + a^2)) for "leaky_relu"."""
     if mode not in ("fan_in", "fan_out"):
         raise ValueError(f'{where}.mode: expected "fan_in" or "fan_out", got {mode!r}.')
-    if not isinstance(a, (int, float)) or not math.isfinite(a):
-        raise ValueError(f"{where}.a: expected a finite number, got {a!r}.")
+    if not isinstance(a, (int, float)) or not abs(a) < 1e154:  # its square is a float
+        raise ValueError(f"{where}.a: expected a finite number below 1e154, got {a!r}.")
     try:
         return float(calculate_gain(nonlinearity, float(a)))  # type: ignore[arg-type]
     except ValueError:

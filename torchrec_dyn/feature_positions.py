@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -53,6 +54,26 @@ def check_positions_travel(processors: Processors, spread: Sequence[str], where:
                 f"as those of tables {spread}, got {type(one).__name__}. Give it one (which does nothing "
                 "if positions do not count), or shard these tables table-wise or column-wise."
             )
+
+
+@contextmanager
+def told_of_positions(processors: Processors, have_travelled: bool) -> Iterator[None]:
+    """Lets TorchRec's processors know whether the weights of the batches inside are positions.
+
+    They remember it of whatever batch went before, perhaps under another plan; and unsharded none has any.
+
+    Args:
+        processors: of the features.
+        have_travelled: whether they are.
+    """
+    told: list[Any] = [one for one in processors.modules() if hasattr(one, "_pre_processed")]
+    for one in told:
+        one._pre_processed = have_travelled
+    try:
+        yield
+    finally:
+        for one in told:
+            one._pre_processed = False
 
 
 def longest_bags(processors: Processors) -> dict[str, int]:

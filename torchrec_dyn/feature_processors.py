@@ -36,6 +36,7 @@ from torchrec_dyn.feature_positions import (
     Processors,
     check_positions_travel,
     longest_bags,
+    told_of_positions,
     with_weights_of_its_own,
 )
 from torchrec_dyn.resharding import reshard
@@ -168,7 +169,8 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
             with_ids(one, ops.unmix64(one.values())) if is_mixed else one
             for one, is_mixed in zip(dist_input, mixed, strict=True)
         ]
-        processed = super().apply_feature_processors_to_kjt_list(KJTList(shown))
+        with told_of_positions(self._feature_processors, self._row_wise_sharded):
+            processed = super().apply_feature_processors_to_kjt_list(KJTList(shown))
         return KJTList(
             [
                 with_ids(one, ops.mix64(one.values())) if is_mixed else one

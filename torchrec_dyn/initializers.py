@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 _CONSTANT, _UNIFORM, _NORMAL = 0, 1, 2
+_MOST = (2 - 2**-23) * 2.0**127  # of float32, in which rows are made
 
 
 class Initializer(Protocol):
@@ -25,7 +26,7 @@ class Initializer(Protocol):
 
 def _check_finite(where: str, **values: float) -> None:
     for name, value in values.items():
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
+        if not isinstance(value, (int, float)) or not abs(value) <= _MOST:
             raise ValueError(f"{where}.{name}: expected a finite number, got {value!r}.")
 
 
@@ -49,6 +50,7 @@ class Uniform:
     def __post_init__(self) -> None:
         _check_finite("Uniform", low=self.low, high=self.high)
         _check_order("Uniform", self.low, self.high)
+        _check_finite("Uniform", **{"high - low": self.high - self.low})
 
     def parameters(self) -> tuple[int, list[float]]:
         """Returns the kind and the six parameters of `ops.init_rows_`."""

@@ -190,7 +190,8 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         )
         if self.training and torch.is_grad_enabled() and not output.requires_grad:
             # All tables here are frozen; on another rank some may learn, and backward is collective.
-            output.requires_grad_()
+            # The copy is no leaf: of a single rank it is the output, which users may write into.
+            output = output.requires_grad_().clone()
         return output
 
     def _times(self, features: KeyedJaggedTensor) -> Tensor | None:

@@ -127,7 +127,7 @@ def check_stats(where: str, name: str, stats: Mapping[str, int | float]) -> None
     if stats["forwards"] < 1:
         raise ValueError(
             f"{where}.stats['{name}']: expected a table that has trained since it was made, got "
-            "0 forwards. Train some batches first."
+            "0 forwards. Train some batches first; leave out a table that is frozen or unused."
         )
 
 
@@ -154,6 +154,11 @@ def _measured(
         )
     # The planner multiplies these three and adds up: that is to be what a rank brings in a forward.
     bags = sum(count * size for count, size in zip(poolings, batch_sizes, strict=True))
+    if not bags > 0:
+        raise ValueError(
+            f"constraints_from.constraints['{name}']: expected num_poolings and batch_sizes of some bags, "
+            f"got {poolings} and {batch_sizes}."
+        )
     ids_a_bag = lookups_per_forward(stats) / stats["ranks"] / bags
     return MeasuredConstraints(
         **(kept | {"pooling_factors": [ids_a_bag] * features}),

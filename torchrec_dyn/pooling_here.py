@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_dyn.bag_input import BagOptions, one_bag, read_bags
 from torchrec_dyn.input_ids import Input
 from torchrec_dyn.input_weights import shares
+from torchrec_dyn.row_pooling import pooled_rows
 
 
 class WeightedBags(NamedTuple):
@@ -71,8 +72,5 @@ class RowsPooler(nn.Module):
     def forward(self, output: Any, bags: WeightedBags) -> Tensor:
         """Returns [*shape, D]."""
         rows = output[self._name].values()
-        weighted = rows.float() * bags.weights.unsqueeze(1)
-        pooled = torch.segment_reduce(
-            weighted, "sum", lengths=bags.lengths, axis=0, initial=0.0, unsafe=True
-        )
+        pooled = pooled_rows(rows.float(), bags.lengths, bags.weights, mean=False)
         return pooled.to(rows.dtype).view(*bags.shape, rows.shape[1])

@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.quotient_remainder_ids import PairOp, TablePair, reader_of
+from torchrec_dyn.row_pooling import pooled_rows
 
 
 def paired(quotients: Tensor, remainders: Tensor, op: PairOp) -> Tensor:
@@ -37,26 +38,6 @@ def paired(quotients: Tensor, remainders: Tensor, op: PairOp) -> Tensor:
     if op == "add":
         return quotients + remainders
     return torch.cat([quotients, remainders], dim=1)
-
-
-def pooled_rows(rows: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool) -> Tensor:
-    """Pools rows bag by bag, as the pooled collections do; an empty bag gives zeros.
-
-    Args:
-        rows: [N, columns], bag after bag.
-        lengths: [B] ids per bag.
-        weights: [N], what each row is multiplied with, or None.
-        mean: whether the sum is divided by the number of ids, weighted or not.
-
-    Returns:
-        [B, columns].
-    """
-    if lengths.numel() == 0:
-        return rows  # none, and still part of the graph: other ranks wait for its backward
-    if weights is not None:
-        rows = (rows * weights[:, None]).to(rows.dtype)
-    pooled = torch.segment_reduce(rows, "sum", lengths=lengths, axis=0)
-    return pooled / lengths.clamp(min=1)[:, None] if mean else pooled
 
 
 class PooledPairs(nn.Module):

@@ -1,0 +1,29 @@
+"""Rows that stand one by one are pooled where they are, by an op that has gradients on any device.
+
+Letters: N rows, B bags.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def pooled_rows(rows: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool) -> Tensor:
+    """Pools rows bag by bag, as the pooled collections do; an empty bag gives zeros.
+
+    Args:
+        rows: [N, columns], bag after bag.
+        lengths: [B] ids per bag.
+        weights: [N], what each row is multiplied with, or None.
+        mean: whether the sum is divided by the number of ids, weighted or not.
+
+    Returns:
+        [B, columns].
+    """
+    if weights is not None:
+        rows = (rows * weights[:, None]).to(rows.dtype)
+    if lengths.numel() == 0:
+        return rows  # none, and still part of the graph: other ranks wait for its backward
+    pooled = torch.segment_reduce(rows, "sum", lengths=lengths, axis=0)
+    return pooled / lengths.clamp(min=1)[:, None] if mean else pooled
