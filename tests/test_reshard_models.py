@@ -122,7 +122,9 @@ def through_pipeline(run: Run, name: str, kinds: Kinds) -> tuple[list[float], li
             reshard(model, run, kinds)
         assert str(states_of(run, model)) == str(before)
         outputs += drain(pipeline, left)
-        early = model.module.pooled._free_features_storage_early = True  # as a pipeline's option does
+        early = model.module.pooled._free_features_storage_early = (
+            True  # as a pipeline's option does
+        )
         reshard(model, run, kinds)
         assert model.module.pooled.is_pipelined and model.module.sequences.is_pipelined
         assert model.module.pooled._free_features_storage_early is early
