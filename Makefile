@@ -3,7 +3,7 @@
 PYTHON ?= python3
 PROCESSES ?= 2
 ARGS ?=
-BENCH ?= lookup id_map growth eviction checkpoint serving train sweep
+BENCH ?= lookup id_map growth eviction checkpoint serving dedup train sweep
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -90,6 +90,7 @@ class StagedRows:
         self.where = where
         self.places = places
         self.first_column = columns[0]
+        self._limit = limit
         self.id_map = IdMap(limit)
         self.id_map.reserve(places.count)
         self.weights = RowStore(columns[1], shift, dtype, device)
@@ -193,6 +194,34 @@ class StagedRows:
             raise ValueError(
                 f"{self.where}: expected saved ids in canonical order, got others. {DAMAGED}"
             )
+
+    def close_up(self) -> int:
+        """Moves the rows that belong here together where many of those that came do not.
+
+        A small table is read whole by each of the ranks that share it: its cells are coarse.
+
+        Returns:
+            The rows that are held now; those of `others` are free.
+        """
+        kept = self.id_map.num_ids
+        if self.places.count - kept <= kept // 8:
+            return self.places.count
+        ids, rows = self.id_map.contents()
+        weights = RowStore(
+            self.weights.columns, self.weights.shift, self.weights.dtype, self.weights.device
+        )
+        scores = Scores(self.weights.shift, self.weights.device)
+        here = torch.arange(kept)
+        weights.reserve(kept)
+        weights.write(here, self.weights.read(rows))
+        if self.has_scores:
+            scores.store.reserve_zeros(kept)
+            scores.write(here, *self.scores.read(rows))
+        self.id_map = IdMap(self._limit)
+        self.id_map.reserve(kept)
+        self.id_map.insert(ids, here)
+        self.weights, self.scores, self.others = weights, scores, []
+        return kept
 
     def canonical(self) -> CanonicalRows:
         """Gives the ids that belong here, and the rows that they came to, in canonical order."""

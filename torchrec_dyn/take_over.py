@@ -34,7 +34,7 @@ def take_over(
         initializer: of the checkpoint, for ids to come; None: the table's own.
         step: the last one that any rank's rows know of; only scores need one.
     """
-    rows, shift = staged.places.count, table.weights.shift
+    rows, shift = staged.close_up(), table.weights.shift
     columns, dtype, device = table.columns, table.dtype, table.device
     weights = staged.weights
     if weights.dtype != dtype:
@@ -52,14 +52,14 @@ def take_over(
     table.step = 0
     if table.life is not None:
         table.step = step
-        _take_over_life(table.life, table, staged, clock)
+        _take_over_life(table.life, table, staged, clock, rows)
     note_replaced(table, before)
     if initializer is not None:
         table.start_as(initializer)
 
 
 def _take_over_life(
-    life: RowLife, table: DynamicTable, staged: StagedRows, clock: Tensor | None
+    life: RowLife, table: DynamicTable, staged: StagedRows, clock: Tensor | None, rows: int
 ) -> None:
     if clock is not None and life.is_timed:
         life.clock = Clock.load(clock)
@@ -70,7 +70,7 @@ def _take_over_life(
     if staged.has_scores:
         life.scores = staged.scores
     else:
-        life.scores.store.reserve_zeros(staged.places.count)
-        life.catch_up(max(table.step, life.clock.present_step), staged.places.count)
+        life.scores.store.reserve_zeros(rows)
+        life.catch_up(max(table.step, life.clock.present_step), rows)
     for others in staged.others:
         life.scores.forget(others)
