@@ -39,8 +39,8 @@ FLOORS = (
     " one_table dynamic_embedding dynamic_embedding_bag"
     " number_by_table block_embedding quotient_remainder_ids quotient_remainder_rows quotient_remainder"
     " from_static_rows from_static_optimizer from_static"
-    " sharded_embeddingbag sharded_embedding across_ranks sharders feature_positions feature_processors"
-    " stats_logger fair_cuts measured_constraints planner_storage plan_load planner"
+    " sharded_embeddingbag sharded_embedding across_ranks model_collections sharders feature_positions"
+    " feature_processors stats_logger fair_cuts measured_constraints planner_storage plan_load planner"
     " rows_here safetensors_rows from_static_checkpoint"
     " model_tables deltas delta_rows read_delta apply_delta checkpoint",
     "serving_rows serving_files serving_maps serving_format serving_build serving_update"

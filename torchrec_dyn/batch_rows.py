@@ -34,7 +34,7 @@ class BatchRows(NamedTuple):
     missing: int
 
 
-class Share(NamedTuple):
+class BatchPart(NamedTuple):
     """What some tables of a group have of a batch.
 
     Attributes:
@@ -50,12 +50,12 @@ class Share(NamedTuple):
     bounds: list[int]
 
 
-def share_of(
+def part_of(
     some: Sequence[DynamicTable],
     tables: Sequence[DynamicTable],
     ids: Tensor,
     bounds: Sequence[int],
-) -> Share:
+) -> BatchPart:
     """Cuts out of a batch what some of the tables have of it.
 
     Args:
@@ -64,12 +64,12 @@ def share_of(
         ids: [N] int64 in table order.
         bounds: [T + 1], which ids are whose.
     """
-    chosen = [any(table is one for one in some) for table in tables]
+    chosen = [table in some for table in tables]
     sizes = [end - begin for begin, end in pairwise(bounds)]
     places = torch.tensor(chosen).repeat_interleave(torch.tensor(sizes))
     of_some = [size for size, is_chosen in zip(sizes, chosen, strict=True) if is_chosen]
     ends = list(accumulate(of_some, initial=0))
-    return Share(places, ids[places], torch.tensor(ends), ends)
+    return BatchPart(places, ids[places], torch.tensor(ends), ends)
 
 
 def take_in(
@@ -126,7 +126,7 @@ def take_in_beside_frozen(
     Raises:
         RuntimeError: a table is full, or memory is out; no table has changed.
     """
-    taken = share_of(learning, tables, ids, bounds)
+    taken = part_of(learning, tables, ids, bounds)
     rows, refused = take_in(
         learning,
         taken.ids,
@@ -136,7 +136,7 @@ def take_in_beside_frozen(
         None if times is None else times[taken.places],
     )
     learnt = torch.full_like(ids, -1).masked_scatter_(taken.places, rows)
-    frozen = [table for table in tables if not any(table is one for one in learning)]
-    found = share_of(frozen, tables, ids, bounds)
+    frozen = [table for table in tables if table not in learning]
+    found = part_of(frozen, tables, ids, bounds)
     rows, absent = find_rows(frozen, found.ids, found.table_offsets)
     return BatchRows(learnt, learnt.masked_scatter(found.places, rows), refused + sum(absent))

@@ -196,8 +196,8 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
 
     def _times(self, features: KeyedJaggedTensor) -> Tensor | None:
         """Returns how often each id occurred on its rank, [N] int64, where that counts."""
-        has_life = any(table.life is not None for table in self.tables)
-        return counts_of(features.weights()) if self.ids_come_once and has_life else None
+        counts_came = self.ids_come_once and self._group.has_life
+        return counts_of(features.weights()) if counts_came else None
 
     def expect(self, bags_of_ranks: Sequence[int]) -> None:
         """Tells how many bags of each feature each rank sent of the batch that comes next.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.bag_layout import BagLayout, Bags, Pooling
-from torchrec_dyn.batch_rows import BatchRows, share_of, take_in, take_in_beside_frozen
+from torchrec_dyn.batch_rows import BatchRows, part_of, take_in, take_in_beside_frozen
 from torchrec_dyn.changes import note_changed, tokens_of
 from torchrec_dyn.gradient_reduction import Reduction, Senders, reduction_of
 from torchrec_dyn.insertion import find_rows, insert_unseen
@@ -57,6 +57,7 @@ class TableGroup:
     Attributes:
         tables: T tables.
         learning_rate: read at every backward; the fused optimizer writes it.
+        has_life: whether some table has a life.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class TableGroup:
         self._bag_layout = BagLayout(
             [table.columns for table in self.tables], features_per_table, pooling
         )
-        self._has_life = any(table.life is not None for table in self.tables)
+        self.has_life = any(table.life is not None for table in self.tables)
         self._blocks: GroupBlocks | None = None
         self._anchor: Tensor | None = None
 
@@ -148,14 +149,16 @@ class TableGroup:
             offsets: [F * B + 1] integer.
         """
         learning = [table for table in self.tables if not table.is_frozen]
-        if self._has_life or not learning:
+        if self.has_life or not learning:
             return
         ids, offsets, _ = self._check_input(ids, offsets, None)
-        bounds = self._bag_layout.table_offsets(offsets, ids.numel(), None).tolist()
-        share = share_of(learning, self.tables, ids, bounds)
-        rows, absent = find_rows(learning, share.ids, share.table_offsets)
+        table_offsets = self._bag_layout.table_offsets(offsets, ids.numel(), None)
+        if len(learning) < len(self.tables):
+            part = part_of(learning, self.tables, ids, table_offsets.tolist())
+            ids, table_offsets = part.ids, part.table_offsets
+        rows, absent = find_rows(learning, ids, table_offsets)
         if sum(absent):
-            insert_unseen(learning, share.ids, rows, share.table_offsets)
+            insert_unseen(learning, ids, rows, table_offsets)
 
     def _check_input(
         self, ids: Tensor, offsets: Tensor, weights: Tensor | None
@@ -186,13 +189,11 @@ class TableGroup:
             return BatchRows(rows, rows, sum(absent))
         if len(learning) < len(self.tables):
             return take_in_beside_frozen(self.tables, learning, ids, bags.bounds, times)
+        offsets, bounds = bags.table_offsets, bags.bounds
         rows, refused = take_in(
-            self.tables, ids, bags.table_offsets, bags.bounds, self._scores, times
+            self.tables, ids, offsets, bounds, lambda: self._current_blocks().scores, times
         )
         return BatchRows(rows, rows, refused)
-
-    def _scores(self) -> TableBlocks:
-        return self._current_blocks().scores
 
     def __getstate__(self) -> dict[str, Any]:
         # Blocks are reserved far beyond the rows in use: a copy lists those of its own tables.

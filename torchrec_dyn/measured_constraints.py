@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from torch import nn
-from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.types import hash_sha256_to_int
 
 from torchrec_dyn.across_ranks import Collection, read_stats
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
+from torchrec_dyn.model_collections import collections_of
 from torchrec_dyn.shard_stats import Stats
 
 _NEEDED = ("rows", "waiting", "ids_seen", "forwards", "features", "ranks")
@@ -51,9 +51,7 @@ def read_model_stats(model: nn.Module) -> dict[str, Stats]:
         ValueError: if the model has no dynamic collection, or two tables of one name.
     """
     found: dict[str, Stats] = {}
-    for module in get_unwrapped_module(model).modules():
-        if not isinstance(module, Collection):
-            continue
+    for _, module in collections_of(model, "read_model_stats"):
         features, ranks = _features_and_ranks(module)
         for name, count in features.items():
             if name in found:
@@ -62,11 +60,6 @@ def read_model_stats(model: nn.Module) -> dict[str, Stats]:
                     "Ask for the collections one by one."
                 )
             found[name] = read_stats(module, name) | {"features": count, "ranks": ranks}
-    if not found:
-        raise ValueError(
-            f"read_model_stats: expected a model with a dynamic collection, got {type(model).__name__} "
-            "without one. Make its collections dynamic first, e.g. with make_dynamic."
-        )
     return found
 
 

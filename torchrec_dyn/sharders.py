@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -19,12 +19,49 @@ from torchrec_dyn.sharded_embedding import ShardedDynamicEmbeddingCollection
 from torchrec_dyn.sharded_embeddingbag import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.sharding import POOLED_SHARDINGS
 
+_Unsharded = TypeVar("_Unsharded", bound=nn.Module)
+_Sharded = TypeVar("_Sharded", bound=nn.Module)
+
 
 def _tables(held: nn.ModuleDict) -> Mapping[str, LocalTable]:
     return cast(Mapping[str, LocalTable], held)
 
 
-class DynamicEmbeddingBagCollectionSharder(BaseEmbeddingSharder[DynamicEmbeddingBagCollection]):
+class _TableSharder(BaseEmbeddingSharder[_Unsharded]):
+    """What the sharders of both kinds of collection do alike."""
+
+    def reshard(
+        self,
+        sharded_module: _Sharded,
+        changed_shard_to_params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+    ) -> _Sharded:
+        """Moves tables to where another plan has them, for `DistributedModelParallel.reshard`. Collective.
+
+        Args:
+            sharded_module: what this sharder made; changed in place.
+            changed_shard_to_params: the new plan of the tables that move.
+            env: the ranks.
+            device: where the rows live.
+
+        Returns:
+            The same module.
+
+        Raises:
+            ValueError: on every rank, if the plan cannot be honoured, differs between ranks, or if a batch
+                is on its way; nothing has changed then.
+            RuntimeError: on every rank, if some rank could not move its rows; nothing has changed then.
+        """
+        reshard(self, sharded_module, changed_shard_to_params, env, device)
+        return sharded_module
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Returns "fused", which every planner can price; `shard` puts ours in its place."""
+        return [EmbeddingComputeKernel.FUSED.value]
+
+
+class DynamicEmbeddingBagCollectionSharder(_TableSharder[DynamicEmbeddingBagCollection]):
     """Shards pooled collections, by every type but data-parallel, on any device.
 
     Args:
@@ -71,32 +108,6 @@ class DynamicEmbeddingBagCollectionSharder(BaseEmbeddingSharder[DynamicEmbedding
             module_fqn=module_fqn,
         )
 
-    def reshard(
-        self,
-        sharded_module: ShardedDynamicEmbeddingBagCollection,
-        changed_shard_to_params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-    ) -> ShardedDynamicEmbeddingBagCollection:
-        """Moves tables to where another plan has them, for `DistributedModelParallel.reshard`. Collective.
-
-        Args:
-            sharded_module: what this sharder made; changed in place.
-            changed_shard_to_params: the new plan of the tables that move.
-            env: the ranks.
-            device: where the rows live.
-
-        Returns:
-            The same module.
-
-        Raises:
-            ValueError: on every rank, if the plan cannot be honoured, differs between ranks, or if a batch
-                is on its way; nothing has changed then.
-            RuntimeError: on every rank, if some rank could not move its rows; nothing has changed then.
-        """
-        reshard(self, sharded_module, changed_shard_to_params, env, device)
-        return sharded_module
-
     def shardable_parameters(
         self, module: DynamicEmbeddingBagCollection
     ) -> dict[str, nn.Parameter]:
@@ -106,10 +117,6 @@ class DynamicEmbeddingBagCollectionSharder(BaseEmbeddingSharder[DynamicEmbedding
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Returns all types; the planner takes GRID only where constraints name it."""
         return list(POOLED_SHARDINGS)
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Returns "fused", which every planner can price; `shard` puts ours in its place."""
-        return [EmbeddingComputeKernel.FUSED.value]
 
     @property
     def module_type(self) -> type[DynamicEmbeddingBagCollection]:
@@ -122,7 +129,7 @@ class DynamicEmbeddingBagCollectionSharder(BaseEmbeddingSharder[DynamicEmbedding
         return ShardedDynamicEmbeddingBagCollection
 
 
-class DynamicEmbeddingCollectionSharder(BaseEmbeddingSharder[DynamicEmbeddingCollection]):
+class DynamicEmbeddingCollectionSharder(_TableSharder[DynamicEmbeddingCollection]):
     """Shards sequence collections table-, row- and column-wise, on any device.
 
     Args:
@@ -172,32 +179,6 @@ class DynamicEmbeddingCollectionSharder(BaseEmbeddingSharder[DynamicEmbeddingCol
             module_fqn=module_fqn,
         )
 
-    def reshard(
-        self,
-        sharded_module: ShardedDynamicEmbeddingCollection,
-        changed_shard_to_params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-    ) -> ShardedDynamicEmbeddingCollection:
-        """Moves tables to where another plan has them, for `DistributedModelParallel.reshard`. Collective.
-
-        Args:
-            sharded_module: what this sharder made; changed in place.
-            changed_shard_to_params: the new plan of the tables that move.
-            env: the ranks.
-            device: where the rows live.
-
-        Returns:
-            The same module.
-
-        Raises:
-            ValueError: on every rank, if the plan cannot be honoured, differs between ranks, or if a batch
-                is on its way; nothing has changed then.
-            RuntimeError: on every rank, if some rank could not move its rows; nothing has changed then.
-        """
-        reshard(self, sharded_module, changed_shard_to_params, env, device)
-        return sharded_module
-
     def shardable_parameters(self, module: DynamicEmbeddingCollection) -> dict[str, nn.Parameter]:
         """Returns the placeholder of each table, from whose shape the planner plans."""
         return {name: table.weight for name, table in _tables(module.embeddings).items()}
@@ -205,10 +186,6 @@ class DynamicEmbeddingCollectionSharder(BaseEmbeddingSharder[DynamicEmbeddingCol
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Returns all types that sequences have."""
         return list(SEQUENCE_SHARDINGS)
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Returns "fused", which every planner can price; `shard` puts ours in its place."""
-        return [EmbeddingComputeKernel.FUSED.value]
 
     @property
     def module_type(self) -> type[DynamicEmbeddingCollection]:

@@ -11,17 +11,15 @@ from typing import Any, Protocol
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from torchrec.distributed.model_parallel import get_unwrapped_module
 
+from torchrec_dyn.across_ranks import Collection
 from torchrec_dyn.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.embeddingbag_collection import DynamicEmbeddingBagCollection
-from torchrec_dyn.sharded_embedding import ShardedDynamicEmbeddingCollection
-from torchrec_dyn.sharded_embeddingbag import ShardedDynamicEmbeddingBagCollection
+from torchrec_dyn.model_collections import collections_of
 from torchrec_dyn.sharded_table import ShardedTableHandle
 from torchrec_dyn.table_handle import TableHandle
 
 _Unsharded = DynamicEmbeddingBagCollection | DynamicEmbeddingCollection
-_Sharded = ShardedDynamicEmbeddingBagCollection | ShardedDynamicEmbeddingCollection
 
 
 class ScalarWriter(Protocol):
@@ -87,7 +85,7 @@ def add_stats_hook(model: nn.Module, to: StatsLogger, every: int = 100) -> Remov
     _check_logger(to, "add_stats_hook")
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"add_stats_hook.every: expected an integer above 0, got {every!r}.")
-    next(_collections(model, "add_stats_hook"))
+    next(collections_of(model, "add_stats_hook"))
     forwards = 0
 
     # Collections are looked for anew each time: sharding after this call replaces them.
@@ -102,27 +100,14 @@ def add_stats_hook(model: nn.Module, to: StatsLogger, every: int = 100) -> Remov
 
 
 def _scalars(model: nn.Module, where: str) -> Iterator[tuple[str, int | float]]:
-    for path, collection in _collections(model, where):
+    for path, collection in collections_of(model, where):
         for table in _tables(collection):
             prefix = f"{path}/{table.name}" if path else table.name
             for name, value in table.stats().items():
                 yield f"{prefix}/{name}", value
 
 
-def _collections(model: nn.Module, where: str) -> Iterator[tuple[str, _Unsharded | _Sharded]]:
-    found = False
-    for path, module in get_unwrapped_module(model).named_modules():
-        if isinstance(module, _Unsharded | _Sharded):
-            found = True
-            yield path, module
-    if not found:
-        raise ValueError(
-            f"{where}: expected a model with a dynamic collection, got {type(model).__name__} "
-            "without one. Make its collections dynamic first, e.g. with make_dynamic."
-        )
-
-
-def _tables(collection: _Unsharded | _Sharded) -> list[TableHandle] | list[ShardedTableHandle]:
+def _tables(collection: Collection) -> list[TableHandle] | list[ShardedTableHandle]:
     if isinstance(collection, _Unsharded):
         return [collection.table(name) for name in collection.dynamic_configs()]
     return [collection.table(name) for name in collection.module_sharding_plan]
