@@ -20,8 +20,8 @@ TORCHREC_NEEDS := tensordict==0.15.3 torchmetrics==1.9.0 pyre-extensions==0.0.32
 TOOLS := "setuptools>=77" wheel ninja pytest==9.2.0 hypothesis==6.170.15 parameterized sortedcontainers expecttest \
 	ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5 matplotlib==3.11.2 safetensors==0.8.0
 
-CORE := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.h)
-CORE_FORMATTED := $(CORE) $(wildcard csrc/sanitize/*.cpp csrc/sanitize/*.h)
+CORE_FORMATTED := $(wildcard $(addprefix csrc/,*.cpp *.cu *.h */*.cpp */*.cu */*.h))
+CORE := $(filter-out csrc/sanitize/%,$(CORE_FORMATTED))
 
 .PHONY: train test build lint format bench bench-ab test-deep sanitize clean
 

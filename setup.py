@@ -1,21 +1,17 @@
 """Builds the one extension, torchrec_dyn._C; everything else is said in pyproject.toml."""
 
+from pathlib import Path
+
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-SOURCES = [
-    "csrc/library.cpp",
-    "csrc/id_map_cpu.cpp",
-    "csrc/canonical_ids_cpu.cpp",
-    "csrc/content_sum_cpu.cpp",
-    "csrc/row_store_cpu.cpp",
-    "csrc/scores_cpu.cpp",
-    "csrc/lowest_scores_cpu.cpp",
-    "csrc/admission_cpu.cpp",
-    "csrc/row_marks_cpu.cpp",
-    "csrc/pooling_cpu.cpp",
-    "csrc/row_update_cpu.cpp",
-]
+# All of csrc but its programs for sanitizers; setuptools wants paths relative to this file.
+ROOT = Path(__file__).parent
+SOURCES = sorted(
+    str(path.relative_to(ROOT))
+    for path in ROOT.glob("csrc/**/*.cpp")
+    if path.parent.name != "sanitize"
+)
 
 # A wheel built anywhere runs on any x86-64 or aarch64: no -march. Threads come from torch's
 # parallel_for: no OpenMP flag of ours. The stable ABI of torch 2.11 (torch/csrc/stable/version.h)

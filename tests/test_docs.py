@@ -108,8 +108,9 @@ def test_options_of_the_main_job_exist(page):
 
 @every_page
 def test_files_named_exist(page):
-    folders = ("torchrec_dyn", "csrc", "tests", "examples", "benchmarks", ".")
-    there = {path.name for folder in folders for path in (ROOT / folder).iterdir()}
+    folders = ("torchrec_dyn", "csrc", "tests", "examples", "benchmarks")
+    there = {path.name for folder in folders for path in (ROOT / folder).rglob("*.*")}
+    there |= {path.name for path in ROOT.iterdir()}
     if page.name == "README.md":
         there.add("first.py")  # the reader's own
     named = re.findall(r"(?<![\w.])(?:[\w./]+/)?(\w+\.(?:py|h|cpp))\b", prose(page))

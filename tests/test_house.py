@@ -160,7 +160,7 @@ def declared_ops() -> list[str]:
 
 
 def kernels(suffix: str) -> list[str]:
-    text = "".join(path.read_text() for path in sorted(CORE.glob(f"*_{suffix}")))
+    text = "".join(path.read_text() for path in sorted(CORE.rglob(f"*_{suffix}")))
     return re.findall(r'm\.impl\("(\w+)"', text)
 
 
@@ -217,7 +217,7 @@ def test_public_functions_tell_their_arguments(name):
 def test_the_version_is_written_once():
     version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert version
-    for path in itertools.chain(SOURCES, [ROOT / "setup.py"], CORE.glob("*.*")):
+    for path in itertools.chain(SOURCES, [ROOT / "setup.py"], CORE.rglob("*.*")):
         assert f'"{version[1]}"' not in path.read_text(errors="ignore"), path
 
 

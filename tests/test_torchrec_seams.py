@@ -59,10 +59,10 @@ READ = {
 def our_subclasses() -> list[type]:
     """Our classes that have a class of TorchRec's among their bases."""
     found = []
-    for info in pkgutil.iter_modules(torchrec_dyn.__path__):
-        if info.name.startswith("_"):
+    for info in pkgutil.walk_packages(torchrec_dyn.__path__, "torchrec_dyn."):
+        if info.name.startswith("torchrec_dyn._"):
             continue
-        module = importlib.import_module(f"torchrec_dyn.{info.name}")
+        module = importlib.import_module(info.name)
         for _, kind in inspect.getmembers(module, inspect.isclass):
             if kind.__module__ == module.__name__ and any(_bases(kind)):
                 found.append(kind)

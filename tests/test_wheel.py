@@ -62,10 +62,11 @@ def test_one_wheel_serves_every_python_from_3_10(wheel: Path, tmp_path: Path):
 
 
 def test_wheel_holds_exactly_the_package(wheel: Path):
-    packed = {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if "info/" not in name}
-    assert packed - {"py.typed", "_C.pyi"} == {
-        "_C.abi3.so",
-        *(path.name for path in (ROOT / "torchrec_dyn").glob("*.py")),
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if "info/" not in name}
+    others = ("_C.abi3.so", "_C.pyi", "py.typed")
+    assert packed == {
+        *(f"torchrec_dyn/{name}" for name in others),
+        *(str(path.relative_to(ROOT)) for path in (ROOT / "torchrec_dyn").rglob("*.py")),
     }
 
 
