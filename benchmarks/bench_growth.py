@@ -23,9 +23,9 @@ from interleaved import CLOCKS, finish, options, quartiles, result
 from resident import resident_bytes
 from torch import Tensor
 
-from torchrec_dyn.lookup import TableGroup
+from torchrec_dyn.lookup.table_group import TableGroup
 from torchrec_dyn.ops import advise_huge_pages
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table.table import DynamicTable
 
 BAG = 10
 

@@ -30,7 +30,7 @@ from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionM
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.id_map import IdMap
+from torchrec_dyn.storage.id_map import IdMap
 
 Sides = dict[str, Callable[[int], object]]
 # The highest load of a table's own map: what the peers are compared with.

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table.table import DynamicTable
 
 # Rows between a prefetch and its use: the best of main() below on an AMD EPYC (Zen 4); flat from 32 to 96.
 AHEAD = 48

@@ -1,7 +1,7 @@
 // The one mixer of the project: a bijection of 64-bit words.
 //
 // Three things are read from mix64(id), and they must not share bits:
-//   owner rank   the high bits: a rank owns a contiguous range of mixed ids (torchrec_dyn/row_wise.py);
+//   owner rank   the high bits: a rank owns a contiguous range of mixed ids (torchrec_dyn/ranks/routing.py);
 //   home slot    the high bits of mix64(id) * kSlotSpread, which depend on all bits of the mixed id,
 //                so that the ids of one owner still spread over its whole map;
 //   saved order  the mixed id itself, compared unsigned.

@@ -26,8 +26,8 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
-from torchrec_dyn.checkpoint import LoadPlanner
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.state_dict.load_planner import LoadPlanner
+from torchrec_dyn.table.table import DynamicTable
 
 DIM = 12
 SAMPLES = 12  # they divide among 1, 2, 3 and 4 ranks

@@ -16,7 +16,7 @@ import workers
 from checkpoint_cases import LOCAL_SIZES, Setup, new, save, train
 from torch.distributed.checkpoint import filesystem
 
-from torchrec_dyn.saved_tensor import SavedTensor
+from torchrec_dyn.checkpoint_format.saved_tensor import SavedTensor
 
 # What a rank is doing when it is killed: the number-th time.
 MOMENTS = ("reads a chunk", "has written a chunk", "renames", "has renamed")

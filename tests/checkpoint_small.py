@@ -17,7 +17,7 @@ from sharded_training import collection_of, shard
 from torchrec import KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import LoadPlanner
+from torchrec_dyn.state_dict.load_planner import LoadPlanner
 
 LRU = dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed())
 AGED = dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(steps=10))

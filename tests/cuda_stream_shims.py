@@ -17,7 +17,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionContext
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.distributed.train_pipeline import runtime_forwards, train_pipelines
 
-from torchrec_dyn.sharded_embedding import SequenceContext
+from torchrec_dyn.distributed.embedding_collection import SequenceContext
 
 # What the pipelines hand from stream to stream: batches, outputs and contexts.
 HANDED_ON = [KeyedJaggedTensor, KeyedTensor, EmbeddingBagCollectionContext,

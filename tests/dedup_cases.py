@@ -12,7 +12,7 @@ from sharded_training import batches, collection_of, shard
 from torch import Tensor
 from torchrec import JaggedTensor
 
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table.table import DynamicTable
 
 # What counts arrivals where a table keeps no scores, and what a graph or the order of insertion decides.
 OF_ARRIVALS = {"ids_seen", "hits", "unseen"}

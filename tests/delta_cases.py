@@ -9,7 +9,7 @@ from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
 
 import torchrec_dyn as dyn
-from torchrec_dyn.local_table import LocalTable
+from torchrec_dyn.modules.unsharded_table import LocalTable
 
 LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
 # Table -> num_embeddings and options.

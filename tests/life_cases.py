@@ -16,7 +16,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn import ops
 from torchrec_dyn.initializers import Normal, table_key
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table.table import DynamicTable
 
 LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
 STEPS, TIME = dyn.ExpireAfter(steps=4), dyn.ExpireAfter(time=10)

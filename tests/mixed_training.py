@@ -25,7 +25,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import LoadPlanner
+from torchrec_dyn.state_dict.load_planner import LoadPlanner
 
 COLLECTIONS = (dyn.DynamicEmbeddingBagCollection, dyn.DynamicEmbeddingCollection)
 STEPS = 3

@@ -22,7 +22,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import LoadPlanner
+from torchrec_dyn.state_dict.load_planner import LoadPlanner
 
 KINDS = {"user": "table_wise", "words": "row_wise", "recent": "column_wise"}
 

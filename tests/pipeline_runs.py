@@ -16,7 +16,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table.table import DynamicTable
 
 # Name of a pipeline -> TorchRec's class, its options, whether it needs the shims.
 PIPELINES: dict[str, tuple[str, dict[str, Any], bool]] = {

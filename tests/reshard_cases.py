@@ -12,7 +12,7 @@ from checkpoint_cases import LOCAL_SIZES, Setup, held, load, new, plan_of, same_
 from torchrec.distributed.types import ParameterSharding
 
 import torchrec_dyn as dyn
-from torchrec_dyn import saved_tensor
+from torchrec_dyn.checkpoint_format import saved_tensor
 
 # How a probe finds an id depends on the order in which ids came; bytes and slots on the shards.
 NOT_CARRIED = (

@@ -10,15 +10,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from torchrec_dyn.content_sums import (
+from torchrec_dyn.checkpoint_format.content_sums import (
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
     as_words,
     content_sum,
     sum_of_small,
 )
-from torchrec_dyn.id_map import canonical_order
-from torchrec_dyn.saved_tensor import Part, SavedTensor
+from torchrec_dyn.checkpoint_format.saved_tensor import Part, SavedTensor
+from torchrec_dyn.storage.id_map import canonical_order
 
 NOT_BY_ROW = ("waiting", "clock", "step", "config")
 EMBEDDING_DIM = 6

@@ -13,8 +13,13 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.content_sums import MODEL_TENSORS, as_words, content_sum, sum_of_small
-from torchrec_dyn.id_map import canonical_order
+from torchrec_dyn.checkpoint_format.content_sums import (
+    MODEL_TENSORS,
+    as_words,
+    content_sum,
+    sum_of_small,
+)
+from torchrec_dyn.storage.id_map import canonical_order
 
 UNIFORM = {"high": 0.5, "low": -0.5, "name": "Uniform"}
 

@@ -17,8 +17,8 @@ from sharded_cases import EXTREME_IDS, Case, Table
 from sharded_training import check_same, collection_of, outputs_by_name, shard
 from torchrec import KeyedJaggedTensor
 
-from torchrec_dyn.row_wise import config_of_share, owners, row_limit
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.ranks.routing import config_of_share, owners, row_limit
+from torchrec_dyn.table.table import DynamicTable
 
 # What depends on the columns of a shard, on when a graph is dropped, or on the order of ids in a slot's line.
 NOT_OF_THE_STREAM = {"bytes", "withheld", "late_grads", "probe_length_mean", "probe_length_max"}

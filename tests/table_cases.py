@@ -8,9 +8,9 @@ from oracle import EXTREME_IDS, ids_at_home
 from torch import Tensor
 
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.lookup import TableGroup
+from torchrec_dyn.lookup.table_group import TableGroup
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table.table import DynamicTable
 
 # A map starts with 64 slots and doubles: these ids collide at home before and after.
 CROWDED_IDS = [*ids_at_home(60, 64, 12), *ids_at_home(0, 64, 6), *ids_at_home(124, 128, 12)]

@@ -12,7 +12,7 @@ from sharded_training import batches, collection_of, outputs_by_name, shard
 
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
-from torchrec_dyn.row_wise import row_limit
+from torchrec_dyn.ranks.routing import row_limit
 
 EXTREMES = [-(2**63), -1, 0, 2**63 - 1, int(ops.unmix64(torch.tensor([-1]))[0])]
 SEQUENCE = ["table_wise", "column_wise", "row_wise"]

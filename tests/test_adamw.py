@@ -13,9 +13,9 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimi
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint_reader import open_checkpoint
-from torchrec_dyn.from_static import from_static
+from torchrec_dyn.checkpoint_format.checkpoint_reader import open_checkpoint
 from torchrec_dyn.initializers import Constant, Normal
+from torchrec_dyn.migration.trained_collections import from_static
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 
 POOL = torch.arange(30) * 7919 - 1000

@@ -19,8 +19,8 @@ from life_cases import ADMISSIONS, EVICTIONS, living_table
 from oracle import EXTREME_IDS
 from table_cases import CROWDED_IDS, ids_of, make_group, make_table, same_state
 
-from torchrec_dyn.changes import changes_of, moment_of
 from torchrec_dyn.optimizers import OptimizerKind
+from torchrec_dyn.table.changes import changes_of, moment_of
 
 POOL = [*EXTREME_IDS[:3], *EXTREME_IDS[-2:], 3, 4, 5, *CROWDED_IDS[:4]]
 batches = st.lists(st.sampled_from(POOL), max_size=5)

@@ -26,7 +26,7 @@ from torchrec.distributed.types import ShardingPlan
 from workers import run
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import LoadPlanner
+from torchrec_dyn.state_dict.load_planner import LoadPlanner
 
 FUSED = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
 DIM = 12

@@ -15,8 +15,8 @@ from saved_cases import (
     with_checksum,
 )
 
-from torchrec_dyn.checkpoint_reader import open_checkpoint
-from torchrec_dyn.chunked_tensor import ChunkedTensor
+from torchrec_dyn.checkpoint_format.checkpoint_reader import open_checkpoint
+from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 
 KEY = "model." + MODEL_KEY
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -16,7 +16,7 @@ from saved_cases import (
 )
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
-from torchrec_dyn.checkpoint_reader import open_checkpoint
+from torchrec_dyn.checkpoint_format.checkpoint_reader import open_checkpoint
 
 NAMES = ("ids", "weight", "last_seen", "count", "waiting", "clock", "config", "momentum1", "step")
 

@@ -11,8 +11,8 @@ from sharded_training import batches, collection_of, outputs_by_name, shard
 from torchrec import KeyedJaggedTensor
 
 from torchrec_dyn import DynamicTableConfig, LeastRecentlyUsed
-from torchrec_dyn.checkpoint_reader import open_checkpoint
-from torchrec_dyn.id_map import canonical_order
+from torchrec_dyn.checkpoint_format.checkpoint_reader import open_checkpoint
+from torchrec_dyn.storage.id_map import canonical_order
 
 KINDS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard")
 

@@ -33,7 +33,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import LoadPlanner
+from torchrec_dyn.state_dict.load_planner import LoadPlanner
 
 
 def states_of_fewer_rows(path: str) -> bool:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from checkpoint_cases import DIM, Setup, load, new, run_on, save
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import LoadPlanner
+from torchrec_dyn.state_dict.load_planner import LoadPlanner
 
 ROWS = 100_000
 SAVED = Setup(3, ("row_wise",), tables=1, rows=2 * ROWS)

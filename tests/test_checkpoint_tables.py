@@ -29,7 +29,7 @@ from sharded_training import collection_of, shard
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import LoadPlanner
+from torchrec_dyn.state_dict.load_planner import LoadPlanner
 
 SETUP = Setup(2, ("row_wise", "column_wise", "table_wise"))
 NAMES = ("plain", "sixteen", "brain", "counted", "drawn")

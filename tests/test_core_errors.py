@@ -6,9 +6,9 @@ import pytest
 import torch
 from table_cases import bags_of, bits, ids_of, make_group, make_table, same_state
 
-from torchrec_dyn.bag_layout import BagLayout
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Constant, Normal, TruncatedNormal, Uniform
+from torchrec_dyn.lookup.bag_layout import BagLayout
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 
 NAN, INF = float("nan"), float("inf")

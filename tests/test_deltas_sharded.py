@@ -22,9 +22,9 @@ from checkpoint_cases import (
 )
 from sharded_training import collection_of
 
-from torchrec_dyn import model_tables
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
-from torchrec_dyn.content_sums import MODEL_TENSORS, OPTIMIZER_TENSORS
+from torchrec_dyn.checkpoint_format.content_sums import MODEL_TENSORS, OPTIMIZER_TENSORS
+from torchrec_dyn.whole_model import tables as model_tables
 
 STEPS = ((0, 2), (2, 4), (4, 7))
 

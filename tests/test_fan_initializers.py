@@ -16,7 +16,7 @@ from torch import nn
 
 import torchrec_dyn as dyn
 from torchrec_dyn import __main__ as command_line
-from torchrec_dyn.checkpoint_reader import open_checkpoint
+from torchrec_dyn.checkpoint_format.checkpoint_reader import open_checkpoint
 from torchrec_dyn.initializers import Normal, Uniform
 
 FOUR = [

@@ -5,7 +5,7 @@ import torch
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.feature_ids import FeatureReader, checked_features
+from torchrec_dyn.modules.feature_ids import FeatureReader, checked_features
 
 NAMES = [["a"], ["b", "c"]]
 WHERE = ["C(table='s')", "C(table='t')"]

@@ -28,7 +28,9 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
 
 import torchrec_dyn as dyn
-from torchrec_dyn.feature_processors import ShardedDynamicFeatureProcessedEmbeddingBagCollection
+from torchrec_dyn.distributed.feature_processors import (
+    ShardedDynamicFeatureProcessedEmbeddingBagCollection,
+)
 from torchrec_dyn.planner import DynamicStorageEstimator, make_planner
 
 

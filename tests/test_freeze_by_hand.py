@@ -11,7 +11,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
 import torchrec_dyn as dyn
-from torchrec_dyn.changes import moment_of
+from torchrec_dyn.table.changes import moment_of
 
 
 @pytest.mark.parametrize("mean", [False, True])

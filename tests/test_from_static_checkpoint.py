@@ -26,8 +26,8 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingPlan
 
 import torchrec_dyn as dyn
-from torchrec_dyn import from_static_rows
-from torchrec_dyn.from_static_checkpoint import load_static
+from torchrec_dyn.migration import from_static_rows
+from torchrec_dyn.migration.static_checkpoint import load_static
 
 ROWS = 41
 RULE = {"learning_rate": 0.2, "eps": 1e-3}

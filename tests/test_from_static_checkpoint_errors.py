@@ -18,9 +18,9 @@ from static_collections import OPTIMIZERS, assert_same_rows, batch, ebc, loss_of
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_dyn as dyn
-from torchrec_dyn import from_static_rows
-from torchrec_dyn.from_static import from_static
-from torchrec_dyn.from_static_checkpoint import load_static
+from torchrec_dyn.migration import from_static_rows
+from torchrec_dyn.migration.static_checkpoint import load_static
+from torchrec_dyn.migration.trained_collections import from_static
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -12,7 +12,7 @@ from torch import nn
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import torchrec_dyn as dyn
-from torchrec_dyn.from_static import from_static
+from torchrec_dyn.migration.trained_collections import from_static
 
 
 def with_optimizer(static: nn.Module, kind: str, **options: Any) -> dict[str, Any]:

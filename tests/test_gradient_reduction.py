@@ -12,11 +12,11 @@ from sharded_cases import Case, Table, usual_plan
 
 import torchrec_dyn as dyn
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.gradient_reduction import Senders, asks_for_senders
-from torchrec_dyn.grouped_lookups import PooledLookup
-from torchrec_dyn.lookup import TableGroup
+from torchrec_dyn.lookup.gradient_reduction import Senders, asks_for_senders
+from torchrec_dyn.lookup.table_group import TableGroup
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.sharding.grouped_lookups import PooledLookup
+from torchrec_dyn.table.table import DynamicTable
 
 POOLED = [
     "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard",

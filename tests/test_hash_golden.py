@@ -21,8 +21,8 @@ from oracle import (
 )
 
 from torchrec_dyn import ops
-from torchrec_dyn.id_map import IdMap
-from torchrec_dyn.id_map import canonical_order as order_of
+from torchrec_dyn.storage.id_map import IdMap
+from torchrec_dyn.storage.id_map import canonical_order as order_of
 
 MIXED = {
     0: 0x0,

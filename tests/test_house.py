@@ -5,6 +5,7 @@ import itertools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,40 +16,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "torchrec_dyn"
 CORE = ROOT / "csrc"
 
-# A file imports from lower floors, or from files named before it on its own floor.
-# A new file: put its name where this holds.
-FLOORS = (
-    "ops initializers fan_initializers policies config",
-    "optimizers row_numbers bag_layout clock cuts content_sums saved_config safetensors_file",
-    "id_map row_store row_marks changes initial_rows scores waiting oldest age_limit row_life saved_life"
-    " table_state table_stats table_checks insertion table_scores canonical_rows gradient_reduction",
-    "table table_blocks training_step batch_rows lookup saved_tensor local_saving"
-    " chunked_tensor reader_checks table_reader checkpoint_reader"
-    " inspection_histograms inspection inspection_plot",
-    "feature_ids input_ids input_weights bag_input tile_pooling row_pooling pooling_here"
-    " table_configs optimizer_choice fused_optimizer carried_counts kernel"
-    " local_table saved_state data_parallel table_handle local_lookup",
-    "column_order output_order own_forwards row_wise output_dists table_layout batch_check mean_pooling"
-    " grouped_lookups sharding sequence_sharding sequence_batch sent_once carry_over agreement id_exchange"
-    " shard_stats whole_table sharded_table shardable_view",
-    "saved_places staged_rows take_over shard_pieces load_session shard_source shard_model_source"
-    " shard_model_entry"
-    " shard_state_dict shard_optimizer_source shard_optimizer_entry aligned_state sharded_optimizer"
-    " sharding_setup local_shards chunk_exchange moved_table resharding loaded_plain load_planner",
-    "collection_tables embeddingbag_collection embedding_collection make_dynamic"
-    " one_table dynamic_embedding dynamic_embedding_bag"
-    " number_by_table block_embedding quotient_remainder_ids quotient_remainder_rows quotient_remainder"
-    " from_static_rows from_static_optimizer from_static"
-    " sharded_embeddingbag sharded_embedding across_ranks model_collections sharders feature_positions"
-    " feature_processors stats_logger fair_cuts measured_constraints planner_storage plan_load planner"
-    " rows_here safetensors_rows from_static_checkpoint"
-    " model_tables deltas delta_rows read_delta apply_delta checkpoint",
-    "serving_rows serving_files serving_maps serving_format serving_build serving_update"
-    " serving_generation serving_unseen serving_int8 serving_lookup serving_traced serving_export serving",
-    "__init__ __main__",
+# The rooms from the ground up. A file imports from its own room and from those named before it. What stands beside
+# the rooms is the ground below them. A new file takes a place in a room, a new room one in this table.
+ROOMS = (
+    *("storage", "life", "table", "lookup", "checkpoint_format", "ranks", "state_dict", "modules"),
+    *("sharding", "distributed", "layers", "whole_model", "migration", "checkpoint", "planner"),
+    "serving",
 )
-FIRST_FLOOR_WITH_TORCHREC = 4
-IN_ORDER = [name for floor in FLOORS for name in floor.split()]
+GROUND = ("ops", "initializers", "policies", "config", "optimizers")
+ENTRANCES = ("__init__", "__main__")  # of the package: above all rooms
+KNOWS_TORCHREC = {*ROOMS[ROOMS.index("ranks") :], *ENTRANCES} - {"state_dict"}
 
 PUBLIC = [
     "AdmitAfter",
@@ -99,23 +76,52 @@ DO_NOT_SAY = {
     *("helper", "helpers", "manager", "base", "misc"),
 }
 
-SOURCES = sorted(PACKAGE.glob("*.py"))
-TREES = {path.stem: ast.parse(path.read_text()) for path in SOURCES}
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """A module's name below the package: `ops`, `life.row_life`, `life.__init__`."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+TREES = {name_of(path): ast.parse(path.read_text()) for path in SOURCES}
+FACES = {room: TREES[f"{room}.__init__"] for room in ROOMS}
 every_module = pytest.mark.parametrize("name", sorted(TREES))
+every_room = pytest.mark.parametrize("room", ROOMS)
 
 
-def imports(tree: ast.AST) -> set[tuple[str, str]]:
-    """(package, module of ours or '') of every import, wherever it stands."""
-    found = set()
-    for node in ast.walk(tree):
+def room_of(name: str) -> str:
+    """The room of a module; of one without a room, the module itself."""
+    return name.split(".")[0]
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module, name or '') of every import, but for those that only a type checker sees."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
         if isinstance(node, ast.Import):
-            found |= {tuple((alias.name + "..").split(".")[:2]) for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == "torchrec_dyn":
-            found |= {("torchrec_dyn", alias.name) for alias in node.names}
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "write imports of ours in full"
-            found.add(tuple((f"{node.module}..").split(".")[:2]))
-    return found
+            assert node.level == 0 and node.module, "write imports of ours in full"
+            yield from ((node.module, alias.name) for alias in node.names)
+        else:
+            yield from imports(node)
+
+
+def imports_of_ours(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module below the package, name) of every import of ours; ('ops', '') for the module itself."""
+    for module, name in imports(tree):
+        if module == "torchrec_dyn" and name:
+            yield name, ""
+        elif module.startswith("torchrec_dyn."):
+            yield module.removeprefix("torchrec_dyn."), name
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Functions and classes of a file."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return {node.name for node in tree.body if isinstance(node, kinds)}
 
 
 def functions(tree: ast.Module):
@@ -129,28 +135,112 @@ def functions(tree: ast.Module):
                 yield function
 
 
-def test_every_file_has_a_floor():
-    assert sorted(IN_ORDER) == sorted(TREES)
+def test_every_file_has_a_room():
+    assert {room_of(name) for name in TREES} == {*GROUND, *ROOMS, *ENTRANCES}
+    assert not [name for name in TREES if name.count(".") > 1], "no rooms within rooms"
 
 
 @every_module
-def test_imports_obey_the_floors(name):
-    below = IN_ORDER[: IN_ORDER.index(name)]
-    ours = {module for package, module in imports(TREES[name]) if package == "torchrec_dyn"}
-    assert ours <= {*below, "_C"}, f"{name} imports from above its floor"
+def test_imports_run_downwards(name):
+    """From the own room, rooms below and the ground; on the ground from what is named before."""
+    order = ["_C", *GROUND, *ROOMS, *ENTRANCES]
+    room = room_of(name)
+    below = order[: order.index(room) + (room in ROOMS)]
+    assert {room_of(module) for module, _ in imports_of_ours(TREES[name])} <= {*below}
 
 
-def test_lower_floors_know_torch_only():
-    for name in " ".join(FLOORS[:FIRST_FLOOR_WITH_TORCHREC]).split():
-        packages = {package for package, _ in imports(TREES[name])}
-        assert not packages & {"torchrec", "fbgemm_gpu"}, name
+@every_module
+def test_rooms_are_entered_by_the_door(name):
+    """Other rooms are imported by their face, files of the own room by their full name."""
+    for module, imported in imports_of_ours(TREES[name]):
+        room = room_of(module)
+        if room not in ROOMS:
+            continue
+        if room == room_of(name):
+            assert module != room or f"{room}.{imported}" in TREES, (
+                f"{name}: import {imported} by its file"
+            )
+        else:
+            assert module == room, f"{name}: import {imported} from torchrec_dyn.{room}"
+
+
+@every_room
+def test_a_face_hands_on_names_and_holds_no_code(room):
+    docstring, *rest = FACES[room].body
+    assert isinstance(docstring, ast.Expr)
+    told = ast.get_docstring(FACES[room]) or ""
+    assert "Imports " in told and "Start with " in told, (
+        "what it may import, where to start reading"
+    )
+    for node in rest:
+        is_public_list = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        assert isinstance(node, ast.ImportFrom) or is_public_list, ast.unparse(node)
+
+
+@every_room
+def test_a_face_hands_on_what_others_use(room):
+    handed_on = {imported for _, imported in imports_of_ours(FACES[room])}
+    listed = [node for node in FACES[room].body if isinstance(node, ast.Assign)]
+    public = {name for node in listed for name in ast.literal_eval(node.value)}
+    used = {
+        imported
+        for name, tree in TREES.items()
+        if room_of(name) != room
+        for module, imported in imports_of_ours(tree)
+        if module == room
+    }
+    assert handed_on == used | public
+
+
+def test_no_file_bears_the_name_of_what_its_room_hands_on():
+    for room in ROOMS:
+        handed_on = {imported for _, imported in imports_of_ours(FACES[room])}
+        files = {name.split(".")[1] for name in TREES if room_of(name) == room}
+        assert not handed_on & files, room
+
+
+@every_module
+def test_classes_are_abstract_or_final(name):
+    """Of a class of ours that is subclassed no method with a body is overridden."""
+    ours = {
+        node.name: node
+        for tree in TREES.values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    for kind in TREES[name].body:
+        if not isinstance(kind, ast.ClassDef):
+            continue
+        for base in kind.bases:
+            above = ours.get(ast.unparse(base).split("[")[0])
+            if above is not None:
+                with_body = {method.name for method in methods(above) if not is_abstract(method)}
+                overridden = with_body & {method.name for method in methods(kind)}
+                assert not overridden, f"{name}.{kind.name} overrides {above.name}: {overridden}"
+
+
+def methods(kind: ast.ClassDef) -> list[ast.FunctionDef]:
+    return [node for node in kind.body if isinstance(node, ast.FunctionDef)]
+
+
+def is_abstract(method: ast.FunctionDef) -> bool:
+    """Whether it is declared so, or has no more than a docstring."""
+    declared = any("abstractmethod" in ast.unparse(mark) for mark in method.decorator_list)
+    rest = [node for node in method.body if not isinstance(node, ast.Expr | ast.Pass)]
+    return declared or not rest
+
+
+@every_module
+def test_lower_rooms_know_torch_only(name):
+    packages = {module.split(".")[0] for module, _ in imports(TREES[name])}
+    assert room_of(name) in KNOWS_TORCHREC or not packages & {"torchrec", "fbgemm_gpu"}
 
 
 @every_module
 def test_ops_are_spelled_in_one_file(name):
     source = ast.unparse(TREES[name])
     # FBGEMM's kernel for int8 rows is no op of ours.
-    if name == "serving_int8":
+    if name == "serving.int8":
         source = source.replace("torch.ops.fbgemm.", "")
     assert name == "ops" or ("torch.ops" not in source and "torchrec_dyn._C" not in source)
 
@@ -194,7 +284,7 @@ def words(name: str) -> set[str]:
 def test_public_names_speak_the_glossary(name):
     tree = TREES[name]
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-    named = [name, *classes, *(function.name for function in functions(tree))]
+    named = [*name.split("."), *classes, *(function.name for function in functions(tree))]
     assert not [said for said in named if words(said) & DO_NOT_SAY]
 
 
@@ -226,20 +316,19 @@ def test_importing_leaves_cuda_alone():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-# ops.py may be longer: it is a list, one entry an op.
+# Above 500 lines think whether a file holds one idea; above 800 it does not.
 @pytest.mark.parametrize(
     ("pattern", "limit"),
     [
-        ("torchrec_dyn/*.py", 300),
-        ("torchrec_dyn/__init__.py", 100),
-        ("csrc/*.*", 400),
-        ("csrc/sanitize/*.*", 200),
-        ("tests/*.py", 300),
-        ("examples/*.py", 300),
-        ("benchmarks/*.py", 300),
+        ("torchrec_dyn/**/*.py", 800),
+        ("torchrec_dyn/**/__init__.py", 100),
+        ("csrc/**/*.*", 800),
+        ("tests/**/*.py", 800),
+        ("examples/**/*.py", 500),
+        ("benchmarks/*.py", 500),
     ],
 )
-def test_files_are_short(pattern, limit):
+def test_files_hold_one_idea(pattern, limit):
     lengths = {path: path.read_text().count("\n") for path in ROOT.glob(pattern)}
-    lengths.pop(PACKAGE / "ops.py", None)
+    assert lengths
     assert not {path.name: lines for path, lines in lengths.items() if lines > limit}

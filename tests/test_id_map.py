@@ -9,7 +9,7 @@ from oracle import canonical_order
 from table_cases import hard_ids, ids_of, make_table
 
 from torchrec_dyn import ops
-from torchrec_dyn.id_map import IdMap, arrays_of
+from torchrec_dyn.storage.id_map import IdMap, arrays_of
 
 id_lists = st.lists(hard_ids, max_size=30)
 
@@ -109,7 +109,7 @@ class GrowingMapBesideDict(MapBesideDict):
     def __init__(self):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("torchrec_dyn.id_map._LARGE_CAPACITY", 1)
+        self.patch.setattr("torchrec_dyn.storage.id_map._LARGE_CAPACITY", 1)
 
     def teardown(self):
         self.patch.undo()

@@ -12,7 +12,7 @@ from oracle import WORD, home_slot, id_of_spread_hash, ids_at_home
 from table_cases import ids_of
 
 from torchrec_dyn import ops
-from torchrec_dyn.id_map import MAX_LOAD, SLOT_BYTES, IdMap, most_slots
+from torchrec_dyn.storage.id_map import MAX_LOAD, SLOT_BYTES, IdMap, most_slots
 
 
 class Growing:

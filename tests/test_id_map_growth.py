@@ -6,7 +6,7 @@ from oracle import home_slot
 from table_cases import HARD_IDS, ids_of, make_group, make_table
 
 from torchrec_dyn import ops
-from torchrec_dyn.id_map import MAX_LOAD, SLOT_BYTES, IdMap, most_slots
+from torchrec_dyn.storage.id_map import MAX_LOAD, SLOT_BYTES, IdMap, most_slots
 
 
 def filled(ids):

@@ -21,10 +21,14 @@ from saved_cases import (
 )
 
 from torchrec_dyn import __main__ as command_line
-from torchrec_dyn.checkpoint_reader import open_checkpoint
-from torchrec_dyn.id_map import canonical_order
-from torchrec_dyn.inspection import readable, total_fingerprint
-from torchrec_dyn.inspection_histograms import Histogram, histogram_of_norms, histogram_of_steps
+from torchrec_dyn.checkpoint.inspection import readable, total_fingerprint
+from torchrec_dyn.checkpoint.inspection_histograms import (
+    Histogram,
+    histogram_of_norms,
+    histogram_of_steps,
+)
+from torchrec_dyn.checkpoint_format.checkpoint_reader import open_checkpoint
+from torchrec_dyn.storage.id_map import canonical_order
 
 
 @pytest.fixture
@@ -229,7 +233,7 @@ def test_a_slow_read_shows_a_bar_on_a_terminal_only(saved, capsys, monkeypatch):
 
 
 def test_progress_is_told_of_every_byte(saved, monkeypatch):
-    from torchrec_dyn.inspection import names_to_read, read_rows
+    from torchrec_dyn.checkpoint.inspection import names_to_read, read_rows
 
     (table,) = open_checkpoint(saved).tables.values()
     for verify in (False, True):

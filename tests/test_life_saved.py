@@ -9,8 +9,9 @@ from table_cases import ids_of
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.row_numbers import OutstandingForwards, RowNumbers
-from torchrec_dyn.scores import MOST_COUNT, NO_STEP, Scores
+from torchrec_dyn.life.scores import MOST_COUNT, NO_STEP, Scores
+from torchrec_dyn.storage.open_forwards import OutstandingForwards
+from torchrec_dyn.storage.row_numbers import RowNumbers
 
 
 @pytest.mark.parametrize("left_out", range(1, 7))

@@ -25,12 +25,12 @@ from torchrec_dyn import (
     ExpireAfter,
     LeastRecentlyUsed,
 )
-from torchrec_dyn.id_map import MAX_LOAD, SLOT_BYTES, most_slots
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import DynamicStorageEstimator, make_planner, table_bytes
-from torchrec_dyn.row_store import block_shift
-from torchrec_dyn.row_wise import config_of_share, row_limit
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.ranks.routing import config_of_share, row_limit
+from torchrec_dyn.storage.id_map import MAX_LOAD, SLOT_BYTES, most_slots
+from torchrec_dyn.storage.row_store import block_shift
+from torchrec_dyn.table.table import DynamicTable
 
 COUNTERS = 700
 # Bytes an id: a map that has just doubled has the 2 / MAX_LOAD slots that are paid for, a full one half.

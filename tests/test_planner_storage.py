@@ -21,13 +21,13 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import RowWiseAdagrad
 
 from torchrec_dyn import DynamicEmbeddingBagCollection, DynamicTableConfig
-from torchrec_dyn.id_map import MAX_LOAD, SLOT_BYTES, IdMap, most_slots
+from torchrec_dyn.distributed.sharders import DynamicEmbeddingBagCollectionSharder
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import DynamicStorageEstimator, make_planner, table_bytes
-from torchrec_dyn.row_store import block_shift
-from torchrec_dyn.row_wise import row_limit
-from torchrec_dyn.sharders import DynamicEmbeddingBagCollectionSharder
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.ranks.routing import row_limit
+from torchrec_dyn.storage.id_map import MAX_LOAD, SLOT_BYTES, IdMap, most_slots
+from torchrec_dyn.storage.row_store import block_shift
+from torchrec_dyn.table.table import DynamicTable
 
 ROWS, DIM = 3000, 64
 # The stated tolerance: never too little, and never more than the id map's room to grow. Maps of tables that
@@ -138,7 +138,7 @@ def test_an_estimate_is_what_the_process_takes():
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=30), st.integers(10, 400))
 def test_most_slots_bounds_the_map_however_it_grew(batches, large_capacity):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrec_dyn.id_map._LARGE_CAPACITY", large_capacity)
+        patch.setattr("torchrec_dyn.storage.id_map._LARGE_CAPACITY", large_capacity)
         ids = IdMap()
         for batch in batches:
             ids.reserve(batch)
@@ -156,7 +156,7 @@ def test_a_limit_bounds_the_map_and_a_full_one_does_not_grow(batches, large_capa
     """Whether the last ids reach the limit, stay below or pass it; those that come and go move nothing."""
     limit = max(1, sum(batches) + above)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrec_dyn.id_map._LARGE_CAPACITY", large_capacity)
+        patch.setattr("torchrec_dyn.storage.id_map._LARGE_CAPACITY", large_capacity)
         ids = IdMap(limit)
         for batch in batches:
             ids.reserve(batch)

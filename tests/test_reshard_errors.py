@@ -16,8 +16,11 @@ from reshard_cases import check_same, counts_of, move, plans
 from sharded_cases import shard_by_hand
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchrec_dyn import aligned_state, chunk_exchange, moved_table, shard_source, staged_rows
 from torchrec_dyn.checkpoint import export_delta, mark
+from torchrec_dyn.distributed import chunk_exchange
+from torchrec_dyn.distributed import table_move as moved_table
+from torchrec_dyn.state_dict import aligned_state, staged_rows
+from torchrec_dyn.state_dict import saving as shard_source
 
 TW, RW, CW = "table_wise", "row_wise", "column_wise"
 SETUP = Setup(2, (TW, RW, CW), optimizer="ADAM", tables=4)

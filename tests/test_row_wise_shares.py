@@ -5,7 +5,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.row_wise import owners, row_limit
+from torchrec_dyn.ranks.routing import owners, row_limit
 
 LEARNING = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
 LIMIT, RANKS, STEPS, BATCH = 640, 3, 150, 96

@@ -13,10 +13,10 @@ from torchrec import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_configs import DataType
 
 import torchrec_dyn as dyn
-from torchrec_dyn.safetensors_file import SafetensorsReader, SafetensorsWriter
-from torchrec_dyn.safetensors_rows import export_rows, import_rows
+from torchrec_dyn.checkpoint import export_rows, import_rows
+from torchrec_dyn.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 
-module = importlib.import_module("torchrec_dyn.safetensors_rows")
+module = importlib.import_module("torchrec_dyn.checkpoint.safetensors_rows")
 EXTREMES = [-(2**63), 2**63 - 1, -1, 0, 1, 2**62, -(10**12)]
 
 

@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torchrec import EmbeddingBagConfig
 
 import torchrec_dyn as dyn
-from torchrec_dyn.safetensors_rows import export_rows, export_saved_rows
+from torchrec_dyn.checkpoint import export_rows, export_saved_rows
 
-module = importlib.import_module("torchrec_dyn.safetensors_rows")
+module = importlib.import_module("torchrec_dyn.checkpoint.safetensors_rows")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EXTREMES = [-(2**63), 2**63 - 1, -1, 0, 1, 2**62, -(10**12)]
 

@@ -15,8 +15,8 @@ from sharded_training import collection_of, shard
 
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
-from torchrec_dyn.safetensors_file import SafetensorsWriter
-from torchrec_dyn.safetensors_rows import export_rows, import_rows
+from torchrec_dyn.checkpoint import export_rows, import_rows
+from torchrec_dyn.checkpoint.safetensors_file import SafetensorsWriter
 
 EXTREMES = [-(2**63), -1, 0, 2**63 - 1, int(ops.unmix64(torch.tensor([-1]))[0])]
 IDS = torch.tensor([*EXTREMES, *range(-39, 200, 3)[:13], *range(1, 200, 3)])
@@ -43,7 +43,7 @@ def filled(case: Case) -> Any:
 
 
 def set_chunks() -> None:
-    module = importlib.import_module("torchrec_dyn.safetensors_rows")
+    module = importlib.import_module("torchrec_dyn.checkpoint.safetensors_rows")
     module._CHUNK_BYTES = 10 * 2 * 8  # 10 rows of 8 numbers of 16 bits
 
 
@@ -85,7 +85,7 @@ def fault_of(call: Any, *args: Any) -> Exception:
 def errors(case: Case) -> list[str]:
     set_chunks()
     rank, faults = dist.get_rank(), []
-    module = importlib.import_module("torchrec_dyn.safetensors_rows")
+    module = importlib.import_module("torchrec_dyn.checkpoint.safetensors_rows")
     one = shard(case, filled(case)).module.collection
     before = dyn.lookup_rows(one, "t", IDS)[0]
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,9 @@ import torch
 from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn import serving, serving_generation, serving_update
+from torchrec_dyn.serving import generation as serving_generation
+from torchrec_dyn.serving import modules as serving
+from torchrec_dyn.serving import update as serving_update
 
 IDS = range(300)
 VERSIONS = 12

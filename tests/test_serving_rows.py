@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_dyn.serving_int8 import Int8Pooling
-from torchrec_dyn.serving_rows import RowFormat
+from torchrec_dyn.serving.int8 import Int8Pooling
+from torchrec_dyn.serving.row_format import RowFormat
 
 INT8 = RowFormat(torch.int8)
 

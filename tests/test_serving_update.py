@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn import serving, serving_update
-from torchrec_dyn.serving_format import current_generation, read_manifest
+from torchrec_dyn.serving import modules as serving
+from torchrec_dyn.serving import update as serving_update
+from torchrec_dyn.serving.manifest import current_generation, read_manifest
 
 IDS = range(-10, 60)
 A = Plain("a", 8).with_random(range(40))
@@ -174,7 +175,7 @@ def test_maps_grow_and_dead_rows_are_given_back(served, tmp_path, monkeypatch):
 
 
 def test_one_writer_at_a_time(served, tmp_path):
-    from torchrec_dyn.serving_files import only_writer
+    from torchrec_dyn.serving.files import only_writer
 
     save_delta(tmp_path / "d", [A, B], [A.with_random([1]), B])
     with only_writer(served), pytest.raises(ValueError, match="one writer at a time"):

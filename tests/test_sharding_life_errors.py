@@ -11,7 +11,7 @@ from sharded_life import Beside, drifting_batch, make_batch
 from sharded_training import outputs_by_name
 
 import torchrec_dyn as dyn
-from torchrec_dyn.row_wise import owners
+from torchrec_dyn.ranks.routing import owners
 
 COLUMNS = [([0], 0, 2), ([1], 2, 2), ([0], 4, 2)]
 RECENT = (dyn.ExpireAfter(steps=3), dyn.LeastRecentlyUsed())

@@ -11,13 +11,8 @@ from sharded_cases import EXTREME_IDS
 from torchrec import KeyedJaggedTensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.row_wise import (
-    NodeRowWiseInputDist,
-    RowWiseInputDist,
-    block_size,
-    owners,
-    row_limit,
-)
+from torchrec_dyn.ranks.routing import ids_per_rank, owners, row_limit
+from torchrec_dyn.sharding.input_dists import NodeRowWiseInputDist, RowWiseInputDist
 
 LAST = 2**64 - 1
 
@@ -66,7 +61,7 @@ def test_owner_is_the_range_of_the_mixed_id(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ids_in_canonical_order_are_already_parted(ranks: int) -> None:
-    block = block_size(ranks)
+    block = ids_per_rank(ranks)
     ids = sorted(hard_ids(ranks).tolist(), key=mixed_by_hand)
     parts = [owner_by_hand(i, ranks) for i in ids if mixed_by_hand(i) < block * ranks]
     assert all(a <= b for a, b in pairwise(parts))

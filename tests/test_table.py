@@ -203,7 +203,7 @@ def test_a_change_that_fails_leaves_the_table(change, monkeypatch):
         with pytest.raises(ValueError, match="expected rows on the CPU"):
             table.convert(device="meta")
     else:
-        monkeypatch.setattr("torchrec_dyn.row_store.RowStore.reserve", no_memory)
+        monkeypatch.setattr("torchrec_dyn.storage.row_store.RowStore.reserve", no_memory)
         with pytest.raises(MemoryError):
             table.load_state(state) if change == "load" else table.convert(torch.float16)
         monkeypatch.undo()

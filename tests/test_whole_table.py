@@ -5,8 +5,8 @@ import torch.distributed as dist
 import workers
 from table_cases import make_table
 
-from torchrec_dyn.table_layout import Piece, TableLayout
-from torchrec_dyn.whole_table import WholeTable
+from torchrec_dyn.distributed.whole_table import WholeTable
+from torchrec_dyn.ranks.layout import Piece, TableLayout
 
 
 def whole_of(copy: int, rows_are_spread: bool) -> WholeTable:

@@ -10,9 +10,15 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from torchrec_dyn.checkpoint_reader import open_checkpoint
-from torchrec_dyn.inspection import headline, names_to_read, read_rows, table_lines
-from torchrec_dyn.inspection_plot import plot, plot_fault
+from torchrec_dyn.checkpoint import (
+    headline,
+    names_to_read,
+    plot,
+    plot_fault,
+    read_rows,
+    table_lines,
+)
+from torchrec_dyn.checkpoint_format import open_checkpoint
 
 _DAMAGED = 1
 _SLOW = 1.0  # seconds after which a progress bar appears

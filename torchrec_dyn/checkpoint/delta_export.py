@@ -1,0 +1,233 @@
+"""Deltas: what changed in a model's dynamic tables since a marker, as a checkpoint of those rows only.
+
+A delta names the content sums of the whole tables at the marker (`base`) and now (`result`): so who applies
+it knows whether it is meant for the rows it has (checkpoint/delta_apply.py).
+
+Legend: N ids that left.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from torchrec_dyn.checkpoint_format import (
+    MODEL_TENSORS,
+    OPTIMIZER_TENSORS,
+    Part,
+    SavedTensor,
+    from_words,
+)
+from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.state_dict import Run, Share, runs_of, share_of, whole_tensor
+from torchrec_dyn.storage import CanonicalRows, Moment
+from torchrec_dyn.table import moment_of
+from torchrec_dyn.whole_model import ModelTable, map_of, saved_forms, tables_of
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """One table at a marker.
+
+    Attributes:
+        moments: of its shards here, in column order.
+        sums: words of the two checksums.
+    """
+
+    moments: list[Moment]
+    sums: tuple[Tensor, Tensor]
+
+
+class Marker:
+    """A point in a model's training. What changes from it on is kept for as long as this object lives.
+
+    Made by `mark` and by `export_delta`; on every rank its own.
+    """
+
+    def __init__(self, tables: dict[str, _Marked]) -> None:
+        self._tables = tables
+
+    def __repr__(self) -> str:
+        return f"Marker(tables={list(self._tables)})"
+
+
+def mark(model: nn.Module) -> Marker:
+    """Marks this point in training: from now on changes are kept, for `export_delta`.
+
+    A delta since this marker leads from a checkpoint that is saved now to one that would be saved then. Costs
+    one reading of all rows, and from now on 8 bytes a row and 12 for each id that leaves. Collective
+    where the tables are sharded.
+
+    Args:
+        model: DistributedModelParallel, any module with dynamic tables, or one collection.
+    """
+    tables = tables_of(model, "mark")
+    moments = _begin(tables, "mark")
+    forms = saved_forms(tables, "mark")
+    return _marker(tables, moments, [form.sums for form in forms])
+
+
+def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) -> Marker:
+    """Writes the rows that changed since a marker, and the ids that left, for `apply_delta`.
+
+    Collective where the tables are sharded; of an unsharded model one process calls it. If it fails, `since`
+    is still good.
+
+    Args:
+        model: as it was given to `mark`.
+        path: a directory that is not there yet, or empty; one for all ranks.
+        since: of `mark`, or of the delta before.
+
+    Returns:
+        The next marker: the next delta begins where this one ends.
+
+    Raises:
+        ValueError: on every rank, if the path is taken or the marker is not of these tables.
+    """
+    tables = tables_of(model, "export_delta")
+    done_together(tables[0].group, "export_delta", lambda: _check(tables, path, since))
+    before = [since._tables[table.name] for table in tables]
+    moments = _begin(tables, "export_delta")
+    results = [form.sums for form in saved_forms(tables, "export_delta")]
+    for table, marked, result in zip(tables, before, results, strict=True):
+        _check_configs(table, marked.sums, result)
+    state = _state_dict(tables, before, results)
+    group = tables[0].group
+    dcp.save(state, checkpoint_id=path, process_group=group, no_dist=group is None)
+    return _marker(tables, moments, results)
+
+
+def _begin(tables: Sequence[ModelTable], call: str) -> list[list[Moment]]:
+    def begin() -> list[list[Moment]]:
+        return [[moment_of(shard) for shard in table.pieces.shards] for table in tables]
+
+    return done_together(tables[0].group, call, begin)
+
+
+def _marker(
+    tables: Sequence[ModelTable],
+    moments: Sequence[list[Moment]],
+    sums: Sequence[tuple[Tensor, Tensor]],
+) -> Marker:
+    marked = zip(tables, moments, sums, strict=True)
+    return Marker({table.name: _Marked(its, words) for table, its, words in marked})
+
+
+def _check(tables: Sequence[ModelTable], path: str | os.PathLike[str], since: Marker) -> None:
+    folder = Path(path)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"export_delta: expected a new directory, got {folder}, which is taken. "
+            "Give every delta a directory of its own."
+        )
+    if not isinstance(since, Marker):
+        raise ValueError(
+            f"export_delta: expected a marker of torchrec_dyn.checkpoint.mark, got {since!r}."
+        )
+    names = [table.name for table in tables]
+    if sorted(names) != sorted(since._tables):
+        raise ValueError(
+            f"export_delta: expected a marker of the tables {names}, got one of {list(since._tables)}."
+        )
+    for table in tables:
+        logs = [moment.log for moment in since._tables[table.name].moments]
+        if [shard.changes for shard in table.pieces.shards] != logs:
+            raise ValueError(
+                f"export_delta(table={table.name!r}): expected a marker of this very table, got one of "
+                "another, or of this one before it was copied, moved, sharded or given another optimizer. "
+                "Save a full checkpoint and mark anew."
+            )
+
+
+def _check_configs(
+    table: ModelTable, base: tuple[Tensor, Tensor], result: tuple[Tensor, Tensor]
+) -> None:
+    """Raises ValueError if what is told of a table beside its numbers is not what it was."""
+    for words, now, order in zip(base, result, (MODEL_TENSORS, OPTIMIZER_TENSORS), strict=True):
+        if from_words(words, order)["config"] != from_words(now, order)["config"]:
+            raise ValueError(
+                f"export_delta(table={table.name!r}): expected a table with the row dtype, initializer and "
+                "optimizer that it had at the marker, got one that was converted or loaded with others. "
+                "Save a full checkpoint and mark anew."
+            )
+
+
+def _state_dict(
+    tables: Sequence[ModelTable],
+    before: Sequence[_Marked],
+    results: Sequence[tuple[Tensor, Tensor]],
+) -> dict[str, Any]:
+    """Makes what is saved: the keys of a checkpoint, for the changed rows. Collective."""
+    both = list(zip(tables, before, strict=True))
+    changed = done_together(
+        tables[0].group, "export_delta", lambda: [_changed(*one) for one in both]
+    )
+    gone = done_together(tables[0].group, "export_delta", lambda: [_gone(*one) for one in both])
+    shares = zip(tables, gone, strict=True)
+    told = told_together(tables[0].group, "export_delta", lambda: [_share(*one) for one in shares])
+    forms = saved_forms(changed, "export_delta")
+    model: dict[str, Tensor] = {}
+    optimizer: dict[str, dict[str, Tensor]] = {}
+    for number, (table, form) in enumerate(zip(tables, forms, strict=True)):
+        saves = table.pieces.rank == 0
+        words = [
+            {"base": whole_tensor(base, saves, None), "result": whole_tensor(result, saves, None)}
+            for base, result in zip(before[number].sums, results[number], strict=True)
+        ]
+        removed = _removed(table, gone[number], [one[number] for one in told])
+        of_model = {**form.model, **words[0], "removed": removed}
+        model |= {f"{table.key}.{name}": one for name, one in of_model.items()}
+        of_optimizer = {**form.optimizer, **words[1]}
+        optimizer[f"{table.key}.weight"] = {
+            f"{table.name}.{name}": one for name, one in of_optimizer.items()
+        }
+    return {"model": model, "optimizer": {"state": optimizer}}
+
+
+def _changed(table: ModelTable, marked: _Marked) -> ModelTable:
+    """Gives the table with the ids whose rows changed, and no others."""
+    maps = tuple(
+        map_of(*moment.log.changed_rows(moment, shard.id_map))
+        for shard, moment in zip(table.pieces.shards, marked.moments, strict=True)
+    )
+    return replace(table, pieces=replace(table.pieces, maps=maps))
+
+
+def _gone(table: ModelTable, marked: _Marked) -> CanonicalRows | None:
+    """Gives the ids that left this rank; None where it holds none. All column shards say the same."""
+    pieces = table.pieces
+    if pieces.part is None:
+        return None
+    moment = marked.moments[0]
+    ids = moment.log.removed_ids(moment, pieces.shards[0].id_map)
+    return CanonicalRows(map_of(ids, torch.arange(ids.numel())), pieces.where, lambda: None)
+
+
+def _share(table: ModelTable, rows: CanonicalRows | None) -> Share | None:
+    part = table.pieces.part
+    return None if rows is None or part is None else share_of(rows, part, table.pieces.ranks)
+
+
+def _removed(
+    table: ModelTable, rows: CanonicalRows | None, shares: Sequence[Share | None]
+) -> SavedTensor:
+    """Makes "removed", [N] int64."""
+    pieces = table.pieces
+    runs = runs_of([share for share in shares if share is not None], pieces.part)
+    parts = [
+        Part((run.place,), (run.rows,), _reader(rows, run), pieces.has_first_column)
+        for run in runs.mine
+        if rows is not None
+    ]
+    return SavedTensor((runs.total,), torch.int64, parts)
+
+
+def _reader(rows: CanonicalRows, run: Run) -> Any:
+    return lambda start, stop: rows.read(run.here + start, run.here + stop)[0]

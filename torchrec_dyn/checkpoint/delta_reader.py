@@ -1,0 +1,199 @@
+"""Reads a delta beside the tables that it is for, and verifies that it is whole.
+
+Nothing of a table changes here (delta_apply.py). Each rank reads its own rows and columns, whatever plan the
+delta was exported under.
+
+Legend: N ids that left.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torchrec_dyn.checkpoint_format import (
+    DAMAGED,
+    SavedTable,
+    SavedTensor,
+    add_sums,
+    ascend,
+    check_config,
+    open_checkpoint,
+)
+from torchrec_dyn.ranks import agree, done_together, told_together
+from torchrec_dyn.state_dict import LoadPlanner, ModelEntry, OptimizerEntry
+from torchrec_dyn.whole_model import ModelTable
+
+CALL = "apply_delta"
+IN_ORDER = (
+    "Apply every delta once and in order, to a copy that was loaded, model and optimizer, from the "
+    "checkpoint at whose moment the marker was made."
+)
+_NONE = torch.empty(0, dtype=torch.int64)
+Sums = Mapping[str, int]
+
+
+@dataclass
+class TableChange:
+    """What a delta has of one table, and what this rank has read of it.
+
+    Attributes:
+        table: of the copy.
+        saved: of the delta.
+        model: takes rows, ids and scores.
+        optimizer: takes optimizer state.
+        removed: [N] int64, ids that leave this rank.
+    """
+
+    table: ModelTable
+    saved: SavedTable
+    model: ModelEntry
+    optimizer: OptimizerEntry
+    removed: Tensor = field(default_factory=lambda: _NONE)
+
+    @property
+    def where(self) -> str:
+        """The table, for messages."""
+        return f"apply_delta(table={self.table.name!r})"
+
+    @property
+    def cuts(self) -> list[int]:
+        """The column cuts of the delta's row-wise optimizer state; the copy's own where none is told."""
+        told = (self.saved.optimizer or {}).get("cuts")
+        return told or self.table.pieces.cuts
+
+    @property
+    def compared(self) -> tuple[list[str], list[str]]:
+        """The tensors whose sums the copy and the delta must agree on: of the model, of the optimizer."""
+        pieces, optimizer = self.table.pieces, self.table.optimizer
+        model = [*self.model.names, "config", *(["clock"] if pieces.has_life else [])]
+        states = zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True)
+        same = self.cuts == pieces.cuts
+        kept = [name for name, is_rowwise in states if same or not is_rowwise]
+        told = ["config"] if same or not any(optimizer.state_is_rowwise) else []
+        return model, [*kept, "step", *told]
+
+
+def read_delta(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[TableChange]:
+    """Reads what a delta has for this rank. Collective.
+
+    Args:
+        tables: of the copy.
+        path: of the delta.
+
+    Raises:
+        ValueError: on every rank, if it is torn, damaged or of other tables.
+    """
+    changes = done_together(tables[0].group, CALL, lambda: _open(tables, path))
+    _read(tables, changes, path)
+    _verify(tables, changes)
+    return changes
+
+
+def _open(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[TableChange]:
+    """Finds the tables of a delta; checks what is told of them."""
+    found = open_checkpoint(path)
+    saved = {table.name: table for table in found.tables.values()}
+    names = [table.name for table in tables]
+    if not found.is_delta:
+        raise ValueError(
+            f"apply_delta: expected a delta of export_delta, got {path}, a full checkpoint. Load it "
+            "with torch.distributed.checkpoint.load."
+        )
+    if len(saved) < len(found.tables) or sorted(saved) != sorted(names):
+        raise ValueError(
+            f"apply_delta: expected a delta of the tables {sorted(names)}, got one of "
+            f"{sorted(table.name for table in found.tables.values())} in {path}."
+        )
+    changes = []
+    for table in tables:
+        one, pieces = saved[table.name], table.pieces
+        model, optimizer = ModelEntry(pieces), OptimizerEntry(pieces, table.optimizer)
+        change = TableChange(table, one, model, optimizer)
+        check_config(change.where, one.config, pieces.config)
+        told = {} if one.optimizer is None else one.optimizer
+        rule = optimizer.source.config["optimizer"]
+        if told.get("optimizer") != rule:
+            raise ValueError(
+                f"{change.where}: expected a delta with optimizer state of {rule} as the copy has, got "
+                f"that of {told.get('optimizer')}. Give both models the same optimizer."
+            )
+        for field_ in ("rows", "initializer"):
+            if one.config.get(field_) != pieces.config[field_]:
+                raise ValueError(
+                    f"{change.where}: expected a delta with {field_} {pieces.config[field_]!r} as the copy "
+                    f"has, got {one.config.get(field_)!r}. {IN_ORDER}"
+                )
+        if "removed" in one.names:
+            removed = one.read("removed")
+            if not ascend(removed):
+                raise ValueError(
+                    f"{change.where}: expected removed ids in canonical order, got others. {DAMAGED}"
+                )
+            change.removed = removed[pieces.owns(removed)] if pieces.shards else _NONE
+        changes.append(change)
+    return changes
+
+
+def _read(
+    tables: Sequence[ModelTable], changes: Sequence[TableChange], path: str | os.PathLike[str]
+) -> None:
+    """Reads the rows that belong to this rank, beside the tables. Collective."""
+    wanted: dict[str, Any] = {}
+    for change in changes:
+        key = change.saved.key
+        optimizer = f"optimizer.state.{key.removeprefix('model.')}.weight.{change.table.name}"
+        for name in ("config", "checksum", "clock", *change.model.names):
+            wanted[f"{key}.{name}"] = SavedTensor((0,), torch.int64, (), change.model)
+        for name in ("config", "checksum", "step", *change.table.optimizer.state_names):
+            wanted[f"{optimizer}.{name}"] = SavedTensor((0,), torch.int64, (), change.optimizer)
+    group = tables[0].group
+    fault: Exception | None = None
+    try:
+        planner = LoadPlanner()
+        dcp.load(
+            wanted, checkpoint_id=path, planner=planner, process_group=group, no_dist=group is None
+        )
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        fault = ValueError(f"expected a delta that can be read, got {first!r}. {DAMAGED}")
+        if isinstance(first, ValueError):
+            fault = first
+    except Exception as error:
+        fault = ValueError(f"expected a delta that can be read, got {error!r}. {DAMAGED}")
+    agree(group, CALL, fault)
+
+
+def _verify(tables: Sequence[ModelTable], changes: Sequence[TableChange]) -> None:
+    """Checks that what was read is what was written. Collective."""
+    told = told_together(tables[0].group, CALL, lambda: [_checked(change) for change in changes])
+
+    def compare() -> None:
+        for number, change in enumerate(changes):
+            change.model.compare(add_sums(*(one[number][0] for one in told)))
+            change.optimizer.compare(add_sums(*(one[number][1] for one in told)))
+
+    done_together(tables[0].group, CALL, compare)
+
+
+def _checked(change: TableChange) -> tuple[Sums, Sums]:
+    """Sums what belongs to this rank."""
+    summed = change.model.check(), change.optimizer.check([change.model])
+    for one in change.model.staged or ():
+        if bool((one.id_map.lookup(change.removed) >= 0).any()):
+            raise ValueError(
+                f"{change.where}: expected removed ids without a row, got some with one. {DAMAGED}"
+            )
+        if change.table.pieces.has_life and one.id_map.num_ids and not one.has_scores:
+            raise ValueError(
+                f"{change.where}: expected a delta of a table with a policy as the copy has, got one "
+                "without scores. Give both the same DynamicTableConfig."
+            )
+    return summed[0], summed[1] or {}

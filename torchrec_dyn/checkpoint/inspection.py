@@ -1,0 +1,193 @@
+"""What `python -m torchrec_dyn inspect` tells of a checkpoint, or of a delta: text, table by table."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn.checkpoint.inspection_histograms import (
+    Histogram,
+    histogram_of_norms,
+    histogram_of_steps,
+)
+from torchrec_dyn.checkpoint_format import SavedCheckpoint, SavedTable
+
+_SCORES = ("last_seen", "count")
+
+
+@dataclass(frozen=True)
+class TableReport:
+    """What reading the rows of one table has shown.
+
+    Attributes:
+        table: the table.
+        not_finite: rows that have a NaN or an infinite number.
+        histograms: of its norms, and of age and count where it keeps scores.
+    """
+
+    table: SavedTable
+    not_finite: int
+    histograms: list[Histogram]
+
+
+def names_to_read(table: SavedTable, verify: bool) -> tuple[str, ...]:
+    """Names the tensors by row that `read_rows` reads."""
+    if verify:
+        return table.row_names
+    return tuple(name for name in ("weight", *_SCORES) if name in table.row_names)
+
+
+def read_rows(
+    table: SavedTable, verify: bool, progress: Callable[[int], object] = lambda read: None
+) -> TableReport:
+    """Reads all rows of a table, some at a time.
+
+    Args:
+        table: to read.
+        verify: whether to read everything else too, and to check it.
+        progress: is told how many more bytes were read.
+
+    Raises:
+        ValueError: if the table is damaged, as far as one sees without `verify`.
+    """
+    if verify:
+        table.verify_small()
+    norms, not_finite = histogram_of_norms(), 0
+    ages = histogram_of_steps("age of rows (steps since last seen)")
+    counts = histogram_of_steps("count of rows (times seen)")
+    names = names_to_read(table, verify)
+    now = _last_step(table)
+    for chunk in table.chunks(names, verify=verify):
+        if "weight" in chunk:
+            lengths = _norms(chunk["weight"])
+            finite = lengths.isfinite()
+            norms.add(lengths[finite])
+            not_finite += int((~finite).sum())
+        if "last_seen" in chunk:
+            ages.add((now - chunk["last_seen"]).clamp(min=0))
+        if "count" in chunk:
+            counts.add(chunk["count"])
+        progress(sum(one.numel() * one.itemsize for one in chunk.values()))
+    shown = [
+        norms,
+        *(one for one, name in zip((ages, counts), _SCORES, strict=True) if name in names),
+    ]
+    return TableReport(table, not_finite, shown)
+
+
+def _last_step(table: SavedTable) -> int:
+    """Returns the table's step; without optimizer state the last one at which a row was seen."""
+    if "step" in table.names:
+        return int(table.read("step"))
+    if "last_seen" not in table.row_names:
+        return 0
+    parts = table.chunks(("last_seen",), verify=False)
+    return max((int(part["last_seen"].max()) for part in parts), default=0)
+
+
+def _norms(weight: Tensor) -> Tensor:
+    norms = torch.linalg.vector_norm(weight.float(), dim=1).double()
+    large = ~norms.isfinite()  # or too large to be squared
+    norms[large] = torch.linalg.vector_norm(weight[large].double(), dim=1)
+    return norms
+
+
+def total_fingerprint(parts: Iterable[tuple[str, int]]) -> int:
+    """Returns 64 bits that stand for all tables, wherever their model stands in the checkpoint.
+
+    Args:
+        parts: names and fingerprints of the tables.
+
+    Source: BLAKE2b with an 8 byte digest (RFC 7693).
+    """
+    text = "\0".join(f"{name} {fingerprint:016x}" for name, fingerprint in sorted(parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def headline(checkpoint: SavedCheckpoint) -> list[str]:
+    """Tells of all tables together, without reading any row."""
+    tables = list(checkpoint.tables.values())
+    kind = "delta" if checkpoint.is_delta else "checkpoint"
+    rows, size = sum(one.num_rows for one in tables), sum(one.bytes for one in tables)
+    count = f"{len(tables)} dynamic table{'s' * (len(tables) != 1)}"
+    lines = [f"{kind} {checkpoint.path}: {count}, {rows:,} rows, {readable(size)}"]
+    for title, states in (("fingerprint", (False,)), ("with optimizer state", (False, True))):
+        totals = [
+            total_fingerprint(
+                (one.name, one.fingerprint(when, of_optimizer))
+                for one in tables
+                for of_optimizer in states
+                if not of_optimizer or one.optimizer is not None
+            )
+            for when in _moments(checkpoint.is_delta)
+        ]
+        if len(states) == 1 or any(one.optimizer is not None for one in tables):
+            lines.append(f"  {title:<22}{' -> '.join(f'{one:016x}' for one in totals)}")
+    lines += [f"  optimizer state of no one table here: {key}" for key in checkpoint.ownerless]
+    return lines
+
+
+def _moments(is_delta: bool) -> Sequence[str]:
+    return ("base", "result") if is_delta else ("checksum",)
+
+
+def table_lines(report: TableReport, block: str = "█") -> Iterator[str]:
+    """Tells of one table.
+
+    Args:
+        report: what reading it has shown.
+        block: what bars are made of.
+    """
+    table = report.table
+    yield ""
+    yield table.key
+    dtype = str(table.dtype).removeprefix("torch.")
+    changed = " changed" * table.is_delta
+    yield _line(
+        "rows",
+        f"{table.num_rows:,}{changed} x {table.embedding_dim} {dtype}, {readable(table.bytes)}",
+    )
+    if table.is_delta:
+        yield _line("removed", f"{table.rows_of('removed'):,} rows")
+    yield _line("initial rows", f"{_initializer(table)}, seed {table.config.get('seed')}")
+    if table.optimizer is not None:
+        cuts = len(table.optimizer.get("cuts", ())) - 1
+        shared = f", one number a row for each of {cuts} column shards" * (cuts > 1)
+        yield _line(
+            "optimizer", f"{table.optimizer['optimizer']}, step {_last_step(table):,}{shared}"
+        )
+    if waiting := table.rows_of("waiting"):
+        yield _line("waiting ids", f"{waiting:,}")
+    for title, of_optimizer in (("fingerprint", False), ("  of optimizer state", True)):
+        if not of_optimizer or table.optimizer is not None:
+            found = [table.fingerprint(when, of_optimizer) for when in _moments(table.is_delta)]
+            yield _line(title, " -> ".join(f"{one:016x}" for one in found))
+    if report.not_finite:
+        yield _line("not finite", f"{report.not_finite:,} rows have a NaN or an infinite number")
+    for histogram in report.histograms:
+        if lines := histogram.lines(block):
+            yield f"  {histogram.title}"
+            yield from (f"    {line}" for line in lines)
+
+
+def _line(title: str, text: str) -> str:
+    return f"  {title:<22}{text}"
+
+
+def _initializer(table: SavedTable) -> str:
+    fields = dict(table.config.get("initializer", {}))
+    name = fields.pop("name", "unknown")
+    return f"{name}({', '.join(f'{field}={value:.4g}' for field, value in fields.items())})"
+
+
+def readable(size: float) -> str:
+    """Writes bytes with a unit."""
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        del units[0]
+    return f"{size:,.{0 if units[0] == 'bytes' else 1}f} {units[0]}"

@@ -1,0 +1,41 @@
+"""What is saved of a table, and a reader of it that needs no model.
+
+Imports `life`, `storage` and the root; torch alone. Start with `saved_tensor` (how a table lies in a
+checkpoint), then `checkpoint_reader` (a directory) and `saved_table` (one table of it). The format is
+told in docs/checkpoints.md.
+
+A saved form depends on the contents of a table only: not on plan, world size or history.
+"""
+
+from torchrec_dyn.checkpoint_format.checkpoint_reader import (
+    SavedCheckpoint,
+    check_files,
+    open_checkpoint,
+    read_metadata,
+)
+from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
+from torchrec_dyn.checkpoint_format.column_cuts import mean_over_cuts
+from torchrec_dyn.checkpoint_format.content_sums import (
+    DAMAGED,
+    MODEL_TENSORS,
+    OPTIMIZER_TENSORS,
+    add_sums,
+    as_words,
+    check_config_is_whole,
+    compare_sums,
+    content_sum,
+    from_words,
+    sum_of_small,
+)
+from torchrec_dyn.checkpoint_format.saved_config import (
+    check_config,
+    check_optimizer,
+    from_bytes,
+    optimizer_config,
+    saved_initializer,
+    table_config,
+    to_bytes,
+)
+from torchrec_dyn.checkpoint_format.saved_table import SavedTable
+from torchrec_dyn.checkpoint_format.saved_tensor import CHUNK_BYTES, Part, SavedTensor, numbers_of
+from torchrec_dyn.checkpoint_format.tensor_checks import BY_ROW, OPTIMIZER, ascend

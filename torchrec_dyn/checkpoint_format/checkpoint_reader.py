@@ -1,0 +1,260 @@
+"""Reads the dynamic tables of a checkpoint, or of a delta, without a model and without a process group.
+
+The checkpoint is one of torch.distributed.checkpoint (DCP). Its `.metadata` is a pickle, by DCP's design:
+open only checkpoints whose origin you trust. The tensors themselves are read without pickles that could run
+code.
+
+Rows come as a stream of aligned pieces in canonical order, of a bounded number of bytes; no more is held.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from torchrec_dyn.checkpoint_format import saved_config
+from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
+from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, MODEL_TENSORS, OPTIMIZER_TENSORS
+from torchrec_dyn.checkpoint_format.saved_table import SavedTable
+from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """What `open_checkpoint` found.
+
+    Attributes:
+        path: of the checkpoint.
+        tables: by their key in the checkpoint, "model.sparse.ebc.embedding_bags.user".
+        ownerless: keys of optimizer state of which no table here, or more than one, can be the owner.
+    """
+
+    path: Path
+    tables: dict[str, SavedTable]
+    ownerless: tuple[str, ...]
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether it holds changes only."""
+        return any(table.is_delta for table in self.tables.values())
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
+    """Finds the dynamic tables of a checkpoint and reads what is small of them.
+
+    Model and optimizer state may stand anywhere in the state dict that was saved. Lengths of files, shapes
+    and configs are checked here; rows are when they are read.
+
+    Args:
+        path: the directory that was given to `torch.distributed.checkpoint.save`.
+
+    Raises:
+        ValueError: if it is no checkpoint, a torn or a damaged one, or one of a newer format.
+    """
+    folder = Path(path)
+    reader, metadata = open_files(folder)
+    parts: dict[str, dict[str, TensorStorageMetadata]] = defaultdict(dict)
+    for key, saved in metadata.state_dict_metadata.items():
+        if isinstance(saved, TensorStorageMetadata):
+            prefix, _, name = key.rpartition(".")
+            parts[prefix][name] = saved
+    tables: dict[str, dict[str, ChunkedTensor]] = {}
+    optimizers: dict[str, dict[str, ChunkedTensor]] = {}
+    for prefix, tensors in parts.items():
+        kind = _kind(tensors)
+        if kind is not None:
+            (tables if kind is MODEL_TENSORS else optimizers)[prefix] = {
+                name: ChunkedTensor(
+                    f"'{prefix}.{name}' in {folder}", reader, f"{prefix}.{name}", saved
+                )
+                for name, saved in tensors.items()
+            }
+    owners, ownerless = _owners(optimizers, tables)
+    return SavedCheckpoint(
+        folder,
+        {
+            key: _open_table(folder, key, tensors, optimizers.get(owners.get(key, ""), {}))
+            for key, tensors in tables.items()
+        },
+        tuple(ownerless),
+    )
+
+
+def open_files(folder: Path) -> tuple[FileSystemReader, Metadata]:
+    """Opens any checkpoint of files, of dynamic tables or not, and checks that its files have their lengths.
+
+    Args:
+        folder: the directory.
+
+    Returns:
+        DCP's reader, which was given the metadata, and the metadata.
+
+    Raises:
+        ValueError: if it is no checkpoint, a torn or a damaged one.
+    """
+    reader = FileSystemReader(folder)
+    metadata = read_metadata(folder, reader)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    check_files(folder, metadata)
+    return reader, metadata
+
+
+def read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
+    """Reads the index of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        reader: of it.
+
+    Raises:
+        ValueError: if it is no checkpoint, or a torn one.
+    """
+    if not (folder / ".metadata").is_file():
+        inside = [one.name for one in folder.iterdir()] if folder.is_dir() else ["no directory"]
+        if all(name.endswith((".distcp", ".metadata.tmp")) for name in inside):
+            raise ValueError(
+                f"{folder}: expected a checkpoint with .metadata, got one without. It is torn: its save "
+                "never finished. Use the one before."
+            )
+        raise ValueError(
+            f"{folder}: expected a checkpoint of torch.distributed.checkpoint, got "
+            f"{'a directory without .metadata' if folder.is_dir() else 'no directory'}. "
+            "Give the directory that was saved to."
+        )
+    try:
+        metadata = reader.read_metadata()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, Mapping):
+            raise TypeError("no index of files")
+    # Damaged pickles raise anything, and so does DCP's reader for what is none of its own.
+    except Exception as error:
+        raise ValueError(
+            f"{folder}: expected .metadata that can be read, got {type(error).__name__}: {error}. {DAMAGED}"
+        ) from error
+    return metadata
+
+
+def check_files(folder: Path, metadata: Metadata) -> None:
+    """Raises ValueError if a file is missing or too short for what the index says of it.
+
+    Args:
+        folder: of the checkpoint.
+        metadata: its index.
+    """
+    ends: dict[str, int] = defaultdict(int)
+    for entry in metadata.storage_data.values():
+        ends[entry.relative_path] = max(ends[entry.relative_path], entry.offset + entry.length)
+    for name, end in sorted(ends.items()):
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"{folder}: expected the file {name}, got none. {DAMAGED}")
+        if (length := file.stat().st_size) < end:
+            raise ValueError(
+                f"{folder}: expected {end} bytes in {name}, got {length}: it is truncated. {DAMAGED}"
+            )
+
+
+def _kind(tensors: Mapping[str, TensorStorageMetadata]) -> tuple[str, ...] | None:
+    """Tells a table, or its optimizer state, among everything else: by two names and types at least."""
+    types = {
+        "config": torch.uint8,
+        "checksum": torch.int64,
+        "ids": torch.int64,
+        "step": torch.int64,
+    }
+    found = {
+        name
+        for name, dtype in types.items()
+        if name in tensors and tensors[name].properties.dtype == dtype
+    }
+    if len(found) < 2 or found == {"ids", "step"}:
+        return None
+    is_optimizer = "step" in found or (
+        "checksum" in found and tuple(tensors["checksum"].size) == (4,)
+    )
+    return OPTIMIZER_TENSORS if is_optimizer else MODEL_TENSORS
+
+
+def _owners(
+    optimizers: Mapping[str, Any], tables: Mapping[str, Any]
+) -> tuple[dict[str, str], list[str]]:
+    """Finds the table of each optimizer state.
+
+    "optimizer.state.sparse.ebc.embedding_bags.user.weight.user" belongs to what ends like the path between
+    "state" and "weight", or is an end of it: the user's own keys around the two state dicts differ. Of
+    several such tables it is the one under the most of the same keys.
+
+    Returns:
+        The optimizer state's key by the table's, and the keys of those without an owner.
+    """
+    claims: dict[str, list[str]] = defaultdict(list)
+    ownerless = []
+    for key in optimizers:
+        best: dict[str, tuple[int, int]] = {}
+        path = key.split(".")[:-2]
+        for table in tables:
+            ours = table.split(".")
+            for at, word in enumerate(path):
+                named = path[at + 1 :]
+                length = min(len(named), len(ours))
+                if word == "state" and length and named[-length:] == ours[-length:]:
+                    shared = _shared_start(path[:at], ours)
+                    best[table] = max(best.get(table, (0, 0)), (length, shared))
+        found = [table for table in best if best[table] == max(best.values())]
+        if len(found) == 1:
+            claims[found[0]].append(key)
+        else:
+            ownerless.append(key)
+    owners = {table: keys[0] for table, keys in claims.items() if len(keys) == 1}
+    ownerless += [key for keys in claims.values() if len(keys) > 1 for key in keys]
+    return owners, ownerless
+
+
+def _shared_start(one: list[str], other: list[str]) -> int:
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(1 for _ in pairs)
+
+
+def _open_table(
+    folder: Path,
+    key: str,
+    tensors: Mapping[str, ChunkedTensor],
+    optimizer: Mapping[str, ChunkedTensor],
+) -> SavedTable:
+    where = f"table '{key}' in {folder}"
+    config = _read_config(where, tensors, ("table", "embedding_dim"))
+    ours = {name: one for name, one in tensors.items() if name != "cells"}
+    rule = None
+    if optimizer:
+        rule = _read_config(f"optimizer of {where}", optimizer, ("optimizer",))
+        for name, one in optimizer.items():
+            if name in ("momentum1", "momentum2", "step"):
+                ours[name] = one
+            elif name != "cells":
+                ours[OPTIMIZER + name] = one
+    if config["table"] != key.rpartition(".")[2]:
+        raise ValueError(
+            f"{where}: expected a config of it, got that of {config['table']!r}. {DAMAGED}"
+        )
+    return SavedTable(where, key, config, rule, ours)
+
+
+def _read_config(
+    where: str, tensors: Mapping[str, ChunkedTensor], fields: tuple[str, ...]
+) -> dict[str, Any]:
+    nothing = torch.empty(0, dtype=torch.uint8)
+    saved = tensors["config"].whole() if "config" in tensors else nothing
+    config = saved_config.from_bytes(where, saved)
+    if any(field not in config for field in fields):
+        raise ValueError(
+            f"{where}: expected a config with {' and '.join(fields)}, got {config}. {DAMAGED}"
+        )
+    return config

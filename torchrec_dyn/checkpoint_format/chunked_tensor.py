@@ -1,0 +1,199 @@
+"""ChunkedTensor: one tensor of a checkpoint, of which any rows can be read without the others.
+
+torch.distributed.checkpoint (DCP) saves a tensor as chunks, each an archive of `torch.save` somewhere in a
+file. Its own reader loads whole chunks, too much where an unsharded module has saved 5 GB as one. Here torch
+tells where the numbers stand (an archive that is loaded onto the meta device hands out none of them), and
+only the rows asked for are read.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from bisect import bisect_left
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from torchrec_dyn.checkpoint_format.content_sums import DAMAGED
+
+
+@dataclass
+class _Chunk:
+    """Rows [first, last) of columns [left, right), and where they are saved."""
+
+    first: int
+    last: int
+    left: int
+    right: int
+    entry: Any  # DCP's: relative_path, offset, length, transform_descriptors
+    numbers_at: int | None = (
+        None  # in the file, where one row follows the other; None: not known yet
+    )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.last - self.first, self.right - self.left
+
+
+class ChunkedTensor:
+    """Reads one saved tensor.
+
+    Args:
+        where: table and tensor, for messages.
+        reader: of the checkpoint; it was given the metadata.
+        key: of the tensor in the checkpoint.
+        saved: what the metadata says of it: at most two dimensions.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of its numbers.
+        row_bytes: bytes of one row.
+
+    Raises:
+        ValueError: if the metadata contradicts itself.
+    """
+
+    def __init__(
+        self, where: str, reader: FileSystemReader, key: str, saved: TensorStorageMetadata
+    ) -> None:
+        self._where = where
+        self._reader = reader
+        self.shape = tuple(saved.size)
+        self.dtype: torch.dtype = saved.properties.dtype
+        self._rows, self._columns = _rows_and_columns(self.shape)
+        self.row_bytes: int = self._columns * self.dtype.itemsize
+        self._chunks = sorted(self._read_chunks(key, saved), key=lambda chunk: chunk.first)
+        self._starts = [chunk.first for chunk in self._chunks]
+        self._longest = max((chunk.shape[0] for chunk in self._chunks), default=0)
+        self._unpacked: dict[int, Tensor] = {}  # chunks that can only be loaded whole, while in use
+
+    def _read_chunks(self, key: str, saved: TensorStorageMetadata) -> list[_Chunk]:
+        chunks = []
+        for one in saved.chunks:
+            if math.prod(one.sizes) == 0:
+                continue
+            entry = self._reader.storage_data.get(MetadataIndex(key, one.offsets))
+            chunk = _as_rows(one, entry)
+            if entry is None or chunk.last > self._rows or chunk.right > self._columns:
+                raise self._damaged(f"a saved chunk inside {list(self.shape)}", repr(one))
+            chunks.append(chunk)
+        return chunks
+
+    def whole(self) -> Tensor:
+        """Reads the tensor."""
+        return self.rows(0, self._rows).reshape(self.shape)
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """Reads the rows [first, last).
+
+        Returns:
+            [last - first, columns], or [last - first] of a tensor with one dimension.
+
+        Raises:
+            ValueError: if the files are not as the metadata says.
+        """
+        found = torch.zeros(last - first, self._columns, dtype=self.dtype)
+        missing = found.numel()
+        begin = bisect_left(self._starts, first - self._longest + 1)
+        end = bisect_left(self._starts, last)
+        # Whole chunks are kept while the rows asked for come in order.
+        self._unpacked = {
+            number: chunk for number, chunk in self._unpacked.items() if begin <= number < end
+        }
+        for number in range(begin, end):
+            chunk = self._chunks[number]
+            top, bottom = max(first, chunk.first), min(last, chunk.last)
+            if top >= bottom:
+                continue
+            into = found[top - first : bottom - first, chunk.left : chunk.right]
+            self._read_into(into, number, top - chunk.first)
+            missing -= into.numel()
+        if missing:
+            raise self._damaged(f"{found.numel()} numbers", f"{found.numel() - missing}")
+        return found if len(self.shape) == 2 else found.reshape(-1)
+
+    def _read_into(self, into: Tensor, number: int, row: int) -> None:
+        """Reads rows of one chunk, from its row `row` on."""
+        chunk = self._chunks[number]
+        if number not in self._unpacked and chunk.numbers_at is None:
+            chunk.numbers_at = self._find_numbers(number)
+        if number in self._unpacked:
+            into.copy_(self._unpacked[number][row : row + len(into)])
+            return
+        assert chunk.numbers_at is not None
+        part = into if into.is_contiguous() else torch.empty(into.shape, dtype=self.dtype)
+        size = part.numel() * self.dtype.itemsize
+        with self._open(chunk) as file:
+            file.seek(chunk.numbers_at + row * chunk.shape[1] * self.dtype.itemsize)
+            if file.readinto(part.view(torch.uint8).reshape(-1).numpy().data) != size:
+                raise self._damaged(f"{size} bytes more", f"the end of {file.name}")
+        if part is not into:
+            into.copy_(part)
+
+    def _find_numbers(self, number: int) -> int | None:
+        """Returns where in the file a chunk's rows stand; None of one that had to be unpacked whole."""
+        chunk = self._chunks[number]
+        packed = bool(chunk.entry.transform_descriptors)
+        with self._open(chunk) as file:
+            saved = self._load(file, chunk, "cpu" if packed else "meta")
+            if not packed and not saved.is_contiguous():
+                packed, saved = True, self._load(file, chunk, "cpu")
+        if packed:
+            self._unpacked[number] = saved.reshape(chunk.shape)
+            return None
+        skipped = saved.storage_offset() * self.dtype.itemsize
+        at = cast(int, saved.untyped_storage()._checkpoint_offset) + skipped
+        if at + saved.numel() * self.dtype.itemsize > chunk.entry.length:
+            raise self._damaged(f"an archive of {chunk.entry.length} bytes", "a longer one")
+        return int(chunk.entry.offset + at)
+
+    def _load(self, file: io.BufferedReader, chunk: _Chunk, device: str) -> Tensor:
+        entry = chunk.entry
+        try:
+            stream = self._reader._slice_file(file, entry)
+            if entry.transform_descriptors:
+                transforms = self._reader.transforms
+                stream = transforms.transform_load_stream(
+                    cast(Any, None), entry.transform_descriptors, stream
+                )
+                stream = io.BytesIO(stream.read())
+            saved = torch.load(stream, map_location=device, weights_only=True)
+        # What torch raises for bytes that are no archive is not told: RuntimeError, UnpicklingError, ...
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise self._damaged("an archive of torch.save", why) from error
+        if not isinstance(saved, Tensor) or saved.dtype != self.dtype:
+            raise self._damaged(
+                f"numbers of {self.dtype}", f"{getattr(saved, 'dtype', type(saved))}"
+            )
+        if _rows_and_columns(tuple(saved.shape)) != chunk.shape:
+            raise self._damaged(f"a chunk of {list(chunk.shape)}", f"{list(saved.shape)}")
+        return saved
+
+    def _open(self, chunk: _Chunk) -> io.BufferedReader:
+        return open(os.path.join(Path(self._reader.path), chunk.entry.relative_path), "rb")
+
+    def _damaged(self, expected: str, got: str) -> ValueError:
+        return ValueError(f"{self._where}: expected {expected}, got {got}. {DAMAGED}")
+
+
+def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
+    """A number is one row of one column, and so is each element of a tensor with one dimension."""
+    return (shape[0] if shape else 1), math.prod(shape[1:])
+
+
+def _as_rows(chunk: ChunkStorageMetadata, entry: Any) -> _Chunk:
+    rows, columns = _rows_and_columns(tuple(chunk.sizes))
+    first, left, *_ = (*chunk.offsets, 0, 0)
+    return _Chunk(first, first + rows, left, left + columns, entry)

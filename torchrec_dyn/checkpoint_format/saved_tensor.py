@@ -1,0 +1,284 @@
+"""SavedTensor: one tensor of a saved table, of which this rank holds parts that are read when asked for.
+
+torch.distributed.checkpoint asks any tensor that has `__create_write_items__` for its chunks and reads
+them one by one; so nothing is gathered before it is written. Whatever copies a tensor (async_save,
+copy.deepcopy, torch.save) gets all parts copied out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+# A chunk is what is in memory twice while a table is saved or loaded.
+CHUNK_BYTES = 16 << 20
+# DCP's writer keeps the last chunk of every key until all are written, so the last one is a small one.
+_KEPT_BYTES = 1 << 20
+_KEPT_ROWS = 16
+_MAKES_A_SHELL = (
+    "aten.new_empty.default",
+    "aten.zeros_like.default",
+    "aten.empty_like.default",
+)
+
+
+class Part(NamedTuple):
+    """A block of the whole tensor that this rank holds.
+
+    Attributes:
+        offset: where it begins in the whole tensor, one number per dimension.
+        size: one number per dimension.
+        read: gives rows [start, stop) of the block.
+        is_saved: whether this rank saves it; another one does where a copy must hold it too.
+    """
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    read: Callable[[int, int], Tensor]
+    is_saved: bool = True
+
+
+class _Held:
+    """The parts, apart from the tensor so that a copy of the tensor's attributes copies them out."""
+
+    def __init__(self, parts: Sequence[Part], entry: Any) -> None:
+        self.parts = tuple(parts)
+        self.entry = entry
+        self._chunks: dict[tuple[int, ...], tuple[Part, int, int]] = {}
+
+    def chunks(self, dtype: torch.dtype) -> dict[tuple[int, ...], tuple[Part, int, int]]:
+        """Gives what this rank saves, cut: part, first row and the one after the last, by offset."""
+        if not self._chunks:
+            for part in self.parts:
+                if part.is_saved:
+                    for start, stop in row_ranges(part.size, dtype) if part.size else [(0, 1)]:
+                        offset = (part.offset[0] + start, *part.offset[1:]) if part.size else ()
+                        self._chunks[offset] = (part, start, stop)
+        return self._chunks
+
+    def check_readable(self) -> None:
+        """Raises RuntimeError while something was loaded and not taken over: the parts are the old ones."""
+        if getattr(self.entry, "staged", None) is not None:
+            raise RuntimeError(
+                "SavedTensor: expected load_state_dict after dcp.load, got a read before it, which would "
+                "give what the table held before. Call load_state_dict, then state_dict again."
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
+        self.check_readable()
+        return _Held([_copied(part) for part in self.parts], None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _held_again, (_blocks_of(self),)
+
+
+def _whole(part: Part) -> Tensor:
+    return part.read(0, part.size[0] if part.size else 1).reshape(part.size)
+
+
+def _copied(part: Part) -> Part:
+    block = torch.empty(part.size, dtype=_dtype_of(part))
+    for start, stop in row_ranges(part.size, block.dtype):
+        block[start:stop] = part.read(start, stop)
+    if not part.size:
+        block.copy_(part.read(0, 1))
+    return _part_of(part.offset, block, part.is_saved)
+
+
+def _dtype_of(part: Part) -> torch.dtype:
+    return part.read(0, 0 if part.size else 1).dtype
+
+
+def _part_of(offset: tuple[int, ...], block: Tensor, is_saved: bool) -> Part:
+    def read(start: int, stop: int) -> Tensor:
+        return block[start:stop] if block.dim() else block
+
+    return Part(offset, tuple(block.shape), read, is_saved)
+
+
+_Block = tuple[tuple[int, ...], Tensor, bool]
+
+
+def _blocks_of(held: _Held) -> list[_Block]:
+    held.check_readable()
+    return [(part.offset, _whole(part), part.is_saved) for part in held.parts]
+
+
+def _held_again(blocks: Sequence[_Block]) -> _Held:
+    return _Held([_part_of(*block) for block in blocks], None)
+
+
+def row_ranges(size: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Cuts the rows of a block into chunks: begins and ends.
+
+    Args:
+        size: of the block.
+        dtype: of its numbers.
+    """
+    if not size or not size[0]:
+        return []
+    row_bytes = dtype.itemsize * torch.Size(size[1:]).numel()
+    if not row_bytes:
+        return [(0, size[0])]
+    step = max(1, CHUNK_BYTES // row_bytes)
+    begins = list(range(0, size[0], step))
+    if (size[0] - begins[-1]) * row_bytes > _KEPT_BYTES and size[0] - begins[-1] > _KEPT_ROWS:
+        begins.append(size[0] - _KEPT_ROWS)
+    return list(zip(begins, [*begins[1:], size[0]], strict=True))
+
+
+class SavedTensor(torch.Tensor):
+    """A tensor of a saved table, whole in shape, without storage here.
+
+    Args:
+        size: of the whole tensor.
+        dtype: of its numbers.
+        parts: what this rank holds of it.
+        entry: what loads it (state_dict/load_planner.py); None of a copy.
+    """
+
+    _held: _Held
+
+    @staticmethod
+    def __new__(  # noqa: D102 (told by the class)
+        cls, size: Sequence[int], dtype: torch.dtype, parts: Sequence[Part], entry: Any = None
+    ) -> SavedTensor:
+        made: SavedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(size), dtype=dtype, device=torch.device("cpu")
+        )
+        made._held = _Held(parts, entry)
+        return made
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What this rank holds."""
+        return self._held.parts
+
+    @property
+    def entry(self) -> Any:
+        """What loads it, None of a copy."""
+        return self._held.entry
+
+    def local(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Copies this rank's parts out: offset in the whole tensor, and block."""
+        self._held.check_readable()
+        return [(part.offset, _whole(part)) for part in self.parts]
+
+    # What torch.distributed.checkpoint asks.
+
+    def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # Only other load planners ask: they would read into what is gathered here and then dropped.
+        raise RuntimeError(
+            "SavedTensor: expected to be loaded by our planner, got another one. Call "
+            "dcp.load(..., planner=torchrec_dyn.checkpoint.LoadPlanner())."
+        )
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        self._held.check_readable()
+        chunks = []
+        for offset, (part, start, stop) in self._held.chunks(self.dtype).items():
+            size = (stop - start, *part.size[1:]) if part.size else ()
+            chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
+        return chunks
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        part, start, stop = self._held.chunks(self.dtype)[tuple(index.offset or ())]
+        return (
+            part.read(start, stop).reshape(stop - start, *part.size[1:])
+            if part.size
+            else _whole(part)
+        )
+
+    # What copies it.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SavedTensor:
+        made = memo.get(id(self))
+        if made is None:
+            made = memo[id(self)] = self._shell()
+            made._held = copy.deepcopy(self._held, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _tensor_again, (tuple(self.shape), self.dtype, _blocks_of(self._held))
+
+    def _shell(self) -> SavedTensor:
+        return SavedTensor(self.shape, self.dtype, ())
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> SavedTensor:
+        source, name = args[0], str(func)
+        if name == "aten.detach.default":
+            return SavedTensor(source.shape, source.dtype, source.parts, source.entry)
+        if name in _MAKES_A_SHELL:
+            return source._shell()  # a stager fills it, through `copy_` or the attributes
+        if name in ("aten.clone.default", "aten._to_copy.default"):
+            return copy.deepcopy(source)
+        if name == "aten.copy_.default" and not isinstance(source, SavedTensor):
+            return source.copy_(numbers_of(args[1]))  # stagers make plain numbers of single ones
+        if name == "aten.copy_.default" and args[1].shape == source.shape:
+            # A plain tensor has the rows of all ranks: loading picks this rank's own.
+            held = getattr(args[1], "_held", None)
+            whole = (0,) * source.dim(), args[1].detach(), False
+            source._held = copy.deepcopy(held or _held_again([whole]))
+            return source
+        raise NotImplementedError(
+            f"SavedTensor: expected to be saved, loaded or copied, got {func}. It stands for the rows of all "
+            "ranks; read rows with torchrec_dyn.lookup_rows, or this rank's parts with .local()."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        held = [list(part.size) for part in self.parts]
+        return f"SavedTensor(size={list(self.shape)}, dtype={self.dtype}, here={held})"
+
+
+def numbers_of(value: Tensor) -> Tensor:
+    """Gives all numbers of a tensor, of which this rank has a copy.
+
+    Args:
+        value: a SavedTensor, or a plain tensor.
+
+    Raises:
+        ValueError: if other ranks hold some.
+    """
+    if not isinstance(value, SavedTensor):
+        return value
+    made, copied = torch.empty(value.shape, dtype=value.dtype), 0
+    for offset, block in value.local():
+        made[tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))] = block
+        copied += block.numel()
+    if copied != made.numel():
+        raise ValueError(
+            f"SavedTensor: expected one that this rank holds whole, got {copied} of {made.numel()} numbers. "
+            "Save and load it with torch.distributed.checkpoint."
+        )
+    return made
+
+
+def _tensor_again(size: Sequence[int], dtype: torch.dtype, blocks: Sequence[_Block]) -> SavedTensor:
+    return SavedTensor(size, dtype, _held_again(blocks).parts)
+
+
+torch.serialization.add_safe_globals([SavedTensor, _tensor_again])

@@ -1,0 +1,112 @@
+"""What the tensors of a saved table must be: their shapes, the order of their rows, their content sums.
+
+Legend: R rows, D columns, N removed ids, Q ids that wait, K times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
+from torchrec_dyn.checkpoint_format.content_sums import (
+    MODEL_TENSORS,
+    OPTIMIZER_TENSORS,
+    add_sums,
+    content_sum,
+)
+
+# Before the names that the optimizer state shares with the table: "optimizer.checksum".
+OPTIMIZER = "optimizer."
+BY_ROW = ("ids", "weight", "last_seen", "count", "momentum1", "momentum2")
+NOT_BY_ROW = ("waiting", "clock", "config", "step", OPTIMIZER + "config")
+_MODEL_WORDS = f"[{len(MODEL_TENSORS)}] int64"
+_OPTIMIZER_WORDS = f"[{len(OPTIMIZER_TENSORS)}] int64"
+SHAPES = {
+    "ids": "[R] int64",
+    "weight": "[R, D]",
+    "last_seen": "[R] int64",
+    "count": "[R] int64",
+    "waiting": "[Q, 3] int64",
+    "clock": "[2, K] int64",
+    "config": "[n] uint8",
+    "checksum": _MODEL_WORDS,
+    "momentum1": "[R, columns] float32",
+    "momentum2": "[R, columns] float32",
+    "step": "[] int64",
+    OPTIMIZER + "config": "[n] uint8",
+    OPTIMIZER + "checksum": _OPTIMIZER_WORDS,
+    "removed": "[N] int64",
+    "base": _MODEL_WORDS,
+    "result": _MODEL_WORDS,
+    OPTIMIZER + "base": _OPTIMIZER_WORDS,
+    OPTIMIZER + "result": _OPTIMIZER_WORDS,
+}
+
+
+def fits(tensor: ChunkedTensor, rule: str, sizes: Mapping[str, int]) -> bool:
+    """Tells whether a tensor is as one of `SHAPES` says.
+
+    Args:
+        tensor: in the checkpoint.
+        rule: shape and dtype.
+        sizes: what the letters of the rule stand for; other words are any number.
+    """
+    shape, _, dtype = rule[1:].partition("]")
+    words = [word.strip() for word in shape.split(",") if word]
+    return (
+        len(words) == len(tensor.shape)
+        and all(
+            size == sizes.get(word, int(word) if word.isdigit() else size)
+            for word, size in zip(words, tensor.shape, strict=True)
+        )
+        and dtype.strip() in ("", str(tensor.dtype).removeprefix("torch."))
+    )
+
+
+def ascend(ids: Tensor) -> bool:
+    """Tells whether ids are distinct and in canonical order.
+
+    Args:
+        ids: [M] int64.
+    """
+    # Flipping the sign bit turns the unsigned order into the signed one.
+    mixed = ops.mix64(ids) ^ torch.iinfo(torch.int64).min
+    return bool((mixed[1:] > mixed[:-1]).all())
+
+
+class RowCheck:
+    """Sums rows as they pass, and looks at the order of their ids.
+
+    Args:
+        table: its name.
+
+    Attributes:
+        sums: content sums so far, by tensor.
+    """
+
+    def __init__(self, table: str) -> None:
+        self._table = table
+        self._last = torch.empty(0, dtype=torch.int64)
+        self.sums: dict[str, int] = {}
+
+    def add(self, rows: Mapping[str, Tensor]) -> bool:
+        """Takes the next rows.
+
+        Args:
+            rows: by tensor, "ids" among them.
+
+        Returns:
+            Whether their ids go on in canonical order.
+        """
+        ids = rows["ids"]
+        self.sums = add_sums(
+            self.sums,
+            {name: content_sum(self._table, name, ids, values) for name, values in rows.items()},
+        )
+        ordered = ascend(torch.cat([self._last, ids]))
+        self._last = ids[-1:]
+        return ordered

@@ -1,0 +1,209 @@
+"""What one plan would save is read by another: chunks of saved tensors go from rank to rank, without a file.
+
+A table's shards know what they would save, chunk by chunk (state_dict/saving.py), and those of another plan
+what they would read of it (state_dict/load_session.py). In a round every rank reads one chunk of its own and
+sends each rank the blocks that it wants of it; so at most one chunk a rank is under way.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torchrec_dyn.checkpoint_format import SavedTensor
+from torchrec_dyn.ranks import agree, told_together
+from torchrec_dyn.state_dict import TableEntry
+
+
+class _Block(NamedTuple):
+    """A block of a saved tensor: a chunk, or what is wanted of one."""
+
+    name: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.size).numel()
+
+    def within(self, chunk: _Block) -> tuple[slice, ...]:
+        """Returns where this block is in the chunk that has it."""
+        begins = [mine - its for mine, its in zip(self.offset, chunk.offset, strict=True)]
+        return tuple(slice(b, b + n) for b, n in zip(begins, self.size, strict=True))
+
+
+def exchange_chunks(
+    saved: Mapping[str, SavedTensor], entry: TableEntry, group: dist.ProcessGroup, call: str
+) -> None:
+    """Gives an entry what it wants of tensors whose parts lie on all ranks. Collective.
+
+    Args:
+        saved: what the present shards would save, by name.
+        entry: of the shards that are to have it; not yet begun.
+        group: the ranks.
+        call: the same on every rank.
+
+    Raises:
+        ValueError, RuntimeError: on every rank, if some rank could not read or take a block.
+    """
+    items = [
+        (name, item)
+        for name, tensor in saved.items()
+        for item in tensor.__create_write_items__(name, tensor)
+    ]
+    chunks = [
+        _block(name, item.tensor_data.chunk) for name, item in items if item.tensor_data is not None
+    ]
+    everyones = told_together(group, call, lambda: chunks)
+
+    def want() -> list[_Block]:
+        entry.begin(_metadata(saved, everyones))
+        return [_block(name, one) for name in saved for one in entry.wanted(name)]
+
+    wanted = told_together(group, call, want)
+    routes = _Routes(everyones, wanted, dist.get_rank(group))
+    fault: Exception | None = None
+    for number in range(max(map(len, everyones))):
+        # A fault here must not keep the others waiting: the rounds go on, with numbers that nobody will use.
+        messages = []
+        try:
+            if number < len(items):
+                name, item = items[number]
+                chunk = saved[name].__get_tensor_shard__(item.index)
+                messages = [
+                    _bytes(chunk[block.within(chunks[number])]) for block in routes.sent(number)
+                ]
+        except Exception as error:
+            fault, messages = fault or error, []
+        giving, taking = routes.sizes(saved, number)
+        sent = torch.cat(messages) if messages else torch.zeros(sum(giving), dtype=torch.uint8)
+        got = torch.empty(sum(taking), dtype=torch.uint8)
+        dist.all_to_all_single(got, sent, taking, giving, group=group)
+        try:
+            _receive(entry, saved, routes.arriving(number), got)
+        except Exception as error:
+            fault = fault or error
+    agree(group, call, fault)
+
+
+def _block(name: str, chunk: ChunkStorageMetadata) -> _Block:
+    return _Block(name, tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _metadata(
+    saved: Mapping[str, SavedTensor], everyones: Sequence[Sequence[_Block]]
+) -> dict[str, TensorStorageMetadata]:
+    """Makes what a checkpoint would say of the tensors."""
+    chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in saved}
+    for blocks in everyones:
+        for name, offset, size in blocks:
+            chunks[name].append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
+    return {
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=tensor.dtype), tensor.size(), chunks[name]
+        )
+        for name, tensor in saved.items()
+    }
+
+
+def _bytes(block: Tensor) -> Tensor:
+    return block.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _receive(
+    entry: TableEntry, saved: Mapping[str, SavedTensor], blocks: Sequence[_Block], got: Tensor
+) -> None:
+    sizes = [block.numel * saved[block.name].dtype.itemsize for block in blocks]
+    for block, raw in zip(blocks, got.split(sizes), strict=True):
+        # A copy: what lies between other numbers may begin at an odd byte.
+        values = raw.clone().view(saved[block.name].dtype).reshape(block.size)
+        entry.receive(block.name, block.offset, values)
+
+
+class _Routes:
+    """Which blocks go where in which round; every rank finds the same.
+
+    Args:
+        chunks: of each rank, one a round.
+        wanted: by each rank; each block lies in one chunk.
+        rank: this rank.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Sequence[_Block]], wanted: Sequence[Sequence[_Block]], rank: int
+    ) -> None:
+        self._world = len(chunks)
+        self._sent: dict[int, list[list[_Block]]] = {}
+        self._taken: dict[int, list[list[_Block]]] = {}
+        found = _Chunks(chunks)
+        for reader, blocks in enumerate(wanted):
+            for block in blocks:
+                holder, number = found.of(block)
+                if holder == rank:
+                    self._of(self._sent, number)[reader].append(block)
+                if reader == rank:
+                    self._of(self._taken, number)[holder].append(block)
+
+    def _of(self, by_round: dict[int, list[list[_Block]]], number: int) -> list[list[_Block]]:
+        return by_round.setdefault(number, [[] for _ in range(self._world)])
+
+    def sent(self, number: int) -> list[_Block]:
+        """Lists what this rank sends in a round, by reader."""
+        return [block for blocks in self._of(self._sent, number) for block in blocks]
+
+    def arriving(self, number: int) -> list[_Block]:
+        """Lists what this rank gets in a round, by holder."""
+        return [block for blocks in self._of(self._taken, number) for block in blocks]
+
+    def sizes(self, saved: Mapping[str, Any], number: int) -> tuple[list[int], list[int]]:
+        """Returns how many bytes go to each rank, and come from each, in a round."""
+
+        def size(blocks: Sequence[_Block]) -> int:
+            return sum(block.numel * saved[block.name].dtype.itemsize for block in blocks)
+
+        giving, taking = self._of(self._sent, number), self._of(self._taken, number)
+        return [size(blocks) for blocks in giving], [size(blocks) for blocks in taking]
+
+
+class _Chunks:
+    """Finds the chunk in which a block lies."""
+
+    def __init__(self, chunks: Sequence[Sequence[_Block]]) -> None:
+        # Chunks of the same columns follow each other row by row.
+        self._columns: dict[str, dict[Any, list[tuple[int, int, int]]]] = {}
+        for holder, blocks in enumerate(chunks):
+            for number, block in enumerate(blocks):
+                by_columns = self._columns.setdefault(block.name, {})
+                columns = (block.offset[1:], block.size[1:])
+                begin = block.offset[0] if block.offset else 0
+                by_columns.setdefault(columns, []).append((begin, holder, number))
+        for by_columns in self._columns.values():
+            for places in by_columns.values():
+                places.sort()
+
+    def of(self, block: _Block) -> tuple[int, int]:
+        """Returns the rank that holds it and the number of its chunk there."""
+        begin = block.offset[0] if block.offset else 0
+        places = next(self._with_columns(block))
+        _, holder, number = places[bisect_right(places, begin, key=lambda place: place[0]) - 1]
+        return holder, number
+
+    def _with_columns(self, block: _Block) -> Iterator[list[tuple[int, int, int]]]:
+        for (offset, size), places in self._columns[block.name].items():
+            if all(
+                first <= mine and mine + width <= first + columns
+                for first, columns, mine, width in zip(
+                    offset, size, block.offset[1:], block.size[1:], strict=True
+                )
+            ):
+                yield places

@@ -1,0 +1,287 @@
+"""The sharded sequence collection: TorchRec's, with our shardings and stitching."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionContext,
+    ShardedEmbeddingCollection,
+)
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingType,
+)
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from torchrec_dyn.distributed.local_shards import LocalShards, save_and_load_tables
+from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
+from torchrec_dyn.distributed.table_handle import ShardedTableHandle
+from torchrec_dyn.modules import DynamicEmbeddingCollection
+from torchrec_dyn.ranks import TableLayout
+from torchrec_dyn.sharding import (
+    SEQUENCE_SHARDINGS,
+    BatchCheck,
+    Expansion,
+    Restoration,
+    SendOnce,
+    evened,
+    outputs_by_column,
+    send_by_own_forwards,
+    sequences_in_order,
+    tell_senders,
+)
+from torchrec_dyn.storage import ForwardTicket
+
+
+@dataclass
+class SequenceContext(EmbeddingCollectionContext):
+    """What one forward remembers.
+
+    Attributes:
+        restoration: how outputs become those of the batch; None where the batch was even.
+        sent: open from when ids are sent until they are looked up; None before.
+        expansions: of each sharding type how the rows of ids sent once become those of the batch;
+            none where every occurrence was sent.
+    """
+
+    restoration: Restoration | None = None
+    sent: ForwardTicket | None = None
+    expansions: list[Expansion] = field(default_factory=list)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tells the allocator that a stream uses what is remembered."""
+        super().record_stream(stream)
+        if self.restoration is not None and self.restoration.inverse is not None:
+            self.restoration.inverse.record_stream(stream)
+        for expansion in self.expansions:
+            expansion.places.record_stream(stream)
+
+
+class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
+    """A `DynamicEmbeddingCollection` whose tables lie on several ranks.
+
+    Made by `DynamicEmbeddingCollectionSharder`. Rows trained before sharding come along.
+
+    Args:
+        module: the collection to shard; it is not changed.
+        table_name_to_parameter_sharding: the plan of its tables.
+        env: the ranks.
+        fused_params: the sharder's.
+        device: where the rows live.
+        qcomm_codecs_registry: TorchRec's codecs of quantized comms.
+        use_index_dedup: whether each id is sent once a rank and table.
+        module_fqn: where the model holds the collection.
+
+    Raises:
+        ValueError: if the plan cannot be honoured; before anything is built.
+    """
+
+    def __init__(
+        self,
+        module: DynamicEmbeddingCollection,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        use_index_dedup: bool = False,
+        module_fqn: str | None = None,
+    ) -> None:
+        setup = set_up(
+            module,
+            "embeddings",
+            module.embedding_configs(),
+            table_name_to_parameter_sharding,
+            env,
+            fused_params,
+            list(SEQUENCE_SHARDINGS),
+            module_fqn,
+        )
+        _check_widths(setup.layouts, setup.plan, setup.where)
+        super().__init__(
+            setup.view,
+            setup.plan,
+            env,
+            device=device,
+            qcomm_codecs_registry=qcomm_codecs_registry,
+            use_index_dedup=use_index_dedup,
+            module_fqn=module_fqn,
+        )
+        self._send_once: list[SendOnce] = []
+        if self._use_index_dedup:
+            self._prepare_to_send_once(setup)
+        names = [name for config in setup.configs for name in config.feature_names]
+        self._check_batch = BatchCheck(names, False, False, setup.where)
+        self._shards = LocalShards(setup, self._lookups, env)
+        self._shards.fill_from(module.local_tables())
+        save_and_load_tables(self, self._shards, "embeddings")
+        names = [name for names in self._embedding_names_per_sharding for name in names]
+        self._output_names = self._planned_names = list(dict.fromkeys(names))
+
+    @classmethod
+    def create_embedding_sharding(
+        cls,
+        sharding_type: str,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
+        """Creates the sharding of all tables of one type."""
+        return SEQUENCE_SHARDINGS[sharding_type](
+            sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry
+        )
+
+    def input_dist(
+        self, ctx: SequenceContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Checks a batch and sends its ids to their owners.
+
+        Args:
+            ctx: of this forward.
+            features: sequences of any int64 ids.
+
+        Raises:
+            ValueError: if a feature is missing or the tensors do not fit each other.
+        """
+        features = self._check_batch(features)
+        ctx.sent = self._shards.send()
+        features, ctx.restoration = evened(features)
+        send_by_own_forwards(self._input_dists)
+        return super().input_dist(ctx, features)
+
+    def compute(self, ctx: SequenceContext, dist_input: KJTList) -> list[Tensor]:
+        """Looks up the ids that arrived."""
+        tell_senders(self._lookups, ctx.sharding_contexts)
+        return super().compute(ctx, dist_input)
+
+    def output_dist(
+        self, ctx: SequenceContext, output: list[Tensor]
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Sends rows back to the ranks of their ids."""
+        return self._finished(super().output_dist(ctx, output), ctx)
+
+    def compute_and_output_dist(
+        self, ctx: SequenceContext, input: KJTList
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Looks up the ids that arrived and sends rows back."""
+        if ctx.sent is not None:
+            ctx.sent.close()
+        tell_senders(self._lookups, ctx.sharding_contexts)
+        return self._finished(super().compute_and_output_dist(ctx, input), ctx)
+
+    def create_context(self) -> SequenceContext:
+        """Creates what one forward remembers."""
+        return SequenceContext()
+
+    def table(self, name: str) -> ShardedTableHandle:
+        """Gives a handle on one table; reads are of this rank's shard.
+
+        Raises:
+            ValueError: if the collection has no such table.
+        """
+        return self._shards.handle(name)
+
+    def set_time(self, time: int) -> None:
+        """Sets the clock of `ExpireAfter(time=...)` for the training forwards to come. Collective.
+
+        Args:
+            time: an integer from 0 on, in the unit of the policy. The latest of all ranks counts; it never
+                goes back.
+
+        Raises:
+            ValueError: on every rank, if some rank passed no time or the latest is past.
+        """
+        self._shards.set_time(time)
+
+    def reset_parameters(self) -> None:
+        """Does nothing: a row is initialised when its id is first seen."""
+
+    @property
+    def unsharded_module_type(self) -> type[nn.Module]:
+        """The collection that was sharded."""
+        return DynamicEmbeddingCollection
+
+    def _prepare_to_send_once(self, setup: ShardingSetup) -> None:
+        for sharding in self._sharding_type_to_sharding.values():
+            tables = [(table.name, table.num_features()) for table in sharding.embedding_tables()]
+            counted = any(setup.dynamic[name].has_life for name, _ in tables)
+            self._send_once.append(SendOnce(tables, counted, setup.where))
+        for lookup in self._lookups:
+            lookup.expect_ids_once()
+
+    def _create_hash_size_info(
+        self, feature_names: list[str], ctx: EmbeddingCollectionContext | None = None
+    ) -> None:
+        """Does nothing: it is for an op that takes ids for row numbers below num_embeddings."""
+
+    def _dedup_indices(
+        self, ctx: SequenceContext, input_feature_splits: list[KeyedJaggedTensor]
+    ) -> list[KeyedJaggedTensor]:
+        """Gives what is sent in place of the batch, and remembers the way back."""
+        sent = []
+        for send_once, features in zip(self._send_once, input_feature_splits, strict=True):
+            once, expansion = send_once(features)
+            ctx.input_features.append(features)
+            ctx.expansions.append(expansion)
+            sent.append(once)
+        return sent
+
+    def _generate_permute_indices_per_feature(
+        self,
+        embedding_configs: Sequence[EmbeddingConfig],
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+    ) -> None:
+        """Finds in which order the column shards of each output are put side by side."""
+        sharding = self._sharding_type_to_sharding[ShardingType.COLUMN_WISE.value]
+        firsts = [
+            shard.shard_offsets[1] if shard is not None else 0
+            for shard in sharding.embedding_shard_metadata()
+        ]
+        by_column = outputs_by_column(sharding.embedding_names(), firsts)
+        for name, positions in by_column.items():
+            arriving = sorted(positions)
+            self._features_to_permute_indices[name] = [arriving.index(p) for p in positions]
+
+    def _finished(
+        self, awaitable: LazyAwaitable[dict[str, JaggedTensor]], ctx: SequenceContext
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Makes outputs those of the batch, and keeps their order when tables have moved."""
+        if ctx.expansions:
+            rows: list[Awaitable[Tensor]] = awaitable._awaitables_per_sharding
+            for of_type, expansion in zip(rows, ctx.expansions, strict=True):
+                of_type.callbacks.append(expansion)
+        if ctx.restoration is not None:
+            awaitable.callbacks.append(ctx.restoration)
+        if self._output_names != self._planned_names:
+            awaitable.callbacks.append(partial(sequences_in_order, names=self._output_names))
+        return awaitable
+
+
+def _check_widths(
+    layouts: Mapping[str, TableLayout], plan: Mapping[str, ParameterSharding], where: str
+) -> None:
+    """Refuses column shards of several widths: TorchRec sends all sequences at one width."""
+    widths = {
+        name: [piece.columns for piece in layout.pieces]
+        for name, layout in layouts.items()
+        if plan[name].sharding_type == ShardingType.COLUMN_WISE.value
+    }
+    if len({width for of_table in widths.values() for width in of_table}) > 1:
+        raise ValueError(
+            f"{where}: expected column shards of one width in all its column-wise tables, "
+            f"got {widths}. Cut them evenly, or shard a table otherwise."
+        )

@@ -1,0 +1,252 @@
+"""The sharded pooled collection: TorchRec's, with our shardings, stitching and MEAN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionContext,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+)
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from torchrec_dyn.distributed.local_shards import LocalShards, save_and_load_tables
+from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
+from torchrec_dyn.distributed.table_handle import ShardedTableHandle
+from torchrec_dyn.modules import DynamicEmbeddingBagCollection
+from torchrec_dyn.sharding import (
+    POOLED_SHARDINGS,
+    BatchCheck,
+    MeanDivisor,
+    divide,
+    pooled_in_order,
+    send_by_own_forwards,
+    tell_senders,
+)
+from torchrec_dyn.storage import ForwardTicket
+
+
+@dataclass
+class PooledContext(EmbeddingBagCollectionContext):
+    """What one forward remembers.
+
+    Attributes:
+        sent: open from when ids are sent until they are looked up; None before.
+    """
+
+    sent: ForwardTicket | None = None
+
+
+class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+    """A `DynamicEmbeddingBagCollection` whose tables lie on several ranks.
+
+    Made by `DynamicEmbeddingBagCollectionSharder`. Rows trained before sharding come along.
+
+    Args:
+        module: the collection to shard; it is not changed.
+        table_name_to_parameter_sharding: the plan of its tables.
+        env: the ranks.
+        fused_params: the sharder's.
+        device: where the rows live.
+        qcomm_codecs_registry: TorchRec's codecs of quantized comms.
+        module_fqn: where the model holds the collection.
+
+    Raises:
+        ValueError: if the plan cannot be honoured; before anything is built.
+    """
+
+    def __init__(
+        self,
+        module: DynamicEmbeddingBagCollection,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        module_fqn: str | None = None,
+    ) -> None:
+        setup = set_up(
+            module,
+            "embedding_bags",
+            module.embedding_bag_configs(),
+            table_name_to_parameter_sharding,
+            env,
+            fused_params,
+            list(POOLED_SHARDINGS),
+            module_fqn,
+        )
+        super().__init__(
+            setup.view,
+            setup.plan,
+            env,
+            device=device,
+            qcomm_codecs_registry=qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+        # TorchRec's own divisor also divides outputs of other tables; `_mean` takes over.
+        self._has_mean_pooling_callback = False
+        self._mean = self._mean_divisor(setup)
+        configs = module.embedding_bag_configs()
+        names = [name for config in configs for name in config.feature_names]
+        self._check_batch = BatchCheck(names, module.is_weighted(), True, setup.where)
+        self._shards = LocalShards(setup, self._lookups, env)
+        self._shards.fill_from(module.local_tables())
+        save_and_load_tables(self, self._shards, "embedding_bags")
+        self._output_names = list(self._embedding_names)
+
+    @classmethod
+    def create_embedding_bag_sharding(
+        cls,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        permute_embeddings: bool = False,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
+        """Creates the sharding of all tables of one type."""
+        kind = POOLED_SHARDINGS[sharding_infos[0].param_sharding.sharding_type]
+        options: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
+        if "column_wise" in sharding_infos[0].param_sharding.sharding_type:
+            options["permute_embeddings"] = permute_embeddings
+        return kind(sharding_infos, env, device, **options)
+
+    def input_dist(
+        self, ctx: PooledContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Checks a batch and sends its ids to their owners.
+
+        Args:
+            ctx: of this forward.
+            features: bags of any int64 ids.
+
+        Raises:
+            ValueError: if a feature is missing or the tensors do not fit each other.
+        """
+        return self.send(ctx, self.checked_batch(features))
+
+    def checked_batch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Checks a batch, and gives it all the features of the first one in its order.
+
+        Raises:
+            ValueError: if a feature is missing, the tensors do not fit each other, or weights ask for a
+                gradient, which cannot travel back to them.
+        """
+        return self._check_batch(features)
+
+    def send(
+        self, ctx: PooledContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Sends the ids of a checked batch to their owners.
+
+        Args:
+            ctx: of this forward.
+            features: as `checked_batch` gave it.
+        """
+        ctx.sent = self._shards.send()
+        self._prepare_dists(features)
+        send_by_own_forwards(self._input_dists)
+        if self._mean.is_needed:
+            with torch.no_grad():
+                ctx.divisor = self._mean(features)
+        return super().input_dist(ctx, features)
+
+    def compute(self, ctx: PooledContext, dist_input: KJTList) -> list[Tensor]:
+        """Looks up the ids that arrived."""
+        tell_senders(self._lookups, ctx.sharding_contexts)
+        return super().compute(ctx, dist_input)
+
+    def take_weights_after_input_dist(self) -> None:
+        """Takes batches without weights: feature processors make them where the rows are."""
+        self._check_batch.needs_weights = False
+
+    def output_dist(self, ctx: PooledContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
+        """Sends pooled rows back to the ranks of their batches."""
+        return self._finished(super().output_dist(ctx, output), ctx)
+
+    def compute_and_output_dist(
+        self, ctx: PooledContext, input: KJTList
+    ) -> LazyAwaitable[KeyedTensor]:
+        """Looks up the ids that arrived and sends pooled rows back."""
+        if ctx.sent is not None:
+            ctx.sent.close()
+        tell_senders(self._lookups, ctx.sharding_contexts)
+        return self._finished(super().compute_and_output_dist(ctx, input), ctx)
+
+    def create_context(self) -> PooledContext:
+        """Creates what one forward remembers."""
+        return PooledContext()
+
+    def table(self, name: str) -> ShardedTableHandle:
+        """Gives a handle on one table; reads are of this rank's shard.
+
+        Raises:
+            ValueError: if the collection has no such table.
+        """
+        return self._shards.handle(name)
+
+    def set_time(self, time: int) -> None:
+        """Sets the clock of `ExpireAfter(time=...)` for the training forwards to come. Collective.
+
+        Args:
+            time: an integer from 0 on, in the unit of the policy. The latest of all ranks counts; it never
+                goes back.
+
+        Raises:
+            ValueError: on every rank, if some rank passed no time or the latest is past.
+        """
+        self._shards.set_time(time)
+
+    def reset_parameters(self) -> None:
+        """Does nothing: a row is initialised when its id is first seen."""
+
+    @property
+    def unsharded_module_type(self) -> type[nn.Module]:
+        """The collection that was sharded."""
+        return DynamicEmbeddingBagCollection
+
+    _has_uninitialized_input_dist: bool
+
+    def _prepare_dists(self, features: KeyedJaggedTensor) -> None:
+        """Does what TorchRec does at the first batch, less its warning of raw ids."""
+        if self._has_uninitialized_input_dist:
+            self._create_input_dist(features.keys())
+            self._has_uninitialized_input_dist = False
+            if features.variable_stride_per_key():
+                self._create_inverse_indices_permute_indices(features.inverse_indices_or_none())
+
+    def _mean_divisor(self, setup: ShardingSetup) -> MeanDivisor:
+        """Finds the outputs that must be divided after the output dist."""
+        feature_of_output: dict[str, str] = {}
+        configs = self._embedding_bag_configs
+        for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True):
+            if config.pooling == PoolingType.MEAN and setup.layouts[config.name].rows_are_spread:
+                feature_of_output.update(zip(names, config.feature_names, strict=True))
+        return MeanDivisor(
+            [feature_of_output.get(name) for name in self._embedding_names],
+            self._embedding_dims,
+        )
+
+    def _finished(
+        self, awaitable: LazyAwaitable[KeyedTensor], ctx: PooledContext
+    ) -> LazyAwaitable[KeyedTensor]:
+        """Divides means, and keeps the order of the outputs when tables have moved."""
+        if ctx.divisor is not None:
+            awaitable.callbacks.append(partial(divide, divisor=ctx.divisor))
+        if self._output_names != self._embedding_names:
+            awaitable.callbacks.append(partial(pooled_in_order, names=self._output_names))
+        return awaitable

@@ -1,0 +1,165 @@
+"""Tables move to another plan while the model goes on: DistributedModelParallel.reshard.
+
+A second collection is made for the new plan; tables that move are copied into it, the others' shards are
+put into it as they are. When all of this is done on all ranks the first takes over the insides of the
+second: up to then nothing of it has changed, and behind that nothing can fail. It stays the same module,
+with the same optimizer, so that whatever holds them goes on.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
+
+from torchrec_dyn.distributed.local_shards import LocalShards
+from torchrec_dyn.distributed.table_move import move_table
+from torchrec_dyn.ranks import done_together, told_together
+
+# What a module keeps: the hooks of whoever hung them on it, its mode, what others hold of it, and what
+# trackers and pipelines have set.
+_PLACES = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"}
+_KEPT = (vars(nn.Module()).keys() - _PLACES) | {
+    *("_shards", "_optim", "_output_names", "_check_batch"),
+    *("post_lookup_tracker_fn", "post_odist_tracker_fn"),
+    *("is_pipelined", "_free_features_storage_early"),
+}
+
+
+def reshard(
+    sharder: Any,
+    collection: Any,
+    changed: Mapping[str, ParameterSharding],
+    env: ShardingEnv,
+    device: torch.device | None,
+    wrapped: Callable[[], None] | None = None,
+) -> None:
+    """Moves tables of a collection to where another plan has them; all of them or none. Collective.
+
+    Args:
+        sharder: ours, with the arguments with which the collection was sharded.
+        collection: sharded.
+        changed: the new plan of the tables that move; others may be named, too.
+        env: the ranks.
+        device: where the rows live.
+        wrapped: checks the plan for the feature processors that wrap the collection and call this; None:
+            none do.
+
+    Raises:
+        ValueError: on every rank, if the plan cannot be honoured, differs between ranks, or if a batch is on
+            its way; nothing has changed then.
+        RuntimeError: on every rank, if some rank could not move its rows; nothing has changed then.
+    """
+    shards: LocalShards = collection._shards
+    call, group = f"{shards.where}.reshard", collection._env.process_group
+    assert isinstance(group, dist.ProcessGroup)
+    plans = told_together(group, call, lambda: _described(collection, changed, env, wrapped))
+    for rank, theirs in enumerate(plans):
+        if theirs != plans[0]:
+            raise ValueError(
+                f"{call}: expected the same plan on every rank, got {plans[0]} on rank 0 and {theirs} on "
+                f"rank {rank}. Plan with collective_plan, or give every rank the same."
+            )
+    if not changed:
+        return
+    plan = {**collection.module_sharding_plan, **changed}
+    made = done_together(group, call, lambda: _sharded_anew(sharder, collection, plan, env, device))
+    new: LocalShards = made._shards
+    moved = [name for name in new.layouts if new.layouts[name] != shards.layouts[name]]
+    done_together(group, call, lambda: _check_at_rest(shards, moved))
+    new.start_as(shards)
+    for name in new.layouts.keys() - set(moved):
+        new.keep(shards, name)
+    for name in moved:
+        optimizer = shards.optimizer_of(name)
+        move_table(shards.pieces_of(name), new.pieces_of(name), optimizer, call)
+    _take_place(collection, made)
+
+
+def _described(
+    collection: Any,
+    changed: Mapping[str, ParameterSharding],
+    env: ShardingEnv,
+    wrapped: Callable[[], None] | None,
+) -> list[Any]:
+    """Says a plan in plain values, so that ranks can compare theirs.
+
+    Raises:
+        ValueError: if no plan can be had here.
+    """
+    if wrapped is not None:
+        wrapped()
+    elif not collection._check_batch.needs_weights:
+        raise ValueError(
+            "expected a collection of its own, got one that feature processors wrap, which depend on its "
+            "plan. Reshard the feature-processed module."
+        )
+    if isinstance(env, ShardingEnv2D):
+        raise ValueError(
+            "expected a model without 2D parallelism, got one with copies of its tables."
+        )
+    said = []
+    for table, sharding in sorted(changed.items()):
+        shards = getattr(sharding.sharding_spec, "shards", None) or ()
+        pieces = [(list(one.shard_offsets), list(one.shard_sizes)) for one in shards]
+        said.append((table, sharding.sharding_type, list(sharding.ranks or ()), pieces))
+    return said
+
+
+def _sharded_anew(
+    sharder: Any,
+    collection: Any,
+    plan: dict[str, ParameterSharding],
+    env: ShardingEnv,
+    device: torch.device | None,
+) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what was to be said was said when it was first sharded
+        made = sharder.shard(
+            collection._shards.unsharded,
+            plan,
+            env,
+            device if device is not None else collection._device,
+            collection._module_fqn,
+        )
+    now, then = collection._shards.optimizer_of, made._shards.optimizer_of
+    others = [f"{name}: {then(name)}" for name in plan if then(name) != now(name)]
+    if others:
+        raise ValueError(
+            f"expected the optimizers that the collection was sharded with, got {', '.join(others)}. Use the "
+            "same fused_params; learning rates are set in the optimizer's param_groups."
+        )
+    return made.train(collection.training)
+
+
+def _check_at_rest(shards: LocalShards, moved: list[str]) -> None:
+    """Raises ValueError if ids were sent by the present plan, or rows given out, that are still needed."""
+    for attempt in range(2):
+        forwards = [len(one.forwards) for name in moved for one in shards.shards_of(name)]
+        open_forwards = max(forwards, default=0)
+        if not len(shards.batches) and not open_forwards:
+            return
+        if not attempt:
+            gc.collect()  # perhaps nobody can reach them any more
+    if len(shards.batches):
+        raise ValueError(
+            f"expected no batch on its way, got {len(shards.batches)} whose ids were sent by the present "
+            "plan. Let the train pipeline run to the end of its iterator first."
+        )
+    raise ValueError(
+        f"expected no forward that waits for its backward, got {open_forwards}. Run backward, or drop what "
+        "the forward returned."
+    )
+
+
+def _take_place(collection: Any, made: Any) -> None:
+    insides = {name: value for name, value in vars(made).items() if name not in _KEPT}
+    made._shards.drive_by(collection._optim)
+    collection._shards.become(made._shards)
+    vars(collection).update(insides)

@@ -1,0 +1,181 @@
+"""The handle on one table of a sharded collection.
+
+Reads are this rank's shard. `assign` and `erase` are collective: every rank passes ids of
+its own choice (perhaps none), which go to their owners and to all column shards. Reads of
+the whole table are in whole_model/by_id.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+from torchrec_dyn.distributed.whole_table import WholeTable, read_rows
+from torchrec_dyn.modules import row_dtype
+from torchrec_dyn.ranks import TableLayout
+from torchrec_dyn.table import DynamicTable
+
+
+class ShardedTableHandle:
+    """One table as this rank sees it.
+
+    Args:
+        name: the table's name.
+        where: the collection and the table, for messages.
+        layout: where the pieces of the table lie.
+        shards: this rank's pieces in column order; empty where it holds none.
+        config: the table's config.
+        process_group: the ranks.
+        frozen: names of the frozen tables of the collection, on ranks without a shard too; written.
+
+    Attributes:
+        features: names of those that read the table.
+        whole: the table over all ranks; all of it is collective.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        where: str,
+        layout: TableLayout,
+        shards: Sequence[DynamicTable],
+        config: BaseEmbeddingConfig,
+        process_group: dist.ProcessGroup,
+        frozen: set[str],
+    ) -> None:
+        self.name = name
+        self._frozen = frozen
+        self.features = tuple(config.feature_names)
+        self._shards = list(shards)
+        self._dtype = row_dtype(config)
+        self.whole = WholeTable(
+            where, layout, self._shards, config.embedding_dim, self._dtype, process_group
+        )
+
+    def follow(self, other: ShardedTableHandle) -> None:
+        """Becomes a handle on the table where it is now."""
+        whole = self.whole
+        self.__dict__.update(other.__dict__)
+        whole.__dict__.update(other.whole.__dict__)
+        self.whole = whole
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use on this rank; column shards of one rank count once."""
+        return self._shards[0].num_rows if self._shards else 0
+
+    @property
+    def columns(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of columns on this rank as (first column, width)."""
+        return tuple((shard.first_column, shard.columns) for shard in self._shards)
+
+    def ids(self) -> Tensor:
+        """Returns the ids on this rank, [R] int64 in unsigned order of mix64(id)."""
+        return self._shards[0].ids() if self._shards else torch.empty(0, dtype=torch.int64)
+
+    def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Reads rows of this rank's shard and changes nothing.
+
+        Args:
+            ids: [M] int64.
+
+        Returns:
+            rows: [M, C], C this rank's columns in column order; zeros where not found.
+            found: [M] bool.
+        """
+        return read_rows(self._shards, ids, self._dtype)
+
+    def last_seen(self, ids: Tensor) -> Tensor:
+        """Tells when training last saw each id that has a row on this rank.
+
+        Args:
+            ids: [M] int64.
+
+        Returns:
+            [M] int64, training steps (clock values with `ExpireAfter(time=...)`); -1 where this
+            rank has no row of the id.
+
+        Raises:
+            ValueError: if the table has no policy that keeps this.
+        """
+        return self._shards[0].last_seen(ids) if self._shards else torch.full_like(ids, -1)
+
+    def count(self, ids: Tensor) -> Tensor:
+        """Tells how often training has seen each id that this rank holds.
+
+        Args:
+            ids: [M] int64.
+
+        Returns:
+            [M] int64; of an id that waits for admission its counter; 0 otherwise.
+
+        Raises:
+            ValueError: if the table has no policy that keeps this.
+        """
+        return self._shards[0].count(ids) if self._shards else torch.zeros_like(ids)
+
+    def stats(self) -> dict[str, int | float]:
+        """Returns the counts of this rank's shard; of several column shards, the first's."""
+        return self._shards[0].stats() if self._shards else {"rows": 0, "limit": 0}
+
+    def assign(self, ids: Tensor, rows: Tensor) -> None:
+        """Writes rows, inserting ids that are absent. Collective.
+
+        Of several rows for one id the last one of the highest rank stays.
+
+        Args:
+            ids: [M] int64; M may differ between ranks.
+            rows: [M, embedding_dim] of the whole table.
+
+        Raises:
+            ValueError: on every rank if any rank passed something else; nothing is changed.
+            RuntimeError: on every rank if some rank's shard could not take its rows.
+        """
+        self.whole.assign(ids, rows)
+
+    def erase(self, ids: Tensor) -> int:
+        """Takes ids out on all ranks. Collective.
+
+        Args:
+            ids: [M] int64; M may differ between ranks.
+
+        Returns:
+            How many ids were there, over all ranks.
+        """
+        return self.whole.erase(ids)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether training reads the table as evaluation does; the same on every rank."""
+        return self.name in self._frozen
+
+    def freeze(self) -> None:
+        """Lets training read the table as evaluation does, until `unfreeze`. Collective.
+
+        From the next forward on no id comes or goes or is counted, the step stays, and no row, score or
+        optimizer state changes; weights of bags still get gradients. A forward from before still
+        learns in its backward. `assign`, `erase`, loading and `set_time` go on as ever. A checkpoint
+        says nothing of it.
+
+        Raises:
+            ValueError: on every rank, if some rank makes another call, or has trained the table for more
+                or fewer forwards; nothing is changed.
+        """
+        self.whole.set_frozen(True)
+        self._frozen.add(self.name)
+
+    def unfreeze(self) -> None:
+        """Lets the table learn from the next training forward on, from where it was frozen. Collective.
+
+        Raises:
+            ValueError: as `freeze`.
+        """
+        self.whole.set_frozen(False)
+        self._frozen.discard(self.name)
+
+    def __repr__(self) -> str:
+        return f"ShardedTableHandle(name='{self.name}', num_rows={self.num_rows} on this rank)"

@@ -1,0 +1,86 @@
+"""One table goes from the shards of one plan into the empty shards of another, as through a checkpoint."""
+
+from __future__ import annotations
+
+from torchrec_dyn.checkpoint_format import from_bytes, saved_initializer
+from torchrec_dyn.distributed.chunk_exchange import exchange_chunks
+from torchrec_dyn.distributed.shard_stats import OF_EVERY_SHARD
+from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.state_dict import (
+    LoadSession,
+    ModelEntry,
+    ModelSource,
+    OptimizerEntry,
+    OptimizerSource,
+    ShardPieces,
+    TableEntry,
+    take_over,
+    take_over_state,
+)
+
+
+def move_table(before: ShardPieces, after: ShardPieces, optimizer: RowOptimizer, call: str) -> None:
+    """Copies all that a table holds into shards that lie elsewhere. Collective.
+
+    What arrives is verified by the sums of what was sent. The shards of before do not change.
+
+    Args:
+        before: what this rank holds of it.
+        after: what it is to hold: shards without rows.
+        optimizer: how the rows learn.
+        call: the same on every rank.
+
+    Raises:
+        ValueError, RuntimeError: on every rank, if one of them fails.
+    """
+    group = before.group
+    model, state = done_together(
+        group, call, lambda: (ModelSource(before, None), OptimizerSource(before, optimizer, None))
+    )
+    told = told_together(group, call, lambda: (model.tell(), state.tell()))
+    saved = done_together(
+        group,
+        call,
+        lambda: [model.tensors([m for m, _ in told]), state.tensors([s for _, s in told])],
+    )
+    rows, rows_state = done_together(
+        group, call, lambda: (ModelEntry(after), OptimizerEntry(after, optimizer))
+    )
+    entries: list[TableEntry] = [rows, rows_state]
+    session = LoadSession(entries)
+    for tensors, entry in zip(saved, entries, strict=True):
+        exchange_chunks(tensors, entry, group, call)
+    session.verify(call)
+    done_together(group, call, lambda: _take_over_rows(rows))
+    take_over_state(rows_state, call)
+    _carry_counts(before, after, call)
+
+
+def _take_over_rows(entry: ModelEntry) -> None:
+    where, small = entry.pieces.where, entry.small
+    initializer = saved_initializer(where, from_bytes(where, small["config"]))
+    for shard, staged in zip(entry.pieces.shards, entry.staged or (), strict=True):
+        take_over(shard, staged, small.get("clock"), initializer, entry.step)
+    entry.staged = None
+
+
+def _carry_counts(before: ShardPieces, after: ShardPieces, call: str) -> None:
+    """Gives the counts of the whole table to the first of the ranks that share the rows now."""
+
+    def tell() -> tuple[dict[str, int], bool] | None:
+        if not before.has_first_column:
+            return None
+        first = before.shards[0]
+        return first.counters, first.life is not None and first.life.is_unscored
+
+    told = [one for one in told_together(before.group, call, tell) if one is not None]
+    for shard in after.shards:
+        for name in shard.counters:
+            counted = [counters[name] for counters, _ in told]
+            if name in OF_EVERY_SHARD:
+                shard.counters[name] = max(counted)
+            elif after.part == 0:
+                shard.counters[name] = sum(counted)
+        if shard.life is not None:
+            shard.life.is_unscored = any(is_unscored for _, is_unscored in told)

@@ -1,0 +1,258 @@
+"""One sharded table as all ranks together hold it.
+
+Every method is collective: all ranks call it, with ids of their own choice, perhaps none. What
+is wrong on one rank is raised on all of them.
+
+Legend: M ids of this rank, K ids that fell to this rank, C columns on this rank, D of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrec_dyn.distributed.id_exchange import IdExchange
+from torchrec_dyn.distributed.shard_stats import Stats, whole_stats
+from torchrec_dyn.ranks import Piece, TableLayout, agree, done_together
+from torchrec_dyn.storage import canonical_order
+from torchrec_dyn.table import DynamicTable
+
+T = TypeVar("T")
+
+
+class WholeTable:
+    """Reads and edits a sharded table by id, wherever the ids are held.
+
+    Args:
+        where: the collection and the table, for messages.
+        layout: where the pieces of the table lie.
+        shards: this rank's pieces in column order; empty where it holds none.
+        embedding_dim: D.
+        dtype: of the rows.
+        group: the ranks.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        layout: TableLayout,
+        shards: Sequence[DynamicTable],
+        embedding_dim: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._where = where
+        self._layout = layout
+        self._shards = list(shards)
+        self._embedding_dim = embedding_dim
+        self._dtype = dtype
+        self._group = group
+        self._first = layout.pieces[0]
+        holds_first = dist.get_rank(group) in self._first.ranks
+        self._first_shards = self._shards[:1] if holds_first else []
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use on all ranks. Collective."""
+        told = self._agree("num_rows", told=sum(shard.num_rows for shard in self._first_shards))
+        return sum(told[rank] for rank in self._first.ranks)
+
+    def ids(self) -> Tensor:
+        """Returns all ids of the table, [R] int64 in unsigned order of mix64(id), on every rank."""
+        held = [shard.ids() for shard in self._first_shards]
+        mine = torch.cat([torch.empty(0, dtype=torch.int64), *held])
+        counts = self._agree("ids", told=mine.numel())
+        parts = []
+        for rank, count in enumerate(counts):
+            if not count:
+                continue
+            part = mine if rank == dist.get_rank(self._group) else mine.new_empty(count)
+            dist.broadcast(part, dist.get_global_rank(self._group, rank), group=self._group)
+            # With 2D parallelism there are further copies of the table in the group.
+            if rank in self._first.ranks:
+                parts.append(part)
+        together = torch.cat([mine[:0], *parts])
+        return together[canonical_order(together)]
+
+    def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Reads rows and changes nothing.
+
+        Args:
+            ids: [M] int64.
+
+        Returns:
+            rows: [M, D]; zeros where not found.
+            found: [M] bool.
+        """
+        exchange = self._send("lookup", ids)
+        rows, found = self._do(
+            "lookup", lambda: read_rows(self._shards, exchange.arrived, self._dtype)
+        )
+        return exchange.return_rows(rows), exchange.return_numbers(found)
+
+    def last_seen(self, ids: Tensor) -> Tensor:
+        """Tells when training last saw each id.
+
+        Args:
+            ids: [M] int64.
+
+        Returns:
+            [M] int64, training steps (clock values with `ExpireAfter(time=...)`); -1 where an id
+            has no row.
+
+        Raises:
+            ValueError: on every rank, if the table has no policy that keeps this.
+        """
+        return self._first_numbers("last_seen", ids, DynamicTable.last_seen)
+
+    def count(self, ids: Tensor) -> Tensor:
+        """Tells how often training has seen each id.
+
+        Args:
+            ids: [M] int64.
+
+        Returns:
+            [M] int64; of an id that waits for admission its counter; 0 otherwise.
+
+        Raises:
+            ValueError: on every rank, if the table has no policy that keeps this.
+        """
+        return self._first_numbers("count", ids, DynamicTable.count)
+
+    def assign(self, ids: Tensor, rows: Tensor) -> None:
+        """Writes rows, inserting ids that are absent, on all column shards.
+
+        Of several rows for one id the last one of the highest rank stays.
+
+        Args:
+            ids: [M] int64.
+            rows: [M, D] floating point.
+
+        Raises:
+            RuntimeError: on every rank if some rank's shard could not take its rows; others may
+                have taken theirs.
+        """
+        exchange = self._send("assign", ids, rows)
+        arrived = exchange.send_rows(rows.detach().to(self._dtype))
+
+        def write() -> None:
+            parts = arrived.split([shard.columns for shard in self._shards], 1)
+            for shard, part in zip(self._shards, parts, strict=True):
+                shard.assign(exchange.arrived, part.contiguous())
+
+        self._do("assign", write)
+
+    def erase(self, ids: Tensor) -> int:
+        """Takes ids out, of all column shards.
+
+        Args:
+            ids: [M] int64; ids without a row are passed over.
+
+        Returns:
+            How many ids had a row, over all ranks.
+        """
+        exchange = self._send("erase", ids)
+        erased = self._do("erase", lambda: [s.erase(exchange.arrived) for s in self._shards])
+        return sum(self._agree("erase", told=sum(erased[: len(self._first_shards)])))
+
+    def set_frozen(self, is_frozen: bool) -> None:
+        """Freezes all shards at the same moment, or none; or unfreezes them.
+
+        Raises:
+            ValueError: on every rank, if not every rank does the same at the same training step.
+        """
+        verb = "freeze" if is_frozen else "unfreeze"
+        told: list[list[int]] = self._agree(verb, told=[shard.step for shard in self._shards])
+        steps = {rank: steps[0] for rank, steps in enumerate(told) if steps}
+        if len(set(steps.values())) > 1:
+            raise ValueError(
+                f"{self._where}.{verb}: expected every rank at the same training step, got "
+                f"{steps} by rank. Call it on all ranks between the same two batches."
+            )
+        for shard in self._shards:
+            shard.is_frozen = is_frozen
+
+    def stats(self) -> Stats:
+        """Returns the counts of the whole table, the same on every rank (distributed/shard_stats.py)."""
+        mine = self._do("stats", lambda: [shard.stats() for shard in self._shards])
+        told: list[list[Stats]] = self._agree("stats", told=mine)
+        holders = {rank for piece in self._layout.pieces for rank in piece.ranks}
+        return whole_stats(
+            [told[rank][0] for rank in self._first.ranks],
+            sum(shard["bytes"] for rank in holders for shard in told[rank]),
+        )
+
+    def _agree(self, verb: str, fault: Exception | None = None, told: Any = None) -> list[Any]:
+        return agree(self._group, f"{self._where}.{verb}", fault, told)
+
+    def _send(
+        self,
+        verb: str,
+        ids: Tensor,
+        rows: Tensor | None = None,
+        pieces: Sequence[Piece] | None = None,
+    ) -> IdExchange:
+        """Checks what every rank asks with, then sends the ids to the ranks that hold them."""
+        fault = _fault_of_ids(ids)
+        if rows is not None:
+            fault = fault or _fault_of_rows(rows, ids.numel(), self._embedding_dim)
+        self._agree(verb, ValueError(fault) if fault else None)
+        return IdExchange(ids.detach().contiguous(), self._layout, self._group, pieces)
+
+    def _first_numbers(
+        self, verb: str, ids: Tensor, read: Callable[[DynamicTable, Tensor], Tensor]
+    ) -> Tensor:
+        """Reads one number for each id, from the shards of the first columns."""
+        exchange = self._send(verb, ids, pieces=[self._first])
+        arrived, shards = exchange.arrived, self._first_shards
+        numbers = self._do(verb, lambda: [read(shard, arrived) for shard in shards])
+        return exchange.return_numbers(torch.cat([torch.empty(0, dtype=torch.int64), *numbers]))
+
+    def _do(self, verb: str, work: Callable[[], T]) -> T:
+        """Does this rank's part of a call, and raises on every rank what any of them raised."""
+        return done_together(self._group, f"{self._where}.{verb}", work)
+
+
+def read_rows(
+    shards: Sequence[DynamicTable], ids: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Reads rows of one rank's shards of a table and changes nothing; not collective.
+
+    Args:
+        shards: in column order; perhaps none.
+        ids: [K] int64.
+        dtype: of the rows.
+
+    Returns:
+        rows: [K, C] in column order; zeros where not found.
+        found: [K] bool.
+    """
+    read = [shard.lookup(ids) for shard in shards]
+    if not read:
+        nowhere = torch.zeros(ids.numel(), dtype=torch.bool)
+        return torch.empty(ids.numel(), 0, dtype=dtype), nowhere
+    return torch.cat([rows for rows, _ in read], dim=1), read[0][1]
+
+
+def _fault_of_ids(ids: Tensor) -> str:
+    if not isinstance(ids, Tensor):
+        return f"expected ids as a tensor, got {type(ids).__name__}."
+    if ids.dtype != torch.int64:
+        return f"expected ids of dtype int64, got {ids.dtype}. Convert with ids.long()."
+    if ids.device.type != "cpu":
+        return f"expected ids on the CPU, got {ids.device}. Convert with ids.cpu()."
+    return "" if ids.dim() == 1 else f"expected ids [M], got {list(ids.shape)}."
+
+
+def _fault_of_rows(rows: Tensor, count: int, embedding_dim: int) -> str:
+    if not isinstance(rows, Tensor):
+        return f"expected rows as a tensor, got {type(rows).__name__}."
+    if tuple(rows.shape) != (count, embedding_dim):
+        return f"expected rows [{count}, {embedding_dim}], got {list(rows.shape)}."
+    if not rows.is_floating_point():
+        return f"expected floating point rows, got {rows.dtype}."
+    return "" if rows.device.type == "cpu" else f"expected rows on the CPU, got {rows.device}."

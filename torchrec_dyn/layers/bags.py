@@ -1,0 +1,140 @@
+"""How DynamicEmbeddingBag reads bags and shapes what the pooled collection gives.
+
+Legend: B bags, K ids looked up, D columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_dyn.layers.input_weights import read_weights, shares
+from torchrec_dyn.layers.inputs import Input, is_dense, read_ids
+
+
+class InputBags(NamedTuple):
+    """The bags of an input.
+
+    Attributes:
+        ids: [K] int64.
+        lengths: [B] int64.
+        weights: [K] float32 of weighted bags, else None.
+        shape: dimensions of the output, less its columns.
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    weights: Tensor | None
+    shape: torch.Size
+
+
+class BagOptions(NamedTuple):
+    """How bags are read.
+
+    Attributes:
+        name: of the feature.
+        is_weighted: whether ids may come with weights; those that do not weigh 1.
+        padding_idx: an id that is no part of any bag, or None.
+        where: the module, for messages.
+    """
+
+    name: str
+    is_weighted: bool
+    padding_idx: int | None
+    where: str
+
+
+def read_bags(source: Input, weights: Tensor | None, options: BagOptions) -> InputBags:
+    """Reads bags and their weights, checking both.
+
+    Args:
+        source: the ids.
+        weights: of the shape of the ids, or None.
+        options: how.
+
+    Raises:
+        ValueError: if they are something else, or do not fit each other.
+    """
+    where = options.where
+    read = read_ids(source, options.padding_idx, where)
+    if is_dense(source) and not source.dim():
+        raise ValueError(
+            f"{where}: expected ids [..., bag], got a tensor of no dimensions. "
+            "A bag of one id is ids.view(1)."
+        )
+    of_ids = read_weights(source, weights, where)
+    if of_ids is not None and not options.is_weighted:
+        raise ValueError(
+            f"{where}: expected no weights, got {of_ids.numel()}. "
+            "Make the module with is_weighted=True."
+        )
+    if of_ids is not None and read.kept is not None:
+        of_ids = of_ids[read.kept]
+    if of_ids is None and options.is_weighted:
+        of_ids = torch.ones(read.ids.numel(), device=read.ids.device)
+    return InputBags(
+        read.ids,
+        read.lengths,
+        of_ids,
+        source.shape[:-1] if is_dense(source) else read.lengths.shape,
+    )
+
+
+def one_bag(name: str, ids: Tensor) -> KeyedJaggedTensor:
+    """Makes a feature of one bag, for sequences: so all ranks agree on the number of bags.
+
+    Args:
+        name: of the feature.
+        ids: [K] int64.
+    """
+    lengths = torch.tensor([ids.numel()], device=ids.device)
+    return KeyedJaggedTensor([name], ids, lengths=lengths, stride=1)
+
+
+class BagReader(nn.Module):
+    """Turns bags into a feature. TorchRec's pipelines may run it ahead, so it has no parameters.
+
+    Args:
+        options: how bags are read.
+        mean: whether weights are divided by their sum in the bag.
+    """
+
+    def __init__(self, options: BagOptions, mean: bool) -> None:
+        super().__init__()
+        self._options = options
+        self._mean = mean
+
+    def forward(
+        self, source: Input, weights: Tensor | None, is_sharded: bool
+    ) -> tuple[KeyedJaggedTensor, torch.Size]:
+        """Returns the feature and the dimensions of the output."""
+        bags = read_bags(source, weights, self._options)
+        of_ids = bags.weights
+        if is_sharded and of_ids is not None and of_ids.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{self._options.where}: expected weights that need no gradient, which a sharded pooled "
+                "collection cannot send back, got weights with requires_grad. "
+                "Make the module with weight_gradients=True, or detach them."
+            )
+        if of_ids is not None and self._mean:
+            of_ids = shares(of_ids, bags.lengths)
+        features = KeyedJaggedTensor(
+            [self._options.name],
+            bags.ids,
+            weights=of_ids,
+            lengths=bags.lengths,
+            stride=bags.lengths.numel(),
+        )
+        return features, bags.shape
+
+
+class BagShaper(nn.Module):
+    """Gives the pooled rows the form of the input."""
+
+    def forward(self, output: Any, shape: torch.Size) -> Tensor:
+        """Returns [*shape, D]."""
+        pooled = output.values()
+        return pooled.view(*shape, pooled.shape[1])

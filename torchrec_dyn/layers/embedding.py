@@ -1,0 +1,131 @@
+"""DynamicEmbedding: one dynamic table in the manner of torch.nn.Embedding.
+
+Letters: N values of the input, K ids looked up, D columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.layers.bags import one_bag
+from torchrec_dyn.layers.inputs import Input, is_dense, nested_parts, read_ids, values_of
+from torchrec_dyn.layers.one_table import OneTable
+from torchrec_dyn.modules import DynamicEmbeddingCollection
+
+
+class DynamicEmbedding(OneTable):
+    """Gives the row of each id, as torch.nn.Embedding does, for any int64 ids.
+
+    Holds a `DynamicEmbeddingCollection` of one table, `collection`, which DistributedModelParallel shards
+    with `DynamicEmbeddingCollectionSharder`; everything that a collection can, it can there.
+
+    Args:
+        embedding_dim: D.
+        num_embeddings: the limit on the rows; it reserves nothing.
+        name: of the table, and of its only feature. Initial rows depend on it. Modules of one sharded
+            model each need their own.
+        padding_idx: an id that reads as zeros, gets no row and learns nothing: any int64, itself and
+            not a place from the end.
+        device: where the rows live; None: cpu.
+        data_type: of the rows.
+        dynamic: how rows start and live.
+        fused_params: the optimizer of the rows, as the collections take it.
+
+    Raises:
+        ValueError: if an argument is impossible.
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_embeddings: int,
+        *,
+        name: str = "embedding",
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        data_type: DataType = DataType.FP32,
+        dynamic: DynamicTableConfig | None = None,
+        fused_params: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(embedding_dim, num_embeddings, name, padding_idx)
+        config = EmbeddingConfig(
+            name=name,
+            embedding_dim=embedding_dim,
+            num_embeddings=num_embeddings,
+            feature_names=[name],
+            data_type=data_type,
+        )
+        # TorchRec's pipelines trace a model down to modules without sharded ones in them. So what cannot be
+        # traced stands in modules of its own, before and behind the collection.
+        self.read_input = _InputReader(name, padding_idx, self.where)
+        self.collection: Any = DynamicEmbeddingCollection(
+            [config], device, dynamic=dynamic, fused_params=fused_params
+        )
+        self.shape_output = _OutputShaper(name)
+
+    def forward(self, ids: Input) -> Any:
+        """Looks up.
+
+        Args:
+            ids: int64, any value: a tensor of any shape, a JaggedTensor, or a nested tensor [bags, ids] of
+                layout torch.jagged.
+
+        Returns:
+            the rows, in the form of the ids: [*shape, D]; a JaggedTensor of the same lengths (and weights, if
+            it had any); a nested tensor [bags, ids, D] of the same offsets.
+
+        Raises:
+            ValueError: if `ids` is something else.
+        """
+        read = self.read_input(ids)
+        return self.shape_output(self.collection(read[0]), read[1], read[2])
+
+    def extra_repr(self) -> str:
+        """Tells the arguments, as torch.nn.Embedding does."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.embedding_dim}, {self.num_embeddings}, name={self.name!r}{padding}"
+
+
+class _InputReader(nn.Module):
+    """Turns ids into a feature of one bag, so that ranks agree on the number of bags."""
+
+    def __init__(self, name: str, padding_idx: int | None, where: str) -> None:
+        super().__init__()
+        self._name = name
+        self._padding_idx = padding_idx
+        self._where = where
+
+    def forward(self, source: Input) -> tuple[KeyedJaggedTensor, Tensor | None, Input]:
+        """Returns the feature of K ids, where they stand in the input, and the input."""
+        read = read_ids(source, self._padding_idx, self._where)
+        return one_bag(self._name, read.ids), read.kept, source
+
+
+class _OutputShaper(nn.Module):
+    """Gives the rows the form of the input."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def forward(self, output: Any, kept: Tensor | None, source: Input) -> Any:
+        """Returns the rows of all values of the input, zeros where none was looked up."""
+        rows = output[self._name].values()
+        if kept is not None:
+            values = values_of(source).numel()
+            rows = rows.new_zeros(values, rows.shape[1]).index_copy(0, kept, rows)
+        if is_dense(source):
+            return rows.view(*source.shape, rows.shape[1])
+        if isinstance(source, JaggedTensor):
+            return JaggedTensor(
+                values=rows, lengths=source.lengths(), weights=source.weights_or_none()
+            )
+        offsets, lengths = nested_parts(source)
+        return torch.nested.nested_tensor_from_jagged(rows, offsets, lengths)

@@ -1,0 +1,169 @@
+"""DynamicEmbeddingBag: one pooled dynamic table in the manner of torch.nn.EmbeddingBag.
+
+Letters: B bags, L ids of a bag, K ids looked up, T the length of a tile, D columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.types import ShardedModule
+from torchrec.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
+
+from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.layers.bags import BagOptions, BagReader, BagShaper
+from torchrec_dyn.layers.inputs import Input
+from torchrec_dyn.layers.one_table import OneTable
+from torchrec_dyn.layers.tile import TileReader, TileShaper
+from torchrec_dyn.layers.weight_gradients import RowsPooler, RowsReader
+from torchrec_dyn.modules import (
+    DynamicEmbeddingBagCollection,
+    DynamicEmbeddingCollection,
+    check_size,
+)
+
+Mode = Literal["sum", "mean", "tile"]
+
+
+class DynamicEmbeddingBag(OneTable):
+    """Pools the rows of bags of ids, any int64, as torch.nn.EmbeddingBag does.
+
+    With e the rows of a bag and w their weights, all 1 without any:
+
+    - "sum": sum(w e);
+    - "mean": sum(w e) / sum(w); zeros where the weights of a bag sum to 0;
+    - "tile": w e of the first T ids side by side, zeros to the right. Ids beyond the first T are not
+      looked up: they get no row, and are not counted.
+
+    An empty bag is zeros. Gradients flow to the rows looked up and to the weights.
+
+    Holds a collection of one table, `collection`, which DistributedModelParallel shards with the sharder of
+    its type: `DynamicEmbeddingBagCollectionSharder`, or, for "tile" and with `weight_gradients`,
+    `DynamicEmbeddingCollectionSharder`.
+
+    Args:
+        embedding_dim: D.
+        num_embeddings: the limit on the rows; it reserves nothing.
+        mode: "sum", "mean" or "tile".
+        tile_length: T; of "tile" only.
+        is_weighted: whether ids may come with weights.
+        weight_gradients: whether the weights of "sum" and "mean" get gradients where the module is sharded;
+            unsharded, and of "tile", they always do. A row for each id then travels, not one for each bag.
+        name: of the table, and of its only feature. Initial rows depend on it. Modules of one sharded
+            model each need their own.
+        padding_idx: an id that is no part of any bag: any int64, itself and not a place from the end.
+        device: where the rows live; None: cpu.
+        data_type: of the rows.
+        dynamic: how rows start and live.
+        fused_params: the optimizer of the rows, as the collections take it.
+
+    Raises:
+        ValueError: if an argument is impossible.
+
+    Source: the tile of ReCIS 1.0 (recis/nn/functional/embedding_ops.py), which looks up all ids and
+    ignores weights.
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_embeddings: int,
+        mode: Mode = "sum",
+        *,
+        tile_length: int | None = None,
+        is_weighted: bool = False,
+        weight_gradients: bool = False,
+        name: str = "embedding_bag",
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        data_type: DataType = DataType.FP32,
+        dynamic: DynamicTableConfig | None = None,
+        fused_params: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(embedding_dim, num_embeddings, name, padding_idx)
+        if mode not in ("sum", "mean", "tile"):
+            raise ValueError(f'{self.where}: expected mode "sum", "mean" or "tile", got {mode!r}.')
+        if mode == "tile":
+            check_size(tile_length, "tile_length", self.where)
+        elif tile_length is not None:
+            raise ValueError(
+                f'{self.where}: expected tile_length with mode "tile" only, got {tile_length!r} with '
+                f'"{mode}". Leave it out.'
+            )
+        if weight_gradients and not is_weighted:
+            raise ValueError(
+                f"{self.where}: expected weight_gradients of weighted bags only, got is_weighted=False. "
+                "Make the module with is_weighted=True."
+            )
+        self.mode = mode
+        self.tile_length = tile_length
+        self.is_weighted = is_weighted
+        self.weight_gradients = weight_gradients
+        common: dict[str, Any] = {
+            "name": name,
+            "embedding_dim": embedding_dim,
+            "num_embeddings": num_embeddings,
+            "feature_names": [name],
+            "data_type": data_type,
+        }
+        rows: dict[str, Any] = {"device": device, "dynamic": dynamic, "fused_params": fused_params}
+        options = BagOptions(name, is_weighted, padding_idx, self.where)
+        self.collection: Any
+        # In front of and behind the collection stand modules: see DynamicEmbedding.
+        if tile_length is not None:
+            self.read_input: nn.Module = TileReader(options, tile_length)
+            self.collection = DynamicEmbeddingCollection([EmbeddingConfig(**common)], **rows)
+            self.shape_output: nn.Module = TileShaper(name, tile_length)
+        elif weight_gradients:
+            self.read_input = RowsReader(options, mode == "mean")
+            self.collection = DynamicEmbeddingCollection([EmbeddingConfig(**common)], **rows)
+            self.shape_output = RowsPooler(name)
+        else:
+            # A weighted mean is a sum whose weights were divided before.
+            divides_rows = mode == "mean" and not is_weighted
+            pooling = PoolingType.MEAN if divides_rows else PoolingType.SUM
+            self.read_input = BagReader(options, mode == "mean")
+            self.collection = DynamicEmbeddingBagCollection(
+                [EmbeddingBagConfig(pooling=pooling, **common)], is_weighted, **rows
+            )
+            self.shape_output = BagShaper()
+
+    def forward(self, ids: Input, weights: Tensor | None = None) -> Tensor:
+        """Looks up and pools.
+
+        Args:
+            ids: int64, any value: a tensor [..., L] whose last dimension is the bag, a JaggedTensor of B
+                bags, or a nested tensor [B, L] of layout torch.jagged.
+            weights: of the shape of the ids; of a JaggedTensor one per value, if it carries none itself.
+
+        Returns:
+            [..., D], or [B, D]; with "tile" T * D columns.
+
+        Raises:
+            ValueError: if `ids` is something else, or the weights do not fit.
+        """
+        is_sharded = isinstance(self.collection, ShardedModule)
+        read = self.read_input(ids, weights, is_sharded)
+        return self.shape_output(self.collection(read[0]), read[1])
+
+    def extra_repr(self) -> str:
+        """Tells the arguments, as torch.nn.EmbeddingBag does."""
+        options = {
+            "tile_length": self.tile_length,
+            "is_weighted": self.is_weighted or None,
+            "weight_gradients": self.weight_gradients or None,
+            "padding_idx": self.padding_idx,
+        }
+        told = "".join(f", {key}={value}" for key, value in options.items() if value is not None)
+        return (
+            f"{self.embedding_dim}, {self.num_embeddings}, mode={self.mode!r}, name={self.name!r}"
+            f"{told}"
+        )

@@ -1,0 +1,58 @@
+"""What modules of one table have in common: the table, its optimizer, its clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_dyn.distributed import ShardedTableHandle
+from torchrec_dyn.modules import TableHandle, check_id, check_size
+
+
+class OneTable(nn.Module):
+    """A module that holds a collection of one table, `collection`, sharded or not.
+
+    Args:
+        embedding_dim: columns of a row.
+        num_embeddings: the limit on the rows.
+        name: of the table, and of its only feature.
+        padding_idx: an id that is none, or None.
+
+    Raises:
+        ValueError: if an argument is impossible.
+    """
+
+    collection: Any
+
+    def __init__(
+        self, embedding_dim: int, num_embeddings: int, name: str, padding_idx: int | None
+    ) -> None:
+        super().__init__()
+        self.where = f"{type(self).__name__}(table={name!r})"
+        check_size(embedding_dim, "embedding_dim", self.where)
+        check_size(num_embeddings, "num_embeddings", self.where)
+        check_id(padding_idx, "padding_idx", self.where)
+        self.embedding_dim = embedding_dim
+        self.num_embeddings = num_embeddings
+        self.name = name
+        self.padding_idx = padding_idx
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The optimizer of the rows; param_groups[0]["lr"] is their learning rate."""
+        return self.collection.fused_optimizer
+
+    @property
+    def table(self) -> TableHandle | ShardedTableHandle:
+        """A handle on the table; of a sharded one it reads this rank's shard."""
+        return self.collection.table(self.name)
+
+    def set_time(self, time: int) -> None:
+        """Sets the clock of `ExpireAfter(time=...)`; collective where the table is sharded.
+
+        Args:
+            time: an integer from 0 on, in the unit of the policy; it never goes back.
+        """
+        self.collection.set_time(time)

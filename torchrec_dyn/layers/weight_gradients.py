@@ -1,0 +1,76 @@
+"""Bags pooled on the rank of their batch, so that their weights get gradients under any plan.
+
+A sharded pooled collection sends weights along with the ids, and TorchRec's exchange has no way back for
+gradients. Here only ids travel, one row comes back for each, and they are weighted and summed on arrival.
+
+Legend: B bags, K ids looked up, D columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_dyn.layers.bags import BagOptions, one_bag, read_bags
+from torchrec_dyn.layers.input_weights import shares
+from torchrec_dyn.layers.inputs import Input
+from torchrec_dyn.layers.row_pooling import pooled_rows
+
+
+class WeightedBags(NamedTuple):
+    """How rows are summed.
+
+    Attributes:
+        weights: [K] float32.
+        lengths: [B] int64.
+        shape: dimensions of the output, less its columns.
+    """
+
+    weights: Tensor
+    lengths: Tensor
+    shape: torch.Size
+
+
+class RowsReader(nn.Module):
+    """Turns weighted bags into a feature of bare ids.
+
+    Args:
+        options: how bags are read; they are weighted.
+        mean: whether weights are divided by their sum in the bag.
+    """
+
+    def __init__(self, options: BagOptions, mean: bool) -> None:
+        super().__init__()
+        self._options = options
+        self._mean = mean
+
+    def forward(
+        self, source: Input, weights: Tensor | None, is_sharded: bool
+    ) -> tuple[KeyedJaggedTensor, WeightedBags]:
+        """Returns the feature of K ids, and how their rows are summed."""
+        bags = read_bags(source, weights, self._options)
+        assert bags.weights is not None  # of weighted bags
+        of_ids = shares(bags.weights, bags.lengths) if self._mean else bags.weights
+        summed = WeightedBags(of_ids, bags.lengths, bags.shape)
+        return one_bag(self._options.name, bags.ids), summed
+
+
+class RowsPooler(nn.Module):
+    """Sums weighted rows.
+
+    Args:
+        name: of the feature.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def forward(self, output: Any, bags: WeightedBags) -> Tensor:
+        """Returns [*shape, D]."""
+        rows = output[self._name].values()
+        pooled = pooled_rows(rows.float(), bags.lengths, bags.weights, mean=False)
+        return pooled.to(rows.dtype).view(*bags.shape, rows.shape[1])

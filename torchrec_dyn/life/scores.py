@@ -1,0 +1,81 @@
+"""Scores: when each row was last seen, and how often. By them rows are evicted (csrc/scores.h).
+
+Legend: M rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.storage import IdMap, RowStore
+
+SCORE_BYTES = 8
+# Steps and counts have 32 bits; the last step number marks a row that no id holds.
+NO_STEP = MOST_COUNT = (1 << 32) - 1
+
+
+class Scores:
+    """One word a row: the training step at which it was last seen, and how often it was.
+
+    Attributes:
+        store: the words, in blocks that never move.
+    """
+
+    def __init__(self, shift: int, device: torch.device) -> None:
+        self.store = RowStore(1, shift, torch.int64, device)
+
+    def reserve(self, rows: int) -> None:
+        """Makes room for `rows` rows."""
+        self.store.reserve(rows)
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Reads rows.
+
+        Args:
+            rows: [M] int64.
+
+        Returns:
+            last_seen: [M] int64, a step; -1 of a row -1 and of one that no id holds.
+            counts: [M] int64, 0 there.
+        """
+        return ops.read_scores(rows, self.store.blocks, self.store.shift)
+
+    def write(self, rows: Tensor, last_seen: Tensor, counts: Tensor) -> None:
+        """Writes rows.
+
+        Args:
+            rows: [M] int64, distinct.
+            last_seen: [M] int64, steps.
+            counts: [M] int64, at most MOST_COUNT.
+        """
+        ops.write_scores_(rows, last_seen, counts, self.store.blocks, self.store.shift)
+
+    def forget(self, rows: Tensor) -> None:
+        """Marks rows as held by no id.
+
+        Args:
+            rows: [M] int64.
+        """
+        self.write(rows, torch.full_like(rows, -1), torch.zeros_like(rows))
+
+    def lowest(
+        self, id_map: IdMap, high: int, before: int, most: int, by_count: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Finds the rows with the lowest scores, exactly; ties go by mixed id, unsigned.
+
+        Args:
+            id_map: whose rows they are.
+            high: rows ever handed out.
+            before: only rows last seen before this step, or assigned for it and never seen.
+            most: how many.
+            by_count: by how often they were seen; otherwise by when.
+
+        Returns:
+            ids: [M] int64, in the order of their slots.
+            rows: [M] int64.
+        """
+        slots, moved = id_map.arrays()
+        blocks, shift = self.store.blocks, self.store.shift
+        return ops.lowest_scores(slots, moved, blocks, shift, high, by_count, before, most)

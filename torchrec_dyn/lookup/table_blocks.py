@@ -1,0 +1,125 @@
+"""The blocks of several tables as the ops take them: one flat list, and a layout that says whose.
+
+Legend: T tables, N ids, M distinct unseen ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.storage import RowStore
+from torchrec_dyn.table import DynamicTable, split_by_table
+
+
+@dataclass(frozen=True)
+class TableBlocks:
+    """The weights of T tables.
+
+    Attributes:
+        weights: the blocks of all tables, one after another.
+        layout: [T, 4] int64 (csrc/blocks.h).
+    """
+
+    weights: list[Tensor]
+    layout: Tensor
+
+
+def blocks_of(stores: Sequence[RowStore]) -> TableBlocks:
+    """Lists the blocks of one store a table."""
+    lines: list[list[int]] = []
+    blocks: list[Tensor] = []
+    for store in stores:
+        lines.append([len(blocks), len(store.blocks), store.shift, store.columns])
+        blocks.extend(store.blocks)
+    return TableBlocks(blocks, torch.tensor(lines))
+
+
+@dataclass(frozen=True)
+class GroupBlocks:
+    """What the ops take of the tables of a group, listed when one grows or is replaced.
+
+    Attributes:
+        key: number of blocks and generation of each table, of which this is the list.
+        weights: of the tables.
+        states: the blocks of the first and of the second optimizer state.
+        scores: of the tables; one without a life has none.
+        streams: [T, 3] int64 for `ops.update_rows_`, the steps left out.
+    """
+
+    key: list[tuple[int, int]]
+    weights: TableBlocks
+    states: tuple[list[Tensor], list[Tensor]]
+    scores: TableBlocks
+    streams: Tensor
+
+    def are_of(self, tables: Sequence[DynamicTable]) -> bool:
+        """Whether the tables are still as they were listed."""
+        return self.key == _key(tables)
+
+
+def _key(tables: Sequence[DynamicTable]) -> list[tuple[int, int]]:
+    # The last store grows last: when it has grown, all of them have.
+    last = [table.states[-1] if table.states else table.weights for table in tables]
+    generations = [table.generation for table in tables]
+    return list(zip([len(store.blocks) for store in last], generations, strict=True))
+
+
+_NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
+
+
+def scores_of(tables: Sequence[DynamicTable]) -> TableBlocks:
+    """Lists the blocks of the tables' scores; one without a life has none."""
+    return blocks_of(
+        [_NO_SCORES if table.life is None else table.life.scores.store for table in tables]
+    )
+
+
+def list_blocks(tables: Sequence[DynamicTable]) -> GroupBlocks:
+    """Lists the blocks of the tables of a group."""
+    states: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for table in tables:
+        for place, state in enumerate(table.states):
+            states[place].extend(state.blocks)
+    return GroupBlocks(
+        _key(tables),
+        blocks_of([table.weights for table in tables]),
+        states,
+        scores_of(tables),
+        torch.tensor([[table.rounding_key, table.first_column, 0] for table in tables]),
+    )
+
+
+def blocks_with_initial_rows(
+    tables: Sequence[DynamicTable], ids: Tensor, rows: Tensor, table_offsets: Tensor
+) -> TableBlocks:
+    """Adds blocks that hold the initial rows of unseen ids, for one evaluation.
+
+    Args:
+        tables: T tables, which are not changed; those whose `unseen` is "zeros" get none.
+        ids: [N] int64.
+        rows: [N] int64, -1 for unseen ids; written: the rows in the added blocks.
+        table_offsets: [T + 1] int64.
+    """
+    new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
+    per_table = split_by_table(new_ids, new_offsets)
+    stores: list[RowStore] = []
+    new_rows: list[Tensor] = []
+    for table, unseen in zip(tables, per_table, strict=True):
+        weights = table.weights
+        store = RowStore(weights.columns, weights.shift, weights.dtype, weights.device)
+        store.blocks = list(weights.blocks)
+        fresh = torch.arange(weights.capacity, weights.capacity + unseen.numel())
+        if table.config.unseen == "initial":
+            store.reserve(weights.capacity + unseen.numel())
+            table.initial_rows.write(unseen, fresh, store)
+        else:
+            fresh = torch.full_like(fresh, -1)
+        stores.append(store)
+        new_rows.append(fresh)
+    ops.fill_new_(rows, new_index, torch.cat(new_rows))
+    return blocks_of(stores)

@@ -1,0 +1,298 @@
+"""The main path: ids -> rows -> pooled output, and gradients -> rows. Start reading here.
+
+A TableGroup is the tables that one op call serves. Its forward probes the id maps, gives unseen ids a row
+(in training) and gathers; its backward dedupes the rows of the batch, sums their gradients and applies the
+optimizer in place. Both are one op over all tables when every id is known.
+
+Legend: T tables, F features (in table order), B bags of a feature, N ids, D columns of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling
+from torchrec_dyn.lookup.batch_rows import BatchRows, part_of, take_in, take_in_beside_frozen
+from torchrec_dyn.lookup.gradient_reduction import Reduction, Senders, reduction_of
+from torchrec_dyn.lookup.table_blocks import (
+    GroupBlocks,
+    TableBlocks,
+    blocks_with_initial_rows,
+    list_blocks,
+)
+from torchrec_dyn.storage import ForwardTicket
+from torchrec_dyn.table import DynamicTable, find_rows, insert_unseen, note_changed, tokens_of
+
+
+@dataclass
+class _Forward:
+    """What a backward needs of its forward."""
+
+    group: TableGroup
+    ids: Tensor
+    rows: Tensor  # -1: none, it learns nothing
+    shown: Tensor  # the same, or places in `blocks` of the initial rows that stand for -1
+    bags: Bags
+    blocks: TableBlocks
+    learning: list[DynamicTable]  # those not frozen; none in evaluation
+    steps: list[int]
+    generations: list[int]
+    noted: list[object] | None  # at which moments its rows were noted as changed: scored rows are
+    reduction: Reduction
+    ticket: ForwardTicket | None = None
+    is_done: bool = False
+
+
+class TableGroup:
+    """Tables that share pooling, row dtype and optimizer, looked up together.
+
+    Attributes:
+        tables: T tables.
+        learning_rate: read at every backward; the fused optimizer writes it.
+        has_life: whether some table has a life.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[DynamicTable],
+        features_per_table: Sequence[int],
+        pooling: Pooling,
+        output_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.tables = list(tables)
+        if len({(table.dtype, table.optimizer) for table in self.tables}) != 1:
+            raise ValueError(
+                "TableGroup: expected tables of one row dtype and one optimizer, got "
+                f"{[(table.name, table.dtype, table.optimizer) for table in self.tables]}."
+            )
+        self.learning_rate: float = self.tables[0].optimizer.learning_rate
+        self.output_dtype = output_dtype
+        self._bag_layout = BagLayout(
+            [table.columns for table in self.tables], features_per_table, pooling
+        )
+        self.has_life = any(table.life is not None for table in self.tables)
+        self._blocks: GroupBlocks | None = None
+        self._anchor: Tensor | None = None
+
+    def __call__(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        *,
+        training: bool,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+        counts: Sequence[int] | None = None,
+        senders: Senders | None = None,
+        times: Tensor | None = None,
+    ) -> Tensor:
+        """Looks ids up and pools them.
+
+        Args:
+            ids: [N] int64, feature-major.
+            offsets: [F * B + 1] integer, where each bag begins in ids.
+            weights: [N] floating point weights of the ids in their bags, or None.
+            training: unseen ids get a row, the step is counted, and backward updates the rows.
+                Otherwise, and of a frozen table, nothing changes and an unseen id reads as the
+                table's `unseen` says.
+            batch_sizes: [F][ranks] bags of each feature and rank, for variable batches.
+            counts: [F] ids of each feature, from who has checked the offsets (not checked again).
+            senders: who sent what, if a table's gradients are not the mean over the ranks.
+            times: [N] int64, 1 at least, how often ids of tables with a life occurred; None: once.
+
+        Returns:
+            Pooled: [B, sum of D over features]. Pooled with batch_sizes: one dimension, for each
+            rank, for each feature its [bags, D]. Not pooled: [N, D].
+
+        Raises:
+            ValueError: ids, offsets or weights of a wrong dtype or size.
+            RuntimeError: a table is full (no table is changed then).
+        """
+        ids, offsets, weights = self._check_input(ids, offsets, weights)
+        bags = self._bag_layout.describe(offsets, ids.numel(), batch_sizes, counts)
+        learning = [table for table in self.tables if training and not table.is_frozen]
+        rows, shown, missing = self._rows(ids, bags, learning, times)
+        blocks = self._current_blocks().weights
+        if missing and any(table.config.unseen == "initial" for table in self.tables):
+            shown = shown.clone() if learning else shown
+            blocks = blocks_with_initial_rows(self.tables, ids, shown, bags.table_offsets)
+        forward = _Forward(
+            self, ids, rows, shown, bags, blocks, learning,
+            [t.step for t in self.tables], [t.generation for t in self.tables],
+            tokens_of(self.tables) if any(t.life is not None for t in learning) else None,
+            reduction_of([t.config for t in self.tables], offsets, bags.bounds, senders),
+        )  # fmt: skip
+        wants_weight_grad = weights is not None and weights.requires_grad
+        if torch.is_grad_enabled() and (learning or wants_weight_grad):
+            forward.ticket = ForwardTicket([table.forwards for table in self.tables])
+            output = _Lookup.apply(self._anchored() if learning else None, weights, forward)
+        else:
+            output = _pool(forward, weights)
+        return output.view(bags.shape)
+
+    def prefetch(self, ids: Tensor, offsets: Tensor) -> None:
+        """Gives unseen ids a row now, so that the training forward of the same batch only finds.
+
+        Where rows have a life nothing happens: what comes and goes is decided in the forward, in the
+        order of the stream.
+
+        Args:
+            ids: [N] int64, feature-major.
+            offsets: [F * B + 1] integer.
+        """
+        learning = [table for table in self.tables if not table.is_frozen]
+        if self.has_life or not learning:
+            return
+        ids, offsets, _ = self._check_input(ids, offsets, None)
+        table_offsets = self._bag_layout.table_offsets(offsets, ids.numel(), None)
+        if len(learning) < len(self.tables):
+            part = part_of(learning, self.tables, ids, table_offsets.tolist())
+            ids, table_offsets = part.ids, part.table_offsets
+        rows, absent = find_rows(learning, ids, table_offsets)
+        if sum(absent):
+            insert_unseen(learning, ids, rows, table_offsets)
+
+    def _check_input(
+        self, ids: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        if ids.dtype != torch.int64 or ids.dim() != 1:
+            raise self._misfit(f"ids [N] of int64, got {_kind(ids)}. Convert with ids.long().")
+        if weights is not None and (not weights.is_floating_point() or weights.shape != ids.shape):
+            raise self._misfit(f"[{ids.numel()}] floating point weights, got {_kind(weights)}.")
+        if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1:
+            raise self._misfit(f"offsets [F * B + 1] of int64 or int32, got {_kind(offsets)}.")
+        return ids.contiguous(), offsets.to(torch.int64).contiguous(), weights
+
+    def _misfit(self, what: str) -> ValueError:
+        names = ", ".join(table.name for table in self.tables)
+        return ValueError(f"lookup of tables {names}: expected {what}")
+
+    def _anchored(self) -> Tensor:
+        if self._anchor is None:
+            self._anchor = torch.zeros((), requires_grad=True)
+        return self._anchor
+
+    def _rows(
+        self, ids: Tensor, bags: Bags, learning: list[DynamicTable], times: Tensor | None
+    ) -> BatchRows:
+        """Returns the rows of ids, after what the tables that learn do about those without one."""
+        if not learning:
+            rows, absent = find_rows(self.tables, ids, bags.table_offsets)
+            return BatchRows(rows, rows, sum(absent))
+        if len(learning) < len(self.tables):
+            return take_in_beside_frozen(self.tables, learning, ids, bags.bounds, times)
+        offsets, bounds = bags.table_offsets, bags.bounds
+        rows, refused = take_in(
+            self.tables, ids, offsets, bounds, lambda: self._current_blocks().scores, times
+        )
+        return BatchRows(rows, rows, refused)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Blocks are reserved far beyond the rows in use: a copy lists those of its own tables.
+        return {**self.__dict__, "_blocks": None, "_anchor": None}
+
+    def _current_blocks(self) -> GroupBlocks:
+        """Returns the lists of all tables, anew when one has grown or was replaced."""
+        if self._blocks is None or not self._blocks.are_of(self.tables):
+            self._blocks = list_blocks(self.tables)
+        return self._blocks
+
+    def _check_backward(self, forward: _Forward) -> None:
+        if forward.is_done:
+            raise RuntimeError(
+                "lookup: expected one backward through a forward, got a second. The rows have "
+                "learnt from it already; run the forward again."
+            )
+        if forward.generations != [table.generation for table in self.tables]:
+            raise RuntimeError(
+                "lookup: expected the tables of the forward at its backward, got tables that were "
+                "loaded or converted in between, or moved. Run backward first."
+            )
+
+    def _update(self, forward: _Forward, grad: Tensor, weights: Tensor | None) -> None:
+        """Dedupes the rows of the forward, sums their gradients and applies the optimizer."""
+        self._count_late_grads(forward)
+        listed = self._current_blocks()
+        optimizer = self.tables[0].optimizer
+        streams = listed.streams.clone()
+        steps = set(forward.steps)
+        streams[:, 2] = steps.pop() if len(steps) == 1 else torch.tensor(forward.steps)
+        bags = forward.bags
+        ops.update_rows_(
+            grad, forward.ids, forward.rows, bags.offsets, weights, listed.weights.weights,
+            listed.states[0], listed.states[1], listed.weights.layout, bags.segments, streams,
+            self._bag_layout.is_mean, optimizer.rule, optimizer.hyper(self.learning_rate),
+            forward.reduction.scales, forward.reduction.senders,
+        )  # fmt: skip
+        for table in forward.learning:
+            table.edits += 1
+        note_changed(self.tables, forward.rows, bags.table_offsets, forward.noted)
+
+    def _count_late_grads(self, forward: _Forward) -> None:
+        for t, table in enumerate(self.tables):
+            if not table.row_numbers.has_withheld:
+                continue
+            begin, end = forward.bags.bounds[t : t + 2]
+            late = torch.isin(forward.rows[begin:end], table.row_numbers.withheld()).sum()
+            table.counters["late_grads"] += int(late)
+
+
+def _pool(forward: _Forward, weights: Tensor | None) -> Tensor:
+    return ops.gather_pool(
+        forward.shown,
+        forward.bags.offsets,
+        _as_float(weights),
+        forward.blocks.weights,
+        forward.blocks.layout,
+        forward.bags.segments,
+        forward.group._bag_layout.is_mean,
+        forward.bags.elements,
+        forward.group.output_dtype,
+    )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} of {tensor.dtype}"
+
+
+def _as_float(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.detach().to(torch.float32).contiguous()
+
+
+class _Lookup(torch.autograd.Function):
+    """Gather in forward, update in backward. `anchor` only makes autograd call backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor | None, weights: Tensor | None, forward: _Forward
+    ) -> Tensor:
+        ctx.lookup = forward
+        ctx.save_for_backward(weights)
+        return _pool(forward, weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+        forward: _Forward = ctx.lookup
+        (weights,) = ctx.saved_tensors
+        group = forward.group
+        group._check_backward(forward)
+        grad = grad.to(torch.float32).contiguous()
+        weights_grad = None
+        if ctx.needs_input_grad[1]:
+            # Of the rows as they are now: in a pipeline another batch may have updated them.
+            weights_grad = ops.bag_weights_grad(
+                grad, forward.shown, forward.bags.offsets, forward.blocks.weights,
+                forward.blocks.layout, forward.bags.segments, group._bag_layout.is_mean,
+            ).to(weights.dtype)  # fmt: skip
+        if forward.learning:
+            group._update(forward, grad, _as_float(weights))
+        if forward.ticket is not None:
+            forward.ticket.close()
+        forward.is_done = True
+        return None, weights_grad, None

@@ -1,0 +1,9 @@
+"""From TorchRec's static tables to dynamic ones (docs/migrating.md).
+
+Imports `whole_model`, `distributed`, `modules` and the rooms below. Start with `stock_collections`
+(models that are not trained yet), then `trained_collections` (row i becomes id i).
+"""
+
+from torchrec_dyn.migration.static_checkpoint import load_static
+from torchrec_dyn.migration.stock_collections import make_dynamic
+from torchrec_dyn.migration.trained_collections import from_static

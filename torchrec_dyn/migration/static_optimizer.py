@@ -1,0 +1,197 @@
+"""What trained a static table: the rule, for the rows to come, and the state beside its rows.
+
+Legend: N rows, D columns of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
+
+from torchrec_dyn.modules import matching_optimizer
+from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+
+# What torch.optim and TorchRec's own classes call the states; FBGEMM's names are good as they are.
+MOMENTS = {
+    "sum": "momentum1",
+    "exp_avg": "momentum1",
+    "exp_avg_sq": "momentum2",
+    "momentum1": "momentum1",
+    "momentum2": "momentum2",
+}
+STEPS = ("step", "iter")
+# Options that no row rule has, or has with another meaning: a dense rule decays rows that no batch names.
+_WITHOUT_COUNTERPART = ("momentum", "nesterov", "weight_decay", "lr_decay", "amsgrad", "maximize")
+
+
+class Trainer(NamedTuple):
+    """Who trained one parameter.
+
+    Attributes:
+        optimizer: a torch optimizer, out of its wrappers.
+        group: the parameter's group; None of TorchRec's placeholders, which never trained.
+    """
+
+    optimizer: torch.optim.Optimizer
+    group: Mapping[str, Any] | None
+
+    @property
+    def kind(self) -> OptimizerKind | None:
+        """The row rule that corresponds to its class, None where there is none."""
+        try:
+            matching = matching_optimizer(type(self.optimizer))
+        except ValueError:
+            return None
+        return OptimizerKind.__members__.get(getattr(matching, "name", str(matching)))
+
+
+class SavedMoments(NamedTuple):
+    """The state of one table's rows.
+
+    Attributes:
+        states: by FBGEMM's name, [N, D], [N, 1] or [N] each; empty before the first step.
+        step: training steps so far.
+    """
+
+    states: Mapping[str, Tensor]
+    step: int
+
+
+def trainer_of(
+    weight: Tensor, optimizer: torch.optim.Optimizer | None, where: str
+) -> Trainer | None:
+    """Finds who trained a parameter: the optimizer that runs in its backward, else the given one.
+
+    Args:
+        weight: [N, D].
+        optimizer: plain, keyed, wrapped or combined; None: there is none.
+        where: the table, for messages.
+
+    Raises:
+        ValueError: if two could have, or the given one does not hold a parameter that learns.
+    """
+    in_backward = getattr(weight, "_in_backward_optimizers", [])
+    if len(in_backward) > 1:
+        names = [type(one).__name__ for one in in_backward]
+        raise ValueError(f"{where}: expected one optimizer on the parameter, got {names}.")
+    given = in_backward if in_backward else _unwrapped(optimizer)
+    for one in given:
+        for group in getattr(one, "param_groups", ()):
+            if any(held is weight for held in group["params"]):
+                return Trainer(one, group)
+    if in_backward:
+        return Trainer(in_backward[0], None)
+    if optimizer is None or not weight.requires_grad:
+        return None
+    raise ValueError(
+        f"{where}: expected an optimizer that holds the parameter of every table, got "
+        f"{type(optimizer).__name__} without this one. Pass the optimizer that trained the "
+        "collection, or none to start with fresh state."
+    )
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer | None) -> Iterator[torch.optim.Optimizer]:
+    if isinstance(optimizer, CombinedOptimizer):
+        for _, one in optimizer.optimizers:
+            yield from _unwrapped(one)
+    elif isinstance(optimizer, (OptimizerWrapper, KeyedOptimizerWrapper)):
+        yield from _unwrapped(optimizer._optimizer)
+    elif optimizer is not None:
+        yield optimizer
+
+
+def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Gives the hyper-parameters by which rows learn on as they did.
+
+    Args:
+        trainer: one whose class has a row rule.
+        group: its parameter group, with the learning rate of now.
+        where: the table, for messages.
+
+    Raises:
+        ValueError: if it has no row rule.
+    """
+    name = type(trainer.optimizer).__name__
+    advice = 'Say how rows learn on: fused_params={"optimizer": ...}.'
+    if trainer.kind is None:
+        known = ", ".join(kind.name for kind in OptimizerKind)
+        raise ValueError(f"{where}: expected an optimizer like {known}, got {name}. {advice}")
+    for option in _WITHOUT_COUNTERPART:
+        if group.get(option):
+            raise ValueError(
+                f"{where}: expected {option} = 0 of {name}, which rows that learn alone do not "
+                f"know, got {group[option]}. {advice}"
+            )
+    rule = {"lr": float(group["lr"])}
+    if trainer.kind == OptimizerKind.ADAMW:
+        rule["weight_decay"] = 0.0  # left out it would be AdamW's own default
+    if "eps" in group:
+        rule["eps"] = float(group["eps"])
+    if "betas" in group:
+        rule["beta1"], rule["beta2"] = (float(beta) for beta in group["betas"])
+    return rule
+
+
+def check_kind(trainer: Trainer, optimizer: RowOptimizer, where: str) -> None:
+    """Raises ValueError if rows are to learn by another rule than they did."""
+    if trainer.kind not in (None, optimizer.kind):
+        raise ValueError(
+            f"{where}: expected fused_params with the optimizer that trained the rows, "
+            f"{trainer.kind.name}, got {optimizer.kind.name}. Name the same one, or leave the "
+            "old one out to start with fresh state."
+        )
+
+
+def saved_moments(
+    trainer: Trainer, weight: Tensor, optimizer: RowOptimizer, table: str, where: str
+) -> SavedMoments:
+    """Finds the optimizer state of a table and checks that it is that of its rows.
+
+    Args:
+        trainer: who trained it.
+        weight: [N, D], the parameter.
+        optimizer: the rule by which rows learn on.
+        table: its name.
+        where: the table, for messages.
+
+    Raises:
+        ValueError: if the state is that of another rule or of other rows.
+    """
+    state = getattr(trainer.optimizer, "state", {}).get(weight, {})
+    plain = {str(name).removeprefix(f"{table}."): one for name, one in state.items()}
+    found = {name: one for name, one in plain.items() if one is not None}
+    steps = [found.pop(name) for name in STEPS if name in found]
+    names = {MOMENTS.get(name, name): name for name in found}
+    if found and sorted(names) != sorted(optimizer.state_names):
+        raise ValueError(
+            f"{where}: expected optimizer state {list(optimizer.state_names)} of "
+            f"{optimizer.kind.name}, got {sorted(found)}."
+        )
+    states = {name: found[theirs] for name, theirs in names.items()}
+    check_moments(states, tuple(weight.shape), optimizer, where)
+    return SavedMoments(states, max((int(step) for step in steps), default=0))
+
+
+def check_moments(
+    states: Mapping[str, Tensor], shape: tuple[int, ...], optimizer: RowOptimizer, where: str
+) -> None:
+    """Raises ValueError unless states have a number for each row, or for each of its columns.
+
+    Args:
+        states: by FBGEMM's name.
+        shape: (N, D).
+        optimizer: whose they are.
+        where: the table, for messages.
+    """
+    rowwise = dict(zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True))
+    for name, state in states.items():
+        fits = [(shape[0],), (shape[0], 1)] if rowwise[name] else [shape]
+        if not isinstance(state, Tensor) or tuple(state.shape) not in fits:
+            got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
+            raise ValueError(
+                f"{where}: expected {name} of {optimizer.kind.name} as {list(fits[0])}, got {got}."
+            )

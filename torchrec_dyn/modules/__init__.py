@@ -1,0 +1,31 @@
+"""The unsharded collections; the word of `torchrec.modules`.
+
+Imports `state_dict`, `lookup` and the rooms below. Start with `embeddingbag_collection`: a collection
+holds `unsharded_table`s, whose forwards run in `unsharded_lookup`.
+
+They are ordinary modules: `.to`, deepcopy, pickling and `state_dict` work as for any other.
+"""
+
+from torchrec_dyn.modules.embedding_collection import DynamicEmbeddingCollection
+from torchrec_dyn.modules.embeddingbag_collection import DynamicEmbeddingBagCollection
+from torchrec_dyn.modules.feature_ids import FeatureReader, checked_features
+from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, LearningRateGroup
+from torchrec_dyn.modules.number_by_table import number_by_table
+from torchrec_dyn.modules.optimizer_choice import (
+    DEFAULT_FUSED_PARAMS,
+    chosen_fused_params,
+    chosen_optimizer,
+    chosen_output_dtype,
+    matching_optimizer,
+)
+from torchrec_dyn.modules.table_configs import (
+    check_id,
+    check_size,
+    checked_configs,
+    dynamic_config_by_table,
+    initializer_of,
+    row_dtype,
+    with_row_dtype,
+)
+from torchrec_dyn.modules.table_handle import TableHandle
+from torchrec_dyn.modules.unsharded_table import LocalTable

@@ -1,0 +1,60 @@
+"""Lets DistributedDataParallel wrap a model that holds unsharded dynamic collections.
+
+DDP would broadcast and bucket the placeholder parameters, which have no storage. It skips what the
+module it is given names in `_ddp_params_and_buffers_to_ignore`, but reads that from the outermost
+module only, which belongs to the user. So its constructor is wrapped, once, to put the
+placeholders' names there; for other models nothing changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchrec_dyn.modules.unsharded_table import LocalTable
+
+
+def teach_ddp_to_skip_placeholders() -> None:
+    """Wraps DDP's constructor; a second call does nothing."""
+    constructor: Any = DistributedDataParallel.__init__
+    if hasattr(constructor, "skips_placeholders"):
+        return
+
+    @functools.wraps(constructor)
+    def skipping(
+        self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> None:
+        _skip_placeholders(module)
+        constructor(self, module, *args, **kwargs)
+
+    skipping.skips_placeholders = True  # type: ignore[attr-defined]
+    DistributedDataParallel.__init__ = skipping  # type: ignore[method-assign]
+
+
+def _skip_placeholders(module: nn.Module) -> None:
+    placeholders = [
+        f"{path}.weight" if path else "weight"
+        for path, one in module.named_modules(remove_duplicate=False)
+        if isinstance(one, LocalTable)
+    ]
+    if not placeholders:
+        return
+    ignored: Any = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        module, {*ignored, *placeholders}
+    )
+    if dist.get_world_size() > 1:
+        warnings.warn(
+            f"DistributedDataParallel: expected sharded dynamic tables, got {len(placeholders)} "
+            "unsharded ones, "
+            f"first '{placeholders[0]}'. Each rank trains rows of its own and they are not "
+            "synchronised. "
+            "Shard the collection with DistributedModelParallel.",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,237 @@
+"""The lookups of an unsharded collection: its tables in groups, one op call each.
+
+Letters: B bags per feature, D columns of a table, N ids of all features.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+from torchrec_dyn.lookup import TableGroup
+from torchrec_dyn.modules.feature_ids import FeatureIds
+from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer
+from torchrec_dyn.modules.optimizer_choice import chosen_output_dtype
+from torchrec_dyn.modules.optimizer_state import saved_states
+from torchrec_dyn.modules.unsharded_table import LocalTable
+from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.table import DynamicTable
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One table group and what it serves.
+
+    Attributes:
+        tables: its lookups.
+        positions: of its features among those of the collection, None for all in order.
+        columns: of each of its features.
+    """
+
+    tables: TableGroup
+    positions: list[int] | None
+    columns: list[int]
+
+
+class LocalLookup:
+    """Groups tables of equal pooling, dtype and optimizer, and looks up their features.
+
+    The groups follow the tables: they are made at first use, and anew after a conversion or a change
+    of optimizer. The optimizer object stays the same while the tables' optimizers do,
+    so that schedulers and wrappers may hold it.
+
+    Args:
+        tables: the collection's tables.
+        poolings: "sum", "mean" or "none" per table.
+        prefix: of parameter names in the optimizer's state, e.g. "embedding_bags".
+    """
+
+    def __init__(self, tables: Sequence[LocalTable], poolings: Sequence[str], prefix: str) -> None:
+        self.tables = list(tables)
+        self.poolings = list(poolings)
+        self.prefix = prefix
+        self._kept_rates: dict[
+            RowOptimizer, float
+        ] = {}  # as schedulers left them, for optimizers made anew
+        self._has_warned = False
+        self._forget_groups()
+
+    def _forget_groups(self) -> None:
+        self._grouped_for: list[tuple[DynamicTable, torch.dtype]] = []
+        self._groups: list[_Group] = []
+        self._optimized_for: list[RowOptimizer] = []
+        self._optimizers: dict[RowOptimizer, DynamicOptimizer] = {}
+        self._combined: KeyedOptimizer | None = None
+
+    def pooled(self, features: FeatureIds, training: bool) -> list[Tensor]:
+        """Looks up and pools.
+
+        Args:
+            features: of all tables, in table order.
+            training: whether unseen ids get rows.
+
+        Returns:
+            one tensor [B, D] per feature; when all features fall in one group and have equally many
+            bags, a single tensor [B, sum of D], so that nothing is copied to join them.
+        """
+        varies = features.varies
+        outputs: list[Tensor] = [torch.empty(0)] * len(features.counts)
+        for group in self._current_groups():
+            chosen = features if group.positions is None else features.select(group.positions)
+            output = group.tables(
+                chosen.ids,
+                chosen.offsets(),
+                chosen.weights,
+                training=training,
+                batch_sizes=[[size] for size in chosen.batch_sizes] if varies else None,
+                counts=chosen.counts,
+            )
+            if varies:
+                sizes = [
+                    size * width
+                    for size, width in zip(chosen.batch_sizes, group.columns, strict=True)
+                ]
+                flat = zip(torch.split(output, sizes), group.columns, strict=True)
+                parts = [part.view(-1, width) for part, width in flat]
+            elif group.positions is None:
+                return [output]
+            else:
+                parts = list(torch.split(output, group.columns, dim=1))
+            if group.positions is None:
+                return parts
+            for position, part in zip(group.positions, parts, strict=True):
+                outputs[position] = part
+        return outputs
+
+    def sequences(self, features: FeatureIds, training: bool) -> list[Tensor]:
+        """Looks up without pooling: one tensor [ids of the feature, D] per feature."""
+        outputs: list[Tensor] = [torch.empty(0)] * len(features.counts)
+        for group in self._current_groups():
+            chosen = features if group.positions is None else features.select(group.positions)
+            # Of a sequence only the feature of an id counts: each feature is passed as one bag.
+            offsets = chosen.feature_offsets()
+            output = group.tables(
+                chosen.ids,
+                offsets,
+                training=training,
+                counts=chosen.counts,
+            )
+            parts = torch.split(output, chosen.counts)
+            if group.positions is None:
+                return list(parts)
+            for position, part in zip(group.positions, parts, strict=True):
+                outputs[position] = part
+        return outputs
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The optimizer of the rows; its state dict has their state in canonical order."""
+        self._current_groups()
+        if self._combined is None:
+            optimizers = list(self._optimizers.values())
+            self._combined = (
+                optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(list(optimizers))
+            )
+        return self._combined
+
+    def warn_if_nobody_chose_an_optimizer(self) -> None:
+        """Warns once where tables are about to be trained by FBGEMM's default."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        names = [table.config.name for table in self.tables if not table.has_chosen_optimizer()]
+        if names:
+            warnings.warn(
+                f"{self.tables[0].where.partition('(')[0]}: expected an optimizer for tables "
+                f"{names}, got none; their rows train with EXACT_SGD at learning rate 0.01, and "
+                "an optimizer over model.parameters() does not touch them. "
+                "Set fused_params={'optimizer': ..., 'learning_rate': ...}.",
+                UserWarning,
+                stacklevel=5,
+            )
+
+    def _current_groups(self) -> list[_Group]:
+        state = [(rows, rows.dtype) for rows in (table.rows() for table in self.tables)]
+        if state != self._grouped_for:
+            self._group_tables(state)
+            self._grouped_for = state
+        return self._groups
+
+    def _group_tables(self, state: list[tuple[DynamicTable, torch.dtype]]) -> None:
+        members: dict[Any, list[int]] = {}
+        for number, ((rows, dtype), pooling) in enumerate(zip(state, self.poolings, strict=True)):
+            members.setdefault((dtype, rows.optimizer, pooling), []).append(number)
+        counts = [len(table.config.feature_names) for table in self.tables]
+        first = list(accumulate(counts, initial=0))
+        self._groups = []
+        driven: dict[RowOptimizer, list[TableGroup]] = {}
+        for (_, optimizer, pooling), numbers in members.items():
+            tables = TableGroup(
+                [state[number][0] for number in numbers],
+                [counts[number] for number in numbers],
+                pooling,
+                chosen_output_dtype(self.tables[0].fused_params),
+            )
+            positions = [first[number] + i for number in numbers for i in range(counts[number])]
+            columns = [
+                self.tables[number].config.embedding_dim
+                for number in numbers
+                for _ in range(counts[number])
+            ]
+            self._groups.append(_Group(tables, positions if len(members) > 1 else None, columns))
+            driven.setdefault(optimizer, []).append(tables)
+        optimizers = [rows.optimizer for rows, _ in state]
+        if optimizers != self._optimized_for:
+            self._make_optimizers(optimizers)
+        for optimizer, groups in driven.items():
+            _rates(self._optimizers[optimizer]).drive(groups)
+
+    def _make_optimizers(self, optimizers: list[RowOptimizer]) -> None:
+        self._kept_rates.update(self._current_rates())
+        self._optimized_for = optimizers
+        self._optimizers, self._combined = {}, None
+        for optimizer in dict.fromkeys(self._optimized_for):
+            tables = [
+                table
+                for table, other in zip(self.tables, self._optimized_for, strict=True)
+                if other == optimizer
+            ]
+            made = DynamicOptimizer(
+                [],
+                {f"{self.prefix}.{table.config.name}.weight": table.weight for table in tables},
+                self._kept_rates.get(optimizer, optimizer.learning_rate),
+            )
+            for table in tables:
+                made.state[table.weight].update(saved_states(table))
+            self._optimizers[optimizer] = made
+
+    def _current_rates(self) -> dict[RowOptimizer, float]:
+        return {one: float(_rates(made)["lr"]) for one, made in self._optimizers.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Groups and optimizer belong to these very rows: a copy makes its own, at the same learning
+        # rates.
+        return {
+            "tables": self.tables,
+            "poolings": self.poolings,
+            "prefix": self.prefix,
+            "_kept_rates": {**self._kept_rates, **self._current_rates()},
+            "_has_warned": self._has_warned,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget_groups()
+
+
+def _rates(optimizer: DynamicOptimizer) -> Any:
+    """The one parameter group of an optimizer: learning rate, and the table groups it drives."""
+    (group,) = optimizer.param_groups
+    return group

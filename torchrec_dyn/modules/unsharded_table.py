@@ -1,0 +1,303 @@
+"""One table of an unsharded collection: a placeholder parameter, and the rows behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+
+from torchrec_dyn.checkpoint_format import numbers_of, table_config
+from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.initializers import Initializer
+from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_optimizer
+from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
+from torchrec_dyn.policies import AdmitAfter
+from torchrec_dyn.state_dict import MODEL_NAMES, model_state, model_tensors, no_model_tensors
+from torchrec_dyn.table import (
+    ROW_DTYPES,
+    DynamicTable,
+    check_state,
+    note_replaced,
+    state_for_copy,
+    without_optimizer,
+)
+
+_META = torch.device("meta")
+_NO_CHOICE: list[Any] = []
+
+
+class LocalTable(nn.Module):
+    """Holds the rows of one table in this process, behind a placeholder parameter `weight`.
+
+    `weight` is a meta tensor [num_embeddings, embedding_dim]: planners read its shape and
+    `apply_optimizer_in_backward` marks it, but it has no storage and never receives a gradient. The
+    rows are a DynamicTable, made at first use, when it is known which optimizer trains them. Where
+    `weight` requires no gradient the table is frozen: the rows hear of it whenever they are asked for.
+
+    Args:
+        config: the table's checked config.
+        dynamic: how its rows start and live.
+        fused_params: the collection's, or None.
+        device: where the rows live; meta: nowhere yet.
+        where: the collection's class name, for messages.
+    """
+
+    def __init__(
+        self,
+        config: EmbeddingBagConfig | EmbeddingConfig,
+        dynamic: DynamicTableConfig,
+        fused_params: Mapping[str, Any] | None,
+        device: torch.device,
+        where: str,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dynamic = dynamic
+        self.fused_params = fused_params
+        self.device = device
+        self.where = f"{where}(table='{config.name}')"
+        self._table: DynamicTable | None = None
+        self._choice: object = None
+        self._put_placeholder(row_dtype(config), requires_grad=True, classes=[], kwargs=[])
+        # A bad fused_params is named now, not in training.
+        chosen_optimizer(self.weight, fused_params, self.where)
+
+    # The rows.
+
+    def rows(self) -> DynamicTable:
+        """Gives the rows, making them at first use.
+
+        Where another optimizer was chosen since, the rows stay and its state starts afresh.
+
+        Raises:
+            ValueError: if the collection lives on the meta device.
+        """
+        # Asked at every forward: past nn.Module's lookup, and nothing is copied to compare.
+        weight = self._parameters["weight"]
+        choice = (
+            getattr(weight, "_optimizer_classes", _NO_CHOICE),
+            getattr(weight, "_optimizer_kwargs", _NO_CHOICE),
+        )
+        if self._table is None or choice != self._choice:
+            self._table = self._rows_of(self._table)
+            self._choice = (list(choice[0]), [dict(one) for one in choice[1]])
+        self._table.is_frozen = self.is_frozen
+        return self._table
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether training reads the table as evaluation does."""
+        weight = self._parameters["weight"]
+        return weight is not None and not weight.requires_grad
+
+    def _check_device(self) -> None:
+        if self.device == _META:
+            raise ValueError(
+                f"{self.where}: expected rows on a real device, got meta. "
+                "Shard the collection, or call .to_empty(device=...) first."
+            )
+
+    def _rows_of(self, before: DynamicTable | None) -> DynamicTable:
+        """Makes the rows of the optimizer that is chosen now, from those before if there are any."""
+        self._check_device()
+        optimizer = chosen_optimizer(self.weight, self.fused_params, self.where)
+        if before is not None and before.optimizer == optimizer:
+            return before
+        table = DynamicTable(
+            name=self.config.name,
+            num_embeddings=self.config.num_embeddings,
+            embedding_dim=self.config.embedding_dim,
+            optimizer=optimizer,
+            config=self.dynamic,
+            dtype=self.weight.dtype,
+            initializer=initializer_of(self.config, self.dynamic),
+            device=self.device,
+        )
+        if before is not None:
+            table.start_as(before.initializer)  # perhaps that of a checkpoint
+        if before is not None and (before.num_rows or before.life is not None):
+            state = state_for_copy(before)
+            if before.optimizer.kind != optimizer.kind:
+                state = without_optimizer(state, before.optimizer)
+            table.load_state(state)
+        if before is not None and before.changes is not None:
+            table.changes = before.changes  # moments that somebody holds go on
+            note_replaced(table, before.id_map)
+        return table
+
+    def rows_if_made(self) -> DynamicTable | None:
+        """Gives the rows, or None where nothing has used the table yet."""
+        return self._table
+
+    def forget_rows(self) -> None:
+        """Drops every row: the table is as it was when it was made."""
+        self._table = None
+
+    def has_chosen_optimizer(self) -> bool:
+        """Tells whether anyone chose an optimizer for this table."""
+        return chosen_fused_params(self.weight, self.fused_params, self.where) is not None
+
+    # The placeholder.
+
+    def _put_placeholder(
+        self,
+        dtype: torch.dtype,
+        requires_grad: bool,
+        classes: list[Any],
+        kwargs: list[dict[str, Any]],
+    ) -> None:
+        shape = (self.config.num_embeddings, self.config.embedding_dim)
+        self.weight = nn.Parameter(
+            torch.empty(shape, dtype=dtype, device=_META), requires_grad=requires_grad
+        )
+        if classes:
+            self.mark_optimizer(classes, kwargs)
+
+    def mark_optimizer(self, classes: list[Any], kwargs: list[dict[str, Any]]) -> None:
+        """Marks the placeholder as `apply_optimizer_in_backward` does, without its hook."""
+        weight: Any = self.weight
+        weight._in_backward_optimizers = []
+        weight._optimizer_classes = list(classes)
+        weight._optimizer_kwargs = [dict(one) for one in kwargs]
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> LocalTable:
+        """Applies a function that initialises modules, out of whose sight the placeholder is kept.
+
+        DistributedModelParallel gives every meta parameter that it did not shard real storage here.
+        """
+        weight = self._parameters.pop("weight")
+        try:
+            fn(self)
+        finally:
+            self._parameters["weight"] = weight
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LocalTable:
+        # Every conversion of nn.Module (.to, .half, .cpu, .to_empty) comes through here. It is
+        # shown an empty tensor, and the dtype and device it makes of that are what the rows get.
+        probe = torch.empty(0, dtype=self.weight.dtype, device=self.device)
+        try:
+            converted = fn(probe)
+        except NotImplementedError:
+            # .to(device) refuses meta tensors for want of data to copy; here there is none.
+            converted = fn(torch.empty(0, dtype=self.weight.dtype))
+        dtype, device = converted.dtype, converted.device
+        if dtype not in ROW_DTYPES:
+            raise ValueError(
+                f"{self.where}: expected rows of float32, float16 or bfloat16, got {dtype}."
+            )
+        if self._table is not None:
+            if device == _META and self._table.num_rows:
+                raise ValueError(
+                    f"{self.where}: expected a real device, got meta, where its "
+                    f"{self._table.num_rows} rows would be lost. "
+                    "Call the collection's reset_parameters() first to drop them."
+                )
+            if device == _META:
+                self._table = None
+            elif (dtype, device) != (self._table.dtype, self.device):
+                self._table.convert(dtype=dtype, device=device)
+        self.device = device
+        if dtype != self.weight.dtype:
+            self.weight.data = torch.empty(self.weight.shape, dtype=dtype, device=_META)
+            self.config = with_row_dtype(self.config, dtype)
+        return self
+
+    # Saving, loading, copying.
+
+    def saved_config(self) -> dict[str, Any]:
+        """What a checkpoint says of the rows."""
+        config = self.config
+        initializer = (
+            self._table.initializer if self._table else initializer_of(config, self.dynamic)
+        )
+        return table_config(
+            config.name, config.embedding_dim, self.dynamic.seed, self.weight.dtype, initializer
+        )
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        if self._table is None:
+            counts = isinstance(self.dynamic.admission, AdmitAfter)
+            saved = no_model_tensors(self.saved_config(), self.dynamic.has_life, counts)
+        else:
+            saved = model_tensors(self._table, self.saved_config())
+        destination.update({prefix + name: one for name, one in saved.items()})
+
+    def checked_state(
+        self, state_dict: Mapping[str, Any], prefix: str
+    ) -> tuple[dict[str, Tensor], Initializer | None] | None:
+        """Gives the saved rows and their initializer, None where they are not there.
+
+        Raises:
+            ValueError: if they are damaged or do not fit this table.
+        """
+        saved = {
+            name: numbers_of(state_dict[prefix + name])
+            for name in MODEL_NAMES
+            if isinstance(state_dict.get(prefix + name), Tensor)
+        }
+        if not {"weight", "ids"} <= saved.keys():
+            return None
+        state, initializer = model_state(self.where, saved, self.saved_config())
+        self._check_device()
+        check_state(self.where, state, self.config.embedding_dim, ())
+        return state, initializer
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if strict:
+            needed = [prefix + name for name in ("weight", "ids")]
+            missing_keys.extend(key for key in needed if key not in state_dict)
+            unexpected_keys.extend(
+                key
+                for key in state_dict
+                if key.startswith(prefix) and key[len(prefix) :] not in MODEL_NAMES
+            )
+        try:
+            checked = self.checked_state(state_dict, prefix)
+            if checked is not None:
+                state, initializer = checked
+                state["weight"] = state["weight"].to(self.weight.dtype)
+                self.rows().load_state(state)
+                if initializer is not None:
+                    self.rows().start_as(initializer)
+        except ValueError as fault:
+            error_msgs.append(str(fault))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A parameter drops its attributes when it is deep-copied, and cannot be pickled with the
+        # optimizers that apply_optimizer_in_backward hangs on it: carry what matters, and make it
+        # anew.
+        state = self.__dict__.copy()
+        state["_parameters"] = {}
+        state["_carried"] = {
+            "dtype": self.weight.dtype,
+            "requires_grad": self.weight.requires_grad,
+            "classes": list(getattr(self.weight, "_optimizer_classes", [])),
+            "kwargs": [dict(one) for one in getattr(self.weight, "_optimizer_kwargs", [])],
+        }
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        carried = state.pop("_carried")
+        super().__setstate__(state)
+        self._put_placeholder(**carried)
+
+    def extra_repr(self) -> str:
+        """Says how many rows are in use, for printing the model."""
+        rows = 0 if self._table is None else self._table.num_rows
+        return f"{self.config.num_embeddings}, {self.config.embedding_dim}, rows={rows}"

@@ -1,0 +1,256 @@
+"""How many bytes a shard of a dynamic table holds, for TorchRec's planner.
+
+TorchRec's own estimator prices a table as one plain weight tensor: without id map, without scores and
+counters, and without optimizer state unless `apply_optimizer_in_backward` chose the optimizer.
+`DynamicStorageEstimator` counts what a DynamicTable allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.types import (
+    Shard,
+    SharderDataMap,
+    ShardEstimator,
+    ShardingOption,
+    Storage,
+)
+from torchrec.distributed.types import PipelineType
+from torchrec.modules.embedding_configs import dtype_to_data_type
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+from torchrec_dyn.distributed import merged_fused_params
+from torchrec_dyn.life import SCORE_BYTES
+from torchrec_dyn.modules import (
+    DynamicEmbeddingBagCollection,
+    DynamicEmbeddingCollection,
+    chosen_optimizer,
+    chosen_output_dtype,
+)
+from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.planner.measured import MeasuredConstraints
+from torchrec_dyn.policies import most_counters
+from torchrec_dyn.ranks import config_of_share, row_limit
+from torchrec_dyn.storage import SLOT_BYTES, block_shift, most_slots
+
+_STATE_BYTES = 4  # optimizer state is float32, whatever the rows are
+
+
+def table_bytes(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    optimizer: RowOptimizer,
+    device_type: str = "cpu",
+    limit: int | None = None,
+    has_life: bool = False,
+    counters: int = 0,
+) -> int:
+    """Bounds the bytes that a DynamicTable holds once `rows` ids have a row.
+
+    On the CPU the weights and the optimizer state are exact, since memory is committed as rows are
+    first touched; elsewhere whole blocks of rows count. The id map counts at its largest for that
+    many ids, while it grows too: 2 / MAX_LOAD slots a row while it is small, 1.25 / MAX_LOAD later;
+    likewise the map of counters. Left out: rows whose ids left and that wait for their forwards, counters
+    that one batch brings above their limit before the surplus goes, and the lists of rows that leave next.
+
+    Args:
+        rows: ids that have a row.
+        columns: width of a row here.
+        dtype: of the rows.
+        optimizer: how rows learn.
+        device_type: "cpu" or "cuda".
+        limit: the table's row limit, which decides its blocks; None: `rows`.
+        has_life: whether any policy is set, so that each row has a score.
+        counters: most ids that wait for admission here.
+    """
+    row_bytes = columns * dtype.itemsize + sum(optimizer.state_columns(columns)) * _STATE_BYTES
+    row_bytes += SCORE_BYTES if has_life else 0
+    shift = block_shift(rows if limit is None else limit, columns * dtype.itemsize)
+    held = most_slots(rows) * SLOT_BYTES + _held_rows(rows, shift, device_type) * row_bytes
+    if counters:
+        shift = block_shift(counters, SCORE_BYTES)
+        held += most_slots(counters) * SLOT_BYTES
+        held += _held_rows(counters, shift, device_type) * SCORE_BYTES
+    return held
+
+
+def _held_rows(rows: int, shift: int, device_type: str) -> int:
+    """Returns the rows whose memory is committed once `rows` of blocks of 2^shift are in use."""
+    return rows if device_type == "cpu" else -(-rows >> shift) << shift
+
+
+class _Share(NamedTuple):
+    """What one shard of a table holds at most.
+
+    Attributes:
+        limit: its row limit.
+        rows: those that it is priced with.
+        counters: ids that wait for admission.
+        has_life: whether any policy is set.
+    """
+
+    limit: int
+    rows: int
+    counters: int
+    has_life: bool
+
+
+class DynamicStorageEstimator(ShardEstimator):
+    """Estimates storage: of dynamic tables what they allocate, of others as TorchRec does.
+
+    A shard of a dynamic table is priced full: id map, weights in the table's dtype and the state of
+    the optimizer that will train it, at this rank's row limit; with a policy the scores of the rows,
+    and with AdmitAfter as many counters as may be. Each column shard has all of these of its own. What
+    a batch takes (input and output of a step) stays TorchRec's estimate.
+
+    Args:
+        topology: the devices.
+        constraints: by table name, as the planner has them. Those of `constraints_from` say how many
+            rows and counters are expected; a table has never more of them than its limits allow.
+        pipeline_type: as for TorchRec's EmbeddingStorageEstimator.
+        run_embedding_at_peak_memory: likewise.
+        expected_rows: by table name, the ids that will have a row, over all ranks, where far fewer
+            than `num_embeddings` are expected: the limit reserves nothing, so a generous one need
+            not be paid for. Goes before what constraints expect. Says nothing of counters: set
+            AdmitAfter(count, counters=...) beside a generous limit, since otherwise as many ids may
+            wait as the limit has rows.
+
+    Raises:
+        ValueError: if an expected number of rows is below 1; in `estimate`, if it is above the
+            table's limit.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        pipeline_type: PipelineType = PipelineType.NONE,
+        run_embedding_at_peak_memory: bool = False,
+        expected_rows: Mapping[str, int] | None = None,
+    ) -> None:
+        self._device_type: str = topology.compute_device
+        self._constraints = dict(constraints or {})
+        self._expected_rows = dict(expected_rows or {})
+        for name, rows in self._expected_rows.items():
+            if rows < 1:
+                raise ValueError(
+                    f"DynamicStorageEstimator.expected_rows['{name}']: expected at least 1, "
+                    f"got {rows}. Leave the table out to price it full."
+                )
+        # The second one leaves out what a batch takes: their difference is that.
+        self._whole, self._table_only = (
+            EmbeddingStorageEstimator(
+                topology,
+                constraints,
+                pipeline_type=pipeline_type,
+                run_embedding_at_peak_memory=run_embedding_at_peak_memory,
+                is_inference=is_inference,
+            )
+            for is_inference in (False, True)
+        )
+
+    def estimate(
+        self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
+    ) -> None:
+        """Writes the storage of each shard of each option."""
+        self._whole.estimate(sharding_options, sharder_data_map)
+        for option in sharding_options:
+            if isinstance(
+                _collection(option), (DynamicEmbeddingBagCollection, DynamicEmbeddingCollection)
+            ):
+                self._estimate_dynamic(option, sharder_data_map)
+
+    def _estimate_dynamic(self, option: ShardingOption, sharder_data_map: SharderDataMap) -> None:
+        of_sharder = sharder_data_map[option.module_type_key].fused_params
+        fused_params = merged_fused_params(of_sharder, _collection(option).fused_params)
+        optimizer = chosen_optimizer(option.tensor, fused_params, f"table '{option.name}'")
+        share = self._share_of_a_shard(option)
+        batch = self._storage_of_a_batch(option, fused_params, sharder_data_map)
+        for shard, batch_storage in zip(option.shards, batch, strict=True):
+            held = table_bytes(
+                share.rows,
+                shard.size[1],
+                option.tensor.dtype,
+                optimizer,
+                self._device_type,
+                share.limit,
+                share.has_life,
+                share.counters,
+            )
+            on_cpu = self._device_type == "cpu"
+            table = Storage(hbm=0 if on_cpu else held, ddr=held if on_cpu else 0)
+            shard.storage = table + batch_storage
+
+    def _share_of_a_shard(self, option: ShardingOption) -> _Share:
+        """Tells what a shard of this option holds at most."""
+        limit = option.tensor.shape[0]
+        rows, waiting = self._expected(option.name, limit)
+        # TorchRec splits num_embeddings evenly among the ranks that share rows; our limit leaves
+        # room beside, since ids never split evenly.
+        first_column = option.shards[0].offset[1]
+        sharers = sum(shard.offset[1] == first_column for shard in option.shards)
+        config = _collection(option).dynamic_configs()[option.name]
+        limit_here = row_limit(limit, sharers)
+        counters = most_counters(config_of_share(config, sharers).admission, limit_here)
+        if waiting is not None:
+            counters = min(counters, row_limit(waiting, sharers) if waiting else 0)
+        return _Share(limit_here, row_limit(rows, sharers), counters, config.has_life)
+
+    def _expected(self, name: str, limit: int) -> tuple[int, int | None]:
+        """Returns the rows that a table will have, and the ids that will wait, or None if not told."""
+        measured = self._constraints.get(name)
+        rows = waiting = None
+        if isinstance(measured, MeasuredConstraints):
+            rows, waiting = measured.expected_rows, measured.expected_counters
+        # What was measured may well be expected to grow to the limit, and no further.
+        expected = self._expected_rows.get(name, limit if rows is None else min(rows, limit))
+        if expected > limit:
+            raise ValueError(
+                f"DynamicStorageEstimator.expected_rows['{name}']: expected at most "
+                f"num_embeddings={limit}, got {expected}. Raise num_embeddings."
+            )
+        return expected, waiting
+
+    def _storage_of_a_batch(
+        self,
+        option: ShardingOption,
+        fused_params: Mapping[str, Any],
+        sharder_data_map: SharderDataMap,
+    ) -> list[Storage]:
+        """Returns TorchRec's estimate for input and output of a step, shard by shard."""
+        stand_in = ShardingOption(
+            name=option.name,
+            # Without optimizer, so that both estimates count the same table.
+            tensor=torch.empty(option.tensor.shape, dtype=option.tensor.dtype, device="meta"),
+            module=option.module,
+            input_lengths=option.input_lengths,
+            batch_size=option.batch_size,
+            sharding_type=option.sharding_type,
+            partition_by=option.partition_by,
+            compute_kernel=option.compute_kernel,
+            # One row: TorchRec takes a shard without rows for one without a batch, ours gets ids.
+            shards=[Shard(size=[1, one.size[1]], offset=one.offset) for one in option.shards],
+            is_pooled=option.is_pooled,
+            output_dtype=option.output_dtype
+            or dtype_to_data_type(chosen_output_dtype(fused_params)),
+            num_poolings=option.num_poolings,
+        )
+        self._whole.estimate([stand_in], sharder_data_map)
+        whole = [cast(Storage, shard.storage) for shard in stand_in.shards]
+        self._table_only.estimate([stand_in], sharder_data_map)
+        tables = [cast(Storage, shard.storage) for shard in stand_in.shards]
+        return [both - table for both, table in zip(whole, tables, strict=True)]
+
+
+def _collection(option: ShardingOption) -> Any:
+    """Gives the collection of a table, out of its feature processors where it has any."""
+    module = option.module[1]
+    if isinstance(module, FeatureProcessedEmbeddingBagCollection):
+        return module._embedding_bag_collection
+    return module

@@ -1,0 +1,75 @@
+"""Row-wise routing: which of the ranks that share a table's rows owns an id, and how many rows each may have.
+
+Each of S ranks owns one contiguous range of the mixed ids. With B = (2**64 - 1) // S the owner of an id is
+`mix64(id) // B` (unsigned); the at most S mixed ids from B*S on go to `mixed % S`. FBGEMM's bucketize op
+computes exactly this from a block size of B, so ids are mixed before it (sharding/input_dists.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.policies import AdmitAfter
+
+
+def ids_per_rank(ranks: int) -> int:
+    """Returns how many mixed ids each of `ranks` ranks owns; 0 stands for all 2**64.
+
+    One rank needs no blocks: FBGEMM reads 0 as "owner is id % ranks".
+    """
+    return 0 if ranks == 1 else (2**64 - 1) // ranks
+
+
+def row_limit(num_embeddings: int, ranks: int) -> int:
+    """Returns the row limit of one of `ranks` ranks that share `num_embeddings` rows.
+
+    Ids never split evenly: the count on a rank is binomial with standard deviation below
+    sqrt(N/S), so eight of them are left as room.
+    """
+    share = num_embeddings / ranks
+    if ranks == 1:
+        return num_embeddings
+    return min(num_embeddings, math.ceil(share + 8 * math.sqrt(share)))
+
+
+def config_of_share(config: DynamicTableConfig, ranks: int) -> DynamicTableConfig:
+    """Returns the options of one of `ranks` ranks that share a table: its share of the counters."""
+    admission = config.admission
+    if not isinstance(admission, AdmitAfter) or admission.counters is None:
+        return config
+    share = replace(admission, counters=row_limit(admission.counters, ranks))
+    return replace(config, admission=share)
+
+
+def owners(ids: Tensor, ranks: int) -> Tensor:
+    """Returns which of `ranks` ranks owns each id, by the very op that routes batches.
+
+    Args:
+        ids: [N] int64.
+        ranks: number of ranks that share the rows.
+
+    Returns:
+        [N] int64 in [0, ranks).
+    """
+    features = KeyedJaggedTensor(
+        keys=["ids"],
+        values=ops.mix64(ids),
+        lengths=torch.tensor([ids.numel()], device=ids.device),
+    )
+    by_owner, position = bucketize_kjt_before_all2all(
+        features,
+        num_buckets=ranks,
+        block_sizes=torch.tensor([ids_per_rank(ranks)], device=ids.device),
+        output_permute=True,
+        keep_original_indices=True,
+    )
+    assert position is not None
+    return torch.bucketize(position.long(), by_owner.lengths().long().cumsum(0), right=True)

@@ -1,0 +1,172 @@
+"""build: from a checkpoint to a directory of served tables, holding one piece of rows at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn.checkpoint_format import SavedTable, open_checkpoint
+from torchrec_dyn.serving.files import Appender, commit, mapped, write_text
+from torchrec_dyn.serving.id_maps import SLOT_BYTES, ServedMap, slots_for
+from torchrec_dyn.serving.manifest import (
+    CURRENT,
+    MANIFEST,
+    SLOTS,
+    Manifest,
+    ServedTable,
+    new_generation,
+    new_rows_file,
+)
+from torchrec_dyn.serving.row_format import RowFormat
+
+# Rows that are encoded at once: a few copies of them exist for a moment.
+_CHUNK_BYTES = 8 << 20
+
+
+def build(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    rows: torch.dtype = torch.float32,
+    tables: Sequence[str] | None = None,
+) -> None:
+    """Makes a directory of served tables from a checkpoint of torch.distributed.checkpoint.
+
+    It is written beside `out` and renamed when it is complete. Rows are read in pieces and checked against
+    the checkpoint's content sums; memory does not grow with the tables.
+
+    Args:
+        checkpoint: directory of the checkpoint.
+        out: the directory to make.
+        rows: float32, float16 or int8 (serving/row_format.py).
+        tables: names of those to serve; None: all dynamic tables of the checkpoint.
+
+    Raises:
+        ValueError: if there is something at `out`, the checkpoint is damaged or lacks a table, or rows do not
+            fit the dtype. `out` is then not there.
+    """
+    row_format, target = RowFormat(rows), Path(out)
+    if target.exists():
+        raise ValueError(
+            f"serving.build: expected nothing at {target}, got something. "
+            "Build beside it, or remove it first."
+        )
+    saved = chosen_tables(
+        open_checkpoint(checkpoint).tables, tables, f"serving.build({checkpoint})"
+    )
+    for name, table in saved.items():
+        if table.is_delta:
+            raise ValueError(
+                f"serving.build: expected a checkpoint, got a delta of table '{name}' in {checkpoint}. "
+                "Build from the full checkpoint, then call serving.apply_delta."
+            )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        beside.chmod(0o755)
+        _write(beside, saved, row_format)
+        os.rename(beside, target)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    commit(target.parent)
+
+
+def chosen_tables(
+    found: Mapping[str, SavedTable], names: Sequence[str] | None, where: str
+) -> dict[str, SavedTable]:
+    """Picks tables by their name.
+
+    Args:
+        found: by their key in the checkpoint.
+        names: which; None: all.
+        where: for messages.
+
+    Raises:
+        ValueError: if one is not there, or two have the same name.
+    """
+    chosen: dict[str, SavedTable] = {}
+    for key, table in found.items():
+        if names is not None and table.name not in names:
+            continue
+        if table.name in chosen:
+            raise ValueError(
+                f"{where}: expected one table named '{table.name}', got '{chosen[table.name].key}' and "
+                f"'{key}'. Save one of the two collections alone."
+            )
+        chosen[table.name] = table
+    missing = [name for name in names or () if name not in chosen]
+    if missing or not chosen:
+        known = sorted(table.name for table in found.values())
+        raise ValueError(f"{where}: expected tables among {known}, got {missing or 'none'}.")
+    return dict(sorted(chosen.items()))
+
+
+def _write(folder: Path, saved: Mapping[str, SavedTable], row_format: RowFormat) -> None:
+    tables: dict[str, ServedTable] = {}
+    first_slot = 0
+    for name, table in saved.items():
+        tables[name] = ServedTable(
+            embedding_dim=table.embedding_dim,
+            trained_as=str(table.config["rows"]),
+            initializer=dict(table.config["initializer"]),
+            seed=int(table.config["seed"]),
+            num_rows=table.num_rows,
+            first_slot=first_slot,
+            capacity=slots_for(table.num_rows),
+            sums={one: table.sums[one] for one in ("ids", "weight")},
+        )
+        first_slot += tables[name].capacity
+    generation, rows_file = new_generation(), new_rows_file()
+    maps = new_maps(folder / generation, tables)
+    appender = Appender(folder / rows_file, 0)
+    for name, table in saved.items():
+        for chunk in table.chunks(("ids", "weight"), chunk_bytes=_CHUNK_BYTES):
+            written = row_format.encode(chunk["weight"], f"serving.build(table='{name}')")
+            maps[name].put(chunk["ids"], appender.append(written))
+    dtype = str(row_format.dtype).removeprefix("torch.")
+    manifest = Manifest(dtype, rows_file, appender.used, tables)
+    appender.close(manifest.mapped_bytes())
+    publish(folder, generation, manifest)
+
+
+def new_maps(generation: Path, tables: Mapping[str, ServedTable]) -> dict[str, ServedMap]:
+    """Makes the directory of a generation, and in it empty id maps that can be written.
+
+    Args:
+        generation: the directory to make.
+        tables: by name, each with its part of the slots.
+    """
+    generation.mkdir()
+    size = SLOT_BYTES * sum(table.capacity for table in tables.values())
+    with open(generation / SLOTS, "xb") as file:
+        file.truncate(size)
+    slots = mapped(generation / SLOTS, size, writable=True)
+    return maps_of(slots, tables)
+
+
+def maps_of(slots: Tensor, tables: Mapping[str, ServedTable]) -> dict[str, ServedMap]:
+    """Finds the maps of tables in the file of all.
+
+    Args:
+        slots: [bytes] uint8.
+        tables: by name.
+    """
+    pairs = slots.view(torch.int64).view(-1, 2)
+    return {
+        name: ServedMap(pairs.narrow(0, table.first_slot, table.capacity))
+        for name, table in tables.items()
+    }
+
+
+def publish(folder: Path, generation: str, manifest: Manifest) -> None:
+    """Commits a generation to the disk, then names it: from here on it is served."""
+    commit(folder / generation / SLOTS)
+    write_text(folder / generation / MANIFEST, manifest.to_json())
+    commit(folder)
+    write_text(folder / CURRENT, generation + "\n")

@@ -1,0 +1,146 @@
+"""Generation: the id maps and rows of one generation of served tables, mapped into this process.
+
+Legend: T tables, N ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from torchrec_dyn import ops
+from torchrec_dyn.serving.files import mapped
+from torchrec_dyn.serving.id_maps import SLOT_BYTES
+from torchrec_dyn.serving.manifest import (
+    SLOTS,
+    Manifest,
+    ServedTable,
+    current_generation,
+    read_manifest,
+)
+
+_ATTEMPTS = 100
+
+
+class Generation(nn.Module):
+    """Finds ids and lends the rows. Nothing in it ever changes.
+
+    Args:
+        name: of the generation.
+        manifest: what it is made of.
+        slots: [bytes] uint8, the id maps of all its tables.
+        rows: [bytes] uint8, the rows of all its tables.
+        tables: T names, in the order in which ids come.
+    """
+
+    slots: Tensor
+    rows: Tensor
+    layout: Tensor
+    _at_rest: Tensor
+
+    def __init__(
+        self, name: str, manifest: Manifest, slots: Tensor, rows: Tensor, tables: Sequence[str]
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.row_dtype = manifest.row_format.dtype
+        self.tables: list[ServedTable] = [manifest.tables[table] for table in tables]
+        cut = manifest.blocks()
+        layout = []
+        self._cuts: list[tuple[int, int, int]] = []  # columns, rows of a block, blocks
+        for name_of, table in zip(tables, self.tables, strict=True):
+            shift, blocks = cut[name_of]
+            one = table.embedding_dim, 1 << shift, blocks
+            if one not in self._cuts:  # tables of one width share blocks
+                self._cuts.append(one)
+            first = sum(number for _, _, number in self._cuts[: self._cuts.index(one)])
+            layout.append([first, blocks, shift, table.embedding_dim])
+        self.register_buffer("slots", slots.view(torch.int64).view(-1, 2), persistent=False)
+        self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("layout", torch.tensor(layout), persistent=False)
+        self.register_buffer("_at_rest", torch.full((len(tables),), -1), persistent=False)
+        # Parts of the two tensors, made once; an exported program makes them from its own two.
+        self._maps_once = self._maps()
+        self._blocks_once = self._blocks()
+
+    def find(self, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Finds the rows of ids.
+
+        Args:
+            ids: [N] int64 in table order.
+            table_offsets: [T + 1] int64.
+
+        Returns:
+            rows: [N] int64, -1 where the id is absent.
+            absent: [T] int64, how many of each table's ids are.
+        """
+        maps = self._maps() if torch.compiler.is_exporting() else self._maps_once
+        return ops.lookup(ids, table_offsets, maps, self._at_rest)
+
+    def blocks(self) -> list[Tensor]:
+        """Lends the rows of float32 and float16 as blocks for `ops.gather_pool`; `layout` says whose."""
+        return self._blocks() if torch.compiler.is_exporting() else self._blocks_once
+
+    def _maps(self) -> list[Tensor]:
+        return [self.slots.narrow(0, one.first_slot, one.capacity) for one in self.tables]
+
+    def _blocks(self) -> list[Tensor]:
+        if self.row_dtype == torch.int8:
+            return []
+        blocks = []
+        for columns, rows, count in self._cuts:
+            elements = rows * columns * count
+            numbers = self.rows[: elements * self.row_dtype.itemsize].view(self.row_dtype)
+            blocks += list(numbers.view(count, rows, columns).unbind()) if elements else []
+        return blocks
+
+
+def open_generation(
+    folder: Path, tables: Sequence[str], unless: str | None = None
+) -> Generation | None:
+    """Maps the current generation.
+
+    Args:
+        folder: made by `serving.build`.
+        tables: names of those to serve.
+        unless: the generation that need not be mapped again.
+
+    Returns:
+        None if `unless` is current.
+
+    Raises:
+        ValueError: if the directory is none of ours, is damaged, or lacks a table.
+    """
+    for _ in range(_ATTEMPTS):
+        name = current_generation(folder)
+        if name == unless:
+            return None
+        try:
+            return _open(folder, name, tables)
+        except FileNotFoundError:
+            # Two deltas were applied since its name was read. If the name is the same, a file is missing.
+            if current_generation(folder) == name:
+                raise ValueError(
+                    f"{folder}: expected the files of generation {name}, got only some. Build it again."
+                ) from None
+    raise ValueError(f"{folder}: expected a generation that stays, got {_ATTEMPTS} that did not.")
+
+
+def _open(folder: Path, name: str, tables: Sequence[str]) -> Generation:
+    manifest = read_manifest(folder, name)
+    missing = [table for table in tables if table not in manifest.tables]
+    if missing:
+        raise ValueError(
+            f"{folder}: expected tables among {sorted(manifest.tables)}, got {missing}. "
+            "Build with these tables too."
+        )
+    return Generation(
+        name,
+        manifest,
+        mapped(folder / name / SLOTS, manifest.slots * SLOT_BYTES),
+        mapped(folder / manifest.rows_file, manifest.mapped_bytes()),
+        tables,
+    )

@@ -1,0 +1,203 @@
+"""ServedLookup: ids of some features -> rows of the served tables, in eager mode and in exported programs.
+
+No call waits for a number from a tensor: shapes follow from the sizes of the inputs, so that torch.export
+can trace all of it. What a call reads of the tables comes from one reference, which `refresh` replaces.
+
+Legend: T tables, F features (in table order), B bags of a feature, N ids, D columns of a table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+
+from torchrec_dyn import ops
+from torchrec_dyn.serving.generation import Generation, open_generation
+from torchrec_dyn.serving.int8 import Int8Pooling
+from torchrec_dyn.serving.unseen import UnseenRows
+
+
+class ServedLookup(nn.Module):
+    """Looks up the features of a collection's tables.
+
+    Args:
+        folder: made by `serving.build`.
+        configs: T checked configs.
+        means: whether each table divides its bags by their lengths.
+        unseen: "zeros" or "initial".
+        where: the collection, for messages.
+
+    Raises:
+        ValueError: if the directory does not serve these tables.
+    """
+
+    generation: Generation
+    _fixed: Tensor
+    _by_batch: Tensor
+    _first_feature: Tensor
+    _is_sum: Tensor
+    _feature_of_column: Tensor
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig],
+        means: Sequence[bool],
+        unseen: str,
+        where: str,
+    ) -> None:
+        super().__init__()
+        if unseen not in ("zeros", "initial"):
+            raise ValueError(f'{where}.unseen: expected "zeros" or "initial", got {unseen!r}.')
+        self._folder = Path(folder)
+        self._configs = list(configs)
+        self._where = where
+        table_of = [t for t, config in enumerate(configs) for _ in config.feature_names]
+        self._columns = [config.embedding_dim for config in configs for _ in config.feature_names]
+        self._features, self._width = len(table_of), sum(self._columns)
+        self._all_mean, self._any_mean = all(means), any(means)
+        self._table_numbers, self._means = table_of, [means[t] for t in table_of]
+        places = list(accumulate(self._columns, initial=0))
+        # A segment (csrc/bags.h) is these two, the second times B.
+        fixed = [[t, 0, 0, places[f], self._width] for f, t in enumerate(table_of)]
+        by_batch = [[0, f, 1, 0, 0] for f in range(len(table_of))]
+        firsts = list(accumulate((len(one.feature_names) for one in configs), initial=0))
+        of_column = torch.arange(len(table_of)).repeat_interleave(torch.tensor(self._columns))
+        for name, numbers in {
+            "_fixed": torch.tensor(fixed),
+            "_by_batch": torch.tensor(by_batch),
+            "_first_feature": torch.tensor(firsts),
+            "_is_sum": torch.tensor([not means[t] for t in table_of]),
+            "_feature_of_column": of_column,
+        }.items():
+            self.register_buffer(name, numbers, persistent=False)
+        self._int8 = Int8Pooling(self._columns)
+        self._serves_initial = unseen == "initial"
+        self._unseen: list[UnseenRows] = []
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Serves what is current in the directory from the next call on; a call that runs is not touched.
+
+        Returns:
+            whether anything had changed.
+
+        Raises:
+            ValueError: if what is current does not fit the collection; what was served still is.
+        """
+        names = [config.name for config in self._configs]
+        before = self._modules.get("generation")
+        found = open_generation(self._folder, names, before.name if before is not None else None)  # type: ignore[arg-type]
+        if found is None:
+            return False
+        for config, table in zip(self._configs, found.tables, strict=True):
+            if config.embedding_dim != table.embedding_dim:
+                raise ValueError(
+                    f"{self._where}(table='{config.name}'): expected embedding_dim "
+                    f"{table.embedding_dim} as in {self._folder}, got {config.embedding_dim}."
+                )
+        if self._serves_initial:
+            # A delta changes none of what initial rows follow from: these stay right in every call.
+            self._unseen = [
+                UnseenRows(name, table) for name, table in zip(names, found.tables, strict=True)
+            ]
+        self.generation = found
+        return True
+
+    def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
+        """Looks up and pools.
+
+        Args:
+            ids: [N] int64, feature after feature in table order.
+            offsets: [F * B + 1] int64, ascending from 0 to N.
+            weights: [N] float32 or None.
+            batch: B.
+
+        Returns:
+            [B, sum of D over features] float32.
+        """
+        generation = self.generation  # once: the next line may run when it has been replaced
+        ids, weights = ids.contiguous(), None if weights is None else weights.contiguous()
+        rows, absent = generation.find(ids, offsets[self._first_feature * batch])
+        if generation.row_dtype == torch.int8:
+            out = self._int8(generation.rows, rows, offsets, weights, self._all_mean)
+        else:
+            segments = self._fixed + self._by_batch * batch
+            out = ops.gather_pool(
+                rows, offsets, weights, generation.blocks(), generation.layout, segments,
+                self._all_mean, batch * self._width, torch.float32,
+            ).view(batch, self._width)  # fmt: skip
+        lengths = offsets.diff().view(self._features, batch).t() if self._any_mean else None
+        if self._any_mean and not self._all_mean:
+            assert lengths is not None
+            lengths = torch.where(self._is_sum, 1, lengths.clamp(min=1))
+            out = out / lengths[:, self._feature_of_column]
+        if self._serves_initial and self._has_any(absent):
+            out = out + self._unseen_pooled(ids, rows, offsets, weights, batch)
+        return out
+
+    def sequences(self, ids: Tensor, feature_offsets: Tensor) -> Tensor:
+        """Looks up rows of tables of one width.
+
+        Args:
+            ids: [N] int64, feature after feature in table order.
+            feature_offsets: [F + 1] int64.
+
+        Returns:
+            [N, D] float32.
+        """
+        generation = self.generation
+        table_offsets = feature_offsets[self._first_feature]
+        ids = ids.contiguous()
+        rows, absent = generation.find(ids, table_offsets)
+        width = self._columns[0]
+        if generation.row_dtype == torch.int8:
+            out = self._int8.gather(generation.rows, rows)
+        else:
+            begins, counts = table_offsets[:-1], table_offsets.diff()
+            tables = torch.arange(len(self._configs))
+            columns = torch.full_like(tables, width)
+            segments = torch.stack([tables, begins, counts, begins * width, columns], 1)
+            out = ops.gather_pool(
+                rows, None, None, generation.blocks(), generation.layout, segments, False,
+                ids.shape[0] * width, torch.float32,
+            ).view(-1, width)  # fmt: skip
+        if self._serves_initial and self._has_any(absent):
+            for t, positions in self._absent_positions(rows, table_offsets):
+                out = out.index_copy(0, positions, self._unseen[t](ids[positions]))
+        return out
+
+    @staticmethod
+    def _has_any(absent: Tensor) -> bool:
+        # An exported program cannot ask.
+        return torch.compiler.is_exporting() or bool(absent.any())
+
+    def _absent_positions(self, rows: Tensor, bounds: Tensor) -> list[tuple[int, Tensor]]:
+        """Lists the positions of absent ids between each two of `bounds`."""
+        part = torch.bucketize(torch.arange(rows.shape[0]), bounds[1:], right=True)
+        absent = rows < 0
+        return [(i, (absent & (part == i)).nonzero().view(-1)) for i in range(bounds.shape[0] - 1)]
+
+    def _unseen_pooled(
+        self, ids: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, batch: int
+    ) -> Tensor:
+        """Pools the initial rows of absent ids; the others count as zeros."""
+        every_feature = torch.arange(self._features + 1) * batch
+        parts = []
+        for f, positions in self._absent_positions(rows, offsets[every_feature]):
+            table = self._table_numbers[f]
+            values = self._unseen[table](ids[positions])
+            bags = torch.bucketize(positions, offsets[1:], right=True)
+            if weights is not None:
+                values = values * weights[positions, None]
+            if self._means[f]:
+                values = values / offsets.diff()[bags, None]
+            zeros = values.new_zeros(batch, self._columns[f])
+            parts.append(zeros.index_add(0, bags - f * batch, values))
+        return torch.cat(parts, 1)

@@ -1,0 +1,184 @@
+"""What a directory of served tables holds.
+
+    current                    name of the generation that is served: a small file, replaced by a rename
+    rows-51ab20fe              rows of all tables, each as row_format.py writes it; row r of a table is at
+                               byte r * row_bytes. Only ever appended to; sparse behind its end
+    000001-51ab20fe/           a generation: immutable, complete before it is named in `current`
+        slots                  [C, 2] int64: the id maps of all tables one after another (csrc/id_map.h),
+                               id and row + 1
+        manifest.json
+    lock                       held by the one process that applies a delta
+
+manifest.json, keys sorted:
+
+    {"format": 1, "rows": "int8", "rows_bytes": 6800, "rows_file": "rows-51ab20fe", "tables": {"user": {
+        "capacity": 144, "embedding_dim": 64, "first_slot": 0, "initializer": {...}, "num_rows": 100,
+        "seed": 0, "sums": {"ids": 123, "weight": 456}, "trained_as": "float32"}}}
+
+`sums` are the content sums of the table that was saved, not of the rows as written here: a delta must begin
+where the last one ended. A generation or a rows file goes when neither the current generation nor the one
+before needs it; who has mapped it keeps it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrec_dyn.serving.row_format import RowFormat
+
+FORMAT = 1
+SLOTS, MANIFEST, CURRENT = "slots", "manifest.json", "current"
+_GENERATION = re.compile(r"\d{6,}-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class ServedTable:
+    """One table of a generation.
+
+    Attributes:
+        embedding_dim: columns.
+        trained_as: dtype of its rows in training.
+        initializer: as the checkpoint names it.
+        seed: of its initial rows.
+        num_rows: ids it has.
+        first_slot: where its map begins in `slots`.
+        capacity: slots of its map.
+        sums: content sums of "ids" and "weight" as saved.
+    """
+
+    embedding_dim: int
+    trained_as: str
+    initializer: dict[str, Any]
+    seed: int
+    num_rows: int
+    first_slot: int
+    capacity: int
+    sums: dict[str, int]
+
+    @property
+    def trained_dtype(self) -> torch.dtype:
+        """Dtype of its rows in training."""
+        dtype = getattr(torch, self.trained_as, None)
+        return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A generation.
+
+    Attributes:
+        rows: dtype of the rows as written.
+        rows_file: where they are.
+        rows_bytes: bytes of the file in use.
+        tables: by name.
+    """
+
+    rows: str
+    rows_file: str
+    rows_bytes: int
+    tables: Mapping[str, ServedTable]
+
+    @property
+    def row_format(self) -> RowFormat:
+        """How rows are written."""
+        return RowFormat(getattr(torch, self.rows))
+
+    @property
+    def slots(self) -> int:
+        """Slots of all tables."""
+        return sum(table.capacity for table in self.tables.values())
+
+    def widths(self) -> dict[str, int]:
+        """Returns the bytes of a row of each table."""
+        return {
+            name: self.row_format.row_bytes(table.embedding_dim)
+            for name, table in self.tables.items()
+        }
+
+    def mapped_bytes(self) -> int:
+        """Returns the length of the rows file: whole blocks of every table."""
+        ends = [blocks << shift for shift, blocks in self.blocks().values()]
+        widths = self.widths().values()
+        return max(
+            [self.rows_bytes, *(end * width for end, width in zip(ends, widths, strict=True))]
+        )
+
+    def blocks(self) -> dict[str, tuple[int, int]]:
+        """Cuts the file into blocks of 2^shift rows of each table's width (csrc/blocks.h): 16 at most.
+
+        Returns:
+            by table, shift and blocks.
+        """
+        cut = {}
+        for name, width in self.widths().items():
+            rows = -(-self.rows_bytes // width)
+            shift = max(0, rows.bit_length() - 4)
+            cut[name] = shift, -(-rows >> shift)
+        return cut
+
+    def to_json(self) -> str:
+        """Writes the manifest."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, sort_keys=True)
+
+
+def new_generation(after: str | None = None) -> str:
+    """Makes the name of a generation, unlike any other's."""
+    number = 0 if after is None else int(after.partition("-")[0])
+    return f"{number + 1:06d}-{secrets.token_hex(4)}"
+
+
+def new_rows_file() -> str:
+    """Makes the name of a rows file, unlike any other's."""
+    return f"rows-{secrets.token_hex(4)}"
+
+
+def current_generation(folder: Path) -> str:
+    """Reads which generation is served.
+
+    Raises:
+        ValueError: if the directory is none of ours.
+    """
+    try:
+        name = (folder / CURRENT).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        name = ""
+    if not _GENERATION.fullmatch(name):
+        raise ValueError(
+            f"{folder}: expected a directory made by serving.build, got one without the name of a "
+            f"generation in {CURRENT}. Build it first."
+        )
+    return name
+
+
+def read_manifest(folder: Path, generation: str) -> Manifest:
+    """Reads what a generation is made of.
+
+    Raises:
+        ValueError: if the manifest is damaged, or of another format.
+        FileNotFoundError: if the generation has gone since it was current.
+    """
+    path = folder / generation / MANIFEST
+    text = path.read_text()
+    try:
+        found = json.loads(text)
+        version = found.pop("format")
+        if version != FORMAT:
+            raise ValueError(f"format {version!r}, this version reads {FORMAT}")
+        tables = {name: ServedTable(**table) for name, table in sorted(found.pop("tables").items())}
+        manifest = Manifest(tables=tables, **found)
+        manifest.mapped_bytes()
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: expected a manifest of format {FORMAT}, got {type(error).__name__}: {error}. "
+            "Build it again."
+        ) from error
+    return manifest

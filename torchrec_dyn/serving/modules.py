@@ -1,0 +1,221 @@
+"""The served collections: pooled and sequence, in the interface of TorchRec's own.
+
+Legend: B bags of a feature, N ids, D columns of a table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_configs import (
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    pooling_type_to_str,
+)
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+    get_embedding_names_by_table,
+)
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from torchrec_dyn.modules import FeatureReader, checked_configs
+from torchrec_dyn.serving.lookup import ServedLookup
+from torchrec_dyn.serving.serving_traced import counts_between, traced_features
+
+
+class ServingEmbeddingBagCollection(EmbeddingBagCollectionInterface):
+    """Pools the rows of bags of ids as DynamicEmbeddingBagCollection does in evaluation.
+
+    Args:
+        folder: made by `build`.
+        tables: configs of the tables to serve, as in training.
+        is_weighted: whether every id of a bag comes with a weight.
+        unseen: what an id without a row reads as: "zeros", or "initial" for the row it would start with.
+
+    Raises:
+        ValueError: if a config is impossible, or the directory does not serve it.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        tables: Sequence[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        unseen: str = "zeros",
+    ) -> None:
+        super().__init__()
+        where = type(self).__name__
+        self._configs = checked_configs(tables, EmbeddingBagConfig, where)
+        self._is_weighted = is_weighted
+        means = [pooling_type_to_str(config.pooling) == "mean" for config in self._configs]
+        self._lookup = ServedLookup(folder, self._configs, means, unseen, where)
+        self._names = [name for of in get_embedding_names_by_table(self._configs) for name in of]
+        self._columns = [one.embedding_dim for one in self._configs for _ in one.feature_names]
+        self._features = [name for one in self._configs for name in one.feature_names]
+        self._read = _reader(self._configs, is_weighted, where)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks up and pools.
+
+        Args:
+            features: bags of ids of at least this collection's features, equally many of each.
+
+        Returns:
+            [B, sum of D] float32, one key per feature and table, in the order of the tables.
+
+        Raises:
+            ValueError: if a feature is missing, or the tensors do not fit each other.
+        """
+        if torch.compiler.is_exporting():
+            ids, offsets, weights, batch = traced_features(
+                features, self._features, self._is_weighted, type(self).__name__
+            )
+        else:
+            read = self._read(features)
+            if read.varies:
+                raise ValueError(
+                    f"{type(self).__name__}: expected as many bags for each feature, got "
+                    f"{read.batch_sizes}."
+                )
+            ids, offsets, weights, batch = (
+                read.ids, read.offsets(), read.weights, read.batch_sizes[0]
+            )  # fmt: skip
+        return KeyedTensor(
+            keys=self._names,
+            length_per_key=self._columns,
+            values=self._lookup.pooled(ids, offsets, weights, batch),
+        )
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """Gives the configs of the tables, in order."""
+        return list(self._configs)
+
+    def is_weighted(self) -> bool:
+        """Tells whether bags carry weights."""
+        return self._is_weighted
+
+    @property
+    def generation(self) -> str:
+        """Name of the generation that is served."""
+        return self._lookup.generation.name
+
+    def refresh(self) -> bool:
+        """Serves the deltas that were applied since; any thread may call it at any time.
+
+        Returns:
+            whether there were any.
+        """
+        return self._lookup.refresh()
+
+
+class ServingEmbeddingCollection(EmbeddingCollectionInterface):
+    """Gives the row of each id as DynamicEmbeddingCollection does in evaluation.
+
+    Args:
+        folder: made by `build`.
+        tables: configs of the tables to serve, as in training, all of one embedding_dim.
+        need_indices: whether outputs carry the ids, as their weights.
+        unseen: what an id without a row reads as: "zeros", or "initial" for the row it would start with.
+
+    Raises:
+        ValueError: if a config is impossible, or the directory does not serve it.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        tables: Sequence[EmbeddingConfig],
+        need_indices: bool = False,
+        unseen: str = "zeros",
+    ) -> None:
+        super().__init__()
+        where = type(self).__name__
+        self._configs = checked_configs(tables, EmbeddingConfig, where)
+        widths = {config.name: config.embedding_dim for config in self._configs}
+        if len(set(widths.values())) > 1:
+            raise ValueError(f"{where}: expected one embedding_dim for all tables, got {widths}.")
+        self._need_indices = need_indices
+        self._lookup = ServedLookup(
+            folder, self._configs, [False] * len(self._configs), unseen, where
+        )
+        self._names_by_table = get_embedding_names_by_table(self._configs)
+        self._names = [name for names in self._names_by_table for name in names]
+        self._features = [name for one in self._configs for name in one.feature_names]
+        self._read = _reader(self._configs, False, where)
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Looks up.
+
+        Args:
+            features: ids of at least this collection's features.
+
+        Returns:
+            by feature (and table, where several share it), values [ids of the feature, D] float32.
+
+        Raises:
+            ValueError: if a feature is missing, or the tensors do not fit each other.
+        """
+        if torch.compiler.is_exporting():
+            ids, offsets, _, batch = traced_features(
+                features, self._features, False, type(self).__name__
+            )
+            firsts = offsets[torch.arange(len(self._features) + 1) * batch]
+            lengths = offsets.diff().split([batch] * len(self._features))
+            counts = counts_between(firsts, ids)
+        else:
+            read = self._read(features)
+            ids, firsts, counts = read.ids, read.feature_offsets(), read.counts
+            lengths = read.lengths.split(read.batch_sizes)
+        values = self._lookup.sequences(ids, firsts).split(counts)
+        own: Sequence[Tensor | None] = [None] * len(counts)
+        if self._need_indices:
+            own = ids.split(counts)
+        return {
+            name: JaggedTensor(values=rows, lengths=of_bags, weights=as_weights)
+            for name, rows, of_bags, as_weights in zip(
+                self._names, values, lengths, own, strict=True
+            )
+        }
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """Gives the configs of the tables, in order."""
+        return list(self._configs)
+
+    def embedding_dim(self) -> int:
+        """Gives the columns of every table."""
+        return self._configs[0].embedding_dim
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Gives the names of the outputs, table by table."""
+        return self._names_by_table
+
+    def need_indices(self) -> bool:
+        """Tells whether outputs carry the ids."""
+        return self._need_indices
+
+    @property
+    def generation(self) -> str:
+        """Name of the generation that is served."""
+        return self._lookup.generation.name
+
+    def refresh(self) -> bool:
+        """Serves the deltas that were applied since; any thread may call it at any time.
+
+        Returns:
+            whether there were any.
+        """
+        return self._lookup.refresh()
+
+
+def _reader(
+    configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig], weighted: bool, where: str
+) -> FeatureReader:
+    return FeatureReader(
+        [config.feature_names for config in configs],
+        weighted,
+        [f"{where}(table='{config.name}')" for config in configs],
+    )

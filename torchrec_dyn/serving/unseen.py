@@ -1,0 +1,82 @@
+"""The rows that ids without one would start with, for collections that serve them instead of zeros.
+
+Legend: M ids, D columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.initializers import (
+    Constant,
+    Initializer,
+    Normal,
+    TruncatedNormal,
+    Uniform,
+    table_key,
+)
+from torchrec_dyn.serving.manifest import ServedTable
+
+_KINDS = {kind.__name__: kind for kind in (Uniform, Normal, TruncatedNormal, Constant)}
+
+
+@torch.library.custom_op("torchrec_dyn_serving::initial_rows", mutates_args=())
+def _initial_rows(
+    ids: Tensor, columns: int, dtype: torch.dtype, kind: int, parameters: list[float], key: int
+) -> Tensor:
+    # The op of the core writes into a block of 2^shift rows, a size that torch.export cannot express.
+    shift = max(0, (ids.numel() - 1).bit_length())
+    block = torch.empty(1 << shift, columns, dtype=dtype)
+    ops.init_rows_(
+        ids, torch.arange(ids.numel()), [block], shift, columns, 0, kind, parameters, key
+    )
+    return block[: ids.numel()].float().clone()
+
+
+@_initial_rows.register_fake
+def _(ids, columns, dtype, kind, parameters, key):  # type: ignore[no-untyped-def]
+    return ids.new_empty(ids.shape[0], columns, dtype=torch.float32)
+
+
+class UnseenRows:
+    """Makes the initial rows of one served table, as training would have.
+
+    Args:
+        name: of the table.
+        table: as served.
+
+    Raises:
+        ValueError: if its initializer is none that this version knows.
+    """
+
+    def __init__(self, name: str, table: ServedTable) -> None:
+        self._columns = table.embedding_dim
+        self._dtype = table.trained_dtype
+        self._key = table_key(table.seed, name, "initial row")
+        self._kind, self._parameters = _initializer(name, table).parameters()
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Returns rows [M, D] float32.
+
+        Args:
+            ids: [M] int64.
+        """
+        return _initial_rows(
+            ids, self._columns, self._dtype, self._kind, self._parameters, self._key
+        )
+
+
+def _initializer(name: str, table: ServedTable) -> Initializer:
+    arguments = dict(table.initializer)
+    kind = _KINDS.get(str(arguments.pop("name", None)))
+    try:
+        if kind is not None:
+            return kind(**arguments)
+    except TypeError:
+        pass
+    raise ValueError(
+        f"serving(table='{name}'): expected an initializer among {', '.join(_KINDS)}, got "
+        f"{table.initializer}. Serve it with unseen='zeros'."
+    )

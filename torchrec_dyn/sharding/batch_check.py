@@ -1,0 +1,108 @@
+"""Checks each batch of a sharded collection before it is sent anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from torchrec_dyn.modules import checked_features
+
+
+class BatchCheck:
+    """Checks batches, and gives them all the features of the first one in its order.
+
+    TorchRec computes positions of features from the first batch and uses them for all.
+
+    Args:
+        features: the collection's features.
+        weighted: whether bags carry weights.
+        pooled: whether outputs are one row per example.
+        where: the collection, for messages.
+
+    Attributes:
+        needs_weights: whether a batch of weighted bags must bring the weights; feature processors
+            make them later.
+    """
+
+    def __init__(self, features: Sequence[str], weighted: bool, pooled: bool, where: str) -> None:
+        self._features = list(dict.fromkeys(features))
+        self._weighted = weighted
+        self.needs_weights = True
+        self._pooled = pooled
+        self.where = where
+        self._first_keys: list[str] | None = None
+
+    def __call__(self, features: KeyedJaggedTensor | TensorDict) -> KeyedJaggedTensor:
+        """Checks a batch.
+
+        Args:
+            features: as the user passed it; further features are fine.
+
+        Returns:
+            The batch with its keys in the order of the first batch.
+
+        Raises:
+            ValueError: if a feature is missing, the tensors do not fit each other, or weights ask for a
+                gradient, which none could get.
+        """
+        features = maybe_td_to_kjt(features, self._features)
+        keys = features.keys()
+        is_usual = keys == self._first_keys
+        if not is_usual:
+            self._check_names(keys)
+        has_weights = features.weights_or_none() is not None
+        checked_features(
+            features, self._weighted and (self.needs_weights or has_weights), self.where
+        )
+        if self._weighted and has_weights and torch.is_grad_enabled():
+            self._check_weights_ask_nothing(features.weights())
+        varies = self._pooled and features.variable_stride_per_key()
+        if varies and features.inverse_indices_or_none() is None:
+            raise ValueError(
+                f"{self.where}: expected inverse_indices with bags that vary by feature, "
+                f"{features.stride_per_key()}, got none. Pass them in the KeyedJaggedTensor."
+            )
+        features = _contiguous(features)
+        if is_usual:
+            return features
+        if self._first_keys is None:
+            self._first_keys = list(keys)
+            return features
+        position = {key: i for i, key in enumerate(keys)}
+        # A feature of no table may be missing: any other stands in for it, unread.
+        return features.permute([position.get(key, 0) for key in self._first_keys])
+
+    def _check_weights_ask_nothing(self, weights: Tensor) -> None:
+        if weights.requires_grad:
+            raise ValueError(
+                f"{self.where}: expected weights that ask for no gradient, got requires_grad=True. "
+                "TorchRec's all-to-all of ids and weights has no backward: detach them. Feature processors "
+                "are sharded with DynamicFeatureProcessedEmbeddingBagCollectionSharder."
+            )
+
+    def _check_names(self, keys: Sequence[str]) -> None:
+        for name in self._features:
+            if name not in keys:
+                raise ValueError(f"{self.where}: expected feature '{name}', got features {keys}.")
+
+
+def _contiguous(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Copies a batch whose tensors have gaps, e.g. a column of a matrix: not every backend sends such."""
+    parts = (features.values(), features.lengths(), features.weights_or_none())
+    if all(part is None or part.is_contiguous() for part in parts):
+        return features
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values().contiguous(),
+        weights=None if parts[2] is None else parts[2].contiguous(),
+        lengths=features.lengths().contiguous(),
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )

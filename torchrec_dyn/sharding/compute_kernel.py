@@ -1,0 +1,246 @@
+"""The compute kernel: one TorchRec table group served by one `TableGroup`, hence one op call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.embedding_kernel import BaseEmbedding
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import pooling_type_to_pooling_mode
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.lookup import Senders, TableGroup, asks_for_senders
+from torchrec_dyn.modules import DynamicOptimizer, initializer_of, row_dtype
+from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.sharding.carried_counts import counts_of
+from torchrec_dyn.table import DynamicTable
+
+OPTIONS_KEY = "torchrec_dyn"
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """What a kernel must know of a table beyond TorchRec's config.
+
+    Attributes:
+        config: the user's options.
+        row_limit: most rows that one rank may hold.
+        ids_mixed: whether ids arrive as mixed ids, because rows are spread over ranks.
+        is_frozen: whether training starts by reading the table as evaluation does.
+    """
+
+    config: DynamicTableConfig
+    row_limit: int
+    ids_mixed: bool
+    is_frozen: bool = False
+
+
+class KernelOptions:
+    """The options of all tables of a collection, as one value of `fused_params`.
+
+    TorchRec groups tables by equal fused_params and copies them deeply. One object for
+    all tables, equal only to itself and never copied, keeps the groups whole.
+
+    Args:
+        tables: options by table name.
+    """
+
+    def __init__(self, tables: Mapping[str, TableOptions]) -> None:
+        self.tables = dict(tables)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KernelOptions:
+        return self
+
+
+def _make_table(
+    shard: ShardedEmbeddingTable,
+    options: TableOptions,
+    optimizer: RowOptimizer,
+    device: torch.device | None,
+) -> DynamicTable:
+    assert shard.local_metadata is not None
+    table = DynamicTable(
+        name=shard.name,
+        num_embeddings=shard.num_embeddings,
+        embedding_dim=shard.embedding_dim,
+        optimizer=optimizer,
+        config=options.config,
+        first_column=shard.local_metadata.shard_offsets[1],
+        columns=shard.local_cols,
+        row_limit=options.row_limit,
+        dtype=row_dtype(shard),
+        initializer=initializer_of(shard, options.config),
+        device=device if device is not None else "cpu",
+    )
+    table.is_frozen = options.is_frozen
+    return table
+
+
+class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
+    """Looks up one table group, pooled or as sequences, and owns its optimizer.
+
+    Holds no `nn.Parameter`: DDP must not see the rows.
+
+    Args:
+        config: TorchRec's table group; its fused_params hold a `KernelOptions`.
+        device: where the rows live.
+        sharding_type: of pooled groups, since MEAN of row-partitioned tables is summed
+            here and divided after the output dist.
+    """
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        device: torch.device | None,
+        sharding_type: ShardingType | None = None,
+    ) -> None:
+        super().__init__()
+        self._config = config
+        fused_params = dict(config.fused_params or {})
+        options: KernelOptions = fused_params.pop(OPTIONS_KEY)
+        output_dtype = fused_params.pop("output_dtype", None)
+        names = ", ".join(sorted(set(config.table_names())))
+        optimizer = RowOptimizer.from_fused_params(fused_params, f"tables {names}")
+        shards = config.embedding_tables
+        self.tables = [_make_table(s, options.tables[s.name], optimizer, device) for s in shards]
+        self.ids_mixed = options.tables[shards[0].name].ids_mixed
+        self.ids_come_once = False  # then weights, where there are any, are their counts
+        self._asks_for_senders = asks_for_senders([table.config for table in self.tables])
+        self._bags_of_ranks: Sequence[int] = ()
+        pooling: Any = pooling_type_to_pooling_mode(config.pooling, sharding_type).name.lower()
+        self._group = TableGroup(
+            self.tables,
+            [shard.num_features() for shard in shards],
+            pooling,
+            output_dtype.as_dtype() if output_dtype is not None else torch.float32,
+        )
+        params = {
+            f"{table.name}.weight": torch.empty(shard.num_embeddings, table.columns, device="meta")
+            for table, shard in zip(self.tables, shards, strict=True)
+        }
+        self._optimizer = DynamicOptimizer([self._group], params, optimizer.learning_rate)
+
+    @property
+    def config(self) -> GroupedEmbeddingConfig:
+        """TorchRec's table group."""
+        return self._config
+
+    @property
+    def group(self) -> TableGroup:
+        """Ours."""
+        return self._group
+
+    def keep(self, shards: Sequence[DynamicTable]) -> None:
+        """Puts shards in place of those, still empty, of the same tables and columns."""
+        found = {(shard.name, shard.first_column): shard for shard in shards}
+        self.tables = [found.get((table.name, table.first_column), table) for table in self.tables]
+        self._group.tables = list(self.tables)
+
+    @property
+    def emb_module(self) -> nn.Module:
+        """The kernel itself: there is no TBE inside."""
+        return self
+
+    @property
+    def fused_optimizer(self) -> DynamicOptimizer:
+        """The optimizer of the rows of this group."""
+        return self._optimizer
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """Looks up the group's features.
+
+        Args:
+            features: ids of N ids in F features, in the order of the group's tables.
+
+        Returns:
+            [B, sum of columns] pooled; [N, columns] for sequences; with a batch size per
+            feature 1-D, rank by rank and feature by feature.
+
+        Raises:
+            ValueError: if the collection is weighted and the features have no weights.
+        """
+        weights = features.weights_or_none() if self._config.is_weighted else None
+        if self._config.is_weighted and weights is None:
+            raise ValueError(
+                f"DynamicKernel(tables={self._config.table_names()}): expected features with "
+                "weights, got none. The collection was made with is_weighted=True."
+            )
+        varies = features.variable_stride_per_key()
+        output = self._group(
+            self._ids(features),
+            features.offsets().long(),
+            weights,
+            training=self.training,
+            batch_sizes=features.stride_per_key_per_rank() if varies else None,
+            # TorchRec has them since the all-to-all. Each rank checked the lengths it sent.
+            counts=features.length_per_key(),
+            senders=self._senders(features) if self.training and self._asks_for_senders else None,
+            times=self._times(features) if self.training else None,
+        )
+        if self.training and torch.is_grad_enabled() and not output.requires_grad:
+            # All tables here are frozen; on another rank some may learn, and backward is collective.
+            # The copy is no leaf: of a single rank it is the output, which users may write into.
+            output = output.requires_grad_().clone()
+        return output
+
+    def _times(self, features: KeyedJaggedTensor) -> Tensor | None:
+        """Returns how often each id occurred on its rank, [N] int64, where that counts."""
+        counts_came = self.ids_come_once and self._group.has_life
+        return counts_of(features.weights()) if counts_came else None
+
+    def expect(self, bags_of_ranks: Sequence[int]) -> None:
+        """Tells how many bags of each feature each rank sent of the batch that comes next.
+
+        Args:
+            bags_of_ranks: as the batch has them, rank after rank; not used where it varies by feature.
+        """
+        self._bags_of_ranks = bags_of_ranks
+
+    def _senders(self, features: KeyedJaggedTensor) -> Senders:
+        if features.variable_stride_per_key():
+            bags = features.stride_per_key_per_rank()
+        else:
+            bags = [list(self._bags_of_ranks)] * len(features.keys())
+        return Senders(bags, len(bags[0]) if get_gradient_division() else 1)
+
+    def prefetch(self, features: KeyedJaggedTensor) -> None:
+        """Makes the rows of unseen ids now, so that the next forward only finds them."""
+        if self.training:
+            # One offset per feature serves every batch layout: only the ids count.
+            offsets = torch.tensor(features.offset_per_key(), device=features.device())
+            self._group.prefetch(self._ids(features), offsets)
+
+    def _ids(self, features: KeyedJaggedTensor) -> Tensor:
+        """Returns the ids as the user wrote them."""
+        return ops.unmix64(features.values()) if self.ids_mixed else features.values()
+
+    # What TorchRec's lookups and collections ask of any kernel. Rows are in no state dict
+    # of TorchRec's making, and nothing waits in a cache.
+
+    def state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Adds nothing: rows are no plain tensors of TorchRec's state dict."""
+        return destination if destination is not None else {}
+
+    def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields nothing: rows are no parameters."""
+        yield from ()
+
+    def flush(self) -> None:
+        """Does nothing: updates are written at once."""
+
+    def purge(self) -> None:
+        """Does nothing: no cache holds rows."""

@@ -1,0 +1,121 @@
+"""The input dists of row-wise types: they mix the ids and send each to its owner (ranks/routing.py).
+
+The compute kernel of the owner restores the ids.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.ranks import ids_per_rank
+
+
+def with_mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Returns the same bags with every id replaced by its mixed id."""
+    return with_ids(features, ops.mix64(features.values()))
+
+
+def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
+    """Returns the same bags with other ids.
+
+    Args:
+        features: of N ids.
+        ids: [N] int64.
+    """
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=ids,
+        weights=features.weights_or_none(),
+        lengths=features.lengths(),
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+    )
+
+
+class RowWiseInputDist(RwSparseFeaturesDist):
+    """Sends mixed ids to their owners among all ranks; pooled and sequence.
+
+    Args:
+        pg: the ranks that share the rows.
+        num_features: features of the row-wise tables.
+        device: where the block sizes live.
+        is_sequence: whether the outputs must find their way back id by id.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        num_features: int,
+        device: torch.device | None,
+        is_sequence: bool,
+    ) -> None:
+        # TorchRec divides the "hash size" by the ranks, which gives exactly our block size.
+        super().__init__(
+            pg=pg,
+            num_features=num_features,
+            feature_hash_sizes=[ids_per_rank(pg.size()) * pg.size()] * num_features,
+            device=device,
+            is_sequence=is_sequence,
+            keep_original_indices=True,
+        )
+
+    def forward(
+        self, sparse_features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Mixes the ids, then routes as TorchRec does."""
+        return super().forward(with_mixed_ids(sparse_features))
+
+
+class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
+    """Sends mixed ids to their owners within the node that holds the table.
+
+    TorchRec's own forward loses the ids and holds the block sizes as int32.
+
+    Args:
+        pg: all ranks.
+        local_size: ranks of a node.
+        features_per_rank: features of the tables of each rank.
+        device: where the block sizes live.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        local_size: int,
+        features_per_rank: list[int],
+        device: torch.device | None,
+    ) -> None:
+        num_features = sum(features_per_rank[::local_size])
+        super().__init__(
+            pg=pg,
+            local_size=local_size,
+            features_per_rank=features_per_rank,
+            feature_hash_sizes=[0] * num_features,
+            device=device,
+        )
+        blocks = torch.full((num_features,), ids_per_rank(local_size), device=device)
+        self.register_buffer("_mixed_id_blocks", blocks, persistent=False)
+
+    def forward(
+        self, sparse_features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Mixes the ids, sorts them by owner within the node and sends them off."""
+        by_owner, _ = bucketize_kjt_before_all2all(
+            with_mixed_ids(sparse_features),
+            num_buckets=self._local_size,
+            block_sizes=self._mixed_id_blocks,
+            keep_original_indices=True,
+        )
+        # The pipelines replace the forward of `_dist`: nothing may follow it.
+        return self._dist(
+            by_owner.permute(self._sf_staggered_shuffle, self._sf_staggered_shuffle_tensor)
+        )

@@ -1,0 +1,154 @@
+"""Each id once: what a rank sends instead of a sequence batch, and how rows become those of the batch.
+
+Of all features of a table together a rank sends every distinct id once; with a count, if the table has a
+life. The rows that come back are repeated here. In backward the gradients of repeats are summed here, in
+the order of the batch, in float32; the owner then sums what it gets from the ranks, in the order of ranks.
+
+Letters: F features, B bags of each, P column shards (whole tables, mostly), N ids, U ids sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.sharding.carried_counts import MOST_IDS, as_weights
+
+
+class _Expand(torch.autograd.Function):
+    """Repeats rows; sums the gradients of repeats in the order of the batch.
+
+    Not `index_select`: its backward adds up in the dtype of the gradients, and a sum of many of half
+    precision stands still.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.rows = rows.shape[0]
+        ctx.save_for_backward(places)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        sums = torch.zeros(ctx.rows, grad.shape[1], device=grad.device)
+        sums.index_add_(0, places, grad.to(torch.float32).contiguous())
+        return sums.to(grad.dtype), None
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """Gives every occurrence its row; a callback of TorchRec's awaitable of rows.
+
+    Attributes:
+        places: [N] int64, which of the U ids sent each one is.
+    """
+
+    places: Tensor
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Expands [U, columns] rows to [N, columns]."""
+        expanded: Tensor = _Expand.apply(rows, self.places)
+        return expanded
+
+
+class SendOnce:
+    """Finds the distinct ids of each table in the batches of one sharding type.
+
+    Args:
+        tables: name and number of features of each column shard, in the order in which TorchRec sends
+            features. Column shards of a table get the same ids.
+        counted: whether counts travel, as they must where some table has a life.
+        where: the collection, for messages.
+    """
+
+    def __init__(self, tables: Sequence[tuple[str, int]], counted: bool, where: str) -> None:
+        names = [name for name, _ in tables]
+        self._first_feature = list(accumulate((features for _, features in tables), initial=0))
+        distinct = list(dict.fromkeys(names))
+        self._table_of = [distinct.index(name) for name in names]
+        self._shard_of = [names.index(name) for name in distinct]  # its first
+        self._counted = counted
+        self._where = where
+
+    def __call__(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Expansion]:
+        """Finds what is sent.
+
+        Args:
+            features: F features of B bags each, B > 0.
+
+        Returns:
+            The same features, in which the first one of each column shard has all its distinct ids, in
+            order of first sight and evenly spread over the bags; and the way back.
+
+        Raises:
+            ValueError: if there are more ids than a count can tell.
+        """
+        if features.values().numel() > MOST_IDS:
+            raise ValueError(
+                f"{self._where}: expected at most 2**31 - 1 ids in a batch, got "
+                f"{features.values().numel()}. Make batches smaller, or set use_index_dedup=False."
+            )
+        ends = list(accumulate(features.length_per_key(), initial=0))
+        sizes = [ends[after] - ends[first] for first, after in pairwise(self._first_feature)]
+        ids, counts, of_tables, places = self._distinct(features.values(), sizes)
+        sent = [of_tables[table] for table in self._table_of]
+        begins = list(accumulate(sent, initial=0))
+        if len(self._shard_of) < len(sent):
+            ids = self._for_shards(ids, of_tables)
+            counts = self._for_shards(counts, of_tables)
+            first = list(accumulate(of_tables, initial=0))
+            parts = places.split([sizes[shard] for shard in self._shard_of])
+            shards = enumerate(self._table_of)
+            places = torch.cat([parts[t] + (begins[shard] - first[t]) for shard, t in shards])
+        once = KeyedJaggedTensor(
+            keys=features.keys(),
+            values=ids,
+            weights=as_weights(counts) if self._counted else None,
+            lengths=self._lengths(features, sent),
+            stride=features.stride(),
+        )
+        return once, Expansion(places)
+
+    def _distinct(
+        self, ids: Tensor, sizes: Sequence[int]
+    ) -> tuple[Tensor, Tensor, list[int], Tensor]:
+        """Finds the distinct ids of each table.
+
+        Args:
+            ids: [N] int64, by column shard.
+            sizes: [P] ids of each column shard.
+
+        Returns:
+            Distinct ids by table, how often each occurs, how many each table has, and which of them each
+            id is (ids of a table's first column shard only).
+        """
+        if len(self._shard_of) < len(sizes):
+            parts = ids.split(list(sizes))
+            ids = torch.cat([parts[shard] for shard in self._shard_of])
+        bounds = list(accumulate((sizes[shard] for shard in self._shard_of), initial=0))
+        # The op lists the distinct ones of ids without a row. Here none has one.
+        found, counts, offsets, places = ops.collect_new(
+            ids.contiguous(), torch.full_like(ids, -1), torch.tensor(bounds, device=ids.device)
+        )
+        return found, counts, offsets.diff().tolist(), places
+
+    def _for_shards(self, of_tables: Tensor, sizes: Sequence[int]) -> Tensor:
+        parts = of_tables.split(list(sizes))
+        return torch.cat([parts[table] for table in self._table_of])
+
+    def _lengths(self, features: KeyedJaggedTensor, sent: Sequence[int]) -> Tensor:
+        """Spreads the ids sent over the bags: where they stand says only whose they are."""
+        batch, device = features.stride(), features.device()
+        lengths = features.lengths().new_zeros(len(features.keys()), batch)
+        each = torch.tensor(sent, device=device).unsqueeze(1)
+        spread = each // batch + (torch.arange(batch, device=device) < each % batch)
+        lengths[self._first_feature[:-1]] = spread.to(lengths.dtype)
+        return lengths.flatten()

@@ -1,0 +1,130 @@
+"""AlignedState: optimizer state that came, beside the rows that the shards have now.
+
+Legend: M rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn.checkpoint_format import CHUNK_BYTES, add_sums, from_bytes, mean_over_cuts
+from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.state_dict.pieces import ShardPieces
+from torchrec_dyn.state_dict.places import Runs, Share, runs_of, share_of
+from torchrec_dyn.state_dict.shard_optimizer_entry import OptimizerEntry
+from torchrec_dyn.storage import CanonicalRows
+from torchrec_dyn.table import named_states
+
+
+class AlignedState:
+    """Finds the rows that the shards have now among those that came.
+
+    Args:
+        entry: what came.
+        runs: where the shards' rows are in the whole table.
+
+    Raises:
+        ValueError: if other rows came.
+    """
+
+    def __init__(self, entry: OptimizerEntry, runs: Runs) -> None:
+        pieces = entry.pieces
+        if entry.optimizer.state_names and entry.total != runs.total:
+            raise ValueError(
+                f"{pieces.where}: expected optimizer state of {runs.total} rows, got that of "
+                f"{entry.total}. Load the state dict of the module before that of its optimizer."
+            )
+        self._entry = entry
+        self._runs = runs
+        self._canonical = [pieces.canonical(shard) for shard in pieces.shards]
+
+    def check(self) -> dict[str, int]:
+        """Checks what came by the rows that the shards have now, and sums it.
+
+        Raises:
+            ValueError: if it is of another optimizer.
+        """
+        self._entry.check_config()
+        stretches = [self._stretches(rows) for rows in self._canonical]
+        return self._entry.sums_of([((ids, staged) for ids, _, staged in one) for one in stretches])
+
+    def compare(self, summed: Mapping[str, int]) -> None:
+        """Raises ValueError if what came is not of the rows that the shards have now."""
+        try:
+            self._entry.compare(summed)
+        except ValueError:
+            if not self._entry.is_verified:
+                raise
+            raise ValueError(
+                f"{self._entry.pieces.where}: expected the rows that the optimizer state was saved with, got "
+                "others. Load the state dict of the module right before that of its optimizer."
+            ) from None
+
+    def _stretches(self, rows: CanonicalRows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Walks the rows of a shard: ids, its own rows, and those of the staged stores."""
+        if not self._entry.optimizer.state_names:
+            return
+        most = max(1, CHUNK_BYTES // (4 * self._entry.pieces.cuts[-1]))
+        for run in self._runs.mine:
+            for begin in range(0, run.rows, most):
+                end = min(run.rows, begin + most)
+                ids, own = rows.read(run.here + begin, run.here + end)
+                places = self._entry.places.within(run.place + begin, run.place + end)
+                staged = [torch.arange(row, row + high - low) for low, high, row in places]
+                yield ids, own, torch.cat(staged)
+
+    def take_over(self) -> None:
+        """Puts what has come in place of the shards' optimizer state; checked and verified."""
+        entry, pieces = self._entry, self._entry.pieces
+        saved = from_bytes(pieces.where, entry.small["config"]) if "config" in entry.small else {}
+        cuts = saved.get("cuts", pieces.cuts)
+        for shard, rows, stores in zip(
+            pieces.shards, self._canonical, entry.staged or (), strict=True
+        ):
+            is_same = all(torch.equal(own, staged) for _, own, staged in self._stretches(rows))
+            states = []
+            for one in named_states(shard):
+                store = stores[one.name]
+                if one.is_rowwise and entry.has_all_cuts:
+                    columns = (shard.first_column, shard.first_column + shard.columns)
+                    mean = partial(mean_over_cuts, cuts=cuts, columns=columns)
+                    store = store.converted(1, torch.float32, mean)
+                if not is_same:
+                    for _, own, staged in self._stretches(rows):
+                        one.store.write(own, store.read(staged))
+                store.reserve(shard.weights.capacity)
+                states.append(store if is_same else one.store)
+            shard.take_states(tuple(states))
+            if "step" in entry.small:
+                shard.step = max(shard.step if shard.life else 0, int(entry.small["step"]))
+            if shard.life is not None:
+                shard.life.catch_up(shard.step, shard.row_numbers.high)
+        entry.staged = None
+
+
+def take_over_state(entry: OptimizerEntry, call: str) -> None:
+    """Verifies optimizer state that came by the rows that the shards have, and gives it to them. Collective.
+
+    Args:
+        entry: all that was saved has come.
+        call: the same on every rank.
+
+    Raises:
+        ValueError: on every rank, if it is damaged or of other rows; nothing has changed then.
+    """
+    pieces = entry.pieces
+    shares = told_together(pieces.group, call, lambda: _share(pieces))
+    runs = runs_of([share for share in shares if share is not None], pieces.part)
+    aligned = done_together(pieces.group, call, lambda: AlignedState(entry, runs))
+    aligned.compare(add_sums(*told_together(pieces.group, call, aligned.check)))
+    done_together(pieces.group, call, aligned.take_over)
+
+
+def _share(pieces: ShardPieces) -> Share | None:
+    if pieces.part is None:
+        return None
+    return share_of(pieces.canonical(pieces.shards[0]), pieces.part, pieces.ranks)

@@ -1,0 +1,155 @@
+"""LoadPlanner: lets torch.distributed.checkpoint load tables of another size than they have now.
+
+DCP reads into tensors of the saved size. The planner asks each dynamic table which rows it wants, and hands
+them over chunk by chunk; nothing of the model changes until `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import (
+    STATE_DICT_TYPE,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from torchrec_dyn.checkpoint_format import SavedTensor
+from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
+from torchrec_dyn.state_dict.loaded_plain import verify_plain
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Give it to `torch.distributed.checkpoint.load` where the state dict has dynamic tables.
+
+        dcp.load(state_dict, checkpoint_id=path, planner=LoadPlanner())
+        dmp.load_state_dict(state_dict["model"])
+
+    Everything else is loaded as DCP's own planner does, which takes the same arguments.
+    """
+
+    _names: dict[str, str]  # of the tensors of sharded tables, by key
+    _empty: set[str]  # keys of unsharded tables that are not in the checkpoint
+    _plain: set[str]  # all keys of unsharded tables
+    _left: int  # what is to be read yet
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Tells each table what the checkpoint has of it."""
+        assert metadata is not None
+        self._names, self._empty, self._plain = {}, set(), set()
+        saved = metadata.state_dict_metadata
+        flat, paths = flatten_state_dict(state_dict)
+        found: dict[int, tuple[TableEntry, dict[str, TensorStorageMetadata]]] = {}
+        for fqn, value in flat.items():
+            of_saved = saved.get(fqn)
+            if isinstance(value, SavedTensor) and value.entry is not None:
+                self._names[fqn] = fqn.rpartition(".")[2]
+                _, tensors = found.setdefault(id(value.entry), (value.entry, {}))
+                if isinstance(of_saved, TensorStorageMetadata):
+                    tensors[self._names[fqn]] = of_saved
+            elif isinstance(value, Tensor) and _is_of_unsharded_table(fqn, flat, saved):
+                self._plain.add(fqn)
+                name = fqn.rpartition(".")[2]
+                resized = _resized(value, name, of_saved)
+                if resized is not None:
+                    set_element(state_dict, paths[fqn], resized)
+                if of_saved is None:
+                    self._empty.add(fqn)
+        begun = []
+        for entry, tensors in found.values():
+            if tensors or not self.allow_partial_load:
+                entry.begin(tensors)
+                begun.append(entry)
+            else:
+                entry.leave_out()
+        LoadSession(begun)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plans what this rank reads: of a dynamic table its own rows."""
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        ours = {*self._names, *self._empty}
+        others = {fqn: value for fqn, value in self.state_dict.items() if fqn not in ours}
+        plan = create_default_local_load_plan(others, self.metadata, not self.allow_partial_load)
+        for fqn, name in self._names.items():
+            of_saved = saved.get(fqn)
+            if isinstance(of_saved, TensorStorageMetadata) and name != "cells":
+                chunks = self.state_dict[fqn].entry.wanted(name)
+                plan.items += create_read_items_for_chunk_list(fqn, of_saved, chunks)
+        return plan
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Counts what is to be read."""
+        self._left = len(new_plan.items)
+        return super().finish_plan(new_plan)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Takes what is no tensor."""
+        super().load_bytes(read_item, value)
+        self._count()
+
+    def _count(self) -> None:
+        """Verifies unsharded tables when all has been read; the sharded ones verify with all ranks."""
+        assert self.metadata is not None
+        self._left -= 1
+        if not self._left:
+            came = {fqn: self.state_dict[fqn] for fqn in self._plain}
+            verify_plain(came, self.metadata.state_dict_metadata)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Gives the memory that a block is read into."""
+        fqn = read_item.dest_index.fqn
+        if fqn not in self._names:
+            return super().resolve_tensor(read_item)
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata[fqn]
+        assert isinstance(saved, TensorStorageMetadata)
+        return torch.empty(read_item.lengths, dtype=saved.properties.dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Hands a block that was read over to its table."""
+        fqn = read_item.dest_index.fqn
+        if fqn not in self._names:
+            super().commit_tensor(read_item, tensor)
+            self._count()
+            return
+        begin = read_item.dest_index.offset or ()
+        offset = tuple(a + b for a, b in zip(begin, read_item.dest_offsets, strict=True))
+        self.state_dict[fqn].entry.receive(self._names[fqn], offset, tensor)
+        self._count()
+
+
+def _is_of_unsharded_table(fqn: str, flat: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether a tensor stands beside a table's config here and there: its size changes with the table."""
+    config = f"{fqn.rpartition('.')[0]}.config"
+    return config in flat and config in saved
+
+
+def _resized(value: Tensor, name: str, saved: Any) -> Tensor | None:
+    """Returns a tensor of the saved size to take the place of one, None if its own size is right.
+
+    What has no numbers is not in every checkpoint: then the tensor is empty.
+    """
+    if isinstance(saved, TensorStorageMetadata):
+        is_right = saved.size == value.size() and saved.properties.dtype == value.dtype
+        if is_right and not isinstance(value, SavedTensor):
+            return None
+        return torch.empty(saved.size, dtype=saved.properties.dtype)
+    size = (2, 0) if name == "clock" else (0, *value.shape[1:])
+    return torch.empty(size, dtype=value.dtype)

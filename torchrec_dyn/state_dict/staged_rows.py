@@ -1,0 +1,259 @@
+"""StagedRows: what is read of a checkpoint, beside the table that it is for.
+
+Nothing of the table changes while chunks come in. When all have come and have been verified, the staged
+stores become the table's own: no row is copied twice.
+
+Legend: M rows of a chunk, a place is the number of a row in the canonical order of the whole table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.checkpoint_format import CHUNK_BYTES, DAMAGED, add_sums, ascend, content_sum
+from torchrec_dyn.life import MOST_COUNT, NO_STEP, Scores, WaitingIds, last_step
+from torchrec_dyn.state_dict.places import Places
+from torchrec_dyn.storage import CanonicalRows, IdMap, RowStore
+
+_READ_AT_ONCE = 1 << 20
+_WORD = 1 << 64
+
+
+def put_block(
+    store: RowStore, origin: int, places: Places, place: int, column: int, values: Tensor
+) -> int:
+    """Copies into a store what it is to have of a block of a saved tensor.
+
+    Args:
+        store: of the rows at `places`.
+        origin: which column of the tensor is its first.
+        places: of the rows of the store.
+        place: of the block's first row.
+        column: the block's first.
+        values: [M, C], the block.
+
+    Returns:
+        How many numbers were copied.
+    """
+    first = max(column, origin)
+    end = min(column + values.shape[1], origin + store.columns)
+    if first >= end:
+        return 0
+    rows = 0
+    for low, high, row in places.within(place, place + len(values)):
+        part = values[low - place : high - place, first - column : end - column]
+        store.put(row, first - origin, part)
+        rows += high - low
+    return rows * (end - first)
+
+
+class StagedRows:
+    """The ids, weights and scores that one piece of a table is about to get.
+
+    Args:
+        name: the table's.
+        where: the table, for messages.
+        places: which rows come.
+        columns: first and number of the columns held here.
+        dtype: of the saved rows.
+        shift: binary logarithm of the rows of a block of the table.
+        limit: of the table, for its map.
+        owns: says of ids [M] which belong here, [M] bool; None: all.
+        counters: limit of the ids that wait for admission, None where none are counted.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        where: str,
+        places: Places,
+        columns: tuple[int, int],
+        dtype: torch.dtype,
+        shift: int,
+        limit: int,
+        owns: Callable[[Tensor], Tensor] | None,
+        counters: int | None,
+    ) -> None:
+        device = torch.device("cpu")
+        self.name = name
+        self.where = where
+        self.places = places
+        self.first_column = columns[0]
+        self._limit = limit
+        self.id_map = IdMap(limit)
+        self.id_map.reserve(places.count)
+        self.weights = RowStore(columns[1], shift, dtype, device)
+        self.weights.reserve(places.count)
+        self.scores = Scores(shift, device)
+        self.waiting = None if counters is None else WaitingIds(counters, device)
+        self.others: list[Tensor] = []  # rows whose ids belong elsewhere
+        self.sums: dict[str, int] = {}  # of what is not kept by row
+        self._owns = owns
+        self._come: dict[str, int] = {}
+        self._last_step = 0
+        self._ends: list[tuple[int, int, int]] = []
+
+    def receive(self, name: str, place: int, column: int, values: Tensor) -> None:
+        """Takes a chunk.
+
+        Args:
+            name: of the tensor.
+            place: of its first row.
+            column: of its first column.
+            values: [M, C] or [M].
+
+        Raises:
+            ValueError: if it cannot be what was saved.
+        """
+        if name == "waiting":
+            self._receive_waiting(values)
+            return
+        if name == "weight":
+            put = put_block(self.weights, self.first_column, self.places, place, column, values)
+            self._come[name] = self._come.get(name, 0) + put
+            return
+        for low, high, row in self.places.within(place, place + len(values)):
+            chunk = values[low - place : high - place]
+            if name == "ids":
+                self._receive_ids(chunk.contiguous(), low, row)
+            else:
+                self._receive_scores(name, chunk.contiguous(), row)
+            self._come[name] = self._come.get(name, 0) + chunk.numel()
+
+    def _receive_ids(self, ids: Tensor, place: int, row: int) -> None:
+        if not ascend(ids):
+            raise ValueError(
+                f"{self.where}: expected saved ids in canonical order, got others. {DAMAGED}"
+            )
+        first, last = ops.mix64(ids[[0, -1]]).tolist()
+        self._ends.append((place, first % _WORD, last % _WORD))
+        rows = torch.arange(row, row + ids.numel())
+        if self._owns is not None:
+            mine = self._owns(ids)
+            self.others.append(rows[~mine])
+            ids, rows = ids[mine], rows[mine]
+        self.id_map.insert(ids, rows)
+
+    def _receive_scores(self, name: str, values: Tensor, row: int) -> None:
+        most = NO_STEP - 1 if name == "last_seen" else MOST_COUNT
+        if values.numel() and not 0 <= int(values.min()) <= int(values.max()) <= most:
+            raise ValueError(
+                f"{self.where}: expected saved {name} from 0 to {most}, got others. {DAMAGED}"
+            )
+        if not self.scores.store.blocks:
+            self.scores.store.reserve_zeros(self.places.count)
+        rows = torch.arange(row, row + values.numel())
+        last_seen, counts = self.scores.read(rows)
+        if name == "last_seen":
+            self.scores.write(rows, values, counts)
+        else:
+            self.scores.write(rows, last_seen, values)
+
+    def _receive_waiting(self, values: Tensor) -> None:
+        ids, last_seen, counts = values.t().contiguous()
+        if values.numel() and not (
+            0 <= int(last_seen.min()) <= int(last_seen.max()) < NO_STEP
+            and 0 <= int(counts.min()) <= int(counts.max()) <= MOST_COUNT
+        ):
+            raise ValueError(
+                f"{self.where}: expected saved counters of steps and counts, got others. {DAMAGED}"
+            )
+        mine = slice(None) if self._owns is None else self._owns(ids)
+        summed = content_sum(self.name, "waiting", ids[mine], values[mine])
+        self.sums = add_sums(self.sums, {"waiting": summed})
+        seen = last_seen[mine]
+        self._last_step = max(self._last_step, int(seen.max()) if seen.numel() else 0)
+        if self.waiting is not None:
+            self.waiting.write(ids[mine], last_seen[mine], counts[mine])
+
+    def check_complete(self) -> None:
+        """Raises ValueError if something has not come or ids are not those of one table."""
+        columns = {"ids": 1, "weight": self.weights.columns}
+        for name in ("last_seen", "count"):
+            if name in self._come:
+                columns[name] = 1
+        for name, width in columns.items():
+            if self._come.get(name, 0) != self.places.count * width:
+                raise ValueError(
+                    f"{self.where}: expected {self.places.count * width} numbers of {name}, got "
+                    f"{self._come.get(name, 0)}. {DAMAGED}"
+                )
+        ends = sorted(self._ends)
+        if any(last >= first for (_, _, last), (_, first, _) in pairwise(ends)):
+            raise ValueError(
+                f"{self.where}: expected saved ids in canonical order, got others. {DAMAGED}"
+            )
+
+    def close_up(self) -> int:
+        """Moves the rows that belong here together where many of those that came do not.
+
+        A small table is read whole by each of the ranks that share it: its cells are coarse.
+
+        Returns:
+            The rows that are held now; those of `others` are free.
+        """
+        kept = self.id_map.num_ids
+        if self.places.count - kept <= kept // 8:
+            return self.places.count
+        ids, rows = self.id_map.contents()
+        weights = RowStore(
+            self.weights.columns, self.weights.shift, self.weights.dtype, self.weights.device
+        )
+        scores = Scores(self.weights.shift, self.weights.device)
+        here = torch.arange(kept)
+        weights.reserve(kept)
+        weights.write(here, self.weights.read(rows))
+        if self.has_scores:
+            scores.store.reserve_zeros(kept)
+            scores.write(here, *self.scores.read(rows))
+        self.id_map = IdMap(self._limit)
+        self.id_map.reserve(kept)
+        self.id_map.insert(ids, here)
+        self.weights, self.scores, self.others = weights, scores, []
+        return kept
+
+    def canonical(self) -> CanonicalRows:
+        """Gives the ids that belong here, and the rows that they came to, in canonical order."""
+        return CanonicalRows(self.id_map, self.where, lambda: None)
+
+    def summed(self, is_first: bool) -> dict[str, int]:
+        """Sums what belongs here, tensor by tensor.
+
+        Args:
+            is_first: whether this piece has the first column: only there ids and scores count.
+        """
+        sums = [self.sums] if is_first else []
+        most = max(1, CHUNK_BYTES // self.weights.row_bytes)
+        for ids, rows in self.canonical().stretches(most):
+            held = {"weight": self.weights.read(rows)}
+            if is_first:
+                held["ids"] = ids
+                if self.has_scores:
+                    held["last_seen"], held["count"] = self.scores.read(rows)
+            first = self.first_column
+            sums.append(
+                {
+                    name: content_sum(self.name, name, ids, one, first if name == "weight" else 0)
+                    for name, one in held.items()
+                }
+            )
+        return add_sums(*sums)
+
+    def last_step(self) -> int:
+        """Returns the last training step that what came knows of (saved_life.last_step)."""
+        last = self._last_step
+        for start in range(0, self.places.count if self.has_scores else 0, _READ_AT_ONCE):
+            rows = torch.arange(start, min(self.places.count, start + _READ_AT_ONCE))
+            last_seen, counts = self.scores.read(rows)
+            last = max(last, last_step({"last_seen": last_seen, "count": counts}))
+        return last
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether scores came, or would have come had there been rows."""
+        return {"last_seen", "count"} <= self._come.keys()

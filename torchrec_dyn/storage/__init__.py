@@ -1,0 +1,15 @@
+"""The arrays of one table: id to row, row to numbers, which rows are free, what changed.
+
+Imports the root only (ops, configs); torch alone. Start with `id_map`, then `row_store`.
+
+Rows never move and state is plain tensors. Nothing here knows policies, optimizers' rules or ranks.
+"""
+
+from torchrec_dyn.storage.canonical_rows import CELL_BITS, CanonicalRows, cell_bits
+from torchrec_dyn.storage.change_log import ChangeLog, Moment
+from torchrec_dyn.storage.id_map import SLOT_BYTES, IdMap, arrays_of, canonical_order, most_slots
+from torchrec_dyn.storage.initial_rows import InitialRows
+from torchrec_dyn.storage.open_forwards import ForwardTicket, OutstandingForwards
+from torchrec_dyn.storage.row_marks import RowMarks, write_marks
+from torchrec_dyn.storage.row_numbers import RowNumbers
+from torchrec_dyn.storage.row_store import RowStore, block_shift

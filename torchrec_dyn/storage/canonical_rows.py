@@ -1,0 +1,174 @@
+"""CanonicalRows: what an id map holds in canonical order, looked up a stretch at a time.
+
+Canonical order is that of the mixed id, unsigned. Saving walks it, while rows lie in order of first
+sight. So as not to hold a permutation of the whole table, the map is scanned for one window of mixed ids
+after the other.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.storage.id_map import IdMap
+
+# A window is looked up in one scan of the slots and kept for the next tensor: 16 bytes a row.
+WINDOW_ROWS = 2 << 20
+KEPT_ROWS = 4 << 20  # of all tables
+_WINDOW_BITS = 12
+_WORD_BITS = 64
+# Mixed ids are counted in 2^8 cells at most, each of so many rows at least, so that a reader of a slice reads
+# a 256th of the table too much at either end.
+CELL_BITS = 8
+_CELL_ROWS = 4096
+
+
+class _Window(NamedTuple):
+    begin: int
+    ids: Tensor
+    rows: Tensor
+
+
+def signed(word: int) -> int:
+    """Returns the int64 that has the bits of an unsigned word."""
+    return word - (1 << _WORD_BITS) if word >> (_WORD_BITS - 1) else word
+
+
+def cell_bits(rows: int) -> int:
+    """Returns the binary logarithm of the cells in which a table of so many rows is counted."""
+    return max(0, min(CELL_BITS, (rows // _CELL_ROWS).bit_length() - 1))
+
+
+class CanonicalRows:
+    """The contents of one map, as long as they stay.
+
+    Args:
+        id_map: the map.
+        where: the table, for messages.
+        stamp: anything that changes when the map does.
+    """
+
+    def __init__(self, id_map: IdMap, where: str, stamp: Callable[[], Any]) -> None:
+        _kept.enter()
+        weakref.finalize(self, _kept.leave)
+        self._map = id_map
+        self._where = where
+        self._stamp = stamp
+        self._stamped = stamp()
+        self.count = id_map.num_ids
+        cells = ops.count_cells(*id_map.arrays(), _WINDOW_BITS)
+        self._begins = [0, *cells.cumsum(0).tolist()]
+
+    def cells(self, bits: int) -> Tensor:
+        """Counts the ids in each of 2^bits equal ranges of mixed ids, [2^bits] int64, bits 12 at most."""
+        begins = torch.tensor(self._begins)
+        return begins[:: 1 << (_WINDOW_BITS - bits)].diff()
+
+    def from_mixed(self, first: int) -> Tensor:
+        """Returns the ids whose mixed id is at least `first`, unsigned, in canonical order, [M] int64."""
+        return ops.ids_between(*self._map.arrays(), signed(first), -1)[0]
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Looks up the ids and rows at these places of the canonical order.
+
+        Args:
+            start: first place.
+            stop: place after the last.
+
+        Returns:
+            ids: [stop - start] int64.
+            rows: [stop - start] int64.
+
+        Raises:
+            RuntimeError: if the table has changed since.
+        """
+        self.check_unchanged()
+        ids, rows = [], []
+        while start < stop:
+            window = self._window_at(start)
+            inside = slice(start - window.begin, stop - window.begin)
+            ids.append(window.ids[inside])
+            rows.append(window.rows[inside])
+            if not ids[-1].numel():
+                raise RuntimeError(
+                    f"torchrec_dyn bug: {self._where} has fewer ids than were counted."
+                )
+            start += ids[-1].numel()
+        if len(ids) == 1:
+            return ids[0], rows[0]
+        nothing = torch.empty(0, dtype=torch.int64)
+        return torch.cat([nothing, *ids]), torch.cat([nothing, *rows])
+
+    def stretches(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Walks all ids and rows, at most `most` at a time."""
+        for start in range(0, self.count, most):
+            yield self.read(start, min(self.count, start + most))
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError if the table has changed since this was made."""
+        if self._stamp() != self._stamped:
+            raise RuntimeError(
+                f"{self._where}: expected the table as it was when its state dict was made, got one that was "
+                "trained or changed since. Rows are read when they are saved: save first, or keep "
+                "copy.deepcopy(state_dict)."
+            )
+
+    def _window_at(self, place: int) -> _Window:
+        first = bisect_right(self._begins, place) - 1
+        for window in _kept.windows_of(self._map, self._stamped):
+            if window.begin <= place < window.begin + window.ids.numel():
+                return window
+        last = max(first + 1, bisect_right(self._begins, self._begins[first] + WINDOW_ROWS) - 1)
+        width = _WORD_BITS - _WINDOW_BITS
+        ids, rows = ops.ids_between(
+            *self._map.arrays(), signed(first << width), signed((last << width) - 1)
+        )
+        window = _Window(self._begins[first], ids, rows)
+        _kept.keep(self._map, self._stamped, window)
+        return window
+
+
+class _KeptWindows:
+    """Windows of all maps that are being walked: the same one serves all tensors of a table.
+
+    Saving resolves chunks on several threads, where the writer has several.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # `leave` may be called by a collection of garbage under it
+        self._walkers = 0
+        self._kept: list[tuple[IdMap, Any, _Window]] = []
+
+    def enter(self) -> None:
+        with self._lock:
+            self._walkers += 1
+
+    def leave(self) -> None:
+        """Drops all windows when nobody walks any more."""
+        with self._lock:
+            self._walkers -= 1
+            if not self._walkers:
+                self._kept.clear()
+
+    def windows_of(self, id_map: IdMap, stamp: Any) -> list[_Window]:
+        with self._lock:
+            return [window for one, at, window in self._kept if one is id_map and at == stamp]
+
+    def keep(self, id_map: IdMap, stamp: Any, window: _Window) -> None:
+        with self._lock:
+            self._kept.append((id_map, stamp, window))
+            while len(self._kept) > 1 and self._rows() > KEPT_ROWS:
+                del self._kept[0]
+
+    def _rows(self) -> int:
+        return sum(window.ids.numel() for _, _, window in self._kept)
+
+
+_kept = _KeptWindows()

@@ -1,0 +1,41 @@
+"""InitialRows: the rows that the ids of one table start with, a pure function of each id.
+
+Legend: M ids.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.initializers import Initializer, table_key
+from torchrec_dyn.storage.row_store import RowStore
+
+
+class InitialRows:
+    """Writes initial rows into any store of a table's weights.
+
+    Args:
+        initializer: the distribution.
+        seed: of the table's config.
+        name: of the table.
+        first_column: number of the first column held here.
+    """
+
+    def __init__(self, initializer: Initializer, seed: int, name: str, first_column: int) -> None:
+        self._kind, self._parameters = initializer.parameters()
+        self._key = table_key(seed, name, "initial row")
+        self._first_column = first_column
+
+    def write(self, ids: Tensor, rows: Tensor, store: RowStore) -> None:
+        """Writes the initial rows of ids.
+
+        Args:
+            ids: [M] int64.
+            rows: [M] int64, where to.
+            store: weights.
+        """
+        ops.init_rows_(
+            ids, rows, store.blocks, store.shift, store.columns, self._first_column,
+            self._kind, self._parameters, self._key,
+        )  # fmt: skip

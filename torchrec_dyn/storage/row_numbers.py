@@ -1,0 +1,81 @@
+"""Which rows are free, and which must wait for a forward that still holds them.
+
+A row that a forward has read must not be given to another id before that forward's backward has run or its
+graph has been dropped (pipelines run lookup i + 1 before backward i). So a row that an id leaves is withheld
+until all forwards opened before are closed (open_forwards.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn.storage.open_forwards import OutstandingForwards
+
+
+class RowNumbers:
+    """Hands out rows 0, 1, 2, ... in order, freed ones first.
+
+    Attributes:
+        high: rows ever handed out; every row below is in use, free or withheld.
+    """
+
+    def __init__(self, forwards: OutstandingForwards) -> None:
+        self.high = 0
+        self.forwards = forwards
+        self._free: list[Tensor] = []  # those that came free together
+        self._num_free = 0
+        self._withheld: list[tuple[int, Tensor]] = []
+
+    def take(self, count: int) -> Tensor:
+        """Hands out rows.
+
+        Returns:
+            [count] int64, distinct.
+        """
+        self._release()
+        reused = min(count, self._num_free)
+        rows = [torch.arange(self.high, self.high + count - reused)]
+        self._num_free -= reused
+        self.high += count - reused
+        while reused:
+            free = self._free.pop()
+            rows.append(free[:reused])
+            if free.numel() > reused:
+                self._free.append(free[reused:])
+            reused -= rows[-1].numel()
+        return torch.cat(rows[::-1])
+
+    def highest_after(self, count: int) -> int:
+        """Returns `high` as it would be after taking `count` rows."""
+        self._release()
+        return self.high + max(0, count - self._num_free)
+
+    def give_back(self, rows: Tensor) -> None:
+        """Takes back rows that their ids left; they are reused when no open forward can hold them.
+
+        Args:
+            rows: [M] int64, distinct, handed out before.
+        """
+        if rows.numel():
+            self._withheld.append((self.forwards.latest, rows))
+
+    @property
+    def has_withheld(self) -> bool:
+        """Whether any row waits for a forward (or may by now be released)."""
+        return bool(self._withheld)
+
+    def withheld(self) -> Tensor:
+        """Returns the rows that wait for a forward, [M] int64."""
+        self._release()
+        return torch.cat([torch.empty(0, dtype=torch.int64), *(rows for _, rows in self._withheld)])
+
+    def _release(self) -> None:
+        waiting: list[tuple[int, Tensor]] = []
+        for latest, rows in self._withheld:
+            if self.forwards.all_closed_up_to(latest):
+                self._free.append(rows)
+                self._num_free += rows.numel()
+            else:
+                waiting.append((latest, rows))
+        self._withheld = waiting

@@ -1,0 +1,163 @@
+"""RowStore: rows of one kind (weights, or one optimizer state) in blocks that never move.
+
+A table grows by appending a block of 2^shift rows; no row is copied (docs/decisions/0002). A fresh block is
+reserved, not written: Linux commits its pages on first touch, so memory follows the rows in use.
+
+Legend: R rows allocated, M rows asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.storage.id_map import SLOT_BYTES
+
+# Upper bound of a block: large enough that a table has few of them, small enough that the last,
+# partly used one is no burden where memory is committed at once.
+_BLOCK_BYTES = 32 << 20
+_LINE_BYTES = 64
+
+
+def block_shift(row_limit: int, row_bytes: int) -> int:
+    """Returns the binary logarithm of the rows of a block.
+
+    Args:
+        row_limit: rows the table may reach; a small table takes one small block.
+        row_bytes: bytes of a row's weights.
+    """
+    rows = max(1, min(_BLOCK_BYTES // max(1, row_bytes), row_limit))
+    return max(4, rows.bit_length() - 1)
+
+
+class RowStore:
+    """Holds rows of `columns` numbers.
+
+    Attributes:
+        blocks: each [2^shift, columns] of dtype.
+        shift: binary logarithm of the rows of a block.
+        columns: width of a row.
+    """
+
+    def __init__(self, columns: int, shift: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.columns = columns
+        self.shift = shift
+        self.dtype = dtype
+        self.device = device
+        self.blocks: list[Tensor] = []
+        self._spare: list[Tensor] = []
+
+    @property
+    def capacity(self) -> int:
+        """Rows that the blocks can hold."""
+        return len(self.blocks) << self.shift
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.columns * self.dtype.itemsize
+
+    def reserve(self, rows: int) -> None:
+        """Appends blocks until `rows` rows fit. Rows that exist stay where they are."""
+        while self.capacity < rows:
+            if not self._spare:
+                self._spare = self._several_blocks()
+            self.blocks.append(self._spare.pop())
+
+    def _several_blocks(self) -> list[Tensor]:
+        """Returns blocks out of one reservation: as many as there are, up to _BLOCK_BYTES in all.
+
+        The blocks of a state of one number a row are smaller than a huge page; side by side they
+        share huge pages.
+        """
+        block_rows, count = 1 << self.shift, 1
+        if self.device.type == "cpu":  # elsewhere memory is committed at once
+            count = max(1, min(len(self.blocks), _BLOCK_BYTES // (block_rows * self.row_bytes)))
+        together = torch.empty(
+            count * block_rows, self.columns, dtype=self.dtype, device=self.device
+        )
+        ops.advise_huge_pages(together)
+        return list(together.split(block_rows))[::-1]
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Copies rows out.
+
+        Args:
+            rows: [M] int64; -1 reads as zeros.
+
+        Returns:
+            [M, columns].
+        """
+        return ops.gather_rows(rows, self.blocks, self.shift, self.columns, self.dtype)
+
+    def write(self, rows: Tensor, values: Tensor) -> None:
+        """Copies values in; of two values for one row the last stays.
+
+        Args:
+            rows: [M] int64.
+            values: [M, columns]; converted to the rows' dtype, to nearest.
+        """
+        if rows.numel() == 0:  # before the first block the op cannot know our dtype
+            return
+        values = values.to(self.dtype).contiguous()
+        ops.scatter_rows_(rows, values, self.blocks, self.shift, self.columns)
+
+    def put(self, first_row: int, first_column: int, values: Tensor) -> None:
+        """Copies values into neighbouring rows and columns.
+
+        Args:
+            first_row: where they begin.
+            first_column: likewise.
+            values: [M, C]; converted to the rows' dtype, to nearest.
+        """
+        columns = slice(first_column, first_column + values.shape[1])
+        for begin, end, piece in self._pieces(first_row, first_row + len(values)):
+            piece[:, columns] = values[begin - first_row : end - first_row]
+
+    def converted(
+        self, columns: int, dtype: torch.dtype, convert: Callable[[Tensor], Tensor]
+    ) -> RowStore:
+        """Moves all rows into a store of another shape, block by block; this one is empty afterwards.
+
+        Args:
+            columns: of the result.
+            dtype: of the result.
+            convert: gives [M, columns] of any dtype for [M, self.columns].
+        """
+        made = RowStore(columns, self.shift, dtype, self.device)
+        made.reserve(self.capacity)
+        self._spare = []
+        for block in made.blocks:
+            block.copy_(convert(self.blocks.pop(0)))
+        return made
+
+    def _pieces(self, first: int, end: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Walks the blocks of rows [first, end): begin, end and the rows."""
+        while first < end:
+            block, place = first >> self.shift, first & ((1 << self.shift) - 1)
+            rows = min(end - first, (1 << self.shift) - place)
+            yield first, first + rows, self.blocks[block][place : place + rows]
+            first += rows
+
+    def reserve_zeros(self, rows: int) -> None:
+        """Makes an empty store one of `rows` rows of zeros; memory is committed where they are written."""
+        blocks = -(-rows >> self.shift)
+        nothing = torch.empty(0, 2, dtype=torch.int64, device=self.device)
+        # A block has 16 rows at least, so that together they are whole cache lines, or nearly.
+        lines = -(-(blocks * self.row_bytes << self.shift) // _LINE_BYTES)
+        zeros = ops.new_slots(nothing, max(1, lines) * _LINE_BYTES // SLOT_BYTES).view(self.dtype)
+        numbers = blocks * self.columns << self.shift
+        together = zeros.flatten()[:numbers].view(-1, self.columns)
+        self.blocks = list(together.split(1 << self.shift)) if blocks else []
+
+    def zero(self, rows: Tensor) -> None:
+        """Fills rows with zeros.
+
+        Args:
+            rows: [M] int64.
+        """
+        constant = [0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
+        ops.init_rows_(rows, rows, self.blocks, self.shift, self.columns, 0, 0, constant, 0)

@@ -1,0 +1,20 @@
+"""One table, or one column shard of it, on one rank.
+
+Imports `life`, `storage` and the root; torch alone. Start with `table`: DynamicTable puts the arrays and
+the life of its rows together. `insertion` gives rows to unseen ids, `contents` copies a table out and in.
+
+Whatever changes a table changes all of it or nothing, and checks its input first (`checks`).
+"""
+
+from torchrec_dyn.table.changes import moment_of, note_came, note_changed, note_replaced, tokens_of
+from torchrec_dyn.table.checks import ROW_DTYPES, check_need, check_state, check_step
+from torchrec_dyn.table.contents import (
+    NamedState,
+    named_states,
+    read_tensor,
+    stamp_of,
+    state_for_copy,
+    without_optimizer,
+)
+from torchrec_dyn.table.insertion import find_rows, insert_unseen, split_by_table
+from torchrec_dyn.table.table import DynamicTable

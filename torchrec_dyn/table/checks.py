@@ -1,0 +1,157 @@
+"""What a table refuses, each with its message; nothing is changed before these have passed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrec_dyn.life import NO_STEP, check_life
+from torchrec_dyn.table.contents import NamedState
+
+ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class _Table(Protocol):
+    num_embeddings: int
+    embedding_dim: int
+    first_column: int
+    columns: int
+    row_limit: int
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+
+def check_shape(table: _Table, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError if a table of this shape, dtype and device cannot be."""
+    for field in ("num_embeddings", "embedding_dim", "columns", "row_limit"):
+        if getattr(table, field) < 1:
+            raise ValueError(
+                f"{table.where}.{field}: expected at least 1, got {getattr(table, field)}."
+            )
+    if table.first_column < 0 or table.first_column + table.columns > table.embedding_dim:
+        raise ValueError(
+            f"{table.where}: expected columns inside [0, {table.embedding_dim}), got "
+            f"[{table.first_column}, {table.first_column + table.columns})."
+        )
+    if dtype not in ROW_DTYPES:
+        raise ValueError(
+            f"{table.where}: expected rows of float32, float16 or bfloat16, got {dtype}. "
+            "Set data_type of the table's config."
+        )
+    if device.type != "cpu":
+        raise ValueError(
+            f"{table.where}: expected rows on the CPU, the one device with kernels so far, got "
+            f"{device}. Keep the collection on the CPU."
+        )
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def check_room(table: _Table, additional: int) -> None:
+    """Raises RuntimeError if `additional` more rows exceed the limit."""
+    if additional and table.num_rows + additional > table.row_limit:
+        raise RuntimeError(
+            f"{table.where} on rank {_rank()}: expected at most {table.row_limit} rows here "
+            f"(num_embeddings={table.num_embeddings}), got {table.num_rows} and {additional} new "
+            "ids. Raise num_embeddings, or let rows go: DynamicTableConfig(eviction=...)."
+        )
+
+
+def check_step(table: _Table, step: int) -> None:
+    """Raises RuntimeError at a step that scores cannot note (after four thousand million)."""
+    if step >= NO_STEP:
+        raise RuntimeError(
+            f"{table.where}: expected a training step below {NO_STEP}, got {step}. "
+            "Load the table's state without its scores and its step."
+        )
+
+
+def check_need(table: _Table, need: int) -> None:
+    """Raises RuntimeError if the rows of one batch alone exceed the limit.
+
+    Args:
+        table: one that replaces rows.
+        need: distinct ids of the batch that have a row or are to get one.
+    """
+    if need > table.row_limit:
+        raise RuntimeError(
+            f"{table.where} on rank {_rank()}: expected a batch that needs at most "
+            f"{table.row_limit} rows here (num_embeddings={table.num_embeddings}), got {need} "
+            "distinct ids. Raise num_embeddings, or make the batch smaller."
+        )
+
+
+def check_ids(where: str, ids: Tensor) -> Tensor:
+    """Raises ValueError unless ids are what an op takes, but for strides.
+
+    Args:
+        where: the table and method, for messages.
+        ids: [M] int64.
+
+    Returns:
+        The ids, contiguous.
+    """
+    if ids.dtype != torch.int64 or ids.dim() != 1:
+        raise ValueError(
+            f"{where}: expected ids [M] of int64, got {list(ids.shape)} of {ids.dtype}. "
+            "Convert with ids.long().flatten()."
+        )
+    return ids.detach().contiguous()
+
+
+def check_rows(table: _Table, rows: Tensor, count: int, method: str) -> None:
+    """Raises ValueError unless rows fit a table.
+
+    Args:
+        table: the table.
+        rows: [count, D] floating point.
+        count: how many ids they are for.
+        method: who asks, for messages.
+    """
+    if tuple(rows.shape) != (count, table.columns) or not rows.is_floating_point():
+        raise ValueError(
+            f"{table.where}.{method}: expected floating point rows of shape "
+            f"[{count}, {table.columns}], got {list(rows.shape)} of {rows.dtype}."
+        )
+
+
+def check_state(
+    where: str, state: Mapping[str, Tensor], columns: int, states: Sequence[NamedState]
+) -> None:
+    """Raises ValueError if a saved form does not fit a table; missing optimizer state fits.
+
+    Args:
+        where: the table, for messages.
+        state: the saved form, in any order of ids.
+        columns: D of the table.
+        states: the table's optimizer states.
+    """
+    if "ids" not in state or "weight" not in state:
+        raise ValueError(f"{where}: expected ids and weight, got {sorted(state)}.")
+    step = state.get("step", torch.tensor(0))
+    if step.numel() != 1 or not 0 <= int(step) < 1 << 62:
+        raise ValueError(f"{where}: expected a step >= 0, got {step.tolist()}.")
+    ids = state["ids"]
+    check_ids(where, ids)
+    if torch.unique(ids).numel() != ids.numel():
+        raise ValueError(f"{where}: expected distinct ids, got repeated ones.")
+    expected: dict[str, tuple[int, ...]] = {"weight": (ids.numel(), columns)}
+    for one in states:
+        expected[one.name] = (ids.numel(),) if one.is_rowwise else (ids.numel(), one.store.columns)
+    for name, shape in expected.items():
+        if name in state and tuple(state[name].shape) != shape:
+            raise ValueError(
+                f"{where}: expected {name} of shape {list(shape)}, got "
+                f"{list(state[name].shape)}. Was it saved from another table or optimizer?"
+            )
+    check_life(where, state, ids)

@@ -1,0 +1,90 @@
+"""Gives unseen ids their rows: all tables of a lookup, or none.
+
+Legend: T tables, N ids, M distinct unseen ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.storage import IdMap, arrays_of
+
+
+class GrowingTable(Protocol):
+    """What insertion asks of a table (table/table.py)."""
+
+    id_map: IdMap
+
+    def check_room(self, additional: int) -> None:
+        """Raises RuntimeError if `additional` more rows exceed the limit."""
+
+    def reserve(self, additional: int) -> None:
+        """Makes room for `additional` more ids and rows."""
+
+    def adopt(self, new_ids: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Takes and initialises rows.
+
+        Args:
+            new_ids: [M] int64.
+            counts: [M] int64, how often they were seen.
+        """
+        ...
+
+
+def find_rows(
+    tables: Sequence[GrowingTable], ids: Tensor, table_offsets: Tensor
+) -> tuple[Tensor, list[int]]:
+    """Finds the rows of ids.
+
+    Args:
+        tables: T tables.
+        ids: [N] int64 in table order.
+        table_offsets: [T + 1] int64.
+
+    Returns:
+        rows: [N] int64, -1 where the id is absent.
+        absent: of each table how many ids are, repeats counted.
+    """
+    rows, absent = ops.lookup(ids, table_offsets, *arrays_of([table.id_map for table in tables]))
+    counts: list[int] = absent.tolist()
+    return rows, counts
+
+
+def split_by_table(new_ids: Tensor, new_offsets: Tensor) -> tuple[Tensor, ...]:
+    """Cuts the new ids of `ops.collect_new` into those of each table.
+
+    Args:
+        new_ids: [M] int64.
+        new_offsets: [T + 1] int64.
+    """
+    return new_ids.split(new_offsets.diff().tolist())
+
+
+def insert_unseen(
+    tables: Sequence[GrowingTable], ids: Tensor, rows: Tensor, table_offsets: Tensor
+) -> None:
+    """Inserts the absent ids of a lookup, whatever a policy says, and completes its rows.
+
+    Args:
+        tables: T tables.
+        ids: [N] int64 in table order.
+        rows: [N] int64 of `ops.lookup`; -1 becomes the new row, in place.
+        table_offsets: [T + 1] int64.
+
+    Raises:
+        RuntimeError: a table is full or memory is out; no table holds another id than before.
+    """
+    new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
+    per_table = split_by_table(new_ids, new_offsets)
+    for table, fresh in zip(tables, per_table, strict=True):
+        table.check_room(fresh.numel())
+    for table, fresh in zip(tables, per_table, strict=True):
+        table.reserve(fresh.numel())
+    new_rows = torch.cat([t.adopt(fresh) for t, fresh in zip(tables, per_table, strict=True)])
+    ops.insert(new_ids, new_rows, new_offsets, *arrays_of([table.id_map for table in tables]))
+    ops.fill_new_(rows, new_index, new_rows)

@@ -1,0 +1,21 @@
+"""Questions to any model or collection, sharded or not, whatever the plan.
+
+Imports `distributed`, `modules`, `state_dict` and the rooms below. Start with `by_id`: reads and writes
+rows by id across ranks. `tables` finds the tables of a model.
+"""
+
+from torchrec_dyn.whole_model.by_id import (
+    Collection,
+    assign_rows,
+    erase_rows,
+    lookup_rows,
+    read_counts,
+    read_ids,
+    read_last_seen,
+    read_num_rows,
+    read_stats,
+)
+from torchrec_dyn.whole_model.model_collections import collections_of
+from torchrec_dyn.whole_model.rows_here import RowsHere, rows_here
+from torchrec_dyn.whole_model.stats_logger import add_stats_hook, log_stats
+from torchrec_dyn.whole_model.tables import ModelTable, map_of, saved_forms, tables_of

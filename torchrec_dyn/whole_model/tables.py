@@ -1,0 +1,160 @@
+"""The dynamic tables of a model, sharded or not, as deltas see them: in one form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import get_unwrapped_module
+
+from torchrec_dyn.checkpoint_format import SavedTensor, numbers_of
+from torchrec_dyn.distributed import (
+    ShardedDynamicEmbeddingBagCollection,
+    ShardedDynamicEmbeddingCollection,
+)
+from torchrec_dyn.modules import LocalTable
+from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.policies import AdmitAfter
+from torchrec_dyn.ranks import Piece, TableLayout, done_together, told_together
+from torchrec_dyn.state_dict import ModelSource, OptimizerSource, ShardPieces
+from torchrec_dyn.storage import IdMap
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """One dynamic table.
+
+    Attributes:
+        key: where the model's state dict has it: "sparse.ebc.embedding_bags.user".
+        pieces: what this rank holds.
+        optimizer: how its rows learn.
+        group: the ranks; None: the table is whole in this process.
+    """
+
+    key: str
+    pieces: ShardPieces
+    optimizer: RowOptimizer
+    group: dist.ProcessGroup | None
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self.pieces.name
+
+
+def tables_of(model: nn.Module, call: str) -> list[ModelTable]:
+    """Lists the dynamic tables of a model, in one order on all ranks.
+
+    Args:
+        model: DistributedModelParallel, any module, or a collection.
+        call: who asks, for messages.
+
+    Raises:
+        ValueError: if there is none, if some are sharded and some are not, or if two have one name.
+    """
+    tables: list[ModelTable] = []
+    for path, module in get_unwrapped_module(model).named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(module, ShardedDynamicEmbeddingBagCollection):
+            tables += _sharded(f"{prefix}embedding_bags.", module)
+        elif isinstance(module, ShardedDynamicEmbeddingCollection):
+            tables += _sharded(f"{prefix}embeddings.", module)
+        elif isinstance(module, LocalTable):
+            tables.append(_local(path, module))
+    names = [table.name for table in tables]
+    if not tables or len(set(names)) < len(names):
+        raise ValueError(
+            f"{call}: expected a model with dynamic tables, each of its own name, got tables {names}."
+        )
+    local = [table.name for table in tables if table.group is None]
+    if 0 < len(local) < len(tables):
+        raise ValueError(
+            f"{call}: expected dynamic tables that are all sharded or all not, got {local} unsharded beside "
+            "others. Pass the collections one by one."
+        )
+    return tables
+
+
+def _sharded(
+    prefix: str, module: ShardedDynamicEmbeddingBagCollection | ShardedDynamicEmbeddingCollection
+) -> list[ModelTable]:
+    shards = module._shards
+    return [
+        ModelTable(f"{prefix}{one.name}", one, shards.optimizer_of(one.name), one.group)
+        for one in shards.pieces()
+    ]
+
+
+def _local(path: str, table: LocalTable) -> ModelTable:
+    config, rows = table.config, table.rows()
+    pieces = ShardPieces(
+        config.name,
+        table.where,
+        TableLayout((Piece(0, config.embedding_dim, (0,)),), False),
+        [rows],
+        0,
+        None,  # type: ignore[arg-type]  # nobody asks for the group of one rank
+        table.saved_config(),
+        table.dynamic.has_life,
+        isinstance(table.dynamic.admission, AdmitAfter),
+    )
+    return ModelTable(path, pieces, rows.optimizer, None)
+
+
+@dataclass(frozen=True)
+class SavedForm:
+    """What a table, or some of its rows, would save.
+
+    Attributes:
+        model: tensors in the model's state dict, by name.
+        optimizer: tensors in the optimizer's state dict, by name.
+    """
+
+    model: dict[str, SavedTensor]
+    optimizer: dict[str, SavedTensor]
+
+    @property
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """The words of both checksums."""
+        return numbers_of(self.model["checksum"]), numbers_of(self.optimizer["checksum"])
+
+
+def saved_forms(tables: Sequence[ModelTable], call: str) -> list[SavedForm]:
+    """Sums the contents of tables and makes what they would save. Collective.
+
+    Args:
+        tables: of a model.
+        call: the same on every rank.
+    """
+    sources = done_together(tables[0].group, call, lambda: [_sources(table) for table in tables])
+    told = told_together(
+        tables[0].group,
+        call,
+        lambda: [(model.tell(), optimizer.tell()) for model, optimizer in sources],
+    )
+    return [
+        SavedForm(
+            model.tensors([one[number][0] for one in told]),
+            optimizer.tensors([one[number][1] for one in told]),
+        )
+        for number, (model, optimizer) in enumerate(sources)
+    ]
+
+
+def _sources(table: ModelTable) -> tuple[ModelSource, OptimizerSource]:
+    return ModelSource(table.pieces, None), OptimizerSource(table.pieces, table.optimizer, None)
+
+
+def map_of(ids: Tensor, rows: Tensor) -> IdMap:
+    """Makes a map of some ids.
+
+    Args:
+        ids: [M] int64, distinct.
+        rows: [M] int64.
+    """
+    made = IdMap(ids.numel())
+    made.reserve(ids.numel())
+    made.insert(ids, rows)
+    return made
