@@ -35,7 +35,7 @@ def bit_columns(values):
 
 
 def summed(ids, values, first_column, key):
-    """The formula of csrc/content_sum.h in Python's integers."""
+    """The formula of csrc/storage/content_sum.h in Python's integers."""
     first = first_column * (2 if values.dtype == torch.int64 else 1)
     total = 0
     for number, columns in zip(ids.tolist(), bit_columns(values), strict=True):

@@ -16,7 +16,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import torchrec_dyn as dyn
-from torchrec_dyn.migration import from_static_rows
+from torchrec_dyn.migration import trained_collections as from_static_rows
 from torchrec_dyn.migration.trained_collections import from_static
 
 RULE = {"optimizer": "EXACT_SGD", "learning_rate": 0.1}

@@ -26,7 +26,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingPlan
 
 import torchrec_dyn as dyn
-from torchrec_dyn.migration import from_static_rows
+from torchrec_dyn.migration import trained_collections as from_static_rows
 from torchrec_dyn.migration.static_checkpoint import load_static
 
 ROWS = 41

@@ -18,7 +18,7 @@ from static_collections import OPTIMIZERS, assert_same_rows, batch, ebc, loss_of
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_dyn as dyn
-from torchrec_dyn.migration import from_static_rows
+from torchrec_dyn.migration import trained_collections as from_static_rows
 from torchrec_dyn.migration.static_checkpoint import load_static
 from torchrec_dyn.migration.trained_collections import from_static
 

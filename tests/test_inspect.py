@@ -21,11 +21,12 @@ from saved_cases import (
 )
 
 from torchrec_dyn import __main__ as command_line
-from torchrec_dyn.checkpoint.inspection import readable, total_fingerprint
-from torchrec_dyn.checkpoint.inspection_histograms import (
+from torchrec_dyn.checkpoint.inspection import (
     Histogram,
     histogram_of_norms,
     histogram_of_steps,
+    readable,
+    total_fingerprint,
 )
 from torchrec_dyn.checkpoint_format.checkpoint_reader import open_checkpoint
 from torchrec_dyn.storage.id_map import canonical_order

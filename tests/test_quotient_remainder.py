@@ -19,7 +19,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.modules.embedding_configs import PoolingType
 
 import torchrec_dyn as dyn
-from torchrec_dyn.layers.quotient_remainder_ids import PAIR_OPS
+from torchrec_dyn.layers.quotient_remainder import PAIR_OPS
 
 every_op = pytest.mark.parametrize("op", PAIR_OPS)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_dyn.layers.quotient_remainder_ids import quotient_and_remainder
+from torchrec_dyn.layers.quotient_remainder import quotient_and_remainder
 
 EXTREMES = [-(2**63), 1 - 2**63, -2, -1, 0, 1, 2, 2**62, 2**63 - 2, 2**63 - 1]
 DIVISORS = [1, 2, 3, 2**32, 2**32 + 1, 2**62, 2**62 + 1, 2**63 - 2, 2**63 - 1]

@@ -9,8 +9,16 @@ from torchrec_dyn.distributed import (
     ShardedDynamicEmbeddingBagCollection,
     ShardedDynamicEmbeddingCollection,
 )
-from torchrec_dyn.fan_initializers import KaimingNormal, KaimingUniform, XavierNormal, XavierUniform
-from torchrec_dyn.initializers import Constant, Normal, TruncatedNormal, Uniform
+from torchrec_dyn.initializers import (
+    Constant,
+    KaimingNormal,
+    KaimingUniform,
+    Normal,
+    TruncatedNormal,
+    Uniform,
+    XavierNormal,
+    XavierUniform,
+)
 from torchrec_dyn.layers import (
     BlockEmbeddingBagCollection,
     DynamicEmbedding,

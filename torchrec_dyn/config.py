@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from torchrec_dyn.fan_initializers import FanInitializer
-from torchrec_dyn.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform
+from torchrec_dyn.initializers import (
+    Constant,
+    FanInitializer,
+    Initializer,
+    Normal,
+    TruncatedNormal,
+    Uniform,
+)
 from torchrec_dyn.policies import Admission, Eviction, check_admission, check_eviction
 
 GradientReduction = Literal["mean_over_ranks", "mean_over_senders", "sum"]

@@ -185,7 +185,7 @@ def ids_between(
 
 
 def content_sum(ids: Tensor, values: Tensor, first_column: int, key: int) -> Tensor:
-    """Sums up rows to one word that tells whether they hold what they held (csrc/content_sum.h).
+    """Sums up rows to one word that tells whether they hold what they held (csrc/storage/content_sum.h).
 
     The sums of the parts of any cut into rows and columns add up, modulo 2^64, to that of the whole.
 
@@ -216,7 +216,7 @@ def touch_scores_(
     Args:
         rows: [N] int64 in table order; -1 is skipped, a repeated row counts each time.
         table_offsets: [T + 1] int64.
-        scores: blocks [2^shift, 1] int64 of all tables, one after another (csrc/scores.h); written.
+        scores: blocks [2^shift, 1] int64 of all tables, one after another (csrc/life/scores.h); written.
         layout: [T, 4] int64 as `gather_pool`; a table with 0 blocks keeps no scores.
         steps: [T] int64, in [0, 2^32 - 1).
         times: [N] int64, in [1, 2^32): how often each counts; None: once.
@@ -324,7 +324,7 @@ def mark_rows_(
     Args:
         rows: [N] int64 in table order; negative ones are skipped.
         table_offsets: [T + 1] int64.
-        marks: blocks [2^shift, 1] int32 of all tables, one after another (csrc/row_marks.h); written.
+        marks: blocks [2^shift, 1] int32 of all tables, one after another (csrc/storage/row_marks.h); written.
         layout: [T, 4] int64 as `gather_pool`; a table with 0 blocks keeps no marks.
         versions: [T] int64, in [0, 2^31).
     """
@@ -377,7 +377,7 @@ def init_rows_(
         shift: binary logarithm of the rows of a block.
         columns: width of a row here.
         first_column: number of the first column in the whole table.
-        kind: 0 constant, 1 uniform, 2 normal (csrc/initial_rows.h).
+        kind: 0 constant, 1 uniform, 2 normal (csrc/storage/initial_rows.h).
         parameters: low, high, mean, deviation, low probability, high probability.
         key: 64 bits (as int64) that stand for the seed and the table's name.
     """
@@ -435,8 +435,8 @@ def gather_pool(
         offsets: [B + 1] int64, or None for sequences, where bag i is id i.
         bag_weights: [N] float32 or None.
         weights: blocks of all tables, one after another.
-        layout: [T, 4] int64: first block, blocks, shift, columns (csrc/blocks.h).
-        segments: [S, 5] int64: table, first bag, bags, output offset, output stride (csrc/bags.h).
+        layout: [T, 4] int64: first block, blocks, shift, columns (csrc/storage/blocks.h).
+        segments: [S, 5] int64: table, first bag, bags, output offset, output stride (csrc/lookup/bags.h).
         mean: divide each bag by its length.
         elements: size of the result, which the segments must cover.
         dtype: float32, float16 or bfloat16.
@@ -508,7 +508,7 @@ def update_rows_(
         segments: as `gather_pool`.
         streams: [T, 3] int64: rounding key, first column, step (from 1).
         mean: as `gather_pool`.
-        optimizer: number of the rule (csrc/row_update.h).
+        optimizer: number of the rule (csrc/lookup/row_update.h).
         hyper: learning rate, eps, beta1, beta2, weight decay, weight decay mode.
         grad_scales: [T], by which the sum of a row is multiplied.
         senders: [N] int32, which rank sent an id: a row's sum is divided by how many did; -1 of

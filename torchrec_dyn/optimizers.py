@@ -68,7 +68,7 @@ class RowOptimizer:
     (32 times at t = 1), and its t counts only the steps in which the table got gradients.
 
     Source: fbgemm_gpu/split_table_batched_embeddings_ops_training.py (defaults),
-    fbgemm_gpu/codegen/genscript/optimizers.py (rules, see csrc/row_update.h); Loshchilov, Hutter,
+    fbgemm_gpu/codegen/genscript/optimizers.py (rules, see csrc/lookup/row_update.h); Loshchilov, Hutter,
     "Decoupled weight decay regularization", ICLR 2019, and torch/optim/adam.py (ADAMW).
     """
 
@@ -82,7 +82,7 @@ class RowOptimizer:
 
     @property
     def rule(self) -> int:
-        """Number of the rule in csrc/row_update.h."""
+        """Number of the rule in csrc/lookup/row_update.h."""
         return int(OptimizerKind.ADAM if self.kind == OptimizerKind.ADAMW else self.kind)
 
     @property

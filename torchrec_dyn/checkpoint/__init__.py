@@ -6,8 +6,14 @@ inspect`.
 
 from torchrec_dyn.checkpoint.delta_apply import apply_delta
 from torchrec_dyn.checkpoint.delta_export import Marker, export_delta, mark
-from torchrec_dyn.checkpoint.inspection import headline, names_to_read, read_rows, table_lines
-from torchrec_dyn.checkpoint.inspection_plot import plot, plot_fault
+from torchrec_dyn.checkpoint.inspection import (
+    headline,
+    names_to_read,
+    plot,
+    plot_fault,
+    read_rows,
+    table_lines,
+)
 from torchrec_dyn.checkpoint.safetensors_rows import export_rows, export_saved_rows, import_rows
 from torchrec_dyn.checkpoint_format import open_checkpoint
 from torchrec_dyn.migration import load_static

@@ -10,11 +10,10 @@ from torchrec_dyn.distributed.embeddingbag_collection import ShardedDynamicEmbed
 from torchrec_dyn.distributed.feature_processors import (
     DynamicFeatureProcessedEmbeddingBagCollectionSharder,
 )
-from torchrec_dyn.distributed.shard_stats import Stats
-from torchrec_dyn.distributed.shardable_view import merged_fused_params
 from torchrec_dyn.distributed.sharders import (
     DynamicEmbeddingBagCollectionSharder,
     DynamicEmbeddingCollectionSharder,
 )
+from torchrec_dyn.distributed.sharding_setup import merged_fused_params
 from torchrec_dyn.distributed.table_handle import ShardedTableHandle
-from torchrec_dyn.distributed.whole_table import WholeTable
+from torchrec_dyn.distributed.whole_table import Stats, WholeTable

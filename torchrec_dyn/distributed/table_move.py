@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchrec_dyn.checkpoint_format import from_bytes, saved_initializer
 from torchrec_dyn.distributed.chunk_exchange import exchange_chunks
-from torchrec_dyn.distributed.shard_stats import OF_EVERY_SHARD
+from torchrec_dyn.distributed.whole_table import OF_EVERY_SHARD
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import done_together, told_together
 from torchrec_dyn.state_dict import (

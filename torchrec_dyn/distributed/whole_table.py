@@ -4,6 +4,8 @@ Every method is collective: all ranks call it, with ids of their own choice, per
 is wrong on one rank is raised on all of them.
 
 Legend: M ids of this rank, K ids that fell to this rank, C columns on this rank, D of the table.
+
+The counts of a whole table, from those of its shards.
 """
 
 from __future__ import annotations
@@ -16,10 +18,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_dyn.distributed.id_exchange import IdExchange
-from torchrec_dyn.distributed.shard_stats import Stats, whole_stats
 from torchrec_dyn.ranks import Piece, TableLayout, agree, done_together
 from torchrec_dyn.storage import canonical_order
 from torchrec_dyn.table import DynamicTable
+
+Stats = dict[str, int | float]
+OF_EVERY_SHARD = ("step", "forwards")  # each counts all of them
+
+
+def whole_stats(row_shards: Sequence[Stats], all_bytes: int | float) -> Stats:
+    """Joins the counts of a table's shards.
+
+    Column shards hold the same ids and see the same stream, so those of the first columns stand
+    for all. What is not named here is a count, and summed.
+
+    Args:
+        row_shards: stats of the shards of the first columns.
+        all_bytes: the bytes of all shards.
+    """
+    whole: Stats = {name: sum(one[name] for one in row_shards) for name in row_shards[0]}
+    for name in OF_EVERY_SHARD:
+        whole[name] = max(one[name] for one in row_shards)
+    whole["bytes"] = all_bytes
+    whole["load"] = whole["rows"] / whole["slots"] if whole["slots"] else 0.0
+    probed = sum(one["probe_length_mean"] * one["rows"] for one in row_shards)
+    whole["probe_length_mean"] = probed / whole["rows"] if whole["rows"] else 0.0
+    whole["probe_length_max"] = max(one["probe_length_max"] for one in row_shards)
+    return whole
+
 
 T = TypeVar("T")
 
@@ -177,7 +203,7 @@ class WholeTable:
             shard.is_frozen = is_frozen
 
     def stats(self) -> Stats:
-        """Returns the counts of the whole table, the same on every rank (distributed/shard_stats.py)."""
+        """Returns the counts of the whole table, the same on every rank (distributed/whole_table.py)."""
         mine = self._do("stats", lambda: [shard.stats() for shard in self._shards])
         told: list[list[Stats]] = self._agree("stats", told=mine)
         holders = {rank for piece in self._layout.pieces for rank in piece.ranks}

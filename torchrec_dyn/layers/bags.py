@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.layers.input_weights import read_weights, shares
-from torchrec_dyn.layers.inputs import Input, is_dense, read_ids
+from torchrec_dyn.layers.inputs import Input, is_dense, read_ids, read_weights, shares
 
 
 class InputBags(NamedTuple):

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.layers.bags import BagOptions, one_bag, read_bags
-from torchrec_dyn.layers.input_weights import shares
-from torchrec_dyn.layers.inputs import Input
+from torchrec_dyn.layers.inputs import Input, shares
 from torchrec_dyn.layers.row_pooling import pooled_rows
 
 

@@ -1,4 +1,4 @@
-"""Scores: when each row was last seen, and how often. By them rows are evicted (csrc/scores.h).
+"""Scores: when each row was last seen, and how often. By them rows are evicted (csrc/life/scores.h).
 
 Legend: M rows.
 """

@@ -18,7 +18,7 @@ Pooling = Literal["sum", "mean", "none"]
 
 @dataclass(frozen=True)
 class Bags:
-    """One batch, described for the ops (csrc/bags.h).
+    """One batch, described for the ops (csrc/lookup/bags.h).
 
     Attributes:
         table_offsets: [T + 1] int64, which ids are whose.

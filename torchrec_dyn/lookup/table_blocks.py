@@ -22,7 +22,7 @@ class TableBlocks:
 
     Attributes:
         weights: the blocks of all tables, one after another.
-        layout: [T, 4] int64 (csrc/blocks.h).
+        layout: [T, 4] int64 (csrc/storage/blocks.h).
     """
 
     weights: list[Tensor]

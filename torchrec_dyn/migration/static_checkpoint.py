@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchrec_dyn.checkpoint_format import ChunkedTensor, check_files, mean_over_cuts, read_metadata
 from torchrec_dyn.distributed import ShardedDynamicEmbeddingBagCollection
-from torchrec_dyn.migration.from_static_rows import chunks, put_rows
 from torchrec_dyn.migration.static_optimizer import MOMENTS, STEPS
+from torchrec_dyn.migration.trained_collections import chunks, put_rows
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.ranks import done_together

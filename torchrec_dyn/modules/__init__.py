@@ -10,7 +10,6 @@ from torchrec_dyn.modules.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.modules.embeddingbag_collection import DynamicEmbeddingBagCollection
 from torchrec_dyn.modules.feature_ids import FeatureReader, checked_features
 from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, LearningRateGroup
-from torchrec_dyn.modules.number_by_table import number_by_table
 from torchrec_dyn.modules.optimizer_choice import (
     DEFAULT_FUSED_PARAMS,
     chosen_fused_params,
@@ -24,6 +23,7 @@ from torchrec_dyn.modules.table_configs import (
     checked_configs,
     dynamic_config_by_table,
     initializer_of,
+    number_by_table,
     row_dtype,
     with_row_dtype,
 )

@@ -1,14 +1,85 @@
-"""export_program: torch.export of a serving collection, for any number of bags and ids."""
+"""export_program: torch.export of a serving collection, for any number of bags and ids.
+
+What torch.export sees of a KeyedJaggedTensor: tensors alone, no number that it would have to wait for.
+
+FeatureReader, of eager mode, reads sums and bounds of the lengths to check them. Here the program checks
+itself when it runs: the ops look at offsets before they read memory, and lengths below 0 are asserted away.
+
+Legend: F features, B bags of a feature, N ids.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as symbolic_shapes
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+def traced_features(
+    features: KeyedJaggedTensor, names: Sequence[str], weighted: bool, where: str
+) -> tuple[Tensor, Tensor, Tensor | None, int]:
+    """Reads features while a program is exported.
+
+    Args:
+        features: as the user passed it, equally many bags of each feature.
+        names: F features to read, in table order; one may stand there several times.
+        weighted: whether bags carry weights.
+        where: the collection, for messages.
+
+    Returns:
+        ids [N] int64, offsets [F * B + 1] int64, weights [N] float32 or None, and B.
+
+    Raises:
+        ValueError: if a feature is missing, or ids have another dtype.
+    """
+    keys = features.keys()
+    missing = [name for name in names if name not in keys]
+    if missing:
+        raise ValueError(f"{where}: expected features {list(names)}, got {keys}.")
+    if features.values().dtype != torch.int64:
+        raise ValueError(
+            f"{where}: expected ids of dtype int64, got {features.values().dtype}. "
+            "Convert with ids.long()."
+        )
+    if weighted and features.weights_or_none() is None:
+        raise ValueError(f"{where}: expected weights for weighted bags, got none.")
+    ids, lengths = features.values(), features.lengths().long()
+    weights = features.weights().float() if weighted else None
+    batch = lengths.shape[0] // len(keys)
+    offsets = _summed(lengths)
+    torch._assert_async((lengths >= 0).all(), f"{where}: expected lengths >= 0, got others.")
+    if list(names) != list(keys):
+        chosen = torch.tensor([keys.index(name) for name in names])
+        bags = (chosen[:, None] * batch + torch.arange(batch)).view(-1)
+        lengths, begins = lengths[bags], offsets[bags]
+        offsets = _summed(lengths)
+        shift = (begins - offsets[:-1]).repeat_interleave(lengths)
+        picked = torch.arange(shift.shape[0]) + shift
+        ids, weights = ids[picked], None if weights is None else weights[picked]
+    return ids, offsets, weights, batch
+
+
+def _summed(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def counts_between(bounds: Tensor, ids: Tensor) -> list[int]:
+    """Reads how many ids each feature has, as sizes that are known when the program runs.
+
+    Args:
+        bounds: [F + 1] int64.
+        ids: [N], all of them.
+    """
+    counts = [cast(int, one.item()) for one in bounds.diff().unbind()]  # int() would fix them
+    for count in counts:
+        torch._check(count >= 0)
+    torch._check(sum(counts) == ids.shape[0])
+    return counts
 
 
 def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedProgram:

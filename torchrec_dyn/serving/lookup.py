@@ -64,7 +64,7 @@ class ServedLookup(nn.Module):
         self._all_mean, self._any_mean = all(means), any(means)
         self._table_numbers, self._means = table_of, [means[t] for t in table_of]
         places = list(accumulate(self._columns, initial=0))
-        # A segment (csrc/bags.h) is these two, the second times B.
+        # A segment (csrc/lookup/bags.h) is these two, the second times B.
         fixed = [[t, 0, 0, places[f], self._width] for f, t in enumerate(table_of)]
         by_batch = [[0, f, 1, 0, 0] for f in range(len(table_of))]
         firsts = list(accumulate((len(one.feature_names) for one in configs), initial=0))

@@ -23,8 +23,8 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn.modules import FeatureReader, checked_configs
+from torchrec_dyn.serving.export import counts_between, traced_features
 from torchrec_dyn.serving.lookup import ServedLookup
-from torchrec_dyn.serving.serving_traced import counts_between, traced_features
 
 
 class ServingEmbeddingBagCollection(EmbeddingBagCollectionInterface):

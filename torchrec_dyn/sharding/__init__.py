@@ -8,7 +8,6 @@ All-to-alls, awaitables and contexts are TorchRec's.
 """
 
 from torchrec_dyn.sharding.batch_check import BatchCheck
-from torchrec_dyn.sharding.column_order import outputs_by_column
 from torchrec_dyn.sharding.compute_kernel import (
     OPTIONS_KEY,
     DynamicKernel,
@@ -16,10 +15,13 @@ from torchrec_dyn.sharding.compute_kernel import (
     TableOptions,
 )
 from torchrec_dyn.sharding.grouped_lookups import PooledLookup, SequenceLookup, tell_senders
-from torchrec_dyn.sharding.input_dists import with_ids
+from torchrec_dyn.sharding.input_dists import send_by_own_forwards, with_ids
 from torchrec_dyn.sharding.mean_pooling import MeanDivisor, divide
-from torchrec_dyn.sharding.output_order import pooled_in_order, sequences_in_order
-from torchrec_dyn.sharding.own_forwards import send_by_own_forwards
+from torchrec_dyn.sharding.output_order import (
+    outputs_by_column,
+    pooled_in_order,
+    sequences_in_order,
+)
 from torchrec_dyn.sharding.pooled import POOLED_SHARDINGS, SPREAD_SHARDINGS
 from torchrec_dyn.sharding.send_once import Expansion, SendOnce
 from torchrec_dyn.sharding.sequence import SEQUENCE_SHARDINGS

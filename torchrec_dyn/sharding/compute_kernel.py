@@ -21,7 +21,7 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup import Senders, TableGroup, asks_for_senders
 from torchrec_dyn.modules import DynamicOptimizer, initializer_of, row_dtype
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.sharding.carried_counts import counts_of
+from torchrec_dyn.sharding.send_once import counts_of
 from torchrec_dyn.table import DynamicTable
 
 OPTIONS_KEY = "torchrec_dyn"

@@ -1,13 +1,19 @@
 """The input dists of row-wise types: they mix the ids and send each to its owner (ranks/routing.py).
 
 The compute kernel of the owner restores the ids.
+
+Input dists send by the present plan, whatever a train pipeline has put back when it was detached.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from inspect import ismethod
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
@@ -119,3 +125,19 @@ class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
         return self._dist(
             by_owner.permute(self._sf_staggered_shuffle, self._sf_staggered_shuffle_tensor)
         )
+
+
+def send_by_own_forwards(input_dists: Iterable[nn.Module]) -> None:
+    """Drops forwards that belong to the input dists of before a move.
+
+    A pipeline remembers the forwards that it found when it began. Detached behind a move
+    (distributed/resharding.py), it hangs them on the input dists of now.
+
+    Args:
+        input_dists: TorchRec's, one per sharding type.
+    """
+    for input_dist in input_dists:
+        sender: Any = getattr(input_dist, "_dist", input_dist)
+        forward = vars(sender).get("forward")
+        if ismethod(forward) and forward.__self__ is not sender:
+            del sender.forward

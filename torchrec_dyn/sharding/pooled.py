@@ -23,7 +23,6 @@ from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingShard
 from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.sharding.column_order import outputs_by_column
 from torchrec_dyn.sharding.grouped_lookups import PooledLookup, silent_as_others
 from torchrec_dyn.sharding.input_dists import NodeRowWiseInputDist, RowWiseInputDist
 from torchrec_dyn.sharding.output_dists import (
@@ -31,6 +30,7 @@ from torchrec_dyn.sharding.output_dists import (
     NodeRowWiseOutputDist,
     RowWiseOutputDist,
 )
+from torchrec_dyn.sharding.output_order import outputs_by_column
 
 
 def _lookup(

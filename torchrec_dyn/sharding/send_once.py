@@ -5,6 +5,12 @@ life. The rows that come back are repeated here. In backward the gradients of re
 the order of the batch, in float32; the owner then sums what it gets from the ranks, in the order of ranks.
 
 Letters: F features, B bags of each, P column shards (whole tables, mostly), N ids, U ids sent.
+
+Counts of ids that travel where TorchRec's dists carry the weights of a batch.
+
+Weights are float32, exact for integers up to 2**24 only. So a count travels as the 32 bits of an int32:
+the dists copy, sort and send weights, but never reckon with them. (Small counts look like denormal floats,
+large ones may look like NaN.)
 """
 
 from __future__ import annotations
@@ -19,7 +25,29 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.sharding.carried_counts import MOST_IDS, as_weights
+
+MOST_IDS = 2**31 - 1  # of a batch, hence of any count
+
+
+def as_weights(counts: Tensor) -> Tensor:
+    """Disguises counts as weights.
+
+    Args:
+        counts: [N] int64 in [1, 2**31).
+
+    Returns:
+        [N] float32 of the same bits as int32 counts.
+    """
+    return counts.to(torch.int32).view(torch.float32)
+
+
+def counts_of(weights: Tensor) -> Tensor:
+    """Returns the counts that came as weights, [N] int64.
+
+    Args:
+        weights: [N] float32 of `as_weights`, in any order.
+    """
+    return weights.view(torch.int32).long()
 
 
 class _Expand(torch.autograd.Function):

@@ -1,24 +1,21 @@
 """Tables into state dicts and out of them, verified before anything changes.
 
-Imports `ranks`, `lookup`, `checkpoint_format` and the rooms below; torch alone. A load runs through these
-files: `load_planner` (what DCP is asked to read), `loading` (where a chunk goes), `load_session` (all
-ranks agree that everything came), `staged_rows` (rows beside the table, verified, then made the table's).
-A save is `saving`. `unsharded` does both for tables without shards.
+Imports `ranks`, `lookup`, `checkpoint_format` and the rooms below; torch alone. Start with
+`collection_state`. A load runs through these files: `load_planner` (what DCP is asked to read), `loading`
+(where a chunk goes), `load_session` (all ranks agree that everything came), `staged_rows` (rows beside
+the table, verified, then made the table's). A save is `saving`. `unsharded` does both for tables without
+shards.
 """
 
 from torchrec_dyn.state_dict.aligned_state import take_over_state
 from torchrec_dyn.state_dict.collection_state import put_tables, take_tables
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
 from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
+from torchrec_dyn.state_dict.loading import SMALL, ModelEntry, OptimizerEntry
 from torchrec_dyn.state_dict.pieces import ShardPieces
 from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
-from torchrec_dyn.state_dict.saving import whole_tensor
-from torchrec_dyn.state_dict.shard_model_entry import ModelEntry
-from torchrec_dyn.state_dict.shard_model_source import ModelSource
-from torchrec_dyn.state_dict.shard_optimizer_entry import SMALL, OptimizerEntry
-from torchrec_dyn.state_dict.shard_optimizer_source import OptimizerSource, Told
-from torchrec_dyn.state_dict.staged_rows import StagedRows
-from torchrec_dyn.state_dict.take_over import take_over
+from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource, Told, whole_tensor
+from torchrec_dyn.state_dict.staged_rows import StagedRows, take_over
 from torchrec_dyn.state_dict.unsharded import (
     MODEL_NAMES,
     model_state,

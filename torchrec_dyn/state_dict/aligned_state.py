@@ -13,9 +13,9 @@ from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import CHUNK_BYTES, add_sums, from_bytes, mean_over_cuts
 from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.state_dict.loading import OptimizerEntry
 from torchrec_dyn.state_dict.pieces import ShardPieces
 from torchrec_dyn.state_dict.places import Runs, Share, runs_of, share_of
-from torchrec_dyn.state_dict.shard_optimizer_entry import OptimizerEntry
 from torchrec_dyn.storage import CanonicalRows
 from torchrec_dyn.table import named_states
 

@@ -15,11 +15,11 @@ from torchrec_dyn.checkpoint_format import (
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.ranks import told_together
 from torchrec_dyn.state_dict.load_session import LoadSession
+from torchrec_dyn.state_dict.loading import ModelEntry
 from torchrec_dyn.state_dict.pieces import ShardPieces, check_same_shards
 from torchrec_dyn.state_dict.places import Places
-from torchrec_dyn.state_dict.shard_model_entry import ModelEntry
-from torchrec_dyn.state_dict.shard_model_source import ModelSource, Told
-from torchrec_dyn.state_dict.take_over import take_over
+from torchrec_dyn.state_dict.saving import ModelSource, Told
+from torchrec_dyn.state_dict.staged_rows import take_over
 from torchrec_dyn.state_dict.unsharded import check_shapes
 from torchrec_dyn.storage import canonical_order
 from torchrec_dyn.table import ROW_DTYPES

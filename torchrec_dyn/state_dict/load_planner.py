@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from torchrec_dyn.checkpoint_format import SavedTensor
 from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
-from torchrec_dyn.state_dict.loaded_plain import verify_plain
+from torchrec_dyn.state_dict.unsharded import verify_plain
 
 
 class LoadPlanner(DefaultLoadPlanner):

@@ -1,4 +1,4 @@
-"""IdMap: id -> row, over one tensor of slots, two while it grows (csrc/id_map.h: layout and rules).
+"""IdMap: id -> row, over one tensor of slots, two while it grows (csrc/storage/id_map.h: layout and rules).
 
 Legend: C slots, M ids.
 """

@@ -15,7 +15,13 @@ from torchrec_dyn.whole_model.by_id import (
     read_num_rows,
     read_stats,
 )
-from torchrec_dyn.whole_model.model_collections import collections_of
-from torchrec_dyn.whole_model.rows_here import RowsHere, rows_here
 from torchrec_dyn.whole_model.stats_logger import add_stats_hook, log_stats
-from torchrec_dyn.whole_model.tables import ModelTable, map_of, saved_forms, tables_of
+from torchrec_dyn.whole_model.tables import (
+    ModelTable,
+    RowsHere,
+    collections_of,
+    map_of,
+    rows_here,
+    saved_forms,
+    tables_of,
+)

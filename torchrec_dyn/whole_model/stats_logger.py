@@ -19,7 +19,7 @@ from torchrec_dyn.modules import (
     TableHandle,
 )
 from torchrec_dyn.whole_model.by_id import Collection
-from torchrec_dyn.whole_model.model_collections import collections_of
+from torchrec_dyn.whole_model.tables import collections_of
 
 _Unsharded = DynamicEmbeddingBagCollection | DynamicEmbeddingCollection
 
