@@ -6,7 +6,7 @@ from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 # All of csrc but its programs for sanitizers; setuptools wants paths relative to this file.
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
 SOURCES = sorted(
     str(path.relative_to(ROOT))
     for path in ROOT.glob("csrc/**/*.cpp")
@@ -43,7 +43,7 @@ setup(
         CppExtension(
             "torchrec_dyn._C",
             SOURCES,
-            include_dirs=["csrc"],
+            include_dirs=[str(ROOT / "csrc")],
             extra_compile_args={"cxx": COMPILE_ARGS},  # torch adds -DPy_LIMITED_API=0x030A0000
             py_limited_api=True,
         )

@@ -1,10 +1,10 @@
 // The table of contents of the core: every op, with the shapes of its tensors.
 //
 // T tables of one call, N ids in table order, M ids that are new, C slots of a map, B bags, S segments.
-// `slots` [C, 2] int64 is an id map (id_map.h). A list of them is the slots of T maps, then the outgoing slots of
-// each map that grows: those whose number in `moved` [T], of outgoing slots that have moved, is not -1.
-// `blocks` are rows of one table (blocks.h); `layout` [T, 4] and `segments` [S, 5] describe tables and bags
-// (blocks.h, bags.h). A trailing underscore means in place.
+// `slots` [C, 2] int64 is an id map (storage/id_map.h). A list of them is the slots of T maps, then the outgoing slots
+// of each map that grows: those whose number in `moved` [T], of outgoing slots that have moved, is not -1. `blocks` are
+// rows of one table (storage/blocks.h); `layout` [T, 4] and `segments` [S, 5] describe tables and bags
+// (storage/blocks.h, lookup/bags.h). A trailing underscore means in place.
 #include <Python.h>
 
 #include <torch/csrc/stable/library.h>
@@ -41,10 +41,10 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   // rows [K]. None if first > last.
   m.def("ids_between(Tensor[] slots, Tensor moved, int first, int last) -> (Tensor ids, Tensor rows)");
   // ids [M], values [M, D] float32, float16, bfloat16 or int64, of which column 0 is number `first_column` of its
-  // table -> []: the content sum (content_sum.h). It adds up, modulo 2^64, over any cut into rows and columns.
+  // table -> []: the content sum (storage/content_sum.h). It adds up, modulo 2^64, over any cut into rows and columns.
   m.def("content_sum(Tensor ids, Tensor values, int first_column, int key) -> Tensor");
 
-  // Scores are blocks [2^shift, 1] int64, one word a row: last_seen << 32 | count (scores.h). A free row has none.
+  // Scores are blocks [2^shift, 1] int64, one word a row: last_seen << 32 | count (life/scores.h). A free row has none.
   //
   // rows [N] in table order, -1 skipped; steps [T]; times [N], 1 each where there are none. Each occurrence: last_seen
   // = step, count + times. A table with 0 blocks in `layout` keeps no scores.
@@ -66,7 +66,7 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   // probability)^count.
   m.def("admit_by_chance(Tensor ids, Tensor counts, int key, int step, float probability) -> Tensor");
 
-  // Marks are blocks [2^shift, 1] int32: the version at which a row was last named (row_marks.h).
+  // Marks are blocks [2^shift, 1] int32: the version at which a row was last named (storage/row_marks.h).
   //
   // rows [N] in table order, negative ones skipped; versions [T], in [0, 2^31). A table with 0 blocks in `layout`
   // keeps no marks.
@@ -77,7 +77,7 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   // Asks for 2 MiB pages behind a block, of any shape, before it is first written. Changes no value.
   m.def("advise_huge_pages(Tensor block) -> ()");
   // Writes the initial rows of ids [M] to rows [M]. parameters: low, high, mean, deviation, low and high
-  // probability (initial_rows.h). key: 64 bits that stand for the seed and the table's name.
+  // probability (storage/initial_rows.h). key: 64 bits that stand for the seed and the table's name.
   m.def(
       "init_rows_(Tensor ids, Tensor rows, Tensor(a!)[] blocks, int shift, int columns, int first_column, int kind, "
       "float[] parameters, int key) -> ()");

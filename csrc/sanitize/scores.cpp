@@ -1,17 +1,17 @@
 // Scores and marks of rows under std::thread, as the ops share them: a part owns whole lines of scores, a piece whole
 // words of bits, and nobody owns the mark of a row.
 // Built and run like threads.cpp.
-#include "scores.h"
+#include "life/scores.h"
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <vector>
 
-#include "lowest_scores.h"
+#include "life/lowest_scores.h"
 #include "philox.h"
-#include "row_marks.h"
 #include "sharing.h"
+#include "storage/row_marks.h"
 
 namespace torchrec_dyn {
 namespace {

@@ -8,14 +8,14 @@
 #include <unordered_map>
 #include <vector>
 
-#include "id_map.h"
-#include "id_map_growth.h"
-#include "initial_rows.h"
+#include "lookup/row_update.h"
 #include "philox.h"
 #include "radix_sort.h"
-#include "rounding.h"
-#include "row_update.h"
 #include "sharing.h"
+#include "storage/id_map.h"
+#include "storage/id_map_growth.h"
+#include "storage/initial_rows.h"
+#include "storage/rounding.h"
 
 namespace torchrec_dyn {
 namespace {

@@ -18,9 +18,9 @@
 #include <limits>
 #include <vector>
 
-#include "id_map.h"
-#include "scores.h"
+#include "life/scores.h"
 #include "simd.h"
+#include "storage/id_map.h"
 
 namespace torchrec_dyn {
 

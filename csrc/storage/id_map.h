@@ -14,7 +14,7 @@
 //           not inside the gap (backward shift). There are no tombstones, so probes do not grow with age.
 //   grow    a map that grows has two arrays and one frontier, a spread hash. An id whose spread hash is below
 //           the frontier lives in the new array, any other in the outgoing one: so still one home, one probe.
-//           Moving the frontier on is in id_map_growth.h.
+//           Moving the frontier on is in storage/id_map_growth.h.
 // Every loop is bounded by the capacity: a full or damaged map ends in kNoRow or false, never in a hang.
 //
 // Source: Knuth, TAOCP vol. 3, section 6.4, algorithms L (find, insert) and R (erase).

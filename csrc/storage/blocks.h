@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "checks.h"
-#include "row_types.h"
 #include "simd.h"
+#include "storage/row_types.h"
 
 namespace torchrec_dyn {
 

@@ -1,10 +1,10 @@
 // Single rows on the CPU: fresh ones, reads and writes by row index. One table a call.
 #include <atomic>
 
-#include "blocks.h"
 #include "huge_pages.h"
-#include "initial_rows.h"
 #include "parallel.h"
+#include "storage/blocks.h"
+#include "storage/initial_rows.h"
 
 namespace torchrec_dyn {
 namespace {

@@ -12,8 +12,8 @@
 #include <cstring>
 
 #include "mix64.h"
-#include "row_types.h"
 #include "simd.h"
+#include "storage/row_types.h"
 
 namespace torchrec_dyn {
 

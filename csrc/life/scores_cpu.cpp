@@ -7,11 +7,11 @@
 #include <vector>
 
 #include "checks.h"
+#include "life/score_arguments.h"
+#include "life/scores.h"
 #include "mix64.h"
 #include "parallel.h"
 #include "radix_sort.h"
-#include "score_arguments.h"
-#include "scores.h"
 
 namespace torchrec_dyn {
 namespace {

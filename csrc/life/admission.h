@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "mix64.h"
-#include "rounding.h"
+#include "storage/rounding.h"
 
 namespace torchrec_dyn {
 

@@ -3,12 +3,12 @@
 //   out[bag] = sum over the ids i of the bag of bag_weight[i] * weights[rows[i]],   divided by the bag's
 //   length for the mean. An absent row (-1) counts as zeros; an empty bag is zeros.
 // The terms of a bag are added in their order, in float32, so the result does not depend on threads.
-#include "bags.h"
+#include "lookup/bags.h"
+#include "lookup/store_past_caches.h"
 #include "output_memory.h"
 #include "parallel.h"
-#include "row_lanes.h"
 #include "simd.h"
-#include "store_past_caches.h"
+#include "storage/row_lanes.h"
 
 namespace torchrec_dyn {
 namespace {

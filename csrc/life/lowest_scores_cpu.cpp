@@ -1,5 +1,5 @@
 // The ids and rows with the lowest scores of one map, on the CPU.
-#include "lowest_scores.h"
+#include "life/lowest_scores.h"
 
 #include <algorithm>
 #include <mutex>
@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "checks.h"
-#include "map_arguments.h"
+#include "life/score_arguments.h"
 #include "parallel.h"
-#include "score_arguments.h"
+#include "storage/map_arguments.h"
 
 namespace torchrec_dyn {
 namespace {

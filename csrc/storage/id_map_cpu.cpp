@@ -7,11 +7,11 @@
 
 #include "checks.h"
 #include "huge_pages.h"
-#include "id_map.h"
-#include "id_map_growth.h"
-#include "map_arguments.h"
 #include "parallel.h"
 #include "simd.h"
+#include "storage/id_map.h"
+#include "storage/id_map_growth.h"
+#include "storage/map_arguments.h"
 #include "zeroed_memory.h"
 
 namespace torchrec_dyn {

@@ -2,7 +2,7 @@
 //
 // home_slot is monotone in the spread hash, so a stretch of outgoing slots holds a range of spread hashes and
 // moves to a stretch of new slots: both walks go from front to back. `moved` says how far the walk is; the
-// frontier of the map is the least spread hash whose outgoing home is `moved` (id_map.h).
+// frontier of the map is the least spread hash whose outgoing home is `moved` (storage/id_map.h).
 //
 // Invariant: every id in the outgoing array has its home at `moved` or later. It holds where a stretch ends
 // behind an empty slot: no id with a home before that slot sits after it. The rest of its line is then empty too,
@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "id_map.h"
+#include "storage/id_map.h"
 
 namespace torchrec_dyn {
 

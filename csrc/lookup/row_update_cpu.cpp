@@ -6,14 +6,14 @@
 #include <limits>
 #include <span>
 
-#include "bags.h"
+#include "lookup/bags.h"
+#include "lookup/row_update.h"
+#include "lookup/senders.h"
 #include "parallel.h"
 #include "radix_sort.h"
-#include "rounding.h"
-#include "row_lanes.h"
-#include "row_update.h"
-#include "senders.h"
 #include "simd.h"
+#include "storage/rounding.h"
+#include "storage/row_lanes.h"
 
 namespace torchrec_dyn {
 namespace {

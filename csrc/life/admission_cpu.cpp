@@ -1,6 +1,6 @@
 // Admission by chance on the CPU.
-#include "admission.h"
 #include "checks.h"
+#include "life/admission.h"
 #include "parallel.h"
 
 namespace torchrec_dyn {

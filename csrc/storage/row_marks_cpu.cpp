@@ -1,13 +1,13 @@
 // The marks of rows on the CPU: written by row, and read by version.
-#include "row_marks.h"
+#include "storage/row_marks.h"
 
 #include <algorithm>
 #include <limits>
 #include <vector>
 
-#include "blocks.h"
 #include "checks.h"
 #include "parallel.h"
+#include "storage/blocks.h"
 
 namespace torchrec_dyn {
 namespace {

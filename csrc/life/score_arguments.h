@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "blocks.h"
-#include "scores.h"
+#include "life/scores.h"
+#include "storage/blocks.h"
 
 namespace torchrec_dyn {
 

@@ -1,5 +1,5 @@
 // The content sum on the CPU, as fast as memory is read.
-#include "content_sum.h"
+#include "storage/content_sum.h"
 
 #include <atomic>
 

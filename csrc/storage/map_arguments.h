@@ -1,4 +1,4 @@
-// How the ops take id maps: tensors of slots, checked and read as the views of id_map.h.
+// How the ops take id maps: tensors of slots, checked and read as the views of storage/id_map.h.
 #pragma once
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "checks.h"
-#include "id_map.h"
+#include "storage/id_map.h"
 
 namespace torchrec_dyn {
 

@@ -4,8 +4,8 @@
 
 #include <limits>
 
-#include "row_types.h"
 #include "simd.h"
+#include "storage/row_types.h"
 
 namespace torchrec_dyn {
 
@@ -26,8 +26,8 @@ TORCHREC_DYN_INLINE void load_row(const BFloat16* row, Floats16& lanes) {
   copy_bits(__builtin_convertvector(shorts, Words16) << 16, lanes);
 }
 
-// As to_float in row_types.h; the smaller one is chosen by the sign of the difference, since some levels have no
-// comparison of such vectors.
+// As to_float in storage/row_types.h; the smaller one is chosen by the sign of the difference, since some levels have
+// no comparison of such vectors.
 TORCHREC_DYN_INLINE void load_row(const Float16* row, Floats16& lanes) {
   Shorts16 shorts;
   std::memcpy(&shorts, row, sizeof shorts);

@@ -1,5 +1,5 @@
 // The ids of one map by their mixed ids, on the CPU.
-#include "canonical_ids.h"
+#include "storage/canonical_ids.h"
 
 #include <algorithm>
 #include <array>
@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "checks.h"
-#include "map_arguments.h"
 #include "parallel.h"
+#include "storage/map_arguments.h"
 
 namespace torchrec_dyn {
 namespace {

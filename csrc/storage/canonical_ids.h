@@ -12,9 +12,9 @@
 #include <memory>
 #include <vector>
 
-#include "id_map.h"
 #include "radix_sort.h"
 #include "simd.h"
+#include "storage/id_map.h"
 
 namespace torchrec_dyn {
 

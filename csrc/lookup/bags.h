@@ -11,7 +11,7 @@
 #include <optional>
 #include <vector>
 
-#include "blocks.h"
+#include "storage/blocks.h"
 
 namespace torchrec_dyn {
 
