@@ -5,7 +5,7 @@
 //   home slot    the high bits of mix64(id) * kSlotSpread, which depend on all bits of the mixed id,
 //                so that the ids of one owner still spread over its whole map;
 //   saved order  the mixed id itself, compared unsigned.
-// Changing a constant here changes where saved ids belong: tests/test_hash_golden.py pins the values.
+// Changing a constant here changes where saved ids belong: tests/ops/test_hash_golden.py pins the values.
 //
 // Source: the output function of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
 // generators", OOPSLA 2014) with Stafford's variant 13 constants, without the additive constant.

@@ -2,7 +2,7 @@
 // on nothing but what it is for: no state, no order, no thread.
 //
 // Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the constants
-// are those of the paper. tests/test_initializers.py checks the known-answer vectors of Random123.
+// are those of the paper. tests/storage/test_initializers.py checks the known-answer vectors of Random123.
 #pragma once
 
 #include <array>

@@ -20,11 +20,11 @@ import sys
 import numpy as np
 import torch
 import torch.distributed as dist
-from drifting_report import draw, runs_as_text
-from drifting_stream import FEATURES, DriftingStream
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from metrics import log_loss
-from options import (
+from parts.drifting_report import draw, runs_as_text
+from parts.drifting_stream import FEATURES, DriftingStream
+from parts.metrics import log_loss
+from parts.options import (
     agreed_world_size,
     hide_notes_to_developers,
     new_file,
@@ -32,7 +32,7 @@ from options import (
     seed,
     start_processes,
 )
-from plans import CHOICES, make_plan
+from parts.plans import CHOICES, make_plan
 from torch import nn
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed import DistributedModelParallel

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from click_source import StreamSource
-from clicks import CATEGORICAL_NAMES, NUM_INTEGERS, Clicks
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from metrics import auc, normalized_entropy
-from options import hide_notes_to_developers, positive, rate, seed
+from parts.click_source import StreamSource
+from parts.clicks import CATEGORICAL_NAMES, NUM_INTEGERS, Clicks
+from parts.metrics import auc, normalized_entropy
+from parts.options import hide_notes_to_developers, positive, rate, seed
 from torch import nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.models.dlrm import DLRM, DLRMTrain

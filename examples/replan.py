@@ -19,8 +19,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from options import hide_notes_to_developers, start_processes
-from plans import plan_as_text
+from parts.options import hide_notes_to_developers, start_processes
+from parts.plans import plan_as_text
 from torch import nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from options import hide_notes_to_developers, start_processes
-from reshard_report import as_text
+from parts.options import hide_notes_to_developers, start_processes
+from parts.reshard_report import as_text
 from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel

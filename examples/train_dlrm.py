@@ -20,15 +20,15 @@ from contextlib import suppress
 
 import torch
 import torch.distributed as dist
-from click_source import FileSource, StreamSource
-from clicks import CATEGORICAL_NAMES, NUM_INTEGERS, Clicks
-from criteo import BadLine
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from lockstep import AnotherRankFailed, in_step
-from options import hide_notes_to_developers, parse_options, start_processes
-from plans import make_plan, plan_as_text
-from progress import Progress
-from results import collect_results, results_as_text
+from parts.click_source import FileSource, StreamSource
+from parts.clicks import CATEGORICAL_NAMES, NUM_INTEGERS, Clicks
+from parts.criteo import BadLine
+from parts.lockstep import AnotherRankFailed, in_step
+from parts.options import hide_notes_to_developers, parse_options, start_processes
+from parts.plans import make_plan, plan_as_text
+from parts.progress import Progress
+from parts.results import collect_results, results_as_text
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder

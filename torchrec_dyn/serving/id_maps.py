@@ -1,8 +1,8 @@
 """ServedMap: the id map of one served table, a stretch of a mapped file.
 
-The same open addressing as in training (csrc/storage/id_map.h), fuller since it hardly grows: 23 bytes an id. Sorted
-ids would take 8, and a binary search 12 to 15 times as long (1M and 10M ids, 5,120 a call, one thread: 22 and
-33 ns an id against 258 and 507; interpolation by torch's own ops is slower than that).
+The same open addressing as in training (csrc/storage/id_map.h), fuller since it hardly grows: 23 bytes an id.
+Sorted ids would take 8, and a binary search 12 to 15 times as long (1M and 10M ids, 5,120 a call, one thread:
+22 and 33 ns an id against 258 and 507; interpolation by torch's own ops is slower than that).
 
 Legend: C slots, M ids.
 """

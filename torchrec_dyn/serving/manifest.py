@@ -4,8 +4,8 @@
     rows-51ab20fe              rows of all tables, each as row_format.py writes it; row r of a table is at
                                byte r * row_bytes. Only ever appended to; sparse behind its end
     000001-51ab20fe/           a generation: immutable, complete before it is named in `current`
-        slots                  [C, 2] int64: the id maps of all tables one after another (csrc/storage/id_map.h),
-                               id and row + 1
+        slots                  [C, 2] int64: the id maps of all tables one after another, id and row + 1
+                               (csrc/storage/id_map.h)
         manifest.json
     lock                       held by the one process that applies a delta
 
@@ -113,7 +113,7 @@ class Manifest:
         )
 
     def blocks(self) -> dict[str, tuple[int, int]]:
-        """Cuts the file into blocks of 2^shift rows of each table's width (csrc/storage/blocks.h): 16 at most.
+        """Cuts the file into blocks of 2^shift rows of each table's width (storage/blocks.h): 16 at most.
 
         Returns:
             by table, shift and blocks.

@@ -10,7 +10,7 @@ import sys
 import pytest
 from example_criteo_files import EXAMPLES, learnable_lines, write
 
-from options import parse_options  # isort: skip
+from parts.options import parse_options  # isort: skip
 
 SCRIPT = str(EXAMPLES / "train_dlrm.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

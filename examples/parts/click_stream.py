@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from clicks import NUM_CATEGORICALS, NUM_INTEGERS, Clicks
+from parts.clicks import NUM_CATEGORICALS, NUM_INTEGERS, Clicks
 
 FOREVER = np.uint64(1) << np.uint64(60)
 

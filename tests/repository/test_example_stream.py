@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from example_criteo_files import line, write
 
-from click_source import FileSource, StreamSource, is_held_out  # isort: skip
-from click_stream import (  # isort: skip
+from parts.click_source import FileSource, StreamSource, is_held_out  # isort: skip
+from parts.click_stream import (  # isort: skip
     POPULARITIES,
     ClickStream,
     click_probability,
     hidden_effect,
 )
-from metrics import auc, normalized_entropy  # isort: skip
+from parts.metrics import auc, normalized_entropy  # isort: skip
 
 
 def joined(chunks):

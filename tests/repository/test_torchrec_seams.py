@@ -1,7 +1,7 @@
 """What we override, call and read of TorchRec is as it was when it was written against.
 
 `torchrec_seams.txt` records it. After an upgrade a difference shows where to look; once our side
-follows (or needs not to), `python tests/test_torchrec_seams.py` writes the file anew.
+follows (or needs not to), `python tests/repository/test_torchrec_seams.py` writes the file anew.
 """
 
 import ast

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from click_stream import ClickStream
-from clicks import Clicks
-from criteo import in_batches, read_clicks
+from parts.click_stream import ClickStream
+from parts.clicks import Clicks
+from parts.criteo import in_batches, read_clicks
 
 
 def is_held_out(line_number: int) -> bool:

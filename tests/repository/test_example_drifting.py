@@ -13,8 +13,8 @@ import pytest
 from example_criteo_files import EXAMPLES
 
 from drifting_ids import SIZES, parse_options  # isort: skip
-from drifting_report import runs_as_text, summarize  # isort: skip
-from drifting_stream import SEEN_ONCE, DriftingStream  # isort: skip
+from parts.drifting_report import runs_as_text, summarize  # isort: skip
+from parts.drifting_stream import SEEN_ONCE, DriftingStream  # isort: skip
 
 SCRIPT = str(EXAMPLES / "drifting_ids.py")
 TIME_LIMIT = 240  # seconds; a run takes about 10 on an idle core

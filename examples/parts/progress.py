@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import torch.distributed as dist
-from ranks import gather, rows_here
+from parts.ranks import gather, rows_here
 from torch import Tensor, nn
 from tqdm import tqdm
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from metrics import auc, normalized_entropy
-from plans import ranks_of_all_rows, tables_of
-from progress import Progress
-from ranks import gather, resident_megabytes, rows_here
+from parts.metrics import auc, normalized_entropy
+from parts.plans import ranks_of_all_rows, tables_of
+from parts.progress import Progress
+from parts.ranks import gather, resident_megabytes, rows_here
 from torch import nn
 from torchrec.distributed.types import ShardingPlan
 

@@ -9,7 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from plans import CHOICES
+from parts.plans import CHOICES
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

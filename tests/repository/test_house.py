@@ -12,7 +12,7 @@ import pytest
 
 import torchrec_dyn
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torchrec_dyn"
 CORE = ROOT / "csrc"
 
@@ -268,7 +268,9 @@ def test_every_op_has_a_face_a_fake_and_a_sample(op):
     face = ast.unparse(TREES["ops"])
     assert any(function.name == op for function in functions(TREES["ops"])), "no Python face"
     assert f"'{op}'" in face or f"torchrec_dyn::{op}'" in face, "no fake kernel"
-    assert re.search(rf"\b{op}\b", (ROOT / "tests/test_ops_contract.py").read_text()), "no sample"
+    assert re.search(rf"\b{op}\b", (ROOT / "tests/ops/test_ops_contract.py").read_text()), (
+        "no sample"
+    )
 
 
 def test_public_names_are_frozen():

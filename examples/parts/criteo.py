@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from clicks import CATEGORICAL_NAMES, INTEGER_NAMES, NUM_CATEGORICALS, NUM_INTEGERS, Clicks
+from parts.clicks import CATEGORICAL_NAMES, INTEGER_NAMES, NUM_CATEGORICALS, NUM_INTEGERS, Clicks
 
 FIELDS = ["label", *INTEGER_NAMES, *CATEGORICAL_NAMES]
 LABEL = "[01]"

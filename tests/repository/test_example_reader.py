@@ -8,7 +8,7 @@ import pytest
 import torch
 from example_criteo_files import NAMES, line, write
 
-from criteo import BadLine, in_batches, parse_click, read_clicks  # isort: skip
+from parts.criteo import BadLine, in_batches, parse_click, read_clicks  # isort: skip
 
 
 def read(path: Path, on_bad_line: str = "error", wanted=lambda number: True):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -101,7 +101,7 @@ def test_make_targets_exist(page):
 @every_page
 def test_options_of_the_main_job_exist(page):
     spoken = re.findall(r'make train ARGS="([^"]*)"', prose(page))
-    sources = "".join(path.read_text() for path in (ROOT / "examples").glob("*.py"))
+    sources = "".join(path.read_text() for path in (ROOT / "examples").rglob("*.py"))
     known = set(re.findall(r'"(--[a-z-]+)"', sources))
     assert set(re.findall(r"--[a-z-]+", " ".join(spoken))) <= known | {"--help"}
 

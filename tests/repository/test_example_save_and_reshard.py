@@ -8,7 +8,7 @@ import sys
 import pytest
 from example_criteo_files import EXAMPLES
 
-from reshard_report import as_text  # isort: skip
+from parts.reshard_report import as_text  # isort: skip
 
 SCRIPT = str(EXAMPLES / "save_and_reshard.py")
 TIME_LIMIT = 400  # seconds; a run takes about 50 of one idle core

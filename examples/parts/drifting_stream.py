@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from click_stream import hidden_effect, mix64
+from parts.click_stream import hidden_effect, mix64
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 FEATURES = ("user", "item")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from clicks import Clicks
+from parts.clicks import Clicks
 
 FAILED = -1
 
