@@ -1,6 +1,7 @@
 """Devices, marks and Hypothesis profiles. Tests import nothing from here."""
 
 import os
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -45,3 +46,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Runs the test once on each device that there is."""
     return torch.device(request.param)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads of torch and of our ops, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

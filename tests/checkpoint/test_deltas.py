@@ -1,17 +1,26 @@
 """A full save and the deltas after it, in order, are the full save later: unsharded models."""
 
 import copy
+import gc
+import pickle
+import shutil
+import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from delta_cases import MOST, NAMES, Model, batch, train
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import EXTREME_IDS
 from table_cases import ids_of, same_state
+from torchrec import EmbeddingBagConfig
 
+import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 POOL = [*EXTREME_IDS[:3], *EXTREME_IDS[-2:], *range(2, 12)]
 some = st.lists(st.sampled_from(POOL), max_size=MOST)
@@ -107,3 +116,218 @@ def test_a_copy_forgets_what_it_had_listed_ahead(tmp_path):
         for one in (model, twin):
             train(one, batch())
     assert model.tables()["old"].num_rows == 0
+
+
+# Missed, repeated, for other rows, torn or damaged: an error, and nothing has changed
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A model that trained, copies of it as it was at three moments, and the deltas between them."""
+    folder = tmp_path_factory.mktemp("run")
+    model = Model(EmbOptimType.ADAM)
+    train(model, batch(1, 2, 2, 3))
+    copies, marker = [copy.deepcopy(model)], mark(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(3):
+            train(model, batch(3, 4 + number, 4 + number, -number))
+            model.tables()["plain"].erase(ids_of(1 + number))
+            marker = export_delta(model, folder / str(number), marker)
+            copies.append(copy.deepcopy(model))
+    return folder, copies
+
+
+def refuses(model, path, message: str) -> None:
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=message):
+        apply_delta(model, path)
+    assert_same(model, before)
+
+
+def test_in_order_they_lead_from_each_to_the_next(run):
+    folder, copies = run
+    model = copy.deepcopy(copies[0])
+    for number in range(3):
+        apply_delta(model, folder / str(number))
+        assert_same(model, copies[number + 1])
+
+
+def test_a_repeated_a_missed_and_an_early_one(run):
+    folder, copies = run
+    model = copy.deepcopy(copies[1])
+    refuses(
+        model, folder / "0", r"table='plain'\): .* of ids as .*it was applied already. Apply every"
+    )
+    refuses(
+        model,
+        folder / "2",
+        r"table='plain'\): .*begins at content sum [0-9a-f]{16} of ids .*Apply every",
+    )
+    apply_delta(model, folder / "1")
+    refuses(model, folder / "0", "Apply every delta once and in order")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_copy_that_trained_on_its_own(run, name):
+    folder, copies = run
+    model = copy.deepcopy(copies[0])
+    table = model.tables()[name]
+    rows, _ = table.lookup(table.ids()[:1])
+    table.assign(table.ids()[:1], rows + 1)
+    refuses(model, folder / "0", rf"table='{name}'\): .* of weight as the copy has")
+
+
+def test_another_step_clock_or_counter(run):
+    folder, copies = run
+    for change, message in (
+        (lambda m: setattr(m.tables()["plain"], "step", 7), "table='plain'.* of step"),
+        (lambda m: m.sequence.set_time(5), "table='timed'.* of clock"),
+        (lambda m: m.tables()["lru"].life.waiting.forget(ids_of(1, 3)), "table='lru'.* of waiting"),
+    ):
+        model = copy.deepcopy(copies[0])
+        change(model)
+        refuses(model, folder / "0", message)
+
+
+def test_models_of_another_kind(run, tmp_path):
+    folder, copies = run
+    refuses(
+        Model(EmbOptimType.EXACT_SGD),
+        folder / "0",
+        "expected a delta with optimizer state of exact_sgd",
+    )
+    with pytest.raises(ValueError, match=r"of the tables \['lru', 'old', 'plain'\], got one of"):
+        apply_delta(copies[0].pooled, folder / "0")
+    half = copy.deepcopy(copies[0])
+    half.pooled.half()
+    refuses(
+        half, folder / "0", "expected a delta with rows 'float16' as the copy has, got 'float32'"
+    )
+    with pytest.raises(ValueError, match="expected a model with dynamic tables"):
+        apply_delta(torch.nn.Linear(2, 2), folder / "0")
+    dcp.save({"model": copies[0].state_dict()}, checkpoint_id=tmp_path / "full", no_dist=True)
+    refuses(
+        copies[0], tmp_path / "full", "expected a delta of export_delta, got .* a full checkpoint"
+    )
+    refuses(copies[0], tmp_path / "nowhere", "no directory")
+
+
+def test_a_torn_or_truncated_one(run, tmp_path):
+    folder, copies = run
+    torn = shutil.copytree(folder / "0", tmp_path / "torn")
+    (torn / ".metadata").unlink()
+    refuses(copies[0], torn, "It is torn")
+    short = shutil.copytree(folder / "0", tmp_path / "short")
+    (data,) = short.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-100])
+    refuses(copies[0], short, "it is truncated")
+
+
+def test_a_flipped_bit(run, tmp_path):
+    """Anywhere in the numbers it is an error; in what nobody reads it changes nothing."""
+    folder, copies = run
+    damaged = shutil.copytree(folder / "0", tmp_path / "damaged")
+    metadata = pickle.loads((damaged / ".metadata").read_bytes())
+    refused = {}
+    for index, entry in sorted(metadata.storage_data.items(), key=lambda one: one[1].offset):
+        if index.fqn.endswith(".cells"):
+            continue
+        data = damaged / entry.relative_path
+        whole = data.read_bytes()
+        # torch.save puts the numbers on a boundary of 64 bytes: behind the pickle, before the directory.
+        chunk = whole[entry.offset : entry.offset + entry.length]
+        at = entry.offset + chunk.index(b"/data/0") + 7
+        at += 64 - (at - entry.offset) % 64
+        model = copy.deepcopy(copies[0])
+        data.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+        try:
+            apply_delta(model, damaged)
+            assert_same(model, copies[1])
+        except ValueError as error:
+            refused[index.fqn] = str(error)
+            assert_same(model, copies[0])
+        data.write_bytes(whole)
+    names = {name.rpartition(".")[2] for name in refused}
+    assert names >= {"ids", "weight", "removed", "momentum1", "momentum2", "step", "config"}
+    assert names >= {"base", "result", "checksum", "last_seen", "count", "waiting"}
+    assert all("." in text and text[0] != "C" for text in refused.values())
+
+
+def test_what_an_export_refuses(run, tmp_path):
+    _, copies = run
+    model, other = copy.deepcopy(copies[0]), copy.deepcopy(copies[0])
+    marker = mark(model)
+
+    def refused(message, *call):
+        with pytest.raises(ValueError, match=message):
+            export_delta(*call)
+
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "something").touch()
+    refused("expected a new directory, got .*taken", model, tmp_path / "taken", marker)
+    refused("expected a marker of torchrec_dyn", model, tmp_path / "new", 7)
+    refused("expected a marker of this very table", other, tmp_path / "new", marker)
+    refused("expected a marker of the tables", model.pooled, tmp_path / "new", marker)
+    model.pooled.embedding_bags["old"].float()
+    refused("expected a table with the row dtype", model, tmp_path / "new", marker)
+    model.pooled.embedding_bags["old"].half()
+    assert not (tmp_path / "new").exists()
+    export_delta(model, tmp_path / "new", marker)
+    apply_delta(other, tmp_path / "new")
+    assert_same(model, other)
+
+
+def test_a_delta_without_a_change(tmp_path):
+    model = Model()
+    other, marker = copy.deepcopy(model), mark(model)
+    marker = export_delta(model, tmp_path / "0", marker)
+    apply_delta(other, tmp_path / "0")
+    train(model, batch(1, 1))
+    copy_now = copy.deepcopy(model)
+    marker = export_delta(model, tmp_path / "1", export_delta(model, tmp_path / "2", marker))
+    apply_delta(copy_now, tmp_path / "1")
+    assert_same(model, copy_now)
+
+
+def test_tracking_ends_with_the_last_marker():
+    model = Model()
+    marker = mark(model)
+    train(model, batch(1, 1, 2))
+    assert all(table.changes is not None for table in model.tables().values())
+    del marker
+    gc.collect()
+    train(model, batch(1, 1, 2))
+    assert all(table.changes is None for table in model.tables().values())
+
+
+def test_a_backward_of_before_is_refused(tmp_path):
+    model = Model().train()
+    twin = copy.deepcopy(model)
+    output, late = model(batch(1, 1, 2)), twin(batch(1, 1, 2))
+    marker = mark(model)
+    output.backward()
+    export_delta(model, tmp_path / "0", marker)
+    apply_delta(twin, tmp_path / "0")
+    assert_same(model, twin)
+    with pytest.raises(RuntimeError, match="loaded or converted in between"):
+        late.backward()
+
+
+def test_rows_above_the_limit_of_the_copy_are_kept(tmp_path):
+    """As a load keeps them."""
+
+    def table(limit: int):
+        config = dyn.DynamicTableConfig(initializer=dyn.Constant(0.0))
+        bags = dyn.DynamicEmbeddingBagCollection
+        one = EmbeddingBagConfig(
+            name="t", embedding_dim=4, num_embeddings=limit, feature_names=["f"]
+        )
+        return bags([one], dynamic=config)
+
+    model, small = table(10), table(5)
+    marker = mark(model)
+    model.table("t").assign(torch.arange(9), torch.ones(9, 4))
+    export_delta(model, tmp_path / "0", marker)
+    apply_delta(small, tmp_path / "0")
+    assert small.table("t").num_rows == 9

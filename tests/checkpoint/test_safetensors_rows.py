@@ -1,6 +1,7 @@
-"""export_rows and import_rows of an unsharded collection."""
+"""export_rows and import_rows of an unsharded collection, and export_saved_rows of a checkpoint."""
 
 import importlib
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torchrec import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_configs import DataType
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import export_rows, import_rows
+from torchrec_dyn.checkpoint import export_rows, export_saved_rows, import_rows
 from torchrec_dyn.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 module = importlib.import_module("torchrec_dyn.checkpoint.safetensors_rows")
 EXTREMES = [-(2**63), 2**63 - 1, -1, 0, 1, 2**62, -(10**12)]
@@ -244,8 +248,7 @@ import os, signal, sys
 import torch
 from torchrec import EmbeddingBagConfig
 import torchrec_dyn as dyn
-from torchrec_dyn import safetensors_file
-from torchrec_dyn.safetensors_rows import export_rows
+from torchrec_dyn.checkpoint import export_rows, safetensors_file
 path, at = sys.argv[1], int(sys.argv[2])
 made = dyn.DynamicEmbeddingBagCollection([EmbeddingBagConfig(9, 2, "t", feature_names=["f"])])
 made.table("t").assign(torch.arange(9), torch.ones(9, 2))
@@ -280,3 +283,57 @@ def test_a_killed_export_leaves_the_file_before_or_the_new_one(
         assert path.read_bytes() == b"before"
     else:
         assert import_rows(collection(dim=2), "t", path) == 9
+
+
+# A table of a checkpoint
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Path]:
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 5 * 4 * 8)
+    configs = [EmbeddingBagConfig(50, 8, name, feature_names=[f"f_{name}"]) for name in "tu"]
+    made = dyn.DynamicEmbeddingBagCollection(configs, dynamic=dyn.DynamicTableConfig(seed=3))
+    ids = torch.tensor([*EXTREMES, *range(100, 120)])
+    made.table("t").assign(ids, torch.sin(ids[:, None] + torch.arange(8.0)))
+    state = made.state_dict()
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "c")
+    dcp.save({"one": state, "other": state}, checkpoint_id=tmp_path / "two")
+    return made, tmp_path
+
+
+@pytest.mark.parametrize("table", ["t", "u"])  # u has no rows
+def test_the_file_is_that_of_the_collection(saved: tuple[Any, Path], table: str) -> None:
+    made, folder = saved
+    export_rows(made, table, folder / "collection")
+    export_saved_rows(folder / "c", table, folder / "checkpoint")
+    assert (folder / "checkpoint").read_bytes() == (folder / "collection").read_bytes()
+    export_saved_rows(folder / "two", f"other.embedding_bags.{table}", folder / "two_")
+    assert (folder / "two_").read_bytes() == (folder / "collection").read_bytes()
+
+
+def test_what_is_not_one_table(saved: tuple[Any, Path]) -> None:
+    _, folder = saved
+    for path, table, got in (
+        ("c", "x", r"expected one table 'x', got tables \['model.embedding_bags.t', 'model"),
+        ("two", "t", r"got \['one.embedding_bags.t', 'other.embedding_bags.t'\]. Name one"),
+        ("nowhere", "t", "expected a checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=got):
+            export_saved_rows(folder / path, table, folder / "f")
+    assert not (folder / "f").exists()
+
+
+def test_a_flipped_bit_leaves_no_file(saved: tuple[Any, Path]) -> None:
+    _, folder = saved
+    metadata = pickle.loads((folder / "c" / ".metadata").read_bytes())
+    (at,) = [
+        at
+        for key, at in metadata.storage_data.items()
+        if key.fqn == "model.embedding_bags.t.weight"
+    ]
+    data = bytearray((folder / "c" / at.relative_path).read_bytes())
+    data[data.index(torch.sin(torch.tensor(1.0)).numpy().tobytes(), at.offset)] ^= 1
+    (folder / "c" / at.relative_path).write_bytes(data)
+    with pytest.raises(ValueError, match="damaged"):
+        export_saved_rows(folder / "c", "t", folder / "f")
+    assert not [path for path in folder.iterdir() if path.name.startswith("f")]

@@ -6,13 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
-from processed_training import (
-    Model,
-    backward,
-    bags,
-    one_table,
-    processed,
-)
+from processed_training import Model, backward, bags, one_table, processed
 from sharded_cases import FUSED_PARAMS, Case
 from sharded_training import batches, collection_of
 from test_feature_processors import tables_of

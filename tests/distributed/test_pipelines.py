@@ -10,7 +10,7 @@ import torch
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from pipeline_model import Run
-from pipeline_runs import PIPELINES, State, renamed
+from pipeline_runs import PIPELINES, check_same_states, renamed
 
 import torchrec_dyn as dyn
 
@@ -39,13 +39,6 @@ def train(plan: str, pipeline: str, **changes: Any) -> Any:
 
 
 trained = cache(train)
-
-
-def check_same_states(got: State, expected: State) -> None:
-    assert got.keys() == expected.keys()
-    for name, state in expected.items():
-        for part, value in state.items():
-            assert torch.equal(got[name][part], value), f"{name} {part}"
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -10,9 +10,7 @@ import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import Case, Table, shard_by_hand, usual_plan
 from sharded_training import Holder, collection_of
-from torch.distributed.optim import (
-    _apply_optimizer_in_backward as apply_optimizer_in_backward,
-)
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan

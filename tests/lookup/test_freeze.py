@@ -1,10 +1,17 @@
 """Frozen tables beside others: as if they had been evaluated, and the others had trained alone."""
 
+import copy
+import pickle
 import random
 
 import pytest
 import torch
-from freeze_cases import FEATURES, LIVES, OPTIMIZERS, draw, learn, make, parts, state_of
+from freeze_cases import ADAM, FEATURES, LIVES, LRU, OPTIMIZERS, draw, learn, make, parts, state_of
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import PoolingType
+
+import torchrec_dyn as dyn
+from torchrec_dyn.table.changes import moment_of
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -38,3 +45,182 @@ def test_frozen_in_between_as_never_given_those_batches(optimizer, lives, pooled
         for name, collection in alone.items():
             assert state_of(both, name) == state_of(collection, name), (step, name, frozen)
     assert all(1 < one.table(name).stats()["step"] < 16 for name, one in alone.items())
+
+
+# By hand: requires_grad, weights, copies, edits, prefetching, deltas and errors
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_weights_of_frozen_tables_get_gradients(mean):
+    configs = [
+        EmbeddingBagConfig(100, 2, name, feature_names=[feature],
+                           pooling=PoolingType.MEAN if mean else PoolingType.SUM)
+        for name, feature in (("t", "a"), ("u", "c"))
+    ]  # fmt: skip
+    ebc = dyn.DynamicEmbeddingBagCollection(configs, is_weighted=True, fused_params=ADAM)
+    rows = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    for name in ("t", "u"):
+        ebc.table(name).assign(torch.tensor([1, 2]), rows)
+    ebc.table("t").freeze()
+    weights = torch.tensor([0.5, 1.5, 2.0, 1.0]).requires_grad_()
+    ids, lengths = torch.tensor([1, 2, 9, 1]), torch.tensor([2, 1, 1, 0])
+    batch = KeyedJaggedTensor(["a", "c"], ids, weights, lengths)
+    out = ebc(batch)
+    out["a"].sum().backward()
+    expected = torch.tensor([3.0, 8.0, 0.0, 0.0])  # the sums of the rows; 9 has none
+    if mean:  # (w1 x1 + w2 x2) / n: TorchRec's mean of a weighted bag divides by the count
+        expected[:2] /= 2
+    assert torch.equal(weights.grad, expected)
+    assert torch.equal(ebc.table("t").lookup(torch.tensor([1, 2]))[0], rows)
+    assert ebc.table("t").stats()["step"] == 0 and ebc.table("u").stats()["step"] == 1
+
+
+def test_a_group_frozen_whole_has_no_graph():
+    ebc = make(FEATURES, {})
+    for name in FEATURES:
+        ebc.table(name).freeze()
+    batch, _ = draw(random.Random(1), FEATURES)
+    out = ebc(batch).values()
+    assert not out.requires_grad and bool(out.eq(0).all())
+    assert not any(ebc.table(name).num_rows for name in FEATURES)
+
+
+def kjt(*ids):
+    return KeyedJaggedTensor(["c"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
+
+
+def test_a_forward_learns_or_not_as_it_began():
+    ebc = make(["v"], {})
+    one = torch.tensor([1])
+    before_freeze = ebc(kjt(1))
+    started = ebc.table("v").lookup(one)[0]
+    ebc.table("v").freeze()
+    before_freeze.values().sum().backward()
+    assert not torch.equal(ebc.table("v").lookup(one)[0], started)
+    weighted = make(["v", "u"], {}, is_weighted=True)
+    weighted.table("v").assign(one, torch.ones(1, 4))
+    weighted.table("v").freeze()
+    features = KeyedJaggedTensor(
+        ["b", "c"], torch.tensor([5, 1]), torch.ones(2), torch.ones(2).long()
+    )
+    out = weighted(features).values()
+    weighted.table("v").unfreeze()
+    out.sum().backward()
+    assert torch.equal(weighted.table("v").lookup(one)[0], torch.ones(1, 4))
+
+
+def test_requires_grad_and_freeze_are_one():
+    ebc = make(FEATURES, {})
+    handle, weight = ebc.table("u"), ebc.embedding_bags["u"].weight
+    handle.freeze()
+    handle.freeze()
+    assert not weight.requires_grad and handle.is_frozen and ebc.table("u").is_frozen
+    assert [ebc.table(name).is_frozen for name in FEATURES] == [False, True, False]
+    weight.requires_grad_(True)
+    assert not handle.is_frozen
+    weight.requires_grad_(False)
+    batch, _ = draw(random.Random(2), FEATURES)
+    ebc(batch).values().sum().backward()
+    assert handle.is_frozen and handle.num_rows == 0 and ebc.table("t").num_rows > 0
+    handle.unfreeze()
+    assert weight.requires_grad
+    ebc(batch).values().sum().backward()
+    assert handle.num_rows > 0
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_copies_stay_frozen(used):
+    ebc = make(FEATURES, {})
+    batch, _ = draw(random.Random(3), FEATURES)
+    if used:
+        ebc(batch).values().sum().backward()
+    ebc.table("u").freeze()
+    rows = ebc.table("u").num_rows
+    for one in (copy.deepcopy(ebc), pickle.loads(pickle.dumps(ebc)), copy.deepcopy(ebc).half()):
+        other, _ = draw(random.Random(4), FEATURES)
+        one(other).values().sum().backward()
+        assert one.table("u").is_frozen and one.table("u").num_rows == rows
+        assert one.table("t").num_rows > ebc.table("t").num_rows
+        one.table("u").unfreeze()
+        assert ebc.table("u").is_frozen
+
+
+def test_a_frozen_table_is_edited_and_loaded_by_hand():
+    ebc, other = make(FEATURES, {}), make(FEATURES, {})
+    ids = torch.tensor([1, 2, 3])
+    other.table("v").assign(ids, torch.full((3, 4), 7.0))
+    ebc.table("v").freeze()
+    ebc.table("v").assign(ids[:2], torch.ones(2, 4))
+    assert ebc.table("v").erase(ids[:1]) == 1 and ebc.table("v").num_rows == 1
+    ebc.load_state_dict(other.state_dict())
+    assert ebc.table("v").is_frozen and ebc.table("v").ids().numel() == 3
+    thawed = make(FEATURES, {})
+    thawed.load_state_dict(ebc.state_dict())  # a checkpoint says nothing of it
+    assert not thawed.table("v").is_frozen and thawed.table("v").num_rows == 3
+
+
+@pytest.mark.parametrize("lives", LIVES)
+def test_prefetch_passes_frozen_tables_over(lives):
+    ebc = make(FEATURES, LIVES[lives])
+    ebc.table("u").freeze()
+    ebc.table("v").freeze()
+    (group,) = (one.tables for one in ebc._lookup._current_groups())
+    ids, offsets = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([0, 1, 2, 3, 5])
+    group.prefetch(ids, offsets)
+    rows = [ebc.table(name).num_rows for name in FEATURES]
+    assert rows == ([2, 0, 0] if lives == "none" else [0, 0, 0])
+    ebc.table("t").freeze()
+    ebc.table("v").unfreeze()
+    ebc.local_tables()
+    group = ebc._lookup._current_groups()[0].tables
+    group.prefetch(ids, offsets)
+    assert ebc.table("v").num_rows == (2 if lives == "none" else 0)
+    ebc.table("v").freeze()
+    ebc._lookup._current_groups()
+    group.prefetch(ids + 10, offsets)
+    assert [ebc.table(name).num_rows for name in FEATURES] == [rows[0], 0, ebc.table("v").num_rows]
+
+
+def test_deltas_name_nothing_of_a_frozen_table():
+    ebc = make(FEATURES, LIVES["one"])
+    batch, _ = draw(random.Random(5), FEATURES)
+    for _ in range(2):
+        ebc(batch).values().sum().backward()
+    tables = ebc.local_tables()
+    since = {name: moment_of(table) for name, table in tables.items()}
+    for name in ("t", "u"):
+        ebc.table(name).freeze()
+    edits = {name: table.edits for name, table in tables.items()}
+    other, _ = draw(random.Random(6), FEATURES)
+    for one in (batch, other):
+        ebc(one).values().sum().backward()
+    changed = {
+        name: table.changes.changed_rows(since[name], table.id_map)[0].numel()
+        for name, table in tables.items()
+    }
+    assert changed["t"] == changed["u"] == 0 < changed["v"]
+    assert {name for name in tables if tables[name].edits != edits[name]} == {"v"}
+    # Of the two that learn again one has a life and one has none: both are noted.
+    ebc.table("t").unfreeze()
+    ebc(batch).values().sum().backward()
+    assert tables["t"].changes.changed_rows(since["t"], tables["t"].id_map)[0].numel() > 0
+
+
+def test_an_error_changes_nothing_beside_a_frozen_table():
+    lives = {"t": {"eviction": dyn.ExpireAfter(steps=1)}, "u": {"eviction": LRU}}
+    for kind in (lives, {}):
+        ebc = make(FEATURES, kind)
+        small = ebc.table("u")
+        ebc.table("v").freeze()
+        limit = 12 if kind else 1000
+        ebc(draw(random.Random(7), FEATURES)[0]).values().sum().backward()
+        before = {name: state_of(ebc, name) for name in FEATURES}
+        many = torch.arange(100, 101 + limit)
+        lengths = torch.tensor([0, len(many), 1])
+        batch = KeyedJaggedTensor(["a", "b", "c"], torch.cat([many, many[:1]]), lengths=lengths)
+        with pytest.raises(RuntimeError):
+            ebc(batch)
+        assert {name: state_of(ebc, name) for name in FEATURES} == before
+        small.freeze()
+        ebc.table("t").freeze()
+        assert ebc(batch).values().shape == (1, 16)  # nothing is needed of a frozen table

@@ -10,13 +10,6 @@ from table_cases import ids_of
 from torchrec_dyn import ops
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def draw_of(key, step, number):
     """The number in [0, 1) that an id draws at a step: SplitMix64's word before those of rounding."""
     state = mix64(mix64(key + step * GOLDEN) ^ mix64(number))

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import EXTREME_IDS, WORD, canonical_order, mix64, signed, unmix64
+from raw_maps import a_map
 from table_cases import hard_ids, ids_of
-from test_lowest_scores import a_map
 
 from torchrec_dyn import ops
 
@@ -18,13 +18,6 @@ some_ids = hard_ids | st.sampled_from(HARDEST_IDS)
 words = st.sampled_from([0, 1, 2**63 - 1, 2**63, WORD - 1]) | st.integers(0, WORD - 1)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64]
 UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint32}
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def bit_columns(values):

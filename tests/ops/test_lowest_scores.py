@@ -7,30 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import GOLDEN, WORD, mix64, signed
+from raw_maps import a_map
+from score_blocks import FREE, MOST, blocks_of, write
 from table_cases import hard_ids, ids_of
-from test_scores_ops import FREE, MOST, blocks_of, write
 
 from torchrec_dyn import ops
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-def a_map(ids, rows, is_growing=False, room=1.7):
-    """(slots, moved) of a map that holds the ids; one that grows is half moved."""
-    slots = [ops.new_slots(torch.empty(0, 2, dtype=torch.int64), int(room * len(ids)) // 4 * 4 + 8)]
-    ops.insert(torch.as_tensor(ids), torch.as_tensor(rows), ids_of(0, len(ids)), slots, ids_of(-1))
-    if not is_growing:
-        return slots, ids_of(-1)
-    grown = ops.new_slots(slots[0], len(slots[0]) + 4)
-    moved = ops.move_slots(slots[0], grown, 0, len(slots[0]) // 2)
-    if moved.item() == len(slots[0]):  # one run to the end
-        return [grown], ids_of(-1)
-    return [grown, *slots], moved
 
 
 class Scored:

@@ -14,13 +14,6 @@ LAST = 2**31 - 1
 versions = st.sampled_from([0, 1, 2, LAST - 1, LAST])
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def blocks_of(words, shift):
     """Blocks that begin with these words; the rest is version 0."""
     blocks = torch.zeros(-(-len(words) // (1 << shift)), 1 << shift, 1, dtype=torch.int32)

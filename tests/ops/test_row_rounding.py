@@ -13,14 +13,6 @@ SHORT = [torch.float16, torch.bfloat16]
 every_kind = pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kind: kind.name)
 
 
-@pytest.fixture
-def threads():
-    """Sets the number of threads, and puts it back."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def nudged(dtype, ids, nudge, start=1.0, columns=8, **options):
     """Rows that hold `start` after one SGD step by `nudge`."""
     table = make_table(

@@ -6,34 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from score_blocks import FREE, MOST, blocks_of, write
 from table_cases import ids_of
 
 from torchrec_dyn import ops
-
-FREE = 2**32 - 1
-MOST = 2**32 - 1
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-def blocks_of(rows, shift):
-    """Blocks for at least `rows` rows, all of them free."""
-    return [torch.full((1 << shift, 1), -(2**32)) for _ in range(-(-rows // (1 << shift)))]
-
-
-def write(blocks, shift, scores):
-    """Writes {row: (last_seen, count)}."""
-    rows = ids_of(*scores)
-    seen, counts = (
-        ids_of(*(s for s, _ in scores.values())),
-        ids_of(*(c for _, c in scores.values())),
-    )
-    ops.write_scores_(rows, seen, counts, blocks, shift)
 
 
 def read(blocks, shift, rows):

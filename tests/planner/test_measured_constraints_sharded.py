@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 import workers
 from example_criteo_files import EXAMPLES
+from planned_cases import POOLED, SEQUENCE
 from sharded_cases import Case, Table, usual_plan
 from sharded_training import batches, collection_of, shard
 from torchrec.distributed.comm import get_local_size
@@ -17,8 +18,6 @@ from torchrec_dyn.planner import constraints_from, load_by_rank, make_planner, r
 
 import replan  # isort: skip
 
-SEQUENCE = ["table_wise", "row_wise", "column_wise"]
-POOLED = [*SEQUENCE, "table_row_wise", "table_column_wise", "grid_shard"]
 NAMES = ("rows", "ids_seen", "forwards", "waiting", "features", "ranks")
 
 

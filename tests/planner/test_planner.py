@@ -4,19 +4,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
+from planned_cases import POOLED, SEQUENCE, topology
 from sharded_cases import Case, Table
 from sharded_training import Holder, batches, collection_of, sharder_of, train_beside
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 
 from torchrec_dyn import DynamicEmbeddingBagCollection, DynamicEmbeddingBagCollectionSharder
 from torchrec_dyn.planner import DynamicStorageEstimator, make_planner
 
-SEQUENCE = ["table_wise", "row_wise", "column_wise"]
-POOLED = [*SEQUENCE, "table_row_wise", "table_column_wise", "grid_shard"]
 PLANNERS = {"stock": EmbeddingShardingPlanner, "ours": make_planner}
 
 
@@ -24,10 +23,6 @@ def case_of(pooled=True, tables=1, dim=8, **changes):
     """A case whose tables wait for a plan."""
     named = [Table(f"table_{n}", [f"feature_{n}"], None, dim=dim) for n in range(tables)]
     return Case(named, pooled=pooled, **changes)
-
-
-def topology(device="cpu", world_size=4, local_world_size=2):
-    return Topology(world_size=world_size, local_world_size=local_world_size, compute_device=device)
 
 
 def constrained(case, **constraint):
@@ -92,7 +87,7 @@ def plan_together(planner, constraint, case):
     """In the workers: the plan of a case, the same on every rank."""
     world = dist.get_world_size()
     made = PLANNERS[planner](
-        topology=topology("cpu", world, get_local_size(world)),
+        topology=topology(world_size=world, local_world_size=get_local_size(world)),
         constraints=constrained(case, **constraint) if constraint else None,
     )
     model = Holder(collection_of(case))

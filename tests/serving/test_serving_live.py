@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from another_process import environment
 from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_dyn import serving
 from torchrec_dyn.serving import generation as serving_generation
-from torchrec_dyn.serving import modules as serving
 from torchrec_dyn.serving import update as serving_update
 
 IDS = range(300)
@@ -99,7 +100,6 @@ def test_a_request_ends_with_the_generation_it_began_with(tmp_path, monkeypatch,
 READER = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
 import test_serving_live as own
 from torchrec_dyn import serving
 ours = serving.ServingEmbeddingBagCollection(Path(sys.argv[1]), own.bag_configs(*own.version(0)))
@@ -118,8 +118,8 @@ print(len(set(seen)))
 def test_another_process_sees_one_generation_of_all_tables(tmp_path):
     served = prepare(tmp_path, torch.int8)
     reader = subprocess.Popen(
-        [sys.executable, "-c", READER, str(served), str(Path(__file__).parent)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", READER, str(served)],
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
     for number in range(VERSIONS):

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from another_process import environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.serving import modules as serving
+from torchrec_dyn import serving
 from torchrec_dyn.serving import update as serving_update
 from torchrec_dyn.serving.manifest import current_generation, read_manifest
 
@@ -186,7 +187,6 @@ def test_one_writer_at_a_time(served, tmp_path):
 KILLED = """
 import os, shutil, sys, torch
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
 import test_serving_update as own
 from torchrec_dyn import serving
 torch.set_num_threads(1)
@@ -234,8 +234,8 @@ def test_a_writer_that_is_killed_leaves_the_old_rows_or_the_new(served, tmp_path
     serving.apply_delta(served, tmp_path / "delta")
     served.rename(tmp_path / "new")
     done = subprocess.run(
-        [sys.executable, "-c", KILLED.format(), str(tmp_path), str(Path(__file__).parent)],
-        capture_output=True, text=True, check=False, timeout=300,
+        [sys.executable, "-c", KILLED.format(), str(tmp_path)],
+        env=environment(), capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert int(done.stdout.split()[0]) > 15  # moments

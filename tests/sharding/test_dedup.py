@@ -1,178 +1,377 @@
-"""What is sent in place of a batch, and how rows and gradients find their way."""
+"""`use_index_dedup=True` under every plan: outputs, rows and counts are as without it."""
 
+import dataclasses
+from functools import cache
+from typing import Any
+
+import pipeline_runs
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from table_cases import hard_ids, ids_of, make_group
-from torchrec import KeyedJaggedTensor
+import torch.distributed as dist
+import workers
+from dedup_cases import exact_grad, tables_here, tables_of, train_both
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from gradient_oracle import MODES, RATE, train_beside_dense
+from pipeline_model import Run
+from sharded_cases import EXTREME_IDS, Case, Table, usual_plan
+from sharded_life import Beside, drifting_batch, make_batch
+from sharded_training import batches, collection_of, outputs_by_name, shard, train_beside
+from torchrec.distributed import embedding
 
 import torchrec_dyn as dyn
-from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.sharding.send_once import Expansion, SendOnce, as_weights, counts_of
-from torchrec_dyn.table.table import DynamicTable
+from torchrec_dyn import ops
+from torchrec_dyn.life.scores import MOST_COUNT
+from torchrec_dyn.sharding import send_once
 
-# Column shards as (table, features): tables alone, tables of several shards, and one of no ids.
-LAYOUTS = [
-    [("t", 1)],
-    [("t", 1), ("u", 2), ("v", 1)],
-    [("t", 2), ("u", 1), ("t", 2)],
-    [("t", 1), ("t", 1), ("u", 3), ("t", 1), ("u", 3)],
-]
+KINDS = ["table_wise", "row_wise", "column_wise"]
 
 
-@st.composite
-def batches(draw):
-    """A layout, and a batch in which the shards of a table have the same bags."""
-    layout = draw(st.sampled_from(LAYOUTS))
-    bags = draw(st.integers(1, 4))
-    some = st.lists(
-        draw(st.sampled_from([hard_ids, st.sampled_from([0, 1, -1, 2**63 - 1])])), max_size=6
-    )
-    of_table = {
-        name: [[draw(some) for _ in range(bags)] for _ in range(features)]
-        for name, features in layout
-    }
-    return layout, [bag for name, _ in layout for feature in of_table[name] for bag in feature]
+def case_of(kinds: list[str], world: int, **options: Any) -> Case:
+    tables = tables_of(kinds, world, world, **options.pop("tables", {}))
+    return Case(tables, pooled=False, **{"known_ids": 15, "longest_bag": 6, **options})
 
 
-def features_of(layout, bags) -> KeyedJaggedTensor:
-    count = sum(features for _, features in layout)
-    return KeyedJaggedTensor(
-        [f"f{i}" for i in range(count)],
-        ids_of(*(one for bag in bags for one in bag)),
-        lengths=torch.tensor([len(bag) for bag in bags], dtype=torch.int32),
-        stride=len(bags) // count,
-    )
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), KINDS])
+def test_all_is_equal_to_the_bit_where_sums_are_exact(kinds: list[str], world: int) -> None:
+    of_ranks = workers.run(train_both, case_of(kinds, world), world_size=world)
+    assert sum(one["rows"] for one in of_ranks) > 0
+    once, each = (sum(sum(one[name]) for one in of_ranks) for name in ("once", "each"))
+    assert 0 < once < 0.8 * each
 
 
-@given(batches(), st.booleans())
-def test_each_shard_sends_its_distinct_ids_in_order_of_first_sight(case, counted):
-    layout, bags = case
-    features = features_of(layout, bags)
-    once, expansion = SendOnce(layout, counted, "where")(features)
-    assert once.keys() == features.keys() and once.stride() == features.stride()
-    assert once.lengths().dtype == features.lengths().dtype
-    # All under the first feature of the shard: the owner then has them rank after rank.
-    per_feature = once.length_per_key()
-    stride, feature = features.stride(), 0
-    sent = once.values().split(per_feature)
-    counts = [None] * len(sent)
-    if counted:
-        counts = counts_of(once.weights()).split(per_feature)
-    else:
-        assert once.weights_or_none() is None
-    for _, width in layout:
-        ids = [one for bag in bags[feature * stride : (feature + width) * stride] for one in bag]
-        distinct = dict.fromkeys(ids)
-        assert sent[feature].tolist() == list(distinct)
-        assert not any(per_feature[feature + 1 : feature + width])
-        lengths = once.lengths()[feature * stride : (feature + 1) * stride]
-        assert int(lengths.max() - lengths.min()) <= 1
-        if counted:
-            assert counts[feature].tolist() == [ids.count(one) for one in distinct]
-        feature += width
-    # The way back, with rows that are the ids themselves (as two exact halves).
-    rows = torch.stack([once.values() >> 32, once.values() & 0xFFFFFFFF], 1).double()
-    found = Expansion(expansion.places)(rows)
-    expected = torch.stack([features.values() >> 32, features.values() & 0xFFFFFFFF], 1).double()
-    assert torch.equal(found, expected)
+@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_trains_as_the_unsharded_collection(kind: str, world: int) -> None:
+    case = case_of([kind], world, exact=False, dedup=True)
+    assert sum(workers.run(train_beside, case, world_size=world)) > 0
 
 
-# Denormal floats, integers that float32 does not have, infinities, quiet and signalling NaNs.
-HARD_COUNTS = [1, 2, 2**23 - 1, 2**24 + 1, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FA00000,
-               0x7FC00001, 2**31 - 1]  # fmt: skip
+BATCHES = {
+    "a size per feature": {"variable": True},
+    "a size per rank and feature": {"variable": True, "batch_sizes": [5, 2, 8, 1]},
+    "ranks without examples": {"batch_sizes": [0, 5, 0, 2]},
+    "no rank has an example": {"batch_sizes": [0, 0, 0, 0]},
+    "empty bags only": {"longest_bag": 0},
+    "weights that nobody reads": {"weighted": True},
+    "one id a bag": {"longest_bag": 1},
+    "a batch of one id": {"known_ids": 1, "batch_sizes": [40] * 4},
+}
 
 
-@given(st.lists(st.sampled_from(HARD_COUNTS) | st.integers(1, 2**31 - 1), max_size=20))
-def test_counts_come_out_of_weights_as_they_went_in(counts):
-    weights = as_weights(ids_of(*counts))
-    assert weights.dtype == torch.float32
-    assert counts_of(weights).tolist() == counts
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kinds", [["row_wise"], KINDS])
+def test_batches_of_all_shapes(kinds: list[str], batch: str) -> None:
+    case = case_of(kinds, 4, **BATCHES[batch])
+    workers.run(train_both, case, True, world_size=4)
 
 
-def test_more_ids_than_a_count_can_tell():
-    values = torch.zeros(1, dtype=torch.int64).expand(2**31)  # takes no memory
-    features = KeyedJaggedTensor(["f0"], values, lengths=torch.tensor([2**31]))
-    with pytest.raises(
-        ValueError, match=r"EC: expected at most 2\*\*31 - 1 ids in a batch, got 2147483648"
-    ):
-        SendOnce([("t", 1)], True, "EC")(features)
+@pytest.mark.parametrize("data_type, output", [("FP16", "FP32"), ("BF16", "BF16")])
+def test_half_precision(data_type: str, output: str) -> None:
+    from torchrec.modules.embedding_configs import DataType
+
+    rate = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.05, "output_dtype": DataType[output]}
+    case = case_of(KINDS, 2, tables={"data_type": data_type}, fused_params=rate)
+    workers.run(train_both, case, world_size=2)
 
 
-@pytest.mark.parametrize("sent, columns", [(1, 8), (7, 64), (3000, 8), (3000, 130)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_summed_in_the_order_of_the_batch(threads, sent, columns, dtype):
-    draw = torch.Generator().manual_seed(sent)
-    places = (torch.rand(6000, generator=draw) ** 3 * sent).long()
-    grad = (torch.rand(6000, columns, generator=draw) - 0.5).to(dtype)
-    expected = torch.zeros(sent, columns)
-    for place, one in zip(places.tolist(), grad.float(), strict=True):
-        expected[place] += one
-    for number in (1, 2, 4):
-        threads(number)
-        rows = torch.zeros(sent, columns, dtype=dtype, requires_grad=True)
-        Expansion(places)(rows).backward(grad)
-        assert torch.equal(rows.grad, expected.to(dtype))
+def test_a_sum_of_many_gradients_of_half_precision_does_not_stand_still() -> None:
+    from torchrec.modules.embedding_configs import DataType
 
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-def scored_table(**options):
-    return DynamicTable(
-        name="t", num_embeddings=50, embedding_dim=4,
-        optimizer=RowOptimizer(kind=OptimizerKind.EXACT_SGD, learning_rate=0.1),
-        config=DynamicTableConfig(**options),
+    config = dyn.DynamicTableConfig(initializer=dyn.Constant(1.0))
+    case = case_of(
+        ["table_wise"], 2, dedup=True, tables={"config": config},
+        fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 1.0,
+                      "output_dtype": DataType.BF16},
     )  # fmt: skip
+    workers.run(repeat_one_id, case, world_size=2)
 
 
-@given(
-    st.lists(st.lists(st.tuples(hard_ids, st.integers(1, 5)), max_size=8), min_size=1, max_size=6),
-    st.sampled_from([
-        {"eviction": dyn.LeastFrequentlyUsed()},
-        {"admission": dyn.AdmitAfter(4), "eviction": dyn.LeastRecentlyUsed()},
-        {"admission": dyn.AdmitWithProbability(0.3)},
-    ]),
-)  # fmt: skip
-def test_a_table_with_a_life_counts_times_as_it_counts_repeats(steps, config):
-    tables = [scored_table(**config) for _ in range(2)]
-    once, each = (make_group(table, pooling="none") for table in tables)
-    for batch in steps:
-        ids, times = ids_of(*(one for one, _ in batch)), ids_of(*(n for _, n in batch))
-        repeated = ids.repeat_interleave(times)
-        rows = once(ids, ids_of(0, len(ids)), training=True, times=times)
-        expected = each(repeated, ids_of(0, len(repeated)), training=True)
-        assert torch.equal(rows.repeat_interleave(times, 0), expected)
-    states = [table.export_state() for table in tables]
-    for name, value in states[1].items():
-        assert torch.equal(states[0][name], value), name
-    counts = [table.stats() for table in tables]
-    for name in ("ids_seen", "hits", "unseen", "refused", "inserted", "waiting"):
-        assert counts[0][name] == counts[1][name], name
+def repeat_one_id(case: Case) -> None:
+    """Both ranks name one id 1000 times in one bag."""
+    from torchrec import KeyedJaggedTensor
+
+    model = shard(case, collection_of(case))
+    features = KeyedJaggedTensor(
+        case.features(), torch.full((4000,), 7), lengths=torch.full((4,), 1000)
+    )
+    output = outputs_by_name(case, model(features))["a@t0"]
+    assert output.dtype == torch.bfloat16
+    output.backward(torch.ones_like(output))
+    for table in tables_here(model):
+        if table.name == "t0":
+            assert torch.equal(table.lookup(torch.tensor([7]))[0], torch.full((1, 8), -999.0))
 
 
-WRONG_TIMES = [
-    (ids_of(1), "expected \\[2\\] int64 times, one for each id, got \\[1\\] of torch.int64"),
-    (torch.ones(2), "expected \\[2\\] int64 times, one for each id, got \\[2\\] of torch.float32"),
-    (ids_of(1, 0), r"expected times in \[1, 2\^32\), got 0 to 1"),
-    (ids_of(2**32, 1), r"expected times in \[1, 2\^32\), got 1 to 4294967296"),
+def flag_of_torchrec(case: Case) -> list[bool]:
+    embedding.EC_INDEX_DEDUP = True
+    try:
+        flagged = shard(case, collection_of(case))
+    finally:
+        embedding.EC_INDEX_DEDUP = False
+    plain = shard(case, collection_of(case))
+    return [bool(model.module.collection._send_once) for model in (flagged, plain)]
+
+
+def test_torchrecs_flag_for_all_collections_is_honoured() -> None:
+    assert workers.run(flag_of_torchrec, case_of(KINDS, 2), world_size=2) == [[True, False]] * 2
+
+
+def frozen_from_the_start(case: Case) -> None:
+    """A frozen table beside others: sent once too, and not changed."""
+    unsharded = collection_of(case)
+    unsharded.embeddings["t1"].weight.requires_grad_(False)
+    model = shard(case, unsharded)
+    features = batches(case, 0)[0][torch.distributed.get_rank()]
+    outputs = outputs_by_name(case, model(features))
+    torch.autograd.backward(
+        [v for v in outputs.values() if v.requires_grad],
+        [exact_grad(v, 0) for v in outputs.values() if v.requires_grad],
+    )
+    for table in tables_here(model):
+        assert (table.num_rows > 0) == (table.name != "t1") or table.step == 0
+
+
+def test_tables_that_were_frozen_before_sharding() -> None:
+    config = dyn.DynamicTableConfig(eviction=dyn.LeastFrequentlyUsed())
+    for kinds in (["row_wise"], KINDS):
+        case = case_of(kinds, 2, dedup=True, tables={"config": config})
+        workers.run(frozen_from_the_start, case, world_size=2)
+
+
+# Frequencies, admission and eviction: exact counts travel with the ids
+
+LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
+LIVES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
+    "frequent": ({"eviction": (dyn.ExpireAfter(steps=6), LFU)}, 150, ["evicted_full"]),
+    "after": ({"admission": dyn.AdmitAfter(3), "eviction": LRU, "unseen": "initial"}, 135,
+              ["refused", "waiting"]),
+    "chance": ({"admission": dyn.AdmitWithProbability(0.4), "eviction": LFU}, 135, ["refused"]),
+}  # fmt: skip
+
+
+def live_beside(case: Case, steps: int) -> dict[str, int]:
+    """A stream beside unsharded tables: floats within rounding, all else exact. Counts of all ranks."""
+    beside = Beside(case)
+    for step in range(steps):
+        beside.step(drifting_batch(case, step))
+        beside.check()
+    counts: dict[str, int] = {}
+    for one in beside.shards:
+        for name, value in one.stats().items():
+            counts[name] = counts.get(name, 0) + int(value)
+    return counts
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_lives_as_the_unsharded_table(life: str) -> None:
+    config, limit, must_happen = LIVES[life]
+    tables = [
+        Table(
+            f"t{i}", ["a", "b"][: i + 1], usual_plan(kind, 8, 3, 3, i, limit), rows=limit,
+            config=dyn.DynamicTableConfig(initializer=dyn.Uniform(-0.1, 0.1), **config),
+        )
+        for i, kind in enumerate(KINDS)
+    ]  # fmt: skip
+    case = Case(tables, pooled=False, exact=False, dedup=True, longest_bag=8)
+    of_ranks = workers.run(live_beside, case, 14, world_size=3, timeout=120)
+    for name in must_happen:
+        assert sum(counts[name] for counts in of_ranks) > 0, name
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_states_and_counts_are_equal_to_the_bit(life: str) -> None:
+    """Also of a table without a policy beside: counts travel past it."""
+    config, limit, _ = LIVES[life]
+    tables = tables_of(KINDS, 2, 2, rows=limit, config=dyn.DynamicTableConfig(**config))
+    tables += [Table("plain", ["a"], usual_plan(kind, 8, 2, 2)) for kind in KINDS[1:2]]
+    # Weights of the user's own, which sequences ignore, are no counts.
+    case = Case(tables, pooled=False, steps=6, known_ids=15, longest_bag=6, weighted=True)
+    workers.run(train_both, case, False, 3, world_size=2)
+
+
+def seen_by_each_table(case: Case) -> dict[str, int]:
+    model = shard(case, collection_of(case))
+    model(make_batch(case, [[[[1, 1, 2]]]] * 2).mine)["a@life"].values().sum().backward()
+    return {table.name: table.stats()["ids_seen"] for table in tables_here(model)}
+
+
+def test_a_table_without_a_policy_counts_arrivals_whatever_its_neighbours() -> None:
+    plan, life = usual_plan("row_wise", 8, 2, 2), dyn.DynamicTableConfig(eviction=LFU)
+    tables = [Table("life", ["a"], plan, config=life), Table("plain", ["a"], plan)]
+    of_ranks = workers.run(seen_by_each_table, Case(tables, pooled=False, dedup=True), world_size=2)
+    assert sum(seen["life"] for seen in of_ranks) == 6
+    assert sum(seen["plain"] for seen in of_ranks) == 4
+
+
+@pytest.mark.parametrize("config", [None, dyn.DynamicTableConfig(eviction=LFU)])
+def test_frozen_beside_others(config: Any) -> None:
+    for kinds in (["row_wise"], KINDS):
+        tables = tables_of(kinds, 2, 2, config=config)
+        case = Case(tables, pooled=False, steps=4, known_ids=15, longest_bag=6)
+        workers.run(train_both, case, False, 1, 2, world_size=2)
+
+
+def admit_over_ranks(case: Case) -> list[list[float]]:
+    model = shard(case, collection_of(case))
+    first, last = -(2**63), 2**63 - 1
+    seen = []
+    for bags in (
+        [[[first, first]], [[last]], [[last]]],  # twice on one rank; once on each of two
+        [[[5]], [[first, 5]], [[]]],  # first: the third. 5: once on each
+        [[[last, last, 5]], [[]], [[9, 9, 9]]],  # last: four. 5: three. 9: at once
+    ):
+        out = outputs_by_name(case, model(make_batch(case, [[one] for one in bags]).mine))["a"]
+        out.sum().backward()
+        seen.append(out[:, 0].tolist())
+    held = {}
+    for one in tables_here(model):
+        ids = one.ids()
+        held.update(zip(ids.tolist(), one.count(ids).tolist(), strict=True))
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, held)
+    together = {id: count for held in of_ranks for id, count in held.items()}
+    assert together == {first: 3, last: 4, 5: 3, 9: 3}
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_repeats_on_several_ranks_cross_the_threshold_together(kind: str) -> None:
+    config = dyn.DynamicTableConfig(initializer=dyn.Constant(1.0), admission=dyn.AdmitAfter(3))
+    plan = usual_plan(kind, 4, 3, 3, turn=1)
+    case = Case([Table("t", ["a"], plan, 4, config=config)], pooled=False, dedup=True)
+    case.fused_params["learning_rate"] = 0.0
+    first, second, third = workers.run(admit_over_ranks, case, world_size=3)
+    assert first == [[0.0, 0.0], [0.0], [1.0, 1.0, 1.0]]
+    assert second == [[0.0], [1.0, 0.0], []]
+    assert third == [[0.0], [], [1.0, 1.0, 1.0]]
+
+
+# By id, so that a count that went to another id is seen: denormals, infinities and NaNs as floats.
+PATTERNS = [1, 3, 2**23, 2**24 + 1, 0x7F800000, 0x7F800001, 0x7FA00001, 0x7FC00001, 2**31 - 1]
+
+
+class LargeCounts:
+    """`ops`, but every id has a count of its own, however often it occurs."""
+
+    mix64 = staticmethod(ops.mix64)
+
+    @staticmethod
+    def of(ids: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(PATTERNS)[ops.mix64(ids) % len(PATTERNS)]
+
+    @staticmethod
+    def collect_new(ids: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found, _, *more = ops.collect_new(ids, *others)
+        return found, LargeCounts.of(found), *more
+
+
+def count_largely(case: Case) -> int:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    send_once.ops = LargeCounts  # type: ignore[attr-defined]
+    try:
+        model = shard(case, collection_of(case))
+        bags = [[[[*EXTREME_IDS, *range(20 * r, 30 + 20 * r)] * 2]] for r in range(world)]
+        features = make_batch(case, [one * len(case.features()) for one in bags]).mine
+        sum(output.values().sum() for output in model(features).values()).backward()
+    finally:
+        send_once.ops = ops
+    ranks_with: dict[int, int] = {}
+    for r in range(world):
+        for one in {*EXTREME_IDS, *range(20 * r, 30 + 20 * r)}:
+            ranks_with[one] = ranks_with.get(one, 0) + 1
+    seen = 0
+    for table in tables_here(model):
+        ids = table.ids()
+        often = torch.tensor([ranks_with[one] for one in ids.tolist()], dtype=torch.int64)
+        expected = (LargeCounts.of(ids) * often).clamp(max=MOST_COUNT)
+        assert torch.equal(table.count(ids), expected), f"rank {rank}, {table.name}"
+        assert table.stats()["ids_seen"] == int((LargeCounts.of(ids) * often).sum())
+        seen += ids.numel()
+    return seen
+
+
+@pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), KINDS])
+def test_the_dists_carry_every_bit_of_a_count(kinds: list[str]) -> None:
+    config = dyn.DynamicTableConfig(eviction=LFU)
+    case = Case(tables_of(kinds, 3, 3, config=config), pooled=False, dedup=True)
+    assert sum(workers.run(count_largely, case, world_size=3)) > 200
+
+
+def weights_that_travel(case: Case) -> list[bool]:
+    """Of each sharding type, whether ids came with counts."""
+    model = shard(case, collection_of(case))
+    seen: list[bool] = []
+    for lookup in model.module.collection._lookups:
+        lookup.register_forward_pre_hook(
+            lambda _, arguments: seen.append(arguments[0].weights_or_none() is not None)
+        )
+    model(make_batch(case, [[[[1, 1]]] * len(case.features())] * 2).mine)["a@t0"].values().sum()
+    return seen
+
+
+def test_counts_travel_only_where_a_table_has_a_life() -> None:
+    tables = tables_of(KINDS, 2, 2)
+    tables[1].config = dyn.DynamicTableConfig(eviction=LFU)
+    case = Case(tables, pooled=False, dedup=True, weighted=True)
+    assert workers.run(weights_that_travel, case, world_size=2) == [[False, True, False]] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_reduction_of_gradients(kind: str) -> None:
+    """A sender is a rank that sent an id, however often it occurs there."""
+    tables = [
+        Table(
+            mode, features, usual_plan(kind, 8, 3, 3, turn),
+            config=dyn.DynamicTableConfig(gradient=mode, initializer=dyn.Constant(0.5)),
+        )
+        for turn, (mode, features) in enumerate(zip(MODES, [["a"], ["b", "c"], ["d"]], strict=True))
+    ]  # fmt: skip
+    sgd = {"optimizer": "EXACT_SGD", "learning_rate": RATE}
+    case = Case(
+        tables, pooled=False, dedup=True, fused_params=sgd, known_ids=10, batch_sizes=[5, 0, 3]
+    )
+    workers.run(train_beside_dense, case, world_size=3)
+
+
+# Pipelines train and evaluate as plain loops do
+
+PLAIN = Run(("row_wise",), ("row_wise", "table_wise", "column_wise"), dedup=True, new_ids=15)
+PIPELINED_LIVES = [
+    {"eviction": dyn.LeastFrequentlyUsed()},
+    {"admission": dyn.AdmitAfter(3), "eviction": dyn.LeastRecentlyUsed()},
 ]
+RUNS = {
+    "plain": PLAIN,
+    "lives, a batch size per feature": dataclasses.replace(
+        PLAIN, lives=PIPELINED_LIVES, variable=True, rows=90, drift=40
+    ),
+}
 
 
-@pytest.mark.parametrize("times, message", WRONG_TIMES)
-def test_times_that_are_none_change_nothing(times, message):
-    table = scored_table(eviction=dyn.LeastFrequentlyUsed())
-    group = make_group(table, pooling="none")
-    group(ids_of(1, 2), ids_of(0, 2), training=True)
-    before, counted = table.export_state(), table.stats()
-    with pytest.raises(ValueError, match=message):
-        group(ids_of(1, 3), ids_of(0, 2), training=True, times=times)
-    assert table.stats() == counted
-    for name, value in table.export_state().items():
-        assert torch.equal(value, before[name])
+@cache
+def trained(run: str, pipeline: str) -> Any:
+    return workers.run(pipeline_runs.train, RUNS[run], pipeline, world_size=2, timeout=120)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("pipeline", ["sparse_dist", "fused", "prefetch"])
+def test_trains_as_the_plain_loop(run: str, pipeline: str) -> None:
+    for got, expected in zip(trained(run, pipeline), trained(run, "base"), strict=True):
+        assert got["losses"] == expected["losses"]
+        for table, state in expected["states"].items():
+            for part, value in state.items():
+                assert torch.equal(got["states"][table][part], value), f"{table} {part}"
+
+
+def test_plain_loop_learns_as_without_dedup() -> None:
+    each = dataclasses.replace(PLAIN, dedup=False)
+    expected = workers.run(pipeline_runs.train, each, "base", world_size=2)
+    for got, without in zip(trained("plain", "base"), expected, strict=True):
+        assert got["losses"] == pytest.approx(without["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("pipeline", ["eval", "prefetch"])
+def test_evaluates_as_the_plain_loop_and_changes_nothing(pipeline: str) -> None:
+    unseen = workers.run(pipeline_runs.evaluate, PLAIN, pipeline, world_size=2, timeout=120)
+    assert min(unseen) > 0

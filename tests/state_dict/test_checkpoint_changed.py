@@ -22,6 +22,7 @@ from checkpoint_cases import (
     state_dict_of,
     train,
 )
+from checkpoint_small import COUNTED, case, on_one, sharded, step
 from sharded_training import outputs_by_name
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -111,3 +112,20 @@ def test_a_backward_does_not_reach_rows_that_were_loaded_since(tmp_path: Path) -
     for text, changed in run_on(SETUP, load_between, str(tmp_path / "saved")):
         assert "expected the tables of the forward at its backward" in text
         assert not changed
+
+
+def save_after_erase(path: str) -> str:
+    names = ("t", "u")
+    model = sharded(case(names=names, config=COUNTED))
+    step(model, [1, 2, 3, 4], [5, 6, 7, 8], names=names)
+    state = model.state_dict()
+    model.module.collection.table("t").erase(torch.tensor([1, 2, 3, 4]))
+    try:
+        quietly(dcp.save, {"model": state}, checkpoint_id=path)
+    except BaseException as error:  # DCP's is no Exception
+        return str(error)
+    return "saved"
+
+
+def test_ids_that_waited_were_erased_before_the_save(tmp_path: Path) -> None:
+    assert "trained or changed since" in on_one(save_after_erase, tmp_path)

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import workers
 from checkpoint_cases import (
     Setup,
+    contents,
     differences,
     held,
     load,
@@ -23,6 +25,7 @@ from checkpoint_cases import (
     state_dict_of,
     train,
 )
+from checkpoint_small import case, sharded, step
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 SETUP = Setup(2, ("row_wise", "column_wise", "three_columns", "table_wise"))
@@ -107,8 +110,6 @@ def take_whole(setup: Setup, state: dict[str, Any], folder: str) -> None:
 
 
 def test_plain_tensors_of_all_rows_load_into_any_plan(tmp_path: Path) -> None:
-    from checkpoint_cases import contents
-
     whole = Setup(0)
     (state,) = run_on(whole, give_whole)
     quietly(dcp.save, state, checkpoint_id=str(tmp_path / "whole"))
@@ -116,3 +117,18 @@ def test_plain_tensors_of_all_rows_load_into_any_plan(tmp_path: Path) -> None:
         path = str(tmp_path / str(world))
         run_on(Setup(world, kinds), take_whole, copy.deepcopy(state), path)
         assert not differences(contents(path), contents(tmp_path / "whole"))
+
+
+def copied_row_wise_state(kind: str) -> list[str]:
+    model = sharded(case(2, kind, optimizer="EXACT_ROWWISE_ADAGRAD"))
+    step(model, list(range(20)))
+    expected = held(model)
+    state = copy.deepcopy(state_dict_of(model))
+    step(model, [1, 50])
+    put(model, state)
+    return differences(held(model), expected)
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "column_wise", "three_columns"])
+def test_copies_of_row_wise_state(kind: str) -> None:
+    assert workers.run(copied_row_wise_state, kind, world_size=2) == [[], []]

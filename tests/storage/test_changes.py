@@ -224,7 +224,7 @@ def test_a_load_that_fails_is_not_noted(monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr("torchrec_dyn.table_state.note_replaced", fail)
+    monkeypatch.setattr("torchrec_dyn.table.contents.note_replaced", fail)
     with pytest.raises(MemoryError):
         table.load_state({"ids": ids_of(77), "weight": torch.ones(1, 4)})
     assert table.changes is log and same_state(table.export_state(), state)

@@ -135,7 +135,7 @@ def test_ids_of_several_tables_do_not_mix():
     assert absent.tolist() == [0, 2, 1]
 
 
-def test_many_ids_are_found_at_any_thread_count():
+def test_many_ids_are_found_at_any_thread_count(threads):
     """Pieces of a parallel lookup begin inside tables and across empty ones."""
     ids = torch.arange(30_000) * 977
     maps = [IdMap() for _ in range(4)]
@@ -144,12 +144,8 @@ def test_many_ids_are_found_at_any_thread_count():
         id_map.reserve(int(end - begin))
     slots, moved = arrays_of(maps)
     ops.insert(ids, torch.arange(30_000), bounds, slots, moved)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 4):
-            torch.set_num_threads(count)
-            rows, absent = ops.lookup(ids, bounds, slots, moved)
-            assert torch.equal(rows, torch.arange(30_000))
-            assert absent.tolist() == [0, 0, 0, 0]
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 4):
+        threads(count)
+        rows, absent = ops.lookup(ids, bounds, slots, moved)
+        assert torch.equal(rows, torch.arange(30_000))
+        assert absent.tolist() == [0, 0, 0, 0]

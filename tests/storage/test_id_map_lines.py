@@ -1,28 +1,17 @@
 """An id's home is a cache line of four slots: its slots are compared together, then line after line."""
 
+import itertools
+import random
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from oracle import home_slot, ids_at_home, probe_lengths
+from raw_maps import WHOLE, look, put, slots_of
 from table_cases import ids_of
 
 from torchrec_dyn import ops
-
-WHOLE = ids_of(-1)  # one map that does not grow
-
-
-def slots_of(capacity, place=0):
-    return torch.full((capacity, 2), place)
-
-
-def put(slots, *ids):
-    """Gives the ids rows 0, 1, and so on."""
-    ops.insert(ids_of(*ids), torch.arange(len(ids)), ids_of(0, len(ids)), [slots], WHOLE)
-
-
-def look(slots, *ids):
-    rows, absent = ops.lookup(ids_of(*ids), ids_of(0, len(ids)), [slots], WHOLE)
-    assert absent.tolist() == [rows.tolist().count(-1)]
-    return rows.tolist()
 
 
 def scattered(home, capacity, count):
@@ -39,11 +28,11 @@ def test_a_run_fills_line_after_line(count, line, capacity):
     home = 4 * line
     *ids, absent = scattered(home, capacity, count + 1)
     slots = slots_of(capacity)
-    put(slots, *ids)
+    put(slots, ids)
     assert [slots[(home + k) % capacity].tolist() for k in range(count)] == [
         [number, k + 1] for k, number in enumerate(ids)
     ]
-    assert look(slots, *ids, absent) == [*range(count), -1]
+    assert look(slots, [*ids, absent]) == [*range(count), -1]
     lengths = probe_lengths(slots)
     assert [lengths[(home + k) % capacity] for k in range(count)] == [*range(1, count + 1)]
     assert ops.probe_lengths(slots, 1).tolist() == [count, sum(lengths), count]
@@ -57,10 +46,10 @@ def test_full_lines_end_no_search_and_one_empty_slot_does(home, further):
     *_, wanted = scattered(home, 16, 5)
     for hole in range(4 * (further + 1)):
         slots = slots_of(16)
-        put(slots, *others, wanted)
-        assert look(slots, wanted) == [4 * (further + 1)]
+        put(slots, [*others, wanted])
+        assert look(slots, [wanted]) == [4 * (further + 1)]
         slots[(home + hole) % 16, 1] = 0
-        assert look(slots, wanted) == [-1]
+        assert look(slots, [wanted]) == [-1]
 
 
 @pytest.mark.parametrize("at", range(4))
@@ -71,13 +60,13 @@ def test_the_id_field_of_an_empty_slot_is_never_asked(stale, at):
     slots = slots_of(16)
     slots[:, 0] = number
     slots[4 + at] = ids_of(number, 7)
-    assert look(slots, number, other) == [6, -1]
+    assert look(slots, [number, other]) == [6, -1]
     slots[4 + at, 1] = 0
-    assert look(slots, number) == [-1]
+    assert look(slots, [number]) == [-1]
     slots[4 + stale] = ids_of(other, 0)
-    put(slots, number)
+    put(slots, [number])
     assert slots[4].tolist() == [number, 1]
-    assert look(slots, number, other) == [0, -1]
+    assert look(slots, [number, other]) == [0, -1]
     assert ops.erase(ids_of(other, number, number), [slots], WHOLE).tolist() == [-1, 0, -1]
     assert not slots[:, 1].any()
 
@@ -88,14 +77,14 @@ def test_id_zero_is_an_id(before):
     assert home_slot(0, 16) == 0
     others = [n for n in scattered(0, 16, 12) if n != 0][:before]
     slots = slots_of(16)
-    put(slots, *others)
-    assert look(slots, 0) == [-1]
+    put(slots, others)
+    assert look(slots, [0]) == [-1]
     assert ops.erase(ids_of(0), [slots], WHOLE).tolist() == [-1]
     ops.insert(ids_of(0), ids_of(before), ids_of(0, 1), [slots], WHOLE)
     assert slots[before].tolist() == [0, before + 1]
-    assert look(slots, 0, *others) == [before, *range(before)]
+    assert look(slots, [0, *others]) == [before, *range(before)]
     assert ops.erase(ids_of(0), [slots], WHOLE).tolist() == [before]
-    assert look(slots, 0, *others) == [-1, *range(before)]
+    assert look(slots, [0, *others]) == [-1, *range(before)]
 
 
 def test_every_slot_of_a_line_is_told_from_the_others():
@@ -104,7 +93,7 @@ def test_every_slot_of_a_line_is_told_from_the_others():
     rows = [0, 2**62 - 1, 0x2AAA_AAAA_AAAA_AAAA, 0x1555_5555_5555_5555]
     slots = slots_of(16)
     ops.insert(ids_of(*ids), ids_of(*rows), ids_of(0, 4), [slots], WHOLE)
-    assert look(slots, *ids, ~ids[0], ids[1] ^ 1) == [*rows, -1, -1]
+    assert look(slots, [*ids, ~ids[0], ids[1] ^ 1]) == [*rows, -1, -1]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
@@ -140,17 +129,17 @@ def test_many_ids_at_once(count, is_growing, threads):
 def test_full_maps_and_maps_of_one_line_and_of_none(count):
     """No line behind the home, or no line at all: the search ends."""
     asked = [*range(count)]
-    assert look(slots_of(0), *asked) == [-1] * count
+    assert look(slots_of(0), asked) == [-1] * count
     for capacity in (4, 8):
         slots = slots_of(capacity)
         held = [n for k in range(capacity // 4) for n in scattered(4 * k, capacity, 4)]
-        put(slots, *held)
+        put(slots, held)
         place = {number: row for row, number in enumerate(held)}
-        assert look(slots, *held, *asked) == [
+        assert look(slots, [*held, *asked]) == [
             *range(capacity), *(place.get(number, -1) for number in asked)
         ]  # fmt: skip
         assert ops.erase(ids_of(held[0]), [slots], WHOLE).tolist() == [0]
-        assert look(slots, *held) == [-1, *range(1, capacity)]
+        assert look(slots, held) == [-1, *range(1, capacity)]
 
 
 MAPS = {
@@ -207,3 +196,114 @@ def test_a_sample_of_probes_is_some_runs_of_them_all():
         lengths = torch.cat(list(looked_at))
         expected = [(lengths > 0).sum(), lengths.sum(), lengths.max()]
         assert ops.probe_lengths(slots, every).tolist() == expected
+
+
+# Erasing closes the gap in a run of slots, also where the run wraps around the end
+
+
+def check_runs(slots):
+    """No empty slot between the home of an id and the id: else a lookup would stop early."""
+    capacity = slots.shape[0]
+    for slot, (number, place) in enumerate(slots.tolist()):
+        if place == 0:
+            continue
+        walk = home_slot(number, capacity)
+        while walk != slot:
+            assert slots[walk, 1] > 0
+            walk = (walk + 1) % capacity
+
+
+@pytest.mark.parametrize("home", [0, 3, 6, 7])
+@pytest.mark.parametrize("victim", range(5))
+def test_one_of_a_run_goes_and_the_others_stay(home, victim):
+    ids = ids_at_home(home, 8, 5)
+    slots = slots_of(8)
+    put(slots, ids)
+    assert ops.erase(ids_of(ids[victim]), [slots], WHOLE).tolist() == [victim]
+    assert look(slots, ids) == [-1 if k == victim else k for k in range(5)]
+    check_runs(slots)
+    assert int((slots[:, 1] > 0).sum()) == 4
+
+
+def test_every_order_of_a_wrapping_run():
+    """Six ids of three homes around the end of the map, erased in each of 720 orders."""
+    ids = [*ids_at_home(6, 8, 2), *ids_at_home(7, 8, 2), *ids_at_home(0, 8, 2)]
+    for order in itertools.permutations(range(6)):
+        slots = slots_of(8)
+        put(slots, ids)
+        left = set(range(6))
+        for victim in order:
+            assert ops.erase(ids_of(ids[victim]), [slots], WHOLE).item() == victim
+            left.remove(victim)
+            assert look(slots, ids) == [k if k in left else -1 for k in range(6)]
+        assert (slots[:, 1] == 0).all()
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 15)), max_size=60),
+    st.sampled_from([8, 12, 16]),
+)
+def test_small_full_maps_follow_a_dict(steps, capacity):
+    homes = (0, 1, capacity - 1, capacity - 2)
+    pool = [i for home in homes for i in ids_at_home(home, capacity, 4)]
+    slots, held, row = slots_of(capacity), {}, 0
+    for is_insert, choice in steps:
+        number = pool[choice]
+        if is_insert and number not in held and len(held) < capacity:
+            put(slots, [number], row)
+            held[number] = row
+            row += 1
+        elif not is_insert:
+            assert ops.erase(ids_of(number), [slots], WHOLE).item() == held.pop(number, -1)
+        assert look(slots, pool) == [held.get(i, -1) for i in pool]
+        check_runs(slots)
+
+
+def test_a_full_map_is_searched_and_erased_without_hanging():
+    ids = [i for home in range(8) for i in ids_at_home(home, 8, 1)]
+    slots = slots_of(8)
+    put(slots, ids)
+    assert look(slots, [*ids, 12345]) == [*range(8), -1]
+    assert ops.erase(ids_of(12345), [slots], WHOLE).tolist() == [-1]
+    with pytest.raises(RuntimeError, match="expected an empty slot for every new id, got a full"):
+        put(slots, [12345])
+    assert ops.erase(ids_of(ids[4]), [slots], WHOLE).tolist() == [4]
+    assert look(slots, ids) == [0, 1, 2, 3, -1, 5, 6, 7]
+
+
+def test_repeats_absent_ids_and_empty_maps():
+    slots = slots_of(16)
+    put(slots, [1, 2])
+    assert ops.erase(ids_of(1, 1, 3, 2), [slots], WHOLE).tolist() == [0, -1, -1, 1]
+    assert ops.erase(ids_of(1), [slots_of(0)], WHOLE).tolist() == [-1]
+    assert ops.erase(ids_of(), [slots], WHOLE).tolist() == []
+
+
+def test_probe_lengths_shrink_again():
+    ids = ids_at_home(5, 32, 10)
+    slots = slots_of(32)
+    put(slots, ids)
+    assert ops.probe_lengths(slots, 1).tolist() == [10, sum(range(1, 11)), 10]
+    ops.erase(ids_of(*ids[:9]), [slots], WHOLE)
+    assert ops.probe_lengths(slots, 1).tolist() == [1, 1, 1]
+    ops.erase(ids_of(ids[9]), [slots], WHOLE)
+    assert ops.probe_lengths(slots, 1).tolist() == [0, 0, 0]
+    assert ops.probe_lengths(slots_of(0), 1).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("is_growing", [False, True])
+def test_many_ids_are_erased_one_by_one_in_order(is_growing):
+    """With the homes of later ones on their way; absent ids and repeats among them."""
+    draw = random.Random(3)
+    ids = draw.sample(range(10**6), 3000)
+    slots, moved = [slots_of(3300)], WHOLE
+    put(slots[0], ids)
+    if is_growing:
+        slots = [slots_of(3304), *slots]
+        moved = ops.move_slots(slots[1], slots[0], 0, 1500)
+    row_of = {number: row for row, number in enumerate(ids)}
+    asked = [draw.randrange(10**6) if k % 3 == 0 else draw.choice(ids) for k in range(4000)]
+    rows = ops.erase(ids_of(*asked), slots, moved).tolist()
+    assert rows == [row_of.pop(number, -1) for number in asked]
+    left = ops.lookup(ids_of(*ids), ids_of(0, 3000), slots, moved)[0].tolist()
+    assert left == [row_of.get(number, -1) for number in ids]

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import workers
-from checkpoint_cases import (
-    quietly,
-)
+from checkpoint_cases import quietly
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import Case, Table, shard_by_hand, usual_plan
 from sharded_training import collection_of, shard

@@ -68,6 +68,14 @@ def states_of(run: Run, model: Any) -> State:
     return {name: table.export_state() for name, table in tables_of(run, model).items()}
 
 
+def check_same_states(got: State, expected: State) -> None:
+    """Asserts that tables hold the same, bit for bit."""
+    assert got.keys() == expected.keys()
+    for name, state in expected.items():
+        for part, value in state.items():
+            assert torch.equal(got[name][part], value), f"{name} {part}"
+
+
 def optimizer_of(run: Run, model: Any) -> Any:
     """The optimizers of the rows and of the dense part, perhaps at a growing rate."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))

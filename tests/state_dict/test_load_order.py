@@ -1,4 +1,4 @@
-"""What a review of the checkpoint core found, each in its smallest case: what comes in what order."""
+"""The order of loads: a model before its optimizer; and what was read but not yet loaded."""
 
 from __future__ import annotations
 
@@ -6,72 +6,9 @@ import copy
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_cases import (
-    differences,
-    held,
-    load,
-    put,
-    quietly,
-    save,
-    state_dict_of,
-    tables_of,
-)
-from checkpoint_small import (
-    AGED,
-    COUNTED,
-    LRU,
-    both,
-    case,
-    on_one,
-    put_both,
-    read,
-    sharded,
-    step,
-    unsharded,
-)
-
-# Rows without scores.
-
-
-def rows_after_a_step(path: str) -> int:
-    before = sharded(case())
-    for _ in range(30):
-        step(before, [1, 2, 3, 4])
-    save(before, path)
-    model = load(sharded(case(config=AGED)), path)
-    step(model, [1])
-    return tables_of(model)[0].num_rows
-
-
-def test_rows_of_a_table_without_policy_do_not_expire_at_once(tmp_path: Path) -> None:
-    assert on_one(rows_after_a_step, tmp_path) == 4
-
-
-def test_nor_do_they_in_an_unsharded_table() -> None:
-    before = unsharded(case())
-    for _ in range(30):
-        step(before, [1, 2, 3, 4])
-    model = unsharded(case(config=AGED))
-    put_both(model, both(before))
-    step(model, [1])
-    assert model.table("t").num_rows == 4
-
-
-def test_nor_where_the_module_is_copied_between_the_two_loads() -> None:
-    before = unsharded(case())
-    for _ in range(30):
-        step(before, [1, 2, 3, 4])
-    model = unsharded(case(config=AGED))
-    model.load_state_dict(before.state_dict())
-    model = copy.deepcopy(model)
-    model.fused_optimizer.load_state_dict(before.fused_optimizer.state_dict())
-    step(model, [1])
-    assert model.table("t").num_rows == 4
-
-
-# The order of loads.
+from checkpoint_cases import differences, held, put, quietly, save, state_dict_of, tables_of
+from checkpoint_small import both, case, on_one, read, sharded, step, unsharded
 
 
 def optimizer_first(path: str) -> bool:
@@ -101,7 +38,7 @@ def test_unsharded_the_module_starts_optimizer_state_afresh() -> None:
     assert not after["momentum1"].any() and not after["step"]
 
 
-# What was read and not yet loaded.
+# What was read and not yet loaded
 
 
 def read_too_early(path: str) -> list[str]:
@@ -164,46 +101,3 @@ def verified_anew(path: str) -> bool:
 
 def test_what_is_read_again_is_verified_again(tmp_path: Path) -> None:
     assert on_one(verified_anew, tmp_path)
-
-
-# Unsharded tables through DCP.
-
-
-def test_rows_of_another_dtype_and_the_same_number(tmp_path: Path) -> None:
-    trained = unsharded(case(data_type="FP16"))
-    step(trained, [1, 2, 3])
-    quietly(dcp.save, both(trained), checkpoint_id=str(tmp_path))
-    model = unsharded(case())
-    step(model, [1, 2, 3])
-    put_both(model, read(both(model), str(tmp_path)))
-    rows, expected = (one.table("t").lookup(torch.tensor([1, 2, 3]))[0] for one in (model, trained))
-    assert torch.equal(rows, expected.float())
-
-
-def test_a_table_that_has_a_policy_now(tmp_path: Path) -> None:
-    trained = unsharded(case())
-    step(trained, [1, 2, 3])
-    quietly(dcp.save, both(trained), checkpoint_id=str(tmp_path))
-    model = unsharded(case(config=LRU))
-    put_both(model, read(both(model), str(tmp_path)))
-    assert model.table("t").num_rows == 3
-
-
-# What changed since.
-
-
-def save_after_erase(path: str) -> str:
-    names = ("t", "u")
-    model = sharded(case(names=names, config=COUNTED))
-    step(model, [1, 2, 3, 4], [5, 6, 7, 8], names=names)
-    state = model.state_dict()
-    model.module.collection.table("t").erase(torch.tensor([1, 2, 3, 4]))
-    try:
-        quietly(dcp.save, {"model": state}, checkpoint_id=path)
-    except BaseException as error:  # DCP's is no Exception
-        return str(error)
-    return "saved"
-
-
-def test_ids_that_waited_were_erased_before_the_save(tmp_path: Path) -> None:
-    assert "trained or changed since" in on_one(save_after_erase, tmp_path)

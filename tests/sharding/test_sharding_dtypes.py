@@ -1,4 +1,4 @@
-"""Outputs of half precision on all ranks: TorchRec expects what it receives in the dtype of what it sends."""
+"""Numbers of 16 bits between ranks: outputs of half precision, and quantized comms."""
 
 import copy
 import dataclasses
@@ -9,10 +9,19 @@ import torch
 import torch.distributed as dist
 import workers
 from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand, usual_plan
-from sharded_training import batches, collection_of, outputs_by_name, parts_of_rank, shard
+from sharded_training import (
+    batches,
+    collection_of,
+    outputs_by_name,
+    parts_of_rank,
+    shard,
+    train_beside,
+)
 from torchrec.modules.embedding_configs import DataType
 
-POOLED = ["table_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard"]
+# Outputs on all ranks: TorchRec expects what it receives in the dtype of what it sends
+
+NOT_ON_ALL = ["table_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard"]
 SEQUENCE = ["table_wise", "column_wise", "row_wise"]
 
 
@@ -45,10 +54,39 @@ def look_up_beside(case: Case) -> None:
 
 @pytest.mark.parametrize("output", ["FP16", "BF16"])
 @pytest.mark.parametrize(
-    "kind, pooled", [*((kind, True) for kind in POOLED), *((kind, False) for kind in SEQUENCE)]
+    "kind, pooled", [*((kind, True) for kind in NOT_ON_ALL), *((kind, False) for kind in SEQUENCE)]
 )
 def test_ranks_without_tables_get_outputs(kind: str, pooled: bool, output: str) -> None:
     case = case_of(kind, pooled, output)
     for dedup in (False, True)[: 1 if pooled else 2]:
         one = dataclasses.replace(case, dedup=dedup)
         workers.run(look_up_beside, one, world_size=4, local_size=2)
+
+
+# Quantized comms round what travels between ranks, and nothing else
+
+POOLED = [
+    "table_wise",
+    "column_wise",
+    "table_column_wise",
+    "row_wise",
+    "table_row_wise",
+    "grid_shard",
+]
+
+
+@pytest.mark.parametrize("comm", ["FP16", "BF16"])
+@pytest.mark.parametrize("kind", POOLED)
+def test_quantized_comms_pooled(kind: str, comm: str) -> None:
+    tables = [Table(f"t{i}", [f"f{i}"], usual_plan(kind, 8, 4, 2, i)) for i in range(2)]
+    case = Case(tables, exact=False, qcomm=comm, tolerance=1e-2 if comm == "FP16" else 5e-2)
+    workers.run(train_beside, case, world_size=4, local_size=2)
+
+
+@pytest.mark.parametrize("comm", ["FP16", "BF16"])
+@pytest.mark.parametrize("kind", ["table_wise", "column_wise", "row_wise"])
+def test_quantized_comms_sequence(kind: str, comm: str) -> None:
+    tables = [Table(f"t{i}", [f"f{i}"], usual_plan(kind, 8, 2, 2, i)) for i in range(2)]
+    tolerance = 1e-2 if comm == "FP16" else 5e-2
+    case = Case(tables, pooled=False, exact=False, qcomm=comm, tolerance=tolerance)
+    workers.run(train_beside, case, world_size=2)

@@ -1,4 +1,4 @@
-"""Block and quotient-remainder embeddings under DistributedModelParallel train as unsharded."""
+"""Block and quotient-remainder embeddings in models: trained under every plan, and served."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any
 
 import mixed_training
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_cases import quietly
+from mixed_cases import batch, some_grad
+from mixed_training import collection_of
 from workers import run
+
+from torchrec_dyn import serving
 
 OPS = ("mult", "add", "concat")
 MIXED = ["row_wise", "table_wise", "column_wise"]
@@ -80,3 +87,27 @@ def test_a_checkpoint_moves_to_another_plan(kind: str, tmp_path: Path) -> None:
     saved = run(mixed_training.train_and_save, kind, folder, world_size=2)
     loaded = run(mixed_training.load, kind, folder, MIXED, world_size=4, local_size=2)
     assert all(one == pytest.approx(saved[0], rel=1e-5) for one in [*saved, *loaded])
+
+
+# Served: the collections that they hold are replaced
+
+
+@pytest.mark.parametrize("kind", ["block", "mult", "concat"])
+def test_served_rows_in_the_place_of_trained_ones(kind: str, tmp_path: Path) -> None:
+    model = collection_of(kind)
+    for step in range(2):
+        output = model(batch(step)).values()
+        output.backward(some_grad(output))
+    model.eval()
+    expected = model(batch(0)).values().detach()
+    quietly(dcp.save, {"model": model.state_dict()}, checkpoint_id=tmp_path / "saved")
+    folder = tmp_path / "served"
+    serving.build(tmp_path / "saved", folder)
+    if kind == "block":
+        configs = model.rows.embedding_bag_configs()
+        model.rows = serving.ServingEmbeddingBagCollection(folder, configs)
+    else:
+        for width, one in model.rows.items():
+            model.rows[width] = serving.ServingEmbeddingCollection(folder, one.embedding_configs())
+    assert expected.abs().sum() > 0
+    assert torch.equal(model(batch(0)).values(), expected)

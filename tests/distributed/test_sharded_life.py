@@ -1,0 +1,319 @@
+"""Full tables: whatever the plan, every shard lives as the unsharded table does."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import workers
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from sharded_cases import Case, Table, shard_by_hand
+from sharded_life import Beside, Forward, drifting_batch, stream_stats
+from sharded_training import collection_of, outputs_by_name
+
+import torchrec_dyn as dyn
+
+LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
+
+# Table -> policies, limit, and what must have happened to it at the end of a run. Ranks that share 150 rows
+# have fewer each: 145 of two, 107 of three.
+LIVES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
+    "recent": ({"eviction": LRU}, 150, ["evicted_full"]),
+    "frequent": ({"eviction": (dyn.ExpireAfter(steps=18), LFU)}, 150,
+                 ["evicted_full", "evicted_expired"]),
+    "timed": ({"eviction": (dyn.ExpireAfter(time=12), LRU)}, 1000, ["evicted_expired"]),
+    "after": ({"admission": dyn.AdmitAfter(2), "eviction": LRU}, 135,
+              ["refused", "waiting", "evicted_full"]),
+    "after_few": ({"admission": dyn.AdmitAfter(14, counters=140), "unseen": "initial",
+                   "eviction": dyn.ExpireAfter(steps=5)}, 1000,
+                  ["refused", "waiting", "counters_dropped", "evicted_expired"]),
+    "chance": ({"admission": dyn.AdmitWithProbability(0.6), "unseen": "initial",
+                "eviction": LFU}, 135, ["refused", "evicted_full"]),
+}  # fmt: skip
+
+DIM = 6
+Plan = tuple[str, list[tuple[list[int], int, int]]]
+TABLE: Plan = ("table_wise", [([1], 0, DIM)])
+TURNED: Plan = ("column_wise", [([0], 0, 2), ([1], 2, 2), ([0], 4, 2)])
+UNEVEN: Plan = ("column_wise", [([1], 3, 3), ([0], 0, 1), ([1], 1, 2)])
+NODE: Plan = ("table_column_wise", [([2], 4, 2), ([0], 2, 2), ([2], 0, 2)])
+ROWS: Plan = ("row_wise", [([0, 1], 0, DIM)])
+ROWS_OF_3: Plan = ("row_wise", [([0, 1, 2], 0, DIM)])
+NODE_ROWS: Plan = ("table_row_wise", [([0, 1, 2], 0, DIM)])
+GRID: Plan = ("grid_shard", [([0, 1, 2], 0, 4), ([0, 1, 2], 4, 2)])
+GRID_OF_4: Plan = ("grid_shard", [([2, 3], 0, 4), ([0, 1], 4, 2)])
+
+# Ranks, ranks of a node, whether pooled, and plans that the tables take in turn.
+MIXED: dict[str, tuple[int, int, bool, list[Plan]]] = {
+    "columns on 0, 1, 0": (2, 2, True, [TURNED]),
+    "columns on 2, 0, 2, listed backwards": (3, 3, True, [NODE]),
+    "rows": (2, 2, True, [ROWS]),
+    "all kinds": (3, 3, True, [UNEVEN, NODE_ROWS, ROWS_OF_3, TABLE, GRID]),
+    "sequences": (2, 2, False, [TURNED, ROWS, TABLE]),
+}
+EACH: dict[str, tuple[int, int, bool, list[Plan]]] = {
+    "table-wise": (2, 2, True, [TABLE]),
+    "uneven columns": (2, 2, True, [UNEVEN]),
+    "table-row-wise": (3, 3, True, [NODE_ROWS]),
+    "rows of three": (3, 3, True, [ROWS_OF_3]),
+    "grid": (3, 3, True, [GRID]),
+    "grid of two nodes": (4, 2, True, [GRID_OF_4]),
+    "sequence columns": (3, 3, False, [TURNED]),
+    "sequence rows": (3, 3, False, [ROWS_OF_3]),
+}
+ADAM = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.02}
+
+
+def tables_of(plans: list[Plan]) -> list[Table]:
+    return [
+        Table(
+            name,
+            ["a", "b"],
+            shard_by_hand(*plans[number % len(plans)], rows=limit),
+            DIM,
+            rows=limit,
+            config=dyn.DynamicTableConfig(initializer=dyn.Uniform(-0.1, 0.1), **options),
+        )
+        for number, (name, (options, limit, _)) in enumerate(LIVES.items())
+    ]
+
+
+def live(case: Case, steps: int) -> dict[str, dict[str, float]]:
+    """Trains, edits, ages; after every step every shard must be as its unsharded part."""
+    beside = Beside(case)
+    for step in range(steps):
+        if step % 3 == 0:
+            beside.set_time(step + 1)
+        if step % 23 == 22:
+            beside.edit(torch.arange(15 * step, 15 * step + 60))
+        if step % 19 == 18:  # some that had gone, and more than the limit holds
+            ids = torch.arange(3 * step, 15 * step, 4)
+            beside.edit(ids, torch.linspace(-1, 1, len(ids) * DIM).view(-1, DIM))
+        beside.step(drifting_batch(case, step))
+        beside.check()
+    return {table.name: stream_stats(table) for table in beside.shards}
+
+
+def check_lives(plan: tuple[int, int, bool, list[Plan]], steps: int, **options: Any) -> None:
+    world, local, pooled, plans = plan
+    options["exact"] = world == local  # over nodes, ids of one row come in another order
+    case = Case(tables_of(plans), pooled=pooled, longest_bag=48 // world, **options)
+    by_rank = workers.run(live, case, steps, world_size=world, local_size=local, timeout=900)
+    for stats in by_rank:
+        for name, counts in stats.items():
+            assert counts["step"] == steps
+            idle = [key for key in LIVES[name][2] if not counts[key]]
+            assert not idle, f"{name}: {counts}"
+    assert any(by_rank)
+
+
+@pytest.mark.parametrize("plan", MIXED)
+def test_every_shard_lives_as_the_unsharded_table(plan: str) -> None:
+    check_lives(MIXED[plan], 26)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("turn, plan", list(enumerate([*MIXED, *EACH])))
+def test_every_shard_lives_on(turn: int, plan: str) -> None:
+    options = {"fused_params": ADAM} if turn % 2 else {}
+    check_lives({**MIXED, **EACH}[plan], 200, **options)
+
+
+# Evaluation changes nothing; rows trained before sharding keep their life
+
+EVALUATED_LIVES: dict[str, dict[str, Any]] = {
+    "timed": {"admission": dyn.AdmitAfter(3),
+              "eviction": (dyn.ExpireAfter(time=8), dyn.LeastFrequentlyUsed())},
+    "aged": {"admission": dyn.AdmitWithProbability(0.6), "unseen": "initial",
+             "eviction": (dyn.ExpireAfter(steps=5), dyn.LeastRecentlyUsed())},
+}  # fmt: skip
+SIMPLE_PLANS: dict[str, tuple[str, list[tuple[list[int], int, int]]]] = {
+    "table_wise": ("table_wise", [([1], 0, 6)]),
+    "column_wise": ("column_wise", [([1], 4, 2), ([0], 2, 2), ([1], 0, 2)]),
+    "row_wise": ("row_wise", [([0, 1], 0, 6)]),
+}
+
+
+def case_to_evaluate(plan: str, limit: int, pooled: bool = True) -> Case:
+    tables = [
+        Table(
+            name,
+            ["a", "b"],
+            shard_by_hand(*SIMPLE_PLANS[plan], rows=limit),
+            6,
+            rows=limit,
+            config=dyn.DynamicTableConfig(initializer=dyn.Uniform(-0.1, 0.1), **life),
+        )
+        for name, life in EVALUATED_LIVES.items()
+    ]
+    return Case(tables, pooled=pooled, longest_bag=20)
+
+
+def states(beside: Beside) -> list[dict[str, bytes]]:
+    return [
+        {
+            **{key: value.numpy().tobytes() for key, value in one.export_state().items()},
+            "stats": repr(one.stats()).encode(),
+            "clock": repr(one.time).encode(),
+        }
+        for one in beside.shards
+    ]
+
+
+def evaluate(case: Case) -> int:
+    """Evaluates on known and unseen ids, with gradients and without, and trains on."""
+    beside = Beside(case)
+    for step in range(8):
+        beside.set_time(step)
+        beside.step(drifting_batch(case, step))
+    before, unseen = states(beside), 0
+    beside.model.eval()
+    for parts in beside.parts.values():
+        for collection in parts.collections:
+            collection.eval()
+    for step in range(6, 12):
+        batch = drifting_batch(case, step)
+        with torch.set_grad_enabled(step % 2 == 0):
+            beside.forward(batch)  # the outputs are those of the unsharded tables
+        assert states(beside) == before
+        known = torch.cat([torch.zeros(0).long(), *(one.ids() for one in beside.shards)])
+        unseen += int((~torch.isin(batch.together.values(), known)).sum())
+    beside.model.train()
+    for parts in beside.parts.values():
+        for collection in parts.collections:
+            collection.train()
+    for step in range(8, 16):
+        beside.step(drifting_batch(case, step))
+        beside.check()
+    return unseen
+
+
+@pytest.mark.parametrize("plan, pooled", [("column_wise", True), ("row_wise", False)])
+def test_evaluation_changes_nothing(plan: str, pooled: bool) -> None:
+    assert min(workers.run(evaluate, case_to_evaluate(plan, 150, pooled), world_size=2)) > 20
+
+
+def train_then_shard(case: Case, before: int) -> list[int]:
+    """Trains unsharded, shards, and trains on beside the parts, which have seen all of it."""
+    unsharded = collection_of(case, fused_params=case.fused_params)
+    beside = Beside(case, unsharded)
+    for step in range(before):
+        unsharded.set_time(step)
+        beside.set_time_of_parts(step)
+        batch = drifting_batch(case, step)
+        forward = beside.feed_parts(batch)
+        named = beside.named(outputs_by_name(case, unsharded(batch.together)))
+        grads = beside.grads(forward)
+        outputs = [output for *_, output in named]
+        torch.autograd.backward(outputs, [grads[n, f] / beside.world for n, f, _ in named])
+        beside.teach_parts(forward, grads)
+    beside.shard(unsharded)
+    beside.check(stats=False)
+    carried = [one.num_rows + int(one.stats()["waiting"]) for one in beside.shards]
+    for step in range(before, before + 12):
+        if step % 4 == 0:
+            beside.set_time(step)
+        beside.step(drifting_batch(case, step))
+        beside.check(stats=False)
+    return carried
+
+
+# Before they were sharded the rows had one limit, of which the parts know nothing: under row-wise it is never
+# reached then.
+@pytest.mark.parametrize("plan, limit, before", [
+    ("table_wise", 150, 12), ("column_wise", 150, 12), ("row_wise", 400, 5),
+])  # fmt: skip
+def test_a_life_before_sharding_goes_on(plan: str, limit: int, before: int) -> None:
+    carried = workers.run(train_then_shard, case_to_evaluate(plan, limit), before, world_size=2)
+    assert min(min(one) for one in carried if one) > 40
+
+
+# Who comes and goes depends on the stream alone, never on when Python frees a graph
+
+EVICTIONS = {
+    "recent": dyn.LeastRecentlyUsed(),
+    "frequent": (dyn.ExpireAfter(steps=4), dyn.LeastFrequentlyUsed()),
+}
+COLUMNS = [([0], 0, 2), ([1], 2, 2), ([0], 4, 2)]
+
+
+def case_of_graphs(kind: str = "column_wise", pieces: Any = COLUMNS, **options: Any) -> Case:
+    tables = [
+        Table(
+            name,
+            ["a", "b"],
+            shard_by_hand(kind, pieces, rows=100),
+            6,
+            rows=100,
+            config=dyn.DynamicTableConfig(
+                initializer=dyn.Uniform(-0.1, 0.1), admission=dyn.AdmitAfter(2), eviction=eviction
+            ),
+        )
+        for name, eviction in EVICTIONS.items()
+    ]
+    return Case(tables, longest_bag=20, **options)
+
+
+def withheld(beside: Beside) -> list[float]:
+    gc.collect()  # TorchRec's requests stand in a cycle with the graph of their forward
+    return [one.stats()["withheld"] for one in beside.shards]
+
+
+def keep_outputs(case: Case) -> tuple[list[float], dict[str, list[list[int]]]]:
+    """Rank 0 keeps every output for the whole run; every third forward has no backward."""
+    beside = Beside(case)
+    kept: list[Forward] = []
+    for step in range(30):
+        forward = beside.forward(drifting_batch(case, step))
+        if step % 3:
+            beside.backward(forward)
+        if dist.get_rank() == 0:
+            kept.append(forward)
+        del forward
+        beside.check()
+    ids: dict[str, list[list[int]]] = {name: [] for name in EVICTIONS}
+    for one in beside.shards:
+        ids[one.name].append(one.ids().tolist())
+    return withheld(beside), ids
+
+
+def test_one_rank_keeps_outputs_alive() -> None:
+    (kept, ids), (dropped, other_ids) = workers.run(keep_outputs, case_of_graphs(), world_size=2)
+    assert min(kept) > 100
+    assert max(dropped) == 0
+    for name in EVICTIONS:
+        assert len(other_ids[name]) == 1 and ids[name] == other_ids[name] * 2
+
+
+def never_backward(case: Case) -> list[float]:
+    beside = Beside(case)
+    kept = []
+    for step in range(25):
+        kept.append(beside.forward(drifting_batch(case, step)))
+        beside.check()
+    rows_then = withheld(beside)
+    # The newest first: rows of ids that left learn as orphans, and nobody sees it.
+    for forward in kept[::-2]:
+        beside.backward(forward)
+        beside.check()
+    assert all(one.stats()["late_grads"] > 0 for one in beside.shards)
+    del kept, forward
+    assert withheld(beside) == [0] * len(beside.shards)
+    for step in range(25, 28):
+        beside.step(drifting_batch(case, step))
+        beside.check()
+    return rows_then
+
+
+PLANS = [
+    ("column_wise", COLUMNS),
+    ("table_wise", [([1], 0, 6)]),
+    ("row_wise", [([0, 1], 0, 6)]),
+]
+
+
+@pytest.mark.parametrize("kind, pieces", PLANS)
+def test_backward_comes_at_the_end_or_never(kind: str, pieces: Any) -> None:
+    rows = workers.run(never_backward, case_of_graphs(kind, pieces), world_size=2)
+    assert all(min(one) > 30 for one in rows if one)
