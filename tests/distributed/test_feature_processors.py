@@ -1,21 +1,44 @@
 """TorchRec's feature processors around dynamic tables: every plan trains as the unsharded module does."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 import workers
 from processed_training import (
+    Model,
+    backward,
+    bags,
     one_table,
+    position_weights,
     processed,
     shard_processed,
     train_beside_static,
     train_processed,
 )
-from sharded_cases import Case, Table, usual_plan
+from sharded_cases import FUSED_PARAMS, Case, Table, usual_plan
 from sharded_training import batches, collection_of
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.train_pipeline import train_pipelines
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.streamable import Pipelineable
 
+import torchrec_dyn as dyn
 from torchrec_dyn import DynamicTableConfig
+from torchrec_dyn.distributed.feature_processors import (
+    ShardedDynamicFeatureProcessedEmbeddingBagCollection,
+)
+from torchrec_dyn.planner import DynamicStorageEstimator, make_planner
 
 WHOLE_ROWS = ["table_wise", "column_wise", "table_column_wise"]
 SPREAD_ROWS = ["row_wise", "table_row_wise", "grid_shard"]
@@ -120,3 +143,224 @@ def test_tables_move_while_training(before: str, after: str, moving: int) -> Non
     case = Case(tables_of([before] * 3, 4, 2), weighted=True, exact=False)
     moves = {table.name: table.plan for table in tables_of([after] * 3, 4, 2)[:moving]}
     workers.run(train_processed, case, "collection", True, False, moves, world_size=4, local_size=2)
+
+
+# The planner and the pipelines
+
+
+def plan_and_train(constraints: dict[str, ParameterConstraints] | None) -> str:
+    case = one_table()
+    model = Model(processed(case, collection_of(case), "collection"))
+    sharders = [dyn.DynamicFeatureProcessedEmbeddingBagCollectionSharder(dict(FUSED_PARAMS))]
+    planner = make_planner(Topology(2, "cpu"), constraints=constraints)
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    model = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=plan, sharders=sharders
+    )
+    backward(model(bags(2, 1)))
+    (chosen,) = plan.plan["collection"].values()
+    return chosen.sharding_type
+
+
+def test_the_planner_plans_them() -> None:
+    kinds = workers.run(plan_and_train, None, world_size=2)
+    assert set(kinds) <= {"table_wise", "column_wise", "table_column_wise"}
+    asked = {"t": ParameterConstraints(sharding_types=["row_wise"])}
+    assert set(workers.run(plan_and_train, asked, world_size=2)) == {"row_wise"}
+
+
+def test_storage_is_priced_as_of_dynamic_tables() -> None:
+
+    case = one_table()
+    topology = Topology(2, "cpu")
+    prices = []
+    for wrapped in (False, True):
+        collection = collection_of(case, fused_params=FUSED_PARAMS)
+        module = Model(processed(case, collection, "dict") if wrapped else collection)
+        sharders = [
+            dyn.DynamicFeatureProcessedEmbeddingBagCollectionSharder(),
+            dyn.DynamicEmbeddingBagCollectionSharder(),
+        ]
+        enumerator = EmbeddingEnumerator(topology, 4, None, [DynamicStorageEstimator(topology)])
+        options = enumerator.enumerate(module, sharders[:1] if wrapped else sharders[1:])
+        (one,) = [each for each in options if each.sharding_type == "table_wise"]
+        prices.append(one.shards[0].storage.ddr)
+    assert prices[0] == prices[1]
+
+
+@dataclass
+class Batch(Pipelineable):
+    """Bags, as a pipeline takes them."""
+
+    features: KeyedJaggedTensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        """Moves the batch."""
+        return Batch(self.features.to(device, non_blocking))
+
+    def record_stream(self, stream: object) -> None:
+        """Does nothing: there are no streams on the CPU."""
+
+    def pin_memory(self) -> "Batch":
+        """Does nothing."""
+        return self
+
+
+class Loss(nn.Module):
+    """A leaf to the pipelines' tracer."""
+
+    def forward(self, pooled) -> Tensor:
+        """Sums squares."""
+        return (pooled.values() - 1).square().sum()
+
+
+class LossModel(nn.Module):
+    """A collection and its loss."""
+
+    def __init__(self, collection: nn.Module) -> None:
+        super().__init__()
+        self.collection = collection
+        self.loss = Loss()
+
+    def forward(self, batch: Batch):
+        """Returns the loss, twice."""
+        loss = self.loss(self.collection(batch.features))
+        return loss, loss.detach()
+
+
+def run_pipeline(kind: str, form: str, name: str) -> list[float]:
+    case = Case(tables_of([kind] * 3, 2, 2), weighted=True, steps=4)
+    module = processed(case, collection_of(case), form)
+    plan = ShardingPlan({"collection": {table.name: table.plan for table in case.tables}})
+    sharders = [dyn.DynamicFeatureProcessedEmbeddingBagCollectionSharder(dict(FUSED_PARAMS))]
+    model = DistributedModelParallel(
+        LossModel(module), device=torch.device("cpu"), plan=plan, sharders=sharders
+    )
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    assert len(dense) == len(case.features())
+    optimizer = CombinedOptimizer(
+        [
+            model.fused_optimizer,
+            KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.05)),
+        ]
+    )
+    given = [Batch(batches(case, step)[0][dist.get_rank()]) for step in range(case.steps)]
+    for step, batch in enumerate(given):
+        if step % 2:
+            batch.features._weights = None
+    before = given[0].features.weights().clone()
+    losses, left = [], iter(given)
+    pipeline = getattr(train_pipelines, name)(model, optimizer, torch.device("cpu"))
+    for _ in range(3):
+        losses.append(float(pipeline.progress(left)))
+    if name != "TrainPipelineBase":
+        (pipelined,) = pipeline._pipelined_modules
+        assert type(pipelined) is ShardedDynamicFeatureProcessedEmbeddingBagCollection
+        pipeline.detach()  # afterwards positions are still computed, though TorchRec's flag stays
+    assert given[0].features.weights().equal(before)
+    assert given[1].features.weights_or_none() is None
+    with torch.no_grad():
+        losses.append(float(model.eval()(given[1])[0]))
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "grid_shard"])
+def test_pipelines(kind: str) -> None:
+    for form in ("collection", "dict"):
+        base = workers.run(run_pipeline, kind, form, "TrainPipelineBase", world_size=2)
+        ahead = workers.run(run_pipeline, kind, form, "TrainPipelineSparseDist", world_size=2)
+        assert base == ahead and len(set(base[0])) == 4
+
+
+# Tables that are saved and converted
+
+MIXED = ["row_wise", "table_wise", "column_wise"]
+
+
+def trained(case: Case, steps: int = 2) -> DistributedModelParallel:
+    model = shard_processed(case, processed(case, collection_of(case), "collection"))
+    for step in range(steps):
+        backward(model(batches(case, step)[0][dist.get_rank()]))
+    return model
+
+
+def contents(model: nn.Module, case: Case) -> dict[str, Tensor]:
+    """All rows and position weights."""
+    _, collection = model.module.collection.split()
+    found = {name: weight.detach().clone() for name, weight in position_weights(model).items()}
+    for table in case.tables:
+        ids = dyn.read_ids(collection, table.name)
+        found[f"{table.name} ids"] = ids
+        found[f"{table.name} rows"] = dyn.lookup_rows(collection, table.name, ids)[0]
+    return found
+
+
+def save(folder: str) -> dict[str, Tensor]:
+    case = Case(tables_of(MIXED, 2, 2), weighted=True)
+    model = trained(case)
+    with torch.no_grad():
+        for weight in position_weights(model).values():
+            weight += 1
+    state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=folder)
+    return contents(model, case)
+
+
+def load(folder: str, world: int) -> dict[str, Tensor]:
+    kinds = ["column_wise", "row_wise", "table_wise"]
+    case = Case(tables_of(kinds, world, world), weighted=True)
+    model = shard_processed(case, processed(case, collection_of(case), "collection"))
+    state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder, planner=dyn.checkpoint.LoadPlanner())
+    model.load_state_dict(state["model"])
+    model.fused_optimizer.load_state_dict(state["optimizer"])
+    assert dyn.read_stats(model.module.collection.split()[1], "t0")["rows"] > 0
+    return contents(model, case)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_checkpoint_into_another_plan(tmp_path, world: int) -> None:
+    saved = workers.run(save, str(tmp_path), world_size=2)[0]
+    loaded = workers.run(load, str(tmp_path), world, world_size=world)[0]
+    assert saved.keys() == loaded.keys()
+    for name, value in saved.items():
+        assert torch.equal(loaded[name], value), name
+
+
+def test_checkpoint_into_the_unsharded_module(tmp_path) -> None:
+    saved = workers.run(save, str(tmp_path), world_size=2)[0]
+    case = Case(tables_of(MIXED, 1, 1), weighted=True)
+    model = Model(processed(case, collection_of(case), "collection"))
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=str(tmp_path), planner=dyn.checkpoint.LoadPlanner())
+    model.load_state_dict(state["model"])
+    table = model.collection.split()[1].table("t0")
+    assert torch.equal(table.lookup(saved["t0 ids"])[0], saved["t0 rows"])
+    assert torch.equal(position_weights(model)["a"], saved["a"])
+
+
+def export_delta(folder: str) -> None:
+    case = Case(tables_of(MIXED, 2, 2), weighted=True)
+    model = trained(case, 1)
+    marker = dyn.checkpoint.mark(model)
+    backward(model(batches(case, 1)[0][dist.get_rank()]))
+    assert dyn.checkpoint.export_delta(model, folder, marker)
+
+
+def test_deltas_find_the_tables(tmp_path) -> None:
+    workers.run(export_delta, str(tmp_path / "delta"), world_size=2)
+
+
+def test_make_dynamic_and_from_static_keep_the_processors() -> None:
+    case = one_table()
+    static = EmbeddingBagCollection(collection_of(case).embedding_bag_configs(), is_weighted=True)
+    model = Model(processed(case, static, "collection"))
+    changed = dyn.make_dynamic(copy.deepcopy(model))
+    _, collection = changed.collection.split()
+    assert type(collection) is dyn.DynamicEmbeddingBagCollection and collection.is_weighted()
+    processors, _ = model.collection.split()
+    moved = FeatureProcessedEmbeddingBagCollection(
+        dyn.from_static(static, fused_params=FUSED_PARAMS), processors
+    )
+    batch = bags(3, 0, 2)
+    torch.testing.assert_close(moved(batch)["a"], model(batch)["a"])

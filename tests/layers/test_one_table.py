@@ -3,12 +3,10 @@
 from functools import cache
 from typing import Any
 
-import one_table_pipelines
-import one_table_runs
+import one_table_training
 import pytest
 import workers
-from one_table_pipelines import KINDS
-from one_table_runs import OneTable
+from one_table_training import KINDS, OneTable
 
 SEQUENCE = ["table_wise", "row_wise", "column_wise"]
 WHOLE_ROWS = ["table_wise", "column_wise", "table_column_wise"]
@@ -17,7 +15,7 @@ POOLED = [*WHOLE_ROWS, "row_wise", "table_row_wise", "grid_shard"]
 
 def train_beside(of: OneTable) -> int:
     rows = workers.run(
-        one_table_runs.train_beside, of, world_size=of.world, local_size=of.local, timeout=120
+        one_table_training.train_beside, of, world_size=of.world, local_size=of.local, timeout=120
     )
     return sum(rows)
 
@@ -75,7 +73,7 @@ def trained(pipeline: str, **options: Any) -> Any:
 
 
 def run(pipeline: str, options: dict[str, Any]) -> Any:
-    return one_table_pipelines.train(pipeline, **options)
+    return one_table_training.train(pipeline, **options)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +105,12 @@ def test_called_twice_in_a_pipeline() -> None:
 
 def call_twice_ahead() -> str:
     with pytest.raises(AssertionError) as caught:
-        one_table_pipelines.train("TrainPipelineSparseDist", twice=True, pipeline_postproc=True)
+        one_table_training.train("TrainPipelineSparseDist", twice=True, pipeline_postproc=True)
     return str(caught.value)
 
 
 def test_planner_and_what_is_refused() -> None:
-    for kinds, refused, same, told in workers.run(one_table_pipelines.plan_and_name, world_size=2):
+    for kinds, refused, same, told in workers.run(one_table_training.plan_and_name, world_size=2):
         assert kinds == list(KINDS.values())
         assert refused.startswith(
             "DynamicEmbeddingBag(table='words'): expected weights that need no"
@@ -123,6 +121,6 @@ def test_planner_and_what_is_refused() -> None:
 
 
 def test_checkpoints_move_to_another_plan() -> None:
-    (names, _) = workers.run(one_table_pipelines.save_and_move, world_size=2)
+    (names, _) = workers.run(one_table_training.save_and_move, world_size=2)
     assert any(name.startswith("words.collection.embedding_bags.words.") for name in names)
     assert any(name.startswith("user.collection.embeddings.user.") for name in names)

@@ -1,4 +1,4 @@
-"""Invariant 3.3: rows captured by a forward survive whatever happens before its backward."""
+"""Rows that a forward captured survive whatever happens before its backward."""
 
 import copy
 import gc
