@@ -1,4 +1,4 @@
-"""Feature processors get wrong batches and plans, processors of one's own, and tables with a life."""
+"""Feature processors with wrong batches and plans, user-written processors, tables with policies."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Sharded collections inside models: beside static ones, under DDP, in evaluation, at fault."""
+"""Sharded collections inside models: beside static ones, under DDP, in evaluation, with faults."""
 
 import copy
 from typing import Any

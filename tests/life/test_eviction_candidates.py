@@ -1,4 +1,4 @@
-"""Rows listed ahead of their leaving: batches that need less than a 64th of the limit take from the list."""
+"""Rows listed ahead of their eviction: small evictions take them from the list, without a search."""
 
 import random
 

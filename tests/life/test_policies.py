@@ -1,4 +1,4 @@
-"""Policies are values, and what cannot be meant is refused when it is written."""
+"""Policies are values; impossible ones are refused when they are made."""
 
 import copy
 import pickle

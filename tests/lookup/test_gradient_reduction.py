@@ -1,4 +1,4 @@
-"""`DynamicTableConfig.gradient`: what the gradients that several ranks send for a row become."""
+"""`DynamicTableConfig.gradient`: how gradients that several ranks send for one row are reduced."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What impossible configs and batches that do not fit are told; nothing changes then."""
+"""Impossible configs, and batches that do not fit, raise errors that say so; nothing has changed then."""
 
 from dataclasses import replace
 from functools import partial

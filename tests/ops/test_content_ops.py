@@ -1,4 +1,4 @@
-"""What checkpoints ask of the core, against plain Python: content sums, and ids in canonical order."""
+"""Ops for checkpoints, against plain Python: content sums, and ids in canonical order."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What is sent in place of a batch, and how rows and gradients find their way."""
+"""SendOnce: distinct ids sent in place of a batch, and the way back of rows and gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A state dict is of the moment it was made in: tables that have changed since are not saved as if not."""
+"""A state dict is of the moment it was made: a table that changed since cannot be saved through it."""
 
 from __future__ import annotations
 

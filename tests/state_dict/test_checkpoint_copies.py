@@ -1,4 +1,4 @@
-"""What copies a state dict copies the rows out: the copy is of that moment, and training goes on."""
+"""A copy of a state dict holds the rows of that moment, and training goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank is killed while it saves: the checkpoint before loads, and the torn one says that it is none."""
+"""A rank is killed while it saves: the checkpoint before loads, and loading the torn one is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a table tells of its changes, against copies of its contents of before."""
+"""The change log of a table, against copies of its earlier contents."""
 
 import copy
 import gc

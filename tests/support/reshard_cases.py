@@ -1,4 +1,4 @@
-"""Moves tables of a trained collection to another plan: how, and what must be the same behind it."""
+"""Moves tables of a trained collection to another plan, and compares what must stay the same."""
 
 from __future__ import annotations
 
