@@ -1,7 +1,7 @@
 """What commit 24c9c85 saved is read, to the bit, through public names only.
 
-The files and what they hold: saved_by_24c9c85/write.py. This test must stay as it is while the package
-changes: where it is red, files that users have saved can be read no more.
+The files and what they hold: tests/support/saved_by_24c9c85/write.py. This test must stay as it is while the
+package changes: where it is red, files that users have saved can be read no more.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 import torchrec_dyn as dyn
 from torchrec_dyn import checkpoint, serving
 
-SAVED = Path(__file__).parent / "saved_by_24c9c85"
+SAVED = Path(__file__).parents[1] / "support/saved_by_24c9c85"
 BOTH, ALONE, DELTA = SAVED / "saved_by_2_ranks", SAVED / "saved_by_1_process", SAVED / "delta"
 EXPECTED: dict[str, Any] = json.loads((SAVED / "expected.json").read_text())
 OTHER_PLANS = {

@@ -1,6 +1,6 @@
 """Wrote the files beside it, at commit 24c9c85, in two processes:
 
-    cd tests; torchrun --nproc-per-node 2 -m saved_by_24c9c85.write saved_by_24c9c85
+    cd tests/support; torchrun --nproc-per-node 2 -m saved_by_24c9c85.write saved_by_24c9c85
 
 Kept to show what is in the files, and to write the like of a later format into a folder of its own: don't
 run it over these files. It uses public names only.
