@@ -30,7 +30,7 @@ from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbe
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.serving import modules as serving
+from torchrec_dyn import serving
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 REQUESTS = 16
