@@ -25,7 +25,7 @@ _WORD = 1 << 64
 
 
 def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column: int = 0) -> int:
-    """Sums rows of one tensor of a table (csrc/content.h: the formula).
+    """Sums rows of one tensor of a table (csrc/storage/content_sum.h: the formula).
 
     Args:
         table: its name.
