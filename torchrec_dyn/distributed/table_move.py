@@ -1,4 +1,4 @@
-"""One table goes from the shards of one plan into the empty shards of another, as through a checkpoint."""
+"""Moves one table from the shards of one plan into the empty shards of another, as through a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from torchrec_dyn.state_dict import (
 
 
 def move_table(before: ShardPieces, after: ShardPieces, optimizer: RowOptimizer, call: str) -> None:
-    """Copies all that a table holds into shards that lie elsewhere. Collective.
+    """Copies rows, optimizer state and counters of a table into shards on other ranks. Collective.
 
-    What arrives is verified by the sums of what was sent. The shards of before do not change.
+    The content sums of the copy are verified against those of the old shards, which do not change.
 
     Args:
-        before: what this rank holds of it.
-        after: what it is to hold: shards without rows.
+        before: the old shards on this rank.
+        after: the new shards on this rank, without rows.
         optimizer: how the rows learn.
         call: the same on every rank.
 
@@ -54,7 +54,7 @@ def move_table(before: ShardPieces, after: ShardPieces, optimizer: RowOptimizer,
     session.verify(call)
     done_together(group, call, lambda: _take_over_rows(rows))
     take_over_state(rows_state, call)
-    _carry_counts(before, after, call)
+    _copy_counters(before, after, call)
 
 
 def _take_over_rows(entry: ModelEntry) -> None:
@@ -65,16 +65,16 @@ def _take_over_rows(entry: ModelEntry) -> None:
     entry.staged = None
 
 
-def _carry_counts(before: ShardPieces, after: ShardPieces, call: str) -> None:
-    """Gives the counts of the whole table to the first of the ranks that share the rows now."""
+def _copy_counters(before: ShardPieces, after: ShardPieces, call: str) -> None:
+    """Adds up the counters of the whole table on the first of the ranks that share the rows now."""
 
-    def tell() -> tuple[dict[str, int], bool] | None:
+    def counters_here() -> tuple[dict[str, int], bool] | None:
         if not before.has_first_column:
             return None
         first = before.shards[0]
         return first.counters, first.life is not None and first.life.is_unscored
 
-    told = [one for one in told_together(before.group, call, tell) if one is not None]
+    told = [one for one in told_together(before.group, call, counters_here) if one is not None]
     for shard in after.shards:
         for name in shard.counters:
             counted = [counters[name] for counters, _ in told]
