@@ -62,7 +62,7 @@ class SequenceContext(EmbeddingCollectionContext):
     expansions: list[Expansion] = field(default_factory=list)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Tells the allocator that a stream uses these tensors."""
+        """Records for the allocator that a stream uses these tensors."""
         super().record_stream(stream)
         if self.restoration is not None and self.restoration.inverse is not None:
             self.restoration.inverse.record_stream(stream)

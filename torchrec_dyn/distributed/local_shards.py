@@ -116,12 +116,12 @@ class LocalShards:
         """
         where, fault = f"{self.where}.set_time", time_fault(time, None)
         shards = [shard for shards in self._tables.values() for shard in shards]
-        # A rank without a shard does not know what the clocks show, and one behind the others is no fault.
+        # Only the latest time is checked against the clocks, which a rank without a shard does not know.
         shown = max((shard.time or 0 for shard in shards), default=0)
         fault_here = ValueError(fault) if fault else None
-        told = agree(self._group, where, fault_here, told=(time, shown))
-        latest = max(time for time, _ in told)
-        fault = time_fault(latest, max(shown for _, shown in told))
+        of_ranks = agree(self._group, where, fault_here, (time, shown))
+        latest = max(time for time, _ in of_ranks)
+        fault = time_fault(latest, max(shown for _, shown in of_ranks))
         if fault:
             raise ValueError(f"{where}: {fault}")
         for shard in shards:

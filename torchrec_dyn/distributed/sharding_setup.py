@@ -198,7 +198,7 @@ class ShardableView(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Meta: TorchRec then copies no weights. `copy_trained_rows` copies them."""
+        """Meta: TorchRec then copies no weights; `copy_trained_rows` copies the rows."""
         return torch.device("meta")
 
     def embedding_bag_configs(self) -> list[Any]:

@@ -60,14 +60,14 @@ class WholeTable:
     @property
     def num_rows(self) -> int:
         """Rows in use on all ranks. Collective."""
-        told = self._agree("num_rows", told=sum(shard.num_rows for shard in self._first_shards))
-        return sum(told[rank] for rank in self._first.ranks)
+        counts = self._agree("num_rows", value=sum(shard.num_rows for shard in self._first_shards))
+        return sum(counts[rank] for rank in self._first.ranks)
 
     def ids(self) -> Tensor:
         """Returns all ids of the table, [R] int64 in unsigned order of mix64(id), on every rank."""
         held = [shard.ids() for shard in self._first_shards]
         mine = torch.cat([torch.empty(0, dtype=torch.int64), *held])
-        counts = self._agree("ids", told=mine.numel())
+        counts = self._agree("ids", value=mine.numel())
         parts = []
         for rank, count in enumerate(counts):
             if not count:
@@ -112,7 +112,7 @@ class WholeTable:
         """Drops rows by id, on all column shards. As `torchrec_dyn.erase_rows`."""
         exchange = self._send("erase", ids)
         erased = self._do("erase", lambda: [s.erase(exchange.arrived) for s in self._shards])
-        return sum(self._agree("erase", told=sum(erased[: len(self._first_shards)])))
+        return sum(self._agree("erase", value=sum(erased[: len(self._first_shards)])))
 
     def set_frozen(self, is_frozen: bool) -> None:
         """Freezes or unfreezes all shards at the same moment, or none.
@@ -121,8 +121,8 @@ class WholeTable:
             ValueError: on every rank, if not every rank does the same at the same training step.
         """
         verb = "freeze" if is_frozen else "unfreeze"
-        told: list[list[int]] = self._agree(verb, told=[shard.step for shard in self._shards])
-        steps = {rank: steps[0] for rank, steps in enumerate(told) if steps}
+        of_ranks: list[list[int]] = self._agree(verb, value=[shard.step for shard in self._shards])
+        steps = {rank: of_shards[0] for rank, of_shards in enumerate(of_ranks) if of_shards}
         if len(set(steps.values())) > 1:
             raise ValueError(
                 f"{self._where}.{verb}: expected every rank at the same training step, got "
@@ -134,15 +134,15 @@ class WholeTable:
     def stats(self) -> Stats:
         """Returns the counts of the whole table, the same on every rank. As `torchrec_dyn.read_stats`."""
         mine = self._do("stats", lambda: [shard.stats() for shard in self._shards])
-        told: list[list[Stats]] = self._agree("stats", told=mine)
+        of_ranks: list[list[Stats]] = self._agree("stats", value=mine)
         holders = {rank for piece in self._layout.pieces for rank in piece.ranks}
         return _whole_stats(
-            [told[rank][0] for rank in self._first.ranks],
-            sum(shard["bytes"] for rank in holders for shard in told[rank]),
+            [of_ranks[rank][0] for rank in self._first.ranks],
+            sum(shard["bytes"] for rank in holders for shard in of_ranks[rank]),
         )
 
-    def _agree(self, verb: str, fault: Exception | None = None, told: Any = None) -> list[Any]:
-        return agree(self._group, f"{self._where}.{verb}", fault, told)
+    def _agree(self, verb: str, fault: Exception | None = None, value: Any = None) -> list[Any]:
+        return agree(self._group, f"{self._where}.{verb}", fault, value)
 
     def _send(
         self,
@@ -203,14 +203,14 @@ def _whole_stats(row_shards: Sequence[Stats], all_bytes: int | float) -> Stats:
         row_shards: stats of the shards of the first columns.
         all_bytes: the bytes of all shards.
     """
-    whole: Stats = {name: sum(one[name] for one in row_shards) for name in row_shards[0]}
+    whole: Stats = {name: sum(shard[name] for shard in row_shards) for name in row_shards[0]}
     for name in OF_EVERY_SHARD:
-        whole[name] = max(one[name] for one in row_shards)
+        whole[name] = max(shard[name] for shard in row_shards)
     whole["bytes"] = all_bytes
     whole["load"] = whole["rows"] / whole["slots"] if whole["slots"] else 0.0
-    probed = sum(one["probe_length_mean"] * one["rows"] for one in row_shards)
+    probed = sum(shard["probe_length_mean"] * shard["rows"] for shard in row_shards)
     whole["probe_length_mean"] = probed / whole["rows"] if whole["rows"] else 0.0
-    whole["probe_length_max"] = max(one["probe_length_max"] for one in row_shards)
+    whole["probe_length_max"] = max(shard["probe_length_max"] for shard in row_shards)
     return whole
 
 
