@@ -1,10 +1,8 @@
-"""What both sharded collections do before TorchRec builds them.
+"""What both sharded collections do before TorchRec builds them: check the plan, and make a view to shard.
 
-What TorchRec's sharded collections get to see of the dynamic collection they shard.
-
-TorchRec reads the tables, their optimizers and the state dict of the module it shards.
-This view answers with the tables, with one choice of optimizer per table and with
-placeholders: no rows are copied, and the module stays as it was.
+TorchRec reads the tables, their optimizers and the state dict of the module it shards. It is given a view
+with the tables' configs, one choice of optimizer per table and placeholders: no rows are copied, and the
+module stays as it was.
 """
 
 from __future__ import annotations
@@ -47,27 +45,112 @@ def merged_fused_params(
     return {**module, **sharder}
 
 
-class _Placeholder(nn.Module):
-    """One table's meta parameter, marked with its optimizer the way TorchRec reads it."""
+@dataclass(frozen=True)
+class ShardingSetup:
+    """A checked plan and all that TorchRec needs to build a sharded collection.
 
-    def __init__(self, weight: nn.Parameter, fused_params: dict[str, Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty_like(weight, device="meta"))
-        marked: Any = self.weight
-        marked._optimizer_classes = [None]
-        marked._optimizer_kwargs = [fused_params]
+    Attributes:
+        where: the collection, for messages.
+        configs: its tables' configs.
+        plan: its part of the plan, for our kernel.
+        layouts: where the pieces of each table go.
+        dynamic: the users' options of each table.
+        view: shown to TorchRec in place of the collection.
+        unsharded: the collection without its rows, to be sharded again.
+        frozen: names of the tables that are frozen.
+    """
+
+    where: str
+    configs: Sequence[BaseEmbeddingConfig]
+    plan: dict[str, ParameterSharding]
+    layouts: dict[str, TableLayout]
+    dynamic: dict[str, DynamicTableConfig]
+    view: ShardableView
+    unsharded: nn.Module
+    frozen: set[str]
+
+
+def set_up(
+    module: Any,
+    holder: str,
+    configs: Sequence[BaseEmbeddingConfig],
+    plan: Mapping[str, ParameterSharding],
+    env: ShardingEnv,
+    fused_params: Mapping[str, Any] | None,
+    sharding_types: Sequence[str],
+    module_fqn: str | None,
+) -> ShardingSetup:
+    """Checks the plan, the optimizers and the names of the tables, before anything is built.
+
+    Args:
+        module: the unsharded collection.
+        holder: the name under which it holds its tables.
+        configs: its tables' configs.
+        plan: its part of the sharding plan.
+        env: the ranks.
+        fused_params: the sharder's.
+        sharding_types: the types that the collection supports.
+        module_fqn: where the model holds the collection.
+
+    Raises:
+        ValueError: if the plan, an optimizer or a table's name cannot be honoured.
+    """
+    where = f"{type(module).__name__}('{module_fqn}')" if module_fqn else type(module).__name__
+    layouts = table_layouts(configs, plan, env, sharding_types, where)
+    for_our_kernel = checked_plan(plan, where)
+    held: Any = getattr(module, holder)
+    tables: dict[str, LocalTable] = {config.name: held[config.name] for config in configs}
+    merged = merged_fused_params(fused_params, module.fused_params)
+    view = ShardableView(module, configs, tables, holder, layouts, merged, where)
+    _claim_names([config.name for config in configs], env, module_fqn, where)
+    if view.tables_by_default:
+        warnings.warn(
+            f"{where}: no optimizer was chosen for tables {view.tables_by_default}; their rows "
+            "train with EXACT_SGD at learning rate 0.01. "
+            "Set fused_params={'optimizer': ..., 'learning_rate': ...}.",
+            UserWarning,
+            stacklevel=4,
+        )
+    dynamic = {name: table.dynamic for name, table in tables.items()}
+    frozen = {name for name, table in tables.items() if table.is_frozen}
+    unsharded = module.without_rows()
+    return ShardingSetup(where, configs, for_our_kernel, layouts, dynamic, view, unsharded, frozen)
+
+
+_tables_of_model: weakref.WeakKeyDictionary[ShardingEnv, dict[str, str]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _claim_names(
+    names: Sequence[str], env: ShardingEnv, module_fqn: str | None, where: str
+) -> None:
+    """Refuses a table's name that another collection of the model has: rows of both would start alike.
+
+    The collections of one model are known by their env: DistributedModelParallel has one for all.
+    """
+    if module_fqn is None:
+        return
+    claimed = _tables_of_model.setdefault(env, {})
+    for name in names:
+        if claimed.get(name, module_fqn) != module_fqn:
+            raise ValueError(
+                f"{where}(table='{name}'): expected a name of its own, got the name of a table "
+                f"of '{claimed[name]}'. Rename one of them."
+            )
+    claimed.update(dict.fromkeys(names, module_fqn))
 
 
 class ShardableView(nn.Module):
-    """The read-only face of a dynamic collection while TorchRec shards it.
+    """Stands in for a dynamic collection while TorchRec shards it; read only.
 
     Args:
         module: the collection.
         configs: its tables' configs.
-        tables: its tables by name.
-        holder: the name under which it holds them, "embedding_bags" or "embeddings".
+        tables: its tables, by name.
+        holder: the name under which it holds its tables, "embedding_bags" or "embeddings".
         layouts: where the pieces of each table go.
-        fused_params: what applies where the table's parameter says nothing.
+        fused_params: used where no optimizer is set on the table's parameter.
         where: the collection, for messages.
 
     Raises:
@@ -115,7 +198,7 @@ class ShardableView(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Meta: TorchRec then copies no weights. Rows are carried over by `carry_over`."""
+        """Meta: TorchRec then copies no weights; `copy_trained_rows` copies the rows."""
         return torch.device("meta")
 
     def embedding_bag_configs(self) -> list[Any]:
@@ -127,14 +210,14 @@ class ShardableView(nn.Module):
         return self._configs
 
     def use_gather_select(self) -> bool:
-        """Returns whether TorchRec gathers deduplicated ids in another way: no dedupe here."""
+        """Returns False: TorchRec does not select with torch.gather."""
         return False
 
     def use_gather_select_per_sharding(self) -> None:
-        """Returns the same per sharding type."""
+        """Returns None: no sharding type differs in that."""
 
     def use_sorted_select(self) -> bool:
-        """Returns whether TorchRec (after 1.8) sorts deduplicated ids: no dedupe here."""
+        """Returns False: TorchRec (after 1.8) does not sort before it selects."""
         return False
 
     def is_weighted(self) -> bool:
@@ -154,97 +237,12 @@ class ShardableView(nn.Module):
         return self._module[0].embedding_names_by_table()
 
 
-_tables_of_model: weakref.WeakKeyDictionary[ShardingEnv, dict[str, str]] = (
-    weakref.WeakKeyDictionary()
-)
+class _Placeholder(nn.Module):
+    """Holds the meta parameter of one table, marked with its optimizer as TorchRec reads it."""
 
-
-@dataclass(frozen=True)
-class ShardingSetup:
-    """A checked plan and all that TorchRec needs to build a sharded collection.
-
-    Attributes:
-        where: the collection, for messages.
-        configs: its tables' configs.
-        plan: its part of the plan, for our kernel.
-        layouts: where the pieces of each table go.
-        dynamic: the users' options of each table.
-        view: what TorchRec is shown instead of the collection.
-        unsharded: the collection without its rows, to be sharded again.
-        frozen: names of the tables that are frozen.
-    """
-
-    where: str
-    configs: Sequence[BaseEmbeddingConfig]
-    plan: dict[str, ParameterSharding]
-    layouts: dict[str, TableLayout]
-    dynamic: dict[str, DynamicTableConfig]
-    view: ShardableView
-    unsharded: nn.Module
-    frozen: set[str]
-
-
-def set_up(
-    module: Any,
-    holder: str,
-    configs: Sequence[BaseEmbeddingConfig],
-    plan: Mapping[str, ParameterSharding],
-    env: ShardingEnv,
-    fused_params: Mapping[str, Any] | None,
-    sharding_types: Sequence[str],
-    module_fqn: str | None,
-) -> ShardingSetup:
-    """Checks a plan and everything else that can be wrong, before anything is built.
-
-    Args:
-        module: the unsharded collection.
-        holder: the name under which it holds its tables.
-        configs: its tables' configs.
-        plan: its part of the sharding plan.
-        env: the ranks.
-        fused_params: the sharder's.
-        sharding_types: the types that the collection supports.
-        module_fqn: where the model holds the collection.
-
-    Raises:
-        ValueError: if the plan, an optimizer or a table's name cannot be honoured.
-    """
-    where = f"{type(module).__name__}('{module_fqn}')" if module_fqn else type(module).__name__
-    layouts = table_layouts(configs, plan, env, sharding_types, where)
-    for_our_kernel = checked_plan(plan, where)
-    held: Any = getattr(module, holder)
-    tables: dict[str, LocalTable] = {config.name: held[config.name] for config in configs}
-    merged = merged_fused_params(fused_params, module.fused_params)
-    view = ShardableView(module, configs, tables, holder, layouts, merged, where)
-    _claim_names([config.name for config in configs], env, module_fqn, where)
-    if view.tables_by_default:
-        warnings.warn(
-            f"{where}: no optimizer was chosen for tables {view.tables_by_default}; their rows "
-            "train with EXACT_SGD at learning rate 0.01. "
-            "Set fused_params={'optimizer': ..., 'learning_rate': ...}.",
-            UserWarning,
-            stacklevel=4,
-        )
-    dynamic = {name: table.dynamic for name, table in tables.items()}
-    frozen = {name for name, table in tables.items() if table.is_frozen}
-    unsharded = module.without_rows()
-    return ShardingSetup(where, configs, for_our_kernel, layouts, dynamic, view, unsharded, frozen)
-
-
-def _claim_names(
-    names: Sequence[str], env: ShardingEnv, module_fqn: str | None, where: str
-) -> None:
-    """Refuses a table's name that another collection of the model has: they would start alike.
-
-    One DistributedModelParallel shards all its collections with one env.
-    """
-    if module_fqn is None:
-        return
-    claimed = _tables_of_model.setdefault(env, {})
-    for name in names:
-        if claimed.get(name, module_fqn) != module_fqn:
-            raise ValueError(
-                f"{where}(table='{name}'): expected a name of its own, got the name of a table "
-                f"of '{claimed[name]}'. Rename one of them."
-            )
-    claimed.update(dict.fromkeys(names, module_fqn))
+    def __init__(self, weight: nn.Parameter, fused_params: dict[str, Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty_like(weight, device="meta"))
+        marked: Any = self.weight
+        marked._optimizer_classes = [None]
+        marked._optimizer_kwargs = [fused_params]
