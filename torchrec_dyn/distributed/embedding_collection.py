@@ -30,7 +30,7 @@ from torchrec_dyn.distributed.local_shards import LocalShards, save_and_load_tab
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
 from torchrec_dyn.distributed.table_handle import ShardedTableHandle
 from torchrec_dyn.modules import DynamicEmbeddingCollection
-from torchrec_dyn.ranks import TableLayout
+from torchrec_dyn.ranks import SHARDING_TRAITS, TableLayout
 from torchrec_dyn.sharding import (
     SEQUENCE_SHARDINGS,
     BatchCheck,
@@ -41,7 +41,7 @@ from torchrec_dyn.sharding import (
     outputs_by_column,
     send_by_own_forwards,
     sequences_in_order,
-    tell_senders,
+    set_senders,
 )
 from torchrec_dyn.storage import ForwardTicket
 
@@ -165,7 +165,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
 
     def compute(self, ctx: SequenceContext, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
-        tell_senders(self._lookups, ctx.sharding_contexts)
+        set_senders(self._lookups, ctx.sharding_contexts)
         return super().compute(ctx, dist_input)
 
     def output_dist(
@@ -180,7 +180,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         """Looks up the ids that arrived and sends rows back."""
         if ctx.sent is not None:
             ctx.sent.close()
-        tell_senders(self._lookups, ctx.sharding_contexts)
+        set_senders(self._lookups, ctx.sharding_contexts)
         return self._finished(super().compute_and_output_dist(ctx, input), ctx)
 
     def create_context(self) -> SequenceContext:
@@ -221,7 +221,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
             counted = any(setup.dynamic[name].has_life for name, _ in tables)
             self._send_once.append(SendOnce(tables, counted, setup.where))
         for lookup in self._lookups:
-            lookup.expect_ids_once()
+            lookup.set_ids_sent_once()
 
     def _create_hash_size_info(
         self, feature_names: list[str], ctx: EmbeddingCollectionContext | None = None
@@ -278,7 +278,7 @@ def _check_widths(
     widths = {
         name: [piece.columns for piece in layout.pieces]
         for name, layout in layouts.items()
-        if plan[name].sharding_type == ShardingType.COLUMN_WISE.value
+        if SHARDING_TRAITS[plan[name].sharding_type].cuts_columns
     }
     if len({width for of_table in widths.values() for width in of_table}) > 1:
         raise ValueError(

@@ -35,8 +35,9 @@ from torchrec_dyn.sharding import (
     MeanDivisor,
     divide,
     pooled_in_order,
+    pooled_sharding,
     send_by_own_forwards,
-    tell_senders,
+    set_senders,
 )
 from torchrec_dyn.storage import ForwardTicket
 
@@ -119,11 +120,9 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
         """Creates the sharding of all tables of one type."""
-        kind = POOLED_SHARDINGS[sharding_infos[0].param_sharding.sharding_type]
-        options: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
-        if "column_wise" in sharding_infos[0].param_sharding.sharding_type:
-            options["permute_embeddings"] = permute_embeddings
-        return kind(sharding_infos, env, device, **options)
+        return pooled_sharding(
+            sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
+        )
 
     def input_dist(
         self, ctx: PooledContext, features: KeyedJaggedTensor
@@ -167,7 +166,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def compute(self, ctx: PooledContext, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
-        tell_senders(self._lookups, ctx.sharding_contexts)
+        set_senders(self._lookups, ctx.sharding_contexts)
         return super().compute(ctx, dist_input)
 
     def take_weights_after_input_dist(self) -> None:
@@ -184,7 +183,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Looks up the ids that arrived and sends pooled rows back."""
         if ctx.sent is not None:
             ctx.sent.close()
-        tell_senders(self._lookups, ctx.sharding_contexts)
+        set_senders(self._lookups, ctx.sharding_contexts)
         return self._finished(super().compute_and_output_dist(ctx, input), ctx)
 
     def create_context(self) -> PooledContext:

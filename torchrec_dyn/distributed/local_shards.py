@@ -90,7 +90,7 @@ class LocalShards:
     def keep(self, other: LocalShards, name: str) -> None:
         """Takes the very shards of a table of another plan, for its pieces lie where they lay."""
         for kernel in self._kernels:
-            kernel.keep(other._tables[name])
+            kernel.replace_shards(other._tables[name])
         self._tables = self._by_name()
 
     def become(self, other: LocalShards) -> None:

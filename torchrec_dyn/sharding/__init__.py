@@ -14,7 +14,7 @@ from torchrec_dyn.sharding.compute_kernel import (
     KernelOptions,
     TableOptions,
 )
-from torchrec_dyn.sharding.grouped_lookups import PooledLookup, SequenceLookup, tell_senders
+from torchrec_dyn.sharding.grouped_lookups import PooledLookup, SequenceLookup, set_senders
 from torchrec_dyn.sharding.input_dists import send_by_own_forwards, with_ids
 from torchrec_dyn.sharding.mean_pooling import MeanDivisor, divide
 from torchrec_dyn.sharding.output_order import (
@@ -22,7 +22,7 @@ from torchrec_dyn.sharding.output_order import (
     pooled_in_order,
     sequences_in_order,
 )
-from torchrec_dyn.sharding.pooled import POOLED_SHARDINGS, SPREAD_SHARDINGS
+from torchrec_dyn.sharding.pooled import POOLED_SHARDINGS, pooled_sharding
 from torchrec_dyn.sharding.send_once import Expansion, SendOnce
 from torchrec_dyn.sharding.sequence import SEQUENCE_SHARDINGS
 from torchrec_dyn.sharding.sequence_batch import Restoration, evened
