@@ -37,9 +37,9 @@ from torchrec_dyn.sharding import (
     Expansion,
     Restoration,
     SendOnce,
-    evened,
     outputs_by_column,
-    send_by_own_forwards,
+    pad_batch,
+    remove_stale_forwards,
     sequences_in_order,
     set_senders,
 )
@@ -159,8 +159,8 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         """
         features = self._check_batch(features)
         ctx.sent = self._shards.send()
-        features, ctx.restoration = evened(features)
-        send_by_own_forwards(self._input_dists)
+        features, ctx.restoration = pad_batch(features)
+        remove_stale_forwards(self._input_dists)
         return super().input_dist(ctx, features)
 
     def compute(self, ctx: SequenceContext, dist_input: KJTList) -> list[Tensor]:

@@ -36,7 +36,7 @@ from torchrec_dyn.sharding import (
     divide,
     pooled_in_order,
     pooled_sharding,
-    send_by_own_forwards,
+    remove_stale_forwards,
     set_senders,
 )
 from torchrec_dyn.storage import ForwardTicket
@@ -158,7 +158,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """
         ctx.sent = self._shards.send()
         self._prepare_dists(features)
-        send_by_own_forwards(self._input_dists)
+        remove_stale_forwards(self._input_dists)
         if self._mean.is_needed:
             with torch.no_grad():
                 ctx.divisor = self._mean(features)

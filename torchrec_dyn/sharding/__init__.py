@@ -1,8 +1,9 @@
-"""The sharding types: how a batch goes to its rows and back.
+"""The sharding types: the ways of a batch to its rows and back.
 
 Imports `modules`, `ranks`, `lookup` and the rooms below. Start with `pooled` and `sequence`: a class for
 each sharding type of TorchRec, put together from `input_dists`, `grouped_lookups` and `output_dists`.
-Column shards are stitched in `output_order`.
+Column shards are stitched in `output_order`. A new sharding type gets a line in `SHARDING_TRAITS` of
+`ranks` too; all other code reads that table.
 
 All-to-alls, awaitables and contexts are TorchRec's.
 """
@@ -15,7 +16,7 @@ from torchrec_dyn.sharding.compute_kernel import (
     TableOptions,
 )
 from torchrec_dyn.sharding.grouped_lookups import PooledLookup, SequenceLookup, set_senders
-from torchrec_dyn.sharding.input_dists import send_by_own_forwards, with_ids
+from torchrec_dyn.sharding.input_dists import remove_stale_forwards, with_ids
 from torchrec_dyn.sharding.mean_pooling import MeanDivisor, divide
 from torchrec_dyn.sharding.output_order import (
     outputs_by_column,
@@ -25,4 +26,4 @@ from torchrec_dyn.sharding.output_order import (
 from torchrec_dyn.sharding.pooled import POOLED_SHARDINGS, pooled_sharding
 from torchrec_dyn.sharding.send_once import Expansion, SendOnce
 from torchrec_dyn.sharding.sequence import SEQUENCE_SHARDINGS
-from torchrec_dyn.sharding.sequence_batch import Restoration, evened
+from torchrec_dyn.sharding.sequence_batch import Restoration, pad_batch
