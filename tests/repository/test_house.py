@@ -301,6 +301,8 @@ def test_public_functions_tell_their_arguments(name):
         ]
         if tensors and function.name not in {"state_dict", "load_state_dict"}:  # torch's words
             docstring = ast.get_docstring(function) or ""
+            if "As `" in docstring:  # told once, there
+                continue
             assert "Args:" in docstring, f"{name}.{function.name}: no Args"
             for tensor in tensors:
                 assert f"{tensor}: " in docstring, f"{name}.{function.name}: {tensor} is not told"

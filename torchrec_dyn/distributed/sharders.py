@@ -16,7 +16,7 @@ from torchrec_dyn.distributed.resharding import reshard
 from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
-    LocalTable,
+    UnshardedTable,
 )
 from torchrec_dyn.sharding import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 
@@ -24,8 +24,8 @@ _Unsharded = TypeVar("_Unsharded", bound=nn.Module)
 _Sharded = TypeVar("_Sharded", bound=nn.Module)
 
 
-def _tables(held: nn.ModuleDict) -> Mapping[str, LocalTable]:
-    return cast(Mapping[str, LocalTable], held)
+def _tables(held: nn.ModuleDict) -> Mapping[str, UnshardedTable]:
+    return cast(Mapping[str, UnshardedTable], held)
 
 
 class _TableSharder(BaseEmbeddingSharder[_Unsharded]):
