@@ -48,7 +48,7 @@ def unsharded_tables(
 
 
 class UnshardedCollection(FusedOptimizerModule):
-    """Goes before TorchRec's interface of a collection: methods that both unsharded collections share.
+    """Mixin of TorchRec's interfaces of collections: methods that both unsharded collections share.
 
     The collections set the fields.
     """

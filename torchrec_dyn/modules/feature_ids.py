@@ -87,7 +87,7 @@ class FeatureReader:
     """Reads the features of a collection's tables, in table order.
 
     Args:
-        feature_names: the features of each table; a feature may stand in several tables.
+        feature_names: the features of each table; a feature may belong to several tables.
         weighted: whether bags carry weights.
         where: each table, for messages.
     """

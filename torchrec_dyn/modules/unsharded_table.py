@@ -83,7 +83,7 @@ class UnshardedTable(nn.Module):
         )
         if self._table is None or choice != self._choice:
             self._table = self._rows_of(self._table)
-            self._choice = (list(choice[0]), [dict(one) for one in choice[1]])
+            self._choice = (list(choice[0]), [dict(options) for options in choice[1]])
         self._table.is_frozen = self.is_frozen
         return self._table
 
@@ -101,7 +101,7 @@ class UnshardedTable(nn.Module):
             )
 
     def _rows_of(self, before: DynamicTable | None) -> DynamicTable:
-        """Makes rows for the optimizer that is chosen now, with the contents of those before, if any."""
+        """Returns rows of the optimizer that is chosen now, with the contents of the rows before, if any."""
         self._check_device()
         optimizer = chosen_optimizer(self.weight, self.fused_params, self.where)
         if before is not None and before.optimizer == optimizer:
@@ -161,7 +161,7 @@ class UnshardedTable(nn.Module):
         weight: Any = self.weight
         weight._in_backward_optimizers = []
         weight._optimizer_classes = list(classes)
-        weight._optimizer_kwargs = [dict(one) for one in kwargs]
+        weight._optimizer_kwargs = [dict(options) for options in kwargs]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> UnshardedTable:
         """Applies a function that initialises modules, and hides the placeholder from it.
@@ -286,7 +286,7 @@ class UnshardedTable(nn.Module):
             "dtype": self.weight.dtype,
             "requires_grad": self.weight.requires_grad,
             "classes": list(getattr(self.weight, "_optimizer_classes", [])),
-            "kwargs": [dict(one) for one in getattr(self.weight, "_optimizer_kwargs", [])],
+            "kwargs": [dict(options) for options in getattr(self.weight, "_optimizer_kwargs", [])],
         }
         return state
 

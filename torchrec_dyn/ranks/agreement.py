@@ -1,4 +1,4 @@
-"""Calls in which ranks agree before they go on: an error of one rank is raised on all.
+"""Agreement between ranks in a collective call: an error of one rank is raised on all.
 
 A rank that raised alone would leave the others waiting in the next collective.
 """
@@ -21,7 +21,7 @@ def agree(
     Args:
         group: the ranks; None: there is one process, and it raises its own fault.
         call: table and method, the same on every rank.
-        fault: why this rank cannot go on; None: it can.
+        fault: why this rank cannot continue; None: it can.
         told: a value for the other ranks, small and picklable.
 
     Returns:

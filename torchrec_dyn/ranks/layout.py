@@ -29,7 +29,7 @@ _KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.CUSTOMIZE
 
 @dataclass(frozen=True)
 class ShardingTraits:
-    """How a sharding type cuts a table.
+    """Cuts of a table under a sharding type.
 
     Attributes:
         cuts_columns: whether a table may be cut into several ranges of columns.

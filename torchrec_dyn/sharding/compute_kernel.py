@@ -205,7 +205,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         return Senders(bags, len(bags[0]) if get_gradient_division() else 1)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """Gives unseen ids their rows now, so that the next forward only finds them."""
+        """Inserts rows for unseen ids now, so that the next forward only finds them."""
         if self.training:
             # One offset per feature serves every batch layout: only the ids count.
             offsets = torch.tensor(features.offset_per_key(), device=features.device())

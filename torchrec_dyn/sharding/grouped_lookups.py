@@ -38,7 +38,7 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
     def prefetch(
         self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None
     ) -> None:
-        """Gives unseen ids their rows before the forward that needs them."""
+        """Inserts rows for unseen ids before the forward that needs them."""
         _prefetch(self._emb_modules, sparse_features.split(self._feature_splits))
 
     def _create_embedding_kernel(
@@ -68,14 +68,14 @@ class SequenceLookup(GroupedEmbeddingsLookup):
     node_size: int = 1  # TorchRec has no sequences within nodes
 
     def set_ids_sent_once(self) -> None:
-        """From now on a rank sends an id once a table, with its count where a table of ours has a life."""
+        """Sets that from now on a rank sends an id once a table, with its count if some table has a life."""
         for kernel in self._emb_modules:
             kernel.ids_are_sent_once = True
 
     def prefetch(
         self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None
     ) -> None:
-        """Gives unseen ids their rows before the forward that needs them."""
+        """Inserts rows for unseen ids before the forward that needs them."""
         _prefetch(self._emb_modules, sparse_features.split(self._feature_splits))
 
     def _create_embedding_kernel(
@@ -95,10 +95,10 @@ def _prefetch(kernels: Iterable[Any], features: Sequence[KeyedJaggedTensor]) -> 
 
 
 class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
-    """Goes before one of TorchRec's shardings: creates a lookup over our kernels.
+    """Mixin of TorchRec's shardings, before them: creates the lookup, over our kernels.
 
     Attributes:
-        lookup_class: of the lookup.
+        lookup_class: pooled or sequence.
     """
 
     lookup_class: ClassVar[type[PooledLookup] | type[SequenceLookup]]
@@ -109,7 +109,7 @@ class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
         fused_params: dict[str, Any] | None = None,
         feature_processor: Any = None,
     ) -> PooledLookup | SequenceLookup:
-        """Creates the lookup of what this rank has of the tables."""
+        """Creates the lookup of the shards on this rank."""
         sharding: Any = self
         groups_per_rank = sharding._grouped_embedding_configs_per_rank
         lookup = self.lookup_class(
@@ -132,7 +132,7 @@ def device_of(sharding: Any, device: torch.device | None) -> torch.device | None
 def _match_empty_output(
     lookup: PooledLookup | SequenceLookup, groups: Sequence[GroupedEmbeddingConfig]
 ) -> None:
-    """Gives a rank without tables an empty output in the dtype of the other ranks' rows.
+    """Sets the empty output of a rank without tables in the dtype of the other ranks' rows.
 
     TorchRec's is float32, and a rank expects to receive the dtype that it sends.
 

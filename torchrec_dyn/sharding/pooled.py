@@ -70,13 +70,13 @@ def _combine_columns(sharding: Any, groups: Sequence[Sequence[GroupedEmbeddingCo
 
 
 class _CreatesPooledLookup(CreatesLookup):
-    """Goes before one of TorchRec's pooled shardings."""
+    """Mixin of TorchRec's pooled shardings."""
 
     lookup_class = PooledLookup
 
 
 class _WithinNode(_CreatesPooledLookup):
-    """Goes before one of TorchRec's shardings that spread rows over the ranks of a node."""
+    """Mixin of TorchRec's pooled shardings that spread rows over the ranks of a node."""
 
     def create_input_dist(
         self, device: torch.device | None = None

@@ -15,7 +15,7 @@ from torchrec_dyn.sharding.input_dists import RowWiseInputDist
 
 
 class _CreatesSequenceLookup(CreatesLookup):
-    """Goes before one of TorchRec's sequence shardings."""
+    """Mixin of TorchRec's sequence shardings."""
 
     lookup_class = SequenceLookup
 
