@@ -25,8 +25,8 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, r
 from torchrec.distributed.types import ShardingPlan
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import LoadPlanner
 from torchrec_dyn.ops import mix64
+from torchrec_dyn.state_dict.load_planner import LoadPlanner
 
 DIM = 64
 ROW_BYTES = 4 * DIM + 4  # weights and the one number of row-wise Adagrad

@@ -17,6 +17,5 @@ from torchrec_dyn.distributed.sharders import (
     DynamicEmbeddingBagCollectionSharder,
     DynamicEmbeddingCollectionSharder,
 )
-from torchrec_dyn.distributed.sharding_setup import merged_fused_params
 from torchrec_dyn.distributed.table_handle import ShardedTableHandle
 from torchrec_dyn.distributed.whole_table import Stats, WholeTable

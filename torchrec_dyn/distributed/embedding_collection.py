@@ -29,18 +29,18 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
 from torchrec_dyn.modules import DynamicEmbeddingCollection
-from torchrec_dyn.ranks import TableLayout
+from torchrec_dyn.ranks import SHARDING_TRAITS, TableLayout
 from torchrec_dyn.sharding import (
     SEQUENCE_SHARDINGS,
     BatchCheck,
     Expansion,
     Restoration,
     SendOnce,
-    evened,
     outputs_by_column,
-    send_by_own_forwards,
+    pad_batch,
+    remove_stale_forwards,
     sequences_in_order,
-    tell_senders,
+    set_senders,
 )
 from torchrec_dyn.storage import ForwardTicket
 
@@ -50,7 +50,7 @@ class SequenceContext(EmbeddingCollectionContext):
     """State of one forward, from input dist to output dist.
 
     Attributes:
-        restoration: turns the outputs of the evened batch into those of the batch; None where the batch was
+        restoration: turns the outputs of the padded batch into those of the batch; None where the batch was
             even.
         sent: open from when ids are sent until they are looked up; None before.
         expansions: of each sharding type, repeats the rows of ids sent once; empty where every occurrence
@@ -159,13 +159,13 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
         """
         features = self._check_batch(features)
         ctx.sent = self._shards.open_batch()
-        features, ctx.restoration = evened(features)
-        send_by_own_forwards(self._input_dists)
+        features, ctx.restoration = pad_batch(features)
+        remove_stale_forwards(self._input_dists)
         return super().input_dist(ctx, features)
 
     def compute(self, ctx: SequenceContext, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
-        tell_senders(self._lookups, ctx.sharding_contexts)
+        set_senders(self._lookups, ctx.sharding_contexts)
         return super().compute(ctx, dist_input)
 
     def output_dist(
@@ -180,7 +180,7 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
         """Looks up the ids that arrived and sends rows back."""
         if ctx.sent is not None:
             ctx.sent.close()
-        tell_senders(self._lookups, ctx.sharding_contexts)
+        set_senders(self._lookups, ctx.sharding_contexts)
         return self._finished(super().compute_and_output_dist(ctx, input), ctx)
 
     def create_context(self) -> SequenceContext:
@@ -201,7 +201,7 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
             counted = any(setup.dynamic[name].has_life for name, _ in tables)
             self._send_once.append(SendOnce(tables, counted, setup.where))
         for lookup in self._lookups:
-            lookup.expect_ids_once()
+            lookup.set_ids_sent_once()
 
     def _create_hash_size_info(
         self, feature_names: list[str], ctx: EmbeddingCollectionContext | None = None
@@ -258,7 +258,7 @@ def _check_widths(
     widths = {
         name: [piece.columns for piece in layout.pieces]
         for name, layout in layouts.items()
-        if plan[name].sharding_type == ShardingType.COLUMN_WISE.value
+        if SHARDING_TRAITS[plan[name].sharding_type].cuts_columns
     }
     if len({width for of_table in widths.values() for width in of_table}) > 1:
         raise ValueError(

@@ -34,8 +34,9 @@ from torchrec_dyn.sharding import (
     MeanDivisor,
     divide,
     pooled_in_order,
-    send_by_own_forwards,
-    tell_senders,
+    pooled_sharding,
+    remove_stale_forwards,
+    set_senders,
 )
 from torchrec_dyn.storage import ForwardTicket
 
@@ -118,11 +119,9 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
         """Creates the sharding of all tables of one type."""
-        kind = POOLED_SHARDINGS[sharding_infos[0].param_sharding.sharding_type]
-        options: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
-        if "column_wise" in sharding_infos[0].param_sharding.sharding_type:
-            options["permute_embeddings"] = permute_embeddings
-        return kind(sharding_infos, env, device, **options)
+        return pooled_sharding(
+            sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
+        )
 
     def input_dist(
         self, ctx: PooledContext, features: KeyedJaggedTensor
@@ -158,7 +157,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
         """
         ctx.sent = self._shards.open_batch()
         self._prepare_dists(features)
-        send_by_own_forwards(self._input_dists)
+        remove_stale_forwards(self._input_dists)
         if self._mean.is_needed:
             with torch.no_grad():
                 ctx.divisor = self._mean(features)
@@ -166,7 +165,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
 
     def compute(self, ctx: PooledContext, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
-        tell_senders(self._lookups, ctx.sharding_contexts)
+        set_senders(self._lookups, ctx.sharding_contexts)
         return super().compute(ctx, dist_input)
 
     def accept_unweighted_batches(self) -> None:
@@ -183,7 +182,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
         """Looks up the ids that arrived and sends pooled rows back."""
         if ctx.sent is not None:
             ctx.sent.close()
-        tell_senders(self._lookups, ctx.sharding_contexts)
+        set_senders(self._lookups, ctx.sharding_contexts)
         return self._finished(super().compute_and_output_dist(ctx, input), ctx)
 
     def create_context(self) -> PooledContext:

@@ -42,7 +42,8 @@ from torchrec_dyn.distributed.embeddingbag_collection import ShardedDynamicEmbed
 from torchrec_dyn.distributed.resharding import reshard
 from torchrec_dyn.distributed.sharders import DynamicEmbeddingBagCollectionSharder
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection
-from torchrec_dyn.sharding import SPREAD_SHARDINGS, with_ids
+from torchrec_dyn.ranks import SPREAD_SHARDINGS
+from torchrec_dyn.sharding import with_ids
 
 Processors: TypeAlias = nn.ModuleDict | FeatureProcessorsCollection
 _Argument = TypeVar("_Argument")

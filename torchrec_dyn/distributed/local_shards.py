@@ -208,7 +208,7 @@ class LocalShards:
     def reuse(self, other: LocalShards, name: str) -> None:
         """Holds the very shards of a table of another plan, in which its pieces lie on the same ranks."""
         for kernel in self._kernels:
-            kernel.keep(other._tables[name])
+            kernel.replace_shards(other._tables[name])
         self._tables = self._by_name()
 
     def replace_with(self, other: LocalShards) -> None:

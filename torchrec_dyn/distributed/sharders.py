@@ -16,7 +16,7 @@ from torchrec_dyn.distributed.resharding import reshard
 from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
-    LocalTable,
+    UnshardedTable,
 )
 from torchrec_dyn.sharding import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 
@@ -100,7 +100,7 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
 
     def shardable_parameters(self, module: _Unsharded) -> dict[str, nn.Parameter]:
         """Returns the placeholder of each table, from whose shape the planner plans."""
-        tables: Mapping[str, LocalTable] = getattr(module, self.holder)
+        tables: Mapping[str, UnshardedTable] = getattr(module, self.holder)
         return {name: table.weight for name, table in tables.items()}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:

@@ -22,27 +22,14 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules import (
     DEFAULT_FUSED_PARAMS,
-    LocalTable,
+    UnshardedTable,
     chosen_fused_params,
     chosen_optimizer,
+    merged_fused_params,
 )
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import TableLayout, checked_plan, config_of_share, row_limit, table_layouts
 from torchrec_dyn.sharding import OPTIONS_KEY, KernelOptions, TableOptions
-
-
-def merged_fused_params(
-    of_sharder: Mapping[str, Any] | None, of_module: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Merges the sharder's `fused_params` over the module's.
-
-    A sharder that names an optimizer names its hyper-parameters too: those of the
-    module belong to another optimizer.
-    """
-    sharder, module = dict(of_sharder or {}), dict(of_module or {})
-    if "optimizer" in sharder:
-        module = {key: value for key, value in module.items() if key == "output_dtype"}
-    return {**module, **sharder}
 
 
 @dataclass(frozen=True)
@@ -99,7 +86,7 @@ def set_up(
     layouts = table_layouts(configs, plan, env, sharding_types, where)
     for_our_kernel = checked_plan(plan, where)
     held: Any = getattr(module, holder)
-    tables: dict[str, LocalTable] = {config.name: held[config.name] for config in configs}
+    tables: dict[str, UnshardedTable] = {config.name: held[config.name] for config in configs}
     merged = merged_fused_params(fused_params, module.fused_params)
     view = ShardableView(module, configs, tables, holder, layouts, merged, where)
     _claim_names([config.name for config in configs], env, module_fqn, where)
@@ -161,7 +148,7 @@ class ShardableView(nn.Module):
         self,
         module: Any,
         configs: Sequence[BaseEmbeddingConfig],
-        tables: Mapping[str, LocalTable],
+        tables: Mapping[str, UnshardedTable],
         holder: str,
         layouts: Mapping[str, TableLayout],
         fused_params: Mapping[str, Any],
@@ -175,7 +162,7 @@ class ShardableView(nn.Module):
             config.name: TableOptions(
                 config=config_of_share(tables[config.name].dynamic, layouts[config.name].row_ranks),
                 row_limit=row_limit(config.num_embeddings, layouts[config.name].row_ranks),
-                ids_mixed=layouts[config.name].rows_are_spread,
+                ids_are_mixed=layouts[config.name].rows_are_spread,
                 is_frozen=tables[config.name].is_frozen,
             )
             for config in configs

@@ -13,7 +13,7 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
-    LocalTable,
+    UnshardedTable,
 )
 
 _logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def _counterpart(
         )
         pairs = [(made.embeddings[name], old) for name, old in stock.embeddings.items()]
     for table, old in pairs:
-        assert isinstance(table, LocalTable)
+        assert isinstance(table, UnshardedTable)
         weight: Any = old.weight
         table.weight.requires_grad_(weight.requires_grad)
         if hasattr(weight, "_optimizer_classes"):

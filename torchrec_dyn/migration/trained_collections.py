@@ -30,7 +30,7 @@ from torchrec_dyn.migration.static_optimizer import (
 from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
-    LocalTable,
+    UnshardedTable,
     checked_configs,
     with_row_dtype,
 )
@@ -118,7 +118,7 @@ def from_static(
     filled: list[tuple[DynamicTable, Tensor, SavedMoments]] = []
     for name, weight in weights.items():
         table = tables[name]
-        assert isinstance(table, LocalTable)
+        assert isinstance(table, UnshardedTable)
         table.weight.requires_grad_(weight.requires_grad)
         told = f"{where}(table='{name}')"
         trainer = trainer_of(weight, optimizer, told)
@@ -212,7 +212,7 @@ def _config(config: Any, weights: Mapping[str, Tensor], limits: Mapping[str, int
     return with_row_dtype(config, weights[config.name].dtype)
 
 
-def _mark(table: LocalTable, trainer: Trainer, weight: Any, where: str) -> None:
+def _mark(table: UnshardedTable, trainer: Trainer, weight: Any, where: str) -> None:
     """Says on the placeholder how its rows learn."""
     if trainer.group is None:  # a placeholder of TorchRec's, which takes FBGEMM's own options
         table.mark_optimizer(weight._optimizer_classes, weight._optimizer_kwargs)

@@ -1,7 +1,8 @@
 """The unsharded collections; the word of `torchrec.modules`.
 
 Imports `state_dict`, `lookup` and the rooms below. Start with `embeddingbag_collection`: a collection
-holds `unsharded_table`s, whose forwards run in `unsharded_lookup`.
+holds `unsharded_table`s, whose forwards run in `unsharded_lookup`; what both collections share is in
+`collection_tables`.
 
 They are ordinary modules: `.to`, deepcopy, pickling and `state_dict` work as for any other.
 """
@@ -16,6 +17,7 @@ from torchrec_dyn.modules.optimizer_choice import (
     chosen_optimizer,
     chosen_output_dtype,
     matching_optimizer,
+    merged_fused_params,
 )
 from torchrec_dyn.modules.table_configs import (
     check_id,
@@ -28,4 +30,4 @@ from torchrec_dyn.modules.table_configs import (
     with_row_dtype,
 )
 from torchrec_dyn.modules.table_handle import TableHandle
-from torchrec_dyn.modules.unsharded_table import LocalTable
+from torchrec_dyn.modules.unsharded_table import UnshardedTable

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import numbers_of
 from torchrec_dyn.life import BY_ROW
-from torchrec_dyn.modules.unsharded_table import LocalTable
+from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.state_dict import optimizer_state, optimizer_tensors
 
 
@@ -21,7 +21,7 @@ class _TableState:
         table: the table.
     """
 
-    def __init__(self, table: LocalTable) -> None:
+    def __init__(self, table: UnshardedTable) -> None:
         self._table = table
         self._made: dict[str, Tensor] = {}
         self._came: dict[str, Tensor] = {}
@@ -71,7 +71,7 @@ class SavedState:
         self._state.take(self._name, saved)
 
 
-def saved_states(table: LocalTable) -> dict[str, SavedState]:
+def saved_states(table: UnshardedTable) -> dict[str, SavedState]:
     """Gives one entry per state tensor of the table, keyed "{table}.momentum1" as TorchRec does."""
     state = _TableState(table)
     return {f"{table.config.name}.{name}": SavedState(state, name) for name in state.names}

@@ -24,13 +24,13 @@ from torchrec.distributed.types import PipelineType
 from torchrec.modules.embedding_configs import dtype_to_data_type
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from torchrec_dyn.distributed import merged_fused_params
 from torchrec_dyn.life import SCORE_BYTES
 from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
     chosen_optimizer,
     chosen_output_dtype,
+    merged_fused_params,
 )
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.planner.measured import MeasuredConstraints

@@ -22,7 +22,7 @@ from torchrec_dyn.distributed import (
     ShardedDynamicEmbeddingBagCollection,
     ShardedDynamicEmbeddingCollection,
 )
-from torchrec_dyn.modules import DynamicEmbeddingBagCollection, LocalTable
+from torchrec_dyn.modules import DynamicEmbeddingBagCollection, UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.policies import AdmitAfter
 from torchrec_dyn.ranks import Piece, TableLayout, done_together, owners, told_together
@@ -105,7 +105,7 @@ def rows_here(collection: Collection) -> dict[str, RowsHere]:
     return {
         name: RowsHere([one.rows()], None)
         for name, one in tables.items()
-        if isinstance(one, LocalTable)
+        if isinstance(one, UnshardedTable)
     }
 
 
@@ -148,7 +148,7 @@ def tables_of(model: nn.Module, call: str) -> list[ModelTable]:
             tables += _sharded(f"{prefix}embedding_bags.", module)
         elif isinstance(module, ShardedDynamicEmbeddingCollection):
             tables += _sharded(f"{prefix}embeddings.", module)
-        elif isinstance(module, LocalTable):
+        elif isinstance(module, UnshardedTable):
             tables.append(_local(path, module))
     names = [table.name for table in tables]
     if not tables or len(set(names)) < len(names):
@@ -174,7 +174,7 @@ def _sharded(
     ]
 
 
-def _local(path: str, table: LocalTable) -> ModelTable:
+def _local(path: str, table: UnshardedTable) -> ModelTable:
     config, rows = table.config, table.rows()
     pieces = ShardPieces(
         config.name,
