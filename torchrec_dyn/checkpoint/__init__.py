@@ -1,7 +1,7 @@
 """Checkpoints: what is needed beside `torch.distributed.checkpoint` itself (docs/checkpoints.md).
 
-Imports the rooms below. Start with `delta_export`; `inspection` is the command `python -m torchrec_dyn
-inspect`.
+Imports `migration`, `whole_model`, `state_dict` and the rooms below. Start with `delta_export`; `inspection`
+is the command `python -m torchrec_dyn inspect`.
 """
 
 from torchrec_dyn.checkpoint.delta_apply import apply_delta
