@@ -20,8 +20,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn import checkpoint
-from torchrec_dyn.serving import modules as serving
+from torchrec_dyn import checkpoint, serving
 
 TABLES = [
     EmbeddingBagConfig(name="user", embedding_dim=32, num_embeddings=1 << 20, feature_names=["user"]),

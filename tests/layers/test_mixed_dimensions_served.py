@@ -9,7 +9,7 @@ from checkpoint_cases import quietly
 from mixed_cases import batch, some_grad
 from mixed_training import collection_of
 
-from torchrec_dyn.serving import modules as serving
+from torchrec_dyn import serving
 
 
 @pytest.mark.parametrize("kind", ["block", "mult", "concat"])

@@ -21,6 +21,7 @@ from torchrec_dyn.whole_model.tables import (
     UnshardedCollection,
     collections_of,
     saved_forms,
+    table_names,
     tables_in,
     tables_of,
 )
