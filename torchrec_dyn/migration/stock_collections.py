@@ -104,15 +104,7 @@ def empty_counterpart(
     dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None,
     fused_params: Mapping[str, Any] | None = None,
 ) -> UnshardedCollection:
-    """Makes the dynamic collection of the same kind as a stock one, without rows.
-
-    Args:
-        stock: the stock collection.
-        configs: of the tables to make.
-        device: where rows will live.
-        dynamic: how rows start and live; one for all tables or a dict by table name.
-        fused_params: as the dynamic collections take it.
-    """
+    """Makes the dynamic collection of a stock one's kind, without rows, of tables with these configs."""
     if isinstance(stock, EmbeddingBagCollection):
         return DynamicEmbeddingBagCollection(
             list(configs), stock.is_weighted(), device, dynamic, fused_params

@@ -11,8 +11,13 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.types import hash_sha256_to_int
 
 from torchrec_dyn.distributed import Stats
-from torchrec_dyn.modules import DynamicEmbeddingBagCollection, DynamicEmbeddingCollection
-from torchrec_dyn.whole_model import Collection, collections_of, read_stats, table_names
+from torchrec_dyn.whole_model import (
+    Collection,
+    UnshardedCollection,
+    collections_of,
+    read_stats,
+    table_names,
+)
 
 _NEEDED = ("rows", "waiting", "ids_seen", "forwards", "features", "ranks")
 
@@ -157,12 +162,9 @@ def _measured(
 
 def _features_and_ranks(collection: Collection) -> tuple[dict[str, int], int]:
     """Returns the number of features of each table, and the number of ranks with batches."""
-    if isinstance(collection, DynamicEmbeddingBagCollection):
-        bags = collection.embedding_bag_configs()
-        return {one.name: len(one.feature_names) for one in bags}, 1
-    if isinstance(collection, DynamicEmbeddingCollection):
-        sequences = collection.embedding_configs()
-        return {one.name: len(one.feature_names) for one in sequences}, 1
+    if isinstance(collection, UnshardedCollection):
+        configs = [table.config for table in collection._tables()]
+        return {config.name: len(config.feature_names) for config in configs}, 1
     features = {name: len(collection.table(name).features) for name in table_names(collection)}
     # Under 2D parallelism the ranks of one copy: only their batches reach it.
     return features, collection._env.world_size

@@ -27,8 +27,8 @@ from torchrec_dyn.serving.export import counts_between, traced_features
 from torchrec_dyn.serving.lookup import ServedLookup
 
 
-class _Refreshing:
-    """The state that both collections serve."""
+class _Refreshable:
+    """Names and replaces the generation that a collection serves."""
 
     _lookup: ServedLookup
 
@@ -46,7 +46,7 @@ class _Refreshing:
         return self._lookup.refresh()
 
 
-class ServingEmbeddingBagCollection(_Refreshing, EmbeddingBagCollectionInterface):
+class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterface):
     """Pools the rows of bags of ids as DynamicEmbeddingBagCollection does in evaluation.
 
     Args:
@@ -118,7 +118,7 @@ class ServingEmbeddingBagCollection(_Refreshing, EmbeddingBagCollectionInterface
         return self._is_weighted
 
 
-class ServingEmbeddingCollection(_Refreshing, EmbeddingCollectionInterface):
+class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
     """Returns the row of each id as DynamicEmbeddingCollection does in evaluation.
 
     Args:

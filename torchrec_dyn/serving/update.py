@@ -133,17 +133,13 @@ def _write_generation(
     tables = _with_room(manifest.tables, saved)
     old_slots = mapped(path / before / SLOTS, manifest.slots * SLOT_BYTES)
     old_maps = maps_of(old_slots, manifest.tables)
+    old_rows = mapped(path / manifest.rows_file, manifest.rows_bytes)
     maps = new_maps(path / generation, tables)
     appender = Appender(path / manifest.rows_file, manifest.rows_bytes)
     try:
         for name, table in saved.items():
             _copy_map(old_maps[name], maps[name])
-            change = _Change(
-                f"{where}(table='{name}')",
-                name,
-                manifest,
-                mapped(path / manifest.rows_file, manifest.rows_bytes),
-            )
+            change = _Change(f"{where}(table='{name}')", name, manifest, old_rows)
             change.apply(table, maps[name], appender)
             tables[name] = replace(tables[name], num_rows=change.num_rows, sums=change.result)
         after = replace(manifest, tables=tables, rows_bytes=appender.used)
