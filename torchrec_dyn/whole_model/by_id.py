@@ -59,7 +59,7 @@ def assign_rows(collection: Collection, table: str, ids: Tensor, rows: Tensor) -
     Raises:
         ValueError: if there is no such table, or `ids` or `rows` do not fit; nothing has changed.
         RuntimeError: if new ids exceed the limit of a table without an eviction policy, or memory is out.
-            The rank that failed has changed nothing; others may have written their rows.
+            Shards that could take their rows may have written them.
     """
     _whole(collection, table, "assign_rows").assign(ids, rows)
 
