@@ -21,6 +21,7 @@ from saved_cases import (
 )
 
 from torchrec_dyn import __main__ as command_line
+from torchrec_dyn.checkpoint import inspection
 from torchrec_dyn.checkpoint.inspection import (
     Histogram,
     histogram_of_norms,
@@ -225,7 +226,7 @@ def test_a_slow_read_shows_a_bar_on_a_terminal_only(saved, capsys, monkeypatch):
         def isatty(self):
             return True
 
-    monkeypatch.setattr(command_line, "_SLOW", 0.0)
+    monkeypatch.setattr(inspection, "_SLOW", 0.0)
     assert told(capsys, saved)[2] == ""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

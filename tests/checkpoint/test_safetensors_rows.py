@@ -244,8 +244,7 @@ import os, signal, sys
 import torch
 from torchrec import EmbeddingBagConfig
 import torchrec_dyn as dyn
-from torchrec_dyn import safetensors_file
-from torchrec_dyn.safetensors_rows import export_rows
+from torchrec_dyn.checkpoint import export_rows
 path, at = sys.argv[1], int(sys.argv[2])
 made = dyn.DynamicEmbeddingBagCollection([EmbeddingBagConfig(9, 2, "t", feature_names=["f"])])
 made.table("t").assign(torch.arange(9), torch.ones(9, 2))

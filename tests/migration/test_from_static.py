@@ -174,8 +174,7 @@ PEAK = """
 import resource
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-from torchrec_dyn import from_static_rows
-from torchrec_dyn.from_static import from_static
+from torchrec_dyn import from_static
 torch.set_num_threads(1)
 small, large = [
     EmbeddingBagCollection([EmbeddingBagConfig(rows, 64, "t", feature_names=["f"])])

@@ -7,7 +7,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.serving import modules as serving
+from torchrec_dyn import serving
 
 EXTREMES = [2**63 - 1, -(2**63), -1, 0]
 IDS = [*range(-60, 60), *EXTREMES]  # of which 50 to 59 and -60 to -51 are in no table

@@ -11,8 +11,8 @@ import torch
 from serving_cases import Plain, bag_configs, save, save_random, save_tensors
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_dyn import serving
 from torchrec_dyn.serving import builder as serving_build
-from torchrec_dyn.serving import modules as serving
 
 A = Plain("a", 8).with_random(range(500))
 B = Plain("b", 12, dtype=torch.float16).with_random(range(-20, 20))

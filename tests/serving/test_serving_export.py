@@ -9,7 +9,7 @@ from serving_cases import Plain, bag_configs, batch, save, sequence_configs
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.serving import modules as serving
+from torchrec_dyn import serving
 
 A = Plain("a", 16).with_random(range(-50, 50))
 B = Plain("b", 16).with_random([2**63 - 1, -(2**63), 7, 9], seed=1)

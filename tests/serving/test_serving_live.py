@@ -10,8 +10,8 @@ import torch
 from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_dyn import serving
 from torchrec_dyn.serving import generation as serving_generation
-from torchrec_dyn.serving import modules as serving
 from torchrec_dyn.serving import update as serving_update
 
 IDS = range(300)
@@ -99,7 +99,7 @@ def test_a_request_ends_with_the_generation_it_began_with(tmp_path, monkeypatch,
 READER = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parent / "support")]
 import test_serving_live as own
 from torchrec_dyn import serving
 ours = serving.ServingEmbeddingBagCollection(Path(sys.argv[1]), own.bag_configs(*own.version(0)))

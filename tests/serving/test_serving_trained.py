@@ -7,8 +7,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from serving_cases import Plain, bag_configs, batch, sequence_configs
 
 import torchrec_dyn as dyn
-from torchrec_dyn import checkpoint
-from torchrec_dyn.serving import modules as serving
+from torchrec_dyn import checkpoint, serving
 
 TABLES = Plain("a", 8), Plain("b", 8)
 KEYS = ["f_b", "f_a"]

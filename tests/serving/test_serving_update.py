@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.serving import modules as serving
+from torchrec_dyn import serving
 from torchrec_dyn.serving import update as serving_update
 from torchrec_dyn.serving.manifest import current_generation, read_manifest
 
@@ -186,7 +186,7 @@ def test_one_writer_at_a_time(served, tmp_path):
 KILLED = """
 import os, shutil, sys, torch
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parent / "support")]
 import test_serving_update as own
 from torchrec_dyn import serving
 torch.set_num_threads(1)

@@ -9,9 +9,8 @@ A saved form depends on the contents of a table only: not on plan, world size or
 
 from torchrec_dyn.checkpoint_format.checkpoint_reader import (
     SavedCheckpoint,
-    check_files,
     open_checkpoint,
-    read_metadata,
+    open_files,
 )
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.column_cuts import mean_over_cuts

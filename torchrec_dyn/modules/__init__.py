@@ -7,6 +7,7 @@ holds `unsharded_table`s, whose forwards run in `unsharded_lookup`; what both co
 They are ordinary modules: `.to`, deepcopy, pickling and `state_dict` work as for any other.
 """
 
+from torchrec_dyn.modules.collection_tables import UnshardedCollection
 from torchrec_dyn.modules.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.modules.embeddingbag_collection import DynamicEmbeddingBagCollection
 from torchrec_dyn.modules.feature_ids import FeatureReader, checked_features

@@ -115,14 +115,10 @@ class UnshardedCollection(FusedOptimizerModule):
             table.drop_rows()
 
     def _copy_marks(self, other: UnshardedCollection) -> None:
-        """Marks the tables as another collection's are: with their optimizers, and frozen or not."""
-        for table, source in zip(
-            self.unsharded_lookup.tables, other.unsharded_lookup.tables, strict=True
-        ):
-            weight: Any = source.weight
-            table.weight.requires_grad_(weight.requires_grad)
-            if hasattr(weight, "_optimizer_classes"):
-                table.mark_optimizer(weight._optimizer_classes, weight._optimizer_kwargs)
+        """Marks the tables as another collection's are."""
+        sources = other.unsharded_lookup.tables
+        for table, source in zip(self.unsharded_lookup.tables, sources, strict=True):
+            table.copy_marks(source.weight)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         # All saved rows are checked before any is loaded.

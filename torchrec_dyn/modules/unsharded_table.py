@@ -163,6 +163,13 @@ class UnshardedTable(nn.Module):
         weight._optimizer_classes = list(classes)
         weight._optimizer_kwargs = [dict(options) for options in kwargs]
 
+    def copy_marks(self, weight: nn.Parameter) -> None:
+        """Marks the placeholder as another table's weight is: with its optimizers, and frozen or not."""
+        marked: Any = weight
+        self.weight.requires_grad_(weight.requires_grad)
+        if hasattr(weight, "_optimizer_classes"):
+            self.mark_optimizer(marked._optimizer_classes, marked._optimizer_kwargs)
+
     def apply(self, fn: Callable[[nn.Module], None]) -> UnshardedTable:
         """Applies a function that initialises modules, and hides the placeholder from it.
 

@@ -1,4 +1,4 @@
-"""The rows that ids without one would start with, for collections that serve them instead of zeros.
+"""The initial rows of unseen ids, for collections that serve them instead of zeros.
 
 Legend: M ids, D columns.
 """
@@ -41,14 +41,14 @@ def _(ids, columns, dtype, kind, parameters, key):  # type: ignore[no-untyped-de
 
 
 class UnseenRows:
-    """Makes the initial rows of one served table, as training would have.
+    """Makes the initial rows of one served table, as training would.
 
     Args:
         name: of the table.
         table: as served.
 
     Raises:
-        ValueError: if its initializer is none that this version knows.
+        ValueError: if this version does not know its initializer.
     """
 
     def __init__(self, name: str, table: ServedTable) -> None:
@@ -58,7 +58,7 @@ class UnseenRows:
         self._kind, self._parameters = _initializer(name, table).parameters()
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Returns rows [M, D] float32.
+        """Returns the initial rows of ids, [M, D] float32.
 
         Args:
             ids: [M] int64.
