@@ -290,8 +290,28 @@ def test_public_names_speak_the_glossary(name):
     assert not [said for said in named if words(said) & DO_NOT_SAY]
 
 
+def told_elsewhere(docstring: str) -> str:
+    """The docstring of the function that a line "As `torchrec_dyn.lookup_rows`, ..." names; it must exist."""
+    named = re.search(r"^As `(?:torchrec_dyn\.)?(\w+)`", docstring, re.M)
+    if named is None:
+        return ""
+    found = [
+        function
+        for tree in TREES.values()
+        for function in tree.body
+        if is_named(function, named[1])
+    ]
+    assert len(found) == 1, f"{named[0]}: {len(found)} functions have this name"
+    return ast.get_docstring(found[0]) or ""
+
+
+def is_named(node: ast.stmt, name: str) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name == name
+
+
 @every_module
 def test_public_functions_tell_their_arguments(name):
+    """Under Args, or under those of one function that is named by a line of its own."""
     for function in functions(TREES[name]):
         arguments = function.args.args + function.args.kwonlyargs
         tensors = [
@@ -301,6 +321,7 @@ def test_public_functions_tell_their_arguments(name):
         ]
         if tensors and function.name not in {"state_dict", "load_state_dict"}:  # torch's words
             docstring = ast.get_docstring(function) or ""
+            docstring += told_elsewhere(docstring)
             assert "Args:" in docstring, f"{name}.{function.name}: no Args"
             for tensor in tensors:
                 assert f"{tensor}: " in docstring, f"{name}.{function.name}: {tensor} is not told"
