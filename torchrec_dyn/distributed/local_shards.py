@@ -19,7 +19,6 @@ from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import time_fault
 from torchrec_dyn.modules import initializer_of, row_dtype
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.policies import AdmitAfter
 from torchrec_dyn.ranks import agree
 from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
 from torchrec_dyn.state_dict import ShardPieces, put_tables, take_tables
@@ -186,7 +185,7 @@ class LocalShards:
             group,
             table_config(name, columns, dynamic.seed, dtype, initializer),
             dynamic.has_life,
-            isinstance(dynamic.admission, AdmitAfter),
+            dynamic.counts_waiting,
         )
 
     def handle(self, name: str) -> ShardedTableHandle:

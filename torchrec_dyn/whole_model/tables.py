@@ -24,7 +24,6 @@ from torchrec_dyn.distributed import (
 )
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, LocalTable
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.policies import AdmitAfter
 from torchrec_dyn.ranks import Piece, TableLayout, done_together, owners, told_together
 from torchrec_dyn.state_dict import ModelSource, OptimizerSource, ShardPieces
 from torchrec_dyn.storage import IdMap
@@ -185,7 +184,7 @@ def _local(path: str, table: LocalTable) -> ModelTable:
         None,  # type: ignore[arg-type]  # nobody asks for the group of one rank
         table.saved_config(),
         table.dynamic.has_life,
-        isinstance(table.dynamic.admission, AdmitAfter),
+        table.dynamic.counts_waiting,
     )
     return ModelTable(path, pieces, rows.optimizer, None)
 
