@@ -14,7 +14,7 @@ from sharded_training import collection_of, outputs_by_name, shard
 
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
-from torchrec_dyn.life.scores import MOST_COUNT
+from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.sharding import send_once as sent_once
 
 KINDS = ["table_wise", "row_wise", "column_wise"]

@@ -215,7 +215,7 @@ def test_arrays_that_do_not_fit_are_refused(call, rule):
 MEMORY = """
 import resource, torch
 from torchrec_dyn import ops
-from torchrec_dyn.id_map import IdMap
+from torchrec_dyn.storage.id_map import IdMap
 def resident():
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()

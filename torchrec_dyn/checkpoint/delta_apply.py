@@ -34,7 +34,7 @@ from torchrec_dyn.life import Clock
 from torchrec_dyn.ranks import done_together, told_together
 from torchrec_dyn.state_dict import ModelSource, OptimizerSource, StagedRows
 from torchrec_dyn.storage import IdMap, RowStore
-from torchrec_dyn.table import DynamicTable, named_states, note_came, note_changed
+from torchrec_dyn.table import DynamicTable, named_states, note_added, note_changed
 from torchrec_dyn.whole_model import ModelTable, saved_forms, tables_of
 
 
@@ -189,7 +189,7 @@ def _rows_of(shard: DynamicTable, ids: Tensor) -> Tensor:
     is_new = rows < 0
     fresh = shard.row_numbers.take(int(is_new.sum()))
     shard.id_map.insert(ids[is_new], fresh)
-    note_came(shard, fresh)
+    note_added(shard, fresh)
     shard.counters["inserted"] += fresh.numel()
     rows[is_new] = fresh
     return rows

@@ -18,7 +18,6 @@ from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import time_fault
 from torchrec_dyn.modules import initializer_of, row_dtype
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.policies import AdmitAfter
 from torchrec_dyn.ranks import agree
 from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
 from torchrec_dyn.state_dict import ShardPieces, put_tables, take_tables
@@ -187,7 +186,7 @@ class LocalShards:
             self._group,
             table_config(name, columns, dynamic.seed, dtype, initializer),
             dynamic.has_life,
-            isinstance(dynamic.admission, AdmitAfter),
+            dynamic.counts_waiting,
         )
 
     # Rows from elsewhere, and another plan.

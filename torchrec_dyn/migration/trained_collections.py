@@ -188,7 +188,7 @@ def put_rows(
         else:
             one.store.zero(rows)
     if table.life is not None:
-        table.life.born(ids, rows, table.step, None)
+        table.life.add_rows(ids, rows, table.step, None)
 
 
 def chunks(count: int, columns: int) -> Iterator[tuple[int, int]]:

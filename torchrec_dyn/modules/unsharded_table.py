@@ -14,7 +14,6 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_optimizer
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
-from torchrec_dyn.policies import AdmitAfter
 from torchrec_dyn.state_dict import MODEL_NAMES, model_state, model_tensors, no_model_tensors
 from torchrec_dyn.table import (
     ROW_DTYPES,
@@ -229,7 +228,7 @@ class UnshardedTable(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         if self._table is None:
-            counts = isinstance(self.dynamic.admission, AdmitAfter)
+            counts = self.dynamic.counts_waiting
             saved = no_model_tensors(self.saved_config(), self.dynamic.has_life, counts)
         else:
             saved = model_tensors(self._table, self.saved_config())

@@ -98,7 +98,7 @@ class AlignedState:
                         one.store.write(own, store.read(staged))
                 store.reserve(shard.weights.capacity)
                 states.append(store if is_same else one.store)
-            shard.take_states(tuple(states))
+            shard.replace_states(tuple(states))
             if "step" in entry.small:
                 shard.step = max(shard.step if shard.life else 0, int(entry.small["step"]))
             if shard.life is not None:

@@ -21,7 +21,8 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import CHUNK_BYTES, DAMAGED, add_sums, ascend, content_sum
 from torchrec_dyn.initializers import Initializer
-from torchrec_dyn.life import MOST_COUNT, NO_STEP, Clock, RowLife, Scores, WaitingIds, last_step
+from torchrec_dyn.life import NO_STEP, AdmissionCounters, Clock, RowLife, Scores, last_step
+from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.storage import CanonicalRows, IdMap, RowNumbers, RowStore
 from torchrec_dyn.table import DynamicTable, note_replaced
@@ -96,7 +97,7 @@ class StagedRows:
         self.weights = RowStore(columns[1], shift, dtype, device)
         self.weights.reserve(places.count)
         self.scores = Scores(shift, device)
-        self.waiting = None if counters is None else WaitingIds(counters, device)
+        self.waiting = None if counters is None else AdmissionCounters(counters, device)
         self.others: list[Tensor] = []  # rows whose ids belong elsewhere
         self.sums: dict[str, int] = {}  # of what is not kept by row
         self._owns = owns

@@ -1,8 +1,8 @@
-"""The arrays of one table: id to row, row to numbers, which rows are free, what changed.
+"""The arrays of one table: id to row, row to numbers, free rows, changed rows.
 
-Imports the root only (ops, configs); torch alone. Start with `id_map`, then `row_store`.
+Imports `ops` and `initializers` of the ground; torch alone. Start with `id_map`, then `row_store`.
 
-Rows never move and state is plain tensors. Nothing here knows policies, optimizers' rules or ranks.
+Rows never move, and state is plain tensors. Nothing here knows policies, optimizer rules or ranks.
 """
 
 from torchrec_dyn.storage.canonical_rows import CELL_BITS, CanonicalRows, cell_bits

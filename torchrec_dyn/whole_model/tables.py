@@ -16,7 +16,6 @@ from torchrec_dyn.distributed import (
 )
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, UnshardedCollection, UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.policies import AdmitAfter
 from torchrec_dyn.ranks import Piece, TableLayout, done_together, told_together
 from torchrec_dyn.state_dict import ModelSource, OptimizerSource, ShardPieces
 
@@ -139,7 +138,7 @@ def _unsharded(key: str, table: UnshardedTable) -> ModelTable:
         None,  # type: ignore[arg-type]  # nobody asks for the group of one rank
         table.saved_config(),
         table.dynamic.has_life,
-        isinstance(table.dynamic.admission, AdmitAfter),
+        table.dynamic.counts_waiting,
     )
     return ModelTable(key, pieces, rows.optimizer)
 
