@@ -123,7 +123,7 @@ def fails_on_the_way(setup: Setup) -> None:
         (1, shard_source, "read_tensor"),  # rank 0 holds nothing of it yet
         (0, staged_rows.StagedRows, "receive"),
         (1, staged_rows.StagedRows, "receive"),
-        (0, moved_table, "take_over"),
+        (0, moved_table, "commit_rows"),
         (1, aligned_state, "named_states"),
     ):
         with mock.patch.object(target, name, failing(rank, getattr(target, name))):

@@ -25,7 +25,7 @@ from torchrec_dyn.checkpoint_format import (
     SavedTensor,
     from_words,
 )
-from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import Run, Share, runs_of, share_of, whole_tensor
 from torchrec_dyn.storage import CanonicalRows, IdMap, Moment
 from torchrec_dyn.table import moment_of
@@ -94,7 +94,7 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
         ValueError: on every rank, if the path is taken or the marker is not of these tables.
     """
     tables = tables_of(model, _CALL)
-    done_together(tables[0].group, _CALL, lambda: _check(tables, path, since))
+    run_together(tables[0].group, _CALL, lambda: _check(tables, path, since))
     before = [since._tables[table.name] for table in tables]
     moments = _begin(tables, _CALL)
     results = [form.sums for form in saved_forms(tables, _CALL)]
@@ -108,7 +108,7 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
 
 def _begin(tables: Sequence[ModelTable], call: str) -> list[list[Moment]]:
     """Begins a moment of every shard. Collective."""
-    return done_together(
+    return run_together(
         tables[0].group,
         call,
         lambda: [[moment_of(shard) for shard in table.pieces.shards] for table in tables],
@@ -170,9 +170,9 @@ def _state_dict(
 ) -> dict[str, Any]:
     """Makes the state dict that is saved: the keys of a checkpoint, for the changed rows. Collective."""
     group, both = tables[0].group, list(zip(tables, before, strict=True))
-    changed = done_together(group, _CALL, lambda: [_changed(*one) for one in both])
-    removed = done_together(group, _CALL, lambda: [_removed_rows(*one) for one in both])
-    shares = told_together(
+    changed = run_together(group, _CALL, lambda: [_changed(*one) for one in both])
+    removed = run_together(group, _CALL, lambda: [_removed_rows(*one) for one in both])
+    shares = gather_results(
         group, _CALL, lambda: [_share(*one) for one in zip(tables, removed, strict=True)]
     )
     forms = saved_forms(changed, _CALL)

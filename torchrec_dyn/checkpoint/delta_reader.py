@@ -27,7 +27,7 @@ from torchrec_dyn.checkpoint_format import (
     check_config,
     open_checkpoint,
 )
-from torchrec_dyn.ranks import agree, done_together, told_together
+from torchrec_dyn.ranks import agree, gather_results, run_together
 from torchrec_dyn.state_dict import LoadPlanner, ModelEntry, OptimizerEntry, StagedRows
 from torchrec_dyn.storage import RowStore
 from torchrec_dyn.table import DynamicTable
@@ -98,7 +98,7 @@ def read_delta(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> li
     Raises:
         ValueError: on every rank, if it is torn, damaged or of other tables.
     """
-    changes = done_together(tables[0].group, CALL, lambda: _open(tables, path))
+    changes = run_together(tables[0].group, CALL, lambda: _open(tables, path))
     _read(tables, changes, path)
     _verify(tables, changes)
     return changes
@@ -181,14 +181,14 @@ def _read(
 def _verify(tables: Sequence[ModelTable], changes: Sequence[TableChange]) -> None:
     """Raises ValueError unless the rows read are the rows written. Collective."""
     group = tables[0].group
-    of_ranks = told_together(group, CALL, lambda: [_checked(change) for change in changes])
+    of_ranks = gather_results(group, CALL, lambda: [_checked(change) for change in changes])
 
     def compare() -> None:
         for number, change in enumerate(changes):
             change.model.compare(add_sums(*(one[number][0] for one in of_ranks)))
             change.optimizer.compare(add_sums(*(one[number][1] for one in of_ranks)))
 
-    done_together(group, CALL, compare)
+    run_together(group, CALL, compare)
 
 
 def _checked(change: TableChange) -> tuple[Sums, Sums]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchrec_dyn.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from torchrec_dyn.checkpoint_format import open_checkpoint
-from torchrec_dyn.ranks import agree, done_together, told_together
+from torchrec_dyn.ranks import agree, gather_results, run_together
 from torchrec_dyn.table import ROW_DTYPES
 from torchrec_dyn.whole_model import (
     Collection,
@@ -56,7 +56,7 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
     """
     ids = read_ids(collection, table)
     held, where = tables_in(collection)[table], f"export_rows(table='{table}')"
-    of_ranks = agree(held.group, where, told=[one.config.seed for one in held.pieces.shards])
+    of_ranks = agree(held.group, where, value=[one.config.seed for one in held.pieces.shards])
     seed = next(seeds[0] for seeds in of_ranks if seeds)
     no_rows, _ = lookup_rows(collection, table, ids[:0])
     writer: SafetensorsWriter | None = None
@@ -216,7 +216,7 @@ def _check_room(
     """Raises RuntimeError on every rank if the new ids of a file exceed the limit of some rank."""
     first_shard = table.pieces.shards[:1]
     tight = [one for one in first_shard if one.num_rows + count > one.row_limit]
-    if not any(agree(table.group, where, told=bool(tight))):
+    if not any(agree(table.group, where, value=bool(tight))):
         return
     absent = []
     for first, last in _chunks(count, 8):
@@ -235,7 +235,7 @@ def _check_room(
         for one in first_shard:
             one.check_room(torch.unique(torch.cat(absent)).numel())
 
-    done_together(table.group, where, check)
+    run_together(table.group, where, check)
 
 
 def _chunks(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
@@ -246,6 +246,6 @@ def _chunks(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 def _on_first_rank(table: ModelTable, where: str, work: Callable[[], T]) -> T:
     """Runs `work` on rank 0 and returns its result on every rank; a fault is raised on every rank."""
-    return told_together(  # type: ignore[return-value]
+    return gather_results(  # type: ignore[return-value]
         table.group, where, lambda: work() if table.pieces.rank == 0 else None
     )[0]

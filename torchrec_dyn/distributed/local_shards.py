@@ -20,7 +20,7 @@ from torchrec_dyn.modules import initializer_of, row_dtype
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import agree
 from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
-from torchrec_dyn.state_dict import ShardPieces, put_tables, take_tables
+from torchrec_dyn.state_dict import ShardPieces, load_tables, save_tables
 from torchrec_dyn.storage import ForwardTicket, OutstandingForwards
 from torchrec_dyn.table import DynamicTable
 
@@ -135,7 +135,7 @@ class LocalShards:
         """
 
         def put(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-            put_tables(state_dict, f"{prefix}{holder}.", self.pieces(), self.where)
+            save_tables(state_dict, f"{prefix}{holder}.", self.pieces(), self.where)
 
         def take(
             module: nn.Module,
@@ -146,7 +146,7 @@ class LocalShards:
             missing_keys: list[str],
             *others: Any,
         ) -> None:
-            loaded = take_tables(
+            loaded = load_tables(
                 state_dict, f"{prefix}{holder}.", self.pieces(), self.where, missing_keys
             )
             self._initializers.update(loaded)

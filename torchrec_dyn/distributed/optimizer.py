@@ -17,14 +17,14 @@ from torchrec_dyn.checkpoint_format import SavedTensor
 from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules import LearningRateGroup
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import (
     SMALL,
     OptimizerEntry,
     OptimizerSource,
     ShardPieces,
     Told,
-    take_over_state,
+    commit_state,
 )
 
 _NAMES = (*SMALL, "cells")
@@ -57,7 +57,7 @@ class _TableState:
                 made.append(OptimizerEntry(pieces, self._optimizer))
                 return made[0].source.tell()
 
-            told = told_together(pieces.group, f"{pieces.where}.state_dict", tell)
+            told = gather_results(pieces.group, f"{pieces.where}.state_dict", tell)
             self._made = made[0].source.tensors(told)
         return self._made.pop(name)
 
@@ -71,12 +71,12 @@ class _TableState:
     def _load(self, saved: Mapping[str, Any]) -> None:
         pieces = self._pieces()
         where = f"{pieces.where}.load_state_dict"
-        entry = done_together(pieces.group, where, lambda: _entry(saved, pieces, self._optimizer))
+        entry = run_together(pieces.group, where, lambda: _entry(saved, pieces, self._optimizer))
         if entry is None:
             return
         if entry.session is not None:
             entry.session.verify(where)
-        take_over_state(entry, where)
+        commit_state(entry, where)
         # Given again, it is the table's own.
         entry.source = OptimizerSource(pieces, self._optimizer, entry)
 

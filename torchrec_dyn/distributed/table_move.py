@@ -6,7 +6,7 @@ from torchrec_dyn.checkpoint_format import from_bytes, saved_initializer
 from torchrec_dyn.distributed.chunk_exchange import exchange_chunks
 from torchrec_dyn.distributed.whole_table import OF_EVERY_SHARD
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import (
     LoadSession,
     ModelEntry,
@@ -15,8 +15,8 @@ from torchrec_dyn.state_dict import (
     OptimizerSource,
     ShardPieces,
     TableEntry,
-    take_over,
-    take_over_state,
+    commit_rows,
+    commit_state,
 )
 
 
@@ -35,16 +35,16 @@ def move_table(before: ShardPieces, after: ShardPieces, optimizer: RowOptimizer,
         ValueError, RuntimeError: on every rank, if one of them fails.
     """
     group = before.group
-    model, state = done_together(
+    model, state = run_together(
         group, call, lambda: (ModelSource(before, None), OptimizerSource(before, optimizer, None))
     )
-    of_ranks = told_together(group, call, lambda: (model.tell(), state.tell()))
-    saved = done_together(
+    of_ranks = gather_results(group, call, lambda: (model.tell(), state.tell()))
+    saved = run_together(
         group,
         call,
         lambda: [model.tensors([m for m, _ in of_ranks]), state.tensors([s for _, s in of_ranks])],
     )
-    rows, rows_state = done_together(
+    rows, rows_state = run_together(
         group, call, lambda: (ModelEntry(after), OptimizerEntry(after, optimizer))
     )
     entries: list[TableEntry] = [rows, rows_state]
@@ -52,8 +52,8 @@ def move_table(before: ShardPieces, after: ShardPieces, optimizer: RowOptimizer,
     for tensors, entry in zip(saved, entries, strict=True):
         exchange_chunks(tensors, entry, group, call)
     session.verify(call)
-    done_together(group, call, lambda: _commit_rows(rows))
-    take_over_state(rows_state, call)
+    run_together(group, call, lambda: _commit_rows(rows))
+    commit_state(rows_state, call)
     _copy_counters(before, after, call)
 
 
@@ -61,7 +61,7 @@ def _commit_rows(entry: ModelEntry) -> None:
     where, small = entry.pieces.where, entry.small
     initializer = saved_initializer(where, from_bytes(where, small["config"]))
     for shard, staged in zip(entry.pieces.shards, entry.staged or (), strict=True):
-        take_over(shard, staged, small.get("clock"), initializer, entry.step)
+        commit_rows(shard, staged, small.get("clock"), initializer, entry.step)
     entry.staged = None
 
 
@@ -74,7 +74,7 @@ def _copy_counters(before: ShardPieces, after: ShardPieces, call: str) -> None:
         first = before.shards[0]
         return first.counters, first.life is not None and first.life.is_unscored
 
-    of_ranks = told_together(before.group, call, counters_here)
+    of_ranks = gather_results(before.group, call, counters_here)
     held = [of_rank for of_rank in of_ranks if of_rank is not None]
     for shard in after.shards:
         for name in shard.counters:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_dyn.distributed.id_exchange import IdExchange
-from torchrec_dyn.ranks import Piece, TableLayout, agree, done_together
+from torchrec_dyn.ranks import Piece, TableLayout, agree, run_together
 from torchrec_dyn.storage import canonical_order
 from torchrec_dyn.table import DynamicTable
 
@@ -169,7 +169,7 @@ class WholeTable:
 
     def _do(self, verb: str, work: Callable[[], _T]) -> _T:
         """Does this rank's part of a call; an exception of any rank is raised on every rank."""
-        return done_together(self._group, f"{self._where}.{verb}", work)
+        return run_together(self._group, f"{self._where}.{verb}", work)
 
 
 def read_rows(

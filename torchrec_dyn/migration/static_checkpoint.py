@@ -20,7 +20,7 @@ from torchrec_dyn.checkpoint_format import ChunkedTensor, mean_over_cuts, open_f
 from torchrec_dyn.migration.static_optimizer import MOMENTS, STEPS
 from torchrec_dyn.migration.trained_collections import chunks, put_rows
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.ranks import done_together
+from torchrec_dyn.ranks import run_together
 from torchrec_dyn.state_dict import ShardPieces
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.whole_model import Collection, ModelTable, tables_in
@@ -64,10 +64,10 @@ def load_static(
         for table, of_table in zip(tables.values(), saved, strict=True):
             _fill(table.pieces, of_table)
 
-    saved = done_together(group, "load_static", find)
+    saved = run_together(group, "load_static", find)
     before = [(one, dict(one.__dict__)) for table in tables.values() for one in table.pieces.shards]
     try:
-        done_together(group, "load_static", fill)
+        run_together(group, "load_static", fill)
     except BaseException:
         for one, contents in before:  # filling makes new objects (DynamicTable.reset)
             one.__dict__.update(contents)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrec_dyn.checkpoint_format import numbers_of
 from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
-from torchrec_dyn.state_dict import optimizer_state, optimizer_tensors
+from torchrec_dyn.state_dict import checked_optimizer_state, optimizer_tensors
 
 
 class _TableState:
@@ -40,7 +40,7 @@ class _TableState:
             came, self._came = self._came, {}
             rows = self._table.rows()
             # Scores go on from the model's state dict; a step that is behind them would not fit.
-            state = {**rows.export_state(), **optimizer_state(rows, came)}
+            state = {**rows.export_state(), **checked_optimizer_state(rows, came)}
             if rows.life is not None and rows.life.is_unscored:
                 state = {name: one for name, one in state.items() if name not in BY_ROW}
             rows.load_state(state)

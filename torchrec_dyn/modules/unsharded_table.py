@@ -14,7 +14,12 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_optimizer
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
-from torchrec_dyn.state_dict import MODEL_NAMES, model_state, model_tensors, no_model_tensors
+from torchrec_dyn.state_dict import (
+    MODEL_NAMES,
+    checked_model_state,
+    empty_model_tensors,
+    model_tensors,
+)
 from torchrec_dyn.table import (
     ROW_DTYPES,
     DynamicTable,
@@ -229,7 +234,7 @@ class UnshardedTable(nn.Module):
     ) -> None:
         if self._table is None:
             counts = self.dynamic.counts_waiting
-            saved = no_model_tensors(self.saved_config(), self.dynamic.has_life, counts)
+            saved = empty_model_tensors(self.saved_config(), self.dynamic.has_life, counts)
         else:
             saved = model_tensors(self._table, self.saved_config())
         destination.update({prefix + name: tensor for name, tensor in saved.items()})
@@ -249,7 +254,7 @@ class UnshardedTable(nn.Module):
         }
         if not {"weight", "ids"} <= saved.keys():
             return None
-        state, initializer = model_state(self.where, saved, self.saved_config())
+        state, initializer = checked_model_state(self.where, saved, self.saved_config())
         self._check_device()
         check_state(self.where, state, self.config.embedding_dim, ())
         return state, initializer

@@ -5,7 +5,7 @@ and where the rows and columns of each table are. `routing` computes the owner o
 an error of one rank into an error of all.
 """
 
-from torchrec_dyn.ranks.agreement import agree, done_together, told_together
+from torchrec_dyn.ranks.agreement import agree, gather_results, run_together
 from torchrec_dyn.ranks.layout import (
     SHARDING_TRAITS,
     SPREAD_SHARDINGS,

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def agree(
-    group: dist.ProcessGroup | None, call: str, fault: Exception | None = None, told: Any = None
+    group: dist.ProcessGroup | None, call: str, fault: Exception | None = None, value: Any = None
 ) -> list[Any]:
     """Waits until all ranks are at the same point of the same call. Collective.
 
@@ -22,7 +22,7 @@ def agree(
         group: the ranks; None: there is one process, and it raises its own fault.
         call: table and method, the same on every rank.
         fault: why this rank cannot continue; None: it can.
-        told: a value for the other ranks, small and picklable.
+        value: for the other ranks, small and picklable.
 
     Returns:
         The value of each rank, by rank.
@@ -35,8 +35,8 @@ def agree(
     if group is None:
         if fault is not None:
             raise fault
-        return [told]
-    mine = (call, isinstance(fault, ValueError), None if fault is None else str(fault), told)
+        return [value]
+    mine = (call, isinstance(fault, ValueError), None if fault is None else str(fault), value)
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, mine, group=group)
     for rank, (other_call, is_value_error, text, _) in enumerate(gathered):
@@ -49,10 +49,10 @@ def agree(
                 f"{gathered[0][0]}: expected the same call on every rank, "
                 f"got {other_call} on rank {rank}."
             )
-    return [value for *_, value in gathered]
+    return [given for *_, given in gathered]
 
 
-def told_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
+def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
     """Does this rank's part of a call and gathers the results; raises as `agree` does. Collective.
 
     Args:
@@ -72,11 +72,11 @@ def told_together(group: dist.ProcessGroup | None, call: str, work: Callable[[],
     return agree(group, call, fault, done)
 
 
-def done_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
+def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
     """Does this rank's part of a call and returns its result, which is not sent; raises as `agree` does.
 
-    Collective. Arguments as of `told_together`.
+    Collective. Arguments as of `gather_results`.
     """
     done: list[T] = []
-    told_together(group, call, lambda: done.append(work()))
+    gather_results(group, call, lambda: done.append(work()))
     return done[0]

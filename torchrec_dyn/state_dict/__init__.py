@@ -7,20 +7,20 @@ the table, verified, then made the table's). A save is `saving`. `unsharded` doe
 shards.
 """
 
-from torchrec_dyn.state_dict.aligned_state import take_over_state
-from torchrec_dyn.state_dict.collection_state import put_tables, take_tables
+from torchrec_dyn.state_dict.aligned_state import commit_state
+from torchrec_dyn.state_dict.collection_state import load_tables, save_tables
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
 from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
 from torchrec_dyn.state_dict.loading import SMALL, ModelEntry, OptimizerEntry
 from torchrec_dyn.state_dict.pieces import ShardPieces
 from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
 from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource, Told, whole_tensor
-from torchrec_dyn.state_dict.staged_rows import StagedRows, take_over
+from torchrec_dyn.state_dict.staged_rows import StagedRows, commit_rows
 from torchrec_dyn.state_dict.unsharded import (
     MODEL_NAMES,
-    model_state,
+    checked_model_state,
+    checked_optimizer_state,
+    empty_model_tensors,
     model_tensors,
-    no_model_tensors,
-    optimizer_state,
     optimizer_tensors,
 )

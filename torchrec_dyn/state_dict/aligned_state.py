@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import CHUNK_BYTES, add_sums, from_bytes, mean_over_cuts
-from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict.loading import OptimizerEntry
 from torchrec_dyn.state_dict.pieces import ShardPieces
 from torchrec_dyn.state_dict.places import Runs, Share, runs_of, share_of
@@ -77,7 +77,7 @@ class AlignedState:
                 staged = [torch.arange(row, row + high - low) for low, high, row in places]
                 yield ids, own, torch.cat(staged)
 
-    def take_over(self) -> None:
+    def commit_rows(self) -> None:
         """Puts what has come in place of the shards' optimizer state; checked and verified."""
         entry, pieces = self._entry, self._entry.pieces
         saved = from_bytes(pieces.where, entry.small["config"]) if "config" in entry.small else {}
@@ -106,7 +106,7 @@ class AlignedState:
         entry.staged = None
 
 
-def take_over_state(entry: OptimizerEntry, call: str) -> None:
+def commit_state(entry: OptimizerEntry, call: str) -> None:
     """Verifies optimizer state that came by the rows that the shards have, and gives it to them. Collective.
 
     Args:
@@ -117,11 +117,11 @@ def take_over_state(entry: OptimizerEntry, call: str) -> None:
         ValueError: on every rank, if it is damaged or of other rows; nothing has changed then.
     """
     pieces = entry.pieces
-    shares = told_together(pieces.group, call, lambda: _share(pieces))
+    shares = gather_results(pieces.group, call, lambda: _share(pieces))
     runs = runs_of([share for share in shares if share is not None], pieces.part)
-    aligned = done_together(pieces.group, call, lambda: AlignedState(entry, runs))
-    aligned.compare(add_sums(*told_together(pieces.group, call, aligned.check)))
-    done_together(pieces.group, call, aligned.take_over)
+    aligned = run_together(pieces.group, call, lambda: AlignedState(entry, runs))
+    aligned.compare(add_sums(*gather_results(pieces.group, call, aligned.check)))
+    run_together(pieces.group, call, aligned.commit_rows)
 
 
 def _share(pieces: ShardPieces) -> Share | None:

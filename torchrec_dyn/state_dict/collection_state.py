@@ -13,13 +13,13 @@ from torchrec_dyn.checkpoint_format import (
     saved_initializer,
 )
 from torchrec_dyn.initializers import Initializer
-from torchrec_dyn.ranks import told_together
+from torchrec_dyn.ranks import gather_results
 from torchrec_dyn.state_dict.load_session import LoadSession
 from torchrec_dyn.state_dict.loading import ModelEntry
 from torchrec_dyn.state_dict.pieces import ShardPieces, check_same_shards
 from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.state_dict.saving import ModelSource, Told
-from torchrec_dyn.state_dict.staged_rows import take_over
+from torchrec_dyn.state_dict.staged_rows import commit_rows
 from torchrec_dyn.state_dict.unsharded import check_shapes
 from torchrec_dyn.storage import canonical_order
 from torchrec_dyn.table import ROW_DTYPES
@@ -29,7 +29,7 @@ _BY_ROW = (*_NEEDED, "last_seen", "count", "waiting")
 _NAMES = (*_BY_ROW, "clock", "config", "checksum", "cells")
 
 
-def put_tables(
+def save_tables(
     destination: MutableMapping[str, Any], prefix: str, tables: Sequence[ShardPieces], where: str
 ) -> None:
     """Adds the tensors of all tables to a state dict. Collective.
@@ -46,14 +46,14 @@ def put_tables(
         entries.extend(ModelEntry(one) for one in tables)
         return [entry.source.tell() for entry in entries]
 
-    told = told_together(tables[0].group, f"{where}.state_dict", tell)
+    told = gather_results(tables[0].group, f"{where}.state_dict", tell)
     for number, entry in enumerate(entries):
         made = entry.source.tensors([one[number] for one in told])
         for name, tensor in made.items():
             destination[f"{prefix}{entry.pieces.name}.{name}"] = tensor
 
 
-def take_tables(
+def load_tables(
     state_dict: MutableMapping[str, Any],
     prefix: str,
     tables: Sequence[ShardPieces],
@@ -91,7 +91,7 @@ def take_tables(
         return [(name, entry.session is None) for name, entry in entries.items()]
 
     where = f"{where}.load_state_dict"
-    everyones = told_together(tables[0].group, where, find)
+    everyones = gather_results(tables[0].group, where, find)
     for rank, theirs in enumerate(everyones):
         if theirs != everyones[0]:
             raise ValueError(
@@ -109,7 +109,7 @@ def take_tables(
     for name, entry in entries.items():
         clock = entry.small.get("clock")
         for shard, staged in zip(entry.pieces.shards, entry.staged or (), strict=True):
-            take_over(shard, staged, clock, initializers.get(name), entry.step)
+            commit_rows(shard, staged, clock, initializers.get(name), entry.step)
         entry.staged = None
         entry.source = ModelSource(entry.pieces, entry)  # given again, it is the table's own
     return initializers

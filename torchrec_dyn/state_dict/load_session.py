@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from torchrec_dyn.checkpoint_format import DAMAGED, add_sums
-from torchrec_dyn.ranks import told_together
+from torchrec_dyn.ranks import gather_results
 from torchrec_dyn.state_dict.pieces import ShardPieces
 from torchrec_dyn.state_dict.places import Places
 
@@ -131,7 +131,7 @@ class LoadSession:
         """
         if not self.entries or self._is_verified:
             return
-        told = told_together(
+        told = gather_results(
             self.entries[0].pieces.group,
             where,
             lambda: [(one.check(self.entries), one.last_step()) for one in self.entries],

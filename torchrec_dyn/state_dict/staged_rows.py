@@ -266,7 +266,7 @@ class StagedRows:
         return {"last_seen", "count"} <= self._come.keys()
 
 
-def take_over(
+def commit_rows(
     table: DynamicTable,
     staged: StagedRows,
     clock: Tensor | None,

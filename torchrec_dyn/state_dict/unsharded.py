@@ -56,7 +56,9 @@ def model_tensors(table: DynamicTable, config: Mapping[str, Any]) -> dict[str, T
     return _sealed(table.name, saved, config, MODEL_TENSORS)
 
 
-def no_model_tensors(config: Mapping[str, Any], has_life: bool, counts: bool) -> dict[str, Tensor]:
+def empty_model_tensors(
+    config: Mapping[str, Any], has_life: bool, counts: bool
+) -> dict[str, Tensor]:
     """Gives what the model's state dict has of a table without rows.
 
     Args:
@@ -83,7 +85,7 @@ def optimizer_tensors(table: DynamicTable) -> dict[str, Tensor]:
     return _sealed(table.name, saved, config, OPTIMIZER_TENSORS, ids)
 
 
-def model_state(
+def checked_model_state(
     where: str, saved: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], Initializer | None]:
     """Checks what a model's state dict has of a table.
@@ -135,7 +137,7 @@ def check_shapes(where: str, weight: Tensor, ids: Tensor, columns: int) -> None:
         )
 
 
-def optimizer_state(table: DynamicTable, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def checked_optimizer_state(table: DynamicTable, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Checks what an optimizer's state dict has of a table.
 
     Args:

@@ -16,7 +16,7 @@ from torchrec_dyn.distributed import (
 )
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, UnshardedCollection, UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import Piece, TableLayout, done_together, told_together
+from torchrec_dyn.ranks import Piece, TableLayout, gather_results, run_together
 from torchrec_dyn.state_dict import ModelSource, OptimizerSource, ShardPieces
 
 ShardedCollection = ShardedDynamicEmbeddingBagCollection | ShardedDynamicEmbeddingCollection
@@ -169,7 +169,7 @@ def saved_forms(tables: Sequence[ModelTable], call: str) -> list[SavedForm]:
         call: the same on every rank.
     """
     group = tables[0].group
-    sources = done_together(
+    sources = run_together(
         group,
         call,
         lambda: [
@@ -177,7 +177,7 @@ def saved_forms(tables: Sequence[ModelTable], call: str) -> list[SavedForm]:
             for one in tables
         ],
     )
-    told = told_together(
+    told = gather_results(
         group, call, lambda: [(model.tell(), optimizer.tell()) for model, optimizer in sources]
     )
     return [
