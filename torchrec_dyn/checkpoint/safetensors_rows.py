@@ -56,7 +56,7 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
     """
     ids = read_ids(collection, table)
     here, where = rows_here(collection)[table], f"export_rows(table='{table}')"
-    told = agree(here.group, where, told=[shard.config.seed for shard in here.shards])
+    told = agree(here.group, where, value=[shard.config.seed for shard in here.shards])
     seed = next(seeds[0] for seeds in told if seeds)
     none, _ = lookup_rows(collection, table, ids[:0])
     writer: SafetensorsWriter | None = None
@@ -215,7 +215,7 @@ def _check_room(
 ) -> None:
     """Raises RuntimeError on every rank if the ids of a file do not fit beside those of some rank."""
     tight = [one for one in here.shards[:1] if one.num_rows + count > one.row_limit]
-    if not any(agree(here.group, where, told=bool(tight))):
+    if not any(agree(here.group, where, value=bool(tight))):
         return
     absent = []
     for first, last in _chunks(count, 8):

@@ -123,7 +123,7 @@ class LocalShards:
         assert isinstance(group, dist.ProcessGroup)
         # A rank without a shard does not know what the clocks show, and one behind the others is no fault.
         shown = max((shard.time or 0 for shard in shards), default=0)
-        told = agree(group, where, ValueError(fault) if fault else None, told=(time, shown))
+        told = agree(group, where, ValueError(fault) if fault else None, (time, shown))
         latest = max(time for time, _ in told)
         fault = time_fault(latest, max(shown for _, shown in told))
         if fault:
@@ -185,6 +185,7 @@ class LocalShards:
             self._env.rank,
             group,
             table_config(name, columns, dynamic.seed, dtype, initializer),
+            self._optimizers[name],
             dynamic.has_life,
             isinstance(dynamic.admission, AdmitAfter),
         )

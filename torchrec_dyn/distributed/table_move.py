@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from torchrec_dyn.checkpoint_format import from_bytes, saved_initializer
 from torchrec_dyn.distributed.chunk_exchange import exchange_chunks
 from torchrec_dyn.distributed.whole_table import OF_EVERY_SHARD
-from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import done_together, told_together
 from torchrec_dyn.state_dict import (
     LoadSession,
@@ -15,12 +13,12 @@ from torchrec_dyn.state_dict import (
     OptimizerSource,
     ShardPieces,
     TableEntry,
-    take_over,
+    saved_tensors,
     take_over_state,
 )
 
 
-def move_table(before: ShardPieces, after: ShardPieces, optimizer: RowOptimizer, call: str) -> None:
+def move_table(before: ShardPieces, after: ShardPieces, call: str) -> None:
     """Copies all that a table holds into shards that lie elsewhere. Collective.
 
     What arrives is verified by the sums of what was sent. The shards of before do not change.
@@ -28,41 +26,24 @@ def move_table(before: ShardPieces, after: ShardPieces, optimizer: RowOptimizer,
     Args:
         before: what this rank holds of it.
         after: what it is to hold: shards without rows.
-        optimizer: how the rows learn.
         call: the same on every rank.
 
     Raises:
         ValueError, RuntimeError: on every rank, if one of them fails.
     """
     group = before.group
-    model, state = done_together(
-        group, call, lambda: (ModelSource(before, None), OptimizerSource(before, optimizer, None))
+    saved = saved_tensors(
+        group, call, lambda: [ModelSource(before, None), OptimizerSource(before, None)]
     )
-    told = told_together(group, call, lambda: (model.tell(), state.tell()))
-    saved = done_together(
-        group,
-        call,
-        lambda: [model.tensors([m for m, _ in told]), state.tensors([s for _, s in told])],
-    )
-    rows, rows_state = done_together(
-        group, call, lambda: (ModelEntry(after), OptimizerEntry(after, optimizer))
-    )
+    rows, rows_state = ModelEntry(after), OptimizerEntry(after)
     entries: list[TableEntry] = [rows, rows_state]
     session = LoadSession(entries)
     for tensors, entry in zip(saved, entries, strict=True):
         exchange_chunks(tensors, entry, group, call)
     session.verify(call)
-    done_together(group, call, lambda: _take_over_rows(rows))
+    done_together(group, call, rows.commit)
     take_over_state(rows_state, call)
     _carry_counts(before, after, call)
-
-
-def _take_over_rows(entry: ModelEntry) -> None:
-    where, small = entry.pieces.where, entry.small
-    initializer = saved_initializer(where, from_bytes(where, small["config"]))
-    for shard, staged in zip(entry.pieces.shards, entry.staged or (), strict=True):
-        take_over(shard, staged, small.get("clock"), initializer, entry.step)
-    entry.staged = None
 
 
 def _carry_counts(before: ShardPieces, after: ShardPieces, call: str) -> None:

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchrec_dyn.checkpoint_format import ChunkedTensor, check_files, mean_over_cuts, read_metadata
+from torchrec_dyn.checkpoint_format import ChunkedTensor, mean_over_cuts, open_files
 from torchrec_dyn.distributed import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.migration.static_optimizer import MOMENTS, STEPS
 from torchrec_dyn.migration.trained_collections import chunks, put_rows
@@ -111,10 +110,7 @@ class _Files:
     def __init__(self, folder: Path, holder: str) -> None:
         self._folder = folder
         self._holder = holder
-        self._reader = FileSystemReader(folder)
-        metadata = read_metadata(folder, self._reader)
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        check_files(folder, metadata)
+        self._reader, metadata = open_files(folder)
         self._saved = metadata.state_dict_metadata
 
     def table(

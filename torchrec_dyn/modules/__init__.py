@@ -17,6 +17,7 @@ from torchrec_dyn.modules.optimizer_choice import (
     chosen_output_dtype,
     matching_optimizer,
 )
+from torchrec_dyn.modules.optimizer_state import saved_states
 from torchrec_dyn.modules.table_configs import (
     check_id,
     check_size,

@@ -1,4 +1,4 @@
-"""Ranks agree before they go on: what is wrong on one of them is raised on all.
+"""Agreement of ranks: an error on one rank of a call is raised on all.
 
 A rank that raised alone would leave the others waiting in the next collective.
 """
@@ -14,18 +14,18 @@ T = TypeVar("T")
 
 
 def agree(
-    group: dist.ProcessGroup | None, call: str, fault: Exception | None = None, told: Any = None
+    group: dist.ProcessGroup | None, call: str, fault: Exception | None = None, value: Any = None
 ) -> list[Any]:
-    """Waits for all ranks to come to the same point of the same call. Collective.
+    """Waits until all ranks are at the same point of the same call, and gathers a value. Collective.
 
     Args:
-        group: the ranks; None: there is one process, and it raises its own fault.
+        group: the ranks; None: this process alone.
         call: table and method, the same on every rank.
         fault: why this rank cannot go on; None: it can.
-        told: what this rank tells the others, small and picklable.
+        value: of this rank, small and picklable.
 
     Returns:
-        What each rank told, by rank.
+        The values of all ranks, by rank.
 
     Raises:
         ValueError: on every rank if the fault of the lowest faulty rank is one, or if the
@@ -35,8 +35,8 @@ def agree(
     if group is None:
         if fault is not None:
             raise fault
-        return [told]
-    mine = (call, isinstance(fault, ValueError), None if fault is None else str(fault), told)
+        return [value]
+    mine = (call, isinstance(fault, ValueError), None if fault is None else str(fault), value)
     everyones: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, mine, group=group)
     for rank, (their_call, is_value_error, text, _) in enumerate(everyones):
@@ -49,37 +49,37 @@ def agree(
                 f"{everyones[0][0]}: expected the same call on every rank, "
                 f"got {their_call} on rank {rank}."
             )
-    return [their_word for *_, their_word in everyones]
+    return [their_value for *_, their_value in everyones]
 
 
 def told_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
-    """Does this rank's part of a call; what any rank raised is raised on all, as `agree` does. Collective.
+    """Runs a part of a call on every rank; an error on one is raised on all, as by `agree`. Collective.
 
     Args:
-        group: the ranks; None: there is one process.
+        group: the ranks; None: this process alone.
         call: the same on every rank.
-        work: what it returns is small and picklable.
+        work: this rank's part; its result is small and picklable.
 
     Returns:
-        What the part of each rank returned.
+        The results of all ranks, by rank.
     """
     fault: Exception | None = None
-    done: Any = None
+    result: Any = None
     try:
-        done = work()
+        result = work()
     except Exception as error:
         fault = error
-    return agree(group, call, fault, done)
+    return agree(group, call, fault, result)
 
 
 def done_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
-    """Does the same, and returns what this rank's part returned, which the others are not told.
+    """Runs a part of a call as `gather_results` does, but returns this rank's own result. Collective.
 
     Args:
-        group: the ranks; None: there is one process.
+        group: the ranks; None: this process alone.
         call: the same on every rank.
-        work: this rank's part.
+        work: this rank's part; its result is sent nowhere.
     """
-    done: list[T] = []
-    told_together(group, call, lambda: done.append(work()))
-    return done[0]
+    results: list[T] = []
+    told_together(group, call, lambda: results.append(work()))
+    return results[0]

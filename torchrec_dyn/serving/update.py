@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrec_dyn.checkpoint_format import (
     MODEL_TENSORS,
     SavedTable,
+    add_sums,
     content_sum,
     from_words,
     open_checkpoint,
@@ -38,7 +39,6 @@ from torchrec_dyn.serving.manifest import (
 from torchrec_dyn.serving.row_format import RowFormat
 
 _CHUNK_BYTES = 8 << 20
-_WORD = 1 << 64
 # Room that a rows file may waste before it is written anew, beside as much as is in use.
 _WASTE_BYTES = 1 << 20
 
@@ -241,7 +241,7 @@ class _Change:
             self._add("weight", -content_sum(self.name, "weight", ids, weight))
 
     def _add(self, name: str, total: int) -> None:
-        self._sums[name] = (self._sums[name] + total) % _WORD
+        self._sums = add_sums(self._sums, {name: total})
 
     def _does_not_fit(self, expected: str, got: str) -> ValueError:
         return ValueError(

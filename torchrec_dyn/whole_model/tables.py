@@ -25,8 +25,14 @@ from torchrec_dyn.distributed import (
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, LocalTable
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.policies import AdmitAfter
-from torchrec_dyn.ranks import Piece, TableLayout, done_together, owners, told_together
-from torchrec_dyn.state_dict import ModelSource, OptimizerSource, ShardPieces
+from torchrec_dyn.ranks import Piece, TableLayout, owners
+from torchrec_dyn.state_dict import (
+    ModelSource,
+    OptimizerSource,
+    ShardPieces,
+    ShardSource,
+    saved_tensors,
+)
 from torchrec_dyn.storage import IdMap
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.whole_model.by_id import Collection
@@ -184,6 +190,7 @@ def _local(path: str, table: LocalTable) -> ModelTable:
         0,
         None,  # type: ignore[arg-type]  # nobody asks for the group of one rank
         table.saved_config(),
+        rows.optimizer,
         table.dynamic.has_life,
         isinstance(table.dynamic.admission, AdmitAfter),
     )
@@ -215,23 +222,15 @@ def saved_forms(tables: Sequence[ModelTable], call: str) -> list[SavedForm]:
         tables: of a model.
         call: the same on every rank.
     """
-    sources = done_together(tables[0].group, call, lambda: [_sources(table) for table in tables])
-    told = told_together(
-        tables[0].group,
-        call,
-        lambda: [(model.tell(), optimizer.tell()) for model, optimizer in sources],
-    )
-    return [
-        SavedForm(
-            model.tensors([one[number][0] for one in told]),
-            optimizer.tensors([one[number][1] for one in told]),
-        )
-        for number, (model, optimizer) in enumerate(sources)
-    ]
 
+    def sources() -> list[ShardSource]:
+        both = [
+            (ModelSource(one.pieces, None), OptimizerSource(one.pieces, None)) for one in tables
+        ]
+        return [source for of_table in both for source in of_table]
 
-def _sources(table: ModelTable) -> tuple[ModelSource, OptimizerSource]:
-    return ModelSource(table.pieces, None), OptimizerSource(table.pieces, table.optimizer, None)
+    made = saved_tensors(tables[0].group, call, sources)
+    return [SavedForm(*of_table) for of_table in zip(made[::2], made[1::2], strict=True)]
 
 
 def map_of(ids: Tensor, rows: Tensor) -> IdMap:
