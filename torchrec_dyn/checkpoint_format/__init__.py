@@ -1,10 +1,10 @@
-"""What is saved of a table, and a reader of it that needs no model.
+"""The saved form of a table, and a reader of it that needs no model.
 
 Imports `life`, `storage` and the root; torch alone. Start with `saved_tensor` (how a table lies in a
-checkpoint), then `checkpoint_reader` (a directory) and `saved_table` (one table of it). The format is
-told in docs/checkpoints.md.
+checkpoint), then `checkpoint_reader` (a directory) and `saved_table` (one table of it). docs/checkpoints.md
+describes the format.
 
-A saved form depends on the contents of a table only: not on plan, world size or history.
+The saved form depends on the contents of a table only: not on plan, world size or history.
 """
 
 from torchrec_dyn.checkpoint_format.checkpoint_reader import (

@@ -181,11 +181,8 @@ class SavedTable:
         rows = every if rows is None else rows
         if rows.step != 1 or not 0 <= rows.start <= rows.stop <= len(every):
             raise ValueError(f"{self._where}.chunks: expected rows in {every} by 1, got {rows}.")
-        check = (
-            RowCheck(self.name)
-            if verify and rows == every and set(names) & {*ROW_TENSORS}
-            else None
-        )
+        is_checked = verify and rows == every and not set(names).isdisjoint(ROW_TENSORS)
+        check = RowCheck(self.name) if is_checked else None
         if check is not None and "ids" in self._tensors:
             wanted.setdefault("ids", self._tensors["ids"])
         return self._stream(names, wanted, rows, chunk_bytes, check)

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-# Bytes of a chunk: of these numbers there is one more copy in memory while a table is saved or loaded.
+# Most bytes of a chunk, which is in memory a second time while it is saved or loaded.
 CHUNK_BYTES = 16 << 20
-# DCP's writer keeps the last chunk of every key until all are written, so the last one is a small one.
+# DCP's writer keeps the last chunk of every key until all are written, so the last chunk is small.
 _KEPT_BYTES = 1 << 20
 _KEPT_ROWS = 16
 _MAKES_A_SHELL = (

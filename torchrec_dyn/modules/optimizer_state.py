@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -20,56 +19,36 @@ from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.state_dict import optimizer_state, optimizer_tensors
 
 
-class _TableState:
-    """The optimizer state of one table.
-
-    Args:
-        names: of its tensors.
-        save: makes all tensors, by name.
-        load: loads all tensors.
-    """
-
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        save: Callable[[], Mapping[str, Tensor]],
-        load: Callable[[dict[str, Tensor]], None],
-    ) -> None:
-        self._names = set(names)
-        self._save = save
-        self._load = load
-        self._made: dict[str, Tensor] = {}
-        self._loaded: dict[str, Tensor] = {}
-
-    def make(self, name: str) -> Tensor:
-        """Returns one tensor."""
-        if name not in self._made:
-            self._made = dict(self._save())
-        return self._made.pop(name)
-
-    def add(self, name: str, saved: Tensor) -> None:
-        """Keeps one tensor until all are there, and then loads them."""
-        self._loaded[name] = saved
-        if self._loaded.keys() >= self._names:
-            loaded, self._loaded = self._loaded, {}
-            self._load(loaded)
-
-
 class SavedState:
     """One state tensor of one table, in the canonical order of its rows. Collective if the table is sharded.
 
     Args:
-        state: of the table.
         name: "momentum1", "momentum2", "step", "config", "checksum" or "cells".
+        save: makes all tensors of the table, by name.
+        load: loads all tensors of the table.
+        made: made tensors that were not asked for yet; the entries of a table share them.
+        given: tensors to load, None until they are given; the entries of a table share them.
     """
 
-    def __init__(self, state: _TableState, name: str) -> None:
-        self._state = state
+    def __init__(
+        self,
+        name: str,
+        save: Callable[[], Mapping[str, Tensor]],
+        load: Callable[[dict[str, Tensor]], None],
+        made: dict[str, Tensor],
+        given: dict[str, Tensor | None],
+    ) -> None:
         self._name = name
+        self._save = save
+        self._load = load
+        self._made = made
+        self._given = given
 
     def state_dict(self) -> Tensor:
         """Exports the tensor."""
-        return self._state.make(self._name)
+        if self._name not in self._made:
+            self._made.update(self._save())
+        return self._made.pop(self._name)
 
     def load_state_dict(self, saved: Tensor) -> None:
         """Replaces the tensor, together with the last tensor of the table.
@@ -77,13 +56,17 @@ class SavedState:
         Raises:
             ValueError: if they do not fit the rows that the table has now; nothing has changed then.
         """
-        self._state.add(self._name, saved)
+        self._given[self._name] = saved
+        given = {name: tensor for name, tensor in self._given.items() if tensor is not None}
+        if len(given) == len(self._given):
+            self._given.update(dict.fromkeys(given))
+            self._load(given)
 
 
 def saved_states(
     table: str,
     optimizer: RowOptimizer,
-    save: Callable[[], Mapping[str, Any]],
+    save: Callable[[], Mapping[str, Tensor]],
     load: Callable[[dict[str, Tensor]], None],
 ) -> dict[str, SavedState]:
     """Makes the entries of one table, keyed "{table}.momentum1" as TorchRec does.
@@ -91,12 +74,13 @@ def saved_states(
     Args:
         table: its name.
         optimizer: of its rows.
-        save: makes all tensors, by name.
-        load: loads all tensors.
+        save: makes all tensors of the table, by name.
+        load: loads all tensors of the table.
     """
     names = (*optimizer.state_names, "step", "config", "checksum", "cells")
-    state = _TableState(names, save, load)
-    return {f"{table}.{name}": SavedState(state, name) for name in names}
+    made: dict[str, Tensor] = {}
+    given: dict[str, Tensor | None] = dict.fromkeys(names)
+    return {f"{table}.{name}": SavedState(name, save, load, made, given) for name in names}
 
 
 def unsharded_states(table: LocalTable) -> dict[str, SavedState]:

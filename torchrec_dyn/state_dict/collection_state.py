@@ -22,7 +22,6 @@ from torchrec_dyn.storage import canonical_order
 from torchrec_dyn.table import ROW_DTYPES
 
 _NEEDED = ("weight", "ids")
-_BY_ROW = (*_NEEDED, "last_seen", "count", "waiting")
 
 
 def put_tables(
@@ -130,7 +129,7 @@ def _model_entry(saved: Mapping[str, Any], pieces: ShardPieces) -> ModelEntry | 
 def _stage_parts(entry: ModelEntry, saved: Mapping[str, Any]) -> None:
     """Stages copies of what this rank saved: they fit the same plan on as many ranks."""
     entry.stage(Places(row_ranges_of(saved["ids"])), saved["weight"].dtype)
-    for name in _BY_ROW:
+    for name in entry.names:
         for offset, block in saved[name].local() if name in saved else ():
             entry.receive(name, offset, block)
 
@@ -144,7 +143,7 @@ def _stage_whole(entry: ModelEntry, saved: Mapping[str, Any]) -> None:
     order = canonical_order(ids)
     mine = order[entry.pieces.owns(ids[order])]
     entry.stage(Places([(0, mine.numel())]), saved["weight"].dtype)
-    for name in _BY_ROW:
+    for name in entry.names:
         if name == "waiting" and name in saved:
             entry.receive(name, (0, 0), saved[name])
         elif name in saved:

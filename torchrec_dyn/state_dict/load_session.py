@@ -63,6 +63,11 @@ class TableEntry(ABC):
         self.is_verified = self.is_left_out = False
         self.step = 0
 
+    @property
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """The tensors by row that the table can use."""
+
     @abstractmethod
     def renew(self) -> ShardSource:
         """Makes the tensors of this entry stand for the table as it is now, and returns their source."""
@@ -175,12 +180,9 @@ class TableEntry(ABC):
     def compare(self, summed: Mapping[str, int]) -> None:
         """Raises ValueError if the sums of all ranks are not those that were saved."""
         if "checksum" in self.small:
-            words, names = self.small["checksum"], self._compared()
-            compare_sums(self.pieces.where, words, self.order, names, summed)
-
-    @abstractmethod
-    def _compared(self) -> list[str]:
-        """Names the tensors whose sums are compared."""
+            read = {*self.names, *self.small_names}
+            names = [name for name in self.order if name in read or name not in self.present]
+            compare_sums(self.pieces.where, self.small["checksum"], self.order, names, summed)
 
     @abstractmethod
     def last_step(self) -> int:

@@ -44,6 +44,12 @@ class ModelEntry(TableEntry):
     )
     staged: list[StagedRows] | None
 
+    @property
+    def names(self) -> list[str]:
+        """The tensors by row that the table can use."""
+        life = ["last_seen", "count"] if self.pieces.has_life else []
+        return ["ids", "weight", *life, *(["waiting"] if self.pieces.has_waiting else [])]
+
     def renew(self) -> ModelSource:
         """Makes the tensors of this entry stand for the table as it is now, and returns their source."""
         self.source = source = ModelSource(self.pieces, self)
@@ -100,12 +106,6 @@ class ModelEntry(TableEntry):
             )
         ]
 
-    @property
-    def names(self) -> list[str]:
-        """The tensors by row that the table can use."""
-        life = ["last_seen", "count"] if self.pieces.has_life else []
-        return ["ids", "weight", *life, *(["waiting"] if self.pieces.has_waiting else [])]
-
     def _receive_rows(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
         for staged in self.staged or ():
             staged.receive(name, offset[0], offset[1] if len(offset) > 1 else 0, block)
@@ -125,10 +125,6 @@ class ModelEntry(TableEntry):
             staged.check_complete()
             summed.append(staged.summed(shard.first_column == 0))
         return add_sums(*summed, self.small_sums())
-
-    def _compared(self) -> list[str]:
-        read = {*self.names, "config", *(["clock"] if self.pieces.has_life else [])}
-        return [name for name in MODEL_TENSORS if name in read or name not in self.present]
 
     def initializer(self) -> Initializer | None:
         """Returns the saved initializer, None if there is no config.
@@ -164,6 +160,11 @@ class OptimizerEntry(TableEntry):
     )
     staged: list[dict[str, RowStore]] | None
 
+    @property
+    def names(self) -> Sequence[str]:
+        """The states of the optimizer."""
+        return self.pieces.optimizer.state_names
+
     def renew(self) -> OptimizerSource:
         """Makes the tensors of this entry stand for the table as it is now, and returns their source."""
         self.source = source = OptimizerSource(self.pieces, self)
@@ -171,9 +172,7 @@ class OptimizerEntry(TableEntry):
 
     def _stage_saved(self) -> None:
         saved = self.saved
-        sizes = {
-            name: saved[name].size for name in self.pieces.optimizer.state_names if name in saved
-        }
+        sizes = {name: saved[name].size for name in self.names if name in saved}
         total = next(iter(sizes.values()))[0] if sizes else 0
         widths = {name: size[1] for name, size in sizes.items()}
         self.stage(self.pieces.places(saved, total), total, widths)
@@ -242,7 +241,7 @@ class OptimizerEntry(TableEntry):
                     f"got a copy of one cut at {cuts}. Save and load it with "
                     "torch.distributed.checkpoint."
                 )
-        by_row = {name: saved[name] for name in pieces.optimizer.state_names if name in saved}
+        by_row = {name: saved[name] for name in self.names if name in saved}
         first = next(iter(by_row.values()), torch.empty(0))
         widths = {name: tensor.shape[1] for name, tensor in by_row.items()}
         self.stage(Places(row_ranges_of(first)), len(first), widths)
@@ -258,7 +257,7 @@ class OptimizerEntry(TableEntry):
         model = self._model_of(others, pieces)
         if model is None:
             return None
-        if pieces.optimizer.state_names and model.places.ranges != self.places.ranges:
+        if self.names and model.places.ranges != self.places.ranges:
             raise ValueError(
                 f"{pieces.where}: expected optimizer state of {model.places.count} rows here, got that of "
                 f"{self.places.count}. {DAMAGED}"
@@ -304,9 +303,6 @@ class OptimizerEntry(TableEntry):
                     values = stores[one.name].read(rows)
                     sums.append({one.name: content_sum(pieces.name, one.name, ids, values, first)})
         return add_sums(*sums)
-
-    def _compared(self) -> list[str]:
-        return list(OPTIMIZER_TENSORS)
 
     def last_step(self) -> int:
         """Returns 0: only the rows' scores know of steps."""

@@ -63,20 +63,13 @@ class ShardSummary(NamedTuple):
     clock: Tensor | None = None
 
 
-class RowTensor(NamedTuple):
-    """One tensor by row of a shard.
-
-    Attributes:
-        name: of the tensor.
-        first: its first column in the whole tensor, () of a tensor of one dimension.
-        columns: their number, () of a tensor of one dimension.
-        is_saved: whether it is saved from here; else it is here for copies only.
-    """
+class _RowTensor(NamedTuple):
+    """One tensor by row of a shard; `first` and `columns` are () where it has one dimension."""
 
     name: str
-    first: tuple[int, ...]
+    first: tuple[int, ...]  # column in the whole tensor
     columns: tuple[int, ...]
-    is_saved: bool = True
+    is_saved: bool = True  # else it is here for copies only
 
 
 class ShardSource(ABC):
@@ -112,7 +105,7 @@ class ShardSource(ABC):
         """
 
     @abstractmethod
-    def _tensors_of(self, shard: DynamicTable) -> list[RowTensor]:
+    def _tensors_of(self, shard: DynamicTable) -> list[_RowTensor]:
         """Lists the tensors by row of a shard."""
 
     def _summary_of_rows(self) -> ShardSummary | None:
@@ -132,16 +125,9 @@ class ShardSource(ABC):
         return ShardSummary(pieces.share(rows), add_sums(*sums), pieces.shards[0].step, cells)
 
     def _by_row(
-        self,
-        known: Sequence[ShardSummary],
-        wholes: Mapping[str, _Whole],
+        self, known: Sequence[ShardSummary], wholes: Mapping[str, _Whole]
     ) -> dict[str, SavedTensor]:
-        """Makes the tensors by row.
-
-        Args:
-            known: summaries of the ranks that hold rows.
-            wholes: columns and dtype of each whole tensor.
-        """
+        """Makes the tensors by row, out of the summaries of the ranks that hold rows."""
         runs = runs_of([one.share for one in known], self.pieces.part)
         parts: dict[str, list[Part]] = {name: [] for name in wholes}
         for shard, rows in zip(self.pieces.shards, self._canonical, strict=True):
@@ -158,12 +144,7 @@ class ShardSource(ABC):
     def _not_by_row(
         self, known: Sequence[ShardSummary], small: Mapping[str, Tensor]
     ) -> dict[str, SavedTensor]:
-        """Makes the tensors that are not by row: the small ones, "checksum" and "cells".
-
-        Args:
-            known: summaries of the ranks that hold rows.
-            small: by name.
-        """
+        """Makes the tensors that are not by row: the small ones, "checksum" and "cells"."""
         name, is_saved = self.pieces.name, self.pieces.rank == 0
         of_small = {one: sum_of_small(name, one, tensor) for one, tensor in small.items()}
         sums = add_sums(*(one.sums for one in known), of_small)
@@ -195,11 +176,7 @@ class ModelSource(ShardSource):
         return summary._replace(sums=add_sums(*sums), waiting=pieces.share(waiting))
 
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
-        """Makes the tensors of the state dict, by name.
-
-        Args:
-            summaries: by rank.
-        """
+        """Makes the tensors of the state dict, by name."""
         pieces, known = self.pieces, [one for one in summaries if one is not None]
         dtype = getattr(torch, pieces.config["rows"])
         columns = (pieces.config["embedding_dim"],)
@@ -211,15 +188,10 @@ class ModelSource(ShardSource):
             small["clock"] = next((one.clock for one in known if one.clock is not None), _NO_CLOCK)
         if pieces.has_waiting:
             runs = runs_of([one.waiting for one in known], pieces.part)
-            parts = [
-                Part(
-                    (run.place, 0),
-                    (run.rows, 3),
-                    _shifted(run, self._read_waiting),
-                    pieces.has_first_column,
-                )
-                for run in runs.mine
-            ]
+            is_saved, parts = pieces.has_first_column, []
+            for run in runs.mine:
+                read = _shifted(run, self._read_waiting)
+                parts.append(Part((run.place, 0), (run.rows, 3), read, is_saved))
             made["waiting"] = SavedTensor((runs.total, 3), torch.int64, parts, self._entry)
         return {**made, **self._not_by_row(known, small)}
 
@@ -227,10 +199,10 @@ class ModelSource(ShardSource):
     def _one_a_row(self) -> tuple[str, ...]:
         return ("ids", "last_seen", "count") if self.pieces.has_life else ("ids",)
 
-    def _tensors_of(self, shard: DynamicTable) -> list[RowTensor]:
-        made = [RowTensor("weight", (shard.first_column,), (shard.columns,))]
+    def _tensors_of(self, shard: DynamicTable) -> list[_RowTensor]:
+        made = [_RowTensor("weight", (shard.first_column,), (shard.columns,))]
         if shard is self.pieces.shards[0]:
-            made += [RowTensor(name, (), (), shard.first_column == 0) for name in self._one_a_row]
+            made += [_RowTensor(name, (), (), shard.first_column == 0) for name in self._one_a_row]
         return made
 
     @cached_property
@@ -258,11 +230,7 @@ class OptimizerSource(ShardSource):
         return self._summary_of_rows()
 
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
-        """Makes the tensors of the state dict, by name.
-
-        Args:
-            summaries: by rank.
-        """
+        """Makes the tensors of the state dict, by name."""
         known = [one for one in summaries if one is not None]
         optimizer, cuts = self.pieces.optimizer, self.pieces.cuts
         wholes: dict[str, _Whole] = {
@@ -275,11 +243,11 @@ class OptimizerSource(ShardSource):
         small = {"step": torch.tensor(known[0].step), "config": config}
         return {**self._by_row(known, wholes), **self._not_by_row(known, small)}
 
-    def _tensors_of(self, shard: DynamicTable) -> list[RowTensor]:
+    def _tensors_of(self, shard: DynamicTable) -> list[_RowTensor]:
         return [
-            RowTensor(one.name, (self.pieces.cuts.index(shard.first_column),), (1,))
+            _RowTensor(one.name, (self.pieces.cuts.index(shard.first_column),), (1,))
             if one.is_rowwise
-            else RowTensor(one.name, (shard.first_column,), (shard.columns,))
+            else _RowTensor(one.name, (shard.first_column,), (shard.columns,))
             for one in named_states(shard)
         ]
 
@@ -313,10 +281,7 @@ def saved_tensors(
 def _cells_tensor(counts: Tensor, is_saved: bool, entry: Any) -> SavedTensor:
     """Makes "cells", [R + 2^k, 0]: it has no numbers, but DCP's metadata keep the sizes of its chunks.
 
-    Args:
-        counts: [2^CELL_BITS] int64, rows of the whole table in each.
-        is_saved: whether this rank saves it.
-        entry: of the tensor.
+    `counts` are the rows of the whole table in each of 2^CELL_BITS cells, int64.
     """
     cells = counts.view(1 << cell_bits(int(counts.sum())), -1).sum(1)
     parts, begin = [], 0

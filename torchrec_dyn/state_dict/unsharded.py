@@ -193,16 +193,7 @@ def _check_sums(
     ids: Tensor,
     names: Iterable[str],
 ) -> None:
-    """Raises ValueError if tensors are not those that were saved; without "checksum" nothing is checked.
-
-    Args:
-        where: the table, for messages.
-        table: its name.
-        saved: tensors by name.
-        order: MODEL_TENSORS or OPTIMIZER_TENSORS.
-        ids: [R] int64 of the rows.
-        names: of the tensors to compare.
-    """
+    """Raises ValueError if tensors are not those that were saved; without "checksum" nothing is checked."""
     if "checksum" in saved:
         compare_sums(where, saved["checksum"], order, names, _sums(table, saved, ids, order))
 
