@@ -121,7 +121,7 @@ def fails_on_the_way(setup: Setup) -> None:
         (1, saving, "read_tensor"),  # rank 0 holds nothing of it yet
         (0, staged_rows.StagedRows, "receive"),
         (1, staged_rows.StagedRows, "receive"),
-        (0, loading, "take_over"),
+        (0, loading, "commit_rows"),
         (1, aligned_state, "named_states"),
     ):
         with mock.patch.object(target, name, failing(rank, getattr(target, name))):

@@ -32,7 +32,7 @@ from torchrec_dyn.checkpoint_format import (
     mean_over_cuts,
 )
 from torchrec_dyn.life import Clock
-from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import ModelSource, OptimizerSource, StagedRows
 from torchrec_dyn.storage import IdMap, RowStore
 from torchrec_dyn.table import DynamicTable, named_states, note_came, note_changed
@@ -149,10 +149,10 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
         (from_words(form.sums[0], MODEL_TENSORS), from_words(form.sums[1], OPTIMIZER_TENSORS))
         for form in saved_forms(tables, CALL)
     ]
-    done_together(tables[0].group, CALL, lambda: _check_begins(changes, before))
+    run_together(tables[0].group, CALL, lambda: _check_begins(changes, before))
     _verify_result(tables, changes, before)
-    done_together(tables[0].group, CALL, lambda: _reserve(changes))
-    done_together(tables[0].group, CALL, lambda: _write(changes))
+    run_together(tables[0].group, CALL, lambda: _reserve(changes))
+    run_together(tables[0].group, CALL, lambda: _write(changes))
 
 
 def _check_begins(changes: Sequence[TableChange], before: Sequence[tuple[Sums, Sums]]) -> None:
@@ -184,14 +184,14 @@ def _verify_result(
     before: Sequence[tuple[Sums, Sums]],
 ) -> None:
     """Raises ValueError unless the delta leads to what it says. Collective."""
-    told = told_together(
+    told = gather_results(
         tables[0].group, CALL, lambda: [_sums_replaced(change) for change in changes]
     )
     gone = [
         [add_sums(*(one[number][which] for one in told)) for which in range(2)]
         for number in range(len(changes))
     ]
-    done_together(tables[0].group, CALL, lambda: _check_ends(changes, before, gone))
+    run_together(tables[0].group, CALL, lambda: _check_ends(changes, before, gone))
 
 
 def _check_ends(

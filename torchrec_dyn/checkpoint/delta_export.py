@@ -26,7 +26,7 @@ from torchrec_dyn.checkpoint_format import (
     from_words,
     whole_tensor,
 )
-from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import Run, Share, runs_of, share_of
 from torchrec_dyn.storage import CanonicalRows, Moment
 from torchrec_dyn.table import moment_of
@@ -93,7 +93,7 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
         ValueError: on every rank, if the path is taken or the marker is not of these tables.
     """
     tables = tables_of(model, "export_delta")
-    done_together(tables[0].group, "export_delta", lambda: _check(tables, path, since))
+    run_together(tables[0].group, "export_delta", lambda: _check(tables, path, since))
     before = [since._tables[table.name] for table in tables]
     moments = _begin(tables, "export_delta")
     results = [form.sums for form in saved_forms(tables, "export_delta")]
@@ -109,7 +109,7 @@ def _begin(tables: Sequence[ModelTable], call: str) -> list[list[Moment]]:
     def begin() -> list[list[Moment]]:
         return [[moment_of(shard) for shard in table.pieces.shards] for table in tables]
 
-    return done_together(tables[0].group, call, begin)
+    return run_together(tables[0].group, call, begin)
 
 
 def _marker(
@@ -167,12 +167,12 @@ def _state_dict(
 ) -> dict[str, Any]:
     """Makes what is saved: the keys of a checkpoint, for the changed rows. Collective."""
     both = list(zip(tables, before, strict=True))
-    changed = done_together(
+    changed = run_together(
         tables[0].group, "export_delta", lambda: [_changed(*one) for one in both]
     )
-    gone = done_together(tables[0].group, "export_delta", lambda: [_gone(*one) for one in both])
+    gone = run_together(tables[0].group, "export_delta", lambda: [_gone(*one) for one in both])
     shares = zip(tables, gone, strict=True)
-    told = told_together(tables[0].group, "export_delta", lambda: [_share(*one) for one in shares])
+    told = gather_results(tables[0].group, "export_delta", lambda: [_share(*one) for one in shares])
     forms = saved_forms(changed, "export_delta")
     model: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Tensor]] = {}

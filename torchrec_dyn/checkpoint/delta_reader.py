@@ -28,7 +28,7 @@ from torchrec_dyn.checkpoint_format import (
     open_checkpoint,
     optimizer_config,
 )
-from torchrec_dyn.ranks import agree, done_together, told_together
+from torchrec_dyn.ranks import agree, gather_results, run_together
 from torchrec_dyn.state_dict import LoadPlanner, ModelEntry, OptimizerEntry
 from torchrec_dyn.whole_model import ModelTable
 
@@ -92,7 +92,7 @@ def read_delta(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> li
     Raises:
         ValueError: on every rank, if it is torn, damaged or of other tables.
     """
-    changes = done_together(tables[0].group, CALL, lambda: _open(tables, path))
+    changes = run_together(tables[0].group, CALL, lambda: _open(tables, path))
     _read(tables, changes, path)
     _verify(tables, changes)
     return changes
@@ -174,14 +174,14 @@ def _read(
 
 def _verify(tables: Sequence[ModelTable], changes: Sequence[TableChange]) -> None:
     """Checks that what was read is what was written. Collective."""
-    told = told_together(tables[0].group, CALL, lambda: [_checked(change) for change in changes])
+    told = gather_results(tables[0].group, CALL, lambda: [_checked(change) for change in changes])
 
     def compare() -> None:
         for number, change in enumerate(changes):
             change.model.compare(add_sums(*(one[number][0] for one in told)))
             change.optimizer.compare(add_sums(*(one[number][1] for one in told)))
 
-    done_together(tables[0].group, CALL, compare)
+    run_together(tables[0].group, CALL, compare)
 
 
 def _checked(change: TableChange) -> tuple[Sums, Sums]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchrec_dyn.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from torchrec_dyn.checkpoint_format import open_checkpoint
-from torchrec_dyn.ranks import agree, done_together, told_together
+from torchrec_dyn.ranks import agree, gather_results, run_together
 from torchrec_dyn.table import ROW_DTYPES
 from torchrec_dyn.whole_model import (
     Collection,
@@ -234,7 +234,7 @@ def _check_room(
         for one in here.shards[:1]:
             one.check_room(torch.unique(torch.cat(absent)).numel())
 
-    done_together(here.group, where, check)
+    run_together(here.group, where, check)
 
 
 def _chunks(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
@@ -245,4 +245,4 @@ def _chunks(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 def _first_rank_does(here: RowsHere, where: str, work: Callable[[], T]) -> T:
     """Does something on rank 0 and tells all ranks what came of it, errors too."""
-    return told_together(here.group, where, lambda: work() if here.rank == 0 else None)[0]  # type: ignore[return-value]
+    return gather_results(here.group, where, lambda: work() if here.rank == 0 else None)[0]  # type: ignore[return-value]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchrec_dyn.checkpoint_format import SavedTensor
-from torchrec_dyn.ranks import agree, told_together
+from torchrec_dyn.ranks import agree, gather_results
 from torchrec_dyn.state_dict import TableEntry
 
 
@@ -64,13 +64,13 @@ def exchange_chunks(
     chunks = [
         _block(name, item.tensor_data.chunk) for name, item in items if item.tensor_data is not None
     ]
-    everyones = told_together(group, call, lambda: chunks)
+    everyones = gather_results(group, call, lambda: chunks)
 
     def want() -> list[_Block]:
         entry.begin(_metadata(saved, everyones))
         return [_block(name, one) for name in saved for one in entry.wanted(name)]
 
-    wanted = told_together(group, call, want)
+    wanted = gather_results(group, call, want)
     routes = _Routes(everyones, wanted, dist.get_rank(group))
     fault: Exception | None = None
     for number in range(max(map(len, everyones))):

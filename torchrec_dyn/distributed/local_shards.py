@@ -22,7 +22,7 @@ from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.policies import AdmitAfter
 from torchrec_dyn.ranks import agree
 from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
-from torchrec_dyn.state_dict import ShardPieces, put_tables, take_tables
+from torchrec_dyn.state_dict import ShardPieces, load_tables, save_tables
 from torchrec_dyn.storage import ForwardTicket, OutstandingForwards
 from torchrec_dyn.table import DynamicTable
 
@@ -157,7 +157,7 @@ class LocalShards:
             state_dict: of the model.
             prefix: of the tables' names.
         """
-        put_tables(state_dict, prefix, self.pieces(), self.where)
+        save_tables(state_dict, prefix, self.pieces(), self.where)
 
     def take_from(self, state_dict: dict[str, Any], prefix: str, missing_keys: list[str]) -> None:
         """Loads the tables out of a state dict, all or none, and removes their keys. Collective.
@@ -167,7 +167,7 @@ class LocalShards:
             prefix: of the tables' names.
             missing_keys: gets those that are not there.
         """
-        came = take_tables(state_dict, prefix, self.pieces(), self.where, missing_keys)
+        came = load_tables(state_dict, prefix, self.pieces(), self.where, missing_keys)
         self._initializers.update(came)
 
     def pieces_of(self, name: str) -> ShardPieces:

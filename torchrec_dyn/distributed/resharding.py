@@ -20,7 +20,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingE
 
 from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.distributed.table_move import move_table
-from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.ranks import gather_results, run_together
 
 # What a module keeps: the hooks of whoever hung them on it, its mode, what others hold of it, and what
 # trackers and pipelines have set.
@@ -59,7 +59,7 @@ def reshard(
     shards: LocalShards = collection._shards
     call, group = f"{shards.where}.reshard", collection._env.process_group
     assert isinstance(group, dist.ProcessGroup)
-    plans = told_together(group, call, lambda: _described(collection, changed, env, wrapped))
+    plans = gather_results(group, call, lambda: _described(collection, changed, env, wrapped))
     for rank, theirs in enumerate(plans):
         if theirs != plans[0]:
             raise ValueError(
@@ -69,10 +69,10 @@ def reshard(
     if not changed:
         return
     plan = {**collection.module_sharding_plan, **changed}
-    made = done_together(group, call, lambda: _sharded_anew(sharder, collection, plan, env, device))
+    made = run_together(group, call, lambda: _sharded_anew(sharder, collection, plan, env, device))
     new: LocalShards = made._shards
     moved = [name for name in new.layouts if new.layouts[name] != shards.layouts[name]]
-    done_together(group, call, lambda: _check_at_rest(shards, moved))
+    run_together(group, call, lambda: _check_at_rest(shards, moved))
     new.start_as(shards)
     for name in new.layouts.keys() - set(moved):
         new.keep(shards, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchrec_dyn.distributed.chunk_exchange import exchange_chunks
 from torchrec_dyn.distributed.whole_table import OF_EVERY_SHARD
-from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import (
     LoadSession,
     ModelEntry,
@@ -13,8 +13,8 @@ from torchrec_dyn.state_dict import (
     OptimizerSource,
     ShardPieces,
     TableEntry,
+    commit_state,
     saved_tensors,
-    take_over_state,
 )
 
 
@@ -41,8 +41,8 @@ def move_table(before: ShardPieces, after: ShardPieces, call: str) -> None:
     for tensors, entry in zip(saved, entries, strict=True):
         exchange_chunks(tensors, entry, group, call)
     session.verify(call)
-    done_together(group, call, rows.commit)
-    take_over_state(rows_state, call)
+    run_together(group, call, rows.commit)
+    commit_state(rows_state, call)
     _carry_counts(before, after, call)
 
 
@@ -55,7 +55,7 @@ def _carry_counts(before: ShardPieces, after: ShardPieces, call: str) -> None:
         first = before.shards[0]
         return first.counters, first.life is not None and first.life.is_unscored
 
-    told = [one for one in told_together(before.group, call, tell) if one is not None]
+    told = [one for one in gather_results(before.group, call, tell) if one is not None]
     for shard in after.shards:
         for name in shard.counters:
             counted = [counters[name] for counters, _ in told]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_dyn.distributed.id_exchange import IdExchange
-from torchrec_dyn.ranks import Piece, TableLayout, agree, done_together
+from torchrec_dyn.ranks import Piece, TableLayout, agree, run_together
 from torchrec_dyn.storage import canonical_order
 from torchrec_dyn.table import DynamicTable
 
@@ -240,7 +240,7 @@ class WholeTable:
 
     def _do(self, verb: str, work: Callable[[], T]) -> T:
         """Does this rank's part of a call, and raises on every rank what any of them raised."""
-        return done_together(self._group, f"{self._where}.{verb}", work)
+        return run_together(self._group, f"{self._where}.{verb}", work)
 
 
 def read_rows(

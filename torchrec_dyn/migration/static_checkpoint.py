@@ -22,7 +22,7 @@ from torchrec_dyn.migration.static_optimizer import MOMENTS, STEPS
 from torchrec_dyn.migration.trained_collections import chunks, put_rows
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.ranks import done_together
+from torchrec_dyn.ranks import run_together
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.whole_model import Collection, RowsHere, rows_here
 
@@ -67,10 +67,10 @@ def load_static(
         for name, rows in here.items():
             _fill(rows, saved[name])
 
-    saved = done_together(group, "load_static", find)
+    saved = run_together(group, "load_static", find)
     before = [(one, dict(one.__dict__)) for rows in here.values() for one in rows.shards]
     try:
-        done_together(group, "load_static", fill)
+        run_together(group, "load_static", fill)
     except BaseException:
         for one, contents in before:  # filling makes new objects (table_state.replace_contents)
             one.__dict__.update(contents)

@@ -16,7 +16,7 @@ from torchrec_dyn.checkpoint_format import numbers_of
 from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.modules.unsharded_table import LocalTable
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.state_dict import optimizer_state, optimizer_tensors
+from torchrec_dyn.state_dict import checked_optimizer_state, optimizer_tensors
 
 
 class SavedState:
@@ -97,7 +97,7 @@ def _load(table: LocalTable, saved: Mapping[str, Tensor]) -> None:
     rows = table.rows()
     loaded = {name: numbers_of(tensor) for name, tensor in saved.items()}
     # Scores go on from the model's state dict; a step that is behind them would not fit.
-    state = {**rows.export_state(), **optimizer_state(rows, loaded)}
+    state = {**rows.export_state(), **checked_optimizer_state(rows, loaded)}
     if rows.life is not None and rows.life.is_unscored:
         state = {name: tensor for name, tensor in state.items() if name not in BY_ROW}
     rows.load_state(state)

@@ -15,7 +15,7 @@ from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_optimizer
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
 from torchrec_dyn.policies import AdmitAfter
-from torchrec_dyn.state_dict import model_state, model_tensors, no_model_tensors
+from torchrec_dyn.state_dict import checked_model_state, empty_model_tensors, model_tensors
 from torchrec_dyn.table import (
     ROW_DTYPES,
     DynamicTable,
@@ -223,7 +223,7 @@ class LocalTable(nn.Module):
     ) -> None:
         if self._table is None:
             counts = isinstance(self.dynamic.admission, AdmitAfter)
-            saved = no_model_tensors(self.saved_config(), self.dynamic.has_life, counts)
+            saved = empty_model_tensors(self.saved_config(), self.dynamic.has_life, counts)
         else:
             saved = model_tensors(self._table, self.saved_config())
         destination.update({prefix + name: one for name, one in saved.items()})
@@ -243,7 +243,7 @@ class LocalTable(nn.Module):
         }
         if not {"weight", "ids"} <= saved.keys():
             return None
-        state, initializer = model_state(self.where, saved, self.saved_config())
+        state, initializer = checked_model_state(self.where, saved, self.saved_config())
         self._check_device()
         check_state(self.where, state, self.config.embedding_dim, ())
         return state, initializer

@@ -5,6 +5,6 @@ rows and columns of each table are. `routing` says which rank owns an id, `agree
 one rank into an error of all.
 """
 
-from torchrec_dyn.ranks.agreement import agree, done_together, told_together
+from torchrec_dyn.ranks.agreement import agree, gather_results, run_together
 from torchrec_dyn.ranks.layout import Piece, TableLayout, checked_plan, table_layouts
 from torchrec_dyn.ranks.routing import config_of_share, ids_per_rank, owners, row_limit

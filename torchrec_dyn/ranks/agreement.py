@@ -52,7 +52,7 @@ def agree(
     return [their_value for *_, their_value in everyones]
 
 
-def told_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
+def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
     """Runs a part of a call on every rank; an error on one is raised on all, as by `agree`. Collective.
 
     Args:
@@ -72,7 +72,7 @@ def told_together(group: dist.ProcessGroup | None, call: str, work: Callable[[],
     return agree(group, call, fault, result)
 
 
-def done_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
+def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
     """Runs a part of a call as `gather_results` does, but returns this rank's own result. Collective.
 
     Args:
@@ -81,5 +81,5 @@ def done_together(group: dist.ProcessGroup | None, call: str, work: Callable[[],
         work: this rank's part; its result is sent nowhere.
     """
     results: list[T] = []
-    told_together(group, call, lambda: results.append(work()))
+    gather_results(group, call, lambda: results.append(work()))
     return results[0]

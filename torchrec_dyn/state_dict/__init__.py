@@ -15,12 +15,12 @@ tables runs in this order, and may be refused in each file:
 Until the commit nothing of a table changes on any rank.
 """
 
-from torchrec_dyn.state_dict.aligned_state import take_over_state
+from torchrec_dyn.state_dict.aligned_state import commit_state
 from torchrec_dyn.state_dict.collection_state import (
     load_optimizer_state,
-    put_tables,
+    load_tables,
     save_optimizer_state,
-    take_tables,
+    save_tables,
 )
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
 from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
@@ -30,9 +30,9 @@ from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
 from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource, ShardSource, saved_tensors
 from torchrec_dyn.state_dict.staged_rows import StagedRows
 from torchrec_dyn.state_dict.unsharded import (
-    model_state,
+    checked_model_state,
+    checked_optimizer_state,
+    empty_model_tensors,
     model_tensors,
-    no_model_tensors,
-    optimizer_state,
     optimizer_tensors,
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import CHUNK_BYTES, add_sums, mean_over_cuts
-from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict.loading import OptimizerEntry
 from torchrec_dyn.state_dict.places import Runs, Share, runs_of
 from torchrec_dyn.storage import CanonicalRows
@@ -105,7 +105,7 @@ class AlignedState:
         entry.renew()  # loaded once more, its tensors are the table's own
 
 
-def take_over_state(entry: OptimizerEntry, call: str) -> None:
+def commit_state(entry: OptimizerEntry, call: str) -> None:
     """Verifies loaded optimizer state by the rows that the shards have, and commits it. Collective.
 
     Args:
@@ -120,7 +120,7 @@ def take_over_state(entry: OptimizerEntry, call: str) -> None:
     def share() -> Share | None:
         return pieces.share(pieces.canonical(pieces.shards[0])) if pieces.shards else None
 
-    runs = runs_of(told_together(pieces.group, call, share), pieces.part)
-    aligned = done_together(pieces.group, call, lambda: AlignedState(entry, runs))
-    aligned.compare(add_sums(*told_together(pieces.group, call, aligned.check)))
-    done_together(pieces.group, call, aligned.commit)
+    runs = runs_of(gather_results(pieces.group, call, share), pieces.part)
+    aligned = run_together(pieces.group, call, lambda: AlignedState(entry, runs))
+    aligned.compare(add_sums(*gather_results(pieces.group, call, aligned.check)))
+    run_together(pieces.group, call, aligned.commit)

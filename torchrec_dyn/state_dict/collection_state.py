@@ -10,8 +10,8 @@ from typing import Any
 
 from torchrec_dyn.checkpoint_format import CHUNK_BYTES, MODEL_NAMES, SavedTensor, numbers_of
 from torchrec_dyn.initializers import Initializer
-from torchrec_dyn.ranks import done_together, told_together
-from torchrec_dyn.state_dict.aligned_state import take_over_state
+from torchrec_dyn.ranks import gather_results, run_together
+from torchrec_dyn.state_dict.aligned_state import commit_state
 from torchrec_dyn.state_dict.load_session import LoadSession
 from torchrec_dyn.state_dict.loading import ModelEntry, OptimizerEntry, row_ranges_of
 from torchrec_dyn.state_dict.pieces import ShardPieces
@@ -24,7 +24,7 @@ from torchrec_dyn.table import ROW_DTYPES
 _NEEDED = ("weight", "ids")
 
 
-def put_tables(
+def save_tables(
     destination: MutableMapping[str, Any], prefix: str, tables: Sequence[ShardPieces], where: str
 ) -> None:
     """Adds the tensors of all tables to a state dict. Collective.
@@ -43,7 +43,7 @@ def put_tables(
             destination[f"{prefix}{pieces.name}.{name}"] = tensor
 
 
-def take_tables(
+def load_tables(
     state_dict: MutableMapping[str, Any],
     prefix: str,
     tables: Sequence[ShardPieces],
@@ -80,7 +80,7 @@ def take_tables(
         return [(name, entry.session is None) for name, entry in entries.items()]
 
     where = f"{where}.load_state_dict"
-    everyones = told_together(tables[0].group, where, find)
+    everyones = gather_results(tables[0].group, where, find)
     for rank, theirs in enumerate(everyones):
         if theirs != everyones[0]:
             raise ValueError(
@@ -174,12 +174,12 @@ def load_optimizer_state(pieces: ShardPieces, saved: Mapping[str, Any]) -> None:
         ValueError: on every rank, if it is damaged or does not fit; nothing has changed then.
     """
     where = f"{pieces.where}.load_state_dict"
-    entry = done_together(pieces.group, where, lambda: _optimizer_entry(saved, pieces))
+    entry = run_together(pieces.group, where, lambda: _optimizer_entry(saved, pieces))
     if entry is None:
         return
     if entry.session is not None:
         entry.session.verify(where)
-    take_over_state(entry, where)
+    commit_state(entry, where)
 
 
 def _optimizer_entry(saved: Mapping[str, Any], pieces: ShardPieces) -> OptimizerEntry | None:

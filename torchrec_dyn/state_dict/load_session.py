@@ -17,7 +17,7 @@ from torchrec_dyn.checkpoint_format import (
     from_bytes,
     sum_of_small,
 )
-from torchrec_dyn.ranks import told_together
+from torchrec_dyn.ranks import gather_results
 from torchrec_dyn.state_dict.pieces import ShardPieces
 from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.state_dict.saving import ShardSource
@@ -216,7 +216,7 @@ class LoadSession:
         """
         if not self.entries or self._is_verified:
             return
-        checked = told_together(
+        checked = gather_results(
             self.entries[0].pieces.group,
             where,
             lambda: [(entry.check(self.entries), entry.last_step()) for entry in self.entries],

@@ -28,7 +28,7 @@ from torchrec_dyn.state_dict.load_session import TableEntry
 from torchrec_dyn.state_dict.pieces import ShardPieces
 from torchrec_dyn.state_dict.places import Places, chunks_to_read
 from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource
-from torchrec_dyn.state_dict.staged_rows import StagedRows, put_block, take_over
+from torchrec_dyn.state_dict.staged_rows import StagedRows, commit_rows, put_block
 from torchrec_dyn.storage import RowStore
 from torchrec_dyn.table import DynamicTable, NamedState, named_states
 
@@ -139,7 +139,7 @@ class ModelEntry(TableEntry):
         """Replaces the contents of the shards by the verified load, optimizer state by zeros."""
         initializer, clock = self.initializer(), self.small.get("clock")
         for shard, staged in zip(self.pieces.shards, self.staged or (), strict=True):
-            take_over(shard, staged, clock, initializer, self.step)
+            commit_rows(shard, staged, clock, initializer, self.step)
         self.staged = None
         self.renew()  # loaded once more, its tensors are the table's own
 

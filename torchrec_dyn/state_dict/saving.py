@@ -31,7 +31,7 @@ from torchrec_dyn.checkpoint_format import (
     to_bytes,
     whole_tensor,
 )
-from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict.pieces import ShardPieces
 from torchrec_dyn.state_dict.places import Run, Share, runs_of
 from torchrec_dyn.storage import CELL_BITS, CanonicalRows, cell_bits
@@ -268,8 +268,8 @@ def saved_tensors(
         sources.extend(make())
         return [source.summary() for source in sources]
 
-    summaries = list(zip(*told_together(group, call, summarize), strict=True))
-    return done_together(
+    summaries = list(zip(*gather_results(group, call, summarize), strict=True))
+    return run_together(
         group,
         call,
         lambda: [

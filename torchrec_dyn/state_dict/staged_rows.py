@@ -262,7 +262,7 @@ class StagedRows:
         return {"last_seen", "count"} <= self._received.keys()
 
 
-def take_over(
+def commit_rows(
     table: DynamicTable,
     staged: StagedRows,
     clock: Tensor | None,

@@ -53,7 +53,7 @@ def model_tensors(table: DynamicTable, config: Mapping[str, Any]) -> dict[str, T
     return _sealed(table.name, saved, config, MODEL_TENSORS)
 
 
-def no_model_tensors(
+def empty_model_tensors(
     config: Mapping[str, Any], has_life: bool, has_waiting: bool
 ) -> dict[str, Tensor]:
     """Makes the tensors of a table without rows for the model's state dict.
@@ -82,7 +82,7 @@ def optimizer_tensors(table: DynamicTable) -> dict[str, Tensor]:
     return _sealed(table.name, saved, config, OPTIMIZER_TENSORS, ids)
 
 
-def model_state(
+def checked_model_state(
     where: str, saved: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], Initializer | None]:
     """Checks the tensors of a table from a model's state dict.
@@ -134,7 +134,7 @@ def check_shapes(where: str, weight: Tensor, ids: Tensor, columns: int) -> None:
         )
 
 
-def optimizer_state(table: DynamicTable, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def checked_optimizer_state(table: DynamicTable, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Checks the tensors of a table from an optimizer's state dict.
 
     Args:
