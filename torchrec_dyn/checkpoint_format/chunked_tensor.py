@@ -2,7 +2,7 @@
 
 torch.distributed.checkpoint (DCP) saves a tensor as chunks, each an archive of `torch.save` somewhere in a
 file. Its own reader loads whole chunks, too much where an unsharded module has saved 5 GB as one chunk. Here
-torch loads the archive onto the meta device, which reads no numbers but tells their place in the file; then
+torch loads the archive onto the meta device, which reads no numbers but finds their place in the file; then
 only the rows asked for are read.
 """
 

@@ -84,7 +84,7 @@ def from_bytes(where: str, saved: Tensor) -> dict[str, Any]:
 
 
 def saved_initializer(where: str, config: dict[str, Any]) -> Initializer:
-    """Makes the initializer of a table's config.
+    """Returns the initializer of a table's config.
 
     Raises:
         ValueError: if this version has none of this name and with these numbers.
@@ -99,7 +99,7 @@ def saved_initializer(where: str, config: dict[str, Any]) -> Initializer:
 
 
 def named_initializer(saved: Mapping[str, Any]) -> Initializer | None:
-    """Makes an initializer of its "name" and its numbers, None if there is no such one."""
+    """Returns the initializer of this "name" with these numbers, None if there is none."""
     try:
         fields = dict(saved)
         return INITIALIZERS[fields.pop("name")](**fields)

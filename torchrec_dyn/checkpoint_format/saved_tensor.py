@@ -150,7 +150,7 @@ class SavedTensor(torch.Tensor):
     _held: _Held
 
     @staticmethod
-    def __new__(  # noqa: D102 (told by the class)
+    def __new__(  # noqa: D102 (described by the class)
         cls, size: Sequence[int], dtype: torch.dtype, parts: Sequence[Part], entry: Any = None
     ) -> SavedTensor:
         made: SavedTensor = torch.Tensor._make_wrapper_subclass(

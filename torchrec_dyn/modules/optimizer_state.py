@@ -69,7 +69,7 @@ def saved_states(
     save: Callable[[], Mapping[str, Tensor]],
     load: Callable[[dict[str, Tensor]], None],
 ) -> dict[str, SavedState]:
-    """Makes the entries of one table, keyed "{table}.momentum1" as TorchRec does.
+    """Returns the entries of one table, keyed "{table}.momentum1" as TorchRec does.
 
     Args:
         table: its name.
@@ -84,7 +84,7 @@ def saved_states(
 
 
 def unsharded_states(table: LocalTable) -> dict[str, SavedState]:
-    """Makes the entries of an unsharded table."""
+    """Returns the entries of an unsharded table."""
     optimizer = table.rows().optimizer
     return saved_states(table.config.name, optimizer, partial(_save, table), partial(_load, table))
 

@@ -119,19 +119,15 @@ def _model_entry(saved: Mapping[str, Any], pieces: ShardPieces) -> ModelEntry | 
     for name in entry.small_names:
         if name in saved:
             entry.small[name] = numbers_of(saved[name])
-    if isinstance(weight, SavedTensor):
-        _stage_parts(entry, saved)
-    else:
+    if not isinstance(weight, SavedTensor):
         _stage_whole(entry, saved)
-    return entry
-
-
-def _stage_parts(entry: ModelEntry, saved: Mapping[str, Any]) -> None:
-    """Stages copies of what this rank saved: they fit the same plan on as many ranks."""
-    entry.stage(Places(row_ranges_of(saved["ids"])), saved["weight"].dtype)
+        return entry
+    # Copies of what this rank saved: they fit the same plan on as many ranks.
+    entry.stage(Places(row_ranges_of(saved["ids"])), weight.dtype)
     for name in entry.names:
         for offset, block in saved[name].local() if name in saved else ():
             entry.receive(name, offset, block)
+    return entry
 
 
 def _stage_whole(entry: ModelEntry, saved: Mapping[str, Any]) -> None:

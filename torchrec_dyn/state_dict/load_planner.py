@@ -123,7 +123,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return torch.empty(read_item.lengths, dtype=saved.properties.dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Gives a block that was read to the entry of its table."""
+        """Passes a block that was read to the entry of its table."""
         fqn = read_item.dest_index.fqn
         if fqn not in self._names:
             super().commit_tensor(read_item, tensor)

@@ -92,19 +92,15 @@ class ModelEntry(TableEntry):
         saved = self.saved[name]
         if not self.staged or name not in self.names:
             return []
-        if (
-            name == "waiting"
-        ):  # few, and not counted by cells: every rank reads all and picks its own
-            return list(chunks_to_read(saved, Places([(0, saved.size[0])]), None))
-        if name != "weight":
-            return list(chunks_to_read(saved, self.places, None))
-        return [
-            block
-            for shard in self.pieces.shards
-            for block in chunks_to_read(
-                saved, self.places, (shard.first_column, shard.first_column + shard.columns)
-            )
-        ]
+        if name == "weight":
+            found: list[ChunkStorageMetadata] = []
+            for shard in self.pieces.shards:
+                columns = (shard.first_column, shard.first_column + shard.columns)
+                found += chunks_to_read(saved, self.places, columns)
+            return found
+        # Waiting ids are few and not counted by cells: every rank reads all and picks its own.
+        places = Places([(0, saved.size[0])]) if name == "waiting" else self.places
+        return list(chunks_to_read(saved, places, None))
 
     def _receive_rows(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
         for staged in self.staged or ():
@@ -199,13 +195,13 @@ class OptimizerEntry(TableEntry):
             self.staged.append(stores)
 
     def _wanted_rows(self, name: str) -> list[ChunkStorageMetadata]:
-        found = []
+        found: list[ChunkStorageMetadata] = []
         for shard in self.pieces.shards:
             for one in named_states(shard):
                 if one.name == name:
                     end = shard.first_column + shard.columns
                     columns = None if one.is_rowwise else (shard.first_column, end)
-                    found += list(chunks_to_read(self.saved[name], self.places, columns))
+                    found += chunks_to_read(self.saved[name], self.places, columns)
         # Of row-wise state every shard wants all cuts: read once, given to each.
         return list({(tuple(one.offsets), tuple(one.sizes)): one for one in found}.values())
 

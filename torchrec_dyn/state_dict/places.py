@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Runs:
-    """Where the rows of one rank are in the whole table.
+    """Position of the rows of one rank in the whole table.
 
     Attributes:
         total: rows of the whole table.

@@ -93,12 +93,8 @@ class ShardSource(ABC):
             rows.check_unchanged()
 
     @abstractmethod
-    def summary(self) -> ShardSummary | None:
-        """Sums the shards of this rank; None where it holds none."""
-
-    @abstractmethod
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
-        """Makes the tensors of the state dict, by name.
+        """Returns the tensors of the state dict, by name.
 
         Args:
             summaries: by rank.
@@ -108,7 +104,12 @@ class ShardSource(ABC):
     def _tensors_of(self, shard: DynamicTable) -> list[_RowTensor]:
         """Lists the tensors by row of a shard."""
 
-    def _summary_of_rows(self) -> ShardSummary | None:
+    @abstractmethod
+    def _with_life(self, summary: ShardSummary) -> ShardSummary:
+        """Adds clock and waiting ids, if this state dict has them."""
+
+    def summary(self) -> ShardSummary | None:
+        """Sums the shards of this rank; None where it holds none."""
         pieces = self.pieces
         if pieces.part is None:
             return None
@@ -122,12 +123,13 @@ class ShardSource(ABC):
                     sums.append({one.name: summed})
         rows = self._canonical[0]
         cells = rows.cells(CELL_BITS) if pieces.has_first_column else None
-        return ShardSummary(pieces.share(rows), add_sums(*sums), pieces.shards[0].step, cells)
+        share, step = pieces.share(rows), pieces.shards[0].step
+        return self._with_life(ShardSummary(share, add_sums(*sums), step, cells))
 
     def _by_row(
         self, known: Sequence[ShardSummary], wholes: Mapping[str, _Whole]
     ) -> dict[str, SavedTensor]:
-        """Makes the tensors by row, out of the summaries of the ranks that hold rows."""
+        """Returns the tensors by row, out of the summaries of the ranks that hold rows."""
         runs = runs_of([one.share for one in known], self.pieces.part)
         parts: dict[str, list[Part]] = {name: [] for name in wholes}
         for shard, rows in zip(self.pieces.shards, self._canonical, strict=True):
@@ -144,7 +146,7 @@ class ShardSource(ABC):
     def _not_by_row(
         self, known: Sequence[ShardSummary], small: Mapping[str, Tensor]
     ) -> dict[str, SavedTensor]:
-        """Makes the tensors that are not by row: the small ones, "checksum" and "cells"."""
+        """Returns the tensors that are not by row: the small ones, "checksum" and "cells"."""
         name, is_saved = self.pieces.name, self.pieces.rank == 0
         of_small = {one: sum_of_small(name, one, tensor) for one, tensor in small.items()}
         sums = add_sums(*(one.sums for one in known), of_small)
@@ -159,14 +161,11 @@ class ModelSource(ShardSource):
 
     order = MODEL_TENSORS
 
-    def summary(self) -> ShardSummary | None:
-        """Sums the shards of this rank; None where it holds none."""
-        summary, pieces = self._summary_of_rows(), self.pieces
-        life = pieces.shards[0].life if summary is not None else None
-        if summary is None or life is None:
+    def _with_life(self, summary: ShardSummary) -> ShardSummary:
+        pieces, life = self.pieces, self.pieces.shards[0].life
+        if life is None:
             return summary
-        summary = summary._replace(clock=life.clock.export())
-        waiting = self._waiting
+        summary, waiting = summary._replace(clock=life.clock.export()), self._waiting
         if waiting is None or not pieces.has_first_column:
             return summary
         sums = [summary.sums]
@@ -176,7 +175,7 @@ class ModelSource(ShardSource):
         return summary._replace(sums=add_sums(*sums), waiting=pieces.share(waiting))
 
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
-        """Makes the tensors of the state dict, by name."""
+        """Returns the tensors of the state dict, by name."""
         pieces, known = self.pieces, [one for one in summaries if one is not None]
         dtype = getattr(torch, pieces.config["rows"])
         columns = (pieces.config["embedding_dim"],)
@@ -225,12 +224,11 @@ class OptimizerSource(ShardSource):
 
     order = OPTIMIZER_TENSORS
 
-    def summary(self) -> ShardSummary | None:
-        """Sums the shards of this rank; None where it holds none."""
-        return self._summary_of_rows()
+    def _with_life(self, summary: ShardSummary) -> ShardSummary:
+        return summary
 
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
-        """Makes the tensors of the state dict, by name."""
+        """Returns the tensors of the state dict, by name."""
         known = [one for one in summaries if one is not None]
         optimizer, cuts = self.pieces.optimizer, self.pieces.cuts
         wholes: dict[str, _Whole] = {
@@ -255,7 +253,7 @@ class OptimizerSource(ShardSource):
 def saved_tensors(
     group: dist.ProcessGroup | None, call: str, make: Callable[[], Sequence[ShardSource]]
 ) -> list[dict[str, SavedTensor]]:
-    """Makes the tensors of several sources. Collective.
+    """Returns the tensors of several sources. Collective.
 
     Args:
         group: the ranks; None: this process alone.
@@ -279,7 +277,7 @@ def saved_tensors(
 
 
 def _cells_tensor(counts: Tensor, is_saved: bool, entry: Any) -> SavedTensor:
-    """Makes "cells", [R + 2^k, 0]: it has no numbers, but DCP's metadata keep the sizes of its chunks.
+    """Returns "cells", [R + 2^k, 0]: it has no numbers, but DCP's metadata keep the sizes of its chunks.
 
     `counts` are the rows of the whole table in each of 2^CELL_BITS cells, int64.
     """

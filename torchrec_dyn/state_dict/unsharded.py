@@ -56,7 +56,7 @@ def model_tensors(table: DynamicTable, config: Mapping[str, Any]) -> dict[str, T
 def empty_model_tensors(
     config: Mapping[str, Any], has_life: bool, has_waiting: bool
 ) -> dict[str, Tensor]:
-    """Makes the tensors of a table without rows for the model's state dict.
+    """Returns the tensors of a table without rows for the model's state dict.
 
     Args:
         config: `saved_config.table_config` of it.
