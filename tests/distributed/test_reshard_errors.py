@@ -18,9 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_dyn.checkpoint import export_delta, mark
 from torchrec_dyn.distributed import chunk_exchange
-from torchrec_dyn.distributed import table_move as moved_table
-from torchrec_dyn.state_dict import aligned_state, staged_rows
-from torchrec_dyn.state_dict import saving as shard_source
+from torchrec_dyn.state_dict import aligned_state, loading, saving, staged_rows
 
 TW, RW, CW = "table_wise", "row_wise", "column_wise"
 SETUP = Setup(2, (TW, RW, CW), optimizer="ADAM", tables=4)
@@ -120,10 +118,10 @@ def fails_on_the_way(setup: Setup) -> None:
     train(model, setup, range(2))
     changed = plans(setup, (RW, CW, TW))
     for rank, target, name in (
-        (1, shard_source, "read_tensor"),  # rank 0 holds nothing of it yet
+        (1, saving, "read_tensor"),  # rank 0 holds nothing of it yet
         (0, staged_rows.StagedRows, "receive"),
         (1, staged_rows.StagedRows, "receive"),
-        (0, moved_table, "commit_rows"),
+        (0, loading, "commit_rows"),
         (1, aligned_state, "named_states"),
     ):
         with mock.patch.object(target, name, failing(rank, getattr(target, name))):

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torchrec_dyn.checkpoint.delta_export import map_of
 from torchrec_dyn.checkpoint.delta_reader import CALL, IN_ORDER, Sums, TableChange, read_delta
 from torchrec_dyn.checkpoint_format import (
-    BY_ROW,
     CHUNK_BYTES,
     DAMAGED,
     MODEL_TENSORS,
     OPTIMIZER,
     OPTIMIZER_TENSORS,
+    ROW_TENSORS,
     SavedTable,
     add_sums,
     from_words,
@@ -112,7 +112,7 @@ def _check_ends(
         added, result = _words(change.saved, "checksum"), _words(change.saved, "result")
         for which, names in enumerate(change.compared):
             for name in names:
-                kept = held[which][name] - less[which].get(name, 0) if name in BY_ROW else 0
+                kept = held[which][name] - less[which].get(name, 0) if name in ROW_TENSORS else 0
                 end, expected = (kept + added[which][name]) % (1 << 64), result[which][name]
                 if end != expected:
                     raise ValueError(
@@ -127,8 +127,8 @@ def _sums_replaced(change: TableChange) -> tuple[Sums, Sums]:
         _rows_replaced(shard, staged, change.removed) for shard, staged, _ in change.shards
     )
     some = replace(change.table.pieces, maps=maps)
-    model = ModelSource(some, None).tell()
-    optimizer = OptimizerSource(some, change.table.optimizer, None).tell()
+    model = ModelSource(some, None).summary()
+    optimizer = OptimizerSource(some, None).summary()
     return ({} if model is None else model.sums, {} if optimizer is None else optimizer.sums)
 
 

@@ -24,9 +24,10 @@ from torchrec_dyn.checkpoint_format import (
     Part,
     SavedTensor,
     from_words,
+    whole_tensor,
 )
 from torchrec_dyn.ranks import gather_results, run_together
-from torchrec_dyn.state_dict import Run, Share, runs_of, share_of, whole_tensor
+from torchrec_dyn.state_dict import Run, Share, runs_of, share_of
 from torchrec_dyn.storage import CanonicalRows, IdMap, Moment
 from torchrec_dyn.table import moment_of
 from torchrec_dyn.whole_model import ModelTable, saved_forms, tables_of

@@ -23,9 +23,10 @@ from torchrec_dyn.checkpoint_format import (
     SavedTable,
     SavedTensor,
     add_sums,
-    ascend,
     check_config,
+    is_canonical,
     open_checkpoint,
+    optimizer_config,
 )
 from torchrec_dyn.ranks import agree, gather_results, run_together
 from torchrec_dyn.state_dict import LoadPlanner, ModelEntry, OptimizerEntry, StagedRows
@@ -122,11 +123,11 @@ def _open(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[Ta
     changes = []
     for table in tables:
         one, pieces = saved[table.name], table.pieces
-        model, optimizer = ModelEntry(pieces), OptimizerEntry(pieces, table.optimizer)
+        model, optimizer = ModelEntry(pieces), OptimizerEntry(pieces)
         change = TableChange(table, one, model, optimizer)
         check_config(change.where, one.config, pieces.config)
         saved_rule = (one.optimizer or {}).get("optimizer")
-        rule = optimizer.source.config["optimizer"]
+        rule = optimizer_config(pieces.optimizer, pieces.cuts)["optimizer"]
         if saved_rule != rule:
             raise ValueError(
                 f"{change.where}: expected a delta with optimizer state of {rule} as the copy has, got "
@@ -140,7 +141,7 @@ def _open(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[Ta
                 )
         if "removed" in one.names:
             removed = one.read("removed")
-            if not ascend(removed):
+            if not is_canonical(removed):
                 raise ValueError(
                     f"{change.where}: expected removed ids in canonical order, got others. {DAMAGED}"
                 )

@@ -185,6 +185,7 @@ class LocalShards:
             self._env.rank,
             self._group,
             table_config(name, columns, dynamic.seed, dtype, initializer),
+            self._optimizers[name],
             dynamic.has_life,
             dynamic.counts_waiting,
         )

@@ -79,8 +79,7 @@ def reshard(
     for name in new.layouts.keys() - set(moved):
         new.reuse(shards, name)
     for name in moved:
-        optimizer = shards.optimizer_of(name)
-        move_table(shards.pieces_of(name), new.pieces_of(name), optimizer, call)
+        move_table(shards.pieces_of(name), new.pieces_of(name), call)
     _replace_attributes(collection, made)
 
 

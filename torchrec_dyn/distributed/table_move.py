@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from torchrec_dyn.checkpoint_format import from_bytes, saved_initializer
 from torchrec_dyn.distributed.chunk_exchange import exchange_chunks
 from torchrec_dyn.distributed.whole_table import OF_EVERY_SHARD
-from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import (
     LoadSession,
@@ -15,12 +13,12 @@ from torchrec_dyn.state_dict import (
     OptimizerSource,
     ShardPieces,
     TableEntry,
-    commit_rows,
     commit_state,
+    saved_tensors,
 )
 
 
-def move_table(before: ShardPieces, after: ShardPieces, optimizer: RowOptimizer, call: str) -> None:
+def move_table(before: ShardPieces, after: ShardPieces, call: str) -> None:
     """Copies rows, optimizer state and counters of a table into shards on other ranks. Collective.
 
     The content sums of the copy are verified against those of the old shards, which do not change.
@@ -28,41 +26,24 @@ def move_table(before: ShardPieces, after: ShardPieces, optimizer: RowOptimizer,
     Args:
         before: the old shards on this rank.
         after: the new shards on this rank, without rows.
-        optimizer: how the rows learn.
         call: the same on every rank.
 
     Raises:
         ValueError, RuntimeError: on every rank, if one of them fails.
     """
     group = before.group
-    model, state = run_together(
-        group, call, lambda: (ModelSource(before, None), OptimizerSource(before, optimizer, None))
+    saved = saved_tensors(
+        group, call, lambda: [ModelSource(before, None), OptimizerSource(before, None)]
     )
-    of_ranks = gather_results(group, call, lambda: (model.tell(), state.tell()))
-    saved = run_together(
-        group,
-        call,
-        lambda: [model.tensors([m for m, _ in of_ranks]), state.tensors([s for _, s in of_ranks])],
-    )
-    rows, rows_state = run_together(
-        group, call, lambda: (ModelEntry(after), OptimizerEntry(after, optimizer))
-    )
+    rows, rows_state = ModelEntry(after), OptimizerEntry(after)
     entries: list[TableEntry] = [rows, rows_state]
     session = LoadSession(entries)
     for tensors, entry in zip(saved, entries, strict=True):
         exchange_chunks(tensors, entry, group, call)
     session.verify(call)
-    run_together(group, call, lambda: _commit_rows(rows))
+    run_together(group, call, rows.commit)
     commit_state(rows_state, call)
     _copy_counters(before, after, call)
-
-
-def _commit_rows(entry: ModelEntry) -> None:
-    where, small = entry.pieces.where, entry.small
-    initializer = saved_initializer(where, from_bytes(where, small["config"]))
-    for shard, staged in zip(entry.pieces.shards, entry.staged or (), strict=True):
-        commit_rows(shard, staged, small.get("clock"), initializer, entry.step)
-    entry.staged = None
 
 
 def _copy_counters(before: ShardPieces, after: ShardPieces, call: str) -> None:

@@ -20,6 +20,7 @@ from torchrec_dyn.modules.optimizer_choice import (
     matching_optimizer,
     merged_fused_params,
 )
+from torchrec_dyn.modules.optimizer_state import saved_states
 from torchrec_dyn.modules.table_configs import (
     check_id,
     check_size,

@@ -19,7 +19,7 @@ from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules.feature_ids import FeatureIds
 from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer
 from torchrec_dyn.modules.optimizer_choice import chosen_output_dtype
-from torchrec_dyn.modules.optimizer_state import saved_states
+from torchrec_dyn.modules.optimizer_state import unsharded_states
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.table import DynamicTable
@@ -204,7 +204,7 @@ class UnshardedLookup:
                 self._kept_rates.get(optimizer, optimizer.learning_rate),
             )
             for table in tables:
-                made.state[table.weight].update(saved_states(table))
+                made.state[table.weight].update(unsharded_states(table))
             self._optimizers[optimizer] = made
 
     def _current_rates(self) -> dict[RowOptimizer, float]:

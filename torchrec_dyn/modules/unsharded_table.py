@@ -9,17 +9,12 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
-from torchrec_dyn.checkpoint_format import numbers_of, table_config
+from torchrec_dyn.checkpoint_format import MODEL_NAMES, numbers_of, table_config
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_optimizer
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
-from torchrec_dyn.state_dict import (
-    MODEL_NAMES,
-    checked_model_state,
-    empty_model_tensors,
-    model_tensors,
-)
+from torchrec_dyn.state_dict import checked_model_state, empty_model_tensors, model_tensors
 from torchrec_dyn.table import (
     ROW_DTYPES,
     DynamicTable,

@@ -9,17 +9,9 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.initializers import (
-    Constant,
-    Initializer,
-    Normal,
-    TruncatedNormal,
-    Uniform,
-    table_key,
-)
+from torchrec_dyn.checkpoint_format import INITIALIZERS, named_initializer
+from torchrec_dyn.initializers import table_key
 from torchrec_dyn.serving.manifest import ServedTable
-
-_KINDS = {kind.__name__: kind for kind in (Uniform, Normal, TruncatedNormal, Constant)}
 
 
 @torch.library.custom_op("torchrec_dyn_serving::initial_rows", mutates_args=())
@@ -55,7 +47,13 @@ class UnseenRows:
         self._columns = table.embedding_dim
         self._dtype = table.trained_dtype
         self._key = table_key(table.seed, name, "initial row")
-        self._kind, self._parameters = _initializer(name, table).parameters()
+        initializer = named_initializer(table.initializer)
+        if initializer is None:
+            raise ValueError(
+                f"serving(table='{name}'): expected an initializer among {', '.join(INITIALIZERS)}, got "
+                f"{table.initializer}. Serve it with unseen='zeros'."
+            )
+        self._kind, self._parameters = initializer.parameters()
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Returns the initial rows of ids, [M, D] float32.
@@ -66,17 +64,3 @@ class UnseenRows:
         return _initial_rows(
             ids, self._columns, self._dtype, self._kind, self._parameters, self._key
         )
-
-
-def _initializer(name: str, table: ServedTable) -> Initializer:
-    arguments = dict(table.initializer)
-    kind = _KINDS.get(str(arguments.pop("name", None)))
-    try:
-        if kind is not None:
-            return kind(**arguments)
-    except TypeError:
-        pass
-    raise ValueError(
-        f"serving(table='{name}'): expected an initializer among {', '.join(_KINDS)}, got "
-        f"{table.initializer}. Serve it with unseen='zeros'."
-    )

@@ -21,6 +21,7 @@ from torch import Tensor
 from torchrec_dyn.checkpoint_format import (
     MODEL_TENSORS,
     SavedTable,
+    add_sums,
     content_sum,
     from_words,
     open_checkpoint,
@@ -40,7 +41,6 @@ from torchrec_dyn.serving.manifest import (
 )
 from torchrec_dyn.serving.row_format import RowFormat
 
-_WORD = 1 << 64
 # Unused bytes that a rows file may have before it is rewritten, beside as many as are in use.
 _WASTE_BYTES = 1 << 20
 
@@ -237,7 +237,7 @@ class _Change:
             self._add("weight", -content_sum(self._name, "weight", ids, weight))
 
     def _add(self, name: str, total: int) -> None:
-        self._sums[name] = (self._sums[name] + total) % _WORD
+        self._sums = add_sums(self._sums, {name: total})
 
     def _does_not_fit(self, expected: str, got: str) -> ValueError:
         return ValueError(

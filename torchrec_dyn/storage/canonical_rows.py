@@ -41,6 +41,11 @@ def signed(word: int) -> int:
     return word - (1 << _WORD_BITS) if word >> (_WORD_BITS - 1) else word
 
 
+def unsigned(number: int) -> int:
+    """Returns a number modulo 2^64: of an int64 the unsigned word that has its bits."""
+    return number % (1 << _WORD_BITS)
+
+
 def cell_bits(rows: int) -> int:
     """Returns the binary logarithm of the number of cells in which `rows` rows are counted."""
     return max(0, min(CELL_BITS, (rows // _CELL_ROWS).bit_length() - 1))

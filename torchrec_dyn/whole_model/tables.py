@@ -16,8 +16,14 @@ from torchrec_dyn.distributed import (
 )
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, UnshardedCollection, UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import Piece, TableLayout, gather_results, run_together
-from torchrec_dyn.state_dict import ModelSource, OptimizerSource, ShardPieces
+from torchrec_dyn.ranks import Piece, TableLayout
+from torchrec_dyn.state_dict import (
+    ModelSource,
+    OptimizerSource,
+    ShardPieces,
+    ShardSource,
+    saved_tensors,
+)
 
 ShardedCollection = ShardedDynamicEmbeddingBagCollection | ShardedDynamicEmbeddingCollection
 Collection = UnshardedCollection | ShardedCollection
@@ -137,6 +143,7 @@ def _unsharded(key: str, table: UnshardedTable) -> ModelTable:
         0,
         None,  # type: ignore[arg-type]  # nobody asks for the group of one rank
         table.saved_config(),
+        rows.optimizer,
         table.dynamic.has_life,
         table.dynamic.counts_waiting,
     )
@@ -168,22 +175,10 @@ def saved_forms(tables: Sequence[ModelTable], call: str) -> list[SavedForm]:
         tables: of a model.
         call: the same on every rank.
     """
-    group = tables[0].group
-    sources = run_together(
-        group,
-        call,
-        lambda: [
-            (ModelSource(one.pieces, None), OptimizerSource(one.pieces, one.optimizer, None))
-            for one in tables
-        ],
-    )
-    told = gather_results(
-        group, call, lambda: [(model.tell(), optimizer.tell()) for model, optimizer in sources]
-    )
-    return [
-        SavedForm(
-            model.tensors([one[number][0] for one in told]),
-            optimizer.tensors([one[number][1] for one in told]),
-        )
-        for number, (model, optimizer) in enumerate(sources)
-    ]
+
+    def sources() -> list[ShardSource]:
+        pieces = [table.pieces for table in tables]
+        return [source(one, None) for one in pieces for source in (ModelSource, OptimizerSource)]
+
+    made = saved_tensors(tables[0].group, call, sources)
+    return [SavedForm(*of_table) for of_table in zip(made[::2], made[1::2], strict=True)]
