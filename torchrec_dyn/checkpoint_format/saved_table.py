@@ -20,7 +20,6 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     from_words,
     sum_of_small,
 )
-from torchrec_dyn.checkpoint_format.saved_tensor import CHUNK_BYTES
 from torchrec_dyn.checkpoint_format.tensor_checks import (
     OPTIMIZER,
     ROW_TENSORS,
@@ -30,6 +29,8 @@ from torchrec_dyn.checkpoint_format.tensor_checks import (
     fits,
     is_canonical,
 )
+
+_PIECE_BYTES = 32 << 20  # by default; a user's, who may want larger ones than those that are saved
 
 
 class SavedTable:
@@ -150,7 +151,7 @@ class SavedTable:
         self,
         names: Sequence[str] = ("ids", "weight"),
         rows: range | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int = _PIECE_BYTES,
         verify: bool = True,
     ) -> Iterator[dict[str, Tensor]]:
         """Reads rows in canonical order, piece by piece.
