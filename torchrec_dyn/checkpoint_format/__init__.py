@@ -1,8 +1,8 @@
 """The saved form of a table, and a reader of it that needs no model.
 
-Imports `life`, `storage` and the root; torch alone. Start with `saved_tensor` (how a table lies in a
-checkpoint), then `checkpoint_reader` (a directory) and `saved_table` (one table of it). docs/checkpoints.md
-describes the format.
+Imports `storage` and the ground; torch alone. Start with `saved_tensor` (how a table lies in a
+checkpoint), then `checkpoint_reader` (a directory) and `saved_table` (one table of it).
+docs/checkpoints.md describes the format.
 
 The saved form depends on the contents of a table only: not on plan, world size or history.
 """

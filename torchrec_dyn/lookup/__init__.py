@@ -1,8 +1,8 @@
 """The main path: ids to pooled rows, gradients to rows. START READING HERE.
 
-Imports `table` and the rooms below; torch alone. Start with `table_group`: the forward and the backward of
-the tables that one op call serves. `batch_rows` finds the rows of a batch, `training_step` lists the order
-of a step with policies.
+Imports `table`, `life`, `storage` and the ground; torch alone. Start with `table_group`: the forward and
+the backward of the tables that one op call serves. `batch_rows` finds the rows of a batch,
+`training_step` lists the order of a step with policies.
 
 A training forward that fails changes no table of its group.
 """

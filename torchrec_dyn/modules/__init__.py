@@ -1,8 +1,8 @@
 """The unsharded collections; the word of `torchrec.modules`.
 
-Imports `state_dict`, `lookup` and the rooms below. Start with `embeddingbag_collection`: a collection
-holds `unsharded_table`s, whose forwards run in `unsharded_lookup`; what both collections share is in
-`collection_tables`.
+Imports `state_dict`, `checkpoint_format`, `lookup`, `table`, `life` and the ground. Start with
+`embeddingbag_collection`: a collection holds `unsharded_table`s, whose forwards run in
+`unsharded_lookup`; what both collections share is in `collection_tables`.
 
 They are ordinary modules: `.to`, deepcopy, pickling and `state_dict` work as for any other.
 """

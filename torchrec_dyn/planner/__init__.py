@@ -4,7 +4,8 @@ The stock EmbeddingShardingPlanner plans dynamic collections without this room. 
 with storage priced by the allocations of a DynamicTable; with `constraints_from` it plans a running model
 anew by the rows and lookups of its tables, and `load_by_rank` judges a plan.
 
-Imports `whole_model`, `distributed` and the rooms below. Start with `priced_planner`.
+Imports `whole_model`, `distributed`, `modules`, `ranks`, `life`, `storage` and the ground. Start with
+`priced_planner`.
 """
 
 from torchrec_dyn.planner.balance import EvenLoad, PlanLoad, load_by_rank

@@ -1,6 +1,6 @@
 """The parts of a table on each rank, and agreement between ranks.
 
-Imports the root; TorchRec is known from here on. Start with `layout`: the traits of the sharding types,
+Imports the ground; TorchRec is known from here on. Start with `layout`: the traits of the sharding types,
 and where the rows and columns of each table are. `routing` computes the owner of an id, `agreement` turns
 an error of one rank into an error of all.
 """

@@ -9,8 +9,8 @@
 Processes that serve one directory share its pages. On a tmpfs mounted with huge=always they are of 2 MiB,
 and large requests a quarter to a third faster.
 
-Imports `checkpoint_format`, `modules` and the root; needs no table of a training model. Start with `modules`;
-`manifest` draws the directory.
+Imports `modules`, `checkpoint_format` and the ground; needs no table of a training model. Start with
+`modules`; `manifest` draws the directory.
 """
 
 from torchrec_dyn.serving.builder import build

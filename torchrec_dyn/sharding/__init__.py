@@ -1,7 +1,7 @@
 """The sharding types: the ways of a batch to its rows and back.
 
-Imports `modules`, `ranks`, `lookup` and the rooms below. Start with `pooled` and `sequence`: a class for
-each sharding type of TorchRec, put together from `input_dists`, `grouped_lookups` and `output_dists`.
+Imports `modules`, `ranks`, `lookup`, `table` and the ground. Start with `pooled` and `sequence`: a class
+for each sharding type of TorchRec, put together from `input_dists`, `grouped_lookups` and `output_dists`.
 Column shards are stitched in `output_order`. A new sharding type gets a line in `SHARDING_TRAITS` of
 `ranks` too; all other code reads that table.
 

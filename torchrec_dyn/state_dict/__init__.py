@@ -1,8 +1,8 @@
 """Tables into state dicts and out of them, verified before anything changes.
 
-Imports `ranks`, `lookup`, `checkpoint_format` and the rooms below; torch alone. Start with
-`collection_state`. `saving` saves sharded tables, `unsharded` saves and loads the others. A load of sharded
-tables runs in this order, and may be refused in each file:
+Imports `ranks`, `checkpoint_format`, `table`, `life`, `storage` and the ground; torch alone. Start with
+`collection_state`. `saving` saves sharded tables, `unsharded` saves and loads the others. A load of
+sharded tables runs in this order, and may be refused in each file:
 
     dcp.load            load_planner      finds the tensors of each table; blocks to read
                         loading           an entry a table: its stores, the blocks of this rank (`places`)

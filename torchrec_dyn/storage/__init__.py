@@ -1,6 +1,6 @@
 """The arrays of one table: id to row, row to numbers, free rows, changed rows.
 
-Imports `ops` and `initializers` of the ground; torch alone. Start with `id_map`, then `row_store`.
+Imports the ground; torch alone. Start with `id_map`, then `row_store`.
 
 Rows never move, and state is plain tensors. Nothing here knows policies, optimizer rules or ranks.
 """

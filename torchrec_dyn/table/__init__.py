@@ -1,7 +1,8 @@
 """One table, or one column shard of it, on one rank.
 
-Imports `life`, `storage` and the ground; torch alone. Start with `table`: DynamicTable joins the arrays of
-a table and the life of its rows. `insertion` gives rows to unseen ids, `contents` saves and loads a table.
+Imports `life`, `storage` and the ground; torch alone. Start with `table`: DynamicTable joins the arrays
+of a table and the life of its rows. `insertion` gives rows to unseen ids, `contents` saves and loads a
+table.
 
 A call that fails changes nothing; inputs are checked first (`checks`).
 """

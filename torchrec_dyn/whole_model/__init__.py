@@ -1,7 +1,7 @@
 """Questions to any model or collection, sharded or not, whatever the plan.
 
-Imports `distributed`, `modules`, `state_dict` and the rooms below. Start with `by_id`: it reads and edits
-rows by id across ranks. `tables` finds the tables of a model.
+Imports `distributed`, `modules`, `state_dict`, `ranks`, `checkpoint_format` and the ground. Start with
+`by_id`: it reads and edits rows by id across ranks. `tables` finds the tables of a model.
 """
 
 from torchrec_dyn.whole_model.by_id import (
