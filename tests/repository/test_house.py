@@ -169,12 +169,25 @@ def test_a_face_hands_on_names_and_holds_no_code(room):
     docstring, *rest = FACES[room].body
     assert isinstance(docstring, ast.Expr)
     told = " ".join((ast.get_docstring(FACES[room]) or "").split())
-    assert "Imports " in told and "Start with " in told, (
-        "what it may import, where to start reading"
-    )
+    assert "Start with " in told, "where to start reading"
     for node in rest:
         is_public_list = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
         assert isinstance(node, ast.ImportFrom) or is_public_list, ast.unparse(node)
+
+
+@every_room
+def test_a_face_says_what_its_room_imports(room):
+    told = " ".join((ast.get_docstring(FACES[room]) or "").split())
+    sentence = re.search(r"Imports ([^.;]*)[.;]", told)
+    assert sentence
+    used = {
+        room_of(module)
+        for name, tree in TREES.items()
+        if room_of(name) == room
+        for module, _ in imports_of_ours(tree)
+    } - {room}
+    assert set(re.findall(r"`(\w+)`", sentence[1])) == used & {*ROOMS}
+    assert ("the ground" in sentence[1]) == bool(used & {*GROUND})
 
 
 @every_room
