@@ -20,12 +20,11 @@ import torch
 from axes import GROWTH_MARKS, GROWTH_ROWS, GROWTH_STEP, THREADS, raw_ids
 from contestants import empty_table
 from interleaved import CLOCKS, finish, options, quartiles, result
+from layouts import DynamicTable, TableGroup
 from resident import resident_bytes
 from torch import Tensor
 
-from torchrec_dyn.lookup.table_group import TableGroup
 from torchrec_dyn.ops import advise_huge_pages
-from torchrec_dyn.table.table import DynamicTable
 
 BAG = 10
 

@@ -25,12 +25,12 @@ import torch
 from axes import MAP_HIT_RATES, MAP_IDS, MAP_LOADS, MAP_QUERIES, raw_ids
 from contestants import empty_table
 from interleaved import finish, measure, options, ratio, result, spread, summary
+from layouts import IdMap
 from torch import Tensor
 from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage.id_map import IdMap
 
 Sides = dict[str, Callable[[int], object]]
 # The highest load of a table's own map: what the peers are compared with.

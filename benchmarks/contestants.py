@@ -12,13 +12,12 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
+from layouts import DynamicTable, TableGroup
 from torch import Tensor
 
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.lookup.table_group import TableGroup
 from torchrec_dyn.ops import advise_huge_pages
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.table.table import DynamicTable
 
 LEARNING_RATE, EPS = 0.02, 1e-8
 OPTIMIZER = RowOptimizer(OptimizerKind.EXACT_ROWWISE_ADAGRAD, LEARNING_RATE, EPS)

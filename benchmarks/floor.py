@@ -18,9 +18,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from layouts import DynamicTable
 from torch import Tensor
-
-from torchrec_dyn.table.table import DynamicTable
 
 # Rows between a prefetch and its use: the best of main() below on an AMD EPYC (Zen 4); flat from 32 to 96.
 AHEAD = 48

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from axes import Workload, counts, offsets, raw_ids
 from contestants import OPTIMIZER
+from layouts import DynamicTable, TableGroup
 from torch import Tensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.lookup.table_group import TableGroup
-from torchrec_dyn.table.table import DynamicTable
 
 NEVER = 2**31  # steps: what no row of a benchmark waits for
 FREED = 64  # a full table frees this part of its limit at once

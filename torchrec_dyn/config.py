@@ -1,4 +1,4 @@
-"""DynamicTableConfig: what a user may choose about a dynamic table beyond TorchRec's own config."""
+"""DynamicTableConfig: the options of a dynamic table beyond TorchRec's own config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrec_dyn.initializers import (
     TruncatedNormal,
     Uniform,
 )
-from torchrec_dyn.policies import Admission, Eviction, check_admission, check_eviction
+from torchrec_dyn.policies import Admission, AdmitAfter, Eviction, check_admission, check_eviction
 
 GradientReduction = Literal["mean_over_ranks", "mean_over_senders", "sum"]
 
@@ -23,20 +23,20 @@ class DynamicTableConfig:
     """Options of a dynamic table. Frozen, hashable, compared by value.
 
     Attributes:
-        initializer: what a fresh row holds; None takes the table config's own weight_init_min and
-            weight_init_max, or uniform in +-1/sqrt(num_embeddings).
-        seed: with the table's name and the id it decides the initial rows.
+        initializer: distribution of fresh rows; None: uniform between the table config's
+            weight_init_min and weight_init_max, by default +-1/sqrt(num_embeddings).
+        seed: decides the initial rows, together with the table's name and the id.
         unseen: what an id without a row reads as, in evaluation and in training while it is not
             admitted: "zeros", or "initial" for the row it would start with.
-        admission: which unseen ids get a row in training: AdmitAfter, AdmitWithProbability,
+        admission: the unseen ids that get a row in training: AdmitAfter, AdmitWithProbability,
             Never; None: all.
-        eviction: which ids lose theirs: LeastRecentlyUsed or LeastFrequentlyUsed when the table is
-            full, ExpireAfter by age, or a pair (ExpireAfter, one of the former); None: none, and a
-            full table is an error.
-        gradient: what the gradients g_r of an id become that W ranks send, each the sum over the id's
-            occurrences there: "mean_over_ranks" sum / W, as TorchRec does; "mean_over_senders" sum / the
-            number of ranks whose batch has the id; "sum". One process alone sends no gradients:
-            all three are the same.
+        eviction: the ids that lose their row: LeastRecentlyUsed or LeastFrequentlyUsed when the table
+            is full, ExpireAfter by age, or a pair (ExpireAfter, LeastRecentlyUsed or
+            LeastFrequentlyUsed); None: no id, and a full table is an error.
+        gradient: how the gradients of an id are reduced over W ranks. Each rank sends the sum over its
+            own occurrences of the id. "mean_over_ranks": sum over ranks / W, as TorchRec does;
+            "mean_over_senders": sum / number of ranks whose batch has the id; "sum": the sum. Without
+            sharding all three are the same.
     """
 
     initializer: Initializer | FanInitializer | None = None
@@ -70,5 +70,10 @@ class DynamicTableConfig:
 
     @property
     def has_life(self) -> bool:
-        """Whether any policy is set: such a table keeps of each row when and how often it was seen."""
+        """True if any policy is set; such a table keeps a score (last_seen, count) of each row."""
         return self.admission is not None or self.eviction is not None
+
+    @property
+    def counts_waiting(self) -> bool:
+        """True if unseen ids wait for admission, each with a counter."""
+        return isinstance(self.admission, AdmitAfter)

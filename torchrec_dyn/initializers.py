@@ -1,19 +1,16 @@
-"""What a fresh row holds.
+"""Initializers: the distributions of fresh rows.
 
-Every initializer is a pure function of (seed, table name, id, column): the same id starts with the same
-row on any rank, under any plan, in any order. The numbers come from Philox (csrc/philox.h) and, for the
-normal ones, the normal quantile function (csrc/storage/initial_rows.h).
+A value of a fresh row is a pure function of (seed, table name, id, column): the same id starts with the
+same row on any rank, under any plan, in any order. The numbers are from Philox (csrc/philox.h) and, for
+normal distributions, the normal quantile function (csrc/storage/initial_rows.h).
 
-Initial rows scaled by the width of a row: Xavier's and Kaiming's.
+Xavier's and Kaiming's initializers scale by the width of a row. torch takes the fans of a weight [N, D]
+to be D and N. A dynamic table makes each row alone and has a limit but no N, so only D may decide:
+fan_in = fan_out = D, as of a square weight [D, D]. (ReCIS takes the fans of the block of rows that it
+allocates, so its scale depends on the block's size.) They become Uniform or Normal when a table is
+made, so the core, checkpoints and their readers know only Uniform, Normal, TruncatedNormal and Constant.
 
-torch takes the fans of a weight [N, D] to be D and N. A row is made alone and its table has no N but a
-limit, so nothing but D may decide: fan_in = fan_out = D, as of a square weight [D, D]. (ReCIS takes the
-fans of the block of rows that it allocates, so that there the scale depends on the block's size.)
-
-They become Uniform or Normal when a table is made. So the core knows two kinds, a checkpoint names
-those, and whatever reads it needs nothing else.
-
-Legend: N rows, D = embedding_dim, the whole row's under column-wise plans too.
+Legend: N rows, D = embedding_dim, that of the whole row under column-wise plans too.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from typing import Literal, Protocol
 from torch.nn.init import calculate_gain
 
 _CONSTANT, _UNIFORM, _NORMAL = 0, 1, 2
-_MOST = (2 - 2**-23) * 2.0**127  # of float32, in which rows are made
+_MOST = (2 - 2**-23) * 2.0**127  # the largest float32: rows are made in float32
 
 
 class Initializer(Protocol):
@@ -117,7 +114,7 @@ class TruncatedNormal:
 
 @dataclass(frozen=True)
 class Constant:
-    """The same value everywhere."""
+    """One value for all columns of all rows."""
 
     value: float
 
@@ -139,12 +136,12 @@ def default_initializer(num_embeddings: int) -> Uniform:
 
 
 def table_key(seed: int, table: str, purpose: str) -> int:
-    """Returns 64 bits, as int64, that stand for a seed, a table's name and what is drawn.
+    """Returns a 64 bit key, as int64, for a seed, a table's name and a purpose.
 
     Args:
         seed: any integer.
         table: the table's name.
-        purpose: at most 16 ASCII letters; streams of different purposes are independent.
+        purpose: at most 16 ASCII letters; numbers drawn for different purposes are independent.
 
     Source: BLAKE2b with an 8 byte digest (RFC 7693), personalised by the purpose.
     """
@@ -187,7 +184,7 @@ class XavierUniform:
         _check_gain("XavierUniform", self.gain)
 
     def for_dimension(self, embedding_dim: int) -> Uniform:
-        """Returns it for rows of `embedding_dim` columns."""
+        """Returns the Uniform for rows of `embedding_dim` columns."""
         bound = self.gain * math.sqrt(6.0 / (embedding_dim + embedding_dim))
         return Uniform(-bound, bound)
 
@@ -205,19 +202,19 @@ class XavierNormal:
         _check_gain("XavierNormal", self.gain)
 
     def for_dimension(self, embedding_dim: int) -> Normal:
-        """Returns it for rows of `embedding_dim` columns."""
+        """Returns the Normal for rows of `embedding_dim` columns."""
         return Normal(0.0, self.gain * math.sqrt(2.0 / (embedding_dim + embedding_dim)))
 
 
 @dataclass(frozen=True)
 class KaimingUniform:
-    """Uniform in +-g sqrt(3 / D), g the gain of the nonlinearity: sqrt(2 / (1 + a^2)) as it stands.
+    """Uniform in +-g sqrt(3 / D), g the gain of the nonlinearity, by default sqrt(2 / (1 + a^2)).
 
-    Source: He, Zhang, Ren, Sun, "Delving deep into rectifiers", ICCV 2015; torch.nn.init.kaiming_uniform_ of
-    a weight [D, D].
+    Source: He, Zhang, Ren, Sun, "Delving deep into rectifiers", ICCV 2015;
+    torch.nn.init.kaiming_uniform_ of a weight [D, D].
 
     Attributes:
-        a: negative slope of "leaky_relu"; other nonlinearities have none.
+        a: negative slope of "leaky_relu"; ignored for other nonlinearities.
         mode: "fan_in" or "fan_out", as in torch; both are D.
         nonlinearity: one of torch.nn.init.calculate_gain.
     """
@@ -230,7 +227,7 @@ class KaimingUniform:
         _kaiming_gain("KaimingUniform", self.a, self.mode, self.nonlinearity)
 
     def for_dimension(self, embedding_dim: int) -> Uniform:
-        """Returns it for rows of `embedding_dim` columns."""
+        """Returns the Uniform for rows of `embedding_dim` columns."""
         gain = _kaiming_gain("KaimingUniform", self.a, self.mode, self.nonlinearity)
         bound = gain * math.sqrt(3.0 / embedding_dim)
         return Uniform(-bound, bound)
@@ -243,9 +240,9 @@ class KaimingNormal:
     Source: as KaimingUniform; torch.nn.init.kaiming_normal_ of a weight [D, D].
 
     Attributes:
-        a: as of KaimingUniform.
-        mode: likewise.
-        nonlinearity: likewise.
+        a: as for KaimingUniform.
+        mode: as for KaimingUniform.
+        nonlinearity: as for KaimingUniform.
     """
 
     a: float = 0.0
@@ -256,7 +253,7 @@ class KaimingNormal:
         _kaiming_gain("KaimingNormal", self.a, self.mode, self.nonlinearity)
 
     def for_dimension(self, embedding_dim: int) -> Normal:
-        """Returns it for rows of `embedding_dim` columns."""
+        """Returns the Normal for rows of `embedding_dim` columns."""
         gain = _kaiming_gain("KaimingNormal", self.a, self.mode, self.nonlinearity)
         return Normal(0.0, gain / math.sqrt(embedding_dim))
 
@@ -265,7 +262,7 @@ FanInitializer = XavierUniform | XavierNormal | KaimingUniform | KaimingNormal
 
 
 def for_dimension(initializer: Initializer | FanInitializer, embedding_dim: int) -> Initializer:
-    """Gives the initializer of rows of `embedding_dim` columns: one that depends on nothing else."""
+    """Returns the initializer for rows of `embedding_dim` columns, no FanInitializer any more."""
     if isinstance(initializer, FanInitializer):
         return initializer.for_dimension(embedding_dim)
     return initializer

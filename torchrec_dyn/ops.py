@@ -1,7 +1,7 @@
-"""The typed face of each op of the core, and its fake kernel.
+"""A typed Python function and a fake kernel for each op of the core.
 
 The schemas and the meaning of every argument are in csrc/library.cpp. This is the only file that spells
-`torch.ops`. State arguments are written in place where the op's name or its docstring says so.
+`torch.ops`. Ops write state in place only where their name or docstring says so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ops = torch.ops.torchrec_dyn
 
 
 def mix64(ids: Tensor) -> Tensor:
-    """Mixes ids by a bijection of 64-bit words.
+    """Returns the mixed ids: a bijection of 64-bit words.
 
     Args:
         ids: [N] int64.
@@ -29,7 +29,7 @@ def mix64(ids: Tensor) -> Tensor:
 
 
 def unmix64(mixed: Tensor) -> Tensor:
-    """Undoes `mix64`.
+    """Returns the ids of mixed ids, the inverse of `mix64`.
 
     Args:
         mixed: [N] int64.
@@ -44,13 +44,13 @@ def lookup(
 
     Args:
         ids: [N] int64 in table order.
-        table_offsets: [T + 1] int64, the ids of table t are [table_offsets[t], table_offsets[t + 1]).
-        slots: [C, 2] int64 each: of T maps, then the outgoing ones of each map that grows.
-        moved: [T] int64, outgoing slots moved, -1 of a map that does not grow.
+        table_offsets: [T + 1] int64; the ids of table t are ids[table_offsets[t] : table_offsets[t + 1]].
+        slots: [C, 2] int64 each: the slots of T maps, then the outgoing slots of each map that grows.
+        moved: [T] int64, number of outgoing slots moved; -1 for a map that does not grow.
 
     Returns:
         rows: [N] int64, -1 where the id is absent.
-        absent: [T] int64, how many of each table's ids are absent, repeats counted.
+        absent: [T] int64, number of absent ids of each table, repeats counted.
     """
     return _ops.lookup.default(ids, table_offsets, slots, moved)
 
@@ -58,7 +58,7 @@ def lookup(
 def collect_new(
     ids: Tensor, rows: Tensor, table_offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Lists the distinct absent ids of each table in order of first sight.
+    """Lists the distinct absent ids of each table in the order in which they first occur.
 
     Args:
         ids: [N] int64 in table order.
@@ -68,8 +68,8 @@ def collect_new(
     Returns:
         new_ids: [M] int64.
         new_counts: [M] int64, occurrences of each.
-        new_offsets: [T + 1] int64, which of them are whose.
-        new_index: [N] int64, the place in new_ids of an absent id, -1 for the others.
+        new_offsets: [T + 1] int64, where the new ids of each table begin.
+        new_index: [N] int64, the place of an absent id in new_ids; -1 for an id with a row.
     """
     return _ops.collect_new.default(ids, rows, table_offsets)
 
@@ -101,7 +101,7 @@ def fill_new_(rows: Tensor, new_index: Tensor, new_rows: Tensor) -> None:
 
 
 def erase(ids: Tensor, slots: Sequence[Tensor], moved: Tensor) -> Tensor:
-    """Takes ids out of one map, in place.
+    """Removes ids from one map, in place.
 
     Args:
         ids: [M] int64.
@@ -109,7 +109,7 @@ def erase(ids: Tensor, slots: Sequence[Tensor], moved: Tensor) -> Tensor:
         moved: [1] int64, as `lookup`.
 
     Returns:
-        [M] int64, the rows they held, -1 where the id was absent (or a repeat of one just erased).
+        [M] int64, the rows of the ids, -1 where the id was absent (or a repeat of an id just erased).
     """
     return _ops.erase.default(ids, slots, moved)
 
@@ -118,7 +118,7 @@ def new_slots(slots: Tensor, capacity: int) -> Tensor:
     """Makes empty slots, whose memory is committed where ids are written.
 
     Args:
-        slots: [C, 2] int64, which says on what device.
+        slots: [C, 2] int64, on the device of the result.
         capacity: slots of the result.
     """
     return _ops.new_slots.default(slots, capacity)
@@ -131,7 +131,7 @@ def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tenso
         outgoing: [C, 2] int64; what was moved is empty afterwards, its memory given back.
         slots: [C', 2] int64, C' at least C, room for every id.
         moved: where the last call ended, 0 at first.
-        until: move the outgoing slots in front of this one.
+        until: the outgoing slots before this one are moved.
 
     Returns:
         [1] int64: where this call ended, at `until` or a few slots behind it; C when all is moved.
@@ -140,14 +140,14 @@ def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tenso
 
 
 def probe_lengths(slots: Tensor, every: int) -> Tensor:
-    """Sums up how many slots are looked at to find the id of each slot.
+    """Sums the probe lengths of the ids: the slots read to find each one.
 
     Args:
         slots: [C, 2] int64.
-        every: one of so many runs of 4,096 slots is looked at, the first of them included.
+        every: one in `every` runs of 4,096 slots is read, starting with the first.
 
     Returns:
-        [3] int64: the ids, the sum of their probe lengths (1 for an id in its home slot), the longest.
+        [3] int64: number of ids, sum of their probe lengths (1 for an id in its home slot), the longest.
     """
     return _ops.probe_lengths.default(slots, every)
 
@@ -158,7 +158,7 @@ def count_cells(slots: Sequence[Tensor], moved: Tensor, bits: int) -> Tensor:
     Args:
         slots: as `lookup`, of one map.
         moved: [1] int64, as `lookup`.
-        bits: that name a cell, 0 to 16.
+        bits: number of top bits, 0 to 16.
 
     Returns:
         [2^bits] int64.
@@ -175,7 +175,7 @@ def ids_between(
         slots: as `lookup`, of one map.
         moved: [1] int64, as `lookup`.
         first: the least mixed id, the bits of an unsigned word as int64.
-        last: the largest, likewise and included; below `first` there is none.
+        last: the largest mixed id, included, in the same form; if below `first`, no id is listed.
 
     Returns:
         ids: [K] int64, ascending by mixed id, unsigned.
@@ -185,7 +185,7 @@ def ids_between(
 
 
 def content_sum(ids: Tensor, values: Tensor, first_column: int, key: int) -> Tensor:
-    """Sums up rows to one word that tells whether they hold what they held (csrc/storage/content_sum.h).
+    """Computes the fingerprint of rows, one word of their contents (csrc/storage/content_sum.h).
 
     The sums of the parts of any cut into rows and columns add up, modulo 2^64, to that of the whole.
 
@@ -193,7 +193,7 @@ def content_sum(ids: Tensor, values: Tensor, first_column: int, key: int) -> Ten
         ids: [M] int64.
         values: [M, D] float32, float16, bfloat16 or int64, as bits: a NaN equals itself, 0.0 is not -0.0.
         first_column: number of the first column in the whole table.
-        key: 64 bits (as int64) that stand for the table and for what the values are.
+        key: 64 bits (as int64) that stand for the table and for the kind of the values.
 
     Returns:
         [] int64, the bits of an unsigned word.
@@ -214,12 +214,12 @@ def touch_scores_(
     """Counts every occurrence of a row and writes the step at which it was last seen, in place.
 
     Args:
-        rows: [N] int64 in table order; -1 is skipped, a repeated row counts each time.
+        rows: [N] int64 in table order; -1 is skipped, each repeat of a row counts.
         table_offsets: [T + 1] int64.
         scores: blocks [2^shift, 1] int64 of all tables, one after another (csrc/life/scores.h); written.
         layout: [T, 4] int64 as `gather_pool`; a table with 0 blocks keeps no scores.
         steps: [T] int64, in [0, 2^32 - 1).
-        times: [N] int64, in [1, 2^32): how often each counts; None: once.
+        times: [N] int64, in [1, 2^32), occurrences that each entry of `rows` stands for; None: 1.
     """
     _ops.touch_scores_.default(rows, table_offsets, scores, layout, steps, times)
 
@@ -227,7 +227,7 @@ def touch_scores_(
 def write_scores_(
     rows: Tensor, last_seen: Tensor, counts: Tensor, scores: Sequence[Tensor], shift: int
 ) -> None:
-    """Writes scores of one table, in place. Of two for one row the last stays.
+    """Writes scores of one table, in place. Of two scores for one row the last stays.
 
     Args:
         rows: [M] int64 inside the blocks.
@@ -273,8 +273,8 @@ def lowest_scores(
         shift: binary logarithm of the rows of a block.
         rows: rows [0, rows) are considered.
         by_count: compare counts, not last_seen.
-        before: only rows that were last seen before this step, or assigned for it (count 0).
-        most: how many; all if there are fewer.
+        before: only rows last seen before this step, and rows assigned at it but not seen yet (count 0).
+        most: the most ids to return.
 
     Returns:
         ids: [K] int64 in the order of the slots, so that erasing them walks memory forward.
@@ -284,7 +284,7 @@ def lowest_scores(
 
 
 def oldest_first(ids: Tensor, last_seen: Tensor) -> Tensor:
-    """Sorts by last sight, ties by mixed id, unsigned.
+    """Sorts ids by last_seen, ties by mixed id, unsigned.
 
     Args:
         ids: [M] int64, distinct.
@@ -297,13 +297,13 @@ def oldest_first(ids: Tensor, last_seen: Tensor) -> Tensor:
 
 
 def admit_by_chance(ids: Tensor, counts: Tensor, key: int, step: int, probability: float) -> Tensor:
-    """Admits ids with the chance 1 - (1 - probability)^count, a pure function of the arguments.
+    """Admits ids with probability 1 - (1 - probability)^count, a pure function of the arguments.
 
     Args:
         ids: [M] int64.
         counts: [M] int64, occurrences of each, in [0, 2^32].
         key: 64 bits (as int64) that stand for the seed and the table's name.
-        step: of training.
+        step: the training step.
         probability: of one occurrence, in [0, 1].
 
     Returns:
@@ -319,12 +319,12 @@ def mark_rows_(
     layout: Tensor,
     versions: Tensor,
 ) -> None:
-    """Writes the version of its table for each row named, in place.
+    """Marks rows with the version of their table, in place.
 
     Args:
-        rows: [N] int64 in table order; negative ones are skipped.
+        rows: [N] int64 in table order; negative rows are skipped.
         table_offsets: [T + 1] int64.
-        marks: blocks [2^shift, 1] int32 of all tables, one after another (csrc/storage/row_marks.h); written.
+        marks: blocks [2^shift, 1] int32 of all tables (csrc/storage/row_marks.h); written.
         layout: [T, 4] int64 as `gather_pool`; a table with 0 blocks keeps no marks.
         versions: [T] int64, in [0, 2^31).
     """
@@ -338,7 +338,7 @@ def changed_rows(marks: Sequence[Tensor], shift: int, rows: int, since: int) -> 
         marks: blocks of one table, 2^shift rows each.
         shift: binary logarithm of the rows of a block.
         rows: rows [0, rows) are considered.
-        since: the version.
+        since: the version, included.
 
     Returns:
         [M] int64, ascending.
@@ -498,40 +498,26 @@ def update_rows_(
     Args:
         grad: [elements] float32, the gradient of the result of `gather_pool`.
         ids: [N] int64 of the forward.
-        rows: [N] int64 of the forward; -1 learns nothing.
+        rows: [N] int64 of the forward; -1 is skipped.
         offsets: as `gather_pool`.
         bag_weights: as `gather_pool`.
         weights: as `gather_pool`; written.
         momentum1: blocks like weights, float32; empty if the optimizer has none; written.
-        momentum2: as momentum1.
+        momentum2: as `momentum1`.
         layout: as `gather_pool`.
         segments: as `gather_pool`.
         streams: [T, 3] int64: rounding key, first column, step (from 1).
         mean: as `gather_pool`.
         optimizer: number of the rule (csrc/lookup/row_update.h).
         hyper: learning rate, eps, beta1, beta2, weight decay, weight decay mode.
-        grad_scales: [T], by which the sum of a row is multiplied.
-        senders: [N] int32, which rank sent an id: a row's sum is divided by how many did; -1 of
-            ids whose table does not ask (all of one table). None: nothing is divided.
+        grad_scales: [T], factors of the sums of each table's rows.
+        senders: [N] int32, the rank that sent each id; the sum of a row is divided by the number of
+            its distinct senders; -1 for all ids of a table that does not divide. None: no table does.
     """
     _ops.update_rows_.default(
-        grad,
-        ids,
-        rows,
-        offsets,
-        bag_weights,
-        weights,
-        momentum1,
-        momentum2,
-        layout,
-        segments,
-        streams,
-        mean,
-        optimizer,
-        hyper,
-        grad_scales,
-        senders,
-    )
+        grad, ids, rows, offsets, bag_weights, weights, momentum1, momentum2, layout, segments,
+        streams, mean, optimizer, hyper, grad_scales, senders,
+    )  # fmt: skip
 
 
 def _fake(name: str):  # type: ignore[no-untyped-def]
@@ -564,18 +550,6 @@ def _(ids: Tensor, rows: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor,
         torch.empty_like(table_offsets),
         torch.empty_like(rows),
     )
-
-
-@_fake("insert")
-def _(
-    new_ids: Tensor, new_rows: Tensor, new_offsets: Tensor, slots: Sequence[Tensor], moved: Tensor
-) -> None:
-    return None
-
-
-@_fake("fill_new_")
-def _(rows: Tensor, new_index: Tensor, new_rows: Tensor) -> None:
-    return None
 
 
 @_fake("erase")
@@ -614,16 +588,6 @@ def _(ids: Tensor, values: Tensor, first_column: int, key: int) -> Tensor:
     return ids.new_empty(())
 
 
-@_fake("touch_scores_")
-def _(rows, table_offsets, scores, layout, steps, times=None) -> None:  # type: ignore[no-untyped-def]
-    return None
-
-
-@_fake("write_scores_")
-def _(rows, last_seen, counts, scores, shift) -> None:  # type: ignore[no-untyped-def]
-    return None
-
-
 @_fake("read_scores")
 def _(rows: Tensor, scores: Sequence[Tensor], shift: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(rows), torch.empty_like(rows)
@@ -645,25 +609,10 @@ def _(ids: Tensor, counts: Tensor, key: int, step: int, probability: float) -> T
     return torch.empty_like(ids, dtype=torch.bool)
 
 
-@_fake("mark_rows_")
-def _(rows, table_offsets, marks, layout, versions) -> None:  # type: ignore[no-untyped-def]
-    return None
-
-
 @_fake("changed_rows")
 def _(marks: Sequence[Tensor], shift: int, rows: int, since: int) -> Tensor:
     listed = torch.library.get_ctx().new_dynamic_size()
     return marks[0].new_empty(listed, dtype=torch.int64)
-
-
-@_fake("advise_huge_pages")
-def _(block: Tensor) -> None:
-    return None
-
-
-@_fake("init_rows_")
-def _(ids, rows, blocks, shift, columns, first_column, kind, parameters, key) -> None:  # type: ignore[no-untyped-def]
-    return None
 
 
 @_fake("gather_rows")
@@ -671,11 +620,6 @@ def _(
     rows: Tensor, blocks: Sequence[Tensor], shift: int, columns: int, dtype: torch.dtype
 ) -> Tensor:
     return rows.new_empty(rows.shape[0], columns, dtype=dtype)
-
-
-@_fake("scatter_rows_")
-def _(rows: Tensor, values: Tensor, blocks: Sequence[Tensor], shift: int, columns: int) -> None:
-    return None
 
 
 @_fake("gather_pool")
@@ -688,6 +632,12 @@ def _(grad, rows, offsets, weights, layout, segments, mean) -> Tensor:  # type: 
     return grad.new_empty(rows.shape[0])
 
 
-@_fake("update_rows_")
-def _(*arguments) -> None:  # type: ignore[no-untyped-def]
-    return None
+def _returns_nothing(*arguments: object) -> None:
+    """The fake kernel of ops that only write in place."""
+
+
+for _in_place in (
+    *("insert", "fill_new_", "touch_scores_", "write_scores_", "mark_rows_", "advise_huge_pages"),
+    *("init_rows_", "scatter_rows_", "update_rows_"),
+):
+    _fake(_in_place)(_returns_nothing)

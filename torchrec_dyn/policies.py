@@ -1,15 +1,15 @@
-"""Policies: which unseen ids get a row, and which ids lose theirs.
+"""Policies: admission gives rows to unseen ids, eviction takes rows from ids.
 
-Each is a value: what it decides depends on the stream of ids alone, never on the plan or the machine.
-A step here is one training forward of the table, empty batches included; evaluation is no step.
+A policy is a value. Its decisions depend on the stream of ids alone, never on the plan or the machine.
+A step is one training forward of the table, empty batches included; evaluation is no step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A score keeps a row's last step and its count in 32 bits each; a free row has the last step 2^32 - 1.
-_MOST_COUNT = 2**32 - 1
+# A score has 32 bits for the count of a row and 32 for its last step; a free row has the step 2^32 - 1.
+MOST_COUNT = 2**32 - 1
 _MOST_STEPS = 2**32 - 2
 _MOST_TIME = 2**63 - 1
 
@@ -27,22 +27,22 @@ class AdmitAfter:
     those of all ranks included: at `count` or above the id gets a row and every occurrence reads it.
     Until then the id waits: it reads as `DynamicTableConfig.unseen` says, and learns nothing.
 
-    An id that waits takes a counter. Counters are exact as long as no more than `counters` ids wait;
-    above it the surplus, or a 64th of `counters` if that is more, is dropped: those seen longest
-    ago first, ties by the mixed id, unsigned. `stats()["counters_dropped"]` counts them. Such an id
-    starts counting anew.
+    Each waiting id has a counter. Counters are exact as long as at most `counters` ids wait. Above
+    that number the surplus, or a 64th of `counters` if that is more, is dropped: ids seen longest
+    ago first, ties by the mixed id, unsigned. `stats()["counters_dropped"]` counts them. An id
+    whose counter was dropped is counted from 0 again.
 
     Attributes:
         count: occurrences that admit an id; 1 admits at first sight.
-        counters: the most ids that may wait; None: as many as the table's row limit. Where ranks
-            share a table's rows they share this number as they share the limit.
+        counters: the most ids that may wait; None: as many as the table's row limit. Ranks that
+            share a table's rows share this number as they share the limit.
     """
 
     count: int
     counters: int | None = None
 
     def __post_init__(self) -> None:
-        _check_integer("AdmitAfter.count", self.count, _MOST_COUNT)
+        _check_integer("AdmitAfter.count", self.count, MOST_COUNT)
         if self.counters is not None:
             _check_integer(
                 "AdmitAfter.counters",
@@ -57,9 +57,8 @@ class AdmitWithProbability:
     """Admits an unseen id with probability `p` at each of its occurrences in training.
 
     An id with k occurrences in a forward gets a row with probability 1 - (1 - p)^k, drawn once from a
-    function of (seed, table name, id, step): all column shards agree, and so does every rerun. An
-    id that was not admitted reads as `DynamicTableConfig.unseen` says, and learns nothing; nothing
-    is kept of it.
+    function of (seed, table name, id, step), so column shards and reruns decide alike. A refused id
+    reads as `DynamicTableConfig.unseen` says, and learns nothing; the table keeps nothing of it.
 
     Attributes:
         p: a number above 0, at most 1.
@@ -78,10 +77,9 @@ class AdmitWithProbability:
 class Never:
     """Admits no id in training: a vocabulary that does not grow.
 
-    Rows come by `assign`, by loading, and with what is sharded or converted; they train and are scored
-    as any. An id without one reads as `DynamicTableConfig.unseen` says, and learns nothing; nothing is
-    kept of it but the count of its occurrences in `stats()["refused"]`. A row that is evicted or erased
-    does not come back by itself.
+    Rows are added by `assign` and by loading, and kept by sharding and conversion; they train and are
+    scored as usual. An id without a row reads as `DynamicTableConfig.unseen` says, and learns nothing;
+    only `stats()["refused"]` counts its occurrences. Training does not restore an evicted or erased row.
     """
 
 
@@ -90,8 +88,8 @@ class LeastRecentlyUsed:
     """Evicts the ids seen longest ago when a table is full.
 
     Order: the step of an id's last occurrence in training, then its mixed id, unsigned; exact over
-    all rows here. A full table frees what the batch needs or a 64th of its limit, whichever is more;
-    ids of the batch stay.
+    all rows of this rank. A full table frees the rows that the batch needs or a 64th of its limit,
+    whichever is more; ids of the batch stay.
     """
 
 
@@ -99,23 +97,23 @@ class LeastRecentlyUsed:
 class LeastFrequentlyUsed:
     """Evicts the ids seen least often when a table is full.
 
-    Order: how often an id occurred in training since it was made, each occurrence counted, then its
-    mixed id, unsigned; exact over all rows here. A full table frees what the batch needs or a 64th
-    of its limit, whichever is more; ids of the batch stay.
+    Order: the occurrences of an id in training since it got its row, each one counted, then its mixed
+    id, unsigned; exact over all rows of this rank. A full table frees the rows that the batch needs
+    or a 64th of its limit, whichever is more; ids of the batch stay.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpireAfter:
-    """Evicts an id that training has not seen for longer than an age; exactly one of the two is set.
+    """Evicts an id that training has not seen for longer than an age; set exactly one of the two.
 
-    Rows leave at the start of a training forward, so an id that comes back after a longer gap
-    starts anew. An age of exactly the number given stays.
+    Rows are evicted at the start of a training forward, so an id seen again after a longer gap gets
+    a fresh row. A row of exactly this age stays.
 
     Attributes:
         steps: the age in training steps.
-        time: the age in the unit of the clock that `collection.set_time(t)` advances; an occurrence
-            has the time that was set when it was trained on.
+        time: the age in the unit of the clock that `collection.set_time(t)` advances; the time of an
+            occurrence is the time that was set when it was trained on.
     """
 
     steps: int | None = None
@@ -140,11 +138,7 @@ Eviction = Replacement | ExpireAfter | tuple[ExpireAfter, Replacement]
 
 
 def check_admission(admission: object, where: str) -> None:
-    """Checks that this can stand for an admission; None can.
-
-    Raises:
-        ValueError: if it cannot.
-    """
+    """Raises ValueError unless `admission` is an admission policy or None."""
     if admission is not None and not isinstance(admission, Admission):
         raise ValueError(
             f"{where}: expected AdmitAfter, AdmitWithProbability, Never or None, got {admission!r}."
@@ -152,11 +146,7 @@ def check_admission(admission: object, where: str) -> None:
 
 
 def check_eviction(eviction: object, where: str) -> None:
-    """Checks that this can stand for an eviction; None can.
-
-    Raises:
-        ValueError: if it cannot.
-    """
+    """Raises ValueError unless `eviction` is an eviction policy, a pair of them, or None."""
     if eviction is None or isinstance(eviction, Replacement | ExpireAfter):
         return
     match eviction:
@@ -172,17 +162,17 @@ def check_eviction(eviction: object, where: str) -> None:
 
 
 def age_limit_of(eviction: Eviction | None) -> ExpireAfter | None:
-    """Returns the part of an eviction that goes by age."""
+    """Returns the part of an eviction that goes by age, or None."""
     first = eviction[0] if isinstance(eviction, tuple) else eviction
     return first if isinstance(first, ExpireAfter) else None
 
 
 def replacement_of(eviction: Eviction | None) -> Replacement | None:
-    """Returns the part of an eviction that makes room in a full table."""
+    """Returns the part of an eviction that makes room in a full table, or None."""
     last = eviction[-1] if isinstance(eviction, tuple) else eviction
     return last if isinstance(last, Replacement) else None
 
 
 def most_counters(admission: Admission | None, row_limit: int) -> int:
-    """Returns how many ids may wait for admission in a table of that row limit."""
+    """Returns the most ids that may wait for admission in a table with this row limit."""
     return (admission.counters or row_limit) if isinstance(admission, AdmitAfter) else 0

@@ -25,7 +25,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec_dyn import DynamicEmbeddingBagCollection, DynamicTableConfig, LeastRecentlyUsed
 from torchrec_dyn import __main__ as command_line
 from torchrec_dyn.__main__ import main
-from torchrec_dyn.checkpoint import export_delta, mark
+from torchrec_dyn.checkpoint import export_delta, inspection, mark
 from torchrec_dyn.checkpoint.inspection import (
     Histogram,
     histogram_of_norms,
@@ -230,7 +230,7 @@ def test_a_slow_read_shows_a_bar_on_a_terminal_only(saved, capsys, monkeypatch):
         def isatty(self):
             return True
 
-    monkeypatch.setattr(command_line, "_SLOW", 0.0)
+    monkeypatch.setattr(inspection, "_SLOW", 0.0)
     assert told(capsys, saved)[2] == ""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -38,8 +38,8 @@ from torchrec.distributed.types import ShardingPlan
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import export_delta, mark
-from torchrec_dyn.distributed import chunk_exchange, table_move
-from torchrec_dyn.state_dict import aligned_state, saving, staged_rows
+from torchrec_dyn.distributed import chunk_exchange
+from torchrec_dyn.state_dict import aligned_state, loading, saving, staged_rows
 
 TW, RW, CW, THREE = "table_wise", "row_wise", "column_wise", "three_columns"
 BY_NODE = ("table_row_wise", "grid_shard", "table_column_wise", RW, TW)
@@ -295,7 +295,7 @@ def fails_on_the_way(setup: Setup) -> None:
         (1, saving, "read_tensor"),  # rank 0 holds nothing of it yet
         (0, staged_rows.StagedRows, "receive"),
         (1, staged_rows.StagedRows, "receive"),
-        (0, table_move, "take_over"),
+        (0, loading, "commit_rows"),
         (1, aligned_state, "named_states"),
     ):
         with mock.patch.object(target, name, failing(rank, getattr(target, name))):

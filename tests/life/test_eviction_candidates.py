@@ -55,7 +55,7 @@ def test_a_list_is_cut_before_the_present_step():
     group = make_group(table)
     group(ids_of(*range(20)), torch.tensor([0, 20]), training=True)
     table.assign(ids_of(*range(20, 30)), torch.zeros(10, 4))
-    oldest = table.life._oldest
+    oldest = table.life._candidates
     oldest.list(table.life.scores, table.id_map, table.row_numbers.high, 1, 80)
     assert oldest.take(1, table.life.scores) is None
     oldest.list(table.life.scores, table.id_map, table.row_numbers.high, 2, 80)

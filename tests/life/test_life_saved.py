@@ -9,7 +9,8 @@ from table_cases import ids_of
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.life.scores import MOST_COUNT, NO_STEP, Scores
+from torchrec_dyn.life.scores import NO_STEP, Scores
+from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.storage.open_forwards import OutstandingForwards
 from torchrec_dyn.storage.row_numbers import RowNumbers
 

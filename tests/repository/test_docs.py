@@ -3,6 +3,7 @@
 As a script under torchrun this file runs the code of one page, top to bottom, in one namespace.
 """
 
+import ast
 import gc
 import os
 import re
@@ -106,15 +107,68 @@ def test_options_of_the_main_job_exist(page):
     assert set(re.findall(r"--[a-z-]+", " ".join(spoken))) <= known | {"--help"}
 
 
-@every_page
-def test_files_named_exist(page):
-    folders = ("torchrec_dyn", "csrc", "tests", "examples", "benchmarks")
-    there = {path.name for folder in folders for path in (ROOT / folder).rglob("*.*")}
-    there |= {path.name for path in ROOT.iterdir()}
-    if page.name == "README.md":
-        there.add("first.py")  # the reader's own
-    named = re.findall(r"(?<![\w.])(?:[\w./]+/)?(\w+\.(?:py|h|cpp))\b", prose(page))
-    assert not set(named) - there
+FILE = re.compile(r"(?<![\w.*{/-])((?:\.{1,2}/)*(?:[\w-]+/)*[\w-]+\.(?:py|pyi|h|cpp|cu|md))\b")
+CODE = [
+    *(path for tree in ("torchrec_dyn", "csrc") for path in sorted((ROOT / tree).rglob("*.*"))),
+    *(
+        path
+        for tree in ("tests", "examples", "benchmarks")
+        for path in sorted((ROOT / tree).rglob("*.py"))
+    ),
+    *(ROOT / name for name in ("setup.py", "Makefile", "csrc/sanitize/run")),
+]
+OTHER_PROJECTS = ("fbgemm_gpu/", "recis/", "torch/", "torchrec/")
+# Named, and not there: the reader's own, of the past, to come.
+ELSEWHERE = {
+    "README.md": {"first.py"},
+    "0023-rooms.md": {"lookup/row_update_cuda.cu", "tests/test_house.py"},
+}
+
+
+def is_there(name: str, named_in: Path) -> bool:
+    """Whether a file named in another one exists: from the root, the package, the core, or its own folder.
+
+    A bare name is one of the own folder or the ground of its tree; on pages, and in tests, any file's.
+    """
+    roots = [ROOT, ROOT / "torchrec_dyn", ROOT / "csrc", ROOT / "tests", named_in.parent]
+    if any((root / name).exists() for root in roots):
+        return True
+    is_of_package = named_in.is_relative_to(ROOT / "torchrec_dyn") or named_in.is_relative_to(
+        ROOT / "csrc"
+    )
+    trees = ("torchrec_dyn", "csrc", "tests", "examples", "benchmarks", "docs")
+    return (
+        not is_of_package
+        and "/" not in name
+        and any(True for tree in trees for _ in (ROOT / tree).rglob(name))
+    )
+
+
+def said(path: Path) -> str:
+    """What a file says in prose: a page, or the comments and docstrings of a program."""
+    text = path.read_text(errors="ignore")
+    if path.suffix == ".md":
+        return prose(path)
+    if path.suffix == ".py":
+        tree = ast.parse(text)
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        docstrings = [
+            ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented)
+        ]
+        comments = re.findall(r"#(?!!).*", text)
+        return "\n".join([*docstrings, *comments])
+    return "\n".join(re.findall(r"(?://|#(?!include)).*", text))
+
+
+@pytest.mark.parametrize(
+    "path", [*PAGES, *CODE], ids=lambda path: str(path.relative_to(ROOT)).replace("/", ".")
+)
+def test_files_named_exist(path):
+    if path.suffix in {".so", ".typed"} or path.is_dir() or "saved_by" in str(path.parent):
+        return
+    named = set(FILE.findall(said(path))) - ELSEWHERE.get(path.name, set())
+    ours = {name for name in named if not name.startswith(OTHER_PROJECTS)}
+    assert not [name for name in sorted(ours) if not is_there(name, path)]
 
 
 def test_readme_is_short():

@@ -169,12 +169,25 @@ def test_a_face_hands_on_names_and_holds_no_code(room):
     docstring, *rest = FACES[room].body
     assert isinstance(docstring, ast.Expr)
     told = " ".join((ast.get_docstring(FACES[room]) or "").split())
-    assert "Imports " in told and "Start with " in told, (
-        "what it may import, where to start reading"
-    )
+    assert "Start with " in told, "where to start reading"
     for node in rest:
         is_public_list = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
         assert isinstance(node, ast.ImportFrom) or is_public_list, ast.unparse(node)
+
+
+@every_room
+def test_a_face_says_what_its_room_imports(room):
+    told = " ".join((ast.get_docstring(FACES[room]) or "").split())
+    sentence = re.search(r"Imports ([^.;]*)[.;]", told)
+    assert sentence
+    used = {
+        room_of(module)
+        for name, tree in TREES.items()
+        if room_of(name) == room
+        for module, _ in imports_of_ours(tree)
+    } - {room}
+    assert set(re.findall(r"`(\w+)`", sentence[1])) == used & {*ROOMS}
+    assert ("the ground" in sentence[1]) == bool(used & {*GROUND})
 
 
 @every_room
@@ -290,8 +303,29 @@ def test_public_names_speak_the_glossary(name):
     assert not [said for said in named if words(said) & DO_NOT_SAY]
 
 
+def told_elsewhere(docstring: str) -> str:
+    """The docstring of what "As `torchrec_dyn.read_ids`", "As `take_step`" or "As `Class.method`" names."""
+    named = re.search(r"\bAs `([\w.]+)`", docstring)
+    if named is None:
+        return ""
+    if named[1].startswith("torchrec_dyn."):
+        return getattr(torchrec_dyn, named[1].removeprefix("torchrec_dyn.")).__doc__
+    found = [node for tree in TREES.values() for node in told_as(tree, named[1])]
+    assert len(found) == 1, f"{named[0]}: {len(found)} functions have this name"
+    return ast.get_docstring(found[0]) or ""
+
+
+def told_as(tree: ast.AST, name: str) -> list[ast.FunctionDef]:
+    """Functions of this name; of `Class.method` the method."""
+    first, _, rest = name.partition(".")
+    kind = ast.ClassDef if rest else ast.FunctionDef
+    found = [node for node in tree.body if isinstance(node, kind) and node.name == first]
+    return [method for node in found for method in told_as(node, rest)] if rest else found
+
+
 @every_module
 def test_public_functions_tell_their_arguments(name):
+    """Under its Args, or under those of the one function that its docstring says it is as."""
     for function in functions(TREES[name]):
         arguments = function.args.args + function.args.kwonlyargs
         tensors = [
@@ -299,8 +333,9 @@ def test_public_functions_tell_their_arguments(name):
             for argument in arguments
             if argument.annotation and re.search(r"\bTensor\b", ast.unparse(argument.annotation))
         ]
+        docstring = ast.get_docstring(function) or ""
+        docstring += told_elsewhere(docstring)
         if tensors and function.name not in {"state_dict", "load_state_dict"}:  # torch's words
-            docstring = ast.get_docstring(function) or ""
             assert "Args:" in docstring, f"{name}.{function.name}: no Args"
             for tensor in tensors:
                 assert f"{tensor}: " in docstring, f"{name}.{function.name}: {tensor} is not told"

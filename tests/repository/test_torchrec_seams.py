@@ -27,20 +27,22 @@ CALLED = [
     "torchrec.distributed.embedding_sharding.bucketize_kjt_before_all2all",
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection.prefetch",
     "torchrec.distributed.sharding.twrw_sharding.TwRwPooledEmbeddingDist.__init__",
-    "torchrec.modules.embedding_configs.pooling_type_to_pooling_mode",
     "torchrec.modules.embedding_modules.get_embedding_names_by_table",
     "torchrec.optim.fused.FusedOptimizer.__init__",
 ]
 
 # Private names that functions of ours, not subclasses, read of TorchRec's objects or set there.
-_SHARDING = ["_device", "_env", "_pg"]
+_SHARDING = ["_device", "_env", "_grouped_embedding_configs_per_rank", "_pg", "_rank"]
 _STITCHED = ["_combined_embedding_dims", "_combined_embedding_names", "_embedding_dims",
              "_embedding_names", "_embedding_order", "_init_combined_embeddings"]  # fmt: skip
-_BY_NODE = ["_features_per_rank", "_grouped_embedding_configs_per_rank", "_intra_pg", "_rank"]
+_BY_NODE = ["_features_per_rank", "_intra_pg"]
 _PACKAGE = "torchrec.distributed"
 READ = {
     f"{_PACKAGE}.sharding.tw_sharding.TwPooledEmbeddingSharding": _SHARDING,
     f"{_PACKAGE}.sharding.rw_sharding.RwPooledEmbeddingSharding": _SHARDING,
+    f"{_PACKAGE}.sharding.tw_sequence_sharding.TwSequenceEmbeddingSharding": _SHARDING,
+    f"{_PACKAGE}.sharding.rw_sequence_sharding.RwSequenceEmbeddingSharding": _SHARDING,
+    f"{_PACKAGE}.sharding.cw_sequence_sharding.CwSequenceEmbeddingSharding": _SHARDING,
     f"{_PACKAGE}.sharding.cw_sharding.CwPooledEmbeddingSharding": [*_SHARDING, *_STITCHED],
     f"{_PACKAGE}.sharding.twcw_sharding.TwCwPooledEmbeddingSharding": [*_SHARDING, *_STITCHED],
     f"{_PACKAGE}.sharding.twrw_sharding.TwRwPooledEmbeddingSharding": [*_SHARDING, *_BY_NODE],

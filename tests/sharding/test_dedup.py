@@ -20,7 +20,7 @@ from torchrec.distributed import embedding
 
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
-from torchrec_dyn.life.scores import MOST_COUNT
+from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.sharding import send_once
 
 KINDS = ["table_wise", "row_wise", "column_wise"]

@@ -210,7 +210,7 @@ def test_one_step_after_another_leaves_few_pieces():
     moment = moment_of(table)
     for number in range(4096):
         table.erase(ids_of(number))
-    assert len(moment.log._left) <= 13
+    assert len(moment.log._removed) <= 13
     assert moment.log.removed_ids(moment, table.id_map).numel() == 4096
 
 
@@ -246,6 +246,6 @@ def test_new_optimizer_state_changes_every_row():
     table = make_table(OptimizerKind.EXACT_ADAGRAD)
     table.find_or_insert(torch.arange(20))
     moment = moment_of(table)
-    table.take_states(table.states)
+    table.replace_states(table.states)
     assert moment.log.changed_rows(moment, table.id_map)[0].numel() == 20
     assert moment.log.removed_ids(moment, table.id_map).numel() == 0

@@ -9,7 +9,7 @@ from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
 
 import torchrec_dyn as dyn
-from torchrec_dyn.modules.unsharded_table import LocalTable
+from torchrec_dyn.modules.unsharded_table import UnshardedTable
 
 LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
 # Table -> num_embeddings and options.
@@ -61,7 +61,7 @@ class Model(nn.Module):
 
     def tables(self):
         """The rows of each table, by name."""
-        found = [one for one in self.modules() if isinstance(one, LocalTable)]
+        found = [one for one in self.modules() if isinstance(one, UnshardedTable)]
         return {one.config.name: one.rows() for one in found}
 
     def states(self) -> dict[str, dict[str, Tensor]]:

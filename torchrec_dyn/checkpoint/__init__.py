@@ -1,19 +1,14 @@
 """Checkpoints: what is needed beside `torch.distributed.checkpoint` itself (docs/checkpoints.md).
 
-Imports the rooms below. Start with `delta_export`; `inspection` is the command `python -m torchrec_dyn
-inspect`.
+Imports `migration`, `whole_model`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life` and
+`storage`. Start with `delta_export`, then `delta_reader` and `delta_apply`; `inspection` is the command
+`python -m torchrec_dyn inspect`. A delta is a DCP checkpoint of the changed rows; all of it is verified
+before it changes anything.
 """
 
 from torchrec_dyn.checkpoint.delta_apply import apply_delta
 from torchrec_dyn.checkpoint.delta_export import Marker, export_delta, mark
-from torchrec_dyn.checkpoint.inspection import (
-    headline,
-    names_to_read,
-    plot,
-    plot_fault,
-    read_rows,
-    table_lines,
-)
+from torchrec_dyn.checkpoint.inspection import inspect_checkpoint, plot_fault
 from torchrec_dyn.checkpoint.safetensors_rows import export_rows, export_saved_rows, import_rows
 from torchrec_dyn.checkpoint_format import open_checkpoint
 from torchrec_dyn.migration import load_static

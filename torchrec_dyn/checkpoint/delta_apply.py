@@ -1,12 +1,10 @@
 """Applies a delta to a copy of the model that it was exported from.
 
 All of it is read and verified before anything changes on any rank: the delta is whole, it begins at the
-contents that the copy has, and what it leads to is what it says. Sums are additive: the result's are those
-before, less those of the rows that go or are written anew, plus those of the delta.
+contents of the copy, and it leads to the contents that it names. Sums are additive: those of the result are
+the sums before, less the sums of the rows that are removed or rewritten, plus the sums of the delta.
 
-Writes the rows of a delta into one shard of a table.
-
-Legend: M rows of a stretch, N ids that left.
+Legend: M rows of a stretch, N removed ids.
 """
 
 from __future__ import annotations
@@ -18,130 +16,42 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from torchrec_dyn.checkpoint.delta_export import map_of
 from torchrec_dyn.checkpoint.delta_reader import CALL, IN_ORDER, Sums, TableChange, read_delta
 from torchrec_dyn.checkpoint_format import (
-    BY_ROW,
     CHUNK_BYTES,
     DAMAGED,
     MODEL_TENSORS,
     OPTIMIZER,
     OPTIMIZER_TENSORS,
+    ROW_TENSORS,
     SavedTable,
     add_sums,
     from_words,
     mean_over_cuts,
 )
 from torchrec_dyn.life import Clock
-from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import ModelSource, OptimizerSource, StagedRows
 from torchrec_dyn.storage import IdMap, RowStore
-from torchrec_dyn.table import DynamicTable, named_states, note_came, note_changed
+from torchrec_dyn.table import DynamicTable, named_states, note_added, note_changed
 from torchrec_dyn.whole_model import ModelTable, saved_forms, tables_of
-
-
-def rows_replaced(shard: DynamicTable, staged: StagedRows, removed: Tensor) -> IdMap:
-    """Maps the ids of a shard whose rows a delta takes out or writes anew.
-
-    Args:
-        shard: of the table.
-        staged: what came for it.
-        removed: [N] int64, those ids of the shard that left.
-    """
-    ids, rows = [removed], [shard.id_map.lookup(removed)]
-    for some, _ in _stretches(staged):
-        ids.append(some)
-        rows.append(shard.id_map.lookup(some))
-    all_ids, all_rows = torch.cat(ids), torch.cat(rows)
-    is_here = all_rows >= 0
-    made = IdMap(int(is_here.sum()))
-    made.reserve(int(is_here.sum()))
-    made.insert(all_ids[is_here], all_rows[is_here])
-    return made
-
-
-def reserve_rows(shard: DynamicTable, staged: StagedRows) -> None:
-    """Takes the memory for ids that a shard does not have yet, whatever its limit."""
-    absent = [int((shard.id_map.lookup(ids) < 0).sum()) for ids, _ in _stretches(staged)]
-    shard.reserve(sum(absent))
-
-
-def write_rows(
-    shard: DynamicTable,
-    staged: StagedRows,
-    removed: Tensor,
-    states: Mapping[str, RowStore],
-    cuts: Sequence[int],
-    clock: Tensor | None,
-    step: int,
-) -> None:
-    """Takes ids out of a shard and writes what came, checked, with memory reserved.
-
-    Args:
-        shard: of the table.
-        staged: what came for it.
-        removed: [N] int64, those ids of the shard that left.
-        states: optimizer state by name, in the rows of `staged`; of row-wise state all cuts.
-        cuts: of the delta.
-        clock: [2, K] int64, or None for none.
-        step: of the table.
-    """
-    ids, rows = shard.id_map.erase(removed)
-    shard.free(ids, rows, "erased")
-    columns = (shard.first_column, shard.first_column + shard.columns)
-    for ids, came in _stretches(staged):
-        rows = _rows_of(shard, ids)
-        shard.weights.write(rows, staged.weights.read(came))
-        for one in named_states(shard):
-            values = states[one.name].read(came)
-            one.store.write(
-                rows, mean_over_cuts(values, cuts, columns) if one.is_rowwise else values
-            )
-        if shard.life is not None:
-            shard.life.scores.write(rows, *staged.scores.read(came))
-        note_changed([shard], rows, torch.tensor([0, rows.numel()]))
-    if shard.life is not None:
-        shard.life.forget_listed()
-        shard.life.is_unscored = False
-        if staged.waiting is not None:
-            shard.life.waiting = staged.waiting
-        if shard.life.is_timed:
-            shard.life.clock = Clock() if clock is None else Clock.load(clock)
-    shard.step = step
-    shard.generation += 1  # a forward of before must not write to these rows
-
-
-def _rows_of(shard: DynamicTable, ids: Tensor) -> Tensor:
-    """Gives the rows of ids, fresh ones to those that have none; nothing is written to these yet."""
-    rows = shard.id_map.lookup(ids)
-    is_new = rows < 0
-    fresh = shard.row_numbers.take(int(is_new.sum()))
-    shard.id_map.insert(ids[is_new], fresh)
-    note_came(shard, fresh)
-    shard.counters["inserted"] += fresh.numel()
-    rows[is_new] = fresh
-    return rows
-
-
-def _stretches(staged: StagedRows) -> Iterator[tuple[Tensor, Tensor]]:
-    """Walks ids and rows of what came, some at a time."""
-    most = max(1, CHUNK_BYTES // staged.weights.row_bytes)
-    return staged.canonical().stretches(most)
 
 
 def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Brings a copy of a model to the contents that it would have from a checkpoint saved at the delta.
 
     The copy may be sharded by another plan, over other ranks, or not at all; tables are found by their names.
-    Rows, optimizer state, scores, counters, clock and steps change; forwards of before cannot run their
-    backward. Collective where the tables are sharded. Costs one reading of all rows of the copy.
+    Rows, optimizer state, scores, counters, clock and steps change; forwards from before cannot run their
+    backward. Collective where the tables are sharded. Reads all rows of the copy once.
 
     Args:
         model: DistributedModelParallel, any module with dynamic tables, or one collection.
-        path: of `export_delta`; every rank can read it.
+        path: of `export_delta`; every rank must be able to read it.
 
     Raises:
-        ValueError: on every rank, if the delta is torn or damaged, or is not for what the copy holds now (one
-            before it is missing, or it was applied already); nothing has changed then.
+        ValueError: on every rank, if the delta is torn or damaged, or does not begin at the present contents
+            of the copy (a delta before it is missing, or it was applied already); nothing has changed then.
     """
     tables = tables_of(model, CALL)
     changes = read_delta(tables, path)
@@ -149,14 +59,14 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
         (from_words(form.sums[0], MODEL_TENSORS), from_words(form.sums[1], OPTIMIZER_TENSORS))
         for form in saved_forms(tables, CALL)
     ]
-    done_together(tables[0].group, CALL, lambda: _check_begins(changes, before))
+    run_together(tables[0].group, CALL, lambda: _check_begins(changes, before))
     _verify_result(tables, changes, before)
-    done_together(tables[0].group, CALL, lambda: _reserve(changes))
-    done_together(tables[0].group, CALL, lambda: _write(changes))
+    run_together(tables[0].group, CALL, lambda: _reserve(changes))
+    run_together(tables[0].group, CALL, lambda: _write(changes))
 
 
 def _check_begins(changes: Sequence[TableChange], before: Sequence[tuple[Sums, Sums]]) -> None:
-    """Raises ValueError unless the delta begins at what the copy holds."""
+    """Raises ValueError unless the delta begins at the contents of the copy."""
     for change, sums in zip(changes, before, strict=True):
         base, result = _words(change.saved, "base"), _words(change.saved, "result")
         for which, names in enumerate(change.compared):
@@ -171,10 +81,10 @@ def _check_begins(changes: Sequence[TableChange], before: Sequence[tuple[Sums, S
                     )
 
 
-def _words(saved: SavedTable, which: str) -> tuple[Sums, Sums]:
+def _words(saved: SavedTable, when: str) -> tuple[Sums, Sums]:
     return (
-        from_words(saved.read(which), MODEL_TENSORS),
-        from_words(saved.read(OPTIMIZER + which), OPTIMIZER_TENSORS),
+        from_words(saved.read(when), MODEL_TENSORS),
+        from_words(saved.read(OPTIMIZER + when), OPTIMIZER_TENSORS),
     )
 
 
@@ -183,65 +93,108 @@ def _verify_result(
     changes: Sequence[TableChange],
     before: Sequence[tuple[Sums, Sums]],
 ) -> None:
-    """Raises ValueError unless the delta leads to what it says. Collective."""
-    told = told_together(
-        tables[0].group, CALL, lambda: [_sums_replaced(change) for change in changes]
-    )
-    gone = [
-        [add_sums(*(one[number][which] for one in told)) for which in range(2)]
+    """Raises ValueError unless the delta leads to the contents that it names. Collective."""
+    group = tables[0].group
+    of_ranks = gather_results(group, CALL, lambda: [_sums_replaced(change) for change in changes])
+    replaced = [
+        [add_sums(*(one[number][which] for one in of_ranks)) for which in range(2)]
         for number in range(len(changes))
     ]
-    done_together(tables[0].group, CALL, lambda: _check_ends(changes, before, gone))
+    run_together(group, CALL, lambda: _check_ends(changes, before, replaced))
 
 
 def _check_ends(
     changes: Sequence[TableChange],
     before: Sequence[tuple[Sums, Sums]],
-    gone: Sequence[Sequence[Sums]],
+    replaced: Sequence[Sequence[Sums]],
 ) -> None:
-    for change, held, less in zip(changes, before, gone, strict=True):
-        came, result = _words(change.saved, "checksum"), _words(change.saved, "result")
+    for change, held, less in zip(changes, before, replaced, strict=True):
+        added, result = _words(change.saved, "checksum"), _words(change.saved, "result")
         for which, names in enumerate(change.compared):
             for name in names:
-                kept = held[which][name] - less[which].get(name, 0) if name in BY_ROW else 0
-                end, told = (kept + came[which][name]) % (1 << 64), result[which][name]
-                if end != told:
+                kept = held[which][name] - less[which].get(name, 0) if name in ROW_TENSORS else 0
+                end, expected = (kept + added[which][name]) % (1 << 64), result[which][name]
+                if end != expected:
                     raise ValueError(
-                        f"{change.where}: expected a delta that leads to content sum {told:016x} of {name} "
-                        f"as it says, got one that leads to {end:016x}. {DAMAGED}"
+                        f"{change.where}: expected a delta that leads to content sum {expected:016x} of "
+                        f"{name} as it says, got one that leads to {end:016x}. {DAMAGED}"
                     )
 
 
 def _sums_replaced(change: TableChange) -> tuple[Sums, Sums]:
-    """Sums the rows of the copy that the delta takes out or writes anew."""
-    pieces = change.table.pieces
-    both = zip(pieces.shards, change.model.staged or (), strict=True)
-    maps = tuple(rows_replaced(shard, staged, change.removed) for shard, staged in both)
-    some = replace(pieces, maps=maps)
-    model = ModelSource(some, None).tell()
-    optimizer = OptimizerSource(some, change.table.optimizer, None).tell()
+    """Sums the rows of the copy on this rank that the delta removes or rewrites."""
+    maps = tuple(
+        _rows_replaced(shard, staged, change.removed) for shard, staged, _ in change.shards
+    )
+    some = replace(change.table.pieces, maps=maps)
+    model = ModelSource(some, None).summary()
+    optimizer = OptimizerSource(some, None).summary()
     return ({} if model is None else model.sums, {} if optimizer is None else optimizer.sums)
 
 
+def _rows_replaced(shard: DynamicTable, staged: StagedRows, removed: Tensor) -> IdMap:
+    """Maps the ids of a shard whose rows a delta removes or rewrites."""
+    ids = torch.cat([removed, *(some for some, _ in _stretches(staged))])
+    rows = shard.id_map.lookup(ids)
+    return map_of(ids[rows >= 0], rows[rows >= 0])
+
+
 def _reserve(changes: Sequence[TableChange]) -> None:
+    """Reserves memory for the ids that the shards do not have yet, whatever their limits."""
     for change in changes:
-        for shard, staged in zip(
-            change.table.pieces.shards, change.model.staged or (), strict=True
-        ):
-            reserve_rows(shard, staged)
+        for shard, staged, _ in change.shards:
+            absent = [int((shard.id_map.lookup(ids) < 0).sum()) for ids, _ in _stretches(staged)]
+            shard.reserve(sum(absent))
 
 
 def _write(changes: Sequence[TableChange]) -> None:
     for change in changes:
-        small = change.model.small
-        for number, shard in enumerate(change.table.pieces.shards):
-            assert change.model.staged is not None and change.optimizer.staged is not None
-            write_rows(
-                shard,
-                change.model.staged[number],
-                change.removed,
-                change.optimizer.staged[number],
-                change.cuts,
-                small.get("clock"),
-                int(change.optimizer.small["step"]),
-            )
+        for shard, staged, states in change.shards:
+            _write_rows(shard, staged, states, change)
+
+
+def _write_rows(
+    shard: DynamicTable, staged: StagedRows, states: Mapping[str, RowStore], change: TableChange
+) -> None:
+    """Removes ids from a shard and writes the rows of the delta: they are checked, memory is reserved."""
+    ids, rows = shard.id_map.erase(change.removed)
+    shard.free(ids, rows, "erased")
+    columns = (shard.first_column, shard.first_column + shard.columns)
+    for ids, from_rows in _stretches(staged):
+        rows = _rows_of(shard, ids)
+        shard.weights.write(rows, staged.weights.read(from_rows))
+        for one in named_states(shard):
+            values = states[one.name].read(from_rows)
+            if one.is_rowwise:
+                values = mean_over_cuts(values, change.cuts, columns)
+            one.store.write(rows, values)
+        if shard.life is not None:
+            shard.life.scores.write(rows, *staged.scores.read(from_rows))
+        note_changed([shard], rows, torch.tensor([0, rows.numel()]))
+    if shard.life is not None:
+        shard.life.forget_listed()
+        shard.life.is_unscored = False
+        if staged.waiting is not None:
+            shard.life.waiting = staged.waiting
+        if shard.life.is_timed:
+            clock = change.model.small.get("clock")
+            shard.life.clock = Clock() if clock is None else Clock.load(clock)
+    shard.step = int(change.optimizer.small["step"])
+    shard.generation += 1  # a forward from before must not write to these rows
+
+
+def _rows_of(shard: DynamicTable, ids: Tensor) -> Tensor:
+    """Returns the rows of ids, fresh rows for unseen ids; nothing is written to these yet."""
+    rows = shard.id_map.lookup(ids)
+    is_new = rows < 0
+    fresh = shard.row_numbers.take(int(is_new.sum()))
+    shard.id_map.insert(ids[is_new], fresh)
+    note_added(shard, fresh)
+    shard.counters["inserted"] += fresh.numel()
+    rows[is_new] = fresh
+    return rows
+
+
+def _stretches(staged: StagedRows) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields staged ids and their staged rows, [M] int64 each, in canonical order."""
+    return staged.canonical().stretches(max(1, CHUNK_BYTES // staged.weights.row_bytes))

@@ -1,9 +1,9 @@
-"""Deltas: what changed in a model's dynamic tables since a marker, as a checkpoint of those rows only.
+"""Deltas: the changes of a model's dynamic tables since a marker, as a checkpoint of the changed rows only.
 
-A delta names the content sums of the whole tables at the marker (`base`) and now (`result`): so who applies
-it knows whether it is meant for the rows it has (checkpoint/delta_apply.py).
+A delta names the content sums of the whole tables at the marker (`base`) and now (`result`): by them
+delta_apply.py knows whether a copy holds the rows that the delta is for.
 
-Legend: N ids that left.
+Legend: M ids, N removed ids.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from torchrec_dyn.checkpoint_format import (
     Part,
     SavedTensor,
     from_words,
+    whole_tensor,
 )
-from torchrec_dyn.ranks import done_together, told_together
-from torchrec_dyn.state_dict import Run, Share, runs_of, share_of, whole_tensor
-from torchrec_dyn.storage import CanonicalRows, Moment
+from torchrec_dyn.ranks import gather_results, run_together
+from torchrec_dyn.state_dict import Run, Share, runs_of, share_of
+from torchrec_dyn.storage import CanonicalRows, IdMap, Moment
 from torchrec_dyn.table import moment_of
-from torchrec_dyn.whole_model import ModelTable, map_of, saved_forms, tables_of
+from torchrec_dyn.whole_model import ModelTable, saved_forms, tables_of
+
+_CALL = "export_delta"
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class _Marked:
     """One table at a marker.
 
     Attributes:
-        moments: of its shards here, in column order.
-        sums: words of the two checksums.
+        moments: of its shards on this rank, in column order.
+        sums: words of its two checksums.
     """
 
     moments: list[Moment]
@@ -46,9 +49,9 @@ class _Marked:
 
 
 class Marker:
-    """A point in a model's training. What changes from it on is kept for as long as this object lives.
+    """A point in a model's training. Changes after it are recorded for as long as this object lives.
 
-    Made by `mark` and by `export_delta`; on every rank its own.
+    Made by `mark` and by `export_delta`, on every rank its own.
     """
 
     def __init__(self, tables: dict[str, _Marked]) -> None:
@@ -59,11 +62,11 @@ class Marker:
 
 
 def mark(model: nn.Module) -> Marker:
-    """Marks this point in training: from now on changes are kept, for `export_delta`.
+    """Marks this point in training: from now on changes are recorded for `export_delta`.
 
-    A delta since this marker leads from a checkpoint that is saved now to one that would be saved then. Costs
-    one reading of all rows, and from now on 8 bytes a row and 12 for each id that leaves. Collective
-    where the tables are sharded.
+    A delta since this marker leads from a checkpoint saved now to a checkpoint saved with the delta. Reads
+    all rows once; recording takes 8 bytes a row and 12 for each id that is removed. Collective where the
+    tables are sharded.
 
     Args:
         model: DistributedModelParallel, any module with dynamic tables, or one collection.
@@ -75,27 +78,27 @@ def mark(model: nn.Module) -> Marker:
 
 
 def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) -> Marker:
-    """Writes the rows that changed since a marker, and the ids that left, for `apply_delta`.
+    """Writes the rows that changed since a marker, and the removed ids, for `apply_delta`.
 
     Collective where the tables are sharded; of an unsharded model one process calls it. If it fails, `since`
-    is still good.
+    is still valid.
 
     Args:
-        model: as it was given to `mark`.
-        path: a directory that is not there yet, or empty; one for all ranks.
+        model: the one that was given to `mark`.
+        path: a directory that does not exist yet, or is empty; the same for all ranks.
         since: of `mark`, or of the delta before.
 
     Returns:
-        The next marker: the next delta begins where this one ends.
+        The marker of this point: the next delta begins where this one ends.
 
     Raises:
         ValueError: on every rank, if the path is taken or the marker is not of these tables.
     """
-    tables = tables_of(model, "export_delta")
-    done_together(tables[0].group, "export_delta", lambda: _check(tables, path, since))
+    tables = tables_of(model, _CALL)
+    run_together(tables[0].group, _CALL, lambda: _check(tables, path, since))
     before = [since._tables[table.name] for table in tables]
-    moments = _begin(tables, "export_delta")
-    results = [form.sums for form in saved_forms(tables, "export_delta")]
+    moments = _begin(tables, _CALL)
+    results = [form.sums for form in saved_forms(tables, _CALL)]
     for table, marked, result in zip(tables, before, results, strict=True):
         _check_configs(table, marked.sums, result)
     state = _state_dict(tables, before, results)
@@ -105,10 +108,12 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
 
 
 def _begin(tables: Sequence[ModelTable], call: str) -> list[list[Moment]]:
-    def begin() -> list[list[Moment]]:
-        return [[moment_of(shard) for shard in table.pieces.shards] for table in tables]
-
-    return done_together(tables[0].group, call, begin)
+    """Begins a moment of every shard. Collective."""
+    return run_together(
+        tables[0].group,
+        call,
+        lambda: [[moment_of(shard) for shard in table.pieces.shards] for table in tables],
+    )
 
 
 def _marker(
@@ -116,8 +121,8 @@ def _marker(
     moments: Sequence[list[Moment]],
     sums: Sequence[tuple[Tensor, Tensor]],
 ) -> Marker:
-    marked = zip(tables, moments, sums, strict=True)
-    return Marker({table.name: _Marked(its, words) for table, its, words in marked})
+    of_tables = zip(tables, moments, sums, strict=True)
+    return Marker({table.name: _Marked(begun, words) for table, begun, words in of_tables})
 
 
 def _check(tables: Sequence[ModelTable], path: str | os.PathLike[str], since: Marker) -> None:
@@ -149,7 +154,7 @@ def _check(tables: Sequence[ModelTable], path: str | os.PathLike[str], since: Ma
 def _check_configs(
     table: ModelTable, base: tuple[Tensor, Tensor], result: tuple[Tensor, Tensor]
 ) -> None:
-    """Raises ValueError if what is told of a table beside its numbers is not what it was."""
+    """Raises ValueError if a table's configs are not those that it had at the marker."""
     for words, now, order in zip(base, result, (MODEL_TENSORS, OPTIMIZER_TENSORS), strict=True):
         if from_words(words, order)["config"] != from_words(now, order)["config"]:
             raise ValueError(
@@ -164,15 +169,14 @@ def _state_dict(
     before: Sequence[_Marked],
     results: Sequence[tuple[Tensor, Tensor]],
 ) -> dict[str, Any]:
-    """Makes what is saved: the keys of a checkpoint, for the changed rows. Collective."""
-    both = list(zip(tables, before, strict=True))
-    changed = done_together(
-        tables[0].group, "export_delta", lambda: [_changed(*one) for one in both]
+    """Makes the state dict that is saved: the keys of a checkpoint, for the changed rows. Collective."""
+    group, both = tables[0].group, list(zip(tables, before, strict=True))
+    changed = run_together(group, _CALL, lambda: [_changed(*one) for one in both])
+    removed = run_together(group, _CALL, lambda: [_removed_rows(*one) for one in both])
+    shares = gather_results(
+        group, _CALL, lambda: [_share(*one) for one in zip(tables, removed, strict=True)]
     )
-    gone = done_together(tables[0].group, "export_delta", lambda: [_gone(*one) for one in both])
-    shares = zip(tables, gone, strict=True)
-    told = told_together(tables[0].group, "export_delta", lambda: [_share(*one) for one in shares])
-    forms = saved_forms(changed, "export_delta")
+    forms = saved_forms(changed, _CALL)
     model: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Tensor]] = {}
     for number, (table, form) in enumerate(zip(tables, forms, strict=True)):
@@ -181,8 +185,8 @@ def _state_dict(
             {"base": whole_tensor(base, saves, None), "result": whole_tensor(result, saves, None)}
             for base, result in zip(before[number].sums, results[number], strict=True)
         ]
-        removed = _removed(table, gone[number], [one[number] for one in told])
-        of_model = {**form.model, **words[0], "removed": removed}
+        ids = _removed_ids(table, removed[number], [of_rank[number] for of_rank in shares])
+        of_model = {**form.model, **words[0], "removed": ids}
         model |= {f"{table.key}.{name}": one for name, one in of_model.items()}
         of_optimizer = {**form.optimizer, **words[1]}
         optimizer[f"{table.key}.weight"] = {
@@ -192,7 +196,7 @@ def _state_dict(
 
 
 def _changed(table: ModelTable, marked: _Marked) -> ModelTable:
-    """Gives the table with the ids whose rows changed, and no others."""
+    """Returns the table with the ids whose rows changed, and no others."""
     maps = tuple(
         map_of(*moment.log.changed_rows(moment, shard.id_map))
         for shard, moment in zip(table.pieces.shards, marked.moments, strict=True)
@@ -200,12 +204,12 @@ def _changed(table: ModelTable, marked: _Marked) -> ModelTable:
     return replace(table, pieces=replace(table.pieces, maps=maps))
 
 
-def _gone(table: ModelTable, marked: _Marked) -> CanonicalRows | None:
-    """Gives the ids that left this rank; None where it holds none. All column shards say the same."""
+def _removed_rows(table: ModelTable, marked: _Marked) -> CanonicalRows | None:
+    """Returns the ids that were removed on this rank; None: it holds no part of the table."""
     pieces = table.pieces
     if pieces.part is None:
         return None
-    moment = marked.moments[0]
+    moment = marked.moments[0]  # all column shards removed the same ids
     ids = moment.log.removed_ids(moment, pieces.shards[0].id_map)
     return CanonicalRows(map_of(ids, torch.arange(ids.numel())), pieces.where, lambda: None)
 
@@ -215,7 +219,7 @@ def _share(table: ModelTable, rows: CanonicalRows | None) -> Share | None:
     return None if rows is None or part is None else share_of(rows, part, table.pieces.ranks)
 
 
-def _removed(
+def _removed_ids(
     table: ModelTable, rows: CanonicalRows | None, shares: Sequence[Share | None]
 ) -> SavedTensor:
     """Makes "removed", [N] int64."""
@@ -231,3 +235,16 @@ def _removed(
 
 def _reader(rows: CanonicalRows, run: Run) -> Any:
     return lambda start, stop: rows.read(run.here + start, run.here + stop)[0]
+
+
+def map_of(ids: Tensor, rows: Tensor) -> IdMap:
+    """Makes a map of some ids.
+
+    Args:
+        ids: [M] int64, distinct.
+        rows: [M] int64.
+    """
+    made = IdMap(ids.numel())
+    made.reserve(ids.numel())
+    made.insert(ids, rows)
+    return made

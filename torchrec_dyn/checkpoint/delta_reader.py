@@ -1,9 +1,9 @@
-"""Reads a delta beside the tables that it is for, and verifies that it is whole.
+"""Reads a delta beside the tables of a copy, and verifies that it is whole.
 
-Nothing of a table changes here (delta_apply.py). Each rank reads its own rows and columns, whatever plan the
-delta was exported under.
+No table changes here (delta_apply.py). Each rank reads its own rows and columns, whatever plan the delta was
+exported under.
 
-Legend: N ids that left.
+Legend: N removed ids.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from torchrec_dyn.checkpoint_format import (
     SavedTable,
     SavedTensor,
     add_sums,
-    ascend,
     check_config,
+    is_canonical,
     open_checkpoint,
+    optimizer_config,
 )
-from torchrec_dyn.ranks import agree, done_together, told_together
-from torchrec_dyn.state_dict import LoadPlanner, ModelEntry, OptimizerEntry
+from torchrec_dyn.ranks import agree, gather_results, run_together
+from torchrec_dyn.state_dict import LoadPlanner, ModelEntry, OptimizerEntry, StagedRows
+from torchrec_dyn.storage import RowStore
+from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.whole_model import ModelTable
 
 CALL = "apply_delta"
@@ -42,14 +45,14 @@ Sums = Mapping[str, int]
 
 @dataclass
 class TableChange:
-    """What a delta has of one table, and what this rank has read of it.
+    """The changes of one table in a delta, and this rank's part of them as read.
 
     Attributes:
         table: of the copy.
         saved: of the delta.
-        model: takes rows, ids and scores.
-        optimizer: takes optimizer state.
-        removed: [N] int64, ids that leave this rank.
+        model: receives rows, ids and scores.
+        optimizer: receives optimizer state.
+        removed: [N] int64, the removed ids that this rank owns.
     """
 
     table: ModelTable
@@ -64,25 +67,30 @@ class TableChange:
         return f"apply_delta(table={self.table.name!r})"
 
     @property
+    def shards(self) -> list[tuple[DynamicTable, StagedRows, Mapping[str, RowStore]]]:
+        """This rank's shards, each with its staged rows and its staged optimizer state by name."""
+        staged = self.model.staged or (), self.optimizer.staged or ()
+        return list(zip(self.table.pieces.shards, *staged, strict=True))
+
+    @property
     def cuts(self) -> list[int]:
-        """The column cuts of the delta's row-wise optimizer state; the copy's own where none is told."""
-        told = (self.saved.optimizer or {}).get("cuts")
-        return told or self.table.pieces.cuts
+        """The column cuts of the delta's row-wise optimizer state; the copy's own where it names none."""
+        return (self.saved.optimizer or {}).get("cuts") or self.table.pieces.cuts
 
     @property
     def compared(self) -> tuple[list[str], list[str]]:
-        """The tensors whose sums the copy and the delta must agree on: of the model, of the optimizer."""
+        """The tensors whose sums the copy and the delta must share: of the model, of the optimizer."""
         pieces, optimizer = self.table.pieces, self.table.optimizer
         model = [*self.model.names, "config", *(["clock"] if pieces.has_life else [])]
         states = zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True)
         same = self.cuts == pieces.cuts
         kept = [name for name, is_rowwise in states if same or not is_rowwise]
-        told = ["config"] if same or not any(optimizer.state_is_rowwise) else []
-        return model, [*kept, "step", *told]
+        config = ["config"] if same or not any(optimizer.state_is_rowwise) else []
+        return model, [*kept, "step", *config]
 
 
 def read_delta(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[TableChange]:
-    """Reads what a delta has for this rank. Collective.
+    """Reads and verifies this rank's part of a delta. Collective.
 
     Args:
         tables: of the copy.
@@ -91,14 +99,14 @@ def read_delta(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> li
     Raises:
         ValueError: on every rank, if it is torn, damaged or of other tables.
     """
-    changes = done_together(tables[0].group, CALL, lambda: _open(tables, path))
+    changes = run_together(tables[0].group, CALL, lambda: _open(tables, path))
     _read(tables, changes, path)
     _verify(tables, changes)
     return changes
 
 
 def _open(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[TableChange]:
-    """Finds the tables of a delta; checks what is told of them."""
+    """Finds the tables of a delta and checks their configs."""
     found = open_checkpoint(path)
     saved = {table.name: table for table in found.tables.values()}
     names = [table.name for table in tables]
@@ -115,15 +123,15 @@ def _open(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[Ta
     changes = []
     for table in tables:
         one, pieces = saved[table.name], table.pieces
-        model, optimizer = ModelEntry(pieces), OptimizerEntry(pieces, table.optimizer)
+        model, optimizer = ModelEntry(pieces), OptimizerEntry(pieces)
         change = TableChange(table, one, model, optimizer)
         check_config(change.where, one.config, pieces.config)
-        told = {} if one.optimizer is None else one.optimizer
-        rule = optimizer.source.config["optimizer"]
-        if told.get("optimizer") != rule:
+        saved_rule = (one.optimizer or {}).get("optimizer")
+        rule = optimizer_config(pieces.optimizer, pieces.cuts)["optimizer"]
+        if saved_rule != rule:
             raise ValueError(
                 f"{change.where}: expected a delta with optimizer state of {rule} as the copy has, got "
-                f"that of {told.get('optimizer')}. Give both models the same optimizer."
+                f"that of {saved_rule}. Give both models the same optimizer."
             )
         for field_ in ("rows", "initializer"):
             if one.config.get(field_) != pieces.config[field_]:
@@ -133,11 +141,11 @@ def _open(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[Ta
                 )
         if "removed" in one.names:
             removed = one.read("removed")
-            if not ascend(removed):
+            if not is_canonical(removed):
                 raise ValueError(
                     f"{change.where}: expected removed ids in canonical order, got others. {DAMAGED}"
                 )
-            change.removed = removed[pieces.owns(removed)] if pieces.shards else _NONE
+            change.removed = removed[pieces.owns(removed)]
         changes.append(change)
     return changes
 
@@ -145,7 +153,7 @@ def _open(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[Ta
 def _read(
     tables: Sequence[ModelTable], changes: Sequence[TableChange], path: str | os.PathLike[str]
 ) -> None:
-    """Reads the rows that belong to this rank, beside the tables. Collective."""
+    """Reads this rank's rows beside the tables. Collective."""
     wanted: dict[str, Any] = {}
     for change in changes:
         key = change.saved.key
@@ -172,19 +180,20 @@ def _read(
 
 
 def _verify(tables: Sequence[ModelTable], changes: Sequence[TableChange]) -> None:
-    """Checks that what was read is what was written. Collective."""
-    told = told_together(tables[0].group, CALL, lambda: [_checked(change) for change in changes])
+    """Raises ValueError unless the rows read are the rows written. Collective."""
+    group = tables[0].group
+    of_ranks = gather_results(group, CALL, lambda: [_checked(change) for change in changes])
 
     def compare() -> None:
         for number, change in enumerate(changes):
-            change.model.compare(add_sums(*(one[number][0] for one in told)))
-            change.optimizer.compare(add_sums(*(one[number][1] for one in told)))
+            change.model.compare(add_sums(*(one[number][0] for one in of_ranks)))
+            change.optimizer.compare(add_sums(*(one[number][1] for one in of_ranks)))
 
-    done_together(tables[0].group, CALL, compare)
+    run_together(group, CALL, compare)
 
 
 def _checked(change: TableChange) -> tuple[Sums, Sums]:
-    """Sums what belongs to this rank."""
+    """Checks and sums this rank's part."""
     summed = change.model.check(), change.optimizer.check([change.model])
     for one in change.model.staged or ():
         if bool((one.id_map.lookup(change.removed) >= 0).any()):

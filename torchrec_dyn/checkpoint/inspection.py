@@ -1,13 +1,15 @@
-"""What `python -m torchrec_dyn inspect` tells of a checkpoint, or of a delta: text, table by table.
+"""The command `python -m torchrec_dyn inspect`: prints a checkpoint or a delta, table by table.
 
-Histograms of what a checkpoint holds, filled piece by piece, and drawn as bars of text.
+Rows are read a piece at a time into histograms: printed as bars of text and, with matplotlib, drawn.
 
-The histograms of a checkpoint as a picture; needs matplotlib.
+Legend: M rows of a piece, E edges of a histogram.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,196 +17,68 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import SavedCheckpoint, SavedTable
+from torchrec_dyn.checkpoint_format import SavedCheckpoint, SavedTable, open_checkpoint
 
 _MOST_BARS = 10
 _BAR_WIDTH = 32
-
-
-@dataclass(frozen=True)
-class Bar:
-    """How many values lie in [low, high); whole numbers from low to high - 1."""
-
-    low: float
-    high: float
-    count: int
-
-
-class Histogram:
-    """Counts values >= 0 by bins that grow with the values.
-
-    Args:
-        title: what is counted.
-        edges: [E] ascending, where bins begin; the first bin begins at 0.
-    """
-
-    def __init__(self, title: str, edges: Tensor) -> None:
-        self.title = title
-        self._edges = edges
-        self._counts = torch.zeros(len(edges) + 1, dtype=torch.int64)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it counts whole numbers."""
-        return not self._edges.is_floating_point()
-
-    def add(self, values: Tensor) -> None:
-        """Counts more values.
-
-        Args:
-            values: [M] of the edges' dtype.
-        """
-        bins = torch.bucketize(values, self._edges, right=True)
-        self._counts += torch.bincount(bins, minlength=len(self._counts))
-
-    def bars(self) -> list[Bar]:
-        """Returns bars from the lowest to the highest value, bins joined so that they are few."""
-        used = self._counts.nonzero().flatten().tolist()
-        if not used:
-            return []
-        bounds = [0, *self._edges.tolist(), float("inf")]
-        first, last = used[0], used[-1] + 1
-        step = -(-(last - first) // _MOST_BARS)
-        return [
-            Bar(bounds[low], bounds[high], int(self._counts[low:high].sum()))
-            for low in range(first, last, step)
-            for high in [min(low + step, last)]
-        ]
-
-    def lines(self, block: str = "█") -> list[str]:
-        """Draws the bars.
-
-        Args:
-            block: what they are made of.
-        """
-        bars = self.bars()
-        names = [self.name_of(bar) for bar in bars]
-        most = max((bar.count for bar in bars), default=0)
-        widths = max(map(len, names), default=0), len(f"{most:,}")
-        return [
-            f"{name:>{widths[0]}}  {bar.count:>{widths[1]},}  "
-            f"{block * -(-bar.count * _BAR_WIDTH // most)}".rstrip()
-            for name, bar in zip(names, bars, strict=True)
-        ]
-
-    def name_of(self, bar: Bar) -> str:
-        """Names the values of a bar."""
-        if not self.is_whole:
-            return f"{bar.low:.3g} to {bar.high:.3g}"
-        if bar.high == float("inf"):
-            return f"{bar.low:,} or more"
-        last = int(bar.high) - 1
-        return f"{bar.low:,}" if last == bar.low else f"{bar.low:,} to {last:,}"
-
-
-def histogram_of_norms() -> Histogram:
-    """Counts lengths of rows: 0, and four bins an octave from 2^-64 to 2^64."""
-    return Histogram("norm (L2) of rows", 2.0 ** (torch.arange(-256, 257) / 4).to(torch.float64))
-
-
-def histogram_of_steps(title: str) -> Histogram:
-    """Counts whole numbers: 0, 1, 2 to 3, 4 to 7, ...
-
-    Args:
-        title: what they are.
-    """
-    return Histogram(title, 2 ** torch.arange(33))
-
-
 _SCORES = ("last_seen", "count")
+_SLOW = 1.0  # seconds after which a progress bar appears
+_BLUE = "#3b6ea5"
 
 
-@dataclass(frozen=True)
-class TableReport:
-    """What reading the rows of one table has shown.
-
-    Attributes:
-        table: the table.
-        not_finite: rows that have a NaN or an infinite number.
-        histograms: of its norms, and of age and count where it keeps scores.
-    """
-
-    table: SavedTable
-    not_finite: int
-    histograms: list[Histogram]
-
-
-def names_to_read(table: SavedTable, verify: bool) -> tuple[str, ...]:
-    """Names the tensors by row that `read_rows` reads."""
-    if verify:
-        return table.row_names
-    return tuple(name for name in ("weight", *_SCORES) if name in table.row_names)
-
-
-def read_rows(
-    table: SavedTable, verify: bool, progress: Callable[[int], object] = lambda read: None
-) -> TableReport:
-    """Reads all rows of a table, some at a time.
+def inspect_checkpoint(path: Path, verify: bool, picture: Path | None) -> None:
+    """Prints the tables of a checkpoint or a delta.
 
     Args:
-        table: to read.
-        verify: whether to read everything else too, and to check it.
-        progress: is told how many more bytes were read.
+        path: its directory.
+        verify: whether everything is read and checked.
+        picture: file to draw the histograms to; None: none.
 
     Raises:
-        ValueError: if the table is damaged, as far as one sees without `verify`.
+        ValueError: if it is torn, damaged or no checkpoint.
+        OSError: if a file cannot be read or written.
     """
+    checkpoint = open_checkpoint(path)
+    print("\n".join(headline(checkpoint)), flush=True)
+    block = _block()
+    reports = []
+    for table in checkpoint.tables.values():
+        size = table.num_rows * table.row_bytes_of(names_to_read(table, verify))
+        with _progress(size, table.name) as advance:
+            reports.append(read_rows(table, verify, advance))
+        print("\n".join(table_lines(reports[-1], block)), flush=True)
     if verify:
-        table.verify_small()
-    norms, not_finite = histogram_of_norms(), 0
-    ages = histogram_of_steps("age of rows (steps since last seen)")
-    counts = histogram_of_steps("count of rows (times seen)")
-    names = names_to_read(table, verify)
-    now = _last_step(table)
-    for chunk in table.chunks(names, verify=verify):
-        if "weight" in chunk:
-            lengths = _norms(chunk["weight"])
-            finite = lengths.isfinite()
-            norms.add(lengths[finite])
-            not_finite += int((~finite).sum())
-        if "last_seen" in chunk:
-            ages.add((now - chunk["last_seen"]).clamp(min=0))
-        if "count" in chunk:
-            counts.add(chunk["count"])
-        progress(sum(one.numel() * one.itemsize for one in chunk.values()))
-    shown = [
-        norms,
-        *(one for one, name in zip((ages, counts), _SCORES, strict=True) if name in names),
-    ]
-    return TableReport(table, not_finite, shown)
+        print("\neverything read and checked: no damage")
+    if picture is not None:
+        plot(reports, picture)
+        print(f"\nhistograms drawn: {picture}")
 
 
-def _last_step(table: SavedTable) -> int:
-    """Returns the table's step; without optimizer state the last one at which a row was seen."""
-    if "step" in table.names:
-        return int(table.read("step"))
-    if "last_seen" not in table.row_names:
-        return 0
-    parts = table.chunks(("last_seen",), verify=False)
-    return max((int(part["last_seen"].max()) for part in parts), default=0)
+def _block() -> str:
+    """Returns the character of bars: a block where the terminal can show it."""
+    try:
+        "█".encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return "#"
+    return "█"
 
 
-def _norms(weight: Tensor) -> Tensor:
-    norms = torch.linalg.vector_norm(weight.float(), dim=1).double()
-    large = ~norms.isfinite()  # or too large to be squared
-    norms[large] = torch.linalg.vector_norm(weight[large].double(), dim=1)
-    return norms
-
-
-def total_fingerprint(parts: Iterable[tuple[str, int]]) -> int:
-    """Returns 64 bits that stand for all tables, wherever their model stands in the checkpoint.
-
-    Args:
-        parts: names and fingerprints of the tables.
-
-    Source: BLAKE2b with an 8 byte digest (RFC 7693).
-    """
-    text = "\0".join(f"{name} {fingerprint:016x}" for name, fingerprint in sorted(parts))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+@contextlib.contextmanager
+def _progress(size: int, name: str) -> Iterator[Callable[[int], object]]:
+    """Shows a bar on a terminal once a table takes long."""
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        yield lambda read: None
+        return
+    with tqdm(
+        total=size, desc=name, unit="B", unit_scale=True, delay=_SLOW, disable=None, leave=False
+    ) as bar:
+        yield bar.update
 
 
 def headline(checkpoint: SavedCheckpoint) -> list[str]:
-    """Tells of all tables together, without reading any row."""
+    """Describes all tables together, without reading any row."""
     tables = list(checkpoint.tables.values())
     kind = "delta" if checkpoint.is_delta else "checkpoint"
     rows, size = sum(one.num_rows for one in tables), sum(one.bytes for one in tables)
@@ -226,16 +100,12 @@ def headline(checkpoint: SavedCheckpoint) -> list[str]:
     return lines
 
 
-def _moments(is_delta: bool) -> Sequence[str]:
-    return ("base", "result") if is_delta else ("checksum",)
-
-
 def table_lines(report: TableReport, block: str = "█") -> Iterator[str]:
-    """Tells of one table.
+    """Yields the lines that describe one table.
 
     Args:
-        report: what reading it has shown.
-        block: what bars are made of.
+        report: of the table.
+        block: the character of bars.
     """
     table = report.table
     yield ""
@@ -279,6 +149,22 @@ def _initializer(table: SavedTable) -> str:
     return f"{name}({', '.join(f'{field}={value:.4g}' for field, value in fields.items())})"
 
 
+def _moments(is_delta: bool) -> Sequence[str]:
+    return ("base", "result") if is_delta else ("checksum",)
+
+
+def total_fingerprint(parts: Iterable[tuple[str, int]]) -> int:
+    """Returns 64 bits that stand for all tables, wherever their model stands in the checkpoint.
+
+    Args:
+        parts: names and fingerprints of the tables.
+
+    Source: BLAKE2b with an 8 byte digest (RFC 7693).
+    """
+    text = "\0".join(f"{name} {fingerprint:016x}" for name, fingerprint in sorted(parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
 def readable(size: float) -> str:
     """Writes bytes with a unit."""
     units = ["bytes", "kB", "MB", "GB", "TB"]
@@ -288,11 +174,175 @@ def readable(size: float) -> str:
     return f"{size:,.{0 if units[0] == 'bytes' else 1}f} {units[0]}"
 
 
-_BLUE = "#3b6ea5"
+@dataclass(frozen=True)
+class TableReport:
+    """One table and the histograms of its rows.
+
+    Attributes:
+        table: as saved.
+        not_finite: rows with a NaN or an infinite number.
+        histograms: of the norms, and of age and count where the table keeps scores.
+    """
+
+    table: SavedTable
+    not_finite: int
+    histograms: list[Histogram]
+
+
+def read_rows(
+    table: SavedTable, verify: bool, progress: Callable[[int], object] = lambda read: None
+) -> TableReport:
+    """Reads all rows of a table, some at a time.
+
+    Args:
+        table: as saved.
+        verify: whether all other tensors are read too, and everything is checked.
+        progress: called with the number of bytes of each piece that was read.
+
+    Raises:
+        ValueError: if the table is damaged; without `verify` only some damage is seen.
+    """
+    if verify:
+        table.verify_small()
+    norms, not_finite = histogram_of_norms(), 0
+    ages = histogram_of_steps("age of rows (steps since last seen)")
+    counts = histogram_of_steps("count of rows (times seen)")
+    names = names_to_read(table, verify)
+    now = _last_step(table)
+    for chunk in table.chunks(names, verify=verify):
+        if "weight" in chunk:
+            lengths = _norms(chunk["weight"])
+            finite = lengths.isfinite()
+            norms.add(lengths[finite])
+            not_finite += int((~finite).sum())
+        if "last_seen" in chunk:
+            ages.add((now - chunk["last_seen"]).clamp(min=0))
+        if "count" in chunk:
+            counts.add(chunk["count"])
+        progress(sum(one.numel() * one.itemsize for one in chunk.values()))
+    shown = [
+        norms,
+        *(one for one, name in zip((ages, counts), _SCORES, strict=True) if name in names),
+    ]
+    return TableReport(table, not_finite, shown)
+
+
+def names_to_read(table: SavedTable, verify: bool) -> tuple[str, ...]:
+    """Names the tensors by row that `read_rows` reads."""
+    if verify:
+        return table.row_names
+    return tuple(name for name in ("weight", *_SCORES) if name in table.row_names)
+
+
+def _last_step(table: SavedTable) -> int:
+    """Returns the table's step; without optimizer state the last step at which a row was seen."""
+    if "step" in table.names:
+        return int(table.read("step"))
+    if "last_seen" not in table.row_names:
+        return 0
+    parts = table.chunks(("last_seen",), verify=False)
+    return max((int(part["last_seen"].max()) for part in parts), default=0)
+
+
+def _norms(weight: Tensor) -> Tensor:
+    norms = torch.linalg.vector_norm(weight.float(), dim=1).double()
+    large = ~norms.isfinite()  # or too large to be squared
+    norms[large] = torch.linalg.vector_norm(weight[large].double(), dim=1)
+    return norms
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The number of values in [low, high); of whole numbers from low to high - 1."""
+
+    low: float
+    high: float
+    count: int
+
+
+class Histogram:
+    """Counts values >= 0 by bins that grow with the values.
+
+    Args:
+        title: names the values.
+        edges: [E] ascending, where bins begin; a first bin begins at 0.
+    """
+
+    def __init__(self, title: str, edges: Tensor) -> None:
+        self.title = title
+        self._edges = edges
+        self._counts = torch.zeros(len(edges) + 1, dtype=torch.int64)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it counts whole numbers."""
+        return not self._edges.is_floating_point()
+
+    def add(self, values: Tensor) -> None:
+        """Counts more values.
+
+        Args:
+            values: [M] of the edges' dtype.
+        """
+        bins = torch.bucketize(values, self._edges, right=True)
+        self._counts += torch.bincount(bins, minlength=len(self._counts))
+
+    def bars(self) -> list[Bar]:
+        """Returns bars from the lowest to the highest value; bins are joined so that there are few bars."""
+        used = self._counts.nonzero().flatten().tolist()
+        if not used:
+            return []
+        bounds = [0, *self._edges.tolist(), float("inf")]
+        first, last = used[0], used[-1] + 1
+        step = -(-(last - first) // _MOST_BARS)
+        return [
+            Bar(bounds[low], bounds[high], int(self._counts[low:high].sum()))
+            for low in range(first, last, step)
+            for high in [min(low + step, last)]
+        ]
+
+    def lines(self, block: str = "█") -> list[str]:
+        """Draws the bars.
+
+        Args:
+            block: the character of bars.
+        """
+        bars = self.bars()
+        names = [self.name_of(bar) for bar in bars]
+        most = max((bar.count for bar in bars), default=0)
+        widths = max(map(len, names), default=0), len(f"{most:,}")
+        return [
+            f"{name:>{widths[0]}}  {bar.count:>{widths[1]},}  "
+            f"{block * -(-bar.count * _BAR_WIDTH // most)}".rstrip()
+            for name, bar in zip(names, bars, strict=True)
+        ]
+
+    def name_of(self, bar: Bar) -> str:
+        """Names the values of a bar."""
+        if not self.is_whole:
+            return f"{bar.low:.3g} to {bar.high:.3g}"
+        if bar.high == float("inf"):
+            return f"{bar.low:,} or more"
+        last = int(bar.high) - 1
+        return f"{bar.low:,}" if last == bar.low else f"{bar.low:,} to {last:,}"
+
+
+def histogram_of_norms() -> Histogram:
+    """Makes a histogram of lengths of rows: 0, and four bins an octave from 2^-64 to 2^64."""
+    return Histogram("norm (L2) of rows", 2.0 ** (torch.arange(-256, 257) / 4).to(torch.float64))
+
+
+def histogram_of_steps(title: str) -> Histogram:
+    """Makes a histogram of whole numbers: 0, 1, 2 to 3, 4 to 7, ...
+
+    Args:
+        title: names the numbers.
+    """
+    return Histogram(title, 2 ** torch.arange(33))
 
 
 def plot_fault(path: Path) -> str | None:
-    """Tells why a picture cannot be made at a path, so that nobody reads a checkpoint for nothing."""
+    """Returns why a picture cannot be made at a path, or None. Ask it before a checkpoint is read."""
     if not path.parent.is_dir():
         return (
             f"--plot: expected a file in a directory that exists, got {path}. Make {path.parent}."
@@ -314,7 +364,7 @@ def plot(reports: Sequence[TableReport], path: Path) -> None:
     """Draws a row of histograms for each table.
 
     Args:
-        reports: what reading the tables has shown.
+        reports: one for each table.
         path: of the picture.
     """
     from matplotlib.figure import Figure

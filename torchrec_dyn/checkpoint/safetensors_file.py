@@ -46,19 +46,19 @@ class SavedEntry(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, or number of a tensor with one dimension."""
+        """Bytes of one row, or of one number of a tensor with one dimension."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 class SafetensorsReader:
-    """An open file whose header, lengths included, has been checked.
+    """Reads rows of an open file whose header, lengths included, has been checked.
 
     Args:
         path: of the file.
 
     Attributes:
         entries: the tensors by name.
-        metadata: what else the header says.
+        metadata: the strings of the header by name.
 
     Raises:
         ValueError: if it is not a whole file of this format with tensors of int64 or floats.
@@ -95,7 +95,7 @@ class SafetensorsReader:
         size = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little")
         longest = min(size - _LENGTH_BYTES, _LONGEST_HEADER)
-        if length > longest:  # of a file shorter than that number too
+        if length > longest:  # also in a file shorter than the length field
             raise self._fault(
                 "the length of a header that fits", f"{length} in a file of {size} bytes"
             )
@@ -109,37 +109,37 @@ class SafetensorsReader:
         if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
             raise self._fault(f"{_METADATA} of strings by name", f"{metadata!r:.100}")
         entries, end = {}, _LENGTH_BYTES + length
-        for name, told in sorted(header.items(), key=lambda item: self._span(*item)):
-            entries[name] = self._entry(name, told, end, end - _LENGTH_BYTES - length)
+        for name, given in sorted(header.items(), key=lambda item: self._span(*item)):
+            entries[name] = self._entry(name, given, end, end - _LENGTH_BYTES - length)
             end += math.prod(entries[name].shape) * entries[name].dtype.itemsize
         if end != size:
             raise self._fault(f"a file of {end} bytes, as its header says", f"{size}")
         return entries, metadata
 
-    def _span(self, name: str, told: Any) -> tuple[int, int]:
+    def _span(self, name: str, given: Any) -> tuple[int, int]:
         """Returns where a tensor's numbers begin and end behind the header."""
-        if not isinstance(told, dict) or told.keys() != {"dtype", "shape", "data_offsets"}:
-            raise self._fault(f"dtype, shape and data_offsets of '{name}'", f"{told!r:.100}")
-        span, shape = told["data_offsets"], told["shape"]
+        if not isinstance(given, dict) or given.keys() != {"dtype", "shape", "data_offsets"}:
+            raise self._fault(f"dtype, shape and data_offsets of '{name}'", f"{given!r:.100}")
+        span, shape = given["data_offsets"], given["shape"]
         if not _are_sizes(span) or len(span) != 2 or not _are_sizes(shape):
             raise self._fault(
                 f"a shape and two data_offsets of '{name}'", f"{shape!r:.60} and {span!r:.60}"
             )
         return span[0], span[1]
 
-    def _entry(self, name: str, told: dict[str, Any], begin: int, offset: int) -> SavedEntry:
-        """Checks that a tensor follows the one before, which ended at `offset` behind the header."""
-        dtype = _DTYPES.get(told["dtype"]) if isinstance(told["dtype"], str) else None
+    def _entry(self, name: str, given: dict[str, Any], begin: int, offset: int) -> SavedEntry:
+        """Checks that a tensor follows the tensor before it, which ended at `offset` behind the header."""
+        dtype = _DTYPES.get(given["dtype"]) if isinstance(given["dtype"], str) else None
         if dtype is None:
             raise ValueError(
                 f"{self._where}: expected tensors of {', '.join(_DTYPES)}, got '{name}' of "
-                f"{told['dtype']!r:.60}. Convert it."
+                f"{given['dtype']!r:.60}. Convert it."
             )
-        entry = SavedEntry(dtype, tuple(told["shape"]), begin)
+        entry = SavedEntry(dtype, tuple(given["shape"]), begin)
         span = [offset, offset + math.prod(entry.shape) * dtype.itemsize]
-        if told["data_offsets"] != span:
+        if given["data_offsets"] != span:
             raise self._fault(
-                f"data_offsets {span} of '{name}' {list(entry.shape)}", f"{told['data_offsets']}"
+                f"data_offsets {span} of '{name}' {list(entry.shape)}", f"{given['data_offsets']}"
             )
         return entry
 
@@ -148,14 +148,14 @@ class SafetensorsReader:
 
 
 class SafetensorsWriter:
-    """Writes a file under another name and gives it its own when all is on the disk.
+    """Writes a file under a temporary name and renames it when all of it is on the disk.
 
-    A process that ends before leaves PATH.<process id>.partial behind, and a file of that name as it was.
+    A process that is killed before leaves PATH.<process id>.partial behind, and the file at PATH unchanged.
 
     Args:
-        path: of the file to be; one that is there is replaced.
-        tensors: dtype and shape by name, in the order in which they will come; wide numbers first.
-        metadata: for the header.
+        path: of the file; an existing one is replaced.
+        tensors: dtype and shape by name, in the order in which they are written; wide numbers first.
+        metadata: strings for the header, by name.
     """
 
     def __init__(
@@ -178,17 +178,17 @@ class SafetensorsWriter:
         self._file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
 
     def write(self, values: Tensor) -> None:
-        """Writes what comes next.
+        """Writes the next rows.
 
         Args:
-            values: whole rows of a tensor, of its dtype.
+            values: [M, ...], whole rows of the present tensor, of its dtype.
         """
         numbers = values.contiguous().flatten().view(torch.uint8)
         self._missing -= numbers.numel()
         self._file.write(numbers.numpy().data)
 
     def finish(self) -> None:
-        """Puts the file in its place; everything must have been written."""
+        """Renames the file to its path; all tensors must have been written."""
         assert self._missing == 0, f"{self._missing} bytes of {self._path} were not written"
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -201,13 +201,13 @@ class SafetensorsWriter:
             os.close(folder)
 
     def drop(self) -> None:
-        """Leaves nothing behind; after `finish` there is nothing to drop."""
+        """Removes the temporary file; does nothing after `finish`."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
 
 
-def _are_sizes(told: Any) -> bool:
-    return isinstance(told, list) and all(type(one) is int and one >= 0 for one in told)
+def _are_sizes(given: Any) -> bool:
+    return isinstance(given, list) and all(type(one) is int and one >= 0 for one in given)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

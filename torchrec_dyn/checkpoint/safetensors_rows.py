@@ -1,7 +1,7 @@
-"""One table as a .safetensors file of plain ids and rows, out and in, piece by piece.
+"""Exports and imports one table as a .safetensors file of plain ids and rows, 32 MB at a time.
 
-On a sharded collection both are collective; rank 0 alone reads or writes the file. What is wrong on one rank
-is raised on all of them.
+On a sharded collection both are collective; rank 0 alone reads or writes the file. A fault on one rank is
+raised on every rank.
 
 Legend: R rows, D columns of the table.
 """
@@ -19,65 +19,65 @@ from torch import Tensor
 
 from torchrec_dyn.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from torchrec_dyn.checkpoint_format import open_checkpoint
-from torchrec_dyn.ranks import agree, done_together, told_together
+from torchrec_dyn.ranks import agree, gather_results, run_together
 from torchrec_dyn.table import ROW_DTYPES
 from torchrec_dyn.whole_model import (
     Collection,
-    RowsHere,
+    ModelTable,
     assign_rows,
     lookup_rows,
     read_ids,
-    rows_here,
+    tables_in,
 )
 
 T = TypeVar("T")
 
 _CHUNK_BYTES = 32 << 20
 _FORMAT = "torchrec_dyn_rows_1"
-_ROWS = ("rows", "weight")  # other programs' files have either
+_ROWS = ("rows", "weight")  # the names of rows in files of other programs
 
 
 def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]) -> None:
     """Writes the ids and rows of one table to a .safetensors file, 32 MB at a time.
 
     The file has "ids" [R] int64 in canonical order, "rows" [R, D] in the table's dtype, and in its
-    metadata the format, the table and the seed of its initial rows. Optimizer state and scores
-    travel in checkpoints. The file appears under its name when it is complete. Collective on a
+    metadata the format, the table and the seed of its initial rows. Optimizer state and scores are
+    saved in checkpoints only. The file appears under its name when it is complete. Collective on a
     sharded collection.
 
     Args:
         collection: sharded or not; nothing may train or edit it meanwhile.
         table: its name.
-        path: the file; one that is there is replaced. Only rank 0's counts.
+        path: the file; an existing one is replaced. Only rank 0 reads this argument.
 
     Raises:
         ValueError: if there is no such table.
-        RuntimeError: if rows came or went meanwhile, or a rank failed; no file is left.
+        RuntimeError: if ids were removed meanwhile, or a rank failed; no file is left.
     """
     ids = read_ids(collection, table)
-    here, where = rows_here(collection)[table], f"export_rows(table='{table}')"
-    told = agree(here.group, where, told=[shard.config.seed for shard in here.shards])
-    seed = next(seeds[0] for seeds in told if seeds)
-    none, _ = lookup_rows(collection, table, ids[:0])
+    held, where = tables_in(collection)[table], f"export_rows(table='{table}')"
+    of_ranks = agree(held.group, where, value=[one.config.seed for one in held.pieces.shards])
+    seed = next(seeds[0] for seeds in of_ranks if seeds)
+    no_rows, _ = lookup_rows(collection, table, ids[:0])
     writer: SafetensorsWriter | None = None
 
     def begin() -> None:
         nonlocal writer
         tensors = {
             "ids": (torch.int64, (len(ids),)),
-            "rows": (none.dtype, (len(ids), none.shape[1])),
+            "rows": (no_rows.dtype, (len(ids), no_rows.shape[1])),
         }
         writer = SafetensorsWriter(path, tensors, _metadata(table, seed))
         for first, last in _chunks(len(ids), ids.element_size()):
             writer.write(ids[first:last])
 
     try:
-        _first_rank_does(here, where, begin)
-        for first, last in _chunks(len(ids), none.shape[1] * none.element_size()):
-            asked = ids[first:last] if here.rank == 0 else ids[:0]
+        _on_first_rank(held, where, begin)
+        for first, last in _chunks(len(ids), no_rows.shape[1] * no_rows.element_size()):
+            asked = ids[first:last] if held.pieces.rank == 0 else ids[:0]
             rows, found = lookup_rows(collection, table, asked)
 
-            def go_on(rows: Tensor = rows, found: Tensor = found) -> None:
+            def write(rows: Tensor = rows, found: Tensor = found) -> None:
                 if not bool(found.all()):
                     gone = int(found.numel() - found.sum())
                     raise RuntimeError(
@@ -87,8 +87,8 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
                 assert writer is not None
                 writer.write(rows)
 
-            _first_rank_does(here, where, go_on)
-        _first_rank_does(here, where, lambda: writer.finish() if writer else None)
+            _on_first_rank(held, where, write)
+        _on_first_rank(held, where, lambda: writer.finish() if writer else None)
     finally:
         if writer is not None:
             writer.drop()
@@ -97,12 +97,12 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
 def export_saved_rows(
     checkpoint: str | os.PathLike[str], table: str, path: str | os.PathLike[str]
 ) -> None:
-    """Writes the same file from a checkpoint, without a model and without other ranks.
+    """Writes the file of `export_rows` from a checkpoint, without a model and without other ranks.
 
     Args:
-        checkpoint: what was given to `torch.distributed.checkpoint.save`.
+        checkpoint: the directory that `torch.distributed.checkpoint.save` wrote.
         table: its name, or its key in the checkpoint where several have that name.
-        path: the file; one that is there is replaced.
+        path: the file; an existing one is replaced.
 
     Raises:
         ValueError: if there is no such table, or the checkpoint is damaged; no file is left.
@@ -122,7 +122,7 @@ def export_saved_rows(
     }
     writer = SafetensorsWriter(path, tensors, _metadata(saved.name, saved.config["seed"]))
     try:
-        for name in ("ids", "weight"):  # each of them is checked against its content sum
+        for name in ("ids", "weight"):  # each is checked against its content sum
             for chunk in saved.chunks((name,), chunk_bytes=_CHUNK_BYTES):
                 writer.write(chunk[name])
         writer.finish()
@@ -133,49 +133,49 @@ def export_saved_rows(
 def import_rows(collection: Collection, table: str, path: str | os.PathLike[str]) -> int:
     """Assigns the ids and rows of a .safetensors file to a table, 32 MB at a time.
 
-    An id without a row gets one, with fresh optimizer state; ids that are not in the file keep
-    theirs. Of several rows for one id the last stays. Rows are converted to the table's dtype, to
-    nearest. Collective on a sharded collection.
+    Ids and rows are written as by `torchrec_dyn.assign_rows`; rows of ids that are not in the file stay.
+    Collective on a sharded collection.
 
     Args:
         collection: sharded or not.
         table: its name.
         path: a file of `export_rows`, or any with "ids" [R] int64 and "rows" or "weight" [R, D] of
-            float32, float16 or bfloat16, and nothing else. Only rank 0's counts.
+            float32, float16 or bfloat16, and nothing else. Only rank 0 reads this argument.
 
     Returns:
-        R, the rows that were read.
+        R, the number of rows in the file.
 
     Raises:
         ValueError: on every rank, if the file does not fit; nothing has changed.
         RuntimeError: on every rank, if the table has no room for the new ids; nothing has changed.
     """
-    none, _ = lookup_rows(collection, table, torch.empty(0, dtype=torch.int64))
-    here, where = rows_here(collection)[table], f"import_rows(table='{table}')"
+    no_ids = torch.empty(0, dtype=torch.int64)
+    no_rows, _ = lookup_rows(collection, table, no_ids)
+    held, where = tables_in(collection)[table], f"import_rows(table='{table}')"
     reader: SafetensorsReader | None = None
 
     def begin() -> tuple[int, str]:
         nonlocal reader
         reader = SafetensorsReader(path)
-        return _checked(reader, none.shape[1], f"{path}")
+        return _checked(reader, no_rows.shape[1], f"{path}")
 
     try:
-        count, name = _first_rank_does(here, where, begin)
+        count, name = _on_first_rank(held, where, begin)
 
         def read(entry: str, first: int, last: int) -> Tensor:
             assert reader is not None
             return reader.rows(entry, first, last)
 
-        _check_room(here, where, count, partial(read, "ids"))
-        part = torch.empty(0, dtype=torch.int64), none
-        for first, last in _chunks(count, 8 + none.shape[1] * 4):
+        _check_room(held, where, count, partial(read, "ids"))
+        part = no_ids, no_rows
+        for first, last in _chunks(count, 8 + no_rows.shape[1] * 4):
 
-            def go_on(first: int = first, last: int = last) -> None:
+            def read_part(first: int = first, last: int = last) -> None:
                 nonlocal part
                 part = read("ids", first, last), read(name, first, last)
 
-            _first_rank_does(here, where, go_on)
-            assign_rows(collection, table, *part)  # other ranks have nothing to give
+            _on_first_rank(held, where, read_part)
+            assign_rows(collection, table, *part)  # on other ranks no ids
         return count
     finally:
         if reader is not None:
@@ -187,7 +187,7 @@ def _metadata(table: str, seed: int) -> dict[str, str]:
 
 
 def _checked(reader: SafetensorsReader, columns: int, where: str) -> tuple[int, str]:
-    """Returns the number of rows in a file and what they are called in it.
+    """Returns the number of rows in a file and their name in it.
 
     Raises:
         ValueError: if the file has other tensors than ids and rows [R, columns].
@@ -211,30 +211,31 @@ def _checked(reader: SafetensorsReader, columns: int, where: str) -> tuple[int, 
 
 
 def _check_room(
-    here: RowsHere, where: str, count: int, read_ids: Callable[[int, int], Tensor]
+    table: ModelTable, where: str, count: int, read_ids: Callable[[int, int], Tensor]
 ) -> None:
-    """Raises RuntimeError on every rank if the ids of a file do not fit beside those of some rank."""
-    tight = [one for one in here.shards[:1] if one.num_rows + count > one.row_limit]
-    if not any(agree(here.group, where, told=bool(tight))):
+    """Raises RuntimeError on every rank if the new ids of a file exceed the limit of some rank."""
+    first_shard = table.pieces.shards[:1]
+    tight = [one for one in first_shard if one.num_rows + count > one.row_limit]
+    if not any(agree(table.group, where, value=bool(tight))):
         return
     absent = []
     for first, last in _chunks(count, 8):
         ids = torch.empty(last - first, dtype=torch.int64)
 
-        def go_on(ids: Tensor = ids, first: int = first, last: int = last) -> None:
+        def read(ids: Tensor = ids, first: int = first, last: int = last) -> None:
             ids.copy_(read_ids(first, last))
 
-        _first_rank_does(here, where, go_on)
-        if here.group is not None:
-            dist.broadcast(ids, dist.get_global_rank(here.group, 0), group=here.group)
-        mine = here.of(ids)
-        absent += [mine[torch.eq(one.id_map.lookup(mine), -1)] for one in here.shards[:1]]
+        _on_first_rank(table, where, read)
+        if table.group is not None:
+            dist.broadcast(ids, dist.get_global_rank(table.group, 0), group=table.group)
+        ids = ids[table.pieces.owns(ids)]
+        absent += [ids[torch.eq(one.id_map.lookup(ids), -1)] for one in first_shard]
 
     def check() -> None:
-        for one in here.shards[:1]:
+        for one in first_shard:
             one.check_room(torch.unique(torch.cat(absent)).numel())
 
-    done_together(here.group, where, check)
+    run_together(table.group, where, check)
 
 
 def _chunks(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
@@ -243,6 +244,8 @@ def _chunks(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + size, count)
 
 
-def _first_rank_does(here: RowsHere, where: str, work: Callable[[], T]) -> T:
-    """Does something on rank 0 and tells all ranks what came of it, errors too."""
-    return told_together(here.group, where, lambda: work() if here.rank == 0 else None)[0]  # type: ignore[return-value]
+def _on_first_rank(table: ModelTable, where: str, work: Callable[[], T]) -> T:
+    """Runs `work` on rank 0 and returns its result on every rank; a fault is raised on every rank."""
+    return gather_results(  # type: ignore[return-value]
+        table.group, where, lambda: work() if table.pieces.rank == 0 else None
+    )[0]

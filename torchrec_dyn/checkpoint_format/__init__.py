@@ -1,22 +1,22 @@
-"""What is saved of a table, and a reader of it that needs no model.
+"""The saved form of a table, and a reader of it that needs no model.
 
-Imports `life`, `storage` and the root; torch alone. Start with `saved_tensor` (how a table lies in a
-checkpoint), then `checkpoint_reader` (a directory) and `saved_table` (one table of it). The format is
-told in docs/checkpoints.md.
+Imports `storage` and the ground; torch alone. Start with `saved_tensor` (how a table lies in a
+checkpoint), then `checkpoint_reader` (a directory) and `saved_table` (one table of it).
+docs/checkpoints.md describes the format.
 
-A saved form depends on the contents of a table only: not on plan, world size or history.
+The saved form depends on the contents of a table only: not on plan, world size or history.
 """
 
 from torchrec_dyn.checkpoint_format.checkpoint_reader import (
     SavedCheckpoint,
-    check_files,
     open_checkpoint,
-    read_metadata,
+    open_files,
 )
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.column_cuts import mean_over_cuts
 from torchrec_dyn.checkpoint_format.content_sums import (
     DAMAGED,
+    MODEL_NAMES,
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
     add_sums,
@@ -28,14 +28,22 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     sum_of_small,
 )
 from torchrec_dyn.checkpoint_format.saved_config import (
+    INITIALIZERS,
     check_config,
     check_optimizer,
     from_bytes,
+    named_initializer,
     optimizer_config,
     saved_initializer,
     table_config,
     to_bytes,
 )
 from torchrec_dyn.checkpoint_format.saved_table import SavedTable
-from torchrec_dyn.checkpoint_format.saved_tensor import CHUNK_BYTES, Part, SavedTensor, numbers_of
-from torchrec_dyn.checkpoint_format.tensor_checks import BY_ROW, OPTIMIZER, ascend
+from torchrec_dyn.checkpoint_format.saved_tensor import (
+    CHUNK_BYTES,
+    Part,
+    SavedTensor,
+    numbers_of,
+    whole_tensor,
+)
+from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER, ROW_TENSORS, is_canonical

@@ -1,10 +1,7 @@
 """Reads the dynamic tables of a checkpoint, or of a delta, without a model and without a process group.
 
 The checkpoint is one of torch.distributed.checkpoint (DCP). Its `.metadata` is a pickle, by DCP's design:
-open only checkpoints whose origin you trust. The tensors themselves are read without pickles that could run
-code.
-
-Rows come as a stream of aligned pieces in canonical order, of a bounded number of bytes; no more is held.
+open only checkpoints whose origin you trust. Tensors are read without pickles that could run code.
 """
 
 from __future__ import annotations
@@ -30,12 +27,12 @@ from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """What `open_checkpoint` found.
+    """The tables that `open_checkpoint` found.
 
     Attributes:
         path: of the checkpoint.
         tables: by their key in the checkpoint, "model.sparse.ebc.embedding_bags.user".
-        ownerless: keys of optimizer state of which no table here, or more than one, can be the owner.
+        ownerless: keys of optimizer state that belongs to no table here, or perhaps to several.
     """
 
     path: Path
@@ -49,10 +46,10 @@ class SavedCheckpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
-    """Finds the dynamic tables of a checkpoint and reads what is small of them.
+    """Finds the dynamic tables of a checkpoint and reads their small tensors.
 
     Model and optimizer state may stand anywhere in the state dict that was saved. Lengths of files, shapes
-    and configs are checked here; rows are when they are read.
+    and configs are checked here, rows when they are read.
 
     Args:
         path: the directory that was given to `torch.distributed.checkpoint.save`.
@@ -90,36 +87,27 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
 
 
 def open_files(folder: Path) -> tuple[FileSystemReader, Metadata]:
-    """Opens any checkpoint of files, of dynamic tables or not, and checks that its files have their lengths.
+    """Opens a checkpoint, of dynamic tables or not, and checks that its files are long enough.
 
     Args:
         folder: the directory.
 
     Returns:
-        DCP's reader, which was given the metadata, and the metadata.
+        DCP's reader, set up with the metadata, and the metadata.
 
     Raises:
         ValueError: if it is no checkpoint, a torn or a damaged one.
     """
     reader = FileSystemReader(folder)
-    metadata = read_metadata(folder, reader)
+    metadata = _read_metadata(folder, reader)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    check_files(folder, metadata)
+    _check_files(folder, metadata)
     return reader, metadata
 
 
-def read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
-    """Reads the index of a checkpoint.
-
-    Args:
-        folder: of the checkpoint.
-        reader: of it.
-
-    Raises:
-        ValueError: if it is no checkpoint, or a torn one.
-    """
+def _read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
     if not (folder / ".metadata").is_file():
-        inside = [one.name for one in folder.iterdir()] if folder.is_dir() else ["no directory"]
+        inside = [path.name for path in folder.iterdir()] if folder.is_dir() else ["no directory"]
         if all(name.endswith((".distcp", ".metadata.tmp")) for name in inside):
             raise ValueError(
                 f"{folder}: expected a checkpoint with .metadata, got one without. It is torn: its save "
@@ -134,7 +122,7 @@ def read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
         metadata = reader.read_metadata()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, Mapping):
             raise TypeError("no index of files")
-    # Damaged pickles raise anything, and so does DCP's reader for what is none of its own.
+    # Damaged pickles raise anything, and so does DCP's reader for a file that DCP did not write.
     except Exception as error:
         raise ValueError(
             f"{folder}: expected .metadata that can be read, got {type(error).__name__}: {error}. {DAMAGED}"
@@ -142,13 +130,8 @@ def read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
     return metadata
 
 
-def check_files(folder: Path, metadata: Metadata) -> None:
-    """Raises ValueError if a file is missing or too short for what the index says of it.
-
-    Args:
-        folder: of the checkpoint.
-        metadata: its index.
-    """
+def _check_files(folder: Path, metadata: Metadata) -> None:
+    """Raises ValueError if a file is missing or shorter than the metadata say."""
     ends: dict[str, int] = defaultdict(int)
     for entry in metadata.storage_data.values():
         ends[entry.relative_path] = max(ends[entry.relative_path], entry.offset + entry.length)
@@ -163,7 +146,10 @@ def check_files(folder: Path, metadata: Metadata) -> None:
 
 
 def _kind(tensors: Mapping[str, TensorStorageMetadata]) -> tuple[str, ...] | None:
-    """Tells a table, or its optimizer state, among everything else: by two names and types at least."""
+    """Returns the tensors of a table or of its optimizer state, None for anything else.
+
+    It must have at least two of the names with their types.
+    """
     types = {
         "config": torch.uint8,
         "checksum": torch.int64,
@@ -188,12 +174,12 @@ def _owners(
 ) -> tuple[dict[str, str], list[str]]:
     """Finds the table of each optimizer state.
 
-    "optimizer.state.sparse.ebc.embedding_bags.user.weight.user" belongs to what ends like the path between
-    "state" and "weight", or is an end of it: the user's own keys around the two state dicts differ. Of
-    several such tables it is the one under the most of the same keys.
+    "optimizer.state.sparse.ebc.embedding_bags.user.weight.user" belongs to the table whose key ends like the
+    path between "state" and "weight", or is an end of it: the user's own keys around the two state dicts
+    differ. Of several such tables it is the one that shares the most keys from the start.
 
     Returns:
-        The optimizer state's key by the table's, and the keys of those without an owner.
+        Keys of optimizer states by the keys of their tables, and the keys of those without an owner.
     """
     claims: dict[str, list[str]] = defaultdict(list)
     ownerless = []
@@ -231,20 +217,20 @@ def _open_table(
 ) -> SavedTable:
     where = f"table '{key}' in {folder}"
     config = _read_config(where, tensors, ("table", "embedding_dim"))
-    ours = {name: one for name, one in tensors.items() if name != "cells"}
+    of_table = {name: tensor for name, tensor in tensors.items() if name != "cells"}
     rule = None
     if optimizer:
         rule = _read_config(f"optimizer of {where}", optimizer, ("optimizer",))
-        for name, one in optimizer.items():
+        for name, tensor in optimizer.items():
             if name in ("momentum1", "momentum2", "step"):
-                ours[name] = one
+                of_table[name] = tensor
             elif name != "cells":
-                ours[OPTIMIZER + name] = one
+                of_table[OPTIMIZER + name] = tensor
     if config["table"] != key.rpartition(".")[2]:
         raise ValueError(
             f"{where}: expected a config of it, got that of {config['table']!r}. {DAMAGED}"
         )
-    return SavedTable(where, key, config, rule, ours)
+    return SavedTable(where, key, config, rule, of_table)
 
 
 def _read_config(

@@ -1,8 +1,8 @@
-"""ChunkedTensor: one tensor of a checkpoint, of which any rows can be read without the others.
+"""ChunkedTensor: reads any rows of one tensor of a checkpoint without reading the others.
 
 torch.distributed.checkpoint (DCP) saves a tensor as chunks, each an archive of `torch.save` somewhere in a
-file. Its own reader loads whole chunks, too much where an unsharded module has saved 5 GB as one. Here torch
-tells where the numbers stand (an archive that is loaded onto the meta device hands out none of them), and
+file. Its own reader loads whole chunks, too much where an unsharded module has saved 5 GB as one chunk. Here
+torch loads the archive onto the meta device, which reads no numbers but finds their place in the file; then
 only the rows asked for are read.
 """
 
@@ -37,9 +37,8 @@ class _Chunk:
     left: int
     right: int
     entry: Any  # DCP's: relative_path, offset, length, transform_descriptors
-    numbers_at: int | None = (
-        None  # in the file, where one row follows the other; None: not known yet
-    )
+    # Place in the file of the numbers, where row follows row; None: not known yet.
+    numbers_at: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -51,9 +50,9 @@ class ChunkedTensor:
 
     Args:
         where: table and tensor, for messages.
-        reader: of the checkpoint; it was given the metadata.
+        reader: of the checkpoint, set up with the metadata.
         key: of the tensor in the checkpoint.
-        saved: what the metadata says of it: at most two dimensions.
+        saved: its metadata; at most two dimensions.
 
     Attributes:
         shape: of the whole tensor.
@@ -80,13 +79,13 @@ class ChunkedTensor:
 
     def _read_chunks(self, key: str, saved: TensorStorageMetadata) -> list[_Chunk]:
         chunks = []
-        for one in saved.chunks:
-            if math.prod(one.sizes) == 0:
+        for saved_chunk in saved.chunks:
+            if math.prod(saved_chunk.sizes) == 0:
                 continue
-            entry = self._reader.storage_data.get(MetadataIndex(key, one.offsets))
-            chunk = _as_rows(one, entry)
+            entry = self._reader.storage_data.get(MetadataIndex(key, saved_chunk.offsets))
+            chunk = _as_rows(saved_chunk, entry)
             if entry is None or chunk.last > self._rows or chunk.right > self._columns:
-                raise self._damaged(f"a saved chunk inside {list(self.shape)}", repr(one))
+                raise self._damaged(f"a saved chunk inside {list(self.shape)}", repr(saved_chunk))
             chunks.append(chunk)
         return chunks
 
@@ -101,13 +100,13 @@ class ChunkedTensor:
             [last - first, columns], or [last - first] of a tensor with one dimension.
 
         Raises:
-            ValueError: if the files are not as the metadata says.
+            ValueError: if the files are not as the metadata say.
         """
         found = torch.zeros(last - first, self._columns, dtype=self.dtype)
         missing = found.numel()
         begin = bisect_left(self._starts, first - self._longest + 1)
         end = bisect_left(self._starts, last)
-        # Whole chunks are kept while the rows asked for come in order.
+        # Unpacked chunks are kept as long as the rows asked for follow each other.
         self._unpacked = {
             number: chunk for number, chunk in self._unpacked.items() if begin <= number < end
         }
@@ -142,7 +141,7 @@ class ChunkedTensor:
             into.copy_(part)
 
     def _find_numbers(self, number: int) -> int | None:
-        """Returns where in the file a chunk's rows stand; None of one that had to be unpacked whole."""
+        """Returns the place of a chunk's rows in the file; None if the chunk had to be unpacked whole."""
         chunk = self._chunks[number]
         packed = bool(chunk.entry.transform_descriptors)
         with self._open(chunk) as file:
@@ -169,7 +168,7 @@ class ChunkedTensor:
                 )
                 stream = io.BytesIO(stream.read())
             saved = torch.load(stream, map_location=device, weights_only=True)
-        # What torch raises for bytes that are no archive is not told: RuntimeError, UnpicklingError, ...
+        # torch does not document what it raises for damaged bytes: RuntimeError, UnpicklingError, ...
         except Exception as error:
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise self._damaged("an archive of torch.save", why) from error
@@ -189,7 +188,7 @@ class ChunkedTensor:
 
 
 def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    """A number is one row of one column, and so is each element of a tensor with one dimension."""
+    """Returns both sizes; a single number, and each element of one dimension, is a row of one column."""
     return (shape[0] if shape else 1), math.prod(shape[1:])
 
 

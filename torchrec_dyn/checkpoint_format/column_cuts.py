@@ -1,8 +1,7 @@
-"""Row-wise optimizer state under other column cuts than it was saved with.
+"""Converts row-wise optimizer state (one number per row and column shard) to other column cuts.
 
-A row-wise optimizer keeps one number for each column shard of a row. On other cuts a shard starts with
-the mean of those numbers over its columns: exact for row-wise Adagrad from columns to the whole row, where
-the number is a mean over columns itself.
+A shard on other cuts starts with the mean of the saved numbers over its columns: exact for row-wise Adagrad
+from columns to the whole row, where the number is a mean over columns itself.
 """
 
 from __future__ import annotations

@@ -15,17 +15,19 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.initializers import table_key
+from torchrec_dyn.storage import signed, unsigned
 
 # The tensors of a table in the order of their sums, in the model's and in the optimizer's state dict.
 MODEL_TENSORS = ("ids", "weight", "last_seen", "count", "waiting", "clock", "config")
 OPTIMIZER_TENSORS = ("momentum1", "momentum2", "step", "config")
+# All names that the model's state dict has of a table; the last two are not summed.
+MODEL_NAMES = (*MODEL_TENSORS, "checksum", "cells")
 # The end of every message that says so.
 DAMAGED = "The checkpoint is damaged; use the one before."
-_WORD = 1 << 64
 
 
 def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column: int = 0) -> int:
-    """Sums rows of one tensor of a table (csrc/content.h: the formula).
+    """Sums rows of one tensor of a table (csrc/storage/content_sum.h: the formula).
 
     Args:
         table: its name.
@@ -39,7 +41,7 @@ def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column
     """
     columns = values.reshape(ids.numel(), -1) if ids.numel() else values.new_empty(0, 1)
     key = table_key(0, table, f"sum {name}")
-    return int(ops.content_sum(ids, columns.contiguous(), first_column, key)) % _WORD
+    return unsigned(int(ops.content_sum(ids, columns.contiguous(), first_column, key)))
 
 
 def sum_of_small(table: str, name: str, saved: Tensor) -> int:
@@ -57,13 +59,13 @@ def sum_of_small(table: str, name: str, saved: Tensor) -> int:
 
 
 def add_sums(*sums: Mapping[str, int]) -> dict[str, int]:
-    """Adds the sums of parts, tensor by tensor."""
-    names = dict.fromkeys(name for one in sums for name in one)
-    return {name: sum(one.get(name, 0) for one in sums) % _WORD for name in names}
+    """Adds the sums of parts, tensor by tensor, modulo 2^64."""
+    names = dict.fromkeys(name for of_part in sums for name in of_part)
+    return {name: unsigned(sum(of_part.get(name, 0) for of_part in sums)) for name in names}
 
 
 def as_words(sums: Mapping[str, int], order: tuple[str, ...]) -> Tensor:
-    """Writes sums as the saved "checksum", 0 where there is none.
+    """Writes sums as the saved "checksum", 0 for a tensor without a sum.
 
     Args:
         sums: by tensor.
@@ -72,8 +74,7 @@ def as_words(sums: Mapping[str, int], order: tuple[str, ...]) -> Tensor:
     Returns:
         [len(order)] int64.
     """
-    words = [sums.get(name, 0) for name in order]
-    return torch.tensor([word - _WORD if word >> 63 else word for word in words])
+    return torch.tensor([signed(sums.get(name, 0)) for name in order])
 
 
 def from_words(words: Tensor, order: tuple[str, ...]) -> dict[str, int]:
@@ -83,7 +84,7 @@ def from_words(words: Tensor, order: tuple[str, ...]) -> dict[str, int]:
         words: [len(order)] int64.
         order: MODEL_TENSORS or OPTIMIZER_TENSORS.
     """
-    return {name: word % _WORD for name, word in zip(order, words.tolist(), strict=True)}
+    return {name: unsigned(word) for name, word in zip(order, words.tolist(), strict=True)}
 
 
 def compare_sums(
@@ -100,7 +101,7 @@ def compare_sums(
         words: the saved "checksum".
         order: MODEL_TENSORS or OPTIMIZER_TENSORS.
         names: of the tensors to compare.
-        summed: the content sums of what was read, 0 where there is none.
+        summed: the content sums of what was read, 0 for a tensor that is missing.
     """
     saved = from_words(words, order)
     for name in names:
@@ -114,7 +115,7 @@ def compare_sums(
 def check_config_is_whole(
     where: str, table: str, saved: Mapping[str, Tensor], order: tuple[str, ...]
 ) -> None:
-    """Raises ValueError if the config of a table is not the one that was saved, before it is read.
+    """Raises ValueError if the config of a table is damaged; to be called before the config is read.
 
     Args:
         where: the table, for messages.

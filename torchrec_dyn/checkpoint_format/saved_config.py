@@ -1,9 +1,10 @@
-"""What a checkpoint says of a table beside its numbers: JSON in a tensor, so that every tool carries it."""
+"""Configs: facts of a saved table beside its numbers, as JSON in a tensor: so every tool carries them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torchrec_dyn.initializers import Constant, Initializer, Normal, TruncatedNo
 from torchrec_dyn.optimizers import RowOptimizer
 
 FORMAT = 1
-_INITIALIZERS = {one.__name__: one for one in (Uniform, Normal, TruncatedNormal, Constant)}
+INITIALIZERS = {kind.__name__: kind for kind in (Uniform, Normal, TruncatedNormal, Constant)}
 
 
 def table_config(
@@ -44,11 +45,10 @@ def optimizer_config(optimizer: RowOptimizer, cuts: list[int]) -> dict[str, Any]
 
     Args:
         optimizer: its rule.
-        cuts: where column shards begin, and the last one's end: told where a row has one number of some state
-            for each.
+        cuts: where column shards begin, and the end of the last; saved if some state is row-wise.
     """
-    told = {"cuts": cuts} if any(optimizer.state_is_rowwise) else {}
-    return {"format": FORMAT, "optimizer": optimizer.kind.name.lower(), **told}
+    config = {"format": FORMAT, "optimizer": optimizer.kind.name.lower()}
+    return {**config, "cuts": cuts} if any(optimizer.state_is_rowwise) else config
 
 
 def to_bytes(config: dict[str, Any]) -> Tensor:
@@ -65,7 +65,7 @@ def from_bytes(where: str, saved: Tensor) -> dict[str, Any]:
         saved: [n] uint8.
 
     Raises:
-        ValueError: if it is none, or one of another format.
+        ValueError: if it is no config, or one of another format.
     """
     try:
         config = json.loads(bytes(saved.tolist()))
@@ -84,27 +84,33 @@ def from_bytes(where: str, saved: Tensor) -> dict[str, Any]:
 
 
 def saved_initializer(where: str, config: dict[str, Any]) -> Initializer:
-    """Makes the initializer of a table's config.
+    """Returns the initializer of a table's config.
 
     Raises:
-        ValueError: if there is none of this name and with these numbers.
+        ValueError: if this version has none of this name and with these numbers.
     """
-    fields = dict(config.get("initializer", {}))
-    kind = _INITIALIZERS.get(fields.pop("name", ""))
-    try:
-        assert kind is not None
-        return kind(**fields)
-    except (AssertionError, TypeError, ValueError):
+    initializer = named_initializer(config.get("initializer", {}))
+    if initializer is None:
         raise ValueError(
-            f"{where}: expected a saved initializer among {', '.join(_INITIALIZERS)}, got "
+            f"{where}: expected a saved initializer among {', '.join(INITIALIZERS)}, got "
             f"{config.get('initializer')}. Read it with the version of torchrec_dyn that wrote it."
-        ) from None
+        )
+    return initializer
+
+
+def named_initializer(saved: Mapping[str, Any]) -> Initializer | None:
+    """Returns the initializer of this "name" with these numbers, None if there is none."""
+    try:
+        fields = dict(saved)
+        return INITIALIZERS[fields.pop("name")](**fields)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def check_config(where: str, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raises ValueError if rows saved so cannot go into a table of another name, width or seed.
+    """Raises ValueError if the saved table has another name, width or seed than the model's.
 
-    Rows of another dtype are converted, and the saved initializer is taken over.
+    Rows of another dtype are converted, and the saved initializer replaces the model's.
 
     Args:
         where: the table, for messages.

@@ -1,4 +1,4 @@
-"""SavedTable: one table of a checkpoint, or of a delta, read in pieces that are checked on their way.
+"""SavedTable: one table of a checkpoint, or of a delta, read in pieces that are checked as they are read.
 
 Legend: R rows, D columns, N removed ids, Q ids that wait, K times.
 """
@@ -21,16 +21,16 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     sum_of_small,
 )
 from torchrec_dyn.checkpoint_format.tensor_checks import (
-    BY_ROW,
-    NOT_BY_ROW,
     OPTIMIZER,
+    ROW_TENSORS,
     SHAPES,
+    SMALL_TENSORS,
     RowCheck,
-    ascend,
     fits,
+    is_canonical,
 )
 
-CHUNK_BYTES = 32 << 20
+_PIECE_BYTES = 32 << 20  # by default; a user's, who may want larger ones than those that are saved
 
 
 class SavedTable:
@@ -41,7 +41,7 @@ class SavedTable:
         key: of the table in the checkpoint.
         config: as saved.
         optimizer: the optimizer's config as saved, None without optimizer state.
-        tensors: what is saved of it, by name; the optimizer's config, checksum, base and result as
+        tensors: the saved ones, by name; the optimizer's config, checksum, base and result as
             "optimizer.config", ...
 
     Attributes:
@@ -52,7 +52,7 @@ class SavedTable:
         num_rows: R; of a delta: rows that have changed.
         embedding_dim: D.
         dtype: of its rows.
-        sums: content sum of each tensor as saved, 0 of those that are not there.
+        sums: content sum of each tensor as saved, 0 of a missing one.
 
     Raises:
         ValueError: if tensors are missing or do not fit each other, or a config is not as it was summed.
@@ -67,7 +67,7 @@ class SavedTable:
         tensors: Mapping[str, ChunkedTensor],
     ) -> None:
         self._where = where
-        self._tensors = {name: one for name, one in tensors.items() if name in SHAPES}
+        self._tensors = {name: tensor for name, tensor in tensors.items() if name in SHAPES}
         self.key = key
         self.name: str = config["table"]
         self.config = config
@@ -90,18 +90,18 @@ class SavedTable:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Tensors that are saved; one without numbers may be missing."""
+        """Names of the saved tensors; a tensor without numbers may be missing."""
         return tuple(self._tensors)
 
     @property
     def is_delta(self) -> bool:
-        """Whether these are the changes of a table only."""
+        """Whether it holds the changes of a table only."""
         return "base" in self._tensors
 
     @property
     def row_names(self) -> tuple[str, ...]:
         """Those of `names` that have one row an id."""
-        return tuple(name for name in BY_ROW if name in self._tensors)
+        return tuple(name for name in ROW_TENSORS if name in self._tensors)
 
     def row_bytes_of(self, names: Sequence[str]) -> int:
         """Returns the bytes of a row in these tensors."""
@@ -113,7 +113,7 @@ class SavedTable:
         return sum(one.shape[0] * one.row_bytes for one in self._tensors.values() if one.shape)
 
     def rows_of(self, name: str) -> int:
-        """Returns how many rows a tensor has, 0 of one that is not there."""
+        """Returns the number of rows of a tensor, 0 of a missing one."""
         return self._tensors[name].shape[0] if name in self._tensors else 0
 
     def fingerprint(self, when: str = "checksum", of_optimizer: bool = False) -> int:
@@ -130,19 +130,19 @@ class SavedTable:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
     def read(self, name: str) -> Tensor:
-        """Reads a tensor whole and checks it: meant for those that are not by row, which are small.
+        """Reads a whole tensor and checks it; meant for tensors that are not by row, which are small.
 
         Args:
             name: one of `names`.
 
         Raises:
-            ValueError: if there is none of this name, or it is damaged.
+            ValueError: if it is missing or damaged.
         """
-        if name in BY_ROW:
+        if name in ROW_TENSORS:
             parts = [chunk[name] for chunk in self.chunks((name,))]
             return torch.cat(parts) if parts else self._tensor(name).whole()
         saved = self._tensor(name).whole()
-        if name in NOT_BY_ROW:
+        if name in SMALL_TENSORS:
             plain = name.removeprefix(OPTIMIZER)
             self._check_sum(name, sum_of_small(self.name, plain, saved), self.sums[name])
         return saved
@@ -151,23 +151,23 @@ class SavedTable:
         self,
         names: Sequence[str] = ("ids", "weight"),
         rows: range | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int = _PIECE_BYTES,
         verify: bool = True,
     ) -> Iterator[dict[str, Tensor]]:
-        """Reads rows in canonical order, some at a time.
+        """Reads rows in canonical order, piece by piece.
 
         Args:
-            names: which tensors: of those by row, or "waiting" or "removed" alone.
-            rows: which rows; None: all.
-            chunk_bytes: most bytes handed out at once, one row at least.
-            verify: if all rows are read, ids are checked to be in order, and the content sums of `names`
-                when the last rows were handed out: nobody may rely on the rows before.
+            names: of tensors by row, or "waiting" or "removed" alone.
+            rows: a range by 1; None: all.
+            chunk_bytes: most bytes of a piece, one row at least.
+            verify: where all rows are read, checks the order of ids, and after the last piece the content
+                sums of `names`. Do not rely on any piece before that.
 
         Returns:
             Pieces, each the same rows of all `names`: [M, D] or [M].
 
         Raises:
-            ValueError: if there is no such tensor; while reading, if it is damaged.
+            ValueError: if a tensor is missing; while reading, if one is damaged.
         """
         wanted = {
             name: self._tensor(name) for name in names if name in self._tensors or self.num_rows
@@ -182,7 +182,8 @@ class SavedTable:
         rows = every if rows is None else rows
         if rows.step != 1 or not 0 <= rows.start <= rows.stop <= len(every):
             raise ValueError(f"{self._where}.chunks: expected rows in {every} by 1, got {rows}.")
-        check = RowCheck(self.name) if verify and rows == every and set(names) & {*BY_ROW} else None
+        is_checked = verify and rows == every and not set(names).isdisjoint(ROW_TENSORS)
+        check = RowCheck(self.name) if is_checked else None
         if check is not None and "ids" in self._tensors:
             wanted.setdefault("ids", self._tensors["ids"])
         return self._stream(names, wanted, rows, chunk_bytes, check)
@@ -210,7 +211,7 @@ class SavedTable:
         """Reads everything and checks it.
 
         Args:
-            progress: is told how many more rows were read.
+            progress: called with the number of rows read since its last call.
 
         Raises:
             ValueError: names the table and the tensor that is damaged.
@@ -221,15 +222,15 @@ class SavedTable:
                 progress(len(chunk["ids"]))
 
     def verify_small(self) -> None:
-        """Reads what is not by row and checks it.
+        """Reads the tensors that are not by row and checks them.
 
         Raises:
             ValueError: names the table and the tensor that is damaged.
         """
-        for name in (*NOT_BY_ROW, "removed"):
+        for name in (*SMALL_TENSORS, "removed"):
             if name in self._tensors:
                 saved = self.read(name)
-                if name == "removed" and not ascend(saved):
+                if name == "removed" and not is_canonical(saved):
                     raise self._damaged("removed ids in canonical order", "others")
 
     def _tensor(self, name: str) -> ChunkedTensor:

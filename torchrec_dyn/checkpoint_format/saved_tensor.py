@@ -1,8 +1,8 @@
-"""SavedTensor: one tensor of a saved table, of which this rank holds parts that are read when asked for.
+"""SavedTensor: one tensor of a saved table. This rank holds parts of it, read only when asked for.
 
 torch.distributed.checkpoint asks any tensor that has `__create_write_items__` for its chunks and reads
-them one by one; so nothing is gathered before it is written. Whatever copies a tensor (async_save,
-copy.deepcopy, torch.save) gets all parts copied out.
+them one by one; so nothing is gathered before it is written. A copy of the tensor (async_save,
+copy.deepcopy, torch.save) holds copies of all parts.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-# A chunk is what is in memory twice while a table is saved or loaded.
+# Most bytes of a chunk, which is in memory a second time while it is saved or loaded.
 CHUNK_BYTES = 16 << 20
-# DCP's writer keeps the last chunk of every key until all are written, so the last one is a small one.
+# DCP's writer keeps the last chunk of every key until all are written, so the last chunk is small.
 _KEPT_BYTES = 1 << 20
 _KEPT_ROWS = 16
 _MAKES_A_SHELL = (
@@ -36,10 +36,10 @@ class Part(NamedTuple):
     """A block of the whole tensor that this rank holds.
 
     Attributes:
-        offset: where it begins in the whole tensor, one number per dimension.
+        offset: its first place in the whole tensor, one number per dimension.
         size: one number per dimension.
-        read: gives rows [start, stop) of the block.
-        is_saved: whether this rank saves it; another one does where a copy must hold it too.
+        read: returns rows [start, stop) of the block.
+        is_saved: whether this rank saves it; else it is here for copies, and another rank saves it.
     """
 
     offset: tuple[int, ...]
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 class _Held:
-    """The parts, apart from the tensor so that a copy of the tensor's attributes copies them out."""
+    """Holds the parts apart from the tensor, so that a copy of the tensor's attributes copies them too."""
 
     def __init__(self, parts: Sequence[Part], entry: Any) -> None:
         self.parts = tuple(parts)
@@ -57,7 +57,7 @@ class _Held:
         self._chunks: dict[tuple[int, ...], tuple[Part, int, int]] = {}
 
     def chunks(self, dtype: torch.dtype) -> dict[tuple[int, ...], tuple[Part, int, int]]:
-        """Gives what this rank saves, cut: part, first row and the one after the last, by offset."""
+        """Returns the chunks that this rank saves: part, first row and the one after the last, by offset."""
         if not self._chunks:
             for part in self.parts:
                 if part.is_saved:
@@ -67,7 +67,7 @@ class _Held:
         return self._chunks
 
     def check_readable(self) -> None:
-        """Raises RuntimeError while something was loaded and not taken over: the parts are the old ones."""
+        """Raises RuntimeError between dcp.load and load_state_dict, while the parts are the old ones."""
         if getattr(self.entry, "staged", None) is not None:
             raise RuntimeError(
                 "SavedTensor: expected load_state_dict after dcp.load, got a read before it, which would "
@@ -119,7 +119,7 @@ def _held_again(blocks: Sequence[_Block]) -> _Held:
 
 
 def row_ranges(size: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Cuts the rows of a block into chunks: begins and ends.
+    """Cuts the rows of a block into chunks, and returns their begins and ends.
 
     Args:
         size: of the block.
@@ -143,14 +143,14 @@ class SavedTensor(torch.Tensor):
     Args:
         size: of the whole tensor.
         dtype: of its numbers.
-        parts: what this rank holds of it.
-        entry: what loads it (state_dict/load_planner.py); None of a copy.
+        parts: of it on this rank.
+        entry: loads it (state_dict/loading.py); None in a copy.
     """
 
     _held: _Held
 
     @staticmethod
-    def __new__(  # noqa: D102 (told by the class)
+    def __new__(  # noqa: D102 (described by the class)
         cls, size: Sequence[int], dtype: torch.dtype, parts: Sequence[Part], entry: Any = None
     ) -> SavedTensor:
         made: SavedTensor = torch.Tensor._make_wrapper_subclass(
@@ -161,20 +161,20 @@ class SavedTensor(torch.Tensor):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What this rank holds."""
+        """The parts on this rank."""
         return self._held.parts
 
     @property
     def entry(self) -> Any:
-        """What loads it, None of a copy."""
+        """Loads it; None in a copy."""
         return self._held.entry
 
     def local(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Copies this rank's parts out: offset in the whole tensor, and block."""
+        """Copies this rank's parts out, and returns the offset of each in the whole tensor and its block."""
         self._held.check_readable()
         return [(part.offset, _whole(part)) for part in self.parts]
 
-    # What torch.distributed.checkpoint asks.
+    # Called by torch.distributed.checkpoint.
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -188,7 +188,7 @@ class SavedTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # Only other load planners ask: they would read into what is gathered here and then dropped.
+        # Only other load planners call it. They would read into a tensor that is dropped afterwards.
         raise RuntimeError(
             "SavedTensor: expected to be loaded by our planner, got another one. Call "
             "dcp.load(..., planner=torchrec_dyn.checkpoint.LoadPlanner())."
@@ -210,7 +210,7 @@ class SavedTensor(torch.Tensor):
             else _whole(part)
         )
 
-    # What copies it.
+    # Called by whatever copies it.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SavedTensor:
         made = memo.get(id(self))
@@ -237,9 +237,11 @@ class SavedTensor(torch.Tensor):
         if name in ("aten.clone.default", "aten._to_copy.default"):
             return copy.deepcopy(source)
         if name == "aten.copy_.default" and not isinstance(source, SavedTensor):
-            return source.copy_(numbers_of(args[1]))  # stagers make plain numbers of single ones
+            return source.copy_(
+                numbers_of(args[1])
+            )  # stagers copy single numbers into plain tensors
         if name == "aten.copy_.default" and args[1].shape == source.shape:
-            # A plain tensor has the rows of all ranks: loading picks this rank's own.
+            # A plain tensor has the rows of all ranks: a load picks the rows of this rank.
             held = getattr(args[1], "_held", None)
             whole = (0,) * source.dim(), args[1].detach(), False
             source._held = copy.deepcopy(held or _held_again([whole]))
@@ -254,14 +256,26 @@ class SavedTensor(torch.Tensor):
         return f"SavedTensor(size={list(self.shape)}, dtype={self.dtype}, here={held})"
 
 
+def whole_tensor(value: Tensor, is_saved: bool, entry: Any = None) -> SavedTensor:
+    """Returns a plain tensor that every rank has as a SavedTensor.
+
+    Args:
+        value: the tensor, small.
+        is_saved: whether this rank saves it; one rank does.
+        entry: of the SavedTensor.
+    """
+    parts = [_part_of((0,) * value.dim(), value, is_saved)] if value.numel() else []
+    return SavedTensor(value.shape, value.dtype, parts, entry)
+
+
 def numbers_of(value: Tensor) -> Tensor:
-    """Gives all numbers of a tensor, of which this rank has a copy.
+    """Returns a tensor that this rank holds whole as a plain tensor.
 
     Args:
         value: a SavedTensor, or a plain tensor.
 
     Raises:
-        ValueError: if other ranks hold some.
+        ValueError: if other ranks hold parts of it.
     """
     if not isinstance(value, SavedTensor):
         return value

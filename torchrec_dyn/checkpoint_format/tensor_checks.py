@@ -1,4 +1,4 @@
-"""What the tensors of a saved table must be: their shapes, the order of their rows, their content sums.
+"""Checks of the tensors of a saved table: their shapes, the order of their rows, their content sums.
 
 Legend: R rows, D columns, N removed ids, Q ids that wait, K times.
 """
@@ -21,8 +21,8 @@ from torchrec_dyn.checkpoint_format.content_sums import (
 
 # Before the names that the optimizer state shares with the table: "optimizer.checksum".
 OPTIMIZER = "optimizer."
-BY_ROW = ("ids", "weight", "last_seen", "count", "momentum1", "momentum2")
-NOT_BY_ROW = ("waiting", "clock", "config", "step", OPTIMIZER + "config")
+ROW_TENSORS = ("ids", "weight", "last_seen", "count", "momentum1", "momentum2")
+SMALL_TENSORS = ("waiting", "clock", "config", "step", OPTIMIZER + "config")
 _MODEL_WORDS = f"[{len(MODEL_TENSORS)}] int64"
 _OPTIMIZER_WORDS = f"[{len(OPTIMIZER_TENSORS)}] int64"
 SHAPES = {
@@ -48,12 +48,12 @@ SHAPES = {
 
 
 def fits(tensor: ChunkedTensor, rule: str, sizes: Mapping[str, int]) -> bool:
-    """Tells whether a tensor is as one of `SHAPES` says.
+    """Returns whether a tensor has the shape and dtype of a rule of `SHAPES`.
 
     Args:
         tensor: in the checkpoint.
         rule: shape and dtype.
-        sizes: what the letters of the rule stand for; other words are any number.
+        sizes: numbers for words of the rule; other words are any number.
     """
     shape, _, dtype = rule[1:].partition("]")
     words = [word.strip() for word in shape.split(",") if word]
@@ -67,8 +67,8 @@ def fits(tensor: ChunkedTensor, rule: str, sizes: Mapping[str, int]) -> bool:
     )
 
 
-def ascend(ids: Tensor) -> bool:
-    """Tells whether ids are distinct and in canonical order.
+def is_canonical(ids: Tensor) -> bool:
+    """Returns whether ids are distinct and in canonical order.
 
     Args:
         ids: [M] int64.
@@ -79,7 +79,7 @@ def ascend(ids: Tensor) -> bool:
 
 
 class RowCheck:
-    """Sums rows as they pass, and looks at the order of their ids.
+    """Sums rows as they are read, and checks the order of their ids.
 
     Args:
         table: its name.
@@ -94,19 +94,19 @@ class RowCheck:
         self.sums: dict[str, int] = {}
 
     def add(self, rows: Mapping[str, Tensor]) -> bool:
-        """Takes the next rows.
+        """Adds the next rows.
 
         Args:
             rows: by tensor, "ids" among them.
 
         Returns:
-            Whether their ids go on in canonical order.
+            Whether their ids continue the canonical order.
         """
         ids = rows["ids"]
         self.sums = add_sums(
             self.sums,
             {name: content_sum(self._table, name, ids, values) for name, values in rows.items()},
         )
-        ordered = ascend(torch.cat([self._last, ids]))
+        ordered = is_canonical(torch.cat([self._last, ids]))
         self._last = ids[-1:]
         return ordered

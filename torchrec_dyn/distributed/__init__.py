@@ -1,8 +1,12 @@
 """The sharded collections: sharders, shards, handles, resharding; the word of `torchrec.distributed`.
 
-Imports `sharding`, `modules`, `state_dict`, `ranks` and the rooms below. Start with `sharders`, then
-`embeddingbag_collection`: what DistributedModelParallel makes of a collection. `sharding_setup` is done
-once for each, `resharding` moves the tables of a running model.
+Imports `sharding`, `modules`, `state_dict`, `ranks`, `checkpoint_format`, `lookup`, `table`, `life`,
+`storage` and the ground. Start with `sharders`, then `embeddingbag_collection`: `sharding_setup` checks
+the plan, `local_shards` holds the tables of this rank. Read as needed: `table_handle` and `whole_table`,
+calls by id; `resharding`, `table_move` and `chunk_exchange`, another plan for a running model;
+`feature_processors`.
+
+An invalid argument of a collective call is an error on every rank, and nothing has changed then.
 """
 
 from torchrec_dyn.distributed.embedding_collection import ShardedDynamicEmbeddingCollection
@@ -14,6 +18,5 @@ from torchrec_dyn.distributed.sharders import (
     DynamicEmbeddingBagCollectionSharder,
     DynamicEmbeddingCollectionSharder,
 )
-from torchrec_dyn.distributed.sharding_setup import merged_fused_params
 from torchrec_dyn.distributed.table_handle import ShardedTableHandle
 from torchrec_dyn.distributed.whole_table import Stats, WholeTable

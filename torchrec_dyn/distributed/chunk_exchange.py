@@ -1,8 +1,8 @@
-"""What one plan would save is read by another: chunks of saved tensors go from rank to rank, without a file.
+"""Sends chunks of saved tensors from rank to rank, without a file: one plan saves them, another loads them.
 
-A table's shards know what they would save, chunk by chunk (state_dict/saving.py), and those of another plan
-what they would read of it (state_dict/load_session.py). In a round every rank reads one chunk of its own and
-sends each rank the blocks that it wants of it; so at most one chunk a rank is under way.
+A table's shards know what they would save, chunk by chunk (state_dict/saving.py), and the shards of another
+plan know what they would read of it (state_dict/load_session.py). In a round every rank reads one chunk of
+its own and sends its blocks to the ranks that want them; so at most one chunk a rank is in memory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchrec_dyn.checkpoint_format import SavedTensor
-from torchrec_dyn.ranks import agree, told_together
+from torchrec_dyn.ranks import agree, gather_results
 from torchrec_dyn.state_dict import TableEntry
 
 
 class _Block(NamedTuple):
-    """A block of a saved tensor: a chunk, or what is wanted of one."""
+    """A block of a saved tensor: a chunk, or the part of a chunk that a rank wants."""
 
     name: str
     offset: tuple[int, ...]
@@ -37,19 +37,19 @@ class _Block(NamedTuple):
         return torch.Size(self.size).numel()
 
     def within(self, chunk: _Block) -> tuple[slice, ...]:
-        """Returns where this block is in the chunk that has it."""
-        begins = [mine - its for mine, its in zip(self.offset, chunk.offset, strict=True)]
+        """Returns where this block is in the chunk that holds it."""
+        begins = [own - first for own, first in zip(self.offset, chunk.offset, strict=True)]
         return tuple(slice(b, b + n) for b, n in zip(begins, self.size, strict=True))
 
 
 def exchange_chunks(
     saved: Mapping[str, SavedTensor], entry: TableEntry, group: dist.ProcessGroup, call: str
 ) -> None:
-    """Gives an entry what it wants of tensors whose parts lie on all ranks. Collective.
+    """Fills an entry with the blocks that it wants of tensors whose chunks lie on all ranks. Collective.
 
     Args:
-        saved: what the present shards would save, by name.
-        entry: of the shards that are to have it; not yet begun.
+        saved: the tensors that the present shards would save, by name.
+        entry: of the shards to load; not yet begun.
         group: the ranks.
         call: the same on every rank.
 
@@ -64,17 +64,17 @@ def exchange_chunks(
     chunks = [
         _block(name, item.tensor_data.chunk) for name, item in items if item.tensor_data is not None
     ]
-    everyones = told_together(group, call, lambda: chunks)
+    of_ranks = gather_results(group, call, lambda: chunks)
 
     def want() -> list[_Block]:
-        entry.begin(_metadata(saved, everyones))
-        return [_block(name, one) for name in saved for one in entry.wanted(name)]
+        entry.begin(_metadata(saved, of_ranks))
+        return [_block(name, chunk) for name in saved for chunk in entry.wanted(name)]
 
-    wanted = told_together(group, call, want)
-    routes = _Routes(everyones, wanted, dist.get_rank(group))
+    wanted = gather_results(group, call, want)
+    routes = _Routes(of_ranks, wanted, dist.get_rank(group))
     fault: Exception | None = None
-    for number in range(max(map(len, everyones))):
-        # A fault here must not keep the others waiting: the rounds go on, with numbers that nobody will use.
+    for number in range(max(map(len, of_ranks))):
+        # A fault here must not keep other ranks waiting: the rounds go on, with bytes that are not used.
         messages = []
         try:
             if number < len(items):
@@ -85,12 +85,12 @@ def exchange_chunks(
                 ]
         except Exception as error:
             fault, messages = fault or error, []
-        giving, taking = routes.sizes(saved, number)
-        sent = torch.cat(messages) if messages else torch.zeros(sum(giving), dtype=torch.uint8)
-        got = torch.empty(sum(taking), dtype=torch.uint8)
-        dist.all_to_all_single(got, sent, taking, giving, group=group)
+        send_sizes, receive_sizes = routes.sizes(saved, number)
+        sent = torch.cat(messages) if messages else torch.zeros(sum(send_sizes), dtype=torch.uint8)
+        received = torch.empty(sum(receive_sizes), dtype=torch.uint8)
+        dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
         try:
-            _receive(entry, saved, routes.arriving(number), got)
+            _receive(entry, saved, routes.received(number), received)
         except Exception as error:
             fault = fault or error
     agree(group, call, fault)
@@ -101,11 +101,11 @@ def _block(name: str, chunk: ChunkStorageMetadata) -> _Block:
 
 
 def _metadata(
-    saved: Mapping[str, SavedTensor], everyones: Sequence[Sequence[_Block]]
+    saved: Mapping[str, SavedTensor], of_ranks: Sequence[Sequence[_Block]]
 ) -> dict[str, TensorStorageMetadata]:
-    """Makes what a checkpoint would say of the tensors."""
+    """Returns the metadata that a checkpoint of the tensors would have."""
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in saved}
-    for blocks in everyones:
+    for blocks in of_ranks:
         for name, offset, size in blocks:
             chunks[name].append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
     return {
@@ -121,21 +121,21 @@ def _bytes(block: Tensor) -> Tensor:
 
 
 def _receive(
-    entry: TableEntry, saved: Mapping[str, SavedTensor], blocks: Sequence[_Block], got: Tensor
+    entry: TableEntry, saved: Mapping[str, SavedTensor], blocks: Sequence[_Block], received: Tensor
 ) -> None:
     sizes = [block.numel * saved[block.name].dtype.itemsize for block in blocks]
-    for block, raw in zip(blocks, got.split(sizes), strict=True):
-        # A copy: what lies between other numbers may begin at an odd byte.
+    for block, raw in zip(blocks, received.split(sizes), strict=True):
+        # A copy: the bytes of a block may begin at an address that its dtype does not allow.
         values = raw.clone().view(saved[block.name].dtype).reshape(block.size)
         entry.receive(block.name, block.offset, values)
 
 
 class _Routes:
-    """Which blocks go where in which round; every rank finds the same.
+    """The blocks that this rank sends and receives in each round; all ranks agree on them.
 
     Args:
         chunks: of each rank, one a round.
-        wanted: by each rank; each block lies in one chunk.
+        wanted: blocks that each rank wants; a block lies in one chunk.
         rank: this rank.
     """
 
@@ -144,38 +144,38 @@ class _Routes:
     ) -> None:
         self._world = len(chunks)
         self._sent: dict[int, list[list[_Block]]] = {}
-        self._taken: dict[int, list[list[_Block]]] = {}
-        found = _Chunks(chunks)
+        self._received: dict[int, list[list[_Block]]] = {}
+        places = _ChunkPlaces(chunks)
         for reader, blocks in enumerate(wanted):
             for block in blocks:
-                holder, number = found.of(block)
+                holder, number = places.find(block)
                 if holder == rank:
-                    self._of(self._sent, number)[reader].append(block)
+                    self._by_rank(self._sent, number)[reader].append(block)
                 if reader == rank:
-                    self._of(self._taken, number)[holder].append(block)
+                    self._by_rank(self._received, number)[holder].append(block)
 
-    def _of(self, by_round: dict[int, list[list[_Block]]], number: int) -> list[list[_Block]]:
+    def _by_rank(self, by_round: dict[int, list[list[_Block]]], number: int) -> list[list[_Block]]:
         return by_round.setdefault(number, [[] for _ in range(self._world)])
 
     def sent(self, number: int) -> list[_Block]:
-        """Lists what this rank sends in a round, by reader."""
-        return [block for blocks in self._of(self._sent, number) for block in blocks]
+        """Lists the blocks that this rank sends in a round, by reader."""
+        return [block for blocks in self._by_rank(self._sent, number) for block in blocks]
 
-    def arriving(self, number: int) -> list[_Block]:
-        """Lists what this rank gets in a round, by holder."""
-        return [block for blocks in self._of(self._taken, number) for block in blocks]
+    def received(self, number: int) -> list[_Block]:
+        """Lists the blocks that this rank receives in a round, by holder."""
+        return [block for blocks in self._by_rank(self._received, number) for block in blocks]
 
     def sizes(self, saved: Mapping[str, Any], number: int) -> tuple[list[int], list[int]]:
-        """Returns how many bytes go to each rank, and come from each, in a round."""
+        """Returns how many bytes are sent to each rank, and received from each, in a round."""
 
         def size(blocks: Sequence[_Block]) -> int:
             return sum(block.numel * saved[block.name].dtype.itemsize for block in blocks)
 
-        giving, taking = self._of(self._sent, number), self._of(self._taken, number)
-        return [size(blocks) for blocks in giving], [size(blocks) for blocks in taking]
+        sent, received = (self._by_rank(of, number) for of in (self._sent, self._received))
+        return [size(blocks) for blocks in sent], [size(blocks) for blocks in received]
 
 
-class _Chunks:
+class _ChunkPlaces:
     """Finds the chunk in which a block lies."""
 
     def __init__(self, chunks: Sequence[Sequence[_Block]]) -> None:
@@ -191,8 +191,8 @@ class _Chunks:
             for places in by_columns.values():
                 places.sort()
 
-    def of(self, block: _Block) -> tuple[int, int]:
-        """Returns the rank that holds it and the number of its chunk there."""
+    def find(self, block: _Block) -> tuple[int, int]:
+        """Returns the rank that holds a block and the number of its chunk there."""
         begin = block.offset[0] if block.offset else 0
         places = next(self._with_columns(block))
         _, holder, number = places[bisect_right(places, begin, key=lambda place: place[0]) - 1]
@@ -201,8 +201,8 @@ class _Chunks:
     def _with_columns(self, block: _Block) -> Iterator[list[tuple[int, int, int]]]:
         for (offset, size), places in self._columns[block.name].items():
             if all(
-                first <= mine and mine + width <= first + columns
-                for first, columns, mine, width in zip(
+                first <= begin and begin + width <= first + columns
+                for first, columns, begin, width in zip(
                     offset, size, block.offset[1:], block.size[1:], strict=True
                 )
             ):

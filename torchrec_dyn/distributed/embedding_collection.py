@@ -26,35 +26,35 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from torchrec_dyn.distributed.local_shards import LocalShards, save_and_load_tables
+from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
-from torchrec_dyn.distributed.table_handle import ShardedTableHandle
 from torchrec_dyn.modules import DynamicEmbeddingCollection
-from torchrec_dyn.ranks import TableLayout
+from torchrec_dyn.ranks import SHARDING_TRAITS, TableLayout
 from torchrec_dyn.sharding import (
     SEQUENCE_SHARDINGS,
     BatchCheck,
     Expansion,
     Restoration,
     SendOnce,
-    evened,
     outputs_by_column,
-    send_by_own_forwards,
+    pad_batch,
+    remove_stale_forwards,
     sequences_in_order,
-    tell_senders,
+    set_senders,
 )
 from torchrec_dyn.storage import ForwardTicket
 
 
 @dataclass
 class SequenceContext(EmbeddingCollectionContext):
-    """What one forward remembers.
+    """State of one forward, from input dist to output dist.
 
     Attributes:
-        restoration: how outputs become those of the batch; None where the batch was even.
+        restoration: turns the outputs of the padded batch into those of the batch; None where the batch was
+            even.
         sent: open from when ids are sent until they are looked up; None before.
-        expansions: of each sharding type how the rows of ids sent once become those of the batch;
-            none where every occurrence was sent.
+        expansions: of each sharding type, repeats the rows of ids sent once; empty where every occurrence
+            was sent.
     """
 
     restoration: Restoration | None = None
@@ -62,7 +62,7 @@ class SequenceContext(EmbeddingCollectionContext):
     expansions: list[Expansion] = field(default_factory=list)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Tells the allocator that a stream uses what is remembered."""
+        """Records for the allocator that a stream uses these tensors."""
         super().record_stream(stream)
         if self.restoration is not None and self.restoration.inverse is not None:
             self.restoration.inverse.record_stream(stream)
@@ -70,10 +70,10 @@ class SequenceContext(EmbeddingCollectionContext):
             expansion.places.record_stream(stream)
 
 
-class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
+class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollection):
     """A `DynamicEmbeddingCollection` whose tables lie on several ranks.
 
-    Made by `DynamicEmbeddingCollectionSharder`. Rows trained before sharding come along.
+    Made by `DynamicEmbeddingCollectionSharder`. Rows trained before sharding are copied.
 
     Args:
         module: the collection to shard; it is not changed.
@@ -127,9 +127,9 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         self._check_batch = BatchCheck(names, False, False, setup.where)
         self._shards = LocalShards(setup, self._lookups, env)
         self._shards.fill_from(module.local_tables())
-        save_and_load_tables(self, self._shards, "embeddings")
-        names = [name for names in self._embedding_names_per_sharding for name in names]
-        self._output_names = self._planned_names = list(dict.fromkeys(names))
+        self._shards.save_and_load_with(self, "embeddings")
+        outputs = [name for names in self._embedding_names_per_sharding for name in names]
+        self._output_names = self._planned_names = list(dict.fromkeys(outputs))
 
     @classmethod
     def create_embedding_sharding(
@@ -158,14 +158,14 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
             ValueError: if a feature is missing or the tensors do not fit each other.
         """
         features = self._check_batch(features)
-        ctx.sent = self._shards.send()
-        features, ctx.restoration = evened(features)
-        send_by_own_forwards(self._input_dists)
+        ctx.sent = self._shards.open_batch()
+        features, ctx.restoration = pad_batch(features)
+        remove_stale_forwards(self._input_dists)
         return super().input_dist(ctx, features)
 
     def compute(self, ctx: SequenceContext, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
-        tell_senders(self._lookups, ctx.sharding_contexts)
+        set_senders(self._lookups, ctx.sharding_contexts)
         return super().compute(ctx, dist_input)
 
     def output_dist(
@@ -180,32 +180,12 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         """Looks up the ids that arrived and sends rows back."""
         if ctx.sent is not None:
             ctx.sent.close()
-        tell_senders(self._lookups, ctx.sharding_contexts)
+        set_senders(self._lookups, ctx.sharding_contexts)
         return self._finished(super().compute_and_output_dist(ctx, input), ctx)
 
     def create_context(self) -> SequenceContext:
-        """Creates what one forward remembers."""
+        """Creates the state of one forward."""
         return SequenceContext()
-
-    def table(self, name: str) -> ShardedTableHandle:
-        """Gives a handle on one table; reads are of this rank's shard.
-
-        Raises:
-            ValueError: if the collection has no such table.
-        """
-        return self._shards.handle(name)
-
-    def set_time(self, time: int) -> None:
-        """Sets the clock of `ExpireAfter(time=...)` for the training forwards to come. Collective.
-
-        Args:
-            time: an integer from 0 on, in the unit of the policy. The latest of all ranks counts; it never
-                goes back.
-
-        Raises:
-            ValueError: on every rank, if some rank passed no time or the latest is past.
-        """
-        self._shards.set_time(time)
 
     def reset_parameters(self) -> None:
         """Does nothing: a row is initialised when its id is first seen."""
@@ -221,17 +201,17 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
             counted = any(setup.dynamic[name].has_life for name, _ in tables)
             self._send_once.append(SendOnce(tables, counted, setup.where))
         for lookup in self._lookups:
-            lookup.expect_ids_once()
+            lookup.set_ids_sent_once()
 
     def _create_hash_size_info(
         self, feature_names: list[str], ctx: EmbeddingCollectionContext | None = None
     ) -> None:
-        """Does nothing: it is for an op that takes ids for row numbers below num_embeddings."""
+        """Does nothing: it serves an op that takes ids to be row numbers below num_embeddings."""
 
     def _dedup_indices(
         self, ctx: SequenceContext, input_feature_splits: list[KeyedJaggedTensor]
     ) -> list[KeyedJaggedTensor]:
-        """Gives what is sent in place of the batch, and remembers the way back."""
+        """Returns the batches to send, each id once; the context keeps how their rows are repeated."""
         sent = []
         for send_once, features in zip(self._send_once, input_feature_splits, strict=True):
             once, expansion = send_once(features)
@@ -245,7 +225,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
         embedding_configs: Sequence[EmbeddingConfig],
         table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
     ) -> None:
-        """Finds in which order the column shards of each output are put side by side."""
+        """Computes the order in which the column shards of each output are put side by side."""
         sharding = self._sharding_type_to_sharding[ShardingType.COLUMN_WISE.value]
         firsts = [
             shard.shard_offsets[1] if shard is not None else 0
@@ -259,7 +239,7 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
     def _finished(
         self, awaitable: LazyAwaitable[dict[str, JaggedTensor]], ctx: SequenceContext
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Makes outputs those of the batch, and keeps their order when tables have moved."""
+        """Restores the outputs of the batch, in the same order after tables have moved."""
         if ctx.expansions:
             rows: list[Awaitable[Tensor]] = awaitable._awaitables_per_sharding
             for of_type, expansion in zip(rows, ctx.expansions, strict=True):
@@ -274,11 +254,11 @@ class ShardedDynamicEmbeddingCollection(ShardedEmbeddingCollection):
 def _check_widths(
     layouts: Mapping[str, TableLayout], plan: Mapping[str, ParameterSharding], where: str
 ) -> None:
-    """Refuses column shards of several widths: TorchRec sends all sequences at one width."""
+    """Refuses column shards of several widths: TorchRec sends all sequences with one width."""
     widths = {
         name: [piece.columns for piece in layout.pieces]
         for name, layout in layouts.items()
-        if plan[name].sharding_type == ShardingType.COLUMN_WISE.value
+        if SHARDING_TRAITS[plan[name].sharding_type].cuts_columns
     }
     if len({width for of_table in widths.values() for width in of_table}) > 1:
         raise ValueError(

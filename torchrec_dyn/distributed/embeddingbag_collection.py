@@ -25,9 +25,8 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_dyn.distributed.local_shards import LocalShards, save_and_load_tables
+from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
-from torchrec_dyn.distributed.table_handle import ShardedTableHandle
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection
 from torchrec_dyn.sharding import (
     POOLED_SHARDINGS,
@@ -35,15 +34,16 @@ from torchrec_dyn.sharding import (
     MeanDivisor,
     divide,
     pooled_in_order,
-    send_by_own_forwards,
-    tell_senders,
+    pooled_sharding,
+    remove_stale_forwards,
+    set_senders,
 )
 from torchrec_dyn.storage import ForwardTicket
 
 
 @dataclass
 class PooledContext(EmbeddingBagCollectionContext):
-    """What one forward remembers.
+    """State of one forward, from input dist to output dist.
 
     Attributes:
         sent: open from when ids are sent until they are looked up; None before.
@@ -52,10 +52,10 @@ class PooledContext(EmbeddingBagCollectionContext):
     sent: ForwardTicket | None = None
 
 
-class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCollection):
     """A `DynamicEmbeddingBagCollection` whose tables lie on several ranks.
 
-    Made by `DynamicEmbeddingBagCollectionSharder`. Rows trained before sharding come along.
+    Made by `DynamicEmbeddingBagCollectionSharder`. Rows trained before sharding are copied.
 
     Args:
         module: the collection to shard; it is not changed.
@@ -98,7 +98,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             qcomm_codecs_registry=qcomm_codecs_registry,
             module_fqn=module_fqn,
         )
-        # TorchRec's own divisor also divides outputs of other tables; `_mean` takes over.
+        # TorchRec's own divisor also divides outputs of other tables; `_mean` replaces it.
         self._has_mean_pooling_callback = False
         self._mean = self._mean_divisor(setup)
         configs = module.embedding_bag_configs()
@@ -106,7 +106,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._check_batch = BatchCheck(names, module.is_weighted(), True, setup.where)
         self._shards = LocalShards(setup, self._lookups, env)
         self._shards.fill_from(module.local_tables())
-        save_and_load_tables(self, self._shards, "embedding_bags")
+        self._shards.save_and_load_with(self, "embedding_bags")
         self._output_names = list(self._embedding_names)
 
     @classmethod
@@ -119,11 +119,9 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
         """Creates the sharding of all tables of one type."""
-        kind = POOLED_SHARDINGS[sharding_infos[0].param_sharding.sharding_type]
-        options: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
-        if "column_wise" in sharding_infos[0].param_sharding.sharding_type:
-            options["permute_embeddings"] = permute_embeddings
-        return kind(sharding_infos, env, device, **options)
+        return pooled_sharding(
+            sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
+        )
 
     def input_dist(
         self, ctx: PooledContext, features: KeyedJaggedTensor
@@ -140,7 +138,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return self.send(ctx, self.checked_batch(features))
 
     def checked_batch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Checks a batch, and gives it all the features of the first one in its order.
+        """Checks a batch, and returns it with the features of the first batch, in its order.
 
         Raises:
             ValueError: if a feature is missing, the tensors do not fit each other, or weights ask for a
@@ -155,11 +153,11 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
         Args:
             ctx: of this forward.
-            features: as `checked_batch` gave it.
+            features: as `checked_batch` returned it.
         """
-        ctx.sent = self._shards.send()
+        ctx.sent = self._shards.open_batch()
         self._prepare_dists(features)
-        send_by_own_forwards(self._input_dists)
+        remove_stale_forwards(self._input_dists)
         if self._mean.is_needed:
             with torch.no_grad():
                 ctx.divisor = self._mean(features)
@@ -167,11 +165,11 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def compute(self, ctx: PooledContext, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
-        tell_senders(self._lookups, ctx.sharding_contexts)
+        set_senders(self._lookups, ctx.sharding_contexts)
         return super().compute(ctx, dist_input)
 
-    def take_weights_after_input_dist(self) -> None:
-        """Takes batches without weights: feature processors make them where the rows are."""
+    def accept_unweighted_batches(self) -> None:
+        """Accepts batches without weights: feature processors compute these where the rows are."""
         self._check_batch.needs_weights = False
 
     def output_dist(self, ctx: PooledContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
@@ -184,32 +182,12 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Looks up the ids that arrived and sends pooled rows back."""
         if ctx.sent is not None:
             ctx.sent.close()
-        tell_senders(self._lookups, ctx.sharding_contexts)
+        set_senders(self._lookups, ctx.sharding_contexts)
         return self._finished(super().compute_and_output_dist(ctx, input), ctx)
 
     def create_context(self) -> PooledContext:
-        """Creates what one forward remembers."""
+        """Creates the state of one forward."""
         return PooledContext()
-
-    def table(self, name: str) -> ShardedTableHandle:
-        """Gives a handle on one table; reads are of this rank's shard.
-
-        Raises:
-            ValueError: if the collection has no such table.
-        """
-        return self._shards.handle(name)
-
-    def set_time(self, time: int) -> None:
-        """Sets the clock of `ExpireAfter(time=...)` for the training forwards to come. Collective.
-
-        Args:
-            time: an integer from 0 on, in the unit of the policy. The latest of all ranks counts; it never
-                goes back.
-
-        Raises:
-            ValueError: on every rank, if some rank passed no time or the latest is past.
-        """
-        self._shards.set_time(time)
 
     def reset_parameters(self) -> None:
         """Does nothing: a row is initialised when its id is first seen."""
@@ -222,7 +200,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     _has_uninitialized_input_dist: bool
 
     def _prepare_dists(self, features: KeyedJaggedTensor) -> None:
-        """Does what TorchRec does at the first batch, less its warning of raw ids."""
+        """Creates input dists at the first batch, as TorchRec does, without its warning about raw ids."""
         if self._has_uninitialized_input_dist:
             self._create_input_dist(features.keys())
             self._has_uninitialized_input_dist = False
@@ -230,7 +208,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 self._create_inverse_indices_permute_indices(features.inverse_indices_or_none())
 
     def _mean_divisor(self, setup: ShardingSetup) -> MeanDivisor:
-        """Finds the outputs that must be divided after the output dist."""
+        """Returns the divisor of the outputs that must be divided after the output dist."""
         feature_of_output: dict[str, str] = {}
         configs = self._embedding_bag_configs
         for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True):
@@ -244,7 +222,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _finished(
         self, awaitable: LazyAwaitable[KeyedTensor], ctx: PooledContext
     ) -> LazyAwaitable[KeyedTensor]:
-        """Divides means, and keeps the order of the outputs when tables have moved."""
+        """Divides means, and keeps the order of the outputs after tables have moved."""
         if ctx.divisor is not None:
             awaitable.callbacks.append(partial(divide, divisor=ctx.divisor))
         if self._output_names != self._embedding_names:

@@ -1,10 +1,8 @@
 """TorchRec's feature-processed collection around a dynamic one, on several ranks.
 
-A feature processor computes the weights of a bag's ids, as a rule from their positions. On the way
-to the ranks that share the rows of a table a bag is taken apart, so there the positions travel as
-weights; what the processors make of them is computed where the rows are, and its gradients too.
-
-What feature processors ask of a batch and of a plan: positions that travel, bags that are not too long.
+A feature processor computes the weights of a bag's ids, usually from their positions in the bag. On the way
+to ranks that share the rows of a table a bag is split, so there the positions travel as weights: processors
+compute the weights from them where the rows are, and gradients too.
 """
 
 from __future__ import annotations
@@ -44,84 +42,10 @@ from torchrec_dyn.distributed.embeddingbag_collection import ShardedDynamicEmbed
 from torchrec_dyn.distributed.resharding import reshard
 from torchrec_dyn.distributed.sharders import DynamicEmbeddingBagCollectionSharder
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection
-from torchrec_dyn.sharding import SPREAD_SHARDINGS, with_ids
+from torchrec_dyn.ranks import SPREAD_SHARDINGS
+from torchrec_dyn.sharding import with_ids
 
 Processors: TypeAlias = nn.ModuleDict | FeatureProcessorsCollection
-
-
-def with_weights_of_its_own(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Copies a batch, which is the caller's, so far that positions can be written over its weights.
-
-    Args:
-        features: not changed.
-    """
-    made, weights = copy.copy(features), features.weights_or_none()
-    made._jt_dict = None  # of the caller's weights
-    if weights is None:
-        made._weights = torch.zeros_like(features.values(), dtype=torch.float32)
-    else:
-        made._weights = weights.detach().float().clone()  # float16 cannot count beyond 2048
-    return made
-
-
-def check_positions_travel(processors: Processors, spread: Sequence[str], where: str) -> None:
-    """Refuses processors that would take the place of an id on its rank for its position.
-
-    Args:
-        processors: of the features.
-        spread: names of the tables whose rows are spread.
-        where: the collection, for messages.
-
-    Raises:
-        ValueError: if a processor has no pre_process_input.
-    """
-    is_collection = isinstance(processors, FeatureProcessorsCollection)
-    each: Sequence[Any] = [processors] if is_collection else list(processors.values())
-    for one in each:
-        if not hasattr(one, "pre_process_input"):
-            raise ValueError(
-                f"{where}: expected feature processors with pre_process_input where rows are spread, "
-                f"as those of tables {spread}, got {type(one).__name__}. Give it one (which does nothing "
-                "if positions do not count), or shard these tables table-wise or column-wise."
-            )
-
-
-@contextmanager
-def told_of_positions(processors: Processors, have_travelled: bool) -> Iterator[None]:
-    """Lets TorchRec's processors know whether the weights of the batches inside are positions.
-
-    They remember it of whatever batch went before, perhaps under another plan; and unsharded none has any.
-
-    Args:
-        processors: of the features.
-        have_travelled: whether they are.
-    """
-    told: list[Any] = [one for one in processors.modules() if hasattr(one, "_pre_processed")]
-    for one in told:
-        one._pre_processed = have_travelled
-    try:
-        yield
-    finally:
-        for one in told:
-            one._pre_processed = False
-
-
-def longest_bags(processors: Processors) -> dict[str, int]:
-    """Gives how many position weights a feature has; a processor of another type may do without."""
-    weights: Mapping[str, Tensor]
-    if type(processors) is PositionWeightedModuleCollection:
-        weights = dict(cast(Any, processors).position_weights.items())
-    elif isinstance(processors, nn.ModuleDict):
-        weights = {
-            name: cast(Tensor, one.position_weight)
-            for name, one in processors.items()
-            if type(one) is PositionWeightedModule
-        }
-    else:
-        weights = {}
-    return {name: one.numel() for name, one in weights.items()}
-
-
 _Argument = TypeVar("_Argument")
 
 
@@ -134,7 +58,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     rank; DistributedDataParallel averages their gradients.
 
     Args:
-        module: what to shard; its collection is not changed, its processors are taken over.
+        module: the module to shard; its collection is not changed, its processors become this module's.
         table_name_to_parameter_sharding: the plan of its tables.
         ebc_sharder: shards the collection.
         env: the ranks.
@@ -166,15 +90,13 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
             )
         plan = table_name_to_parameter_sharding
         if spread := _spread_tables(plan):
-            check_positions_travel(processors, spread, self._where)
+            _check_positions_travel(processors, spread, self._where)
         super().__init__(module, plan, cast(Any, ebc_sharder), env, device, module_fqn)
-        self._embedding_bag_collection.take_weights_after_input_dist()
-        self._longest = longest_bags(processors)
+        self._embedding_bag_collection.accept_unweighted_batches()
+        self._longest = _longest_bags(processors)
 
-    def split(
-        self,
-    ) -> tuple[Processors, ShardedDynamicEmbeddingBagCollection]:
-        """Gives the processors and the sharded collection, as the unsharded module's `split` does."""
+    def split(self) -> tuple[Processors, ShardedDynamicEmbeddingBagCollection]:
+        """Returns the processors and the sharded collection, as the unsharded module's `split` does."""
         return self._feature_processors, self._embedding_bag_collection
 
     @property
@@ -205,7 +127,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
 
         def check() -> None:
             if spread := _spread_tables(changed):
-                check_positions_travel(processors, spread, self._where)
+                _check_positions_travel(processors, spread, self._where)
 
         reshard(sharder, collection, changed, env, device, wrapped=check)
         self._lookups = collection._lookups
@@ -214,7 +136,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Checks a batch and sends its ids to their owners, where rows are spread with their positions.
+        """Checks a batch and sends its ids to their owners, with their positions where rows are spread.
 
         Args:
             ctx: of this forward.
@@ -227,7 +149,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         features = self._embedding_bag_collection.checked_batch(features)
         self._check_lengths(features)
         if self._row_wise_sharded:
-            features = with_weights_of_its_own(features)
+            features = _with_own_weights(features)
             modify_input_for_feature_processor(
                 features, self._feature_processors, self._is_collection
             )
@@ -236,22 +158,22 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     def preprocess_input(
         self, args: list[_Argument], kwargs: Mapping[str, _Argument]
     ) -> tuple[list[_Argument], Mapping[str, _Argument]]:
-        """Does nothing, where TorchRec's would write into the batch: `input_dist` sees to positions."""
+        """Does nothing: TorchRec's writes positions into the caller's batch, `input_dist` into a copy."""
         return args, kwargs
 
     def apply_feature_processors_to_kjt_list(self, dist_input: KJTList) -> KJTList:
         """Computes the weights of the ids that arrived; processors see ids as the user wrote them."""
         mixed = [lookup.ids_are_mixed for lookup in self._embedding_bag_collection._lookups]
-        shown = [
-            with_ids(one, ops.unmix64(one.values())) if is_mixed else one
-            for one, is_mixed in zip(dist_input, mixed, strict=True)
+        unmixed = [
+            with_ids(features, ops.unmix64(features.values())) if is_mixed else features
+            for features, is_mixed in zip(dist_input, mixed, strict=True)
         ]
-        with told_of_positions(self._feature_processors, self._row_wise_sharded):
-            processed = super().apply_feature_processors_to_kjt_list(KJTList(shown))
+        with _positions_marked(self._feature_processors, self._row_wise_sharded):
+            processed = super().apply_feature_processors_to_kjt_list(KJTList(unmixed))
         return KJTList(
             [
-                with_ids(one, ops.mix64(one.values())) if is_mixed else one
-                for one, is_mixed in zip(processed, mixed, strict=True)
+                with_ids(features, ops.mix64(features.values())) if is_mixed else features
+                for features, is_mixed in zip(processed, mixed, strict=True)
             ]
         )
 
@@ -269,7 +191,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         return FeatureProcessedEmbeddingBagCollection
 
     def _check_lengths(self, features: KeyedJaggedTensor) -> None:
-        """Refuses a bag without a weight for each position before anything is sent."""
+        """Refuses bags that are longer than the position weights of their feature."""
         lengths = features.lengths()
         if not self._longest or not lengths.numel():
             return
@@ -288,10 +210,9 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
 class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
     FeatureProcessedEmbeddingBagCollectionSharder
 ):
-    """Shards TorchRec's feature-processed collections around a dynamic one, but for data-parallel.
+    """Shards TorchRec's feature-processed collections around a dynamic one, by all types but data-parallel.
 
-    It takes the place of TorchRec's sharder, which serves the same type of module: it makes a static
-    table of a dynamic one.
+    Pass it in place of TorchRec's sharder for the same type of module, which makes static tables.
 
     Args:
         fused_params: as of `DynamicEmbeddingBagCollectionSharder`.
@@ -319,7 +240,7 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
         """Shards a collection and its processors.
 
         Args:
-            module: the module; its collection is not changed, its processors are taken over.
+            module: the module; its collection is not changed, its processors become the sharded module's.
             params: the plan of its tables.
             env: the ranks.
             device: where the rows live; None: cpu.
@@ -343,7 +264,7 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
         """Moves tables, for `DistributedModelParallel.reshard`; the processors stay. Collective.
 
         Args:
-            sharded_module: what this sharder made; changed in place.
+            sharded_module: sharded by this sharder; changed in place.
             changed_shard_to_params: the new plan of the tables that move.
             env: the ranks.
             device: where the rows live.
@@ -367,10 +288,75 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
 
     @property
     def sharded_module_type(self) -> type[ShardedDynamicFeatureProcessedEmbeddingBagCollection]:
-        """What it makes."""
+        """The sharded module."""
         return ShardedDynamicFeatureProcessedEmbeddingBagCollection
 
 
 def _spread_tables(plan: Mapping[str, ParameterSharding]) -> list[str]:
-    """Lists the tables whose rows ranks share."""
-    return [name for name, one in plan.items() if one.sharding_type in SPREAD_SHARDINGS]
+    """Lists the tables whose rows are spread over ranks."""
+    return [name for name, table in plan.items() if table.sharding_type in SPREAD_SHARDINGS]
+
+
+def _with_own_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Copies a batch so far that positions can be written over its weights: the batch is the caller's."""
+    made, weights = copy.copy(features), features.weights_or_none()
+    made._jt_dict = None  # holds the caller's weights
+    if weights is None:
+        made._weights = torch.zeros_like(features.values(), dtype=torch.float32)
+    else:
+        made._weights = weights.detach().float().clone()  # float16 cannot count beyond 2048
+    return made
+
+
+def _check_positions_travel(processors: Processors, spread: Sequence[str], where: str) -> None:
+    """Refuses processors that would take the position of an id on its rank for its position in the bag.
+
+    Args:
+        processors: of the features.
+        spread: names of the tables whose rows are spread.
+        where: the collection, for messages.
+
+    Raises:
+        ValueError: if a processor has no pre_process_input.
+    """
+    is_collection = isinstance(processors, FeatureProcessorsCollection)
+    each: Sequence[Any] = [processors] if is_collection else list(processors.values())
+    for processor in each:
+        if not hasattr(processor, "pre_process_input"):
+            raise ValueError(
+                f"{where}: expected feature processors with pre_process_input where rows are spread, "
+                f"as those of tables {spread}, got {type(processor).__name__}. Give it one (which does "
+                "nothing if positions do not count), or shard these tables table-wise or column-wise."
+            )
+
+
+@contextmanager
+def _positions_marked(processors: Processors, are_weights: bool) -> Iterator[None]:
+    """Marks in TorchRec's processors whether the weights of the batches inside are positions.
+
+    They would remember it of the batch before, perhaps under another plan; unsharded, weights never are.
+    """
+    marked: list[Any] = [one for one in processors.modules() if hasattr(one, "_pre_processed")]
+    for processor in marked:
+        processor._pre_processed = are_weights
+    try:
+        yield
+    finally:
+        for processor in marked:
+            processor._pre_processed = False
+
+
+def _longest_bags(processors: Processors) -> dict[str, int]:
+    """Returns how many position weights a feature has; other types of processors are left out."""
+    weights: Mapping[str, Tensor]
+    if type(processors) is PositionWeightedModuleCollection:
+        weights = dict(cast(Any, processors).position_weights.items())
+    elif isinstance(processors, nn.ModuleDict):
+        weights = {
+            name: cast(Tensor, processor.position_weight)
+            for name, processor in processors.items()
+            if type(processor) is PositionWeightedModule
+        }
+    else:
+        weights = {}
+    return {name: of_feature.numel() for name, of_feature in weights.items()}

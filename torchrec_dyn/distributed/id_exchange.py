@@ -1,10 +1,9 @@
-"""Ids go to the ranks that hold them; rows go along, and answers come back in the caller's order.
+"""Sends ids to the ranks that hold them, rows along with them, and answers back in the caller's order.
 
-Every rank sends ids of its own choice. Where rows are spread an id goes to its owner, as in a
-batch; either way it goes to every piece of the table that is asked.
+Every rank sends ids of its own choice, to every piece of the table that is asked. Where rows are spread an
+id goes to its owner in the piece, as in a batch.
 
-Legend: M ids of this rank's caller, K ids that fell to this rank, C columns on this rank, D of
-the whole table.
+Legend: M ids of this rank's caller, K ids sent to this rank, C columns on this rank, D of the whole table.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from torchrec_dyn.ranks import Piece, TableLayout, owners
 
 
 class IdExchange:
-    """The ids of one call on the ranks that hold them. To make one is collective.
+    """The ids of one call, on the ranks that hold them. The constructor is collective.
 
     Args:
         ids: [M] int64, repeats allowed; M may differ between ranks.
         layout: where the pieces of the table lie.
         group: the ranks.
-        pieces: those that are asked, in column order; None: all.
+        pieces: the pieces that are asked, in column order; None: all.
 
     Attributes:
-        arrived: [K] int64, the ids that fell to this rank: by sending rank, then in its order.
+        arrived: [K] int64, the ids sent to this rank: by sending rank, then in its order.
     """
 
     def __init__(
@@ -53,14 +52,14 @@ class IdExchange:
             for rank, held in zip(world, self._pieces, strict=True)
         ]
         sent = torch.tensor([positions.numel() for positions in self._positions])
-        arriving = torch.empty_like(sent)
-        dist.all_to_all_single(arriving, sent, group=group)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
         self._sent: list[int] = sent.tolist()
-        self._arriving: list[int] = arriving.tolist()
-        self.arrived = self._swap(ids[torch.cat(self._positions)], self._sent, self._arriving)
+        self._received: list[int] = received.tolist()
+        self.arrived = self._all_to_all(ids[torch.cat(self._positions)], self._sent, self._received)
 
     def send_rows(self, rows: Tensor) -> Tensor:
-        """Sends a row along with each id, to each rank the columns that it holds. Collective.
+        """Sends each id's row along with it, to each rank the columns that this rank holds. Collective.
 
         Args:
             rows: [M, D].
@@ -74,12 +73,12 @@ class IdExchange:
             if held
         ]
         width = self._widths[self._rank]
-        giving = [m * width for m, width in zip(self._sent, self._widths, strict=True)]
-        got = self._swap(torch.cat(messages), giving, [k * width for k in self._arriving])
+        sizes = [m * columns for m, columns in zip(self._sent, self._widths, strict=True)]
+        got = self._all_to_all(torch.cat(messages), sizes, [k * width for k in self._received])
         return got.view(self.arrived.numel(), width)
 
     def return_rows(self, rows: Tensor) -> Tensor:
-        """Sends the rows of `arrived` back to who asked for them. Collective.
+        """Sends the rows of `arrived` back to the ranks of their callers. Collective.
 
         Args:
             rows: [K, C], in column order.
@@ -88,10 +87,10 @@ class IdExchange:
             [M, D], in the order of this rank's ids; the same dtype.
         """
         width = self._widths[self._rank]
-        taking = [m * width for m, width in zip(self._sent, self._widths, strict=True)]
-        got = self._swap(rows.flatten(), [k * width for k in self._arriving], taking)
+        sizes = [m * columns for m, columns in zip(self._sent, self._widths, strict=True)]
+        got = self._all_to_all(rows.flatten(), [k * width for k in self._received], sizes)
         stitched = rows.new_zeros(self._count, sum(piece.columns for piece in self._asked))
-        for rank, answer in enumerate(got.split(taking)):
+        for rank, answer in enumerate(got.split(sizes)):
             positions, held = self._positions[rank], self._pieces[rank]
             by_piece = answer.view(positions.numel(), self._widths[rank]).split(
                 [piece.columns for piece in held], 1
@@ -110,30 +109,32 @@ class IdExchange:
             [M], in the order of this rank's ids; the same dtype.
         """
         first = self._asked[0].ranks
-        giving = self._arriving if self._rank in first else [0] * len(self._arriving)
-        taking = [m if rank in first else 0 for rank, m in enumerate(self._sent)]
-        got = self._swap(numbers[: sum(giving)], giving, taking)
+        send_sizes = self._received if self._rank in first else [0] * len(self._received)
+        receive_sizes = [m if rank in first else 0 for rank, m in enumerate(self._sent)]
+        got = self._all_to_all(numbers[: sum(send_sizes)], send_sizes, receive_sizes)
         stitched = torch.zeros(self._count, dtype=numbers.dtype)
         stitched[torch.cat([self._positions[rank] for rank in sorted(first)])] = got
         return stitched
 
-    def _swap(self, sent: Tensor, giving: Sequence[int], taking: Sequence[int]) -> Tensor:
-        """Sends giving[r] numbers to rank r and takes taking[r] from it, [sum(taking)]."""
-        got = torch.empty(sum(taking), dtype=sent.dtype)
+    def _all_to_all(
+        self, sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> Tensor:
+        """Sends send_sizes[r] numbers to rank r, and returns the numbers received, by rank."""
+        got = torch.empty(sum(receive_sizes), dtype=sent.dtype)
         # As bytes: backends differ in the dtypes that they carry.
         size = sent.element_size()
         dist.all_to_all_single(
             got.view(torch.uint8),
             sent.contiguous().view(torch.uint8),
-            [count * size for count in taking],
-            [count * size for count in giving],
+            [count * size for count in receive_sizes],
+            [count * size for count in send_sizes],
             group=self._group,
         )
         return got
 
 
 def _positions_by_part(ids: Tensor, layout: TableLayout) -> Sequence[Tensor]:
-    """Returns where the ids of each part of a piece's rows stand in `ids`, in their order."""
+    """Returns the positions in `ids`, ascending, of the ids of each part of a piece's rows."""
     if not layout.rows_are_spread:
         return [torch.arange(ids.numel())]
     parts = owners(ids, layout.row_ranks)

@@ -1,9 +1,12 @@
-"""Tables move to another plan while the model goes on: DistributedModelParallel.reshard.
+"""Moves tables of a running model to another plan, for DistributedModelParallel.reshard.
 
-A second collection is made for the new plan; tables that move are copied into it, the others' shards are
-put into it as they are. When all of this is done on all ranks the first takes over the insides of the
-second: up to then nothing of it has changed, and behind that nothing can fail. It stays the same module,
-with the same optimizer, so that whatever holds them goes on.
+1. A second collection is made with the new plan.
+2. Tables that move are copied into it; the shards of all other tables are put into it as they are.
+3. When this is done on all ranks, the first collection gets the attributes of the second. Before this step
+   it has not changed, and this step cannot fail.
+
+The first collection stays the same module with the same optimizer: models and pipelines that hold them
+go on.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingE
 
 from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.distributed.table_move import move_table
-from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.ranks import gather_results, run_together
 
-# What a module keeps: the hooks of whoever hung them on it, its mode, what others hold of it, and what
-# trackers and pipelines have set.
+# Attributes that a moved collection keeps: hooks, mode, objects that were handed out, and what trackers and
+# pipelines have set.
 _PLACES = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"}
 _KEPT = (vars(nn.Module()).keys() - _PLACES) | {
     *("_shards", "_optim", "_output_names", "_check_batch"),
@@ -43,43 +46,41 @@ def reshard(
     """Moves tables of a collection to where another plan has them; all of them or none. Collective.
 
     Args:
-        sharder: ours, with the arguments with which the collection was sharded.
+        sharder: with the same arguments as when the collection was sharded.
         collection: sharded.
-        changed: the new plan of the tables that move; others may be named, too.
+        changed: the new plan of the tables that move; tables that stay may be in it too.
         env: the ranks.
         device: where the rows live.
-        wrapped: checks the plan for the feature processors that wrap the collection and call this; None:
-            none do.
+        wrapped: checks the plan for the feature processors around the collection; None: there are none.
 
     Raises:
-        ValueError: on every rank, if the plan cannot be honoured, differs between ranks, or if a batch is on
-            its way; nothing has changed then.
+        ValueError: on every rank, if the plan cannot be honoured, differs between ranks, or if a batch is
+            on its way; nothing has changed then.
         RuntimeError: on every rank, if some rank could not move its rows; nothing has changed then.
     """
     shards: LocalShards = collection._shards
     call, group = f"{shards.where}.reshard", collection._env.process_group
     assert isinstance(group, dist.ProcessGroup)
-    plans = told_together(group, call, lambda: _described(collection, changed, env, wrapped))
-    for rank, theirs in enumerate(plans):
-        if theirs != plans[0]:
+    plans = gather_results(group, call, lambda: _described(collection, changed, env, wrapped))
+    for rank, other in enumerate(plans):
+        if other != plans[0]:
             raise ValueError(
-                f"{call}: expected the same plan on every rank, got {plans[0]} on rank 0 and {theirs} on "
+                f"{call}: expected the same plan on every rank, got {plans[0]} on rank 0 and {other} on "
                 f"rank {rank}. Plan with collective_plan, or give every rank the same."
             )
     if not changed:
         return
     plan = {**collection.module_sharding_plan, **changed}
-    made = done_together(group, call, lambda: _sharded_anew(sharder, collection, plan, env, device))
+    made = run_together(group, call, lambda: _sharded_anew(sharder, collection, plan, env, device))
     new: LocalShards = made._shards
     moved = [name for name in new.layouts if new.layouts[name] != shards.layouts[name]]
-    done_together(group, call, lambda: _check_at_rest(shards, moved))
-    new.start_as(shards)
+    run_together(group, call, lambda: _check_at_rest(shards, moved))
+    new.copy_settings(shards)
     for name in new.layouts.keys() - set(moved):
-        new.keep(shards, name)
+        new.reuse(shards, name)
     for name in moved:
-        optimizer = shards.optimizer_of(name)
-        move_table(shards.pieces_of(name), new.pieces_of(name), optimizer, call)
-    _take_place(collection, made)
+        move_table(shards.pieces_of(name), new.pieces_of(name), call)
+    _replace_attributes(collection, made)
 
 
 def _described(
@@ -88,10 +89,10 @@ def _described(
     env: ShardingEnv,
     wrapped: Callable[[], None] | None,
 ) -> list[Any]:
-    """Says a plan in plain values, so that ranks can compare theirs.
+    """Returns a plan in plain values, so that ranks can compare it.
 
     Raises:
-        ValueError: if no plan can be had here.
+        ValueError: if the collection cannot be moved on its own, or not at all.
     """
     if wrapped is not None:
         wrapped()
@@ -104,12 +105,12 @@ def _described(
         raise ValueError(
             "expected a model without 2D parallelism, got one with copies of its tables."
         )
-    said = []
+    described = []
     for table, sharding in sorted(changed.items()):
         shards = getattr(sharding.sharding_spec, "shards", None) or ()
-        pieces = [(list(one.shard_offsets), list(one.shard_sizes)) for one in shards]
-        said.append((table, sharding.sharding_type, list(sharding.ranks or ()), pieces))
-    return said
+        pieces = [(list(shard.shard_offsets), list(shard.shard_sizes)) for shard in shards]
+        described.append((table, sharding.sharding_type, list(sharding.ranks or ()), pieces))
+    return described
 
 
 def _sharded_anew(
@@ -120,7 +121,7 @@ def _sharded_anew(
     device: torch.device | None,
 ) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what was to be said was said when it was first sharded
+        warnings.simplefilter("ignore")  # they were shown when the collection was first sharded
         made = sharder.shard(
             collection._shards.unsharded,
             plan,
@@ -128,25 +129,25 @@ def _sharded_anew(
             device if device is not None else collection._device,
             collection._module_fqn,
         )
-    now, then = collection._shards.optimizer_of, made._shards.optimizer_of
-    others = [f"{name}: {then(name)}" for name in plan if then(name) != now(name)]
-    if others:
+    before, after = collection._shards.optimizer_of, made._shards.optimizer_of
+    changed = [f"{name}: {after(name)}" for name in plan if after(name) != before(name)]
+    if changed:
         raise ValueError(
-            f"expected the optimizers that the collection was sharded with, got {', '.join(others)}. Use the "
-            "same fused_params; learning rates are set in the optimizer's param_groups."
+            f"expected the optimizers that the collection was sharded with, got {', '.join(changed)}. Use "
+            "the same fused_params; learning rates are set in the optimizer's param_groups."
         )
     return made.train(collection.training)
 
 
 def _check_at_rest(shards: LocalShards, moved: list[str]) -> None:
-    """Raises ValueError if ids were sent by the present plan, or rows given out, that are still needed."""
+    """Raises ValueError while a batch of the present plan or a forward of a table that moves is open."""
     for attempt in range(2):
-        forwards = [len(one.forwards) for name in moved for one in shards.shards_of(name)]
+        forwards = [len(shard.forwards) for name in moved for shard in shards.shards_of(name)]
         open_forwards = max(forwards, default=0)
         if not len(shards.batches) and not open_forwards:
             return
         if not attempt:
-            gc.collect()  # perhaps nobody can reach them any more
+            gc.collect()  # perhaps only garbage holds their tickets
     if len(shards.batches):
         raise ValueError(
             f"expected no batch on its way, got {len(shards.batches)} whose ids were sent by the present "
@@ -158,8 +159,8 @@ def _check_at_rest(shards: LocalShards, moved: list[str]) -> None:
     )
 
 
-def _take_place(collection: Any, made: Any) -> None:
-    insides = {name: value for name, value in vars(made).items() if name not in _KEPT}
+def _replace_attributes(collection: Any, made: Any) -> None:
+    attributes = {name: value for name, value in vars(made).items() if name not in _KEPT}
     made._shards.drive_by(collection._optim)
-    collection._shards.become(made._shards)
-    vars(collection).update(insides)
+    collection._shards.replace_with(made._shards)
+    vars(collection).update(attributes)

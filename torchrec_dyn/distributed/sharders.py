@@ -1,9 +1,9 @@
-"""The sharders: what DistributedModelParallel and the planner ask how to shard a collection."""
+"""The sharders, which DistributedModelParallel and the planner ask how to shard a collection."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torchrec_dyn.distributed.resharding import reshard
 from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
-    LocalTable,
+    UnshardedTable,
 )
 from torchrec_dyn.sharding import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 
@@ -24,12 +24,53 @@ _Unsharded = TypeVar("_Unsharded", bound=nn.Module)
 _Sharded = TypeVar("_Sharded", bound=nn.Module)
 
 
-def _tables(held: nn.ModuleDict) -> Mapping[str, LocalTable]:
-    return cast(Mapping[str, LocalTable], held)
+class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Sharded]):
+    """Shards collections of one type; abstract, subclasses set the attributes.
 
+    Attributes:
+        unsharded: the type of the collection.
+        sharded: the type that it has when sharded.
+        holder: the name under which the unsharded collection holds its tables.
+        shardings: names of the sharding types that it supports.
+        options: further keyword arguments of the sharded collection.
+    """
 
-class _TableSharder(BaseEmbeddingSharder[_Unsharded]):
-    """What the sharders of both kinds of collection do alike."""
+    unsharded: type[_Unsharded]
+    sharded: type[_Sharded]
+    holder: str
+    shardings: Iterable[str]
+    options: Mapping[str, Any]
+
+    def shard(
+        self,
+        module: _Unsharded,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> _Sharded:
+        """Shards a collection.
+
+        Args:
+            module: the collection; it is not changed.
+            params: the plan of its tables.
+            env: the ranks.
+            device: where the rows live.
+            module_fqn: where the model holds the collection.
+
+        Raises:
+            ValueError: if the plan cannot be honoured; before anything is built.
+        """
+        return self.sharded(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+            **self.options,
+        )
 
     def reshard(
         self,
@@ -41,7 +82,7 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded]):
         """Moves tables to where another plan has them, for `DistributedModelParallel.reshard`. Collective.
 
         Args:
-            sharded_module: what this sharder made; changed in place.
+            sharded_module: sharded by this sharder; changed in place.
             changed_shard_to_params: the new plan of the tables that move.
             env: the ranks.
             device: where the rows live.
@@ -57,12 +98,33 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded]):
         reshard(self, sharded_module, changed_shard_to_params, env, device)
         return sharded_module
 
+    def shardable_parameters(self, module: _Unsharded) -> dict[str, nn.Parameter]:
+        """Returns the placeholder of each table, from whose shape the planner plans."""
+        tables: Mapping[str, UnshardedTable] = getattr(module, self.holder)
+        return {name: table.weight for name, table in tables.items()}
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Returns all types of the collection; the planner takes GRID only where constraints name it."""
+        return list(self.shardings)
+
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Returns "fused", which every planner can price; `shard` puts ours in its place."""
         return [EmbeddingComputeKernel.FUSED.value]
 
+    @property
+    def module_type(self) -> type[_Unsharded]:
+        """The type of the unsharded collection."""
+        return self.unsharded
 
-class DynamicEmbeddingBagCollectionSharder(_TableSharder[DynamicEmbeddingBagCollection]):
+    @property
+    def sharded_module_type(self) -> type[_Sharded]:
+        """The type of the sharded collection."""
+        return self.sharded
+
+
+class DynamicEmbeddingBagCollectionSharder(
+    _TableSharder[DynamicEmbeddingBagCollection, ShardedDynamicEmbeddingBagCollection]
+):
     """Shards pooled collections, by every type but data-parallel, on any device.
 
     Args:
@@ -72,65 +134,23 @@ class DynamicEmbeddingBagCollectionSharder(_TableSharder[DynamicEmbeddingBagColl
         qcomm_codecs_registry: TorchRec's codecs of quantized comms.
     """
 
+    unsharded = DynamicEmbeddingBagCollection
+    sharded = ShardedDynamicEmbeddingBagCollection
+    holder = "embedding_bags"
+    shardings = POOLED_SHARDINGS
+
     def __init__(
         self,
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry)
-
-    def shard(
-        self,
-        module: DynamicEmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedDynamicEmbeddingBagCollection:
-        """Shards a collection.
-
-        Args:
-            module: the collection; it is not changed.
-            params: the plan of its tables.
-            env: the ranks.
-            device: where the rows live.
-            module_fqn: where the model holds the collection.
-
-        Raises:
-            ValueError: if the plan cannot be honoured; before anything is built.
-        """
-        return ShardedDynamicEmbeddingBagCollection(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
-        )
-
-    def shardable_parameters(
-        self, module: DynamicEmbeddingBagCollection
-    ) -> dict[str, nn.Parameter]:
-        """Returns the placeholder of each table, from whose shape the planner plans."""
-        return {name: table.weight for name, table in _tables(module.embedding_bags).items()}
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns all types; the planner takes GRID only where constraints name it."""
-        return list(POOLED_SHARDINGS)
-
-    @property
-    def module_type(self) -> type[DynamicEmbeddingBagCollection]:
-        """What it shards."""
-        return DynamicEmbeddingBagCollection
-
-    @property
-    def sharded_module_type(self) -> type[ShardedDynamicEmbeddingBagCollection]:
-        """What it makes."""
-        return ShardedDynamicEmbeddingBagCollection
+        self.options = {}
 
 
-class DynamicEmbeddingCollectionSharder(_TableSharder[DynamicEmbeddingCollection]):
+class DynamicEmbeddingCollectionSharder(
+    _TableSharder[DynamicEmbeddingCollection, ShardedDynamicEmbeddingCollection]
+):
     """Shards sequence collections table-, row- and column-wise, on any device.
 
     Args:
@@ -140,6 +160,11 @@ class DynamicEmbeddingCollectionSharder(_TableSharder[DynamicEmbeddingCollection
             occurs. Outputs are the same; gradients of repeats are summed before they are sent.
     """
 
+    unsharded = DynamicEmbeddingCollection
+    sharded = ShardedDynamicEmbeddingCollection
+    holder = "embeddings"
+    shardings = SEQUENCE_SHARDINGS
+
     def __init__(
         self,
         fused_params: dict[str, Any] | None = None,
@@ -147,53 +172,4 @@ class DynamicEmbeddingCollectionSharder(_TableSharder[DynamicEmbeddingCollection
         use_index_dedup: bool = False,
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry)
-        self._use_index_dedup = use_index_dedup
-
-    def shard(
-        self,
-        module: DynamicEmbeddingCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedDynamicEmbeddingCollection:
-        """Shards a collection.
-
-        Args:
-            module: the collection; it is not changed.
-            params: the plan of its tables.
-            env: the ranks.
-            device: where the rows live.
-            module_fqn: where the model holds the collection.
-
-        Raises:
-            ValueError: if the plan cannot be honoured; before anything is built.
-        """
-        return ShardedDynamicEmbeddingCollection(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            use_index_dedup=self._use_index_dedup,
-            module_fqn=module_fqn,
-        )
-
-    def shardable_parameters(self, module: DynamicEmbeddingCollection) -> dict[str, nn.Parameter]:
-        """Returns the placeholder of each table, from whose shape the planner plans."""
-        return {name: table.weight for name, table in _tables(module.embeddings).items()}
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns all types that sequences have."""
-        return list(SEQUENCE_SHARDINGS)
-
-    @property
-    def module_type(self) -> type[DynamicEmbeddingCollection]:
-        """What it shards."""
-        return DynamicEmbeddingCollection
-
-    @property
-    def sharded_module_type(self) -> type[ShardedDynamicEmbeddingCollection]:
-        """What it makes."""
-        return ShardedDynamicEmbeddingCollection
+        self.options = {"use_index_dedup": use_index_dedup}

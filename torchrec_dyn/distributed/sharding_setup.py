@@ -1,10 +1,8 @@
-"""What both sharded collections do before TorchRec builds them.
+"""What both sharded collections do before TorchRec builds them: check the plan, and make a view to shard.
 
-What TorchRec's sharded collections get to see of the dynamic collection they shard.
-
-TorchRec reads the tables, their optimizers and the state dict of the module it shards.
-This view answers with the tables, with one choice of optimizer per table and with
-placeholders: no rows are copied, and the module stays as it was.
+TorchRec reads the tables, their optimizers and the state dict of the module it shards. It is given a view
+with the tables' configs, one choice of optimizer per table and placeholders: no rows are copied, and the
+module stays as it was.
 """
 
 from __future__ import annotations
@@ -24,139 +22,14 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules import (
     DEFAULT_FUSED_PARAMS,
-    LocalTable,
+    UnshardedTable,
     chosen_fused_params,
     chosen_optimizer,
+    merged_fused_params,
 )
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import TableLayout, checked_plan, config_of_share, row_limit, table_layouts
 from torchrec_dyn.sharding import OPTIONS_KEY, KernelOptions, TableOptions
-
-
-def merged_fused_params(
-    of_sharder: Mapping[str, Any] | None, of_module: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Merges the sharder's `fused_params` over the module's.
-
-    A sharder that names an optimizer names its hyper-parameters too: those of the
-    module belong to another optimizer.
-    """
-    sharder, module = dict(of_sharder or {}), dict(of_module or {})
-    if "optimizer" in sharder:
-        module = {key: value for key, value in module.items() if key == "output_dtype"}
-    return {**module, **sharder}
-
-
-class _Placeholder(nn.Module):
-    """One table's meta parameter, marked with its optimizer the way TorchRec reads it."""
-
-    def __init__(self, weight: nn.Parameter, fused_params: dict[str, Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty_like(weight, device="meta"))
-        marked: Any = self.weight
-        marked._optimizer_classes = [None]
-        marked._optimizer_kwargs = [fused_params]
-
-
-class ShardableView(nn.Module):
-    """The read-only face of a dynamic collection while TorchRec shards it.
-
-    Args:
-        module: the collection.
-        configs: its tables' configs.
-        tables: its tables by name.
-        holder: the name under which it holds them, "embedding_bags" or "embeddings".
-        layouts: where the pieces of each table go.
-        fused_params: what applies where the table's parameter says nothing.
-        where: the collection, for messages.
-
-    Raises:
-        ValueError: if a table's optimizer is not supported.
-    """
-
-    def __init__(
-        self,
-        module: Any,
-        configs: Sequence[BaseEmbeddingConfig],
-        tables: Mapping[str, LocalTable],
-        holder: str,
-        layouts: Mapping[str, TableLayout],
-        fused_params: Mapping[str, Any],
-        where: str,
-    ) -> None:
-        super().__init__()
-        # In a list: a child module would put the rows into this view's state dict.
-        self._module: list[Any] = [module]
-        self._configs = copy.deepcopy(list(configs))
-        options = {
-            config.name: TableOptions(
-                config=config_of_share(tables[config.name].dynamic, layouts[config.name].row_ranks),
-                row_limit=row_limit(config.num_embeddings, layouts[config.name].row_ranks),
-                ids_mixed=layouts[config.name].rows_are_spread,
-                is_frozen=tables[config.name].is_frozen,
-            )
-            for config in configs
-        }
-        of_all = KernelOptions(options)
-        placeholders = nn.ModuleDict()
-        self.tables_by_default: list[str] = []
-        self.optimizers: dict[str, RowOptimizer] = {}
-        for config in configs:
-            weight = tables[config.name].weight
-            table = f"{where}(table='{config.name}')"
-            self.optimizers[config.name] = chosen_optimizer(weight, fused_params, table)
-            chosen = chosen_fused_params(weight, fused_params, table)
-            if chosen is None:
-                self.tables_by_default.append(config.name)
-                chosen = dict(DEFAULT_FUSED_PARAMS)
-            chosen[OPTIONS_KEY] = of_all
-            placeholders[config.name] = _Placeholder(weight, chosen)
-        self.add_module(holder, placeholders)
-
-    @property
-    def device(self) -> torch.device:
-        """Meta: TorchRec then copies no weights. Rows are carried over by `carry_over`."""
-        return torch.device("meta")
-
-    def embedding_bag_configs(self) -> list[Any]:
-        """Returns the configs of a pooled collection."""
-        return self._configs
-
-    def embedding_configs(self) -> list[Any]:
-        """Returns the configs of a sequence collection."""
-        return self._configs
-
-    def use_gather_select(self) -> bool:
-        """Returns whether TorchRec gathers deduplicated ids in another way: no dedupe here."""
-        return False
-
-    def use_gather_select_per_sharding(self) -> None:
-        """Returns the same per sharding type."""
-
-    def use_sorted_select(self) -> bool:
-        """Returns whether TorchRec (after 1.8) sorts deduplicated ids: no dedupe here."""
-        return False
-
-    def is_weighted(self) -> bool:
-        """Returns whether bags carry weights."""
-        return self._module[0].is_weighted()
-
-    def need_indices(self) -> bool:
-        """Returns whether outputs carry their ids."""
-        return self._module[0].need_indices()
-
-    def embedding_dim(self) -> int:
-        """Returns the width of a sequence collection."""
-        return self._module[0].embedding_dim()
-
-    def embedding_names_by_table(self) -> list[list[str]]:
-        """Returns the output names of each table of a sequence collection."""
-        return self._module[0].embedding_names_by_table()
-
-
-_tables_of_model: weakref.WeakKeyDictionary[ShardingEnv, dict[str, str]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 @dataclass(frozen=True)
@@ -169,7 +42,7 @@ class ShardingSetup:
         plan: its part of the plan, for our kernel.
         layouts: where the pieces of each table go.
         dynamic: the users' options of each table.
-        view: what TorchRec is shown instead of the collection.
+        view: shown to TorchRec in place of the collection.
         unsharded: the collection without its rows, to be sharded again.
         frozen: names of the tables that are frozen.
     """
@@ -194,7 +67,7 @@ def set_up(
     sharding_types: Sequence[str],
     module_fqn: str | None,
 ) -> ShardingSetup:
-    """Checks a plan and everything else that can be wrong, before anything is built.
+    """Checks the plan, the optimizers and the names of the tables, before anything is built.
 
     Args:
         module: the unsharded collection.
@@ -213,7 +86,7 @@ def set_up(
     layouts = table_layouts(configs, plan, env, sharding_types, where)
     for_our_kernel = checked_plan(plan, where)
     held: Any = getattr(module, holder)
-    tables: dict[str, LocalTable] = {config.name: held[config.name] for config in configs}
+    tables: dict[str, UnshardedTable] = {config.name: held[config.name] for config in configs}
     merged = merged_fused_params(fused_params, module.fused_params)
     view = ShardableView(module, configs, tables, holder, layouts, merged, where)
     _claim_names([config.name for config in configs], env, module_fqn, where)
@@ -231,12 +104,17 @@ def set_up(
     return ShardingSetup(where, configs, for_our_kernel, layouts, dynamic, view, unsharded, frozen)
 
 
+_tables_of_model: weakref.WeakKeyDictionary[ShardingEnv, dict[str, str]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def _claim_names(
     names: Sequence[str], env: ShardingEnv, module_fqn: str | None, where: str
 ) -> None:
-    """Refuses a table's name that another collection of the model has: they would start alike.
+    """Refuses a table's name that another collection of the model has: rows of both would start alike.
 
-    One DistributedModelParallel shards all its collections with one env.
+    The collections of one model are known by their env: DistributedModelParallel has one for all.
     """
     if module_fqn is None:
         return
@@ -248,3 +126,110 @@ def _claim_names(
                 f"of '{claimed[name]}'. Rename one of them."
             )
     claimed.update(dict.fromkeys(names, module_fqn))
+
+
+class ShardableView(nn.Module):
+    """Stands in for a dynamic collection while TorchRec shards it; read only.
+
+    Args:
+        module: the collection.
+        configs: its tables' configs.
+        tables: its tables, by name.
+        holder: the name under which it holds its tables, "embedding_bags" or "embeddings".
+        layouts: where the pieces of each table go.
+        fused_params: used where no optimizer is set on the table's parameter.
+        where: the collection, for messages.
+
+    Raises:
+        ValueError: if a table's optimizer is not supported.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        configs: Sequence[BaseEmbeddingConfig],
+        tables: Mapping[str, UnshardedTable],
+        holder: str,
+        layouts: Mapping[str, TableLayout],
+        fused_params: Mapping[str, Any],
+        where: str,
+    ) -> None:
+        super().__init__()
+        # In a list: a child module would put the rows into this view's state dict.
+        self._module: list[Any] = [module]
+        self._configs = copy.deepcopy(list(configs))
+        options = {
+            config.name: TableOptions(
+                config=config_of_share(tables[config.name].dynamic, layouts[config.name].row_ranks),
+                row_limit=row_limit(config.num_embeddings, layouts[config.name].row_ranks),
+                ids_are_mixed=layouts[config.name].rows_are_spread,
+                is_frozen=tables[config.name].is_frozen,
+            )
+            for config in configs
+        }
+        of_all = KernelOptions(options)
+        placeholders = nn.ModuleDict()
+        self.tables_by_default: list[str] = []
+        self.optimizers: dict[str, RowOptimizer] = {}
+        for config in configs:
+            weight = tables[config.name].weight
+            table = f"{where}(table='{config.name}')"
+            self.optimizers[config.name] = chosen_optimizer(weight, fused_params, table)
+            chosen = chosen_fused_params(weight, fused_params, table)
+            if chosen is None:
+                self.tables_by_default.append(config.name)
+                chosen = dict(DEFAULT_FUSED_PARAMS)
+            chosen[OPTIONS_KEY] = of_all
+            placeholders[config.name] = _Placeholder(weight, chosen)
+        self.add_module(holder, placeholders)
+
+    @property
+    def device(self) -> torch.device:
+        """Meta: TorchRec then copies no weights; `copy_trained_rows` copies the rows."""
+        return torch.device("meta")
+
+    def embedding_bag_configs(self) -> list[Any]:
+        """Returns the configs of a pooled collection."""
+        return self._configs
+
+    def embedding_configs(self) -> list[Any]:
+        """Returns the configs of a sequence collection."""
+        return self._configs
+
+    def use_gather_select(self) -> bool:
+        """Returns False: TorchRec does not select with torch.gather."""
+        return False
+
+    def use_gather_select_per_sharding(self) -> None:
+        """Returns None: no sharding type differs in that."""
+
+    def use_sorted_select(self) -> bool:
+        """Returns False: TorchRec (after 1.8) does not sort before it selects."""
+        return False
+
+    def is_weighted(self) -> bool:
+        """Returns whether bags carry weights."""
+        return self._module[0].is_weighted()
+
+    def need_indices(self) -> bool:
+        """Returns whether outputs carry their ids."""
+        return self._module[0].need_indices()
+
+    def embedding_dim(self) -> int:
+        """Returns the width of a sequence collection."""
+        return self._module[0].embedding_dim()
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Returns the output names of each table of a sequence collection."""
+        return self._module[0].embedding_names_by_table()
+
+
+class _Placeholder(nn.Module):
+    """Holds the meta parameter of one table, marked with its optimizer as TorchRec reads it."""
+
+    def __init__(self, weight: nn.Parameter, fused_params: dict[str, Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty_like(weight, device="meta"))
+        marked: Any = self.weight
+        marked._optimizer_classes = [None]
+        marked._optimizer_kwargs = [fused_params]

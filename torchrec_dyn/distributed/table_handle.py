@@ -1,8 +1,10 @@
 """The handle on one table of a sharded collection.
 
-Reads are this rank's shard. `assign` and `erase` are collective: every rank passes ids of
-its own choice (perhaps none), which go to their owners and to all column shards. Reads of
-the whole table are in whole_model/by_id.py.
+Reads are of this rank's shard; those of the whole table are in whole_model/by_id.py. `assign` and `erase`
+are collective: every rank passes ids of its own choice, perhaps none, which go to their owners and to all
+column shards.
+
+Legend: M ids, C columns on this rank, R rows on it.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ class ShardedTableHandle:
             where, layout, self._shards, config.embedding_dim, self._dtype, process_group
         )
 
-    def follow(self, other: ShardedTableHandle) -> None:
-        """Becomes a handle on the table where it is now."""
+    def update_from(self, other: ShardedTableHandle) -> None:
+        """Points this handle, and `whole`, at the shards of another one, after the table has moved."""
         whole = self.whole
         self.__dict__.update(other.__dict__)
         whole.__dict__.update(other.whole.__dict__)
@@ -78,44 +80,15 @@ class ShardedTableHandle:
         return self._shards[0].ids() if self._shards else torch.empty(0, dtype=torch.int64)
 
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads rows of this rank's shard and changes nothing.
-
-        Args:
-            ids: [M] int64.
-
-        Returns:
-            rows: [M, C], C this rank's columns in column order; zeros where not found.
-            found: [M] bool.
-        """
+        """Reads rows by id. As `torchrec_dyn.lookup_rows`, of this rank's shard: rows are [M, C]."""
         return read_rows(self._shards, ids, self._dtype)
 
     def last_seen(self, ids: Tensor) -> Tensor:
-        """Tells when training last saw each id that has a row on this rank.
-
-        Args:
-            ids: [M] int64.
-
-        Returns:
-            [M] int64, training steps (clock values with `ExpireAfter(time=...)`); -1 where this
-            rank has no row of the id.
-
-        Raises:
-            ValueError: if the table has no policy that keeps this.
-        """
+        """Returns when training last saw ids. As `torchrec_dyn.read_last_seen`, of this rank's shard."""
         return self._shards[0].last_seen(ids) if self._shards else torch.full_like(ids, -1)
 
     def count(self, ids: Tensor) -> Tensor:
-        """Tells how often training has seen each id that this rank holds.
-
-        Args:
-            ids: [M] int64.
-
-        Returns:
-            [M] int64; of an id that waits for admission its counter; 0 otherwise.
-
-        Raises:
-            ValueError: if the table has no policy that keeps this.
-        """
+        """Returns how often training saw ids. As `torchrec_dyn.read_counts`, of this rank's shard."""
         return self._shards[0].count(ids) if self._shards else torch.zeros_like(ids)
 
     def stats(self) -> dict[str, int | float]:
@@ -123,29 +96,11 @@ class ShardedTableHandle:
         return self._shards[0].stats() if self._shards else {"rows": 0, "limit": 0}
 
     def assign(self, ids: Tensor, rows: Tensor) -> None:
-        """Writes rows, inserting ids that are absent. Collective.
-
-        Of several rows for one id the last one of the highest rank stays.
-
-        Args:
-            ids: [M] int64; M may differ between ranks.
-            rows: [M, embedding_dim] of the whole table.
-
-        Raises:
-            ValueError: on every rank if any rank passed something else; nothing is changed.
-            RuntimeError: on every rank if some rank's shard could not take its rows.
-        """
+        """Writes rows by id on all ranks. Collective. As `torchrec_dyn.assign_rows`."""
         self.whole.assign(ids, rows)
 
     def erase(self, ids: Tensor) -> int:
-        """Takes ids out on all ranks. Collective.
-
-        Args:
-            ids: [M] int64; M may differ between ranks.
-
-        Returns:
-            How many ids were there, over all ranks.
-        """
+        """Drops rows by id on all ranks. Collective. As `torchrec_dyn.erase_rows`."""
         return self.whole.erase(ids)
 
     @property
@@ -156,10 +111,7 @@ class ShardedTableHandle:
     def freeze(self) -> None:
         """Lets training read the table as evaluation does, until `unfreeze`. Collective.
 
-        From the next forward on no id comes or goes or is counted, the step stays, and no row, score or
-        optimizer state changes; weights of bags still get gradients. A forward from before still
-        learns in its backward. `assign`, `erase`, loading and `set_time` go on as ever. A checkpoint
-        says nothing of it.
+        As `TableHandle.freeze` of an unsharded table, of the shards on all ranks.
 
         Raises:
             ValueError: on every rank, if some rank makes another call, or has trained the table for more

@@ -1,12 +1,10 @@
-"""One table goes from the shards of one plan into the empty shards of another, as through a checkpoint."""
+"""Moves one table from the shards of one plan into the empty shards of another, as through a checkpoint."""
 
 from __future__ import annotations
 
-from torchrec_dyn.checkpoint_format import from_bytes, saved_initializer
 from torchrec_dyn.distributed.chunk_exchange import exchange_chunks
 from torchrec_dyn.distributed.whole_table import OF_EVERY_SHARD
-from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import (
     LoadSession,
     ModelEntry,
@@ -15,72 +13,56 @@ from torchrec_dyn.state_dict import (
     OptimizerSource,
     ShardPieces,
     TableEntry,
-    take_over,
-    take_over_state,
+    commit_state,
+    saved_tensors,
 )
 
 
-def move_table(before: ShardPieces, after: ShardPieces, optimizer: RowOptimizer, call: str) -> None:
-    """Copies all that a table holds into shards that lie elsewhere. Collective.
+def move_table(before: ShardPieces, after: ShardPieces, call: str) -> None:
+    """Copies rows, optimizer state and counters of a table into shards on other ranks. Collective.
 
-    What arrives is verified by the sums of what was sent. The shards of before do not change.
+    The content sums of the copy are verified against those of the old shards, which do not change.
 
     Args:
-        before: what this rank holds of it.
-        after: what it is to hold: shards without rows.
-        optimizer: how the rows learn.
+        before: the old shards on this rank.
+        after: the new shards on this rank, without rows.
         call: the same on every rank.
 
     Raises:
         ValueError, RuntimeError: on every rank, if one of them fails.
     """
     group = before.group
-    model, state = done_together(
-        group, call, lambda: (ModelSource(before, None), OptimizerSource(before, optimizer, None))
+    saved = saved_tensors(
+        group, call, lambda: [ModelSource(before, None), OptimizerSource(before, None)]
     )
-    told = told_together(group, call, lambda: (model.tell(), state.tell()))
-    saved = done_together(
-        group,
-        call,
-        lambda: [model.tensors([m for m, _ in told]), state.tensors([s for _, s in told])],
-    )
-    rows, rows_state = done_together(
-        group, call, lambda: (ModelEntry(after), OptimizerEntry(after, optimizer))
-    )
+    rows, rows_state = ModelEntry(after), OptimizerEntry(after)
     entries: list[TableEntry] = [rows, rows_state]
     session = LoadSession(entries)
     for tensors, entry in zip(saved, entries, strict=True):
         exchange_chunks(tensors, entry, group, call)
     session.verify(call)
-    done_together(group, call, lambda: _take_over_rows(rows))
-    take_over_state(rows_state, call)
-    _carry_counts(before, after, call)
+    run_together(group, call, rows.commit)
+    commit_state(rows_state, call)
+    _copy_counters(before, after, call)
 
 
-def _take_over_rows(entry: ModelEntry) -> None:
-    where, small = entry.pieces.where, entry.small
-    initializer = saved_initializer(where, from_bytes(where, small["config"]))
-    for shard, staged in zip(entry.pieces.shards, entry.staged or (), strict=True):
-        take_over(shard, staged, small.get("clock"), initializer, entry.step)
-    entry.staged = None
+def _copy_counters(before: ShardPieces, after: ShardPieces, call: str) -> None:
+    """Adds up the counters of the whole table on the first of the ranks that share the rows now."""
 
-
-def _carry_counts(before: ShardPieces, after: ShardPieces, call: str) -> None:
-    """Gives the counts of the whole table to the first of the ranks that share the rows now."""
-
-    def tell() -> tuple[dict[str, int], bool] | None:
+    def counters_here() -> tuple[dict[str, int], bool] | None:
         if not before.has_first_column:
             return None
         first = before.shards[0]
         return first.counters, first.life is not None and first.life.is_unscored
 
-    told = [one for one in told_together(before.group, call, tell) if one is not None]
+    of_ranks = gather_results(before.group, call, counters_here)
+    held = [of_rank for of_rank in of_ranks if of_rank is not None]
     for shard in after.shards:
         for name in shard.counters:
-            counted = [counters[name] for counters, _ in told]
+            counts = [counters[name] for counters, _ in held]
             if name in OF_EVERY_SHARD:
-                shard.counters[name] = max(counted)
+                shard.counters[name] = max(counts)
             elif after.part == 0:
-                shard.counters[name] = sum(counted)
+                shard.counters[name] = sum(counts)
         if shard.life is not None:
-            shard.life.is_unscored = any(is_unscored for _, is_unscored in told)
+            shard.life.is_unscored = any(is_unscored for _, is_unscored in held)

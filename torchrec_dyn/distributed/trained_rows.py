@@ -1,6 +1,8 @@
-"""Rows trained before sharding move into the shards; each rank takes its own part.
+"""Copies rows that were trained before sharding into the shards.
 
-The unsharded collection is replicated, so nothing is sent.
+Every rank has the whole unsharded collection and copies its own part, so nothing is sent.
+
+Legend: R rows.
 """
 
 from __future__ import annotations
@@ -15,22 +17,20 @@ from torchrec_dyn.ranks import Piece, TableLayout, owners
 from torchrec_dyn.table import DynamicTable, state_for_copy, without_optimizer
 
 
-def carry_over(
-    source: DynamicTable | None, shards: Sequence[DynamicTable], layout: TableLayout, rank: int
+def copy_trained_rows(
+    source: DynamicTable, shards: Sequence[DynamicTable], layout: TableLayout, rank: int
 ) -> None:
     """Fills this rank's shards of one table with its part of the unsharded rows.
 
-    Scores, counters and clock come along, optimizer state where the shards have the same optimizer; a
-    number per row is taken over by every column shard.
+    Scores, counters and clock are copied too, and optimizer state where the shards have the same optimizer;
+    every column shard gets the state that is one number per row.
 
     Args:
-        source: the unsharded table, None where nothing has used it.
+        source: the unsharded table.
         shards: this rank's column shards of it.
         layout: where the pieces of the table lie.
         rank: this rank.
     """
-    if source is None:
-        return
     for shard in shards:
         shard.start_as(source.initializer)  # perhaps that of a checkpoint
     state = state_for_copy(source)
@@ -41,25 +41,25 @@ def carry_over(
     for shard in shards:
         piece = pieces[shard.first_column]
         part = piece.ranks.index(rank)
-        kept = None if parts is None else torch.eq(parts, part)
-        taken = state
+        mask = None if parts is None else torch.eq(parts, part)
+        copied = state
         if source.optimizer.kind != shard.optimizer.kind:
-            taken = without_optimizer(state, source.optimizer)
-        mine = {name: _part(taken[name], kept, piece) for name in set(taken) - set(NOT_BY_ROW)}
-        if "clock" in taken:
-            mine["clock"] = taken["clock"]
-        if "waiting" in taken:
-            waiting = taken["waiting"]
+            copied = without_optimizer(state, source.optimizer)
+        mine = {name: _part(copied[name], mask, piece) for name in set(copied) - set(NOT_BY_ROW)}
+        if "clock" in copied:
+            mine["clock"] = copied["clock"]
+        if "waiting" in copied:
+            waiting = copied["waiting"]
             if layout.rows_are_spread:
                 waiting = waiting[:, owners(waiting[0].contiguous(), layout.row_ranks) == part]
             mine["waiting"] = waiting
         shard.load_state(mine)
 
 
-def _part(saved: Tensor, kept: Tensor | None, piece: Piece) -> Tensor:
-    """Cuts a saved tensor, [R, columns], [R] or [], down to the rows and columns of a shard."""
-    if saved.dim() and kept is not None:
-        saved = saved[kept]
-    if saved.dim() == 2:
-        saved = saved[:, piece.first_column : piece.first_column + piece.columns]
-    return saved.contiguous()
+def _part(values: Tensor, mask: Tensor | None, piece: Piece) -> Tensor:
+    """Returns the rows and columns of one shard, of values [R, columns], [R] or []."""
+    if values.dim() and mask is not None:
+        values = values[mask]
+    if values.dim() == 2:
+        values = values[:, piece.first_column : piece.first_column + piece.columns]
+    return values.contiguous()

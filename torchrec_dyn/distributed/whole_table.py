@@ -1,11 +1,10 @@
 """One sharded table as all ranks together hold it.
 
-Every method is collective: all ranks call it, with ids of their own choice, perhaps none. What
-is wrong on one rank is raised on all of them.
+Every method is collective: all ranks call it, with ids of their own choice, perhaps none. A fault on one
+rank is raised on all ranks. The calls by id are specified in whole_model/by_id.py.
 
-Legend: M ids of this rank, K ids that fell to this rank, C columns on this rank, D of the table.
-
-The counts of a whole table, from those of its shards.
+Legend: M ids of this rank, K ids sent to this rank, C columns on this rank, R rows of the table, D its
+columns.
 """
 
 from __future__ import annotations
@@ -18,36 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_dyn.distributed.id_exchange import IdExchange
-from torchrec_dyn.ranks import Piece, TableLayout, agree, done_together
+from torchrec_dyn.ranks import Piece, TableLayout, agree, run_together
 from torchrec_dyn.storage import canonical_order
 from torchrec_dyn.table import DynamicTable
 
+_T = TypeVar("_T")
 Stats = dict[str, int | float]
-OF_EVERY_SHARD = ("step", "forwards")  # each counts all of them
-
-
-def whole_stats(row_shards: Sequence[Stats], all_bytes: int | float) -> Stats:
-    """Joins the counts of a table's shards.
-
-    Column shards hold the same ids and see the same stream, so those of the first columns stand
-    for all. What is not named here is a count, and summed.
-
-    Args:
-        row_shards: stats of the shards of the first columns.
-        all_bytes: the bytes of all shards.
-    """
-    whole: Stats = {name: sum(one[name] for one in row_shards) for name in row_shards[0]}
-    for name in OF_EVERY_SHARD:
-        whole[name] = max(one[name] for one in row_shards)
-    whole["bytes"] = all_bytes
-    whole["load"] = whole["rows"] / whole["slots"] if whole["slots"] else 0.0
-    probed = sum(one["probe_length_mean"] * one["rows"] for one in row_shards)
-    whole["probe_length_mean"] = probed / whole["rows"] if whole["rows"] else 0.0
-    whole["probe_length_max"] = max(one["probe_length_max"] for one in row_shards)
-    return whole
-
-
-T = TypeVar("T")
+OF_EVERY_SHARD = ("step", "forwards")  # every shard counts all of them
 
 
 class WholeTable:
@@ -84,14 +60,14 @@ class WholeTable:
     @property
     def num_rows(self) -> int:
         """Rows in use on all ranks. Collective."""
-        told = self._agree("num_rows", told=sum(shard.num_rows for shard in self._first_shards))
-        return sum(told[rank] for rank in self._first.ranks)
+        counts = self._agree("num_rows", value=sum(shard.num_rows for shard in self._first_shards))
+        return sum(counts[rank] for rank in self._first.ranks)
 
     def ids(self) -> Tensor:
         """Returns all ids of the table, [R] int64 in unsigned order of mix64(id), on every rank."""
         held = [shard.ids() for shard in self._first_shards]
         mine = torch.cat([torch.empty(0, dtype=torch.int64), *held])
-        counts = self._agree("ids", told=mine.numel())
+        counts = self._agree("ids", value=mine.numel())
         parts = []
         for rank, count in enumerate(counts):
             if not count:
@@ -105,15 +81,7 @@ class WholeTable:
         return together[canonical_order(together)]
 
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads rows and changes nothing.
-
-        Args:
-            ids: [M] int64.
-
-        Returns:
-            rows: [M, D]; zeros where not found.
-            found: [M] bool.
-        """
+        """Reads rows by id. As `torchrec_dyn.lookup_rows`."""
         exchange = self._send("lookup", ids)
         rows, found = self._do(
             "lookup", lambda: read_rows(self._shards, exchange.arrived, self._dtype)
@@ -121,47 +89,15 @@ class WholeTable:
         return exchange.return_rows(rows), exchange.return_numbers(found)
 
     def last_seen(self, ids: Tensor) -> Tensor:
-        """Tells when training last saw each id.
-
-        Args:
-            ids: [M] int64.
-
-        Returns:
-            [M] int64, training steps (clock values with `ExpireAfter(time=...)`); -1 where an id
-            has no row.
-
-        Raises:
-            ValueError: on every rank, if the table has no policy that keeps this.
-        """
+        """Returns when training last saw ids. As `torchrec_dyn.read_last_seen`."""
         return self._first_numbers("last_seen", ids, DynamicTable.last_seen)
 
     def count(self, ids: Tensor) -> Tensor:
-        """Tells how often training has seen each id.
-
-        Args:
-            ids: [M] int64.
-
-        Returns:
-            [M] int64; of an id that waits for admission its counter; 0 otherwise.
-
-        Raises:
-            ValueError: on every rank, if the table has no policy that keeps this.
-        """
+        """Returns how often training saw ids. As `torchrec_dyn.read_counts`."""
         return self._first_numbers("count", ids, DynamicTable.count)
 
     def assign(self, ids: Tensor, rows: Tensor) -> None:
-        """Writes rows, inserting ids that are absent, on all column shards.
-
-        Of several rows for one id the last one of the highest rank stays.
-
-        Args:
-            ids: [M] int64.
-            rows: [M, D] floating point.
-
-        Raises:
-            RuntimeError: on every rank if some rank's shard could not take its rows; others may
-                have taken theirs.
-        """
+        """Writes rows by id, on all column shards. As `torchrec_dyn.assign_rows`."""
         exchange = self._send("assign", ids, rows)
         arrived = exchange.send_rows(rows.detach().to(self._dtype))
 
@@ -173,27 +109,20 @@ class WholeTable:
         self._do("assign", write)
 
     def erase(self, ids: Tensor) -> int:
-        """Takes ids out, of all column shards.
-
-        Args:
-            ids: [M] int64; ids without a row are passed over.
-
-        Returns:
-            How many ids had a row, over all ranks.
-        """
+        """Drops rows by id, on all column shards. As `torchrec_dyn.erase_rows`."""
         exchange = self._send("erase", ids)
         erased = self._do("erase", lambda: [s.erase(exchange.arrived) for s in self._shards])
-        return sum(self._agree("erase", told=sum(erased[: len(self._first_shards)])))
+        return sum(self._agree("erase", value=sum(erased[: len(self._first_shards)])))
 
     def set_frozen(self, is_frozen: bool) -> None:
-        """Freezes all shards at the same moment, or none; or unfreezes them.
+        """Freezes or unfreezes all shards at the same moment, or none.
 
         Raises:
             ValueError: on every rank, if not every rank does the same at the same training step.
         """
         verb = "freeze" if is_frozen else "unfreeze"
-        told: list[list[int]] = self._agree(verb, told=[shard.step for shard in self._shards])
-        steps = {rank: steps[0] for rank, steps in enumerate(told) if steps}
+        of_ranks: list[list[int]] = self._agree(verb, value=[shard.step for shard in self._shards])
+        steps = {rank: of_shards[0] for rank, of_shards in enumerate(of_ranks) if of_shards}
         if len(set(steps.values())) > 1:
             raise ValueError(
                 f"{self._where}.{verb}: expected every rank at the same training step, got "
@@ -203,17 +132,17 @@ class WholeTable:
             shard.is_frozen = is_frozen
 
     def stats(self) -> Stats:
-        """Returns the counts of the whole table, the same on every rank (distributed/whole_table.py)."""
+        """Returns the counts of the whole table, the same on every rank. As `torchrec_dyn.read_stats`."""
         mine = self._do("stats", lambda: [shard.stats() for shard in self._shards])
-        told: list[list[Stats]] = self._agree("stats", told=mine)
+        of_ranks: list[list[Stats]] = self._agree("stats", value=mine)
         holders = {rank for piece in self._layout.pieces for rank in piece.ranks}
-        return whole_stats(
-            [told[rank][0] for rank in self._first.ranks],
-            sum(shard["bytes"] for rank in holders for shard in told[rank]),
+        return _whole_stats(
+            [of_ranks[rank][0] for rank in self._first.ranks],
+            sum(shard["bytes"] for rank in holders for shard in of_ranks[rank]),
         )
 
-    def _agree(self, verb: str, fault: Exception | None = None, told: Any = None) -> list[Any]:
-        return agree(self._group, f"{self._where}.{verb}", fault, told)
+    def _agree(self, verb: str, fault: Exception | None = None, value: Any = None) -> list[Any]:
+        return agree(self._group, f"{self._where}.{verb}", fault, value)
 
     def _send(
         self,
@@ -222,7 +151,7 @@ class WholeTable:
         rows: Tensor | None = None,
         pieces: Sequence[Piece] | None = None,
     ) -> IdExchange:
-        """Checks what every rank asks with, then sends the ids to the ranks that hold them."""
+        """Checks the arguments of every rank, then sends the ids to the ranks that hold them."""
         fault = _fault_of_ids(ids)
         if rows is not None:
             fault = fault or _fault_of_rows(rows, ids.numel(), self._embedding_dim)
@@ -238,9 +167,9 @@ class WholeTable:
         numbers = self._do(verb, lambda: [read(shard, arrived) for shard in shards])
         return exchange.return_numbers(torch.cat([torch.empty(0, dtype=torch.int64), *numbers]))
 
-    def _do(self, verb: str, work: Callable[[], T]) -> T:
-        """Does this rank's part of a call, and raises on every rank what any of them raised."""
-        return done_together(self._group, f"{self._where}.{verb}", work)
+    def _do(self, verb: str, work: Callable[[], _T]) -> _T:
+        """Does this rank's part of a call; an exception of any rank is raised on every rank."""
+        return run_together(self._group, f"{self._where}.{verb}", work)
 
 
 def read_rows(
@@ -262,6 +191,27 @@ def read_rows(
         nowhere = torch.zeros(ids.numel(), dtype=torch.bool)
         return torch.empty(ids.numel(), 0, dtype=dtype), nowhere
     return torch.cat([rows for rows, _ in read], dim=1), read[0][1]
+
+
+def _whole_stats(row_shards: Sequence[Stats], all_bytes: int | float) -> Stats:
+    """Joins the counts of a table's shards.
+
+    Column shards hold the same ids and see the same stream, so only the shards of the first columns count.
+    Entries that are not named here are counts, and summed.
+
+    Args:
+        row_shards: stats of the shards of the first columns.
+        all_bytes: the bytes of all shards.
+    """
+    whole: Stats = {name: sum(shard[name] for shard in row_shards) for name in row_shards[0]}
+    for name in OF_EVERY_SHARD:
+        whole[name] = max(shard[name] for shard in row_shards)
+    whole["bytes"] = all_bytes
+    whole["load"] = whole["rows"] / whole["slots"] if whole["slots"] else 0.0
+    probed = sum(shard["probe_length_mean"] * shard["rows"] for shard in row_shards)
+    whole["probe_length_mean"] = probed / whole["rows"] if whole["rows"] else 0.0
+    whole["probe_length_max"] = max(shard["probe_length_max"] for shard in row_shards)
+    return whole
 
 
 def _fault_of_ids(ids: Tensor) -> str:

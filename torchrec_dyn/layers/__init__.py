@@ -1,8 +1,11 @@
-"""What is built of collections: modules of one table, block and quotient-remainder embeddings.
+"""Modules that hold a collection: those of one table, block embeddings, quotient-remainder embeddings.
 
-Imports `modules`, `distributed` and the rooms below. Start with `embedding_bag`.
+Imports `distributed`, `modules` and the ground. Start with `embedding`: a module reads its input
+(`inputs`), looks up in its collection, and shapes the output. Then `embedding_bag`, which pools in one of
+three ways: in the collection (`bags`), side by side (`tile`), or so that weights get gradients
+(`weight_gradients`). Then `block_embedding` and `quotient_remainder`.
 
-Each holds a collection, which the sharders shard: nothing here is sharded itself.
+The sharders shard the collections inside; nothing here is sharded itself.
 """
 
 from torchrec_dyn.layers.block_embedding import BlockEmbeddingBagCollection

@@ -1,4 +1,4 @@
-"""How DynamicEmbeddingBag reads bags and shapes what the pooled collection gives.
+"""Reads the bags of DynamicEmbeddingBag, and shapes the output of its pooled collection.
 
 Legend: B bags, K ids looked up, D columns.
 """
@@ -31,12 +31,12 @@ class InputBags(NamedTuple):
 
 
 class BagOptions(NamedTuple):
-    """How bags are read.
+    """The arguments of DynamicEmbeddingBag that say how bags are read.
 
     Attributes:
         name: of the feature.
-        is_weighted: whether ids may come with weights; those that do not weigh 1.
-        padding_idx: an id that is no part of any bag, or None.
+        is_weighted: whether ids may come with weights; without, each weighs 1.
+        padding_idx: an id that is left out of all bags, or None.
         where: the module, for messages.
     """
 
@@ -52,10 +52,10 @@ def read_bags(source: Input, weights: Tensor | None, options: BagOptions) -> Inp
     Args:
         source: the ids.
         weights: of the shape of the ids, or None.
-        options: how.
+        options: how they are read.
 
     Raises:
-        ValueError: if they are something else, or do not fit each other.
+        ValueError: if ids or weights are of another kind, or do not fit each other.
     """
     where = options.where
     read = read_ids(source, options.padding_idx, where)
@@ -83,7 +83,7 @@ def read_bags(source: Input, weights: Tensor | None, options: BagOptions) -> Inp
 
 
 def one_bag(name: str, ids: Tensor) -> KeyedJaggedTensor:
-    """Makes a feature of one bag, for sequences: so all ranks agree on the number of bags.
+    """Returns a feature of one bag, for sequence collections: so all ranks agree on the number of bags.
 
     Args:
         name: of the feature.
@@ -94,7 +94,7 @@ def one_bag(name: str, ids: Tensor) -> KeyedJaggedTensor:
 
 
 class BagReader(nn.Module):
-    """Turns bags into a feature. TorchRec's pipelines may run it ahead, so it has no parameters.
+    """Turns bags into a feature. It has no parameters: TorchRec's pipelines may run it ahead.
 
     Args:
         options: how bags are read.
@@ -131,7 +131,7 @@ class BagReader(nn.Module):
 
 
 class BagShaper(nn.Module):
-    """Gives the pooled rows the form of the input."""
+    """Returns pooled rows in the form of the input."""
 
     def forward(self, output: Any, shape: torch.Size) -> Tensor:
         """Returns [*shape, D]."""

@@ -1,6 +1,6 @@
-"""Block embeddings: narrow dynamic tables, and a projection per table that widens what was pooled.
+"""Block embeddings: narrow dynamic tables, and a projection per table that widens the pooled rows.
 
-Letters: V rows, b columns of a narrow table, E columns of its outputs, B bags per feature, D the output
+Legend: V rows, b columns of a narrow table, E columns of its outputs, B bags per feature, D the output
 columns of all features together.
 """
 
@@ -23,72 +23,6 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, checked_configs, number_by_table
 
 
-class Projection(nn.Linear):
-    """y = x L^T without a bias; L [E, b] starts Xavier normal, as in the block embedding it is of."""
-
-    def __init__(self, columns: int, embedding_dim: int, device: torch.device | str | None) -> None:
-        super().__init__(columns, embedding_dim, bias=False, device=device)
-
-    def reset_parameters(self) -> None:
-        """Draws L anew; DistributedModelParallel calls it where L was on the meta device."""
-        nn.init.xavier_normal_(self.weight)
-
-
-class PooledProjections(nn.Module):
-    """Widens the pooled outputs of narrow tables.
-
-    Args:
-        configs: of the tables, as the user wrote them.
-        columns: b of each table; tables with b = E have no projection.
-        device: where the projections live.
-    """
-
-    def __init__(
-        self,
-        configs: Sequence[EmbeddingBagConfig],
-        columns: Mapping[str, int],
-        device: torch.device | str | None,
-    ) -> None:
-        super().__init__()
-        self.tables = nn.ModuleDict(
-            {
-                config.name: Projection(columns[config.name], config.embedding_dim, device)
-                for config in configs
-                if columns[config.name] < config.embedding_dim
-            }
-        )
-        self._outputs = [
-            (name, config.name)
-            for names, config in zip(get_embedding_names_by_table(configs), configs, strict=True)
-            for name in names
-        ]
-        self._widths = [config.embedding_dim for config in configs for _ in config.feature_names]
-
-    def forward(self, pooled: KeyedTensor) -> KeyedTensor:
-        """Projects each output by the matrix of its table.
-
-        Args:
-            pooled: [B, sum of b], outputs in any order: that of a sharded collection is its plan's.
-
-        Returns:
-            [B, D], outputs in the order of the tables.
-        """
-        narrow = pooled.to_dict()
-        wide = [self._projected(narrow[name], table) for name, table in self._outputs]
-        return KeyedTensor(
-            keys=[name for name, _ in self._outputs],
-            length_per_key=self._widths,
-            values=torch.cat(wide, dim=1),
-        )
-
-    def _projected(self, pooled: Tensor, table: str) -> Tensor:
-        if table not in self.tables:
-            return pooled
-        projection = cast(Projection, self.tables[table])
-        projected: Tensor = projection(pooled.to(projection.weight.dtype))
-        return projected
-
-
 class BlockEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     """An embedding bag collection with rows of `block_dim` columns and outputs of `embedding_dim`.
 
@@ -97,7 +31,7 @@ class BlockEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     outputs have the names and widths of an EmbeddingBagCollection of the same configs.
 
     `rows` is the DynamicEmbeddingBagCollection of the narrow tables: shard it with
-    DynamicEmbeddingBagCollectionSharder. `projections` is plain parameters: DistributedModelParallel
+    DynamicEmbeddingBagCollectionSharder. `projections` has ordinary parameters: DistributedModelParallel
     averages their gradients over the ranks, and an optimizer of the user's trains them.
 
     Args:
@@ -160,9 +94,75 @@ class BlockEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return widened
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Gives the configs as the user wrote them, `embedding_dim` columns wide."""
+        """Returns the configs as the user wrote them, with `embedding_dim` the width of the outputs."""
         return self._configs
 
     def is_weighted(self) -> bool:
-        """Tells whether bags carry weights."""
+        """Returns whether bags carry weights."""
         return self._is_weighted
+
+
+class PooledProjections(nn.Module):
+    """Widens the pooled outputs of narrow tables.
+
+    Args:
+        configs: of the tables, as the user wrote them.
+        columns: b of each table; tables with b = E have no projection.
+        device: where the projections live.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[EmbeddingBagConfig],
+        columns: Mapping[str, int],
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.tables = nn.ModuleDict(
+            {
+                config.name: Projection(columns[config.name], config.embedding_dim, device)
+                for config in configs
+                if columns[config.name] < config.embedding_dim
+            }
+        )
+        self._outputs = [
+            (name, config.name)
+            for names, config in zip(get_embedding_names_by_table(configs), configs, strict=True)
+            for name in names
+        ]
+        self._widths = [config.embedding_dim for config in configs for _ in config.feature_names]
+
+    def forward(self, pooled: KeyedTensor) -> KeyedTensor:
+        """Projects each output by the matrix of its table.
+
+        Args:
+            pooled: [B, sum of b], outputs in any order: a sharded collection has its plan's order.
+
+        Returns:
+            [B, D], outputs in the order of the tables.
+        """
+        narrow = pooled.to_dict()
+        wide = [self._projected(narrow[name], table) for name, table in self._outputs]
+        return KeyedTensor(
+            keys=[name for name, _ in self._outputs],
+            length_per_key=self._widths,
+            values=torch.cat(wide, dim=1),
+        )
+
+    def _projected(self, pooled: Tensor, table: str) -> Tensor:
+        if table not in self.tables:
+            return pooled
+        projection = cast(Projection, self.tables[table])
+        projected: Tensor = projection(pooled.to(projection.weight.dtype))
+        return projected
+
+
+class Projection(nn.Linear):
+    """y = x L^T without a bias, x the pooled rows [B, b]; L [E, b] starts Xavier normal."""
+
+    def __init__(self, columns: int, embedding_dim: int, device: torch.device | str | None) -> None:
+        super().__init__(columns, embedding_dim, bias=False, device=device)
+
+    def reset_parameters(self) -> None:
+        """Draws L anew; DistributedModelParallel calls it where L was on the meta device."""
+        nn.init.xavier_normal_(self.weight)

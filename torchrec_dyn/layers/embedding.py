@@ -1,6 +1,6 @@
 """DynamicEmbedding: one dynamic table in the manner of torch.nn.Embedding.
 
-Letters: N values of the input, K ids looked up, D columns.
+Legend: N values of the input, K ids looked up, D columns.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.layers.bags import one_bag
 from torchrec_dyn.layers.inputs import Input, is_dense, nested_parts, read_ids, values_of
-from torchrec_dyn.layers.one_table import OneTable
+from torchrec_dyn.layers.one_table import OneTable, check_table
 from torchrec_dyn.modules import DynamicEmbeddingCollection
 
 
 class DynamicEmbedding(OneTable):
-    """Gives the row of each id, as torch.nn.Embedding does, for any int64 ids.
+    """Returns the row of each id, as torch.nn.Embedding does, for any int64 ids.
 
     Holds a `DynamicEmbeddingCollection` of one table, `collection`, which DistributedModelParallel shards
-    with `DynamicEmbeddingCollectionSharder`; everything that a collection can, it can there.
+    with `DynamicEmbeddingCollectionSharder`; use it for everything that collections can do.
 
     Args:
         embedding_dim: D.
         num_embeddings: the limit on the rows; it reserves nothing.
         name: of the table, and of its only feature. Initial rows depend on it. Modules of one sharded
             model each need their own.
-        padding_idx: an id that reads as zeros, gets no row and learns nothing: any int64, itself and
-            not a place from the end.
+        padding_idx: an id that reads as zeros, gets no row and learns nothing. Any int64; -1 is the id -1,
+            not the last row.
         device: where the rows live; None: cpu.
         data_type: of the rows.
         dynamic: how rows start and live.
@@ -54,7 +54,13 @@ class DynamicEmbedding(OneTable):
         dynamic: DynamicTableConfig | None = None,
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(embedding_dim, num_embeddings, name, padding_idx)
+        super().__init__()
+        self.where = f"{type(self).__name__}(table={name!r})"
+        check_table(embedding_dim, num_embeddings, padding_idx, self.where)
+        self.embedding_dim = embedding_dim
+        self.num_embeddings = num_embeddings
+        self.name = name
+        self.padding_idx = padding_idx
         config = EmbeddingConfig(
             name=name,
             embedding_dim=embedding_dim,
@@ -62,10 +68,10 @@ class DynamicEmbedding(OneTable):
             feature_names=[name],
             data_type=data_type,
         )
-        # TorchRec's pipelines trace a model down to modules without sharded ones in them. So what cannot be
-        # traced stands in modules of its own, before and behind the collection.
+        # TorchRec's pipelines trace a model down to modules that hold no sharded ones. Code that cannot be
+        # traced is therefore in modules of its own, before and behind the collection.
         self.read_input = _InputReader(name, padding_idx, self.where)
-        self.collection: Any = DynamicEmbeddingCollection(
+        self.collection = DynamicEmbeddingCollection(
             [config], device, dynamic=dynamic, fused_params=fused_params
         )
         self.shape_output = _OutputShaper(name)
@@ -78,8 +84,8 @@ class DynamicEmbedding(OneTable):
                 layout torch.jagged.
 
         Returns:
-            the rows, in the form of the ids: [*shape, D]; a JaggedTensor of the same lengths (and weights, if
-            it had any); a nested tensor [bags, ids, D] of the same offsets.
+            The rows, in the form of the ids: [*shape, D]; a JaggedTensor with the same lengths, and weights
+            if there are any; a nested tensor [bags, ids, D] with the same offsets.
 
         Raises:
             ValueError: if `ids` is something else.
@@ -88,7 +94,7 @@ class DynamicEmbedding(OneTable):
         return self.shape_output(self.collection(read[0]), read[1], read[2])
 
     def extra_repr(self) -> str:
-        """Tells the arguments, as torch.nn.Embedding does."""
+        """Returns the arguments, for printing, as torch.nn.Embedding does."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.embedding_dim}, {self.num_embeddings}, name={self.name!r}{padding}"
 
@@ -103,20 +109,20 @@ class _InputReader(nn.Module):
         self._where = where
 
     def forward(self, source: Input) -> tuple[KeyedJaggedTensor, Tensor | None, Input]:
-        """Returns the feature of K ids, where they stand in the input, and the input."""
+        """Returns the feature of K ids, their positions in the input (None: all of it), and the input."""
         read = read_ids(source, self._padding_idx, self._where)
         return one_bag(self._name, read.ids), read.kept, source
 
 
 class _OutputShaper(nn.Module):
-    """Gives the rows the form of the input."""
+    """Returns rows in the form of the input."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
 
     def forward(self, output: Any, kept: Tensor | None, source: Input) -> Any:
-        """Returns the rows of all values of the input, zeros where none was looked up."""
+        """Returns the rows of all N values of the input, zeros for values that were not looked up."""
         rows = output[self._name].values()
         if kept is not None:
             values = values_of(source).numel()

@@ -1,6 +1,6 @@
 """DynamicEmbeddingBag: one pooled dynamic table in the manner of torch.nn.EmbeddingBag.
 
-Letters: B bags, L ids of a bag, K ids looked up, T the length of a tile, D columns.
+Legend: B bags, L ids of a bag, K ids looked up, T the length of a tile, D columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchrec.modules.embedding_configs import (
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.layers.bags import BagOptions, BagReader, BagShaper
 from torchrec_dyn.layers.inputs import Input
-from torchrec_dyn.layers.one_table import OneTable
+from torchrec_dyn.layers.one_table import OneTable, check_table
 from torchrec_dyn.layers.tile import TileReader, TileShaper
 from torchrec_dyn.layers.weight_gradients import RowsPooler, RowsReader
 from torchrec_dyn.modules import (
@@ -36,14 +36,14 @@ Mode = Literal["sum", "mean", "tile"]
 class DynamicEmbeddingBag(OneTable):
     """Pools the rows of bags of ids, any int64, as torch.nn.EmbeddingBag does.
 
-    With e the rows of a bag and w their weights, all 1 without any:
+    With e the rows of a bag and w their weights, 1 where none are given:
 
     - "sum": sum(w e);
     - "mean": sum(w e) / sum(w); zeros where the weights of a bag sum to 0;
     - "tile": w e of the first T ids side by side, zeros to the right. Ids beyond the first T are not
-      looked up: they get no row, and are not counted.
+      looked up: they get no row and are not counted.
 
-    An empty bag is zeros. Gradients flow to the rows looked up and to the weights.
+    The output of an empty bag is zeros. Gradients flow to the rows looked up and to the weights.
 
     Holds a collection of one table, `collection`, which DistributedModelParallel shards with the sharder of
     its type: `DynamicEmbeddingBagCollectionSharder`, or, for "tile" and with `weight_gradients`,
@@ -53,13 +53,13 @@ class DynamicEmbeddingBag(OneTable):
         embedding_dim: D.
         num_embeddings: the limit on the rows; it reserves nothing.
         mode: "sum", "mean" or "tile".
-        tile_length: T; of "tile" only.
+        tile_length: T; with "tile" only.
         is_weighted: whether ids may come with weights.
         weight_gradients: whether the weights of "sum" and "mean" get gradients where the module is sharded;
-            unsharded, and of "tile", they always do. A row for each id then travels, not one for each bag.
+            unsharded, and with "tile", they always do. Ranks then send a row for each id, not for each bag.
         name: of the table, and of its only feature. Initial rows depend on it. Modules of one sharded
             model each need their own.
-        padding_idx: an id that is no part of any bag: any int64, itself and not a place from the end.
+        padding_idx: an id that is left out of all bags. Any int64; -1 is the id -1, not the last row.
         device: where the rows live; None: cpu.
         data_type: of the rows.
         dynamic: how rows start and live.
@@ -88,7 +88,9 @@ class DynamicEmbeddingBag(OneTable):
         dynamic: DynamicTableConfig | None = None,
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(embedding_dim, num_embeddings, name, padding_idx)
+        super().__init__()
+        self.where = f"{type(self).__name__}(table={name!r})"
+        check_table(embedding_dim, num_embeddings, padding_idx, self.where)
         if mode not in ("sum", "mean", "tile"):
             raise ValueError(f'{self.where}: expected mode "sum", "mean" or "tile", got {mode!r}.')
         if mode == "tile":
@@ -103,6 +105,10 @@ class DynamicEmbeddingBag(OneTable):
                 f"{self.where}: expected weight_gradients of weighted bags only, got is_weighted=False. "
                 "Make the module with is_weighted=True."
             )
+        self.embedding_dim = embedding_dim
+        self.num_embeddings = num_embeddings
+        self.name = name
+        self.padding_idx = padding_idx
         self.mode = mode
         self.tile_length = tile_length
         self.is_weighted = is_weighted
@@ -116,8 +122,7 @@ class DynamicEmbeddingBag(OneTable):
         }
         rows: dict[str, Any] = {"device": device, "dynamic": dynamic, "fused_params": fused_params}
         options = BagOptions(name, is_weighted, padding_idx, self.where)
-        self.collection: Any
-        # In front of and behind the collection stand modules: see DynamicEmbedding.
+        # Modules before and behind the collection: see DynamicEmbedding.
         if tile_length is not None:
             self.read_input: nn.Module = TileReader(options, tile_length)
             self.collection = DynamicEmbeddingCollection([EmbeddingConfig(**common)], **rows)
@@ -127,7 +132,7 @@ class DynamicEmbeddingBag(OneTable):
             self.collection = DynamicEmbeddingCollection([EmbeddingConfig(**common)], **rows)
             self.shape_output = RowsPooler(name)
         else:
-            # A weighted mean is a sum whose weights were divided before.
+            # A weighted mean is a sum with weights that are divided before the lookup.
             divides_rows = mode == "mean" and not is_weighted
             pooling = PoolingType.MEAN if divides_rows else PoolingType.SUM
             self.read_input = BagReader(options, mode == "mean")
@@ -155,15 +160,13 @@ class DynamicEmbeddingBag(OneTable):
         return self.shape_output(self.collection(read[0]), read[1])
 
     def extra_repr(self) -> str:
-        """Tells the arguments, as torch.nn.EmbeddingBag does."""
+        """Returns the arguments, for printing, as torch.nn.EmbeddingBag does."""
         options = {
             "tile_length": self.tile_length,
             "is_weighted": self.is_weighted or None,
             "weight_gradients": self.weight_gradients or None,
             "padding_idx": self.padding_idx,
         }
-        told = "".join(f", {key}={value}" for key, value in options.items() if value is not None)
-        return (
-            f"{self.embedding_dim}, {self.num_embeddings}, mode={self.mode!r}, name={self.name!r}"
-            f"{told}"
-        )
+        given = "".join(f", {key}={value}" for key, value in options.items() if value is not None)
+        required = f"{self.embedding_dim}, {self.num_embeddings}"
+        return f"{required}, mode={self.mode!r}, name={self.name!r}{given}"

@@ -1,10 +1,6 @@
-"""What a module of one table reads: ids in a dense tensor, a JaggedTensor or a jagged nested tensor.
+"""The input of a module of one table: ids in a dense, jagged or jagged nested tensor, and their weights.
 
 Legend: N values of the input, K ids to look up, B bags. The last dimension of a dense tensor is a bag.
-
-The weights that come with the ids of a module of one table.
-
-Legend: N values of the input, K ids looked up, B bags.
 """
 
 from __future__ import annotations
@@ -23,8 +19,8 @@ class InputIds(NamedTuple):
 
     Attributes:
         ids: [K] int64.
-        lengths: [B] int64, how many of them each bag has.
-        kept: [K] int64, where they stand among the values of the input; None: they are all of them.
+        lengths: [B] int64, ids of each bag.
+        kept: [K] int64, their positions among the values of the input; None: they are all values.
     """
 
     ids: Tensor
@@ -33,7 +29,7 @@ class InputIds(NamedTuple):
 
 
 def is_dense(source: Input) -> bool:
-    """Tells whether an input that `read_ids` takes is a dense tensor.
+    """Returns whether an input that `read_ids` accepts is a dense tensor.
 
     Args:
         source: the input.
@@ -42,20 +38,20 @@ def is_dense(source: Input) -> bool:
 
 
 def nested_parts(nested: Any) -> tuple[Tensor, Tensor | None]:
-    """Returns where the bags of a jagged nested tensor begin.
+    """Returns the bags of a jagged nested tensor.
 
     Args:
-        nested: a tensor, whose type does not tell these methods.
+        nested: a tensor; Any, as torch's type Tensor lacks these methods.
 
     Returns:
         offsets: [B + 1], where each bag begins and the last one ends.
-        lengths: [B], values of each bag where there are holes behind them, else None.
+        lengths: [B], values of each bag if there are holes behind them, else None.
     """
     return nested.offsets(), nested.lengths()
 
 
 def values_of(source: Input) -> Tensor:
-    """Returns the values of an input that `read_ids` takes, one bag after the other.
+    """Returns the values of an input that `read_ids` accepts, one bag after the other.
 
     Args:
         source: the input.
@@ -63,20 +59,20 @@ def values_of(source: Input) -> Tensor:
     Returns:
         [N], of the dtype of the input.
     """
-    # A column of a matrix keeps its strides in any shape of one dimension; gloo sends none such.
+    # Reshaped to one dimension, a column of a matrix keeps its strides; gloo cannot send that.
     return (source.reshape(-1) if is_dense(source) else source.values()).contiguous()
 
 
 def read_ids(source: Input, padding_idx: int | None, where: str) -> InputIds:
-    """Reads the ids of an input, checking it first.
+    """Checks an input and reads its ids.
 
     Args:
-        source: int64 ids; a nested tensor may have holes between its bags, which are passed over.
-        padding_idx: an id that is passed over; None: no id is.
+        source: int64 ids; a nested tensor may have holes between its bags, which are left out.
+        padding_idx: an id that is left out, or None.
         where: the module, for messages.
 
     Raises:
-        ValueError: if it is another kind of input, or its tensors do not fit each other.
+        ValueError: if the input is of another kind, or its tensors do not fit each other.
     """
     _check_kind(source, where)
     values = values_of(source)
@@ -110,7 +106,7 @@ def bag_begins(lengths: Tensor) -> Tensor:
 
 
 def _check_kind(source: Input, where: str) -> None:
-    """Refuses what is neither a dense tensor nor jagged over one dimension."""
+    """Refuses an input that is neither a dense tensor nor jagged over one dimension."""
     if isinstance(source, JaggedTensor):
         if source.values().dim() != 1:
             raise ValueError(
@@ -141,7 +137,7 @@ def _check_kind(source: Input, where: str) -> None:
 
 
 def _bags(source: Input, values: Tensor, where: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns lengths [B], where that tells more offsets [B + 1], and which values stand in a bag, [N]."""
+    """Returns lengths [B]; with holes also offsets [B + 1] and a mask of the values in bags, [N] bool."""
     if is_dense(source):
         length = source.shape[-1] if source.dim() else 1
         bags = source.shape[:-1].numel()
@@ -154,7 +150,7 @@ def _bags(source: Input, values: Tensor, where: str) -> tuple[Tensor, Tensor | N
             return _bags_with_holes(offsets.long(), of_bags.long(), values, where)
         lengths = offsets.diff().long()
     least = int(lengths.min()) if lengths.numel() else 0
-    # No length above the number of ids: then no sum of them overflows.
+    # No length exceeds the number of ids: then no sum of lengths overflows.
     most = int(lengths.max()) if lengths.numel() else 0
     if least < 0 or most > values.numel() or int(lengths.sum()) != values.numel():
         raise ValueError(
@@ -183,18 +179,18 @@ def _bags_with_holes(
 
 
 def read_weights(source: Input, weights: Tensor | None, where: str) -> Tensor | None:
-    """Reads the weights of an input that `read_ids` took.
+    """Checks and reads the weights of an input that `read_ids` accepted.
 
     Args:
         source: the ids; a JaggedTensor may carry weights itself.
-        weights: of the shape of the ids, jagged alike if they are nested; of a JaggedTensor one per value.
+        weights: of the shape of the ids, with the same bags if nested; of a JaggedTensor one per value.
         where: the module, for messages.
 
     Returns:
         [N] float32, differentiable, or None where there are none.
 
     Raises:
-        ValueError: if they do not fit the ids, or are given twice.
+        ValueError: if weights do not fit the ids, or are given twice.
     """
     own = source.weights_or_none() if isinstance(source, JaggedTensor) else None
     if own is not None and weights is not None:
@@ -211,7 +207,7 @@ def read_weights(source: Input, weights: Tensor | None, where: str) -> Tensor | 
     if isinstance(source, JaggedTensor):
         fits = weights.shape == source.values().shape
     elif source.is_nested:
-        fits = weights.is_nested and _are_jagged_alike(source, weights)
+        fits = weights.is_nested and _have_same_bags(source, weights)
     else:
         fits = weights.shape == source.shape
     if not fits:
@@ -223,7 +219,7 @@ def read_weights(source: Input, weights: Tensor | None, where: str) -> Tensor | 
     return values_of(weights).float()
 
 
-def _are_jagged_alike(ids: Tensor, weights: Tensor) -> bool:
+def _have_same_bags(ids: Tensor, weights: Tensor) -> bool:
     if weights.layout != torch.jagged or weights.values().shape != ids.values().shape:
         return False
     (offsets, lengths), (other, of_weights) = nested_parts(ids), nested_parts(weights)
@@ -246,6 +242,6 @@ def shares(weights: Tensor, lengths: Tensor) -> Tensor:
         torch.arange(lengths.numel(), device=weights.device), lengths, output_size=weights.numel()
     )
     total = weights.new_zeros(lengths.numel()).index_add(0, bag, weights)
-    is_nothing = (total == 0)[bag]
-    # The division must not see a zero: its gradient would be NaN even where it is not taken.
-    return torch.where(is_nothing, 0.0, weights / total.where(total != 0, 1.0)[bag])
+    is_zero = (total == 0)[bag]
+    # The divisor must not be zero: its gradient would be NaN even where the quotient is not used.
+    return torch.where(is_zero, 0.0, weights / total.where(total != 0, 1.0)[bag])

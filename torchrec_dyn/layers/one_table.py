@@ -12,32 +12,15 @@ from torchrec_dyn.modules import TableHandle, check_id, check_size
 
 
 class OneTable(nn.Module):
-    """A module that holds a collection of one table, `collection`, sharded or not.
+    """A module that holds a collection of one table; abstract, subclasses set the attributes.
 
-    Args:
-        embedding_dim: columns of a row.
-        num_embeddings: the limit on the rows.
+    Attributes:
         name: of the table, and of its only feature.
-        padding_idx: an id that is none, or None.
-
-    Raises:
-        ValueError: if an argument is impossible.
+        collection: of this table; sharded or not.
     """
 
+    name: str
     collection: Any
-
-    def __init__(
-        self, embedding_dim: int, num_embeddings: int, name: str, padding_idx: int | None
-    ) -> None:
-        super().__init__()
-        self.where = f"{type(self).__name__}(table={name!r})"
-        check_size(embedding_dim, "embedding_dim", self.where)
-        check_size(num_embeddings, "num_embeddings", self.where)
-        check_id(padding_idx, "padding_idx", self.where)
-        self.embedding_dim = embedding_dim
-        self.num_embeddings = num_embeddings
-        self.name = name
-        self.padding_idx = padding_idx
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
@@ -56,3 +39,22 @@ class OneTable(nn.Module):
             time: an integer from 0 on, in the unit of the policy; it never goes back.
         """
         self.collection.set_time(time)
+
+
+def check_table(
+    embedding_dim: int, num_embeddings: int, padding_idx: int | None, where: str
+) -> None:
+    """Checks the arguments that all modules of one table have.
+
+    Args:
+        embedding_dim: columns of a row.
+        num_embeddings: the limit on the rows.
+        padding_idx: an id that is read as padding, or None.
+        where: the module, for messages.
+
+    Raises:
+        ValueError: if one is impossible.
+    """
+    check_size(embedding_dim, "embedding_dim", where)
+    check_size(num_embeddings, "num_embeddings", where)
+    check_id(padding_idx, "padding_idx", where)

@@ -1,6 +1,6 @@
-"""Rows that stand one by one are pooled where they are, by an op that has gradients on any device.
+"""Pools rows that were looked up one by one, by an op that has gradients on any device.
 
-Letters: N rows, B bags.
+Legend: N rows, B bags.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def pooled_rows(rows: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool) -> Tensor:
-    """Pools rows bag by bag, as the pooled collections do; an empty bag gives zeros.
+    """Pools rows bag by bag, as the pooled collections do; zeros for an empty bag.
 
     Args:
         rows: [N, columns], bag after bag.
         lengths: [B] ids per bag.
-        weights: [N], what each row is multiplied with, or None.
+        weights: [N], factor of each row, or None.
         mean: whether the sum is divided by the number of ids, weighted or not.
 
     Returns:
@@ -24,6 +24,6 @@ def pooled_rows(rows: Tensor, lengths: Tensor, weights: Tensor | None, mean: boo
     if weights is not None:
         rows = (rows * weights[:, None]).to(rows.dtype)
     if lengths.numel() == 0:
-        return rows  # none, and still part of the graph: other ranks wait for its backward
+        return rows  # empty, but part of the graph: other ranks wait for its backward
     pooled = torch.segment_reduce(rows, "sum", lengths=lengths, axis=0)
     return pooled / lengths.clamp(min=1)[:, None] if mean else pooled

@@ -16,10 +16,10 @@ from torchrec_dyn.layers.inputs import Input, bag_begins
 
 
 class Tiles(NamedTuple):
-    """Where rows go.
+    """The places of rows in tiles.
 
     Attributes:
-        places: [K] int64 of B * T.
+        places: [K] int64 in [0, B * T).
         weights: [K] float32 of weighted bags, else None.
         shape: dimensions of the output, less its columns.
     """
@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
 
 
 class TileReader(nn.Module):
-    """Turns the ids of tiles into a feature. TorchRec's pipelines may run it ahead: it has no parameters.
+    """Turns the ids of tiles into a feature. It has no parameters: TorchRec's pipelines may run it ahead.
 
     Args:
         options: how bags are read.
@@ -45,7 +45,7 @@ class TileReader(nn.Module):
     def forward(
         self, source: Input, weights: Tensor | None, is_sharded: bool
     ) -> tuple[KeyedJaggedTensor, Tiles]:
-        """Returns the feature of K ids, and where their rows go."""
+        """Returns the feature of K ids, and the places of their rows."""
         bags = read_bags(source, weights, self._options)
         ids, of_ids, device = bags.ids, bags.weights, bags.ids.device
         bag = torch.repeat_interleave(
@@ -79,6 +79,6 @@ class TileShaper(nn.Module):
         if tiles.weights is not None:
             rows = (rows * tiles.weights.unsqueeze(1)).to(rows.dtype)
         bags, columns = tiles.shape.numel(), rows.shape[1]
-        laid = rows.new_zeros(bags * self._tile_length, columns)
-        laid = laid.index_copy(0, tiles.places, rows)
-        return laid.view(*tiles.shape, self._tile_length * columns)
+        tiled = rows.new_zeros(bags * self._tile_length, columns)
+        tiled = tiled.index_copy(0, tiles.places, rows)
+        return tiled.view(*tiles.shape, self._tile_length * columns)

@@ -1,7 +1,7 @@
-"""Bags pooled on the rank of their batch, so that their weights get gradients under any plan.
+"""Pools bags on the rank of their batch, so that their weights get gradients under any plan.
 
-A sharded pooled collection sends weights along with the ids, and TorchRec's exchange has no way back for
-gradients. Here only ids travel, one row comes back for each, and they are weighted and summed on arrival.
+A sharded pooled collection sends weights along with the ids, and TorchRec's exchange has no backward for
+them. Here only ids are sent; a row for each is sent back, weighted and summed on the rank of the batch.
 
 Legend: B bags, K ids looked up, D columns.
 """
@@ -20,11 +20,11 @@ from torchrec_dyn.layers.row_pooling import pooled_rows
 
 
 class WeightedBags(NamedTuple):
-    """How rows are summed.
+    """The weights and bags of rows.
 
     Attributes:
         weights: [K] float32.
-        lengths: [B] int64.
+        lengths: [B] int64, rows of each bag.
         shape: dimensions of the output, less its columns.
     """
 
@@ -34,7 +34,7 @@ class WeightedBags(NamedTuple):
 
 
 class RowsReader(nn.Module):
-    """Turns weighted bags into a feature of bare ids.
+    """Turns weighted bags into a feature of ids without weights.
 
     Args:
         options: how bags are read; they are weighted.
@@ -49,12 +49,12 @@ class RowsReader(nn.Module):
     def forward(
         self, source: Input, weights: Tensor | None, is_sharded: bool
     ) -> tuple[KeyedJaggedTensor, WeightedBags]:
-        """Returns the feature of K ids, and how their rows are summed."""
+        """Returns the feature of K ids, and the weights and bags of their rows."""
         bags = read_bags(source, weights, self._options)
         assert bags.weights is not None  # of weighted bags
         of_ids = shares(bags.weights, bags.lengths) if self._mean else bags.weights
-        summed = WeightedBags(of_ids, bags.lengths, bags.shape)
-        return one_bag(self._options.name, bags.ids), summed
+        weighted = WeightedBags(of_ids, bags.lengths, bags.shape)
+        return one_bag(self._options.name, bags.ids), weighted
 
 
 class RowsPooler(nn.Module):

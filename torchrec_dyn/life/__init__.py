@@ -1,14 +1,14 @@
-"""Who gets a row and who loses it: admission, eviction, expiry.
+"""The life of rows: admission gives rows to ids, eviction and expiry take them.
 
-Imports `storage` and the root; torch alone. Start with `row_life`: it holds the scores of a table and
-reads its policies. The order of a step stands in `lookup/training_step.py`.
+Imports `storage` and the ground; torch alone. Start with `row_life`: it keeps the scores of a table and
+applies its policies. The order of a step is in `lookup/training_step.py`.
 
-Column shards of a table decide alike without a word between them, so nothing here looks at ranks, row
-numbers or Python's graphs.
+Column shards of a table decide alike without communication, so no decision depends on ranks, row numbers
+or Python's graphs.
 """
 
-from torchrec_dyn.life.admission_counters import WaitingIds
+from torchrec_dyn.life.admission_counters import AdmissionCounters
 from torchrec_dyn.life.clock import Clock, time_fault
-from torchrec_dyn.life.row_life import Decision, RowLife, has_life
+from torchrec_dyn.life.row_life import Decision, RowLife
 from torchrec_dyn.life.saved_life import BY_ROW, LIFE, NOT_BY_ROW, check_life, last_step
-from torchrec_dyn.life.scores import MOST_COUNT, NO_STEP, SCORE_BYTES, Scores
+from torchrec_dyn.life.scores import NO_STEP, SCORE_BYTES, Scores

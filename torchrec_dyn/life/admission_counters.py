@@ -1,6 +1,6 @@
-"""WaitingIds: how often ids were seen that have not been admitted yet.
+"""AdmissionCounters: occurrences of the ids that wait for admission.
 
-Legend: M ids, Q ids that wait.
+Legend: M ids, Q waiting ids.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from torch import Tensor
 from torchrec_dyn.life.scores import SCORE_BYTES, Scores
 from torchrec_dyn.storage import IdMap, OutstandingForwards, RowNumbers, block_shift
 
-# Above the limit a 64th of the counters goes at once, so that the search for them is rare.
+# At least a 64th of the counters, or rows, is freed at once, so that searches for the lowest are rare.
 FREED_SHARE = 64
 
 
-class WaitingIds:
-    """Counters by id, at most `limit` of them; those that were not seen for longest go first.
+class AdmissionCounters:
+    """One counter for each waiting id: the step at which it was last seen, and its occurrences.
 
     Attributes:
-        limit: most counters.
-        id_map: id -> counter.
+        limit: the most counters that `shrink` keeps.
+        id_map: id -> row of its counter.
     """
 
     def __init__(self, limit: int, device: torch.device) -> None:
@@ -43,18 +43,15 @@ class WaitingIds:
         self._scores.reserve(self._numbers.highest_after(additional))
 
     def counts(self, ids: Tensor) -> Tensor:
-        """Returns how often ids were seen, 0 for those that do not wait.
+        """Returns the counts of ids, [M] int64; 0 for an id that does not wait.
 
         Args:
             ids: [M] int64.
-
-        Returns:
-            [M] int64.
         """
         return self._scores.read(self.id_map.lookup(ids))[1]
 
     def write(self, ids: Tensor, last_seen: Tensor, counts: Tensor) -> None:
-        """Writes counters, whether the ids have waited before or not.
+        """Writes counters, of ids that wait already and of others.
 
         Args:
             ids: [M] int64, distinct.
@@ -71,13 +68,10 @@ class WaitingIds:
         self._scores.write(rows, last_seen, counts)
 
     def shrink(self, step: int) -> int:
-        """Drops counters where there are more than `limit`, those of this step last.
+        """Drops the counters above `limit`, ids seen longest ago first, and returns how many.
 
         Args:
             step: the present training step.
-
-        Returns:
-            How many went.
         """
         surplus = len(self) - self.limit
         if surplus <= 0:
@@ -87,13 +81,10 @@ class WaitingIds:
         return self.forget(ids)
 
     def forget(self, ids: Tensor) -> int:
-        """Drops counters.
+        """Drops counters and returns how many.
 
         Args:
-            ids: [M] int64; those that do not wait are passed over.
-
-        Returns:
-            How many went.
+            ids: [M] int64; ids that do not wait are skipped.
         """
         if not len(self):
             return 0
@@ -103,14 +94,14 @@ class WaitingIds:
         return rows.numel()
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns last sights and counts, [M] int64 each, of what `id_map` gives for ids.
+        """Returns last_seen and counts, [M] int64 each.
 
         Args:
-            rows: [M] int64.
+            rows: [M] int64, of `id_map`.
         """
         return self._scores.read(rows)
 
     def export(self) -> Tensor:
-        """Returns ids, last sights and counts in canonical order, [3, Q] int64."""
+        """Returns ids, last_seen and counts in canonical order, [3, Q] int64."""
         ids, rows = self.id_map.contents()
         return torch.stack([ids, *self.read(rows)])

@@ -1,9 +1,9 @@
-"""Clock: event time as the user tells it, read as training steps.
+"""Clock: converts between the time that the user sets and training steps.
 
-A row notes the step at which it was last seen, never a time. The clock knows since which step it shows
-each time, so "older than this" is "last seen before that step".
+A row's score holds the step at which it was last seen, never a time. The clock keeps the first step of each
+time, so "older than this time" becomes "last seen before that step".
 
-Legend: K times shown, M steps asked for.
+Legend: K times, M steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def time_fault(time: int, now: int | None) -> str:
-    """Tells why a clock that shows `now` cannot be set to `time`, nothing if it can."""
+    """Returns why a clock that shows `now` cannot be set to `time`; "" if it can."""
     if not isinstance(time, Integral) or isinstance(time, bool) or not 0 <= time < 1 << 63:
         return f"expected an integer time from 0 on, got {time!r}."
     if now is not None and time < now:
@@ -26,15 +26,15 @@ def time_fault(time: int, now: int | None) -> str:
 
 
 class Clock:
-    """Which time it was at each training step. The first time that is set holds from step 0 on."""
+    """The time at each training step. The first time that is set holds from step 0 on."""
 
     def __init__(self) -> None:
-        self._steps = array("q")  # ascending: from here on ...
-        self._times = array("q")  # ... it is this time, ascending too
+        self._steps = array("q")  # the first step of each time, ascending
+        self._times = array("q")  # ascending
 
     @property
     def now(self) -> int | None:
-        """The time, or None before anyone has set it."""
+        """The present time, None before the first `set`."""
         return self._times[-1] if self._times else None
 
     @property
@@ -43,7 +43,7 @@ class Clock:
         return self._steps[-1] if self._steps else 0
 
     def set(self, time: int, step: int) -> None:
-        """Shows `time`, without fault, from this step on, the next training step."""
+        """Sets the time from `step`, the next training step, on; `time_fault` was asked before."""
         if not self._times:
             self._steps.append(0)
             self._times.append(time)
@@ -54,39 +54,39 @@ class Clock:
             self._times.append(time)
 
     def first_step_since(self, time: int) -> int:
-        """Returns the first step at which it was `time` or later, for a time not after the present."""
+        """Returns the first step of `time` or a later time; `time` is not after the present time."""
         return self._steps[bisect_left(self._times, time)] if self._times else 0
 
     def times_of(self, steps: Tensor) -> Tensor:
-        """Returns which time it was at each step.
+        """Returns the time at each step, [M] int64.
 
         Args:
-            steps: [M] int64; -1 gives -1.
+            steps: [M] int64; -1 becomes -1.
         """
         if not self._times:
             return torch.where(steps < 0, -1, 0)
-        shown = self.export()
-        place = torch.searchsorted(shown[0].contiguous(), steps, right=True) - 1
-        return torch.where(steps < 0, -1, shown[1][place.clamp(min=0)])
+        first_steps, times = self.export()
+        place = torch.searchsorted(first_steps, steps, right=True) - 1
+        return torch.where(steps < 0, -1, times[place.clamp(min=0)])
 
     def forget_before(self, step: int) -> None:
-        """Drops what only steps before this one would ask for."""
+        """Drops the times that held only before `step`."""
         dropped = bisect_right(self._steps, step) - 1
-        if 2 * dropped > len(self._steps):  # half at least: what moves up has been paid for
+        if 2 * dropped > len(self._steps):  # at least half, so moving the rest costs O(1) a step
             del self._steps[:dropped], self._times[:dropped]
 
     def export(self) -> Tensor:
-        """Returns the steps and their times, [2, K] int64."""
+        """Returns first steps and their times, [2, K] int64."""
         return torch.tensor([self._steps.tolist(), self._times.tolist()], dtype=torch.int64)
 
     @classmethod
-    def load(cls, shown: Tensor) -> Clock:
-        """Makes the clock that was exported.
+    def load(cls, saved: Tensor) -> Clock:
+        """Returns the clock that was exported.
 
         Args:
-            shown: [2, K] int64.
+            saved: [2, K] int64.
         """
         clock = cls()
-        clock._steps = array("q", shown[0].tolist())
-        clock._times = array("q", shown[1].tolist())
+        clock._steps = array("q", saved[0].tolist())
+        clock._times = array("q", saved[1].tolist())
         return clock

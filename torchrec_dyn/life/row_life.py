@@ -1,6 +1,6 @@
-"""RowLife: what a table with an admission or an eviction policy keeps beside its rows.
+"""RowLife: admission and eviction of one table, with the scores, counters and clock that they need.
 
-Legend: M distinct ids.
+Legend: M distinct ids, R rows in use, Q waiting ids, K times.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import table_key
-from torchrec_dyn.life.admission_counters import FREED_SHARE, WaitingIds
+from torchrec_dyn.life.admission_counters import FREED_SHARE, AdmissionCounters
 from torchrec_dyn.life.clock import Clock
-from torchrec_dyn.life.eviction_candidates import OldestRows
+from torchrec_dyn.life.eviction_candidates import EvictionCandidates
 from torchrec_dyn.life.expiry import AgeLimit
-from torchrec_dyn.life.scores import MOST_COUNT, Scores
+from torchrec_dyn.life.scores import Scores
 from torchrec_dyn.policies import (
+    MOST_COUNT,
     AdmitAfter,
     AdmitWithProbability,
     LeastFrequentlyUsed,
@@ -30,17 +31,17 @@ from torchrec_dyn.policies import (
 )
 from torchrec_dyn.storage import IdMap
 
-# 24 bytes for each row listed: 3 for each row of the table.
+# Candidates listed at once, in shares of a 64th of the table: 24 bytes each are 3 bytes a row of the table.
 _SHARES_AHEAD = 8
 _SCORED_AT_ONCE = 1 << 20
 
 
 class Decision(NamedTuple):
-    """Which of some ids without a row get one.
+    """The admission of ids without a row.
 
     Attributes:
-        admitted: [M] bool, or None for all.
-        counts: [M] int64, occurrences of each, those of earlier steps included where they are counted.
+        admitted: [M] bool, None if all are admitted.
+        counts: [M] int64, occurrences of each id; with counters, those of earlier steps included.
     """
 
     admitted: Tensor | None
@@ -48,21 +49,22 @@ class Decision(NamedTuple):
 
 
 class RowLife:
-    """Scores, counters and clock of one table, and the rules by which ids come and go.
+    """Scores, counters and clock of one table, and the rules of its policies.
 
     Args:
-        config: with a policy at least.
+        config: with at least one policy.
         name: of the table.
-        row_limit: of the table here.
+        row_limit: of the table on this rank.
         shift: binary logarithm of the rows of a block.
         device: of the table.
 
     Attributes:
         scores: of the rows.
-        waiting: counters of ids that wait for admission, None where nothing is counted.
-        clock: event time.
-        replaces: whether a full table lets its lowest rows go.
-        is_unscored: whether rows were loaded without scores, and no step was taken since.
+        waiting: counters of the waiting ids, None unless `config.counts_waiting`.
+        clock: the time that the user sets.
+        is_timed: True if rows expire by time, not by steps.
+        replaces: True if a full table evicts its lowest rows.
+        is_unscored: True if rows were loaded without scores, and no step was taken since.
     """
 
     def __init__(
@@ -75,10 +77,10 @@ class RowLife:
     ) -> None:
         self.scores = Scores(shift, device)
         self.clock = Clock()
-        self.waiting: WaitingIds | None = None
+        self.waiting: AdmissionCounters | None = None
+        if config.counts_waiting:
+            self.waiting = AdmissionCounters(most_counters(config.admission, row_limit), device)
         self._admission = config.admission
-        if isinstance(config.admission, AdmitAfter):
-            self.waiting = WaitingIds(most_counters(config.admission, row_limit), device)
         self._admission_key = table_key(config.seed, name, "admission")
         age_limit, replacement = age_limit_of(config.eviction), replacement_of(config.eviction)
         self._age_limit = None if age_limit is None else AgeLimit(age_limit)
@@ -87,43 +89,43 @@ class RowLife:
         self.is_unscored = False
         self._by_count = isinstance(replacement, LeastFrequentlyUsed)
         self._row_limit = row_limit
-        self._oldest = OldestRows()
+        self._candidates = EvictionCandidates()
 
-    def born(self, ids: Tensor, rows: Tensor, step: int, counts: Tensor | None) -> None:
-        """Begins the scores of fresh rows, and ends the counters of their ids.
+    def add_rows(self, ids: Tensor, rows: Tensor, step: int, counts: Tensor | None) -> None:
+        """Writes the scores of fresh rows and drops the counters of their ids.
 
         Args:
             ids: [M] int64.
             rows: [M] int64.
-            step: of the table: the running one in training, the last one elsewhere.
-            counts: [M] int64, or None: never seen, but put there.
+            step: of the table: the present step in training, else the last one.
+            counts: [M] int64; None for rows assigned outside training: never seen.
         """
-        # Never a time before the present one: of a time that no step has seen yet the next step is the first.
+        # A score is never older than the present time: a time just set begins at the next step.
         step = max(step, self.clock.present_step)
         counts = torch.zeros_like(rows) if counts is None else counts.clamp(max=MOST_COUNT)
         self.scores.write(rows, torch.full_like(rows, step), counts)
         if self.waiting is not None:
             self.waiting.forget(ids)
 
-    def too_old(self, step: int, id_map: IdMap, high: int) -> tuple[Tensor, Tensor] | None:
-        """Lists ids and rows that are too old at a step, None where age does not count."""
+    def expired(self, step: int, id_map: IdMap, high: int) -> tuple[Tensor, Tensor] | None:
+        """Lists the ids and rows expired at `step`, None without an age limit."""
         if self._age_limit is None:
             return None
-        return self._age_limit.too_old(step, self.clock, self.scores, id_map, high)
+        return self._age_limit.expired(step, self.clock, self.scores, id_map, high)
 
-    def passed(self, step: int) -> None:
-        """Takes note that the rows too old at `step` have left."""
+    def drop_expired(self, step: int) -> None:
+        """Drops the rows expired at `step` from the candidates. Call it after they were removed."""
         self.is_unscored = False
         if self._age_limit is not None:
-            self._age_limit.passed(step, self.clock)
+            self._age_limit.drop_expired(step, self.clock)
             self.clock.forget_before(self._age_limit.horizon(step, self.clock))
 
     def admit(self, ids: Tensor, occurrences: Tensor, step: int) -> Decision:
-        """Decides on ids without a row; writes nothing.
+        """Decides which ids without a row get one; writes nothing.
 
         Args:
             ids: [M] int64, distinct.
-            occurrences: [M] int64 in this step.
+            occurrences: [M] int64, in this step.
             step: the training step.
         """
         if self.waiting is not None and isinstance(self._admission, AdmitAfter):
@@ -138,37 +140,38 @@ class RowLife:
         return Decision(None, occurrences)
 
     def refuse(self, ids: Tensor, counts: Tensor, step: int) -> None:
-        """Notes how often ids were seen that were not admitted.
+        """Writes the counters of refused ids.
 
         Args:
             ids: [M] int64, distinct.
-            counts: [M] int64 of `admit`.
+            counts: [M] int64, of `admit`.
             step: the training step.
         """
         if self.waiting is not None:
             self.waiting.write(ids, torch.full_like(ids, step), counts)
 
-    def shrink(self, step: int) -> int:
-        """Drops counters above their number, and tells how many."""
+    def drop_surplus_counters(self, step: int) -> int:
+        """Drops the counters above their limit and returns how many."""
         return 0 if self.waiting is None else self.waiting.shrink(step)
 
     def lowest(self, surplus: int, step: int, id_map: IdMap, high: int) -> tuple[Tensor, Tensor]:
-        """Finds the ids and rows that make room, none of them seen in this step.
+        """Finds the ids and rows to evict for `surplus` new rows, none of them seen in this step.
 
-        A 64th of the limit at least, so that the search is rare. By last sight some such shares are listed
-        at once. By count there is no list: what came after the listing may be lower than all that is listed.
+        They are at least a 64th of the limit, so that searches are rare. By age, candidates for several
+        evictions are listed at once. By count there is no list, because rows added later may have lower
+        counts than all listed rows.
         """
         share = self._row_limit // FREED_SHARE
         if self._by_count or surplus > share:
             return self.scores.lowest(id_map, high, step, max(surplus, share), self._by_count)
-        taken = self._oldest.take(share, self.scores)
+        taken = self._candidates.take(share, self.scores)
         if taken is None:
-            self._oldest.list(self.scores, id_map, high, step, _SHARES_AHEAD * share)
-            taken = self._oldest.take(share, self.scores)
+            self._candidates.list(self.scores, id_map, high, step, _SHARES_AHEAD * share)
+            taken = self._candidates.take(share, self.scores)
         return taken or self.scores.lowest(id_map, high, step, share)
 
     def catch_up(self, step: int, high: int) -> None:
-        """Lets rows that were loaded without scores count as seen at the step that was loaded after them.
+        """Sets `last_seen` of rows loaded without scores to the step that was loaded after them.
 
         Args:
             step: of the table.
@@ -177,40 +180,30 @@ class RowLife:
         for start in range(0, high if self.is_unscored else 0, _SCORED_AT_ONCE):
             rows = torch.arange(start, min(high, start + _SCORED_AT_ONCE))
             last_seen, counts = self.scores.read(rows)
-            held = last_seen >= 0
-            self.scores.write(rows[held], torch.full_like(rows, step)[held], counts[held])
+            in_use = last_seen >= 0
+            self.scores.write(rows[in_use], torch.full_like(rows, step)[in_use], counts[in_use])
 
     def forget_listed(self) -> None:
-        """Drops what was listed ahead: scores were written that do not follow from the steps."""
-        self._oldest = OldestRows()
+        """Drops the listed candidates. Call it after scores were written other than by a training step."""
+        self._candidates = EvictionCandidates()
         if self._age_limit is not None:
             self._age_limit.forget_listed()
 
-    @property
-    def num_waiting(self) -> int:
-        """Ids with a counter."""
-        return 0 if self.waiting is None else len(self.waiting)
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of the counters and their slots."""
-        return 0 if self.waiting is None else self.waiting.bytes
-
     def last_seen(self, rows: Tensor) -> Tensor:
-        """Tells when rows were last seen, in steps or in the unit of the age limit.
+        """Returns when rows were last seen, [M] int64, in steps or, if `is_timed`, by the clock.
 
         Args:
-            rows: [M] int64; -1 gives -1.
+            rows: [M] int64; -1 becomes -1.
         """
         steps, _ = self.scores.read(rows)
         return self.clock.times_of(steps) if self.is_timed else steps
 
     def counts(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Tells how often ids were seen, those that wait included.
+        """Returns the counts of ids, waiting ids included, [M] int64.
 
         Args:
             ids: [M] int64.
-            rows: [M] int64, -1 of ids without one.
+            rows: [M] int64, -1 for an id without a row.
         """
         _, counts = self.scores.read(rows)
         return counts if self.waiting is None else counts + self.waiting.counts(ids)
@@ -222,19 +215,18 @@ class RowLife:
             rows: [R] int64, of the table's ids in canonical order.
 
         Returns:
-            "last_seen" [R] int64 in steps, "count" [R] int64, "clock" [2, K] int64 (steps and the times
-            shown from them on) and, where admission counts, "waiting" [3, Q] int64 (ids, last sights,
-            counts).
+            "last_seen" [R] int64 in steps, "count" [R] int64, "clock" [2, K] int64 (first steps and their
+            times) and, with counters, "waiting" [3, Q] int64 (ids, last_seen, counts).
         """
         last_seen, counts = self.scores.read(rows)
         state = {"last_seen": last_seen, "count": counts, "clock": self.clock.export()}
         return state if self.waiting is None else {**state, "waiting": self.waiting.export()}
 
     def load(self, state: Mapping[str, Tensor], rows: Tensor, step: int) -> None:
-        """Takes a saved state over; what is missing starts afresh.
+        """Loads a saved state; what is missing starts afresh.
 
         Args:
-            state: as `export` gives it.
+            state: as `export` returns it.
             rows: [R] int64, of the saved ids in their order.
             step: of the table.
         """
@@ -246,13 +238,3 @@ class RowLife:
         self.is_unscored = "last_seen" not in state
         if self.waiting is not None and "waiting" in state:
             self.waiting.write(*state["waiting"].contiguous())
-
-
-def has_life(where: str, life: RowLife | None) -> RowLife:
-    """Raises ValueError if a table keeps no scores."""
-    if life is None:
-        raise ValueError(
-            f"{where}: expected a table with an admission or eviction policy, got one with none, "
-            "which keeps neither last_seen nor count. Set DynamicTableConfig(eviction=...)."
-        )
-    return life

@@ -1,6 +1,6 @@
-"""What a saved life must be, as `RowLife.export` gives it, and which steps it knows of.
+"""Checks of a saved life, in the form that `RowLife.export` returns, and its last training step.
 
-Legend: R rows, Q ids that wait, K times.
+Legend: R rows, Q waiting ids, K times.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from torchrec_dyn.life.scores import MOST_COUNT, NO_STEP
+from torchrec_dyn.life.scores import NO_STEP
+from torchrec_dyn.policies import MOST_COUNT
 
 LIFE = ("last_seen", "count", "waiting", "clock")
 BY_ROW = ("last_seen", "count")
@@ -19,11 +20,11 @@ _SHAPES = {"last_seen": "[R]", "count": "[R]", "waiting": "[3, Q]", "clock": "[2
 
 
 def last_step(state: Mapping[str, Tensor]) -> int:
-    """Returns the last training step that a saved life knows of, 0 if there is none.
+    """Returns the last training step that a saved life shows, 0 if it shows none.
 
     Args:
-        state: as `RowLife.export` gives it. Rows without a count were assigned, and times set, for the next
-            step at most.
+        state: as `RowLife.export` returns it. Rows assigned (count 0) and times set may be of the step
+            after the last.
     """
     known = [torch.zeros(1, dtype=torch.int64)]
     if "last_seen" in state:
@@ -37,12 +38,12 @@ def last_step(state: Mapping[str, Tensor]) -> int:
 
 
 def check_life(where: str, state: Mapping[str, Tensor], ids: Tensor) -> None:
-    """Raises ValueError if saved scores, counters or clock cannot be; what is missing fits.
+    """Raises ValueError if saved scores, counters or clock are not valid; each may be missing.
 
     Args:
         where: the table, for messages.
         state: the saved form.
-        ids: [R] int64 of the saved rows.
+        ids: [R] int64, of the saved rows.
     """
     first = {"last_seen": ids.numel(), "count": ids.numel(), "waiting": 3, "clock": 2}
     for name in first.keys() & state.keys():

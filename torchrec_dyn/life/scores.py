@@ -1,4 +1,4 @@
-"""Scores: when each row was last seen, and how often. By them rows are evicted (csrc/life/scores.h).
+"""Scores: when each row was last seen, and how often, which decides eviction (csrc/life/scores.h).
 
 Legend: M rows.
 """
@@ -12,12 +12,12 @@ from torchrec_dyn import ops
 from torchrec_dyn.storage import IdMap, RowStore
 
 SCORE_BYTES = 8
-# Steps and counts have 32 bits; the last step number marks a row that no id holds.
-NO_STEP = MOST_COUNT = (1 << 32) - 1
+# A step has 32 bits; the last number marks a row without an id.
+NO_STEP = (1 << 32) - 1
 
 
 class Scores:
-    """One word a row: the training step at which it was last seen, and how often it was.
+    """One word for each row: the training step at which it was last seen, and its occurrences.
 
     Attributes:
         store: the words, in blocks that never move.
@@ -37,8 +37,8 @@ class Scores:
             rows: [M] int64.
 
         Returns:
-            last_seen: [M] int64, a step; -1 of a row -1 and of one that no id holds.
-            counts: [M] int64, 0 there.
+            last_seen: [M] int64, a step; -1 for a row without an id, and for row -1.
+            counts: [M] int64; 0 for these.
         """
         return ops.read_scores(rows, self.store.blocks, self.store.shift)
 
@@ -53,7 +53,7 @@ class Scores:
         ops.write_scores_(rows, last_seen, counts, self.store.blocks, self.store.shift)
 
     def forget(self, rows: Tensor) -> None:
-        """Marks rows as held by no id.
+        """Marks rows as rows without an id.
 
         Args:
             rows: [M] int64.
@@ -66,11 +66,12 @@ class Scores:
         """Finds the rows with the lowest scores, exactly; ties go by mixed id, unsigned.
 
         Args:
-            id_map: whose rows they are.
+            id_map: of the rows.
             high: rows ever handed out.
-            before: only rows last seen before this step, or assigned for it and never seen.
-            most: how many.
-            by_count: by how often they were seen; otherwise by when.
+            before: rows of this step and later are never chosen, except rows assigned at it and not seen
+                yet (count 0).
+            most: the most rows to return.
+            by_count: compare counts, not last_seen.
 
         Returns:
             ids: [M] int64, in the order of their slots.

@@ -1,10 +1,10 @@
 """The main path: ids to pooled rows, gradients to rows. START READING HERE.
 
-Imports `table` and the rooms below; torch alone. Start with `table_group`: a forward and a backward of
-the tables that one op call serves. `training_step` holds the order of a step, `batch_rows` how a batch
-gets its rows.
+Imports `table`, `life`, `storage` and the ground; torch alone. Start with `table_group`: the forward and
+the backward of the tables that one op call serves. `batch_rows` finds the rows of a batch,
+`training_step` lists the order of a step with policies.
 
-A training step changes all tables of its group or none.
+A training forward that fails changes no table of its group.
 """
 
 from torchrec_dyn.lookup.gradient_reduction import Senders, asks_for_senders

@@ -1,6 +1,6 @@
-"""BagLayout: which ids form a bag, and where each bag's row goes in the output.
+"""BagLayout: the ids of each bag, and the place of its pooled row in the output.
 
-Legend: T tables, F features (in table order), B bags of a feature, N ids, S runs of bags.
+Legend: T tables, F features (in table order), N ids, S segments: runs of bags that the ops walk at once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Bags:
     """One batch, described for the ops (csrc/lookup/bags.h).
 
     Attributes:
-        table_offsets: [T + 1] int64, which ids are whose.
-        bounds: [T + 1], the same.
+        table_offsets: [T + 1] int64, where the ids of each table begin.
+        bounds: `table_offsets` as a list.
         offsets: [bags + 1] int64, or None for sequences.
         segments: [S, 5] int64.
         elements: numbers in the output.
@@ -62,7 +62,7 @@ class BagLayout:
         self._table_of = [t for t, count in enumerate(features_per_table) for _ in range(count)]
         self._first_feature = list(accumulate(features_per_table, initial=0))
         self._features = len(self._table_of)
-        # Of the last batch: the next one is often cut alike.
+        # Kept of the last batch, since the next batch often has the same sizes.
         self._cached: tuple[int, Tensor] | None = None
         self._table_offsets: tuple[list[int], Tensor] = ([], torch.empty(0))
         self._sequence_segments: tuple[list[int], Tensor] = ([], torch.empty(0))
@@ -70,12 +70,12 @@ class BagLayout:
     def table_offsets(
         self, offsets: Tensor, ids: int, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor:
-        """Returns where each table's ids begin, [T + 1] int64; only to be read.
+        """Returns where each table's ids begin, [T + 1] int64, a shared tensor that is not to be written.
 
         Args:
             offsets: [bags + 1] int64.
             ids: N.
-            batch_sizes: [F][ranks] bags of each feature and rank, or None where all are equal.
+            batch_sizes: [F][ranks] bags of each feature and rank, or None if all features have as many.
         """
         return self._as_tensor(self._checked_bounds(offsets, ids, batch_sizes), offsets.device)
 
@@ -91,9 +91,9 @@ class BagLayout:
         Args:
             offsets: [bags + 1] int64.
             ids: N.
-            batch_sizes: [F][ranks] bags of each feature and rank, or None where all are equal.
-            counts: [F] ids of each feature, from who has checked that offsets ascend to N by them;
-                else None. (The ops check again before they read memory.)
+            batch_sizes: as `table_offsets`.
+            counts: [F] ids of each feature, from a caller that has checked that offsets ascend to N and
+                agree with them; else None. (The ops check again before they read memory.)
         """
         if counts is None:
             bounds = self._checked_bounds(offsets, ids, batch_sizes)
@@ -136,7 +136,7 @@ class BagLayout:
                     f"{[list(sizes) for sizes in batch_sizes]}."
                 )
             of_features = offsets[torch.tensor(per_feature)]
-        # Before anything is inserted: the ops check only when the rows are there.
+        # Checked before anything is inserted; the ops check only after that.
         if bool((offsets[1:] < offsets[:-1]).any()):
             raise ValueError(
                 "lookup: expected ascending offsets, got descending ones. Are there negative lengths?"

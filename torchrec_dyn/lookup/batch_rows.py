@@ -1,6 +1,6 @@
-"""The rows of a batch in training: tables that learn take it in, frozen ones are only read.
+"""The rows of a batch in training: tables that learn may change, frozen tables are only read.
 
-A forward asks once which tables are frozen, before anything else, and its backward goes by that answer.
+A forward reads `is_frozen` of all tables once, at its start; its backward keeps to that answer.
 
 Legend: T tables, N ids.
 """
@@ -23,9 +23,9 @@ class BatchRows(NamedTuple):
     """The rows of the ids of a batch.
 
     Attributes:
-        learning: [N] int64, those that a backward may write to; -1: none, it learns nothing.
-        read: [N] int64, those that are read; -1: none. The same tensor where no table is frozen.
-        missing: how many of `read` are -1.
+        learning: [N] int64, the rows that the backward updates; -1 for an id that learns nothing.
+        read: [N] int64, the rows that the forward reads, -1 if absent. Same tensor if no table is frozen.
+        missing: number of -1 in `read`; with `times`, of the occurrences that they stand for.
     """
 
     learning: Tensor
@@ -34,44 +34,44 @@ class BatchRows(NamedTuple):
 
 
 class BatchPart(NamedTuple):
-    """What some tables of a group have of a batch.
+    """The part of a batch that belongs to chosen tables of a group.
 
     Attributes:
-        places: [N] bool, which ids are theirs.
-        ids: theirs.
-        table_offsets: [some + 1] int64, which of these are whose.
-        bounds: the same as numbers.
+        mask: [N] bool, True for ids of the chosen tables.
+        ids: [n] int64, those ids.
+        table_offsets: [chosen tables + 1] int64, where the ids of each one begin.
+        bounds: `table_offsets` as a list.
     """
 
-    places: Tensor
+    mask: Tensor
     ids: Tensor
     table_offsets: Tensor
     bounds: list[int]
 
 
 def part_of(
-    some: Sequence[DynamicTable],
+    chosen: Sequence[DynamicTable],
     tables: Sequence[DynamicTable],
     ids: Tensor,
     bounds: Sequence[int],
 ) -> BatchPart:
-    """Cuts out of a batch what some of the tables have of it.
+    """Returns the part of a batch that belongs to chosen tables.
 
     Args:
-        some: of the tables, in their order.
+        chosen: some of the tables, in their order.
         tables: T tables.
         ids: [N] int64 in table order.
-        bounds: [T + 1], which ids are whose.
+        bounds: [T + 1], where the ids of each table begin.
     """
-    chosen = [table in some for table in tables]
+    is_chosen = [table in chosen for table in tables]
     sizes = [end - begin for begin, end in pairwise(bounds)]
-    places = torch.tensor(chosen).repeat_interleave(torch.tensor(sizes))
-    of_some = [size for size, is_chosen in zip(sizes, chosen, strict=True) if is_chosen]
-    ends = list(accumulate(of_some, initial=0))
-    return BatchPart(places, ids[places], torch.tensor(ends), ends)
+    mask = torch.tensor(is_chosen).repeat_interleave(torch.tensor(sizes))
+    chosen_sizes = [size for size, wanted in zip(sizes, is_chosen, strict=True) if wanted]
+    ends = list(accumulate(chosen_sizes, initial=0))
+    return BatchPart(mask, ids[mask], torch.tensor(ends), ends)
 
 
-def take_in(
+def rows_in_training(
     tables: Sequence[DynamicTable],
     ids: Tensor,
     table_offsets: Tensor,
@@ -79,22 +79,9 @@ def take_in(
     scores: Callable[[], TableBlocks],
     times: Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    """Counts a training step of all tables, gives rows to unseen ids as the policies say, and finds the rows.
+    """Runs one training step of tables that learn and returns the rows of the batch.
 
-    Args:
-        tables: T tables, none frozen.
-        ids: [N] int64 in table order.
-        table_offsets: [T + 1] int64, which ids are whose.
-        bounds: the same as numbers.
-        scores: lists the scores of the tables as they are by then.
-        times: [N] int64, how often ids of tables with a life occurred; None: once.
-
-    Returns:
-        rows: [N] int64, -1 of an id that was not admitted.
-        refused: how many of them are -1.
-
-    Raises:
-        RuntimeError: a table is full, or memory is out; no table has changed.
+    As `take_step`, but the tables may all be without a life; then every unseen id gets a row.
     """
     if any(table.life is not None for table in tables):
         return take_step(tables, ids, table_offsets, bounds, scores, times)
@@ -106,36 +93,37 @@ def take_in(
     return rows, 0
 
 
-def take_in_beside_frozen(
+def rows_beside_frozen(
     tables: Sequence[DynamicTable],
     learning: Sequence[DynamicTable],
     ids: Tensor,
     bounds: Sequence[int],
     times: Tensor | None = None,
 ) -> BatchRows:
-    """Lets the tables that are not frozen take a batch in, and finds the rows of the frozen ones.
+    """Runs one training step of the tables that learn, and finds the rows of the frozen tables.
 
     Args:
         tables: T tables.
-        learning: those not frozen, in their order; some, not all.
+        learning: the tables that are not frozen, in their order; some, not all.
         ids: [N] int64 in table order.
-        bounds: [T + 1], which ids are whose.
-        times: as `take_in`.
+        bounds: [T + 1], where the ids of each table begin.
+        times: as `take_step`.
 
     Raises:
         RuntimeError: a table is full, or memory is out; no table has changed.
     """
-    taken = part_of(learning, tables, ids, bounds)
-    rows, refused = take_in(
+    trained = part_of(learning, tables, ids, bounds)
+    rows, refused = rows_in_training(
         learning,
-        taken.ids,
-        taken.table_offsets,
-        taken.bounds,
+        trained.ids,
+        trained.table_offsets,
+        trained.bounds,
         lambda: scores_of(learning),
-        None if times is None else times[taken.places],
+        None if times is None else times[trained.mask],
     )
-    learnt = torch.full_like(ids, -1).masked_scatter_(taken.places, rows)
+    learning_rows = torch.full_like(ids, -1).masked_scatter_(trained.mask, rows)
     frozen = [table for table in tables if table not in learning]
-    found = part_of(frozen, tables, ids, bounds)
-    rows, absent = find_rows(frozen, found.ids, found.table_offsets)
-    return BatchRows(learnt, learnt.masked_scatter(found.places, rows), refused + sum(absent))
+    read = part_of(frozen, tables, ids, bounds)
+    rows, absent = find_rows(frozen, read.ids, read.table_offsets)
+    read_rows = learning_rows.masked_scatter(read.mask, rows)
+    return BatchRows(learning_rows, read_rows, refused + sum(absent))

@@ -1,6 +1,6 @@
-"""How the gradients that several ranks send for one row become one gradient.
+"""Reduction of the gradients that several ranks send for one row.
 
-Let g_r be what rank r sends for an id, the sum over its occurrences there, and W the ranks.
+Let W be the number of ranks and g_r the gradient that rank r sends for an id, the sum over its occurrences.
 
 - "mean_over_ranks": sum of g_r / W, as TorchRec's dists divide.
 - "mean_over_senders": sum of g_r / the number of ranks that sent the id in this batch.
@@ -23,11 +23,11 @@ from torchrec_dyn.config import DynamicTableConfig
 
 @dataclass(frozen=True)
 class Senders:
-    """Which rank sent what of a batch, and what became of its gradients on the way.
+    """The senders of a batch.
 
     Attributes:
-        bags: [F][ranks] bags of each feature and rank, in the order of the batch.
-        divisor: what the dists have divided gradients by.
+        bags: [F][ranks] number of bags of each feature from each rank, in the order of the batch.
+        divisor: the number by which the dists have divided gradients.
     """
 
     bags: Sequence[Sequence[int]]
@@ -36,12 +36,12 @@ class Senders:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What `ops.update_rows_` does to the sums of a batch.
+    """The arguments of `ops.update_rows_` that scale the sums of a batch.
 
     Attributes:
-        scales: [T] of each table's sums.
-        senders: [N] int32, who sent each id of a table that divides by the senders, else -1; None where
-            no table does.
+        scales: [T], factors of each table's sums.
+        senders: [N] int32, the rank that sent an id, -1 for an id of a table that does not divide by the
+            number of senders; None if no table does.
     """
 
     scales: list[float]
@@ -49,7 +49,7 @@ class Reduction:
 
 
 def asks_for_senders(configs: Sequence[DynamicTableConfig]) -> bool:
-    """Tells whether a batch of these tables needs its `Senders`."""
+    """Returns True if a batch of these tables needs its `Senders`."""
     return any(config.gradient != "mean_over_ranks" for config in configs)
 
 
@@ -59,13 +59,13 @@ def reduction_of(
     bounds: Sequence[int],
     senders: Senders | None,
 ) -> Reduction:
-    """Says what to do to the sums of one batch.
+    """Returns the reduction of one batch.
 
     Args:
-        configs: T tables'.
+        configs: of T tables.
         offsets: [bags + 1] int64, where each bag begins.
-        bounds: [T + 1] which ids are whose.
-        senders: of the batch; None where nobody sent it.
+        bounds: [T + 1], where the ids of each table begin.
+        senders: of the batch; None for a batch that no dist has sent.
     """
     if senders is None:
         return Reduction([1.0] * len(configs), None)
@@ -75,15 +75,15 @@ def reduction_of(
     ]
     if all(config.gradient != "mean_over_senders" for config in configs):
         return Reduction(scales, None)
-    who = _sender_of_each_id(offsets, senders.bags)
+    ranks = _sender_of_each_id(offsets, senders.bags)
     for config, (begin, end) in zip(configs, pairwise(bounds), strict=True):
         if config.gradient != "mean_over_senders":
-            who[begin:end] = -1
-    return Reduction(scales, who)
+            ranks[begin:end] = -1
+    return Reduction(scales, ranks)
 
 
 def _sender_of_each_id(offsets: Tensor, bags: Sequence[Sequence[int]]) -> Tensor:
-    """Lists the ranks of the ids, [N] int32.
+    """Returns the rank that sent each id, [N] int32.
 
     Args:
         offsets: [bags + 1] int64.

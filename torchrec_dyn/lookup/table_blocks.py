@@ -1,6 +1,6 @@
-"""The blocks of several tables as the ops take them: one flat list, and a layout that says whose.
+"""The blocks of several tables in the form that the ops take: one flat list, and a layout by table.
 
-Legend: T tables, N ids, M distinct unseen ids.
+Legend: T tables, N ids.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchrec_dyn.table import DynamicTable, split_by_table
 
 @dataclass(frozen=True)
 class TableBlocks:
-    """The weights of T tables.
+    """The blocks of one store of each of T tables.
 
     Attributes:
         weights: the blocks of all tables, one after another.
@@ -30,7 +30,7 @@ class TableBlocks:
 
 
 def blocks_of(stores: Sequence[RowStore]) -> TableBlocks:
-    """Lists the blocks of one store a table."""
+    """Lists the blocks of T stores, one for each table."""
     lines: list[list[int]] = []
     blocks: list[Tensor] = []
     for store in stores:
@@ -41,14 +41,14 @@ def blocks_of(stores: Sequence[RowStore]) -> TableBlocks:
 
 @dataclass(frozen=True)
 class GroupBlocks:
-    """What the ops take of the tables of a group, listed when one grows or is replaced.
+    """The blocks of the tables of a group, listed again when a table has grown or was replaced.
 
     Attributes:
-        key: number of blocks and generation of each table, of which this is the list.
+        key: number of blocks and generation of each table when they were listed.
         weights: of the tables.
         states: the blocks of the first and of the second optimizer state.
-        scores: of the tables; one without a life has none.
-        streams: [T, 3] int64 for `ops.update_rows_`, the steps left out.
+        scores: of the tables; a table without a life has no blocks.
+        streams: [T, 3] int64 for `ops.update_rows_`, with steps of 0.
     """
 
     key: list[tuple[int, int]]
@@ -57,13 +57,13 @@ class GroupBlocks:
     scores: TableBlocks
     streams: Tensor
 
-    def are_of(self, tables: Sequence[DynamicTable]) -> bool:
-        """Whether the tables are still as they were listed."""
+    def are_current(self, tables: Sequence[DynamicTable]) -> bool:
+        """Returns True if no table has grown or was replaced since they were listed."""
         return self.key == _key(tables)
 
 
 def _key(tables: Sequence[DynamicTable]) -> list[tuple[int, int]]:
-    # The last store grows last: when it has grown, all of them have.
+    # The last store grows last: when it has grown, all stores have.
     last = [table.states[-1] if table.states else table.weights for table in tables]
     generations = [table.generation for table in tables]
     return list(zip([len(store.blocks) for store in last], generations, strict=True))
@@ -73,7 +73,7 @@ _NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
 
 
 def scores_of(tables: Sequence[DynamicTable]) -> TableBlocks:
-    """Lists the blocks of the tables' scores; one without a life has none."""
+    """Lists the blocks of the tables' scores; a table without a life has no blocks."""
     return blocks_of(
         [_NO_SCORES if table.life is None else table.life.scores.store for table in tables]
     )
@@ -97,12 +97,12 @@ def list_blocks(tables: Sequence[DynamicTable]) -> GroupBlocks:
 def blocks_with_initial_rows(
     tables: Sequence[DynamicTable], ids: Tensor, rows: Tensor, table_offsets: Tensor
 ) -> TableBlocks:
-    """Adds blocks that hold the initial rows of unseen ids, for one evaluation.
+    """Returns the blocks of the tables and, for one forward, added blocks with initial rows of unseen ids.
 
     Args:
-        tables: T tables, which are not changed; those whose `unseen` is "zeros" get none.
+        tables: T tables, which are not changed; no blocks are added for tables whose `unseen` is "zeros".
         ids: [N] int64.
-        rows: [N] int64, -1 for unseen ids; written: the rows in the added blocks.
+        rows: [N] int64, -1 for an unseen id; written in place: its row in the added blocks.
         table_offsets: [T + 1] int64.
     """
     new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)

@@ -1,8 +1,21 @@
 """The main path: ids -> rows -> pooled output, and gradients -> rows. Start reading here.
 
-A TableGroup is the tables that one op call serves. Its forward probes the id maps, gives unseen ids a row
-(in training) and gathers; its backward dedupes the rows of the batch, sums their gradients and applies the
-optimizer in place. Both are one op over all tables when every id is known.
+A TableGroup is the tables that one op call serves: finding rows, pooling and updating are each one op over
+all tables of the group.
+
+Forward:
+1. Check the input and describe its bags (bag_layout.py).
+2. Find the row of each id (batch_rows.py). In training this counts a step, and unseen ids get rows in all
+   tables or in none; with policies, training_step.py lists the order.
+3. For ids still without a row: make their initial rows, if the table's `unseen` asks for them.
+4. Gather the rows and pool them by bag.
+
+Backward:
+1. Check that it is the first one, and that no table was loaded, converted or moved since the forward.
+2. Compute the gradient of the bag weights, if it is wanted.
+3. Sum the gradients of each distinct row and apply the optimizer in place.
+
+Between them the forward is open: a ticket with each table keeps the rows of removed ids from reuse.
 
 Legend: T tables, F features (in table order), B bags of a feature, N ids, D columns of a table.
 """
@@ -18,7 +31,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling
-from torchrec_dyn.lookup.batch_rows import BatchRows, part_of, take_in, take_in_beside_frozen
+from torchrec_dyn.lookup.batch_rows import BatchRows, part_of, rows_beside_frozen, rows_in_training
 from torchrec_dyn.lookup.gradient_reduction import Reduction, Senders, reduction_of
 from torchrec_dyn.lookup.table_blocks import (
     GroupBlocks,
@@ -32,18 +45,20 @@ from torchrec_dyn.table import DynamicTable, find_rows, insert_unseen, note_chan
 
 @dataclass
 class _Forward:
-    """What a backward needs of its forward."""
+    """A forward, as its backward needs it."""
 
     group: TableGroup
     ids: Tensor
-    rows: Tensor  # -1: none, it learns nothing
-    shown: Tensor  # the same, or places in `blocks` of the initial rows that stand for -1
+    rows: Tensor  # rows to update, -1 for an id that learns nothing
+    shown: (
+        Tensor  # rows to read: -1 as zeros, or replaced by the place of an initial row in `blocks`
+    )
     bags: Bags
     blocks: TableBlocks
-    learning: list[DynamicTable]  # those not frozen; none in evaluation
+    learning: list[DynamicTable]  # the tables that are not frozen; none in evaluation
     steps: list[int]
     generations: list[int]
-    noted: list[object] | None  # at which moments its rows were noted as changed: scored rows are
+    noted: list[object] | None  # `tokens_of` the tables when scoring recorded the rows as changed
     reduction: Reduction
     ticket: ForwardTicket | None = None
     is_done: bool = False
@@ -55,7 +70,7 @@ class TableGroup:
     Attributes:
         tables: T tables.
         learning_rate: read at every backward; the fused optimizer writes it.
-        has_life: whether some table has a life.
+        has_life: True if any table has a life.
     """
 
     def __init__(
@@ -92,27 +107,29 @@ class TableGroup:
         senders: Senders | None = None,
         times: Tensor | None = None,
     ) -> Tensor:
-        """Looks ids up and pools them.
+        """Returns the pooled rows of ids.
 
         Args:
             ids: [N] int64, feature-major.
             offsets: [F * B + 1] integer, where each bag begins in ids.
             weights: [N] floating point weights of the ids in their bags, or None.
-            training: unseen ids get a row, the step is counted, and backward updates the rows.
-                Otherwise, and of a frozen table, nothing changes and an unseen id reads as the
-                table's `unseen` says.
+            training: if True, the step is counted, unseen ids get rows, and backward updates rows. If
+                False, and for a frozen table, nothing changes, and an unseen id reads as the table's
+                `unseen` says.
             batch_sizes: [F][ranks] bags of each feature and rank, for variable batches.
-            counts: [F] ids of each feature, from who has checked the offsets (not checked again).
-            senders: who sent what, if a table's gradients are not the mean over the ranks.
-            times: [N] int64, 1 at least, how often ids of tables with a life occurred; None: once.
+            counts: [F] ids of each feature, from a caller that has checked the offsets (they are not
+                checked again); else None.
+            senders: of the batch, if a table's gradients are not the mean over the ranks.
+            times: [N] int64, at least 1, occurrences that an id of a table with a life stands for;
+                None: 1.
 
         Returns:
             Pooled: [B, sum of D over features]. Pooled with batch_sizes: one dimension, for each
             rank, for each feature its [bags, D]. Not pooled: [N, D].
 
         Raises:
-            ValueError: ids, offsets or weights of a wrong dtype or size.
-            RuntimeError: a table is full (no table is changed then).
+            ValueError: ids, offsets or weights of a wrong dtype or size; no table has changed.
+            RuntimeError: a table is full, or memory is out; no table has changed.
         """
         ids, offsets, weights = self._check_input(ids, offsets, weights)
         bags = self._bag_layout.describe(offsets, ids.numel(), batch_sizes, counts)
@@ -137,10 +154,9 @@ class TableGroup:
         return output.view(bags.shape)
 
     def prefetch(self, ids: Tensor, offsets: Tensor) -> None:
-        """Gives unseen ids a row now, so that the training forward of the same batch only finds.
+        """Gives rows to unseen ids ahead of the training forward of the same batch.
 
-        Where rows have a life nothing happens: what comes and goes is decided in the forward, in the
-        order of the stream.
+        Does nothing if a table has a life: its forwards decide, in the order of the stream.
 
         Args:
             ids: [N] int64, feature-major.
@@ -181,25 +197,25 @@ class TableGroup:
     def _rows(
         self, ids: Tensor, bags: Bags, learning: list[DynamicTable], times: Tensor | None
     ) -> BatchRows:
-        """Returns the rows of ids, after what the tables that learn do about those without one."""
+        """Returns the rows of ids, after the training step of the tables that learn."""
         if not learning:
             rows, absent = find_rows(self.tables, ids, bags.table_offsets)
             return BatchRows(rows, rows, sum(absent))
         if len(learning) < len(self.tables):
-            return take_in_beside_frozen(self.tables, learning, ids, bags.bounds, times)
+            return rows_beside_frozen(self.tables, learning, ids, bags.bounds, times)
         offsets, bounds = bags.table_offsets, bags.bounds
-        rows, refused = take_in(
+        rows, refused = rows_in_training(
             self.tables, ids, offsets, bounds, lambda: self._current_blocks().scores, times
         )
         return BatchRows(rows, rows, refused)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Blocks are reserved far beyond the rows in use: a copy lists those of its own tables.
+        # Blocks are reserved far beyond the rows in use: a copy lists the blocks of its own tables.
         return {**self.__dict__, "_blocks": None, "_anchor": None}
 
     def _current_blocks(self) -> GroupBlocks:
-        """Returns the lists of all tables, anew when one has grown or was replaced."""
-        if self._blocks is None or not self._blocks.are_of(self.tables):
+        """Returns the blocks of all tables, listed again if a table has grown or was replaced."""
+        if self._blocks is None or not self._blocks.are_current(self.tables):
             self._blocks = list_blocks(self.tables)
         return self._blocks
 
@@ -216,7 +232,7 @@ class TableGroup:
             )
 
     def _update(self, forward: _Forward, grad: Tensor, weights: Tensor | None) -> None:
-        """Dedupes the rows of the forward, sums their gradients and applies the optimizer."""
+        """Sums the gradients of each distinct row of the forward and applies the optimizer."""
         self._count_late_grads(forward)
         listed = self._current_blocks()
         optimizer = self.tables[0].optimizer
@@ -244,17 +260,11 @@ class TableGroup:
 
 
 def _pool(forward: _Forward, weights: Tensor | None) -> Tensor:
+    group, bags, blocks = forward.group, forward.bags, forward.blocks
     return ops.gather_pool(
-        forward.shown,
-        forward.bags.offsets,
-        _as_float(weights),
-        forward.blocks.weights,
-        forward.blocks.layout,
-        forward.bags.segments,
-        forward.group._bag_layout.is_mean,
-        forward.bags.elements,
-        forward.group.output_dtype,
-    )
+        forward.shown, bags.offsets, _as_float(weights), blocks.weights, blocks.layout,
+        bags.segments, group._bag_layout.is_mean, bags.elements, group.output_dtype,
+    )  # fmt: skip
 
 
 def _kind(tensor: Tensor) -> str:
@@ -266,7 +276,7 @@ def _as_float(weights: Tensor | None) -> Tensor | None:
 
 
 class _Lookup(torch.autograd.Function):
-    """Gather in forward, update in backward. `anchor` only makes autograd call backward."""
+    """Gathers in forward, updates in backward. `anchor` only makes autograd call backward."""
 
     @staticmethod
     def forward(
@@ -285,7 +295,7 @@ class _Lookup(torch.autograd.Function):
         grad = grad.to(torch.float32).contiguous()
         weights_grad = None
         if ctx.needs_input_grad[1]:
-            # Of the rows as they are now: in a pipeline another batch may have updated them.
+            # From the rows as they are now: in a pipeline another batch may have updated them.
             weights_grad = ops.bag_weights_grad(
                 grad, forward.shown, forward.bags.offsets, forward.blocks.weights,
                 forward.blocks.layout, forward.bags.segments, group._bag_layout.is_mean,

@@ -1,7 +1,8 @@
 """From TorchRec's static tables to dynamic ones (docs/migrating.md).
 
-Imports `whole_model`, `distributed`, `modules` and the rooms below. Start with `stock_collections`
-(models that are not trained yet), then `trained_collections` (row i becomes id i).
+Imports `whole_model`, `modules`, `state_dict`, `ranks`, `checkpoint_format`, `table` and the ground.
+Start with `stock_collections` (models that are not trained yet), then `trained_collections` (row i
+becomes id i) and `static_checkpoint`.
 """
 
 from torchrec_dyn.migration.static_checkpoint import load_static

@@ -1,4 +1,4 @@
-"""A checkpoint of static tables fills dynamic ones: row i becomes id i, whatever plans either has.
+"""Fills dynamic tables from a checkpoint of static ones: row i becomes id i, whatever the plans of both are.
 
 Each rank reads the files itself, 32 MB at a time, and keeps the ids and columns that it holds.
 
@@ -14,21 +14,18 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchrec_dyn.checkpoint_format import ChunkedTensor, check_files, mean_over_cuts, read_metadata
-from torchrec_dyn.distributed import ShardedDynamicEmbeddingBagCollection
+from torchrec_dyn.checkpoint_format import ChunkedTensor, mean_over_cuts, open_files
 from torchrec_dyn.migration.static_optimizer import MOMENTS, STEPS
 from torchrec_dyn.migration.trained_collections import chunks, put_rows
-from torchrec_dyn.modules import DynamicEmbeddingBagCollection
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.ranks import done_together
+from torchrec_dyn.ranks import run_together
+from torchrec_dyn.state_dict import ShardPieces
 from torchrec_dyn.table import DynamicTable
-from torchrec_dyn.whole_model import Collection, RowsHere, rows_here
+from torchrec_dyn.whole_model import Collection, ModelTable, tables_in
 
 _ADAM = (OptimizerKind.ADAM, OptimizerKind.ADAMW, OptimizerKind.PARTIAL_ROWWISE_ADAM)
-_POOLED = (DynamicEmbeddingBagCollection, ShardedDynamicEmbeddingBagCollection)
 
 
 def load_static(
@@ -40,40 +37,39 @@ def load_static(
 ) -> None:
     """Replaces the rows of a dynamic collection by those of a checkpoint of the static one.
 
-    Tables are found by name. Row-wise optimizer state of other column shards becomes the mean over the
-    columns of a shard here. Collective on a sharded collection: every rank must see the files.
+    Tables are found by name. Row-wise optimizer state that was saved under other column cuts becomes its mean
+    over the columns of a shard here. Collective on a sharded collection: every rank must see the files.
 
     Args:
         collection: sharded or not, with the optimizer that trained the static one.
-        path: what was given to `torch.distributed.checkpoint.save`, of a state dict with the model's
+        path: the directory that `torch.distributed.checkpoint.save` wrote, of a state dict with the model's
             and, for the optimizer state, that of its KeyedOptimizer somewhere in it. Open only files
             whose origin you trust: DCP's metadata is a pickle.
-        fqn: where the saved model held the collection, if the checkpoint has several tables of a name.
-        with_optimizer: whether optimizer state is loaded; else it starts afresh.
+        fqn: path of the collection in the saved model; needed if the checkpoint has several tables of a name.
+        with_optimizer: whether optimizer state is loaded; otherwise it starts afresh.
         step: training steps so far. TorchRec's sharded Adam does not save them.
 
     Raises:
         ValueError: on every rank, if the checkpoint does not fit; nothing has changed.
         RuntimeError: on every rank, if one failed otherwise; nothing has changed.
     """
-    here = rows_here(collection)
-    group = next(iter(here.values())).group
-    holder = "embedding_bags" if isinstance(collection, _POOLED) else "embeddings"
+    tables = tables_in(collection, fqn)
+    group = next(iter(tables.values())).group
 
-    def find() -> dict[str, _StaticTable]:
-        files = _Files(Path(path), f"{fqn}.{holder}" if fqn else holder)
-        return {name: files.table(name, rows, with_optimizer, step) for name, rows in here.items()}
+    def find() -> list[_StaticTable]:
+        files = _Files(Path(path))
+        return [files.table(table, with_optimizer, step) for table in tables.values()]
 
     def fill() -> None:
-        for name, rows in here.items():
-            _fill(rows, saved[name])
+        for table, of_table in zip(tables.values(), saved, strict=True):
+            _fill(table.pieces, of_table)
 
-    saved = done_together(group, "load_static", find)
-    before = [(one, dict(one.__dict__)) for rows in here.values() for one in rows.shards]
+    saved = run_together(group, "load_static", find)
+    before = [(one, dict(one.__dict__)) for table in tables.values() for one in table.pieces.shards]
     try:
-        done_together(group, "load_static", fill)
+        run_together(group, "load_static", fill)
     except BaseException:
-        for one, contents in before:  # filling makes new objects (table_state.replace_contents)
+        for one, contents in before:  # filling makes new objects (DynamicTable.reset)
             one.__dict__.update(contents)
         raise
 
@@ -85,7 +81,7 @@ class _StaticTable:
     Attributes:
         weight: [N, D].
         cuts: where its column shards begin, and D.
-        states: by FBGEMM's name, [N, D], [N, 1] or [N * S], one column shard after the other.
+        states: optimizer state by FBGEMM's name, [N, D], [N, 1] or [N * S], one column shard after the other.
         step: training steps so far.
     """
 
@@ -106,27 +102,21 @@ class _StaticTable:
 
 
 class _Files:
-    """The tensors of a checkpoint by what their keys end with."""
+    """Finds the tensors of a checkpoint by the ends of their keys."""
 
-    def __init__(self, folder: Path, holder: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._holder = holder
-        self._reader = FileSystemReader(folder)
-        metadata = read_metadata(folder, self._reader)
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        check_files(folder, metadata)
+        self._reader, metadata = open_files(folder)
         self._saved = metadata.state_dict_metadata
 
-    def table(
-        self, name: str, here: RowsHere, with_optimizer: bool, step: int | None
-    ) -> _StaticTable:
-        """Finds a table and checks that it fits what this rank holds of it.
+    def table(self, table: ModelTable, with_optimizer: bool, step: int | None) -> _StaticTable:
+        """Finds the static table of a dynamic one and checks that it fits this rank's shards.
 
         Raises:
             ValueError: if it is not there, or does not fit.
         """
-        where = f"{self._folder}: table '{name}'"
-        tail = f"{self._holder}.{name}.weight"
+        where = f"{self._folder}: table '{table.name}'"
+        tail = f"{table.key}.weight"
         key = self._only([key for key in self._saved if f".{key}".endswith(f".{tail}")], tail)
         if key.removesuffix("weight") + "ids" in self._saved:
             raise ValueError(
@@ -136,18 +126,19 @@ class _Files:
         metadata = self._saved[key]
         assert isinstance(metadata, TensorStorageMetadata)
         weight = self._tensor(key)
-        whole = here.shards[0].embedding_dim if here.shards else None
-        if len(weight.shape) != 2 or whole not in (None, weight.shape[1]):
+        shards = table.pieces.shards
+        columns = shards[0].embedding_dim if shards else None
+        if len(weight.shape) != 2 or columns not in (None, weight.shape[1]):
             raise ValueError(
-                f"{where}: expected rows [N, {whole}], got {list(weight.shape)} in '{key}'."
+                f"{where}: expected rows [N, {columns}], got {list(weight.shape)} in '{key}'."
             )
         cuts = [*sorted({chunk.offsets[1] for chunk in metadata.chunks}), weight.shape[1]]
-        states, steps = self._states(name, tail) if with_optimizer else ({}, [])
+        states, steps = self._states(table.name, tail) if with_optimizer else ({}, [])
         last = max(steps, default=0) if step is None else step
         found = _StaticTable(weight, cuts, states, last)
-        if with_optimizer and here.shards:
+        if with_optimizer and shards:
             known = step is not None or bool(steps)
-            _check_states(found, here.shards[0].optimizer, known, where)
+            _check_states(found, shards[0].optimizer, known, where)
         return found
 
     def _states(self, table: str, tail: str) -> tuple[dict[str, ChunkedTensor], list[int]]:
@@ -182,7 +173,7 @@ def _is_rowwise(optimizer: RowOptimizer, name: str) -> bool:
 
 
 def _check_states(found: _StaticTable, optimizer: RowOptimizer, known: bool, where: str) -> None:
-    """Raises ValueError unless the optimizer state is that of the optimizer here."""
+    """Raises ValueError unless the optimizer state fits the optimizer here."""
     if sorted(found.states) != sorted(optimizer.state_names):
         raise ValueError(
             f"{where}: expected optimizer state {list(optimizer.state_names)} of {optimizer.kind.name}, "
@@ -206,17 +197,18 @@ def _check_states(found: _StaticTable, optimizer: RowOptimizer, known: bool, whe
         )
 
 
-def _fill(here: RowsHere, saved: _StaticTable) -> None:
+def _fill(pieces: ShardPieces, saved: _StaticTable) -> None:
     """Replaces the contents of this rank's shards."""
     rows, columns = saved.weight.shape
-    for shard in here.shards:
+    for shard in pieces.shards:
         shard.reset(shard.dtype, shard.device)
         shard.step = saved.step
-        shard.reserve(rows // here.parts)
-    for first, last in chunks(rows, columns) if here.shards else ():
-        mine = here.of(torch.arange(first, last))
-        weight, at = saved.weight.rows(first, last), mine - first
-        for shard in here.shards:
+        shard.reserve(rows // pieces.ranks)
+    for first, last in chunks(rows, columns) if pieces.shards else ():
+        ids = torch.arange(first, last)
+        ids = ids[pieces.owns(ids)]
+        weight, at = saved.weight.rows(first, last), ids - first
+        for shard in pieces.shards:
             span = slice(shard.first_column, shard.first_column + shard.columns)
             states = {name: saved.state_rows(name, first, last, shard)[at] for name in saved.states}
-            put_rows(shard, mine, weight[at, span], states)
+            put_rows(shard, ids, weight[at, span], states)

@@ -1,4 +1,4 @@
-"""What trained a static table: the rule, for the rows to come, and the state beside its rows.
+"""The optimizer that trained a static table: its rule, for the rows to come, and the state beside its rows.
 
 Legend: N rows, D columns of the table.
 """
@@ -15,7 +15,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, Optim
 from torchrec_dyn.modules import matching_optimizer
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 
-# What torch.optim and TorchRec's own classes call the states; FBGEMM's names are good as they are.
+# FBGEMM's names of the states by those of torch.optim and of TorchRec's own classes.
 MOMENTS = {
     "sum": "momentum1",
     "exp_avg": "momentum1",
@@ -24,16 +24,16 @@ MOMENTS = {
     "momentum2": "momentum2",
 }
 STEPS = ("step", "iter")
-# Options that no row rule has, or has with another meaning: a dense rule decays rows that no batch names.
+# Options that no row rule has, or has with another meaning: dense decay moves rows that no batch names.
 _WITHOUT_COUNTERPART = ("momentum", "nesterov", "weight_decay", "lr_decay", "amsgrad", "maximize")
 
 
 class Trainer(NamedTuple):
-    """Who trained one parameter.
+    """The optimizer that trained one parameter.
 
     Attributes:
-        optimizer: a torch optimizer, out of its wrappers.
-        group: the parameter's group; None of TorchRec's placeholders, which never trained.
+        optimizer: a torch optimizer, without its wrappers.
+        group: the parameter's group; None for TorchRec's placeholder optimizers, which never trained.
     """
 
     optimizer: torch.optim.Optimizer
@@ -41,7 +41,7 @@ class Trainer(NamedTuple):
 
     @property
     def kind(self) -> OptimizerKind | None:
-        """The row rule that corresponds to its class, None where there is none."""
+        """The row rule that corresponds to its class; None: there is none."""
         try:
             matching = matching_optimizer(type(self.optimizer))
         except ValueError:
@@ -50,7 +50,7 @@ class Trainer(NamedTuple):
 
 
 class SavedMoments(NamedTuple):
-    """The state of one table's rows.
+    """The optimizer state of one table's rows.
 
     Attributes:
         states: by FBGEMM's name, [N, D], [N, 1] or [N] each; empty before the first step.
@@ -64,15 +64,15 @@ class SavedMoments(NamedTuple):
 def trainer_of(
     weight: Tensor, optimizer: torch.optim.Optimizer | None, where: str
 ) -> Trainer | None:
-    """Finds who trained a parameter: the optimizer that runs in its backward, else the given one.
+    """Finds the optimizer that trained a parameter: the one that runs in its backward, else the given one.
 
     Args:
-        weight: [N, D].
+        weight: [N, D], the parameter.
         optimizer: plain, keyed, wrapped or combined; None: there is none.
         where: the table, for messages.
 
     Raises:
-        ValueError: if two could have, or the given one does not hold a parameter that learns.
+        ValueError: if there are two, or the given optimizer does not hold a parameter that learns.
     """
     in_backward = getattr(weight, "_in_backward_optimizers", [])
     if len(in_backward) > 1:
@@ -105,11 +105,11 @@ def _unwrapped(optimizer: torch.optim.Optimizer | None) -> Iterator[torch.optim.
 
 
 def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Gives the hyper-parameters by which rows learn on as they did.
+    """Returns the hyper-parameters with which rows learn on as before.
 
     Args:
-        trainer: one whose class has a row rule.
-        group: its parameter group, with the learning rate of now.
+        trainer: its class must have a row rule.
+        group: its parameter group, with the present learning rate.
         where: the table, for messages.
 
     Raises:
@@ -137,7 +137,7 @@ def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str
 
 
 def check_kind(trainer: Trainer, optimizer: RowOptimizer, where: str) -> None:
-    """Raises ValueError if rows are to learn by another rule than they did."""
+    """Raises ValueError if the chosen rule is not the one by which the rows were trained."""
     if trainer.kind not in (None, optimizer.kind):
         raise ValueError(
             f"{where}: expected fused_params with the optimizer that trained the rows, "
@@ -149,17 +149,17 @@ def check_kind(trainer: Trainer, optimizer: RowOptimizer, where: str) -> None:
 def saved_moments(
     trainer: Trainer, weight: Tensor, optimizer: RowOptimizer, table: str, where: str
 ) -> SavedMoments:
-    """Finds the optimizer state of a table and checks that it is that of its rows.
+    """Finds the optimizer state of a table and checks that it fits the rule and the rows.
 
     Args:
-        trainer: who trained it.
+        trainer: the optimizer that trained it.
         weight: [N, D], the parameter.
         optimizer: the rule by which rows learn on.
         table: its name.
         where: the table, for messages.
 
     Raises:
-        ValueError: if the state is that of another rule or of other rows.
+        ValueError: if the state belongs to another rule or to other rows.
     """
     state = getattr(trainer.optimizer, "state", {}).get(weight, {})
     plain = {str(name).removeprefix(f"{table}."): one for name, one in state.items()}
@@ -171,22 +171,15 @@ def saved_moments(
             f"{where}: expected optimizer state {list(optimizer.state_names)} of "
             f"{optimizer.kind.name}, got {sorted(found)}."
         )
-    states = {name: found[theirs] for name, theirs in names.items()}
-    check_moments(states, tuple(weight.shape), optimizer, where)
+    states = {name: found[original] for name, original in names.items()}
+    _check_moments(states, tuple(weight.shape), optimizer, where)
     return SavedMoments(states, max((int(step) for step in steps), default=0))
 
 
-def check_moments(
+def _check_moments(
     states: Mapping[str, Tensor], shape: tuple[int, ...], optimizer: RowOptimizer, where: str
 ) -> None:
-    """Raises ValueError unless states have a number for each row, or for each of its columns.
-
-    Args:
-        states: by FBGEMM's name.
-        shape: (N, D).
-        optimizer: whose they are.
-        where: the table, for messages.
-    """
+    """Raises ValueError unless states, by FBGEMM's name, have the shapes that the optimizer needs."""
     rowwise = dict(zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True))
     for name, state in states.items():
         fits = [(shape[0],), (shape[0], 1)] if rowwise[name] else [shape]

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -13,13 +14,12 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
-    LocalTable,
+    UnshardedCollection,
 )
 
 _logger = logging.getLogger(__name__)
 
-_Stock = EmbeddingBagCollection | EmbeddingCollection
-_Dynamic = DynamicEmbeddingBagCollection | DynamicEmbeddingCollection
+STOCK = (EmbeddingBagCollection, EmbeddingCollection)
 
 
 def make_dynamic(
@@ -31,7 +31,7 @@ def make_dynamic(
 
     Call it before sharding. Tables keep their configs, and the optimizers that
     `apply_optimizer_in_backward` set. Rows are not carried over: a static table numbers its rows 0
-    to num_embeddings - 1, which says nothing of raw ids. Where they do mean the same, copy them
+    to num_embeddings - 1, which says nothing about raw ids. Where row numbers are the ids, copy the rows
     with `collection.table(name).assign(ids, rows)`.
 
     Args:
@@ -40,21 +40,17 @@ def make_dynamic(
         dynamic: how rows start and live; one for all tables or a dict by table name.
 
     Returns:
-        the model; a new collection where the model itself is a stock collection.
+        The model; a new collection where the model itself is a stock collection.
 
     Raises:
-        ValueError: if a table cannot become dynamic, is unknown, or shares its collection with one
-            that was not named. The model is as it was then.
+        ValueError: if a table cannot become dynamic, is unknown, or shares its collection with a table
+            that was not named. The model has not changed then.
     """
-    stock = {
-        path: one
-        for path, one in model.named_modules()
-        if type(one) in (EmbeddingBagCollection, EmbeddingCollection)
-    }
-    names = {path: [config.name for config in _configs(one)] for path, one in stock.items()}
+    stock = {path: one for path, one in model.named_modules() if type(one) in STOCK}
+    names = {path: [config.name for config in configs_of(one)] for path, one in stock.items()}
     known = {name for group in names.values() for name in group}
     _check_names(known, tables, dynamic)
-    made: dict[int, _Dynamic] = {}
+    made: dict[int, UnshardedCollection] = {}
     for path, one in stock.items():
         chosen = [name for name in names[path] if tables is None or name in tables]
         if chosen and len(chosen) < len(names[path]):
@@ -64,12 +60,12 @@ def make_dynamic(
                 f"got {chosen}. Move the others to a collection of their own."
             )
         if chosen:
-            mine = (
+            of_collection = (
                 {name: dynamic[name] for name in chosen if name in dynamic}
                 if isinstance(dynamic, Mapping)
                 else dynamic
             )
-            made[id(one)] = _counterpart(one, mine)
+            made[id(one)] = _converted(one, of_collection)
     if not made:
         raise ValueError(
             "make_dynamic: expected a model with an EmbeddingBagCollection or EmbeddingCollection, "
@@ -87,10 +83,34 @@ def make_dynamic(
     return model
 
 
-def _configs(collection: Any) -> Sequence[Any]:
+def configs_of(collection: Any) -> Sequence[Any]:
+    """Returns the configs of a stock collection's tables, in order."""
     if isinstance(collection, EmbeddingBagCollection):
         return collection.embedding_bag_configs()
     return collection.embedding_configs()
+
+
+def tables_by_name(collection: Any) -> dict[str, Any]:
+    """Returns the modules that hold a `weight` each, of a collection stock or dynamic, unsharded."""
+    is_pooled = hasattr(collection, "embedding_bags")
+    return dict((collection.embedding_bags if is_pooled else collection.embeddings).items())
+
+
+def empty_counterpart(
+    stock: Any,
+    configs: Sequence[Any],
+    device: torch.device | str | None,
+    dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None,
+    fused_params: Mapping[str, Any] | None = None,
+) -> UnshardedCollection:
+    """Makes the dynamic collection of a stock one's kind, without rows, of tables with these configs."""
+    if isinstance(stock, EmbeddingBagCollection):
+        return DynamicEmbeddingBagCollection(
+            list(configs), stock.is_weighted(), device, dynamic, fused_params
+        )
+    return DynamicEmbeddingCollection(
+        list(configs), device, stock.need_indices(), dynamic, fused_params
+    )
 
 
 def _check_names(known: set[str], tables: Sequence[str] | None, dynamic: object) -> None:
@@ -106,24 +126,11 @@ def _check_names(known: set[str], tables: Sequence[str] | None, dynamic: object)
         )
 
 
-def _counterpart(
+def _converted(
     stock: Any, dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None
-) -> _Dynamic:
-    made: _Dynamic
-    if isinstance(stock, EmbeddingBagCollection):
-        made = DynamicEmbeddingBagCollection(
-            stock.embedding_bag_configs(), stock.is_weighted(), stock.device, dynamic
-        )
-        pairs = [(made.embedding_bags[name], old) for name, old in stock.embedding_bags.items()]
-    else:
-        made = DynamicEmbeddingCollection(
-            stock.embedding_configs(), stock.device, stock.need_indices(), dynamic
-        )
-        pairs = [(made.embeddings[name], old) for name, old in stock.embeddings.items()]
-    for table, old in pairs:
-        assert isinstance(table, LocalTable)
-        weight: Any = old.weight
-        table.weight.requires_grad_(weight.requires_grad)
-        if hasattr(weight, "_optimizer_classes"):
-            table.mark_optimizer(weight._optimizer_classes, weight._optimizer_kwargs)
+) -> UnshardedCollection:
+    made = empty_counterpart(stock, configs_of(stock), stock.device, dynamic)
+    stock_tables = tables_by_name(stock)
+    for table in made.unsharded_lookup.tables:
+        table.copy_marks(stock_tables[table.config.name].weight)
     return made.train(stock.training)

@@ -1,11 +1,13 @@
 """The unsharded collections; the word of `torchrec.modules`.
 
-Imports `state_dict`, `lookup` and the rooms below. Start with `embeddingbag_collection`: a collection
-holds `unsharded_table`s, whose forwards run in `unsharded_lookup`.
+Imports `state_dict`, `checkpoint_format`, `lookup`, `table`, `life` and the ground. Start with
+`embeddingbag_collection`: a collection holds `unsharded_table`s, whose forwards run in
+`unsharded_lookup`; what both collections share is in `collection_tables`.
 
 They are ordinary modules: `.to`, deepcopy, pickling and `state_dict` work as for any other.
 """
 
+from torchrec_dyn.modules.collection_tables import UnshardedCollection
 from torchrec_dyn.modules.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.modules.embeddingbag_collection import DynamicEmbeddingBagCollection
 from torchrec_dyn.modules.feature_ids import FeatureReader, checked_features
@@ -16,7 +18,9 @@ from torchrec_dyn.modules.optimizer_choice import (
     chosen_optimizer,
     chosen_output_dtype,
     matching_optimizer,
+    merged_fused_params,
 )
+from torchrec_dyn.modules.optimizer_state import saved_states
 from torchrec_dyn.modules.table_configs import (
     check_id,
     check_size,
@@ -28,4 +32,4 @@ from torchrec_dyn.modules.table_configs import (
     with_row_dtype,
 )
 from torchrec_dyn.modules.table_handle import TableHandle
-from torchrec_dyn.modules.unsharded_table import LocalTable
+from torchrec_dyn.modules.unsharded_table import UnshardedTable

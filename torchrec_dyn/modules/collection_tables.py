@@ -1,92 +1,135 @@
-"""The tables of one unsharded collection, by name."""
+"""The tables of an unsharded collection, and the methods that both collections share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.life import time_fault
+from torchrec_dyn.modules.table_configs import dynamic_config_by_table
 from torchrec_dyn.modules.table_handle import TableHandle
-from torchrec_dyn.modules.unsharded_table import LocalTable
+from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
+from torchrec_dyn.modules.unsharded_table import UnshardedTable
+from torchrec_dyn.table import DynamicTable
 
 
-def local_tables(
+def unsharded_tables(
     configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig],
-    dynamic: Mapping[str, DynamicTableConfig],
+    dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None,
     fused_params: Mapping[str, Any] | None,
     device: torch.device | str | None,
     where: str,
-) -> nn.ModuleDict:
-    """Makes the tables of one collection, by name.
+) -> dict[str, UnshardedTable]:
+    """Creates the tables of one collection, by name.
 
     Args:
         configs: checked configs.
-        dynamic: how each table's rows start and live.
+        dynamic: the collection's option.
         fused_params: the collection's, or None.
         device: where the rows live; None: cpu.
         where: the collection's class name, for messages.
+
+    Raises:
+        ValueError: if an option or an optimizer is impossible.
     """
     place = torch.device(device if device is not None else "cpu")
-    return nn.ModuleDict(
-        {
-            one.name: LocalTable(one, dynamic[one.name], fused_params, place, where)
-            for one in configs
-        }
-    )
+    options = dynamic_config_by_table(dynamic, [config.name for config in configs], where)
+    return {
+        config.name: UnshardedTable(config, options[config.name], fused_params, place, where)
+        for config in configs
+    }
 
 
-def mark_alike(made: Iterable[LocalTable], others: Iterable[LocalTable]) -> None:
-    """Gives tables without rows the optimizers of others, and whether they learn."""
-    for one, other in zip(made, others, strict=True):
-        weight: Any = other.weight
-        one.weight.requires_grad_(weight.requires_grad)
-        if hasattr(weight, "_optimizer_classes"):
-            one.mark_optimizer(weight._optimizer_classes, weight._optimizer_kwargs)
+class UnshardedCollection(FusedOptimizerModule):
+    """Mixin of TorchRec's interfaces of collections: methods that both unsharded collections share.
 
-
-def check_saved_rows(tables: nn.ModuleDict, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Checks all saved rows of a collection before any is loaded.
-
-    Raises:
-        ValueError: if rows of some table do not fit; nothing has changed then.
+    The collections set the fields.
     """
-    problems = []
-    for name, table in tables.items():
-        if isinstance(table, LocalTable):
+
+    @property
+    @abstractmethod
+    def unsharded_lookup(self) -> UnshardedLookup:
+        """Holds the tables in order; its prefix is the name of the ModuleDict that holds them by name."""
+
+    @property
+    def device(self) -> torch.device:
+        """Meta, where the placeholder parameters are: TorchRec then copies no rows itself."""
+        return torch.device("meta")
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The optimizer of the rows; param_groups[i]["lr"] is their learning rate."""
+        return self.unsharded_lookup.fused_optimizer
+
+    def table(self, name: str) -> TableHandle:
+        """Returns a handle on one table.
+
+        Raises:
+            ValueError: if the collection has no such table.
+        """
+        tables = {table.config.name: table for table in self.unsharded_lookup.tables}
+        if name not in tables:
+            raise ValueError(
+                f"{type(self).__name__}.table: expected a name among {list(tables)}, got {name!r}."
+            )
+        return TableHandle(tables[name])
+
+    def set_time(self, time: int) -> None:
+        """Sets the clock of `ExpireAfter(time=...)` for the training forwards to come.
+
+        Args:
+            time: an integer from 0 on, in the unit of the policy; it never goes back.
+
+        Raises:
+            ValueError: if the clock of some table cannot be set so; nothing has changed then.
+        """
+        tables = [table.rows() for table in self.unsharded_lookup.tables]
+        for rows in tables:
+            if fault := time_fault(time, rows.time):
+                raise ValueError(f"{rows.where}.set_time: {fault}")
+        for rows in tables:
+            rows.set_time(time)
+
+    def dynamic_configs(self) -> dict[str, DynamicTableConfig]:
+        """Returns the DynamicTableConfig of each table."""
+        return {table.config.name: table.dynamic for table in self.unsharded_lookup.tables}
+
+    def local_tables(self) -> dict[str, DynamicTable]:
+        """Returns the rows of the tables that have been used; the others have none yet."""
+        return {
+            table.config.name: rows
+            for table in self.unsharded_lookup.tables
+            if (rows := table.rows_if_made()) is not None
+        }
+
+    def reset_parameters(self) -> None:
+        """Drops all rows: every id is unseen again."""
+        for table in self.unsharded_lookup.tables:
+            table.drop_rows()
+
+    def _copy_marks(self, other: UnshardedCollection) -> None:
+        """Marks the tables as another collection's are."""
+        sources = other.unsharded_lookup.tables
+        for table, source in zip(self.unsharded_lookup.tables, sources, strict=True):
+            table.copy_marks(source.weight)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        # All saved rows are checked before any is loaded.
+        problems = []
+        for table in self.unsharded_lookup.tables:
             try:
-                table.checked_state(state_dict, f"{prefix}{name}.")
+                table.checked_state(
+                    state_dict, f"{prefix}{self.unsharded_lookup.prefix}.{table.config.name}."
+                )
             except ValueError as fault:
                 problems.append(str(fault))
-    if problems:
-        raise ValueError("\n".join(problems))
-
-
-def handle_of(tables: nn.ModuleDict, name: str, where: str) -> TableHandle:
-    """Gives the handle of one of these tables.
-
-    Raises:
-        ValueError: if there is no such table.
-    """
-    table = dict(tables.items()).get(name)
-    if not isinstance(table, LocalTable):
-        raise ValueError(f"{where}.table: expected a name among {list(tables)}, got {name!r}.")
-    return TableHandle(table)
-
-
-def set_time(tables: nn.ModuleDict, time: int) -> None:
-    """Sets the clocks of all tables of a collection.
-
-    Raises:
-        ValueError: if one of them cannot be set; none is then.
-    """
-    rows = [table.rows() for table in tables.values() if isinstance(table, LocalTable)]
-    for one in rows:
-        if fault := time_fault(time, one.time):
-            raise ValueError(f"{one.where}.set_time: {fault}")
-    for one in rows:
-        one.set_time(time)
+        if problems:
+            raise ValueError("\n".join(problems))
+        super()._load_from_state_dict(state_dict, prefix, *args)

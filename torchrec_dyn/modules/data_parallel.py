@@ -1,9 +1,9 @@
-"""Lets DistributedDataParallel wrap a model that holds unsharded dynamic collections.
+"""Support of DistributedDataParallel around a model that holds unsharded dynamic collections.
 
-DDP would broadcast and bucket the placeholder parameters, which have no storage. It skips what the
-module it is given names in `_ddp_params_and_buffers_to_ignore`, but reads that from the outermost
-module only, which belongs to the user. So its constructor is wrapped, once, to put the
-placeholders' names there; for other models nothing changes.
+DDP would broadcast and bucket the placeholder parameters, which have no storage. It skips parameters that
+are named in `_ddp_params_and_buffers_to_ignore`, but reads that from the outermost module only, which
+belongs to the user. So its constructor is wrapped, once, to add the names of the placeholders there; for
+other models nothing changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrec_dyn.modules.unsharded_table import LocalTable
+from torchrec_dyn.modules.unsharded_table import UnshardedTable
 
 
 def teach_ddp_to_skip_placeholders() -> None:
@@ -39,8 +39,8 @@ def teach_ddp_to_skip_placeholders() -> None:
 def _skip_placeholders(module: nn.Module) -> None:
     placeholders = [
         f"{path}.weight" if path else "weight"
-        for path, one in module.named_modules(remove_duplicate=False)
-        if isinstance(one, LocalTable)
+        for path, inner in module.named_modules(remove_duplicate=False)
+        if isinstance(inner, UnshardedTable)
     ]
     if not placeholders:
         return

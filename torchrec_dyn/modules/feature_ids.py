@@ -1,6 +1,6 @@
-"""What a collection reads from a KeyedJaggedTensor: the ids of chosen features, in a chosen order.
+"""Reads a KeyedJaggedTensor: checks it and picks the ids of chosen features, in a chosen order.
 
-Letters: F features read, B bags of a feature, N ids.
+Legend: F features read, N ids.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class FeatureIds:
         return len(set(self.batch_sizes)) > 1
 
     def offsets(self) -> Tensor:
-        """Gives where each bag starts and the last one ends, [sum of batch_sizes + 1] int64.
+        """Returns the begin of each bag and the end of the last one, [sum of batch_sizes + 1] int64.
 
-        Only to be read: batches of equal bags share one tensor.
+        Do not write to it: batches of equal bags share one tensor.
         """
         bags, device = self.lengths.numel(), self.lengths.device
         if self.bag is not None:
@@ -53,7 +53,7 @@ class FeatureIds:
         return offsets
 
     def feature_offsets(self) -> Tensor:
-        """Gives where each feature starts and the last one ends, [F + 1] int64."""
+        """Returns the begin of each feature and the end of the last one, [F + 1] int64."""
         return torch.tensor([0, *accumulate(self.counts)], device=self.ids.device)
 
     def select(self, positions: Sequence[int]) -> FeatureIds:
@@ -70,7 +70,7 @@ class FeatureIds:
 
 @lru_cache(maxsize=8)
 def _equal_offsets(bags: int, bag: int, device: torch.device) -> Tensor:
-    # The next batch has the same: one-hot features never need a sum.
+    # Cached for the next batch: one-hot features never need a sum.
     return torch.arange(bags + 1, device=device) * bag
 
 
@@ -87,7 +87,7 @@ class FeatureReader:
     """Reads the features of a collection's tables, in table order.
 
     Args:
-        feature_names: the features of each table; a feature may stand in several tables.
+        feature_names: the features of each table; a feature may belong to several tables.
         weighted: whether bags carry weights.
         where: each table, for messages.
     """
@@ -99,14 +99,14 @@ class FeatureReader:
         self._weighted = weighted
         self._where = list(where)
         self._collection = where[0].partition("(")[0]
-        self._keys: list[str] | None = None  # the last batch's, to which these positions belong
-        self._positions: list[int] | None = None  # None: the features are the batch's, in its order
+        self._keys: list[str] | None = None  # of the last batch, for which _positions holds
+        self._positions: list[int] | None = None  # None: all features of the batch, in its order
 
     def __call__(self, features: KeyedJaggedTensor) -> FeatureIds:
         """Reads a batch, checking it first.
 
         Args:
-            features: as the user passed it; further features and another order of keys are fine.
+            features: as the user passed it; it may have further features and any order of keys.
 
         Raises:
             ValueError: if a feature is missing or the tensors do not fit each other.
@@ -161,7 +161,7 @@ def checked_features(features: KeyedJaggedTensor, weighted: bool, where: str) ->
             f"{where}: expected {sum(batch_sizes)} lengths for {len(batch_sizes)} features "
             f"of {batch_sizes} bags, got {lengths.numel()}."
         )
-    # No length above the number of ids: then no sum of them overflows, and ascending offsets follow.
+    # No length may exceed the number of ids: then no sum overflows, and offsets ascend.
     least, most = (int(bound) for bound in torch.aminmax(lengths)) if lengths.numel() else (0, 0)
     if least == most:
         counts = [most * bags for bags in batch_sizes]

@@ -1,6 +1,6 @@
-"""The optimizer that TorchRec sees: rows are updated in backward, here lives the learning rate.
+"""The optimizer that TorchRec sees. Rows are updated in backward; it holds their learning rate.
 
-Free of sharding: the unsharded collections use the same class.
+Unsharded collections and compute kernels use the same class.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchrec_dyn.lookup import TableGroup
 
 
 class LearningRateGroup(dict[str, Any]):
-    """A parameter group whose `lr` reaches the tables the moment it is written."""
+    """A parameter group that writes its `lr` to the tables as soon as it is set."""
 
     def __init__(self, params: Sequence[Tensor], learning_rate: float) -> None:
         super().__init__(params=list(params), lr=learning_rate)
@@ -27,7 +27,7 @@ class LearningRateGroup(dict[str, Any]):
             self.push()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy is plain data: only the optimizer that owns the tables may drive them.
+        # A copy is plain data: only the optimizer of the tables may set their learning rate.
         return dict, (dict(self),)
 
     def drive(self, groups: Sequence[TableGroup]) -> None:
@@ -36,7 +36,7 @@ class LearningRateGroup(dict[str, Any]):
         self.push()
 
     def push(self) -> None:
-        """Writes `lr` to the tables; also after an in-place change, which no one reports."""
+        """Writes `lr` to the tables; needed after a change in place of a tensor `lr`."""
         for group in self._groups:
             group.learning_rate = float(self["lr"])
 
@@ -44,8 +44,7 @@ class LearningRateGroup(dict[str, Any]):
 class DynamicOptimizer(FusedOptimizer):
     """Drives the learning rate of dynamic tables from `param_groups[0]["lr"]`.
 
-    Schedulers, WarmupOptimizer and plain assignment all take effect at the next
-    backward; `step()` and `zero_grad()` do nothing else.
+    Schedulers, WarmupOptimizer and plain assignment take effect at the next backward.
 
     Args:
         groups: the table groups whose rows this optimizer updates in backward.
@@ -66,9 +65,9 @@ class DynamicOptimizer(FusedOptimizer):
         group.drive(groups)
 
     def step(self, closure: Any = None) -> None:
-        """Hands the learning rate on; the rows were updated in backward."""
+        """Writes the learning rate to the tables; the rows were updated in backward."""
         self._rates.push()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Hands the learning rate on; there are no gradients to clear."""
+        """Writes the learning rate to the tables; there are no gradients to clear."""
         self._rates.push()

@@ -1,4 +1,7 @@
-"""Which fused optimizer trains a table: its parameter's, else `fused_params`, else the default."""
+"""The fused optimizer of a table: that of its parameter, else of `fused_params`, else the default.
+
+Where a sharder and a module both have `fused_params`, the sharder's go first.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,19 @@ from torchrec.distributed.utils import (
 
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 
-# What FBGEMM trains with when nobody chose: EXACT_SGD, learning rate 0.01.
+# FBGEMM's default where no optimizer was chosen: EXACT_SGD, learning rate 0.01.
 # Source: SplitTableBatchedEmbeddingBagsCodegen.__init__ in
 # fbgemm_gpu/split_table_batched_embeddings_ops_training.py.
 DEFAULT_FUSED_PARAMS: Mapping[str, Any] = {"learning_rate": 0.01}
 
-# Options of torch's Adam and AdamW that rows learn as if they were left alone.
-_NOT_TAKEN = ("amsgrad", "maximize", "differentiable")
-# Those that only say how torch computes.
+# Options of torch's Adam and AdamW that row optimizers do not have.
+_UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
+# Options that change only the way torch computes.
 _WITHOUT_EFFECT = ("foreach", "capturable", "fused")
 
 
 def matching_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptimType | str:
-    """Gives the optimizer of rows for a class: TorchRec's own mapping, and AdamW, which it lacks.
+    """Returns the row optimizer of a torch class: TorchRec's own mapping, and AdamW, which it lacks.
 
     Raises:
         ValueError: if there is none.
@@ -40,9 +43,9 @@ def matching_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptim
 
 
 def _as_fused_params(options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Spells the options of a torch optimizer as FBGEMM does; those of TorchRec's classes are so already."""
+    """Spells the options of a torch optimizer as FBGEMM does. TorchRec's classes spell theirs so already."""
     spelled = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
-    for name in _NOT_TAKEN:
+    for name in _UNSUPPORTED:
         if spelled.pop(name, False):
             raise ValueError(
                 f"{where}: expected {name}=False, which rows do not know, got {options[name]!r}. Remove it."
@@ -57,10 +60,24 @@ def _as_fused_params(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     return spelled
 
 
+def merged_fused_params(
+    of_sharder: Mapping[str, Any] | None, of_module: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Merges the sharder's `fused_params` over the module's.
+
+    A sharder that names an optimizer names its hyper-parameters too: those of the module belong to another
+    optimizer.
+    """
+    sharder, module = dict(of_sharder or {}), dict(of_module or {})
+    if "optimizer" in sharder:
+        module = {key: value for key, value in module.items() if key == "output_dtype"}
+    return {**module, **sharder}
+
+
 def chosen_fused_params(
     weight: torch.Tensor, fused_params: Mapping[str, Any] | None, where: str
 ) -> dict[str, Any] | None:
-    """Merges what `apply_optimizer_in_backward` left on a parameter over `fused_params`.
+    """Merges the options that `apply_optimizer_in_backward` put on a parameter over `fused_params`.
 
     The merge is TorchRec's own, so that a table trains sharded as it does unsharded.
 
@@ -70,11 +87,10 @@ def chosen_fused_params(
         where: the table, for messages.
 
     Returns:
-        None where neither the parameter nor `fused_params` says anything.
+        The merged options; None where neither has any.
 
     Raises:
-        ValueError: if the parameter has two optimizers, or one that no row optimizer corresponds
-            to.
+        ValueError: if the parameter has two optimizers, or one that has no row optimizer.
     """
     classes = getattr(weight, "_optimizer_classes", [])
     kwargs = getattr(weight, "_optimizer_kwargs", [])
@@ -99,7 +115,7 @@ def chosen_fused_params(
 def chosen_optimizer(
     weight: torch.Tensor, fused_params: Mapping[str, Any] | None, where: str
 ) -> RowOptimizer:
-    """Gives the row optimizer of one table; FBGEMM's default where nobody chose.
+    """Returns the row optimizer of one table: as `chosen_fused_params` says, else FBGEMM's default.
 
     Args:
         weight: the table's placeholder parameter, [num_embeddings, embedding_dim].
@@ -116,7 +132,7 @@ def chosen_optimizer(
 
 
 def chosen_output_dtype(fused_params: Mapping[str, Any] | None) -> torch.dtype:
-    """Gives the dtype of the outputs: float32 unless `output_dtype` says otherwise."""
+    """Returns the dtype of the outputs: `output_dtype`, else float32."""
     output_dtype = convert_to_fbgemm_types(dict(fused_params or {})).get("output_dtype")
     if output_dtype is None or isinstance(output_dtype, torch.dtype):
         return output_dtype or torch.float32

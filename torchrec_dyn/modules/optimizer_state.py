@@ -1,77 +1,103 @@
-"""The optimizer state of a local table, as entries of a KeyedOptimizer's state.
+"""Entries of a KeyedOptimizer's state: the optimizer state of one table, sharded or not.
 
-KeyedOptimizer asks each entry for `state_dict()` and hands it to `load_state_dict(...)`: so nothing
-is exported until somebody saves, and a table is loaded when all its entries have come.
+KeyedOptimizer asks the entries of a table one by one, in one order on all ranks, for `state_dict()`, and
+gives each result to `load_state_dict(...)`. So nothing is exported until somebody saves; the first entry
+makes the tensors of all, and the last one loads all.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import numbers_of
 from torchrec_dyn.life import BY_ROW
-from torchrec_dyn.modules.unsharded_table import LocalTable
-from torchrec_dyn.state_dict import optimizer_state, optimizer_tensors
-
-
-class _TableState:
-    """The optimizer state of one table: its tensors are made together, and loaded together.
-
-    Args:
-        table: the table.
-    """
-
-    def __init__(self, table: LocalTable) -> None:
-        self._table = table
-        self._made: dict[str, Tensor] = {}
-        self._came: dict[str, Tensor] = {}
-        self.names = (*table.rows().optimizer.state_names, "step", "config", "checksum", "cells")
-
-    def give(self, name: str) -> Tensor:
-        """Gives one tensor; the first one that is asked for makes all."""
-        if name not in self._made:
-            self._made = optimizer_tensors(self._table.rows())
-        return self._made.pop(name)
-
-    def take(self, name: str, saved: Tensor) -> None:
-        """Takes one tensor, and loads all when they have come."""
-        self._came[name] = numbers_of(saved)
-        if self._came.keys() >= set(self.names):
-            came, self._came = self._came, {}
-            rows = self._table.rows()
-            # Scores go on from the model's state dict; a step that is behind them would not fit.
-            state = {**rows.export_state(), **optimizer_state(rows, came)}
-            if rows.life is not None and rows.life.is_unscored:
-                state = {name: one for name, one in state.items() if name not in BY_ROW}
-            rows.load_state(state)
+from torchrec_dyn.modules.unsharded_table import UnshardedTable
+from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.state_dict import checked_optimizer_state, optimizer_tensors
 
 
 class SavedState:
-    """One state tensor of one table, in the canonical order of its rows.
+    """One state tensor of one table, in the canonical order of its rows. Collective if the table is sharded.
 
     Args:
-        state: of the table.
         name: "momentum1", "momentum2", "step", "config", "checksum" or "cells".
+        save: makes all tensors of the table, by name.
+        load: loads all tensors of the table.
+        made: made tensors that were not asked for yet; the entries of a table share them.
+        given: tensors to load, None until they are given; the entries of a table share them.
     """
 
-    def __init__(self, state: _TableState, name: str) -> None:
-        self._state = state
+    def __init__(
+        self,
+        name: str,
+        save: Callable[[], Mapping[str, Tensor]],
+        load: Callable[[dict[str, Tensor]], None],
+        made: dict[str, Tensor],
+        given: dict[str, Tensor | None],
+    ) -> None:
         self._name = name
+        self._save = save
+        self._load = load
+        self._made = made
+        self._given = given
 
     def state_dict(self) -> Tensor:
         """Exports the tensor."""
-        return self._state.give(self._name)
+        if self._name not in self._made:
+            self._made.update(self._save())
+        return self._made.pop(self._name)
 
     def load_state_dict(self, saved: Tensor) -> None:
-        """Puts a saved tensor in place of this one, with the last tensor of the table.
+        """Replaces the tensor, together with the last tensor of the table.
 
         Raises:
             ValueError: if they do not fit the rows that the table has now; nothing has changed then.
         """
-        self._state.take(self._name, saved)
+        self._given[self._name] = saved
+        given = {name: tensor for name, tensor in self._given.items() if tensor is not None}
+        if len(given) == len(self._given):
+            self._given.update(dict.fromkeys(given))
+            self._load(given)
 
 
-def saved_states(table: LocalTable) -> dict[str, SavedState]:
-    """Gives one entry per state tensor of the table, keyed "{table}.momentum1" as TorchRec does."""
-    state = _TableState(table)
-    return {f"{table.config.name}.{name}": SavedState(state, name) for name in state.names}
+def saved_states(
+    table: str,
+    optimizer: RowOptimizer,
+    save: Callable[[], Mapping[str, Tensor]],
+    load: Callable[[dict[str, Tensor]], None],
+) -> dict[str, SavedState]:
+    """Returns the entries of one table, keyed "{table}.momentum1" as TorchRec does.
+
+    Args:
+        table: its name.
+        optimizer: of its rows.
+        save: makes all tensors of the table, by name.
+        load: loads all tensors of the table.
+    """
+    names = (*optimizer.state_names, "step", "config", "checksum", "cells")
+    made: dict[str, Tensor] = {}
+    given: dict[str, Tensor | None] = dict.fromkeys(names)
+    return {f"{table}.{name}": SavedState(name, save, load, made, given) for name in names}
+
+
+def unsharded_states(table: UnshardedTable) -> dict[str, SavedState]:
+    """Returns the entries of an unsharded table."""
+    optimizer = table.rows().optimizer
+    return saved_states(table.config.name, optimizer, partial(_save, table), partial(_load, table))
+
+
+def _save(table: UnshardedTable) -> dict[str, Tensor]:
+    return optimizer_tensors(table.rows())
+
+
+def _load(table: UnshardedTable, saved: Mapping[str, Tensor]) -> None:
+    rows = table.rows()
+    loaded = {name: numbers_of(tensor) for name, tensor in saved.items()}
+    # Scores go on from the model's state dict; a step that is behind them would not fit.
+    state = {**rows.export_state(), **checked_optimizer_state(rows, loaded)}
+    if rows.life is not None and rows.life.is_unscored:
+        state = {name: tensor for name, tensor in state.items() if name not in BY_ROW}
+    rows.load_state(state)

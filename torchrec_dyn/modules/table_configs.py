@@ -1,9 +1,7 @@
-"""What a table's TorchRec config may say, checked once when a collection is made.
+"""Checks the options of a collection's tables, once, when the collection is made.
 
 The collections work on their own copies of the configs, so that a later change of the caller's
-object changes nothing here.
-
-An integer option of a collection: one for all tables, or one by table name.
+object changes nothing here. An option of the collection is one value for all tables or one by table name.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _ROW_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 _TAKEN_NAMES = torch.nn.ModuleDict()
 
 # Options of a fixed or virtual table that have no meaning for a dynamic one: field, value that
-# means "not used".
+# means "not used", remedy.
 _UNUSED_OPTIONS = (
     (
         "use_virtual_table",
@@ -58,7 +56,7 @@ _UNUSED_OPTIONS = (
 def checked_configs(
     tables: Sequence[Config], config_type: type[Config], where: str
 ) -> list[Config]:
-    """Copies the configs of one collection after checking each of them.
+    """Checks the configs of one collection and returns copies.
 
     A config without feature names gets its own name as its only feature, as in TorchRec.
 
@@ -125,7 +123,7 @@ def check_size(value: int | None, name: str, where: str) -> None:
     """Checks a number of rows or columns.
 
     Raises:
-        ValueError: if it is no integer above 0.
+        ValueError: if it is not an integer above 0.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"{where}: expected {name} to be an integer above 0, got {value!r}.")
@@ -149,8 +147,8 @@ def _check_initial_rows(config: BaseEmbeddingConfig, where: str) -> None:
             f"{where}: expected weight_init_min < weight_init_max, got {low} and {high}. "
             "For rows that all start alike set DynamicTableConfig(initializer=Constant(value))."
         )
-    # The dataclass fills init_fn with this partial when the user set none: anything else is the
-    # user's own, and a function over a whole weight tensor cannot make the row of one id.
+    # Where the user set no init_fn, the dataclass sets this partial. Any other function is the user's own,
+    # and a function over a whole weight tensor cannot make the row of one id.
     init_fn = config.init_fn
     if not (
         isinstance(init_fn, functools.partial)
@@ -166,7 +164,7 @@ def _check_initial_rows(config: BaseEmbeddingConfig, where: str) -> None:
 
 
 def initializer_of(config: BaseEmbeddingConfig, dynamic: DynamicTableConfig) -> Initializer:
-    """Gives how rows start: as the options say, else weight_init_min and _max, else as in TorchRec."""
+    """Returns the initializer: of the options, else of weight_init_min and _max, else TorchRec's default."""
     if dynamic.initializer is not None:
         return for_dimension(dynamic.initializer, config.embedding_dim)
     if config.weight_init_min is None and config.weight_init_max is None:
@@ -175,12 +173,12 @@ def initializer_of(config: BaseEmbeddingConfig, dynamic: DynamicTableConfig) -> 
 
 
 def row_dtype(config: BaseEmbeddingConfig) -> torch.dtype:
-    """Gives the dtype of the table's rows."""
+    """Returns the dtype of the table's rows."""
     return data_type_to_dtype(config.data_type)
 
 
 def with_row_dtype(config: Config, dtype: torch.dtype) -> Config:
-    """Copies the config with another dtype of rows."""
+    """Returns a copy of the config with another dtype of rows."""
     return replace(config, data_type=dtype_to_data_type(dtype))
 
 
@@ -189,16 +187,16 @@ def dynamic_config_by_table(
     names: Sequence[str],
     where: str,
 ) -> dict[str, DynamicTableConfig]:
-    """Gives every table its DynamicTableConfig.
+    """Returns the DynamicTableConfig of each table.
 
     Args:
-        dynamic: one for all tables, or a mapping by table name (tables it lacks get the default),
+        dynamic: one for all tables, or a mapping by table name (tables that are not in it get the default),
             or None.
         names: the tables of the collection.
         where: the collection's class name, for messages.
 
     Raises:
-        ValueError: if a name is no table of the collection, or a value no DynamicTableConfig.
+        ValueError: if a name is not a table of the collection, or a value not a DynamicTableConfig.
     """
     if dynamic is None or isinstance(dynamic, DynamicTableConfig):
         chosen = dict.fromkeys(names, dynamic or DynamicTableConfig())
@@ -221,16 +219,16 @@ def dynamic_config_by_table(
 def number_by_table(
     given: int | Mapping[str, int], names: Sequence[str], most: Mapping[str, int], where: str
 ) -> dict[str, int]:
-    """Gives every table its number.
+    """Returns the number of each table, an integer option such as a dimension or a divisor.
 
     Args:
-        given: one number for all tables, or a mapping with one for each of them.
+        given: one number for all tables, or a mapping with a number for each table.
         names: the tables of the collection.
         most: the largest number each table may have.
         where: collection and option, for messages.
 
     Raises:
-        ValueError: if a table has none, a name is no table, or a number is out of [1, most].
+        ValueError: if a table has no number, a name is not a table, or a number is out of [1, most].
     """
     if isinstance(given, Mapping):
         if set(given) != set(names):

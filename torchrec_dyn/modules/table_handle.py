@@ -1,22 +1,22 @@
-"""What `collection.table(name)` gives: one unsharded table, to look into and to edit."""
+"""The handle on one unsharded table that `collection.table(name)` returns."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from torchrec_dyn.modules.unsharded_table import LocalTable
+from torchrec_dyn.modules.unsharded_table import UnshardedTable
 
 
 class TableHandle:
     """Reads and edits the rows of one table, outside training.
 
-    Nothing here inserts by looking, counts as a step, or takes part in autograd.
+    Reading inserts nothing; no call counts as a step or takes part in autograd.
 
     Args:
-        table: the table. The handle follows it through conversions and loads.
+        table: the table. The handle stays valid through conversions and loads.
     """
 
-    def __init__(self, table: LocalTable) -> None:
+    def __init__(self, table: UnshardedTable) -> None:
         self._table = table
 
     @property
@@ -30,68 +30,27 @@ class TableHandle:
         return self._table.rows().num_rows
 
     def ids(self) -> Tensor:
-        """Gives the ids that have a row, [R] int64, in the unsigned order of their mixed ids."""
+        """Returns the ids that have a row. As `torchrec_dyn.read_ids`, of this table."""
         return self._table.rows().ids()
 
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads the rows of ids.
-
-        Args:
-            ids: [M] int64. Any value is legal.
-
-        Returns:
-            rows: [M, embedding_dim] in the table's dtype; zeros where there is no row.
-            found: [M] bool, True where the id has a row.
-        """
+        """Reads rows by id. As `torchrec_dyn.lookup_rows`, of this table."""
         return self._table.rows().lookup(ids)
 
     def last_seen(self, ids: Tensor) -> Tensor:
-        """Tells when training last saw each id.
-
-        Args:
-            ids: [M] int64.
-
-        Returns:
-            [M] int64, training steps (clock values with `ExpireAfter(time=...)`); -1 where an id
-            has no row.
-
-        Raises:
-            ValueError: if the table has no policy that keeps this.
-        """
+        """Returns when training last saw each id. As `torchrec_dyn.read_last_seen`, of this table."""
         return self._table.rows().last_seen(ids)
 
     def count(self, ids: Tensor) -> Tensor:
-        """Tells how often training has seen each id.
-
-        Args:
-            ids: [M] int64.
-
-        Returns:
-            [M] int64; of an id that waits for admission its counter; 0 otherwise.
-
-        Raises:
-            ValueError: if the table has no policy that keeps this.
-        """
+        """Returns how often training has seen each id. As `torchrec_dyn.read_counts`, of this table."""
         return self._table.rows().count(ids)
 
     def assign(self, ids: Tensor, rows: Tensor) -> None:
-        """Writes rows; an id without one gets one, with fresh optimizer state.
-
-        Args:
-            ids: [M] int64.
-            rows: [M, embedding_dim].
-        """
+        """Writes rows by id. As `torchrec_dyn.assign_rows`, of this table."""
         self._table.rows().assign(ids, rows)
 
     def erase(self, ids: Tensor) -> int:
-        """Drops rows by id; such an id starts anew when training sees it next.
-
-        Args:
-            ids: [M] int64; ids without a row are passed over.
-
-        Returns:
-            how many ids had a row.
-        """
+        """Drops rows by id and returns how many ids had one. As `torchrec_dyn.erase_rows`, of this table."""
         return self._table.rows().erase(ids)
 
     @property
@@ -100,22 +59,21 @@ class TableHandle:
         return self._table.is_frozen
 
     def freeze(self) -> None:
-        """Lets training read the table as evaluation does, until `unfreeze`.
+        """Makes training read the table as evaluation does, until `unfreeze`.
 
-        From the next forward on no id comes or goes or is counted, the step stays, and no row, score or
-        optimizer state changes; weights of bags still get gradients. A forward from before still
-        learns in its backward. `assign`, `erase`, loading and `set_time` go on as ever. Copies are
-        frozen too; a checkpoint says nothing of it. The same as `requires_grad_(False)` on the
-        table's parameter.
+        From the next forward on no id is added, removed or counted, the step stays, and no row, score or
+        optimizer state changes; weights of bags still get gradients. The backward of an earlier forward
+        still updates rows. `assign`, `erase`, loading and `set_time` work as before. Copies are frozen too;
+        a checkpoint does not record it. The same as `requires_grad_(False)` on the table's parameter.
         """
         self._table.weight.requires_grad_(False)
 
     def unfreeze(self) -> None:
-        """Lets the table learn from the next training forward on, from where it was frozen."""
+        """Makes the table learn again from the next training forward on, from where it was frozen."""
         self._table.weight.requires_grad_(True)
 
     def stats(self) -> dict[str, int | float]:
-        """Gives the table's counts."""
+        """Returns the table's counts. As `torchrec_dyn.read_stats`, of this table."""
         return self._table.rows().stats()
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
 """The lookups of an unsharded collection: its tables in groups, one op call each.
 
-Letters: B bags per feature, D columns of a table, N ids of all features.
+Legend: B bags per feature, D columns of a table, N ids of all features.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules.feature_ids import FeatureIds
 from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer
 from torchrec_dyn.modules.optimizer_choice import chosen_output_dtype
-from torchrec_dyn.modules.optimizer_state import saved_states
-from torchrec_dyn.modules.unsharded_table import LocalTable
+from torchrec_dyn.modules.optimizer_state import unsharded_states
+from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.table import DynamicTable
 
 
 @dataclass(frozen=True)
 class _Group:
-    """One table group and what it serves.
+    """One table group and its features.
 
     Attributes:
-        tables: its lookups.
-        positions: of its features among those of the collection, None for all in order.
-        columns: of each of its features.
+        tables: the table group.
+        positions: of its features among those of the collection; None: all, in order.
+        columns: number of columns of each of its features.
     """
 
     tables: TableGroup
@@ -40,12 +40,11 @@ class _Group:
     columns: list[int]
 
 
-class LocalLookup:
+class UnshardedLookup:
     """Groups tables of equal pooling, dtype and optimizer, and looks up their features.
 
-    The groups follow the tables: they are made at first use, and anew after a conversion or a change
-    of optimizer. The optimizer object stays the same while the tables' optimizers do,
-    so that schedulers and wrappers may hold it.
+    The groups are made at first use, and anew after a conversion or a change of optimizer. The optimizer
+    object stays the same while the tables' optimizers do, so that schedulers and wrappers may hold it.
 
     Args:
         tables: the collection's tables.
@@ -53,17 +52,18 @@ class LocalLookup:
         prefix: of parameter names in the optimizer's state, e.g. "embedding_bags".
     """
 
-    def __init__(self, tables: Sequence[LocalTable], poolings: Sequence[str], prefix: str) -> None:
+    def __init__(
+        self, tables: Sequence[UnshardedTable], poolings: Sequence[str], prefix: str
+    ) -> None:
         self.tables = list(tables)
         self.poolings = list(poolings)
         self.prefix = prefix
-        self._kept_rates: dict[
-            RowOptimizer, float
-        ] = {}  # as schedulers left them, for optimizers made anew
+        # Learning rates that schedulers have set, for optimizers made anew.
+        self._kept_rates: dict[RowOptimizer, float] = {}
         self._has_warned = False
-        self._forget_groups()
+        self._drop_groups()
 
-    def _forget_groups(self) -> None:
+    def _drop_groups(self) -> None:
         self._grouped_for: list[tuple[DynamicTable, torch.dtype]] = []
         self._groups: list[_Group] = []
         self._optimized_for: list[RowOptimizer] = []
@@ -78,8 +78,8 @@ class LocalLookup:
             training: whether unseen ids get rows.
 
         Returns:
-            one tensor [B, D] per feature; when all features fall in one group and have equally many
-            bags, a single tensor [B, sum of D], so that nothing is copied to join them.
+            One tensor [B, D] per feature; if all features are in one group and have equally many bags, a
+            single tensor [B, sum of D], so that nothing is copied to join them.
         """
         varies = features.varies
         outputs: list[Tensor] = [torch.empty(0)] * len(features.counts)
@@ -115,14 +115,9 @@ class LocalLookup:
         outputs: list[Tensor] = [torch.empty(0)] * len(features.counts)
         for group in self._current_groups():
             chosen = features if group.positions is None else features.select(group.positions)
-            # Of a sequence only the feature of an id counts: each feature is passed as one bag.
+            # Only the feature of an id matters in a sequence: each feature is passed as one bag.
             offsets = chosen.feature_offsets()
-            output = group.tables(
-                chosen.ids,
-                offsets,
-                training=training,
-                counts=chosen.counts,
-            )
+            output = group.tables(chosen.ids, offsets, training=training, counts=chosen.counts)
             parts = torch.split(output, chosen.counts)
             if group.positions is None:
                 return list(parts)
@@ -141,8 +136,8 @@ class LocalLookup:
             )
         return self._combined
 
-    def warn_if_nobody_chose_an_optimizer(self) -> None:
-        """Warns once where tables are about to be trained by FBGEMM's default."""
+    def warn_of_default_optimizer(self) -> None:
+        """Warns once if tables are trained by FBGEMM's default because no optimizer was chosen."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -209,15 +204,14 @@ class LocalLookup:
                 self._kept_rates.get(optimizer, optimizer.learning_rate),
             )
             for table in tables:
-                made.state[table.weight].update(saved_states(table))
+                made.state[table.weight].update(unsharded_states(table))
             self._optimizers[optimizer] = made
 
     def _current_rates(self) -> dict[RowOptimizer, float]:
-        return {one: float(_rates(made)["lr"]) for one, made in self._optimizers.items()}
+        return {kind: float(_rates(made)["lr"]) for kind, made in self._optimizers.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Groups and optimizer belong to these very rows: a copy makes its own, at the same learning
-        # rates.
+        # Groups and optimizer belong to these rows: a copy makes new ones, at the same learning rates.
         return {
             "tables": self.tables,
             "poolings": self.poolings,
@@ -228,10 +222,10 @@ class LocalLookup:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget_groups()
+        self._drop_groups()
 
 
 def _rates(optimizer: DynamicOptimizer) -> Any:
-    """The one parameter group of an optimizer: learning rate, and the table groups it drives."""
+    """Returns the only parameter group of an optimizer; it writes its learning rate to table groups."""
     (group,) = optimizer.param_groups
     return group

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
-from torchrec_dyn.checkpoint_format import numbers_of, table_config
+from torchrec_dyn.checkpoint_format import MODEL_NAMES, numbers_of, table_config
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_optimizer
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
-from torchrec_dyn.policies import AdmitAfter
-from torchrec_dyn.state_dict import MODEL_NAMES, model_state, model_tensors, no_model_tensors
+from torchrec_dyn.state_dict import checked_model_state, empty_model_tensors, model_tensors
 from torchrec_dyn.table import (
     ROW_DTYPES,
     DynamicTable,
@@ -29,19 +28,19 @@ _META = torch.device("meta")
 _NO_CHOICE: list[Any] = []
 
 
-class LocalTable(nn.Module):
+class UnshardedTable(nn.Module):
     """Holds the rows of one table in this process, behind a placeholder parameter `weight`.
 
     `weight` is a meta tensor [num_embeddings, embedding_dim]: planners read its shape and
     `apply_optimizer_in_backward` marks it, but it has no storage and never receives a gradient. The
-    rows are a DynamicTable, made at first use, when it is known which optimizer trains them. Where
-    `weight` requires no gradient the table is frozen: the rows hear of it whenever they are asked for.
+    rows are a DynamicTable, made at first use, when their optimizer is known. Where `weight` requires no
+    gradient the table is frozen; `rows` passes this on.
 
     Args:
         config: the table's checked config.
-        dynamic: how its rows start and live.
+        dynamic: the table's options.
         fused_params: the collection's, or None.
-        device: where the rows live; meta: nowhere yet.
+        device: where the rows live; meta: there are none yet.
         where: the collection's class name, for messages.
     """
 
@@ -62,20 +61,20 @@ class LocalTable(nn.Module):
         self._table: DynamicTable | None = None
         self._choice: object = None
         self._put_placeholder(row_dtype(config), requires_grad=True, classes=[], kwargs=[])
-        # A bad fused_params is named now, not in training.
+        # Raises for bad fused_params now, not in training.
         chosen_optimizer(self.weight, fused_params, self.where)
 
     # The rows.
 
     def rows(self) -> DynamicTable:
-        """Gives the rows, making them at first use.
+        """Returns the rows, which are made at first use.
 
-        Where another optimizer was chosen since, the rows stay and its state starts afresh.
+        Where another optimizer was chosen since, the rows stay and the optimizer state starts anew.
 
         Raises:
             ValueError: if the collection lives on the meta device.
         """
-        # Asked at every forward: past nn.Module's lookup, and nothing is copied to compare.
+        # Called at every forward: avoids nn.Module's attribute lookup, and copies nothing to compare.
         weight = self._parameters["weight"]
         choice = (
             getattr(weight, "_optimizer_classes", _NO_CHOICE),
@@ -83,7 +82,7 @@ class LocalTable(nn.Module):
         )
         if self._table is None or choice != self._choice:
             self._table = self._rows_of(self._table)
-            self._choice = (list(choice[0]), [dict(one) for one in choice[1]])
+            self._choice = (list(choice[0]), [dict(options) for options in choice[1]])
         self._table.is_frozen = self.is_frozen
         return self._table
 
@@ -101,7 +100,7 @@ class LocalTable(nn.Module):
             )
 
     def _rows_of(self, before: DynamicTable | None) -> DynamicTable:
-        """Makes the rows of the optimizer that is chosen now, from those before if there are any."""
+        """Returns rows of the optimizer that is chosen now, with the contents of the rows before, if any."""
         self._check_device()
         optimizer = chosen_optimizer(self.weight, self.fused_params, self.where)
         if before is not None and before.optimizer == optimizer:
@@ -124,20 +123,20 @@ class LocalTable(nn.Module):
                 state = without_optimizer(state, before.optimizer)
             table.load_state(state)
         if before is not None and before.changes is not None:
-            table.changes = before.changes  # moments that somebody holds go on
+            table.changes = before.changes  # markers of before stay valid
             note_replaced(table, before.id_map)
         return table
 
     def rows_if_made(self) -> DynamicTable | None:
-        """Gives the rows, or None where nothing has used the table yet."""
+        """Returns the rows, or None if the table has not been used yet."""
         return self._table
 
-    def forget_rows(self) -> None:
-        """Drops every row: the table is as it was when it was made."""
+    def drop_rows(self) -> None:
+        """Drops every row: the table is as new."""
         self._table = None
 
     def has_chosen_optimizer(self) -> bool:
-        """Tells whether anyone chose an optimizer for this table."""
+        """Returns whether an optimizer was chosen for this table."""
         return chosen_fused_params(self.weight, self.fused_params, self.where) is not None
 
     # The placeholder.
@@ -161,12 +160,19 @@ class LocalTable(nn.Module):
         weight: Any = self.weight
         weight._in_backward_optimizers = []
         weight._optimizer_classes = list(classes)
-        weight._optimizer_kwargs = [dict(one) for one in kwargs]
+        weight._optimizer_kwargs = [dict(options) for options in kwargs]
 
-    def apply(self, fn: Callable[[nn.Module], None]) -> LocalTable:
-        """Applies a function that initialises modules, out of whose sight the placeholder is kept.
+    def copy_marks(self, weight: nn.Parameter) -> None:
+        """Marks the placeholder as another table's weight is: with its optimizers, and frozen or not."""
+        marked: Any = weight
+        self.weight.requires_grad_(weight.requires_grad)
+        if hasattr(weight, "_optimizer_classes"):
+            self.mark_optimizer(marked._optimizer_classes, marked._optimizer_kwargs)
 
-        DistributedModelParallel gives every meta parameter that it did not shard real storage here.
+    def apply(self, fn: Callable[[nn.Module], None]) -> UnshardedTable:
+        """Applies a function that initialises modules, and hides the placeholder from it.
+
+        DistributedModelParallel calls this to give real storage to each meta parameter that it did not shard.
         """
         weight = self._parameters.pop("weight")
         try:
@@ -175,14 +181,14 @@ class LocalTable(nn.Module):
             self._parameters["weight"] = weight
         return self
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LocalTable:
-        # Every conversion of nn.Module (.to, .half, .cpu, .to_empty) comes through here. It is
-        # shown an empty tensor, and the dtype and device it makes of that are what the rows get.
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> UnshardedTable:
+        # Every conversion of nn.Module (.to, .half, .cpu, .to_empty) calls this. `fn` gets an empty tensor,
+        # and the rows get the dtype and device of its result.
         probe = torch.empty(0, dtype=self.weight.dtype, device=self.device)
         try:
             converted = fn(probe)
         except NotImplementedError:
-            # .to(device) refuses meta tensors for want of data to copy; here there is none.
+            # .to(device) raises for meta tensors, which have no data to copy; this table has none either.
             converted = fn(torch.empty(0, dtype=self.weight.dtype))
         dtype, device = converted.dtype, converted.device
         if dtype not in ROW_DTYPES:
@@ -209,7 +215,7 @@ class LocalTable(nn.Module):
     # Saving, loading, copying.
 
     def saved_config(self) -> dict[str, Any]:
-        """What a checkpoint says of the rows."""
+        """Returns what a checkpoint says of the rows."""
         config = self.config
         initializer = (
             self._table.initializer if self._table else initializer_of(config, self.dynamic)
@@ -222,16 +228,16 @@ class LocalTable(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         if self._table is None:
-            counts = isinstance(self.dynamic.admission, AdmitAfter)
-            saved = no_model_tensors(self.saved_config(), self.dynamic.has_life, counts)
+            counts = self.dynamic.counts_waiting
+            saved = empty_model_tensors(self.saved_config(), self.dynamic.has_life, counts)
         else:
             saved = model_tensors(self._table, self.saved_config())
-        destination.update({prefix + name: one for name, one in saved.items()})
+        destination.update({prefix + name: tensor for name, tensor in saved.items()})
 
     def checked_state(
         self, state_dict: Mapping[str, Any], prefix: str
     ) -> tuple[dict[str, Tensor], Initializer | None] | None:
-        """Gives the saved rows and their initializer, None where they are not there.
+        """Returns the saved rows and their initializer, or None if the state dict has none.
 
         Raises:
             ValueError: if they are damaged or do not fit this table.
@@ -243,7 +249,7 @@ class LocalTable(nn.Module):
         }
         if not {"weight", "ids"} <= saved.keys():
             return None
-        state, initializer = model_state(self.where, saved, self.saved_config())
+        state, initializer = checked_model_state(self.where, saved, self.saved_config())
         self._check_device()
         check_state(self.where, state, self.config.embedding_dim, ())
         return state, initializer
@@ -278,16 +284,15 @@ class LocalTable(nn.Module):
             error_msgs.append(str(fault))
 
     def __getstate__(self) -> dict[str, Any]:
-        # A parameter drops its attributes when it is deep-copied, and cannot be pickled with the
-        # optimizers that apply_optimizer_in_backward hangs on it: carry what matters, and make it
-        # anew.
+        # A parameter loses its attributes when it is deep-copied, and cannot be pickled with the optimizers
+        # that apply_optimizer_in_backward puts on it: save what is needed to make it anew.
         state = self.__dict__.copy()
         state["_parameters"] = {}
         state["_carried"] = {
             "dtype": self.weight.dtype,
             "requires_grad": self.weight.requires_grad,
             "classes": list(getattr(self.weight, "_optimizer_classes", [])),
-            "kwargs": [dict(one) for one in getattr(self.weight, "_optimizer_kwargs", [])],
+            "kwargs": [dict(options) for options in getattr(self.weight, "_optimizer_kwargs", [])],
         }
         return state
 
@@ -298,6 +303,6 @@ class LocalTable(nn.Module):
         self._put_placeholder(**carried)
 
     def extra_repr(self) -> str:
-        """Says how many rows are in use, for printing the model."""
+        """Returns the sizes and the number of rows in use, for printing the model."""
         rows = 0 if self._table is None else self._table.num_rows
         return f"{self.config.num_embeddings}, {self.config.embedding_dim}, rows={rows}"

@@ -1,10 +1,11 @@
-"""Planning with TorchRec's planner: what tables will hold, what was seen of them, and where the load falls.
+"""Planning with TorchRec's planner: true storage, measured load, and the balance of a plan.
 
-The stock EmbeddingShardingPlanner plans dynamic collections without any of this. `make_planner` is that
-planner with storage priced by what a DynamicTable allocates; `constraints_from` makes it plan a running
-model anew by what its tables hold and are asked for, and `load_by_rank` tells what a plan is worth.
+The stock EmbeddingShardingPlanner plans dynamic collections without this room. `make_planner` is that planner
+with storage priced by the allocations of a DynamicTable; with `constraints_from` it plans a running model
+anew by the rows and lookups of its tables, and `load_by_rank` judges a plan.
 
-Imports `whole_model`, `distributed` and the rooms below. Start with `priced_planner`.
+Imports `whole_model`, `distributed`, `modules`, `ranks`, `life`, `storage` and the ground. Start with
+`priced_planner`.
 """
 
 from torchrec_dyn.planner.balance import EvenLoad, PlanLoad, load_by_rank

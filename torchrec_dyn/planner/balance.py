@@ -1,4 +1,4 @@
-"""How a plan spreads memory and traffic over ranks, and a rating of plans that minds both."""
+"""Memory and traffic of each rank under a plan, and a rating of plans that counts both."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torchrec_dyn.planner.measured import check_stats, lookups_per_forward
 
 @dataclass(frozen=True)
 class PlanLoad:
-    """What falls to each rank under a plan.
+    """The load of each rank under a plan.
 
     Attributes:
-        bytes: what its shards hold.
-        lookups: rows that they are asked for in a training forward; of a column shard its part of a row.
+        bytes: held by its shards.
+        lookups: rows looked up in its shards in a training forward; a column shard counts its part of a row.
     """
 
     bytes: tuple[float, ...]
@@ -44,18 +44,18 @@ def imbalance(loads: Sequence[float]) -> float:
 def load_by_rank(
     plan: ShardingPlan, stats: Mapping[str, Mapping[str, int | float]], ranks: int
 ) -> PlanLoad:
-    """Tells what would fall to each rank under a plan, by what was measured.
+    """Returns the load of each rank under a plan, from measured stats.
 
-    Bytes are those that the tables hold now, spread as the plan cuts rows and columns; that each column
-    shard has an id map of its own is counted as it is now.
+    Bytes are those that the tables hold now, spread as the plan cuts rows and columns. The id maps, of which
+    each column shard has its own, are counted as many times as now.
 
     Args:
         plan: one to judge, or a model's own, `model.plan`. Tables that `stats` lacks are left out.
         stats: by table name, of `read_model_stats`.
-        ranks: how many the plan is for.
+        ranks: number of ranks of the plan.
 
     Raises:
-        ValueError: if the plan names another rank, or a table's stats are not all there.
+        ValueError: if the plan names another rank, or a table's stats are incomplete.
     """
     held, lookups = [0.0] * ranks, [0.0] * ranks
     for of_module in plan.plan.values():
@@ -75,7 +75,7 @@ def load_by_rank(
 
 
 def _shares(sharding: ParameterSharding) -> list[tuple[int, float]]:
-    """Returns the ranks of a table's shards and the part of the whole table that is in each."""
+    """Returns the rank of each shard of a table and the part of the whole table in it."""
     shards = sharding.sharding_spec.shards
     columns = [(shard.shard_offsets[1], shard.shard_sizes[1]) for shard in shards]
     whole = sum(width for _, width in set(columns))
@@ -89,8 +89,8 @@ def _shares(sharding: ParameterSharding) -> list[tuple[int, float]]:
 class EvenLoad(PerfModel):
     """Rates a plan by its slowest rank, and worse the fuller its fullest rank is against the mean.
 
-    TorchRec's own model minds time alone: of tables that are asked alike, however they differ in size, any
-    spread is as good.
+    TorchRec's own model counts time alone: it rates all spreads of equally busy tables the same, however
+    their sizes differ.
 
     Args:
         topology: the devices.

@@ -1,4 +1,4 @@
-"""Constraints for TorchRec's planner out of what a running model's tables hold and are asked for."""
+"""Constraints for TorchRec's planner from the stats of a running model."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.types import hash_sha256_to_int
 
 from torchrec_dyn.distributed import Stats
-from torchrec_dyn.modules import DynamicEmbeddingBagCollection, DynamicEmbeddingCollection
-from torchrec_dyn.whole_model import Collection, collections_of, read_stats
+from torchrec_dyn.modules import UnshardedCollection
+from torchrec_dyn.whole_model import Collection, collections_of, read_stats, table_names
 
 _NEEDED = ("rows", "waiting", "ids_seen", "forwards", "features", "ranks")
 
 
 @dataclass
 class MeasuredConstraints(ParameterConstraints):
-    """TorchRec's constraints on a table, and how much of it is expected.
+    """TorchRec's constraints on a table, and its expected size.
 
-    The stock planner reads the former only, DynamicStorageEstimator both.
+    The stock planner ignores the expected size; DynamicStorageEstimator prices it.
 
     Attributes:
         expected_rows: ids that will have a row, over all ranks; None: as many as the limit.
@@ -36,17 +36,17 @@ class MeasuredConstraints(ParameterConstraints):
 
 
 def read_model_stats(model: nn.Module) -> dict[str, Stats]:
-    """Gives the stats of every dynamic table of a model, the same on every rank. Collective if sharded.
+    """Returns the stats of every dynamic table of a model, the same on every rank. Collective if sharded.
 
     Args:
         model: a model with dynamic collections, or a collection; DistributedModelParallel or not.
 
     Returns:
-        by table name what `read_stats` gives, and with it `features`, how many read the table, and
-        `ranks`, how many bring batches.
+        By table name the stats of `torchrec_dyn.read_stats`, and `features`, the number of features that
+        read the table, and `ranks`, the number of ranks with batches.
 
     Raises:
-        ValueError: if the model has no dynamic collection, or two tables of one name.
+        ValueError: if the model has no dynamic collection, or two tables with one name.
     """
     found: dict[str, Stats] = {}
     for _, module in collections_of(model, "read_model_stats"):
@@ -67,22 +67,22 @@ def constraints_from(
     growth: float = 1.5,
     constraints: Mapping[str, ParameterConstraints] | None = None,
 ) -> dict[str, ParameterConstraints]:
-    """Turns what was seen into constraints, with which a plan weighs tables by their true load.
+    """Makes constraints from measured stats, so that a plan weighs tables by their true load.
 
-    A table's ids per sample become its `pooling_factors`; they are counted per table, so its features are
-    taken to have alike. Its rows, and its ids that wait for admission, times `growth` become what
-    `make_planner` prices it with, up to its limit.
+    A table's ids per sample become its `pooling_factors`; they are counted per table, so all its features
+    get the same. Its rows, and its ids that wait for admission, times `growth` become the numbers that
+    `make_planner` prices, up to the table's limit.
 
     Args:
         stats: by table name, of `read_model_stats`.
         batch_size: samples per rank and forward while they were counted.
-        growth: rows to plan for, as a multiple of those there are.
-        constraints: yours, by table name: all else that they say is kept, their `num_poolings` and
-            `batch_sizes` are reckoned with. Tables that are not in `stats` keep theirs whole.
+        growth: rows to plan for, as a multiple of the present rows.
+        constraints: yours, by table name. All their other fields are kept; their `num_poolings` and
+            `batch_sizes` enter the pooling factors. Constraints on tables that `stats` lacks do not change.
 
     Raises:
-        ValueError: if a number makes no sense, something is missing in `stats`, or a table has not
-            trained since it was made.
+        ValueError: if an argument is out of its range, stats are missing, or a table has not trained
+            since it was made.
     """
     if not batch_size >= 1:
         raise ValueError(f"constraints_from.batch_size: expected 1 or more, got {batch_size}.")
@@ -95,20 +95,17 @@ def constraints_from(
 
 
 def lookups_per_forward(stats: Mapping[str, int | float]) -> float:
-    """Returns the ids that all ranks bring to a table in one training forward."""
+    """Returns the ids that all ranks look up in a table in one training forward."""
     return stats["ids_seen"] / stats["forwards"]
 
 
 def check_stats(where: str, name: str, stats: Mapping[str, int | float]) -> None:
-    """Checks that a table's stats are all there and tell of some training.
+    """Raises ValueError unless a table's stats are complete and count at least one training forward.
 
     Args:
         where: the call, for messages.
         name: of the table.
-        stats: its own.
-
-    Raises:
-        ValueError: if not.
+        stats: of the table.
     """
     if missing := [one for one in _NEEDED if one not in stats]:
         raise ValueError(
@@ -143,7 +140,7 @@ def _measured(
             f"constraints_from.constraints['{name}']: expected num_poolings and batch_sizes for each of "
             f"{features} features, got {len(poolings)} and {len(batch_sizes)}."
         )
-    # The planner multiplies these three and adds up: that is to be what a rank brings in a forward.
+    # The planner sums the products of these three: that must be the ids of one rank in a forward.
     bags = sum(count * size for count, size in zip(poolings, batch_sizes, strict=True))
     if not bags > 0:
         raise ValueError(
@@ -159,15 +156,10 @@ def _measured(
 
 
 def _features_and_ranks(collection: Collection) -> tuple[dict[str, int], int]:
-    """Returns how many features read each table, and how many ranks bring batches."""
-    if isinstance(collection, DynamicEmbeddingBagCollection):
-        configs = collection.embedding_bag_configs()
-        return {one.name: len(one.feature_names) for one in configs}, 1
-    if isinstance(collection, DynamicEmbeddingCollection):
-        tables = collection.embedding_configs()
-        return {one.name: len(one.feature_names) for one in tables}, 1
-    # Under 2D parallelism the ranks of one copy, since their batches alone come to it.
-    names = collection.module_sharding_plan
-    return {
-        name: len(collection.table(name).features) for name in names
-    }, collection._env.world_size
+    """Returns the number of features of each table, and the number of ranks with batches."""
+    if isinstance(collection, UnshardedCollection):
+        configs = [table.config for table in collection.unsharded_lookup.tables]
+        return {config.name: len(config.feature_names) for config in configs}, 1
+    features = {name: len(collection.table(name).features) for name in table_names(collection)}
+    # Under 2D parallelism the ranks of one copy: only their batches reach it.
+    return features, collection._env.world_size

@@ -33,7 +33,7 @@ def make_planner(
         batch_size: samples per rank.
         constraints: by table name. GRID is offered only where a table's constraints name it.
         expected_rows: by table name, see DynamicStorageEstimator.
-        **options: all else that EmbeddingShardingPlanner takes, but `enumerator`.
+        **options: all other arguments of EmbeddingShardingPlanner, except `enumerator`.
     """
     by_table = None if constraints is None else dict(constraints)
     if any(isinstance(one, MeasuredConstraints) for one in (by_table or {}).values()):

@@ -1,4 +1,4 @@
-"""How many bytes a shard of a dynamic table holds, for TorchRec's planner.
+"""The bytes of a shard of a dynamic table, for TorchRec's planner.
 
 TorchRec's own estimator prices a table as one plain weight tensor: without id map, without scores and
 counters, and without optimizer state unless `apply_optimizer_in_backward` chose the optimizer.
@@ -24,13 +24,12 @@ from torchrec.distributed.types import PipelineType
 from torchrec.modules.embedding_configs import dtype_to_data_type
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from torchrec_dyn.distributed import merged_fused_params
 from torchrec_dyn.life import SCORE_BYTES
 from torchrec_dyn.modules import (
-    DynamicEmbeddingBagCollection,
-    DynamicEmbeddingCollection,
+    UnshardedCollection,
     chosen_optimizer,
     chosen_output_dtype,
+    merged_fused_params,
 )
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.planner.measured import MeasuredConstraints
@@ -55,15 +54,15 @@ def table_bytes(
 
     On the CPU the weights and the optimizer state are exact, since memory is committed as rows are
     first touched; elsewhere whole blocks of rows count. The id map counts at its largest for that
-    many ids, while it grows too: 2 / MAX_LOAD slots a row while it is small, 1.25 / MAX_LOAD later;
-    likewise the map of counters. Left out: rows whose ids left and that wait for their forwards, counters
-    that one batch brings above their limit before the surplus goes, and the lists of rows that leave next.
+    many ids, while it grows too: 2 / MAX_LOAD slots a row while it is small, 1.25 / MAX_LOAD later; so
+    does the map of counters. Left out: withheld rows, counters above their limit before a batch's surplus
+    is dropped, and the lists of rows to evict next.
 
     Args:
         rows: ids that have a row.
         columns: width of a row here.
         dtype: of the rows.
-        optimizer: how rows learn.
+        optimizer: the rule by which rows learn.
         device_type: "cpu" or "cuda".
         limit: the table's row limit, which decides its blocks; None: `rows`.
         has_life: whether any policy is set, so that each row has a score.
@@ -86,11 +85,11 @@ def _held_rows(rows: int, shift: int, device_type: str) -> int:
 
 
 class _Share(NamedTuple):
-    """What one shard of a table holds at most.
+    """The most that one shard of a table holds.
 
     Attributes:
         limit: its row limit.
-        rows: those that it is priced with.
+        rows: the number that it is priced with.
         counters: ids that wait for admission.
         has_life: whether any policy is set.
     """
@@ -102,22 +101,22 @@ class _Share(NamedTuple):
 
 
 class DynamicStorageEstimator(ShardEstimator):
-    """Estimates storage: of dynamic tables what they allocate, of others as TorchRec does.
+    """Estimates storage: dynamic tables by their allocations, other tables as TorchRec does.
 
     A shard of a dynamic table is priced full: id map, weights in the table's dtype and the state of
     the optimizer that will train it, at this rank's row limit; with a policy the scores of the rows,
-    and with AdmitAfter as many counters as may be. Each column shard has all of these of its own. What
-    a batch takes (input and output of a step) stays TorchRec's estimate.
+    and with AdmitAfter the most counters. Each column shard has its own of all of these. The memory of
+    a batch (input and output of a step) stays TorchRec's estimate.
 
     Args:
         topology: the devices.
-        constraints: by table name, as the planner has them. Those of `constraints_from` say how many
-            rows and counters are expected; a table has never more of them than its limits allow.
+        constraints: by table name, as the planner has them. Those of `constraints_from` name the expected
+            rows and counters, which the table's limits bound.
         pipeline_type: as for TorchRec's EmbeddingStorageEstimator.
-        run_embedding_at_peak_memory: likewise.
+        run_embedding_at_peak_memory: as for TorchRec's EmbeddingStorageEstimator.
         expected_rows: by table name, the ids that will have a row, over all ranks, where far fewer
             than `num_embeddings` are expected: the limit reserves nothing, so a generous one need
-            not be paid for. Goes before what constraints expect. Says nothing of counters: set
+            not be paid for. Overrides the rows that constraints expect, not their counters: set
             AdmitAfter(count, counters=...) beside a generous limit, since otherwise as many ids may
             wait as the limit has rows.
 
@@ -143,7 +142,7 @@ class DynamicStorageEstimator(ShardEstimator):
                     f"DynamicStorageEstimator.expected_rows['{name}']: expected at least 1, "
                     f"got {rows}. Leave the table out to price it full."
                 )
-        # The second one leaves out what a batch takes: their difference is that.
+        # The second leaves out the memory of a batch: their difference is that memory.
         self._whole, self._table_only = (
             EmbeddingStorageEstimator(
                 topology,
@@ -161,9 +160,7 @@ class DynamicStorageEstimator(ShardEstimator):
         """Writes the storage of each shard of each option."""
         self._whole.estimate(sharding_options, sharder_data_map)
         for option in sharding_options:
-            if isinstance(
-                _collection(option), (DynamicEmbeddingBagCollection, DynamicEmbeddingCollection)
-            ):
+            if isinstance(_collection(option), UnshardedCollection):
                 self._estimate_dynamic(option, sharder_data_map)
 
     def _estimate_dynamic(self, option: ShardingOption, sharder_data_map: SharderDataMap) -> None:
@@ -188,11 +185,11 @@ class DynamicStorageEstimator(ShardEstimator):
             shard.storage = table + batch_storage
 
     def _share_of_a_shard(self, option: ShardingOption) -> _Share:
-        """Tells what a shard of this option holds at most."""
+        """Returns the most that a shard of this option holds."""
         limit = option.tensor.shape[0]
         rows, waiting = self._expected(option.name, limit)
-        # TorchRec splits num_embeddings evenly among the ranks that share rows; our limit leaves
-        # room beside, since ids never split evenly.
+        # TorchRec splits num_embeddings evenly among the ranks that share rows; our limit is higher,
+        # since ids never split evenly.
         first_column = option.shards[0].offset[1]
         sharers = sum(shard.offset[1] == first_column for shard in option.shards)
         config = _collection(option).dynamic_configs()[option.name]
@@ -203,12 +200,12 @@ class DynamicStorageEstimator(ShardEstimator):
         return _Share(limit_here, row_limit(rows, sharers), counters, config.has_life)
 
     def _expected(self, name: str, limit: int) -> tuple[int, int | None]:
-        """Returns the rows that a table will have, and the ids that will wait, or None if not told."""
+        """Returns the expected rows of a table, and the ids expected to wait; None: unknown."""
         measured = self._constraints.get(name)
         rows = waiting = None
         if isinstance(measured, MeasuredConstraints):
             rows, waiting = measured.expected_rows, measured.expected_counters
-        # What was measured may well be expected to grow to the limit, and no further.
+        # Measured rows times growth may exceed the limit; the table will not.
         expected = self._expected_rows.get(name, limit if rows is None else min(rows, limit))
         if expected > limit:
             raise ValueError(
@@ -249,7 +246,7 @@ class DynamicStorageEstimator(ShardEstimator):
 
 
 def _collection(option: ShardingOption) -> Any:
-    """Gives the collection of a table, out of its feature processors where it has any."""
+    """Returns the collection of a table, without its feature processors if it has any."""
     module = option.module[1]
     if isinstance(module, FeatureProcessedEmbeddingBagCollection):
         return module._embedding_bag_collection

@@ -1,7 +1,7 @@
-"""Vocabularies of several features, laid end to end and cut into one equal piece a rank.
+"""Lays the vocabularies of several features end to end and cuts them into one equal piece a rank.
 
-Rank r holds the rows [r * per, (r + 1) * per) of the line, per = sum(rows) // ranks, and the last rank all
-that is left. A feature that a cut goes through lies on both sides of it.
+Rank r holds the rows [r * per, (r + 1) * per) of the line, per = sum(rows) // ranks, and the last rank also
+the remainder. A feature with a cut inside it has rows on both sides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class FairCuts:
-    """Which rows of which features each rank holds. No piece is empty.
+    """The rows of each feature that each rank holds. No piece is empty.
 
     Attributes:
         rows: of each feature.
@@ -34,10 +34,10 @@ class FairCuts:
     cuts: tuple[tuple[int, ...], ...]
 
     def owners(self, features: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Tells where rows are.
+        """Returns the ranks of rows and the places of the rows there.
 
         Args:
-            features: int64 numbers of features, of a shape that broadcasts with that of `rows`.
+            features: int64 numbers of features, of a shape that broadcasts with the shape of `rows`.
             rows: int64 rows of these features.
 
         Returns:
@@ -63,11 +63,11 @@ class FairCuts:
 
 
 def fair_cuts(rows: Sequence[int], ranks: int) -> FairCuts:
-    """Cuts vocabularies so that every rank holds as many rows, whatever their sizes.
+    """Cuts vocabularies so that every rank holds the same number of rows, whatever their sizes.
 
     Args:
         rows: of each feature; a feature without rows is on no rank.
-        ranks: how many share them.
+        ranks: number of ranks that share them.
 
     Raises:
         ValueError: if `ranks` is below 1, a number of rows is negative, or there are fewer rows than ranks

@@ -1,10 +1,17 @@
-"""Which rank holds what of a table, and how ranks agree.
+"""The parts of a table on each rank, and agreement between ranks.
 
-Imports the root; TorchRec is known from here on. Start with `layout`: the sharding types, and where the
-rows and columns of each table are. `routing` says which rank owns an id, `agreement` turns an error of
-one rank into an error of all.
+Imports the ground; TorchRec is known from here on. Start with `layout`: the traits of the sharding types,
+and where the rows and columns of each table are. `routing` computes the owner of an id, `agreement` turns
+an error of one rank into an error of all.
 """
 
-from torchrec_dyn.ranks.agreement import agree, done_together, told_together
-from torchrec_dyn.ranks.layout import Piece, TableLayout, checked_plan, table_layouts
+from torchrec_dyn.ranks.agreement import agree, gather_results, run_together
+from torchrec_dyn.ranks.layout import (
+    SHARDING_TRAITS,
+    SPREAD_SHARDINGS,
+    Piece,
+    TableLayout,
+    checked_plan,
+    table_layouts,
+)
 from torchrec_dyn.ranks.routing import config_of_share, ids_per_rank, owners, row_limit

@@ -1,7 +1,7 @@
-"""Where the pieces of a sharded table lie, read from a plan that is checked on the way.
+"""The sharding types, and where the pieces of a sharded table are, read from its plan.
 
-A plan is checked in full before anything is built: TorchRec would fail later, on some
-ranks only, or not at all.
+A plan is checked in full before anything is built: TorchRec would fail later, on some ranks only, or not
+at all.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch.distributed as dist
 from torchrec.distributed.comm import get_local_size, get_topology_group_world_size
@@ -24,22 +25,37 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 _KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value)
-_WHOLE_ROWS = (
-    ShardingType.TABLE_WISE.value,
-    ShardingType.COLUMN_WISE.value,
-    ShardingType.TABLE_COLUMN_WISE.value,
-)
-_WHOLE_COLUMNS = (
-    ShardingType.TABLE_WISE.value,
-    ShardingType.ROW_WISE.value,
-    ShardingType.TABLE_ROW_WISE.value,
-)
-_ROWS_WITHIN_NODE = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+
+
+@dataclass(frozen=True)
+class ShardingTraits:
+    """Cuts of a table under a sharding type.
+
+    Attributes:
+        cuts_columns: whether a table may be cut into several ranges of columns.
+        rows_over: the ranks that share the rows of one range of columns: one "rank" has them all, or the
+            ranks of one "node", or all ranks of the "world".
+    """
+
+    cuts_columns: bool
+    rows_over: Literal["rank", "node", "world"]
+
+
+SHARDING_TRAITS: Mapping[str, ShardingTraits] = {
+    ShardingType.TABLE_WISE.value: ShardingTraits(False, "rank"),
+    ShardingType.COLUMN_WISE.value: ShardingTraits(True, "rank"),
+    ShardingType.TABLE_COLUMN_WISE.value: ShardingTraits(True, "rank"),
+    ShardingType.ROW_WISE.value: ShardingTraits(False, "world"),
+    ShardingType.TABLE_ROW_WISE.value: ShardingTraits(False, "node"),
+    ShardingType.GRID_SHARD.value: ShardingTraits(True, "node"),
+}
+# Under these types ids are routed by range of the mixed id (routing.py).
+SPREAD_SHARDINGS = [name for name, traits in SHARDING_TRAITS.items() if traits.rows_over != "rank"]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of columns, its rows spread over ranks.
+    """A range of columns; one rank or several have its rows.
 
     Attributes:
         first_column: where the range begins.
@@ -54,7 +70,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TableLayout:
-    """Where the pieces of one table lie.
+    """The pieces of one table and their ranks.
 
     Attributes:
         pieces: in column order, without gap or overlap.
@@ -66,19 +82,19 @@ class TableLayout:
 
     @property
     def row_ranks(self) -> int:
-        """How many ranks share the rows of a piece."""
+        """Number of ranks that share the rows of a piece."""
         return len(self.pieces[0].ranks)
 
 
 def node_size(env: ShardingEnv) -> int:
-    """Returns how many ranks TorchRec takes for one node."""
+    """Returns the number of ranks of a node, as TorchRec counts them."""
     if isinstance(env, ShardingEnv2D):
         return env.node_group_size or get_local_size(env.world_size)
     return get_topology_group_world_size(env.world_size)
 
 
 def checked_plan(plan: Mapping[str, ParameterSharding], where: str) -> dict[str, ParameterSharding]:
-    """Copies a checked plan, for the kernel that TorchRec leaves to its plugins."""
+    """Returns a copy of the plan with the compute kernel that TorchRec leaves to its plugins."""
     checked = {}
     for table, sharding in plan.items():
         if sharding.compute_kernel not in _KERNELS:
@@ -135,19 +151,20 @@ def _layout(
 ) -> TableLayout:
     shards, ranks = _shards_and_ranks(sharding, env, where)
     kind = sharding.sharding_type
+    traits = SHARDING_TRAITS[kind]
     by_columns: dict[tuple[int, int], list[tuple[int, ShardMetadata]]] = {}
     for rank, shard in zip(ranks, shards, strict=True):
         key = (shard.shard_offsets[1], shard.shard_sizes[1])
         by_columns.setdefault(key, []).append((rank, shard))
     _check_ranges(list(by_columns), config.embedding_dim, "columns", where)
-    if kind in _WHOLE_COLUMNS and len(by_columns) > 1:
+    if not traits.cuts_columns and len(by_columns) > 1:
         raise ValueError(
             f"{where}: expected whole rows under {kind}, got columns cut at "
             f"{sorted(first for first, _ in by_columns)[1:]}."
         )
     pieces = []
     for (first_column, columns), parts in sorted(by_columns.items()):
-        if kind in _WHOLE_ROWS and len(parts) > 1:
+        if traits.rows_over == "rank" and len(parts) > 1:
             raise ValueError(
                 f"{where}: expected each column range once under {kind}, got columns "
                 f"{first_column} to {first_column + columns} on ranks {[r for r, _ in parts]}."
@@ -157,7 +174,7 @@ def _layout(
         part_ranks = [rank for rank, _ in parts]
         _check_row_ranks(part_ranks, kind, env, where)
         pieces.append(Piece(first_column, columns, tuple(sorted(part_ranks))))
-    return TableLayout(tuple(pieces), kind not in _WHOLE_ROWS)
+    return TableLayout(tuple(pieces), kind in SPREAD_SHARDINGS)
 
 
 def _shards_and_ranks(
@@ -188,7 +205,7 @@ def _shards_and_ranks(
 
 
 def _check_ranges(ranges: list[tuple[int, int]], total: int, what: str, where: str) -> None:
-    """Refuses (begin, size) ranges that do not cover 0 to total once."""
+    """Raises if the (begin, size) ranges do not cover 0 to total once."""
     end = 0
     for begin, size in sorted(ranges):
         fault = "a gap" if begin > end else "an overlap" if begin < end else ""
@@ -206,9 +223,10 @@ def _check_ranges(ranges: list[tuple[int, int]], total: int, what: str, where: s
 
 
 def _check_row_ranks(ranks: list[int], kind: str, env: ShardingEnv, where: str) -> None:
-    """Refuses row shards on other ranks than those that TorchRec will use."""
+    """Raises if TorchRec will use other ranks for the row shards than the plan says."""
     two_dimensional = isinstance(env, ShardingEnv2D)
-    if kind == ShardingType.ROW_WISE.value:
+    rows_over = SHARDING_TRAITS[kind].rows_over
+    if rows_over == "world":
         if two_dimensional:
             right = len(ranks) == env.world_size
         else:
@@ -218,7 +236,7 @@ def _check_row_ranks(ranks: list[int], kind: str, env: ShardingEnv, where: str) 
                 f"{where}: expected one row shard on each of {env.world_size} ranks under "
                 f"{kind}, got ranks {ranks}."
             )
-    elif kind in _ROWS_WITHIN_NODE:
+    elif rows_over == "node":
         size = node_size(env)
         first = ranks[0] // size * size
         if len(ranks) != size or (

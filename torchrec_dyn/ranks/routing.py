@@ -1,4 +1,4 @@
-"""Row-wise routing: which of the ranks that share a table's rows owns an id, and how many rows each may have.
+"""Row-wise routing: the owner of an id among the ranks that share a table's rows, and the row limit of each.
 
 Each of S ranks owns one contiguous range of the mixed ids. With B = (2**64 - 1) // S the owner of an id is
 `mix64(id) // B` (unsigned); the at most S mixed ids from B*S on go to `mixed % S`. FBGEMM's bucketize op
@@ -21,9 +21,9 @@ from torchrec_dyn.policies import AdmitAfter
 
 
 def ids_per_rank(ranks: int) -> int:
-    """Returns how many mixed ids each of `ranks` ranks owns; 0 stands for all 2**64.
+    """Returns the number of mixed ids that each of `ranks` ranks owns; 0 stands for all 2**64.
 
-    One rank needs no blocks: FBGEMM reads 0 as "owner is id % ranks".
+    FBGEMM reads 0 as "owner is id % ranks": of one rank, always that rank.
     """
     return 0 if ranks == 1 else (2**64 - 1) // ranks
 
@@ -41,7 +41,7 @@ def row_limit(num_embeddings: int, ranks: int) -> int:
 
 
 def config_of_share(config: DynamicTableConfig, ranks: int) -> DynamicTableConfig:
-    """Returns the options of one of `ranks` ranks that share a table: its share of the counters."""
+    """Returns the options of one of `ranks` ranks that share a table, with its share of the counters."""
     admission = config.admission
     if not isinstance(admission, AdmitAfter) or admission.counters is None:
         return config
@@ -50,7 +50,7 @@ def config_of_share(config: DynamicTableConfig, ranks: int) -> DynamicTableConfi
 
 
 def owners(ids: Tensor, ranks: int) -> Tensor:
-    """Returns which of `ranks` ranks owns each id, by the very op that routes batches.
+    """Returns the owner of each id, computed by the very op that routes batches.
 
     Args:
         ids: [N] int64.

@@ -1,4 +1,4 @@
-"""build: from a checkpoint to a directory of served tables, holding one piece of rows at a time."""
+"""Builds a directory of served tables from a checkpoint, with one piece of rows in memory at a time."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from torchrec_dyn.serving.manifest import (
     SLOTS,
     Manifest,
     ServedTable,
+    laid_out,
     new_generation,
     new_rows_file,
 )
 from torchrec_dyn.serving.row_format import RowFormat
 
-# Rows that are encoded at once: a few copies of them exist for a moment.
-_CHUNK_BYTES = 8 << 20
+# Bytes of rows that are encoded at once: a few copies of them exist at a time.
+CHUNK_BYTES = 8 << 20
 
 
 def build(
@@ -43,12 +44,12 @@ def build(
     Args:
         checkpoint: directory of the checkpoint.
         out: the directory to make.
-        rows: float32, float16 or int8 (serving/row_format.py).
-        tables: names of those to serve; None: all dynamic tables of the checkpoint.
+        rows: dtype of the served rows: float32, float16 or int8 (row_format.py).
+        tables: names of the tables to serve; None: all dynamic tables of the checkpoint.
 
     Raises:
-        ValueError: if there is something at `out`, the checkpoint is damaged or lacks a table, or rows do not
-            fit the dtype. `out` is then not there.
+        ValueError: if `out` exists, the checkpoint is damaged or lacks a table, or rows do not fit the dtype.
+            Nothing is left at `out`.
     """
     row_format, target = RowFormat(rows), Path(out)
     if target.exists():
@@ -69,7 +70,7 @@ def build(
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         beside.chmod(0o755)
-        _write(beside, saved, row_format)
+        _write_tables(beside, saved, row_format)
         os.rename(beside, target)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
@@ -80,15 +81,15 @@ def build(
 def chosen_tables(
     found: Mapping[str, SavedTable], names: Sequence[str] | None, where: str
 ) -> dict[str, SavedTable]:
-    """Picks tables by their name.
+    """Picks tables by name, in the order of their names.
 
     Args:
-        found: by their key in the checkpoint.
-        names: which; None: all.
-        where: for messages.
+        found: tables by their key in the checkpoint.
+        names: of the tables to pick; None: all.
+        where: the call, for messages.
 
     Raises:
-        ValueError: if one is not there, or two have the same name.
+        ValueError: if a table is missing, or two have the same name.
     """
     chosen: dict[str, SavedTable] = {}
     for key, table in found.items():
@@ -107,26 +108,27 @@ def chosen_tables(
     return dict(sorted(chosen.items()))
 
 
-def _write(folder: Path, saved: Mapping[str, SavedTable], row_format: RowFormat) -> None:
-    tables: dict[str, ServedTable] = {}
-    first_slot = 0
-    for name, table in saved.items():
-        tables[name] = ServedTable(
-            embedding_dim=table.embedding_dim,
-            trained_as=str(table.config["rows"]),
-            initializer=dict(table.config["initializer"]),
-            seed=int(table.config["seed"]),
-            num_rows=table.num_rows,
-            first_slot=first_slot,
-            capacity=slots_for(table.num_rows),
-            sums={one: table.sums[one] for one in ("ids", "weight")},
-        )
-        first_slot += tables[name].capacity
+def _write_tables(folder: Path, saved: Mapping[str, SavedTable], row_format: RowFormat) -> None:
+    tables = laid_out(
+        {
+            name: ServedTable(
+                embedding_dim=table.embedding_dim,
+                trained_as=str(table.config["rows"]),
+                initializer=dict(table.config["initializer"]),
+                seed=int(table.config["seed"]),
+                num_rows=table.num_rows,
+                first_slot=0,
+                capacity=slots_for(table.num_rows),
+                sums={one: table.sums[one] for one in ("ids", "weight")},
+            )
+            for name, table in saved.items()
+        }
+    )
     generation, rows_file = new_generation(), new_rows_file()
     maps = new_maps(folder / generation, tables)
     appender = Appender(folder / rows_file, 0)
     for name, table in saved.items():
-        for chunk in table.chunks(("ids", "weight"), chunk_bytes=_CHUNK_BYTES):
+        for chunk in table.chunks(("ids", "weight"), chunk_bytes=CHUNK_BYTES):
             written = row_format.encode(chunk["weight"], f"serving.build(table='{name}')")
             maps[name].put(chunk["ids"], appender.append(written))
     dtype = str(row_format.dtype).removeprefix("torch.")
@@ -136,11 +138,11 @@ def _write(folder: Path, saved: Mapping[str, SavedTable], row_format: RowFormat)
 
 
 def new_maps(generation: Path, tables: Mapping[str, ServedTable]) -> dict[str, ServedMap]:
-    """Makes the directory of a generation, and in it empty id maps that can be written.
+    """Makes the directory of a generation with empty, writable id maps.
 
     Args:
         generation: the directory to make.
-        tables: by name, each with its part of the slots.
+        tables: by name, each with its range of slots.
     """
     generation.mkdir()
     size = SLOT_BYTES * sum(table.capacity for table in tables.values())
@@ -151,11 +153,11 @@ def new_maps(generation: Path, tables: Mapping[str, ServedTable]) -> dict[str, S
 
 
 def maps_of(slots: Tensor, tables: Mapping[str, ServedTable]) -> dict[str, ServedMap]:
-    """Finds the maps of tables in the file of all.
+    """Returns the id map of each table, a part of the file of all maps.
 
     Args:
-        slots: [bytes] uint8.
-        tables: by name.
+        slots: [bytes] uint8, the file.
+        tables: by name, each with its range of slots.
     """
     pairs = slots.view(torch.int64).view(-1, 2)
     return {
@@ -165,7 +167,7 @@ def maps_of(slots: Tensor, tables: Mapping[str, ServedTable]) -> dict[str, Serve
 
 
 def publish(folder: Path, generation: str, manifest: Manifest) -> None:
-    """Commits a generation to the disk, then names it: from here on it is served."""
+    """Commits a generation to the disk, then names it in `current`: from then on it is served."""
     commit(folder / generation / SLOTS)
     write_text(folder / generation / MANIFEST, manifest.to_json())
     commit(folder)

@@ -1,9 +1,8 @@
-"""export_program: torch.export of a serving collection, for any number of bags and ids.
+"""Exports a serving collection with torch.export, for any number of bags and ids.
 
-What torch.export sees of a KeyedJaggedTensor: tensors alone, no number that it would have to wait for.
-
-FeatureReader, of eager mode, reads sums and bounds of the lengths to check them. Here the program checks
-itself when it runs: the ops look at offsets before they read memory, and lengths below 0 are asserted away.
+A traced KeyedJaggedTensor has tensors only, no numbers that the trace could read. FeatureReader, of eager
+mode, checks sums and bounds of the lengths; an exported program checks its input when it runs: the ops check
+offsets before they read memory, and an assertion refuses lengths below 0.
 
 Legend: F features, B bags of a feature, N ids.
 """
@@ -20,14 +19,46 @@ from torch.fx.experimental import _config as symbolic_shapes
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
+def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedProgram:
+    """Exports a module that takes features alone, as a serving collection does.
+
+    `torch.export.export` works too, but its program needs two bags or more if the example has them.
+    The program holds copies of the present rows and id maps: it does not refresh.
+
+    Args:
+        module: a serving collection, or a module around one.
+        features: an example; the program takes the same features in the same order, of any sizes.
+
+    Returns:
+        The program. Import torchrec_dyn.serving before loading it: that registers its ops.
+    """
+    plain = KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=features.weights_or_none(),
+        lengths=features.lengths(),
+    )
+    leaves, _ = torch.utils._pytree.tree_flatten(plain)
+    shapes: list[Any] = [None if leaf is None else {0: Dim.DYNAMIC} for leaf in leaves]
+    # Otherwise the program of an example with many bags refuses one bag or none, which broadcast.
+    with symbolic_shapes.patch(  # type: ignore[attr-defined]
+        backed_size_oblivious=True
+    ):
+        program = torch.export.export(module, (plain,), dynamic_shapes=(shapes,), strict=False)
+    program.example_inputs = (
+        None  # a KeyedJaggedTensor, which torch.export.load would have to unpickle
+    )
+    return program
+
+
 def traced_features(
     features: KeyedJaggedTensor, names: Sequence[str], weighted: bool, where: str
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
     """Reads features while a program is exported.
 
     Args:
-        features: as the user passed it, equally many bags of each feature.
-        names: F features to read, in table order; one may stand there several times.
+        features: as the user passed it, with the same number of bags for each feature.
+        names: F features to read, in table order, repeats allowed.
         weighted: whether bags carry weights.
         where: the collection, for messages.
 
@@ -69,46 +100,14 @@ def _summed(lengths: Tensor) -> Tensor:
 
 
 def counts_between(bounds: Tensor, ids: Tensor) -> list[int]:
-    """Reads how many ids each feature has, as sizes that are known when the program runs.
+    """Returns the number of ids of each feature, as sizes that are known when the program runs.
 
     Args:
-        bounds: [F + 1] int64.
-        ids: [N], all of them.
+        bounds: [F + 1] int64, where each feature begins, and N.
+        ids: [N] int64.
     """
     counts = [cast(int, one.item()) for one in bounds.diff().unbind()]  # int() would fix them
     for count in counts:
         torch._check(count >= 0)
     torch._check(sum(counts) == ids.shape[0])
     return counts
-
-
-def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedProgram:
-    """Exports a module that takes features alone, as a serving collection does.
-
-    `torch.export.export` does as well, but fixes that there are two bags or more if there are in the example.
-    The program holds copies of rows and id maps, as they are now: it does not refresh.
-
-    Args:
-        module: a serving collection, or a module around one.
-        features: an example; programs are for the same features in the same order, of any sizes.
-
-    Returns:
-        The program. Who loads it must have imported torchrec_dyn.serving, which registers its ops.
-    """
-    plain = KeyedJaggedTensor(
-        keys=features.keys(),
-        values=features.values(),
-        weights=features.weights_or_none(),
-        lengths=features.lengths(),
-    )
-    leaves, _ = torch.utils._pytree.tree_flatten(plain)
-    shapes: list[Any] = [None if leaf is None else {0: Dim.DYNAMIC} for leaf in leaves]
-    # Otherwise one bag or none, which broadcast, are taken for something else than many.
-    with symbolic_shapes.patch(  # type: ignore[attr-defined]
-        backed_size_oblivious=True
-    ):
-        program = torch.export.export(module, (plain,), dynamic_shapes=(shapes,), strict=False)
-    program.example_inputs = (
-        None  # a KeyedJaggedTensor, which torch.export.load would have to unpickle
-    )
-    return program

@@ -1,4 +1,4 @@
-"""The files of served tables: mapped, appended to, replaced so that a reader sees all of a change or none."""
+"""Maps, appends to and replaces the files of served tables: a reader sees all of a change or none."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Of Linux; Python names it from 3.13 on. Pages are only ever read: nothing need be put aside for copies.
+# MAP_NORESERVE of Linux; Python names it from 3.13 on. Pages are only read: copies need no reserved memory.
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 def mapped(path: Path, size: int, writable: bool = False) -> Tensor:
-    """Maps the first bytes of a file: nothing is read before it is asked for, and processes share what is.
+    """Maps the first bytes of a file: pages are read at first use, and processes share them.
 
     Args:
         path: of the file.
         size: bytes.
-        writable: writes go to the file; otherwise to a copy of the page that is this process's own.
+        writable: whether writes reach the file; otherwise they reach this process's own copy of the page.
 
     Returns:
         [size] uint8.
@@ -44,14 +44,14 @@ def mapped(path: Path, size: int, writable: bool = False) -> Tensor:
 
 
 class Appender:
-    """Appends rows to a file behind the bytes in use, which stay as they are.
+    """Appends rows to a file behind the bytes in use, which do not change.
 
-    Row r of a table is at byte r * row_bytes of the file: all tables share one, and the rows of each stand at
-    multiples of their own width.
+    Row r of a table is at byte r * row_bytes of the file: all tables share the file, and the rows of each
+    begin at multiples of their own width.
 
     Args:
-        path: of the file; made if there is none.
-        used: bytes in use. What is behind them, a writer left who never finished.
+        path: of the file; made if it does not exist.
+        used: bytes in use. Bytes behind them are from a writer that never finished, and are overwritten.
     """
 
     def __init__(self, path: Path, used: int) -> None:
@@ -79,7 +79,7 @@ class Appender:
         """Commits the file to the disk.
 
         Args:
-            size: its length at least; behind the rows it is sparse.
+            size: its least length; behind the rows it is sparse.
         """
         self._file.flush()
         self._file.truncate(max(size, os.fstat(self._file.fileno()).st_size))
@@ -97,7 +97,7 @@ def commit(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Puts a text file in place of another: readers see the old one or the new one."""
+    """Replaces a text file: readers see the old text or the new text."""
     beside = path.with_name(path.name + ".new")
     beside.write_text(text)
     commit(beside)
@@ -107,7 +107,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Holds the lock of a directory; it is free again when this process ends, however it ends.
+    """Holds the lock of a directory; the end of this process, however it ends, frees it.
 
     Raises:
         ValueError: if another process, or thread, holds it.

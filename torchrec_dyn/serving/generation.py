@@ -1,4 +1,4 @@
-"""Generation: the id maps and rows of one generation of served tables, mapped into this process.
+"""One generation of served tables: its id maps and rows, mapped into this process.
 
 Legend: T tables, N ids.
 """
@@ -26,14 +26,14 @@ _ATTEMPTS = 100
 
 
 class Generation(nn.Module):
-    """Finds ids and lends the rows. Nothing in it ever changes.
+    """Finds the rows of ids. Nothing in it ever changes.
 
     Args:
         name: of the generation.
-        manifest: what it is made of.
+        manifest: of the generation.
         slots: [bytes] uint8, the id maps of all its tables.
         rows: [bytes] uint8, the rows of all its tables.
-        tables: T names, in the order in which ids come.
+        tables: T names, in the order of the ids of a call.
     """
 
     slots: Tensor
@@ -75,13 +75,13 @@ class Generation(nn.Module):
 
         Returns:
             rows: [N] int64, -1 where the id is absent.
-            absent: [T] int64, how many of each table's ids are.
+            absent: [T] int64, the number of absent ids of each table.
         """
         maps = self._maps() if torch.compiler.is_exporting() else self._maps_once
         return ops.lookup(ids, table_offsets, maps, self._at_rest)
 
     def blocks(self) -> list[Tensor]:
-        """Lends the rows of float32 and float16 as blocks for `ops.gather_pool`; `layout` says whose."""
+        """Returns rows of float32 or float16 as blocks for `ops.gather_pool`; `layout` names their tables."""
         return self._blocks() if torch.compiler.is_exporting() else self._blocks_once
 
     def _maps(self) -> list[Tensor]:
@@ -105,14 +105,14 @@ def open_generation(
 
     Args:
         folder: made by `serving.build`.
-        tables: names of those to serve.
-        unless: the generation that need not be mapped again.
+        tables: names of the tables to serve.
+        unless: name of a generation that is mapped already.
 
     Returns:
-        None if `unless` is current.
+        The generation; None if `unless` is current.
 
     Raises:
-        ValueError: if the directory is none of ours, is damaged, or lacks a table.
+        ValueError: if `serving.build` did not make the directory, it is damaged, or it lacks a table.
     """
     for _ in range(_ATTEMPTS):
         name = current_generation(folder)
@@ -121,7 +121,7 @@ def open_generation(
         try:
             return _open(folder, name, tables)
         except FileNotFoundError:
-            # Two deltas were applied since its name was read. If the name is the same, a file is missing.
+            # Two deltas were applied since its name was read; if the name is the same, a file is missing.
             if current_generation(folder) == name:
                 raise ValueError(
                     f"{folder}: expected the files of generation {name}, got only some. Build it again."

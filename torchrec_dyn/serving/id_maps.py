@@ -1,4 +1,4 @@
-"""ServedMap: the id map of one served table, a stretch of a mapped file.
+"""The id map of one served table, a part of a mapped file.
 
 The same open addressing as in training (csrc/storage/id_map.h), fuller since it hardly grows: 23 bytes an id.
 Sorted ids would take 8, and a binary search 12 to 15 times as long (1M and 10M ids, 5,120 a call, one thread:
@@ -18,14 +18,14 @@ from torchrec_dyn import ops
 
 SLOT_BYTES = 16
 _LINE_SLOTS = 4
-# A map is made at the first load; deltas fill it up to the second, then it is made anew.
+# A map is made with the first load; deltas fill it up to the second, then a larger one is made.
 _LOAD, _MOST_LOAD = 0.7, 0.8
 _PIECE = 1 << 18
 _AT_REST = torch.tensor([-1])
 
 
 def slots_for(ids: int) -> int:
-    """Returns the slots of a new map of `ids` ids: whole lines."""
+    """Returns the slots of a new map for `ids` ids: whole lines."""
     return -(-int(ids / _LOAD) // _LINE_SLOTS) * _LINE_SLOTS + (_LINE_SLOTS if ids else 0)
 
 
@@ -35,10 +35,10 @@ def has_room(slots: int, ids: int) -> bool:
 
 
 class ServedMap:
-    """Finds, puts and takes ids.
+    """Finds, inserts and removes ids.
 
     Args:
-        slots: [C, 2] int64, which calls write in place.
+        slots: [C, 2] int64, written in place.
     """
 
     def __init__(self, slots: Tensor) -> None:
@@ -53,7 +53,7 @@ class ServedMap:
         return ops.lookup(ids, torch.tensor([0, len(ids)]), [self.slots], _AT_REST)[0]
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
-        """Writes distinct absent ids.
+        """Inserts distinct absent ids.
 
         Args:
             ids: [M] int64.
@@ -62,7 +62,7 @@ class ServedMap:
         ops.insert(ids, rows, torch.tensor([0, len(ids)]), [self.slots], _AT_REST)
 
     def take(self, ids: Tensor) -> Tensor:
-        """Takes ids out and returns the rows [M] they held, -1 where absent.
+        """Removes ids and returns the rows [M] that they held, -1 where absent.
 
         Args:
             ids: [M] int64.
@@ -70,7 +70,7 @@ class ServedMap:
         return ops.erase(ids, [self.slots], _AT_REST)
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Goes through the map, some slots at a time: ids, rows and slots [M] of each piece."""
+        """Yields ids, rows and slots [M] int64 of the whole map, some slots at a time."""
         for first in range(0, len(self.slots), _PIECE):
             piece = self.slots[first : first + _PIECE]
             taken = piece[:, 1].nonzero().view(-1)
@@ -78,10 +78,10 @@ class ServedMap:
             yield found[:, 0].contiguous(), found[:, 1] - 1, taken + first
 
     def renumber(self, slots: Tensor, rows: Tensor) -> None:
-        """Gives the ids in some slots other rows.
+        """Writes other rows for the ids in some slots.
 
         Args:
-            slots: [M] int64 of `pieces`.
+            slots: [M] int64, of `pieces`.
             rows: [M] int64.
         """
         self.slots[slots, 1] = rows + 1

@@ -1,8 +1,8 @@
-"""Pools int8 rows by FBGEMM's inference kernel, on rows that one file holds for all tables.
+"""Pools int8 rows by FBGEMM's inference kernel, from one file with the rows of all tables.
 
 The kernel takes a byte offset a table. Here all are 0: a row number counts in rows of the table's own width
-from the beginning of the file. It takes 19 ns an id, our own pooling of float32 34 and of float16 19, where
-FBGEMM's take 48 and 19 (8 tables of 300,000 rows of 64 columns, batch 512, one thread).
+from the beginning of the file. It takes 19 ns an id; our own pooling of float32 takes 34 and of float16 19,
+FBGEMM's 48 and 19 (8 tables of 300,000 rows of 64 columns, batch 512, one thread).
 
 Legend: N ids, F features, B bags of a feature, D columns of a feature's table.
 """
@@ -21,7 +21,7 @@ _lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
 
 
 class Int8Pooling(nn.Module):
-    """Gathers and pools.
+    """Gathers and pools int8 rows.
 
     Args:
         columns: [F] D of each feature.
@@ -55,9 +55,9 @@ class Int8Pooling(nn.Module):
         Args:
             written: [bytes] uint8, the rows of all tables.
             rows: [N] int64; -1 counts as zeros.
-            offsets: [F * B + 1] int64, ascending from 0 to N: the kernel does not look.
+            offsets: [F * B + 1] int64, ascending from 0 to N: the kernel does not check it.
             weights: [N] float32, contiguous, or None.
-            mean: divide each bag by its length.
+            mean: whether each bag is divided by its length.
 
         Returns:
             [B, sum of D] float32.
@@ -66,7 +66,7 @@ class Int8Pooling(nn.Module):
         return self._call(len(self._places), written, rows, offsets, mode, weights)
 
     def gather(self, written: Tensor, rows: Tensor) -> Tensor:
-        """Gathers rows of tables of one width, which need not be told apart: all begin at byte 0.
+        """Gathers rows of tables of one width; as all begin at byte 0, row numbers suffice.
 
         Args:
             written: [bytes] uint8.
@@ -75,7 +75,7 @@ class Int8Pooling(nn.Module):
         Returns:
             [N, D] float32.
         """
-        # As one feature: the kernel counts where the output of a later one begins in 32 bits.
+        # As one feature: the kernel computes where the output of each further feature begins in 32 bits.
         offsets = torch.arange(2) * rows.shape[0]
         return self._call(1, written, rows, offsets, PoolingMode.NONE, None)
 

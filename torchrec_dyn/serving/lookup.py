@@ -1,7 +1,7 @@
-"""ServedLookup: ids of some features -> rows of the served tables, in eager mode and in exported programs.
+"""Looks up ids of several features in the served tables, in eager mode and in exported programs.
 
-No call waits for a number from a tensor: shapes follow from the sizes of the inputs, so that torch.export
-can trace all of it. What a call reads of the tables comes from one reference, which `refresh` replaces.
+No call reads a number out of a tensor: shapes follow from the sizes of the inputs, so that torch.export can
+trace all of it. A call reads the tables through one reference, which `refresh` replaces.
 
 Legend: T tables, F features (in table order), B bags of a feature, N ids, D columns of a table.
 """
@@ -83,13 +83,13 @@ class ServedLookup(nn.Module):
         self.refresh()
 
     def refresh(self) -> bool:
-        """Serves what is current in the directory from the next call on; a call that runs is not touched.
+        """Serves the current generation from the next call on; a running call keeps the one before.
 
         Returns:
-            whether anything had changed.
+            Whether there was a new generation.
 
         Raises:
-            ValueError: if what is current does not fit the collection; what was served still is.
+            ValueError: if the new generation does not fit the collection, which then serves the one before.
         """
         names = [config.name for config in self._configs]
         before = self._modules.get("generation")
@@ -103,7 +103,7 @@ class ServedLookup(nn.Module):
                     f"{table.embedding_dim} as in {self._folder}, got {config.embedding_dim}."
                 )
         if self._serves_initial:
-            # A delta changes none of what initial rows follow from: these stay right in every call.
+            # Initial rows follow from the name, the seed and the initializer, which no delta changes.
             self._unseen = [
                 UnseenRows(name, table) for name, table in zip(names, found.tables, strict=True)
             ]
@@ -122,7 +122,7 @@ class ServedLookup(nn.Module):
         Returns:
             [B, sum of D over features] float32.
         """
-        generation = self.generation  # once: the next line may run when it has been replaced
+        generation = self.generation  # read once: refresh may replace it at any time
         ids, weights = ids.contiguous(), None if weights is None else weights.contiguous()
         rows, absent = generation.find(ids, offsets[self._first_feature * batch])
         if generation.row_dtype == torch.int8:
@@ -175,7 +175,7 @@ class ServedLookup(nn.Module):
 
     @staticmethod
     def _has_any(absent: Tensor) -> bool:
-        # An exported program cannot ask.
+        # An exported program cannot branch on it.
         return torch.compiler.is_exporting() or bool(absent.any())
 
     def _absent_positions(self, rows: Tensor, bounds: Tensor) -> list[tuple[int, Tensor]]:
@@ -187,7 +187,7 @@ class ServedLookup(nn.Module):
     def _unseen_pooled(
         self, ids: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, batch: int
     ) -> Tensor:
-        """Pools the initial rows of absent ids; the others count as zeros."""
+        """Pools the initial rows of absent ids; ids with a row count as zeros."""
         every_feature = torch.arange(self._features + 1) * batch
         parts = []
         for f, positions in self._absent_positions(rows, offsets[every_feature]):

@@ -1,4 +1,4 @@
-"""What a directory of served tables holds.
+"""The contents of a directory of served tables.
 
     current                    name of the generation that is served: a small file, replaced by a rename
     rows-51ab20fe              rows of all tables, each as row_format.py writes it; row r of a table is at
@@ -16,8 +16,8 @@ manifest.json, keys sorted:
         "seed": 0, "sums": {"ids": 123, "weight": 456}, "trained_as": "float32"}}}
 
 `sums` are the content sums of the table that was saved, not of the rows as written here: a delta must begin
-where the last one ended. A generation or a rows file goes when neither the current generation nor the one
-before needs it; who has mapped it keeps it.
+where the delta before ended. A generation or a rows file is removed when neither the current generation nor
+the one before needs it; a process that has mapped it keeps it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,10 @@ class ServedTable:
     Attributes:
         embedding_dim: columns.
         trained_as: dtype of its rows in training.
-        initializer: as the checkpoint names it.
+        initializer: of its initial rows, as the checkpoint names it.
         seed: of its initial rows.
-        num_rows: ids it has.
-        first_slot: where its map begins in `slots`.
+        num_rows: ids with a row.
+        first_slot: of its map in `slots`.
         capacity: slots of its map.
         sums: content sums of "ids" and "weight" as saved.
     """
@@ -66,7 +67,7 @@ class ServedTable:
 
     @property
     def trained_dtype(self) -> torch.dtype:
-        """Dtype of its rows in training."""
+        """Dtype of its rows in training, float32 if it is unknown."""
         dtype = getattr(torch, self.trained_as, None)
         return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
@@ -77,7 +78,7 @@ class Manifest:
 
     Attributes:
         rows: dtype of the rows as written.
-        rows_file: where they are.
+        rows_file: name of their file.
         rows_bytes: bytes of the file in use.
         tables: by name.
     """
@@ -89,7 +90,7 @@ class Manifest:
 
     @property
     def row_format(self) -> RowFormat:
-        """How rows are written."""
+        """The format of the rows."""
         return RowFormat(getattr(torch, self.rows))
 
     @property
@@ -116,7 +117,7 @@ class Manifest:
         """Cuts the file into blocks of 2^shift rows of each table's width (storage/blocks.h): 16 at most.
 
         Returns:
-            by table, shift and blocks.
+            Shift and number of blocks of each table.
         """
         cut = {}
         for name, width in self.widths().items():
@@ -130,22 +131,31 @@ class Manifest:
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, sort_keys=True)
 
 
+def laid_out(tables: Mapping[str, ServedTable]) -> dict[str, ServedTable]:
+    """Returns the tables with their maps one after another in `slots`."""
+    ends = accumulate((table.capacity for table in tables.values()), initial=0)
+    return {
+        name: dataclasses.replace(table, first_slot=first)
+        for (name, table), first in zip(tables.items(), ends, strict=False)
+    }
+
+
 def new_generation(after: str | None = None) -> str:
-    """Makes the name of a generation, unlike any other's."""
+    """Returns a new, unique name of a generation."""
     number = 0 if after is None else int(after.partition("-")[0])
     return f"{number + 1:06d}-{secrets.token_hex(4)}"
 
 
 def new_rows_file() -> str:
-    """Makes the name of a rows file, unlike any other's."""
+    """Returns a new, unique name of a rows file."""
     return f"rows-{secrets.token_hex(4)}"
 
 
 def current_generation(folder: Path) -> str:
-    """Reads which generation is served.
+    """Reads the name of the generation that is served.
 
     Raises:
-        ValueError: if the directory is none of ours.
+        ValueError: if `serving.build` did not make the directory.
     """
     try:
         name = (folder / CURRENT).read_text().strip()
@@ -160,11 +170,11 @@ def current_generation(folder: Path) -> str:
 
 
 def read_manifest(folder: Path, generation: str) -> Manifest:
-    """Reads what a generation is made of.
+    """Reads the manifest of a generation.
 
     Raises:
         ValueError: if the manifest is damaged, or of another format.
-        FileNotFoundError: if the generation has gone since it was current.
+        FileNotFoundError: if the generation was removed since it was current.
     """
     path = folder / generation / MANIFEST
     text = path.read_text()

@@ -27,14 +27,33 @@ from torchrec_dyn.serving.export import counts_between, traced_features
 from torchrec_dyn.serving.lookup import ServedLookup
 
 
-class ServingEmbeddingBagCollection(EmbeddingBagCollectionInterface):
+class _Refreshable:
+    """Names and replaces the generation that a collection serves."""
+
+    _lookup: ServedLookup
+
+    @property
+    def generation(self) -> str:
+        """Name of the generation that is served."""
+        return self._lookup.generation.name
+
+    def refresh(self) -> bool:
+        """Serves the deltas that were applied since; any thread may call it at any time.
+
+        Returns:
+            Whether there were any.
+        """
+        return self._lookup.refresh()
+
+
+class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterface):
     """Pools the rows of bags of ids as DynamicEmbeddingBagCollection does in evaluation.
 
     Args:
         folder: made by `build`.
         tables: configs of the tables to serve, as in training.
-        is_weighted: whether every id of a bag comes with a weight.
-        unseen: what an id without a row reads as: "zeros", or "initial" for the row it would start with.
+        is_weighted: whether every id of a bag has a weight.
+        unseen: rows of unseen ids: "zeros", or "initial" for the rows that they would start with.
 
     Raises:
         ValueError: if a config is impossible, or the directory does not serve it.
@@ -62,7 +81,7 @@ class ServingEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """Looks up and pools.
 
         Args:
-            features: bags of ids of at least this collection's features, equally many of each.
+            features: bags of ids of at least this collection's features, the same number for each.
 
         Returns:
             [B, sum of D] float32, one key per feature and table, in the order of the tables.
@@ -91,35 +110,22 @@ class ServingEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Gives the configs of the tables, in order."""
+        """Returns the configs of the tables, in order."""
         return list(self._configs)
 
     def is_weighted(self) -> bool:
-        """Tells whether bags carry weights."""
+        """Returns whether bags carry weights."""
         return self._is_weighted
 
-    @property
-    def generation(self) -> str:
-        """Name of the generation that is served."""
-        return self._lookup.generation.name
 
-    def refresh(self) -> bool:
-        """Serves the deltas that were applied since; any thread may call it at any time.
-
-        Returns:
-            whether there were any.
-        """
-        return self._lookup.refresh()
-
-
-class ServingEmbeddingCollection(EmbeddingCollectionInterface):
-    """Gives the row of each id as DynamicEmbeddingCollection does in evaluation.
+class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
+    """Returns the row of each id as DynamicEmbeddingCollection does in evaluation.
 
     Args:
         folder: made by `build`.
         tables: configs of the tables to serve, as in training, all of one embedding_dim.
         need_indices: whether outputs carry the ids, as their weights.
-        unseen: what an id without a row reads as: "zeros", or "initial" for the row it would start with.
+        unseen: rows of unseen ids: "zeros", or "initial" for the rows that they would start with.
 
     Raises:
         ValueError: if a config is impossible, or the directory does not serve it.
@@ -154,7 +160,7 @@ class ServingEmbeddingCollection(EmbeddingCollectionInterface):
             features: ids of at least this collection's features.
 
         Returns:
-            by feature (and table, where several share it), values [ids of the feature, D] float32.
+            By feature (and table, where several share it), values [ids of the feature, D] float32.
 
         Raises:
             ValueError: if a feature is missing, or the tensors do not fit each other.
@@ -182,33 +188,20 @@ class ServingEmbeddingCollection(EmbeddingCollectionInterface):
         }
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """Gives the configs of the tables, in order."""
+        """Returns the configs of the tables, in order."""
         return list(self._configs)
 
     def embedding_dim(self) -> int:
-        """Gives the columns of every table."""
+        """Returns the columns of every table."""
         return self._configs[0].embedding_dim
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Gives the names of the outputs, table by table."""
+        """Returns the names of the outputs, table by table."""
         return self._names_by_table
 
     def need_indices(self) -> bool:
-        """Tells whether outputs carry the ids."""
+        """Returns whether outputs carry the ids."""
         return self._need_indices
-
-    @property
-    def generation(self) -> str:
-        """Name of the generation that is served."""
-        return self._lookup.generation.name
-
-    def refresh(self) -> bool:
-        """Serves the deltas that were applied since; any thread may call it at any time.
-
-        Returns:
-            whether there were any.
-        """
-        return self._lookup.refresh()
 
 
 def _reader(

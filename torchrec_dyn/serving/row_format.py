@@ -1,11 +1,11 @@
-"""RowFormat: how the rows of served tables are written, as FBGEMM's inference tables write them.
+"""The format of served rows, as FBGEMM's inference tables have it.
 
     float32, float16    the numbers, to nearest
     int8                scale and bias (float16), then a byte a column: value = scale * byte + bias
 
-Bias is the least number of the row, rounded down to float16, and scale a 255th of what lies above it, rounded
-up. So no number falls outside, and each is within scale / 2: half a 255th of the row's range, but for the two
-roundings of one part in 1,000.
+Bias is the least number of the row, rounded down to float16; scale is a 255th of the range above it, rounded
+up. So no number falls outside, and each is off by at most scale / 2: half a 255th of the row's range, and up
+to one part in 1,000 more for each of the two roundings.
 
 Legend: M rows, D columns.
 """
@@ -46,11 +46,11 @@ class RowFormat:
         return columns * self.dtype.itemsize + extra
 
     def is_exact_for(self, dtype: torch.dtype) -> bool:
-        """Whether rows of this dtype are read as they were written."""
+        """Whether rows of this dtype are read back without rounding."""
         return self.dtype == dtype or self.dtype == torch.float32
 
     def encode(self, rows: Tensor, where: str) -> Tensor:
-        """Writes rows.
+        """Encodes rows.
 
         Args:
             rows: [M, D] floating point.
@@ -60,7 +60,7 @@ class RowFormat:
             [M, row_bytes] uint8.
 
         Raises:
-            ValueError: if a number is too large for the format, or not a number and the format is int8.
+            ValueError: if a number is too large for the format, or is NaN and the format is int8.
         """
         if self.dtype == torch.int8:
             return _encode_int8(rows.float(), where)
@@ -70,7 +70,7 @@ class RowFormat:
         return written.view(torch.uint8).view(len(rows), self.row_bytes(rows.shape[1]))
 
     def decode(self, written: Tensor) -> Tensor:
-        """Reads rows.
+        """Decodes rows.
 
         Args:
             written: [M, row_bytes] uint8.

@@ -1,4 +1,4 @@
-"""The rows that ids without one would start with, for collections that serve them instead of zeros.
+"""The initial rows of unseen ids, for collections that serve them instead of zeros.
 
 Legend: M ids, D columns.
 """
@@ -9,17 +9,9 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.initializers import (
-    Constant,
-    Initializer,
-    Normal,
-    TruncatedNormal,
-    Uniform,
-    table_key,
-)
+from torchrec_dyn.checkpoint_format import INITIALIZERS, named_initializer
+from torchrec_dyn.initializers import table_key
 from torchrec_dyn.serving.manifest import ServedTable
-
-_KINDS = {kind.__name__: kind for kind in (Uniform, Normal, TruncatedNormal, Constant)}
 
 
 @torch.library.custom_op("torchrec_dyn_serving::initial_rows", mutates_args=())
@@ -41,24 +33,30 @@ def _(ids, columns, dtype, kind, parameters, key):  # type: ignore[no-untyped-de
 
 
 class UnseenRows:
-    """Makes the initial rows of one served table, as training would have.
+    """Makes the initial rows of one served table, as training would.
 
     Args:
         name: of the table.
         table: as served.
 
     Raises:
-        ValueError: if its initializer is none that this version knows.
+        ValueError: if this version does not know its initializer.
     """
 
     def __init__(self, name: str, table: ServedTable) -> None:
         self._columns = table.embedding_dim
         self._dtype = table.trained_dtype
         self._key = table_key(table.seed, name, "initial row")
-        self._kind, self._parameters = _initializer(name, table).parameters()
+        initializer = named_initializer(table.initializer)
+        if initializer is None:
+            raise ValueError(
+                f"serving(table='{name}'): expected an initializer among {', '.join(INITIALIZERS)}, got "
+                f"{table.initializer}. Serve it with unseen='zeros'."
+            )
+        self._kind, self._parameters = initializer.parameters()
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Returns rows [M, D] float32.
+        """Returns the initial rows of ids, [M, D] float32.
 
         Args:
             ids: [M] int64.
@@ -66,17 +64,3 @@ class UnseenRows:
         return _initial_rows(
             ids, self._columns, self._dtype, self._kind, self._parameters, self._key
         )
-
-
-def _initializer(name: str, table: ServedTable) -> Initializer:
-    arguments = dict(table.initializer)
-    kind = _KINDS.get(str(arguments.pop("name", None)))
-    try:
-        if kind is not None:
-            return kind(**arguments)
-    except TypeError:
-        pass
-    raise ValueError(
-        f"serving(table='{name}'): expected an initializer among {', '.join(_KINDS)}, got "
-        f"{table.initializer}. Serve it with unseen='zeros'."
-    )

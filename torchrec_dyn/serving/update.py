@@ -1,16 +1,18 @@
-"""apply_delta: puts a delta into a directory of served tables, while they are served.
+"""Applies a delta to a directory of served tables, while they are served.
 
-Rows that changed are appended to the rows file; the id maps are copied and point there. What the current
-generation is made of is only read, so a reader of it sees nothing of this. When less than half of the rows
-file is in use, the rows in use are written to a new one.
+Changed rows are appended to the rows file, and copies of the id maps point to them. The files of the current
+generation are only read, so its readers see no change. When less than half of the rows file is in use, the
+rows in use are written to a new file.
+
+Legend: M ids.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,11 +21,12 @@ from torch import Tensor
 from torchrec_dyn.checkpoint_format import (
     MODEL_TENSORS,
     SavedTable,
+    add_sums,
     content_sum,
     from_words,
     open_checkpoint,
 )
-from torchrec_dyn.serving.builder import chosen_tables, maps_of, new_maps, publish
+from torchrec_dyn.serving.builder import CHUNK_BYTES, chosen_tables, maps_of, new_maps, publish
 from torchrec_dyn.serving.files import Appender, mapped, only_writer
 from torchrec_dyn.serving.id_maps import SLOT_BYTES, ServedMap, has_room, slots_for
 from torchrec_dyn.serving.manifest import (
@@ -31,34 +34,34 @@ from torchrec_dyn.serving.manifest import (
     Manifest,
     ServedTable,
     current_generation,
+    laid_out,
     new_generation,
     new_rows_file,
     read_manifest,
 )
 from torchrec_dyn.serving.row_format import RowFormat
 
-_CHUNK_BYTES = 8 << 20
-_WORD = 1 << 64
-# Room that a rows file may waste before it is written anew, beside as much as is in use.
+# Unused bytes that a rows file may have before it is rewritten, beside as many as are in use.
 _WASTE_BYTES = 1 << 20
 
 
 def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -> None:
-    """Puts a delta into served tables; `refresh()` of the collections that serve them then shows it.
+    """Applies a delta to served tables; collections serve it after their `refresh()`.
 
-    All tables change at once: a reader sees the old or the new rows, never a mix. A process that is killed
-    on the way leaves the old ones.
+    All tables change at once: a reader sees the old or the new rows, never a mix. If the process is killed,
+    the old rows stay.
 
     Args:
         folder: made by `build`.
         delta: directory of the delta.
 
     Raises:
-        ValueError: if the delta is damaged, does not begin where the served tables are (one before it was
-            missed, or it was applied already), or another process is applying one. Nothing has changed then.
+        ValueError: if the delta is damaged, does not begin at the contents of the served tables (a delta
+            before it is missing, or it was applied already), or another process is applying one. Nothing
+            has changed then.
     """
     path = Path(folder)
-    current_generation(path)  # no lock file in a directory that is none of ours
+    current_generation(path)  # first: no lock file in a directory that build did not make
     with only_writer(path):
         before = current_generation(path)
         manifest = read_manifest(path, before)
@@ -69,7 +72,7 @@ def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -
         generation = new_generation(before)
         created = [path / generation]
         try:
-            after = _write(path, generation, before, manifest, saved, where, created)
+            after = _write_generation(path, generation, before, manifest, saved, where, created)
             publish(path, generation, after)
         except BaseException:
             if current_generation(path) == before:
@@ -95,10 +98,7 @@ def _check_begins_here(where: str, delta: SavedTable, served: ServedTable) -> No
                 f"{where}: expected {what} {was_served!r} as served, got {is_here!r}. "
                 "Build from a checkpoint of the same model."
             )
-    base, result = (
-        {name: from_words(delta.read(which), MODEL_TENSORS)[name] for name in served.sums}
-        for which in ("base", "result")
-    )
+    base, result = _sums_of(delta, "base", served.sums), _sums_of(delta, "result", served.sums)
     if base != served.sums:
         reason = (
             "It was applied already."
@@ -111,11 +111,16 @@ def _check_begins_here(where: str, delta: SavedTable, served: ServedTable) -> No
         )
 
 
+def _sums_of(delta: SavedTable, when: str, names: Iterable[str]) -> dict[str, int]:
+    sums = from_words(delta.read(when), MODEL_TENSORS)
+    return {name: sums[name] for name in names}
+
+
 def _hex(sums: Mapping[str, int]) -> str:
     return " ".join(f"{name} {total:016x}" for name, total in sums.items())
 
 
-def _write(
+def _write_generation(
     path: Path,
     generation: str,
     before: str,
@@ -124,21 +129,17 @@ def _write(
     where: str,
     created: list[Path],
 ) -> Manifest:
-    """Writes the new generation, all but its name in `current`; appends to `created` what it makes."""
+    """Writes the new generation, except its name in `current`; appends the files it makes to `created`."""
     tables = _with_room(manifest.tables, saved)
     old_slots = mapped(path / before / SLOTS, manifest.slots * SLOT_BYTES)
     old_maps = maps_of(old_slots, manifest.tables)
+    old_rows = mapped(path / manifest.rows_file, manifest.rows_bytes)
     maps = new_maps(path / generation, tables)
     appender = Appender(path / manifest.rows_file, manifest.rows_bytes)
     try:
         for name, table in saved.items():
             _copy_map(old_maps[name], maps[name])
-            change = _Change(
-                f"{where}(table='{name}')",
-                name,
-                manifest,
-                mapped(path / manifest.rows_file, manifest.rows_bytes),
-            )
+            change = _Change(f"{where}(table='{name}')", name, manifest, old_rows)
             change.apply(table, maps[name], appender)
             tables[name] = replace(tables[name], num_rows=change.num_rows, sums=change.result)
         after = replace(manifest, tables=tables, rows_bytes=appender.used)
@@ -156,15 +157,13 @@ def _write(
 def _with_room(
     served: Mapping[str, ServedTable], saved: Mapping[str, SavedTable]
 ) -> dict[str, ServedTable]:
-    """Places the maps anew, larger ones where the rows of the delta may not fit."""
+    """Returns the tables with larger maps where the rows of the delta may not fit."""
     tables: dict[str, ServedTable] = {}
-    first_slot = 0
     for name, table in served.items():
         most = table.num_rows + saved[name].num_rows
         slots = table.capacity if has_room(table.capacity, most) else slots_for(most)
-        tables[name] = replace(table, first_slot=first_slot, capacity=slots)
-        first_slot += slots
-    return tables
+        tables[name] = replace(table, capacity=slots)
+    return laid_out(tables)
 
 
 def _copy_map(old: ServedMap, new: ServedMap) -> None:
@@ -175,25 +174,24 @@ def _copy_map(old: ServedMap, new: ServedMap) -> None:
         new.put(ids, rows)
 
 
-@dataclass
 class _Change:
-    """The change of one table, and the sums that it leads to.
+    """Applies the changes of one table to its new map, and sums the rows that result.
 
-    Attributes:
+    Args:
         where: the table, for messages.
         name: of the table.
         manifest: of the generation before.
-        rows: [bytes] uint8 of that generation.
+        rows: [bytes] uint8, its rows file.
+
+    Attributes:
+        num_rows: ids with a row.
+        result: the content sums after the delta.
     """
 
-    where: str
-    name: str
-    manifest: Manifest
-    rows: Tensor
-
-    def __post_init__(self) -> None:
-        table = self.manifest.tables[self.name]
-        self._format: RowFormat = self.manifest.row_format
+    def __init__(self, where: str, name: str, manifest: Manifest, rows: Tensor) -> None:
+        table = manifest.tables[name]
+        self._where, self._name, self._rows = where, name, rows
+        self._format: RowFormat = manifest.row_format
         self._dtype = table.trained_dtype
         self._width = self._format.row_bytes(table.embedding_dim)
         self._sums = dict(table.sums)
@@ -201,29 +199,27 @@ class _Change:
         self.result: dict[str, int] = {}
 
     def apply(self, delta: SavedTable, served: ServedMap, appender: Appender) -> None:
-        """Takes the removed ids out and puts the changed ones in."""
+        """Removes ids, appends the changed rows and maps their ids to them."""
         removed = delta.read("removed") if "removed" in delta.names else torch.empty(0).long()
         rows = served.take(removed)
         if bool((rows < 0).any()):
             raise self._does_not_fit(
                 "removed ids that are served", f"{int((rows < 0).sum())} others"
             )
-        self._take_from_sums(removed, rows)
+        self._subtract(removed, rows)
         self.num_rows -= len(removed)
-        for chunk in delta.chunks(("ids", "weight"), chunk_bytes=_CHUNK_BYTES):
+        for chunk in delta.chunks(("ids", "weight"), chunk_bytes=CHUNK_BYTES):
             ids, weight = chunk["ids"], chunk["weight"]
             rows = served.take(ids)
             was_there = rows >= 0
-            self._take_from_sums(ids[was_there], rows[was_there])
-            written = self._format.encode(weight, self.where)
+            self._subtract(ids[was_there], rows[was_there])
+            written = self._format.encode(weight, self._where)
             served.put(ids, appender.append(written))
-            self._add("ids", content_sum(self.name, "ids", ids, ids))
-            self._add("weight", content_sum(self.name, "weight", ids, weight))
+            self._add("ids", content_sum(self._name, "ids", ids, ids))
+            self._add("weight", content_sum(self._name, "weight", ids, weight))
             self.num_rows += len(ids) - int(was_there.sum())
-        self.result = {
-            name: from_words(delta.read("result"), MODEL_TENSORS)[name] for name in self._sums
-        }
-        # Of rows that were rounded the old numbers are gone, and their sum with them.
+        self.result = _sums_of(delta, "result", self._sums)
+        # The sum of rows that were rounded cannot be updated: their exact numbers are lost.
         known = ["ids", "weight"] if self._format.is_exact_for(self._dtype) else ["ids"]
         if any(self._sums[name] != self.result[name] for name in known):
             raise self._does_not_fit(
@@ -231,21 +227,21 @@ class _Change:
                 _hex(self._sums),
             )
 
-    def _take_from_sums(self, ids: Tensor, rows: Tensor) -> None:
-        """Subtracts rows of the generation before."""
-        self._add("ids", -content_sum(self.name, "ids", ids, ids))
+    def _subtract(self, ids: Tensor, rows: Tensor) -> None:
+        """Subtracts rows [M] of the generation before, of these ids, from the sums."""
+        self._add("ids", -content_sum(self._name, "ids", ids, ids))
         if self._format.is_exact_for(self._dtype):
-            usable = len(self.rows) // self._width * self._width
-            old = self._format.decode(self.rows[:usable].view(-1, self._width)[rows])
+            usable = len(self._rows) // self._width * self._width
+            old = self._format.decode(self._rows[:usable].view(-1, self._width)[rows])
             weight = old.to(self._dtype)
-            self._add("weight", -content_sum(self.name, "weight", ids, weight))
+            self._add("weight", -content_sum(self._name, "weight", ids, weight))
 
     def _add(self, name: str, total: int) -> None:
-        self._sums[name] = (self._sums[name] + total) % _WORD
+        self._sums = add_sums(self._sums, {name: total})
 
     def _does_not_fit(self, expected: str, got: str) -> ValueError:
         return ValueError(
-            f"{self.where}: expected {expected}, got {got}. The delta is not of the tables that are served; "
+            f"{self._where}: expected {expected}, got {got}. The delta is not of the tables that are served; "
             "build from a checkpoint."
         )
 
@@ -253,7 +249,7 @@ class _Change:
 def _compacted(
     path: Path, manifest: Manifest, maps: Mapping[str, ServedMap], rows_file: Path
 ) -> Manifest:
-    """Writes the rows in use to a new file."""
+    """Writes the rows in use to a new file and renumbers them in the maps."""
     old = mapped(path / manifest.rows_file, manifest.rows_bytes)
     appender = Appender(rows_file, 0)
     try:
@@ -274,7 +270,7 @@ def _remove(path: Path) -> None:
 
 
 def _remove_all_but(folder: Path, kept: Mapping[str, Manifest]) -> None:
-    """Removes generations and rows files that nobody opens any more, and what was left half done."""
+    """Removes generations and rows files that no reader opens any more, and unfinished ones."""
     names = {*kept, *(manifest.rows_file for manifest in kept.values())}
     for path in folder.iterdir():
         is_generation = path.is_dir() and path.name[:6].isdigit()

@@ -1,8 +1,9 @@
-"""The sharding types: how a batch goes to its rows and back.
+"""The sharding types: the ways of a batch to its rows and back.
 
-Imports `modules`, `ranks`, `lookup` and the rooms below. Start with `pooled` and `sequence`: a class for
-each sharding type of TorchRec, put together from `input_dists`, `grouped_lookups` and `output_dists`.
-Column shards are stitched in `output_order`.
+Imports `modules`, `ranks`, `lookup`, `table` and the ground. Start with `pooled` and `sequence`: a class
+for each sharding type of TorchRec, put together from `input_dists`, `grouped_lookups` and `output_dists`.
+Column shards are stitched in `output_order`. A new sharding type gets a line in `SHARDING_TRAITS` of
+`ranks` too; all other code reads that table.
 
 All-to-alls, awaitables and contexts are TorchRec's.
 """
@@ -14,15 +15,15 @@ from torchrec_dyn.sharding.compute_kernel import (
     KernelOptions,
     TableOptions,
 )
-from torchrec_dyn.sharding.grouped_lookups import PooledLookup, SequenceLookup, tell_senders
-from torchrec_dyn.sharding.input_dists import send_by_own_forwards, with_ids
+from torchrec_dyn.sharding.grouped_lookups import PooledLookup, SequenceLookup, set_senders
+from torchrec_dyn.sharding.input_dists import remove_stale_forwards, with_ids
 from torchrec_dyn.sharding.mean_pooling import MeanDivisor, divide
 from torchrec_dyn.sharding.output_order import (
     outputs_by_column,
     pooled_in_order,
     sequences_in_order,
 )
-from torchrec_dyn.sharding.pooled import POOLED_SHARDINGS, SPREAD_SHARDINGS
+from torchrec_dyn.sharding.pooled import POOLED_SHARDINGS, pooled_sharding
 from torchrec_dyn.sharding.send_once import Expansion, SendOnce
 from torchrec_dyn.sharding.sequence import SEQUENCE_SHARDINGS
-from torchrec_dyn.sharding.sequence_batch import Restoration, evened
+from torchrec_dyn.sharding.sequence_batch import Restoration, pad_batch

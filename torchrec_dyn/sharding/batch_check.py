@@ -14,7 +14,7 @@ from torchrec_dyn.modules import checked_features
 
 
 class BatchCheck:
-    """Checks batches, and gives them all the features of the first one in its order.
+    """Checks batches and puts their features in the order of the first batch.
 
     TorchRec computes positions of features from the first batch and uses them for all.
 
@@ -25,8 +25,8 @@ class BatchCheck:
         where: the collection, for messages.
 
     Attributes:
-        needs_weights: whether a batch of weighted bags must bring the weights; feature processors
-            make them later.
+        needs_weights: whether a batch of weighted bags must have weights; False where feature processors
+            compute them later.
     """
 
     def __init__(self, features: Sequence[str], weighted: bool, pooled: bool, where: str) -> None:
@@ -47,8 +47,8 @@ class BatchCheck:
             The batch with its keys in the order of the first batch.
 
         Raises:
-            ValueError: if a feature is missing, the tensors do not fit each other, or weights ask for a
-                gradient, which none could get.
+            ValueError: if a feature is missing, the tensors do not fit each other, or weights require a
+                gradient, which cannot be sent back to them.
         """
         features = maybe_td_to_kjt(features, self._features)
         keys = features.keys()
@@ -60,7 +60,7 @@ class BatchCheck:
             features, self._weighted and (self.needs_weights or has_weights), self.where
         )
         if self._weighted and has_weights and torch.is_grad_enabled():
-            self._check_weights_ask_nothing(features.weights())
+            self._check_weights_need_no_gradient(features.weights())
         varies = self._pooled and features.variable_stride_per_key()
         if varies and features.inverse_indices_or_none() is None:
             raise ValueError(
@@ -74,10 +74,10 @@ class BatchCheck:
             self._first_keys = list(keys)
             return features
         position = {key: i for i, key in enumerate(keys)}
-        # A feature of no table may be missing: any other stands in for it, unread.
+        # A feature of no table may be missing: the first one takes its position and is not read there.
         return features.permute([position.get(key, 0) for key in self._first_keys])
 
-    def _check_weights_ask_nothing(self, weights: Tensor) -> None:
+    def _check_weights_need_no_gradient(self, weights: Tensor) -> None:
         if weights.requires_grad:
             raise ValueError(
                 f"{self.where}: expected weights that ask for no gradient, got requires_grad=True. "
@@ -92,7 +92,7 @@ class BatchCheck:
 
 
 def _contiguous(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Copies a batch whose tensors have gaps, e.g. a column of a matrix: not every backend sends such."""
+    """Makes the tensors of a batch contiguous: not every backend sends e.g. a column of a matrix."""
     parts = (features.values(), features.lengths(), features.weights_or_none())
     if all(part is None or part.is_contiguous() for part in parts):
         return features

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
-from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import pooling_type_to_pooling_mode
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -29,18 +27,18 @@ OPTIONS_KEY = "torchrec_dyn"
 
 @dataclass(frozen=True)
 class TableOptions:
-    """What a kernel must know of a table beyond TorchRec's config.
+    """Options of a table that TorchRec's config has no field for.
 
     Attributes:
         config: the user's options.
         row_limit: most rows that one rank may hold.
-        ids_mixed: whether ids arrive as mixed ids, because rows are spread over ranks.
+        ids_are_mixed: whether ids arrive as mixed ids, because rows are spread over ranks.
         is_frozen: whether training starts by reading the table as evaluation does.
     """
 
     config: DynamicTableConfig
     row_limit: int
-    ids_mixed: bool
+    ids_are_mixed: bool
     is_frozen: bool = False
 
 
@@ -93,16 +91,16 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
     Args:
         config: TorchRec's table group; its fused_params hold a `KernelOptions`.
         device: where the rows live.
-        sharding_type: of pooled groups, since MEAN of row-partitioned tables is summed
-            here and divided after the output dist.
+
+    Attributes:
+        tables: of the group, in its order.
+        ids_are_mixed: whether ids arrive as mixed ids.
+        ids_are_sent_once: whether a rank sends an id once a table; weights, if any, are then counts.
+        bags_of_ranks: sender layout of the next batch: `bags_of_ranks[r]` bags of each feature came from
+            rank r, in the order of the batch. Not used where bags vary by feature.
     """
 
-    def __init__(
-        self,
-        config: GroupedEmbeddingConfig,
-        device: torch.device | None,
-        sharding_type: ShardingType | None = None,
-    ) -> None:
+    def __init__(self, config: GroupedEmbeddingConfig, device: torch.device | None) -> None:
         super().__init__()
         self._config = config
         fused_params = dict(config.fused_params or {})
@@ -112,11 +110,13 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         optimizer = RowOptimizer.from_fused_params(fused_params, f"tables {names}")
         shards = config.embedding_tables
         self.tables = [_make_table(s, options.tables[s.name], optimizer, device) for s in shards]
-        self.ids_mixed = options.tables[shards[0].name].ids_mixed
-        self.ids_come_once = False  # then weights, where there are any, are their counts
+        self.ids_are_mixed = options.tables[shards[0].name].ids_are_mixed
+        self.ids_are_sent_once = False
         self._asks_for_senders = asks_for_senders([table.config for table in self.tables])
-        self._bags_of_ranks: Sequence[int] = ()
-        pooling: Any = pooling_type_to_pooling_mode(config.pooling, sharding_type).name.lower()
+        self.bags_of_ranks: Sequence[int] = ()
+        pooling: Any = config.pooling.name.lower()
+        if pooling == "mean" and self.ids_are_mixed:
+            pooling = "sum"  # of the rows here; divided after the output dist (mean_pooling.py)
         self._group = TableGroup(
             self.tables,
             [shard.num_features() for shard in shards],
@@ -136,11 +136,11 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
 
     @property
     def group(self) -> TableGroup:
-        """Ours."""
+        """Our table group."""
         return self._group
 
-    def keep(self, shards: Sequence[DynamicTable]) -> None:
-        """Puts shards in place of those, still empty, of the same tables and columns."""
+    def replace_shards(self, shards: Sequence[DynamicTable]) -> None:
+        """Replaces its still empty shards of the same tables and columns by these."""
         found = {(shard.name, shard.first_column): shard for shard in shards}
         self.tables = [found.get((table.name, table.first_column), table) for table in self.tables]
         self._group.tables = list(self.tables)
@@ -159,7 +159,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         """Looks up the group's features.
 
         Args:
-            features: ids of N ids in F features, in the order of the group's tables.
+            features: N ids in F features, in the order of the group's tables.
 
         Returns:
             [B, sum of columns] pooled; [N, columns] for sequences; with a batch size per
@@ -181,7 +181,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             weights,
             training=self.training,
             batch_sizes=features.stride_per_key_per_rank() if varies else None,
-            # TorchRec has them since the all-to-all. Each rank checked the lengths it sent.
+            # TorchRec computed them for the all-to-all. Each rank checked the lengths it sent.
             counts=features.length_per_key(),
             senders=self._senders(features) if self.training and self._asks_for_senders else None,
             times=self._times(features) if self.training else None,
@@ -193,38 +193,30 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         return output
 
     def _times(self, features: KeyedJaggedTensor) -> Tensor | None:
-        """Returns how often each id occurred on its rank, [N] int64, where that counts."""
-        counts_came = self.ids_come_once and self._group.has_life
-        return counts_of(features.weights()) if counts_came else None
-
-    def expect(self, bags_of_ranks: Sequence[int]) -> None:
-        """Tells how many bags of each feature each rank sent of the batch that comes next.
-
-        Args:
-            bags_of_ranks: as the batch has them, rank after rank; not used where it varies by feature.
-        """
-        self._bags_of_ranks = bags_of_ranks
+        """Returns the occurrences of each id on its rank, [N] int64; None where they are not counted."""
+        has_counts = self.ids_are_sent_once and self._group.has_life
+        return counts_of(features.weights()) if has_counts else None
 
     def _senders(self, features: KeyedJaggedTensor) -> Senders:
         if features.variable_stride_per_key():
             bags = features.stride_per_key_per_rank()
         else:
-            bags = [list(self._bags_of_ranks)] * len(features.keys())
+            bags = [list(self.bags_of_ranks)] * len(features.keys())
         return Senders(bags, len(bags[0]) if get_gradient_division() else 1)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """Makes the rows of unseen ids now, so that the next forward only finds them."""
+        """Inserts rows for unseen ids now, so that the next forward only finds them."""
         if self.training:
             # One offset per feature serves every batch layout: only the ids count.
             offsets = torch.tensor(features.offset_per_key(), device=features.device())
             self._group.prefetch(self._ids(features), offsets)
 
     def _ids(self, features: KeyedJaggedTensor) -> Tensor:
-        """Returns the ids as the user wrote them."""
-        return ops.unmix64(features.values()) if self.ids_mixed else features.values()
+        """Returns the ids as the user wrote them, [N] int64."""
+        return ops.unmix64(features.values()) if self.ids_are_mixed else features.values()
 
-    # What TorchRec's lookups and collections ask of any kernel. Rows are in no state dict
-    # of TorchRec's making, and nothing waits in a cache.
+    # Methods that TorchRec's lookups and collections call on any kernel. Rows are in no state dict that
+    # TorchRec makes, and nothing waits in a cache.
 
     def state_dict(
         self,
@@ -232,7 +224,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Adds nothing: rows are no plain tensors of TorchRec's state dict."""
+        """Adds nothing: the collection saves the rows."""
         return destination if destination is not None else {}
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:

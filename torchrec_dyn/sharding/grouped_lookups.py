@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torchrec.distributed.embedding_lookup import (
     GroupedEmbeddingsLookup,
     GroupedPooledEmbeddingsLookup,
 )
+from torchrec.distributed.embedding_sharding import EmbeddingSharding
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -24,17 +25,21 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
     """Looks up the pooled tables that one sharding type put on this rank.
 
     Attributes:
-        node_size: ranks of a node, if batches arrive sorted by the sender's place in its node.
+        node_size: ranks of a node where rows are spread within nodes, else 1.
     """
 
-    node_size: int | None = None
+    node_size: int = 1
 
-    def expect(self, bags_of_ranks: Sequence[int]) -> None:
-        """Tells how many bags of a feature each rank sent of the batch that comes next."""
-        places = self.node_size or 1
-        lying = [bags for place in range(places) for bags in bags_of_ranks[place::places]]
-        for kernel in self._emb_modules:
-            kernel.expect(lying)
+    @property
+    def ids_are_mixed(self) -> bool:
+        """Whether ids arrive as mixed ids: the rows of its tables are spread over ranks."""
+        return any(kernel.ids_are_mixed for kernel in self._emb_modules)
+
+    def prefetch(
+        self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None
+    ) -> None:
+        """Inserts rows for unseen ids before the forward that needs them."""
+        _prefetch(self._emb_modules, sparse_features.split(self._feature_splits))
 
     def _create_embedding_kernel(
         self,
@@ -45,21 +50,7 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
         env: ShardingEnv | None,
         **later_torchrec: Any,
     ) -> BaseEmbedding:
-        return DynamicKernel(config, device, sharding_type)
-
-    @property
-    def ids_are_mixed(self) -> bool:
-        """Whether ids arrive as mixed ids: the rows of its tables are spread over ranks."""
-        return any(kernel.ids_mixed for kernel in self._emb_modules)
-
-    def prefetch(
-        self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None
-    ) -> None:
-        """Makes the rows of unseen ids before the forward that needs them."""
-        for kernel, features in zip(
-            self._emb_modules, sparse_features.split(self._feature_splits), strict=True
-        ):
-            kernel.prefetch(features)
+        return DynamicKernel(config, device)
 
     def _forward_with_vbe_merging(
         self, features_by_group: list[KeyedJaggedTensor], device: torch.device
@@ -74,10 +65,18 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
 class SequenceLookup(GroupedEmbeddingsLookup):
     """Looks up the sequence tables that one sharding type put on this rank."""
 
-    def expect(self, bags_of_ranks: Sequence[int]) -> None:
-        """Tells how many bags of a feature each rank sent of the batch that comes next."""
+    node_size: int = 1  # TorchRec has no sequences within nodes
+
+    def set_ids_sent_once(self) -> None:
+        """Sets that from now on a rank sends an id once a table, with its count if some table has a life."""
         for kernel in self._emb_modules:
-            kernel.expect(bags_of_ranks)
+            kernel.ids_are_sent_once = True
+
+    def prefetch(
+        self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None
+    ) -> None:
+        """Inserts rows for unseen ids before the forward that needs them."""
+        _prefetch(self._emb_modules, sparse_features.split(self._feature_splits))
 
     def _create_embedding_kernel(
         self,
@@ -89,41 +88,66 @@ class SequenceLookup(GroupedEmbeddingsLookup):
     ) -> BaseEmbedding:
         return DynamicKernel(config, device)
 
-    def expect_ids_once(self) -> None:
-        """From now on ids come once a rank and table, with counts where the tables need them."""
-        for kernel in self._emb_modules:
-            kernel.ids_come_once = True
 
-    def prefetch(
-        self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None
-    ) -> None:
-        """Makes the rows of unseen ids before the forward that needs them."""
-        for kernel, features in zip(
-            self._emb_modules, sparse_features.split(self._feature_splits), strict=True
-        ):
-            kernel.prefetch(features)
+def _prefetch(kernels: Iterable[Any], features: Sequence[KeyedJaggedTensor]) -> None:
+    for kernel, of_kernel in zip(kernels, features, strict=True):
+        kernel.prefetch(of_kernel)
 
 
-def silent_as_others(lookup: PooledLookup | SequenceLookup, sharding: Any) -> None:
-    """Lets a rank without tables send its nothing in the dtype in which the others send rows.
+class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
+    """Mixin of TorchRec's shardings, before them: creates the lookup, over our kernels.
 
-    TorchRec's nothing is float32, and what a rank receives it expects in the dtype of what it sends.
+    Attributes:
+        lookup_class: pooled or sequence.
+    """
+
+    lookup_class: ClassVar[type[PooledLookup] | type[SequenceLookup]]
+
+    def create_lookup(
+        self,
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: Any = None,
+    ) -> PooledLookup | SequenceLookup:
+        """Creates the lookup of the shards on this rank."""
+        sharding: Any = self
+        groups_per_rank = sharding._grouped_embedding_configs_per_rank
+        lookup = self.lookup_class(
+            grouped_configs=groups_per_rank[sharding._rank],
+            pg=sharding._pg,
+            device=device_of(sharding, device),
+            env=sharding._env,
+        )
+        if hasattr(sharding, "_intra_pg"):
+            lookup.node_size = sharding._intra_pg.size()
+        _match_empty_output(lookup, [group for of_rank in groups_per_rank for group in of_rank])
+        return lookup
+
+
+def device_of(sharding: Any, device: torch.device | None) -> torch.device | None:
+    """Returns the device of what a sharding of TorchRec's creates: the one asked for, else its own."""
+    return device if device is not None else sharding._device
+
+
+def _match_empty_output(
+    lookup: PooledLookup | SequenceLookup, groups: Sequence[GroupedEmbeddingConfig]
+) -> None:
+    """Sets the empty output of a rank without tables in the dtype of the other ranks' rows.
+
+    TorchRec's is float32, and a rank expects to receive the dtype that it sends.
 
     Args:
         lookup: of this rank.
-        sharding: TorchRec's, which knows the tables of all ranks.
+        groups: the table groups of all ranks.
     """
-    groups = [
-        group for of_rank in sharding._grouped_embedding_configs_per_rank for group in of_rank
-    ]
     chosen = (groups[0].fused_params or {}).get("output_dtype") if groups else None
     if chosen is not None:
-        nothing = lookup._dummy_embs_tensor.detach().to(chosen.as_dtype())
-        lookup._dummy_embs_tensor = nothing.requires_grad_()
+        empty = lookup._dummy_embs_tensor.detach().to(chosen.as_dtype())
+        lookup._dummy_embs_tensor = empty.requires_grad_()
 
 
-def tell_senders(lookups: Iterable[nn.Module], contexts: Iterable[Any]) -> None:
-    """Tells lookups who sent the batch that they get next.
+def set_senders(lookups: Iterable[nn.Module], contexts: Iterable[Any]) -> None:
+    """Sets the sender layout of the next batch in the kernels of all lookups.
 
     Args:
         lookups: one per sharding type.
@@ -131,4 +155,8 @@ def tell_senders(lookups: Iterable[nn.Module], contexts: Iterable[Any]) -> None:
     """
     for lookup, context in zip(lookups, contexts, strict=True):
         assert isinstance(lookup, (PooledLookup, SequenceLookup))
-        lookup.expect(context.batch_size_per_rank)
+        bags, size = context.batch_size_per_rank, lookup.node_size
+        # Within nodes a batch arrives sorted by the senders' places in their nodes.
+        as_arrived = [of_rank for place in range(size) for of_rank in bags[place::size]]
+        for kernel in lookup._emb_modules:
+            kernel.bags_of_ranks = as_arrived

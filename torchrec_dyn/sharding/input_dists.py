@@ -1,8 +1,7 @@
 """The input dists of row-wise types: they mix the ids and send each to its owner (ranks/routing.py).
 
-The compute kernel of the owner restores the ids.
-
-Input dists send by the present plan, whatever a train pipeline has put back when it was detached.
+The compute kernel of the owner restores the ids. Input dists of every type lose here what a train pipeline
+left on them of an earlier plan.
 """
 
 from __future__ import annotations
@@ -24,29 +23,6 @@ from torchrec_dyn import ops
 from torchrec_dyn.ranks import ids_per_rank
 
 
-def with_mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Returns the same bags with every id replaced by its mixed id."""
-    return with_ids(features, ops.mix64(features.values()))
-
-
-def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
-    """Returns the same bags with other ids.
-
-    Args:
-        features: of N ids.
-        ids: [N] int64.
-    """
-    varies = features.variable_stride_per_key()
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=ids,
-        weights=features.weights_or_none(),
-        lengths=features.lengths(),
-        stride=None if varies else features.stride(),
-        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
-    )
-
-
 class RowWiseInputDist(RwSparseFeaturesDist):
     """Sends mixed ids to their owners among all ranks; pooled and sequence.
 
@@ -54,7 +30,7 @@ class RowWiseInputDist(RwSparseFeaturesDist):
         pg: the ranks that share the rows.
         num_features: features of the row-wise tables.
         device: where the block sizes live.
-        is_sequence: whether the outputs must find their way back id by id.
+        is_sequence: whether the outputs are sent back id by id.
     """
 
     def __init__(
@@ -114,7 +90,7 @@ class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
     def forward(
         self, sparse_features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Mixes the ids, sorts them by owner within the node and sends them off."""
+        """Mixes the ids, sorts them by owner within the node and sends them."""
         by_owner, _ = bucketize_kjt_before_all2all(
             with_mixed_ids(sparse_features),
             num_buckets=self._local_size,
@@ -127,11 +103,35 @@ class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
         )
 
 
-def send_by_own_forwards(input_dists: Iterable[nn.Module]) -> None:
-    """Drops forwards that belong to the input dists of before a move.
+def with_mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Returns the same bags with every id replaced by its mixed id."""
+    return with_ids(features, ops.mix64(features.values()))
 
-    A pipeline remembers the forwards that it found when it began. Detached behind a move
-    (distributed/resharding.py), it hangs them on the input dists of now.
+
+def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
+    """Returns the same bags with other ids.
+
+    Args:
+        features: of N ids.
+        ids: [N] int64.
+    """
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=ids,
+        weights=features.weights_or_none(),
+        lengths=features.lengths(),
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+    )
+
+
+def remove_stale_forwards(input_dists: Iterable[nn.Module]) -> None:
+    """Removes a pipeline's stale patch of `input_dist.forward` after a reshard.
+
+    A train pipeline replaces the forwards of the input dists and keeps the original ones. If it is detached
+    after tables have moved (distributed/resharding.py), it sets those of the earlier plan on the new input
+    dists.
 
     Args:
         input_dists: TorchRec's, one per sharding type.

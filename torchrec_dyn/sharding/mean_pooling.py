@@ -1,8 +1,8 @@
 """Exact MEAN for tables whose rows are spread over ranks.
 
-A rank that holds part of the rows cannot divide by the length of the bag. The kernels sum,
-and the stitched output is divided here: exactly the outputs of MEAN tables with spread
-rows. (TorchRec 1.8.0 divides every output of the collection, and none under grid.)
+A rank that holds part of the rows cannot divide by the length of the bag. So the kernels sum, and of the
+stitched outputs those of MEAN tables with spread rows, and only those, are divided here. (TorchRec 1.8.0
+divides every output of the collection, and none under grid.)
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 
 class MeanDivisor:
-    """Computes by what each output of a collection is divided.
+    """Computes the divisor of each output of a collection.
 
     Args:
-        features: per output the feature whose bag lengths divide it, None where nothing does.
-        widths: per output its number of columns.
+        features: for each output the feature whose bag lengths divide it; None: it is not divided.
+        widths: number of columns of each output.
 
     Attributes:
         is_needed: whether any output is divided.
@@ -51,7 +51,7 @@ class MeanDivisor:
 
 
 def _bag_lengths(features: KeyedJaggedTensor, feature: str) -> Tensor:
-    """Returns the length of each example's bag, [B] float32, 1 for an empty one."""
+    """Returns the length of each example's bag, [B] float32; 1 of an empty bag."""
     key = features.keys().index(feature)
     strides = features.stride_per_key()
     begin = sum(strides[:key])
@@ -63,7 +63,7 @@ def _bag_lengths(features: KeyedJaggedTensor, feature: str) -> Tensor:
 
 
 def divide(pooled: KeyedTensor, divisor: Tensor) -> KeyedTensor:
-    """Divides the sums; the last step of a collection's awaitable.
+    """Divides the sums by bag lengths; a callback of TorchRec's awaitable.
 
     Args:
         pooled: [B, sum of widths].

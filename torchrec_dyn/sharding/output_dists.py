@@ -1,8 +1,10 @@
 """The output dists of tables whose rows are spread: partial bags are summed over ranks.
 
-TorchRec's, with two gaps filled. Its reduce-scatter cannot run backward on gloo where ranks
+They fill two gaps of TorchRec's. Its reduce-scatter cannot run backward on gloo where ranks
 have batches of different sizes: there every rank sends its partial bags to the rank of
 their batch, which adds them up. And its grid lacks batches of a size per feature.
+
+Legend: B bags of a rank's batch, D columns of all features, F features.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torchrec.distributed.types import Awaitable, QuantizedCommCodecs
 
 
 class SumOverRanks(nn.Module):
-    """Sums partial bags over ranks and gives each rank those of its batch.
+    """Sums partial bags over ranks; each rank receives the sums of its batch.
 
     Args:
         pg: the ranks that share the rows.
@@ -53,7 +55,7 @@ class SumOverRanks(nn.Module):
             local_embs: [sum of batches, D]; one-dimensional with a batch size per feature.
             input_splits: batch size of each rank; None: all equal.
             batch_size_per_rank_per_feature: [ranks][F] where batch sizes vary by feature.
-            embedding_dims: [F] widths, then.
+            embedding_dims: [F] widths; needed where batch sizes vary by feature.
         """
         if batch_size_per_rank_per_feature is None or embedding_dims is None:
             if self._gloo_fails_at(input_splits):
@@ -81,7 +83,7 @@ class SumOverRanks(nn.Module):
 
 
 def _added_up(arrived: Tensor, ranks: int, width: int) -> Tensor:
-    """Adds up what the ranks sent, [B, ranks * D] to [B, D]."""
+    """Adds up the partial bags of all ranks, [B, ranks * D] to [B, D]."""
     return arrived.view(arrived.shape[0], ranks, width).sum(1)
 
 
@@ -100,7 +102,7 @@ class NodeRowWiseOutputDist(TwRwPooledEmbeddingDist):
     def _create_output_dist_modules(
         self, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> None:
-        # Both kinds of batch, whichever comes first.
+        # Modules for both kinds of batch, whichever is the first.
         super()._create_output_dist_modules(
             EmbeddingShardingContext(variable_batch_per_feature=True)
         )
@@ -111,8 +113,8 @@ class NodeRowWiseOutputDist(TwRwPooledEmbeddingDist):
 class GridOutputDist(GridPooledEmbeddingDist):
     """The output dist of grid tables.
 
-    Before the columns are stitched a grid is table-row-wise over column shards, so with a
-    batch size per feature that type's output dist serves, and the collection stitches.
+    Before the columns are stitched a grid is table-row-wise over column shards. So with a batch size per
+    feature it uses the output dist of table-row-wise tables, and the collection stitches.
 
     Args:
         **options: as TorchRec's.

@@ -1,11 +1,12 @@
-"""The order of a sharded collection's outputs, which TorchRec takes from the plan, stays when tables move.
+"""The order of a sharded collection's outputs: of the columns of a feature, and of the features.
 
-TorchRec lists outputs by sharding type; a dense layer over `KeyedTensor.values()` knows columns by place.
+*Columns.* The outputs of column shards arrive ordered by rank. The shards of one feature may repeat ranks,
+be listed in any order and have different widths, so the order of arrival says nothing of the columns.
 
-Column-wise stitching: which output of the ranks is which column of a feature.
+*Features.* TorchRec lists outputs by sharding type, hence by plan; a dense layer over `KeyedTensor.values()`
+knows columns by place. So the order of the first plan stays when tables move.
 
-Outputs arrive ordered by rank. The shards of one feature may repeat ranks, be listed in
-any order and have different widths, so the order of arrival says nothing of the columns.
+Legend: B examples, D columns of all outputs.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 
 def outputs_by_column(names: Sequence[str], first_columns: Sequence[int]) -> dict[str, list[int]]:
-    """Orders the outputs of each name by the column they begin at.
+    """Orders the outputs of each name by their first columns.
 
-    Shard ranks [0, 1, 0] of a feature give outputs of ranks [0, 0, 1], beginning at
-    columns [0, 2d, d], and the answer [0, 2, 1].
+    Example: column shards of width d on ranks [0, 1, 0] give outputs of ranks [0, 0, 1] with first columns
+    [0, 2d, d]; the result is [0, 2, 1].
 
     Args:
         names: output name of each arriving output.
-        first_columns: column at which each arriving output begins.
+        first_columns: first column of each arriving output.
 
     Returns:
         For each name, in order of first arrival, its positions in column order.
@@ -39,14 +40,14 @@ def outputs_by_column(names: Sequence[str], first_columns: Sequence[int]) -> dic
 
 
 def pooled_in_order(pooled: KeyedTensor, names: Sequence[str]) -> KeyedTensor:
-    """Puts pooled outputs into an order.
+    """Puts pooled outputs in a given order.
 
     Args:
         pooled: [B, D].
-        names: its keys, in the order that they are to have.
+        names: its keys in that order.
 
     Returns:
-        [B, D]; the same object where it has that order.
+        [B, D]; the same object if it has that order.
     """
     if pooled.keys() == names:
         return pooled
@@ -58,10 +59,5 @@ def pooled_in_order(pooled: KeyedTensor, names: Sequence[str]) -> KeyedTensor:
 def sequences_in_order(
     sequences: Mapping[str, JaggedTensor], names: Sequence[str]
 ) -> dict[str, JaggedTensor]:
-    """Puts the outputs of sequences into an order.
-
-    Args:
-        sequences: by name.
-        names: in the order that they are to have.
-    """
+    """Puts sequence outputs in the order of `names`."""
     return {name: sequences[name] for name in names}

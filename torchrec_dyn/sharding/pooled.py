@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchrec.distributed.embedding_sharding import (
     BaseEmbeddingDist,
-    BaseEmbeddingLookup,
     BaseSparseFeaturesDist,
+    EmbeddingSharding,
     EmbeddingShardingContext,
+    EmbeddingShardingInfo,
 )
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
@@ -20,10 +21,10 @@ from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import QuantizedCommCodecs, ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.sharding.grouped_lookups import PooledLookup, silent_as_others
+from torchrec_dyn.sharding.grouped_lookups import CreatesLookup, PooledLookup, device_of
 from torchrec_dyn.sharding.input_dists import NodeRowWiseInputDist, RowWiseInputDist
 from torchrec_dyn.sharding.output_dists import (
     GridOutputDist,
@@ -33,34 +34,6 @@ from torchrec_dyn.sharding.output_dists import (
 from torchrec_dyn.sharding.output_order import outputs_by_column
 
 
-def _lookup(
-    sharding: Any,
-    groups: list[GroupedEmbeddingConfig],
-    device: torch.device | None,
-    sharding_type: ShardingType | None = None,
-) -> PooledLookup:
-    lookup = PooledLookup(
-        grouped_configs=groups,
-        pg=sharding._pg,
-        device=device if device is not None else sharding._device,
-        sharding_type=sharding_type,
-        env=sharding._env,
-    )
-    silent_as_others(lookup, sharding)
-    if sharding_type == ShardingType.TABLE_ROW_WISE:
-        lookup.node_size = sharding._intra_pg.size()
-    return lookup
-
-
-def _node_input_dist(sharding: Any, device: torch.device | None) -> NodeRowWiseInputDist:
-    return NodeRowWiseInputDist(
-        pg=sharding._pg,
-        local_size=sharding._intra_pg.size(),
-        features_per_rank=sharding._features_per_rank(sharding._grouped_embedding_configs_per_rank),
-        device=device if device is not None else sharding._device,
-    )
-
-
 def _node_output_options(sharding: Any, device: torch.device | None) -> dict[str, Any]:
     return {
         "rank": sharding._rank,
@@ -68,13 +41,13 @@ def _node_output_options(sharding: Any, device: torch.device | None) -> dict[str
         "intra_pg": sharding._intra_pg,
         "dim_sum_per_node": sharding._dim_sum_per_node(),
         "emb_dim_per_node_per_feature": sharding._emb_dim_per_node_per_feature(),
-        "device": device if device is not None else sharding._device,
+        "device": device_of(sharding, device),
         "qcomm_codecs_registry": sharding.qcomm_codecs_registry,
     }
 
 
 def _combine_columns(sharding: Any, groups: Sequence[Sequence[GroupedEmbeddingConfig]]) -> None:
-    """Sets the names, widths and order by which a sharding stitches column shards.
+    """Sets the names, widths and order with which a sharding stitches column shards.
 
     Args:
         sharding: a column-wise or grid sharding.
@@ -96,52 +69,45 @@ def _combine_columns(sharding: Any, groups: Sequence[Sequence[GroupedEmbeddingCo
     ]
 
 
-class TableWisePooled(TwPooledEmbeddingSharding):
+class _CreatesPooledLookup(CreatesLookup):
+    """Mixin of TorchRec's pooled shardings."""
+
+    lookup_class = PooledLookup
+
+
+class _WithinNode(_CreatesPooledLookup):
+    """Mixin of TorchRec's pooled shardings that spread rows over the ranks of a node."""
+
+    def create_input_dist(
+        self, device: torch.device | None = None
+    ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
+        """Creates the routing by range of the mixed id within the node."""
+        sharding: Any = self
+        groups_per_rank = sharding._grouped_embedding_configs_per_rank
+        return NodeRowWiseInputDist(
+            pg=sharding._pg,
+            local_size=sharding._intra_pg.size(),
+            features_per_rank=sharding._features_per_rank(groups_per_rank),
+            device=device_of(sharding, device),
+        )
+
+
+class TableWisePooled(_CreatesPooledLookup, TwPooledEmbeddingSharding):
     """Whole tables on one rank each."""
 
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: Any = None,
-    ) -> BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]:
-        """Creates the lookup of this rank's tables."""
-        return _lookup(self, self._grouped_embedding_configs, device)
 
-
-class ColumnWisePooled(CwPooledEmbeddingSharding):
+class ColumnWisePooled(_CreatesPooledLookup, CwPooledEmbeddingSharding):
     """Column ranges of tables on any ranks."""
 
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: Any = None,
-    ) -> BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]:
-        """Creates the lookup of this rank's column shards."""
-        return _lookup(self, self._grouped_embedding_configs, device)
-
     def _init_combined_embeddings(self) -> None:
         _combine_columns(self, self._grouped_embedding_configs_per_rank)
 
 
-class TableColumnWisePooled(TwCwPooledEmbeddingSharding):
+class TableColumnWisePooled(ColumnWisePooled, TwCwPooledEmbeddingSharding):
     """Column ranges of tables on the ranks of one node."""
 
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: Any = None,
-    ) -> BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]:
-        """Creates the lookup of this rank's column shards."""
-        return _lookup(self, self._grouped_embedding_configs, device)
 
-    def _init_combined_embeddings(self) -> None:
-        _combine_columns(self, self._grouped_embedding_configs_per_rank)
-
-
-class RowWisePooled(RwPooledEmbeddingSharding):
+class RowWisePooled(_CreatesPooledLookup, RwPooledEmbeddingSharding):
     """Rows spread over all ranks."""
 
     def create_input_dist(
@@ -151,18 +117,9 @@ class RowWisePooled(RwPooledEmbeddingSharding):
         return RowWiseInputDist(
             pg=self._pg,
             num_features=self._get_num_features(),
-            device=device if device is not None else self._device,
+            device=device_of(self, device),
             is_sequence=False,
         )
-
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: Any = None,
-    ) -> BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]:
-        """Creates the lookup of this rank's rows."""
-        return _lookup(self, self._grouped_embedding_configs, device, ShardingType.ROW_WISE)
 
     def create_output_dist(
         self, device: torch.device | None = None
@@ -175,24 +132,8 @@ class RowWisePooled(RwPooledEmbeddingSharding):
         )
 
 
-class TableRowWisePooled(TwRwPooledEmbeddingSharding):
+class TableRowWisePooled(_WithinNode, TwRwPooledEmbeddingSharding):
     """Rows spread over the ranks of one node."""
-
-    def create_input_dist(
-        self, device: torch.device | None = None
-    ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
-        """Creates the routing by range of the mixed id within the node."""
-        return _node_input_dist(self, device)
-
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: Any = None,
-    ) -> BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]:
-        """Creates the lookup of this rank's rows."""
-        groups = self._grouped_embedding_configs_per_rank[self._rank]
-        return _lookup(self, groups, device, ShardingType.TABLE_ROW_WISE)
 
     def create_output_dist(
         self, device: torch.device | None = None
@@ -201,24 +142,8 @@ class TableRowWisePooled(TwRwPooledEmbeddingSharding):
         return NodeRowWiseOutputDist(**_node_output_options(self, device))
 
 
-class GridPooled(GridPooledEmbeddingSharding):
+class GridPooled(_WithinNode, GridPooledEmbeddingSharding):
     """Column ranges on nodes, their rows spread over the ranks of the node."""
-
-    def create_input_dist(
-        self, device: torch.device | None = None
-    ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
-        """Creates the routing by range of the mixed id within each node."""
-        return _node_input_dist(self, device)
-
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: Any = None,
-    ) -> BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]:
-        """Creates the lookup of this rank's rows of its node's column shards."""
-        groups = self._grouped_embedding_configs_per_rank[self._rank]
-        return _lookup(self, groups, device, ShardingType.TABLE_ROW_WISE)
 
     def create_output_dist(
         self, device: torch.device | None = None
@@ -239,7 +164,7 @@ class GridPooled(GridPooledEmbeddingSharding):
         _combine_columns(self, self._grouped_embedding_configs_per_node)
 
 
-POOLED_SHARDINGS = {
+POOLED_SHARDINGS: Mapping[str, Any] = {
     ShardingType.TABLE_WISE.value: TableWisePooled,
     ShardingType.ROW_WISE.value: RowWisePooled,
     ShardingType.COLUMN_WISE.value: ColumnWisePooled,
@@ -247,8 +172,18 @@ POOLED_SHARDINGS = {
     ShardingType.TABLE_COLUMN_WISE.value: TableColumnWisePooled,
     ShardingType.GRID_SHARD.value: GridPooled,
 }
-SPREAD_SHARDINGS = [
-    ShardingType.ROW_WISE.value,
-    ShardingType.TABLE_ROW_WISE.value,
-    ShardingType.GRID_SHARD.value,
-]
+
+
+def pooled_sharding(
+    infos: list[EmbeddingShardingInfo],
+    env: ShardingEnv,
+    device: torch.device | None,
+    permute_embeddings: bool,
+    qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None,
+) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
+    """Creates the sharding of all tables of one type; arguments as of TorchRec's shardings."""
+    kind = POOLED_SHARDINGS[infos[0].param_sharding.sharding_type]
+    options: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
+    if issubclass(kind, CwPooledEmbeddingSharding):
+        options["permute_embeddings"] = permute_embeddings
+    return kind(infos, env, device, **options)

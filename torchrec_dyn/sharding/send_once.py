@@ -1,16 +1,14 @@
-"""Each id once: what a rank sends instead of a sequence batch, and how rows become those of the batch.
+"""Sequence batches in which a rank sends each id once, and their expansion to the rows of the batch.
 
 Of all features of a table together a rank sends every distinct id once; with a count, if the table has a
-life. The rows that come back are repeated here. In backward the gradients of repeats are summed here, in
-the order of the batch, in float32; the owner then sums what it gets from the ranks, in the order of ranks.
+life. The rows that are sent back are repeated here. In backward the gradients of repeats are summed here,
+in the order of the batch, in float32; the owner then sums the gradients of the ranks, in the order of ranks.
 
-Letters: F features, B bags of each, P column shards (whole tables, mostly), N ids, U ids sent.
+Counts are sent as the weights of the batch. Weights are float32, exact for integers up to 2**24 only, so a
+count is sent as the 32 bits of an int32: the dists copy, sort and send weights, but never compute with them.
+(Small counts look like denormal floats, large ones may look like NaN.)
 
-Counts of ids that travel where TorchRec's dists carry the weights of a batch.
-
-Weights are float32, exact for integers up to 2**24 only. So a count travels as the 32 bits of an int32:
-the dists copy, sort and send weights, but never reckon with them. (Small counts look like denormal floats,
-large ones may look like NaN.)
+Legend: F features, B bags of each, P column shards (mostly whole tables), N ids, U ids sent.
 """
 
 from __future__ import annotations
@@ -26,35 +24,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import ops
 
-MOST_IDS = 2**31 - 1  # of a batch, hence of any count
-
-
-def as_weights(counts: Tensor) -> Tensor:
-    """Disguises counts as weights.
-
-    Args:
-        counts: [N] int64 in [1, 2**31).
-
-    Returns:
-        [N] float32 of the same bits as int32 counts.
-    """
-    return counts.to(torch.int32).view(torch.float32)
-
-
-def counts_of(weights: Tensor) -> Tensor:
-    """Returns the counts that came as weights, [N] int64.
-
-    Args:
-        weights: [N] float32 of `as_weights`, in any order.
-    """
-    return weights.view(torch.int32).long()
+_MOST_IDS = 2**31 - 1  # of a batch, hence of any count
 
 
 class _Expand(torch.autograd.Function):
     """Repeats rows; sums the gradients of repeats in the order of the batch.
 
-    Not `index_select`: its backward adds up in the dtype of the gradients, and a sum of many of half
-    precision stands still.
+    Not `index_select`: its backward sums in the dtype of the gradients, and in half precision a sum of many
+    gradients stops growing.
     """
 
     @staticmethod
@@ -73,10 +50,10 @@ class _Expand(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Expansion:
-    """Gives every occurrence its row; a callback of TorchRec's awaitable of rows.
+    """Gives every occurrence of an id its row; a callback of TorchRec's awaitable of rows.
 
     Attributes:
-        places: [N] int64, which of the U ids sent each one is.
+        places: [N] int64, the position of each id among the U ids sent.
     """
 
     places: Tensor
@@ -93,7 +70,7 @@ class SendOnce:
     Args:
         tables: name and number of features of each column shard, in the order in which TorchRec sends
             features. Column shards of a table get the same ids.
-        counted: whether counts travel, as they must where some table has a life.
+        counted: whether counts are sent: they must be where some table has a life.
         where: the collection, for messages.
     """
 
@@ -102,24 +79,24 @@ class SendOnce:
         self._first_feature = list(accumulate((features for _, features in tables), initial=0))
         distinct = list(dict.fromkeys(names))
         self._table_of = [distinct.index(name) for name in names]
-        self._shard_of = [names.index(name) for name in distinct]  # its first
+        self._shard_of = [names.index(name) for name in distinct]  # first one of each table
         self._counted = counted
         self._where = where
 
     def __call__(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Expansion]:
-        """Finds what is sent.
+        """Makes the batch that is sent.
 
         Args:
             features: F features of B bags each, B > 0.
 
         Returns:
             The same features, in which the first one of each column shard has all its distinct ids, in
-            order of first sight and evenly spread over the bags; and the way back.
+            order of first sight and evenly spread over the bags; and the expansion of their rows.
 
         Raises:
-            ValueError: if there are more ids than a count can tell.
+            ValueError: if there are more ids than a count can hold.
         """
-        if features.values().numel() > MOST_IDS:
+        if features.values().numel() > _MOST_IDS:
             raise ValueError(
                 f"{self._where}: expected at most 2**31 - 1 ids in a batch, got "
                 f"{features.values().numel()}. Make batches smaller, or set use_index_dedup=False."
@@ -155,14 +132,14 @@ class SendOnce:
             sizes: [P] ids of each column shard.
 
         Returns:
-            Distinct ids by table, how often each occurs, how many each table has, and which of them each
-            id is (ids of a table's first column shard only).
+            The distinct ids by table; the occurrences of each; the number of distinct ids of each table;
+            and the position among them of each id of the tables' first column shards.
         """
         if len(self._shard_of) < len(sizes):
             parts = ids.split(list(sizes))
             ids = torch.cat([parts[shard] for shard in self._shard_of])
         bounds = list(accumulate((sizes[shard] for shard in self._shard_of), initial=0))
-        # The op lists the distinct ones of ids without a row. Here none has one.
+        # The op lists the distinct ids without a row (-1). Here all ids get -1.
         found, counts, offsets, places = ops.collect_new(
             ids.contiguous(), torch.full_like(ids, -1), torch.tensor(bounds, device=ids.device)
         )
@@ -173,10 +150,28 @@ class SendOnce:
         return torch.cat([parts[table] for table in self._table_of])
 
     def _lengths(self, features: KeyedJaggedTensor, sent: Sequence[int]) -> Tensor:
-        """Spreads the ids sent over the bags: where they stand says only whose they are."""
+        """Spreads the ids sent over the bags: only their table and this rank matter to the owner."""
         batch, device = features.stride(), features.device()
         lengths = features.lengths().new_zeros(len(features.keys()), batch)
         each = torch.tensor(sent, device=device).unsqueeze(1)
         spread = each // batch + (torch.arange(batch, device=device) < each % batch)
         lengths[self._first_feature[:-1]] = spread.to(lengths.dtype)
         return lengths.flatten()
+
+
+def as_weights(counts: Tensor) -> Tensor:
+    """Returns counts as weights, [N] float32 with the bits of int32 counts.
+
+    Args:
+        counts: [N] int64 in [1, 2**31).
+    """
+    return counts.to(torch.int32).view(torch.float32)
+
+
+def counts_of(weights: Tensor) -> Tensor:
+    """Returns the counts in weights of `as_weights`, [N] int64.
+
+    Args:
+        weights: [N] float32, in any order.
+    """
+    return weights.view(torch.int32).long()

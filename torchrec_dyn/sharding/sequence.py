@@ -2,59 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
-from torchrec.distributed.embedding_sharding import BaseEmbeddingLookup, BaseSparseFeaturesDist
+from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist
 from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
 from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.sharding.grouped_lookups import SequenceLookup, silent_as_others
+from torchrec_dyn.sharding.grouped_lookups import CreatesLookup, SequenceLookup, device_of
 from torchrec_dyn.sharding.input_dists import RowWiseInputDist
 
 
-def _lookup(sharding: Any, device: torch.device | None) -> SequenceLookup:
-    lookup = SequenceLookup(
-        grouped_configs=sharding._grouped_embedding_configs,
-        pg=sharding._pg,
-        device=device if device is not None else sharding._device,
-        env=sharding._env,
-    )
-    silent_as_others(lookup, sharding)
-    return lookup
+class _CreatesSequenceLookup(CreatesLookup):
+    """Mixin of TorchRec's sequence shardings."""
+
+    lookup_class = SequenceLookup
 
 
-class TableWiseSequence(TwSequenceEmbeddingSharding):
+class TableWiseSequence(_CreatesSequenceLookup, TwSequenceEmbeddingSharding):
     """Whole tables on one rank each."""
 
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: Any = None,
-    ) -> BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]:
-        """Creates the lookup of this rank's tables."""
-        return _lookup(self, device)
 
-
-class ColumnWiseSequence(CwSequenceEmbeddingSharding):
+class ColumnWiseSequence(_CreatesSequenceLookup, CwSequenceEmbeddingSharding):
     """Column ranges of tables on any ranks."""
 
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: Any = None,
-    ) -> BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]:
-        """Creates the lookup of this rank's column shards."""
-        return _lookup(self, device)
 
-
-class RowWiseSequence(RwSequenceEmbeddingSharding):
+class RowWiseSequence(_CreatesSequenceLookup, RwSequenceEmbeddingSharding):
     """Rows spread over all ranks."""
 
     def create_input_dist(
@@ -64,18 +38,9 @@ class RowWiseSequence(RwSequenceEmbeddingSharding):
         return RowWiseInputDist(
             pg=self._pg,
             num_features=self._get_num_features(),
-            device=device if device is not None else self._device,
+            device=device_of(self, device),
             is_sequence=True,
         )
-
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: Any = None,
-    ) -> BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]:
-        """Creates the lookup of this rank's rows."""
-        return _lookup(self, device)
 
 
 SEQUENCE_SHARDINGS = {

@@ -1,8 +1,10 @@
-"""Sequence batches that TorchRec's dists cannot carry, evened out and restored afterwards.
+"""Padding of sequence batches that TorchRec's dists cannot send, and its removal from the outputs.
 
-TorchRec cannot shape a batch without examples. It pads a batch with a size per feature,
-but restores the outputs by an op that has no gradient on CPU. Here such batches get empty
-examples at their end, and the outputs are cut and repeated by ops that have one.
+TorchRec cannot shape a batch without examples. It pads a batch with a size per feature, but restores the
+outputs by an op that has no gradient on CPU. Here such batches get empty bags at their end, and the outputs
+are cut and repeated by ops that have a gradient.
+
+Legend: F features, B examples.
 """
 
 from __future__ import annotations
@@ -16,12 +18,11 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 @dataclass(frozen=True)
 class Restoration:
-    """How the outputs of an evened batch become those of the batch.
+    """Turns the outputs of a padded batch into those of the batch.
 
     Attributes:
-        bags: bags per feature, less the padding.
-        inverse: [F, B] bag of each feature that serves each example, None where bags are
-            examples.
+        bags: bags per feature, without the padding.
+        inverse: [F, B] the bag of each feature and example; None where bags are examples.
         features: the feature of each row of `inverse`.
     """
 
@@ -30,11 +31,11 @@ class Restoration:
     features: list[str]
 
     def __call__(self, outputs: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """Restores all outputs of a forward; their names are "feature" or "feature@table"."""
+        """Restores the outputs of a forward; their names are "feature" or "feature@table"."""
         return {name: self._restored(name.split("@")[0], jt) for name, jt in outputs.items()}
 
     def _restored(self, feature: str, jagged: JaggedTensor) -> JaggedTensor:
-        # Padding has no ids and stands last: the values need no cut.
+        # Padding has no ids and is last: the values need no cut.
         lengths = jagged.lengths()[: self.bags[feature]]
         values, ids = jagged.values(), jagged.weights_or_none()
         if self.inverse is not None:
@@ -62,14 +63,14 @@ def _positions(lengths: Tensor, bags: Tensor) -> Tensor:
     return torch.arange(int(chosen.sum()), device=lengths.device) + shift.repeat_interleave(chosen)
 
 
-def evened(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Restoration | None]:
-    """Gives every feature as many bags as the largest, and at least one.
+def pad_batch(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Restoration | None]:
+    """Pads every feature to the bags of the largest one, and to one bag at least.
 
     Args:
         features: a checked batch.
 
     Returns:
-        The even batch, and how its outputs become those of the batch; None if it was even.
+        The padded batch and what restores its outputs; the batch itself and None if it needs no padding.
     """
     bags = features.stride_per_key()
     if not features.variable_stride_per_key() and min(bags, default=0) > 0:

@@ -1,4 +1,4 @@
-"""AlignedState: optimizer state that came, beside the rows that the shards have now.
+"""AlignedState: matches loaded optimizer state to the rows that the shards have now, and commits it.
 
 Legend: M rows.
 """
@@ -11,29 +11,28 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import CHUNK_BYTES, add_sums, from_bytes, mean_over_cuts
-from torchrec_dyn.ranks import done_together, told_together
+from torchrec_dyn.checkpoint_format import CHUNK_BYTES, add_sums, mean_over_cuts
+from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict.loading import OptimizerEntry
-from torchrec_dyn.state_dict.pieces import ShardPieces
-from torchrec_dyn.state_dict.places import Runs, Share, runs_of, share_of
+from torchrec_dyn.state_dict.places import Runs, Share, runs_of
 from torchrec_dyn.storage import CanonicalRows
 from torchrec_dyn.table import named_states
 
 
 class AlignedState:
-    """Finds the rows that the shards have now among those that came.
+    """Finds the rows of the shards among the loaded ones.
 
     Args:
-        entry: what came.
+        entry: loaded optimizer state.
         runs: where the shards' rows are in the whole table.
 
     Raises:
-        ValueError: if other rows came.
+        ValueError: if it is of another number of rows.
     """
 
     def __init__(self, entry: OptimizerEntry, runs: Runs) -> None:
         pieces = entry.pieces
-        if entry.optimizer.state_names and entry.total != runs.total:
+        if pieces.optimizer.state_names and entry.total != runs.total:
             raise ValueError(
                 f"{pieces.where}: expected optimizer state of {runs.total} rows, got that of "
                 f"{entry.total}. Load the state dict of the module before that of its optimizer."
@@ -43,7 +42,7 @@ class AlignedState:
         self._canonical = [pieces.canonical(shard) for shard in pieces.shards]
 
     def check(self) -> dict[str, int]:
-        """Checks what came by the rows that the shards have now, and sums it.
+        """Checks it by the rows that the shards have now, and sums it.
 
         Raises:
             ValueError: if it is of another optimizer.
@@ -53,7 +52,7 @@ class AlignedState:
         return self._entry.sums_of([((ids, staged) for ids, _, staged in one) for one in stretches])
 
     def compare(self, summed: Mapping[str, int]) -> None:
-        """Raises ValueError if what came is not of the rows that the shards have now."""
+        """Raises ValueError if it is not of the rows that the shards have now."""
         try:
             self._entry.compare(summed)
         except ValueError:
@@ -65,8 +64,8 @@ class AlignedState:
             ) from None
 
     def _stretches(self, rows: CanonicalRows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Walks the rows of a shard: ids, its own rows, and those of the staged stores."""
-        if not self._entry.optimizer.state_names:
+        """Yields the rows of a shard: ids, its own rows, and the rows in the staged stores."""
+        if not self._entry.pieces.optimizer.state_names:
             return
         most = max(1, CHUNK_BYTES // (4 * self._entry.pieces.cuts[-1]))
         for run in self._runs.mine:
@@ -77,11 +76,10 @@ class AlignedState:
                 staged = [torch.arange(row, row + high - low) for low, high, row in places]
                 yield ids, own, torch.cat(staged)
 
-    def take_over(self) -> None:
-        """Puts what has come in place of the shards' optimizer state; checked and verified."""
+    def commit(self) -> None:
+        """Replaces the optimizer state of the shards by the verified load."""
         entry, pieces = self._entry, self._entry.pieces
-        saved = from_bytes(pieces.where, entry.small["config"]) if "config" in entry.small else {}
-        cuts = saved.get("cuts", pieces.cuts)
+        cuts = entry.saved_config.get("cuts", pieces.cuts)
         for shard, rows, stores in zip(
             pieces.shards, self._canonical, entry.staged or (), strict=True
         ):
@@ -98,33 +96,31 @@ class AlignedState:
                         one.store.write(own, store.read(staged))
                 store.reserve(shard.weights.capacity)
                 states.append(store if is_same else one.store)
-            shard.take_states(tuple(states))
+            shard.replace_states(tuple(states))
             if "step" in entry.small:
                 shard.step = max(shard.step if shard.life else 0, int(entry.small["step"]))
             if shard.life is not None:
                 shard.life.catch_up(shard.step, shard.row_numbers.high)
         entry.staged = None
+        entry.renew()  # loaded once more, its tensors are the table's own
 
 
-def take_over_state(entry: OptimizerEntry, call: str) -> None:
-    """Verifies optimizer state that came by the rows that the shards have, and gives it to them. Collective.
+def commit_state(entry: OptimizerEntry, call: str) -> None:
+    """Verifies loaded optimizer state by the rows that the shards have, and commits it. Collective.
 
     Args:
-        entry: all that was saved has come.
+        entry: completely loaded.
         call: the same on every rank.
 
     Raises:
         ValueError: on every rank, if it is damaged or of other rows; nothing has changed then.
     """
     pieces = entry.pieces
-    shares = told_together(pieces.group, call, lambda: _share(pieces))
-    runs = runs_of([share for share in shares if share is not None], pieces.part)
-    aligned = done_together(pieces.group, call, lambda: AlignedState(entry, runs))
-    aligned.compare(add_sums(*told_together(pieces.group, call, aligned.check)))
-    done_together(pieces.group, call, aligned.take_over)
 
+    def share() -> Share | None:
+        return pieces.share(pieces.canonical(pieces.shards[0])) if pieces.shards else None
 
-def _share(pieces: ShardPieces) -> Share | None:
-    if pieces.part is None:
-        return None
-    return share_of(pieces.canonical(pieces.shards[0]), pieces.part, pieces.ranks)
+    runs = runs_of(gather_results(pieces.group, call, share), pieces.part)
+    aligned = run_together(pieces.group, call, lambda: AlignedState(entry, runs))
+    aligned.compare(add_sums(*gather_results(pieces.group, call, aligned.check)))
+    run_together(pieces.group, call, aligned.commit)

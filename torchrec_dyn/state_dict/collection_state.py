@@ -1,35 +1,30 @@
-"""The state dict of a sharded collection: its tables are put in, and taken out and verified, all or none."""
+"""The state dicts of a sharded collection and of its optimizer: saved, and loaded all or none.
+
+A load takes plain tensors, copies of what this rank saved, or tensors that DCP has loaded (load_planner.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-from torchrec_dyn.checkpoint_format import (
-    CHUNK_BYTES,
-    SavedTensor,
-    from_bytes,
-    numbers_of,
-    saved_initializer,
-)
+from torchrec_dyn.checkpoint_format import CHUNK_BYTES, MODEL_NAMES, SavedTensor, numbers_of
 from torchrec_dyn.initializers import Initializer
-from torchrec_dyn.ranks import told_together
+from torchrec_dyn.ranks import gather_results, run_together
+from torchrec_dyn.state_dict.aligned_state import commit_state
 from torchrec_dyn.state_dict.load_session import LoadSession
-from torchrec_dyn.state_dict.loading import ModelEntry
-from torchrec_dyn.state_dict.pieces import ShardPieces, check_same_shards
+from torchrec_dyn.state_dict.loading import ModelEntry, OptimizerEntry, row_ranges_of
+from torchrec_dyn.state_dict.pieces import ShardPieces
 from torchrec_dyn.state_dict.places import Places
-from torchrec_dyn.state_dict.saving import ModelSource, Told
-from torchrec_dyn.state_dict.staged_rows import take_over
+from torchrec_dyn.state_dict.saving import saved_tensors
 from torchrec_dyn.state_dict.unsharded import check_shapes
 from torchrec_dyn.storage import canonical_order
 from torchrec_dyn.table import ROW_DTYPES
 
 _NEEDED = ("weight", "ids")
-_BY_ROW = (*_NEEDED, "last_seen", "count", "waiting")
-_NAMES = (*_BY_ROW, "clock", "config", "checksum", "cells")
 
 
-def put_tables(
+def save_tables(
     destination: MutableMapping[str, Any], prefix: str, tables: Sequence[ShardPieces], where: str
 ) -> None:
     """Adds the tensors of all tables to a state dict. Collective.
@@ -40,37 +35,32 @@ def put_tables(
         tables: of one collection.
         where: the collection, for messages.
     """
-    entries: list[ModelEntry] = []
-
-    def tell() -> list[Told | None]:
-        entries.extend(ModelEntry(one) for one in tables)
-        return [entry.source.tell() for entry in entries]
-
-    told = told_together(tables[0].group, f"{where}.state_dict", tell)
-    for number, entry in enumerate(entries):
-        made = entry.source.tensors([one[number] for one in told])
-        for name, tensor in made.items():
-            destination[f"{prefix}{entry.pieces.name}.{name}"] = tensor
+    made = saved_tensors(
+        tables[0].group, f"{where}.state_dict", lambda: [ModelEntry(one).renew() for one in tables]
+    )
+    for pieces, tensors in zip(tables, made, strict=True):
+        for name, tensor in tensors.items():
+            destination[f"{prefix}{pieces.name}.{name}"] = tensor
 
 
-def take_tables(
+def load_tables(
     state_dict: MutableMapping[str, Any],
     prefix: str,
     tables: Sequence[ShardPieces],
     where: str,
     missing_keys: list[str],
 ) -> dict[str, Initializer]:
-    """Replaces the contents of the tables that a state dict has, and takes them out of it. Collective.
+    """Replaces the contents of the tables that a state dict has, and removes their keys. Collective.
 
     Args:
         state_dict: keys of other modules are left alone.
         prefix: of the tables' names.
         tables: of one collection.
         where: the collection, for messages.
-        missing_keys: gets the keys that are not there.
+        missing_keys: missing keys are appended.
 
     Returns:
-        The initializers that came along, by table.
+        The saved initializers, by table.
 
     Raises:
         ValueError: on every rank, if something is damaged or does not fit on one; no table has changed then.
@@ -78,20 +68,19 @@ def take_tables(
     entries: dict[str, ModelEntry] = {}
 
     def find() -> list[tuple[str, bool]]:
-        for one in tables:
-            saved = {
-                name: state_dict.pop(f"{prefix}{one.name}.{name}")
-                for name in _NAMES
-                if f"{prefix}{one.name}.{name}" in state_dict
-            }
-            missing = [f"{prefix}{one.name}.{name}" for name in _NEEDED if name not in saved]
+        for pieces in tables:
+            keys = {name: f"{prefix}{pieces.name}.{name}" for name in MODEL_NAMES}
+            saved = {name: state_dict.pop(key) for name, key in keys.items() if key in state_dict}
+            missing = [keys[name] for name in _NEEDED if name not in saved]
             missing_keys.extend(missing)
-            if not missing and not _is_own(saved, one):
-                entries[one.name] = _entry(saved, one)
+            if not missing:
+                entry = _model_entry(saved, pieces)
+                if entry is not None:
+                    entries[pieces.name] = entry
         return [(name, entry.session is None) for name, entry in entries.items()]
 
     where = f"{where}.load_state_dict"
-    everyones = told_together(tables[0].group, where, find)
+    everyones = gather_results(tables[0].group, where, find)
     for rank, theirs in enumerate(everyones):
         if theirs != everyones[0]:
             raise ValueError(
@@ -103,65 +92,46 @@ def take_tables(
     for name, entry in entries.items():
         assert entry.session is not None
         entry.session.verify(where)
-        if "config" in entry.small:
-            saved = from_bytes(entry.pieces.where, entry.small["config"])
-            initializers[name] = saved_initializer(entry.pieces.where, saved)
-    for name, entry in entries.items():
-        clock = entry.small.get("clock")
-        for shard, staged in zip(entry.pieces.shards, entry.staged or (), strict=True):
-            take_over(shard, staged, clock, initializers.get(name), entry.step)
-        entry.staged = None
-        entry.source = ModelSource(entry.pieces, entry)  # given again, it is the table's own
+        initializer = entry.initializer()
+        if initializer is not None:
+            initializers[name] = initializer
+    for entry in entries.values():
+        entry.commit()
     return initializers
 
 
-def _is_own(saved: Mapping[str, Any], pieces: ShardPieces) -> bool:
-    """Whether these are the tensors of the table's own state dict, into which nothing was loaded.
+def _model_entry(saved: Mapping[str, Any], pieces: ShardPieces) -> ModelEntry | None:
+    """Returns an entry with all saved tensors staged; None if they are the table's own, with nothing loaded.
 
     Raises:
-        RuntimeError: if the table has changed since.
+        RuntimeError: if they are the table's own, and it has changed since.
     """
     weight = saved["weight"]
-    entry = weight.entry if isinstance(weight, SavedTensor) else None
-    if not isinstance(entry, ModelEntry) or entry.staged is not None:
-        return False
-    if not entry.pieces.has_shards_of(pieces):
-        return False
-    if not entry.is_left_out:
-        entry.source.check_unchanged()
-    return True
-
-
-def _entry(saved: Mapping[str, Any], pieces: ShardPieces) -> ModelEntry:
-    """Gives an entry with all that was saved staged."""
-    weight = saved["weight"]
     loaded = weight.entry if isinstance(weight, SavedTensor) else None
-    if isinstance(loaded, ModelEntry) and loaded.staged is not None:
-        check_same_shards(loaded.pieces, pieces)
-        return loaded
+    if isinstance(loaded, ModelEntry):
+        if loaded.is_own(pieces):
+            return None
+        if loaded.staged is not None:
+            loaded.pieces.check_model(pieces)
+            return loaded
     entry = ModelEntry(pieces)
     entry.present = set(saved)
-    for name in ("clock", "config", "checksum"):
+    for name in entry.small_names:
         if name in saved:
             entry.small[name] = numbers_of(saved[name])
-    if isinstance(weight, SavedTensor):
-        _stage_parts(entry, saved)
-    else:
+    if not isinstance(weight, SavedTensor):
         _stage_whole(entry, saved)
+        return entry
+    # Copies of what this rank saved: they fit the same plan on as many ranks.
+    entry.stage(Places(row_ranges_of(saved["ids"])), weight.dtype)
+    for name in entry.names:
+        for offset, block in saved[name].local() if name in saved else ():
+            entry.receive(name, offset, block)
     return entry
 
 
-def _stage_parts(entry: ModelEntry, saved: Mapping[str, Any]) -> None:
-    """Stages copies of what this rank saved: they fit the same plan on as many ranks."""
-    ranges = [(part.offset[0], part.offset[0] + part.size[0]) for part in saved["ids"].parts]
-    entry.stage(Places(ranges), saved["weight"].dtype)
-    for name in _BY_ROW:
-        for offset, block in saved[name].local() if name in saved else ():
-            entry.receive(name, offset, block)
-
-
 def _stage_whole(entry: ModelEntry, saved: Mapping[str, Any]) -> None:
-    """Stages this rank's rows out of plain tensors, which hold those of all."""
+    """Stages this rank's rows out of plain tensors, which hold those of all ranks."""
     ids, weight = saved["ids"], saved["weight"].detach()
     check_shapes(entry.pieces.where, weight, ids, entry.pieces.config["embedding_dim"])
     if weight.dtype not in ROW_DTYPES:
@@ -169,12 +139,55 @@ def _stage_whole(entry: ModelEntry, saved: Mapping[str, Any]) -> None:
     order = canonical_order(ids)
     mine = order[entry.pieces.owns(ids[order])]
     entry.stage(Places([(0, mine.numel())]), saved["weight"].dtype)
-    for name in _BY_ROW:
+    for name in entry.names:
         if name == "waiting" and name in saved:
             entry.receive(name, (0, 0), saved[name])
         elif name in saved:
             rows = saved[name]
-            row_bytes = max(1, rows[:1].nbytes)
-            for start in range(0, mine.numel(), max(1, CHUNK_BYTES // row_bytes)):
-                some = mine[start : start + max(1, CHUNK_BYTES // row_bytes)]
-                entry.receive(name, (start, 0), rows[some])
+            step = max(1, CHUNK_BYTES // max(1, rows[:1].nbytes))
+            for start in range(0, mine.numel(), step):
+                entry.receive(name, (start, 0), rows[mine[start : start + step]])
+
+
+def save_optimizer_state(pieces: ShardPieces) -> dict[str, SavedTensor]:
+    """Returns the optimizer state of a table, by name. Collective.
+
+    Args:
+        pieces: of the table on this rank.
+    """
+    call = f"{pieces.where}.state_dict"
+    return saved_tensors(pieces.group, call, lambda: [OptimizerEntry(pieces).renew()])[0]
+
+
+def load_optimizer_state(pieces: ShardPieces, saved: Mapping[str, Any]) -> None:
+    """Replaces the optimizer state of a table. Collective.
+
+    Args:
+        pieces: of the table on this rank.
+        saved: tensors by name.
+
+    Raises:
+        ValueError: on every rank, if it is damaged or does not fit; nothing has changed then.
+    """
+    where = f"{pieces.where}.load_state_dict"
+    entry = run_together(pieces.group, where, lambda: _optimizer_entry(saved, pieces))
+    if entry is None:
+        return
+    if entry.session is not None:
+        entry.session.verify(where)
+    commit_state(entry, where)
+
+
+def _optimizer_entry(saved: Mapping[str, Any], pieces: ShardPieces) -> OptimizerEntry | None:
+    """Returns an entry with all saved tensors staged, as `_model_entry` does."""
+    config = saved["config"]
+    loaded = config.entry if isinstance(config, SavedTensor) else None
+    if isinstance(loaded, OptimizerEntry):
+        if loaded.is_own(pieces):
+            return None
+        if loaded.staged is not None:
+            loaded.check_is_for(pieces)
+            return loaded
+    entry = OptimizerEntry(pieces)
+    entry.fill(saved)
+    return entry

@@ -1,7 +1,7 @@
-"""LoadPlanner: lets torch.distributed.checkpoint load tables of another size than they have now.
+"""LoadPlanner: lets torch.distributed.checkpoint (DCP) load tables of another size than they have now.
 
-DCP reads into tensors of the saved size. The planner asks each dynamic table which rows it wants, and hands
-them over chunk by chunk; nothing of the model changes until `load_state_dict`.
+DCP itself reads into tensors of the saved size. The planner asks the entry of each dynamic table for the
+blocks to read, and gives them to it chunk by chunk; nothing of the model changes until `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from torchrec_dyn.checkpoint_format import SavedTensor
 from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
-from torchrec_dyn.state_dict.unsharded import verify_plain
+from torchrec_dyn.state_dict.unsharded import verify_tables
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -35,13 +35,13 @@ class LoadPlanner(DefaultLoadPlanner):
         dcp.load(state_dict, checkpoint_id=path, planner=LoadPlanner())
         dmp.load_state_dict(state_dict["model"])
 
-    Everything else is loaded as DCP's own planner does, which takes the same arguments.
+    Everything else is loaded as by DCP's own planner, which has the same arguments.
     """
 
     _names: dict[str, str]  # of the tensors of sharded tables, by key
     _empty: set[str]  # keys of unsharded tables that are not in the checkpoint
     _plain: set[str]  # all keys of unsharded tables
-    _left: int  # what is to be read yet
+    _left: int  # items that are not read yet
 
     def set_up_planner(
         self,
@@ -49,7 +49,7 @@ class LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Tells each table what the checkpoint has of it."""
+        """Finds the tensors of each table in the checkpoint."""
         assert metadata is not None
         self._names, self._empty, self._plain = {}, set(), set()
         saved = metadata.state_dict_metadata
@@ -81,7 +81,7 @@ class LoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
-        """Plans what this rank reads: of a dynamic table its own rows."""
+        """Plans the reads of this rank: of a dynamic table its own rows."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         ours = {*self._names, *self._empty}
@@ -95,25 +95,25 @@ class LoadPlanner(DefaultLoadPlanner):
         return plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Counts what is to be read."""
+        """Counts the items to read."""
         self._left = len(new_plan.items)
         return super().finish_plan(new_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Takes what is no tensor."""
+        """Loads an item that is no tensor."""
         super().load_bytes(read_item, value)
         self._count()
 
     def _count(self) -> None:
-        """Verifies unsharded tables when all has been read; the sharded ones verify with all ranks."""
+        """Verifies unsharded tables after the last item; sharded ones are verified later, over all ranks."""
         assert self.metadata is not None
         self._left -= 1
         if not self._left:
-            came = {fqn: self.state_dict[fqn] for fqn in self._plain}
-            verify_plain(came, self.metadata.state_dict_metadata)
+            loaded = {fqn: self.state_dict[fqn] for fqn in self._plain}
+            verify_tables(loaded, self.metadata.state_dict_metadata)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Gives the memory that a block is read into."""
+        """Returns the memory that a block is read into."""
         fqn = read_item.dest_index.fqn
         if fqn not in self._names:
             return super().resolve_tensor(read_item)
@@ -123,7 +123,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return torch.empty(read_item.lengths, dtype=saved.properties.dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Hands a block that was read over to its table."""
+        """Passes a block that was read to the entry of its table."""
         fqn = read_item.dest_index.fqn
         if fqn not in self._names:
             super().commit_tensor(read_item, tensor)
@@ -136,15 +136,15 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _is_of_unsharded_table(fqn: str, flat: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether a tensor stands beside a table's config here and there: its size changes with the table."""
+    """Returns whether a tensor has a table's config beside it, here and as saved: its size is the table's."""
     config = f"{fqn.rpartition('.')[0]}.config"
     return config in flat and config in saved
 
 
 def _resized(value: Tensor, name: str, saved: Any) -> Tensor | None:
-    """Returns a tensor of the saved size to take the place of one, None if its own size is right.
+    """Returns a new tensor of the saved size, None if the present one has it; an empty one if none is saved.
 
-    What has no numbers is not in every checkpoint: then the tensor is empty.
+    Not every checkpoint has tensors without numbers.
     """
     if isinstance(saved, TensorStorageMetadata):
         is_right = saved.size == value.size() and saved.properties.dtype == value.dtype

@@ -1,4 +1,4 @@
-"""LoadSession: all that was read in one load is verified, over all ranks, before any of it is used."""
+"""LoadSession: all tables read in one load are verified, over all ranks, before any of them changes."""
 
 from __future__ import annotations
 
@@ -9,49 +9,89 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
-from torchrec_dyn.checkpoint_format import DAMAGED, add_sums
-from torchrec_dyn.ranks import told_together
+from torchrec_dyn.checkpoint_format import (
+    DAMAGED,
+    add_sums,
+    check_config_is_whole,
+    compare_sums,
+    from_bytes,
+    sum_of_small,
+)
+from torchrec_dyn.ranks import gather_results
 from torchrec_dyn.state_dict.pieces import ShardPieces
 from torchrec_dyn.state_dict.places import Places
+from torchrec_dyn.state_dict.saving import ShardSource
 
 
 class TableEntry(ABC):
-    """Takes what a checkpoint has of one table, in a model's or an optimizer's state dict, beside the table.
+    """Holds what was read for one table, of a model's or an optimizer's state dict, beside the table.
 
     Args:
-        pieces: what this rank holds of the table.
+        pieces: of the table on this rank.
 
     Attributes:
-        small: the tensors that have come and are not by row.
-        staged: of each shard what has come by row, None before anything is loaded.
-        places: whose rows these are.
-        session: with which they were read.
-        is_verified: whether their sums were right.
+        source: reads what the tensors of this entry save; None if the entry only loads.
+        saved: the saved tensors in DCP's metadata, by name.
+        present: names of the saved tensors, whether the table can use them or not.
+        small: tensors that are not by row, as read.
+        staged: of each shard its rows as read, None before a load and after it.
+        places: of the rows that are read here.
+        total: rows of the whole table as saved.
+        has_all_cuts: whether row-wise optimizer state is read with the numbers of all column shards, not only
+            with those of its own.
+        session: of the load.
+        is_verified: whether the sums over all ranks were right.
         is_left_out: whether a partial load found nothing for it.
         step: the last training step that the rows of any rank know of.
     """
 
-    # What a message says of a checkpoint without it, and what to do.
-    missing: ClassVar[str]
+    order: ClassVar[tuple[str, ...]]  # of the sums in the checksum
+    small_names: ClassVar[tuple[str, ...]]
+    missing: ClassVar[str]  # end of the message for a checkpoint without it
 
     def __init__(self, pieces: ShardPieces) -> None:
         self.pieces = pieces
+        self.source: ShardSource | None = None
+        self.saved: Mapping[str, TensorStorageMetadata] = {}
+        self.present: set[str] = set()
         self.small: dict[str, Tensor] = {}
         self.staged: list[Any] | None = None
         self.places = Places([])
+        self.total = 0
+        self.has_all_cuts = True
         self.session: LoadSession | None = None
         self.is_verified = self.is_left_out = False
         self.step = 0
-        self.saved: Mapping[str, TensorStorageMetadata] = {}
+
+    @property
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """The tensors by row that the table can use."""
+
+    @abstractmethod
+    def renew(self) -> ShardSource:
+        """Makes the tensors of this entry stand for the table as it is now, and returns their source."""
+
+    def is_own(self, pieces: ShardPieces) -> bool:
+        """Returns whether this is of a state dict of these shards into which nothing was loaded.
+
+        Raises:
+            RuntimeError: if the shards have changed since.
+        """
+        if self.staged is not None or not self.pieces.has_shards_of(pieces):
+            return False
+        if not self.is_left_out and self.source is not None:
+            self.source.check_unchanged()
+        return True
 
     def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
-        """Gets ready to receive what a checkpoint has of it.
+        """Makes room for what a checkpoint has of the table.
 
         Args:
             saved: its tensors in DCP's metadata, by name.
 
         Raises:
-            ValueError: if it has nothing of it, or no checksum.
+            ValueError: if the table or its checksum is missing.
         """
         if "config" not in saved:
             raise ValueError(f"{self.pieces.where}: expected a checkpoint with {self.missing}")
@@ -60,52 +100,97 @@ class TableEntry(ABC):
                 f"{self.pieces.where}: expected a checkpoint with a checksum of this table, got one without. "
                 f"{DAMAGED}"
             )
-        self.saved, self.small = saved, {}
+        self.saved, self.present, self.small = saved, set(saved), {}
         self.is_verified = self.is_left_out = False
+        self._stage_saved()
+
+    @abstractmethod
+    def _stage_saved(self) -> None:
+        """Makes empty stores for the rows of `saved` that this rank reads."""
 
     def leave_out(self) -> None:
-        """Takes note that a partial load found nothing for it."""
+        """Records that a partial load found nothing for it."""
         self.staged, self.session, self.is_left_out = None, None, True
 
-    @abstractmethod
     def wanted(self, name: str) -> list[ChunkStorageMetadata]:
         """Returns the blocks of a saved tensor that this rank reads."""
+        if name in self.small_names:
+            return [chunk for chunk in self.saved[name].chunks if chunk.sizes.numel()]
+        return self._wanted_rows(name)
 
     @abstractmethod
+    def _wanted_rows(self, name: str) -> list[ChunkStorageMetadata]:
+        """Returns the blocks of a saved tensor by row that this rank reads."""
+
     def receive(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
-        """Takes a block that was read.
+        """Keeps a block that was read.
 
         Args:
             name: of the tensor.
             offset: of the block in it.
-            block: the numbers.
+            block: its numbers.
         """
+        if name in self.small_names:
+            self.small[name] = block
+        else:
+            self._receive_rows(name, offset, block)
+
+    @abstractmethod
+    def _receive_rows(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
+        """Stages a block of a tensor by row."""
+
+    @property
+    def saved_config(self) -> dict[str, Any]:
+        """The config as read, {} if there is none."""
+        if "config" not in self.small:
+            return {}
+        return from_bytes(self.pieces.where, self.small["config"])
+
+    def check_config(self) -> None:
+        """Raises ValueError if the config is damaged, or of another table or optimizer."""
+        check_config_is_whole(self.pieces.where, self.pieces.name, self.small, self.order)
+        if saved := self.saved_config:
+            self._check_fits(saved)
+
+    @abstractmethod
+    def _check_fits(self, config: dict[str, Any]) -> None:
+        """Raises ValueError if a saved config is of another table or optimizer."""
 
     @abstractmethod
     def check(self, others: Sequence[TableEntry] = ()) -> dict[str, int] | None:
-        """Checks what has come, as far as this rank can, and sums it.
+        """Checks what was read, as far as this rank can, and sums it.
 
         Args:
-            others: what was read with it.
+            others: entries of the same load.
 
         Returns:
-            The sums of what belongs to this rank; None if that must wait until the table's ids are there.
+            The sums of what belongs to this rank; None if the ids of the rows are not known yet.
 
         Raises:
             ValueError: if it is damaged, or of another table or optimizer.
         """
 
-    @abstractmethod
+    def small_sums(self) -> dict[str, int]:
+        """Sums the tensors that are not by row; every rank has read them, so only rank 0 counts."""
+        if self.pieces.rank:
+            return {}
+        summed = [name for name in self.small_names if name != "checksum" and name in self.small]
+        return {name: sum_of_small(self.pieces.name, name, self.small[name]) for name in summed}
+
     def compare(self, summed: Mapping[str, int]) -> None:
         """Raises ValueError if the sums of all ranks are not those that were saved."""
+        if "checksum" in self.small:
+            read = {*self.names, *self.small_names}
+            names = [name for name in self.order if name in read or name not in self.present]
+            compare_sums(self.pieces.where, self.small["checksum"], self.order, names, summed)
 
+    @abstractmethod
     def last_step(self) -> int:
-        """Returns the last training step that the rows of this rank know of: scores know of steps."""
-        return 0
+        """Returns the last training step that the rows of this rank know of, 0 if they know none."""
 
 
 class LoadSession:
-    """The tables that were read together.
+    """The tables that are read in one load.
 
     Args:
         entries: in one order on all ranks.
@@ -124,22 +209,22 @@ class LoadSession:
         """Verifies all tables, once. Collective.
 
         Args:
-            where: who asks, for messages.
+            where: the caller, for messages.
 
         Raises:
             ValueError: on every rank, if a table is damaged or does not fit the model.
         """
         if not self.entries or self._is_verified:
             return
-        told = told_together(
+        checked = gather_results(
             self.entries[0].pieces.group,
             where,
-            lambda: [(one.check(self.entries), one.last_step()) for one in self.entries],
+            lambda: [(entry.check(self.entries), entry.last_step()) for entry in self.entries],
         )
-        for entry, of_ranks in zip(self.entries, zip(*told, strict=True), strict=True):
-            sums = [one for one, _ in of_ranks if one is not None]
-            if len(sums) == len(of_ranks):
+        for entry, by_rank in zip(self.entries, zip(*checked, strict=True), strict=True):
+            sums = [summed for summed, _ in by_rank if summed is not None]
+            if len(sums) == len(by_rank):
                 entry.compare(add_sums(*sums))
                 entry.is_verified = True
-            entry.step = max(step for _, step in of_ranks)
+            entry.step = max(step for _, step in by_rank)
         self._is_verified = True

@@ -1,4 +1,4 @@
-"""Which places of the canonical order of a whole table lie on this rank.
+"""Places: numbers of rows in the canonical order of a whole table. Finds those of a rank, and their chunks.
 
 Each of S ranks owns one range of mixed ids (ranks/routing.py), hence one run of the canonical order; the at
 most S ids behind the last range are single places at its end.
@@ -6,26 +6,24 @@ most S ids behind the last range are single places at its end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from torchrec_dyn import ops
 from torchrec_dyn.ranks import ids_per_rank
-from torchrec_dyn.storage import CanonicalRows
-
-_WORD = 1 << 64
+from torchrec_dyn.storage import CanonicalRows, unsigned
 
 
 class Share(NamedTuple):
-    """How many ids a rank holds; told to the other ranks.
+    """The number of ids on a rank; all-gathered to find the places of each.
 
     Attributes:
         part: number of the rank among those that share the rows.
-        rows: how many in all.
+        rows: of the rank.
         tail: its mixed ids behind the last range, ascending.
     """
 
@@ -35,12 +33,12 @@ class Share(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Rows that are neighbours here and in the whole table.
+    """Rows that are neighbours on this rank and in the whole table.
 
     Attributes:
         here: place of the first in the canonical order of this rank.
-        place: in that of the whole table.
-        rows: how many.
+        place: its place in that of the whole table.
+        rows: their number.
     """
 
     here: int
@@ -50,7 +48,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Runs:
-    """Where the rows of one rank are in the whole table.
+    """Position of the rows of one rank in the whole table.
 
     Attributes:
         total: rows of the whole table.
@@ -62,15 +60,15 @@ class Runs:
 
 
 class Places:
-    """Ranges of places that are read here, and the rows that they get: 0, 1, 2, ... in their order.
+    """Ranges of places that this rank reads; their rows are numbered 0, 1, 2, ... in this order.
 
     Args:
-        ranges: begin and end of each; those that overlap are joined.
+        ranges: begin and end of each; overlapping ones are joined.
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
         self.ranges: list[tuple[int, int]] = []
-        for begin, end in sorted(one for one in ranges if one[0] < one[1]):
+        for begin, end in sorted(range_ for range_ in ranges if range_[0] < range_[1]):
             if self.ranges and begin <= self.ranges[-1][1]:
                 self.ranges[-1] = (self.ranges[-1][0], max(end, self.ranges[-1][1]))
             else:
@@ -78,7 +76,7 @@ class Places:
         self.count = sum(end - begin for begin, end in self.ranges)
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Walks what is read here of places [begin, end): first place, place after the last, first row."""
+        """Yields the ranges within [begin, end): first place, place after the last, row of the first."""
         row = 0
         for first, last in self.ranges:
             low, high = max(first, begin), min(last, end)
@@ -88,71 +86,98 @@ class Places:
 
 
 def share_of(rows: CanonicalRows, part: int, ranks: int) -> Share:
-    """Tells what a rank holds.
+    """Counts the ids of a rank.
 
     Args:
         rows: its ids.
         part: its number among those that share the rows.
-        ranks: how many those are.
+        ranks: number of these.
     """
     tail: list[int] = []
     if ranks > 1 and rows.count:
         beyond = rows.from_mixed(ids_per_rank(ranks) * ranks)
-        tail = [word % _WORD for word in ops.mix64(beyond).tolist()]
+        tail = [unsigned(mixed) for mixed in ops.mix64(beyond).tolist()]
     return Share(part, rows.count, tail)
 
 
-def runs_of(shares: Sequence[Share], part: int | None) -> Runs:
-    """Puts the shares of all ranks in order.
+def runs_of(shares: Sequence[Share | None], part: int | None) -> Runs:
+    """Finds where the rows of a rank are in the whole table.
 
     Args:
-        shares: of each part at least once.
-        part: whose runs are asked for, None: nobody's.
+        shares: of all ranks, of each part at least once; None of a rank without rows.
+        part: of the rank; None: it holds none.
     """
-    by_part = {share.part: share for share in shares}
+    by_part = {share.part: share for share in shares if share is not None}
     starts, start = {}, 0
     for number in sorted(by_part):
         starts[number] = start
         start += by_part[number].rows - len(by_part[number].tail)
-    tails = sorted(word for share in by_part.values() for word in share.tail)
+    tails = sorted(mixed for share in by_part.values() for mixed in share.tail)
     total = start + len(tails)
     if part is None:
         return Runs(total, [])
     mine = by_part[part]
     ordered = mine.rows - len(mine.tail)
     runs = [Run(0, starts[part], ordered)] if ordered else []
-    runs += [Run(ordered + i, start + tails.index(word), 1) for i, word in enumerate(mine.tail)]
+    runs += [Run(ordered + i, start + tails.index(mixed), 1) for i, mixed in enumerate(mine.tail)]
     return Runs(total, runs)
 
 
-def fewer_cells(counts: Tensor, bits: int) -> Tensor:
-    """Adds up neighbouring cells.
+def saved_cells(saved: Mapping[str, TensorStorageMetadata], total: int) -> list[int] | None:
+    """Returns the rows in each cell of a saved table, None if they are not known.
 
     Args:
-        counts: [2^CELL_BITS] int64.
-        bits: at most CELL_BITS.
-
-    Returns:
-        [2^bits] int64.
+        saved: its tensors in DCP's metadata, by name; the chunks of "cells" have the sizes.
+        total: its rows.
     """
-    return counts.view(1 << bits, -1).sum(1)
+    if "cells" not in saved:
+        return None
+    chunks = sorted(saved["cells"].chunks, key=lambda chunk: chunk.offsets[0])
+    cells = [chunk.sizes[0] - 1 for chunk in chunks]
+    return cells if sum(cells) == total and not len(cells) & (len(cells) - 1) else None
 
 
 def ranges_of_part(
     cells: Sequence[int] | None, total: int, part: int, ranks: int
 ) -> list[tuple[int, int]]:
-    """Returns the places among which all rows of a part are, and few others.
+    """Returns ranges of places that hold all rows of a part, and few others.
 
     Args:
         cells: rows in each of 2^k equal ranges of mixed ids, None if not known: then all places.
         total: rows of the whole table.
         part: number of the rank among those that share the rows.
-        ranks: how many those are.
+        ranks: number of these.
     """
     if cells is None or ranks == 1:
         return [(0, total)]
-    block, width = ids_per_rank(ranks), _WORD // len(cells)
+    block, width = ids_per_rank(ranks), (1 << 64) // len(cells)
     first, last = part * block // width, ((part + 1) * block - 1) // width
     begins = [0, *torch.tensor(cells, dtype=torch.int64).cumsum(0).tolist()]
-    # The last S places may hold ids behind the last range, whoever owns those.
+    # The last S places may hold ids behind the last range, of any part.
     return [(begins[first], begins[last + 1]), (max(0, total - ranks), total)]
+
+
+def chunks_to_read(
+    saved: TensorStorageMetadata, places: Places, columns: tuple[int, int] | None
+) -> Iterator[ChunkStorageMetadata]:
+    """Yields the parts of the saved chunks of a tensor that are to be read.
+
+    Args:
+        saved: the tensor in DCP's metadata.
+        places: the rows to be read.
+        columns: first column and the one after the last; None: all, or one dimension only.
+    """
+    for chunk in saved.chunks:
+        begin, size = chunk.offsets, chunk.sizes
+        beyond = list(zip(begin[1:], size[1:], strict=True))
+        if beyond and columns is not None:
+            first = max(columns[0], begin[1])
+            beyond = [(first, min(columns[1], begin[1] + size[1]) - first)]
+        if any(width <= 0 for _, width in beyond):
+            continue
+        for low, high, _ in places.within(begin[0], begin[0] + size[0]):
+            # Not cut any further: DCP's reader loads a whole chunk each time it is asked for some of it.
+            yield ChunkStorageMetadata(
+                torch.Size([low, *(first for first, _ in beyond)]),
+                torch.Size([high - low, *(width for _, width in beyond)]),
+            )

@@ -1,13 +1,9 @@
-"""StagedRows: what is read of a checkpoint, beside the table that it is for.
+"""StagedRows: rows read from a checkpoint, beside the table until all of them are verified.
 
-Nothing of the table changes while chunks come in. When all have come and have been verified, the staged
-stores become the table's own: no row is copied twice.
+A commit then swaps the staged stores into the table. A place is the number of a row in the canonical order
+of the whole table.
 
-Legend: M rows of a chunk, a place is the number of a row in the canonical order of the whole table.
-
-What was read of a checkpoint becomes a table's contents: staged stores take the place of its own.
-
-Legend: R rows that came.
+Legend: M rows of a chunk, C its columns, K times.
 """
 
 from __future__ import annotations
@@ -19,32 +15,32 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.checkpoint_format import CHUNK_BYTES, DAMAGED, add_sums, ascend, content_sum
+from torchrec_dyn.checkpoint_format import CHUNK_BYTES, DAMAGED, add_sums, content_sum, is_canonical
 from torchrec_dyn.initializers import Initializer
-from torchrec_dyn.life import MOST_COUNT, NO_STEP, Clock, RowLife, Scores, WaitingIds, last_step
+from torchrec_dyn.life import NO_STEP, AdmissionCounters, Clock, RowLife, Scores, last_step
+from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.state_dict.places import Places
-from torchrec_dyn.storage import CanonicalRows, IdMap, RowNumbers, RowStore
+from torchrec_dyn.storage import CanonicalRows, IdMap, RowNumbers, RowStore, unsigned
 from torchrec_dyn.table import DynamicTable, note_replaced
 
 _READ_AT_ONCE = 1 << 20
-_WORD = 1 << 64
 
 
 def put_block(
     store: RowStore, origin: int, places: Places, place: int, column: int, values: Tensor
 ) -> int:
-    """Copies into a store what it is to have of a block of a saved tensor.
+    """Copies the part of a block of a saved tensor that belongs into a store.
 
     Args:
         store: of the rows at `places`.
-        origin: which column of the tensor is its first.
+        origin: column of the tensor where the store begins.
         places: of the rows of the store.
         place: of the block's first row.
-        column: the block's first.
+        column: of the block's first column.
         values: [M, C], the block.
 
     Returns:
-        How many numbers were copied.
+        The number of copied numbers.
     """
     first = max(column, origin)
     end = min(column + values.shape[1], origin + store.columns)
@@ -59,18 +55,18 @@ def put_block(
 
 
 class StagedRows:
-    """The ids, weights and scores that one piece of a table is about to get.
+    """The ids, weights and scores for one shard of a table.
 
     Args:
         name: the table's.
         where: the table, for messages.
-        places: which rows come.
-        columns: first and number of the columns held here.
+        places: of the rows that are read.
+        columns: first column of the shard, and their number.
         dtype: of the saved rows.
         shift: binary logarithm of the rows of a block of the table.
         limit: of the table, for its map.
-        owns: says of ids [M] which belong here, [M] bool; None: all.
-        counters: limit of the ids that wait for admission, None where none are counted.
+        owns: returns for ids [M] which belong here, [M] bool; None: all.
+        counters: limit of the ids that wait for admission; None where ids do not wait.
     """
 
     def __init__(
@@ -96,16 +92,16 @@ class StagedRows:
         self.weights = RowStore(columns[1], shift, dtype, device)
         self.weights.reserve(places.count)
         self.scores = Scores(shift, device)
-        self.waiting = None if counters is None else WaitingIds(counters, device)
+        self.waiting = None if counters is None else AdmissionCounters(counters, device)
         self.others: list[Tensor] = []  # rows whose ids belong elsewhere
-        self.sums: dict[str, int] = {}  # of what is not kept by row
+        self.sums: dict[str, int] = {}  # of "waiting", which is not kept by row
         self._owns = owns
-        self._come: dict[str, int] = {}
+        self._received: dict[str, int] = {}  # numbers, by tensor
         self._last_step = 0
-        self._ends: list[tuple[int, int, int]] = []
+        self._ends: list[tuple[int, int, int]] = []  # of chunks: place, first and last mixed id
 
     def receive(self, name: str, place: int, column: int, values: Tensor) -> None:
-        """Takes a chunk.
+        """Stages a chunk.
 
         Args:
             name: of the tensor.
@@ -114,14 +110,14 @@ class StagedRows:
             values: [M, C] or [M].
 
         Raises:
-            ValueError: if it cannot be what was saved.
+            ValueError: if it is damaged.
         """
         if name == "waiting":
             self._receive_waiting(values)
             return
         if name == "weight":
             put = put_block(self.weights, self.first_column, self.places, place, column, values)
-            self._come[name] = self._come.get(name, 0) + put
+            self._received[name] = self._received.get(name, 0) + put
             return
         for low, high, row in self.places.within(place, place + len(values)):
             chunk = values[low - place : high - place]
@@ -129,15 +125,15 @@ class StagedRows:
                 self._receive_ids(chunk.contiguous(), low, row)
             else:
                 self._receive_scores(name, chunk.contiguous(), row)
-            self._come[name] = self._come.get(name, 0) + chunk.numel()
+            self._received[name] = self._received.get(name, 0) + chunk.numel()
 
     def _receive_ids(self, ids: Tensor, place: int, row: int) -> None:
-        if not ascend(ids):
+        if not is_canonical(ids):
             raise ValueError(
                 f"{self.where}: expected saved ids in canonical order, got others. {DAMAGED}"
             )
         first, last = ops.mix64(ids[[0, -1]]).tolist()
-        self._ends.append((place, first % _WORD, last % _WORD))
+        self._ends.append((place, unsigned(first), unsigned(last)))
         rows = torch.arange(row, row + ids.numel())
         if self._owns is not None:
             mine = self._owns(ids)
@@ -169,25 +165,27 @@ class StagedRows:
             raise ValueError(
                 f"{self.where}: expected saved counters of steps and counts, got others. {DAMAGED}"
             )
-        mine = slice(None) if self._owns is None else self._owns(ids)
-        summed = content_sum(self.name, "waiting", ids[mine], values[mine])
+        if self._owns is not None:
+            values = values[self._owns(ids)]
+            ids, last_seen, counts = values.t().contiguous()
+        summed = content_sum(self.name, "waiting", ids, values)
         self.sums = add_sums(self.sums, {"waiting": summed})
-        seen = last_seen[mine]
-        self._last_step = max(self._last_step, int(seen.max()) if seen.numel() else 0)
+        if last_seen.numel():
+            self._last_step = max(self._last_step, int(last_seen.max()))
         if self.waiting is not None:
-            self.waiting.write(ids[mine], last_seen[mine], counts[mine])
+            self.waiting.write(ids, last_seen, counts)
 
     def check_complete(self) -> None:
-        """Raises ValueError if something has not come or ids are not those of one table."""
+        """Raises ValueError if numbers are missing or ids are not in canonical order."""
         columns = {"ids": 1, "weight": self.weights.columns}
         for name in ("last_seen", "count"):
-            if name in self._come:
+            if name in self._received:
                 columns[name] = 1
         for name, width in columns.items():
-            if self._come.get(name, 0) != self.places.count * width:
+            if self._received.get(name, 0) != self.places.count * width:
                 raise ValueError(
                     f"{self.where}: expected {self.places.count * width} numbers of {name}, got "
-                    f"{self._come.get(name, 0)}. {DAMAGED}"
+                    f"{self._received.get(name, 0)}. {DAMAGED}"
                 )
         ends = sorted(self._ends)
         if any(last >= first for (_, _, last), (_, first, _) in pairwise(ends)):
@@ -195,13 +193,13 @@ class StagedRows:
                 f"{self.where}: expected saved ids in canonical order, got others. {DAMAGED}"
             )
 
-    def close_up(self) -> int:
-        """Moves the rows that belong here together where many of those that came do not.
+    def compact(self) -> int:
+        """Copies the rows that belong here into smaller stores, if many of the staged rows do not.
 
         A small table is read whole by each of the ranks that share it: its cells are coarse.
 
         Returns:
-            The rows that are held now; those of `others` are free.
+            The number of rows in the stores, with those of `others`.
         """
         kept = self.id_map.num_ids
         if self.places.count - kept <= kept // 8:
@@ -224,14 +222,14 @@ class StagedRows:
         return kept
 
     def canonical(self) -> CanonicalRows:
-        """Gives the ids that belong here, and the rows that they came to, in canonical order."""
+        """Returns the ids that belong here, and their staged rows, in canonical order."""
         return CanonicalRows(self.id_map, self.where, lambda: None)
 
     def summed(self, is_first: bool) -> dict[str, int]:
-        """Sums what belongs here, tensor by tensor.
+        """Sums the rows that belong here, tensor by tensor.
 
         Args:
-            is_first: whether this piece has the first column: only there ids and scores count.
+            is_first: whether the shard has the first column: only such a shard sums ids and scores.
         """
         sums = [self.sums] if is_first else []
         most = max(1, CHUNK_BYTES // self.weights.row_bytes)
@@ -251,7 +249,7 @@ class StagedRows:
         return add_sums(*sums)
 
     def last_step(self) -> int:
-        """Returns the last training step that what came knows of (saved_life.last_step)."""
+        """Returns the last training step that scores and counters know of (life/saved_life.py)."""
         last = self._last_step
         for start in range(0, self.places.count if self.has_scores else 0, _READ_AT_ONCE):
             rows = torch.arange(start, min(self.places.count, start + _READ_AT_ONCE))
@@ -261,27 +259,29 @@ class StagedRows:
 
     @property
     def has_scores(self) -> bool:
-        """Whether scores came, or would have come had there been rows."""
-        return {"last_seen", "count"} <= self._come.keys()
+        """Whether scores were received, in chunks that may have no rows."""
+        return {"last_seen", "count"} <= self._received.keys()
 
 
-def take_over(
+def commit_rows(
     table: DynamicTable,
     staged: StagedRows,
     clock: Tensor | None,
     initializer: Initializer | None,
     step: int,
 ) -> None:
-    """Replaces a table's contents; optimizer state starts afresh until its own state dict is loaded.
+    """Commits a verified load: swaps the staged stores into a table.
+
+    Optimizer state starts afresh until its own state dict is loaded.
 
     Args:
         table: one shard.
         staged: checked and verified; not to be used afterwards.
         clock: [2, K] int64 as saved, or None.
-        initializer: of the checkpoint, for ids to come; None: the table's own.
-        step: the last one that any rank's rows know of; only scores need one.
+        initializer: of the checkpoint, for rows of new ids; None: the table's own.
+        step: the last one that the rows of any rank know of; only scores need it.
     """
-    rows, shift = staged.close_up(), table.weights.shift
+    rows, shift = staged.compact(), table.weights.shift
     columns, dtype, device = table.columns, table.dtype, table.device
     weights = staged.weights
     if weights.dtype != dtype:
@@ -299,13 +299,13 @@ def take_over(
     table.step = 0
     if table.life is not None:
         table.step = step
-        _take_over_life(table.life, table, staged, clock, rows)
+        _commit_life(table.life, table, staged, clock, rows)
     note_replaced(table, before)
     if initializer is not None:
         table.start_as(initializer)
 
 
-def _take_over_life(
+def _commit_life(
     life: RowLife, table: DynamicTable, staged: StagedRows, clock: Tensor | None, rows: int
 ) -> None:
     if clock is not None and life.is_timed:

@@ -1,15 +1,13 @@
-"""The saved form of an unsharded table: plain tensors under the names that sharded tables use.
+"""Saves and loads unsharded tables: plain tensors under the names that sharded tables use.
 
-Legend: R rows, D columns, Q ids that wait, K times.
+Each process holds whole tables and verifies them alone.
 
-Tables of unsharded modules that DCP has read into plain tensors: verified before any of them is loaded.
-
-There is nothing to agree on: each process holds all of them.
+Legend: R rows, D columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,15 +34,14 @@ from torchrec_dyn.life import BY_ROW, LIFE
 from torchrec_dyn.storage import cell_bits
 from torchrec_dyn.table import DynamicTable, named_states
 
-MODEL_NAMES = ("weight", "ids", *LIFE, "config", "checksum", "cells")
 _SMALL = ("waiting", "clock", "step", "config")
 
 
 def model_tensors(table: DynamicTable, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copies out what the model's state dict has of a table.
+    """Copies the tensors of a table for the model's state dict.
 
     Args:
-        table: the rows.
+        table: with its rows.
         config: `saved_config.table_config` of it.
     """
     ids, rows = table.id_map.contents()
@@ -56,26 +53,28 @@ def model_tensors(table: DynamicTable, config: Mapping[str, Any]) -> dict[str, T
     return _sealed(table.name, saved, config, MODEL_TENSORS)
 
 
-def no_model_tensors(config: Mapping[str, Any], has_life: bool, counts: bool) -> dict[str, Tensor]:
-    """Gives what the model's state dict has of a table without rows.
+def empty_model_tensors(
+    config: Mapping[str, Any], has_life: bool, has_waiting: bool
+) -> dict[str, Tensor]:
+    """Returns the tensors of a table without rows for the model's state dict.
 
     Args:
         config: `saved_config.table_config` of it.
         has_life: whether it has a policy.
-        counts: whether ids wait for admission.
+        has_waiting: whether ids wait for admission.
     """
     ids = torch.empty(0, dtype=torch.int64)
     dtype = getattr(torch, config["rows"])
     saved = {"weight": torch.empty(0, config["embedding_dim"], dtype=dtype), "ids": ids}
     if has_life:
         saved |= {"last_seen": ids, "count": ids, "clock": ids.view(2, 0)}
-    if counts:
+    if has_waiting:
         saved["waiting"] = ids.view(0, 3)
     return _sealed(config["table"], saved, config, MODEL_TENSORS)
 
 
 def optimizer_tensors(table: DynamicTable) -> dict[str, Tensor]:
-    """Copies out what the optimizer's state dict has of a table: its one column shard has all columns."""
+    """Copies the tensors of a table for the optimizer's state dict: its one column shard has all columns."""
     ids, rows = table.id_map.contents()
     saved = {one.name: one.store.read(rows) for one in named_states(table)}
     saved["step"] = torch.tensor(table.step)
@@ -83,10 +82,10 @@ def optimizer_tensors(table: DynamicTable) -> dict[str, Tensor]:
     return _sealed(table.name, saved, config, OPTIMIZER_TENSORS, ids)
 
 
-def model_state(
+def checked_model_state(
     where: str, saved: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], Initializer | None]:
-    """Checks what a model's state dict has of a table.
+    """Checks the tensors of a table from a model's state dict.
 
     Args:
         where: the table, for messages.
@@ -94,14 +93,14 @@ def model_state(
         config: `saved_config.table_config` of the table.
 
     Returns:
-        The state as `DynamicTable.load_state` takes it, and the initializer that came along.
+        The state for `DynamicTable.load_state`, and the saved initializer.
 
     Raises:
         ValueError: if it is damaged, or of another table.
     """
     ids = saved["ids"]
     check_shapes(where, saved["weight"], ids, config["embedding_dim"])
-    verify(where, config["table"], saved, MODEL_TENSORS, ids, _absent(saved, MODEL_TENSORS))
+    _check_sums(where, config["table"], saved, MODEL_TENSORS, ids, _present(saved, MODEL_TENSORS))
     initializer = None
     if "config" in saved:
         of_saved = from_bytes(where, saved["config"])
@@ -135,15 +134,15 @@ def check_shapes(where: str, weight: Tensor, ids: Tensor, columns: int) -> None:
         )
 
 
-def optimizer_state(table: DynamicTable, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Checks what an optimizer's state dict has of a table.
+def checked_optimizer_state(table: DynamicTable, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Checks the tensors of a table from an optimizer's state dict.
 
     Args:
-        table: whose rows are those that the optimizer state was saved with.
+        table: with the rows that the optimizer state was saved with.
         saved: tensors by name.
 
     Returns:
-        Optimizer state and step as `DynamicTable.load_state` takes them.
+        Optimizer state and step for `DynamicTable.load_state`.
 
     Raises:
         ValueError: if it is damaged, or of another table or optimizer.
@@ -161,8 +160,8 @@ def optimizer_state(table: DynamicTable, saved: Mapping[str, Tensor]) -> dict[st
                 f"{where}: expected optimizer state of {ids.numel()} rows, got that of "
                 f"{len(saved[name])}. Load the state dict of the module before that of its optimizer."
             )
-    left_out = _absent(saved, OPTIMIZER_TENSORS)
-    verify(where, table.name, saved, OPTIMIZER_TENSORS, ids, left_out)
+    present = _present(saved, OPTIMIZER_TENSORS)
+    _check_sums(where, table.name, saved, OPTIMIZER_TENSORS, ids, present)
     state = {"step": saved["step"]}
     for name, rowwise in zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True):
         one = saved[name].detach().float()
@@ -181,31 +180,21 @@ def _sealed(
     saved["config"] = to_bytes(dict(config))
     ids = saved["ids"] if ids is None else ids
     sums = _sums(table, saved, ids, order)
-    # Of sharded tables the chunks of "cells" are an index; here it is there so that the names are the same.
+    # The chunks of "cells" are an index of sharded tables. It is saved here so that the names are the same.
     cells = torch.empty(ids.numel() + (1 << cell_bits(ids.numel())), 0, dtype=torch.uint8)
     return {**saved, "checksum": as_words(sums, order), "cells": cells}
 
 
-def verify(
+def _check_sums(
     where: str,
     table: str,
     saved: Mapping[str, Tensor],
     order: tuple[str, ...],
     ids: Tensor,
-    left_out: Container[str],
+    names: Iterable[str],
 ) -> None:
-    """Raises ValueError if tensors are not those that were saved.
-
-    Args:
-        where: the table, for messages.
-        table: its name.
-        saved: tensors by name; without "checksum" nothing is verified.
-        order: MODEL_TENSORS or OPTIMIZER_TENSORS.
-        ids: [R] int64 of the rows.
-        left_out: names of tensors that were saved and are not here.
-    """
+    """Raises ValueError if tensors are not those that were saved; without "checksum" nothing is checked."""
     if "checksum" in saved:
-        names = [name for name in order if name not in left_out]
         compare_sums(where, saved["checksum"], order, names, _sums(table, saved, ids, order))
 
 
@@ -221,40 +210,37 @@ def _sums(
     }
 
 
-def _absent(saved: Mapping[str, Tensor], order: tuple[str, ...]) -> set[str]:
-    return set(order) - saved.keys()
+def _present(saved: Mapping[str, Tensor], order: tuple[str, ...]) -> list[str]:
+    return [name for name in order if name in saved]
 
 
-def verify_plain(came: Mapping[str, Tensor], saved: Mapping[str, object]) -> None:
-    """Verifies tables of a model and of its optimizer.
+def verify_tables(loaded: Mapping[str, Tensor], saved: Mapping[str, object]) -> None:
+    """Verifies unsharded tables of a model and of its optimizer, before any of them is loaded.
 
     Args:
-        came: tensors by key of the checkpoint, of unsharded tables only.
-        saved: whatever, by every key of the checkpoint.
+        loaded: tensors by key of the checkpoint, of unsharded tables only.
+        saved: anything, by every key of the checkpoint.
 
     Raises:
-        ValueError: if one is damaged.
+        ValueError: if a table is damaged.
     """
     groups: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in came.items():
+    for key, tensor in loaded.items():
         prefix, _, name = key.rpartition(".")
         groups.setdefault(prefix, {})[name] = tensor
+
+    def check(prefix: str, order: tuple[str, ...], ids: Tensor) -> None:
+        tensors = groups[prefix]
+        # A tensor that is in the checkpoint and was not read cannot be compared.
+        names = [name for name in order if name in tensors or f"{prefix}.{name}" not in saved]
+        _check_sums(prefix, prefix.rpartition(".")[2], tensors, order, ids, names)
+
     ids_of: dict[str, list[Tensor]] = {}
     for prefix, tensors in groups.items():
         if "ids" in tensors and "config" in tensors:
-            table = prefix.rpartition(".")[2]
-            left_out = _left_out(prefix, tensors, saved)
-            verify(prefix, table, tensors, MODEL_TENSORS, tensors["ids"], left_out)
-            ids_of.setdefault(table, []).append(tensors["ids"])
+            check(prefix, MODEL_TENSORS, tensors["ids"])
+            ids_of.setdefault(prefix.rpartition(".")[2], []).append(tensors["ids"])
     for prefix, tensors in groups.items():
         ids = ids_of.get(prefix.rpartition(".")[2], [])
         if "step" in tensors and len(ids) == 1:  # else its own load verifies it
-            left_out = _left_out(prefix, tensors, saved)
-            name = prefix.rpartition(".")[2]
-            verify(prefix, name, tensors, OPTIMIZER_TENSORS, ids[0], left_out)
-
-
-def _left_out(prefix: str, tensors: Mapping[str, Tensor], saved: Mapping[str, object]) -> set[str]:
-    """Names the tensors that are in the checkpoint and were not read."""
-    names = {*MODEL_TENSORS, *OPTIMIZER_TENSORS}
-    return {name for name in names if f"{prefix}.{name}" in saved and name not in tensors}
+            check(prefix, OPTIMIZER_TENSORS, ids[0])

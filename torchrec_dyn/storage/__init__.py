@@ -1,11 +1,17 @@
-"""The arrays of one table: id to row, row to numbers, which rows are free, what changed.
+"""The arrays of one table: id to row, row to numbers, free rows, changed rows.
 
-Imports the root only (ops, configs); torch alone. Start with `id_map`, then `row_store`.
+Imports the ground; torch alone. Start with `id_map`, then `row_store`.
 
-Rows never move and state is plain tensors. Nothing here knows policies, optimizers' rules or ranks.
+Rows never move, and state is plain tensors. Nothing here knows policies, optimizer rules or ranks.
 """
 
-from torchrec_dyn.storage.canonical_rows import CELL_BITS, CanonicalRows, cell_bits
+from torchrec_dyn.storage.canonical_rows import (
+    CELL_BITS,
+    CanonicalRows,
+    cell_bits,
+    signed,
+    unsigned,
+)
 from torchrec_dyn.storage.change_log import ChangeLog, Moment
 from torchrec_dyn.storage.id_map import SLOT_BYTES, IdMap, arrays_of, canonical_order, most_slots
 from torchrec_dyn.storage.initial_rows import InitialRows

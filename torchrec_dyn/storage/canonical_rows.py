@@ -1,8 +1,8 @@
-"""CanonicalRows: what an id map holds in canonical order, looked up a stretch at a time.
+"""CanonicalRows: reads the ids and rows of an id map in canonical order, a stretch at a time.
 
-Canonical order is that of the mixed id, unsigned. Saving walks it, while rows lie in order of first
-sight. So as not to hold a permutation of the whole table, the map is scanned for one window of mixed ids
-after the other.
+Canonical order is the unsigned order of the mixed ids, and tables are saved in it; rows are numbered in
+the order in which their ids were first seen. To avoid a permutation of the whole table, the map is scanned
+for one window of mixed ids after the other.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.storage.id_map import IdMap
 
-# A window is looked up in one scan of the slots and kept for the next tensor: 16 bytes a row.
-WINDOW_ROWS = 2 << 20
-KEPT_ROWS = 4 << 20  # of all tables
+# A window is found by one scan of the slots and kept for the next tensor: 16 bytes a row.
+_WINDOW_ROWS = 2 << 20
+_KEPT_ROWS = 4 << 20  # of all tables
 _WINDOW_BITS = 12
 _WORD_BITS = 64
-# Mixed ids are counted in 2^8 cells at most, each of so many rows at least, so that a reader of a slice reads
-# a 256th of the table too much at either end.
+# Mixed ids are counted in at most 2^8 cells of at least 4096 rows. So the reader of a slice reads at most a
+# 256th of the table too much at either end.
 CELL_BITS = 8
 _CELL_ROWS = 4096
 
@@ -37,22 +37,27 @@ class _Window(NamedTuple):
 
 
 def signed(word: int) -> int:
-    """Returns the int64 that has the bits of an unsigned word."""
+    """Returns the int64 with the bits of an unsigned word."""
     return word - (1 << _WORD_BITS) if word >> (_WORD_BITS - 1) else word
 
 
+def unsigned(number: int) -> int:
+    """Returns a number modulo 2^64: of an int64 the unsigned word that has its bits."""
+    return number % (1 << _WORD_BITS)
+
+
 def cell_bits(rows: int) -> int:
-    """Returns the binary logarithm of the cells in which a table of so many rows is counted."""
+    """Returns the binary logarithm of the number of cells in which `rows` rows are counted."""
     return max(0, min(CELL_BITS, (rows // _CELL_ROWS).bit_length() - 1))
 
 
 class CanonicalRows:
-    """The contents of one map, as long as they stay.
+    """The contents of one map in canonical order, valid until the map changes.
 
     Args:
         id_map: the map.
         where: the table, for messages.
-        stamp: anything that changes when the map does.
+        stamp: returns a value that changes whenever the map does.
     """
 
     def __init__(self, id_map: IdMap, where: str, stamp: Callable[[], Any]) -> None:
@@ -67,7 +72,7 @@ class CanonicalRows:
         self._begins = [0, *cells.cumsum(0).tolist()]
 
     def cells(self, bits: int) -> Tensor:
-        """Counts the ids in each of 2^bits equal ranges of mixed ids, [2^bits] int64, bits 12 at most."""
+        """Counts the ids in each of 2^bits equal ranges of mixed ids, [2^bits] int64; bits at most 12."""
         begins = torch.tensor(self._begins)
         return begins[:: 1 << (_WINDOW_BITS - bits)].diff()
 
@@ -76,7 +81,7 @@ class CanonicalRows:
         return ops.ids_between(*self._map.arrays(), signed(first), -1)[0]
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Looks up the ids and rows at these places of the canonical order.
+        """Returns the ids and rows at the places [start, stop) of the canonical order.
 
         Args:
             start: first place.
@@ -87,7 +92,7 @@ class CanonicalRows:
             rows: [stop - start] int64.
 
         Raises:
-            RuntimeError: if the table has changed since.
+            RuntimeError: if the table has changed since this was made.
         """
         self.check_unchanged()
         ids, rows = [], []
@@ -107,7 +112,7 @@ class CanonicalRows:
         return torch.cat([nothing, *ids]), torch.cat([nothing, *rows])
 
     def stretches(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Walks all ids and rows, at most `most` at a time."""
+        """Yields all ids and rows, at most `most` at a time."""
         for start in range(0, self.count, most):
             yield self.read(start, min(self.count, start + most))
 
@@ -125,7 +130,7 @@ class CanonicalRows:
         for window in _kept.windows_of(self._map, self._stamped):
             if window.begin <= place < window.begin + window.ids.numel():
                 return window
-        last = max(first + 1, bisect_right(self._begins, self._begins[first] + WINDOW_ROWS) - 1)
+        last = max(first + 1, bisect_right(self._begins, self._begins[first] + _WINDOW_ROWS) - 1)
         width = _WORD_BITS - _WINDOW_BITS
         ids, rows = ops.ids_between(
             *self._map.arrays(), signed(first << width), signed((last << width) - 1)
@@ -136,35 +141,37 @@ class CanonicalRows:
 
 
 class _KeptWindows:
-    """Windows of all maps that are being walked: the same one serves all tensors of a table.
+    """Windows of all maps that are being read: one window serves all tensors of a table.
 
-    Saving resolves chunks on several threads, where the writer has several.
+    A writer with several threads reads chunks on all of them.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # `leave` may be called by a collection of garbage under it
-        self._walkers = 0
+        self._lock = (
+            threading.RLock()
+        )  # garbage collection may call `leave` on a thread that holds it
+        self._readers = 0
         self._kept: list[tuple[IdMap, Any, _Window]] = []
 
     def enter(self) -> None:
         with self._lock:
-            self._walkers += 1
+            self._readers += 1
 
     def leave(self) -> None:
-        """Drops all windows when nobody walks any more."""
+        """Drops all windows with the last reader."""
         with self._lock:
-            self._walkers -= 1
-            if not self._walkers:
+            self._readers -= 1
+            if not self._readers:
                 self._kept.clear()
 
     def windows_of(self, id_map: IdMap, stamp: Any) -> list[_Window]:
         with self._lock:
-            return [window for one, at, window in self._kept if one is id_map and at == stamp]
+            return [window for owner, at, window in self._kept if owner is id_map and at == stamp]
 
     def keep(self, id_map: IdMap, stamp: Any, window: _Window) -> None:
         with self._lock:
             self._kept.append((id_map, stamp, window))
-            while len(self._kept) > 1 and self._rows() > KEPT_ROWS:
+            while len(self._kept) > 1 and self._rows() > _KEPT_ROWS:
                 del self._kept[0]
 
     def _rows(self) -> int:

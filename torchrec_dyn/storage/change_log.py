@@ -1,13 +1,13 @@
-"""ChangeLog: which rows of a table changed, and which ids left it, since moments that somebody holds.
+"""ChangeLog: the rows of a table that changed, and the ids that were removed, since a moment in use.
 
-Until the first moment is asked for nothing is kept, and when the last one was dropped all of it is forgotten,
-at the next change. A moment is a number that counts up; a row has two marks: the number at which it last
-changed, and that at which its id got it. Of an id that left, both ends of its stay are kept if a moment that
-is held lies between them: so the log is never longer than the table was at those moments.
+A table keeps a log only while somebody holds a moment (table/changes.py). Moments are numbered 1, 2, ...
+A row has two marks: the number of the moment after which it last changed, and of that after which its id was
+added. For a removed id both numbers, added and removed, are kept if a moment in use lies between them. So the
+log is never longer than the table was at those moments.
 
-What changes follows from the stream of ids alone, so the column shards of a table agree.
+Changes follow from the stream of ids alone, so the column shards of a table agree.
 
-Legend: T tables, N rows named, M ids.
+Legend: M ids.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ from torchrec_dyn.storage.id_map import IdMap
 from torchrec_dyn.storage.row_marks import RowMarks
 
 _SLOTS_AT_ONCE = 1 << 20
-
-
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 
 
 class Moment:
-    """A moment of one table. What changes from it on is kept for as long as this object lives.
+    """A moment of one table. Changes after it are kept for as long as this object lives.
 
     Attributes:
-        log: of the table.
-        number: marks that are not lower are of changes since.
+        log: the log of the table.
+        number: changes since this moment have this mark or a higher one.
     """
 
     def __init__(self, log: ChangeLog, number: int) -> None:
@@ -40,48 +38,48 @@ class Moment:
         self.number = number
 
 
-class _Left(NamedTuple):
-    """Ids that left.
+class _Removed(NamedTuple):
+    """Ids that were removed together.
 
     Attributes:
-        at: the number at which they did.
+        at: the moment number of the removal.
         ids: [M] int64.
-        born: [M] int32, the number at which each had got its row.
+        added: [M] int32, the moment number at which each id had been added.
     """
 
     at: int
     ids: Tensor
-    born: Tensor
+    added: Tensor
 
 
 class ChangeLog:
-    """What changed in one table, or in one column shard of it.
+    """The changes of one table, or of one column shard of it.
 
     Args:
         row_limit: of the table.
         device: of the table.
 
     Attributes:
-        number: of the latest moment; as int32, one a second lasts 68 years.
-        token: stands for this log and this number.
-        changed: of each row, when it last changed.
-        born: of each row, when its id got it.
+        number: of the latest moment, an int32: at one moment a second it lasts 68 years.
+        token: an object that stands for this log and this number.
+        changed: for each row the moment number at which it last changed.
+        added: for each row the moment number at which its id was added.
     """
 
     def __init__(self, row_limit: int, device: torch.device) -> None:
-        self._of = (row_limit, device)
+        self._row_limit, self._device = row_limit, device
         self.number, self.token = 0, object()
-        self.changed, self.born = RowMarks(*self._of), RowMarks(*self._of)
-        self._left: list[_Left] = []
+        self.changed, self.added = RowMarks(row_limit, device), RowMarks(row_limit, device)
+        self._removed: list[_Removed] = []
         self._moments: WeakSet[Moment] = WeakSet()
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether anybody holds a moment."""
+    def is_in_use(self) -> bool:
+        """True if anybody holds a moment."""
         return len(self._moments) > 0
 
     def moment(self) -> Moment:
-        """Begins a moment."""
+        """Starts a moment."""
         self.number, self.token = self.number + 1, object()
         moment = Moment(self, self.number)
         self._moments.add(moment)
@@ -90,54 +88,55 @@ class ChangeLog:
     def reserve(self, rows: int) -> None:
         """Makes room for `rows` rows."""
         self.changed.reserve(rows)
-        self.born.reserve(rows)
+        self.added.reserve(rows)
 
-    def came(self, rows: Tensor) -> None:
-        """Takes note of rows that ids just got.
+    def add(self, rows: Tensor) -> None:
+        """Records rows that were just given to ids.
 
         Args:
             rows: [M] int64.
         """
         self.changed.write(rows, self.number)
-        self.born.write(rows, self.number)
+        self.added.write(rows, self.number)
 
-    def left(self, ids: Tensor, rows: Tensor) -> None:
-        """Takes note of ids that just left.
+    def remove(self, ids: Tensor, rows: Tensor) -> None:
+        """Records ids that were just removed.
 
         Args:
             ids: [M] int64.
-            rows: [M] int64, which they held.
+            rows: [M] int64, the rows they had.
         """
-        held = [moment.number for moment in self._moments]
-        while self._left and self._left[0].at < min(held, default=0):
-            del self._left[0]
-        born = self.born.read(rows)
-        is_asked_for = born < max(held, default=0)  # others came and left behind every moment
-        if bool(is_asked_for.any()):
-            self._left.append(_Left(self.number, ids[is_asked_for], born[is_asked_for]))
-        # One step after another lets a few go: pieces are joined so that there are never many.
-        while len(self._left) > 1 and _belong_together(*self._left[-2:]):
-            one, other = self._left.pop(-2), self._left.pop()
-            ids, born = torch.cat([one.ids, other.ids]), torch.cat([one.born, other.born])
-            self._left.append(_Left(one.at, ids, born))
+        moments = [moment.number for moment in self._moments]
+        while self._removed and self._removed[0].at < min(moments, default=0):
+            del self._removed[0]
+        added = self.added.read(rows)
+        is_kept = added < max(moments, default=0)  # the others were added after the latest moment
+        if bool(is_kept.any()):
+            self._removed.append(_Removed(self.number, ids[is_kept], added[is_kept]))
+        # Many steps remove a few ids each: pieces are joined so that they stay few.
+        while len(self._removed) > 1 and _are_joined(*self._removed[-2:]):
+            first, last = self._removed.pop(-2), self._removed.pop()
+            ids, added = torch.cat([first.ids, last.ids]), torch.cat([first.added, last.added])
+            self._removed.append(_Removed(first.at, ids, added))
 
-    def replaced(self, ids: Tensor, rows: Tensor, high: int) -> None:
-        """Takes note that all ids of before left, and that all that are here now came.
+    def replace_all(self, ids: Tensor, rows: Tensor, high: int) -> None:
+        """Records that all former ids were removed, and that all present ids were added.
 
         Args:
-            ids: [M] int64, of before.
-            rows: [M] int64, which they held.
-            high: rows handed out now.
+            ids: [M] int64, the former ids.
+            rows: [M] int64, the rows they had.
+            high: number of rows handed out now.
         """
-        changed, born = RowMarks(*self._of), RowMarks(*self._of)
-        for marks in (changed, born):
+        changed = RowMarks(self._row_limit, self._device)
+        added = RowMarks(self._row_limit, self._device)
+        for marks in (changed, added):
             marks.reserve(high)
             marks.fill(self.number)
-        self.left(ids, rows)
-        self.changed, self.born = changed, born
+        self.remove(ids, rows)
+        self.changed, self.added = changed, added
 
     def changed_rows(self, since: Moment, id_map: IdMap) -> tuple[Tensor, Tensor]:
-        """Lists the ids that have a row now which changed since, or which they got since; in any order.
+        """Lists ids with a row that changed, or was given to the id, since a moment; in any order.
 
         Args:
             since: a moment of this log.
@@ -145,7 +144,7 @@ class ChangeLog:
 
         Returns:
             ids: [M] int64.
-            rows: [M] int64, theirs.
+            rows: [M] int64, the rows of these ids.
         """
         has_changed = self.changed.at_least(since.number)
         found = [_NO_IDS.reshape(0, 2)]
@@ -157,7 +156,7 @@ class ChangeLog:
         return both[:, 0].contiguous(), both[:, 1] - 1
 
     def removed_ids(self, since: Moment, id_map: IdMap) -> Tensor:
-        """Lists the ids that had a row at a moment and have none now, in any order.
+        """Lists ids that had a row at a moment and have none now, in any order.
 
         Args:
             since: a moment of this log.
@@ -166,17 +165,17 @@ class ChangeLog:
         Returns:
             [M] int64.
         """
-        left = [one for one in self._left if one.at >= since.number]
-        # No id is twice in it: of its stays only one began before the moment and ended after it.
-        ids = torch.cat([_NO_IDS, *(one.ids[one.born < since.number] for one in left)])
+        pieces = [piece for piece in self._removed if piece.at >= since.number]
+        # No id occurs twice: it was added before the moment and removed after it only once.
+        ids = torch.cat([_NO_IDS, *(piece.ids[piece.added < since.number] for piece in pieces)])
         return ids[id_map.lookup(ids) < 0]
 
     @property
     def bytes(self) -> int:
-        """Bytes of marks and of the ids that left."""
-        left = sum(one.ids.nbytes + one.born.nbytes for one in self._left)
-        return self.changed.bytes + self.born.bytes + left
+        """Bytes of the marks and of the removed ids."""
+        removed = sum(piece.ids.nbytes + piece.added.nbytes for piece in self._removed)
+        return self.changed.bytes + self.added.bytes + removed
 
 
-def _belong_together(one: _Left, other: _Left) -> bool:
-    return one.at == other.at and one.ids.numel() <= 2 * other.ids.numel()
+def _are_joined(first: _Removed, last: _Removed) -> bool:
+    return first.at == last.at and first.ids.numel() <= 2 * last.ids.numel()

@@ -1,4 +1,4 @@
-"""IdMap: id -> row, over one tensor of slots, two while it grows (csrc/storage/id_map.h: layout and rules).
+"""IdMap: id -> row, in one tensor of slots, two while it grows (csrc/storage/id_map.h: layout and rules).
 
 Legend: C slots, M ids.
 """
@@ -17,40 +17,37 @@ from torchrec_dyn import ops
 SLOT_BYTES = 16
 # Slots of a cache line; a map is made of whole lines (csrc/mix64.h).
 _LINE_SLOTS = 4
-# Slots in use at most: at this load one id in thirteen or so lies past its home line (measured).
+# The highest load, ids / slots: here about one id in thirteen lies past its home line (measured).
 MAX_LOAD = 0.625
 _FIRST_CAPACITY = 64
-# Small maps double at MAX_LOAD, in one go. Large ones grow by a quarter, which bounds the bytes a row to
-# SLOT_BYTES * 1.25 / MAX_LOAD, and bit by bit: growth begins at START_LOAD and ends before MAX_LOAD.
+# Small maps double at MAX_LOAD, at once. Large maps grow by a quarter, which bounds the bytes per row to
+# SLOT_BYTES * 1.25 / MAX_LOAD, and bit by bit: growth begins at _START_LOAD and ends before MAX_LOAD.
 _LARGE_CAPACITY = 1 << 16
 _LARGE_GROWTH = 1.25
 _START_LOAD = 9 / 16
-# Slots that statistics look at, at least: asked for now and then they are to take no time that one can see.
+# The least number of slots that statistics sample, small enough to take no noticeable time.
 _PROBED = 1 << 18
-# Slots that growth may be ahead of this by, since it moves whole runs.
+# Growth moves whole runs of slots, so it may be ahead by up to a run.
 _RUN = 64
 
 
 def most_slots(ids: int) -> int:
-    """Bounds the slots that a map of `ids` ids holds, however they came: planners pay for these.
+    """Returns the most slots (`IdMap.held`) of a map of `ids` ids, in any order of insertion.
 
-    It holds while the map grows too: see `IdMap.held`.
-
-    Args:
-        ids: slots in use.
+    It bounds a map that grows too. Planners reserve memory for so many.
     """
     needed = int(ids / MAX_LOAD) + 1
     return max(
         _FIRST_CAPACITY,
         2 * min(needed, _LARGE_CAPACITY),
-        # Growth may end the last 8 runs early, which is 8 (MAX_LOAD - START_LOAD) / MAX_LOAD * 1.25 = 1 run
-        # of slots ahead, and a capacity is whole lines.
+        # Growth may move the last 8 runs early: 8 (MAX_LOAD - _START_LOAD) / MAX_LOAD * 1.25 = 1 run of slots
+        # ahead. And a capacity is a multiple of a line.
         int(needed * _LARGE_GROWTH) + _RUN + _LINE_SLOTS,
     )
 
 
 def _fewest_slots(ids: int) -> int:
-    """Returns the capacity at which a map of `ids` ids need not grow at once."""
+    """Returns the least capacity at which a map of `ids` ids need not grow yet."""
     needed = int(ids / MAX_LOAD) + 1
     return needed if needed < _LARGE_CAPACITY else int(ids / _START_LOAD) + 1
 
@@ -61,21 +58,21 @@ def canonical_order(ids: Tensor) -> Tensor:
     Args:
         ids: [M] int64.
     """
-    # Flipping the sign bit turns the unsigned order into the signed one.
+    # Flipping the sign bit turns the unsigned order into the signed order.
     return torch.argsort(ops.mix64(ids) ^ torch.iinfo(torch.int64).min)
 
 
 class IdMap:
-    """Gives every id of a table its row.
+    """Maps every id of a table to its row.
 
     Args:
-        limit: ids that the table may have, None if nothing bounds them. The last growth stops at what the
-            limit takes, and a full map is not kept growing for ever by ids that come and go below it.
+        limit: the most ids of the table, None without a limit. The last growth stops at the slots that
+            the limit needs, so inserting and erasing ids below it does not make a full map grow for ever.
 
     Attributes:
         slots: [C, 2] int64: id, row + 1; an empty slot has 0.
-        outgoing: [C', 2] int64, the smaller slots from which a map that grows is moving; or None.
-        moved: outgoing slots that have moved; -1 when there are none.
+        outgoing: [C', 2] int64, the smaller array that a map that grows is leaving; else None.
+        moved: number of outgoing slots that have moved; -1 if `outgoing` is None.
         num_ids: slots in use.
     """
 
@@ -88,15 +85,15 @@ class IdMap:
 
     @property
     def capacity(self) -> int:
-        """Slots of the map, of the larger array while it grows."""
+        """Slots of the map; while it grows, those of the larger array."""
         return self.slots.shape[0]
 
     @property
     def held(self) -> int:
         """Slots whose memory is in use.
 
-        While the map grows: of the outgoing slots those that have yet to move, and of the new ones
-        the share that the others have moved to. So growth takes no more than the grown map.
+        While the map grows: the outgoing slots that have yet to move, and the share of the new slots
+        that is filled. So growth takes no more memory than the grown map.
         """
         if self.outgoing is None:
             return self.capacity
@@ -104,7 +101,7 @@ class IdMap:
         return leaving - self.moved + -(-self.capacity * self.moved // leaving)
 
     def reserve(self, additional: int) -> None:
-        """Makes room for `additional` more ids, which may move slots: 16 for each of them at most."""
+        """Makes room for `additional` more ids; this may move slots, at most 16 for each id."""
         ids = self.num_ids + additional
         self._move_on(ids)
         if ids <= self._most_ids():
@@ -128,7 +125,7 @@ class IdMap:
         return most
 
     def _move_on(self, ids: int) -> None:
-        """Moves outgoing slots as far as a map of `ids` ids must be: all of them at MAX_LOAD."""
+        """Moves the share of outgoing slots that `ids` ids require: all of them at MAX_LOAD."""
         if self.outgoing is None:
             return
         leaving = self.outgoing.shape[0]
@@ -142,22 +139,19 @@ class IdMap:
             self.outgoing, self.moved = None, -1
 
     def arrays(self) -> tuple[list[Tensor], Tensor]:
-        """Returns this map as the ops take maps: see `arrays_of`."""
+        """Returns this map in the form that the ops take, as `arrays_of`."""
         return arrays_of([self])
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Finds rows; -1 where the id is absent.
+        """Returns the rows of ids, [M] int64; -1 for an absent id.
 
         Args:
             ids: [M] int64.
-
-        Returns:
-            [M] int64.
         """
         return ops.lookup(ids, torch.tensor([0, ids.numel()]), *self.arrays())[0]
 
     def insert(self, ids: Tensor, rows: Tensor) -> None:
-        """Puts ids into the map.
+        """Adds ids.
 
         Args:
             ids: [M] int64, distinct and absent; room was reserved.
@@ -167,23 +161,23 @@ class IdMap:
         self.num_ids += ids.numel()
 
     def erase(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes ids out of the map.
+        """Removes ids.
 
         Args:
-            ids: [M] int64.
+            ids: [M] int64; absent ids are skipped.
 
         Returns:
-            ids: those that were there, each once.
-            rows: which they held.
+            ids: the removed ids, each once.
+            rows: the rows they had.
         """
         rows = ops.erase(ids, *self.arrays())
-        was_there = rows >= 0
-        ids, rows = ids[was_there], rows[was_there]
+        was_present = rows >= 0
+        ids, rows = ids[was_present], rows[was_present]
         self.num_ids -= rows.numel()
         return ids, rows
 
     def contents(self) -> tuple[Tensor, Tensor]:
-        """Lists what the map holds in canonical order.
+        """Returns all ids and rows in canonical order.
 
         Returns:
             ids: [M] int64.
@@ -200,10 +194,10 @@ class IdMap:
         return self.held * SLOT_BYTES
 
     def stats(self) -> dict[str, int | float]:
-        """Returns slots, load (ids / slots) and the mean and longest probe of a known id.
+        """Returns slots, load (ids / slots), and the mean and the longest probe length of its ids.
 
-        Probes of a large map are those of a sample, some hundred thousand slots in runs: the longest of all
-        may be longer.
+        Probe lengths of a large map are those of a sample of some hundred thousand slots, so a longer one
+        may exist.
         """
         ids, total, longest = zip(
             *(
@@ -220,7 +214,7 @@ class IdMap:
         }
 
     def check_invariants(self) -> None:
-        """Raises RuntimeError if an id is lost, a row is shared or the count is wrong."""
+        """Raises RuntimeError if an id cannot be found, two ids share a row or the count is wrong."""
         ids, rows = self.contents()
         if ids.numel() != self.num_ids:
             raise RuntimeError(
@@ -233,15 +227,15 @@ class IdMap:
 
 
 def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
-    """Lists maps as the ops take them.
+    """Lists maps in the form that the ops take.
 
     Args:
         maps: T maps.
 
     Returns:
-        slots: of each map, then the outgoing ones of each that grows.
-        moved: [T] int64, outgoing slots moved, -1 of a map that does not grow.
+        slots: the slots of each map, then the outgoing slots of each map that grows.
+        moved: [T] int64, number of outgoing slots moved; -1 for a map that does not grow.
     """
-    slots = [one.slots for one in maps]
-    slots += [one.outgoing for one in maps if one.outgoing is not None]
-    return slots, torch.tensor([one.moved for one in maps], dtype=torch.int64)
+    slots = [id_map.slots for id_map in maps]
+    slots += [id_map.outgoing for id_map in maps if id_map.outgoing is not None]
+    return slots, torch.tensor([id_map.moved for id_map in maps], dtype=torch.int64)

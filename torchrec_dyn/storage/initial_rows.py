@@ -1,4 +1,4 @@
-"""InitialRows: the rows that the ids of one table start with, a pure function of each id.
+"""InitialRows: the initial row of each id of one table, a pure function of the id.
 
 Legend: M ids.
 """
@@ -13,13 +13,13 @@ from torchrec_dyn.storage.row_store import RowStore
 
 
 class InitialRows:
-    """Writes initial rows into any store of a table's weights.
+    """Writes initial rows into a store of the table's weights.
 
     Args:
         initializer: the distribution.
         seed: of the table's config.
         name: of the table.
-        first_column: number of the first column held here.
+        first_column: number of the first column of this column shard.
     """
 
     def __init__(self, initializer: Initializer, seed: int, name: str, first_column: int) -> None:
@@ -32,7 +32,7 @@ class InitialRows:
 
         Args:
             ids: [M] int64.
-            rows: [M] int64, where to.
+            rows: [M] int64, where to write them.
             store: weights.
         """
         ops.init_rows_(

@@ -1,7 +1,7 @@
-"""Which forwards of a table are open: their backward has yet to run, and their graph still lives.
+"""The open forwards of a table: those whose backward has yet to run and whose graph still lives.
 
-Every forward that will have a backward opens a ticket with each of its tables. The ticket is closed by the
-backward, or when the graph is dropped. Rows that a forward has read wait for it (row_numbers.py).
+Every forward that will have a backward opens a ticket with each of its tables. Its backward closes the
+ticket, and so does dropping its graph. Until then the rows that it has read are not reused (row_numbers.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ _numbers = itertools.count(1)  # of all forwards of this process
 
 
 class ForwardTicket:
-    """Stands for one forward of some tables; closed by its backward, or when its graph is dropped.
-
-    Only the forward holds it: dropping it closes it.
+    """Stands for one forward of some tables. Only the forward's graph holds it: dropping it closes it.
 
     Args:
         tables: the open forwards of each table.
@@ -28,7 +26,7 @@ class ForwardTicket:
             numbers.add(self.number)
 
     def close(self) -> None:
-        """Closes the ticket; a second time changes nothing."""
+        """Closes the ticket; a second call changes nothing."""
         for numbers in self._tables:
             numbers.discard(self.number)
 
@@ -36,10 +34,10 @@ class ForwardTicket:
 
 
 class OutstandingForwards:
-    """The forwards of a table that are still open.
+    """The open forwards of one table.
 
     Attributes:
-        numbers: of their tickets; a later forward has a higher one.
+        numbers: the numbers of their tickets; a later forward has a higher number.
     """
 
     def __init__(self) -> None:
@@ -47,11 +45,11 @@ class OutstandingForwards:
 
     @property
     def latest(self) -> int:
-        """The highest number of an open forward, 0 if there is none."""
+        """The highest number of an open forward, 0 without any."""
         return max(self.numbers.copy(), default=0)
 
     def all_closed_up_to(self, number: int) -> bool:
-        """Whether every forward up to this number is closed."""
+        """Returns True if every forward up to this number is closed."""
         return number < min(self.numbers.copy(), default=number + 1)
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
-"""RowMarks: one small number a row, 0 until it is written.
+"""RowMarks: one small number for each row, 0 until it is written.
 
-Legend: T tables, N rows named, M rows asked for.
+Legend: T tables, N rows in table order, M rows.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 
-_BLOCK_ROWS = 1 << 18  # a mebibyte; a small table takes less
+_BLOCK_ROWS = 1 << 18  # 1 MiB; a small table takes less
 
 
 class RowMarks:
     """An int32 for each row of a table, in blocks that never move.
 
     Args:
-        row_limit: rows the table may reach.
+        row_limit: the most rows of the table.
         device: of the table.
 
     Attributes:
@@ -30,7 +30,7 @@ class RowMarks:
     def __init__(self, row_limit: int, device: torch.device) -> None:
         self.shift = max(4, min(_BLOCK_ROWS, row_limit).bit_length() - 1)
         self.blocks: list[Tensor] = []
-        self._words: list[Tensor] = []  # the same memory as float32, of which the op copies rows
+        self._words: list[Tensor] = []  # the same memory as float32, for the op that copies rows
         self._device = device
 
     def reserve(self, rows: int) -> None:
@@ -54,7 +54,7 @@ class RowMarks:
         return words.view(torch.int32).flatten()
 
     def fill(self, mark: int) -> None:
-        """Marks all rows that there is room for."""
+        """Marks all rows in the blocks."""
         for block in self.blocks:
             block.fill_(mark)
 
@@ -63,12 +63,12 @@ class RowMarks:
 
         Args:
             rows: [M] int64.
-            mark: for all of them.
+            mark: the mark of all of them.
         """
         write_marks([self], rows, torch.tensor([0, rows.numel()]), [mark])
 
     def at_least(self, mark: int) -> Tensor:
-        """Tells of every row in the blocks whether it has this mark or a higher one, [capacity] bool."""
+        """Returns for each row in the blocks if its mark is `mark` or higher, [capacity] bool."""
         capacity = len(self.blocks) << self.shift
         flags = torch.zeros(capacity, dtype=torch.bool, device=self._device)
         flags[ops.changed_rows(self.blocks, self.shift, capacity, mark)] = True
@@ -86,10 +86,10 @@ def write_marks(
     """Marks the rows of several tables.
 
     Args:
-        tables: T tables, None for one whose rows have no marks.
-        rows: [N] int64 in table order; -1 is passed over.
-        table_offsets: [T + 1] int64, which rows are whose.
-        marks: of each table, for all its rows named.
+        tables: marks of T tables, None for a table without marks.
+        rows: [N] int64 in table order; -1 is skipped.
+        table_offsets: [T + 1] int64, where the rows of each table begin.
+        marks: [T], the mark of each table's rows.
     """
     blocks: list[Tensor] = []
     layout = []

@@ -1,8 +1,8 @@
-"""Which rows are free, and which must wait for a forward that still holds them.
+"""RowNumbers: the free rows of a table, and those withheld from reuse while a forward may hold them.
 
-A row that a forward has read must not be given to another id before that forward's backward has run or its
-graph has been dropped (pipelines run lookup i + 1 before backward i). So a row that an id leaves is withheld
-until all forwards opened before are closed (open_forwards.py).
+A row that a forward has read must not be given to another id before that forward's backward has run or
+its graph has been dropped (pipelines run lookup i + 1 before backward i). So the row of a removed id is
+withheld until all forwards opened before the removal are closed (open_forwards.py).
 """
 
 from __future__ import annotations
@@ -23,16 +23,12 @@ class RowNumbers:
     def __init__(self, forwards: OutstandingForwards) -> None:
         self.high = 0
         self.forwards = forwards
-        self._free: list[Tensor] = []  # those that came free together
+        self._free: list[Tensor] = []  # each tensor: rows that were freed together
         self._num_free = 0
         self._withheld: list[tuple[int, Tensor]] = []
 
     def take(self, count: int) -> Tensor:
-        """Hands out rows.
-
-        Returns:
-            [count] int64, distinct.
-        """
+        """Hands out `count` rows, [count] int64, distinct."""
         self._release()
         reused = min(count, self._num_free)
         rows = [torch.arange(self.high, self.high + count - reused)]
@@ -52,7 +48,7 @@ class RowNumbers:
         return self.high + max(0, count - self._num_free)
 
     def give_back(self, rows: Tensor) -> None:
-        """Takes back rows that their ids left; they are reused when no open forward can hold them.
+        """Takes back the rows of removed ids; they are reused once no open forward can hold them.
 
         Args:
             rows: [M] int64, distinct, handed out before.
@@ -62,20 +58,20 @@ class RowNumbers:
 
     @property
     def has_withheld(self) -> bool:
-        """Whether any row waits for a forward (or may by now be released)."""
+        """True if rows are withheld (some of them may be released at the next call)."""
         return bool(self._withheld)
 
     def withheld(self) -> Tensor:
-        """Returns the rows that wait for a forward, [M] int64."""
+        """Returns the withheld rows, [M] int64."""
         self._release()
         return torch.cat([torch.empty(0, dtype=torch.int64), *(rows for _, rows in self._withheld)])
 
     def _release(self) -> None:
-        waiting: list[tuple[int, Tensor]] = []
+        withheld: list[tuple[int, Tensor]] = []
         for latest, rows in self._withheld:
             if self.forwards.all_closed_up_to(latest):
                 self._free.append(rows)
                 self._num_free += rows.numel()
             else:
-                waiting.append((latest, rows))
-        self._withheld = waiting
+                withheld.append((latest, rows))
+        self._withheld = withheld

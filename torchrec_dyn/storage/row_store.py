@@ -3,12 +3,12 @@
 A table grows by appending a block of 2^shift rows; no row is copied (docs/decisions/0002). A fresh block is
 reserved, not written: Linux commits its pages on first touch, so memory follows the rows in use.
 
-Legend: R rows allocated, M rows asked for.
+Legend: M rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.storage.id_map import SLOT_BYTES
 
-# Upper bound of a block: large enough that a table has few of them, small enough that the last,
-# partly used one is no burden where memory is committed at once.
+# Upper bound of a block: large enough that a table has few blocks, small enough that the last, partly
+# used block costs little where memory is committed at once.
 _BLOCK_BYTES = 32 << 20
 _LINE_BYTES = 64
 
@@ -26,7 +26,7 @@ def block_shift(row_limit: int, row_bytes: int) -> int:
     """Returns the binary logarithm of the rows of a block.
 
     Args:
-        row_limit: rows the table may reach; a small table takes one small block.
+        row_limit: the most rows of the table; a small table takes one small block.
         row_bytes: bytes of a row's weights.
     """
     rows = max(1, min(_BLOCK_BYTES // max(1, row_bytes), row_limit))
@@ -68,9 +68,9 @@ class RowStore:
             self.blocks.append(self._spare.pop())
 
     def _several_blocks(self) -> list[Tensor]:
-        """Returns blocks out of one reservation: as many as there are, up to _BLOCK_BYTES in all.
+        """Returns blocks of one reservation: as many as exist, up to _BLOCK_BYTES in all.
 
-        The blocks of a state of one number a row are smaller than a huge page; side by side they
+        The blocks of a state with one number per row are smaller than a huge page; side by side they
         share huge pages.
         """
         block_rows, count = 1 << self.shift, 1
@@ -98,55 +98,52 @@ class RowStore:
 
         Args:
             rows: [M] int64.
-            values: [M, columns]; converted to the rows' dtype, to nearest.
+            values: [M, columns]; rounded to the nearest of the rows' dtype.
         """
-        if rows.numel() == 0:  # before the first block the op cannot know our dtype
+        if rows.numel() == 0:  # without a block the op does not know the dtype
             return
         values = values.to(self.dtype).contiguous()
         ops.scatter_rows_(rows, values, self.blocks, self.shift, self.columns)
 
     def put(self, first_row: int, first_column: int, values: Tensor) -> None:
-        """Copies values into neighbouring rows and columns.
+        """Copies values into a range of rows and columns.
 
         Args:
-            first_row: where they begin.
-            first_column: likewise.
-            values: [M, C]; converted to the rows' dtype, to nearest.
+            first_row: where the range of rows begins.
+            first_column: where the range of columns begins.
+            values: [M, C]; rounded to the nearest of the rows' dtype.
         """
         columns = slice(first_column, first_column + values.shape[1])
-        for begin, end, piece in self._pieces(first_row, first_row + len(values)):
-            piece[:, columns] = values[begin - first_row : end - first_row]
+        end, row = first_row + len(values), first_row
+        while row < end:
+            block, place = row >> self.shift, row & ((1 << self.shift) - 1)
+            count = min(end - row, (1 << self.shift) - place)
+            piece = values[row - first_row : row - first_row + count]
+            self.blocks[block][place : place + count, columns] = piece
+            row += count
 
     def converted(
         self, columns: int, dtype: torch.dtype, convert: Callable[[Tensor], Tensor]
     ) -> RowStore:
-        """Moves all rows into a store of another shape, block by block; this one is empty afterwards.
+        """Moves all rows into a store of another shape, block by block; this store is empty afterwards.
 
         Args:
             columns: of the result.
             dtype: of the result.
-            convert: gives [M, columns] of any dtype for [M, self.columns].
+            convert: returns [M, columns] of any dtype for [M, self.columns].
         """
-        made = RowStore(columns, self.shift, dtype, self.device)
-        made.reserve(self.capacity)
+        result = RowStore(columns, self.shift, dtype, self.device)
+        result.reserve(self.capacity)
         self._spare = []
-        for block in made.blocks:
+        for block in result.blocks:
             block.copy_(convert(self.blocks.pop(0)))
-        return made
-
-    def _pieces(self, first: int, end: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Walks the blocks of rows [first, end): begin, end and the rows."""
-        while first < end:
-            block, place = first >> self.shift, first & ((1 << self.shift) - 1)
-            rows = min(end - first, (1 << self.shift) - place)
-            yield first, first + rows, self.blocks[block][place : place + rows]
-            first += rows
+        return result
 
     def reserve_zeros(self, rows: int) -> None:
-        """Makes an empty store one of `rows` rows of zeros; memory is committed where they are written."""
+        """Fills an empty store with `rows` rows of zeros; memory is committed where they are written."""
         blocks = -(-rows >> self.shift)
         nothing = torch.empty(0, 2, dtype=torch.int64, device=self.device)
-        # A block has 16 rows at least, so that together they are whole cache lines, or nearly.
+        # A block has at least 16 rows, so the blocks are whole cache lines, or nearly.
         lines = -(-(blocks * self.row_bytes << self.shift) // _LINE_BYTES)
         zeros = ops.new_slots(nothing, max(1, lines) * _LINE_BYTES // SLOT_BYTES).view(self.dtype)
         numbers = blocks * self.columns << self.shift

@@ -1,12 +1,13 @@
 """One table, or one column shard of it, on one rank.
 
-Imports `life`, `storage` and the root; torch alone. Start with `table`: DynamicTable puts the arrays and
-the life of its rows together. `insertion` gives rows to unseen ids, `contents` copies a table out and in.
+Imports `life`, `storage` and the ground; torch alone. Start with `table`: DynamicTable joins the arrays
+of a table and the life of its rows. `insertion` gives rows to unseen ids, `contents` saves and loads a
+table.
 
-Whatever changes a table changes all of it or nothing, and checks its input first (`checks`).
+A call that fails changes nothing; inputs are checked first (`checks`).
 """
 
-from torchrec_dyn.table.changes import moment_of, note_came, note_changed, note_replaced, tokens_of
+from torchrec_dyn.table.changes import moment_of, note_added, note_changed, note_replaced, tokens_of
 from torchrec_dyn.table.checks import ROW_DTYPES, check_need, check_state, check_step
 from torchrec_dyn.table.contents import (
     NamedState,

@@ -1,8 +1,8 @@
-"""What changes in a table is noted in its log, if anybody asks for it (storage/change_log.py).
+"""Records the changes of tables in their logs (storage/change_log.py), while anybody holds a moment.
 
-A log is made at the first moment that is asked for, and dropped when nobody holds a moment any more.
+A table gets a log with its first moment. The log is dropped at the first change after its last moment was.
 
-Legend: T tables, N rows named, M ids.
+Legend: T tables, N rows in table order, M ids.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def moment_of(table: DynamicTable) -> Moment:
-    """Begins a moment of a table; its changes are kept from now on."""
+    """Starts a moment of a table; its changes are kept from now on."""
     log = changes_of(table)
     if log is None:
         log = ChangeLog(table.row_limit, table.device)
@@ -29,14 +29,14 @@ def moment_of(table: DynamicTable) -> Moment:
 
 
 def changes_of(table: DynamicTable) -> ChangeLog | None:
-    """Returns where changes are noted; None, and what was noted is forgotten, where nobody asks."""
-    if table.changes is not None and not table.changes.is_wanted:
+    """Returns the log of a table; drops it and returns None if nobody holds a moment."""
+    if table.changes is not None and not table.changes.is_in_use:
         table.changes = None
     return table.changes
 
 
-def note_came(table: DynamicTable, rows: Tensor) -> None:
-    """Takes note of rows that ids just got.
+def note_added(table: DynamicTable, rows: Tensor) -> None:
+    """Records rows that were just given to ids.
 
     Args:
         table: with room reserved.
@@ -44,20 +44,20 @@ def note_came(table: DynamicTable, rows: Tensor) -> None:
     """
     log = changes_of(table)
     if log is not None:
-        log.came(rows)
+        log.add(rows)
 
 
-def note_left(table: DynamicTable, ids: Tensor, rows: Tensor) -> None:
-    """Takes note of ids that just left.
+def note_removed(table: DynamicTable, ids: Tensor, rows: Tensor) -> None:
+    """Records ids that were just removed.
 
     Args:
-        table: any.
+        table: of the ids.
         ids: [M] int64.
-        rows: [M] int64, which they held.
+        rows: [M] int64, the rows they had.
     """
     log = changes_of(table)
     if log is not None:
-        log.left(ids, rows)
+        log.remove(ids, rows)
 
 
 def note_changed(
@@ -66,14 +66,14 @@ def note_changed(
     table_offsets: Tensor,
     noted: list[object] | None = None,
 ) -> None:
-    """Takes note that rows were written to, or seen where they are scored.
+    """Records rows that were written, or whose scores were.
 
     Args:
         tables: T tables.
-        rows: [N] int64 in table order, -1 for none. A row that its id has left does not count.
-        table_offsets: [T + 1] int64, which rows are whose.
-        noted: `tokens_of` the tables when these very rows were noted before: nothing to do if no moment
-            began since.
+        rows: [N] int64 in table order; -1 is skipped. Rows of removed ids may be among them.
+        table_offsets: [T + 1] int64, where the rows of each table begin.
+        noted: `tokens_of` the tables when the same rows were recorded before; if no moment started
+            since, nothing is to be done.
     """
     if all(table.changes is None for table in tables) or tokens_of(tables) == noted:
         return
@@ -84,24 +84,24 @@ def note_changed(
 
 
 def tokens_of(tables: Sequence[DynamicTable]) -> list[object]:
-    """Returns what tells this moment of each table from any other, whatever log it is of."""
+    """Returns a token of each table's latest moment, different for each log and moment."""
     return [None if table.changes is None else table.changes.token for table in tables]
 
 
 def note_all_changed(table: DynamicTable) -> None:
-    """Takes note that every row was written to."""
+    """Records that every row was written."""
     log = changes_of(table)
     if log is not None:
         log.changed.fill(log.number)
 
 
 def note_replaced(table: DynamicTable, id_map: IdMap) -> None:
-    """Takes note that the contents of a table were replaced. If this fails nothing is noted.
+    """Records that the contents of a table were replaced. If this fails nothing is recorded.
 
     Args:
-        table: with its contents of now.
-        id_map: that of before.
+        table: with its new contents.
+        id_map: the former one.
     """
     log = changes_of(table)
     if log is not None:
-        log.replaced(*id_map.contents(), table.row_numbers.high)
+        log.replace_all(*id_map.contents(), table.row_numbers.high)

@@ -1,9 +1,9 @@
-"""What a table refuses, each with its message; nothing is changed before these have passed."""
+"""Checks of a table's shape, limits and inputs. They run before anything is changed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,25 +12,14 @@ from torch import Tensor
 from torchrec_dyn.life import NO_STEP, check_life
 from torchrec_dyn.table.contents import NamedState
 
+if TYPE_CHECKING:
+    from torchrec_dyn.table.table import DynamicTable
+
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class _Table(Protocol):
-    num_embeddings: int
-    embedding_dim: int
-    first_column: int
-    columns: int
-    row_limit: int
-
-    @property
-    def where(self) -> str: ...
-
-    @property
-    def num_rows(self) -> int: ...
-
-
-def check_shape(table: _Table, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ValueError if a table of this shape, dtype and device cannot be."""
+def check_shape(table: DynamicTable, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError unless a table may have this shape, dtype and device."""
     for field in ("num_embeddings", "embedding_dim", "columns", "row_limit"):
         if getattr(table, field) < 1:
             raise ValueError(
@@ -57,7 +46,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def check_room(table: _Table, additional: int) -> None:
+def check_room(table: DynamicTable, additional: int) -> None:
     """Raises RuntimeError if `additional` more rows exceed the limit."""
     if additional and table.num_rows + additional > table.row_limit:
         raise RuntimeError(
@@ -67,8 +56,8 @@ def check_room(table: _Table, additional: int) -> None:
         )
 
 
-def check_step(table: _Table, step: int) -> None:
-    """Raises RuntimeError at a step that scores cannot note (after four thousand million)."""
+def check_step(table: DynamicTable, step: int) -> None:
+    """Raises RuntimeError if a step number does not fit into a score (after 4 * 10^9 steps)."""
     if step >= NO_STEP:
         raise RuntimeError(
             f"{table.where}: expected a training step below {NO_STEP}, got {step}. "
@@ -76,12 +65,12 @@ def check_step(table: _Table, step: int) -> None:
         )
 
 
-def check_need(table: _Table, need: int) -> None:
+def check_need(table: DynamicTable, need: int) -> None:
     """Raises RuntimeError if the rows of one batch alone exceed the limit.
 
     Args:
-        table: one that replaces rows.
-        need: distinct ids of the batch that have a row or are to get one.
+        table: of a policy that replaces rows.
+        need: distinct ids of the batch that have a row or were admitted.
     """
     if need > table.row_limit:
         raise RuntimeError(
@@ -92,14 +81,11 @@ def check_need(table: _Table, need: int) -> None:
 
 
 def check_ids(where: str, ids: Tensor) -> Tensor:
-    """Raises ValueError unless ids are what an op takes, but for strides.
+    """Returns ids for an op, contiguous; raises ValueError unless they are [M] int64.
 
     Args:
         where: the table and method, for messages.
-        ids: [M] int64.
-
-    Returns:
-        The ids, contiguous.
+        ids: [M] int64, with any strides.
     """
     if ids.dtype != torch.int64 or ids.dim() != 1:
         raise ValueError(
@@ -109,14 +95,14 @@ def check_ids(where: str, ids: Tensor) -> Tensor:
     return ids.detach().contiguous()
 
 
-def check_rows(table: _Table, rows: Tensor, count: int, method: str) -> None:
+def check_rows(table: DynamicTable, rows: Tensor, count: int, method: str) -> None:
     """Raises ValueError unless rows fit a table.
 
     Args:
         table: the table.
         rows: [count, D] floating point.
-        count: how many ids they are for.
-        method: who asks, for messages.
+        count: number of ids.
+        method: name of the caller, for messages.
     """
     if tuple(rows.shape) != (count, table.columns) or not rows.is_floating_point():
         raise ValueError(
@@ -128,7 +114,7 @@ def check_rows(table: _Table, rows: Tensor, count: int, method: str) -> None:
 def check_state(
     where: str, state: Mapping[str, Tensor], columns: int, states: Sequence[NamedState]
 ) -> None:
-    """Raises ValueError if a saved form does not fit a table; missing optimizer state fits.
+    """Raises ValueError unless a saved form fits a table; optimizer state may be missing.
 
     Args:
         where: the table, for messages.
@@ -146,8 +132,9 @@ def check_state(
     if torch.unique(ids).numel() != ids.numel():
         raise ValueError(f"{where}: expected distinct ids, got repeated ones.")
     expected: dict[str, tuple[int, ...]] = {"weight": (ids.numel(), columns)}
-    for one in states:
-        expected[one.name] = (ids.numel(),) if one.is_rowwise else (ids.numel(), one.store.columns)
+    for named in states:
+        one_row = () if named.is_rowwise else (named.store.columns,)
+        expected[named.name] = (ids.numel(), *one_row)
     for name, shape in expected.items():
         if name in state and tuple(state[name].shape) != shape:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Gives unseen ids their rows: all tables of a lookup, or none.
+"""Finds the rows of ids and inserts unseen ids: into all tables of a lookup, or none.
 
 Legend: T tables, N ids, M distinct unseen ids.
 """
@@ -6,38 +6,20 @@ Legend: T tables, N ids, M distinct unseen ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage import IdMap, arrays_of
+from torchrec_dyn.storage import arrays_of
 
-
-class GrowingTable(Protocol):
-    """What insertion asks of a table (table/table.py)."""
-
-    id_map: IdMap
-
-    def check_room(self, additional: int) -> None:
-        """Raises RuntimeError if `additional` more rows exceed the limit."""
-
-    def reserve(self, additional: int) -> None:
-        """Makes room for `additional` more ids and rows."""
-
-    def adopt(self, new_ids: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Takes and initialises rows.
-
-        Args:
-            new_ids: [M] int64.
-            counts: [M] int64, how often they were seen.
-        """
-        ...
+if TYPE_CHECKING:
+    from torchrec_dyn.table.table import DynamicTable
 
 
 def find_rows(
-    tables: Sequence[GrowingTable], ids: Tensor, table_offsets: Tensor
+    tables: Sequence[DynamicTable], ids: Tensor, table_offsets: Tensor
 ) -> tuple[Tensor, list[int]]:
     """Finds the rows of ids.
 
@@ -48,7 +30,7 @@ def find_rows(
 
     Returns:
         rows: [N] int64, -1 where the id is absent.
-        absent: of each table how many ids are, repeats counted.
+        absent: [T], number of absent ids of each table, repeats counted.
     """
     rows, absent = ops.lookup(ids, table_offsets, *arrays_of([table.id_map for table in tables]))
     counts: list[int] = absent.tolist()
@@ -56,7 +38,7 @@ def find_rows(
 
 
 def split_by_table(new_ids: Tensor, new_offsets: Tensor) -> tuple[Tensor, ...]:
-    """Cuts the new ids of `ops.collect_new` into those of each table.
+    """Splits the new ids of `ops.collect_new` by table.
 
     Args:
         new_ids: [M] int64.
@@ -66,9 +48,9 @@ def split_by_table(new_ids: Tensor, new_offsets: Tensor) -> tuple[Tensor, ...]:
 
 
 def insert_unseen(
-    tables: Sequence[GrowingTable], ids: Tensor, rows: Tensor, table_offsets: Tensor
+    tables: Sequence[DynamicTable], ids: Tensor, rows: Tensor, table_offsets: Tensor
 ) -> None:
-    """Inserts the absent ids of a lookup, whatever a policy says, and completes its rows.
+    """Inserts the absent ids of a lookup, without asking policies, and completes its rows.
 
     Args:
         tables: T tables.
@@ -77,7 +59,7 @@ def insert_unseen(
         table_offsets: [T + 1] int64.
 
     Raises:
-        RuntimeError: a table is full or memory is out; no table holds another id than before.
+        RuntimeError: a table is full or memory is out; all tables hold the same ids as before.
     """
     new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
     per_table = split_by_table(new_ids, new_offsets)
@@ -85,6 +67,8 @@ def insert_unseen(
         table.check_room(fresh.numel())
     for table, fresh in zip(tables, per_table, strict=True):
         table.reserve(fresh.numel())
-    new_rows = torch.cat([t.adopt(fresh) for t, fresh in zip(tables, per_table, strict=True)])
+    new_rows = torch.cat(
+        [table.add_rows(fresh) for table, fresh in zip(tables, per_table, strict=True)]
+    )
     ops.insert(new_ids, new_rows, new_offsets, *arrays_of([table.id_map for table in tables]))
     ops.fill_new_(rows, new_index, new_rows)

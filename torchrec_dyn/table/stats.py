@@ -1,61 +1,45 @@
-"""What a table holds and what happened to it, as numbers."""
+"""The numbers that `DynamicTable.stats` returns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from torchrec_dyn.life import RowLife
-from torchrec_dyn.storage import ChangeLog, IdMap, RowNumbers, RowStore
+if TYPE_CHECKING:
+    from torchrec_dyn.table.table import DynamicTable
 
-# What tables count from when they are made.
+# Counters of a table, 0 when it is made.
 COUNTED = (
     *("ids_seen", "hits", "refused", "inserted", "evicted_expired", "evicted_full", "erased"),
     *("late_grads", "counters_dropped", "forwards"),
 )
 
 
-class CountedTable(Protocol):
-    """What the numbers are read from (table/table.py)."""
-
-    step: int
-    row_limit: int
-    counters: dict[str, int]
-    id_map: IdMap
-    row_numbers: RowNumbers
-    life: RowLife | None
-    changes: ChangeLog | None
-
-    @property
-    def stores(self) -> Sequence[RowStore]:
-        """The weights and every optimizer state."""
-        ...
-
-
-def stats_of(table: CountedTable) -> dict[str, int | float]:
+def stats_of(table: DynamicTable) -> dict[str, int | float]:
     """Returns the numbers of a table.
 
-    What it holds: rows, limit, slots, load (rows / slots), bytes (slots, and rows in use with their
-    optimizer state and scores, counters, and what is noted for deltas), step, waiting (ids with a
-    counter), withheld (rows that wait for a forward), probe_length_mean and probe_length_max (in slots;
-    of a sample in a large map).
+    Present contents: rows, limit, slots, load (rows / slots), bytes (slots, rows in use with their
+    optimizer state and scores, counters, and the change log), step, waiting (ids with a counter),
+    withheld (rows kept for an open forward), probe_length_mean and probe_length_max (in slots; of a
+    sample in a large map).
 
-    Counts since it was made: of occurrences in training ids_seen, hits (had a row), unseen (had none),
-    refused (got none); of ids inserted, evicted_expired, evicted_full, erased, counters_dropped;
-    late_grads (to rows whose id had left); forwards (in training; `step` is also loaded and carried over).
+    Counts since the table was made. Occurrences in training: ids_seen, hits (had a row), unseen (had no
+    row), refused (got no row). Ids: inserted, evicted_expired, evicted_full, erased, counters_dropped.
+    Others: late_grads (gradients of rows whose id was removed), forwards (in training;
+    neither loaded nor carried over, as `step` is).
     """
     life = table.life
     stores = [*table.stores, life.scores.store] if life is not None else table.stores
+    waiting = None if life is None else life.waiting
     row_bytes = sum(store.row_bytes for store in stores)
     return {
         "rows": table.id_map.num_ids,
         "limit": table.row_limit,
         "bytes": table.id_map.bytes
         + table.row_numbers.high * row_bytes
-        + (0 if life is None else life.waiting_bytes)
+        + (0 if waiting is None else waiting.bytes)
         + (0 if table.changes is None else table.changes.bytes),
         "step": table.step,
-        "waiting": 0 if life is None else life.num_waiting,
+        "waiting": 0 if waiting is None else len(waiting),
         "withheld": table.row_numbers.withheld().numel(),
         **table.id_map.stats(),
         **table.counters,

@@ -1,13 +1,10 @@
 """DynamicTable: one table, or one column shard of it, on this rank.
 
 It joins an id map (id -> row), a store of weights and of each optimizer state (row -> numbers), the
-numbering of rows and their life, if a policy is set. What happens in a step is in lookup/table_group.py.
+numbering of rows and, with a policy, their life. The steps of a training forward are in
+lookup/table_group.py.
 
-Legend: R rows in use, M ids asked for, D columns here.
-
-TableScores: what a table tells of its scores, and its clock.
-
-Legend: M ids.
+Legend: R rows in use, M ids, D columns here.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from torch import Tensor
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer, default_initializer, for_dimension, table_key
-from torchrec_dyn.life import RowLife, has_life, time_fault
+from torchrec_dyn.life import RowLife, time_fault
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.storage import (
     ChangeLog,
@@ -31,7 +28,7 @@ from torchrec_dyn.storage import (
     RowStore,
     block_shift,
 )
-from torchrec_dyn.table.changes import note_all_changed, note_came, note_changed, note_left
+from torchrec_dyn.table.changes import note_added, note_all_changed, note_changed, note_removed
 from torchrec_dyn.table.checks import check_ids, check_room, check_rows, check_shape, check_state
 from torchrec_dyn.table.contents import (
     named_states,
@@ -44,79 +41,24 @@ from torchrec_dyn.table.insertion import find_rows, insert_unseen
 from torchrec_dyn.table.stats import COUNTED, stats_of
 
 
-class TableScores:
-    """The part of a DynamicTable that asks its life.
-
-    Attributes:
-        life: scores, counters and clock; None without a policy.
-        step: training forwards so far.
-        id_map: id -> row.
-    """
-
-    life: RowLife | None
-    step: int
-    id_map: IdMap
-
-    @property
-    def where(self) -> str:
-        """The table, for messages."""
-        raise NotImplementedError
-
-    def last_seen(self, ids: Tensor) -> Tensor:
-        """Tells when ids were last seen in training: a step, or a time under `ExpireAfter(time=...)`.
-
-        Args:
-            ids: [M] int64.
-
-        Returns:
-            [M] int64; -1 for an id without a row.
-        """
-        where = f"{self.where}.last_seen"
-        return has_life(where, self.life).last_seen(self.id_map.lookup(check_ids(where, ids)))
-
-    def count(self, ids: Tensor) -> Tensor:
-        """Tells how often ids were seen in training since they were made or began to wait.
-
-        Args:
-            ids: [M] int64.
-
-        Returns:
-            [M] int64; 0 for an id that has no row and does not wait.
-        """
-        where = f"{self.where}.count"
-        ids = check_ids(where, ids)
-        return has_life(where, self.life).counts(ids, self.id_map.lookup(ids))
-
-    @property
-    def time(self) -> int | None:
-        """What the clock shows, None before it was set."""
-        return None if self.life is None else self.life.clock.now
-
-    def set_time(self, time: int) -> None:
-        """Sets the clock of `ExpireAfter(time=...)` for the steps to come; it never goes back."""
-        if fault := time_fault(time, self.time):
-            raise ValueError(f"{self.where}.set_time: {fault}")
-        if self.life is not None and self.life.is_timed:
-            self.life.clock.set(time, self.step + 1)
-
-
-class DynamicTable(TableScores):
+class DynamicTable:
     """A table whose rows are made when ids are first seen.
 
     Attributes:
-        name: the table's name, part of what decides its initial rows.
+        name: the table's name, which also decides its initial rows.
         num_embeddings: limit on the rows of the whole table.
         embedding_dim: width of a whole row.
         first_column: number of the first column held here.
-        columns: columns held here.
+        columns: number of columns held here.
         row_limit: limit on the rows held here.
-        optimizer: how rows learn.
-        step: training forwards so far, while it was not frozen.
-        is_frozen: whether training reads it as evaluation does; asked for at every forward.
+        optimizer: the update rule of the rows.
+        step: training forwards so far, those of a frozen table left out.
+        is_frozen: True if training reads the table as evaluation does; read at every forward.
+        id_map: id -> row.
         life: scores, counters and clock; None without a policy.
-        changes: which rows changed; None while nobody asks.
-        generation: counts replacements of the whole contents; a forward of an older one has no backward.
-        edits: counts what wrote to rows or let ids come or go.
+        changes: log of changed rows; None while nobody holds a moment.
+        generation: number of replacements of the contents; forwards from before have no backward.
+        edits: number of calls that wrote rows, or added or removed ids.
         initializer: of fresh rows.
     """
 
@@ -155,12 +97,12 @@ class DynamicTable(TableScores):
         self.reset(dtype, torch.device(device))
 
     def start_as(self, initializer: Initializer) -> None:
-        """Makes this the initializer of fresh rows."""
+        """Sets the initializer of fresh rows."""
         self.initializer = initializer
         self.initial_rows = InitialRows(initializer, self.config.seed, self.name, self.first_column)
 
     def reset(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Empties it."""
+        """Makes the table empty, out of new objects."""
         shift = block_shift(self.row_limit, self.columns * dtype.itemsize)
         self.id_map = IdMap(self.row_limit)
         self.row_numbers = RowNumbers(self.forwards)
@@ -175,7 +117,7 @@ class DynamicTable(TableScores):
 
     @property
     def where(self) -> str:
-        """The table, for messages."""
+        """Name of the table in messages."""
         return f"DynamicTable({self.name!r})"
 
     @property
@@ -185,12 +127,12 @@ class DynamicTable(TableScores):
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
+        """The device of the rows."""
         return self.weights.device
 
     @property
     def num_rows(self) -> int:
-        """Ids that have a row."""
+        """Number of ids with a row."""
         return self.id_map.num_ids
 
     @property
@@ -199,13 +141,13 @@ class DynamicTable(TableScores):
         return (self.weights, *self.states)
 
     def check_room(self, additional: int) -> None:
-        """Raises RuntimeError if `additional` more rows exceed the limit; one that replaces may."""
+        """Raises RuntimeError if `additional` more rows exceed the limit and no policy replaces rows."""
         if self.life is None or not self.life.replaces:
             check_room(self, additional)
 
-    def reserve(self, additional: int, leaving: int = 0) -> None:
-        """Makes room for `additional` more ids and rows; of ids so many less as `leaving`."""
-        self.id_map.reserve(max(0, additional - leaving))
+    def reserve(self, additional: int, removed: int = 0) -> None:
+        """Makes room for `additional` more rows, and for their ids once `removed` ids were removed."""
+        self.id_map.reserve(max(0, additional - removed))
         rows = self.row_numbers.highest_after(additional)
         if self.life is not None:
             self.life.scores.reserve(rows)
@@ -215,25 +157,22 @@ class DynamicTable(TableScores):
             store.reserve(rows)
 
     def find_or_insert(self, ids: Tensor) -> Tensor:
-        """Gives every id a row.
+        """Returns the rows of ids, [M] int64; an absent id gets a fresh row.
 
         Args:
             ids: [M] int64, repeats allowed.
-
-        Returns:
-            [M] int64 rows.
         """
         offsets = torch.tensor([0, ids.numel()])
         rows, _ = find_rows([self], ids, offsets)
         insert_unseen([self], ids, rows, offsets)
         return rows
 
-    def adopt(self, new_ids: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Takes and initialises rows, [M] int64; the caller writes them into the map.
+    def add_rows(self, new_ids: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Initialises fresh rows and returns them, [M] int64; the caller inserts them into the map.
 
         Args:
             new_ids: [M] int64, distinct and absent; room was reserved.
-            counts: [M] int64, how often they were seen, None outside training.
+            counts: [M] int64, occurrences of the ids; None outside training.
         """
         self.edits += 1
         rows = self.row_numbers.take(new_ids.numel())
@@ -241,35 +180,28 @@ class DynamicTable(TableScores):
         for state in self.states:
             state.zero(rows)
         if self.life is not None:
-            self.life.born(new_ids, rows, self.step, counts)
-        note_came(self, rows)
+            self.life.add_rows(new_ids, rows, self.step, counts)
+        note_added(self, rows)
         self.id_map.num_ids += new_ids.numel()
         self.counters["inserted"] += new_ids.numel()
         return rows
 
     def ids(self) -> Tensor:
-        """Returns the ids that have a row in canonical order (by mixed id, unsigned), [R] int64."""
+        """Returns the ids with a row in canonical order (by mixed id, unsigned), [R] int64."""
         return self.id_map.contents()[0]
 
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Reads rows by id and changes nothing.
 
-        Args:
-            ids: [M] int64.
-
-        Returns:
-            rows: [M, D] in the table's dtype, zeros for an id without a row.
-            found: [M] bool.
+        As `torchrec_dyn.lookup_rows`, of this table's rows and columns on this rank.
         """
         rows = self.id_map.lookup(check_ids(f"{self.where}.lookup", ids))
         return self.weights.read(rows), rows >= 0
 
     def assign(self, ids: Tensor, rows: Tensor) -> None:
-        """Writes rows by id; an absent id is inserted with fresh optimizer state.
+        """Writes rows by id; an absent id gets a row with fresh optimizer state.
 
-        Args:
-            ids: [M] int64; of a repeated id the last row stays.
-            rows: [M, D] floating point, converted to the table's dtype.
+        As `torchrec_dyn.assign_rows`, of this table's columns on this rank.
         """
         ids = check_ids(f"{self.where}.assign", ids)
         check_rows(self, rows, ids.numel(), "assign")
@@ -279,13 +211,9 @@ class DynamicTable(TableScores):
         note_changed([self], found, torch.tensor([0, ids.numel()]))
 
     def erase(self, ids: Tensor) -> int:
-        """Lets ids go; their rows are reused once no open forward can hold them.
+        """Removes ids, and the counters of waiting ids; returns how many ids had a row.
 
-        Args:
-            ids: [M] int64; absent ones are ignored. Ids that wait for admission start anew.
-
-        Returns:
-            How many had a row.
+        As `torchrec_dyn.erase_rows`, of this table's rows on this rank.
         """
         ids = check_ids(f"{self.where}.erase", ids)
         self.edits += 1
@@ -295,40 +223,70 @@ class DynamicTable(TableScores):
         self.free(ids, rows, "erased")
         return rows.numel()
 
-    def take_states(self, states: tuple[RowStore, ...]) -> None:
+    def replace_states(self, states: tuple[RowStore, ...]) -> None:
         """Replaces the optimizer state of all rows; open forwards cannot run their backward."""
         self.states = states
         self.generation += 1
         note_all_changed(self)
 
     def free(self, ids: Tensor, rows: Tensor, cause: str) -> None:
-        """Takes back rows whose ids have left the map.
+        """Takes back the rows of ids removed from the map; reused once no open forward can hold them.
 
         Args:
             ids: [M] int64, distinct.
-            rows: [M] int64, which they held.
-            cause: the counter of `stats` that tells why.
+            rows: [M] int64, the rows they had.
+            cause: the counter of `stats` that counts them.
         """
-        note_left(self, ids, rows)
+        note_removed(self, ids, rows)
         if self.life is not None:
             self.life.scores.forget(rows)
         self.row_numbers.give_back(rows)
         self.counters[cause] += rows.numel()
 
+    def last_seen(self, ids: Tensor) -> Tensor:
+        """As `torchrec_dyn.read_last_seen`, of this table's rows on this rank."""
+        life = self._life_for("last_seen")
+        return life.last_seen(self.id_map.lookup(check_ids(f"{self.where}.last_seen", ids)))
+
+    def count(self, ids: Tensor) -> Tensor:
+        """As `torchrec_dyn.read_counts`, of this table's rows on this rank."""
+        ids = check_ids(f"{self.where}.count", ids)
+        return self._life_for("count").counts(ids, self.id_map.lookup(ids))
+
+    def _life_for(self, method: str) -> RowLife:
+        if self.life is None:
+            raise ValueError(
+                f"{self.where}.{method}: expected a table with an admission or eviction policy, got one "
+                "with none, which keeps neither last_seen nor count. Set DynamicTableConfig(eviction=...)."
+            )
+        return self.life
+
+    @property
+    def time(self) -> int | None:
+        """The time of the clock, None before it was set."""
+        return None if self.life is None else self.life.clock.now
+
+    def set_time(self, time: int) -> None:
+        """Sets the clock of `ExpireAfter(time=...)` for the steps to come; it never goes back."""
+        if fault := time_fault(time, self.time):
+            raise ValueError(f"{self.where}.set_time: {fault}")
+        if self.life is not None and self.life.is_timed:
+            self.life.clock.set(time, self.step + 1)
+
     def stats(self) -> dict[str, int | float]:
-        """Returns what the table holds and what happened to it (table/stats.py)."""
+        """Returns the numbers of the table (stats.py)."""
         return stats_of(self)
 
     def export_state(self) -> dict[str, Tensor]:
-        """Returns a copy of the contents in canonical order (table/contents.py)."""
+        """Returns a copy of the contents in canonical order (contents.py)."""
         return read_state(self)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Replaces the contents; whatever the limit, no row is dropped. Checks before any change.
+        """Replaces the contents, even by more rows than the limit. Checks before any change.
 
         Args:
-            state: as `export_state` gives it, in any order of ids; all but ids and weight may be
-                missing (then fresh).
+            state: as `export_state` returns it, in any order of ids; only "ids" and "weight" are
+                required, what is missing starts afresh.
         """
         check_state(f"{self.where}.load_state", state, self.columns, named_states(self))
         replace_contents(self, state, self.dtype, self.device)

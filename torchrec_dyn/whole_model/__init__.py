@@ -1,11 +1,10 @@
 """Questions to any model or collection, sharded or not, whatever the plan.
 
-Imports `distributed`, `modules`, `state_dict` and the rooms below. Start with `by_id`: reads and writes
-rows by id across ranks. `tables` finds the tables of a model.
+Imports `distributed`, `modules`, `state_dict`, `ranks`, `checkpoint_format` and the ground. Start with
+`by_id`: it reads and edits rows by id across ranks. `tables` finds the tables of a model.
 """
 
 from torchrec_dyn.whole_model.by_id import (
-    Collection,
     assign_rows,
     erase_rows,
     lookup_rows,
@@ -17,11 +16,11 @@ from torchrec_dyn.whole_model.by_id import (
 )
 from torchrec_dyn.whole_model.stats_logger import add_stats_hook, log_stats
 from torchrec_dyn.whole_model.tables import (
+    Collection,
     ModelTable,
-    RowsHere,
     collections_of,
-    map_of,
-    rows_here,
     saved_forms,
+    table_names,
+    tables_in,
     tables_of,
 )

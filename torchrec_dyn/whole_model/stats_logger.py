@@ -1,31 +1,22 @@
-"""Writes what `.stats()` says of every dynamic table of a model to a logger, by hand or by a hook.
+"""Writes the `.stats()` of every dynamic table of a model to a logger, by hand or by a hook.
 
 A logger is anything with TensorBoard's `SummaryWriter.add_scalar`, or a dict. On a sharded model each
-rank writes of its own shard, without asking the others; give each rank a logger of its own.
+rank writes the stats of its own shards and communicates with no other; give each rank its own logger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any, Protocol
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from torchrec_dyn.distributed import ShardedTableHandle
-from torchrec_dyn.modules import (
-    DynamicEmbeddingBagCollection,
-    DynamicEmbeddingCollection,
-    TableHandle,
-)
-from torchrec_dyn.whole_model.by_id import Collection
-from torchrec_dyn.whole_model.tables import collections_of
-
-_Unsharded = DynamicEmbeddingBagCollection | DynamicEmbeddingCollection
+from torchrec_dyn.whole_model.tables import collections_of, table_names
 
 
 class ScalarWriter(Protocol):
-    """What is asked of a writer, as of TensorBoard's `SummaryWriter`."""
+    """A writer of numbers, such as TensorBoard's `SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Writes one number.
@@ -50,14 +41,19 @@ def log_stats(model: nn.Module, to: StatsLogger, step: int) -> None:
 
     Args:
         model: a model with dynamic collections, sharded or not.
-        to: gets `add_scalar(name, value, step)` for each, or, if it is a dict, the value by name.
-        step: when, in the caller's count. Each table's own training steps are its stat "step".
+        to: a dict receives each value by its name, a writer `add_scalar(name, value, step)`.
+        step: the caller's count of steps. Each table's own training steps are its stat "step".
 
     Raises:
         ValueError: if the model has no dynamic collection, or `to` is neither.
     """
     _check_logger(to, "log_stats")
-    scalars = dict(_scalars(model, "log_stats"))
+    scalars = {
+        f"{path}/{table}/{name}" if path else f"{table}/{name}": value
+        for path, collection in collections_of(model, "log_stats")
+        for table in table_names(collection)
+        for name, value in collection.table(table).stats().items()
+    }
     for name, value in scalars.items():
         if isinstance(to, MutableMapping):
             to[name] = value
@@ -66,31 +62,31 @@ def log_stats(model: nn.Module, to: StatsLogger, step: int) -> None:
 
 
 def add_stats_hook(model: nn.Module, to: StatsLogger, every: int = 100) -> RemovableHandle:
-    """Makes a model write its stats by itself, after each `every`-th of its training forwards.
+    """Registers a hook that writes a model's stats after each `every`-th of its training forwards.
 
-    The step that it writes is how many training forwards the hook has counted. Evaluation is not
-    counted.
+    The step that it writes is the number of training forwards since it was registered; evaluation does
+    not count.
 
     Args:
-        model: what the training loop or the pipeline calls: a plain model, or one in
+        model: the module that the training loop or the pipeline calls: a plain model, or one in
             DistributedModelParallel.
-        to: as of `log_stats`.
+        to: as in `log_stats`.
         every: training forwards from one writing to the next.
 
     Returns:
-        a handle; its `remove()` ends this.
+        A handle; its `remove()` removes the hook.
 
     Raises:
         ValueError: if the model has no dynamic collection, `to` cannot be written to, or `every` is
-            no integer above 0.
+            not an integer above 0.
     """
     _check_logger(to, "add_stats_hook")
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"add_stats_hook.every: expected an integer above 0, got {every!r}.")
-    next(collections_of(model, "add_stats_hook"))
+    collections_of(model, "add_stats_hook")
     forwards = 0
 
-    # Collections are looked for anew each time: sharding after this call replaces them.
+    # Each time the collections are searched anew: sharding after this call replaces them.
     def count_and_log(module: nn.Module, batch: object, output: object) -> None:
         nonlocal forwards
         if module.training:
@@ -99,20 +95,6 @@ def add_stats_hook(model: nn.Module, to: StatsLogger, every: int = 100) -> Remov
                 log_stats(module, to, forwards)
 
     return model.register_forward_hook(count_and_log)
-
-
-def _scalars(model: nn.Module, where: str) -> Iterator[tuple[str, int | float]]:
-    for path, collection in collections_of(model, where):
-        for table in _tables(collection):
-            prefix = f"{path}/{table.name}" if path else table.name
-            for name, value in table.stats().items():
-                yield f"{prefix}/{name}", value
-
-
-def _tables(collection: Collection) -> list[TableHandle] | list[ShardedTableHandle]:
-    if isinstance(collection, _Unsharded):
-        return [collection.table(name) for name in collection.dynamic_configs()]
-    return [collection.table(name) for name in collection.module_sharding_plan]
 
 
 def _check_logger(to: object, where: str) -> None:

@@ -1,18 +1,10 @@
-"""The dynamic tables of a model, sharded or not, as deltas see them: in one form.
-
-The dynamic collections of a model, sharded or not.
-
-What this rank holds of one table of a collection, sharded or not.
-
-Legend: M ids.
-"""
+"""The dynamic collections of a model and their tables, sharded or not, in one form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
@@ -22,91 +14,20 @@ from torchrec_dyn.distributed import (
     ShardedDynamicEmbeddingBagCollection,
     ShardedDynamicEmbeddingCollection,
 )
-from torchrec_dyn.modules import DynamicEmbeddingBagCollection, LocalTable
+from torchrec_dyn.modules import DynamicEmbeddingBagCollection, UnshardedCollection, UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.policies import AdmitAfter
-from torchrec_dyn.ranks import Piece, TableLayout, done_together, owners, told_together
-from torchrec_dyn.state_dict import ModelSource, OptimizerSource, ShardPieces
-from torchrec_dyn.storage import IdMap
-from torchrec_dyn.table import DynamicTable
-from torchrec_dyn.whole_model.by_id import Collection
+from torchrec_dyn.ranks import Piece, TableLayout
+from torchrec_dyn.state_dict import (
+    ModelSource,
+    OptimizerSource,
+    ShardPieces,
+    ShardSource,
+    saved_tensors,
+)
 
-
-def collections_of(model: nn.Module, where: str) -> Iterator[tuple[str, Collection]]:
-    """Yields the dynamic collections of a model with their paths, in one order on all ranks.
-
-    Args:
-        model: DistributedModelParallel, any module, or a collection.
-        where: who asks, for messages.
-
-    Raises:
-        ValueError: at the end, if there is none.
-    """
-    found = False
-    for path, module in get_unwrapped_module(model).named_modules():
-        if isinstance(module, Collection):
-            found = True
-            yield path, module
-    if not found:
-        raise ValueError(
-            f"{where}: expected a model with a dynamic collection, got {type(model).__name__} "
-            "without one. Make its collections dynamic first, e.g. with make_dynamic."
-        )
-
-
-_SHARDED = (ShardedDynamicEmbeddingBagCollection, ShardedDynamicEmbeddingCollection)
-
-
-@dataclass(frozen=True)
-class RowsHere:
-    """The rows of one table on this rank.
-
-    Attributes:
-        shards: in column order, all with the same ids; empty where this rank holds none.
-        group: the ranks, None of a collection that is not sharded.
-        part: which of the ranks that share the rows this one is.
-        parts: how many share them.
-    """
-
-    shards: Sequence[DynamicTable]
-    group: dist.ProcessGroup | None
-    part: int = 0
-    parts: int = 1
-
-    @property
-    def rank(self) -> int:
-        """This rank, 0 where there is only one."""
-        return 0 if self.group is None else dist.get_rank(self.group)
-
-    def of(self, ids: Tensor) -> Tensor:
-        """Gives the ids that belong here, in their order.
-
-        Args:
-            ids: [M] int64.
-        """
-        if not self.shards:
-            return ids[:0]
-        return ids if self.parts == 1 else ids[torch.eq(owners(ids, self.parts), self.part)]
-
-
-def rows_here(collection: Collection) -> dict[str, RowsHere]:
-    """Finds what this rank holds of each table; not collective.
-
-    Args:
-        collection: sharded or not.
-    """
-    if isinstance(collection, _SHARDED):
-        return {
-            one.name: RowsHere(one.shards, one.group, one.part or 0, one.ranks)
-            for one in collection._shards.pieces()
-        }
-    pooled = isinstance(collection, DynamicEmbeddingBagCollection)
-    tables = collection.embedding_bags if pooled else collection.embeddings
-    return {
-        name: RowsHere([one.rows()], None)
-        for name, one in tables.items()
-        if isinstance(one, LocalTable)
-    }
+ShardedCollection = ShardedDynamicEmbeddingBagCollection | ShardedDynamicEmbeddingCollection
+Collection = UnshardedCollection | ShardedCollection
+_POOLED = (DynamicEmbeddingBagCollection, ShardedDynamicEmbeddingBagCollection)
 
 
 @dataclass(frozen=True)
@@ -114,67 +35,105 @@ class ModelTable:
     """One dynamic table.
 
     Attributes:
-        key: where the model's state dict has it: "sparse.ebc.embedding_bags.user".
-        pieces: what this rank holds.
-        optimizer: how its rows learn.
-        group: the ranks; None: the table is whole in this process.
+        key: of the table in the model's state dict: "sparse.ebc.embedding_bags.user".
+        pieces: this rank's part of it; of an unsharded table all of it.
+        optimizer: the rule by which its rows learn.
     """
 
     key: str
     pieces: ShardPieces
     optimizer: RowOptimizer
-    group: dist.ProcessGroup | None
 
     @property
     def name(self) -> str:
         """The table's name."""
         return self.pieces.name
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks; None: the table is not sharded."""
+        return self.pieces.group
 
-def tables_of(model: nn.Module, call: str) -> list[ModelTable]:
-    """Lists the dynamic tables of a model, in one order on all ranks.
+
+def collections_of(model: nn.Module, where: str) -> list[tuple[str, Collection]]:
+    """Lists the dynamic collections of a model with their paths, in one order on all ranks.
 
     Args:
         model: DistributedModelParallel, any module, or a collection.
-        call: who asks, for messages.
+        where: the call, for messages.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found = _collections(model)
+    if not found:
+        raise ValueError(
+            f"{where}: expected a model with a dynamic collection, got {type(model).__name__} "
+            "without one. Make its collections dynamic first, e.g. with make_dynamic."
+        )
+    return found
+
+
+def tables_of(model: nn.Module, call: str) -> list[ModelTable]:
+    """Lists the dynamic tables of a model, in one order on all ranks; not collective.
+
+    Args:
+        model: DistributedModelParallel, any module, or a collection.
+        call: the call, for messages.
 
     Raises:
         ValueError: if there is none, if some are sharded and some are not, or if two have one name.
     """
-    tables: list[ModelTable] = []
-    for path, module in get_unwrapped_module(model).named_modules():
-        prefix = f"{path}." if path else ""
-        if isinstance(module, ShardedDynamicEmbeddingBagCollection):
-            tables += _sharded(f"{prefix}embedding_bags.", module)
-        elif isinstance(module, ShardedDynamicEmbeddingCollection):
-            tables += _sharded(f"{prefix}embeddings.", module)
-        elif isinstance(module, LocalTable):
-            tables.append(_local(path, module))
+    found = _collections(model)
+    tables = [table for path, one in found for table in tables_in(one, path).values()]
     names = [table.name for table in tables]
     if not tables or len(set(names)) < len(names):
         raise ValueError(
             f"{call}: expected a model with dynamic tables, each of its own name, got tables {names}."
         )
-    local = [table.name for table in tables if table.group is None]
-    if 0 < len(local) < len(tables):
+    unsharded = [table.name for table in tables if table.group is None]
+    if 0 < len(unsharded) < len(tables):
         raise ValueError(
-            f"{call}: expected dynamic tables that are all sharded or all not, got {local} unsharded beside "
-            "others. Pass the collections one by one."
+            f"{call}: expected dynamic tables that are all sharded or all not, got {unsharded} unsharded "
+            "beside others. Pass the collections one by one."
         )
     return tables
 
 
-def _sharded(
-    prefix: str, module: ShardedDynamicEmbeddingBagCollection | ShardedDynamicEmbeddingCollection
-) -> list[ModelTable]:
-    shards = module._shards
-    return [
-        ModelTable(f"{prefix}{one.name}", one, shards.optimizer_of(one.name), one.group)
-        for one in shards.pieces()
-    ]
+def tables_in(collection: Collection, path: str = "") -> dict[str, ModelTable]:
+    """Returns the tables of one collection by name, in its order; not collective.
+
+    Args:
+        collection: sharded or not.
+        path: of the collection in its model, for the keys.
+    """
+    holder = "embedding_bags" if isinstance(collection, _POOLED) else "embeddings"
+    prefix = f"{path}.{holder}." if path else f"{holder}."
+    if isinstance(collection, ShardedCollection):
+        shards = collection._shards
+        return {
+            one.name: ModelTable(prefix + one.name, one, shards.optimizer_of(one.name))
+            for one in shards.pieces()
+        }
+    return {
+        one.config.name: _unsharded(prefix + one.config.name, one)
+        for one in collection.unsharded_lookup.tables
+    }
 
 
-def _local(path: str, table: LocalTable) -> ModelTable:
+def table_names(collection: Collection) -> list[str]:
+    """Returns the names of a collection's tables; needs no rows."""
+    if isinstance(collection, UnshardedCollection):
+        return list(collection.dynamic_configs())
+    return list(collection.module_sharding_plan)
+
+
+def _collections(model: nn.Module) -> list[tuple[str, Collection]]:
+    modules = get_unwrapped_module(model).named_modules()
+    return [(path, module) for path, module in modules if isinstance(module, Collection)]
+
+
+def _unsharded(key: str, table: UnshardedTable) -> ModelTable:
     config, rows = table.config, table.rows()
     pieces = ShardPieces(
         config.name,
@@ -184,19 +143,20 @@ def _local(path: str, table: LocalTable) -> ModelTable:
         0,
         None,  # type: ignore[arg-type]  # nobody asks for the group of one rank
         table.saved_config(),
+        rows.optimizer,
         table.dynamic.has_life,
-        isinstance(table.dynamic.admission, AdmitAfter),
+        table.dynamic.counts_waiting,
     )
-    return ModelTable(path, pieces, rows.optimizer, None)
+    return ModelTable(key, pieces, rows.optimizer)
 
 
 @dataclass(frozen=True)
 class SavedForm:
-    """What a table, or some of its rows, would save.
+    """The tensors that a checkpoint of a table, or of some of its rows, would have.
 
     Attributes:
-        model: tensors in the model's state dict, by name.
-        optimizer: tensors in the optimizer's state dict, by name.
+        model: by their names in the model's state dict.
+        optimizer: by their names in the optimizer's state dict.
     """
 
     model: dict[str, SavedTensor]
@@ -209,39 +169,16 @@ class SavedForm:
 
 
 def saved_forms(tables: Sequence[ModelTable], call: str) -> list[SavedForm]:
-    """Sums the contents of tables and makes what they would save. Collective.
+    """Sums the contents of tables and returns what would be saved of each. Collective.
 
     Args:
         tables: of a model.
         call: the same on every rank.
     """
-    sources = done_together(tables[0].group, call, lambda: [_sources(table) for table in tables])
-    told = told_together(
-        tables[0].group,
-        call,
-        lambda: [(model.tell(), optimizer.tell()) for model, optimizer in sources],
-    )
-    return [
-        SavedForm(
-            model.tensors([one[number][0] for one in told]),
-            optimizer.tensors([one[number][1] for one in told]),
-        )
-        for number, (model, optimizer) in enumerate(sources)
-    ]
 
+    def sources() -> list[ShardSource]:
+        pieces = [table.pieces for table in tables]
+        return [source(one, None) for one in pieces for source in (ModelSource, OptimizerSource)]
 
-def _sources(table: ModelTable) -> tuple[ModelSource, OptimizerSource]:
-    return ModelSource(table.pieces, None), OptimizerSource(table.pieces, table.optimizer, None)
-
-
-def map_of(ids: Tensor, rows: Tensor) -> IdMap:
-    """Makes a map of some ids.
-
-    Args:
-        ids: [M] int64, distinct.
-        rows: [M] int64.
-    """
-    made = IdMap(ids.numel())
-    made.reserve(ids.numel())
-    made.insert(ids, rows)
-    return made
+    made = saved_tensors(tables[0].group, call, sources)
+    return [SavedForm(*of_table) for of_table in zip(made[::2], made[1::2], strict=True)]
