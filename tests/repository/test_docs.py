@@ -109,7 +109,12 @@ def test_options_of_the_main_job_exist(page):
 
 FILE = re.compile(r"(?<![\w.*{/-])((?:\.{1,2}/)*(?:[\w-]+/)*[\w-]+\.(?:py|pyi|h|cpp|cu|md))\b")
 CODE = [
-    *(path for tree in ("torchrec_dyn", "csrc") for path in sorted((ROOT / tree).rglob("*.*"))),
+    *(
+        path
+        for tree in ("torchrec_dyn", "csrc")
+        for path in sorted((ROOT / tree).rglob("*.*"))
+        if "__pycache__" not in path.parts
+    ),
     *(
         path
         for tree in ("tests", "examples", "benchmarks")
