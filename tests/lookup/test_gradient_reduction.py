@@ -15,7 +15,7 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup.gradient_reduction import Senders, asks_for_senders
 from torchrec_dyn.lookup.table_group import TableGroup
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.sharding.grouped_lookups import PooledLookup
+from torchrec_dyn.sharding.grouped_lookups import PooledLookup, set_senders
 from torchrec_dyn.table.table import DynamicTable
 
 POOLED = [
@@ -145,12 +145,12 @@ def test_another_word_is_refused():
 
 def test_node_row_wise_batches_lie_by_place_in_the_node():
     """TorchRec's staggered recat: of nodes {0, 1} and {2, 3} the order is 0, 2, 1, 3."""
-    told = []
     lookup = PooledLookup.__new__(PooledLookup)  # its constructor asks for a process group
     torch.nn.Module.__init__(lookup)
-    lookup._emb_modules = [SimpleNamespace(expect=told.append)]
-    lookup.node_size = 2
-    lookup.expect([10, 11, 12, 13])
-    lookup.node_size = None
-    lookup.expect([10, 11, 12, 13])
-    assert told == [[10, 12, 11, 13], [10, 11, 12, 13]]
+    kernel = SimpleNamespace()
+    lookup._emb_modules = [kernel]
+    batch = SimpleNamespace(batch_size_per_rank=[10, 11, 12, 13])
+    for node_size, arrived in ((2, [10, 12, 11, 13]), (1, [10, 11, 12, 13])):
+        lookup.node_size = node_size
+        set_senders([lookup], [batch])
+        assert kernel.bags_of_ranks == arrived
