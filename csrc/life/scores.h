@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "simd.h"
+#include "storage/blocks.h"
 
 namespace torchrec_dyn {
 
@@ -14,25 +15,17 @@ constexpr uint64_t kMostCount = 0xFFFFFFFFull;
 constexpr uint64_t kFreeLastSeen = 0xFFFFFFFFull;
 constexpr uint64_t kFreeScore = kFreeLastSeen << 32;
 
-constexpr uint64_t last_seen_of(uint64_t score) { return score >> 32; }
-constexpr uint64_t count_of(uint64_t score) { return score & kMostCount; }
-constexpr bool is_free(uint64_t score) { return last_seen_of(score) == kFreeLastSeen; }
+TORCHREC_DYN_BOTH constexpr uint64_t last_seen_of(uint64_t score) { return score >> 32; }
+TORCHREC_DYN_BOTH constexpr uint64_t count_of(uint64_t score) { return score & kMostCount; }
+TORCHREC_DYN_BOTH constexpr bool is_free(uint64_t score) { return last_seen_of(score) == kFreeLastSeen; }
 
 // `times` more occurrences at `step`; times is at most kMostCount.
-constexpr uint64_t touched(uint64_t score, uint64_t step, uint64_t times = 1) {
+TORCHREC_DYN_BOTH constexpr uint64_t touched(uint64_t score, uint64_t step, uint64_t times = 1) {
   const uint64_t count = count_of(score), room = kMostCount - count;
   return step << 32 | (count + (times < room ? times : room));
 }
 
-// The words of one table, in blocks of 2^shift.
-struct ScoreBlocks {
-  uint64_t* const* blocks;
-  int64_t shift;
-  int64_t capacity;
-
-  uint64_t* word(int64_t row) const { return blocks[row >> shift] + (row & ((int64_t{1} << shift) - 1)); }
-  bool holds(int64_t row) const { return static_cast<uint64_t>(row) < static_cast<uint64_t>(capacity); }
-};
+using ScoreBlocks = WordBlocks<uint64_t>;
 
 // Rows that share a line of cache: parts own whole lines.
 constexpr int64_t kLineScores = 8;

@@ -7,13 +7,16 @@
 #include <span>
 
 #include "lookup/bags.h"
+#include "lookup/bags_arguments.h"
 #include "lookup/row_update.h"
 #include "lookup/senders.h"
+#include "lookup/senders_arguments.h"
 #include "parallel.h"
 #include "radix_sort.h"
 #include "simd.h"
-#include "storage/rounding.h"
-#include "storage/row_lanes.h"
+#include "storage/blocks_arguments.h"
+#include "storage/rounding_cpu.h"
+#include "storage/row_access_cpu.h"
 
 namespace torchrec_dyn {
 namespace {
@@ -173,7 +176,8 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all) {
   std::vector<float> sum(static_cast<size_t>(columns));
   std::vector<Line> lines(static_cast<size_t>(sizeof(T) == sizeof(float) ? 0 : (columns + kLanes - 1) / kLanes));
   float* values = lines.empty() ? nullptr : lines.front().floats;  // of a short row
-  SenderCount senders(job.senders);
+  std::vector<uint32_t> last_row(job.senders.of_id ? static_cast<size_t>(job.senders.ranks) + 1 : 0);
+  SenderCount senders(job.senders, last_row.data());
   const float* squared = nullptr;  // the gradient whose square is `square`: the ids of a bag share one
   float square = 0.0f;
   prefetch_runs(all, 0, kBurst);
@@ -228,9 +232,11 @@ TORCHREC_DYN_UPDATE(BFloat16)
 // Calls body(begin, end) for the ids of each segment of a table.
 template <typename Body>
 void for_segments_of(const Bags& bags, int64_t table, const Body& body) {
-  for (const Segment& segment : bags.segments)
+  for (int64_t s = 0; s < bags.segment_count; ++s) {
+    const Segment& segment = bags.segments[s];
     if (segment.table == table && segment.bags > 0)
       body(bags.begin(segment.first_bag), bags.end(segment.first_bag + segment.bags - 1));
+  }
 }
 
 // The words (row >> shift) << 32 | position of a part, sorted by row.
@@ -299,7 +305,9 @@ int part_shift(int64_t tables, int64_t ids) {
 }
 
 UpdateRule read_rule(int64_t optimizer, const std::vector<double>& hyper) {
-  STD_TORCH_CHECK(optimizer >= 0 && optimizer <= 4, "update_rows_: expected optimizer in [0, 4], got ", optimizer, ".");
+  constexpr auto kLast = static_cast<int64_t>(kLastOptimizer);
+  STD_TORCH_CHECK(optimizer >= 0 && optimizer <= kLast, "update_rows_: expected optimizer in [0, ", kLast, "], got ",
+                  optimizer, ".");
   check_size("update_rows_", "the number of hyper-parameters", 6, static_cast<int64_t>(hyper.size()));
   const auto mode = static_cast<int64_t>(hyper[5]);
   STD_TORCH_CHECK(mode >= 0 && mode <= 2, "update_rows_: expected weight_decay_mode in [0, 2], got ", mode, ".");
@@ -308,9 +316,9 @@ UpdateRule read_rule(int64_t optimizer, const std::vector<double>& hyper) {
           static_cast<float>(hyper[4])};
 }
 
-RowBlocks<float> state_blocks(const char* name, const std::vector<Tensor>& list, const TableLayout& table,
-                              int64_t columns) {
-  return columns == 0 ? RowBlocks<float>{} : row_blocks<float>("update_rows_", name, list, table, columns);
+RowBlocks<float> state_rows(BlockList<float>& list, const TableLayout& table, StateWidth width) {
+  const int64_t columns = state_columns(width, table.columns);
+  return columns == 0 ? RowBlocks<float>{} : list.rows(table, columns);
 }
 
 void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, const std::optional<Tensor>& offsets,
@@ -329,7 +337,8 @@ void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, con
   const std::vector<TableLayout> tables = read_layout(op, layout);
   const auto table_count = static_cast<int64_t>(tables.size());
   check_size(op, "the elements of streams", 3 * table_count, streams.numel());
-  const Bags bags = read_bags(op, offsets, segments, tables, ids.numel(), grad.numel());
+  const BagLists bag_lists = read_bags(op, offsets, segments, tables, ids.numel(), grad.numel());
+  const Bags bags = bag_lists.view();
   check_rows_of_bags(op, bags, tables, const_data<int64_t>(rows));
   const float* weight = bag_weight_data(op, bag_weights, ids.numel());
   const UpdateRule rule = read_rule(optimizer, hyper);
@@ -338,14 +347,17 @@ void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, con
   const GradPlaces places = find_grad_places(bags, ids.numel(), mean);
   dispatch_row_type(op, weights, [&](auto zero) {
     using T = decltype(zero);
+    BlockList<T> weight_list(op, "weights", weights);
+    BlockList<float> momentum1_list(op, "momentum1", momentum1), momentum2_list(op, "momentum2", momentum2);
+    const StateWidths widths = state_widths(rule.optimizer);
     std::vector<UpdateTable<T>> update_tables;
     const int64_t* stream = const_data<int64_t>(streams);
     for (const TableLayout& table : tables) {
-      STD_TORCH_CHECK((table.blocks << table.shift) <= (int64_t{1} << 32), op,
-                      ": expected at most 2^32 rows a table, got room for ", table.blocks << table.shift, ".");
-      update_tables.push_back({row_blocks<T>(op, "weights", weights, table, table.columns),
-                               state_blocks("momentum1", momentum1, table, rule.momentum1_columns(table.columns)),
-                               state_blocks("momentum2", momentum2, table, rule.momentum2_columns(table.columns)),
+      STD_TORCH_CHECK(table.capacity() <= (int64_t{1} << 32), op, ": expected at most 2^32 rows a table, got room for ",
+                      table.capacity(), ".");
+      update_tables.push_back({weight_list.rows(table, table.columns),
+                               state_rows(momentum1_list, table, widths.momentum1),
+                               state_rows(momentum2_list, table, widths.momentum2),
                                Stream{static_cast<uint64_t>(stream[0]), stream[1], stream[2]},
                                static_cast<float>(grad_scales[update_tables.size()])});
       stream += 3;

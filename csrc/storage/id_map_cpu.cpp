@@ -10,8 +10,8 @@
 #include "parallel.h"
 #include "simd.h"
 #include "storage/id_map.h"
-#include "storage/id_map_growth.h"
-#include "storage/map_arguments.h"
+#include "storage/id_map_arguments.h"
+#include "storage/id_map_growth_cpu.h"
 #include "zeroed_memory.h"
 
 namespace torchrec_dyn {
@@ -208,9 +208,8 @@ Tensor new_slots(const Tensor& slots, int64_t capacity) {
                   "new_slots: expected a capacity in [", kLineSlots, ", 2^48), a multiple of ", kLineSlots, ", got ",
                   capacity, ".");
   const ZeroedMemory memory = take_zeroed_memory(capacity * static_cast<int64_t>(sizeof(Slot)));
-  return torch::stable::from_blob(memory.begin, {capacity, 2}, {2, 1},
-                                  torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Long,
-                                  [memory](void*) { free_zeroed_memory(memory); });
+  return torch::stable::from_blob(memory.begin, {capacity, 2}, {2, 1}, torch::stable::Device(DeviceType::CPU),
+                                  ScalarType::Long, [memory](void*) { free_zeroed_memory(memory); });
 }
 
 Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until) {
