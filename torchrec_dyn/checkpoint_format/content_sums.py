@@ -15,10 +15,11 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.initializers import table_key
+from torchrec_dyn.optimizers import STATE_NAMES
 
 # The tensors of a table in the order of their sums, in the model's and in the optimizer's state dict.
 MODEL_TENSORS = ("ids", "weight", "last_seen", "count", "waiting", "clock", "config")
-OPTIMIZER_TENSORS = ("momentum1", "momentum2", "step", "config")
+OPTIMIZER_TENSORS = (*STATE_NAMES, "step", "config")
 # The end of every message that says so.
 DAMAGED = "The checkpoint is damaged; use the one before."
 _WORD = 1 << 64

@@ -22,12 +22,11 @@ from torchrec_dyn.distributed import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.migration.static_optimizer import MOMENTS, STEPS
 from torchrec_dyn.migration.trained_collections import chunks, put_rows
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection
-from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import done_together
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.whole_model import Collection, RowsHere, rows_here
 
-_ADAM = (OptimizerKind.ADAM, OptimizerKind.ADAMW, OptimizerKind.PARTIAL_ROWWISE_ADAM)
 _POOLED = (DynamicEmbeddingBagCollection, ShardedDynamicEmbeddingBagCollection)
 
 
@@ -199,7 +198,7 @@ def _check_states(found: _StaticTable, optimizer: RowOptimizer, known: bool, whe
                 f"{where}: expected {name} of {optimizer.kind.name} as {list(fits[0])}, got "
                 f"{list(state.shape)}."
             )
-    if optimizer.kind in _ADAM and not known:
+    if optimizer.counts_steps and not known:
         raise ValueError(
             f"{where}: expected the training steps of {optimizer.kind.name}, which TorchRec does not "
             "save, got none. Pass step=..."

@@ -51,7 +51,7 @@ class SavedState:
 
     Args:
         state: of the table.
-        name: "momentum1", "momentum2", "step", "config", "checksum" or "cells".
+        name: a state of the optimizer, "step", "config", "checksum" or "cells".
     """
 
     def __init__(self, state: _TableState, name: str) -> None:
