@@ -1,4 +1,4 @@
-// What every op asks of its arguments, in the house wording:
+// Checks of the arguments of ops. Messages have one form:
 // `<op>: expected <rule>, got <value>. <what to do>.`
 #pragma once
 

@@ -1,4 +1,4 @@
-// Memory of large outputs. What a dropped output leaves is kept for the next one: the system hands out fresh memory
+// Memory of large outputs. The memory of a dropped output is kept for the next: the system hands out fresh memory
 // page by page, zeroing each, which takes longer than to fill it (half of the forward of one-hot batches, measured,
 // docs/performance.md). Kept is at most kMostKept in all; the longest unused goes first.
 #pragma once

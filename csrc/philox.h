@@ -1,5 +1,5 @@
 // Philox4x32-10: a counter-based generator. random(key, counter) is a pure function, so a number depends
-// on nothing but what it is for: no state, no order, no thread.
+// on nothing but key and counter: no state, no order, no thread.
 //
 // Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the constants
 // are those of the paper. tests/storage/test_initializers.py checks the known-answer vectors of Random123.

@@ -1,5 +1,5 @@
-// Admission by chance. What is drawn for an id at a step is a pure function of (key, id, step), so that every column
-// shard and every run decides alike; and the chance is made of multiplications alone, so that every machine does.
+// Admission by chance. The draw of an id at a step is a pure function of (key, id, step), so that every column shard
+// and every run decides alike. The chance is made of multiplications alone, so that every machine decides alike.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ TORCHREC_DYN_BOTH inline double chance_of_refusal(double refusal, uint64_t count
   return chance;
 }
 
-// Whether one of `count` independent chances of `probability` each comes true.
+// True if one of `count` independent chances of `probability` each succeeds.
 TORCHREC_DYN_BOTH inline bool admits(double draw, double probability, uint64_t count) {
   return draw < 1.0 - chance_of_refusal(1.0 - probability, count);
 }

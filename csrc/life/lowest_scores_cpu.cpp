@@ -132,7 +132,7 @@ std::tuple<Tensor, Tensor> ids_and_rows(const std::vector<MarkedSlots>& found, c
   return result;
 }
 
-// The rows up to the cut, of the ties at it those with the lowest mixed ids.
+// The rows up to the cut; of the ties at it the rows with the lowest mixed ids.
 template <typename Marks, typename Mark>
 std::tuple<Tensor, Tensor> rows_up_to(const IdMapView& map, const Question& asked, const Cut& cut, bool only_ties,
                                       const Mark& mark) {

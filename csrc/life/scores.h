@@ -1,7 +1,7 @@
-// Scores: by what a row is kept. One word a row, last_seen << 32 | count:
+// Scores, the basis of eviction. One word a row, last_seen << 32 | count:
 //   last_seen  the training step at which the row's id last occurred, below 2^32 - 1, which marks a free row;
 //   count      how often it has occurred, and 2^32 - 1 from there on.
-// So words are ordered by last_seen, and one comparison tells the rows that were last seen before a step.
+// So words are ordered by last_seen, and one comparison finds the rows last seen before a step.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ TORCHREC_DYN_BOTH constexpr uint64_t touched(uint64_t score, uint64_t step, uint
 
 using ScoreBlocks = WordBlocks<uint64_t>;
 
-// Rows that share a line of cache: parts own whole lines.
+// Scores on a line of cache: parts own whole lines.
 constexpr int64_t kLineScores = 8;
 constexpr int64_t kScoreBurst = 64;
 
@@ -64,7 +64,7 @@ TORCHREC_DYN_INLINE void ask_for_scores(const ScoreBlocks& scores, const int64_t
 }
 
 // Touches the rows of one part, in their order; a row counts as often as it occurs, each time `times[i]` times.
-// Returns whether one lies outside.
+// Returns true if a row lies outside.
 template <bool kTimes>
 inline bool touch_part(const ScoreBlocks& scores, const int64_t* rows, const int64_t* times, int64_t count,
                        uint64_t step, int64_t part, int64_t parts) {

@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kGrain = 2048;
 constexpr uint64_t kLowHalf = 0xFFFFFFFFull;
 
-// Parts a table, so that there is a task for every thread. A power of two: whose a row is costs no division.
+// Parts a table, so that there is a task for every thread. A power of two: the part of a row costs no division.
 int64_t parts_of(int64_t tables, int64_t rows) {
   if (tables == 0 || rows < kGrain) return 1;
   return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>((thread_count() + tables - 1) / tables)));
@@ -95,7 +95,7 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
     STD_TORCH_CHECK(count[i] >= 0 && count[i] <= static_cast<int64_t>(kMostCount), op,
                     ": expected counts in [0, 2^32), got ", count[i], ".");
   }
-  // In order and on one thread: of two scores for one row the last stays.
+  // In order and on one thread: if a row is given twice, its last score stays.
   for (int64_t i = 0; i < rows.numel(); ++i)
     *words.word(row[i]) =
         seen[i] < 0 ? kFreeScore : static_cast<uint64_t>(seen[i]) << 32 | static_cast<uint64_t>(count[i]);

@@ -1,4 +1,4 @@
-// Bags: which ids belong together, and where their pooled row goes.
+// Bags: groups of ids, and the places of their pooled rows.
 //
 // `segments` [S, 5] int64, one line for each run of bags of one table:
 //   table, first bag, bags, offset of the first bag's output, distance between outputs (both in elements).

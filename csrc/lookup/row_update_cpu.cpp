@@ -21,14 +21,14 @@
 namespace torchrec_dyn {
 namespace {
 
-// What stochastic rounding and bias correction are functions of: one line of `streams` [T, 3] int64.
+// The arguments of stochastic rounding and bias correction: one line of `streams` [T, 3] int64.
 struct Stream {
   uint64_t rounding_key;
   int64_t first_column;
   int64_t step;
 };
 
-// Where the gradient of each id is: its bag's place in grad, and what to scale it by.
+// The gradient of each id: its bag's place in grad, and its scale.
 struct GradPlaces {
   std::vector<uint32_t> bag_of;  // [N]; empty for sequences, where bag i is id i
   std::vector<int64_t> place;    // [bags] element of grad where the bag's row begins
@@ -91,7 +91,7 @@ struct Run {
   uint32_t end;
 };
 
-// The rows of a part with what their updates read.
+// The rows of a part, with all that their updates read.
 template <typename T>
 struct Runs {
   const UpdateJob<T>& job;
@@ -141,8 +141,8 @@ TORCHREC_DYN_INLINE void sum_grads(const Runs<T>& all, const Run& run, int64_t c
 }
 
 // Asks for the memory of runs [begin, end) into L2. A row is usually a new page too, so each kind has its own tight
-// loop: the fewer instructions between two new pages, the more page walks overlap (benchmarks/DEAD_ENDS.md: what it
-// costs to ask between two updates).
+// loop: the fewer instructions between two new pages, the more page walks overlap (benchmarks/DEAD_ENDS.md: the
+// cost of prefetching between two updates).
 template <typename T>
 TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, size_t begin, size_t end) {
   end = std::min(end, all.runs.size());
@@ -151,7 +151,7 @@ TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, size_t begin, size_t 
     for (size_t r = begin; r < end; ++r) prefetch_row(all.table.momentum1, all.runs[r].row);
   if (all.table.momentum2.columns > 0)
     for (size_t r = begin; r < end; ++r) prefetch_row(all.table.momentum2, all.runs[r].row);
-  constexpr uint32_t kMostGrads = 8;  // of one row: a popular one meets the others in cache
+  constexpr uint32_t kMostGrads = 8;  // of one row: a popular row finds the others in cache
   const float* last = nullptr;
   for (size_t r = begin; r < end; ++r)
     for (uint32_t word = all.runs[r].begin; word < std::min(all.runs[r].end, all.runs[r].begin + kMostGrads); ++word) {
@@ -178,7 +178,7 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all) {
   float* values = lines.empty() ? nullptr : lines.front().floats;  // of a short row
   std::vector<uint32_t> last_row(job.senders.of_id ? static_cast<size_t>(job.senders.ranks) + 1 : 0);
   SenderCount senders(job.senders, last_row.data());
-  const float* squared = nullptr;  // the gradient whose square is `square`: the ids of a bag share one
+  const float* squared = nullptr;  // the gradient whose square is `square`: the ids of a bag share it
   float square = 0.0f;
   prefetch_runs(all, 0, kBurst);
   for (size_t r = 0; r < runs.size(); ++r) {

@@ -1,4 +1,4 @@
-// Which rank sent each id of a batch: a row's gradient may be the mean over the ranks that sent its id.
+// The rank that sent each id of a batch: a row's gradient may be the mean over the ranks that sent its id.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,9 @@
 // The ids of one map by their mixed ids: how many lie in each cell, and which lie in a range, in canonical order.
 //
 // Slots are in no order of the mixed ids, so both look at all of them, once, from front to back. A range is then sorted
-// in two steps: into buckets by the highest bits in which its mixed ids differ, and each bucket, small enough for a
-// core's second-level cache, by as many more bits as leave few of them alike. Those are sorted one run at a time, so
-// that the order is exact however mixed ids lie.
+// in two steps: into buckets by the highest bits in which its mixed ids differ; then each bucket, small enough for a
+// core's second-level cache, by enough further bits that few ids share them. Runs of ids that share all these bits are
+// sorted one by one, so that the order is always exact.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -54,14 +54,14 @@ TORCHREC_DYN_INLINE void mix_slots(const Slot* slots, int64_t count, uint64_t fi
   }
 }
 
-// Into which bucket a mixed id goes.
+// The bucket of a mixed id.
 struct Buckets {
-  static constexpr uint64_t kBucket = 1 << 12;  // ids of one, about
+  static constexpr uint64_t kBucket = 1 << 12;  // ids of a bucket, about
   static constexpr int kMostBits = 11;          // more would be written to than a core keeps pages at hand for
 
   uint64_t low = 0;
-  int key_bits = 0;  // in which the mixed ids differ
-  int bits = 0;      // of which so many name the bucket
+  int key_bits = 0;  // bits in which the mixed ids differ
+  int bits = 0;      // number of the highest of them, which name the bucket
 
   Buckets(uint64_t low, uint64_t high, uint64_t ids)
       : low(low),
@@ -92,7 +92,7 @@ void sort_bucket(const Buckets& buckets, MixedRow* ids, size_t count) {
   const auto unsorted = std::make_unique_for_overwrite<MixedRow[]>(count);
   std::copy(ids, ids + count, unsorted.get());
   uint64_t key_before = 0;
-  size_t run = 0;  // where those of this key begin
+  size_t run = 0;  // where the ids of this key begin
   for (size_t i = 0; i < count; ++i) {
     const uint64_t word = words.words()[i];
     if (word >> 32 != key_before) {
@@ -149,7 +149,7 @@ Tensor count_cells(std::vector<Tensor> slots, const Tensor& moved, int64_t bits)
   return counts;
 }
 
-// The ids of a range, run by run of the slots, and what is known of all of them.
+// The ids of a range, run by run of the slots; their number, lowest and highest mixed id.
 struct Selection {
   std::vector<std::vector<MixedRow>> runs;
   uint64_t ids = 0;
@@ -157,7 +157,7 @@ struct Selection {
   uint64_t high = 0;
 };
 
-// Those of one run of slots, taken together on the stack so that no more than they need is allocated.
+// The ids of one run of slots, collected on the stack so that no more memory than they need is allocated.
 std::vector<MixedRow> select_run(const Slot* slots, int64_t count, uint64_t first, uint64_t span) {
   constexpr size_t kEight = 8;  // flags looked at together: of a narrow range few are set
   std::array<uint64_t, kSlotRun> mixed;
@@ -206,7 +206,7 @@ Selection select(const IdMapView& map, uint64_t first, uint64_t span) {
   return all;
 }
 
-// The ids of a selection in their buckets, and where each bucket begins. Takes the selection apart on the way.
+// The ids of a selection in their buckets, and where each bucket begins. Empties the selection.
 struct Bucketed {
   std::unique_ptr<MixedRow[]> ids;
   std::vector<size_t> begins;

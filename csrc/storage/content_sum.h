@@ -1,4 +1,4 @@
-// The content sum: one word that tells whether rows hold what they held, whatever the order in which they are added.
+// The content sum: one word that changes if a number of the rows changes, whatever the order in which rows are added.
 //
 //   sum over rows of row_key(id) * (sum over columns of bits * column_key(column))   modulo 2^64
 //

@@ -4,7 +4,7 @@
 //   slots [C, 2] int64, one slot = {id, row + 1}, 16 bytes, four slots a cache line, C whole lines. The home of an
 //   id is a line, so nine ids in ten cost one miss, and which of its four slots they are in costs no branch. A slot of
 //   zeros in its second field is empty: memory fresh from the system is an empty map (zeroed_memory.h), and the id
-//   field of an empty slot is never asked, so no id is reserved. The caller keeps at least one slot empty (the Python
+//   field of an empty slot is never read, so no id is reserved. The caller keeps at least one slot empty (the Python
 //   side grows at 5/8 load).
 //
 // Rules
@@ -175,8 +175,8 @@ TORCHREC_DYN_BOTH inline int64_t probe_length(const SlotArray& array, int64_t sl
 //
 // Home lines are asked for a burst ahead, in tight loops: a line is usually a new page too, and the fewer instructions
 // between two new pages, the more page walks overlap. Every id is then looked for in its home line, without a branch.
-// Those that are not there (one in ten or so, and the absent) are looked for again at the end, with the line behind
-// their home on its way since: waiting for that line one by one had cost as much as all the rest.
+// Ids that are not there (about one in ten, and the absent) are looked for again at the end, their next line prefetched
+// meanwhile: waiting for these lines one by one cost as much as all the rest.
 constexpr int64_t kChunk = 512;
 
 template <typename Map>

@@ -1,4 +1,4 @@
-// What a fresh row holds: each value is a pure function of (key, id, column), where the key stands for the
+// The numbers of a fresh row: each is a pure function of (key, id, column), where the key is made of the
 // seed and the table's name. Columns are numbered over the whole table, so a column shard draws exactly its
 // part of the row.
 #pragma once

@@ -1,5 +1,5 @@
-// Marks of rows: one 32-bit word a row, the version at which the row was last named. Which rows have changed since a
-// version is read off by one pass over the words.
+// Marks of rows: one 32-bit word a row, the version at which the row was last named. One pass over the words
+// lists the rows changed since a version.
 #pragma once
 
 #include <algorithm>

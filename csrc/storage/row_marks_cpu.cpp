@@ -63,7 +63,7 @@ Tensor changed_rows(std::vector<Tensor> marks, int64_t shift, int64_t rows, int6
                   ".");
   if (since > std::numeric_limits<int32_t>::max()) return new_int64(0);
   const auto least = static_cast<int32_t>(std::max<int64_t>(since, std::numeric_limits<int32_t>::min()));
-  // Pieces that lie in one block each: how many rows of each are listed, then where, then which.
+  // Pieces that lie in one block each: the number of rows to list in each, then where each list begins, then the rows.
   const int64_t piece = std::min(int64_t{1} << 16, int64_t{1} << shift);
   const int64_t pieces = (rows + piece - 1) / piece;
   std::vector<int64_t> places(static_cast<size_t>(pieces) + 1);

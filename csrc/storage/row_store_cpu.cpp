@@ -95,7 +95,7 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
     check_rows("scatter_rows_", rows, 0, table.capacity);
     const int64_t* row = const_data<int64_t>(rows);
     const T* value = const_data<T>(values);
-    // In order and on one thread: of two values for one row the last stays.
+    // In order and on one thread: if a row is given twice, its last values stay.
     for (int64_t i = 0; i < rows.numel(); ++i)
       std::copy(value + i * columns, value + (i + 1) * columns, table.row(row[i]));
   });

@@ -44,9 +44,9 @@ TORCHREC_DYN_BOTH inline float to_float(BFloat16 value) {
   return float_of_bits(static_cast<uint32_t>(value.bits) << 16);
 }
 
-// Shifted into place, with 224 added to its exponent, a half is 2^112 times too large, and infinities and NaNs are
-// such. A subnormal one stands for half of what it should be and 2^-15: twice it less 2^-14 is right, and then the
-// smaller. No float here is subnormal: processors are slow where they meet one.
+// Shifted into place, with 224 added to its exponent, a half is 2^112 times too large, and infinities and NaNs stay
+// infinities and NaNs. A subnormal one stands for half of what it should be and 2^-15: twice it less 2^-14 is right,
+// and then the smaller. No float here is subnormal: processors are slow where they meet one.
 TORCHREC_DYN_BOTH inline float to_float(Float16 value) {
   const auto extended = static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(value.bits)));
   const float raised = float_of_bits(((extended << 13) & 0x0FFFE000u) | 0x70000000u);
@@ -66,7 +66,7 @@ TORCHREC_DYN_BOTH inline void store_nearest(float value, BFloat16* out) {
   out->bits = static_cast<uint16_t>(is_nan ? 0x7FC0u : rounded >> 16);
 }
 
-// Magnitudes of floats, as bits, between which a half changes its ways.
+// Magnitudes of floats, as bits, at which the form of a half changes.
 constexpr int32_t kHalfNormal = 0x38800000;    // 2^-14: below are the half's subnormals, 2^-24 apart
 constexpr int32_t kHalfLargest = 0x477FE000;   // 65504
 constexpr int32_t kHalfInfinity = 0x477FF000;  // 65520: halfway between 65504 and what would be the next
