@@ -1,4 +1,4 @@
-// What every op asks of its arguments, in the house wording:
+// Checks of the arguments of ops. Messages have one form:
 // `<op>: expected <rule>, got <value>. <what to do>.`
 #pragma once
 
@@ -13,6 +13,7 @@
 
 namespace torchrec_dyn {
 
+using torch::headeronly::DeviceType;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -35,10 +36,15 @@ inline const char* dtype_name(ScalarType type) {
   }
 }
 
-inline void check_tensor(const char* op, const char* name, const Tensor& tensor, ScalarType type) {
+// `device`: CPU or CUDA. Descriptions of a call (layout, table_offsets, ...) are on the CPU for every kernel.
+inline void check_tensor(const char* op, const char* name, const Tensor& tensor, ScalarType type,
+                         DeviceType device = DeviceType::CPU) {
   STD_TORCH_CHECK(tensor.scalar_type() == type, op, ": expected ", name, " of dtype ", dtype_name(type), ", got ",
                   dtype_name(tensor.scalar_type()), ". Convert it first.");
-  STD_TORCH_CHECK(tensor.is_cpu(), op, ": expected ", name, " on the CPU, got another device. Move it with .cpu().");
+  const bool wants_cpu = device == DeviceType::CPU;
+  STD_TORCH_CHECK(wants_cpu ? tensor.is_cpu() : tensor.is_cuda(), op, ": expected ", name, " on ",
+                  wants_cpu ? "the CPU" : "the GPU", ", got another device. Move it with ",
+                  wants_cpu ? ".cpu()." : ".cuda().");
   STD_TORCH_CHECK(tensor.is_contiguous(), op, ": expected ", name,
                   " to be contiguous, got strides. Call .contiguous() first.");
 }
@@ -57,10 +63,13 @@ T* mutable_data(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
-inline Tensor new_int64(int64_t size) {
-  return torch::stable::empty({size}, ScalarType::Long, std::nullopt,
-                              torch::stable::Device(torch::headeronly::DeviceType::CPU));
+// Not initialised.
+inline Tensor new_tensor(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type,
+                         DeviceType device = DeviceType::CPU) {
+  return torch::stable::empty(shape, type, std::nullopt, torch::stable::Device(device));
 }
+
+inline Tensor new_int64(int64_t size) { return new_tensor({size}, ScalarType::Long); }
 
 // table_offsets [T + 1]: the ids of table t are [table_offsets[t], table_offsets[t + 1]).
 inline void check_table_offsets(const char* op, const Tensor& offsets, int64_t tables, int64_t ids) {

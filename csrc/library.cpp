@@ -1,15 +1,18 @@
-// The table of contents of the core: every op, with the shapes of its tensors.
+// The table of contents of the core: every op, by rooms, with the shapes of its tensors. The kernels of a room are in
+// its folder, files *_cpu.cpp. A trailing underscore means in place.
 //
-// T tables of one call, N ids in table order, M ids that are new, C slots of a map, B bags, S segments.
-// `slots` [C, 2] int64 is an id map (storage/id_map.h). A list of them is the slots of T maps, then the outgoing slots
-// of each map that grows: those whose number in `moved` [T], of outgoing slots that have moved, is not -1. `blocks` are
-// rows of one table (storage/blocks.h); `layout` [T, 4] and `segments` [S, 5] describe tables and bags
-// (storage/blocks.h, lookup/bags.h). A trailing underscore means in place.
+// Legend: T tables of one call, N ids in table order, M new or chosen ids, C slots of a map, B bags, S segments.
+// `slots` [C, 2] int64 is an id map (storage/id_map.h). A list of them holds the slots of T maps, then the outgoing
+// slots of each map that grows. `moved` [T] is the number of outgoing slots that have moved, -1 for a map that does not
+// grow. `blocks` are rows of one table; `layout` [T, 4] describes the blocks of several tables (storage/blocks.h),
+// `segments` [S, 5] their bags (lookup/bags.h).
 #include <Python.h>
 
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
+  // ---- storage: id maps, canonical order, content sums, rows, marks
+
   // ids [N] -> [N]: the bijection of mix64.h and its inverse.
   m.def("mix64(Tensor ids) -> Tensor");
   m.def("unmix64(Tensor mixed) -> Tensor");
@@ -17,7 +20,7 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   // ids [N], table_offsets [T + 1] -> rows [N] (-1 where absent), absent [T] (how many of a table's ids).
   m.def("lookup(Tensor ids, Tensor table_offsets, Tensor[] slots, Tensor moved) -> (Tensor rows, Tensor absent)");
   // The distinct absent ids: new_ids [M] in order of first sight, new_counts [M] their occurrences,
-  // new_offsets [T + 1] which are whose, new_index [N] place in new_ids of each absent id, -1 of the others.
+  // new_offsets [T + 1] where each table's begin, new_index [N] place in new_ids of each absent id, -1 for the others.
   m.def(
       "collect_new(Tensor ids, Tensor rows, Tensor table_offsets) -> "
       "(Tensor new_ids, Tensor new_counts, Tensor new_offsets, Tensor new_index)");
@@ -25,17 +28,17 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   m.def("insert(Tensor new_ids, Tensor new_rows, Tensor new_offsets, Tensor(a!)[] slots, Tensor moved) -> ()");
   // rows [N]: where new_index is not -1, writes new_rows[new_index].
   m.def("fill_new_(Tensor(a!) rows, Tensor new_index, Tensor new_rows) -> ()");
-  // Takes ids [M] out of one map -> rows [M] they held, -1 where absent.
+  // Removes ids [M] from one map -> rows [M] they held, -1 where absent.
   m.def("erase(Tensor ids, Tensor(a!)[] slots, Tensor moved) -> Tensor");
   // A map of `capacity` empty slots, on the device of `slots`. Memory is committed where ids are written.
   m.def("new_slots(Tensor slots, int capacity) -> Tensor");
-  // Moves outgoing slots [moved, until) or a few more into `slots` -> [1] up to where.
+  // Moves outgoing slots [moved, until), or a few more, into `slots` -> [1] the new `moved`.
   m.def("move_slots(Tensor(a!) outgoing, Tensor(b!) slots, int moved, int until) -> Tensor");
-  // -> [3]: ids in the slots, the sum of their probe lengths (slots looked at to find each), the longest; of one of
-  // `every` runs of 4096 slots.
+  // -> [3]: number of ids, sum of their probe lengths (slots looked at to find an id), the longest; counted in one
+  // of `every` runs of 4096 slots.
   m.def("probe_lengths(Tensor slots, int every) -> Tensor");
 
-  // Of one map, how many ids lie in each cell, named by the top `bits` bits (0 to 16) of the mixed id -> [2^bits].
+  // Counts the ids of one map by cell, the top `bits` bits (0 to 16) of the mixed id -> [2^bits].
   m.def("count_cells(Tensor[] slots, Tensor moved, int bits) -> Tensor");
   // The ids of one map with first <= mixed id <= last, unsigned words passed as int64 -> ids [K] in canonical order,
   // rows [K]. None if first > last.
@@ -44,27 +47,16 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   // table -> []: the content sum (storage/content_sum.h). It adds up, modulo 2^64, over any cut into rows and columns.
   m.def("content_sum(Tensor ids, Tensor values, int first_column, int key) -> Tensor");
 
-  // Scores are blocks [2^shift, 1] int64, one word a row: last_seen << 32 | count (life/scores.h). A free row has none.
-  //
-  // rows [N] in table order, -1 skipped; steps [T]; times [N], 1 each where there are none. Each occurrence: last_seen
-  // = step, count + times. A table with 0 blocks in `layout` keeps no scores.
+  // Asks for 2 MiB pages behind a block, of any shape, before it is first written. Changes no value.
+  m.def("advise_huge_pages(Tensor block) -> ()");
+  // Writes the initial rows of ids [M] to rows [M]. parameters: low, high, mean, deviation, low and high
+  // probability (storage/initial_rows.h). key: 64 bits made of the seed and the table's name.
   m.def(
-      "touch_scores_(Tensor rows, Tensor table_offsets, Tensor(a!)[] scores, Tensor layout, Tensor steps, "
-      "Tensor? times=None) -> ()");
-  // Writes the scores of rows [M]; last_seen -1 makes a row free.
-  m.def("write_scores_(Tensor rows, Tensor last_seen, Tensor counts, Tensor(a!)[] scores, int shift) -> ()");
-  // rows [M] (-1 and free rows read as -1, 0) -> last_seen [M], counts [M].
-  m.def("read_scores(Tensor rows, Tensor[] scores, int shift) -> (Tensor last_seen, Tensor counts)");
-  // Of one map, among rows [0, rows) with last_seen < before (or at it, count 0): the `most` lowest by count or
-  // last_seen, then by mixed id, unsigned; all if fewer -> ids [K], rows [K] in the order of the slots.
-  m.def(
-      "lowest_scores(Tensor[] slots, Tensor moved, Tensor[] scores, int shift, int rows, bool by_count, int before, "
-      "int most) -> (Tensor ids, Tensor rows)");
-  // ids [M], distinct, last_seen [M] -> [M]: their order by last_seen, then by mixed id, unsigned.
-  m.def("oldest_first(Tensor ids, Tensor last_seen) -> Tensor");
-  // ids [M], distinct, and how often each occurs, counts [M] -> bool [M]: in with the chance 1 - (1 -
-  // probability)^count.
-  m.def("admit_by_chance(Tensor ids, Tensor counts, int key, int step, float probability) -> Tensor");
+      "init_rows_(Tensor ids, Tensor rows, Tensor(a!)[] blocks, int shift, int columns, int first_column, int kind, "
+      "float[] parameters, int key) -> ()");
+  // rows [M] (-1 reads as zeros) -> [M, columns].
+  m.def("gather_rows(Tensor rows, Tensor[] blocks, int shift, int columns, ScalarType dtype) -> Tensor");
+  m.def("scatter_rows_(Tensor rows, Tensor values, Tensor(a!)[] blocks, int shift, int columns) -> ()");
 
   // Marks are blocks [2^shift, 1] int32: the version at which a row was last named (storage/row_marks.h).
   //
@@ -74,16 +66,31 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   // The rows in [0, rows) of one table whose mark is `since` or later -> [M], ascending.
   m.def("changed_rows(Tensor[] marks, int shift, int rows, int since) -> Tensor");
 
-  // Asks for 2 MiB pages behind a block, of any shape, before it is first written. Changes no value.
-  m.def("advise_huge_pages(Tensor block) -> ()");
-  // Writes the initial rows of ids [M] to rows [M]. parameters: low, high, mean, deviation, low and high
-  // probability (storage/initial_rows.h). key: 64 bits that stand for the seed and the table's name.
+  // ---- life: scores, eviction, admission
+
+  // Scores are blocks [2^shift, 1] int64, one word a row: last_seen << 32 | count (life/scores.h). A free row has no
+  // score.
+  //
+  // rows [N] in table order, -1 skipped; steps [T]; times [N], all 1 if left out. Each occurrence: last_seen
+  // = step, count + times. A table with 0 blocks in `layout` keeps no scores.
   m.def(
-      "init_rows_(Tensor ids, Tensor rows, Tensor(a!)[] blocks, int shift, int columns, int first_column, int kind, "
-      "float[] parameters, int key) -> ()");
-  // rows [M] (-1 reads as zeros) -> [M, columns].
-  m.def("gather_rows(Tensor rows, Tensor[] blocks, int shift, int columns, ScalarType dtype) -> Tensor");
-  m.def("scatter_rows_(Tensor rows, Tensor values, Tensor(a!)[] blocks, int shift, int columns) -> ()");
+      "touch_scores_(Tensor rows, Tensor table_offsets, Tensor(a!)[] scores, Tensor layout, Tensor steps, "
+      "Tensor? times=None) -> ()");
+  // Writes the scores of rows [M]; last_seen -1 makes a row free.
+  m.def("write_scores_(Tensor rows, Tensor last_seen, Tensor counts, Tensor(a!)[] scores, int shift) -> ()");
+  // rows [M] (-1 and free rows read as -1, 0) -> last_seen [M], counts [M].
+  m.def("read_scores(Tensor rows, Tensor[] scores, int shift) -> (Tensor last_seen, Tensor counts)");
+  // The `most` lowest rows of one map by count or last_seen, then by mixed id, unsigned, among rows [0, rows) with
+  // last_seen < before (or = before and count 0); all if fewer -> ids [K], rows [K] in the order of the slots.
+  m.def(
+      "lowest_scores(Tensor[] slots, Tensor moved, Tensor[] scores, int shift, int rows, bool by_count, int before, "
+      "int most) -> (Tensor ids, Tensor rows)");
+  // ids [M], distinct, last_seen [M] -> [M]: their order by last_seen, then by mixed id, unsigned.
+  m.def("oldest_first(Tensor ids, Tensor last_seen) -> Tensor");
+  // ids [M], distinct, counts [M] their occurrences -> bool [M]: admitted with the chance 1 - (1 - probability)^count.
+  m.def("admit_by_chance(Tensor ids, Tensor counts, int key, int step, float probability) -> Tensor");
+
+  // ---- lookup: forward and backward
 
   // rows [N], offsets [B + 1] or none for sequences, bag_weights [N] -> [elements] of dtype.
   m.def(

@@ -1,4 +1,4 @@
-// The one mixer of the project: a bijection of 64-bit words.
+// The mixer of the project: a bijection of 64-bit words.
 //
 // Three things are read from mix64(id), and they must not share bits:
 //   owner rank   the high bits: a rank owns a contiguous range of mixed ids (torchrec_dyn/ranks/routing.py);
@@ -19,19 +19,19 @@ namespace torchrec_dyn {
 
 // Mixes one word, or every word of a vector, in place.
 template <typename Words>
-TORCHREC_DYN_INLINE constexpr void mix(Words& x) {
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE constexpr void mix(Words& x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
   x = x ^ (x >> 31);
 }
 
-constexpr uint64_t mix64(uint64_t x) {
+TORCHREC_DYN_BOTH constexpr uint64_t mix64(uint64_t x) {
   mix(x);
   return x;
 }
 
 // The factors are the inverses of those of mix64 modulo 2^64; a shift s is undone by the shifts s and 2s.
-constexpr uint64_t unmix64(uint64_t x) {
+TORCHREC_DYN_BOTH constexpr uint64_t unmix64(uint64_t x) {
   x = (x ^ (x >> 31) ^ (x >> 62)) * 0x319642B2D24D8EC3ull;
   x = (x ^ (x >> 27) ^ (x >> 54)) * 0x96DE1B173F119089ull;
   return x ^ (x >> 30) ^ (x >> 60);
@@ -45,7 +45,7 @@ constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;
 constexpr uint64_t kSlotSpread = kGolden;
 
 // The word that orders the slots of every map.
-inline uint64_t spread_hash(int64_t id) { return mix64(static_cast<uint64_t>(id)) * kSlotSpread; }
+TORCHREC_DYN_BOTH inline uint64_t spread_hash(int64_t id) { return mix64(static_cast<uint64_t>(id)) * kSlotSpread; }
 
 // Slots of a cache line. A home is the first slot of a line, and the line is searched as one.
 constexpr int64_t kLineSlots = 4;
@@ -54,14 +54,14 @@ constexpr int64_t kLineSlots = 4;
 // down to its line. Monotone in the spread hash, so any number of lines works (no power of two), and an array that
 // grows is moved by one walk from front to back that writes front to back.
 // Source: Lemire, "Fast random integer generation in an interval", ACM TOMACS 2019.
-inline int64_t home_slot(uint64_t spread, int64_t capacity) {
+TORCHREC_DYN_BOTH inline int64_t home_slot(uint64_t spread, int64_t capacity) {
   const auto scaled = (static_cast<unsigned __int128>(spread) * static_cast<uint64_t>(capacity)) >> 64;
   return static_cast<int64_t>(scaled) & ~(kLineSlots - 1);
 }
 
 // The least spread hash whose home is `slot` or later: home_slot(x, capacity) >= slot exactly if x >= this.
 // Requires the first slot of a line, 0 <= slot < capacity.
-inline uint64_t least_spread_hash(int64_t slot, int64_t capacity) {
+TORCHREC_DYN_BOTH inline uint64_t least_spread_hash(int64_t slot, int64_t capacity) {
   const auto scaled = static_cast<unsigned __int128>(slot) << 64;
   const auto count = static_cast<unsigned __int128>(capacity);
   return static_cast<uint64_t>((scaled + count - 1) / count);

@@ -1,4 +1,4 @@
-// Memory of large outputs. What a dropped output leaves is kept for the next one: the system hands out fresh memory
+// Memory of large outputs. The memory of a dropped output is kept for the next: the system hands out fresh memory
 // page by page, zeroing each, which takes longer than to fill it (half of the forward of one-hot batches, measured,
 // docs/performance.md). Kept is at most kMostKept in all; the longest unused goes first.
 #pragma once
@@ -70,13 +70,12 @@ class OutputMemory {
 // [elements], not initialised.
 inline Tensor new_output(int64_t elements, ScalarType dtype) {
   constexpr int64_t kLarge = 1 << 20;  // bytes; below, malloc recycles memory itself
-  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
   const int64_t bytes = elements * (dtype == ScalarType::Float ? 4 : 2);
-  if (bytes < kLarge) return torch::stable::empty({elements}, dtype, std::nullopt, cpu);
+  if (bytes < kLarge) return new_tensor({elements}, dtype);
   const OutputMemory::Piece piece = OutputMemory::shared().take(static_cast<size_t>(bytes));
   const int64_t one = 1;
-  return torch::stable::from_blob(piece.memory, {&elements, 1}, {&one, 1}, cpu, dtype,
-                                  [piece](void*) { OutputMemory::shared().give_back(piece); });
+  return torch::stable::from_blob(piece.memory, {&elements, 1}, {&one, 1}, torch::stable::Device(DeviceType::CPU),
+                                  dtype, [piece](void*) { OutputMemory::shared().give_back(piece); });
 }
 
 }  // namespace torchrec_dyn

@@ -1,15 +1,14 @@
 // Philox4x32-10: a counter-based generator. random(key, counter) is a pure function, so a number depends
-// on nothing but what it is for: no state, no order, no thread.
+// on nothing but key and counter: no state, no order, no thread.
 //
 // Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the constants
 // are those of the paper. tests/storage/test_initializers.py checks the known-answer vectors of Random123.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <cstring>
 
-#if defined(__SSE2__)
+#if defined(__SSE2__) && !defined(__CUDACC__)
 #include <emmintrin.h>
 #endif
 
@@ -17,16 +16,18 @@
 
 namespace torchrec_dyn {
 
-using Philox4 = std::array<uint32_t, 4>;
+struct Philox4 {
+  uint32_t words[4];
+};
 
-inline Philox4 philox4x32(uint64_t key, Philox4 counter) {
+TORCHREC_DYN_BOTH inline Philox4 philox4x32(uint64_t key, Philox4 counter) {
   uint32_t key0 = static_cast<uint32_t>(key);
   uint32_t key1 = static_cast<uint32_t>(key >> 32);
   for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = 0xD2511F53ull * counter[0];
-    const uint64_t product1 = 0xCD9E8D57ull * counter[2];
-    counter = {static_cast<uint32_t>(product1 >> 32) ^ counter[1] ^ key0, static_cast<uint32_t>(product1),
-               static_cast<uint32_t>(product0 >> 32) ^ counter[3] ^ key1, static_cast<uint32_t>(product0)};
+    const uint64_t product0 = 0xD2511F53ull * counter.words[0];
+    const uint64_t product1 = 0xCD9E8D57ull * counter.words[2];
+    counter = {static_cast<uint32_t>(product1 >> 32) ^ counter.words[1] ^ key0, static_cast<uint32_t>(product1),
+               static_cast<uint32_t>(product0 >> 32) ^ counter.words[3] ^ key1, static_cast<uint32_t>(product0)};
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
@@ -34,13 +35,13 @@ inline Philox4 philox4x32(uint64_t key, Philox4 counter) {
 }
 
 // Four random words for block `block` of the row of `id`. `stream` separates uses of one key.
-inline Philox4 random_words(uint64_t key, int64_t id, uint32_t block, uint32_t stream) {
+TORCHREC_DYN_BOTH inline Philox4 random_words(uint64_t key, int64_t id, uint32_t block, uint32_t stream) {
   const uint64_t word = static_cast<uint64_t>(id);
   return philox4x32(key, {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32), block, stream});
 }
 
 // The words of kBlocks neighbouring blocks, in their order: words[4 * kBlocks]. kBlocks is even.
-#if defined(__SSE2__)
+#if defined(__SSE2__) && !defined(__CUDACC__)
 // Two blocks share a register of 128 bits. `pmuludq`, the multiplication that Philox is made of, is on every x86-64,
 // and compilers do not find it in plain loops; eight blocks side by side hide its latency, so wider ones gain little.
 // Only the low half of each 64-bit lane counts until the end.
@@ -91,7 +92,7 @@ TORCHREC_DYN_INLINE void random_blocks(uint64_t key, int64_t id, uint32_t first_
                                        uint32_t* words) {
   for (int block = 0; block < kBlocks; ++block) {
     const Philox4 four = random_words(key, id, first_block + static_cast<uint32_t>(block), stream);
-    std::memcpy(words + 4 * block, four.data(), sizeof four);
+    std::memcpy(words + 4 * block, four.words, sizeof four);
   }
 }
 #endif

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "both_devices.h"
+
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #if __GNUC__ >= 12
@@ -30,11 +32,16 @@ TORCHREC_DYN_INLINE void load(const float* from, Floats16& lanes) { std::memcpy(
 TORCHREC_DYN_INLINE void store(const Floats16& lanes, float* to) { std::memcpy(to, &lanes, sizeof lanes); }
 
 // Halves are added to each other: eight pairs, then four, two, one.
-TORCHREC_DYN_INLINE float sum_of_lanes(const Floats16& lanes) {
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float sum_of_lanes(const float (&lanes)[kLanes]) {
+#if defined(__CUDACC__)
+  float sums[4];
+  for (int64_t i = 0; i < 4; ++i) sums[i] = (lanes[i] + lanes[i + 8]) + (lanes[i + 4] + lanes[i + 12]);
+#else  // as vectors, since compilers take sixteen numbers apart one by one
   typedef float Floats4 __attribute__((vector_size(16)));
   Floats4 quarters[4];
-  std::memcpy(quarters, &lanes, sizeof lanes);
+  std::memcpy(quarters, lanes, sizeof lanes);
   const Floats4 sums = (quarters[0] + quarters[2]) + (quarters[1] + quarters[3]);
+#endif
   return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 

@@ -1,4 +1,8 @@
-"""RowOptimizer: the rule by which rows learn, read from TorchRec's `fused_params`."""
+"""RowOptimizer: the rule by which rows learn, read from TorchRec's `fused_params`.
+
+`RULES` is the only list of optimizers in Python. csrc/lookup/row_update.h holds their arithmetic and repeats
+the widths of their states; tests/ops/test_optimizer_states.py compares the two.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,15 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 
 class OptimizerKind(enum.IntEnum):
-    """How rows learn, named as FBGEMM's EmbOptimType, which has no ADAMW."""
+    """Names of the rules: those of FBGEMM's EmbOptimType, and ADAMW."""
 
     EXACT_SGD = 0
     EXACT_ADAGRAD = 1
@@ -23,15 +29,47 @@ class OptimizerKind(enum.IntEnum):
     ADAMW = 5
 
 
+class Rule(NamedTuple):
+    """An update rule of the core.
+
+    Attributes:
+        number: `Optimizer` in csrc/lookup/row_update.h.
+        states: names of the optimizer states, FBGEMM's: the first ones of `STATE_NAMES`, in their order.
+        rowwise: the states of which a row has one number; of the others it has one a column.
+        counts_steps: whether updates depend on the number of training steps so far.
+    """
+
+    number: int
+    states: tuple[str, ...]
+    rowwise: tuple[str, ...] = ()
+    counts_steps: bool = False
+
+
+# The states that `ops.update_rows_` takes, in its order. Saved content sums keep this order.
+STATE_NAMES = ("momentum1", "momentum2")
+STATE_DTYPE = torch.float32  # whatever the dtype of the rows is
+
+_ADAM = Rule(3, STATE_NAMES, counts_steps=True)
+RULES = {
+    OptimizerKind.EXACT_SGD: Rule(0, ()),
+    OptimizerKind.EXACT_ADAGRAD: Rule(1, ("momentum1",)),
+    OptimizerKind.EXACT_ROWWISE_ADAGRAD: Rule(2, ("momentum1",), rowwise=("momentum1",)),
+    OptimizerKind.ADAM: _ADAM,
+    OptimizerKind.PARTIAL_ROWWISE_ADAM: Rule(
+        4, STATE_NAMES, rowwise=("momentum2",), counts_steps=True
+    ),
+    OptimizerKind.ADAMW: _ADAM,
+}
+
 # FBGEMM's WeightDecayMode by number; the other modes need state that we do not keep.
 _DECAY_MODES = {0: "NONE", 1: "L2", 2: "DECOUPLE"}
 
-# What `fused_params` that leave it out mean by ADAMW: torch.optim.AdamW's own, and ReCIS'.
+# Defaults of ADAMW in `fused_params`: those of torch.optim.AdamW, and of ReCIS.
 _ADAMW_DEFAULTS = {"learning_rate": 1.0e-3, "weight_decay": 1.0e-2}
 
 _NUMBERS = ("learning_rate", "eps", "beta1", "beta2", "weight_decay")
 
-# Keys that say where a table lives or how it is watched: meaningless here, harmless to ignore.
+# Keys that place or watch a table: without meaning here, harmless to ignore.
 _PLACEMENT_KEYS = frozenset(
     {
         "bounds_check_mode",
@@ -56,14 +94,14 @@ _PLACEMENT_KEYS = frozenset(
 class RowOptimizer:
     """An update rule and its hyper-parameters; the defaults are FBGEMM's.
 
-    ADAMW is the rule of FBGEMM's ADAM, whose weight decay is decoupled already, under the name and with
-    the defaults that torch gives it (learning rate 0.001, weight decay 0.01, by `from_fused_params`):
+    ADAMW is the rule of FBGEMM's ADAM, whose weight decay is decoupled already, with torch's name and
+    torch's defaults (learning rate 0.001, weight decay 0.01, set by `from_fused_params`):
 
         e <- e (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    That is torch.optim.AdamW's formula up to rounding, `eps` beside the corrected root included. Three
-    things are a matter of rows: only those with a gradient in this step decay and move; t is the table's
-    step, which every training forward counts; so a row that comes late has little of its bias corrected.
+    That is torch.optim.AdamW's formula up to rounding, with `eps` added to the corrected root. Three things
+    differ for rows: only rows with a gradient in this step decay and move; t is the table's step, which
+    every training forward counts; so little of the bias is corrected of a row that is assigned late.
     ReCIS' SparseAdamW adds eps to the uncorrected root, where it weighs 1 / sqrt(1 - b2^t) times as much
     (32 times at t = 1), and its t counts only the steps in which the table got gradients.
 
@@ -83,29 +121,31 @@ class RowOptimizer:
     @property
     def rule(self) -> int:
         """Number of the rule in csrc/lookup/row_update.h."""
-        return int(OptimizerKind.ADAM if self.kind == OptimizerKind.ADAMW else self.kind)
+        return RULES[self.kind].number
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of the optimizer state columns, FBGEMM's."""
-        if self.kind == OptimizerKind.EXACT_SGD:
-            return ()
-        if self.kind in (OptimizerKind.EXACT_ADAGRAD, OptimizerKind.EXACT_ROWWISE_ADAGRAD):
-            return ("momentum1",)
-        return ("momentum1", "momentum2")
+        """Names of the optimizer states, FBGEMM's."""
+        return RULES[self.kind].states
 
     @property
     def state_is_rowwise(self) -> tuple[bool, ...]:
-        """For each of `state_names`, whether a row has one number of it (else one a column)."""
-        if self.kind == OptimizerKind.EXACT_ROWWISE_ADAGRAD:
-            return (True,)
-        if self.kind == OptimizerKind.PARTIAL_ROWWISE_ADAM:
-            return (False, True)
-        return (False,) * len(self.state_names)
+        """For each of `state_names`: True if a row has one number of it, False if one a column."""
+        rule = RULES[self.kind]
+        return tuple(name in rule.rowwise for name in rule.states)
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether updates depend on the number of training steps so far."""
+        return RULES[self.kind].counts_steps
 
     def state_columns(self, columns: int) -> tuple[int, ...]:
         """Returns the width of each optimizer state for rows of `columns` columns."""
         return tuple(1 if rowwise else columns for rowwise in self.state_is_rowwise)
+
+    def state_bytes(self, columns: int) -> int:
+        """Returns the bytes of optimizer state of a row of `columns` columns."""
+        return sum(self.state_columns(columns)) * STATE_DTYPE.itemsize
 
     def hyper(self, learning_rate: float) -> list[float]:
         """Returns the hyper-parameters of `ops.update_rows_` at the current learning rate."""
@@ -126,7 +166,7 @@ class RowOptimizer:
             fused_params: `optimizer` as an FBGEMM EmbOptimType or the name of an OptimizerKind, the
                 hyper-parameters of `RowOptimizer`, `output_dtype` (read elsewhere) and keys that only place
                 a table, which are ignored with a log line.
-            where: who asks, for error messages, e.g. "table 'user'".
+            where: the owner of the parameters, for messages, e.g. "table 'user'".
 
         Raises:
             ValueError: an optimizer, a key or a value that is not supported.

@@ -1,32 +1,32 @@
-// Admission by chance. What is drawn for an id at a step is a pure function of (key, id, step), so that every column
-// shard and every run decides alike; and the chance is made of multiplications alone, so that every machine does.
+// Admission by chance. The draw of an id at a step is a pure function of (key, id, step), so that every column shard
+// and every run decides alike. The chance is made of multiplications alone, so that every machine decides alike.
 #pragma once
 
 #include <cstdint>
 
-#include "mix64.h"
+#include "both_devices.h"
 #include "storage/rounding.h"
 
 namespace torchrec_dyn {
 
 constexpr uint64_t kMostOccurrences = uint64_t{1} << 32;
 
-// A number in [0, 1), a multiple of 2^-53. It is the word in front of those that stochastic rounding draws for the
-// same key, step and id, so they have nothing in common even if keys do.
-inline double admission_draw(uint64_t key, int64_t step, int64_t id) {
-  return static_cast<double>(mix64(draw_state(key, step, id)) >> 11) * 0x1p-53;
+// A number in [0, 1), a multiple of 2^-53. It is the word before the words that stochastic rounding draws for
+// the same key, step and id, so the two share no bits even where keys are equal.
+TORCHREC_DYN_BOTH inline double admission_draw(uint64_t key, int64_t step, int64_t id) {
+  return static_cast<double>(draw_word(draw_state(key, step, id), -1) >> 11) * 0x1p-53;
 }
 
 // refusal^count by squaring: pow may differ in its last bit from one machine to the next.
-inline double chance_of_refusal(double refusal, uint64_t count) {
+TORCHREC_DYN_BOTH inline double chance_of_refusal(double refusal, uint64_t count) {
   double chance = 1.0;
   for (; count > 0; count >>= 1, refusal *= refusal)
     if (count & 1) chance *= refusal;
   return chance;
 }
 
-// Whether one of `count` independent chances of `probability` each comes true.
-inline bool admits(double draw, double probability, uint64_t count) {
+// True if one of `count` independent chances of `probability` each succeeds.
+TORCHREC_DYN_BOTH inline bool admits(double draw, double probability, uint64_t count) {
   return draw < 1.0 - chance_of_refusal(1.0 - probability, count);
 }
 

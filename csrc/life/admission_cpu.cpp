@@ -18,8 +18,7 @@ Tensor admit_by_chance(const Tensor& ids, const Tensor& counts, int64_t key, int
   for (int64_t i = 0; i < counts.numel(); ++i)
     STD_TORCH_CHECK(static_cast<uint64_t>(count[i]) <= kMostOccurrences, op, ": expected counts in [0, 2^32], got ",
                     count[i], ".");
-  Tensor admitted = torch::stable::empty({ids.numel()}, ScalarType::Bool, std::nullopt,
-                                         torch::stable::Device(torch::headeronly::DeviceType::CPU));
+  Tensor admitted = new_tensor({ids.numel()}, ScalarType::Bool);
   bool* is_in = mutable_data<bool>(admitted);
   for_each_range(ids.numel(), 2048, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)

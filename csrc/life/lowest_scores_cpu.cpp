@@ -1,5 +1,5 @@
 // The ids and rows with the lowest scores of one map, on the CPU.
-#include "life/lowest_scores.h"
+#include "life/lowest_scores_cpu.h"
 
 #include <algorithm>
 #include <mutex>
@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "checks.h"
-#include "life/score_arguments.h"
 #include "parallel.h"
-#include "storage/map_arguments.h"
+#include "storage/blocks_arguments.h"
+#include "storage/id_map_arguments.h"
 
 namespace torchrec_dyn {
 namespace {
@@ -132,7 +132,7 @@ std::tuple<Tensor, Tensor> ids_and_rows(const std::vector<MarkedSlots>& found, c
   return result;
 }
 
-// The rows up to the cut, of the ties at it those with the lowest mixed ids.
+// The rows up to the cut; of the ties at it the rows with the lowest mixed ids.
 template <typename Marks, typename Mark>
 std::tuple<Tensor, Tensor> rows_up_to(const IdMapView& map, const Question& asked, const Cut& cut, bool only_ties,
                                       const Mark& mark) {
@@ -177,8 +177,8 @@ std::tuple<Tensor, Tensor> lowest_scores(std::vector<Tensor> slots, const Tensor
   const char* op = "lowest_scores";
   const std::vector<IdMapView> maps = views_of(op, slots, moved);
   check_size(op, "the number of maps", 1, static_cast<int64_t>(maps.size()));
-  const ScoreTable table = ScoreTable::alone(op, scores, shift);
-  const ScoreBlocks words = table.view();
+  BlockList<uint64_t> blocks(op, "scores", scores);
+  const ScoreBlocks words = blocks.words(layout_of_one(op, scores, shift, 1));
   STD_TORCH_CHECK(rows >= 0 && rows <= words.capacity, op, ": expected rows in [0, ", words.capacity, "], got ", rows,
                   ".");
   STD_TORCH_CHECK(most >= 0, op, ": expected most >= 0, got ", most, ".");

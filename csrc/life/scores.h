@@ -1,12 +1,13 @@
-// Scores: by what a row is kept. One word a row, last_seen << 32 | count:
+// Scores, the basis of eviction. One word a row, last_seen << 32 | count:
 //   last_seen  the training step at which the row's id last occurred, below 2^32 - 1, which marks a free row;
 //   count      how often it has occurred, and 2^32 - 1 from there on.
-// So words are ordered by last_seen, and one comparison tells the rows that were last seen before a step.
+// So words are ordered by last_seen, and one comparison finds the rows last seen before a step.
 #pragma once
 
 #include <cstdint>
 
 #include "simd.h"
+#include "storage/blocks.h"
 
 namespace torchrec_dyn {
 
@@ -14,27 +15,19 @@ constexpr uint64_t kMostCount = 0xFFFFFFFFull;
 constexpr uint64_t kFreeLastSeen = 0xFFFFFFFFull;
 constexpr uint64_t kFreeScore = kFreeLastSeen << 32;
 
-constexpr uint64_t last_seen_of(uint64_t score) { return score >> 32; }
-constexpr uint64_t count_of(uint64_t score) { return score & kMostCount; }
-constexpr bool is_free(uint64_t score) { return last_seen_of(score) == kFreeLastSeen; }
+TORCHREC_DYN_BOTH constexpr uint64_t last_seen_of(uint64_t score) { return score >> 32; }
+TORCHREC_DYN_BOTH constexpr uint64_t count_of(uint64_t score) { return score & kMostCount; }
+TORCHREC_DYN_BOTH constexpr bool is_free(uint64_t score) { return last_seen_of(score) == kFreeLastSeen; }
 
 // `times` more occurrences at `step`; times is at most kMostCount.
-constexpr uint64_t touched(uint64_t score, uint64_t step, uint64_t times = 1) {
+TORCHREC_DYN_BOTH constexpr uint64_t touched(uint64_t score, uint64_t step, uint64_t times = 1) {
   const uint64_t count = count_of(score), room = kMostCount - count;
   return step << 32 | (count + (times < room ? times : room));
 }
 
-// The words of one table, in blocks of 2^shift.
-struct ScoreBlocks {
-  uint64_t* const* blocks;
-  int64_t shift;
-  int64_t capacity;
+using ScoreBlocks = WordBlocks<uint64_t>;
 
-  uint64_t* word(int64_t row) const { return blocks[row >> shift] + (row & ((int64_t{1} << shift) - 1)); }
-  bool holds(int64_t row) const { return static_cast<uint64_t>(row) < static_cast<uint64_t>(capacity); }
-};
-
-// Rows that share a line of cache: parts own whole lines.
+// Scores on a line of cache: parts own whole lines.
 constexpr int64_t kLineScores = 8;
 constexpr int64_t kScoreBurst = 64;
 
@@ -71,7 +64,7 @@ TORCHREC_DYN_INLINE void ask_for_scores(const ScoreBlocks& scores, const int64_t
 }
 
 // Touches the rows of one part, in their order; a row counts as often as it occurs, each time `times[i]` times.
-// Returns whether one lies outside.
+// Returns true if a row lies outside.
 template <bool kTimes>
 inline bool touch_part(const ScoreBlocks& scores, const int64_t* rows, const int64_t* times, int64_t count,
                        uint64_t step, int64_t part, int64_t parts) {

@@ -7,11 +7,11 @@
 #include <vector>
 
 #include "checks.h"
-#include "life/score_arguments.h"
 #include "life/scores.h"
 #include "mix64.h"
 #include "parallel.h"
 #include "radix_sort.h"
+#include "storage/blocks_arguments.h"
 
 namespace torchrec_dyn {
 namespace {
@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kGrain = 2048;
 constexpr uint64_t kLowHalf = 0xFFFFFFFFull;
 
-// Parts a table, so that there is a task for every thread. A power of two: whose a row is costs no division.
+// Parts a table, so that there is a task for every thread. A power of two: the part of a row costs no division.
 int64_t parts_of(int64_t tables, int64_t rows) {
   if (tables == 0 || rows < kGrain) return 1;
   return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>((thread_count() + tables - 1) / tables)));
@@ -51,18 +51,19 @@ void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<
   const int64_t* step = const_data<int64_t>(steps);
   const int64_t* often = times_data(op, times, rows.numel());
   std::vector<int64_t> scored;  // tables with scores and rows
-  std::vector<ScoreTable> words;
+  BlockList<uint64_t> blocks(op, "scores", scores);
+  std::vector<ScoreBlocks> words;
   for (int64_t t = 0; t < count; ++t) {
     STD_TORCH_CHECK(step[t] >= 0 && step[t] < static_cast<int64_t>(kFreeLastSeen), op,
                     ": expected steps in [0, 2^32 - 1), got ", step[t], ".");
-    words.emplace_back(op, scores, tables[static_cast<size_t>(t)]);
+    words.push_back(blocks.words(tables[static_cast<size_t>(t)]));
     if (tables[static_cast<size_t>(t)].blocks > 0 && offset[t] < offset[t + 1]) scored.push_back(t);
   }
   const int64_t parts = parts_of(static_cast<int64_t>(scored.size()), rows.numel());
   std::atomic<bool> outside{false};
   for_each_task(static_cast<int64_t>(scored.size()) * parts, [&](int64_t task) {
     const int64_t t = scored[static_cast<size_t>(task / parts)];
-    const ScoreBlocks view = words[static_cast<size_t>(t)].view();
+    const ScoreBlocks view = words[static_cast<size_t>(t)];
     const int64_t occurrences = offset[t + 1] - offset[t];
     const auto now = static_cast<uint64_t>(step[t]);
     const int64_t part = task % parts;
@@ -82,8 +83,8 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
   check_tensor(op, "counts", counts, ScalarType::Long);
   check_size(op, "the number of last_seen", rows.numel(), last_seen.numel());
   check_size(op, "the number of counts", rows.numel(), counts.numel());
-  const ScoreTable table = ScoreTable::alone(op, scores, shift);
-  const ScoreBlocks words = table.view();
+  BlockList<uint64_t> blocks(op, "scores", scores);
+  const ScoreBlocks words = blocks.words(layout_of_one(op, scores, shift, 1));
   const int64_t* row = const_data<int64_t>(rows);
   const int64_t* seen = const_data<int64_t>(last_seen);
   const int64_t* count = const_data<int64_t>(counts);
@@ -94,7 +95,7 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
     STD_TORCH_CHECK(count[i] >= 0 && count[i] <= static_cast<int64_t>(kMostCount), op,
                     ": expected counts in [0, 2^32), got ", count[i], ".");
   }
-  // In order and on one thread: of two scores for one row the last stays.
+  // In order and on one thread: if a row is given twice, its last score stays.
   for (int64_t i = 0; i < rows.numel(); ++i)
     *words.word(row[i]) =
         seen[i] < 0 ? kFreeScore : static_cast<uint64_t>(seen[i]) << 32 | static_cast<uint64_t>(count[i]);
@@ -138,8 +139,8 @@ Tensor oldest_first(const Tensor& ids, const Tensor& last_seen) {
 std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> scores, int64_t shift) {
   const char* op = "read_scores";
   check_tensor(op, "rows", rows, ScalarType::Long);
-  const ScoreTable table = ScoreTable::alone(op, scores, shift);
-  const ScoreBlocks words = table.view();
+  BlockList<uint64_t> blocks(op, "scores", scores);
+  const ScoreBlocks words = blocks.words(layout_of_one(op, scores, shift, 1));
   Tensor last_seen = new_int64(rows.numel());
   Tensor counts = new_int64(rows.numel());
   const int64_t* row = const_data<int64_t>(rows);

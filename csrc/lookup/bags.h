@@ -1,4 +1,4 @@
-// Bags: which ids belong together, and where their pooled row goes.
+// Bags: groups of ids, and the places of their pooled rows.
 //
 // `segments` [S, 5] int64, one line for each run of bags of one table:
 //   table, first bag, bags, offset of the first bag's output, distance between outputs (both in elements).
@@ -8,10 +8,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
-#include <vector>
 
-#include "storage/blocks.h"
+#include "both_devices.h"
 
 namespace torchrec_dyn {
 
@@ -23,96 +21,27 @@ struct Segment {
   int64_t out_stride;
 };
 
+// The bags of a call. A view: the lists are made by lookup/bags_arguments.h.
 struct Bags {
-  std::vector<Segment> segments;
-  std::vector<int64_t> first;  // [S + 1] bags before each segment, counted over the segments
-  const int64_t* offsets = nullptr;
-  int64_t count = 0;  // bags that offsets describe
+  const Segment* segments;  // [S] ordered by first bag
+  const int64_t* first;     // [S + 1] bags before each segment, counted over the segments
+  int64_t segment_count;
+  const int64_t* offsets;  // null for sequences
+  int64_t count;           // bags that offsets describe
 
-  int64_t begin(int64_t bag) const { return offsets ? offsets[bag] : bag; }
-  int64_t end(int64_t bag) const { return offsets ? offsets[bag + 1] : bag + 1; }
-  int64_t total() const { return first.back(); }
+  TORCHREC_DYN_BOTH int64_t begin(int64_t bag) const { return offsets ? offsets[bag] : bag; }
+  TORCHREC_DYN_BOTH int64_t end(int64_t bag) const { return offsets ? offsets[bag + 1] : bag + 1; }
+  TORCHREC_DYN_BOTH int64_t total() const { return first[segment_count]; }
 };
-
-// Reads and checks the description against `ids` ids and an output of `elements`, which it must cover.
-inline Bags read_bags(const char* op, const std::optional<Tensor>& offsets, const Tensor& segments,
-                      const std::vector<TableLayout>& tables, int64_t ids, int64_t elements) {
-  Bags bags;
-  bags.count = ids;
-  if (offsets.has_value()) {
-    check_tensor(op, "offsets", *offsets, ScalarType::Long);
-    STD_TORCH_CHECK(offsets->numel() >= 1, op, ": expected at least one offset, got none.");
-    bags.offsets = const_data<int64_t>(*offsets);
-    bags.count = offsets->numel() - 1;
-    STD_TORCH_CHECK(bags.offsets[0] >= 0 && bags.offsets[bags.count] <= ids, op,
-                    ": expected offsets inside the ids [0, ", ids, "], got ", bags.offsets[0], " to ",
-                    bags.offsets[bags.count], ". Do lengths and values agree?");
-    bool ascends = true;
-    for (int64_t b = 0; b < bags.count; ++b) ascends &= bags.offsets[b] <= bags.offsets[b + 1];
-    for (int64_t b = 0; b < bags.count && !ascends; ++b)
-      STD_TORCH_CHECK(bags.offsets[b] <= bags.offsets[b + 1], op, ": expected ascending offsets, got ", bags.offsets[b],
-                      " before ", bags.offsets[b + 1], ". Are there negative lengths?");
-  }
-  check_tensor(op, "segments", segments, ScalarType::Long);
-  STD_TORCH_CHECK(segments.dim() == 2 && segments.size(1) == 5, op, ": expected segments of shape [S, 5], got ",
-                  segments.dim(), " dimensions.");
-  bags.first.push_back(0);
-  int64_t covered = 0;
-  const int64_t* line = const_data<int64_t>(segments);
-  for (int64_t s = 0; s < segments.size(0); ++s, line += 5) {
-    const Segment segment{line[0], line[1], line[2], line[3], line[4]};
-    STD_TORCH_CHECK(segment.table >= 0 && segment.table < static_cast<int64_t>(tables.size()), op,
-                    ": expected a segment of a table in [0, ", tables.size(), "), got ", segment.table, ".");
-    STD_TORCH_CHECK(segment.first_bag >= 0 && segment.bags >= 0 && segment.bags <= bags.count - segment.first_bag, op,
-                    ": expected a segment inside ", bags.count, " bags, got ", segment.bags, " from ",
-                    segment.first_bag, ".");
-    const int64_t columns = tables[static_cast<size_t>(segment.table)].columns;
-    const __int128 last = static_cast<__int128>(segment.bags - 1) * segment.out_stride + segment.out_offset + columns;
-    STD_TORCH_CHECK(segment.bags == 0 || (segment.out_offset >= 0 && segment.out_stride >= columns && last <= elements),
-                    op, ": expected a segment's output inside ", elements, " elements, got offset ", segment.out_offset,
-                    " and stride ", segment.out_stride, ".");
-    covered += segment.bags * columns;
-    bags.segments.push_back(segment);
-  }
-  // In the order of the bags, so that a walk over the segments of a table meets its ids in the order of the batch
-  // whatever the order of the outputs: the sums of the backward are made in that order.
-  std::sort(bags.segments.begin(), bags.segments.end(),
-            [](const Segment& a, const Segment& b) { return a.first_bag < b.first_bag; });
-  for (const Segment& segment : bags.segments) bags.first.push_back(bags.first.back() + segment.bags);
-  check_size(op, "the elements that the segments cover", elements, covered);
-  return bags;
-}
 
 // Calls body(segment, first bag, last bag) for the bags [begin, end) counted over the segments.
 template <typename Body>
 void for_bags(const Bags& bags, int64_t begin, int64_t end, const Body& body) {
-  auto s = static_cast<size_t>(std::upper_bound(bags.first.begin(), bags.first.end(), begin) - bags.first.begin() - 1);
-  for (; s < bags.segments.size() && bags.first[s] < end; ++s) {
+  int64_t s = std::upper_bound(bags.first, bags.first + bags.segment_count + 1, begin) - bags.first - 1;
+  for (; s < bags.segment_count && bags.first[s] < end; ++s) {
     const int64_t from = std::max(begin, bags.first[s]) - bags.first[s];
     const int64_t to = std::min(end, bags.first[s + 1]) - bags.first[s];
     if (from < to) body(bags.segments[s], bags.segments[s].first_bag + from, bags.segments[s].first_bag + to);
-  }
-}
-
-inline const float* bag_weight_data(const char* op, const std::optional<Tensor>& bag_weights, int64_t ids) {
-  if (!bag_weights.has_value()) return nullptr;
-  check_tensor(op, "bag_weights", *bag_weights, ScalarType::Float);
-  check_size(op, "the number of bag_weights", ids, bag_weights->numel());
-  return const_data<float>(*bag_weights);
-}
-
-// Every row must be absent (-1) or inside its table. Checked before the hot loops, which trust it.
-inline void check_rows_of_bags(const char* op, const Bags& bags, const std::vector<TableLayout>& tables,
-                               const int64_t* rows) {
-  for (const Segment& segment : bags.segments) {
-    if (segment.bags == 0) continue;
-    const TableLayout& table = tables[static_cast<size_t>(segment.table)];
-    const auto capacity = static_cast<uint64_t>(table.blocks << table.shift);
-    const int64_t end = bags.end(segment.first_bag + segment.bags - 1);
-    bool inside = true;
-    for (int64_t i = bags.begin(segment.first_bag); i < end; ++i)
-      inside &= static_cast<uint64_t>(rows[i]) + 1 <= capacity;
-    STD_TORCH_CHECK(inside, op, ": expected rows in [-1, ", capacity, "), got one outside.");
   }
 }
 

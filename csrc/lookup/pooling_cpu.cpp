@@ -4,14 +4,38 @@
 //   length for the mean. An absent row (-1) counts as zeros; an empty bag is zeros.
 // The terms of a bag are added in their order, in float32, so the result does not depend on threads.
 #include "lookup/bags.h"
-#include "lookup/store_past_caches.h"
+#include "lookup/bags_arguments.h"
 #include "output_memory.h"
 #include "parallel.h"
 #include "simd.h"
-#include "storage/row_lanes.h"
+#include "storage/blocks_arguments.h"
+#include "storage/row_access_cpu.h"
+
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
 
 namespace torchrec_dyn {
 namespace {
+
+// Stores past the caches, of memory that will not be read soon: the line is not fetched first and no other line leaves
+// the caches for it. `to` lies on a 16-byte boundary.
+TORCHREC_DYN_INLINE void store_past_caches(const Floats16& lanes, float* to) {
+#if defined(__SSE__)
+  __m128 quarters[4];
+  std::memcpy(quarters, &lanes, sizeof lanes);
+  for (int64_t q = 0; q < 4; ++q) _mm_stream_ps(to + 4 * q, quarters[q]);
+#else
+  store(lanes, to);
+#endif
+}
+
+// Such stores are not ordered with others: called by the thread that made them before it says that it is done.
+inline void finish_stores_past_caches() {
+#if defined(__SSE__)
+  _mm_sfence();
+#endif
+}
 
 // Rows are asked for kAhead ids ahead (enough to cover a miss, few enough to stay in L2), kBurst at a time: a row is
 // usually a new page too, and in a tight loop more of the page walks overlap.
@@ -111,19 +135,12 @@ TORCHREC_DYN_POOL_OF(float)
 TORCHREC_DYN_POOL_OF(Float16)
 TORCHREC_DYN_POOL_OF(BFloat16)
 
-template <typename T>
-std::vector<RowBlocks<T>> all_row_blocks(const char* op, const std::vector<Tensor>& weights,
-                                         const std::vector<TableLayout>& tables) {
-  std::vector<RowBlocks<T>> rows;
-  for (const TableLayout& table : tables) rows.push_back(row_blocks<T>(op, "weights", weights, table, table.columns));
-  return rows;
-}
-
 // An output that the caches cannot hold is not read into them to be written (16 bytes at a time, hence on such bounds).
 bool streams_past_caches(const Bags& bags, int64_t elements) {
   constexpr int64_t kLarge = (8 << 20) / sizeof(float);
   bool aligned = elements > kLarge;
-  for (const Segment& segment : bags.segments) aligned &= segment.out_offset % 4 == 0 && segment.out_stride % 4 == 0;
+  for (int64_t s = 0; s < bags.segment_count; ++s)
+    aligned &= bags.segments[s].out_offset % 4 == 0 && bags.segments[s].out_stride % 4 == 0;
   return aligned;
 }
 
@@ -133,7 +150,8 @@ Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, con
   check_tensor("gather_pool", "rows", rows, ScalarType::Long);
   STD_TORCH_CHECK(elements >= 0, "gather_pool: expected elements >= 0, got ", elements, ".");
   const std::vector<TableLayout> tables = read_layout("gather_pool", layout);
-  const Bags bags = read_bags("gather_pool", offsets, segments, tables, rows.numel(), elements);
+  const BagLists lists = read_bags("gather_pool", offsets, segments, tables, rows.numel(), elements);
+  const Bags bags = lists.view();
   const float* weight = bag_weight_data("gather_pool", bag_weights, rows.numel());
   check_rows_of_bags("gather_pool", bags, tables, const_data<int64_t>(rows));
   STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
@@ -142,7 +160,8 @@ Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, con
   Tensor out = new_output(elements, dtype);
   dispatch_row_type("gather_pool", weights, [&](auto row_zero) {
     using T = decltype(row_zero);
-    const auto row_tables = all_row_blocks<T>("gather_pool", weights, tables);
+    BlockList<T> blocks("gather_pool", "weights", weights);
+    const std::vector<RowBlocks<T>> row_tables = blocks.rows_of(tables);
     dispatch_row_type("gather_pool", {out}, [&](auto out_zero) {
       const bool streams = sizeof(out_zero) == sizeof(float) && streams_past_caches(bags, elements);
       const PoolJob<T> job{bags, row_tables, const_data<int64_t>(rows), weight, mean, streams};
@@ -181,15 +200,16 @@ Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optio
   check_tensor("bag_weights_grad", "grad", grad, ScalarType::Float);
   check_tensor("bag_weights_grad", "rows", rows, ScalarType::Long);
   const std::vector<TableLayout> tables = read_layout("bag_weights_grad", layout);
-  const Bags bags = read_bags("bag_weights_grad", offsets, segments, tables, rows.numel(), grad.numel());
+  const BagLists lists = read_bags("bag_weights_grad", offsets, segments, tables, rows.numel(), grad.numel());
+  const Bags bags = lists.view();
   check_rows_of_bags("bag_weights_grad", bags, tables, const_data<int64_t>(rows));
-  Tensor out = torch::stable::empty({rows.numel()}, ScalarType::Float, std::nullopt,
-                                    torch::stable::Device(torch::headeronly::DeviceType::CPU));
+  Tensor out = new_tensor({rows.numel()}, ScalarType::Float);
   float* place = mutable_data<float>(out);
   std::fill(place, place + rows.numel(), 0.0f);
   dispatch_row_type("bag_weights_grad", weights, [&](auto zero) {
     using T = decltype(zero);
-    const auto row_tables = all_row_blocks<T>("bag_weights_grad", weights, tables);
+    BlockList<T> blocks("bag_weights_grad", "weights", weights);
+    const std::vector<RowBlocks<T>> row_tables = blocks.rows_of(tables);
     const PoolJob<T> job{bags, row_tables, const_data<int64_t>(rows), nullptr, mean, false};
     for_each_range(bags.total(), 64, [&](int64_t begin, int64_t end) {
       for_bags(bags, begin, end, [&](const Segment& segment, int64_t first, int64_t last) {

@@ -19,8 +19,39 @@
 
 namespace torchrec_dyn {
 
+// The numbers are `rule` in torchrec_dyn/optimizers.py.
 enum class Optimizer : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3, kPartialRowwiseAdam = 4 };
+constexpr Optimizer kLastOptimizer = Optimizer::kPartialRowwiseAdam;
 enum class WeightDecay : int64_t { kNone = 0, kL2 = 1, kDecoupled = 2 };
+
+// The numbers of an optimizer state that a row has: none, one, or one a column.
+enum class StateWidth : int64_t { kNone, kRow, kColumns };
+
+struct StateWidths {
+  StateWidth momentum1;
+  StateWidth momentum2;
+};
+
+// As in the table of torchrec_dyn/optimizers.py (compared by tests/ops/test_optimizer_states.py).
+TORCHREC_DYN_BOTH constexpr StateWidths state_widths(Optimizer optimizer) {
+  switch (optimizer) {
+    case Optimizer::kSgd:
+      return {StateWidth::kNone, StateWidth::kNone};
+    case Optimizer::kAdagrad:
+      return {StateWidth::kColumns, StateWidth::kNone};
+    case Optimizer::kRowwiseAdagrad:
+      return {StateWidth::kRow, StateWidth::kNone};
+    case Optimizer::kAdam:
+      return {StateWidth::kColumns, StateWidth::kColumns};
+    case Optimizer::kPartialRowwiseAdam:
+      return {StateWidth::kColumns, StateWidth::kRow};
+  }
+  return {StateWidth::kNone, StateWidth::kNone};
+}
+
+TORCHREC_DYN_BOTH constexpr int64_t state_columns(StateWidth width, int64_t columns) {
+  return width == StateWidth::kColumns ? columns : static_cast<int64_t>(width == StateWidth::kRow);
+}
 
 struct UpdateRule {
   Optimizer optimizer;
@@ -31,13 +62,7 @@ struct UpdateRule {
   float beta2;
   float weight_decay;
 
-  int64_t momentum1_columns(int64_t columns) const {
-    return optimizer == Optimizer::kSgd ? 0 : optimizer == Optimizer::kRowwiseAdagrad ? 1 : columns;
-  }
-  int64_t momentum2_columns(int64_t columns) const {
-    return optimizer == Optimizer::kAdam ? columns : optimizer == Optimizer::kPartialRowwiseAdam ? 1 : 0;
-  }
-  bool square_reads_weights() const {
+  TORCHREC_DYN_BOTH bool square_reads_weights() const {
     return optimizer == Optimizer::kRowwiseAdagrad && decay_mode == WeightDecay::kL2;
   }
 };
@@ -55,42 +80,37 @@ inline BiasCorrection bias_correction(const UpdateRule& rule, int64_t step) {
 }
 
 // The mean of (g + decay w)^2; w is not read where kDecays is false. Sixteen partial sums in a fixed order: vectorises,
-// and gives the same bits at every vector width.
+// and gives the same bits at every vector width and on both devices.
 template <bool kDecays>
-TORCHREC_DYN_INLINE float mean_square(const float* g, const float* w, float decay, int64_t n) {
-  Floats16 sums = {};
-  Floats16 grads;
-  Floats16 weights;
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float mean_square(const float* g, const float* w, float decay, int64_t n) {
+  float sums[kLanes] = {};
   int64_t c = 0;
-  for (; c + kLanes <= n; c += kLanes) {
-    load(g + c, grads);
-    if (kDecays) {
-      load(w + c, weights);
-      grads = grads + decay * weights;
+  for (; c + kLanes <= n; c += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const float value = kDecays ? g[c + lane] + decay * w[c + lane] : g[c + lane];
+      sums[lane] += value * value;
     }
-    sums += grads * grads;
-  }
-  float lanes[kLanes] = {};
   for (int64_t lane = 0; c < n; ++c, ++lane) {
     const float value = kDecays ? g[c] + decay * w[c] : g[c];
-    lanes[lane] = value * value;
+    sums[lane] += value * value;
   }
-  load(lanes, grads);
-  sums += grads;
   return sum_of_lanes(sums) / static_cast<float>(n);
 }
 
-// What a row-wise rule adds to its one moment: a function of the gradient alone, except under L2 decay. 0 for the
-// other rules.
-TORCHREC_DYN_INLINE float row_square(const UpdateRule& rule, const float* g, const float* w, int64_t n) {
+// The mean square that a rule with a row-wise state feeds it: a function of the gradient alone, except under L2 decay.
+// 0 for the other rules.
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float row_square(const UpdateRule& rule, const float* g, const float* w,
+                                                       int64_t n) {
   if (rule.square_reads_weights()) return mean_square<true>(g, w, rule.weight_decay, n);
-  const bool rowwise = rule.optimizer == Optimizer::kRowwiseAdagrad || rule.optimizer == Optimizer::kPartialRowwiseAdam;
-  return rowwise ? mean_square<false>(g, nullptr, 0.0f, n) : 0.0f;
+  const StateWidths widths = state_widths(rule.optimizer);
+  const bool is_rowwise = widths.momentum1 == StateWidth::kRow || widths.momentum2 == StateWidth::kRow;
+  return is_rowwise ? mean_square<false>(g, nullptr, 0.0f, n) : 0.0f;
 }
 
 // `square`: row_square of the same g and w.
-TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection& correction, float square,
-                                    const float* g, float* w, float* m1, float* m2, int64_t n) {
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection& correction,
+                                                      float square, const float* g, float* w, float* m1, float* m2,
+                                                      int64_t n) {
   const float lr = rule.learning_rate;
   switch (rule.optimizer) {
     case Optimizer::kSgd:

@@ -7,25 +7,28 @@
 #include <span>
 
 #include "lookup/bags.h"
+#include "lookup/bags_arguments.h"
 #include "lookup/row_update.h"
 #include "lookup/senders.h"
+#include "lookup/senders_arguments.h"
 #include "parallel.h"
 #include "radix_sort.h"
 #include "simd.h"
-#include "storage/rounding.h"
-#include "storage/row_lanes.h"
+#include "storage/blocks_arguments.h"
+#include "storage/rounding_cpu.h"
+#include "storage/row_access_cpu.h"
 
 namespace torchrec_dyn {
 namespace {
 
-// What stochastic rounding and bias correction are functions of: one line of `streams` [T, 3] int64.
+// The arguments of stochastic rounding and bias correction: one line of `streams` [T, 3] int64.
 struct Stream {
   uint64_t rounding_key;
   int64_t first_column;
   int64_t step;
 };
 
-// Where the gradient of each id is: its bag's place in grad, and what to scale it by.
+// The gradient of each id: its bag's place in grad, and its scale.
 struct GradPlaces {
   std::vector<uint32_t> bag_of;  // [N]; empty for sequences, where bag i is id i
   std::vector<int64_t> place;    // [bags] element of grad where the bag's row begins
@@ -88,7 +91,7 @@ struct Run {
   uint32_t end;
 };
 
-// The rows of a part with what their updates read.
+// The rows of a part, with all that their updates read.
 template <typename T>
 struct Runs {
   const UpdateJob<T>& job;
@@ -138,8 +141,8 @@ TORCHREC_DYN_INLINE void sum_grads(const Runs<T>& all, const Run& run, int64_t c
 }
 
 // Asks for the memory of runs [begin, end) into L2. A row is usually a new page too, so each kind has its own tight
-// loop: the fewer instructions between two new pages, the more page walks overlap (benchmarks/DEAD_ENDS.md: what it
-// costs to ask between two updates).
+// loop: the fewer instructions between two new pages, the more page walks overlap (benchmarks/DEAD_ENDS.md: the
+// cost of prefetching between two updates).
 template <typename T>
 TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, size_t begin, size_t end) {
   end = std::min(end, all.runs.size());
@@ -148,7 +151,7 @@ TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, size_t begin, size_t 
     for (size_t r = begin; r < end; ++r) prefetch_row(all.table.momentum1, all.runs[r].row);
   if (all.table.momentum2.columns > 0)
     for (size_t r = begin; r < end; ++r) prefetch_row(all.table.momentum2, all.runs[r].row);
-  constexpr uint32_t kMostGrads = 8;  // of one row: a popular one meets the others in cache
+  constexpr uint32_t kMostGrads = 8;  // of one row: a popular row finds the others in cache
   const float* last = nullptr;
   for (size_t r = begin; r < end; ++r)
     for (uint32_t word = all.runs[r].begin; word < std::min(all.runs[r].end, all.runs[r].begin + kMostGrads); ++word) {
@@ -173,8 +176,9 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all) {
   std::vector<float> sum(static_cast<size_t>(columns));
   std::vector<Line> lines(static_cast<size_t>(sizeof(T) == sizeof(float) ? 0 : (columns + kLanes - 1) / kLanes));
   float* values = lines.empty() ? nullptr : lines.front().floats;  // of a short row
-  SenderCount senders(job.senders);
-  const float* squared = nullptr;  // the gradient whose square is `square`: the ids of a bag share one
+  std::vector<uint32_t> last_row(job.senders.of_id ? static_cast<size_t>(job.senders.ranks) + 1 : 0);
+  SenderCount senders(job.senders, last_row.data());
+  const float* squared = nullptr;  // the gradient whose square is `square`: the ids of a bag share it
   float square = 0.0f;
   prefetch_runs(all, 0, kBurst);
   for (size_t r = 0; r < runs.size(); ++r) {
@@ -228,9 +232,11 @@ TORCHREC_DYN_UPDATE(BFloat16)
 // Calls body(begin, end) for the ids of each segment of a table.
 template <typename Body>
 void for_segments_of(const Bags& bags, int64_t table, const Body& body) {
-  for (const Segment& segment : bags.segments)
+  for (int64_t s = 0; s < bags.segment_count; ++s) {
+    const Segment& segment = bags.segments[s];
     if (segment.table == table && segment.bags > 0)
       body(bags.begin(segment.first_bag), bags.end(segment.first_bag + segment.bags - 1));
+  }
 }
 
 // The words (row >> shift) << 32 | position of a part, sorted by row.
@@ -299,7 +305,9 @@ int part_shift(int64_t tables, int64_t ids) {
 }
 
 UpdateRule read_rule(int64_t optimizer, const std::vector<double>& hyper) {
-  STD_TORCH_CHECK(optimizer >= 0 && optimizer <= 4, "update_rows_: expected optimizer in [0, 4], got ", optimizer, ".");
+  constexpr auto kLast = static_cast<int64_t>(kLastOptimizer);
+  STD_TORCH_CHECK(optimizer >= 0 && optimizer <= kLast, "update_rows_: expected optimizer in [0, ", kLast, "], got ",
+                  optimizer, ".");
   check_size("update_rows_", "the number of hyper-parameters", 6, static_cast<int64_t>(hyper.size()));
   const auto mode = static_cast<int64_t>(hyper[5]);
   STD_TORCH_CHECK(mode >= 0 && mode <= 2, "update_rows_: expected weight_decay_mode in [0, 2], got ", mode, ".");
@@ -308,9 +316,9 @@ UpdateRule read_rule(int64_t optimizer, const std::vector<double>& hyper) {
           static_cast<float>(hyper[4])};
 }
 
-RowBlocks<float> state_blocks(const char* name, const std::vector<Tensor>& list, const TableLayout& table,
-                              int64_t columns) {
-  return columns == 0 ? RowBlocks<float>{} : row_blocks<float>("update_rows_", name, list, table, columns);
+RowBlocks<float> state_rows(BlockList<float>& list, const TableLayout& table, StateWidth width) {
+  const int64_t columns = state_columns(width, table.columns);
+  return columns == 0 ? RowBlocks<float>{} : list.rows(table, columns);
 }
 
 void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, const std::optional<Tensor>& offsets,
@@ -329,7 +337,8 @@ void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, con
   const std::vector<TableLayout> tables = read_layout(op, layout);
   const auto table_count = static_cast<int64_t>(tables.size());
   check_size(op, "the elements of streams", 3 * table_count, streams.numel());
-  const Bags bags = read_bags(op, offsets, segments, tables, ids.numel(), grad.numel());
+  const BagLists bag_lists = read_bags(op, offsets, segments, tables, ids.numel(), grad.numel());
+  const Bags bags = bag_lists.view();
   check_rows_of_bags(op, bags, tables, const_data<int64_t>(rows));
   const float* weight = bag_weight_data(op, bag_weights, ids.numel());
   const UpdateRule rule = read_rule(optimizer, hyper);
@@ -338,14 +347,17 @@ void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, con
   const GradPlaces places = find_grad_places(bags, ids.numel(), mean);
   dispatch_row_type(op, weights, [&](auto zero) {
     using T = decltype(zero);
+    BlockList<T> weight_list(op, "weights", weights);
+    BlockList<float> momentum1_list(op, "momentum1", momentum1), momentum2_list(op, "momentum2", momentum2);
+    const StateWidths widths = state_widths(rule.optimizer);
     std::vector<UpdateTable<T>> update_tables;
     const int64_t* stream = const_data<int64_t>(streams);
     for (const TableLayout& table : tables) {
-      STD_TORCH_CHECK((table.blocks << table.shift) <= (int64_t{1} << 32), op,
-                      ": expected at most 2^32 rows a table, got room for ", table.blocks << table.shift, ".");
-      update_tables.push_back({row_blocks<T>(op, "weights", weights, table, table.columns),
-                               state_blocks("momentum1", momentum1, table, rule.momentum1_columns(table.columns)),
-                               state_blocks("momentum2", momentum2, table, rule.momentum2_columns(table.columns)),
+      STD_TORCH_CHECK(table.capacity() <= (int64_t{1} << 32), op, ": expected at most 2^32 rows a table, got room for ",
+                      table.capacity(), ".");
+      update_tables.push_back({weight_list.rows(table, table.columns),
+                               state_rows(momentum1_list, table, widths.momentum1),
+                               state_rows(momentum2_list, table, widths.momentum2),
                                Stream{static_cast<uint64_t>(stream[0]), stream[1], stream[2]},
                                static_cast<float>(grad_scales[update_tables.size()])});
       stream += 3;

@@ -8,7 +8,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "life/lowest_scores.h"
+#include "life/lowest_scores_cpu.h"
 #include "philox.h"
 #include "sharing.h"
 #include "storage/row_marks.h"
@@ -35,7 +35,7 @@ void touch_and_find_own_rows() {
   std::vector<int64_t> rows;
   std::vector<uint64_t> counts(kRows);
   for (int64_t i = 0; i < kBatch; ++i) {
-    rows.push_back(random_words(4, i, 0, 0)[0] % kRows);
+    rows.push_back(random_words(4, i, 0, 0).words[0] % kRows);
     ++counts[static_cast<size_t>(rows.back())];
   }
   on_threads([&](int64_t part) { touch_part<false>(scores, rows.data(), nullptr, kBatch, kStep, part, kThreads); });
@@ -86,7 +86,7 @@ void mark_rows_of_all() {
   std::vector<int32_t> memory(kRows);
   int32_t* block = memory.data();
   std::vector<int64_t> rows;
-  for (int64_t i = 0; i < 20000; ++i) rows.push_back(random_words(5, i, 0, 0)[0] % (2 * kRows) / 2 * 2 - 2);
+  for (int64_t i = 0; i < 20000; ++i) rows.push_back(random_words(5, i, 0, 0).words[0] % (2 * kRows) / 2 * 2 - 2);
   for (int64_t& row : rows) row = std::min(row, kRows - 2);
   on_threads(
       [&](int64_t) { mark_rows({&block, 10, kRows}, rows.data(), static_cast<int64_t>(rows.size()), kVersion); });

@@ -13,16 +13,16 @@
 #include "radix_sort.h"
 #include "sharing.h"
 #include "storage/id_map.h"
-#include "storage/id_map_growth.h"
+#include "storage/id_map_growth_cpu.h"
 #include "storage/initial_rows.h"
-#include "storage/rounding.h"
+#include "storage/rounding_cpu.h"
 
 namespace torchrec_dyn {
 namespace {
 
 // Pseudo-random ids from a small range, so that they repeat, and the ends of int64.
 int64_t id_of(uint64_t seed, int64_t i, int64_t distinct) {
-  const int64_t id = random_words(seed, i, 0, 0)[0] % distinct;
+  const int64_t id = random_words(seed, i, 0, 0).words[0] % distinct;
   if (id == 0) return std::numeric_limits<int64_t>::min();
   return id == 1 ? std::numeric_limits<int64_t>::max() : id - distinct / 2;
 }
@@ -102,7 +102,7 @@ void read_one_map() {
   OwnedMap owned(2 * kIds + kLineSlots);
   for (int64_t id = 0; id < kIds; ++id) insert_absent(owned.array(), id, id + 7, spread_hash(id));
   std::vector<int64_t> ids;
-  for (int64_t i = 0; i < 4 * kIds + 5; ++i) ids.push_back(random_words(1, i, 0, 0)[0] % (2 * kIds));
+  for (int64_t i = 0; i < 4 * kIds + 5; ++i) ids.push_back(random_words(1, i, 0, 0).words[0] % (2 * kIds));
   std::vector<int64_t> rows(ids.size());
   std::vector<int64_t> absent(kThreads);
   const auto piece = static_cast<int64_t>(ids.size() / kThreads);
@@ -138,7 +138,7 @@ void update_own_rows(Optimizer optimizer) {
       }
       SortableWords words(kBatch + 1);
       for (int64_t i = 0; i < kBatch; ++i) {
-        const uint64_t r = random_words(9, i, 0, 0)[1] % kRows;
+        const uint64_t r = random_words(9, i, 0, 0).words[1] % kRows;
         words.push_if(static_cast<int64_t>(r) % parts == part, r << 32 | static_cast<uint64_t>(i));
       }
       words.sort_by_high_word();

@@ -1,6 +1,9 @@
-// The ids of one map by their mixed ids, on the CPU.
-#include "storage/canonical_ids.h"
-
+// The ids of one map by their mixed ids: how many lie in each cell, and which lie in a range, in canonical order.
+//
+// Slots are in no order of the mixed ids, so both look at all of them, once, from front to back. A range is then sorted
+// in two steps: into buckets by the highest bits in which its mixed ids differ; then each bucket, small enough for a
+// core's second-level cache, by enough further bits that few ids share them. Runs of ids that share all these bits are
+// sorted one by one, so that the order is always exact.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -13,10 +16,94 @@
 
 #include "checks.h"
 #include "parallel.h"
-#include "storage/map_arguments.h"
+#include "radix_sort.h"
+#include "simd.h"
+#include "storage/id_map.h"
+#include "storage/id_map_arguments.h"
 
 namespace torchrec_dyn {
 namespace {
+
+struct MixedRow {
+  uint64_t mixed;
+  int64_t row;
+};
+
+// Slots that are looked at together: few enough for arrays on the stack.
+constexpr int64_t kSlotRun = 4096;
+
+// The cell of a mixed id: its top `bits` bits, 0 to 63 of them.
+TORCHREC_DYN_INLINE uint64_t cell_of(uint64_t mixed, int bits) { return mixed >> 1 >> (63 - bits); }
+
+// The cells of `count` slots, up to kSlotRun; of an empty slot the one behind the last.
+TORCHREC_DYN_INLINE void cells_of_slots(const Slot* slots, int64_t count, int bits, uint32_t* cells) {
+  const uint64_t behind = uint64_t{1} << bits;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint64_t cell = cell_of(mix64(static_cast<uint64_t>(slots[i].id)), bits);
+    cells[i] = static_cast<uint32_t>(slots[i].place != 0 ? cell : behind);
+  }
+}
+
+// The mixed ids of `count` slots, up to kSlotRun, and whether they lie in [first, first + span].
+TORCHREC_DYN_INLINE void mix_slots(const Slot* slots, int64_t count, uint64_t first, uint64_t span, uint64_t* mixed,
+                                   uint8_t* inside) {
+  for (int64_t i = 0; i < count; ++i) {
+    const uint64_t mixed_id = mix64(static_cast<uint64_t>(slots[i].id));
+    mixed[i] = mixed_id;
+    inside[i] = (mixed_id - first <= span) & (slots[i].place != 0);
+  }
+}
+
+// The bucket of a mixed id.
+struct Buckets {
+  static constexpr uint64_t kBucket = 1 << 12;  // ids of a bucket, about
+  static constexpr int kMostBits = 11;          // more would be written to than a core keeps pages at hand for
+
+  uint64_t low = 0;
+  int key_bits = 0;  // bits in which the mixed ids differ
+  int bits = 0;      // number of the highest of them, which name the bucket
+
+  Buckets(uint64_t low, uint64_t high, uint64_t ids)
+      : low(low),
+        key_bits(static_cast<int>(std::bit_width(high - low))),
+        bits(std::min({key_bits, kMostBits, static_cast<int>(std::bit_width(ids / kBucket))})) {}
+
+  size_t count() const { return size_t{1} << bits; }
+  size_t of(uint64_t mixed) const { return bits == 0 ? 0 : (mixed - low) >> (key_bits - bits); }
+};
+
+// Sorts one bucket in place. Requires fewer than 2^32 ids.
+void sort_bucket(const Buckets& buckets, MixedRow* ids, size_t count) {
+  constexpr uint64_t kLowHalf = 0xFFFFFFFFull;
+  const auto by_mixed = [](const MixedRow& a, const MixedRow& b) { return a.mixed < b.mixed; };
+  if (count < 64) {
+    std::sort(ids, ids + count, by_mixed);
+    return;
+  }
+  const int left = buckets.key_bits - buckets.bits;  // bits in which ids of one bucket may differ
+  const int digits = std::min({left, 32, static_cast<int>(std::bit_width(count)) + 9});
+  const uint64_t mask = left == 64 ? ~uint64_t{0} : (uint64_t{1} << left) - 1;
+  SortableWords words(count + 1);
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t key = ((ids[i].mixed - buckets.low) & mask) >> (left - digits);
+    words.push_if(true, key << 32 | i);
+  }
+  words.sort_by_high_word();
+  const auto unsorted = std::make_unique_for_overwrite<MixedRow[]>(count);
+  std::copy(ids, ids + count, unsorted.get());
+  uint64_t key_before = 0;
+  size_t run = 0;  // where the ids of this key begin
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t word = words.words()[i];
+    if (word >> 32 != key_before) {
+      if (i - run > 1) std::sort(ids + run, ids + i, by_mixed);
+      run = i;
+      key_before = word >> 32;
+    }
+    ids[i] = unsorted[word & kLowHalf];
+  }
+  if (count - run > 1) std::sort(ids + run, ids + count, by_mixed);
+}
 
 constexpr int64_t kMostCellBits = 16;
 
@@ -62,7 +149,7 @@ Tensor count_cells(std::vector<Tensor> slots, const Tensor& moved, int64_t bits)
   return counts;
 }
 
-// The ids of a range, run by run of the slots, and what is known of all of them.
+// The ids of a range, run by run of the slots; their number, lowest and highest mixed id.
 struct Selection {
   std::vector<std::vector<MixedRow>> runs;
   uint64_t ids = 0;
@@ -70,7 +157,7 @@ struct Selection {
   uint64_t high = 0;
 };
 
-// Those of one run of slots, taken together on the stack so that no more than they need is allocated.
+// The ids of one run of slots, collected on the stack so that no more memory than they need is allocated.
 std::vector<MixedRow> select_run(const Slot* slots, int64_t count, uint64_t first, uint64_t span) {
   constexpr size_t kEight = 8;  // flags looked at together: of a narrow range few are set
   std::array<uint64_t, kSlotRun> mixed;
@@ -119,7 +206,7 @@ Selection select(const IdMapView& map, uint64_t first, uint64_t span) {
   return all;
 }
 
-// The ids of a selection in their buckets, and where each bucket begins. Takes the selection apart on the way.
+// The ids of a selection in their buckets, and where each bucket begins. Empties the selection.
 struct Bucketed {
   std::unique_ptr<MixedRow[]> ids;
   std::vector<size_t> begins;

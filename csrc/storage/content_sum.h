@@ -1,4 +1,4 @@
-// The content sum: one word that tells whether rows hold what they held, whatever the order in which they are added.
+// The content sum: one word that changes if a number of the rows changes, whatever the order in which rows are added.
 //
 //   sum over rows of row_key(id) * (sum over columns of bits * column_key(column))   modulo 2^64
 //
@@ -22,10 +22,10 @@ namespace torchrec_dyn {
 
 static_assert(std::endian::native == std::endian::little, "an int64 is read as two halves, the low one first");
 
-constexpr uint64_t row_key(uint64_t id, uint64_t key) { return mix64(id ^ key) | 1; }
+TORCHREC_DYN_BOTH constexpr uint64_t row_key(uint64_t id, uint64_t key) { return mix64(id ^ key) | 1; }
 
 // 32 bits, so that a product with 32 bits is one instruction for a whole vector of them.
-constexpr uint32_t column_key(uint64_t column, uint64_t key) {
+TORCHREC_DYN_BOTH constexpr uint32_t column_key(uint64_t column, uint64_t key) {
   return static_cast<uint32_t>(mix64(key + column + 1) >> 32) | 1;
 }
 
@@ -39,7 +39,7 @@ struct BitRows {
   const char* bytes;
   int64_t stride;
 
-  TORCHREC_DYN_INLINE uint64_t at(int64_t row, int64_t column) const {
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE uint64_t at(int64_t row, int64_t column) const {
     Bits bits;
     std::memcpy(&bits, bytes + (row * stride + column) * static_cast<int64_t>(sizeof bits), sizeof bits);
     return bits;

@@ -57,8 +57,7 @@ Tensor content_sum(const Tensor& ids, const Tensor& values, int64_t first_column
     total +=
         sum(id + begin, begin_of_values + begin * row_bytes, end - begin, columns, first, static_cast<uint64_t>(key));
   });
-  Tensor out = torch::stable::empty({}, ScalarType::Long, std::nullopt,
-                                    torch::stable::Device(torch::headeronly::DeviceType::CPU));
+  Tensor out = new_tensor({}, ScalarType::Long);
   *mutable_data<uint64_t>(out) = total;
   return out;
 }

@@ -4,7 +4,7 @@
 //   slots [C, 2] int64, one slot = {id, row + 1}, 16 bytes, four slots a cache line, C whole lines. The home of an
 //   id is a line, so nine ids in ten cost one miss, and which of its four slots they are in costs no branch. A slot of
 //   zeros in its second field is empty: memory fresh from the system is an empty map (zeroed_memory.h), and the id
-//   field of an empty slot is never asked, so no id is reserved. The caller keeps at least one slot empty (the Python
+//   field of an empty slot is never read, so no id is reserved. The caller keeps at least one slot empty (the Python
 //   side grows at 5/8 load).
 //
 // Rules
@@ -14,7 +14,7 @@
 //           not inside the gap (backward shift). There are no tombstones, so probes do not grow with age.
 //   grow    a map that grows has two arrays and one frontier, a spread hash. An id whose spread hash is below
 //           the frontier lives in the new array, any other in the outgoing one: so still one home, one probe.
-//           Moving the frontier on is in storage/id_map_growth.h.
+//           Moving the frontier on is in storage/id_map_growth_cpu.h.
 // Every loop is bounded by the capacity: a full or damaged map ends in kNoRow or false, never in a hang.
 //
 // Source: Knuth, TAOCP vol. 3, section 6.4, algorithms L (find, insert) and R (erase).
@@ -33,8 +33,8 @@ struct Slot {
   int64_t id;
   int64_t place;  // row + 1; 0 in an empty slot
 
-  bool is_empty() const { return place == 0; }
-  int64_t row() const { return place - 1; }
+  TORCHREC_DYN_BOTH bool is_empty() const { return place == 0; }
+  TORCHREC_DYN_BOTH int64_t row() const { return place - 1; }
 };
 static_assert(sizeof(Slot) == 16);
 
@@ -42,9 +42,11 @@ struct SlotArray {
   Slot* slots = nullptr;
   int64_t capacity = 0;
 
-  int64_t home(uint64_t spread) const { return home_slot(spread, capacity); }
-  int64_t next(int64_t slot) const { return slot + 1 == capacity ? 0 : slot + 1; }
-  int64_t next_line(int64_t slot) const { return slot + kLineSlots == capacity ? 0 : slot + kLineSlots; }
+  TORCHREC_DYN_BOTH int64_t home(uint64_t spread) const { return home_slot(spread, capacity); }
+  TORCHREC_DYN_BOTH int64_t next(int64_t slot) const { return slot + 1 == capacity ? 0 : slot + 1; }
+  TORCHREC_DYN_BOTH int64_t next_line(int64_t slot) const {
+    return slot + kLineSlots == capacity ? 0 : slot + kLineSlots;
+  }
 };
 
 struct IdMapView {
@@ -57,13 +59,15 @@ struct IdMapView {
   IdMapView(SlotArray slots, SlotArray outgoing, int64_t moved)
       : arrays{slots, outgoing}, frontier(least_spread_hash(moved, outgoing.capacity)) {}
 
-  bool is_growing() const { return arrays[0].slots != arrays[1].slots; }
+  TORCHREC_DYN_BOTH bool is_growing() const { return arrays[0].slots != arrays[1].slots; }
   // No branch: the choice cannot be predicted.
-  const SlotArray& array_of(uint64_t spread) const { return arrays[spread >= frontier]; }
+  TORCHREC_DYN_BOTH const SlotArray& array_of(uint64_t spread) const { return arrays[spread >= frontier]; }
 };
 
-inline const SlotArray& array_of(const SlotArray& array, uint64_t) { return array; }
-inline const SlotArray& array_of(const IdMapView& map, uint64_t spread) { return map.array_of(spread); }
+TORCHREC_DYN_BOTH inline const SlotArray& array_of(const SlotArray& array, uint64_t) { return array; }
+TORCHREC_DYN_BOTH inline const SlotArray& array_of(const IdMapView& map, uint64_t spread) {
+  return map.array_of(spread);
+}
 
 // Asks for the cache line where find_row will begin. Into L2: the few miss buffers of L1 would limit how many
 // lines are on their way. Inlined by force: the compiler takes a function that only prefetches for one without effect.
@@ -77,7 +81,7 @@ TORCHREC_DYN_INLINE void prefetch_home(const IdMapView& map, uint64_t spread) {
 
 // The row + 1 of `id` if it is in the line that begins at `slot`, else 0. No branch: in which slot of its line an id
 // is cannot be predicted. One slot at most holds the id and is not empty, so the places of all that match are joined.
-inline int64_t place_in_line(const SlotArray& array, int64_t id, int64_t slot) {
+TORCHREC_DYN_BOTH inline int64_t place_in_line(const SlotArray& array, int64_t id, int64_t slot) {
   const Slot* line = array.slots + slot;
   int64_t place = 0;
   for (int64_t s = 0; s < kLineSlots; ++s) place |= line[s].place & -static_cast<int64_t>(line[s].id == id);
@@ -85,7 +89,7 @@ inline int64_t place_in_line(const SlotArray& array, int64_t id, int64_t slot) {
 }
 
 // The row of `id`, or kNoRow. `spread` is spread_hash(id), which the caller has computed to prefetch the home.
-inline int64_t find_row(const SlotArray& array, int64_t id, uint64_t spread) {
+TORCHREC_DYN_BOTH inline int64_t find_row(const SlotArray& array, int64_t id, uint64_t spread) {
   int64_t slot = array.home(spread);
   for (int64_t probe = 0; probe < array.capacity; probe += kLineSlots) {
     const int64_t place = place_in_line(array, id, slot);
@@ -97,7 +101,7 @@ inline int64_t find_row(const SlotArray& array, int64_t id, uint64_t spread) {
   return kNoRow;
 }
 
-inline int64_t find_row(const IdMapView& map, int64_t id, uint64_t spread) {
+TORCHREC_DYN_BOTH inline int64_t find_row(const IdMapView& map, int64_t id, uint64_t spread) {
   return find_row(map.array_of(spread), id, spread);
 }
 
@@ -136,7 +140,7 @@ void visit_homes(const Map map, const int64_t* ids, int64_t begin, int64_t end, 
 }
 
 // True if the circular walk from `from` (excluded) to `to` (included) passes `slot`.
-inline bool lies_after(int64_t from, int64_t slot, int64_t to) {
+TORCHREC_DYN_BOTH inline bool lies_after(int64_t from, int64_t slot, int64_t to) {
   return from <= to ? (from < slot && slot <= to) : (from < slot || slot <= to);
 }
 
@@ -162,7 +166,7 @@ inline int64_t erase_id(const IdMapView& map, int64_t id, uint64_t spread) {
 }
 
 // The number of slots looked at to find the id that sits in `slot`.
-inline int64_t probe_length(const SlotArray& array, int64_t slot) {
+TORCHREC_DYN_BOTH inline int64_t probe_length(const SlotArray& array, int64_t slot) {
   const int64_t distance = slot - array.home(spread_hash(array.slots[slot].id));
   return 1 + (distance < 0 ? distance + array.capacity : distance);
 }
@@ -171,8 +175,8 @@ inline int64_t probe_length(const SlotArray& array, int64_t slot) {
 //
 // Home lines are asked for a burst ahead, in tight loops: a line is usually a new page too, and the fewer instructions
 // between two new pages, the more page walks overlap. Every id is then looked for in its home line, without a branch.
-// Those that are not there (one in ten or so, and the absent) are looked for again at the end, with the line behind
-// their home on its way since: waiting for that line one by one had cost as much as all the rest.
+// Ids that are not there (about one in ten, and the absent) are looked for again at the end, their next line prefetched
+// meanwhile: waiting for these lines one by one cost as much as all the rest.
 constexpr int64_t kChunk = 512;
 
 template <typename Map>

@@ -1,4 +1,4 @@
-// The ops of the id map on the CPU. Ids come in table order: table_offsets says which are whose.
+// The ops of the id map on the CPU. Ids are in table order; table_offsets says where each table begins.
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -10,8 +10,8 @@
 #include "parallel.h"
 #include "simd.h"
 #include "storage/id_map.h"
-#include "storage/id_map_growth.h"
-#include "storage/map_arguments.h"
+#include "storage/id_map_arguments.h"
+#include "storage/id_map_growth_cpu.h"
 #include "zeroed_memory.h"
 
 namespace torchrec_dyn {
@@ -79,7 +79,7 @@ NewIds collect_new_of_table(const int64_t* ids, const int64_t* rows, int64_t beg
     std::fill(new_index + begin, new_index + end, kNoRow);
     return found;
   }
-  // Those absent are brought together first, without a branch (and room for one that is written and not kept).
+  // Absent ids are collected first, without a branch (hence room for one more, which is written and not kept).
   std::vector<int64_t> absent_ids(static_cast<size_t>(absent + 1)), places(static_cast<size_t>(absent + 1));
   size_t kept = 0;
   for (int64_t i = begin; i < end; ++i) {
@@ -131,7 +131,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const 
     const NewIds& table = found[static_cast<size_t>(t)];
     std::copy(table.ids.begin(), table.ids.end(), mutable_data<int64_t>(new_ids) + new_offset[t]);
     std::copy(table.counts.begin(), table.counts.end(), mutable_data<int64_t>(new_counts) + new_offset[t]);
-    // From an index into the table's own new ids to one into all of them.
+    // From an index into the new ids of the table to an index into all new ids.
     int64_t* index = mutable_data<int64_t>(new_index);
     for (int64_t i = offset[t]; i < offset[t + 1]; ++i)
       if (index[i] != kNoRow) index[i] += new_offset[t];
@@ -208,9 +208,8 @@ Tensor new_slots(const Tensor& slots, int64_t capacity) {
                   "new_slots: expected a capacity in [", kLineSlots, ", 2^48), a multiple of ", kLineSlots, ", got ",
                   capacity, ".");
   const ZeroedMemory memory = take_zeroed_memory(capacity * static_cast<int64_t>(sizeof(Slot)));
-  return torch::stable::from_blob(memory.begin, {capacity, 2}, {2, 1},
-                                  torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Long,
-                                  [memory](void*) { free_zeroed_memory(memory); });
+  return torch::stable::from_blob(memory.begin, {capacity, 2}, {2, 1}, torch::stable::Device(DeviceType::CPU),
+                                  ScalarType::Long, [memory](void*) { free_zeroed_memory(memory); });
 }
 
 Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until) {

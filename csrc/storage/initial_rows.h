@@ -1,4 +1,4 @@
-// What a fresh row holds: each value is a pure function of (key, id, column), where the key stands for the
+// The numbers of a fresh row: each is a pure function of (key, id, column), where the key is made of the
 // seed and the table's name. Columns are numbered over the whole table, so a column shard draws exactly its
 // part of the row.
 #pragma once
@@ -25,7 +25,7 @@ struct InitialRows {
 };
 
 // A ratio of two polynomials of degree 7 in r.
-TORCHREC_DYN_INLINE double ratio(double r, const double (&a)[8], const double (&b)[7]) {
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE double ratio(double r, const double (&a)[8], const double (&b)[7]) {
   double numerator = a[7];
   for (int i = 6; i >= 0; --i) numerator = numerator * r + a[i];
   double denominator = b[6];
@@ -39,7 +39,7 @@ TORCHREC_DYN_INLINE double ratio(double r, const double (&a)[8], const double (&
 // 37 (1988), routine PPND16.
 constexpr double kCentre = 0.425;
 
-TORCHREC_DYN_INLINE double central_quantile(double q) {
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE double central_quantile(double q) {
   constexpr double kA[8] = {3.3871328727963666080e0, 1.3314166789178437745e2, 1.9715909503065514427e3,
                             1.3731693765509461125e4, 4.5921953931549871457e4, 6.7265770927008700853e4,
                             3.3430575583588128105e4, 2.5090809287301226727e3};
@@ -49,7 +49,7 @@ TORCHREC_DYN_INLINE double central_quantile(double q) {
   return q * ratio(0.180625 - q * q, kA, kB);
 }
 
-inline double tail_quantile(double p) {
+TORCHREC_DYN_BOTH inline double tail_quantile(double p) {
   static constexpr double kMiddleA[8] = {1.42343711074968357734e0,  4.63033784615654529590e0, 5.76949722146069140550e0,
                                          3.64784832476320460504e0,  1.27045825245236838258e0, 2.41780725177450611770e-1,
                                          2.27238449892691845833e-2, 7.74545014278341407640e-4};
@@ -69,18 +69,20 @@ inline double tail_quantile(double p) {
 
 // `word` becomes a probability strictly inside (0, 1): the middle of its 2^-32 wide cell. Through a signed integer,
 // since a vector of unsigned ones has no conversion below AVX-512; the sum is exact.
-TORCHREC_DYN_INLINE double unit_of(uint32_t word) {
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE double unit_of(uint32_t word) {
   return (static_cast<double>(static_cast<int32_t>(word ^ 0x80000000u)) + 0x1p31 + 0.5) * 0x1p-32;
 }
 
-TORCHREC_DYN_INLINE void fill_uniform(const InitialRows& initial, const uint32_t* words, int64_t n, float* out) {
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void fill_uniform(const InitialRows& initial, const uint32_t* words, int64_t n,
+                                                        float* out) {
   const double low = initial.low;
   const double width = initial.high - initial.low;
   for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(low + unit_of(words[i]) * width);
 }
 
 // The centre is computed for all, then the tails, one draw in seven, take its place.
-TORCHREC_DYN_INLINE void fill_normal(const InitialRows& initial, const uint32_t* words, int64_t n, float* out) {
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void fill_normal(const InitialRows& initial, const uint32_t* words, int64_t n,
+                                                       float* out) {
   double quantile[kMostRandomWords];
   double probability[kMostRandomWords];
   const double low = initial.low_probability;
@@ -93,7 +95,7 @@ TORCHREC_DYN_INLINE void fill_normal(const InitialRows& initial, const uint32_t*
     if (!(std::fabs(probability[i] - 0.5) <= kCentre)) quantile[i] = tail_quantile(probability[i]);
   for (int64_t i = 0; i < n; ++i) {
     const double value = initial.mean + initial.deviation * quantile[i];
-    out[i] = static_cast<float>(std::clamp(value, initial.low, initial.high));
+    out[i] = static_cast<float>(greater_of(lesser_of(value, initial.high), initial.low));
   }
 }
 

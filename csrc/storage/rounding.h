@@ -1,4 +1,4 @@
-// Stochastic rounding of a whole row: what an update computed in float32 goes into a short row.
+// The random bits by which an update, computed in float32, is rounded into a row of a shorter type.
 //
 // The draw of a column is a pure function of (key, id, column, step), with columns numbered over the whole table.
 // The draws of a row are SplitMix64's sequence from a start of its own, four to a word: column c reads bits
@@ -7,64 +7,23 @@
 // Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 #pragma once
 
-#include <bit>
 #include <cstdint>
-#include <cstring>
 
+#include "both_devices.h"
 #include "mix64.h"
 #include "simd.h"
-#include "storage/row_types.h"
 
 namespace torchrec_dyn {
 
-static_assert(std::endian::native == std::endian::little, "the low lane of a word comes first in memory");
-
 constexpr int64_t kDrawsPerWord = 4;
-constexpr int64_t kWordsAtOnce = 8;
-constexpr int64_t kDrawsAtOnce = kWordsAtOnce * kDrawsPerWord;
 
-// Eight words in one register of 512 bits, or in as many narrower ones as the level has.
-typedef uint64_t Words8 __attribute__((vector_size(8 * kWordsAtOnce)));
-
-// The state from which the words of a row come. For one step it is a bijection of the id, and for one id of the step.
-TORCHREC_DYN_INLINE uint64_t draw_state(uint64_t key, int64_t step, int64_t id) {
+// The start of the words of a row. For one step it is a bijection of the id, and for one id of the step.
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE uint64_t draw_state(uint64_t key, int64_t step, int64_t id) {
   return mix64(mix64(key + static_cast<uint64_t>(step) * kGolden) ^ mix64(static_cast<uint64_t>(id)));
 }
 
-// Words [first_word, first_word + kWordsAtOnce).
-TORCHREC_DYN_INLINE void draw_words(uint64_t state, int64_t first_word, Words8& words) {
-  words = Words8{1, 2, 3, 4, 5, 6, 7, 8} * kGolden + (state + static_cast<uint64_t>(first_word) * kGolden);
-  mix(words);
-}
-
-// The draws of columns [first_column, first_column + kDrawsAtOnce), in their order.
-TORCHREC_DYN_INLINE void draw_columns(uint64_t state, int64_t first_column, Words8& draws) {
-  const int64_t word = first_column / kDrawsPerWord;
-  const auto skipped = static_cast<uint64_t>(16 * (first_column % kDrawsPerWord));  // bits of columns before the first
-  draw_words(state, word, draws);
-  if (skipped == 0) return;
-  Words8 next;
-  draw_words(state, word + 1, next);
-  draws = draws >> skipped | next << (64 - skipped);
-}
-
-// Writes `values` to columns [first_column, first_column + columns) of the row of `id`, which begin at `row`.
-template <typename T>
-TORCHREC_DYN_INLINE void store_row(uint64_t key, int64_t step, int64_t first_column, int64_t id, const float* values,
-                                   int64_t columns, T* row) {
-  const uint64_t state = draw_state(key, step, id);
-  Words8 words;
-  uint16_t draws[kDrawsAtOnce];
-  int64_t c = 0;
-  for (; columns - c >= kDrawsAtOnce; c += kDrawsAtOnce) {  // a constant number of columns: vectors without a rest
-    draw_columns(state, first_column + c, words);
-    std::memcpy(draws, &words, sizeof draws);
-    for (int64_t i = 0; i < kDrawsAtOnce; ++i) store_stochastic(values[c + i], draws[i], &row[c + i]);
-  }
-  if (c == columns) return;
-  draw_columns(state, first_column + c, words);
-  std::memcpy(draws, &words, sizeof draws);
-  for (int64_t i = 0; c + i < columns; ++i) store_stochastic(values[c + i], draws[i], &row[c + i]);
+TORCHREC_DYN_BOTH inline uint64_t draw_word(uint64_t state, int64_t word) {
+  return mix64(state + static_cast<uint64_t>(word + 1) * kGolden);
 }
 
 }  // namespace torchrec_dyn

@@ -1,5 +1,5 @@
-// Marks of rows: one 32-bit word a row, the version at which the row was last named. Which rows have changed since a
-// version is read off by one pass over the words.
+// Marks of rows: one 32-bit word a row, the version at which the row was last named. One pass over the words
+// lists the rows changed since a version.
 #pragma once
 
 #include <algorithm>
@@ -8,17 +8,11 @@
 #include <cstdint>
 
 #include "simd.h"
+#include "storage/blocks.h"
 
 namespace torchrec_dyn {
 
-// The words of one table, in blocks of 2^shift.
-struct MarkBlocks {
-  int32_t* const* blocks;
-  int64_t shift;
-  int64_t capacity;
-
-  int32_t* word(int64_t row) const { return blocks[row >> shift] + (row & ((int64_t{1} << shift) - 1)); }
-};
+using MarkBlocks = WordBlocks<int32_t>;
 
 // Whether every row lies below `capacity`.
 TORCHREC_DYN_INLINE bool all_below(const int64_t* rows, int64_t count, int64_t capacity) {
@@ -29,20 +23,12 @@ TORCHREC_DYN_INLINE bool all_below(const int64_t* rows, int64_t count, int64_t c
 
 // Writes `version` for the rows, all below the capacity; negative ones are skipped. Several threads may name one row,
 // so words are written as atomics, and only where they differ: popular rows then stay in the caches of all cores.
-inline void mark_rows(const MarkBlocks& marks, const int64_t* rows, int64_t count, int32_t version) {
-  constexpr int64_t kBurst = 64;
-  const auto ask_for = [&](int64_t begin) {
-    for (int64_t i = begin; i < std::min(count, begin + kBurst); ++i)
-      if (rows[i] >= 0) __builtin_prefetch(marks.word(rows[i]), 1, 2);
-  };
-  ask_for(0);
-  for (int64_t begin = 0; begin < count; begin += kBurst) {
-    ask_for(begin + kBurst);
-    for (int64_t i = begin; i < std::min(count, begin + kBurst); ++i) {
-      if (rows[i] < 0) continue;
-      const std::atomic_ref<int32_t> mark(*marks.word(rows[i]));
-      if (mark.load(std::memory_order_relaxed) != version) mark.store(version, std::memory_order_relaxed);
-    }
+// `marks` by value: of a reference the compiler reads the fields again for every row.
+inline void mark_rows(MarkBlocks marks, const int64_t* rows, int64_t count, int32_t version) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (rows[i] < 0) continue;
+    const std::atomic_ref<int32_t> mark(*marks.word(rows[i]));
+    if (mark.load(std::memory_order_relaxed) != version) mark.store(version, std::memory_order_relaxed);
   }
 }
 

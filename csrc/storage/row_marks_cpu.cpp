@@ -7,7 +7,7 @@
 
 #include "checks.h"
 #include "parallel.h"
-#include "storage/blocks.h"
+#include "storage/blocks_arguments.h"
 
 namespace torchrec_dyn {
 namespace {
@@ -34,12 +34,13 @@ void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Ten
   const int64_t* row = const_data<int64_t>(rows);
   const int64_t* offset = const_data<int64_t>(table_offsets);
   const int64_t* version = const_data<int64_t>(versions);
-  std::vector<RowBlocks<int32_t>> blocks;
+  BlockList<int32_t> blocks(op, "marks", marks);
+  std::vector<MarkBlocks> words;
   for (int64_t t = 0; t < count; ++t) {
     STD_TORCH_CHECK(version[t] >= 0 && version[t] <= std::numeric_limits<int32_t>::max(), op,
                     ": expected versions in [0, 2^31), got ", version[t], ".");
-    blocks.push_back(row_blocks<int32_t>(op, "marks", marks, tables[static_cast<size_t>(t)], 1));
-    const int64_t capacity = blocks.back().capacity();
+    words.push_back(blocks.words(tables[static_cast<size_t>(t)]));
+    const int64_t capacity = words.back().capacity;
     // All rows are looked at before the first is marked: an error changes nothing.
     STD_TORCH_CHECK(capacity == 0 || are_below(row + offset[t], offset[t + 1] - offset[t], capacity), op,
                     ": expected rows below ", capacity, ", the marks of table ", t, ", got one above.");
@@ -47,10 +48,8 @@ void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Ten
   for_each_range(rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t t = std::upper_bound(offset, offset + count + 1, begin) - offset - 1; begin < end; ++t) {
       const int64_t stop = std::min(end, offset[t + 1]);
-      const RowBlocks<int32_t>& table = blocks[static_cast<size_t>(t)];
-      if (table.capacity() > 0)
-        mark_rows({table.blocks.data(), table.shift, table.capacity()}, row + begin, stop - begin,
-                  static_cast<int32_t>(version[t]));
+      const MarkBlocks table = words[static_cast<size_t>(t)];
+      if (table.capacity > 0) mark_rows(table, row + begin, stop - begin, static_cast<int32_t>(version[t]));
       begin = stop;
     }
   });
@@ -58,13 +57,13 @@ void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Ten
 
 Tensor changed_rows(std::vector<Tensor> marks, int64_t shift, int64_t rows, int64_t since) {
   const char* op = "changed_rows";
-  check_row_shape(op, shift, 1);
-  const auto table = row_blocks<int32_t>(op, "marks", marks, {0, static_cast<int64_t>(marks.size()), shift, 1}, 1);
-  STD_TORCH_CHECK(rows >= 0 && rows <= table.capacity(), op, ": expected rows in [0, ", table.capacity(), "], got ",
-                  rows, ".");
+  BlockList<int32_t> blocks(op, "marks", marks);
+  const MarkBlocks table = blocks.words(layout_of_one(op, marks, shift, 1));
+  STD_TORCH_CHECK(rows >= 0 && rows <= table.capacity, op, ": expected rows in [0, ", table.capacity, "], got ", rows,
+                  ".");
   if (since > std::numeric_limits<int32_t>::max()) return new_int64(0);
   const auto least = static_cast<int32_t>(std::max<int64_t>(since, std::numeric_limits<int32_t>::min()));
-  // Pieces that lie in one block each: how many rows of each are listed, then where, then which.
+  // Pieces that lie in one block each: the number of rows to list in each, then where each list begins, then the rows.
   const int64_t piece = std::min(int64_t{1} << 16, int64_t{1} << shift);
   const int64_t pieces = (rows + piece - 1) / piece;
   std::vector<int64_t> places(static_cast<size_t>(pieces) + 1);
@@ -75,7 +74,7 @@ Tensor changed_rows(std::vector<Tensor> marks, int64_t shift, int64_t rows, int6
     });
   };
   for_each_piece([&](int64_t i) {
-    places[static_cast<size_t>(i) + 1] = count_changed(table.row(i * piece), end_of(i) - i * piece, least);
+    places[static_cast<size_t>(i) + 1] = count_changed(table.word(i * piece), end_of(i) - i * piece, least);
   });
   for (size_t i = 1; i < places.size(); ++i) places[i] += places[i - 1];
   Tensor listed = new_int64(places.back());
@@ -84,7 +83,7 @@ Tensor changed_rows(std::vector<Tensor> marks, int64_t shift, int64_t rows, int6
     int64_t* next = list + places[static_cast<size_t>(i)];
     int64_t* const end = list + places[static_cast<size_t>(i) + 1];
     for (int64_t run = i * piece; run < end_of(i) && next < end; run += kMarkRun)
-      next = list_marked(table.row(run), run, std::min(kMarkRun, end_of(i) - run), least, next);
+      next = list_marked(table.word(run), run, std::min(kMarkRun, end_of(i) - run), least, next);
   });
   return listed;
 }

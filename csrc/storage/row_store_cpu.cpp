@@ -3,8 +3,9 @@
 
 #include "huge_pages.h"
 #include "parallel.h"
-#include "storage/blocks.h"
+#include "storage/blocks_arguments.h"
 #include "storage/initial_rows.h"
+#include "storage/row_access_cpu.h"
 
 namespace torchrec_dyn {
 namespace {
@@ -24,12 +25,6 @@ InitialRows initial_rows_of(int64_t kind, const std::vector<double>& parameters)
           parameters[5]};
 }
 
-template <typename T>
-RowBlocks<T> single_table(const char* op, const std::vector<Tensor>& blocks, int64_t shift, int64_t columns) {
-  check_row_shape(op, shift, columns);
-  return row_blocks<T>(op, "blocks", blocks, {0, static_cast<int64_t>(blocks.size()), shift, columns}, columns);
-}
-
 void check_rows(const char* op, const Tensor& rows, int64_t lowest, int64_t capacity) {
   check_tensor(op, "rows", rows, ScalarType::Long);
   const int64_t* row = const_data<int64_t>(rows);
@@ -45,8 +40,9 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
   const InitialRows initial = initial_rows_of(kind, parameters);
   dispatch_row_type("init_rows_", blocks, [&](auto zero) {
     using T = decltype(zero);
-    const auto table = single_table<T>("init_rows_", blocks, shift, columns);
-    check_rows("init_rows_", rows, 0, table.capacity());
+    BlockList<T> list("init_rows_", "blocks", blocks);
+    const RowBlocks<T> table = list.rows(layout_of_one("init_rows_", blocks, shift, columns), columns);
+    check_rows("init_rows_", rows, 0, table.capacity);
     const int64_t* id = const_data<int64_t>(ids);
     const int64_t* row = const_data<int64_t>(rows);
     for_each_range(rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
@@ -64,15 +60,15 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
 
 Tensor gather_rows(const Tensor& rows, std::vector<Tensor> blocks, int64_t shift, int64_t columns, ScalarType dtype) {
   check_row_shape("gather_rows", shift, columns);
-  Tensor out = torch::stable::empty({rows.numel(), columns}, dtype, std::nullopt,
-                                    torch::stable::Device(torch::headeronly::DeviceType::CPU));
+  Tensor out = new_tensor({rows.numel(), columns}, dtype);
   if (!blocks.empty())
     STD_TORCH_CHECK(blocks.front().scalar_type() == dtype, "gather_rows: expected blocks of dtype ", dtype_name(dtype),
                     ", got ", dtype_name(blocks.front().scalar_type()), ".");
   dispatch_row_type("gather_rows", {out}, [&](auto zero) {
     using T = decltype(zero);
-    const auto table = single_table<T>("gather_rows", blocks, shift, columns);
-    check_rows("gather_rows", rows, -1, table.capacity());
+    BlockList<T> list("gather_rows", "blocks", blocks);
+    const RowBlocks<T> table = list.rows(layout_of_one("gather_rows", blocks, shift, columns), columns);
+    check_rows("gather_rows", rows, -1, table.capacity);
     const int64_t* row = const_data<int64_t>(rows);
     T* values = mutable_data<T>(out);
     for_each_range(rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
@@ -94,11 +90,12 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
   dispatch_row_type("scatter_rows_", blocks, [&](auto zero) {
     using T = decltype(zero);
     check_tensor("scatter_rows_", "values", values, scalar_type_of<T>());
-    const auto table = single_table<T>("scatter_rows_", blocks, shift, columns);
-    check_rows("scatter_rows_", rows, 0, table.capacity());
+    BlockList<T> list("scatter_rows_", "blocks", blocks);
+    const RowBlocks<T> table = list.rows(layout_of_one("scatter_rows_", blocks, shift, columns), columns);
+    check_rows("scatter_rows_", rows, 0, table.capacity);
     const int64_t* row = const_data<int64_t>(rows);
     const T* value = const_data<T>(values);
-    // In order and on one thread: of two values for one row the last stays.
+    // In order and on one thread: if a row is given twice, its last values stay.
     for (int64_t i = 0; i < rows.numel(); ++i)
       std::copy(value + i * columns, value + (i + 1) * columns, table.row(row[i]));
   });

@@ -5,9 +5,10 @@
 // not fit are compared with random ones, so that the expected value of the stored number is the number itself.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
+
+#include "both_devices.h"
 
 namespace torchrec_dyn {
 
@@ -18,13 +19,13 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-inline float float_of_bits(uint32_t bits) {
+TORCHREC_DYN_BOTH inline float float_of_bits(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
 
-inline uint32_t bits_of_float(float value) {
+TORCHREC_DYN_BOTH inline uint32_t bits_of_float(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
@@ -32,38 +33,40 @@ inline uint32_t bits_of_float(float value) {
 
 // a < b ? one : other, of bits, for a and b from 0 on. By a mask, because compilers move the arithmetic of an arm
 // behind a condition, and then do not vectorise what might trap there.
-inline uint32_t if_less(int32_t a, int32_t b, uint32_t one, uint32_t other) {
+TORCHREC_DYN_BOTH inline uint32_t if_less(int32_t a, int32_t b, uint32_t one, uint32_t other) {
   const auto mask = static_cast<uint32_t>((a - b) >> 31);
   return (one & mask) | (other & ~mask);
 }
 
-inline float to_float(float value) { return value; }
+TORCHREC_DYN_BOTH inline float to_float(float value) { return value; }
 
-inline float to_float(BFloat16 value) { return float_of_bits(static_cast<uint32_t>(value.bits) << 16); }
+TORCHREC_DYN_BOTH inline float to_float(BFloat16 value) {
+  return float_of_bits(static_cast<uint32_t>(value.bits) << 16);
+}
 
-// Shifted into place, with 224 added to its exponent, a half is 2^112 times too large, and infinities and NaNs are
-// such. A subnormal one stands for half of what it should be and 2^-15: twice it less 2^-14 is right, and then the
-// smaller. No float here is subnormal: processors are slow where they meet one.
-inline float to_float(Float16 value) {
+// Shifted into place, with 224 added to its exponent, a half is 2^112 times too large, and infinities and NaNs stay
+// infinities and NaNs. A subnormal one stands for half of what it should be and 2^-15: twice it less 2^-14 is right,
+// and then the smaller. No float here is subnormal: processors are slow where they meet one.
+TORCHREC_DYN_BOTH inline float to_float(Float16 value) {
   const auto extended = static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(value.bits)));
   const float raised = float_of_bits(((extended << 13) & 0x0FFFE000u) | 0x70000000u);
   const float normal = raised * 0x1p-112f;
   const float subnormal = raised * 0x1p-111f - 0x1p-14f;
   const auto magnitude = static_cast<uint32_t>(
-      std::min(static_cast<int32_t>(bits_of_float(subnormal)), static_cast<int32_t>(bits_of_float(normal))));
+      lesser_of(static_cast<int32_t>(bits_of_float(subnormal)), static_cast<int32_t>(bits_of_float(normal))));
   return float_of_bits((extended & 0x80000000u) | magnitude);
 }
 
-inline void store_nearest(float value, float* out) { *out = value; }
+TORCHREC_DYN_BOTH inline void store_nearest(float value, float* out) { *out = value; }
 
-inline void store_nearest(float value, BFloat16* out) {
+TORCHREC_DYN_BOTH inline void store_nearest(float value, BFloat16* out) {
   const uint32_t bits = bits_of_float(value);
   const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
   const uint32_t rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);  // half to even
   out->bits = static_cast<uint16_t>(is_nan ? 0x7FC0u : rounded >> 16);
 }
 
-// Magnitudes of floats, as bits, between which a half changes its ways.
+// Magnitudes of floats, as bits, at which the form of a half changes.
 constexpr int32_t kHalfNormal = 0x38800000;    // 2^-14: below are the half's subnormals, 2^-24 apart
 constexpr int32_t kHalfLargest = 0x477FE000;   // 65504
 constexpr int32_t kHalfInfinity = 0x477FF000;  // 65520: halfway between 65504 and what would be the next
@@ -71,7 +74,7 @@ constexpr int32_t kFloatInfinity = 0x7F800000;
 // What the exponents of a float and a half differ by, at the half's place.
 constexpr int32_t kHalfBias = 112 << 10;
 
-inline void store_nearest(float value, Float16* out) {
+TORCHREC_DYN_BOTH inline void store_nearest(float value, Float16* out) {
   const uint32_t bits = bits_of_float(value);
   const auto magnitude = static_cast<int32_t>(bits & 0x7FFFFFFFu);
   const int32_t normal = ((magnitude + 0xFFF + ((magnitude >> 13) & 1)) >> 13) - kHalfBias;  // half to even
@@ -84,7 +87,7 @@ inline void store_nearest(float value, Float16* out) {
 }
 
 // `random16`: 16 random bits.
-inline void store_stochastic(float value, uint32_t random16, BFloat16* out) {
+TORCHREC_DYN_BOTH inline void store_stochastic(float value, uint32_t random16, BFloat16* out) {
   const uint32_t bits = bits_of_float(value);
   const bool is_nan = static_cast<int32_t>(bits & 0x7FFFFFFFu) > kFloatInfinity;
   out->bits = static_cast<uint16_t>(is_nan ? 0x7FC0u : (bits + random16) >> 16);  // an infinity carries nothing
@@ -94,13 +97,13 @@ inline void store_stochastic(float value, uint32_t random16, BFloat16* out) {
 //
 // `raised` is twice the magnitude, or for a subnormal half the magnitude and 2^-14. Of its bits
 // 13 do not fit; a subnormal one is to the nearest 2^-37 there.
-inline void store_stochastic(float value, uint32_t random16, Float16* out) {
+TORCHREC_DYN_BOTH inline void store_stochastic(float value, uint32_t random16, Float16* out) {
   const uint32_t bits = bits_of_float(value);
   const auto magnitude = static_cast<int32_t>(bits & 0x7FFFFFFFu);
   const float number = float_of_bits(static_cast<uint32_t>(magnitude));
-  const auto raised = std::max(static_cast<int32_t>(bits_of_float(number + 0x1p-14f)),
-                               static_cast<int32_t>(bits_of_float(number + number)));
-  const int32_t kept = std::min(raised, kHalfLargest + (1 << 23));
+  const auto raised = greater_of(static_cast<int32_t>(bits_of_float(number + 0x1p-14f)),
+                                 static_cast<int32_t>(bits_of_float(number + number)));
+  const int32_t kept = lesser_of(raised, kHalfLargest + (1 << 23));
   const int32_t finite = ((kept + static_cast<int32_t>(random16 >> 3)) >> 13) - kHalfBias - 0x400;
   const int32_t past = (kHalfInfinity - 1 - magnitude) >> 31;  // -1: 0x7BFF + 1 is infinity
   const auto high = static_cast<int16_t>(bits >> 16);

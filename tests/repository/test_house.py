@@ -267,6 +267,55 @@ def kernels(suffix: str) -> list[str]:
     return re.findall(r'm\.impl\("(\w+)"', text)
 
 
+# The core has these rooms, in this order; the files beside them are their ground. Of its headers x.h is for
+# kernels of any device, x_cpu.h for CPU kernels alone, and x_arguments.h checks the tensors of an op.
+CORE_ROOMS = ("storage", "life", "lookup")
+CORE_TEXTS = {
+    path.relative_to(CORE).as_posix(): path.read_text()
+    for path in sorted(CORE.rglob("*.*"))
+    if path.parent.name != "sanitize"
+}
+KNOWS_TORCH = {"checks.h", "output_memory.h", "parallel.h"}  # of the ground
+every_core_file = pytest.mark.parametrize("path", CORE_TEXTS)
+
+
+def core_includes(path: str) -> tuple[set[str], set[str]]:
+    """What a file of the core includes: files of ours, and others."""
+    pairs = re.findall(r'^#include ([<"])(.+)[>"]', CORE_TEXTS[path], re.M)
+    return {name for mark, name in pairs if mark == '"'}, {
+        name for mark, name in pairs if mark == "<"
+    }
+
+
+@every_core_file
+def test_includes_run_downwards(path):
+    """Written from csrc: from the own room, rooms named before and the ground."""
+    order = ["", *CORE_ROOMS]
+    ours, _ = core_includes(path)
+    assert ours <= CORE_TEXTS.keys()
+    rooms = {name.rpartition("/")[0] for name in ours}
+    assert rooms <= {*order[: order.index(path.rpartition("/")[0]) + 1]}
+
+
+@every_core_file
+def test_shared_headers_are_fit_for_any_device(path):
+    ours, others = core_includes(path)
+    if not path.endswith(".h") or path.endswith("_arguments.h") or path in KNOWS_TORCH:
+        return
+    knows = {name for name in ours if name.endswith("_arguments.h")} | (ours & KNOWS_TORCH)
+    assert not knows and not [name for name in others if name.startswith("torch/")], "no torch"
+    if not path.endswith("_cpu.h"):
+        assert "vector" not in others, "lists on the host are owned by x_arguments.h or x_cpu.h"
+        assert not [name for name in ours if name.endswith("_cpu.h")]
+
+
+@every_core_file
+def test_kernels_are_in_rooms(path):
+    """A CUDA kernel goes beside its CPU twin, under the same stem."""
+    if "m.impl(" in CORE_TEXTS[path]:
+        assert path.split("/")[0] in CORE_ROOMS and path.endswith(("_cpu.cpp", "_cuda.cu"))
+
+
 def test_library_declares_ops():
     assert len(declared_ops()) == len(set(declared_ops())) > 5
 

@@ -23,6 +23,7 @@ from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, MODEL_TENSORS, OPTIMIZER_TENSORS
 from torchrec_dyn.checkpoint_format.saved_table import SavedTable
 from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER
+from torchrec_dyn.optimizers import STATE_NAMES
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ def _open_table(
     if optimizer:
         rule = _read_config(f"optimizer of {where}", optimizer, ("optimizer",))
         for name, tensor in optimizer.items():
-            if name in ("momentum1", "momentum2", "step"):
+            if name in (*STATE_NAMES, "step"):
                 of_table[name] = tensor
             elif name != "cells":
                 of_table[OPTIMIZER + name] = tensor

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.initializers import table_key
+from torchrec_dyn.optimizers import STATE_NAMES
 from torchrec_dyn.storage import signed, unsigned
 
 # The tensors of a table in the order of their sums, in the model's and in the optimizer's state dict.
 MODEL_TENSORS = ("ids", "weight", "last_seen", "count", "waiting", "clock", "config")
-OPTIMIZER_TENSORS = ("momentum1", "momentum2", "step", "config")
+OPTIMIZER_TENSORS = (*STATE_NAMES, "step", "config")
 # All names that the model's state dict has of a table; the last two are not summed.
 MODEL_NAMES = (*MODEL_TENSORS, "checksum", "cells")
 # The end of every message that says so.

@@ -18,10 +18,11 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     add_sums,
     content_sum,
 )
+from torchrec_dyn.optimizers import STATE_NAMES
 
 # Before the names that the optimizer state shares with the table: "optimizer.checksum".
 OPTIMIZER = "optimizer."
-ROW_TENSORS = ("ids", "weight", "last_seen", "count", "momentum1", "momentum2")
+ROW_TENSORS = ("ids", "weight", "last_seen", "count", *STATE_NAMES)
 SMALL_TENSORS = ("waiting", "clock", "config", "step", OPTIMIZER + "config")
 _MODEL_WORDS = f"[{len(MODEL_TENSORS)}] int64"
 _OPTIMIZER_WORDS = f"[{len(OPTIMIZER_TENSORS)}] int64"
@@ -34,8 +35,7 @@ SHAPES = {
     "clock": "[2, K] int64",
     "config": "[n] uint8",
     "checksum": _MODEL_WORDS,
-    "momentum1": "[R, columns] float32",
-    "momentum2": "[R, columns] float32",
+    **dict.fromkeys(STATE_NAMES, "[R, columns] float32"),
     "step": "[] int64",
     OPTIMIZER + "config": "[n] uint8",
     OPTIMIZER + "checksum": _OPTIMIZER_WORDS,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.optimizers import STATE_NAMES
 from torchrec_dyn.storage import RowStore
 from torchrec_dyn.table import DynamicTable, split_by_table
 
@@ -46,14 +47,14 @@ class GroupBlocks:
     Attributes:
         key: number of blocks and generation of each table when they were listed.
         weights: of the tables.
-        states: the blocks of the first and of the second optimizer state.
+        states: for each of `STATE_NAMES`, the blocks of that optimizer state.
         scores: of the tables; a table without a life has no blocks.
         streams: [T, 3] int64 for `ops.update_rows_`, with steps of 0.
     """
 
     key: list[tuple[int, int]]
     weights: TableBlocks
-    states: tuple[list[Tensor], list[Tensor]]
+    states: tuple[list[Tensor], ...]
     scores: TableBlocks
     streams: Tensor
 
@@ -81,7 +82,7 @@ def scores_of(tables: Sequence[DynamicTable]) -> TableBlocks:
 
 def list_blocks(tables: Sequence[DynamicTable]) -> GroupBlocks:
     """Lists the blocks of the tables of a group."""
-    states: tuple[list[Tensor], list[Tensor]] = ([], [])
+    states: tuple[list[Tensor], ...] = tuple([] for _ in STATE_NAMES)
     for table in tables:
         for place, state in enumerate(table.states):
             states[place].extend(state.blocks)

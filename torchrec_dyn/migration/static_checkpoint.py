@@ -19,13 +19,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchrec_dyn.checkpoint_format import ChunkedTensor, mean_over_cuts, open_files
 from torchrec_dyn.migration.static_optimizer import MOMENTS, STEPS
 from torchrec_dyn.migration.trained_collections import chunks, put_rows
-from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import run_together
 from torchrec_dyn.state_dict import ShardPieces
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.whole_model import Collection, ModelTable, tables_in
-
-_ADAM = (OptimizerKind.ADAM, OptimizerKind.ADAMW, OptimizerKind.PARTIAL_ROWWISE_ADAM)
 
 
 def load_static(
@@ -190,7 +188,7 @@ def _check_states(found: _StaticTable, optimizer: RowOptimizer, known: bool, whe
                 f"{where}: expected {name} of {optimizer.kind.name} as {list(fits[0])}, got "
                 f"{list(state.shape)}."
             )
-    if optimizer.kind in _ADAM and not known:
+    if optimizer.counts_steps and not known:
         raise ValueError(
             f"{where}: expected the training steps of {optimizer.kind.name}, which TorchRec does not "
             "save, got none. Pass step=..."

@@ -20,8 +20,6 @@ MOMENTS = {
     "sum": "momentum1",
     "exp_avg": "momentum1",
     "exp_avg_sq": "momentum2",
-    "momentum1": "momentum1",
-    "momentum2": "momentum2",
 }
 STEPS = ("step", "iter")
 # Options that no row rule has, or has with another meaning: dense decay moves rows that no batch names.

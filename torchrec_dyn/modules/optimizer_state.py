@@ -23,7 +23,7 @@ class SavedState:
     """One state tensor of one table, in the canonical order of its rows. Collective if the table is sharded.
 
     Args:
-        name: "momentum1", "momentum2", "step", "config", "checksum" or "cells".
+        name: a state of the optimizer, "step", "config", "checksum" or "cells".
         save: makes all tensors of the table, by name.
         load: loads all tensors of the table.
         made: made tensors that were not asked for yet; the entries of a table share them.

@@ -37,8 +37,6 @@ from torchrec_dyn.policies import most_counters
 from torchrec_dyn.ranks import config_of_share, row_limit
 from torchrec_dyn.storage import SLOT_BYTES, block_shift, most_slots
 
-_STATE_BYTES = 4  # optimizer state is float32, whatever the rows are
-
 
 def table_bytes(
     rows: int,
@@ -68,7 +66,7 @@ def table_bytes(
         has_life: whether any policy is set, so that each row has a score.
         counters: most ids that wait for admission here.
     """
-    row_bytes = columns * dtype.itemsize + sum(optimizer.state_columns(columns)) * _STATE_BYTES
+    row_bytes = columns * dtype.itemsize + optimizer.state_bytes(columns)
     row_bytes += SCORE_BYTES if has_life else 0
     shift = block_shift(rows if limit is None else limit, columns * dtype.itemsize)
     held = most_slots(rows) * SLOT_BYTES + _held_rows(rows, shift, device_type) * row_bytes

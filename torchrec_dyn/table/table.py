@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer, default_initializer, for_dimension, table_key
 from torchrec_dyn.life import RowLife, time_fault
-from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer
 from torchrec_dyn.storage import (
     ChangeLog,
     IdMap,
@@ -108,7 +108,7 @@ class DynamicTable:
         self.row_numbers = RowNumbers(self.forwards)
         self.weights = RowStore(self.columns, shift, dtype, device)
         self.states = tuple(
-            RowStore(columns, shift, torch.float32, device)
+            RowStore(columns, shift, STATE_DTYPE, device)
             for columns in self.optimizer.state_columns(self.columns)
         )
         life = (self.config, self.name, self.row_limit, shift, device)

@@ -7,7 +7,7 @@
 // Invariant: every id in the outgoing array has its home at `moved` or later. It holds where a stretch ends
 // behind an empty slot: no id with a home before that slot sits after it. The rest of its line is then empty too,
 // for homes begin lines: so stretches end with whole lines. An id whose run wraps around the end of the array sits
-// in front of its home: a stretch that meets one leaves it over, and it is put back.
+// in front of its home: a stretch that meets such an id leaves it over, and it is put back.
 #pragma once
 
 #include <algorithm>
@@ -32,8 +32,8 @@ inline int64_t end_of_stretch(const SlotArray& outgoing, int64_t moved, int64_t 
 }
 
 // Empties outgoing slots [begin, end) into `slots`. Each end is the array's own or lies behind an empty slot.
-// Touches no new slot outside the stretch that matches, so that several threads can move a piece each. What
-// finds no place there, and what wraps around the end of the outgoing array, whose home is later, is left over.
+// Touches no new slot outside the stretch that matches, so that several threads can move a piece each. Ids
+// without a place there, and ids that wrap around the end of the outgoing array (their home is later), are left over.
 inline void move_stretch(const SlotArray& outgoing, const SlotArray& slots, int64_t begin, int64_t end,
                          std::vector<Slot>& left_over) {
   const bool is_last = end == outgoing.capacity;
@@ -59,7 +59,7 @@ inline void take_wrapped(const SlotArray& outgoing, std::vector<Slot>& left_over
   }
 }
 
-// Places what was left over into the map as it is after the move; false if it is full.
+// Inserts the ids left over into the map as it is after the move; false if it is full.
 inline bool place_left_over(const IdMapView& map, const std::vector<Slot>& left_over) {
   bool fits = true;
   for (const Slot& slot : left_over) fits &= insert_absent(map, slot.id, slot.row(), spread_hash(slot.id));

@@ -1,11 +1,11 @@
 // Finds the rows with the lowest scores, exactly, by passes over memory from front to back.
 //
 //   1. The words: the range of the keys (last_seen or count) of the rows that qualify, then histograms of it until
-//      one key is left, the cut: so many rows lie below it, and of those at it (ties) so many more are needed.
+//      one key is left, the cut; with it how many rows lie below it and how many at it (ties) are needed.
 //   2. The words again: a mark for each row below the cut or at it, and whether it is at it.
-//   3. The slots: what they hold of the rows marked, the ids at the cut only up to a bound of their mixed ids.
-// The bound comes from a sample of the ids at the cut, since mixed ids are uniform over all ids but not over those of
-// one owner (mix64.h). It is generous; should it ever be short, the slots are walked once more without one. So memory
+//   3. The slots: the ids of marked rows, of ties only the ids up to a bound of the mixed id.
+// The bound comes from a sample of the ids at the cut, since mixed ids are uniform over all ids but not over the ids of
+// one owner (mix64.h). It is generous; if it is too low, the slots are walked once more without a bound. So memory
 // is the marks, a byte or two bits a row, and little more than the result, and the result depends on neither bound nor
 // threads.
 #pragma once
@@ -74,7 +74,7 @@ TORCHREC_DYN_INLINE void add_to_range(const uint64_t* words, int64_t count, uint
 // Keys outside [low, high] are counted apart.
 struct KeyBins {
   static constexpr uint64_t kBins = 2048;
-  static constexpr int kCopies = 4;  // of equal keys in a row, each waits for the count of the one before
+  static constexpr int kCopies = 4;  // of equal keys in a row, each waits for the count of the key before
 
   uint64_t low = 0;
   uint64_t high = 0;
@@ -124,8 +124,8 @@ Cut find_cut(const KeyRange& range, uint64_t most, const Count& count) {
   }
 }
 
-// Which rows are chosen, and which of those are ties: asked by place, row + 1, so that empty slots have a mark too,
-// never set, and so has whatever lies outside [0, rows). A byte a row is read faster than two bits while all bytes stay
+// Marks of chosen rows and of ties among them, by place (row + 1), so that empty slots have a mark too, which is never
+// set; nor is that of a place outside [0, rows). A byte a row is read faster than two bits while all bytes stay
 // in a core's second-level cache, and slower beyond (walks over 1.8 and 18 million slots: 1.3 and 43 ms against 2.9 and
 // 17).
 class ByteMarks {
@@ -199,7 +199,7 @@ class BitMarks {
   std::vector<uint64_t> ties_;
 };
 
-// What a piece of the slots holds of the marked rows, in the order of the slots.
+// The slots of marked rows in a piece of a map, in their order.
 struct MarkedSlots {
   std::vector<Slot> slots;
   std::vector<uint64_t> mixed;  // of the ties among them

@@ -1,0 +1,97 @@
+// How the ops take bags: segments and offsets, checked and read as the view of lookup/bags.h.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "checks.h"
+#include "lookup/bags.h"
+#include "storage/blocks_arguments.h"
+
+namespace torchrec_dyn {
+
+// Owns the lists that `view` reads.
+struct BagLists {
+  std::vector<Segment> segments;
+  std::vector<int64_t> first;
+  const int64_t* offsets = nullptr;
+  int64_t count = 0;
+
+  Bags view() const { return {segments.data(), first.data(), static_cast<int64_t>(segments.size()), offsets, count}; }
+};
+
+// Reads and checks the description against `ids` ids and an output of `elements`, which it must cover.
+inline BagLists read_bags(const char* op, const std::optional<Tensor>& offsets, const Tensor& segments,
+                          const std::vector<TableLayout>& tables, int64_t ids, int64_t elements) {
+  BagLists bags;
+  bags.count = ids;
+  if (offsets.has_value()) {
+    check_tensor(op, "offsets", *offsets, ScalarType::Long);
+    STD_TORCH_CHECK(offsets->numel() >= 1, op, ": expected at least one offset, got none.");
+    bags.offsets = const_data<int64_t>(*offsets);
+    bags.count = offsets->numel() - 1;
+    STD_TORCH_CHECK(bags.offsets[0] >= 0 && bags.offsets[bags.count] <= ids, op,
+                    ": expected offsets inside the ids [0, ", ids, "], got ", bags.offsets[0], " to ",
+                    bags.offsets[bags.count], ". Do lengths and values agree?");
+    bool ascends = true;
+    for (int64_t b = 0; b < bags.count; ++b) ascends &= bags.offsets[b] <= bags.offsets[b + 1];
+    for (int64_t b = 0; b < bags.count && !ascends; ++b)
+      STD_TORCH_CHECK(bags.offsets[b] <= bags.offsets[b + 1], op, ": expected ascending offsets, got ", bags.offsets[b],
+                      " before ", bags.offsets[b + 1], ". Are there negative lengths?");
+  }
+  check_tensor(op, "segments", segments, ScalarType::Long);
+  STD_TORCH_CHECK(segments.dim() == 2 && segments.size(1) == 5, op, ": expected segments of shape [S, 5], got ",
+                  segments.dim(), " dimensions.");
+  bags.first.push_back(0);
+  int64_t covered = 0;
+  const int64_t* line = const_data<int64_t>(segments);
+  for (int64_t s = 0; s < segments.size(0); ++s, line += 5) {
+    const Segment segment{line[0], line[1], line[2], line[3], line[4]};
+    STD_TORCH_CHECK(segment.table >= 0 && segment.table < static_cast<int64_t>(tables.size()), op,
+                    ": expected a segment of a table in [0, ", tables.size(), "), got ", segment.table, ".");
+    STD_TORCH_CHECK(segment.first_bag >= 0 && segment.bags >= 0 && segment.bags <= bags.count - segment.first_bag, op,
+                    ": expected a segment inside ", bags.count, " bags, got ", segment.bags, " from ",
+                    segment.first_bag, ".");
+    const int64_t columns = tables[static_cast<size_t>(segment.table)].columns;
+    const __int128 last = static_cast<__int128>(segment.bags - 1) * segment.out_stride + segment.out_offset + columns;
+    STD_TORCH_CHECK(segment.bags == 0 || (segment.out_offset >= 0 && segment.out_stride >= columns && last <= elements),
+                    op, ": expected a segment's output inside ", elements, " elements, got offset ", segment.out_offset,
+                    " and stride ", segment.out_stride, ".");
+    covered += segment.bags * columns;
+    bags.segments.push_back(segment);
+  }
+  // In the order of the bags, so that a walk over the segments of a table meets its ids in the order of the batch
+  // whatever the order of the outputs: the sums of the backward are made in that order.
+  std::sort(bags.segments.begin(), bags.segments.end(),
+            [](const Segment& a, const Segment& b) { return a.first_bag < b.first_bag; });
+  for (const Segment& segment : bags.segments) bags.first.push_back(bags.first.back() + segment.bags);
+  check_size(op, "the elements that the segments cover", elements, covered);
+  return bags;
+}
+
+inline const float* bag_weight_data(const char* op, const std::optional<Tensor>& bag_weights, int64_t ids) {
+  if (!bag_weights.has_value()) return nullptr;
+  check_tensor(op, "bag_weights", *bag_weights, ScalarType::Float);
+  check_size(op, "the number of bag_weights", ids, bag_weights->numel());
+  return const_data<float>(*bag_weights);
+}
+
+// Every row must be absent (-1) or inside its table. Checked before the hot loops, which trust it.
+inline void check_rows_of_bags(const char* op, const Bags& bags, const std::vector<TableLayout>& tables,
+                               const int64_t* rows) {
+  for (int64_t s = 0; s < bags.segment_count; ++s) {
+    const Segment& segment = bags.segments[s];
+    if (segment.bags == 0) continue;
+    const TableLayout& table = tables[static_cast<size_t>(segment.table)];
+    const auto capacity = static_cast<uint64_t>(table.capacity());
+    const int64_t end = bags.end(segment.first_bag + segment.bags - 1);
+    bool inside = true;
+    for (int64_t i = bags.begin(segment.first_bag); i < end; ++i)
+      inside &= static_cast<uint64_t>(rows[i]) + 1 <= capacity;
+    STD_TORCH_CHECK(inside, op, ": expected rows in [-1, ", capacity, "), got one outside.");
+  }
+}
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,124 @@
+// How the ops take blocks: flat lists of tensors and their layout, checked and read as the views of storage/blocks.h.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "checks.h"
+#include "storage/blocks.h"
+#include "storage/row_types.h"
+
+namespace torchrec_dyn {
+
+// Bounds under which no product of the three overflows.
+constexpr int64_t kMostBlocks = int64_t{1} << 31;
+
+inline void check_row_shape(const char* op, int64_t shift, int64_t columns) {
+  STD_TORCH_CHECK(shift >= 0 && shift < 32 && columns > 0 && columns < (int64_t{1} << 31), op,
+                  ": expected shift in [0, 32) and columns in [1, 2^31), got ", shift, " and ", columns, ".");
+}
+
+// The layout of a call that takes the blocks of one table alone.
+inline TableLayout layout_of_one(const char* op, const std::vector<Tensor>& blocks, int64_t shift, int64_t columns) {
+  check_row_shape(op, shift, columns);
+  return {0, static_cast<int64_t>(blocks.size()), shift, columns};
+}
+
+inline std::vector<TableLayout> read_layout(const char* op, const Tensor& layout) {
+  check_tensor(op, "layout", layout, ScalarType::Long);
+  STD_TORCH_CHECK(layout.dim() == 2 && layout.size(1) == 4, op, ": expected layout of shape [T, 4], got ", layout.dim(),
+                  " dimensions.");
+  const int64_t* line = const_data<int64_t>(layout);
+  std::vector<TableLayout> tables;
+  for (int64_t t = 0; t < layout.size(0); ++t, line += 4) {
+    STD_TORCH_CHECK(line[0] >= 0 && line[0] < kMostBlocks && line[1] >= 0 && line[1] < kMostBlocks, op,
+                    ": expected a layout of block and count in [0, 2^31), got ", line[0], " and ", line[1], ".");
+    check_row_shape(op, line[2], line[3]);
+    tables.push_back({line[0], line[1], line[2], line[3]});
+  }
+  return tables;
+}
+
+template <typename T>
+constexpr ScalarType scalar_type_of();
+template <>
+constexpr ScalarType scalar_type_of<float>() {
+  return ScalarType::Float;
+}
+template <>
+constexpr ScalarType scalar_type_of<int32_t>() {
+  return ScalarType::Int;
+}
+template <>
+constexpr ScalarType scalar_type_of<int64_t>() {
+  return ScalarType::Long;
+}
+// torch has few operators for unsigned words, so they are kept as int64, which C++ may read as unsigned.
+template <>
+constexpr ScalarType scalar_type_of<uint64_t>() {
+  return ScalarType::Long;
+}
+template <>
+constexpr ScalarType scalar_type_of<Float16>() {
+  return ScalarType::Half;
+}
+template <>
+constexpr ScalarType scalar_type_of<BFloat16>() {
+  return ScalarType::BFloat16;
+}
+
+// A flat list of blocks. Owns the pointers that the views of its tables read.
+template <typename T>
+class BlockList {
+ public:
+  BlockList(const char* op, const char* name, const std::vector<Tensor>& blocks)
+      : op_(op), name_(name), blocks_(blocks), pointers_(blocks.size()) {}
+
+  // `columns` is 1 for state that a row shares.
+  RowBlocks<T> rows(const TableLayout& table, int64_t columns) {
+    STD_TORCH_CHECK(table.first_block + table.blocks <= static_cast<int64_t>(blocks_.size()), op_, ": expected ",
+                    table.first_block + table.blocks, " blocks of ", name_, ", got ", blocks_.size(), ".");
+    for (int64_t b = 0; b < table.blocks; ++b) {
+      const auto place = static_cast<size_t>(table.first_block + b);
+      check_tensor(op_, name_, blocks_[place], scalar_type_of<T>());
+      check_size(op_, "the elements of a block", columns << table.shift, blocks_[place].numel());
+      pointers_[place] = static_cast<T*>(blocks_[place].mutable_data_ptr());
+    }
+    return {pointers_.data() + table.first_block, table.shift, columns, table.capacity()};
+  }
+
+  std::vector<RowBlocks<T>> rows_of(const std::vector<TableLayout>& tables) {
+    std::vector<RowBlocks<T>> all;
+    for (const TableLayout& table : tables) all.push_back(rows(table, table.columns));
+    return all;
+  }
+
+  WordBlocks<T> words(const TableLayout& table) {
+    const RowBlocks<T> single = rows(table, 1);
+    return {single.blocks, single.shift, single.capacity};
+  }
+
+ private:
+  const char* op_;
+  const char* name_;
+  const std::vector<Tensor>& blocks_;
+  std::vector<T*> pointers_;
+};
+
+// Calls body(T{}) with the element type of the blocks; float where there is none.
+template <typename Body>
+void dispatch_row_type(const char* op, const std::vector<Tensor>& blocks, const Body& body) {
+  const ScalarType type = blocks.empty() ? ScalarType::Float : blocks.front().scalar_type();
+  switch (type) {
+    case ScalarType::Float:
+      return body(float{});
+    case ScalarType::Half:
+      return body(Float16{});
+    case ScalarType::BFloat16:
+      return body(BFloat16{});
+    default:
+      STD_TORCH_CHECK(false, op, ": expected rows of dtype float32, float16 or bfloat16, got ", dtype_name(type), ".");
+  }
+}
+
+}  // namespace torchrec_dyn
