@@ -136,7 +136,7 @@ class RowOptimizer:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether updates depend on the number of training steps so far."""
+        """True if updates depend on the number of training steps so far."""
         return RULES[self.kind].counts_steps
 
     def state_columns(self, columns: int) -> tuple[int, ...]:

@@ -275,7 +275,7 @@ class Histogram:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it counts whole numbers."""
+        """True if it counts whole numbers."""
         return not self._edges.is_floating_point()
 
     def add(self, values: Tensor) -> None:

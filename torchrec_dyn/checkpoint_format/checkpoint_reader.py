@@ -42,7 +42,7 @@ class SavedCheckpoint:
 
     @property
     def is_delta(self) -> bool:
-        """Whether it holds changes only."""
+        """True if it holds changes only."""
         return any(table.is_delta for table in self.tables.values())
 
 

@@ -95,7 +95,7 @@ class SavedTable:
 
     @property
     def is_delta(self) -> bool:
-        """Whether it holds the changes of a table only."""
+        """True if it holds the changes of a table only."""
         return "base" in self._tensors
 
     @property

@@ -1,4 +1,4 @@
-"""What both sharded collections do before TorchRec builds them: check the plan, and make a view to shard.
+"""The first step of both sharded collections: checks the plan, and makes a view for TorchRec to shard.
 
 TorchRec reads the tables, their optimizers and the state dict of the module it shards. It is given a view
 with the tables' configs, one choice of optimizer per table and placeholders: no rows are copied, and the

@@ -105,7 +105,7 @@ class ShardedTableHandle:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether training reads the table as evaluation does; the same on every rank."""
+        """True if training reads the table as evaluation does; the same on every rank."""
         return self.name in self._frozen
 
     def freeze(self) -> None:

@@ -1,4 +1,4 @@
-"""What modules of one table have in common: the table, its optimizer, its clock."""
+"""The common part of modules of one table: the table, its optimizer, its clock."""
 
 from __future__ import annotations
 

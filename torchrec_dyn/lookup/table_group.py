@@ -50,9 +50,8 @@ class _Forward:
     group: TableGroup
     ids: Tensor
     rows: Tensor  # rows to update, -1 for an id that learns nothing
-    shown: (
-        Tensor  # rows to read: -1 as zeros, or replaced by the place of an initial row in `blocks`
-    )
+    # rows to read: -1 as zeros, or replaced by the place of an initial row in `blocks`
+    shown: Tensor
     bags: Bags
     blocks: TableBlocks
     learning: list[DynamicTable]  # the tables that are not frozen; none in evaluation

@@ -37,7 +37,7 @@ class FeatureIds:
 
     @property
     def varies(self) -> bool:
-        """Whether features differ in the number of bags."""
+        """True if features differ in the number of bags."""
         return len(set(self.batch_sizes)) > 1
 
     def offsets(self) -> Tensor:

@@ -55,7 +55,7 @@ class TableHandle:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether training reads the table as evaluation does."""
+        """True if training reads the table as evaluation does."""
         return self._table.is_frozen
 
     def freeze(self) -> None:

@@ -88,7 +88,7 @@ class UnshardedTable(nn.Module):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether training reads the table as evaluation does."""
+        """True if training reads the table as evaluation does."""
         weight = self._parameters["weight"]
         return weight is not None and not weight.requires_grad
 

@@ -30,7 +30,7 @@ def slots_for(ids: int) -> int:
 
 
 def has_room(slots: int, ids: int) -> bool:
-    """Whether a map of so many slots may hold so many ids."""
+    """True if a map of so many slots may hold so many ids."""
     return ids <= slots * _MOST_LOAD
 
 

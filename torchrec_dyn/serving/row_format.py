@@ -46,7 +46,7 @@ class RowFormat:
         return columns * self.dtype.itemsize + extra
 
     def is_exact_for(self, dtype: torch.dtype) -> bool:
-        """Whether rows of this dtype are read back without rounding."""
+        """True if rows of this dtype are read back without rounding."""
         return self.dtype == dtype or self.dtype == torch.float32
 
     def encode(self, rows: Tensor, where: str) -> Tensor:

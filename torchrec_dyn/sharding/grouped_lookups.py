@@ -32,7 +32,7 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
 
     @property
     def ids_are_mixed(self) -> bool:
-        """Whether ids arrive as mixed ids: the rows of its tables are spread over ranks."""
+        """True if ids arrive as mixed ids: the rows of its tables are spread over ranks."""
         return any(kernel.ids_are_mixed for kernel in self._emb_modules)
 
     def prefetch(

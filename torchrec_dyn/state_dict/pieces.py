@@ -63,7 +63,7 @@ class ShardPieces:
 
     @property
     def has_first_column(self) -> bool:
-        """Whether ids and scores are saved here: one of several column shards saves them."""
+        """True if ids and scores are saved here: one of several column shards saves them."""
         return bool(self.shards) and self.shards[0].first_column == 0
 
     @property
@@ -75,7 +75,7 @@ class ShardPieces:
         ]
 
     def has_shards_of(self, other: ShardPieces) -> bool:
-        """Whether these are the very shards of the same table."""
+        """True if these are the very shards of the same table."""
         return list(self.shards) == list(other.shards) and self.where == other.where
 
     def check_model(self, model: ShardPieces) -> None:

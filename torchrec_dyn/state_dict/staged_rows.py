@@ -259,7 +259,7 @@ class StagedRows:
 
     @property
     def has_scores(self) -> bool:
-        """Whether scores were received, in chunks that may have no rows."""
+        """True if scores were received, in chunks that may have no rows."""
         return {"last_seen", "count"} <= self._received.keys()
 
 
