@@ -267,8 +267,8 @@ def kernels(suffix: str) -> list[str]:
     return re.findall(r'm\.impl\("(\w+)"', text)
 
 
-# The core has these rooms, in this order; the files beside them are their ground. Of its headers x.h is for
-# kernels of any device, x_cpu.h for CPU kernels alone, and x_arguments.h checks the tensors of an op.
+# The core has these rooms, in this order; the files beside them are their ground. A plain header is
+# for kernels of any device, *_cpu.h for CPU kernels alone, and *_arguments.h checks the tensors of an op.
 CORE_ROOMS = ("storage", "life", "lookup")
 CORE_TEXTS = {
     path.relative_to(CORE).as_posix(): path.read_text()
@@ -305,7 +305,7 @@ def test_shared_headers_are_fit_for_any_device(path):
     knows = {name for name in ours if name.endswith("_arguments.h")} | (ours & KNOWS_TORCH)
     assert not knows and not [name for name in others if name.startswith("torch/")], "no torch"
     if not path.endswith("_cpu.h"):
-        assert "vector" not in others, "lists on the host are owned by x_arguments.h or x_cpu.h"
+        assert "vector" not in others, "lists on the host are owned by *_arguments.h or *_cpu.h"
         assert not [name for name in ours if name.endswith("_cpu.h")]
 
 
