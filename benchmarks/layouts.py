@@ -1,4 +1,4 @@
-"""What benchmarks use of the package below its public names, wherever the version that is measured keeps it.
+"""Names that benchmarks use below the public ones, wherever the version that is measured keeps them.
 
 `make bench-ab` runs the benchmarks of the checkout on an older version too. A name that moves gets a second
 line here.

@@ -1,4 +1,4 @@
-"""What commit 24c9c85 saved is read, to the bit, through public names only.
+"""Files saved by commit 24c9c85 are read, to the bit, through public names only.
 
 The files and what they hold: tests/support/saved_by_24c9c85/write.py. This test must stay as it is while the
 package changes: where it is red, files that users have saved can be read no more.

@@ -1,4 +1,4 @@
-"""What a shard is priced with, against real tables that hold as many rows, scores and counters."""
+"""The price of a shard, against real tables that hold as many rows, scores and counters."""
 
 import math
 import subprocess

@@ -131,7 +131,7 @@ ELSEWHERE = {
 
 
 def is_there(name: str, named_in: Path) -> bool:
-    """Whether a file named in another one exists: from the root, the package, the core, or its own folder.
+    """True if a file named in another one exists: from the root, the package, the core, or its own folder.
 
     A bare name is one of the own folder or the ground of its tree; on pages, and in tests, any file's.
     """
