@@ -69,7 +69,7 @@ PUBLIC = [
     "read_stats",
 ]
 
-# docs/glossary.md, column "do not say": as a whole word of a public name.
+# docs/glossary.md, words not used: as a whole word of a public name.
 DO_NOT_SAY = {
     *("sign", "hash", "hashtable", "bucket", "buckets", "segment", "collision", "collisions"),
     *("priority", "timestamp", "purge", "variable", "utils", "util", "common"),
