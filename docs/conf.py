@@ -1,0 +1,68 @@
+"""The site: Sphinx over the Markdown pages of this folder and the docstrings of public names (make docs).
+
+Pages are written for GitHub, too: plain Markdown, relative links. MyST checks links between pages and their anchors,
+ext/outside_links.py takes care of links out of this folder, ext/symbol_links.py links names in code to the API
+reference. Nothing is fetched from a network, at build or in the browser.
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+logging.getLogger().setLevel(logging.WARNING)  # FBGEMM logs each library that it loads
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS / "ext"))
+
+project = "torchrec_dyn"
+author = "the torchrec_dyn authors"
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_codeautolink",
+    "sphinx_copybutton",
+    "outside_links",
+    "symbol_links",
+]
+exclude_patterns = ["ext"]
+
+html_theme = "furo"
+html_title = project
+html_copy_source = False
+html_show_sphinx = False
+
+myst_heading_anchors = 4  # slugs as GitHub makes them
+highlight_language = "none"
+
+# Docstrings: Google style, single backticks are code.
+default_role = "literal"
+napoleon_numpy_docstring = False
+autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+
+# Types in signatures. Those of torch, TorchRec and Python have no page here; those of ours must have one, but for
+# the classes between TorchRec's and the public ones.
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!torchrec_dyn\b).*"),
+    ("py:class", r"torchrec_dyn\.modules\.collection_tables\.UnshardedCollection"),
+    ("py:class", r"torchrec_dyn\.initializers\.Initializer"),
+]
+
+# The blocks of a page are one program.
+codeautolink_concat_default = True
+
+
+def skip_member(app, what, name, member, skip, options):
+    """Leaves out the members that a class inherits from torch and TorchRec."""
+    function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+    module = getattr(function, "__module__", None) or ""
+    return None if module.startswith("torchrec_dyn") else True
+
+
+def setup(app):
+    """Registers the rule for members."""
+    app.connect("autodoc-skip-member", skip_member)

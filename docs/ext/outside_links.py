@@ -1,0 +1,50 @@
+"""Keeps links from pages to the rest of the repository working in the built site.
+
+The site has no address of a repository to link to, and it is complete without a network. MyST makes a link to
+a file that is not a page (../torchrec_dyn/lookup/table_group.py) a download of a copy. Two kinds of links need help:
+Markdown outside docs/, which MyST takes for a page, becomes a download too; a folder becomes its index.md if it has
+one, else plain text. What does not exist stays as it is, so MyST warns.
+"""
+
+import os
+from pathlib import Path
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.transforms import SphinxTransform
+
+
+class OutsideLinks(SphinxTransform):
+    """Replaces links of a page that MyST could not resolve."""
+
+    default_priority = 900
+
+    def apply(self, **kwargs):
+        """Visits the links of one document."""
+        docs = Path(self.env.srcdir)
+        here = Path(self.env.doc2path(self.env.docname)).parent
+        for node in list(self.document.findall(addnodes.pending_xref)):
+            target = node.get("reftarget", "")
+            if node.get("reftype") != "myst":
+                continue
+            if node.get("refdomain") == "doc":
+                page = Path(f"{docs / target}.md").resolve()
+                if page.is_file() and not page.is_relative_to(docs.resolve()):
+                    link = addnodes.download_reference("", "", *node.children)
+                    link["reftarget"] = os.path.relpath(page, here)
+                    link["refdoc"] = self.env.docname
+                    node.replace_self(link)
+            elif target and (here / target).is_dir():
+                index = (here / target / "index.md").resolve()
+                if index.is_relative_to(docs.resolve()) and index.is_file():
+                    node["refdomain"] = "doc"
+                    node["reftarget"] = self.env.path2doc(str(index))
+                    node["reftargetid"] = None
+                else:
+                    node.replace_self(node.children or nodes.Text(target))
+
+
+def setup(app):
+    """Registers the transform."""
+    app.add_transform(OutsideLinks)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
