@@ -127,7 +127,7 @@ def _run_rank(
     os.chdir(folder)
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
-    warnings.filterwarnings("error", module="torchrec_dyn")
+    warnings.filterwarnings("error", category=UserWarning, module="torchrec_dyn")
     with open(f"stack_{rank}", "w") as stack:
         faulthandler.enable(stack)
         faulthandler.dump_traceback_later(time_limit, file=stack)
