@@ -19,11 +19,12 @@ TORCHREC_NEEDS := tensordict==0.15.3 torchmetrics==1.9.0 pyre-extensions==0.0.32
 # torchrec.distributed.test_utils wants the last three of the first line.
 TOOLS := "setuptools>=77" wheel ninja pytest==9.2.0 hypothesis==6.170.15 parameterized sortedcontainers expecttest \
 	ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5 matplotlib==3.11.2 safetensors==0.8.0
+DOCS_TOOLS := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19 sphinx-copybutton==0.5.2 sphinx-codeautolink==0.19.0
 
 CORE_FORMATTED := $(wildcard $(addprefix csrc/,*.cpp *.cu *.h */*.cpp */*.cu */*.h))
 CORE := $(filter-out csrc/sanitize/%,$(CORE_FORMATTED))
 
-.PHONY: train test build lint format bench bench-ab test-deep sanitize clean
+.PHONY: train test build lint format docs bench bench-ab test-deep sanitize clean
 
 # The script starts torchrun itself, and keeps its stack traces off the screen when a rank ends with an error.
 train: build
@@ -37,11 +38,16 @@ test-deep: build
 
 build: $(VENV)/extension.stamp
 
-lint: build
+lint: build docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CORE_FORMATTED)
 	$(BIN)/mypy
+
+# The site: build/docs/index.html. Needs no network. Pages that have not changed are read from build/doctrees; all are
+# written, since that is when names in them are looked up in the API reference.
+docs: build
+	$(BIN)/python -m sphinx -W --keep-going -n -q -a -d build/doctrees docs build/docs
 
 format: build
 	$(BIN)/ruff check --fix .
@@ -92,7 +98,7 @@ $(VENV)/dependencies.stamp: Makefile | $(BIN)/python
 	$(PIP) $(TORCH)
 	$(PIP) $(FBGEMM) $(TORCHREC_NEEDS)
 	$(PIP) --no-deps $(TORCHREC)
-	$(PIP) $(TOOLS)
+	$(PIP) $(TOOLS) $(DOCS_TOOLS)
 	@touch $@
 
 $(VENV)/extension.stamp: $(VENV)/dependencies.stamp setup.py pyproject.toml $(CORE)
