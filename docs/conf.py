@@ -1,8 +1,8 @@
 """The site: Sphinx over the Markdown pages of this folder and the docstrings of public names (make docs).
 
-Pages are written for GitHub, too: plain Markdown, relative links. MyST checks links between pages and their anchors,
-ext/outside_links.py takes care of links out of this folder, ext/symbol_links.py links names in code to the API
-reference. Nothing is fetched from a network, at build or in the browser.
+GitHub shows the same pages: they are plain Markdown with relative links. MyST checks links between pages and
+their anchors, ext/outside_links.py handles links out of this folder, ext/symbol_links.py links names in code
+to the API reference. Nothing is fetched from a network, neither by the build nor by the browser.
 """
 
 import logging
@@ -44,8 +44,8 @@ autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
-# Types in signatures. Those of torch, TorchRec and Python have no page here; those of ours must have one, but for
-# the classes between TorchRec's and the public ones.
+# Types in signatures. Types of torch, TorchRec and Python have no page here. Types of ours must have one, except
+# two abstract classes of which only subclasses are public.
 nitpick_ignore_regex = [
     ("py:.*", r"(?!torchrec_dyn\b).*"),
     ("py:class", r"torchrec_dyn\.modules\.collection_tables\.UnshardedCollection"),

@@ -1,9 +1,13 @@
 """Keeps links from pages to the rest of the repository working in the built site.
 
-The site has no address of a repository to link to, and it is complete without a network. MyST makes a link to
-a file that is not a page (../torchrec_dyn/lookup/table_group.py) a download of a copy. Two kinds of links need help:
-Markdown outside docs/, which MyST takes for a page, becomes a download too; a folder becomes its index.md if it has
-one, else plain text. What does not exist stays as it is, so MyST warns.
+The site is complete without a network, so it does not link to a repository elsewhere. MyST turns a link to a
+file that is not a page (../torchrec_dyn/lookup/table_group.py) into a download of a copy. This transform
+handles the other links out of docs/:
+
+- Markdown outside docs/, which MyST takes for a page, becomes a download, too;
+- a folder becomes its index.md if it has one and is in docs/, else plain text.
+
+Links to files that do not exist are left as they are, so MyST warns.
 """
 
 import os

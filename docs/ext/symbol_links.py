@@ -1,13 +1,13 @@
 """Links names in inline code to the API reference, on pages and in docstrings, and checks them.
 
-    `dyn.Never`, `dyn.Never()`,     must be in the reference: a link. An unknown name is a warning, and so an
-    `torchrec_dyn.planner.x`        error of `make docs`. Within longer code (`admission=dyn.Never()`) names are
-                                    checked but not linked.
-    `torchrec_dyn.lookup`           a module or folder of the package that the reference does not describe:
-                                    must exist, stays as it is. A name inside such a module is unknown.
-    `checkpoint.mark`, `Never`,     linked if exactly one public name ends so, else left alone: it may be
-    `LoadPlanner()`                 a name of torch. One lower-case word (`mark`, `build`) is left alone, too:
-                                    it may be a verb, an argument or a variable.
+    `dyn.Never`, `dyn.Never()`,   Linked. A name that is not in the reference is a warning, which `make docs`
+    `torchrec_dyn.planner.x`      turns into an error. Inside longer code (`admission=dyn.Never()`) names are
+                                  checked but not linked.
+    `torchrec_dyn.lookup`         A module or folder of the package without a place in the reference: it must
+                                  exist, and is not linked. A name inside such a module is an unknown name.
+    `checkpoint.mark`, `Never`,   Linked if exactly one public name ends with it. Otherwise left alone: it may
+    `LoadPlanner()`               be a name of torch. Single lower-case words (`mark`, `build`) are left alone,
+                                  too: they may be arguments or variables.
 
 Files (`torchrec_dyn/lookup/table_group.py`) are checked by tests/repository/test_docs.py.
 """

@@ -35,9 +35,7 @@ every_guide_page = pytest.mark.parametrize("page", GUIDE, ids=name_of)
 
 def prose(page: Path) -> str:
     """The page without its python blocks."""
-    return pages.BLOCK.sub(
-        lambda match: "" if match[1] == "python" else match[0], page.read_text()
-    )
+    return pages.BLOCK.sub(lambda match: "" if match[1] == "python" else match[0], page.read_text())
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,9 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_an_error_names_the_line_of_the_page(tmp_path):
-    page = written(tmp_path, "# Page\n\n```python\nx = 1\n```\n\ntext\n\n```python\nassert x == 2\n```\n")
+    page = written(
+        tmp_path, "# Page\n\n```python\nx = 1\n```\n\ntext\n\n```python\nassert x == 2\n```\n"
+    )
     with pytest.raises(AssertionError, match=r'page.md", line 10'):
         pages.run(page)
 
@@ -267,4 +267,3 @@ def test_decision_is_short_and_whole(page):
     assert len(text.splitlines()) <= 40
     assert text.startswith(f"# {page.name[:4]} ")
     assert all(part in text for part in ("**Context.**", "**Decision.**", "**Cost.**"))
-

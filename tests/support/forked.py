@@ -1,6 +1,6 @@
 """Runs functions in fresh processes, each within a time limit.
 
-The processes are forked from a server that has imported torch, TorchRec and torchrec_dyn (workers.py), so they
+The processes are forked from a server that has imported torch, TorchRec and torchrec_dyn (workers.py). They
 start at once and share no state with the session or with one another.
 """
 
