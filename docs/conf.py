@@ -44,8 +44,8 @@ autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
-# Types in signatures. Types of torch, TorchRec and Python have no page here. Types of ours must have one, except
-# two abstract classes of which only subclasses are public.
+# Types in signatures. Types of torch, TorchRec and Python have no page here. Types of ours must have
+# one, except two abstract classes: only their subclasses are public.
 nitpick_ignore_regex = [
     ("py:.*", r"(?!torchrec_dyn\b).*"),
     ("py:class", r"torchrec_dyn\.modules\.collection_tables\.UnshardedCollection"),

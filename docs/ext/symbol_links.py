@@ -6,8 +6,8 @@
     `torchrec_dyn.lookup`         A module or folder of the package without a place in the reference: it must
                                   exist, and is not linked. A name inside such a module is an unknown name.
     `checkpoint.mark`, `Never`,   Linked if exactly one public name ends with it. Otherwise left alone: it may
-    `LoadPlanner()`               be a name of torch. Single lower-case words (`mark`, `build`) are left alone,
-                                  too: they may be arguments or variables.
+    `LoadPlanner()`               be a name of torch. Single lower-case words (`mark`, `build`) are left
+                                  alone, too: they may be arguments or variables.
 
 Files (`torchrec_dyn/lookup/table_group.py`) are checked by tests/repository/test_docs.py.
 """
