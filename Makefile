@@ -44,10 +44,10 @@ lint: build docs
 	$(BIN)/clang-format --dry-run -Werror $(CORE_FORMATTED)
 	$(BIN)/mypy
 
-# The site: build/docs/index.html. Needs no network. Pages that have not changed are read from build/doctrees; all are
-# written, since that is when names in them are looked up in the API reference.
+# The site: build/docs/index.html. Needs no network. build/doctrees keeps the pages that have not changed. All pages are
+# written (-a), since links are checked then. A build with warnings drops what it has read: Sphinx would not repeat them.
 docs: build
-	$(BIN)/python -m sphinx -W --keep-going -n -q -a -d build/doctrees docs build/docs
+	$(BIN)/python -m sphinx -W --keep-going -n -q -a -d build/doctrees docs build/docs || { rm -rf build/doctrees; exit 1; }
 
 format: build
 	$(BIN)/ruff check --fix .
