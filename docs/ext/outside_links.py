@@ -21,7 +21,7 @@ from sphinx.transforms import SphinxTransform
 class OutsideLinks(SphinxTransform):
     """Replaces links of a page that MyST could not resolve."""
 
-    default_priority = 900
+    default_priority = 800  # before Sphinx collects the downloads
 
     def apply(self, **kwargs):
         """Visits the links of one document."""

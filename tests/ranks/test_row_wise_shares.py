@@ -1,4 +1,4 @@
-"""What docs/guide.md says of row-wise plans: ranks that share a limit keep what one table would keep."""
+"""Row-wise plans (docs/guide/policies_when_sharded.md): ranks that share a limit keep the ids that one table would keep."""
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType

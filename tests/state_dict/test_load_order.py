@@ -28,7 +28,7 @@ def test_the_optimizer_before_the_module_is_an_error(tmp_path: Path) -> None:
 
 
 def test_unsharded_the_module_starts_optimizer_state_afresh() -> None:
-    """Nobody can tell there that it came just before: docs/checkpoints.md says what goes first."""
+    """Unsharded, the order cannot be checked: docs/guide/checkpoints.md says to load the module first."""
     model = unsharded(case())
     step(model, [1, 2, 3])
     state = copy.deepcopy(both(model))
