@@ -27,7 +27,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
@@ -38,6 +37,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import forked
+
 _GROUP_TIMEOUT = 60.0
 
 
@@ -47,8 +48,7 @@ class WorkerError(AssertionError):
 
 class _Pool:
     def __init__(self, world_size: int, local_size: int, group_timeout: float) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torchrec", "torchrec.distributed"])
+        context = forked.forkserver()
         self._folder = tempfile.TemporaryDirectory(prefix="torchrec_dyn_workers_")
         self._pipes = []
         self._processes = []
