@@ -259,7 +259,8 @@ class DynamicTable:
         if self.life is None:
             raise ValueError(
                 f"{self.where}.{method}: expected a table with an admission or eviction policy, got a table "
-                "without a policy. Neither last_seen nor count is kept. Set DynamicTableConfig(eviction=...)."
+                "without policies, which keeps neither last_seen nor count. "
+                "Set DynamicTableConfig(eviction=...)."
             )
         return self.life
 
