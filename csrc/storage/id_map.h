@@ -13,8 +13,8 @@
 //   erase   empty the slot, then close the gap by moving back every later slot of the run whose home is
 //           not inside the gap (backward shift). There are no tombstones, so probes do not grow with age.
 //   grow    a map that grows has two arrays and one frontier, a spread hash. An id whose spread hash is below
-//           the frontier is in the new array, any other id in the outgoing array: so an id has one home, a lookup one probe.
-//           storage/id_map_growth_cpu.h moves the frontier.
+//           the frontier is in the new array, any other id in the outgoing array: so an id has one home, and a lookup
+//           is one probe. storage/id_map_growth_cpu.h moves the frontier.
 // Every loop is bounded by the capacity: with a full or damaged map a loop ends with kNoRow or false, it never hangs.
 //
 // Source: Knuth, TAOCP vol. 3, section 6.4, algorithms L (find, insert) and R (erase).
