@@ -24,7 +24,7 @@ enum class Optimizer : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kA
 constexpr Optimizer kLastOptimizer = Optimizer::kPartialRowwiseAdam;
 enum class WeightDecay : int64_t { kNone = 0, kL2 = 1, kDecoupled = 2 };
 
-// How many numbers of an optimizer state a row has: none, one, or one for each column.
+// The width of an optimizer state in a row: no number, one number, or one number for each column.
 enum class StateWidth : int64_t { kNone, kRow, kColumns };
 
 struct StateWidths {
