@@ -58,7 +58,7 @@ class _Forward:
     learning: list[DynamicTable]  # the tables that are not frozen; none in evaluation
     steps: list[int]
     generations: list[int]
-    noted: list[object] | None  # `tokens_of` the tables, after scoring has recorded the rows as changed
+    noted: list[object] | None  # `tokens_of` the tables, after scoring recorded the rows as changed
     reduction: Reduction
     ticket: ForwardTicket | None = None
     is_done: bool = False
