@@ -1,6 +1,7 @@
-"""The optimizer of a sharded collection: all tables on every rank, as saving and loading are collective.
+"""The optimizer of a sharded collection: it has all tables on every rank.
 
-TorchRec's optimizer has the tables of one rank only.
+Saving and loading are collective, so every rank needs the entries of all tables. TorchRec's optimizer has the
+tables of one rank only.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from torchrec_dyn.state_dict import ShardPieces, load_optimizer_state, save_opti
 class ShardedOptimizer(KeyedOptimizer):
     """Optimizer state and learning rates of the tables of a sharded collection.
 
-    Every rank has one parameter group for each optimizer of the tables, whichever tables lie there: so
-    schedulers find the same groups on all ranks, also after tables have moved (resharding.py).
+    Every rank has one parameter group for each distinct row optimizer of the collection, also if it has none
+    of the tables. So schedulers find the same groups on all ranks, also after tables have moved
+    (resharding.py).
 
     Args:
-        placeholders: of the tables on this rank, by key.
+        placeholders: placeholder parameters of the tables on this rank, by key.
         tables: name and row optimizer of every table of the collection, in order.
-        holder: the name under which the unsharded collection holds its tables.
-        pieces: returns the pieces of a table on this rank.
+        holder: attribute of the unsharded collection that holds the tables.
+        pieces: function that returns the pieces of a table on this rank.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class ShardedOptimizer(KeyedOptimizer):
         super().__init__(params, state, list(self._rates.values()))
 
     def drive(self, groups: Sequence[TableGroup]) -> None:
-        """Makes `lr` of each parameter group the learning rate of its tables on this rank, from now on.
+        """Sets `lr` of each parameter group as the learning rate of its tables, now and after each change.
 
         Args:
             groups: the table groups of this rank.
