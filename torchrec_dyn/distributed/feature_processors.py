@@ -90,7 +90,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
             )
         plan = table_name_to_parameter_sharding
         if spread := _spread_tables(plan):
-            _check_positions_travel(processors, spread, self._where)
+            _check_sends_positions(processors, spread, self._where)
         super().__init__(module, plan, cast(Any, ebc_sharder), env, device, module_fqn)
         self._embedding_bag_collection.accept_unweighted_batches()
         self._longest = _longest_bags(processors)
@@ -127,7 +127,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
 
         def check() -> None:
             if spread := _spread_tables(changed):
-                _check_positions_travel(processors, spread, self._where)
+                _check_sends_positions(processors, spread, self._where)
 
         reshard(sharder, collection, changed, env, device, wrapped=check)
         self._lookups = collection._lookups
@@ -311,7 +311,7 @@ def _with_own_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return made
 
 
-def _check_positions_travel(processors: Processors, spread: Sequence[str], where: str) -> None:
+def _check_sends_positions(processors: Processors, spread: Sequence[str], where: str) -> None:
     """Checks that processors can send positions, where an owner gets only a part of each bag.
 
     Args:
@@ -340,7 +340,9 @@ def _positions_marked(processors: Processors, are_weights: bool) -> Iterator[Non
     Otherwise the flag of an earlier batch would apply, perhaps of another plan. After the context the flag is
     False: in an unsharded module weights are never positions.
     """
-    marked: list[Any] = [one for one in processors.modules() if hasattr(one, "_pre_processed")]
+    marked: list[Any] = [
+        processor for processor in processors.modules() if hasattr(processor, "_pre_processed")
+    ]
     for processor in marked:
         processor._pre_processed = are_weights
     try:

@@ -44,16 +44,16 @@ class ShardedOptimizer(KeyedOptimizer):
     ) -> None:
         params: dict[str, Any] = {}
         state: dict[Any, dict[str, Any]] = {}
-        alike: dict[RowOptimizer, list[Tensor]] = {}
+        by_optimizer: dict[RowOptimizer, list[Tensor]] = {}
         for name, optimizer in tables:
             key = f"{holder}.{name}.weight"
             params[key] = placeholders.get(key, torch.empty(0, device="meta"))
             save, load = partial(_save, pieces, name), partial(_load, pieces, name)
             state[params[key]] = saved_states(name, optimizer, save, load)
-            alike.setdefault(optimizer, []).append(params[key])
+            by_optimizer.setdefault(optimizer, []).append(params[key])
         self._rates = {
-            optimizer: LearningRateGroup(its_params, optimizer.learning_rate)
-            for optimizer, its_params in alike.items()
+            optimizer: LearningRateGroup(members, optimizer.learning_rate)
+            for optimizer, members in by_optimizer.items()
         }
         super().__init__(params, state, list(self._rates.values()))
 

@@ -73,7 +73,7 @@ def reshard(
     if not changed:
         return
     plan = {**collection.module_sharding_plan, **changed}
-    made = run_together(group, call, lambda: _sharded_anew(sharder, collection, plan, env, device))
+    made = run_together(group, call, lambda: _shard_again(sharder, collection, plan, env, device))
     new: LocalShards = made._shards
     moved = [name for name in new.layouts if new.layouts[name] != shards.layouts[name]]
     run_together(group, call, lambda: _check_at_rest(shards, moved))
@@ -116,7 +116,7 @@ def _described(
     return described
 
 
-def _sharded_anew(
+def _shard_again(
     sharder: Any,
     collection: Any,
     plan: dict[str, ParameterSharding],

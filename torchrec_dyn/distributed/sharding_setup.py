@@ -172,7 +172,7 @@ class ShardableView(nn.Module):
             )
             for config in configs
         }
-        of_all = KernelOptions(options)
+        kernel_options = KernelOptions(options)
         placeholders = nn.ModuleDict()
         self.tables_by_default: list[str] = []
         self.optimizers: dict[str, RowOptimizer] = {}
@@ -184,7 +184,7 @@ class ShardableView(nn.Module):
             if chosen is None:
                 self.tables_by_default.append(config.name)
                 chosen = dict(DEFAULT_FUSED_PARAMS)
-            chosen[OPTIONS_KEY] = of_all
+            chosen[OPTIONS_KEY] = kernel_options
             placeholders[config.name] = _Placeholder(weight, chosen)
         self.add_module(holder, placeholders)
 

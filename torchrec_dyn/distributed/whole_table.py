@@ -189,8 +189,8 @@ def read_rows(
     """
     read = [shard.lookup(ids) for shard in shards]
     if not read:
-        nowhere = torch.zeros(ids.numel(), dtype=torch.bool)
-        return torch.empty(ids.numel(), 0, dtype=dtype), nowhere
+        not_found = torch.zeros(ids.numel(), dtype=torch.bool)
+        return torch.empty(ids.numel(), 0, dtype=dtype), not_found
     return torch.cat([rows for rows, _ in read], dim=1), read[0][1]
 
 

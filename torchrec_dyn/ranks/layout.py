@@ -232,10 +232,10 @@ def _check_row_ranks(ranks: list[int], kind: str, env: ShardingEnv, where: str) 
     rows_over = SHARDING_TRAITS[kind].rows_over
     if rows_over == "world":
         if two_dimensional:
-            right = len(ranks) == env.world_size
+            is_valid = len(ranks) == env.world_size
         else:
-            right = sorted(ranks) == list(range(env.world_size))
-        if not right:
+            is_valid = sorted(ranks) == list(range(env.world_size))
+        if not is_valid:
             raise ValueError(
                 f"{where}: expected one row shard on each of {env.world_size} ranks under "
                 f"{kind}, got ranks {ranks}."
