@@ -203,7 +203,7 @@ class LocalShards:
             copy_trained_rows(source, self._tables[name], self.layouts[name], self._env.rank)
 
     def copy_settings(self, other: LocalShards) -> None:
-        """Copies initializers and frozen tables from the shards of another plan; these have no rows yet."""
+        """Copies initializers and frozen tables from the shards of another plan, before rows move."""
         self._initializers, self.frozen = dict(other._initializers), other.frozen
         for shards in self._tables.values():
             for shard in shards:

@@ -78,7 +78,7 @@ def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[]
 def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
     """Runs this rank's part of a call and returns its result, which is not sent. Collective.
 
-    Arguments and errors are those of `gather_results`.
+    The arguments and errors of `gather_results`.
     """
     done: list[T] = []
     gather_results(group, call, lambda: done.append(work()))
