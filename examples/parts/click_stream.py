@@ -28,7 +28,7 @@ KEEPS_ITS_IDS_BELOW = 100  # features with fewer popularities than this never ge
 MISSING_EVERY_THIRD_FEATURE = (
     0.15  # share of empty fields in these features; the other features are always present
 )
-CLICK_LOGIT = -1.2  # logit of an average click: about one label in four is 1, as in Criteo's sampled log
+CLICK_LOGIT = -1.2  # logit of an average click: about one label in four is 1, as in Criteo
 EFFECT = 0.45  # standard deviation of the effect of one id on the logit
 
 

@@ -1,7 +1,7 @@
 """Keeps ranks with separate streams in step: all ranks stop together and fail together.
 
 Every training step is a collective. If the part of one rank ends one batch early or has a bad line, the
-other ranks must not wait in an all-to-all for ever. So all ranks agree before each step.
+other ranks must not wait in an all-to-all without end. So all ranks agree before each step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Quotient-remainder embeddings: two small dynamic tables in place of a large one.
+"""Quotient-remainder embeddings: two small dynamic tables in place of one large table.
 
 `QuotientRemainderEmbeddingBagCollection` runs three parts in this order: `QuotientRemainderIds` divides the
 ids, collections look up the rows of quotients and remainders, and `PooledPairs` combines the two rows of
