@@ -136,6 +136,6 @@ class BagShaper(nn.Module):
     """A module that reshapes pooled rows to the shape of the input."""
 
     def forward(self, output: Any, shape: torch.Size) -> Tensor:
-        """Returns the pooled rows, [*shape, D]."""
+        """Returns the pooled rows, `[*shape, D]`."""
         pooled = output.values()
         return pooled.view(*shape, pooled.shape[1])

@@ -76,7 +76,7 @@ class TileShaper(nn.Module):
         self._tile_length = tile_length
 
     def forward(self, output: Any, tiles: Tiles) -> Tensor:
-        """Returns the tiles, [*shape, T * D], zeros where a tile has no row."""
+        """Returns the tiles, `[*shape, T * D]`, zeros where a tile has no row."""
         rows = output[self._name].values()
         if tiles.weights is not None:
             rows = (rows * tiles.weights.unsqueeze(1)).to(rows.dtype)

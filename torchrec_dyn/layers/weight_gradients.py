@@ -70,7 +70,7 @@ class RowsPooler(nn.Module):
         self._name = name
 
     def forward(self, output: Any, bags: WeightedBags) -> Tensor:
-        """Returns the pooled rows, [*shape, D]."""
+        """Returns the pooled rows, `[*shape, D]`."""
         rows = output[self._name].values()
         pooled = pooled_rows(rows.float(), bags.lengths, bags.weights, mean=False)
         return pooled.to(rows.dtype).view(*bags.shape, rows.shape[1])

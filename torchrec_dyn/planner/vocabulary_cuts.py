@@ -41,8 +41,10 @@ class FairCuts:
             rows: int64 rows of these features.
 
         Returns:
-            ranks: int64, in the broadcast shape.
-            local: int64 row numbers on these ranks, in the broadcast shape.
+            The pair (ranks, local):
+
+            - ranks: int64, in the broadcast shape.
+            - local: int64 row numbers on these ranks, in the broadcast shape.
 
         Raises:
             ValueError: if an argument is not int64, or a feature or row does not exist.

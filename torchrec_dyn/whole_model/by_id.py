@@ -32,9 +32,11 @@ def lookup_rows(collection: Collection, table: str, ids: Tensor) -> tuple[Tensor
         ids: [M] int64, any values in any order, with or without repeats.
 
     Returns:
-        rows: [M, embedding_dim] in the table's dtype, a copy in the order of `ids`; zeros for an id without
-            a row, for any initializer of the table.
-        found: [M] bool, True for an id with a row. A waiting id has no row.
+        The pair (rows, found):
+
+        - rows: [M, embedding_dim] in the table's dtype, a copy in the order of `ids`; zeros for an id
+          without a row, for any initializer of the table.
+        - found: [M] bool, True for an id with a row. A waiting id has no row.
 
     Raises:
         ValueError: if there is no such table, or `ids` are not [M] int64.
