@@ -41,7 +41,7 @@ class FairCuts:
             rows: int64 rows of these features.
 
         Returns:
-            The pair (ranks, local):
+            The pair (ranks, local).
 
             - ranks: int64, in the broadcast shape.
             - local: int64 row numbers on these ranks, in the broadcast shape.

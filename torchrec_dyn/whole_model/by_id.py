@@ -32,7 +32,7 @@ def lookup_rows(collection: Collection, table: str, ids: Tensor) -> tuple[Tensor
         ids: [M] int64, any values in any order, with or without repeats.
 
     Returns:
-        The pair (rows, found):
+        The pair (rows, found).
 
         - rows: [M, embedding_dim] in the table's dtype, a copy in the order of `ids`; zeros for an id
           without a row, for any initializer of the table.
