@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-        arguments: of the command line; None: those of this process.
+        arguments: command-line arguments; None: the arguments of this process.
 
     Returns:
         The exit status.
@@ -46,10 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(fault)
     try:
         with warnings.catch_warnings():
-            # torch warns of damaged archives before it refuses them.
+            # torch warns about a damaged archive before it raises an error.
             warnings.simplefilter("ignore")
             inspect_checkpoint(asked.path, asked.verify, asked.plot)
-    except BrokenPipeError:  # the reader of the output has closed it
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
