@@ -3,6 +3,7 @@
 PYTHON ?= python3
 PROCESSES ?= 2
 ARGS ?=
+SHARD ?= 1/1
 BENCH ?= lookup id_map growth eviction checkpoint serving dedup train sweep
 
 VENV := .venv
@@ -17,7 +18,7 @@ TORCHREC ?= torchrec==1.8.0
 # CUDA fbgemm and one old torchmetrics.
 TORCHREC_NEEDS := tensordict==0.15.3 torchmetrics==1.9.0 pyre-extensions==0.0.32 iopath==0.1.10 tqdm numpy
 # torchrec.distributed.test_utils wants the last three of the first line.
-TOOLS := "setuptools>=77" wheel ninja pytest==9.2.0 hypothesis==6.170.15 parameterized sortedcontainers expecttest \
+TOOLS := "setuptools>=77" wheel ninja pytest==9.2.0 pytest-xdist==3.8.0 hypothesis==6.170.15 parameterized sortedcontainers expecttest \
 	ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5 matplotlib==3.11.2 safetensors==0.8.0
 DOCS_TOOLS := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19 sphinx-copybutton==0.5.2 sphinx-codeautolink==0.19.0
 
@@ -30,11 +31,13 @@ CORE := $(filter-out csrc/sanitize/%,$(CORE_FORMATTED))
 train: build
 	$(BIN)/python examples/train_dlrm.py --world-size $(PROCESSES) $(ARGS)
 
+# Two processes side by side, each with process groups of its own, take file after file. ARGS="-n 0": one process.
 test: build
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# SHARD=3/8 runs the third of eight parts.
 test-deep: build
-	$(BIN)/python -m pytest tests --deep $(ARGS)
+	$(BIN)/python -m pytest tests -n 2 --dist worksteal --deep --shard $(SHARD) $(ARGS)
 
 build: $(VENV)/extension.stamp
 

@@ -63,7 +63,7 @@ T* mutable_data(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
-// Not initialised.
+// Returns a tensor whose memory is not initialised.
 inline Tensor new_tensor(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type,
                          DeviceType device = DeviceType::CPU) {
   return torch::stable::empty(shape, type, std::nullopt, torch::stable::Device(device));

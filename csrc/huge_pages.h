@@ -34,7 +34,7 @@ inline void ask_for_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] i
 #endif
 }
 
-// Gives the whole huge pages of memory that holds zeros back to the system; it goes on reading as zeros.
+// Gives whole huge pages of memory that holds zeros back to the system; the memory still reads as zeros.
 inline void give_back_zeros([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_DONTNEED)
   advise_huge_pages_inside(memory, bytes, MADV_DONTNEED);

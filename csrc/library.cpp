@@ -2,7 +2,7 @@
 // its folder, files *_cpu.cpp. A trailing underscore means in place.
 //
 // Legend: T tables of one call, N ids in table order, M new or chosen ids, C slots of a map, B bags, S segments.
-// `slots` [C, 2] int64 is an id map (storage/id_map.h). A list of them holds the slots of T maps, then the outgoing
+// `slots` [C, 2] int64 is an id map (storage/id_map.h). A list of `slots` holds the slots of T maps, then the outgoing
 // slots of each map that grows. `moved` [T] is the number of outgoing slots that have moved, -1 for a map that does not
 // grow. `blocks` are rows of one table; `layout` [T, 4] describes the blocks of several tables (storage/blocks.h),
 // `segments` [S, 5] their bags (lookup/bags.h).
@@ -17,37 +17,39 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   m.def("mix64(Tensor ids) -> Tensor");
   m.def("unmix64(Tensor mixed) -> Tensor");
 
-  // ids [N], table_offsets [T + 1] -> rows [N] (-1 where absent), absent [T] (how many of a table's ids).
+  // ids [N], table_offsets [T + 1] -> rows [N] (-1 where absent), absent [T] (number of absent ids of each table).
   m.def("lookup(Tensor ids, Tensor table_offsets, Tensor[] slots, Tensor moved) -> (Tensor rows, Tensor absent)");
   // The distinct absent ids: new_ids [M] in order of first sight, new_counts [M] their occurrences,
-  // new_offsets [T + 1] where each table's begin, new_index [N] place in new_ids of each absent id, -1 for the others.
+  // new_offsets [T + 1] where the new ids of each table begin, new_index [N] the place of an absent id in new_ids,
+  // -1 for other ids.
   m.def(
       "collect_new(Tensor ids, Tensor rows, Tensor table_offsets) -> "
       "(Tensor new_ids, Tensor new_counts, Tensor new_offsets, Tensor new_index)");
-  // Puts new_ids [M], distinct and absent, into the maps with their new_rows [M].
+  // Inserts new_ids [M], distinct and absent, into the maps with their new_rows [M].
   m.def("insert(Tensor new_ids, Tensor new_rows, Tensor new_offsets, Tensor(a!)[] slots, Tensor moved) -> ()");
   // rows [N]: where new_index is not -1, writes new_rows[new_index].
   m.def("fill_new_(Tensor(a!) rows, Tensor new_index, Tensor new_rows) -> ()");
-  // Removes ids [M] from one map -> rows [M] they held, -1 where absent.
+  // Removes ids [M] from one map -> [M] their former rows, -1 where absent.
   m.def("erase(Tensor ids, Tensor(a!)[] slots, Tensor moved) -> Tensor");
   // A map of `capacity` empty slots, on the device of `slots`. Memory is committed where ids are written.
   m.def("new_slots(Tensor slots, int capacity) -> Tensor");
   // Moves outgoing slots [moved, until), or a few more, into `slots` -> [1] the new `moved`.
   m.def("move_slots(Tensor(a!) outgoing, Tensor(b!) slots, int moved, int until) -> Tensor");
-  // -> [3]: number of ids, sum of their probe lengths (slots looked at to find an id), the longest; counted in one
-  // of `every` runs of 4096 slots.
+  // -> [3]: number of ids, sum of their probe lengths (storage/id_map.h), the longest probe length; measured on one in
+  // `every` runs of 4096 slots.
   m.def("probe_lengths(Tensor slots, int every) -> Tensor");
 
   // Counts the ids of one map by cell, the top `bits` bits (0 to 16) of the mixed id -> [2^bits].
   m.def("count_cells(Tensor[] slots, Tensor moved, int bits) -> Tensor");
   // The ids of one map with first <= mixed id <= last, unsigned words passed as int64 -> ids [K] in canonical order,
-  // rows [K]. None if first > last.
+  // rows [K]. No ids if first > last.
   m.def("ids_between(Tensor[] slots, Tensor moved, int first, int last) -> (Tensor ids, Tensor rows)");
-  // ids [M], values [M, D] float32, float16, bfloat16 or int64, of which column 0 is number `first_column` of its
-  // table -> []: the content sum (storage/content_sum.h). It adds up, modulo 2^64, over any cut into rows and columns.
+  // ids [M], values [M, D] float32, float16, bfloat16 or int64, whose column 0 is column `first_column` of the table
+  // -> []: the content sum (storage/content_sum.h). For any cut of a table into rows and columns, the sums of the parts
+  // add up, modulo 2^64, to the sum of the table.
   m.def("content_sum(Tensor ids, Tensor values, int first_column, int key) -> Tensor");
 
-  // Asks for 2 MiB pages behind a block, of any shape, before it is first written. Changes no value.
+  // Asks the system for 2 MiB pages for a block of any shape, before the block is first written. Changes no value.
   m.def("advise_huge_pages(Tensor block) -> ()");
   // Writes the initial rows of ids [M] to rows [M]. parameters: low, high, mean, deviation, low and high
   // probability (storage/initial_rows.h). key: 64 bits made of the seed and the table's name.
@@ -58,9 +60,9 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   m.def("gather_rows(Tensor rows, Tensor[] blocks, int shift, int columns, ScalarType dtype) -> Tensor");
   m.def("scatter_rows_(Tensor rows, Tensor values, Tensor(a!)[] blocks, int shift, int columns) -> ()");
 
-  // Marks are blocks [2^shift, 1] int32: the version at which a row was last named (storage/row_marks.h).
+  // Marks are blocks [2^shift, 1] int32: the version with which each row was last marked (storage/row_marks.h).
   //
-  // rows [N] in table order, negative ones skipped; versions [T], in [0, 2^31). A table with 0 blocks in `layout`
+  // rows [N] in table order, negative rows are skipped; versions [T], in [0, 2^31). A table with 0 blocks in `layout`
   // keeps no marks.
   m.def("mark_rows_(Tensor rows, Tensor table_offsets, Tensor(a!)[] marks, Tensor layout, Tensor versions) -> ()");
   // The rows in [0, rows) of one table whose mark is `since` or later -> [M], ascending.
@@ -71,8 +73,8 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   // Scores are blocks [2^shift, 1] int64, one word a row: last_seen << 32 | count (life/scores.h). A free row has no
   // score.
   //
-  // rows [N] in table order, -1 skipped; steps [T]; times [N], all 1 if left out. Each occurrence: last_seen
-  // = step, count + times. A table with 0 blocks in `layout` keeps no scores.
+  // rows [N] in table order, -1 is skipped; steps [T]; times [N], all 1 if left out. Each occurrence sets last_seen to
+  // the step and adds its times to the count. A table with 0 blocks in `layout` keeps no scores.
   m.def(
       "touch_scores_(Tensor rows, Tensor table_offsets, Tensor(a!)[] scores, Tensor layout, Tensor steps, "
       "Tensor? times=None) -> ()");
@@ -81,13 +83,14 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   // rows [M] (-1 and free rows read as -1, 0) -> last_seen [M], counts [M].
   m.def("read_scores(Tensor rows, Tensor[] scores, int shift) -> (Tensor last_seen, Tensor counts)");
   // The `most` lowest rows of one map by count or last_seen, then by mixed id, unsigned, among rows [0, rows) with
-  // last_seen < before (or = before and count 0); all if fewer -> ids [K], rows [K] in the order of the slots.
+  // last_seen < before (or = before and count 0); all of these if there are fewer -> ids [K], rows [K] in the order of
+  // the slots.
   m.def(
       "lowest_scores(Tensor[] slots, Tensor moved, Tensor[] scores, int shift, int rows, bool by_count, int before, "
       "int most) -> (Tensor ids, Tensor rows)");
-  // ids [M], distinct, last_seen [M] -> [M]: their order by last_seen, then by mixed id, unsigned.
+  // ids [M], distinct, last_seen [M] -> [M]: the permutation that sorts them by last_seen, then by mixed id, unsigned.
   m.def("oldest_first(Tensor ids, Tensor last_seen) -> Tensor");
-  // ids [M], distinct, counts [M] their occurrences -> bool [M]: admitted with the chance 1 - (1 - probability)^count.
+  // ids [M], distinct, counts [M] their occurrences -> bool [M]: true with the chance 1 - (1 - probability)^count.
   m.def("admit_by_chance(Tensor ids, Tensor counts, int key, int step, float probability) -> Tensor");
 
   // ---- lookup: forward and backward

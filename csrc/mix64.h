@@ -1,6 +1,6 @@
 // The mixer of the project: a bijection of 64-bit words.
 //
-// Three things are read from mix64(id), and they must not share bits:
+// Three things are derived from mix64(id), and they must not share bits:
 //   owner rank   the high bits: a rank owns a contiguous range of mixed ids (torchrec_dyn/ranks/routing.py);
 //   home slot    the high bits of mix64(id) * kSlotSpread, which depend on all bits of the mixed id,
 //                so that the ids of one owner still spread over its whole map;
@@ -39,7 +39,7 @@ TORCHREC_DYN_BOTH constexpr uint64_t unmix64(uint64_t x) {
 
 static_assert(unmix64(mix64(0x0123456789ABCDEFull)) == 0x0123456789ABCDEFull);
 
-// 2^64 / golden ratio, made odd: what SplitMix64 adds from word to word.
+// 2^64 / golden ratio, made odd: the increment of SplitMix64 from word to word.
 // Source: Knuth, TAOCP vol. 3, section 6.4 (Fibonacci hashing).
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;
 constexpr uint64_t kSlotSpread = kGolden;
@@ -47,20 +47,20 @@ constexpr uint64_t kSlotSpread = kGolden;
 // The word that orders the slots of every map.
 TORCHREC_DYN_BOTH inline uint64_t spread_hash(int64_t id) { return mix64(static_cast<uint64_t>(id)) * kSlotSpread; }
 
-// Slots of a cache line. A home is the first slot of a line, and the line is searched as one.
+// Slots of a cache line. A home is the first slot of a line, and the line is searched as a whole.
 constexpr int64_t kLineSlots = 4;
 
-// The first slot tried in an array of `capacity` slots, whole lines: the spread hash scaled to [0, capacity), rounded
-// down to its line. Monotone in the spread hash, so any number of lines works (no power of two), and an array that
-// grows is moved by one walk from front to back that writes front to back.
+// The home in an array of `capacity` slots, which are whole lines: the spread hash scaled to [0, capacity), rounded
+// down to its line. Works for any number of lines (no power of two). Monotone in the spread hash, so an array that
+// grows is moved by one walk that reads and writes from front to back.
 // Source: Lemire, "Fast random integer generation in an interval", ACM TOMACS 2019.
 TORCHREC_DYN_BOTH inline int64_t home_slot(uint64_t spread, int64_t capacity) {
   const auto scaled = (static_cast<unsigned __int128>(spread) * static_cast<uint64_t>(capacity)) >> 64;
   return static_cast<int64_t>(scaled) & ~(kLineSlots - 1);
 }
 
-// The least spread hash whose home is `slot` or later: home_slot(x, capacity) >= slot exactly if x >= this.
-// Requires the first slot of a line, 0 <= slot < capacity.
+// The least spread hash whose home is `slot` or later: home_slot(x, capacity) >= slot exactly if x is at least this
+// hash. Requires that `slot` is the first slot of a line, 0 <= slot < capacity.
 TORCHREC_DYN_BOTH inline uint64_t least_spread_hash(int64_t slot, int64_t capacity) {
   const auto scaled = static_cast<unsigned __int128>(slot) << 64;
   const auto count = static_cast<unsigned __int128>(capacity);

@@ -1,6 +1,6 @@
-// Memory of large outputs. The memory of a dropped output is kept for the next: the system hands out fresh memory
-// page by page, zeroing each, which takes longer than to fill it (half of the forward of one-hot batches, measured,
-// docs/performance.md). Kept is at most kMostKept in all; the longest unused goes first.
+// Memory of large outputs. The memory of a dropped output is kept for a later output: the system hands out fresh memory
+// page by page and zeroes each page, which takes longer than to fill it (half of the forward of one-hot batches,
+// measured, docs/performance.md). At most kMostKept bytes are kept in all; the longest unused memory is freed first.
 #pragma once
 
 #include <cstdlib>
@@ -20,7 +20,7 @@ class OutputMemory {
     size_t bytes;
   };
 
-  // At least `bytes`, which are positive, on a 2 MiB boundary.
+  // Returns at least `bytes` (> 0) bytes, on a 2 MiB boundary.
   Piece take(size_t bytes) {
     constexpr auto kPage = static_cast<size_t>(kHugePage);
     const size_t whole = (bytes + kPage - 1) / kPage * kPage;
@@ -67,9 +67,9 @@ class OutputMemory {
   size_t kept_bytes_ = 0;
 };
 
-// [elements], not initialised.
+// Returns an output [elements] that is not initialised.
 inline Tensor new_output(int64_t elements, ScalarType dtype) {
-  constexpr int64_t kLarge = 1 << 20;  // bytes; below, malloc recycles memory itself
+  constexpr int64_t kLarge = 1 << 20;  // bytes; malloc itself recycles smaller memory
   const int64_t bytes = elements * (dtype == ScalarType::Float ? 4 : 2);
   if (bytes < kLarge) return new_tensor({elements}, dtype);
   const OutputMemory::Piece piece = OutputMemory::shared().take(static_cast<size_t>(bytes));

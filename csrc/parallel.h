@@ -1,5 +1,5 @@
-// Runs tasks on the threads of torch, handing them out one by one so that uneven tasks do not idle a thread.
-// Which thread runs a task is not fixed; tasks must not share what they write.
+// Runs tasks on the threads of torch. Tasks are handed out one by one, so that uneven tasks leave no thread idle.
+// Any thread may run a task; tasks must not write the same memory.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

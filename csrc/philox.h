@@ -1,5 +1,5 @@
-// Philox4x32-10: a counter-based generator. random(key, counter) is a pure function, so a number depends
-// on nothing but key and counter: no state, no order, no thread.
+// Philox4x32-10: a counter-based generator. random(key, counter) is a pure function, so a number depends on key and
+// counter only, not on a state, the order of calls or the thread.
 //
 // Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the constants
 // are those of the paper. tests/storage/test_initializers.py checks the known-answer vectors of Random123.
@@ -42,9 +42,9 @@ TORCHREC_DYN_BOTH inline Philox4 random_words(uint64_t key, int64_t id, uint32_t
 
 // The words of kBlocks neighbouring blocks, in their order: words[4 * kBlocks]. kBlocks is even.
 #if defined(__SSE2__) && !defined(__CUDACC__)
-// Two blocks share a register of 128 bits. `pmuludq`, the multiplication that Philox is made of, is on every x86-64,
-// and compilers do not find it in plain loops; eight blocks side by side hide its latency, so wider ones gain little.
-// Only the low half of each 64-bit lane counts until the end.
+// Two blocks share a register of 128 bits. `pmuludq`, the multiplication of Philox, exists on every x86-64, but
+// compilers do not generate it from plain loops. Eight blocks side by side hide its latency, so wider registers gain
+// little. Until the end, only the low half of each 64-bit lane is used.
 template <int kBlocks>
 TORCHREC_DYN_INLINE void random_blocks(uint64_t key, int64_t id, uint32_t first_block, uint32_t stream,
                                        uint32_t* words) {
@@ -97,17 +97,17 @@ TORCHREC_DYN_INLINE void random_blocks(uint64_t key, int64_t id, uint32_t first_
 }
 #endif
 
-constexpr int64_t kMostRandomWords = 32;  // that for_random_columns hands over at once
+constexpr int64_t kMostRandomWords = 32;  // in one call of `use` by for_random_columns
 
 // Walks over columns [first_column, first_column + columns) of the row of `id`, four columns a block, and calls
-// use(words, place, begin, end): column `begin` of the row given is the one numbered `place` in the blocks of `words`,
-// and the columns up to `end` follow it there.
+// use(words, place, begin, end): words[place] is the word of column first_column + begin, and the words of the columns
+// up to first_column + end follow it.
 template <typename Use>
 TORCHREC_DYN_INLINE void for_random_columns(uint64_t key, int64_t id, uint32_t stream, int64_t first_column,
                                             int64_t columns, const Use& use) {
   constexpr int kPerBlock = 4;
   constexpr int kMany = kMostRandomWords / 4;
-  constexpr int kFew = 4;  // most of a short row's blocks would be for nothing
+  constexpr int kFew = 4;  // for a short row, which would not use most of kMany blocks
   uint32_t words[kMostRandomWords];
   int64_t block = first_column / kPerBlock;
   int64_t place = first_column % kPerBlock;

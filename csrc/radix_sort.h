@@ -1,5 +1,5 @@
-// Sorts words by their high 32 bits, keeping the order of equal ones: the dedupe sorts row << 32 | position,
-// so that the gradients of one row are added in the order of the batch whatever the number of threads.
+// Sorts words by their high 32 bits and keeps the order of words with equal high bits: the dedupe sorts
+// row << 32 | position, so that the gradients of one row are added in the order of the batch on any number of threads.
 //
 // Source: least-significant-digit radix sort, Knuth, TAOCP vol. 3, section 5.2.5, algorithm R.
 #pragma once
@@ -14,14 +14,14 @@
 
 namespace torchrec_dyn {
 
-// Words to be sorted and as much room beside them. Not initialised: writing zeros first would cost a pass.
+// Words to sort, and a second array of the same size. Not initialised: writing zeros first would cost a pass.
 class SortableWords {
  public:
   explicit SortableWords(size_t most)
       : words_(std::make_unique_for_overwrite<uint64_t[]>(most)),
         other_(std::make_unique_for_overwrite<uint64_t[]>(most)) {}
 
-  // Keeps the word only if `wanted`, without a branch. Requires room for it either way.
+  // Keeps the word only if `wanted`, without a branch. Requires room for it in both cases.
   void push_if(bool wanted, uint64_t word) {
     words_[size_] = word;
     size_ += wanted;
@@ -39,7 +39,7 @@ class SortableWords {
     const int bits = static_cast<int>(std::bit_width(all_bits));
     const int passes = (bits + kMostBits - 1) / kMostBits;
     for (int pass = 0, shift = 32; pass < passes; ++pass) {
-      const int digit_bits = (32 + bits - shift + passes - pass - 1) / (passes - pass);  // what is left, evenly
+      const int digit_bits = (32 + bits - shift + passes - pass - 1) / (passes - pass);  // even shares of the bits left
       sort_by_digit(shift, digit_bits);
       shift += digit_bits;
     }

@@ -1,6 +1,6 @@
-// Functions marked TORCHREC_DYN_SIMD are compiled for several x86-64 levels and chosen when the library is
-// loaded, so that one wheel runs on any machine. The build turns floating-point contraction off, so every
-// level gives the same bits. Elsewhere the compiler's baseline is used (aarch64 has 128-bit vectors there).
+// Functions marked TORCHREC_DYN_SIMD are compiled for several x86-64 levels; the level is chosen when the library is
+// loaded, so one wheel runs on any machine. The build turns floating-point contraction off, so every level gives the
+// same bits. On other machines the compiler's baseline is used (on aarch64 it has 128-bit vectors).
 #pragma once
 
 #include <cstdint>
@@ -23,20 +23,20 @@
 
 namespace torchrec_dyn {
 
-// Sixteen floats that stay in registers: one of 512 bits, or as many narrower ones as the level has. Every lane is
-// computed on its own, so the bits are the same at every level.
+// Sixteen floats that stay in registers: one register of 512 bits, or several narrower registers, as the level has.
+// Every lane is computed on its own, so the bits are the same at every level.
 typedef float Floats16 __attribute__((vector_size(64)));
 constexpr int64_t kLanes = 16;
 
 TORCHREC_DYN_INLINE void load(const float* from, Floats16& lanes) { std::memcpy(&lanes, from, sizeof lanes); }
 TORCHREC_DYN_INLINE void store(const Floats16& lanes, float* to) { std::memcpy(to, &lanes, sizeof lanes); }
 
-// Halves are added to each other: eight pairs, then four, two, one.
+// The upper half is added to the lower half: this gives eight sums, then four, two, one.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float sum_of_lanes(const float (&lanes)[kLanes]) {
 #if defined(__CUDACC__)
   float sums[4];
   for (int64_t i = 0; i < 4; ++i) sums[i] = (lanes[i] + lanes[i + 8]) + (lanes[i + 4] + lanes[i + 12]);
-#else  // as vectors, since compilers take sixteen numbers apart one by one
+#else  // with vectors, since compilers would extract the sixteen numbers one by one
   typedef float Floats4 __attribute__((vector_size(16)));
   Floats4 quarters[4];
   std::memcpy(quarters, lanes, sizeof lanes);

@@ -1,5 +1,5 @@
 // Memory that reads as zeros and is committed page by page when it is first written: an empty map of any size
-// costs nothing until ids arrive. Such memory can be given back in part, after which it reads as zeros again.
+// costs nothing until ids are inserted. Parts of such memory can be given back; they then read as zeros again.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 namespace torchrec_dyn {
 
 struct ZeroedMemory {
-  void* begin;  // on a 2 MiB boundary where the memory is that large, else on that of a cache line
+  void* begin;  // on a 2 MiB boundary if the memory is at least that large, else on the boundary of a cache line
   void* mapping;
   size_t mapped_bytes;  // 0: from the heap
 };

@@ -1,11 +1,11 @@
-"""Ids come and go for ever, memory does not: one drifting stream, four ways for a row to live.
+"""Trains on a stream of ever-changing ids, with and without eviction, and compares memory and loss.
 
     python examples/drifting_ids.py --plot drifting_ids.png
     python examples/drifting_ids.py --world-size 2 --plan column_wise
 
-Each run trains the same small model on the same stream (drifting_stream.py) and differs in the
-DynamicTableConfig alone. Each batch is predicted before the model learns from it: its loss is that
-of views never seen. Rows and hit rates are what `stats()` of the tables says.
+Each run trains the same small model on the same stream (drifting_stream.py). Runs differ only in the limit
+and the DynamicTableConfig of their tables. Each batch is predicted before the model is trained on it, so
+its loss is the loss on unseen views. Rows and hit rates are from `stats()` of the tables.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_dyn as dyn
 
 CPU = torch.device("cpu")
-LOOKS = 50  # at the tables, in each run
-GENEROUS = 100_000_000  # a limit that nothing reaches; it reserves no memory
+LOOKS = 50  # readings of the tables in each run
+GENEROUS = 100_000_000  # a limit that no run reaches; it reserves no memory
 LEARNING = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.2}
 SUMMED = ("rows", "bytes", "ids_seen", "hits", "refused", "evicted_full", "evicted_expired")
 SIZES = {  # option: default, default with --quick, meaning
@@ -56,7 +56,7 @@ SIZES = {  # option: default, default with --quick, meaning
 
 
 def ways_to_live(options: argparse.Namespace) -> dict[str, tuple[int, dyn.DynamicTableConfig]]:
-    """Returns limit and options of the tables for each run: all that the runs differ in."""
+    """Returns the limit and the options of the tables for each run: the only differences of the runs."""
     expire = dyn.ExpireAfter(steps=max(options.lifetime // 10, 1))
     start = {"initializer": dyn.Uniform(-0.01, 0.01), "seed": options.seed}
     return {
@@ -79,10 +79,10 @@ def ways_to_live(options: argparse.Namespace) -> dict[str, tuple[int, dyn.Dynami
 
 
 class ClickModel(nn.Module):
-    """Predicts from the rows of a view's two ids whether it is clicked.
+    """A model that predicts a click from the rows of the two ids of a view.
 
     Args:
-        rows: the collection.
+        rows: the collection of the tables.
         dim: columns of a row.
     """
 
@@ -98,7 +98,7 @@ class ClickModel(nn.Module):
 
 
 def make_model(options: argparse.Namespace, limit: int, life: dyn.DynamicTableConfig) -> nn.Module:
-    """Builds the model; sharded over the processes where there are several."""
+    """Returns the model, sharded if there are several processes."""
     torch.manual_seed(options.seed)
     tables = [
         EmbeddingBagConfig(
@@ -117,7 +117,7 @@ def make_model(options: argparse.Namespace, limit: int, life: dyn.DynamicTableCo
 
 
 def look_at(model: nn.Module) -> dict[str, float]:
-    """Returns the counts of both tables, summed, over all ranks; collective."""
+    """Returns the sums of the counts of both tables, over all ranks. Collective."""
     rows = (model.module if isinstance(model, DistributedModelParallel) else model).rows
     stats = [dyn.read_stats(rows, table) for table in FEATURES]
     return {key: sum(of_table[key] for of_table in stats) for key in SUMMED}
@@ -129,7 +129,7 @@ def train(
     """Trains the model on the stream.
 
     Returns:
-        what was seen at each look; hit rate and loss are those since the look before.
+        The readings of the tables. Hit rate and loss are means since the previous reading.
     """
     rank = dist.get_rank() if options.world_size > 1 else 0
     dense = [weight for _, weight in in_backward_optimizer_filter(model.named_parameters())]
@@ -141,7 +141,7 @@ def train(
         views = stream.batch(step - 1).part(rank, options.world_size)
         loss = model(views.features(), torch.from_numpy(views.labels))
         optimizer.zero_grad()
-        loss.backward()  # the rows learn here
+        loss.backward()  # this updates the rows
         optimizer.step()
         losses += loss.detach()
         if step * LOOKS // options.steps == (step - 1) * LOOKS // options.steps:
@@ -157,7 +157,7 @@ def train(
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
-    """Reads the command line; ends the program with a usage message where it is wrong."""
+    """Returns the options of the command line. Wrong options end the program with a usage message."""
     parser = argparse.ArgumentParser(
         prog="drifting_ids.py",
         description="Trains on ids that come and go, with and without admission and eviction.",
@@ -200,7 +200,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Does all runs, one after the other, and reports on rank 0."""
+    """Does all runs, one after another, and prints the report on rank 0."""
     stream = DriftingStream(options.seed, options.batch_size, options.living, options.lifetime)
     runs = {}
     for name, (limit, life) in ways_to_live(options).items():
@@ -233,7 +233,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Does the runs in this process, or starts several, or is one of these; returns the status."""
+    """Does the runs in this process, or starts several processes. Returns the exit status."""
     options = parse_options(sys.argv[1:])
     if options.world_size > 1 and "RANK" not in os.environ:
         return start_processes(__file__, sys.argv[1:], options.world_size)
@@ -242,7 +242,7 @@ def main() -> int:
         dist.init_process_group("gloo")
     work(options)
     if options.world_size > 1:
-        gc.collect()  # as in train_dlrm.py: nothing may hold the groups when they end
+        gc.collect()  # as in train_dlrm.py: no object may hold the process groups when they end
         dist.destroy_process_group()
     return 0
 

@@ -1,13 +1,13 @@
-"""What memory buys: one click model with tables of full width, narrow ones, and quotient-remainder pairs.
+"""Compares memory and quality of a click model with full-width, narrow and quotient-remainder tables.
 
     python examples/mixed_dimensions.py
 
-Trains TorchRec's DLRM on the made-up clicks once for each kind of table, in one process, and prints
-what the tables hold and what the model is worth on held-out clicks. About a minute on one core.
+Trains TorchRec's DLRM on synthetic clicks once for each kind of table, in one process. Prints the rows and
+bytes of the tables, and the model's metrics on held-out clicks. Takes about a minute on one core.
 
 The ids of the stream are spread over 64 bits and share no quotients. So the quotient-remainder tables
-get `id % (m * m)`: m quotients and m remainders at most. `folded` is the same idea without pairs: ids
-share rows, `id % (2 * m)`, as many rows as a pair of tables has.
+get `id % (m * m)`: at most m quotients and m remainders. The kind `folded` has no pairs: ids share rows,
+`id % (2 * m)`, with as many rows as a pair of tables has.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS = ("full", "block", "mult", "add", "concat", "folded")
 
 
 def make_collection(kind: str, options: argparse.Namespace) -> nn.Module:
-    """Makes the embeddings of one kind; all have outputs of `dim` columns."""
+    """Returns a collection of one kind. The outputs of all kinds have `dim` columns."""
     tables = [
         EmbeddingBagConfig(
             name=name, embedding_dim=options.dim, num_embeddings=4_000_000, feature_names=[name]
@@ -56,7 +56,7 @@ def make_collection(kind: str, options: argparse.Namespace) -> nn.Module:
 
 
 def ids_for(kind: str, features: KeyedJaggedTensor, buckets: int) -> KeyedJaggedTensor:
-    """Makes of raw ids what the tables of a kind read."""
+    """Returns raw ids converted to the ids for tables of one kind."""
     if kind in ("full", "block"):
         return features
     ids = features.values() % (2 * buckets if kind == "folded" else buckets**2)
@@ -64,9 +64,9 @@ def ids_for(kind: str, features: KeyedJaggedTensor, buckets: int) -> KeyedJagged
 
 
 def held_by(collection: nn.Module) -> tuple[int, int]:
-    """Returns the rows of all tables, and the bytes of tables and projections.
+    """Returns the number of rows of all tables, and the bytes of tables and projections.
 
-    Of a table its rows, the state of their optimizer and the id map; of a projection its numbers.
+    The bytes of a table are its rows, optimizer state and id map; the bytes of a projection are its matrix.
     """
     tables = [
         table.stats()
@@ -81,7 +81,7 @@ def held_by(collection: nn.Module) -> tuple[int, int]:
 
 
 def train_and_evaluate(kind: str, options: argparse.Namespace) -> dict[str, float]:
-    """Trains one model; returns what it holds and what it is worth."""
+    """Trains one model. Returns the size of its tables and its metrics on held-out clicks."""
     torch.manual_seed(options.seed)
     collection = make_collection(kind, options)
     model = DLRMTrain(
@@ -111,7 +111,7 @@ def train_and_evaluate(kind: str, options: argparse.Namespace) -> dict[str, floa
 
     for clicks in source.training():
         adam.zero_grad()
-        run(clicks)[0].backward()  # the rows learn here
+        run(clicks)[0].backward()  # this updates the rows
         adam.step()
     model.eval()
     with torch.no_grad():
@@ -128,7 +128,7 @@ def train_and_evaluate(kind: str, options: argparse.Namespace) -> dict[str, floa
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Returns the options of the command line."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -147,7 +147,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains the models and prints the table."""
+    """Trains the models and prints a table of results."""
     options = parse(arguments)
     hide_notes_to_developers()
     print(f"{'tables':<8}{'rows':>12}{'MB':>9}{'AUC':>9}{'NE':>9}", flush=True)

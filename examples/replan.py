@@ -1,11 +1,11 @@
-"""Plans a running model anew by what its tables hold and are asked for.
+"""Makes a new plan for a running model from the measured rows and lookups of its tables.
 
     python examples/replan.py                                 # half a minute on two cores
 
-Eight tables with one limit, so that a planner takes them for equals. The largest comes to hold a
-thousand times the rows of the smallest, and the busiest is asked for a thousand times the rows of the
-idlest. Four processes train under a plan made beforehand, measure, plan anew, move the running model to the
-new plan, and train on.
+Eight tables have the same limit, so a planner treats them as equal. But after training, the largest table has
+a thousand times the rows of the smallest, and the busiest table has a thousand times the lookups of the
+least busy. Four processes train under a plan made from the limits, measure, make a new plan, move the
+running model to the new plan, and continue training.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torchrec_dyn.planner import (
     read_model_stats,
 )
 
-# Table: ids there are, ids a sample. Both differ by 1000 from end to end, in no common order.
+# Table: (number of ids, ids per sample). Both differ by a factor of 1000, in different orders.
 TABLES = {
     **{"country": (20, 0.031), "shop": (54, 1.6), "brand": (144, 0.083), "hour": (386, 11.6)},
     **{"city": (1036, 0.22), "word": (2780, 31.0), "query": (7455, 0.6), "user": (20_000, 4.3)},
@@ -48,7 +48,7 @@ SHARDERS = [dyn.DynamicEmbeddingBagCollectionSharder(fused_params=LEARNING)]
 
 
 class Model(nn.Module):
-    """Pools the tables and adds up: DistributedModelParallel.reshard wants dense parameters, too."""
+    """A model with a linear layer, because DistributedModelParallel.reshard also needs dense parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,13 +64,13 @@ class Model(nn.Module):
         self.score = nn.Linear(len(TABLES) * DIM, 1)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss, []."""
         loss: torch.Tensor = self.score(self.sparse(features).values()).square().mean()
         return loss
 
 
 def batch(step: int) -> KeyedJaggedTensor:
-    """Draws this rank's samples of one step."""
+    """Returns this rank's samples of one step."""
     draw = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
     values, lengths = [], []
     for vocabulary, ids_a_sample in TABLES.values():
@@ -81,7 +81,7 @@ def batch(step: int) -> KeyedJaggedTensor:
 
 
 def train(plan: ShardingPlan) -> DistributedModelParallel:
-    """Trains a new model under a plan."""
+    """Returns a new model, trained under a plan."""
     model = DistributedModelParallel(
         Model(), plan=plan, sharders=SHARDERS, device=torch.device("cpu")
     )
@@ -90,16 +90,16 @@ def train(plan: ShardingPlan) -> DistributedModelParallel:
 
 
 def train_on(model: DistributedModelParallel, first: int) -> None:
-    """Trains a model on as many steps, from one on."""
+    """Trains a model for STEPS steps, from step `first` on."""
     for step in range(first, first + STEPS):
         model(batch(step)).backward()
 
 
 def replan() -> tuple[str, dict[str, PlanLoad]]:
-    """Trains, plans anew, moves the tables, and trains on. Collective.
+    """Trains, makes a new plan, moves the tables, and continues training. Collective.
 
     Returns:
-        the report, and the loads that it tells of: planned beforehand, foreseen, and come true.
+        The report, and its loads: before the move, predicted for the new plan, and measured after the move.
     """
     ranks = dist.get_world_size()
     topology = Topology(
@@ -129,7 +129,7 @@ def replan() -> tuple[str, dict[str, PlanLoad]]:
 
 
 def as_text(loads: Mapping[str, PlanLoad]) -> str:
-    """Writes the loads of the ranks side by side."""
+    """Returns a table of the loads of all ranks."""
     ranks = range(len(loads["before"].bytes))
     title = "".join(f"{f'rank {rank}':>9}" for rank in ranks)
     lines = [f"{'':24}{title}  most/mean"]
@@ -142,7 +142,7 @@ def as_text(loads: Mapping[str, PlanLoad]) -> str:
 
 
 def main() -> int:
-    """Starts the processes, or is one of them; returns the exit status."""
+    """Starts the processes, or does the work of one process. Returns the exit status."""
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     hide_notes_to_developers()
     if "RANK" not in os.environ:
@@ -151,7 +151,7 @@ def main() -> int:
     report, _ = replan()
     if dist.get_rank() == 0:
         print(report)
-    gc.collect()  # the models held the groups: only without them are gloo's threads joined
+    gc.collect()  # the models hold the process groups; gloo joins its threads only after they are freed
     dist.destroy_process_group()
     return 0
 

@@ -1,11 +1,11 @@
-"""Saves a model from two processes and goes on under other plans, in three, in one, and on a laptop.
+"""Saves a model from two processes and continues training under other plans: 2, 3 and 1 ranks, and unsharded.
 
     python examples/save_and_reshard.py                       # under a minute on two cores
     python examples/save_and_reshard.py --optimizer rowwise_adagrad --folder /tmp/moves
 
-One run trains to the end in two processes and saves on the way. The others load what it saved, save it
-again at once, and train on over the same clicks. Their losses stand beside those of the run that never
-moved, and what they saved is compared with what they loaded, number by number.
+The first run trains to the end in two processes and saves a checkpoint on the way. Each other run loads this
+checkpoint, saves it again immediately, and continues training on the same clicks. The report compares the
+losses of all runs with the first run, and each saved checkpoint with the loaded checkpoint, number by number.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ OPTIMIZERS = {
 }
 TABLES = ["user", "item"]
 DIM = 16
-BATCH = 384  # clicks of all ranks together: 1, 2 and 3 ranks share them evenly
+BATCH = 384  # clicks of all ranks together; divisible by 1, 2 and 3 ranks
 SAVED_AT, STEPS = 40, 80
-SPARSE = "sparse_arch.embedding_bag_collection"  # where DLRM has its tables
+SPARSE = "sparse_arch.embedding_bag_collection"  # path of the tables in DLRM
 FUSED = "fused"
 
 
 class Run(NamedTuple):
-    """Where and how one of the runs trains.
+    """The processes and the plan of one run.
 
     Attributes:
-        ranks: processes; 0 for the laptop: one, and nothing sharded.
-        plan: how each table is sharded, in words.
+        ranks: number of processes; 0 for the laptop: one process, nothing is sharded.
+        plan: sharding type of each table.
     """
 
     ranks: int
@@ -78,7 +78,7 @@ RUNS = {
 
 
 def clicks(step: int, part: int, parts: int) -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
-    """Makes one part of the clicks of a step: they do not depend on who trains.
+    """Returns one part of the clicks of a step. The clicks do not depend on the run.
 
     Returns:
         dense: [B, 4] float32.
@@ -100,7 +100,7 @@ def clicks(step: int, part: int, parts: int) -> tuple[Tensor, KeyedJaggedTensor,
 
 
 def make_model(optimizer: str) -> DLRM:
-    """Builds a small DLRM over two dynamic tables."""
+    """Returns a small DLRM with two dynamic tables."""
     torch.manual_seed(0)
     tables = [
         EmbeddingBagConfig(
@@ -120,12 +120,12 @@ def make_model(optimizer: str) -> DLRM:
 
 
 def learning(optimizer: str) -> dict[str, Any]:
-    """Says how rows learn."""
+    """Returns the optimizer of the rows, as `fused_params`."""
     return {"optimizer": OPTIMIZERS[optimizer], "learning_rate": 0.05}
 
 
 def shard(model: DLRM, run: Run, optimizer: str) -> DistributedModelParallel:
-    """Lays the tables over the processes as the run's plan says."""
+    """Returns the model, sharded over the processes by the run's plan."""
     sharder = dyn.DynamicEmbeddingBagCollectionSharder(fused_params=learning(optimizer))
     kinds: dict[str, ParameterShardingGenerator] = {
         "row_wise": row_wise(compute_kernel=FUSED),
@@ -149,11 +149,11 @@ def shard(model: DLRM, run: Run, optimizer: str) -> DistributedModelParallel:
 
 
 def make_optimizer(model: nn.Module) -> CombinedOptimizer:
-    """Combines the optimizer of the rows with Adam for the dense part, under the names of the model."""
+    """Returns the optimizer of the rows combined with Adam for the dense part, with the model's names."""
     named = in_backward_optimizer_filter(model.named_parameters())
     parameters = {name: one for name, one in named if not name.startswith(SPARSE)}
     dense = KeyedOptimizerWrapper(parameters, lambda some: torch.optim.Adam(some, lr=0.005))
-    dense.init_state()  # Adam makes its state at the first step; what is loaded needs a place before
+    dense.init_state()  # Adam creates its state at the first step, but loading needs it before
     if isinstance(model, DistributedModelParallel):
         return CombinedOptimizer([model.fused_optimizer, dense])
     rows = model.get_submodule(SPARSE).fused_optimizer
@@ -161,29 +161,29 @@ def make_optimizer(model: nn.Module) -> CombinedOptimizer:
 
 
 def save(model: nn.Module, optimizer: CombinedOptimizer, folder: Path) -> None:
-    """Saves all there is, into a folder that is not there yet. Collective."""
+    """Saves the model and the optimizer into a new folder. Collective."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.save(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
 
 
 def read(model: nn.Module, optimizer: CombinedOptimizer, folder: Path) -> dict[str, Any]:
-    """Reads what `save` wrote, as far as this process needs it; the model stays as it is. Collective."""
+    """Returns this process's part of a checkpoint of `save`; the model does not change. Collective."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.load(state, checkpoint_id=folder, planner=LoadPlanner(), no_dist=not dist.is_initialized())
     return state
 
 
 def load(model: nn.Module, optimizer: CombinedOptimizer, folder: Path) -> None:
-    """Loads what `save` wrote, whatever the plan and the number of ranks were. Collective."""
+    """Loads a checkpoint of `save`, made under any plan and number of ranks. Collective."""
     state = read(model, optimizer, folder)
-    model.load_state_dict(state["model"])  # first: the optimizer's state is that of its rows
+    model.load_state_dict(state["model"])  # first: the optimizer state belongs to these rows
     optimizer.load_state_dict(state["optimizer"])
 
 
 def train(
     model: nn.Module, optimizer: CombinedOptimizer, steps: range, rank: int, ranks: int
 ) -> list[float]:
-    """Trains on the clicks of these steps; returns the loss of each, the mean of all ranks."""
+    """Trains on the clicks of these steps. Returns the loss of each step, the mean over all ranks."""
     losses = []
     for step in steps:
         dense, features, labels = clicks(step, rank, ranks)
@@ -200,7 +200,7 @@ def train(
 
 
 def work(name: str, folder: Path, optimizer_name: str) -> nn.Module:
-    """Is one process of a run: train and save, or load, save again and train on."""
+    """Does the work of one process of a run: train and save, or load, save again and continue training."""
     run = RUNS[name]
     rank = dist.get_rank() if run.ranks else 0
     model: nn.Module = make_model(optimizer_name)
@@ -221,7 +221,7 @@ def work(name: str, folder: Path, optimizer_name: str) -> nn.Module:
 
 
 def differences(folder: Path, name: str, optimizer_name: str) -> list[str]:
-    """Names the tensors that a run saved again with other numbers than it had loaded."""
+    """Returns the names of the tensors whose saved numbers differ from the loaded numbers."""
     found = []
     for checkpoint in (STAYS, name):
         model = make_model(optimizer_name)
@@ -234,7 +234,7 @@ def differences(folder: Path, name: str, optimizer_name: str) -> list[str]:
 
 
 def laptop(folder: Path, optimizer_name: str) -> bool:
-    """Trains on without process groups; returns whether torch.save keeps what it has trained."""
+    """Continues training without process groups. Returns True if torch.save and torch.load keep the model."""
     model = work("laptop", folder, optimizer_name).eval()
     torch.save(model.state_dict(), folder / "laptop.pt")
     again = make_model(optimizer_name).eval()
@@ -244,7 +244,7 @@ def laptop(folder: Path, optimizer_name: str) -> bool:
 
 
 def move(folder: Path, optimizer_name: str, arguments: list[str]) -> int:
-    """Starts one run after the other, then compares them; returns the exit status."""
+    """Starts the runs one after another and compares them. Returns the exit status."""
     for name, run in RUNS.items():
         told = ["--stage", name, "--folder", str(folder), *arguments]
         if run.ranks and start_processes(__file__, told, run.ranks):
@@ -260,7 +260,7 @@ def move(folder: Path, optimizer_name: str, arguments: list[str]) -> int:
 
 
 def main() -> int:
-    """Starts the runs, or is one process of one; returns the exit status."""
+    """Starts the runs, or does the work of one process of a run. Returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adagrad", help="of the rows")
     parser.add_argument("--folder", type=Path, help="for the checkpoints (default: not kept)")
@@ -270,7 +270,7 @@ def main() -> int:
     if options.stage:
         dist.init_process_group("gloo")
         work(options.stage, options.folder, options.optimizer)
-        gc.collect()  # the model holds the groups: only without it are gloo's threads joined, not cut off
+        gc.collect()  # the model holds the process groups; gloo joins its threads only after it is freed
         dist.destroy_process_group()
         return 0
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,8 +1,8 @@
-"""Train a little, save, build int8 tables, serve them, train on, and apply a delta while they are served.
+"""Trains, saves, builds int8 tables, serves them, trains more, and applies a delta to the served tables.
 
     python examples/serve.py
 
-Takes some seconds on one core.
+Takes a few seconds on one core.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FEATURES = ["user", "item", "seen"]
 
 
 def batch(size: int, draw: torch.Generator) -> KeyedJaggedTensor:
-    """Draws bags of up to 8 ids, some of them far more often than others."""
+    """Returns bags of up to 8 ids with a skewed distribution."""
     lengths = torch.randint(0, 9, (len(FEATURES) * size,), generator=draw)
     skewed = torch.rand(int(lengths.sum()), generator=draw) ** 4
     ids = (skewed * 50_000).long() * 0x9E3779B1  # any int64 is an id
@@ -38,7 +38,7 @@ def batch(size: int, draw: torch.Generator) -> KeyedJaggedTensor:
 
 
 def train(ebc: dyn.DynamicEmbeddingBagCollection, steps: int, draw: torch.Generator) -> None:
-    """Pulls pooled rows towards ones."""
+    """Trains the collection: the targets of all pooled values are 1."""
     ebc.train()
     for _ in range(steps):
         ((ebc(batch(256, draw)).values() - 1.0) ** 2).mean().backward()
@@ -46,18 +46,18 @@ def train(ebc: dyn.DynamicEmbeddingBagCollection, steps: int, draw: torch.Genera
 
 
 def megabytes(folder: Path) -> float:
-    """Bytes on the disk, in MB."""
+    """Returns the disk space of a folder, in MB."""
     return sum(path.stat().st_blocks for path in folder.rglob("*")) * 512 / 1e6
 
 
 def furthest(served: torch.nn.Module, ebc: torch.nn.Module, features: KeyedJaggedTensor) -> float:
-    """The largest difference between served and trained outputs."""
+    """Returns the largest difference between served and trained outputs."""
     with torch.no_grad():
         return float((served(features).values() - ebc(features).values()).abs().max())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the story."""
+    """Runs the example."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args(argv).steps

@@ -1,10 +1,10 @@
 """Trains TorchRec's DLRM on raw ids: hash-backed tables, sharded over processes, in one script.
 
-    python examples/train_dlrm.py                                  # made-up clicks, 2 processes
+    python examples/train_dlrm.py                                  # synthetic clicks, 2 processes
     python examples/train_dlrm.py --data day_0.gz --plan row_wise  # the Criteo click log
     torchrun --standalone --nproc-per-node 4 examples/train_dlrm.py
 
-`make_model` and `make_sharders` name dynamic tables where TorchRec's own would stand. All the rest
+Only `make_model` and `make_sharders` use dynamic tables, in place of TorchRec's tables. Everything else
 is plain TorchRec: its DLRM, planner, DistributedModelParallel, train pipeline and optimizers.
 """
 
@@ -49,7 +49,7 @@ EMB_OPTIM_TYPES = {
 
 
 def make_model(options: argparse.Namespace) -> DLRMTrain:
-    """Builds DLRM over one dynamic table per categorical; `max_rows` reserves no memory."""
+    """Returns DLRM with one dynamic table per categorical. `max_rows` reserves no memory."""
     tables = [
         EmbeddingBagConfig(
             name=name,
@@ -71,20 +71,20 @@ def make_model(options: argparse.Namespace) -> DLRMTrain:
 
 
 def make_sharders(options: argparse.Namespace) -> list[ModuleSharder]:
-    """Says how rows learn: in the backward pass itself, by the optimizer named here."""
+    """Returns the sharders with the optimizer of the rows, which runs in the backward pass."""
     fused_params = {"optimizer": EMB_OPTIM_TYPES[options.optimizer], "learning_rate": options.lr}
     return [dyn.DynamicEmbeddingBagCollectionSharder(fused_params=fused_params)]
 
 
 def make_optimizer(model: DistributedModelParallel, dense_lr: float) -> CombinedOptimizer:
-    """Combines the optimizer of the rows with Adam for the dense part."""
+    """Returns the optimizer of the rows combined with Adam for the dense part."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     adam = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=dense_lr))
     return CombinedOptimizer([model.fused_optimizer, adam])
 
 
 def make_source(options: argparse.Namespace, rank: int) -> FileSource | StreamSource:
-    """Opens the file, or the made-up stream where none is given."""
+    """Returns the source of clicks: the file, or the synthetic stream without a file."""
     share = {
         "batch_size": options.batch_size,
         "steps": options.steps,
@@ -100,7 +100,7 @@ def make_source(options: argparse.Namespace, rank: int) -> FileSource | StreamSo
 def run_batches(
     pipeline: TrainPipelineSparseDist, clicks: Iterator[Clicks]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Runs the model over the clicks, all ranks in step; trains it where it is in training mode.
+    """Runs the model on the clicks, with all ranks in step. Trains it if it is in training mode.
 
     Yields:
         loss: [], the mean over this rank's batch.
@@ -108,16 +108,16 @@ def run_batches(
         labels: [B].
     """
     batches = (part.to_batch() for part in in_step(clicks))
-    with suppress(StopIteration):  # how a pipeline says that it has run dry
+    with suppress(StopIteration):  # the pipeline raises it after the last batch
         while True:
             yield pipeline.progress(batches)
 
 
 def work(options: argparse.Namespace) -> None:
-    """Does the job of one process: plan, train, evaluate, report.
+    """Does the work of one process: plan, train, evaluate, report.
 
     Raises:
-        BadLine: if a line is no click and that is an error, or there are too few lines.
+        BadLine: if a line is not a click and bad lines are errors, or there are too few lines.
     """
     rank = dist.get_rank()
     torch.manual_seed(options.seed)
@@ -158,7 +158,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Starts the processes, or is one of them; returns the exit status."""
+    """Starts the processes, or does the work of one process. Returns the exit status."""
     options = parse_options(sys.argv[1:])
     if "RANK" not in os.environ:
         return start_processes(__file__, sys.argv[1:], options.world_size)
@@ -171,7 +171,7 @@ def main() -> int:
         return 1
     except AnotherRankFailed:
         return 1
-    gc.collect()  # the model holds the groups: only without it are gloo's threads joined, not cut off
+    gc.collect()  # the model holds the process groups; gloo joins its threads only after it is freed
     dist.destroy_process_group()
     return 0
 

@@ -1,5 +1,6 @@
-"""Devices, marks and Hypothesis profiles. Tests import nothing from here."""
+"""Devices, marks, Hypothesis profiles and parts of the deep tests. Tests import nothing from here."""
 
+import argparse
 import os
 from collections.abc import Callable, Iterator
 
@@ -13,8 +14,23 @@ settings.register_profile("ci", max_examples=50, derandomize=True, **_FIRM)
 settings.register_profile("deep", max_examples=2000, **_FIRM)
 
 
+def _shard(text: str) -> tuple[int, int]:
+    """Reads "3/8" as (3, 8)."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"expected K/N with 1 <= K <= N, got {text!r}")
+    return int(part), int(parts)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--deep", action="store_true", help="deep Hypothesis profile, and the soaks")
+    parser.addoption(
+        "--deep",
+        action="store_true",
+        help="the soaks, and the property tests with 2,000 examples each; no other test",
+    )
+    parser.addoption(
+        "--shard", type=_shard, default=(1, 1), metavar="K/N", help="part K of N, 1 <= K <= N"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,12 +46,22 @@ def _has_cuda_kernels() -> bool:
     return torch.cuda.is_available() and any(op.startswith("torchrec_dyn::") for op in registered)
 
 
+@pytest.hookimpl(trylast=True)  # after Hypothesis, which marks its tests there
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reasons = {}
     if not _has_cuda_kernels():
         reasons["needs_cuda"] = "no CUDA device, or no CUDA kernels in torchrec_dyn._C"
-    if not config.getoption("--deep"):
+    if config.getoption("--deep"):
+        items[:] = [
+            item
+            for item in items
+            if item.get_closest_marker("deep") or item.get_closest_marker("hypothesis")
+        ]
+    else:
         reasons["deep"] = "a soak: make test-deep"
+    # Neighbours, cases of one test as a rule, take as long as one another: each part gets its share of them.
+    part, parts = config.getoption("--shard")
+    items[:] = items[part - 1 :: parts]
     for item in items:
         for mark, reason in reasons.items():
             if item.get_closest_marker(mark):

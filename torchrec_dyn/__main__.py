@@ -19,10 +19,10 @@ def _arguments() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     inspect = commands.add_parser(
         "inspect",
-        help="tell what a checkpoint or a delta holds",
-        description="Tells of each dynamic table of a checkpoint, or of a delta: rows, initializer, "
-        "optimizer, fingerprint (the same for the same contents, whatever the plan), and norms, ages and "
-        "counts of its rows. A checkpoint's .metadata is a pickle: open only what you trust.",
+        help="print the contents of a checkpoint or a delta",
+        description="Prints for each dynamic table of a checkpoint or delta: rows, initializer, "
+        "optimizer, fingerprint (the same for the same contents under any plan), and the norms, ages and "
+        "counts of its rows. A checkpoint's .metadata is a pickle: open only files that you trust.",
         epilog="Exit status: 0 fine; 1 torn, damaged or no checkpoint; 2 wrong usage.",
     )
     inspect.add_argument("path", type=Path, help="directory of the checkpoint or delta")
@@ -35,21 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-        arguments: of the command line; None: those of this process.
+        arguments: command-line arguments; None: the arguments of this process.
 
     Returns:
         The exit status.
     """
     parser = _arguments()
-    asked = parser.parse_args(arguments)
-    if asked.plot is not None and (fault := plot_fault(asked.plot)):
+    options = parser.parse_args(arguments)
+    if options.plot is not None and (fault := plot_fault(options.plot)):
         parser.error(fault)
     try:
         with warnings.catch_warnings():
-            # torch warns of damaged archives before it refuses them.
+            # torch warns about a damaged archive before it raises an error.
             warnings.simplefilter("ignore")
-            inspect_checkpoint(asked.path, asked.verify, asked.plot)
-    except BrokenPipeError:  # the reader of the output has closed it
+            inspect_checkpoint(options.path, options.verify, options.plot)
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)

@@ -25,16 +25,17 @@ class DynamicTableConfig:
     Attributes:
         initializer: distribution of fresh rows; None: uniform between the table config's
             weight_init_min and weight_init_max, by default +-1/sqrt(num_embeddings).
-        seed: decides the initial rows, together with the table's name and the id.
-        unseen: what an id without a row reads as, in evaluation and in training while it is not
-            admitted: "zeros", or "initial" for the row it would start with.
-        admission: the unseen ids that get a row in training: AdmitAfter, AdmitWithProbability,
-            Never; None: all.
-        eviction: the ids that lose their row: LeastRecentlyUsed or LeastFrequentlyUsed when the table
-            is full, ExpireAfter by age, or a pair (ExpireAfter, LeastRecentlyUsed or
-            LeastFrequentlyUsed); None: no id, and a full table is an error.
-        gradient: how the gradients of an id are reduced over W ranks. Each rank sends the sum over its
-            own occurrences of the id. "mean_over_ranks": sum over ranks / W, as TorchRec does;
+        seed: seed of the initial rows, of the draws of AdmitWithProbability, and of stochastic rounding.
+            All of them depend on the table's name and on the id, too.
+        unseen: value of an id without a row, in evaluation and, until the id is admitted, in training:
+            "zeros", or "initial" for the initial row that the id would get.
+        admission: policy for unseen ids in training: AdmitAfter, AdmitWithProbability or Never;
+            None: every unseen id gets a row.
+        eviction: policy for removing rows: LeastRecentlyUsed or LeastFrequentlyUsed when the table is
+            full, ExpireAfter by age, or a pair (ExpireAfter, LeastRecentlyUsed or
+            LeastFrequentlyUsed); None: no row is evicted, and a full table is an error.
+        gradient: reduction of an id's gradients over W ranks. Each rank sends the sum over its own
+            occurrences of the id. "mean_over_ranks": sum over ranks / W, as in TorchRec;
             "mean_over_senders": sum / number of ranks whose batch has the id; "sum": the sum. Without
             sharding all three are the same.
     """
@@ -70,10 +71,10 @@ class DynamicTableConfig:
 
     @property
     def has_life(self) -> bool:
-        """True if any policy is set; such a table keeps a score (last_seen, count) of each row."""
+        """True if any policy is set; such a table keeps a score (last_seen, count) for each row."""
         return self.admission is not None or self.eviction is not None
 
     @property
     def counts_waiting(self) -> bool:
-        """True if unseen ids wait for admission, each with a counter."""
+        """True if unseen ids wait for admission (AdmitAfter), each with a counter."""
         return isinstance(self.admission, AdmitAfter)

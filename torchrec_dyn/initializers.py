@@ -4,13 +4,14 @@ A value of a fresh row is a pure function of (seed, table name, id, column): the
 same row on any rank, under any plan, in any order. The numbers are from Philox (csrc/philox.h) and, for
 normal distributions, the normal quantile function (csrc/storage/initial_rows.h).
 
-Xavier's and Kaiming's initializers scale by the width of a row. torch takes the fans of a weight [N, D]
-to be D and N. A dynamic table makes each row alone and has a limit but no N, so only D may decide:
-fan_in = fan_out = D, as of a square weight [D, D]. (ReCIS takes the fans of the block of rows that it
-allocates, so its scale depends on the block's size.) They become Uniform or Normal when a table is
-made, so the core, checkpoints and their readers know only Uniform, Normal, TruncatedNormal and Constant.
+The Xavier and Kaiming initializers scale with the width of a row. For a weight [N, D] torch uses the fans
+D and N. A dynamic table initializes each row separately and has a limit but no N. So the scale depends
+on D only: fan_in = fan_out = D, as for a square weight [D, D]. (ReCIS uses the fans of the block of rows
+that it allocates, so its scale depends on the block's size.) When a table is created, these initializers
+become Uniform or Normal. So the core, checkpoints and their readers handle only Uniform, Normal,
+TruncatedNormal and Constant.
 
-Legend: N rows, D = embedding_dim, that of the whole row under column-wise plans too.
+Legend: N rows; D = embedding_dim, the width of the whole row, also under column-wise plans.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from typing import Literal, Protocol
 from torch.nn.init import calculate_gain
 
 _CONSTANT, _UNIFORM, _NORMAL = 0, 1, 2
-_MOST = (2 - 2**-23) * 2.0**127  # the largest float32: rows are made in float32
+_MOST = (2 - 2**-23) * 2.0**127  # the largest float32: initial rows are computed in float32
 
 
 class Initializer(Protocol):
-    """Describes the distribution of each value of a fresh row."""
+    """The distribution of each value of a fresh row."""
 
     def parameters(self) -> tuple[int, list[float]]:
         """Returns the kind and the six parameters of `ops.init_rows_`."""
@@ -52,7 +53,7 @@ def _check_deviation(where: str, std: float) -> None:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Uniform in [low, high)."""
+    """Uniform distribution in [low, high)."""
 
     low: float
     high: float
@@ -69,7 +70,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal with the given mean and standard deviation."""
+    """Normal distribution with the given mean and standard deviation."""
 
     mean: float
     std: float
@@ -85,7 +86,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class TruncatedNormal:
-    """Normal conditioned on [low, high], absolute bounds as in `torch.nn.init.trunc_normal_`."""
+    """Normal distribution conditioned on [low, high], absolute bounds as in `torch.nn.init.trunc_normal_`."""
 
     mean: float
     std: float
@@ -105,7 +106,7 @@ class TruncatedNormal:
 
     def parameters(self) -> tuple[int, list[float]]:
         """Returns the kind and the six parameters of `ops.init_rows_`."""
-        # Probabilities near 1 have no digits left for the upper tail: there the lower one is mirrored.
+        # Probabilities near 1 lose the digits of the upper tail: bounds above the mean are mirrored.
         sign = -1.0 if self.low > self.mean else 1.0
         scale = sign * self.std * math.sqrt(2.0)
         ends = [0.5 * math.erfc((self.mean - bound) / scale) for bound in (self.low, self.high)]
@@ -141,7 +142,7 @@ def table_key(seed: int, table: str, purpose: str) -> int:
     Args:
         seed: any integer.
         table: the table's name.
-        purpose: at most 16 ASCII letters; numbers drawn for different purposes are independent.
+        purpose: at most 16 ASCII letters; keys of different purposes give independent numbers.
 
     Source: BLAKE2b with an 8 byte digest (RFC 7693), personalised by the purpose.
     """
@@ -159,23 +160,26 @@ def _kaiming_gain(where: str, a: float, mode: str, nonlinearity: str) -> float:
     """Returns torch's gain of a nonlinearity, sqrt(2 / (1 + a^2)) for "leaky_relu"."""
     if mode not in ("fan_in", "fan_out"):
         raise ValueError(f'{where}.mode: expected "fan_in" or "fan_out", got {mode!r}.')
-    if not isinstance(a, (int, float)) or not abs(a) < 1e154:  # its square is a float
+    if not isinstance(a, (int, float)) or not abs(a) < 1e154:  # so that a * a does not overflow
         raise ValueError(f"{where}.a: expected a finite number below 1e154, got {a!r}.")
     try:
         return float(calculate_gain(nonlinearity, float(a)))  # type: ignore[arg-type]
     except ValueError:
         raise ValueError(
-            f"{where}.nonlinearity: expected one that torch.nn.init.calculate_gain knows, e.g. "
+            f"{where}.nonlinearity: expected a name that torch.nn.init.calculate_gain accepts, e.g. "
             f'"relu" or "leaky_relu", got {nonlinearity!r}.'
         ) from None
 
 
 @dataclass(frozen=True)
 class XavierUniform:
-    """Uniform in +-gain sqrt(6 / (D + D)).
+    """Uniform distribution in +-gain sqrt(6 / (D + D)).
 
     Source: Glorot, Bengio, "Understanding the difficulty of training deep feedforward neural networks",
-    AISTATS 2010; torch.nn.init.xavier_uniform_ of a weight [D, D].
+    AISTATS 2010; `torch.nn.init.xavier_uniform_` for a weight [D, D].
+
+    Attributes:
+        gain: factor of the bounds, above 0.
     """
 
     gain: float = 1.0
@@ -191,9 +195,12 @@ class XavierUniform:
 
 @dataclass(frozen=True)
 class XavierNormal:
-    """Normal with mean 0 and standard deviation gain sqrt(2 / (D + D)).
+    """Normal distribution with mean 0 and standard deviation gain sqrt(2 / (D + D)).
 
-    Source: as XavierUniform; torch.nn.init.xavier_normal_ of a weight [D, D].
+    Source: as for XavierUniform; `torch.nn.init.xavier_normal_` for a weight [D, D].
+
+    Attributes:
+        gain: factor of the standard deviation, above 0.
     """
 
     gain: float = 1.0
@@ -208,15 +215,17 @@ class XavierNormal:
 
 @dataclass(frozen=True)
 class KaimingUniform:
-    """Uniform in +-g sqrt(3 / D), g the gain of the nonlinearity, by default sqrt(2 / (1 + a^2)).
+    """Uniform distribution in +-g sqrt(3 / D).
+
+    g is the gain of the nonlinearity, by default sqrt(2 / (1 + a^2)).
 
     Source: He, Zhang, Ren, Sun, "Delving deep into rectifiers", ICCV 2015;
-    torch.nn.init.kaiming_uniform_ of a weight [D, D].
+    `torch.nn.init.kaiming_uniform_` for a weight [D, D].
 
     Attributes:
         a: negative slope of "leaky_relu"; ignored for other nonlinearities.
         mode: "fan_in" or "fan_out", as in torch; both are D.
-        nonlinearity: one of torch.nn.init.calculate_gain.
+        nonlinearity: a name that `torch.nn.init.calculate_gain` accepts.
     """
 
     a: float = 0.0
@@ -235,9 +244,11 @@ class KaimingUniform:
 
 @dataclass(frozen=True)
 class KaimingNormal:
-    """Normal with mean 0 and standard deviation g / sqrt(D), g the gain of the nonlinearity.
+    """Normal distribution with mean 0 and standard deviation g / sqrt(D).
 
-    Source: as KaimingUniform; torch.nn.init.kaiming_normal_ of a weight [D, D].
+    g is the gain of the nonlinearity, by default sqrt(2 / (1 + a^2)).
+
+    Source: as for KaimingUniform; `torch.nn.init.kaiming_normal_` for a weight [D, D].
 
     Attributes:
         a: as for KaimingUniform.
@@ -262,7 +273,7 @@ FanInitializer = XavierUniform | XavierNormal | KaimingUniform | KaimingNormal
 
 
 def for_dimension(initializer: Initializer | FanInitializer, embedding_dim: int) -> Initializer:
-    """Returns the initializer for rows of `embedding_dim` columns, no FanInitializer any more."""
+    """Returns the initializer for rows of `embedding_dim` columns: Uniform or Normal for a FanInitializer."""
     if isinstance(initializer, FanInitializer):
         return initializer.for_dimension(embedding_dim)
     return initializer

@@ -1,7 +1,7 @@
 """A typed Python function and a fake kernel for each op of the core.
 
 The schemas and the meaning of every argument are in csrc/library.cpp. This is the only file that spells
-`torch.ops`. Ops write state in place only where their name or docstring says so.
+`torch.ops`. An op changes state in place only if its name or docstring says so.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ def unmix64(mixed: Tensor) -> Tensor:
 
     Args:
         mixed: [N] int64.
+
+    Returns:
+        [N] int64.
     """
     return _ops.unmix64.default(mixed)
 
@@ -46,11 +49,11 @@ def lookup(
         ids: [N] int64 in table order.
         table_offsets: [T + 1] int64; the ids of table t are ids[table_offsets[t] : table_offsets[t + 1]].
         slots: [C, 2] int64 each: the slots of T maps, then the outgoing slots of each map that grows.
-        moved: [T] int64, number of outgoing slots moved; -1 for a map that does not grow.
+        moved: [T] int64, number of moved outgoing slots; -1 for a map that does not grow.
 
     Returns:
-        rows: [N] int64, -1 where the id is absent.
-        absent: [T] int64, number of absent ids of each table, repeats counted.
+        rows: [N] int64, -1 for an absent id.
+        absent: [T] int64, number of absent ids of each table, repeats included.
     """
     return _ops.lookup.default(ids, table_offsets, slots, moved)
 
@@ -62,14 +65,14 @@ def collect_new(
 
     Args:
         ids: [N] int64 in table order.
-        rows: [N] int64 of `lookup`.
-        table_offsets: [T + 1] int64.
+        rows: [N] int64, the result of `lookup`.
+        table_offsets: [T + 1] int64, as in `lookup`.
 
     Returns:
-        new_ids: [M] int64.
-        new_counts: [M] int64, occurrences of each.
-        new_offsets: [T + 1] int64, where the new ids of each table begin.
-        new_index: [N] int64, the place of an absent id in new_ids; -1 for an id with a row.
+        new_ids: [M] int64, table after table.
+        new_counts: [M] int64, occurrences of each new id.
+        new_offsets: [T + 1] int64; the new ids of table t are new_ids[new_offsets[t] : new_offsets[t + 1]].
+        new_index: [N] int64, position of an absent id in new_ids; -1 for an id with a row.
     """
     return _ops.collect_new.default(ids, rows, table_offsets)
 
@@ -82,9 +85,9 @@ def insert(
     Args:
         new_ids: [M] int64.
         new_rows: [M] int64, at least 0.
-        new_offsets: [T + 1] int64.
-        slots: as `lookup`, with an empty slot for every new id.
-        moved: as `lookup`.
+        new_offsets: [T + 1] int64, as in `collect_new`.
+        slots: as in `lookup`, with an empty slot for every new id; written.
+        moved: as in `lookup`.
     """
     _ops.insert.default(new_ids, new_rows, new_offsets, slots, moved)
 
@@ -94,7 +97,7 @@ def fill_new_(rows: Tensor, new_index: Tensor, new_rows: Tensor) -> None:
 
     Args:
         rows: [N] int64, written in place.
-        new_index: [N] int64 of `collect_new`.
+        new_index: [N] int64, a result of `collect_new`.
         new_rows: [M] int64.
     """
     _ops.fill_new_.default(rows, new_index, new_rows)
@@ -105,63 +108,67 @@ def erase(ids: Tensor, slots: Sequence[Tensor], moved: Tensor) -> Tensor:
 
     Args:
         ids: [M] int64.
-        slots: as `lookup`, of one map.
-        moved: [1] int64, as `lookup`.
+        slots: slots of one map, as in `lookup`; written.
+        moved: [1] int64, as in `lookup`.
 
     Returns:
-        [M] int64, the rows of the ids, -1 where the id was absent (or a repeat of an id just erased).
+        [M] int64, the rows of the ids; -1 for an absent id and for a repeat of an erased id.
     """
     return _ops.erase.default(ids, slots, moved)
 
 
 def new_slots(slots: Tensor, capacity: int) -> Tensor:
-    """Makes empty slots, whose memory is committed where ids are written.
+    """Returns empty slots. Their memory is committed when ids are written.
 
     Args:
-        slots: [C, 2] int64, on the device of the result.
-        capacity: slots of the result.
+        slots: [C, 2] int64, any slots on the device of the result; not read.
+        capacity: number of slots of the result.
+
+    Returns:
+        [capacity, 2] int64.
     """
     return _ops.new_slots.default(slots, capacity)
 
 
 def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tensor:
-    """Moves a stretch of outgoing slots into larger ones, both in place.
+    """Moves a range of outgoing slots into a larger array of slots, both in place.
 
     Args:
-        outgoing: [C, 2] int64; what was moved is empty afterwards, its memory given back.
-        slots: [C', 2] int64, C' at least C, room for every id.
-        moved: where the last call ended, 0 at first.
-        until: the outgoing slots before this one are moved.
+        outgoing: [C, 2] int64; moved slots become empty, and their memory is released.
+        slots: [C', 2] int64, C' at least C, with room for every id; written.
+        moved: number of outgoing slots that earlier calls moved, 0 at first.
+        until: end of the range: the outgoing slots before this number are moved.
 
     Returns:
-        [1] int64: where this call ended, at `until` or a few slots behind it; C when all is moved.
+        [1] int64, the new value of `moved`: `until` or a few slots more; C if all slots are moved.
     """
     return _ops.move_slots.default(outgoing, slots, moved, until)
 
 
 def probe_lengths(slots: Tensor, every: int) -> Tensor:
-    """Sums the probe lengths of the ids: the slots read to find each one.
+    """Sums the probe lengths of ids. A probe length is the number of slots read to find an id.
 
     Args:
         slots: [C, 2] int64.
-        every: one in `every` runs of 4,096 slots is read, starting with the first.
+        every: sampling interval: one in `every` runs of 4,096 slots is read, starting with the first run.
 
     Returns:
-        [3] int64: number of ids, sum of their probe lengths (1 for an id in its home slot), the longest.
+        [3] int64: number of ids, sum of their probe lengths (1 for an id in its home slot), and the longest
+            probe length.
     """
     return _ops.probe_lengths.default(slots, every)
 
 
 def count_cells(slots: Sequence[Tensor], moved: Tensor, bits: int) -> Tensor:
-    """Counts the ids of one map by cell, the top bits of the mixed id.
+    """Counts the ids of one map per cell. The cell of an id is the top bits of its mixed id.
 
     Args:
-        slots: as `lookup`, of one map.
-        moved: [1] int64, as `lookup`.
+        slots: slots of one map, as in `lookup`.
+        moved: [1] int64, as in `lookup`.
         bits: number of top bits, 0 to 16.
 
     Returns:
-        [2^bits] int64.
+        [2^bits] int64, number of ids in each cell.
     """
     return _ops.count_cells.default(slots, moved, bits)
 
@@ -169,13 +176,13 @@ def count_cells(slots: Sequence[Tensor], moved: Tensor, bits: int) -> Tensor:
 def ids_between(
     slots: Sequence[Tensor], moved: Tensor, first: int, last: int
 ) -> tuple[Tensor, Tensor]:
-    """Lists the ids of one map whose mixed id lies in a range, in canonical order.
+    """Lists the ids of one map whose mixed id is in a range, in canonical order.
 
     Args:
-        slots: as `lookup`, of one map.
-        moved: [1] int64, as `lookup`.
-        first: the least mixed id, the bits of an unsigned word as int64.
-        last: the largest mixed id, included, in the same form; if below `first`, no id is listed.
+        slots: slots of one map, as in `lookup`.
+        moved: [1] int64, as in `lookup`.
+        first: the smallest mixed id, the bits of an unsigned word as int64.
+        last: the largest mixed id, included, in the same form; no id is listed if `last` is below `first`.
 
     Returns:
         ids: [K] int64, ascending by mixed id, unsigned.
@@ -185,15 +192,17 @@ def ids_between(
 
 
 def content_sum(ids: Tensor, values: Tensor, first_column: int, key: int) -> Tensor:
-    """Computes the fingerprint of rows, one word of their contents (csrc/storage/content_sum.h).
+    """Computes the content sum of rows, one word (csrc/storage/content_sum.h).
 
-    The sums of the parts of any cut into rows and columns add up, modulo 2^64, to that of the whole.
+    For any cut of a table into rows and columns, the sums of the parts add up, modulo 2^64, to the sum of
+    the whole table.
 
     Args:
         ids: [M] int64.
-        values: [M, D] float32, float16, bfloat16 or int64, as bits: a NaN equals itself, 0.0 is not -0.0.
+        values: [M, D] float32, float16, bfloat16 or int64, read as bits: 0.0 and -0.0 differ, NaNs with
+            the same bits are equal.
         first_column: number of the first column in the whole table.
-        key: 64 bits (as int64) that stand for the table and for the kind of the values.
+        key: 64-bit key (as int64) of the table and of the kind of values.
 
     Returns:
         [] int64, the bits of an unsigned word.
@@ -211,15 +220,15 @@ def touch_scores_(
     steps: Tensor,
     times: Tensor | None = None,
 ) -> None:
-    """Counts every occurrence of a row and writes the step at which it was last seen, in place.
+    """Counts every occurrence of a row and writes the step of its last occurrence, in place.
 
     Args:
         rows: [N] int64 in table order; -1 is skipped, each repeat of a row counts.
-        table_offsets: [T + 1] int64.
-        scores: blocks [2^shift, 1] int64 of all tables, one after another (csrc/life/scores.h); written.
-        layout: [T, 4] int64 as `gather_pool`; a table with 0 blocks keeps no scores.
-        steps: [T] int64, in [0, 2^32 - 1).
-        times: [N] int64, in [1, 2^32), occurrences that each entry of `rows` stands for; None: 1.
+        table_offsets: [T + 1] int64, as in `lookup`.
+        scores: blocks [2^shift, 1] int64 of all tables, table after table (csrc/life/scores.h); written.
+        layout: [T, 4] int64, as in `gather_pool`; a table with 0 blocks keeps no scores.
+        steps: [T] int64, the step of each table, in [0, 2^32 - 1).
+        times: [N] int64, in [1, 2^32), number of occurrences per entry of `rows`; None: 1.
     """
     _ops.touch_scores_.default(rows, table_offsets, scores, layout, steps, times)
 
@@ -227,11 +236,11 @@ def touch_scores_(
 def write_scores_(
     rows: Tensor, last_seen: Tensor, counts: Tensor, scores: Sequence[Tensor], shift: int
 ) -> None:
-    """Writes scores of one table, in place. Of two scores for one row the last stays.
+    """Writes scores of one table, in place. For a repeated row the last score is kept.
 
     Args:
         rows: [M] int64 inside the blocks.
-        last_seen: [M] int64, steps in [0, 2^32 - 1), or -1: the row is free, whatever its count.
+        last_seen: [M] int64, steps in [0, 2^32 - 1), or -1 to make a row free; its count is then ignored.
         counts: [M] int64 in [0, 2^32).
         scores: blocks of one table, 2^shift rows each; written.
         shift: binary logarithm of the rows of a block.
@@ -248,8 +257,8 @@ def read_scores(rows: Tensor, scores: Sequence[Tensor], shift: int) -> tuple[Ten
         shift: binary logarithm of the rows of a block.
 
     Returns:
-        last_seen: [M] int64, -1 of a free row.
-        counts: [M] int64, 0 of a free row.
+        last_seen: [M] int64, -1 for a free row.
+        counts: [M] int64, 0 for a free row.
     """
     return _ops.read_scores.default(rows, scores, shift)
 
@@ -264,34 +273,35 @@ def lowest_scores(
     before: int,
     most: int,
 ) -> tuple[Tensor, Tensor]:
-    """Finds the ids of one map with the lowest scores: by count or last_seen, then by mixed id.
+    """Finds the ids of one map with the lowest scores: by count or last_seen, then by mixed id, unsigned.
 
     Args:
-        slots: as `lookup`, of one map.
-        moved: [1] int64, as `lookup`.
+        slots: slots of one map, as in `lookup`.
+        moved: [1] int64, as in `lookup`.
         scores: blocks of one table, 2^shift rows each; every row without an id is free.
         shift: binary logarithm of the rows of a block.
-        rows: rows [0, rows) are considered.
-        by_count: compare counts, not last_seen.
-        before: only rows last seen before this step, and rows assigned at it but not seen yet (count 0).
-        most: the most ids to return.
+        rows: number of rows: rows [0, rows) are considered.
+        by_count: True to compare counts, False to compare last_seen.
+        before: a step. Rows of this step and later are never chosen, except rows assigned at this step and
+            not seen yet (count 0).
+        most: maximum number of ids to return.
 
     Returns:
-        ids: [K] int64 in the order of the slots, so that erasing them walks memory forward.
+        ids: [K] int64 in the order of the slots, so that erasing them accesses memory in ascending order.
         rows: [K] int64.
     """
     return _ops.lowest_scores.default(slots, moved, scores, shift, rows, by_count, before, most)
 
 
 def oldest_first(ids: Tensor, last_seen: Tensor) -> Tensor:
-    """Sorts ids by last_seen, ties by mixed id, unsigned.
+    """Returns the order of ids by last_seen, ties by mixed id, unsigned.
 
     Args:
         ids: [M] int64, distinct.
         last_seen: [M] int64 in [0, 2^32).
 
     Returns:
-        [M] int64, the permutation that sorts.
+        [M] int64, the permutation that sorts the ids.
     """
     return _ops.oldest_first.default(ids, last_seen)
 
@@ -300,14 +310,14 @@ def admit_by_chance(ids: Tensor, counts: Tensor, key: int, step: int, probabilit
     """Admits ids with probability 1 - (1 - probability)^count, a pure function of the arguments.
 
     Args:
-        ids: [M] int64.
-        counts: [M] int64, occurrences of each, in [0, 2^32].
-        key: 64 bits (as int64) that stand for the seed and the table's name.
+        ids: [M] int64, distinct.
+        counts: [M] int64, occurrences of each id, in [0, 2^32].
+        key: 64-bit key (as int64) of the seed and the table's name.
         step: the training step.
-        probability: of one occurrence, in [0, 1].
+        probability: admission probability of one occurrence, in [0, 1].
 
     Returns:
-        [M] bool.
+        [M] bool, True for admitted ids.
     """
     return _ops.admit_by_chance.default(ids, counts, key, step, probability)
 
@@ -323,9 +333,9 @@ def mark_rows_(
 
     Args:
         rows: [N] int64 in table order; negative rows are skipped.
-        table_offsets: [T + 1] int64.
+        table_offsets: [T + 1] int64, as in `lookup`.
         marks: blocks [2^shift, 1] int32 of all tables (csrc/storage/row_marks.h); written.
-        layout: [T, 4] int64 as `gather_pool`; a table with 0 blocks keeps no marks.
+        layout: [T, 4] int64, as in `gather_pool`; a table with 0 blocks keeps no marks.
         versions: [T] int64, in [0, 2^31).
     """
     _ops.mark_rows_.default(rows, table_offsets, marks, layout, versions)
@@ -337,22 +347,22 @@ def changed_rows(marks: Sequence[Tensor], shift: int, rows: int, since: int) -> 
     Args:
         marks: blocks of one table, 2^shift rows each.
         shift: binary logarithm of the rows of a block.
-        rows: rows [0, rows) are considered.
+        rows: number of rows: rows [0, rows) are considered.
         since: the version, included.
 
     Returns:
         [M] int64, ascending.
     """
-    if not marks and rows == 0:  # torch finds no kernel without a tensor
+    if not marks and rows == 0:  # without a tensor argument torch cannot choose a kernel
         return torch.empty(0, dtype=torch.int64)
     return _ops.changed_rows.default(marks, shift, rows, since)
 
 
 def advise_huge_pages(block: Tensor) -> None:
-    """Asks the kernel to back a block by 2 MiB pages; call it before the first write.
+    """Requests 2 MiB pages for a block from the operating system. Call it before the first write.
 
     Args:
-        block: any shape and dtype, contiguous. No value changes.
+        block: a contiguous tensor of any shape and dtype. Its values do not change.
     """
     _ops.advise_huge_pages.default(block)
 
@@ -373,13 +383,13 @@ def init_rows_(
     Args:
         ids: [M] int64.
         rows: [M] int64 inside the blocks.
-        blocks: rows of one table, 2^shift rows each.
+        blocks: blocks of one table, 2^shift rows each; written.
         shift: binary logarithm of the rows of a block.
-        columns: width of a row here.
+        columns: columns of a row in these blocks.
         first_column: number of the first column in the whole table.
         kind: 0 constant, 1 uniform, 2 normal (csrc/storage/initial_rows.h).
         parameters: low, high, mean, deviation, low probability, high probability.
-        key: 64 bits (as int64) that stand for the seed and the table's name.
+        key: 64-bit key (as int64) of the seed and the table's name.
     """
     _ops.init_rows_.default(ids, rows, blocks, shift, columns, first_column, kind, parameters, key)
 
@@ -387,17 +397,17 @@ def init_rows_(
 def gather_rows(
     rows: Tensor, blocks: Sequence[Tensor], shift: int, columns: int, dtype: torch.dtype
 ) -> Tensor:
-    """Copies rows out of one table.
+    """Returns copies of rows of one table.
 
     Args:
         rows: [M] int64; -1 reads as zeros.
-        blocks: rows of one table, 2^shift rows each.
+        blocks: blocks of one table, 2^shift rows each.
         shift: binary logarithm of the rows of a block.
-        columns: width of a row.
+        columns: columns of a row.
         dtype: dtype of the blocks and of the result.
 
     Returns:
-        [M, columns].
+        [M, columns] of dtype.
     """
     return _ops.gather_rows.default(rows, blocks, shift, columns, dtype)
 
@@ -405,14 +415,14 @@ def gather_rows(
 def scatter_rows_(
     rows: Tensor, values: Tensor, blocks: Sequence[Tensor], shift: int, columns: int
 ) -> None:
-    """Copies values into rows of one table, in place. Of two values for one row the last stays.
+    """Copies values into rows of one table, in place. For a repeated row the last values are kept.
 
     Args:
         rows: [M] int64 inside the blocks.
         values: [M, columns] of the blocks' dtype.
-        blocks: rows of one table, 2^shift rows each.
+        blocks: blocks of one table, 2^shift rows each; written.
         shift: binary logarithm of the rows of a block.
-        columns: width of a row.
+        columns: columns of a row.
     """
     _ops.scatter_rows_.default(rows, values, blocks, shift, columns)
 
@@ -431,13 +441,15 @@ def gather_pool(
     """Gathers rows of T tables and pools them by bag.
 
     Args:
-        rows: [N] int64; -1 counts as zeros.
-        offsets: [B + 1] int64, or None for sequences, where bag i is id i.
-        bag_weights: [N] float32 or None.
-        weights: blocks of all tables, one after another.
-        layout: [T, 4] int64: first block, blocks, shift, columns (csrc/storage/blocks.h).
-        segments: [S, 5] int64: table, first bag, bags, output offset, output stride (csrc/lookup/bags.h).
-        mean: divide each bag by its length.
+        rows: [N] int64; -1 reads as zeros.
+        offsets: [B + 1] int64, the begin of each bag and the end of the last bag; None for sequences, where
+            bag i is id i.
+        bag_weights: [N] float32, or None.
+        weights: blocks of all tables, table after table.
+        layout: [T, 4] int64: first block, number of blocks, shift, columns (csrc/storage/blocks.h).
+        segments: [S, 5] int64: table, first bag, number of bags, output offset, output stride
+            (csrc/lookup/bags.h).
+        mean: True to divide each bag by its length.
         elements: size of the result, which the segments must cover.
         dtype: float32, float16 or bfloat16.
 
@@ -462,12 +474,12 @@ def bag_weights_grad(
 
     Args:
         grad: [elements] float32, the gradient of the result of `gather_pool`.
-        rows: [N] int64.
-        offsets: as `gather_pool`.
-        weights: as `gather_pool`.
-        layout: as `gather_pool`.
-        segments: as `gather_pool`.
-        mean: as `gather_pool`.
+        rows: [N] int64, as in `gather_pool`.
+        offsets: as in `gather_pool`.
+        weights: as in `gather_pool`.
+        layout: as in `gather_pool`.
+        segments: as in `gather_pool`.
+        mean: as in `gather_pool`.
 
     Returns:
         [N] float32.
@@ -497,22 +509,23 @@ def update_rows_(
 
     Args:
         grad: [elements] float32, the gradient of the result of `gather_pool`.
-        ids: [N] int64 of the forward.
-        rows: [N] int64 of the forward; -1 is skipped.
-        offsets: as `gather_pool`.
-        bag_weights: as `gather_pool`.
-        weights: as `gather_pool`; written.
-        momentum1: blocks like weights, float32; empty if the optimizer has none; written.
+        ids: [N] int64, the ids of the forward.
+        rows: [N] int64, the rows of the forward; -1 is skipped.
+        offsets: as in `gather_pool`.
+        bag_weights: as in `gather_pool`.
+        weights: as in `gather_pool`; written.
+        momentum1: blocks of optimizer state, float32, one for each block of `weights`; empty if the optimizer
+            has no such state; written.
         momentum2: as `momentum1`.
-        layout: as `gather_pool`.
-        segments: as `gather_pool`.
+        layout: as in `gather_pool`.
+        segments: as in `gather_pool`.
         streams: [T, 3] int64: rounding key, first column, step (from 1).
-        mean: as `gather_pool`.
-        optimizer: number of the rule (csrc/lookup/row_update.h).
+        mean: as in `gather_pool`.
+        optimizer: number of the update rule (csrc/lookup/row_update.h).
         hyper: learning rate, eps, beta1, beta2, weight decay, weight decay mode.
-        grad_scales: [T], factors of the sums of each table's rows.
-        senders: [N] int32, the rank that sent each id; the sum of a row is divided by the number of
-            its distinct senders; -1 for all ids of a table that does not divide. None: no table does.
+        grad_scales: [T], factor of the summed gradients of each table.
+        senders: [N] int32, the rank that sent each id. The summed gradient of a row is divided by the number
+            of its distinct senders. -1 for all ids of a table without this division; None: no table has it.
     """
     _ops.update_rows_.default(
         grad, ids, rows, offsets, bag_weights, weights, momentum1, momentum2, layout, segments,
@@ -633,7 +646,7 @@ def _(grad, rows, offsets, weights, layout, segments, mean) -> Tensor:  # type: 
 
 
 def _returns_nothing(*arguments: object) -> None:
-    """The fake kernel of ops that only write in place."""
+    """Returns None, as the fake kernel of ops that only write in place."""
 
 
 for _in_place in (

@@ -1,7 +1,7 @@
-"""RowOptimizer: the rule by which rows learn, read from TorchRec's `fused_params`.
+"""RowOptimizer: the update rule of rows, read from TorchRec's `fused_params`.
 
-`RULES` is the only list of optimizers in Python. csrc/lookup/row_update.h holds their arithmetic and repeats
-the widths of their states; tests/ops/test_optimizer_states.py compares the two.
+`RULES` is the only list of optimizers in Python. csrc/lookup/row_update.h has their arithmetic and repeats
+the widths of their states; tests/ops/test_optimizer_states.py compares both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 class OptimizerKind(enum.IntEnum):
-    """Names of the rules: those of FBGEMM's EmbOptimType, and ADAMW."""
+    """Names of the update rules: names of FBGEMM's EmbOptimType, and ADAMW."""
 
     EXACT_SGD = 0
     EXACT_ADAGRAD = 1
@@ -33,10 +33,10 @@ class Rule(NamedTuple):
     """An update rule of the core.
 
     Attributes:
-        number: `Optimizer` in csrc/lookup/row_update.h.
-        states: names of the optimizer states, FBGEMM's: the first ones of `STATE_NAMES`, in their order.
-        rowwise: the states of which a row has one number; of the others it has one a column.
-        counts_steps: whether updates depend on the number of training steps so far.
+        number: value of `Optimizer` in csrc/lookup/row_update.h.
+        states: FBGEMM's names of the optimizer states: the first entries of `STATE_NAMES`, in that order.
+        rowwise: the states with one number per row; other states have one number per column.
+        counts_steps: True if updates depend on the number of training steps so far.
     """
 
     number: int
@@ -45,9 +45,9 @@ class Rule(NamedTuple):
     counts_steps: bool = False
 
 
-# The states that `ops.update_rows_` takes, in its order. Saved content sums keep this order.
+# The states in the argument order of `ops.update_rows_`. Content sums are saved in this order, too.
 STATE_NAMES = ("momentum1", "momentum2")
-STATE_DTYPE = torch.float32  # whatever the dtype of the rows is
+STATE_DTYPE = torch.float32  # for rows of any dtype
 
 _ADAM = Rule(3, STATE_NAMES, counts_steps=True)
 RULES = {
@@ -61,15 +61,15 @@ RULES = {
     OptimizerKind.ADAMW: _ADAM,
 }
 
-# FBGEMM's WeightDecayMode by number; the other modes need state that we do not keep.
+# FBGEMM's WeightDecayMode by number. Its other modes need state that these tables do not have.
 _DECAY_MODES = {0: "NONE", 1: "L2", 2: "DECOUPLE"}
 
-# Defaults of ADAMW in `fused_params`: those of torch.optim.AdamW, and of ReCIS.
+# Defaults of ADAMW in `fused_params`, as in torch.optim.AdamW and in ReCIS.
 _ADAMW_DEFAULTS = {"learning_rate": 1.0e-3, "weight_decay": 1.0e-2}
 
 _NUMBERS = ("learning_rate", "eps", "beta1", "beta2", "weight_decay")
 
-# Keys that place or watch a table: without meaning here, harmless to ignore.
+# Keys for the placement and the monitoring of a table. They have no meaning here and are safe to ignore.
 _PLACEMENT_KEYS = frozenset(
     {
         "bounds_check_mode",
@@ -94,16 +94,17 @@ _PLACEMENT_KEYS = frozenset(
 class RowOptimizer:
     """An update rule and its hyper-parameters; the defaults are FBGEMM's.
 
-    ADAMW is the rule of FBGEMM's ADAM, whose weight decay is decoupled already, with torch's name and
-    torch's defaults (learning rate 0.001, weight decay 0.01, set by `from_fused_params`):
+    ADAMW is the rule of FBGEMM's ADAM, which already has decoupled weight decay, with torch's name and
+    torch's defaults (learning rate 0.001, weight decay 0.01, set by `from_fused_params`)::
 
         e <- e (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    That is torch.optim.AdamW's formula up to rounding, with `eps` added to the corrected root. Three things
-    differ for rows: only rows with a gradient in this step decay and move; t is the table's step, which
-    every training forward counts; so little of the bias is corrected of a row that is assigned late.
-    ReCIS' SparseAdamW adds eps to the uncorrected root, where it weighs 1 / sqrt(1 - b2^t) times as much
-    (32 times at t = 1), and its t counts only the steps in which the table got gradients.
+    This is torch.optim.AdamW's formula up to rounding, with `eps` added to the corrected root. Rows differ
+    from dense parameters in three ways: only rows with a gradient in this step decay and change; t is the
+    table's step, which every training forward counts; therefore the bias correction of a row that is
+    assigned late is small. ReCIS' SparseAdamW adds eps to the uncorrected root. There eps has
+    1 / sqrt(1 - b2^t) times the weight (32 times at t = 1), and t counts only the steps in which the
+    table got gradients.
 
     Source: fbgemm_gpu/split_table_batched_embeddings_ops_training.py (defaults),
     fbgemm_gpu/codegen/genscript/optimizers.py (rules, see csrc/lookup/row_update.h); Loshchilov, Hutter,
@@ -125,12 +126,12 @@ class RowOptimizer:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of the optimizer states, FBGEMM's."""
+        """FBGEMM's names of the optimizer states."""
         return RULES[self.kind].states
 
     @property
     def state_is_rowwise(self) -> tuple[bool, ...]:
-        """For each of `state_names`: True if a row has one number of it, False if one a column."""
+        """For each of `state_names`: True if it has one number per row, False if one number per column."""
         rule = RULES[self.kind]
         return tuple(name in rule.rowwise for name in rule.states)
 
@@ -144,7 +145,7 @@ class RowOptimizer:
         return tuple(1 if rowwise else columns for rowwise in self.state_is_rowwise)
 
     def state_bytes(self, columns: int) -> int:
-        """Returns the bytes of optimizer state of a row of `columns` columns."""
+        """Returns the bytes of optimizer state for a row of `columns` columns."""
         return sum(self.state_columns(columns)) * STATE_DTYPE.itemsize
 
     def hyper(self, learning_rate: float) -> list[float]:
@@ -160,16 +161,16 @@ class RowOptimizer:
 
     @classmethod
     def from_fused_params(cls, fused_params: Mapping[str, Any], where: str) -> RowOptimizer:
-        """Reads the rule from TorchRec's `fused_params`.
+        """Returns the rule and hyper-parameters of TorchRec's `fused_params`.
 
         Args:
-            fused_params: `optimizer` as an FBGEMM EmbOptimType or the name of an OptimizerKind, the
-                hyper-parameters of `RowOptimizer`, `output_dtype` (read elsewhere) and keys that only place
-                a table, which are ignored with a log line.
-            where: the owner of the parameters, for messages, e.g. "table 'user'".
+            fused_params: `optimizer` as an FBGEMM EmbOptimType or the name of an OptimizerKind; the
+                hyper-parameters of `RowOptimizer`; `output_dtype` (read elsewhere); and keys for the
+                placement of a table, which are ignored with a log line.
+            where: owner of the parameters for error messages, e.g. "table 'user'".
 
         Raises:
-            ValueError: an optimizer, a key or a value that is not supported.
+            ValueError: if an optimizer, a key or a value is not supported.
         """
         chosen: dict[str, Any] = {}
         for key, value in fused_params.items():
@@ -214,7 +215,7 @@ class RowOptimizer:
         if self.kind == OptimizerKind.EXACT_ROWWISE_ADAGRAD and self.weight_decay_mode == 0:
             raise ValueError(
                 f"fused_params of {where}: expected a weight_decay_mode of L2 or DECOUPLE with "
-                f"weight_decay = {self.weight_decay}, got NONE, under which it has no effect. Set one."
+                f"weight_decay = {self.weight_decay}, got NONE, which ignores weight_decay. Set a mode."
             )
 
 

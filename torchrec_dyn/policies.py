@@ -1,7 +1,7 @@
-"""Policies: admission gives rows to unseen ids, eviction takes rows from ids.
+"""Policies: admission decides which unseen ids get a row, eviction decides which ids lose their row.
 
-A policy is a value. Its decisions depend on the stream of ids alone, never on the plan or the machine.
-A step is one training forward of the table, empty batches included; evaluation is no step.
+A policy is a value. Its decisions depend only on the sequence of ids, never on the plan or the machine.
+A step is one training forward of the table, also with an empty batch. An evaluation is not a step.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ def _check_integer(where: str, value: object, most: int, remedy: str = "") -> No
 
 @dataclass(frozen=True)
 class AdmitAfter:
-    """Admits an id once it has occurred `count` times in training.
+    """Admission policy: an id gets a row after `count` occurrences in training.
 
-    The decision is made once in a forward, after all occurrences in it are counted, duplicates and
-    those of all ranks included: at `count` or above the id gets a row and every occurrence reads it.
-    Until then the id waits: it reads as `DynamicTableConfig.unseen` says, and learns nothing.
+    A forward first counts all occurrences of an id, including repeats and the occurrences on all ranks.
+    Then it decides once: if the total is at least `count`, the id gets a row, and every occurrence reads
+    this row. Until then the id waits: it reads as `DynamicTableConfig.unseen` specifies, and training
+    does not update it.
 
-    Each waiting id has a counter. Counters are exact as long as at most `counters` ids wait. Above
-    that number the surplus, or a 64th of `counters` if that is more, is dropped: ids seen longest
-    ago first, ties by the mixed id, unsigned. `stats()["counters_dropped"]` counts them. An id
-    whose counter was dropped is counted from 0 again.
+    Each waiting id has a counter. Counters are exact as long as at most `counters` ids wait. If more ids
+    wait, the surplus or a 64th of `counters`, whichever is more, is dropped: first the ids that were
+    last seen longest ago, ties by the mixed id, unsigned. `stats()["counters_dropped"]` counts the
+    dropped counters. An id whose counter was dropped is counted from 0 again.
 
     Attributes:
-        count: occurrences that admit an id; 1 admits at first sight.
-        counters: the most ids that may wait; None: as many as the table's row limit. Ranks that
-            share a table's rows share this number as they share the limit.
+        count: number of occurrences that admits an id; 1 admits an id at its first occurrence.
+        counters: maximum number of waiting ids; None: the table's row limit. Ranks that share a table's
+            rows share this number in the same way as the row limit.
     """
 
     count: int
@@ -48,20 +49,21 @@ class AdmitAfter:
                 "AdmitAfter.counters",
                 self.counters,
                 _MOST_TIME,
-                " Leave it out for as many as the table's row limit.",
+                " Omit it to use the table's row limit.",
             )
 
 
 @dataclass(frozen=True)
 class AdmitWithProbability:
-    """Admits an unseen id with probability `p` at each of its occurrences in training.
+    """Admission policy: each occurrence of an unseen id in training admits it with probability `p`.
 
-    An id with k occurrences in a forward gets a row with probability 1 - (1 - p)^k, drawn once from a
-    function of (seed, table name, id, step), so column shards and reruns decide alike. A refused id
-    reads as `DynamicTableConfig.unseen` says, and learns nothing; the table keeps nothing of it.
+    An id with k occurrences in a forward gets a row with probability 1 - (1 - p)^k. The single draw is a
+    function of (seed, table name, id, step), so column shards and reruns make the same decision. A
+    refused id reads as `DynamicTableConfig.unseen` specifies, and training does not update it. The table
+    stores nothing about a refused id.
 
     Attributes:
-        p: a number above 0, at most 1.
+        p: admission probability of one occurrence, above 0 and at most 1.
     """
 
     p: float
@@ -75,45 +77,46 @@ class AdmitWithProbability:
 
 @dataclass(frozen=True)
 class Never:
-    """Admits no id in training: a vocabulary that does not grow.
+    """Admission policy: training admits no id, so the vocabulary does not grow.
 
-    Rows are added by `assign` and by loading, and kept by sharding and conversion; they train and are
-    scored as usual. An id without a row reads as `DynamicTableConfig.unseen` says, and learns nothing;
-    only `stats()["refused"]` counts its occurrences. Training does not restore an evicted or erased row.
+    Rows are added by `assign` and by loading, and kept by sharding and conversion. These rows are trained
+    and scored as usual. An id without a row reads as `DynamicTableConfig.unseen` specifies, and training
+    does not update it; only `stats()["refused"]` counts its occurrences. Training does not restore an
+    evicted or erased row.
     """
 
 
 @dataclass(frozen=True)
 class LeastRecentlyUsed:
-    """Evicts the ids seen longest ago when a table is full.
+    """Eviction policy: a full table evicts the ids that were last seen longest ago.
 
-    Order: the step of an id's last occurrence in training, then its mixed id, unsigned; exact over
-    all rows of this rank. A full table frees the rows that the batch needs or a 64th of its limit,
-    whichever is more; ids of the batch stay.
+    Order: the step of an id's last occurrence in training, then its mixed id, unsigned. The order is
+    exact over all rows of this rank. A full table frees the number of rows that the batch needs or a
+    64th of its limit, whichever is more. Ids of the batch are not evicted.
     """
 
 
 @dataclass(frozen=True)
 class LeastFrequentlyUsed:
-    """Evicts the ids seen least often when a table is full.
+    """Eviction policy: a full table evicts the ids with the fewest occurrences.
 
-    Order: the occurrences of an id in training since it got its row, each one counted, then its mixed
-    id, unsigned; exact over all rows of this rank. A full table frees the rows that the batch needs
-    or a 64th of its limit, whichever is more; ids of the batch stay.
+    Order: the number of all occurrences of an id in training since it got its row, then its mixed id,
+    unsigned. The order is exact over all rows of this rank. A full table frees the number of rows that
+    the batch needs or a 64th of its limit, whichever is more. Ids of the batch are not evicted.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpireAfter:
-    """Evicts an id that training has not seen for longer than an age; set exactly one of the two.
+    """Eviction policy: an id expires when training has not seen it for longer than an age.
 
-    Rows are evicted at the start of a training forward, so an id seen again after a longer gap gets
-    a fresh row. A row of exactly this age stays.
+    Set exactly one of `steps` and `time`. Expired rows are evicted at the start of a training forward, so
+    an id that occurs again after a longer gap gets a fresh row. A row of exactly this age stays.
 
     Attributes:
-        steps: the age in training steps.
-        time: the age in the unit of the clock that `collection.set_time(t)` advances; the time of an
-            occurrence is the time that was set when it was trained on.
+        steps: age in training steps.
+        time: age in the unit of the clock that `collection.set_time(t)` sets. The time of an occurrence
+            is the clock's time in its training forward.
     """
 
     steps: int | None = None
@@ -162,17 +165,17 @@ def check_eviction(eviction: object, where: str) -> None:
 
 
 def age_limit_of(eviction: Eviction | None) -> ExpireAfter | None:
-    """Returns the part of an eviction that goes by age, or None."""
+    """Returns the ExpireAfter of an eviction policy, or None."""
     first = eviction[0] if isinstance(eviction, tuple) else eviction
     return first if isinstance(first, ExpireAfter) else None
 
 
 def replacement_of(eviction: Eviction | None) -> Replacement | None:
-    """Returns the part of an eviction that makes room in a full table, or None."""
+    """Returns the part of an eviction policy for a full table, or None."""
     last = eviction[-1] if isinstance(eviction, tuple) else eviction
     return last if isinstance(last, Replacement) else None
 
 
 def most_counters(admission: Admission | None, row_limit: int) -> int:
-    """Returns the most ids that may wait for admission in a table with this row limit."""
+    """Returns the maximum number of waiting ids of a table with this row limit."""
     return (admission.counters or row_limit) if isinstance(admission, AdmitAfter) else 0

@@ -1,5 +1,6 @@
 // Admission by chance. The draw of an id at a step is a pure function of (key, id, step), so that every column shard
-// and every run decides alike. The chance is made of multiplications alone, so that every machine decides alike.
+// and every run decides the same. The chance is computed by multiplications only, so that every machine decides the
+// same.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +12,8 @@ namespace torchrec_dyn {
 
 constexpr uint64_t kMostOccurrences = uint64_t{1} << 32;
 
-// A number in [0, 1), a multiple of 2^-53. It is the word before the words that stochastic rounding draws for
-// the same key, step and id, so the two share no bits even where keys are equal.
+// A number in [0, 1), a multiple of 2^-53. It is made of the word before the words that stochastic rounding draws for
+// the same key, step and id, so the two share no bits even if their keys are equal.
 TORCHREC_DYN_BOTH inline double admission_draw(uint64_t key, int64_t step, int64_t id) {
   return static_cast<double>(draw_word(draw_state(key, step, id), -1) >> 11) * 0x1p-53;
 }
@@ -25,7 +26,7 @@ TORCHREC_DYN_BOTH inline double chance_of_refusal(double refusal, uint64_t count
   return chance;
 }
 
-// True if one of `count` independent chances of `probability` each succeeds.
+// True if at least one of `count` independent chances of `probability` each succeeds.
 TORCHREC_DYN_BOTH inline bool admits(double draw, double probability, uint64_t count) {
   return draw < 1.0 - chance_of_refusal(1.0 - probability, count);
 }

@@ -14,7 +14,7 @@
 namespace torchrec_dyn {
 namespace {
 
-// Rows and slots of a piece: fewer than 2^32, so that bins do not overflow, and whole words of bits.
+// Rows and slots of a piece: fewer than 2^32, so that bins do not overflow, and a multiple of the bits of a word.
 constexpr int64_t kRowPiece = 1 << 18;
 constexpr int64_t kSlotPiece = 1 << 16;
 
@@ -132,7 +132,7 @@ std::tuple<Tensor, Tensor> ids_and_rows(const std::vector<MarkedSlots>& found, c
   return result;
 }
 
-// The rows up to the cut; of the ties at it the rows with the lowest mixed ids.
+// The ids and rows up to the cut; of the ties at the cut, the rows with the lowest mixed ids.
 template <typename Marks, typename Mark>
 std::tuple<Tensor, Tensor> rows_up_to(const IdMapView& map, const Question& asked, const Cut& cut, bool only_ties,
                                       const Mark& mark) {
@@ -182,7 +182,7 @@ std::tuple<Tensor, Tensor> lowest_scores(std::vector<Tensor> slots, const Tensor
   STD_TORCH_CHECK(rows >= 0 && rows <= words.capacity, op, ": expected rows in [0, ", words.capacity, "], got ", rows,
                   ".");
   STD_TORCH_CHECK(most >= 0, op, ": expected most >= 0, got ", most, ".");
-  // A row of this very step that was never counted was assigned for it, and qualifies. Free rows never do.
+  // A row last seen at `before` with count 0 was assigned for this step, and qualifies. Free rows never qualify.
   const int64_t last = std::clamp(before, int64_t{0}, static_cast<int64_t>(kFreeLastSeen));
   const uint64_t end = before < 0 ? 0 : std::min((static_cast<uint64_t>(last) << 32) + 1, kFreeScore);
   return find_lowest(maps[0], {words, rows, by_count, end}, static_cast<uint64_t>(most));

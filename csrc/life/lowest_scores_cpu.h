@@ -1,13 +1,13 @@
 // Finds the rows with the lowest scores, exactly, by passes over memory from front to back.
 //
-//   1. The words: the range of the keys (last_seen or count) of the rows that qualify, then histograms of it until
-//      one key is left, the cut; with it how many rows lie below it and how many at it (ties) are needed.
-//   2. The words again: a mark for each row below the cut or at it, and whether it is at it.
-//   3. The slots: the ids of marked rows, of ties only the ids up to a bound of the mixed id.
+//   1. Read the words: the range of the keys (last_seen or count) of the rows that qualify, then histograms of it until
+//      one key is left, the cut, with the number of rows at it (ties) and how many of the ties are needed.
+//   2. Read the words again: mark each row below or at the cut, and separately the rows at the cut.
+//   3. Read the slots: collect the ids of marked rows; of the ties, only ids with a mixed id up to a bound.
 // The bound comes from a sample of the ids at the cut, since mixed ids are uniform over all ids but not over the ids of
-// one owner (mix64.h). It is generous; if it is too low, the slots are walked once more without a bound. So memory
-// is the marks, a byte or two bits a row, and little more than the result, and the result depends on neither bound nor
-// threads.
+// one owner (mix64.h). It is generous; if it is too low, the slots are read once more without a bound. So the memory
+// needed is the marks, one byte or two bits a row, and little more than the result. The result does not depend on the
+// bound or on threads.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ constexpr uint64_t key_of(uint64_t score) {
   return kByCount ? count_of(score) : last_seen_of(score);
 }
 
-// Calls visit(words, first row, number) for the stretches of rows [begin, end) that lie in one block.
+// Calls visit(words, first row, number) for each stretch of rows in [begin, end) that lies in one block.
 template <typename Visit>
 void for_score_stretches(const ScoreBlocks& scores, int64_t begin, int64_t end, const Visit& visit) {
   while (begin < end) {
@@ -41,7 +41,7 @@ void for_score_stretches(const ScoreBlocks& scores, int64_t begin, int64_t end, 
   }
 }
 
-// The rows that qualify: how many, and their lowest and highest key.
+// The rows that qualify: their number, and their lowest and highest key.
 struct KeyRange {
   uint64_t rows = 0;
   uint64_t low = std::numeric_limits<uint64_t>::max();
@@ -70,11 +70,11 @@ TORCHREC_DYN_INLINE void add_to_range(const uint64_t* words, int64_t count, uint
   range.add(here);
 }
 
-// Rows by key: bin b counts the keys [low + (b << shift), low + (b + 1 << shift)), the last bin all from there to high.
-// Keys outside [low, high] are counted apart.
+// Number of rows by key: bin b counts the keys [low + (b << shift), low + (b + 1 << shift)), the last bin all keys from
+// its begin to high. Keys outside [low, high] are counted separately.
 struct KeyBins {
   static constexpr uint64_t kBins = 2048;
-  static constexpr int kCopies = 4;  // of equal keys in a row, each waits for the count of the key before
+  static constexpr int kCopies = 4;  // with one copy, of equal keys each would wait for the count of the key before
 
   uint64_t low = 0;
   uint64_t high = 0;
@@ -99,15 +99,16 @@ struct KeyBins {
   }
 };
 
-// The key at which the lowest rows are cut off: all rows below it are taken, and `needed` of the `ties` at it.
+// The key that ends the lowest rows: all rows below it are taken, and `needed` of the `ties` at it.
 struct Cut {
   uint64_t key;
   uint64_t needed;
   uint64_t ties;
 };
 
-// Finds the cut for the `most` lowest of the rows in `range`, fewer than there are. count(low, high, shift) is a
-// histogram of [low, high]. First the lowest keys one by one, since the cut is mostly among them; then by digits.
+// Finds the cut for the `most` lowest rows in `range`, which has more rows than that. count(low, high, shift) returns a
+// histogram of [low, high]. The first histogram has the lowest keys one by one, since the cut is usually among them;
+// later histograms go by digits.
 template <typename Count>
 Cut find_cut(const KeyRange& range, uint64_t most, const Count& count) {
   constexpr uint64_t kLast = KeyBins::kBins - 1;
@@ -124,10 +125,10 @@ Cut find_cut(const KeyRange& range, uint64_t most, const Count& count) {
   }
 }
 
-// Marks of chosen rows and of ties among them, by place (row + 1), so that empty slots have a mark too, which is never
-// set; nor is that of a place outside [0, rows). A byte a row is read faster than two bits while all bytes stay
-// in a core's second-level cache, and slower beyond (walks over 1.8 and 18 million slots: 1.3 and 43 ms against 2.9 and
-// 17).
+// Marks of chosen rows and of ties among them, by place (row + 1), so that empty slots have a mark too. This mark is
+// never set, and neither is the mark of a row outside [0, rows). One byte a row is read faster than two bits while all
+// bytes stay in a core's second-level cache, and slower beyond (walks over 1.8 and 18 million slots: 1.3 and 43 ms with
+// bytes, 2.9 and 17 ms with bits).
 class ByteMarks {
  public:
   static constexpr int64_t kMostRows = 1 << 20;
@@ -137,7 +138,7 @@ class ByteMarks {
   bool is_chosen(int64_t place) const { return mark_of(place) != 0; }
   bool is_tie(int64_t place) const { return mark_of(place) == kTie; }
 
-  // Marks rows [row, row + count): those that qualify with a key up to `cut`.
+  // Marks the rows in [row, row + count) that qualify and have a key up to `cut`.
   template <bool kByCount>
   TORCHREC_DYN_INLINE void mark(const uint64_t* words, int64_t row, int64_t count, uint64_t end, uint64_t cut) {
     uint8_t* marks = marks_.data() + row + 1;
@@ -187,7 +188,7 @@ class BitMarks {
 
  private:
   static constexpr int64_t kWord = 64;
-  static constexpr uint64_t kFront = 63;  // the bit of row 0 begins the second word, that of place 0 ends the first
+  static constexpr uint64_t kFront = 63;  // row 0 has the first bit of word 1, place 0 the last bit of word 0
 
   bool has(const std::vector<uint64_t>& bits, int64_t place) const {
     const uint64_t bit = std::min(static_cast<uint64_t>(place) + kFront, outside_);
@@ -204,7 +205,7 @@ struct MarkedSlots {
   std::vector<Slot> slots;
   std::vector<uint64_t> mixed;  // of the ties among them
 
-  // Adds a slot, a tie only if its mixed id is up to `bound`.
+  // Adds a slot; adds a tie only if its mixed id is up to `bound`.
   void add(const Slot& slot, bool is_tie, uint64_t bound) {
     if (is_tie) {
       const uint64_t mixed_id = mix64(static_cast<uint64_t>(slot.id));
@@ -215,11 +216,12 @@ struct MarkedSlots {
   }
 };
 
-// Adds the slots [begin, end), whole lines, whose row is chosen; of ties those with a mixed id up to `bound`.
+// Adds the slots of [begin, end), whole lines, whose row is chosen; of the ties, only slots with a mixed id up to
+// `bound`.
 template <typename Marks>
 void collect_chosen(const SlotArray& array, int64_t begin, int64_t end, const Marks& marks, uint64_t bound,
                     MarkedSlots& found) {
-  // One branch a line: few of them hold a row that is chosen.
+  // One branch for each line: few lines hold a chosen row.
   for (const Slot* line = array.slots + begin; line < array.slots + end; line += kLineSlots) {
     bool any = false;
     for (int64_t s = 0; s < kLineSlots; ++s) any |= marks.is_chosen(line[s].place);
@@ -232,14 +234,14 @@ void collect_chosen(const SlotArray& array, int64_t begin, int64_t end, const Ma
 // Slots that are flagged together.
 constexpr int64_t kFlags = 512;
 
-// Flags the slots with a mixed id up to `bound`: less work than a look at the marks, of which half may be set.
+// Flags the slots with a mixed id up to `bound`: less work than reading the marks, half of which may be set.
 TORCHREC_DYN_INLINE void flag_low_mixed(const Slot* slots, int64_t count, uint64_t bound, uint8_t* flags) {
   for (int64_t i = 0; i < count; ++i)
     flags[i] = (mix64(static_cast<uint64_t>(slots[i].id)) <= bound) & (slots[i].place != 0);
 }
 
-// As collect_chosen where all that are chosen are ties, and most of them beyond the bound. flag(slots, count, flags) is
-// flag_low_mixed.
+// As collect_chosen, for the case that all chosen rows are ties and most of these are beyond the bound.
+// flag(slots, count, bound, flags) is flag_low_mixed.
 template <typename Marks, typename Flag>
 void collect_low_ties(const SlotArray& array, int64_t begin, int64_t end, const Marks& marks, uint64_t bound,
                       const Flag& flag, MarkedSlots& found) {
@@ -260,7 +262,8 @@ void collect_low_ties(const SlotArray& array, int64_t begin, int64_t end, const 
   }
 }
 
-// A mixed id below which `needed` of the `ties` very probably lie, and not many more. Where there are few, all do.
+// A bound of mixed ids up to which very probably at least `needed` of the `count` ties lie, and not many more. Of few
+// ties, all lie up to it.
 template <typename Marks>
 uint64_t bound_of_ties(const IdMapView& map, const Marks& marks, uint64_t needed, uint64_t count) {
   constexpr uint64_t kFew = 1 << 16;

@@ -1,6 +1,6 @@
-// Scores, the basis of eviction. One word a row, last_seen << 32 | count:
+// Scores, the basis of eviction. One word for each row, last_seen << 32 | count:
 //   last_seen  the training step at which the row's id last occurred, below 2^32 - 1, which marks a free row;
-//   count      how often it has occurred, and 2^32 - 1 from there on.
+//   count      the number of its occurrences, at most 2^32 - 1.
 // So words are ordered by last_seen, and one comparison finds the rows last seen before a step.
 #pragma once
 
@@ -19,7 +19,7 @@ TORCHREC_DYN_BOTH constexpr uint64_t last_seen_of(uint64_t score) { return score
 TORCHREC_DYN_BOTH constexpr uint64_t count_of(uint64_t score) { return score & kMostCount; }
 TORCHREC_DYN_BOTH constexpr bool is_free(uint64_t score) { return last_seen_of(score) == kFreeLastSeen; }
 
-// `times` more occurrences at `step`; times is at most kMostCount.
+// The score after `times` more occurrences at `step`; times is at most kMostCount.
 TORCHREC_DYN_BOTH constexpr uint64_t touched(uint64_t score, uint64_t step, uint64_t times = 1) {
   const uint64_t count = count_of(score), room = kMostCount - count;
   return step << 32 | (count + (times < room ? times : room));
@@ -27,11 +27,11 @@ TORCHREC_DYN_BOTH constexpr uint64_t touched(uint64_t score, uint64_t step, uint
 
 using ScoreBlocks = WordBlocks<uint64_t>;
 
-// Scores on a line of cache: parts own whole lines.
+// Scores of a cache line: parts own whole lines.
 constexpr int64_t kLineScores = 8;
 constexpr int64_t kScoreBurst = 64;
 
-// Words asked for, and how often each is touched.
+// Prefetched words, and the number of touches of each word.
 struct ScoreTouches {
   uint64_t* words[kScoreBurst];
   uint64_t times[kScoreBurst];
@@ -43,9 +43,9 @@ struct ScoreTouches {
   }
 };
 
-// The words that part `part` of `parts` (a power of two) owns among `count` rows, at most kScoreBurst, asked for on
-// the way; each touched `times[i]` times, once where there are no times. Requires a capacity above 0. `outside` is
-// set if a row is neither -1 nor inside.
+// Prefetches and lists the words that part `part` of `parts` (a power of two) owns among `count` rows, at most
+// kScoreBurst. Each word is to be touched `times[i]` times, or once without times. Requires a capacity above 0. Sets
+// `outside` if a row is neither -1 nor in [0, capacity).
 template <bool kTimes>
 TORCHREC_DYN_INLINE void ask_for_scores(const ScoreBlocks& scores, const int64_t* rows, const int64_t* times,
                                         int64_t count, int64_t part, int64_t parts, ScoreTouches& touches,
@@ -63,7 +63,7 @@ TORCHREC_DYN_INLINE void ask_for_scores(const ScoreBlocks& scores, const int64_t
   touches.count = owned;
 }
 
-// Touches the rows of one part, in their order; a row counts as often as it occurs, each time `times[i]` times.
+// Touches the rows of one part, in their order: `times[i]` times for each occurrence of a row, or once without times.
 // Returns true if a row lies outside.
 template <bool kTimes>
 inline bool touch_part(const ScoreBlocks& scores, const int64_t* rows, const int64_t* times, int64_t count,

@@ -19,13 +19,13 @@ namespace {
 constexpr int64_t kGrain = 2048;
 constexpr uint64_t kLowHalf = 0xFFFFFFFFull;
 
-// Parts a table, so that there is a task for every thread. A power of two: the part of a row costs no division.
+// Parts of each table, so that there is a task for every thread. A power of two: the part of a row costs no division.
 int64_t parts_of(int64_t tables, int64_t rows) {
   if (tables == 0 || rows < kGrain) return 1;
   return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>((thread_count() + tables - 1) / tables)));
 }
 
-// How often each of `rows` rows is touched; null where each is touched once.
+// The number of touches of each of `rows` rows; null if each row is touched once.
 const int64_t* times_data(const char* op, const std::optional<Tensor>& times, int64_t rows) {
   if (!times) return nullptr;
   check_tensor(op, "times", *times, ScalarType::Long);
@@ -101,8 +101,8 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
         seen[i] < 0 ? kFreeScore : static_cast<uint64_t>(seen[i]) << 32 | static_cast<uint64_t>(count[i]);
 }
 
-// By (last_seen, unsigned mixed id): first by the high halves of the mixed ids, then, keeping their order, by
-// last_seen. Mixed ids with one high half are few; each such run is sorted by the whole.
+// Sorts by (last_seen, unsigned mixed id): first by the high halves of the mixed ids; then each run of equal high
+// halves, which is short, by the whole mixed ids; then by last_seen, which keeps the order of equal steps.
 Tensor oldest_first(const Tensor& ids, const Tensor& last_seen) {
   const char* op = "oldest_first";
   check_tensor(op, "ids", ids, ScalarType::Long);

@@ -1,4 +1,4 @@
-// How the ops take bags: segments and offsets, checked and read as the view of lookup/bags.h.
+// Bags as arguments of an op: segments and offsets, checked, and read as the view of lookup/bags.h.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,8 @@ struct BagLists {
   Bags view() const { return {segments.data(), first.data(), static_cast<int64_t>(segments.size()), offsets, count}; }
 };
 
-// Reads and checks the description against `ids` ids and an output of `elements`, which it must cover.
+// Reads the description of the bags. Checks it against `ids` ids and an output of `elements` elements, all of which the
+// segments must cover.
 inline BagLists read_bags(const char* op, const std::optional<Tensor>& offsets, const Tensor& segments,
                           const std::vector<TableLayout>& tables, int64_t ids, int64_t elements) {
   BagLists bags;
@@ -62,8 +63,8 @@ inline BagLists read_bags(const char* op, const std::optional<Tensor>& offsets, 
     covered += segment.bags * columns;
     bags.segments.push_back(segment);
   }
-  // In the order of the bags, so that a walk over the segments of a table meets its ids in the order of the batch
-  // whatever the order of the outputs: the sums of the backward are made in that order.
+  // Sorted in the order of the bags, whatever the order of the outputs: a walk over the segments of a table then meets
+  // its ids in the order of the batch, and the backward sums in this order.
   std::sort(bags.segments.begin(), bags.segments.end(),
             [](const Segment& a, const Segment& b) { return a.first_bag < b.first_bag; });
   for (const Segment& segment : bags.segments) bags.first.push_back(bags.first.back() + segment.bags);
@@ -78,7 +79,7 @@ inline const float* bag_weight_data(const char* op, const std::optional<Tensor>&
   return const_data<float>(*bag_weights);
 }
 
-// Every row must be absent (-1) or inside its table. Checked before the hot loops, which trust it.
+// Checks that every row is absent (-1) or inside its table: the hot loops do not check it.
 inline void check_rows_of_bags(const char* op, const Bags& bags, const std::vector<TableLayout>& tables,
                                const int64_t* rows) {
   for (int64_t s = 0; s < bags.segment_count; ++s) {

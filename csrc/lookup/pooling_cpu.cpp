@@ -18,8 +18,8 @@
 namespace torchrec_dyn {
 namespace {
 
-// Stores past the caches, of memory that will not be read soon: the line is not fetched first and no other line leaves
-// the caches for it. `to` lies on a 16-byte boundary.
+// Stores past the caches, for memory that will not be read soon: the line is not fetched first, and no other line is
+// evicted from the caches for it. Requires `to` on a 16-byte boundary.
 TORCHREC_DYN_INLINE void store_past_caches(const Floats16& lanes, float* to) {
 #if defined(__SSE__)
   __m128 quarters[4];
@@ -30,15 +30,16 @@ TORCHREC_DYN_INLINE void store_past_caches(const Floats16& lanes, float* to) {
 #endif
 }
 
-// Such stores are not ordered with others: called by the thread that made them before it says that it is done.
+// Stores past the caches are not ordered with other stores: a thread that made such stores must call this before it
+// reports that it is done.
 inline void finish_stores_past_caches() {
 #if defined(__SSE__)
   _mm_sfence();
 #endif
 }
 
-// Rows are asked for kAhead ids ahead (enough to cover a miss, few enough to stay in L2), kBurst at a time: a row is
-// usually a new page too, and in a tight loop more of the page walks overlap.
+// Rows are prefetched kAhead ids ahead (enough to cover a miss, few enough to stay in L2), kBurst at a time: a row is
+// usually on a new page too, and in a tight loop more page walks overlap.
 constexpr int64_t kAhead = 32;
 constexpr int64_t kBurst = 32;
 
@@ -72,7 +73,7 @@ TORCHREC_DYN_INLINE void pool_lanes(const PoolJob<T>& job, const RowBlocks<T>& t
     job.streams ? store_past_caches(sums[p], out + p * kLanes) : store(sums[p], out + p * kLanes);
 }
 
-// The columns that no sixteen hold.
+// Pools the columns after the last group of sixteen.
 template <typename T>
 TORCHREC_DYN_INLINE void pool_rest(const PoolJob<T>& job, const RowBlocks<T>& table, int64_t begin, int64_t end,
                                    int64_t column, float* out) {
@@ -135,7 +136,8 @@ TORCHREC_DYN_POOL_OF(float)
 TORCHREC_DYN_POOL_OF(Float16)
 TORCHREC_DYN_POOL_OF(BFloat16)
 
-// An output that the caches cannot hold is not read into them to be written (16 bytes at a time, hence on such bounds).
+// True if the output is written past the caches: it is too large for them, and every bag's output begins on a 16-byte
+// boundary, which these stores require.
 bool streams_past_caches(const Bags& bags, int64_t elements) {
   constexpr int64_t kLarge = (8 << 20) / sizeof(float);
   bool aligned = elements > kLarge;

@@ -8,7 +8,7 @@
 //   ADAM               m1 = b1 m1 + (1 - b1) g;  m2 = b2 m2 + (1 - b2) g^2
 //                      w -= lr (m1 / (1 - b1^t) / (sqrt(m2 / (1 - b2^t)) + eps) + wd w)
 //                      (torch's ADAMW is this rule: its decay is decoupled)
-//   PARTIAL_ROWWISE_ADAM  the same with one m2 a row, fed by mean(g^2)
+//   PARTIAL_ROWWISE_ADAM  as ADAM, with one m2 for each row, from mean(g^2) in place of g^2
 // Source: FBGEMM fbgemm_gpu/codegen/genscript/optimizers.py, the CUDA rules (its CPU rules leave out parts).
 #pragma once
 
@@ -24,7 +24,7 @@ enum class Optimizer : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kA
 constexpr Optimizer kLastOptimizer = Optimizer::kPartialRowwiseAdam;
 enum class WeightDecay : int64_t { kNone = 0, kL2 = 1, kDecoupled = 2 };
 
-// The numbers of an optimizer state that a row has: none, one, or one a column.
+// The width of an optimizer state in a row: no number, one number, or one number for each column.
 enum class StateWidth : int64_t { kNone, kRow, kColumns };
 
 struct StateWidths {
@@ -79,8 +79,8 @@ inline BiasCorrection bias_correction(const UpdateRule& rule, int64_t step) {
           static_cast<float>(1.0 - std::pow(static_cast<double>(rule.beta2), t))};
 }
 
-// The mean of (g + decay w)^2; w is not read where kDecays is false. Sixteen partial sums in a fixed order: vectorises,
-// and gives the same bits at every vector width and on both devices.
+// The mean of (g + decay w)^2; w is not read if kDecays is false. Sixteen partial sums in a fixed order: the loop
+// vectorises, and the bits are the same at every vector width and on both devices.
 template <bool kDecays>
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float mean_square(const float* g, const float* w, float decay, int64_t n) {
   float sums[kLanes] = {};
@@ -97,8 +97,8 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float mean_square(const float* g, const fl
   return sum_of_lanes(sums) / static_cast<float>(n);
 }
 
-// The mean square that a rule with a row-wise state feeds it: a function of the gradient alone, except under L2 decay.
-// 0 for the other rules.
+// The mean square with which a rule updates its row-wise state. It depends on the gradient only, except under
+// the L2 decay of ROWWISE_ADAGRAD. 0 for rules without a row-wise state.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float row_square(const UpdateRule& rule, const float* g, const float* w,
                                                        int64_t n) {
   if (rule.square_reads_weights()) return mean_square<true>(g, w, rule.weight_decay, n);
@@ -107,7 +107,7 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float row_square(const UpdateRule& rule, c
   return is_rowwise ? mean_square<false>(g, nullptr, 0.0f, n) : 0.0f;
 }
 
-// `square`: row_square of the same g and w.
+// Updates one row. `square`: row_square of the same g and w.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection& correction,
                                                       float square, const float* g, float* w, float* m1, float* m2,
                                                       int64_t n) {

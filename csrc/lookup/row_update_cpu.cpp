@@ -1,8 +1,8 @@
 // The backward of a lookup on the CPU: dedupe the rows of a batch, sum their gradients, update in place.
 //
-// A task owns the rows of one table whose low bits equal its part number, so no two tasks touch one row and
-// the sums of a row are made by one thread in the order of the batch. The rows themselves are updated in the order
-// in which the batch first names them: a row named once, as most are, then finds its bag's gradient in cache.
+// A task owns the rows of one table whose low bits equal its part number. So no two tasks touch the same row, and one
+// thread sums the gradients of a row in the order of the batch. Rows are updated in the order in which they first occur
+// in the batch: most rows occur once, and the gradient of the row's bag is then in cache.
 #include <limits>
 #include <span>
 
@@ -77,21 +77,21 @@ struct UpdateTable {
   RowBlocks<float> momentum1;
   RowBlocks<float> momentum2;
   Stream stream;
-  float grad_scale;  // of a row's sum
+  float grad_scale;  // factor of a row's gradient sum
 };
 
 TORCHREC_DYN_INLINE float* state_row(const RowBlocks<float>& state, int64_t row) {
   return state.columns > 0 ? state.row(row) : nullptr;
 }
 
-// A row of a part and the words that hold its gradients: words[begin, end).
+// A row of a part, and the words of its ids in the batch: words[begin, end).
 struct Run {
   int64_t row;
   uint32_t begin;
   uint32_t end;
 };
 
-// The rows of a part, with all that their updates read.
+// The rows of a part, with all data that their updates read.
 template <typename T>
 struct Runs {
   const UpdateJob<T>& job;
@@ -140,9 +140,9 @@ TORCHREC_DYN_INLINE void sum_grads(const Runs<T>& all, const Run& run, int64_t c
   }
 }
 
-// Asks for the memory of runs [begin, end) into L2. A row is usually a new page too, so each kind has its own tight
-// loop: the fewer instructions between two new pages, the more page walks overlap (benchmarks/DEAD_ENDS.md: the
-// cost of prefetching between two updates).
+// Prefetches the memory of runs [begin, end) into L2. A row is usually on a new page too, so weights, optimizer states
+// and gradients have a tight loop each: the fewer instructions between two new pages, the more page walks overlap
+// (benchmarks/DEAD_ENDS.md: the cost of prefetching between two updates).
 template <typename T>
 TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, size_t begin, size_t end) {
   end = std::min(end, all.runs.size());
@@ -151,7 +151,7 @@ TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, size_t begin, size_t 
     for (size_t r = begin; r < end; ++r) prefetch_row(all.table.momentum1, all.runs[r].row);
   if (all.table.momentum2.columns > 0)
     for (size_t r = begin; r < end; ++r) prefetch_row(all.table.momentum2, all.runs[r].row);
-  constexpr uint32_t kMostGrads = 8;  // of one row: a popular row finds the others in cache
+  constexpr uint32_t kMostGrads = 8;  // of one row: the other gradients of a popular row are in cache
   const float* last = nullptr;
   for (size_t r = begin; r < end; ++r)
     for (uint32_t word = all.runs[r].begin; word < std::min(all.runs[r].end, all.runs[r].begin + kMostGrads); ++word) {
@@ -162,7 +162,7 @@ TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, size_t begin, size_t 
     }
 }
 
-// Floats on a line of cache: vectors of 512 bits do not straddle two.
+// The floats of one cache line, aligned so that a vector of 512 bits never lies on two lines.
 struct alignas(64) Line {
   float floats[kLanes];
 };
@@ -175,7 +175,7 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all) {
   const BiasCorrection correction = bias_correction(job.rule, table.stream.step);
   std::vector<float> sum(static_cast<size_t>(columns));
   std::vector<Line> lines(static_cast<size_t>(sizeof(T) == sizeof(float) ? 0 : (columns + kLanes - 1) / kLanes));
-  float* values = lines.empty() ? nullptr : lines.front().floats;  // of a short row
+  float* values = lines.empty() ? nullptr : lines.front().floats;  // of a row shorter than float32
   std::vector<uint32_t> last_row(job.senders.of_id ? static_cast<size_t>(job.senders.ranks) + 1 : 0);
   SenderCount senders(job.senders, last_row.data());
   const float* squared = nullptr;  // the gradient whose square is `square`: the ids of a bag share it
@@ -254,8 +254,8 @@ SortableWords sorted_words(const Bags& bags, const int64_t* rows, int64_t table,
   return words;
 }
 
-// The runs of equal rows, in the order in which the batch first names them. Without branches on where a run ends, which
-// cannot be predicted.
+// The runs of equal rows, in the order in which the rows first occur in the batch. No branch depends on the end of a
+// run, since it cannot be predicted.
 std::vector<Run> runs_in_batch_order(std::span<const uint64_t> words, int shift, int64_t part) {
   if (words.empty()) return {};
   std::vector<uint32_t> first(words.size() + 1);  // where each run begins, sorted by row
@@ -296,7 +296,7 @@ void run_part(const UpdateJob<T>& job, const UpdateTable<T>& table, int64_t tabl
   update(Runs<T>{job, table, words.words(), runs});
 }
 
-// Parts a table is cut into, as a power of two: enough that the threads share the work evenly.
+// Binary logarithm of the parts of a table: enough parts that the threads share the work evenly.
 int part_shift(int64_t tables, int64_t ids) {
   if (thread_count() <= 1 || ids < 4096) return 0;
   int shift = 0;

@@ -8,11 +8,11 @@
 namespace torchrec_dyn {
 
 struct Senders {
-  const int32_t* of_id = nullptr;  // [N] -1 where it does not matter; null where the gradient is no such mean
-  int32_t ranks = 0;               // above every sender
+  const int32_t* of_id = nullptr;  // [N] -1 where it is not needed; null if no table divides by its senders
+  int32_t ranks = 0;               // larger than every sender
 };
 
-// Counts the distinct senders of the ids of one row after another; -1 counts as a sender.
+// Counts the distinct senders of each row, one row after another; -1 counts as a sender.
 class SenderCount {
  public:
   // last_row: [ranks + 1] zeros, written: the last row in which each sender, from -1 on, occurred.

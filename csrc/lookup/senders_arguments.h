@@ -1,4 +1,4 @@
-// How the ops take the senders of a batch, checked and read as the view of lookup/senders.h.
+// The senders of a batch as an argument of an op: checked, and read as the view of lookup/senders.h.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ inline Senders read_senders(const char* op, const std::optional<Tensor>& senders
     lowest = std::min(lowest, sender[i]);
     highest = std::max(highest, sender[i]);
   }
-  constexpr int32_t kMost = 1 << 20;  // every task keeps a number for each
+  constexpr int32_t kMost = 1 << 20;  // every task keeps one number for each sender
   STD_TORCH_CHECK(lowest == -1 && highest < kMost, op, ": expected senders in [-1, ", kMost, "), got ", lowest, " to ",
                   highest, ".");
   return {sender, highest + 1};

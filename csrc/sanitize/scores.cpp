@@ -1,5 +1,5 @@
-// Scores and marks of rows under std::thread, as the ops share them: a part owns whole lines of scores, a piece whole
-// words of bits, and nobody owns the mark of a row.
+// Scores and marks of rows under std::thread, shared as the ops share them: a part owns whole lines of scores, a piece
+// owns whole words of bits, and no thread owns the mark of a row.
 // Built and run like threads.cpp.
 #include "life/scores.h"
 
@@ -16,7 +16,7 @@
 namespace torchrec_dyn {
 namespace {
 
-// A thread touches the rows of its part, whole lines of words; then each looks for the lowest in a piece of its own.
+// Each thread touches the rows of its part, whole lines of words, and then reads the scores of its own piece.
 void touch_and_find_own_rows() {
   constexpr int64_t kRows = 1000;
   constexpr int64_t kBatch = 20000;
@@ -79,7 +79,7 @@ void touch_and_find_own_rows() {
     check(!bytes.is_chosen(place) && !bits.is_chosen(place), "nothing outside is marked");
 }
 
-// Threads mark the same rows, all with one version.
+// All threads mark the same rows with the same version.
 void mark_rows_of_all() {
   constexpr int64_t kRows = 1000;
   constexpr int32_t kVersion = 7;

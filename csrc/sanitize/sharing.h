@@ -1,4 +1,4 @@
-// How the sanitizers' programs share work: a thread a piece, and an end with a message where a rule is broken.
+// Shared code of the sanitizers' programs: one thread for each piece, and an exit with a message if a rule is broken.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The torch-free headers under std::thread, shared the way the ops share them: readers of one map, one
-// writer a map, one owner a row. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by `run`.
+// The torch-free headers under std::thread, shared as the ops share them: several readers of one map, one writer of
+// each map, one owner of each row. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by `run`.
 // ThreadSanitizer does not see OpenMP's barriers, so the ops themselves cannot be run under it.
 #include <algorithm>
 #include <cstdint>
@@ -33,7 +33,7 @@ struct OwnedMap {
   std::vector<Slot> slots;
 };
 
-// Each thread owns a map: inserts, erases and grows it bit by bit, against std::unordered_map.
+// Each thread owns a map: it inserts, erases and grows bit by bit, and compares the map with std::unordered_map.
 void write_own_maps() {
   on_threads([](int64_t thread) {
     OwnedMap owned(8), outgoing(0);
@@ -76,7 +76,7 @@ void write_own_maps() {
   });
 }
 
-// Threads move a piece each of one map into a larger one.
+// Each thread moves a piece of one map into a larger map.
 void move_one_map() {
   constexpr int64_t kIds = 9000;
   OwnedMap outgoing(4 * kIds / 3), owned(2 * kIds);
@@ -96,7 +96,7 @@ void move_one_map() {
   for (int64_t i = 0; i < kIds; ++i) check(find_row(map, i, spread_hash(i)) == i + 7, "every id keeps its row");
 }
 
-// All threads read one map and write their own part of the answer.
+// All threads read one map, and each writes its own part of the result.
 void read_one_map() {
   constexpr int64_t kIds = 20000;
   OwnedMap owned(2 * kIds + kLineSlots);
@@ -119,7 +119,7 @@ void read_one_map() {
   check(missing == 0, "the absent ids are counted once");
 }
 
-// A thread updates the rows whose number ends in its part, in the order of the batch.
+// Each thread updates the rows of its part, in the order of the batch.
 template <typename T>
 void update_own_rows(Optimizer optimizer) {
   constexpr int64_t kRows = 500;

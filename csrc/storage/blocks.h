@@ -1,6 +1,6 @@
-// Rows live in blocks of 2^shift rows, so that a table grows by appending a block and no row ever moves.
+// Rows are stored in blocks of 2^shift rows, so a table grows by appending a block, and no row ever moves.
 //
-// An op over several tables takes one flat list of blocks and `layout` [T, 4] int64, one line a table:
+// An op over several tables takes one flat list of blocks and `layout` [T, 4] int64, one line for each table:
 //   first block in the list, number of blocks, shift, columns of a row.
 // The views below read lists of pointers that storage/blocks_arguments.h makes.
 #pragma once
@@ -20,7 +20,7 @@ struct TableLayout {
   TORCHREC_DYN_BOTH int64_t capacity() const { return blocks << shift; }
 };
 
-// The rows of one table. Without blocks its capacity is 0, and no row may be asked for.
+// The rows of one table. Without blocks its capacity is 0, and `row` must not be called.
 template <typename T>
 struct RowBlocks {
   T* const* blocks = nullptr;
@@ -33,7 +33,7 @@ struct RowBlocks {
   }
 };
 
-// One word a row of one table: scores and marks.
+// One word for each row of one table: scores or marks.
 template <typename Word>
 struct WordBlocks {
   Word* const* blocks;

@@ -1,4 +1,4 @@
-// How the ops take blocks: flat lists of tensors and their layout, checked and read as the views of storage/blocks.h.
+// Blocks as arguments of an op: flat lists of tensors and a layout, checked, and read as the views of storage/blocks.h.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace torchrec_dyn {
 
-// Bounds under which no product of the three overflows.
+// A bound on the number of blocks under which `blocks << shift` does not overflow.
 constexpr int64_t kMostBlocks = int64_t{1} << 31;
 
 inline void check_row_shape(const char* op, int64_t shift, int64_t columns) {
@@ -18,7 +18,7 @@ inline void check_row_shape(const char* op, int64_t shift, int64_t columns) {
                   ": expected shift in [0, 32) and columns in [1, 2^31), got ", shift, " and ", columns, ".");
 }
 
-// The layout of a call that takes the blocks of one table alone.
+// The layout of a call that takes the blocks of one table only.
 inline TableLayout layout_of_one(const char* op, const std::vector<Tensor>& blocks, int64_t shift, int64_t columns) {
   check_row_shape(op, shift, columns);
   return {0, static_cast<int64_t>(blocks.size()), shift, columns};
@@ -53,7 +53,7 @@ template <>
 constexpr ScalarType scalar_type_of<int64_t>() {
   return ScalarType::Long;
 }
-// torch has few operators for unsigned words, so they are kept as int64, which C++ may read as unsigned.
+// torch has few operators for unsigned words, so tensors keep them as int64, which C++ may read as unsigned.
 template <>
 constexpr ScalarType scalar_type_of<uint64_t>() {
   return ScalarType::Long;
@@ -74,7 +74,7 @@ class BlockList {
   BlockList(const char* op, const char* name, const std::vector<Tensor>& blocks)
       : op_(op), name_(name), blocks_(blocks), pointers_(blocks.size()) {}
 
-  // `columns` is 1 for state that a row shares.
+  // `columns` is 1 for a state with one number per row.
   RowBlocks<T> rows(const TableLayout& table, int64_t columns) {
     STD_TORCH_CHECK(table.first_block + table.blocks <= static_cast<int64_t>(blocks_.size()), op_, ": expected ",
                     table.first_block + table.blocks, " blocks of ", name_, ", got ", blocks_.size(), ".");
@@ -105,7 +105,7 @@ class BlockList {
   std::vector<T*> pointers_;
 };
 
-// Calls body(T{}) with the element type of the blocks; float where there is none.
+// Calls body(T{}) with the element type of the blocks; float if there are no blocks.
 template <typename Body>
 void dispatch_row_type(const char* op, const std::vector<Tensor>& blocks, const Body& body) {
   const ScalarType type = blocks.empty() ? ScalarType::Float : blocks.front().scalar_type();

@@ -1,9 +1,9 @@
-// The ids of one map by their mixed ids: how many lie in each cell, and which lie in a range, in canonical order.
+// The ids of one map by their mixed ids: the number of ids in each cell, and the ids in a range, in canonical order.
 //
-// Slots are in no order of the mixed ids, so both look at all of them, once, from front to back. A range is then sorted
-// in two steps: into buckets by the highest bits in which its mixed ids differ; then each bucket, small enough for a
-// core's second-level cache, by enough further bits that few ids share them. Runs of ids that share all these bits are
-// sorted one by one, so that the order is always exact.
+// Slots are not ordered by mixed id, so both ops read all slots, once, from front to back. A range is then sorted in
+// two steps: into buckets by the highest bits in which its mixed ids differ; then each bucket, small enough for a
+// core's second-level cache, by so many further bits that few ids share them. Each run of ids that share all these bits
+// is sorted by the whole mixed ids, so the order is always exact.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -29,13 +29,13 @@ struct MixedRow {
   int64_t row;
 };
 
-// Slots that are looked at together: few enough for arrays on the stack.
+// Slots that are read together: few enough for arrays on the stack.
 constexpr int64_t kSlotRun = 4096;
 
-// The cell of a mixed id: its top `bits` bits, 0 to 63 of them.
+// The cell of a mixed id: its top `bits` bits; `bits` is 0 to 63.
 TORCHREC_DYN_INLINE uint64_t cell_of(uint64_t mixed, int bits) { return mixed >> 1 >> (63 - bits); }
 
-// The cells of `count` slots, up to kSlotRun; of an empty slot the one behind the last.
+// The cells of `count` slots, up to kSlotRun; for an empty slot, the number after the last cell.
 TORCHREC_DYN_INLINE void cells_of_slots(const Slot* slots, int64_t count, int bits, uint32_t* cells) {
   const uint64_t behind = uint64_t{1} << bits;
   for (int64_t i = 0; i < count; ++i) {
@@ -44,7 +44,8 @@ TORCHREC_DYN_INLINE void cells_of_slots(const Slot* slots, int64_t count, int bi
   }
 }
 
-// The mixed ids of `count` slots, up to kSlotRun, and whether they lie in [first, first + span].
+// The mixed ids of `count` slots, up to kSlotRun, and a flag for each: 1 if it lies in [first, first + span] and the
+// slot is not empty.
 TORCHREC_DYN_INLINE void mix_slots(const Slot* slots, int64_t count, uint64_t first, uint64_t span, uint64_t* mixed,
                                    uint8_t* inside) {
   for (int64_t i = 0; i < count; ++i) {
@@ -57,11 +58,11 @@ TORCHREC_DYN_INLINE void mix_slots(const Slot* slots, int64_t count, uint64_t fi
 // The bucket of a mixed id.
 struct Buckets {
   static constexpr uint64_t kBucket = 1 << 12;  // ids of a bucket, about
-  static constexpr int kMostBits = 11;          // more would be written to than a core keeps pages at hand for
+  static constexpr int kMostBits = 11;          // more buckets would be more pages than a core's TLB covers
 
   uint64_t low = 0;
   int key_bits = 0;  // bits in which the mixed ids differ
-  int bits = 0;      // number of the highest of them, which name the bucket
+  int bits = 0;      // the highest of these bits, which name the bucket
 
   Buckets(uint64_t low, uint64_t high, uint64_t ids)
       : low(low),
@@ -135,7 +136,7 @@ Tensor count_cells(std::vector<Tensor> slots, const Tensor& moved, int64_t bits)
   for (int a = 0; a < (map.is_growing() ? 2 : 1); ++a) {
     const SlotArray& array = map.arrays[a];
     for_each_range(array.capacity, 1 << 20, [&](int64_t begin, int64_t end) {
-      std::vector<uint64_t> here(cells + 1);  // the last counts empty slots, and spares a branch
+      std::vector<uint64_t> here(cells + 1);  // the last element counts empty slots, which saves a branch
       std::array<uint32_t, kSlotRun> cell_of_slot;
       for (int64_t run = begin; run < end; run += kSlotRun) {
         const int64_t count = std::min(kSlotRun, end - run);
@@ -149,7 +150,7 @@ Tensor count_cells(std::vector<Tensor> slots, const Tensor& moved, int64_t bits)
   return counts;
 }
 
-// The ids of a range, run by run of the slots; their number, lowest and highest mixed id.
+// The ids of a range, one list for each run of slots; their number, lowest and highest mixed id.
 struct Selection {
   std::vector<std::vector<MixedRow>> runs;
   uint64_t ids = 0;
@@ -159,7 +160,7 @@ struct Selection {
 
 // The ids of one run of slots, collected on the stack so that no more memory than they need is allocated.
 std::vector<MixedRow> select_run(const Slot* slots, int64_t count, uint64_t first, uint64_t span) {
-  constexpr size_t kEight = 8;  // flags looked at together: of a narrow range few are set
+  constexpr size_t kEight = 8;  // flags read together: in a narrow range few flags are set
   std::array<uint64_t, kSlotRun> mixed;
   std::array<uint8_t, kSlotRun> inside;
   std::array<MixedRow, kSlotRun> found;
@@ -206,14 +207,14 @@ Selection select(const IdMapView& map, uint64_t first, uint64_t span) {
   return all;
 }
 
-// The ids of a selection in their buckets, and where each bucket begins. Empties the selection.
+// The ids of a selection in their buckets, and where each bucket begins. `put_into_buckets` empties the selection.
 struct Bucketed {
   std::unique_ptr<MixedRow[]> ids;
   std::vector<size_t> begins;
 };
 
 Bucketed put_into_buckets(Selection& selected, const Buckets& buckets) {
-  // Stretches of runs, each with its own place in every bucket.
+  // Stretches of runs; each stretch has its own place in every bucket.
   const auto runs = static_cast<int64_t>(selected.runs.size());
   const int64_t stretches = std::min(runs, thread_count() == 1 ? 1 : 4 * thread_count());
   const auto run_of = [&](int64_t stretch) { return static_cast<size_t>(stretch * runs / stretches); };

@@ -1,10 +1,11 @@
-// The content sum: one word that changes if a number of the rows changes, whatever the order in which rows are added.
+// The content sum: one word that changes if a number of the rows changes. The order of the rows does not matter.
 //
 //   sum over rows of row_key(id) * (sum over columns of bits * column_key(column))   modulo 2^64
 //
 // `bits` is the bit pattern of a number of 16 or 32 bits, zero-extended; an int64 column c is two columns, 2c its low
-// half and 2c + 1 its high half, which is how its bytes lie in memory. So the sum adds up over any cut of a table into
-// rows and columns, and does not depend on the plan. The factors are odd: no bit that changes is lost.
+// half and 2c + 1 its high half, as its bytes lie in memory. For any cut of a table into rows and columns, the sums of
+// the parts add up to the sum of the table, so it does not depend on the plan. The factors are odd: no bit that changes
+// is lost.
 //
 // Source: multilinear hashing, Lemire and Kaser, "Strongly universal string hashing is fast", The Computer Journal
 // 2014; here with keys made by mix64.
@@ -29,11 +30,11 @@ TORCHREC_DYN_BOTH constexpr uint32_t column_key(uint64_t column, uint64_t key) {
   return static_cast<uint32_t>(mix64(key + column + 1) >> 32) | 1;
 }
 
-// Columns whose keys are at hand together, and rows whose sums are: both stay in a core's first-level cache.
+// The columns whose keys, and the rows whose sums, are kept at once: both stay in a core's first-level cache.
 constexpr int64_t kKeptColumns = 2048;
 constexpr int64_t kKeptRows = 256;
 
-// Rows of numbers as they lie in memory, `stride` numbers from one to the next.
+// Rows of numbers as they lie in memory, `stride` numbers from one row to the next row.
 template <typename Bits>
 struct BitRows {
   const char* bytes;
@@ -46,7 +47,7 @@ struct BitRows {
   }
 };
 
-// Where the number of columns is a constant and small, the loop over the rows becomes one of vectors.
+// If the number of columns is a small constant, the compiler vectorises the loop over the rows.
 template <typename Bits>
 TORCHREC_DYN_INLINE void add_rows(const BitRows<Bits> rows, int64_t count, int64_t columns, const uint32_t* keys,
                                   uint64_t* sums) {
@@ -57,7 +58,7 @@ TORCHREC_DYN_INLINE void add_rows(const BitRows<Bits> rows, int64_t count, int64
   }
 }
 
-// The content sum of rows [0, count), columns [0, columns), of which the first is number `first_column` of its table.
+// The content sum of rows [0, count) and columns [0, columns); column 0 is column `first_column` of the table.
 template <typename Bits>
 TORCHREC_DYN_INLINE uint64_t content_sum_of(const uint64_t* ids, const BitRows<Bits> all, int64_t count,
                                             int64_t columns, uint64_t first_column, uint64_t key) {

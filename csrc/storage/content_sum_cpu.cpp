@@ -45,7 +45,7 @@ Tensor content_sum(const Tensor& ids, const Tensor& values, int64_t first_column
   check_size(op, "the number of rows of values", ids.numel(), values.size(0));
   STD_TORCH_CHECK(first_column >= 0 && first_column < (int64_t{1} << 31), op,
                   ": expected first_column in [0, 2^31), got ", first_column, ".");
-  const int64_t halves = bytes == 8 ? 2 : 1;  // columns that an int64 is
+  const int64_t halves = bytes == 8 ? 2 : 1;  // an int64 column is two columns of the sum
   const int64_t columns = halves * values.size(1);
   const auto first = static_cast<uint64_t>(halves * first_column);
   const uint64_t* id = const_data<uint64_t>(ids);

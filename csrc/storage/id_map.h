@@ -2,20 +2,20 @@
 //
 // Layout
 //   slots [C, 2] int64, one slot = {id, row + 1}, 16 bytes, four slots a cache line, C whole lines. The home of an
-//   id is a line, so nine ids in ten cost one miss, and which of its four slots they are in costs no branch. A slot of
-//   zeros in its second field is empty: memory fresh from the system is an empty map (zeroed_memory.h), and the id
-//   field of an empty slot is never read, so no id is reserved. The caller keeps at least one slot empty (the Python
-//   side grows at 5/8 load).
+//   id is a line: nine ids in ten cost one cache miss, and no branch depends on the slot of an id inside its line. A
+//   slot with 0 in its second field is empty. So memory fresh from the system is an empty map (zeroed_memory.h), and no
+//   id is reserved, since the id field of an empty slot does not matter. The caller keeps at least one slot empty (the
+//   Python side grows at 5/8 load).
 //
 // Rules
-//   find    start at the home line; stop at the id or behind the first line with an empty slot.
+//   find    start at the home line; stop at the id or after the first line with an empty slot.
 //   insert  the id is known to be absent: take the first empty slot from home on.
 //   erase   empty the slot, then close the gap by moving back every later slot of the run whose home is
 //           not inside the gap (backward shift). There are no tombstones, so probes do not grow with age.
 //   grow    a map that grows has two arrays and one frontier, a spread hash. An id whose spread hash is below
-//           the frontier lives in the new array, any other in the outgoing one: so still one home, one probe.
-//           Moving the frontier on is in storage/id_map_growth_cpu.h.
-// Every loop is bounded by the capacity: a full or damaged map ends in kNoRow or false, never in a hang.
+//           the frontier is in the new array, any other id in the outgoing array: so an id has one home, and a lookup
+//           is one probe. storage/id_map_growth_cpu.h moves the frontier.
+// Every loop is bounded by the capacity: with a full or damaged map a loop ends with kNoRow or false, it never hangs.
 //
 // Source: Knuth, TAOCP vol. 3, section 6.4, algorithms L (find, insert) and R (erase).
 #pragma once
@@ -50,7 +50,7 @@ struct SlotArray {
 };
 
 struct IdMapView {
-  // [0] the slots of the map, [1] the outgoing ones. The same array twice while the map does not grow.
+  // [0] the slots of the map, [1] the outgoing slots. The same array twice while the map does not grow.
   SlotArray arrays[2];
   uint64_t frontier = 0;
 
@@ -69,8 +69,9 @@ TORCHREC_DYN_BOTH inline const SlotArray& array_of(const IdMapView& map, uint64_
   return map.array_of(spread);
 }
 
-// Asks for the cache line where find_row will begin. Into L2: the few miss buffers of L1 would limit how many
-// lines are on their way. Inlined by force: the compiler takes a function that only prefetches for one without effect.
+// Prefetches the cache line where find_row will begin. Into L2: the few miss buffers of L1 would limit the number of
+// lines on their way. Inlined by force: the compiler takes a function that only prefetches for a function without
+// effect.
 TORCHREC_DYN_INLINE void prefetch_home(const SlotArray& array, uint64_t spread) {
   __builtin_prefetch(array.slots + array.home(spread), 0, 2);
 }
@@ -79,8 +80,8 @@ TORCHREC_DYN_INLINE void prefetch_home(const IdMapView& map, uint64_t spread) {
   prefetch_home(map.array_of(spread), spread);
 }
 
-// The row + 1 of `id` if it is in the line that begins at `slot`, else 0. No branch: in which slot of its line an id
-// is cannot be predicted. One slot at most holds the id and is not empty, so the places of all that match are joined.
+// The row + 1 of `id` if it is in the line that begins at `slot`, else 0. No branch: the slot of an id inside its line
+// cannot be predicted. At most one slot holds the id and is not empty, so the places of all matching slots are ORed.
 TORCHREC_DYN_BOTH inline int64_t place_in_line(const SlotArray& array, int64_t id, int64_t slot) {
   const Slot* line = array.slots + slot;
   int64_t place = 0;
@@ -88,7 +89,7 @@ TORCHREC_DYN_BOTH inline int64_t place_in_line(const SlotArray& array, int64_t i
   return place;
 }
 
-// The row of `id`, or kNoRow. `spread` is spread_hash(id), which the caller has computed to prefetch the home.
+// The row of `id`, or kNoRow. `spread` is spread_hash(id), which callers compute earlier to prefetch the home.
 TORCHREC_DYN_BOTH inline int64_t find_row(const SlotArray& array, int64_t id, uint64_t spread) {
   int64_t slot = array.home(spread);
   for (int64_t probe = 0; probe < array.capacity; probe += kLineSlots) {
@@ -105,7 +106,7 @@ TORCHREC_DYN_BOTH inline int64_t find_row(const IdMapView& map, int64_t id, uint
   return find_row(map.array_of(spread), id, spread);
 }
 
-// Requires that `id` is absent. False if there is no empty slot.
+// Inserts `id`, which must be absent. Returns false if there is no empty slot.
 inline bool insert_absent(const SlotArray& array, int64_t id, int64_t row, uint64_t spread) {
   int64_t slot = array.home(spread);
   for (int64_t probe = 0; probe < array.capacity; ++probe) {
@@ -122,7 +123,7 @@ inline bool insert_absent(const IdMapView& map, int64_t id, int64_t row, uint64_
   return insert_absent(map.array_of(spread), id, row, spread);
 }
 
-// Calls visit(i, spread hash of ids[i]) for i in [begin, end), with the homes of later ids on their way.
+// Calls visit(i, spread hash of ids[i]) for i in [begin, end), and prefetches the homes of later ids.
 template <typename Map, typename Visit>
 void visit_homes(const Map map, const int64_t* ids, int64_t begin, int64_t end, const Visit& visit) {
   constexpr int64_t kAhead = 32;  // a power of two
@@ -165,18 +166,18 @@ inline int64_t erase_id(const IdMapView& map, int64_t id, uint64_t spread) {
   return row;
 }
 
-// The number of slots looked at to find the id that sits in `slot`.
+// The probe length of the id in `slot`: the slots from its home to it, both counted.
 TORCHREC_DYN_BOTH inline int64_t probe_length(const SlotArray& array, int64_t slot) {
   const int64_t distance = slot - array.home(spread_hash(array.slots[slot].id));
   return 1 + (distance < 0 ? distance + array.capacity : distance);
 }
 
-// Resolves up to kChunk ids against one map, or one array of it, and returns how many were absent.
+// Finds the rows of up to kChunk ids in one map, or in one array of it, and returns the number of absent ids.
 //
-// Home lines are asked for a burst ahead, in tight loops: a line is usually a new page too, and the fewer instructions
-// between two new pages, the more page walks overlap. Every id is then looked for in its home line, without a branch.
-// Ids that are not there (about one in ten, and the absent) are looked for again at the end, their next line prefetched
-// meanwhile: waiting for these lines one by one cost as much as all the rest.
+// Home lines are prefetched a burst ahead, in tight loops: a line is usually on a new page too, and the fewer
+// instructions between two new pages, the more page walks overlap. Every id is then searched in its home line, without
+// a branch. Ids that are not there (about one in ten, and absent ids) are searched again at the end; their next line is
+// prefetched meanwhile. Waiting for these lines one by one took as long as all the rest.
 constexpr int64_t kChunk = 512;
 
 template <typename Map>
@@ -215,7 +216,7 @@ int64_t find_rows_in(const Map map, const int64_t* ids, int64_t begin, int64_t e
   return absent;
 }
 
-// While a map does not grow, the choice between its arrays is left out of the loop.
+// For a map that does not grow, the loop does not choose between arrays.
 inline int64_t find_rows(const IdMapView& map, const int64_t* ids, int64_t begin, int64_t end, int64_t* rows) {
   if (map.arrays[0].capacity == 0) {
     for (int64_t i = begin; i < end; ++i) rows[i] = kNoRow;

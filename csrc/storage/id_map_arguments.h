@@ -1,4 +1,4 @@
-// How the ops take id maps: tensors of slots, checked and read as the views of storage/id_map.h.
+// Id maps as arguments of an op: tensors of slots, checked, and read as the views of storage/id_map.h.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,8 @@ inline SlotArray array_of(const char* op, const char* name, const Tensor& slots)
   return {static_cast<Slot*>(slots.mutable_data_ptr()), slots.size(0)};
 }
 
-// The maps of T tables. `slots` lists the array of each, then the outgoing arrays of the tables that grow,
-// whose `moved` is not -1, in order.
+// The maps of T tables. `slots` lists the array of each table, then, in the same order, the outgoing arrays of the maps
+// that grow: their `moved` is not -1.
 inline std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>& slots, const Tensor& moved) {
   check_tensor(op, "moved", moved, ScalarType::Long);
   const auto tables = static_cast<size_t>(moved.numel());

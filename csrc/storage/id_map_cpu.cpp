@@ -79,7 +79,7 @@ NewIds collect_new_of_table(const int64_t* ids, const int64_t* rows, int64_t beg
     std::fill(new_index + begin, new_index + end, kNoRow);
     return found;
   }
-  // Absent ids are collected first, without a branch (hence room for one more, which is written and not kept).
+  // Absent ids are collected first, without a branch. So there is room for one more id, which is written but not kept.
   std::vector<int64_t> absent_ids(static_cast<size_t>(absent + 1)), places(static_cast<size_t>(absent + 1));
   size_t kept = 0;
   for (int64_t i = begin; i < end; ++i) {
@@ -219,7 +219,7 @@ Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, in
                   from.capacity, "], a multiple of ", kLineSlots, ", got ", moved, ".");
   STD_TORCH_CHECK(from.capacity <= to.capacity, "move_slots: expected slots for ", from.capacity,
                   " outgoing ones, got ", to.capacity, ".");
-  // Pieces of a fixed size: where an id goes does not depend on the number of threads.
+  // Pieces of a fixed size: the new slot of an id does not depend on the number of threads.
   constexpr int64_t kPiece = 1 << 15;
   std::vector<int64_t> bounds{moved};
   while (bounds.back() < std::min(until, from.capacity))

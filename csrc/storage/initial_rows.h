@@ -1,6 +1,5 @@
-// The numbers of a fresh row: each is a pure function of (key, id, column), where the key is made of the
-// seed and the table's name. Columns are numbered over the whole table, so a column shard draws exactly its
-// part of the row.
+// The numbers of a fresh row. Each number is a pure function of (key, id, column); the key is made of the seed and the
+// table's name. Columns are numbered over the whole table, so a column shard draws exactly its part of the row.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +17,7 @@ struct InitialRows {
   InitialKind kind;
   double low;   // kConstant: the value; kUniform, kNormal: lower bound of the result
   double high;  // kUniform, kNormal: upper bound of the result
-  double mean;  // kNormal only, as the three below
+  double mean;  // this and the three below: kNormal only
   double deviation;
   double low_probability;
   double high_probability;
@@ -34,7 +33,7 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE double ratio(double r, const double (&a)[8
 }
 
 // The quantile function of the standard normal distribution, relative error about 1e-16. `q` is the probability less
-// one half; the centre holds for |q| <= kCentre, and is without branches so that it vectorises.
+// one half. central_quantile is valid for |q| <= kCentre; it has no branches, so that it vectorises.
 // Source: Wichura, "Algorithm AS 241: the percentage points of the normal distribution", Applied Statistics
 // 37 (1988), routine PPND16.
 constexpr double kCentre = 0.425;
@@ -67,8 +66,8 @@ TORCHREC_DYN_BOTH inline double tail_quantile(double p) {
   return p < 0.5 ? -tail : tail;
 }
 
-// `word` becomes a probability strictly inside (0, 1): the middle of its 2^-32 wide cell. Through a signed integer,
-// since a vector of unsigned ones has no conversion below AVX-512; the sum is exact.
+// Converts `word` to a probability strictly inside (0, 1): the middle of its 2^-32 wide cell. Converts from a signed
+// integer, since below AVX-512 there is no conversion of vectors of unsigned integers; the sum is exact.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE double unit_of(uint32_t word) {
   return (static_cast<double>(static_cast<int32_t>(word ^ 0x80000000u)) + 0x1p31 + 0.5) * 0x1p-32;
 }
@@ -80,7 +79,7 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void fill_uniform(const InitialRows& initi
   for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(low + unit_of(words[i]) * width);
 }
 
-// The centre is computed for all, then the tails, one draw in seven, take its place.
+// The central formula is computed for all draws; then the tail formula replaces the draws in the tails, one in seven.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void fill_normal(const InitialRows& initial, const uint32_t* words, int64_t n,
                                                        float* out) {
   double quantile[kMostRandomWords];

@@ -1,7 +1,7 @@
-// The random bits by which an update, computed in float32, is rounded into a row of a shorter type.
+// The random bits with which an update, computed in float32, is rounded into a row of a shorter type.
 //
 // The draw of a column is a pure function of (key, id, column, step), with columns numbered over the whole table.
-// The draws of a row are SplitMix64's sequence from a start of its own, four to a word: column c reads bits
+// The draws of a row are SplitMix64's sequence from the row's own start, four draws in a word: column c reads bits
 // [16 (c % 4), 16 (c % 4) + 16) of word c / 4 (docs/decisions/0011-rounding-draws-by-splitmix.md).
 //
 // Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
@@ -17,7 +17,7 @@ namespace torchrec_dyn {
 
 constexpr int64_t kDrawsPerWord = 4;
 
-// The start of the words of a row. For one step it is a bijection of the id, and for one id of the step.
+// The start of the words of a row. For one step it is a bijection of the id; for one id, a bijection of the step.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE uint64_t draw_state(uint64_t key, int64_t step, int64_t id) {
   return mix64(mix64(key + static_cast<uint64_t>(step) * kGolden) ^ mix64(static_cast<uint64_t>(id)));
 }

@@ -17,7 +17,7 @@ static_assert(std::endian::native == std::endian::little, "the low lane of a wor
 constexpr int64_t kWordsAtOnce = 8;
 constexpr int64_t kDrawsAtOnce = kWordsAtOnce * kDrawsPerWord;
 
-// Eight words in one register of 512 bits, or in as many narrower ones as the level has.
+// Eight words in one register of 512 bits, or in several narrower registers, as the level has.
 typedef uint64_t Words8 __attribute__((vector_size(8 * kWordsAtOnce)));
 
 // draw_word of words [first_word, first_word + kWordsAtOnce).
@@ -45,7 +45,7 @@ TORCHREC_DYN_INLINE void store_row(uint64_t key, int64_t step, int64_t first_col
   Words8 words;
   uint16_t draws[kDrawsAtOnce];
   int64_t c = 0;
-  for (; columns - c >= kDrawsAtOnce; c += kDrawsAtOnce) {  // a constant number of columns: vectors without a rest
+  for (; columns - c >= kDrawsAtOnce; c += kDrawsAtOnce) {  // a constant number of columns, so whole vectors
     draw_columns(state, first_column + c, words);
     std::memcpy(draws, &words, sizeof draws);
     for (int64_t i = 0; i < kDrawsAtOnce; ++i) store_stochastic(values[c + i], draws[i], &row[c + i]);

@@ -1,4 +1,4 @@
-// How the CPU reads rows: asked for ahead, and sixteen elements at a time.
+// Reads of rows on the CPU: prefetched, and sixteen elements at a time.
 #pragma once
 
 #include <limits>
@@ -9,8 +9,8 @@
 
 namespace torchrec_dyn {
 
-// Asks for a row into L2: the core has far more misses in flight there than in L1 (measured: 22 against 35 ns for a
-// random row of 256 bytes, docs/performance.md). Callers ask in bursts, some thirty rows before they use them.
+// Prefetches a row into L2: the core can have far more misses in flight there than in L1 (measured: 22 against 35 ns
+// for a random row of 256 bytes, docs/performance.md). Callers prefetch in bursts, some thirty rows before their use.
 template <typename T>
 TORCHREC_DYN_INLINE void prefetch_row(const RowBlocks<T>& table, int64_t index) {
   const auto* byte = reinterpret_cast<const char*>(table.row(index));
@@ -30,8 +30,8 @@ TORCHREC_DYN_INLINE void prefetch_row(const RowBlocks<T>& table, int64_t index) 
 typedef int16_t Shorts16 __attribute__((vector_size(32)));
 typedef int32_t Words16 __attribute__((vector_size(64)));
 
-// load_row: sixteen elements of any row type as floats. In vectors from end to end: by way of an array the compiler
-// stores narrower vectors than it then loads, and waits for them.
+// load_row: sixteen elements of any row type as floats. It uses vectors only: with an array, the compiler stores
+// narrower vectors than it then loads, and the loads wait for the stores.
 template <typename To, typename From>
 TORCHREC_DYN_INLINE void copy_bits(const From& from, To& to) {
   static_assert(sizeof from == sizeof to);
@@ -46,8 +46,8 @@ TORCHREC_DYN_INLINE void load_row(const BFloat16* row, Floats16& lanes) {
   copy_bits(__builtin_convertvector(shorts, Words16) << 16, lanes);
 }
 
-// As to_float in storage/row_types.h; the smaller one is chosen by the sign of the difference, since some levels have
-// no comparison of such vectors.
+// As to_float in storage/row_types.h; the smaller number is chosen by the sign of the difference, since some levels
+// have no comparison of such vectors.
 TORCHREC_DYN_INLINE void load_row(const Float16* row, Floats16& lanes) {
   Shorts16 shorts;
   std::memcpy(&shorts, row, sizeof shorts);

@@ -1,5 +1,5 @@
-// Marks of rows: one 32-bit word a row, the version at which the row was last named. One pass over the words
-// lists the rows changed since a version.
+// Marks of rows: one 32-bit word for each row, the version with which the row was last marked. One pass over the words
+// lists the rows marked since a version.
 #pragma once
 
 #include <algorithm>
@@ -14,16 +14,16 @@ namespace torchrec_dyn {
 
 using MarkBlocks = WordBlocks<int32_t>;
 
-// Whether every row lies below `capacity`.
+// True if every row lies below `capacity`.
 TORCHREC_DYN_INLINE bool all_below(const int64_t* rows, int64_t count, int64_t capacity) {
   int64_t highest = -1;
   for (int64_t i = 0; i < count; ++i) highest = rows[i] > highest ? rows[i] : highest;
   return highest < capacity;
 }
 
-// Writes `version` for the rows, all below the capacity; negative ones are skipped. Several threads may name one row,
-// so words are written as atomics, and only where they differ: popular rows then stay in the caches of all cores.
-// `marks` by value: of a reference the compiler reads the fields again for every row.
+// Writes `version` for the rows, all below the capacity; negative rows are skipped. Several threads may mark the same
+// row, so words are written as atomics, and only if they differ: popular rows then stay in the caches of all cores.
+// `marks` is passed by value: the fields of a reference would be read again for every row.
 inline void mark_rows(MarkBlocks marks, const int64_t* rows, int64_t count, int32_t version) {
   for (int64_t i = 0; i < count; ++i) {
     if (rows[i] < 0) continue;
@@ -38,11 +38,11 @@ TORCHREC_DYN_INLINE int64_t count_marked(const int32_t* words, int64_t count, in
   return marked;
 }
 
-// Words that are looked at together.
+// Words that are read together.
 constexpr int64_t kMarkRun = 512;
 
-// Lists the rows of up to kMarkRun words, the first of them `row`, whose mark is `since` or later. Returns where the
-// list ends; nothing behind it is written.
+// Lists the rows with a mark of `since` or later among up to kMarkRun words; the first word is the mark of `row`.
+// Returns the end of the list; nothing after it is written.
 TORCHREC_DYN_INLINE int64_t* list_marked(const int32_t* words, int64_t row, int64_t count, int32_t since,
                                          int64_t* list) {
   std::array<int64_t, kMarkRun + 1> found;

@@ -41,7 +41,7 @@ void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Ten
                     ": expected versions in [0, 2^31), got ", version[t], ".");
     words.push_back(blocks.words(tables[static_cast<size_t>(t)]));
     const int64_t capacity = words.back().capacity;
-    // All rows are looked at before the first is marked: an error changes nothing.
+    // All rows are checked before the first row is marked: an error changes nothing.
     STD_TORCH_CHECK(capacity == 0 || are_below(row + offset[t], offset[t + 1] - offset[t], capacity), op,
                     ": expected rows below ", capacity, ", the marks of table ", t, ", got one above.");
   }
@@ -63,7 +63,8 @@ Tensor changed_rows(std::vector<Tensor> marks, int64_t shift, int64_t rows, int6
                   ".");
   if (since > std::numeric_limits<int32_t>::max()) return new_int64(0);
   const auto least = static_cast<int32_t>(std::max<int64_t>(since, std::numeric_limits<int32_t>::min()));
-  // Pieces that lie in one block each: the number of rows to list in each, then where each list begins, then the rows.
+  // Each piece lies in one block. First the number of rows to list in each piece, then the begin of each piece's list,
+  // then the rows.
   const int64_t piece = std::min(int64_t{1} << 16, int64_t{1} << shift);
   const int64_t pieces = (rows + piece - 1) / piece;
   std::vector<int64_t> places(static_cast<size_t>(pieces) + 1);

@@ -1,4 +1,4 @@
-// Single rows on the CPU: fresh ones, reads and writes by row index. One table a call.
+// Single rows on the CPU: initial rows, reads and writes by row. One table in each call.
 #include <atomic>
 
 #include "huge_pages.h"
@@ -11,7 +11,7 @@ namespace torchrec_dyn {
 namespace {
 
 constexpr int64_t kGrain = 512;
-constexpr int64_t kBurst = 32;  // rows asked for together, before their values are computed
+constexpr int64_t kBurst = 32;  // rows prefetched together, before their values are computed
 
 InitialRows initial_rows_of(int64_t kind, const std::vector<double>& parameters) {
   STD_TORCH_CHECK(kind >= 0 && kind <= 2, "init_rows_: expected kind in [0, 2], got ", kind, ".");
@@ -48,7 +48,7 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
     for_each_range(rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
       std::vector<float> values(static_cast<size_t>(columns));
       for (int64_t i = begin; i < end; ++i) {
-        if ((i - begin) % kBurst == 0)  // rows that evicted ids left lie anywhere
+        if ((i - begin) % kBurst == 0)  // reused rows of evicted ids lie anywhere
           for (int64_t next = i + kBurst; next < end && next < i + 2 * kBurst; ++next) prefetch_row(table, row[next]);
         fill_initial_row(initial, static_cast<uint64_t>(key), id[i], first_column, columns, values.data());
         T* out = table.row(row[i]);

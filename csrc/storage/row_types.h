@@ -1,8 +1,8 @@
-// The element types a row may have, and how a float gets in and out of each.
+// The element types of rows, and their conversions from and to float.
 //
-// All of it is integer arithmetic without branches, which the compiler vectorises at every level. Stores come
-// twice: to nearest (for values that someone handed in) and stochastic (for updates), where the low bits that do
-// not fit are compared with random ones, so that the expected value of the stored number is the number itself.
+// The conversions are arithmetic without branches, which the compiler vectorises at every level. There are two stores:
+// to nearest (for values given by a caller) and stochastic (for updates). A stochastic store rounds up or down by
+// random bits, so that the expected value of the stored number is the number itself.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +31,8 @@ TORCHREC_DYN_BOTH inline uint32_t bits_of_float(float value) {
   return bits;
 }
 
-// a < b ? one : other, of bits, for a and b from 0 on. By a mask, because compilers move the arithmetic of an arm
-// behind a condition, and then do not vectorise what might trap there.
+// a < b ? one : other, for bits; requires a >= 0 and b >= 0. Uses a mask: with a condition, compilers move the
+// arithmetic of an operand into a branch, and do not vectorise it there, since it might trap.
 TORCHREC_DYN_BOTH inline uint32_t if_less(int32_t a, int32_t b, uint32_t one, uint32_t other) {
   const auto mask = static_cast<uint32_t>((a - b) >> 31);
   return (one & mask) | (other & ~mask);
@@ -44,9 +44,10 @@ TORCHREC_DYN_BOTH inline float to_float(BFloat16 value) {
   return float_of_bits(static_cast<uint32_t>(value.bits) << 16);
 }
 
-// Shifted into place, with 224 added to its exponent, a half is 2^112 times too large, and infinities and NaNs stay
-// infinities and NaNs. A subnormal one stands for half of what it should be and 2^-15: twice it less 2^-14 is right,
-// and then the smaller. No float here is subnormal: processors are slow where they meet one.
+// `raised` is the half shifted into place, with 224 added to its exponent. For a normal half it is 2^112 times too
+// large; infinities and NaNs stay infinities and NaNs. For a subnormal half v, `normal` is v / 2 + 2^-15, so
+// `subnormal`, which is twice that less 2^-14, is v, and it is the smaller number. No float here is subnormal:
+// processors are slow with subnormal numbers.
 TORCHREC_DYN_BOTH inline float to_float(Float16 value) {
   const auto extended = static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(value.bits)));
   const float raised = float_of_bits(((extended << 13) & 0x0FFFE000u) | 0x70000000u);
@@ -69,9 +70,9 @@ TORCHREC_DYN_BOTH inline void store_nearest(float value, BFloat16* out) {
 // Magnitudes of floats, as bits, at which the form of a half changes.
 constexpr int32_t kHalfNormal = 0x38800000;    // 2^-14: below are the half's subnormals, 2^-24 apart
 constexpr int32_t kHalfLargest = 0x477FE000;   // 65504
-constexpr int32_t kHalfInfinity = 0x477FF000;  // 65520: halfway between 65504 and what would be the next
+constexpr int32_t kHalfInfinity = 0x477FF000;  // 65520: halfway from 65504 to 65536, which no half can hold
 constexpr int32_t kFloatInfinity = 0x7F800000;
-// What the exponents of a float and a half differ by, at the half's place.
+// The difference of the exponent biases of float and half, shifted to the exponent of a half.
 constexpr int32_t kHalfBias = 112 << 10;
 
 TORCHREC_DYN_BOTH inline void store_nearest(float value, Float16* out) {
@@ -90,13 +91,14 @@ TORCHREC_DYN_BOTH inline void store_nearest(float value, Float16* out) {
 TORCHREC_DYN_BOTH inline void store_stochastic(float value, uint32_t random16, BFloat16* out) {
   const uint32_t bits = bits_of_float(value);
   const bool is_nan = static_cast<int32_t>(bits & 0x7FFFFFFFu) > kFloatInfinity;
-  out->bits = static_cast<uint16_t>(is_nan ? 0x7FC0u : (bits + random16) >> 16);  // an infinity carries nothing
+  out->bits = static_cast<uint16_t>(is_nan ? 0x7FC0u : (bits + random16) >> 16);  // an infinity stays
 }
 
-// Finite values past 65504 go to infinity as they do in FBGEMM and torch: an overflow must be seen.
+// Finite values from 65520 on become infinity, as in FBGEMM and torch, so that an overflow is seen; values between
+// 65504 and 65520 become 65504.
 //
-// `raised` is twice the magnitude, or for a subnormal half the magnitude and 2^-14. Of its bits
-// 13 do not fit; a subnormal one is to the nearest 2^-37 there.
+// `raised` is twice the magnitude, or for a subnormal half the magnitude plus 2^-14. 13 of its bits do not fit; for a
+// subnormal half, `raised` is rounded to the nearest 2^-37.
 TORCHREC_DYN_BOTH inline void store_stochastic(float value, uint32_t random16, Float16* out) {
   const uint32_t bits = bits_of_float(value);
   const auto magnitude = static_cast<int32_t>(bits & 0x7FFFFFFFu);

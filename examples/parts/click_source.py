@@ -1,6 +1,6 @@
-"""Where the clicks come from: a file or the made-up stream, each split over the ranks.
+"""The sources of clicks: a file or the synthetic stream, each split over the ranks.
 
-Training and held-out clicks never meet, and no two ranks read the same click.
+Training clicks and held-out clicks are disjoint, and no two ranks read the same click.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from parts.criteo import in_batches, read_clicks
 
 
 def is_held_out(line_number: int) -> bool:
-    """Returns True for a tenth of the lines, strewn over the file, the same for any world size.
+    """Returns True for a tenth of the lines, spread over the file, the same for any world size.
 
-    Source: Fibonacci hashing, Knuth TAOCP 6.4; the high bits of the product are the mixed ones.
+    Source: Fibonacci hashing, Knuth TAOCP 6.4; the high bits of the product are well mixed.
     """
     return (line_number * 2654435769 % 2**32) * 10 >> 32 == 0
 
 
 @dataclass(frozen=True)
 class FileSource:
-    """A click log: line number % world size == rank decides who reads a line.
+    """A click log. The rank of a line is line number % world size.
 
     Attributes:
-        path: the log.
+        path: path of the log.
         on_bad_line: "error" or "skip".
         batch_size: clicks per rank and step.
-        steps: batches to train on; None for the whole file.
-        held_out: clicks to keep for the evaluation, over all ranks.
+        steps: number of training batches; None for the whole file.
+        held_out: number of clicks for the evaluation, over all ranks.
         rank: this rank.
         world_size: number of ranks.
     """
@@ -46,7 +46,7 @@ class FileSource:
     world_size: int
 
     def training(self) -> Iterator[Clicks]:
-        """Yields this rank's batches of the lines that are not held out."""
+        """Yields this rank's batches of lines that are not held out."""
         return islice(self._batches(of_held_out=False), self.steps)
 
     def evaluation(self) -> Iterator[Clicks]:
@@ -66,13 +66,13 @@ class FileSource:
 
 @dataclass(frozen=True)
 class StreamSource:
-    """The made-up stream: held out is what comes after the clicks trained on, newborn ids included.
+    """The synthetic stream. The held-out clicks follow the training clicks and include new ids.
 
     Attributes:
-        seed: of the stream.
+        seed: seed of the stream.
         batch_size: clicks per rank and step.
-        steps: batches to train on.
-        held_out: clicks to keep for the evaluation, over all ranks.
+        steps: number of training batches.
+        held_out: number of clicks for the evaluation, over all ranks.
         rank: this rank.
         world_size: number of ranks.
     """
@@ -89,7 +89,7 @@ class StreamSource:
         return self._batches(0, self.steps)
 
     def evaluation(self) -> Iterator[Clicks]:
-        """Yields this rank's batches of the clicks that follow."""
+        """Yields this rank's batches of the clicks after the training clicks."""
         most = -(-self.held_out // (self.batch_size * self.world_size))
         return self._batches(self.steps, self.steps + most)
 

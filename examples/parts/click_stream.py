@@ -1,15 +1,13 @@
-"""A click log without end, made up on the fly: Criteo's shape, and a label that can be learnt.
+"""An endless synthetic click log, generated on the fly, in Criteo's format, with predictable labels.
 
-Everything is a pure function of (seed, chunk number): the stream can be read by any number of
-ranks and read again, and costs no memory. Three things make it like a real log:
+A click is a pure function of (seed, chunk number). So any number of ranks can read the stream, it can be
+read again, and it needs no memory. It has three properties of a real log:
 
-* Ids are Zipf distributed: a few are in every batch, most are seen once.
-* Items come and go. A popularity (1st, 2nd, ..) is held by one item for `lifetime` clicks, then
-  passes to a newborn item with an id never seen before. Features of few values (a weekday) keep
-  theirs for ever.
-* Every id has a hidden effect on the click: a pure function of the id alone. An id that comes back
-  carries signal, a newborn id carries none that could be known, and ids that shared one row would
-  blur each other.
+* Ids are Zipf distributed: a few ids are in every batch, most ids occur once.
+* Items change. One item holds a popularity (1st, 2nd, ..) for `lifetime` clicks. Then a new item with an
+  unused id replaces it. Features with few values (a weekday) never change their ids.
+* Every id has a hidden effect on the click, a pure function of the id. So an id that occurs again helps to
+  predict the click, and a new id does not. If ids shared a row, their effects would be mixed.
 """
 
 from __future__ import annotations
@@ -22,15 +20,15 @@ from parts.clicks import NUM_CATEGORICALS, NUM_INTEGERS, Clicks
 
 FOREVER = np.uint64(1) << np.uint64(60)
 
-# Popularities per feature: from a handful to a million, as the 26 columns of the Criteo log.
+# Popularities per feature: from 4 to a million, like the 26 columns of the Criteo log.
 POPULARITIES = np.array([int(4 * 10 ** (5.4 * i / 25)) for i in range(NUM_CATEGORICALS)])
 ZIPF_EXPONENT = 1.1
-KEEPS_ITS_IDS_BELOW = 100  # features with fewer popularities than this never see a newborn
+KEEPS_ITS_IDS_BELOW = 100  # features with fewer popularities than this never get new ids
 
 MISSING_EVERY_THIRD_FEATURE = (
-    0.15  # share of empty fields there; the other features are always present
+    0.15  # share of empty fields in these features; the other features are always present
 )
-CLICK_LOGIT = -1.2  # of an average click: about one in four is clicked, as in Criteo's sampled log
+CLICK_LOGIT = -1.2  # logit of an average click: about one label in four is 1, as in Criteo
 EFFECT = 0.45  # standard deviation of the effect of one id on the logit
 
 
@@ -39,9 +37,9 @@ class ClickStream:
     """The stream of one seed.
 
     Attributes:
-        seed: other seeds, other ids and other effects.
+        seed: seed of the ids and of their effects.
         chunk_size: clicks in a chunk.
-        lifetime: clicks after which a popularity passes to a newborn item.
+        lifetime: number of clicks after which a new item takes over a popularity.
     """
 
     seed: int = 0
@@ -61,13 +59,13 @@ class ClickStream:
         return Clicks(labels=labels, integers=integers, ids=ids, present=present)
 
     def read(self, first: int, end: int, rank: int = 0, world_size: int = 1) -> Iterator[Clicks]:
-        """Yields chunks [first, end) that are this rank's: chunk number % world size == rank."""
+        """Yields this rank's chunks among [first, end): chunk number % world size == rank."""
         for number in range(first, end):
             if number % world_size == rank:
                 yield self.chunk(number)
 
     def _popularity(self, random: np.random.Generator) -> np.ndarray:
-        """Draws [B, 26] popularities from 0, the most popular, by Zipf's law with an upper end.
+        """Returns random popularities [B, 26], 0 is the most popular, by Zipf's law with an upper bound.
 
         Source: the inverse of the distribution function of the bounded Pareto, rounded down.
         """
@@ -79,7 +77,7 @@ class ClickStream:
     def _ids(self, popularity: np.ndarray, when: np.ndarray) -> np.ndarray:
         """Returns the [B, 26] ids of the items that hold the popularities at click `when` [B].
 
-        Each popularity has its own phase, so that newborns arrive all the time, not all at once.
+        Each popularity has its own phase, so new items appear all the time, not all at once.
         """
         feature = np.arange(NUM_CATEGORICALS, dtype=np.uint64)
         place = mix64((popularity << np.uint64(8)) + feature + mix64(np.uint64(self.seed)))
@@ -91,7 +89,7 @@ class ClickStream:
 def click_probability(
     seed: int, integers: np.ndarray, ids: np.ndarray, present: np.ndarray
 ) -> np.ndarray:
-    """Returns [B] click probabilities: the truth behind the labels, which no model can beat."""
+    """Returns the true click probabilities [B], which no model can beat."""
     effects = np.where(present, EFFECT * hidden_effect(seed, ids), 0.0)
     logit = CLICK_LOGIT + effects.sum(axis=1) + 0.2 * (np.log1p(integers[:, 0]) - 1.3)
     return 1.0 / (1.0 + np.exp(-logit))
@@ -104,7 +102,7 @@ def hidden_effect(seed: int, ids: np.ndarray) -> np.ndarray:
 
 
 def mix64(values: np.ndarray | np.uint64) -> np.ndarray:
-    """Maps 64 bits to 64 well mixed bits, one to one; a scalar to an array of one.
+    """Returns 64 well mixed bits for 64 bits, one to one; for a scalar an array of one number.
 
     Source: splitmix64, Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014.
     """

@@ -1,9 +1,9 @@
-"""What a click is, and how clicks become a batch that TorchRec's DLRM reads.
+"""Clicks, and their conversion to a batch for TorchRec's DLRM.
 
 One click (one line of the Criteo log) is a label, 13 integers and 26 categoricals. A categorical
-*is* an int64 id: there is no vocabulary and no modulo, which is the point of the dynamic tables.
+*is* an int64 id. Dynamic tables need no vocabulary and no modulo.
 
-Letters: B clicks in a batch, 13 integer features, 26 categorical features.
+Legend: B clicks in a batch, 13 integer features, 26 categorical features.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ CATEGORICAL_NAMES = [f"C{i + 1}" for i in range(NUM_CATEGORICALS)]
 
 @dataclass
 class Clicks:
-    """Some clicks as they stand in a log, one row of each array per click.
+    """Clicks of a log, one row of each array per click.
 
     Attributes:
-        labels: [B] int64, 1 for clicked, 0 for not.
-        integers: [B, 13] float64; 0 where the field is missing.
-        ids: [B, 26] int64, any value; meaningless where `present` is False.
-        present: [B, 26] bool, False where the field is missing.
+        labels: [B] int64, 1 for clicked, 0 for not clicked.
+        integers: [B, 13] float64; 0 for a missing field.
+        ids: [B, 26] int64, any value; not used where `present` is False.
+        present: [B, 26] bool, False for a missing field.
     """
 
     labels: np.ndarray
@@ -47,13 +47,13 @@ class Clicks:
         )
 
     def to_batch(self) -> Batch:
-        """Turns the clicks into the batch that DLRM reads.
+        """Returns the clicks as a batch for DLRM.
 
-        A missing categorical becomes an empty bag, whose pooled embedding is zeros. It is not given
-        an id of its own: every int64 is a legal id here, so none is free to mean "missing", and an
-        empty bag sends nothing over the wire and makes no row.
+        A missing categorical becomes an empty bag, with zeros as pooled embedding. It gets no special
+        id, because every int64 is a valid id, so no id can mean "missing". Also, an empty bag sends no
+        data and needs no row.
         """
-        present = self.present.T  # feature-major, as a KeyedJaggedTensor is laid out
+        present = self.present.T  # feature-major, the layout of a KeyedJaggedTensor
         return Batch(
             dense_features=torch.from_numpy(signed_log1p(self.integers).astype(np.float32)),
             sparse_features=KeyedJaggedTensor(
@@ -66,10 +66,10 @@ class Clicks:
 
 
 def signed_log1p(integers: np.ndarray) -> np.ndarray:
-    """Returns log(1 + x) for x >= 0, and its mirror image -log(1 - x) below.
+    """Returns log(1 + x) for x >= 0, and the mirror image -log(1 - x) for x < 0.
 
-    The counts of the Criteo log span seven decades, and its second integer goes down to -3, where
-    log(1 + x) is not defined. The mirror image keeps such values apart; clipping would not.
+    The counts of the Criteo log span seven decades. The minimum of its second integer is -3, where
+    log(1 + x) is not defined. The mirror image maps such values to different numbers; clipping would not.
 
     Args:
         integers: any shape.

@@ -1,8 +1,9 @@
-"""Reads the Criteo click log as a stream: one line is one click, nothing is kept or indexed.
+"""Reads the Criteo click log as a stream: one line is one click, nothing is stored or indexed.
 
 The format (https://ailab.criteo.com/ressources): label (0 or 1), 13 integers, 26 hexadecimal
-categoricals, separated by tabs, no header. Any field but the label may be empty. Read as well: the
-same separated by commas, with a header line `label,I1,..,I13,C1,..,C26`; and both under gzip.
+categoricals, separated by tabs, no header. Any field except the label may be empty. Other accepted formats:
+the same fields separated by commas, with a header line `label,I1,..,I13,C1,..,C26`; and both formats
+compressed with gzip.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from parts.clicks import CATEGORICAL_NAMES, INTEGER_NAMES, NUM_CATEGORICALS, NUM
 
 FIELDS = ["label", *INTEGER_NAMES, *CATEGORICAL_NAMES]
 LABEL = "[01]"
-INTEGER = r"-?[0-9]{1,18}(?:\.0*)?"  # "260.0": tables that went through pandas
+INTEGER = r"-?[0-9]{1,18}(?:\.0*)?"  # "260.0": pandas writes integers in this form
 HEXADECIMAL = "[0-9a-fA-F]{1,16}"
-CLICK = re.compile(  # fields by tabs or by commas, not by both
+CLICK = re.compile(  # fields separated by tabs or by commas, not by both
     rf"({LABEL})(?P<separator>[\t,])"
     + "(?P=separator)".join(
         [rf"({INTEGER}|)"] * NUM_INTEGERS + [rf"({HEXADECIMAL}|)"] * NUM_CATEGORICALS
     )
 )
 GZIP_MAGIC = b"\x1f\x8b"
-MOST_COMPLAINTS = 5  # lines named on stderr by each reader when bad lines are skipped
+MOST_COMPLAINTS = 5  # maximum number of skipped bad lines that each reader reports on stderr
 
 Click = tuple[int, list[float], list[int], list[bool]]  # label, integers, unsigned ids, present
 
@@ -39,14 +40,14 @@ class BadLine(ValueError):
 
 
 class BrokenFile(BadLine):
-    """A gzipped file that breaks off or is damaged. The message names the last good line."""
+    """A gzipped file that is truncated or damaged. The message names the last good line."""
 
 
 def parse_click(line: str) -> Click:
-    """Reads one line.
+    """Returns the click of one line.
 
     Raises:
-        ValueError: naming the first field that breaks a rule.
+        ValueError: if the line is not a click. The message names the first invalid field.
     """
     match = CLICK.fullmatch(line)
     if match is None:
@@ -78,15 +79,15 @@ def _what_is_wrong(line: str) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields (line number from 1, line without its end), through gzip where the file is gzipped.
+    """Yields (line number from 1, line without its end). Decompresses a gzipped file.
 
     Raises:
-        BrokenFile: where a gzipped file breaks off or is damaged.
+        BrokenFile: if a gzipped file is truncated or damaged.
     """
     with path.open("rb") as file:
         is_gzip = file.read(2) == GZIP_MAGIC
     number = 0
-    # A byte that is not text becomes U+FFFD, which no field accepts: a bad line as any other.
+    # An invalid byte becomes U+FFFD. No field accepts it, so the line is reported as a bad line.
     with (gzip.open if is_gzip else open)(
         path, "rt", encoding="utf-8-sig", errors="replace"
     ) as file:
@@ -107,10 +108,10 @@ def read_clicks(
     """Yields the clicks of the wanted lines, in the order of the file.
 
     Args:
-        path: the log.
-        wanted: whether to read the line of this number (from 1). The others are not even parsed.
-        on_bad_line: "error" raises at the first wanted line that is not a click; "skip" leaves such
-            lines out, names the first few on stderr and tells their number at the end.
+        path: path of the log.
+        wanted: function of a line number (from 1): True to read the line. Other lines are not parsed.
+        on_bad_line: "error" raises an error at the first wanted line that is not a click; "skip" skips such
+            lines and reports the first of them, and finally their number, on stderr.
 
     Raises:
         BadLine: see `on_bad_line`.
@@ -123,7 +124,7 @@ def read_clicks(
             raise BadLine(message) from None
         skipped += 1
         if skipped <= MOST_COMPLAINTS:
-            print(f"\nskipped: {message}", file=sys.stderr)  # not into a progress bar
+            print(f"\nskipped: {message}", file=sys.stderr)  # on a new line, not in a progress bar
 
     try:
         for number, line in read_lines(path):
@@ -142,13 +143,13 @@ def read_clicks(
 
 
 def in_batches(clicks: Iterator[Click], batch_size: int) -> Iterator[Clicks]:
-    """Gathers single clicks into arrays; the last one may be shorter."""
+    """Yields clicks in batches; the last batch may be shorter."""
     while chunk := list(islice(clicks, batch_size)):
         labels, integers, ids, present = zip(*chunk, strict=True)
         yield Clicks(
             labels=np.array(labels, dtype=np.int64),
             integers=np.array(integers, dtype=np.float64),
-            # The upper half of the 64-bit range becomes the negative ids: no two texts share an id.
+            # Numbers of 2^63 or more become negative ids, so no two numbers share an id.
             ids=np.array(ids, dtype=np.uint64).view(np.int64),
             present=np.array(present, dtype=bool),
         )

@@ -1,10 +1,10 @@
-"""What became of the runs of drifting_ids.py: a table for people, and a picture over time."""
+"""The report of drifting_ids.py: a table as text, and a plot over time."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# Colours that colour-blind readers tell apart; dashes for everybody, since lines lie on each other.
+# Colours that colour-blind readers can distinguish, and dashes, because some lines overlap.
 # Source: Okabe and Ito, "Color Universal Design", 2008.
 STYLES = [("#000000", "-"), ("#D55E00", "-"), ("#0072B2", "--"), ("#009E73", ":")]
 PANELS = {
@@ -12,7 +12,7 @@ PANELS = {
     "hit_rate": "hit rate",
     "loss": "loss before learning",
 }
-COLUMNS = {  # of the table: a look's key, and how it is written
+COLUMNS = {  # columns of the table: key of a reading, and number format
     "rows": ",",
     "bytes": ",",
     "hit_rate": ".3f",
@@ -24,9 +24,9 @@ COLUMNS = {  # of the table: a look's key, and how it is written
 
 
 def summarize(looks: list[dict[str, float]]) -> dict[str, float]:
-    """Returns the last look; hit rate and loss are means over the second half of the looks.
+    """Returns the last reading, with the mean hit rate and loss of the second half of the readings.
 
-    By then every id of the start has left the stream.
+    In that half no initial id is in the stream any more.
     """
     late = looks[len(looks) // 2 :]
     means = {key: sum(look[key] for look in late) / len(late) for key in ("hit_rate", "loss")}
@@ -34,7 +34,7 @@ def summarize(looks: list[dict[str, float]]) -> dict[str, float]:
 
 
 def runs_as_text(runs: dict[str, list[dict[str, float]]]) -> str:
-    """Returns one line for each run."""
+    """Returns a table with one line for each run."""
     lines = [("", *(key.replace("_", " ") for key in COLUMNS))]
     for name, looks in runs.items():
         last = summarize(looks)
@@ -48,7 +48,7 @@ def runs_as_text(runs: dict[str, list[dict[str, float]]]) -> str:
 
 
 def draw(runs: dict[str, list[dict[str, float]]], title: str, picture: Path) -> None:
-    """Draws rows, hit rate and loss of all runs over the steps into a file."""
+    """Draws rows, hit rate and loss of all runs over the steps, into an image file."""
     import matplotlib
 
     matplotlib.use("Agg")

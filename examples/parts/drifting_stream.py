@@ -1,11 +1,11 @@
-"""Views of items by users, made up on the fly, whose ids come, are popular for a while, and go.
+"""Synthetic views of items by users, generated on the fly. Each id is popular for a limited time.
 
-At any moment a fixed number of users and of items live. The places in their popularity follow
-Zipf's law; after `lifetime` batches a place passes from its id to a newborn, and the old id never
-comes back. Some views have an id that is seen this once: a visitor without a cookie, a misprint.
+At any time the numbers of living users and living items are fixed. Their places in the popularity follow
+Zipf's law. After `lifetime` batches a new id replaces the id of a place, and the old id never occurs again.
+Some ids occur only once, as in real logs: visitors without a cookie, misprints.
 
-Every id has a hidden trait, a pure function of the id, and a view is clicked by the traits of both
-its ids. So a row is worth what it has learnt about its id, and a new row is worth nothing.
+Every id has a hidden trait, a pure function of the id. The traits of both ids of a view decide the
+probability of a click. So only a trained row helps to predict clicks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Views:
     Attributes:
         ids: [2, B] int64, users and items.
         labels: [B] float32, 1 for clicked.
-        probabilities: [B], the truth behind the labels, which no model can beat.
+        probabilities: [B], the true click probabilities, which no model can beat.
     """
 
     ids: np.ndarray
@@ -38,14 +38,14 @@ class Views:
     probabilities: np.ndarray
 
     def part(self, rank: int, world_size: int) -> Views:
-        """Returns the rank's share of the batch; all shares in turn are the batch."""
+        """Returns the rank's share of the batch; the shares in the order of ranks are the batch."""
         share = slice(
             len(self.labels) * rank // world_size, len(self.labels) * (rank + 1) // world_size
         )
         return Views(self.ids[:, share], self.labels[share], self.probabilities[share])
 
     def features(self) -> KeyedJaggedTensor:
-        """Returns the ids as TorchRec's input: one id a bag."""
+        """Returns the ids as TorchRec's input, one id per bag."""
         return KeyedJaggedTensor(
             keys=list(FEATURES),
             values=torch.from_numpy(self.ids.reshape(-1).copy()),
@@ -58,10 +58,10 @@ class DriftingStream:
     """The stream of one seed: batch n is a pure function of seed and n.
 
     Attributes:
-        seed: other seeds, other ids and other traits.
-        batch_size: views of a batch.
-        living: users, and items, that live at a time.
-        lifetime: batches that an id keeps its place in the popularity.
+        seed: seed of the ids and of their traits.
+        batch_size: views in a batch.
+        living: number of living users, and of living items, at a time.
+        lifetime: number of batches for which an id keeps its place in the popularity.
     """
 
     seed: int
@@ -82,7 +82,7 @@ class DriftingStream:
         return Views(ids, labels.astype(np.float32), probabilities)
 
     def _places(self, uniform: np.ndarray) -> np.ndarray:
-        """Turns numbers in [0, 1) into places, 0 the most popular.
+        """Returns places for numbers in [0, 1); place 0 is the most popular.
 
         Source: the inverse of the distribution function of the bounded Pareto, rounded down.
         """
@@ -93,7 +93,7 @@ class DriftingStream:
     def _living_ids(self, place: np.ndarray, number: int) -> np.ndarray:
         """Returns the [2, B] ids that hold these places at batch `number`.
 
-        Each place has its own phase: newborns arrive all the time, not all at once.
+        Each place has its own phase, so new ids appear all the time, not all at once.
         """
         feature = np.arange(len(FEATURES), dtype=np.uint64)[:, None]
         holder = mix64((place << np.uint64(8)) + feature + mix64(np.uint64(self.seed)))

@@ -1,7 +1,7 @@
-"""Keeps the ranks in step over streams of their own: they stop together and they fail together.
+"""Keeps ranks with separate streams in step: all ranks stop together and fail together.
 
-Every training step is a collective. A rank whose part of the file ends one batch early, or holds
-a broken line, must not leave the others waiting in an all-to-all: they agree before each step.
+Every training step is a collective. If the part of one rank ends one batch early or has a bad line, the
+other ranks must not wait in an all-to-all without end. So all ranks agree before each step.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ FAILED = -1
 
 
 class AnotherRankFailed(RuntimeError):
-    """This rank is fine, but another could not read its next batch; that one tells why."""
+    """Another rank could not read its next batch. That rank prints the reason."""
 
 
 def in_step(batches: Iterator[Clicks], group: dist.ProcessGroup | None = None) -> Iterator[Clicks]:
-    """Yields batches of one size on all ranks, until the first rank has no more.
+    """Yields batches of equal size on all ranks, until a rank has no more batches.
 
-    The size is the smallest that any rank has for this step (clicks beyond it are dropped: at most
-    one batch, at the end of a file).
+    The size is the smallest size of any rank in this step. Clicks above this size are dropped: at most one
+    batch, at the end of a file.
 
     Args:
-        batches: this rank's own.
-        group: of all ranks, on CPU. None is the default group.
+        batches: batches of this rank.
+        group: process group of all ranks, on CPU. None is the default group.
 
     Raises:
-        Exception: what this rank's `batches` raised, once all ranks know of it.
+        Exception: the error of this rank's `batches`, after all ranks got the failure.
         AnotherRankFailed: on the ranks that did not fail.
     """
     while True:

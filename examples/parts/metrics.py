@@ -1,4 +1,4 @@
-"""The two numbers of a click model, on held-out clicks: AUC, and normalized entropy."""
+"""Two metrics of a click model on held-out clicks: AUC and normalized entropy."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import numpy as np
 
 
 def auc(labels: np.ndarray, scores: np.ndarray) -> float:
-    """Returns the chance that a clicked click scores above one that was not; ties count half.
+    """Returns the probability that a label 1 has a higher score than a label 0; ties count half.
 
-    NaN where the labels are all equal: there is no such pair.
+    Returns NaN if all labels are equal, because there is no such pair.
 
     Args:
         labels: [N] 0 or 1.
         scores: [N], any increasing function of the probability.
 
-    Source: the Mann-Whitney U statistic, from the ranks of the clicked.
+    Source: the Mann-Whitney U statistic, from the ranks of the labels 1.
     """
     _, group, sizes = np.unique(scores, return_inverse=True, return_counts=True)
     rank_of_group = np.cumsum(sizes) - (sizes - 1) / 2.0  # ranks from 1; ties share their mean rank
@@ -28,7 +28,7 @@ def auc(labels: np.ndarray, scores: np.ndarray) -> float:
 
 
 def normalized_entropy(labels: np.ndarray, probabilities: np.ndarray) -> float:
-    """Returns the log loss over the entropy of the click rate: below 1 beats a constant.
+    """Returns the log loss divided by the entropy of the click rate; below 1 is better than a constant.
 
     Args:
         labels: [N] 0 or 1.
@@ -42,6 +42,6 @@ def normalized_entropy(labels: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 def log_loss(labels: np.ndarray, probabilities: np.ndarray) -> float:
-    """Returns the mean of -log(probability of what happened), in nats."""
+    """Returns the mean of -log(probability of the label), in nats."""
     of_what_happened = np.where(labels == 1, probabilities, 1.0 - probabilities)
     return float(-np.log(np.clip(of_what_happened, 1e-12, 1.0)).mean())

@@ -1,4 +1,4 @@
-"""The options of train_dlrm.py, kinds of options, and the start of a script in several processes."""
+"""The options of train_dlrm.py, types of options, and the start of a script in several processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS_OF_STREAM = 300
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
-    """Reads the command line; ends the program with a usage message where it is wrong."""
+    """Returns the options of the command line. Wrong options end the program with a usage message."""
     parser = argparse.ArgumentParser(
         prog="train_dlrm.py",
         description="Trains TorchRec's DLRM on raw ids with dynamic tables.",
@@ -59,9 +59,9 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def agreed_world_size(parser: argparse.ArgumentParser, asked: int | None, default: int) -> int:
-    """Returns how many processes there are: torchrun's number where it started this one.
+    """Returns the number of processes: torchrun's number if torchrun started this process.
 
-    Ends the program with a usage message where `asked` differs from that.
+    Ends the program with a usage message if `asked` differs from that number.
     """
     started = int(os.environ.get("WORLD_SIZE", 0))
     if started and asked not in (None, started):
@@ -73,10 +73,10 @@ def agreed_world_size(parser: argparse.ArgumentParser, asked: int | None, defaul
 
 
 def start_processes(script: str, arguments: list[str], world_size: int) -> int:
-    """Runs the script under torchrun on this machine; returns the exit status.
+    """Runs the script under torchrun on this machine. Returns the exit status.
 
-    torchrun ends the other ranks when one fails. That one has told why, unless it was killed;
-    torchrun's own account, a stack trace of its insides, is kept from the screen.
+    torchrun stops the other ranks if a rank fails. The failed rank has printed the reason, unless it was
+    killed. torchrun's own message, an internal stack trace, is hidden.
     """
     threads = max(1, (os.cpu_count() or 1) // world_size)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -98,14 +98,14 @@ def start_processes(script: str, arguments: list[str], world_size: int) -> int:
 
 
 def hide_notes_to_developers() -> None:
-    """Keeps from the screen what torch and torchrec tell those who write them."""
+    """Hides warnings of torch and torchrec for their developers."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     for name in ("torchrec", "torch.fx._symbolic_trace"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def positive(text: str) -> int:
-    """Reads an integer from 1 on."""
+    """Returns the integer of an option, 1 or more."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {text}.")
@@ -113,7 +113,7 @@ def positive(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    """Reads a seed, an integer in [0, 2^63)."""
+    """Returns the seed of an option, an integer in [0, 2^63)."""
     number = int(text)
     if not 0 <= number < 2**63:
         raise argparse.ArgumentTypeError(f"expected a number in [0, 2^63), got {text}.")
@@ -121,7 +121,7 @@ def seed(text: str) -> int:
 
 
 def rate(text: str) -> float:
-    """Reads a finite number from 0 on."""
+    """Returns the number of an option, finite and 0 or more."""
     number = float(text)
     if not 0.0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number >= 0, got {text}.")
@@ -129,7 +129,7 @@ def rate(text: str) -> float:
 
 
 def file(text: str) -> Path:
-    """Reads the path of a file that can be read."""
+    """Returns the path of an option, a readable file."""
     path = Path(text)
     if not path.is_file() or not os.access(path, os.R_OK):
         raise argparse.ArgumentTypeError(f"expected a readable file, got {text}.")
@@ -137,7 +137,7 @@ def file(text: str) -> Path:
 
 
 def new_file(text: str) -> Path:
-    """Reads the path of a file that can be written."""
+    """Returns the path of an option, a file that can be written."""
     path = Path(text)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text}.")

@@ -1,4 +1,4 @@
-"""How the tables are laid over the ranks: the choice, TorchRec's planner, the plan to look at."""
+"""Sharding plans: the options, a call of TorchRec's planner, and a plan as text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TYPES = [
     ShardingType.GRID_SHARD.value,
 ]
 CHOICES = [*TYPES, "mixed", "auto"]
-SCREEN = 100  # columns of text
+SCREEN = 100  # columns of the text output
 
 
 def make_plan(
@@ -37,15 +37,15 @@ def make_plan(
     dim: int,
     batch_size: int,
 ) -> ShardingPlan:
-    """Has TorchRec's planner place the tables; collective.
+    """Returns a plan of TorchRec's planner. Collective.
 
     Args:
         choice: a sharding type for all tables; "mixed" for table-, row- and column-wise in turn;
-            "auto" to leave the types to the planner as well.
-        model: holds the tables.
-        sharders: of the modules in `model`.
+            "auto" if the planner also chooses the types.
+        model: the model with the tables.
+        sharders: sharders of the modules in `model`.
         tables: names of the tables.
-        dim: their embedding dimension; column-wise types cut it into halves.
+        dim: embedding dimension of the tables; column-wise types cut it into halves.
         batch_size: clicks per rank.
     """
     types = TYPES[:3] if choice == "mixed" else [choice]
@@ -67,7 +67,7 @@ def make_plan(
 
 
 def tables_of(plan: ShardingPlan) -> dict[str, ParameterSharding]:
-    """Returns how each table of the plan is sharded, by the table's name."""
+    """Returns the sharding of each table of the plan, by the table's name."""
     return {
         table: sharding
         for module_plan in plan.plan.values()
@@ -77,9 +77,9 @@ def tables_of(plan: ShardingPlan) -> dict[str, ParameterSharding]:
 
 
 def ranks_of_all_rows(sharding: ParameterSharding) -> set[int]:
-    """Returns the ranks that hold the table's first column: their rows together are its rows.
+    """Returns the ranks that hold the table's first column. Their rows together are the table's rows.
 
-    The other column shards hold the same ids once more.
+    The other column shards hold the same ids again.
     """
     return {
         shard.placement.rank()
@@ -89,7 +89,7 @@ def ranks_of_all_rows(sharding: ParameterSharding) -> set[int]:
 
 
 def plan_as_text(plan: ShardingPlan) -> str:
-    """Returns the plan as a small table: tables that are sharded alike share a line."""
+    """Returns the plan as text. Tables with the same sharding share a line."""
     alike = defaultdict(list)
     for table, sharding in tables_of(plan).items():
         shards = sharding.sharding_spec.shards

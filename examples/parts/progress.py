@@ -1,4 +1,4 @@
-"""The progress bar of a training, on rank 0: loss, samples per second, rows on each rank."""
+"""The progress bar of a training on rank 0: loss, samples per second, and rows on each rank."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from parts.ranks import gather, rows_here
 from torch import Tensor, nn
 from tqdm import tqdm
 
-LOOK_EVERY = 10  # steps between two looks at the rows; each is a small collective
+LOOK_EVERY = 10  # steps between two readings of the rows; each reading is a small collective
 
 
 class Progress:
-    """Counts the steps of one training; every rank has one.
+    """A counter of the steps of one training. Every rank has a Progress object.
 
     Args:
         model: the sharded model.
         tables: names of its tables.
-        steps: to come; None where it is not known.
+        steps: number of steps; None if it is not known.
     """
 
     def __init__(self, model: nn.Module, tables: list[str], steps: int | None) -> None:
@@ -26,7 +26,7 @@ class Progress:
         self._tables = tables
         self._bar = tqdm(total=steps, unit="step", disable=dist.get_rank() != 0, mininterval=0.5)
         self._first_step_ended = 0.0
-        self._seconds = 0.0  # since then: the first step sets everything up and is not timed
+        self._seconds = 0.0  # since the first step, which includes the set-up and is not timed
         self._timed_samples = 0
         self.steps = 0
         self.samples = 0  # of all ranks
@@ -34,13 +34,13 @@ class Progress:
         self._clicked = 0.0
 
     def step(self, loss: Tensor, labels: Tensor) -> None:
-        """Counts one step; collective every LOOK_EVERY steps.
+        """Counts one step. Collective every LOOK_EVERY steps.
 
         Args:
-            loss: [].
-            labels: [B].
+            loss: [], the loss of this rank.
+            labels: [B], the labels of this rank.
         """
-        samples = len(labels) * dist.get_world_size()  # batches have one size on all ranks
+        samples = len(labels) * dist.get_world_size()  # batches have the same size on all ranks
         now = time.perf_counter()
         if self.steps == 0:
             self._first_step_ended = now
@@ -61,14 +61,14 @@ class Progress:
 
     @property
     def samples_per_second(self) -> float:
-        """Over all ranks, from the end of the first step."""
+        """Samples per second over all ranks, from the end of the first step."""
         return self._timed_samples / self._seconds if self._seconds else float("nan")
 
     @property
     def click_rate(self) -> float:
-        """Of the samples that this rank saw."""
+        """Share of clicked samples on this rank."""
         return self._clicked / self.samples if self.samples else float("nan")
 
     def close(self) -> None:
-        """Takes the bar's line off the screen's control."""
+        """Closes the progress bar."""
         self._bar.close()

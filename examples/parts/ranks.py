@@ -1,4 +1,4 @@
-"""What the ranks tell each other about themselves: rows and memory."""
+"""Functions for the exchange of rows and memory figures between ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torchrec_dyn as dyn
 
 
 def gather(value: Any) -> list[Any]:
-    """Returns the value of every rank, in the order of ranks; collective."""
+    """Returns the value of every rank, in the order of ranks. Collective."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -29,12 +29,12 @@ def dynamic_tables(model: nn.Module) -> dyn.ShardedDynamicEmbeddingBagCollection
 
 
 def rows_here(model: nn.Module, tables: list[str]) -> dict[str, int]:
-    """Returns the rows of each table that are on this rank, in whole or in columns."""
+    """Returns the number of rows of each table on this rank, whole rows or columns of rows."""
     collection = dynamic_tables(model)
     return {table: collection.table(table).num_rows for table in tables}
 
 
 def resident_megabytes() -> int:
-    """Returns the memory this process holds right now, in MB (10^6 bytes)."""
+    """Returns the present resident memory of this process, in MB (10^6 bytes)."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") // 10**6

@@ -1,10 +1,10 @@
-"""What save_and_reshard.py shows: loss curves side by side, and how far they are apart."""
+"""The report of save_and_reshard.py: loss curves side by side, and their differences."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-WINDOW = 10  # steps of one line
+WINDOW = 10  # steps per line
 
 
 def as_text(
@@ -14,15 +14,15 @@ def as_text(
     is_kept: bool,
     saved_at: int,
 ) -> str:
-    """Writes the report.
+    """Returns the report.
 
     Args:
-        curves: losses of each run: of the first, which never moved, of all steps; of the others from
-            `saved_at` on.
-        plans: of each run.
-        changed: names of the tensors that a run that moved did not save as it had loaded them.
-        is_kept: whether torch.save and torch.load of the laptop's model kept it.
-        saved_at: the step before which the checkpoint was made.
+        curves: losses of each run. The first run, which is not moved, has losses of all steps; the other runs
+            have losses from `saved_at` on.
+        plans: plan of each run.
+        changed: for each moved run, names of the tensors whose saved numbers differ from the loaded numbers.
+        is_kept: True if torch.save and torch.load of the laptop's model kept it.
+        saved_at: the step before which the checkpoint was saved.
     """
     stays, *moved = curves
     whole = {
@@ -59,6 +59,6 @@ def as_text(
 
 
 def mean_of(losses: Sequence[float | None]) -> str:
-    """Formats the mean of some losses, "" where there are none."""
+    """Returns the formatted mean of losses, "" if there are no losses."""
     known = [one for one in losses if one is not None]
     return f"{sum(known) / len(known):.6f}" if known else ""

@@ -1,4 +1,4 @@
-"""The end of a run: how good on held-out clicks, how many rows, how much memory."""
+"""The results of a run: metrics on held-out clicks, number of rows, and memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def collect_results(
     labels: np.ndarray,
     probabilities: np.ndarray,
 ) -> dict[str, Any]:
-    """Brings the results of all ranks together; collective.
+    """Returns the results of all ranks. Collective.
 
     Args:
         model: the trained, sharded model.
-        plan: how it is sharded.
-        progress: of the training.
-        labels: [N] of this rank's held-out clicks.
-        probabilities: [N], what the model predicts for them.
+        plan: the sharding plan of the model.
+        progress: the progress of the training.
+        labels: [N], labels of this rank's held-out clicks.
+        probabilities: [N], the model's predictions for these clicks.
     """
     tables = tables_of(plan)
     rows_by_rank = gather(rows_here(model, list(tables)))
@@ -54,7 +54,7 @@ def collect_results(
 
 
 def results_as_text(results: dict[str, Any]) -> str:
-    """Returns the results as some lines for people."""
+    """Returns the results as text."""
     rows = [f"{table} {count:,}" for table, count in results["rows_per_table"].items()]
     per_rank = zip(results["rows_per_rank"], results["resident_megabytes_per_rank"], strict=True)
     return "\n".join(

@@ -145,7 +145,7 @@ def see_refused(what: str) -> str:
     "what, told",
     [
         ("static", "got EmbeddingBagCollection. Convert it with make_dynamic"),
-        ("processor", "got Loudness. Give it one"),
+        ("processor", "got Loudness. Add the method"),
         ("data_parallel", "data_parallel"),
     ],
 )
@@ -161,7 +161,7 @@ def move_where_positions_cannot_follow() -> None:
     before = model(bags(1, 2))
     spread = {"t": one_table("row_wise").tables[0].plan}
     sharded = model.module.collection
-    with pytest.raises(ValueError, match=r"got Loudness\. Give it one"):
+    with pytest.raises(ValueError, match=r"got Loudness\. Add the method"):
         model.sharders[0].reshard(sharded, spread, model._env, model.device)
     del before
     assert sharded.module_sharding_plan["t"].sharding_type == "table_wise"
@@ -191,7 +191,7 @@ def see_lost_gradient() -> str:
 
 def test_the_collection_sharded_alone_would_lose_the_gradient() -> None:
     for text in workers.run(see_lost_gradient, world_size=2):
-        assert "ask for no gradient" in text and "DynamicFeatureProcessed" in text
+        assert "require no gradient" in text and "DynamicFeatureProcessed" in text
 
 
 class Loudness(FeatureProcessor):

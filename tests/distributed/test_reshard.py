@@ -230,7 +230,7 @@ def bad_plans(setup: Setup) -> None:
     with mock.patch.object(
         check, "needs_weights", False
     ):  # as feature processors around it have it
-        refused(model, setup, good, ValueError, "feature processors wrap")
+        refused(model, setup, good, ValueError, "collection without feature processors")
     uneven = plans(setup, (TW,)) if rank else good
     refused(model, setup, uneven, ValueError, "same plan on every rank")
     refused(model, setup, good if rank else {"plain": None}, RuntimeError, "NoneType")

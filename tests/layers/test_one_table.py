@@ -113,7 +113,7 @@ def test_planner_and_what_is_refused() -> None:
     for kinds, refused, same, told in workers.run(one_table_training.plan_and_name, world_size=2):
         assert kinds == list(KINDS.values())
         assert refused.startswith(
-            "DynamicEmbeddingBag(table='words'): expected weights that need no"
+            "DynamicEmbeddingBag(table='words'): expected weights without requires_grad"
         )
         assert refused.endswith("Make the module with weight_gradients=True, or detach them.")
         assert "'embedding'" in same and "own" in same, same

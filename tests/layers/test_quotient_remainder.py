@@ -265,7 +265,7 @@ def named(*names):
         (make(most_quotients=1001), r"most_quotients: expected an integer in \[1, 1000\]"),
         (make(op="max"), r"expected op among \['mult', 'add', 'concat'\], got 'max'"),
         (make(tables=odd(), op="concat"), r"table='t'.*expected an even embedding_dim .*, got 7"),
-        (make(tables=named("t", "t_quotient")), r"leave free, got \['t_quotient'\]"),
+        (make(tables=named("t", "t_quotient")), r"that differ from .*, got \['t_quotient'\]"),
         (make(dynamic={"d": dyn.DynamicTableConfig()}), r"dynamic: expected names among .*'d'"),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_part_of_a_life_tells_which_step_it_is_of(kept):
         ("waiting", torch.tensor([[8], [NO_STEP], [1]]), "last_seen from 0 to"),
         ("waiting", torch.tensor([[8], [1], [-1]]), "count from 0 to"),
         ("waiting", torch.tensor([[8, 8], [1, 1], [1, 1]]), "distinct ids in waiting"),
-        ("waiting", torch.tensor([[1], [1], [1]]), "waiting that have no row"),
+        ("waiting", torch.tensor([[1], [1], [1]]), "ids without a row in waiting"),
         ("clock", torch.tensor([[0, 0], [1, 2]]), "ascending steps and times"),
         ("clock", torch.tensor([[0, 1], [2, 2]]), "ascending steps and times"),
         ("clock", torch.tensor([[0], [-1]]), "clock from 0 to"),

@@ -220,12 +220,12 @@ def with_optimizer(static: nn.Module, kind: str, **options: Any) -> dict[str, An
         ),
         (
             lambda s: with_optimizer(s, "ADAM", weight_decay=0.1),
-            "weight_decay = 0 of Adam.*0.1. Say",
+            "weight_decay = 0 of Adam.*0.1. Set",
         ),
         (
             # It decays all rows at every step, as no row rule does.
             lambda s: with_optimizer(s, "ADAMW", weight_decay=0.1),
-            "weight_decay = 0 of AdamW.*0.1. Say",
+            "weight_decay = 0 of AdamW.*0.1. Set",
         ),
         (lambda s: with_optimizer(s, "EXACT_ADAGRAD", lr_decay=0.1), "lr_decay = 0 of Adagrad"),
         (

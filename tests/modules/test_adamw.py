@@ -218,7 +218,7 @@ def test_torchs_class_in_backward():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"amsgrad": True}, r"table='a'.*expected amsgrad=False, which rows do not know, got True"),
+        ({"amsgrad": True}, r"table='a'.*expected amsgrad=False, got True. Row optimizers lack it"),
         ({"maximize": True}, "expected maximize=False"),
     ],
 )

@@ -16,7 +16,7 @@ from torchrec.distributed.types import ShardingPlan
 import torchrec_dyn as dyn
 
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
-NOT_SYNCHRONISED = r"unsharded ones, first 'sparse.0.embedding_bags.t.weight'.*not synchronised"
+NOT_SYNCHRONISED = r"unsharded tables, first 'sparse.0.embedding_bags.t.weight'.*not synchronised"
 
 
 class Model(nn.Module):

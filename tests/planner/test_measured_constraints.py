@@ -128,7 +128,7 @@ def test_constraints_are_told_apart_by_what_is_expected():
         ),
         (
             {"constraints": {"user": ParameterConstraints(num_poolings=[0.0])}},
-            r"constraints\['user'\]: expected .* of some bags, got \[0\.0\] and \[64\]",
+            r"constraints\['user'\]: expected .* product above 0, got \[0\.0\] and \[64\]",
         ),
     ],
 )

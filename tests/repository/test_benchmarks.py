@@ -1,7 +1,10 @@
 """The benchmarks still run: each with tiny sizes, in this process, into a folder of the test's own."""
 
+import contextlib
 import dataclasses
+import functools
 import importlib
+import io
 import json
 import statistics
 import sys
@@ -19,6 +22,7 @@ IN_PROCESS = [
     "bench_sweep",
     "bench_serving",
 ]
+THREADS = {"bench_lookup": ("--threads", "2")}  # with which the goals are stated
 STARTS_PROCESSES = ["bench_train", "bench_checkpoint", "bench_dedup"]
 
 
@@ -40,20 +44,33 @@ def run(name: str, folder: Path, *more: str) -> dict:
     return json.loads((folder / f"{name.removeprefix('bench_')}.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory):
+    """Runs a benchmark in this process, once for all tests; returns what it wrote, its folder and its output."""
+
+    @functools.cache
+    def run_once(name: str) -> tuple[dict, Path, str]:
+        folder, shown = tmp_path_factory.mktemp(name), io.StringIO()
+        with contextlib.redirect_stdout(shown):
+            return run(name, folder, *THREADS.get(name, ())), folder, shown.getvalue()
+
+    return run_once
+
+
 def test_every_benchmark_is_run_somewhere():
     known = {*IN_PROCESS, *STARTS_PROCESSES}
     assert {path.stem for path in BENCHMARKS.glob("bench_*.py")} == known
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)
-def test_runs_and_writes(name, tmp_path, capsys):
-    written = run(name, tmp_path)
+def test_runs_and_writes(name, tiny_run):
+    written, _, shown = tiny_run(name)
     assert written["rows"]
     assert {"date", "commit", "cpu", "cores", "simd", "huge_pages", "torch", "fbgemm"} <= set(
         written
     )
     assert all(row["ratio"] > 0 for row in written["rows"] if "ratio" in row)
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = shown.splitlines()[-1]
     counted = [
         row["ratio"] for row in written["rows"] if "ratio" in row and row.get("in_mean", True)
     ]
@@ -144,12 +161,11 @@ def test_static_tables_learn_on_pages_that_we_gave_them():
         assert not torch.equal(was, weights)
 
 
-def test_summary_names_goals_that_the_benchmarks_measure(tmp_path, capsys):
+def test_summary_names_goals_that_the_benchmarks_measure(tiny_run, capsys):
     import summary
 
-    run("bench_lookup", tmp_path, "--threads", "2")
-    capsys.readouterr()
-    summary.main(["--results", str(tmp_path)])
+    _, folder, _ = tiny_run("bench_lookup")
+    summary.main(["--results", str(folder)])
     lines = capsys.readouterr().out.splitlines()
     lookup = [line for line in lines if line.startswith("lookup: ") and " threads " in line]
     assert len(lookup) > 20
@@ -157,13 +173,13 @@ def test_summary_names_goals_that_the_benchmarks_measure(tmp_path, capsys):
     assert all("1 threads" in line for line in not_run), not_run
 
 
-def test_summary_names_what_the_eviction_benchmark_measures(tmp_path, monkeypatch):
+def test_summary_names_what_the_eviction_benchmark_measures(tiny_run, monkeypatch):
     import axes
 
     monkeypatch.setattr(axes, "EVICTION_ROWS", (20_000,))  # the size of --quick
     import summary
 
-    written = run("bench_eviction", tmp_path)["rows"]
+    written = tiny_run("bench_eviction")[0]["rows"]
     goals = summary._eviction_goals()
     assert len(goals) == 10
     assert [goal for goal in goals if summary.seen_of(goal, {"eviction": written}) is None] == []
@@ -230,16 +246,16 @@ def test_measure_gives_everyone_the_same_rounds():
     assert [turn for _, turn in order] == [turn for turn in range(4) for _ in range(3)]
 
 
-def test_plot_draws_what_the_sweep_measured(tmp_path):
+def test_plot_draws_what_the_sweep_measured(tiny_run, tmp_path):
     import plot
 
-    run("bench_sweep", tmp_path)
+    _, folder, _ = tiny_run("bench_sweep")
     picture = tmp_path / "picture.png"
     if importlib.util.find_spec("matplotlib") is None:
         with pytest.raises(SystemExit, match="expected matplotlib"):
-            plot.main(["--results", str(tmp_path), "--picture", str(picture)])
+            plot.main(["--results", str(folder), "--picture", str(picture)])
         return
-    plot.main(["--results", str(tmp_path), "--picture", str(picture)])
+    plot.main(["--results", str(folder), "--picture", str(picture)])
     assert 10_000 < picture.stat().st_size < 150_000
 
 

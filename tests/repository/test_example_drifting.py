@@ -11,6 +11,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from example_criteo_files import EXAMPLES
+from forked import run_script
 
 from drifting_ids import SIZES, parse_options  # isort: skip
 from parts.drifting_report import runs_as_text, summarize  # isort: skip
@@ -23,6 +24,7 @@ FOREVER, RECENT, ADMITTED, EXPIRED = range(4)  # the runs, in order
 
 
 def run(folder, *arguments):
+    """Runs the script as a user would."""
     out = folder / "looks.json"
     environment = {
         key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
@@ -101,7 +103,11 @@ def test_it_draws_a_picture(alone):
 
 
 def test_two_processes_with_whole_tables_see_the_same(tmp_path, runs):
-    results, _ = run(tmp_path, "--world-size", "2", "--plan", "table_wise")
+    out = tmp_path / "looks.json"
+    arguments = ["--quick", "--json", str(out), "--world-size", "2", "--plan", "table_wise"]
+    ended = run_script(SCRIPT, *arguments, ranks=2)
+    assert ended.codes == [0, 0], ended.stderr
+    results = json.loads(out.read_text())
     for mine, theirs in zip(results["runs"].values(), runs, strict=True):
         for look, other in zip(mine, theirs, strict=True):
             assert look.pop("loss") == pytest.approx(other["loss"], abs=1e-3)

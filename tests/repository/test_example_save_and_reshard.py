@@ -2,35 +2,44 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 from example_criteo_files import EXAMPLES
+from forked import run_ranks, run_script
 
+import save_and_reshard
 from parts.reshard_report import as_text  # isort: skip
 
 SCRIPT = str(EXAMPLES / "save_and_reshard.py")
-TIME_LIMIT = 400  # seconds; a run takes about 50 of one idle core
+TIME_LIMIT = 400  # seconds; a run takes about 10
 MOVED = ["2 ranks, other plan", "3 ranks", "1 rank", "laptop"]
+
+
+def start_ranks(script: str, arguments: list[str], world_size: int) -> int:
+    """Starts the ranks of a run: in place of torchrun, which test_example_train.py has started."""
+    ended = run_script(script, *arguments, ranks=world_size)
+    print(ended.stdout, end="")
+    print(ended.stderr, end="", file=sys.stderr)
+    return int(any(ended.codes))
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
     """What one run of everything prints, and its folder."""
     folder = tmp_path_factory.mktemp("moves")
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
-    }
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--folder", str(folder)],
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr, folder
+    ended = run_ranks(run_everything, str(folder), time_limit=TIME_LIMIT)
+    assert ended.codes == [0], ended.stderr
+    return ended.stdout, ended.stderr, folder
+
+
+def run_everything(folder: str) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    sys.argv = [SCRIPT, "--folder", folder]
+    sys.path.insert(0, str(EXAMPLES))
+    save_and_reshard.start_processes = start_ranks
+    raise SystemExit(save_and_reshard.main())
 
 
 def line_of(text: str, name: str, part: int) -> str:

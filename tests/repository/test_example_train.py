@@ -1,4 +1,4 @@
-"""examples/train_dlrm.py end to end, in real processes."""
+"""examples/train_dlrm.py end to end: as a user starts it, and as its ranks that another test has started."""
 
 import gzip
 import json
@@ -9,20 +9,21 @@ import sys
 
 import pytest
 from example_criteo_files import EXAMPLES, learnable_lines, write
+from forked import run_script
 
 from parts.options import parse_options  # isort: skip
 
 SCRIPT = str(EXAMPLES / "train_dlrm.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 TIME_LIMIT = 240  # seconds; a run takes about 15 on two idle cores
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script as a user would: it starts torchrun, which starts the ranks."""
     environment = {
         key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
     }
     return subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, SCRIPT, *arguments],
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -30,11 +31,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def train(tmp_path, *arguments: str, start: tuple[str, ...] = ()) -> tuple[dict, str]:
+def train(tmp_path, *arguments: str, ranks: int) -> tuple[dict, str]:
+    """Runs the ranks of the script, without torchrun."""
     out = tmp_path / "results.json"
-    done = run(*start, SCRIPT, "--json", str(out), *arguments)
-    assert done.returncode == 0, done.stderr
-    return json.loads(out.read_text()), done.stdout + done.stderr
+    ended = run_script(SCRIPT, "--json", str(out), *arguments, ranks=ranks)
+    assert not any(ended.codes), ended.stderr
+    return json.loads(out.read_text()), ended.stdout + ended.stderr
 
 
 SMALL = ["--steps", "40", "--batch-size", "256", "--held-out", "8192", "--seed", "1"]
@@ -42,8 +44,11 @@ SMALL = ["--steps", "40", "--batch-size", "256", "--held-out", "8192", "--seed",
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """The default plan on the made-up stream, small."""
-    return train(tmp_path_factory.mktemp("mixed"), *SMALL)
+    """The default plan on the made-up stream, small, as a user starts it."""
+    out = tmp_path_factory.mktemp("mixed") / "results.json"
+    done = run("--json", str(out), *SMALL)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text()), done.stdout + done.stderr
 
 
 def test_it_learns_the_stream(mixed):
@@ -69,7 +74,7 @@ def test_it_shows_plan_progress_and_results(mixed):
 
 @pytest.mark.parametrize("plan", ["grid_shard"])
 def test_another_plan_gives_the_same_tables_and_the_same_model(tmp_path, mixed, plan):
-    results, shown = train(tmp_path, *SMALL, "--plan", plan)
+    results, shown = train(tmp_path, *SMALL, "--plan", plan, ranks=2)
     assert plan in shown and "row_wise" not in shown.replace(plan, "")
     assert results["rows_per_table"] == mixed[0]["rows_per_table"]
     # Row-wise Adagrad keeps one moment per column shard: close, not equal.
@@ -77,29 +82,19 @@ def test_another_plan_gives_the_same_tables_and_the_same_model(tmp_path, mixed, 
 
 
 def test_one_process_adam_and_the_planner_s_own_choice(tmp_path):
-    results, _ = train(
-        tmp_path,
-        *SMALL,
-        "--world-size",
-        "1",
-        "--plan",
-        "auto",
-        "--optimizer",
-        "adam",
-        "--lr",
-        "0.01",
-    )
+    adam = ("--plan", "auto", "--optimizer", "adam", "--lr", "0.01")
+    results, _ = train(tmp_path, *SMALL, "--world-size", "1", *adam, ranks=1)
     assert results["auc"] > 0.65
     assert len(results["rows_per_rank"]) == 1
 
 
-def test_a_file_with_a_bad_line_skipped_on_uneven_ranks_under_torchrun(tmp_path):
+def test_a_file_with_a_bad_line_skipped_on_uneven_ranks(tmp_path):
     lines = learnable_lines(6001)
     lines[99] = "1\tbroken"
     path = tmp_path / "log.gz"
     path.write_bytes(gzip.compress("".join(f"{text}\n" for text in lines).encode()))
     arguments = ["--data", str(path), "--on-bad-line", "skip", "--batch-size", "32"]
-    results, shown = train(tmp_path, *arguments, "--dense-lr", "0.01", start=(*TORCHRUN, "3"))
+    results, shown = train(tmp_path, *arguments, "--dense-lr", "0.01", ranks=3)
     assert "log.gz, line 100: expected 40 fields, got 2" in shown
     assert len(results["rows_per_rank"]) == 3
     # Each rank may drop less than one batch at the end, to stop with the others.
@@ -113,7 +108,7 @@ def test_a_bad_line_ends_all_ranks_with_its_number_and_no_stack_trace(tmp_path):
     lines = learnable_lines(400)
     lines[210] = lines[210][:-3] + "xyz"
     path = write(tmp_path / "log", lines)
-    done = run(SCRIPT, "--data", str(path), "--batch-size", "16")
+    done = run("--data", str(path), "--batch-size", "16")
     assert done.returncode == 1
     message = f"{path}, line 211: C26: expected 1 to 16 hexadecimal digits"
     assert (done.stdout + done.stderr).count(message) == 1
@@ -123,10 +118,10 @@ def test_a_bad_line_ends_all_ranks_with_its_number_and_no_stack_trace(tmp_path):
 
 def test_a_file_too_short_for_the_ranks_is_named(tmp_path):
     path = write(tmp_path / "log", learnable_lines(1))
-    done = run(SCRIPT, "--data", str(path))
-    assert done.returncode == 1
-    assert "expected clicks for each of 2 ranks" in done.stderr
-    assert "Traceback" not in done.stderr
+    ended = run_script(SCRIPT, "--data", str(path), ranks=2)
+    assert ended.codes == [1, 1]
+    assert "expected clicks for each of 2 ranks" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(

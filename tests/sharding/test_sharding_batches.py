@@ -127,7 +127,7 @@ def weights_that_ask(kind: str) -> None:
     mine = batches(case, 0)[0][torch.distributed.get_rank()]
     mine._weights = mine.weights().clone().requires_grad_()
     with pytest.raises(
-        ValueError, match="expected weights that ask for no gradient, got requires_grad"
+        ValueError, match="expected weights that require no gradient, got requires_grad"
     ):
         model(mine)
     with torch.no_grad():

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
 
-import forked
+from forked import run_ranks
 
 
-def build(docs: Path, out: Path, time_limit: float = 300.0) -> None:
+def build(docs: Path, out: Path) -> None:
     """Builds the site into a folder.
 
     Raises:
         AssertionError: with all warnings, if there is one.
     """
-    forked.run(_build, [(docs, out)], time_limit)
+    ended = run_ranks(_build, docs, out, time_limit=300.0)
+    assert ended.codes == [0], ended.stderr
 
 
 def _build(docs: Path, out: Path) -> None:
     from sphinx.cmd.build import build_main
 
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        code = build_main(["-W", "--keep-going", "-n", "-q", str(docs), str(out)])
-    assert code == 0, said.getvalue()
+    code = build_main(["-W", "--keep-going", "-n", "-q", str(docs), str(out)])
+    assert code == 0, "warnings are errors"

@@ -1,27 +1,23 @@
 """Runs the code of a Markdown page, as a reader would who saved it as a file.
 
-All python blocks of a page are one program. A page that calls `init_process_group` runs in two processes with
-the environment of `torchrun --nproc-per-node 2`, any other page in one.
+All python blocks of a page are one program. A page that calls `init_process_group` runs in two processes, as
+`torchrun --nproc-per-node 2` would start them, any other page in one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import io
 import os
 import re
 import sys
+import tempfile
 import types
 import warnings
 from pathlib import Path
 
-import forked
-import torch
-import torch.distributed as dist
+from forked import run_ranks
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-TIME_LIMIT = 120.0  # seconds; a page takes a few
 
 
 def python_blocks(text: str) -> list[tuple[int, str]]:
@@ -33,41 +29,29 @@ def python_blocks(text: str) -> list[tuple[int, str]]:
     ]
 
 
-def run(page: Path, time_limit: float = TIME_LIMIT) -> None:
+def run(page: Path, time_limit: float = 120.0) -> None:
     """Runs the code of a page.
 
     Raises:
         AssertionError: if a process failed or hung; tracebacks name lines of the page.
     """
     ranks = 2 if "init_process_group" in page.read_text() else 1
-    # As torchrun does: the store is here, so no rank has to find a free port.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    forked.run(_run_rank, [(page, rank, ranks, store.port) for rank in range(ranks)], time_limit)
+    with tempfile.TemporaryDirectory(prefix="torchrec_dyn_page_") as folder:
+        ended = run_ranks(run_rank, page, folder, ranks=ranks, time_limit=time_limit)
+    assert not any(ended.codes), f"{page.name} ended with {ended.codes}\n{ended.stderr}"
 
 
-def _run_rank(page: Path, rank: int, ranks: int, port: int) -> None:
-    """Runs all blocks in one namespace, as the module `__main__`."""
-    torch.set_num_threads(1)
-    if ranks > 1:
-        os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(ranks),
-            LOCAL_RANK=str(rank),
-            LOCAL_WORLD_SIZE=str(ranks),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            OMP_NUM_THREADS="1",
-            TORCHELASTIC_USE_AGENT_STORE="True",
-            TORCHELASTIC_RESTART_COUNT="0",
-            GLOO_SOCKET_IFNAME="lo",
-        )
+def run_rank(page: Path, folder: str) -> None:
+    """Runs all blocks in one namespace, as the module `__main__`, in a folder that is removed later."""
+    import torch.distributed as dist
+
+    os.chdir(folder)
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     warnings.filterwarnings("error", category=UserWarning, module="torchrec_dyn")
-    with contextlib.redirect_stdout(io.StringIO()):
-        for line, code in python_blocks(page.read_text()):
-            # Empty lines before the code: a traceback names the line of the page.
-            exec(compile("\n" * line + code, str(page), "exec"), main.__dict__)
-    assert not dist.is_initialized(), f"{page.name}: expected destroy_process_group() at the end"
+    for line, code in python_blocks(page.read_text()):
+        # Empty lines before the code: a traceback names the line of the page.
+        exec(compile("\n" * line + code, str(page), "exec"), main.__dict__)
+    assert not dist.is_initialized(), "expected destroy_process_group() at the end of the page"
     main.__dict__.clear()
     gc.collect()

@@ -27,9 +27,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import multiprocessing
 import multiprocessing.connection
-import multiprocessing.context
 import os
 import pathlib
 import tempfile
@@ -39,6 +37,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import forked
+
 _GROUP_TIMEOUT = 60.0
 
 
@@ -46,16 +46,9 @@ class WorkerError(AssertionError):
     """What the ranks raised, or where they hung."""
 
 
-def forkserver() -> multiprocessing.context.ForkServerContext:
-    """Returns the context whose processes start with the imports done. A session has one such server."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchrec", "torchrec.distributed", "torchrec_dyn"])
-    return context
-
-
 class _Pool:
     def __init__(self, world_size: int, local_size: int, group_timeout: float) -> None:
-        context = forkserver()
+        context = forked.forkserver()
         self._folder = tempfile.TemporaryDirectory(prefix="torchrec_dyn_workers_")
         self._pipes = []
         self._processes = []

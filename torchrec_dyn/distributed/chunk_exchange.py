@@ -1,8 +1,9 @@
-"""Sends chunks of saved tensors from rank to rank, without a file: one plan saves them, another loads them.
+"""Moves the contents of a table between the shards of two plans: as a save and a load, without a file.
 
-A table's shards know what they would save, chunk by chunk (state_dict/saving.py), and the shards of another
-plan know what they would read of it (state_dict/load_session.py). In a round every rank reads one chunk of
-its own and sends its blocks to the ranks that want them; so at most one chunk a rank is in memory.
+The old shards define the chunks that they would save (state_dict/saving.py). The new shards define the blocks
+of these chunks that they would read (state_dict/load_session.py). In each round every rank reads one of its
+chunks and sends the blocks of this chunk to the ranks that read them. So each rank has at most one of its
+chunks in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torchrec_dyn.state_dict import TableEntry
 
 
 class _Block(NamedTuple):
-    """A block of a saved tensor: a chunk, or the part of a chunk that a rank wants."""
+    """A block of a saved tensor: a chunk, or the part of a chunk that a rank reads."""
 
     name: str
     offset: tuple[int, ...]
@@ -37,7 +38,7 @@ class _Block(NamedTuple):
         return torch.Size(self.size).numel()
 
     def within(self, chunk: _Block) -> tuple[slice, ...]:
-        """Returns where this block is in the chunk that holds it."""
+        """Returns the slices of this block in the chunk that contains it."""
         begins = [own - first for own, first in zip(self.offset, chunk.offset, strict=True)]
         return tuple(slice(b, b + n) for b, n in zip(begins, self.size, strict=True))
 
@@ -45,16 +46,16 @@ class _Block(NamedTuple):
 def exchange_chunks(
     saved: Mapping[str, SavedTensor], entry: TableEntry, group: dist.ProcessGroup, call: str
 ) -> None:
-    """Fills an entry with the blocks that it wants of tensors whose chunks lie on all ranks. Collective.
+    """Fills an entry with the blocks that it reads; the chunks are on all ranks. Collective.
 
     Args:
-        saved: the tensors that the present shards would save, by name.
-        entry: of the shards to load; not yet begun.
+        saved: the tensors that the old shards would save, by name.
+        entry: the entry of the new shards, before its `begin`.
         group: the ranks.
-        call: the same on every rank.
+        call: table and method, the same on every rank.
 
     Raises:
-        ValueError, RuntimeError: on every rank, if some rank could not read or take a block.
+        ValueError, RuntimeError: on every rank, if some rank could not read or receive a block.
     """
     items = [
         (name, item)
@@ -74,7 +75,7 @@ def exchange_chunks(
     routes = _Routes(of_ranks, wanted, dist.get_rank(group))
     fault: Exception | None = None
     for number in range(max(map(len, of_ranks))):
-        # A fault here must not keep other ranks waiting: the rounds go on, with bytes that are not used.
+        # After a fault the other ranks must not wait: the rounds continue, with bytes that are not used.
         messages = []
         try:
             if number < len(items):
@@ -125,17 +126,17 @@ def _receive(
 ) -> None:
     sizes = [block.numel * saved[block.name].dtype.itemsize for block in blocks]
     for block, raw in zip(blocks, received.split(sizes), strict=True):
-        # A copy: the bytes of a block may begin at an address that its dtype does not allow.
+        # A copy, because the bytes of a block may begin at an address that is not aligned for its dtype.
         values = raw.clone().view(saved[block.name].dtype).reshape(block.size)
         entry.receive(block.name, block.offset, values)
 
 
 class _Routes:
-    """The blocks that this rank sends and receives in each round; all ranks agree on them.
+    """The blocks that this rank sends and receives in each round; all ranks compute the same routes.
 
     Args:
-        chunks: of each rank, one a round.
-        wanted: blocks that each rank wants; a block lies in one chunk.
+        chunks: chunks of each rank, one per round.
+        wanted: blocks that each rank reads; each block is in one chunk.
         rank: this rank.
     """
 
@@ -158,15 +159,15 @@ class _Routes:
         return by_round.setdefault(number, [[] for _ in range(self._world)])
 
     def sent(self, number: int) -> list[_Block]:
-        """Lists the blocks that this rank sends in a round, by reader."""
+        """Returns the blocks that this rank sends in a round, by reader."""
         return [block for blocks in self._by_rank(self._sent, number) for block in blocks]
 
     def received(self, number: int) -> list[_Block]:
-        """Lists the blocks that this rank receives in a round, by holder."""
+        """Returns the blocks that this rank receives in a round, by holder."""
         return [block for blocks in self._by_rank(self._received, number) for block in blocks]
 
     def sizes(self, saved: Mapping[str, Any], number: int) -> tuple[list[int], list[int]]:
-        """Returns how many bytes are sent to each rank, and received from each, in a round."""
+        """Returns the number of bytes sent to each rank and received from each rank in a round."""
 
         def size(blocks: Sequence[_Block]) -> int:
             return sum(block.numel * saved[block.name].dtype.itemsize for block in blocks)
@@ -176,10 +177,10 @@ class _Routes:
 
 
 class _ChunkPlaces:
-    """Finds the chunk in which a block lies."""
+    """Finds the chunk that contains a block."""
 
     def __init__(self, chunks: Sequence[Sequence[_Block]]) -> None:
-        # Chunks of the same columns follow each other row by row.
+        # For each range of columns: the chunks, sorted by their first row.
         self._columns: dict[str, dict[Any, list[tuple[int, int, int]]]] = {}
         for holder, blocks in enumerate(chunks):
             for number, block in enumerate(blocks):

@@ -1,4 +1,4 @@
-"""The sharded sequence collection: TorchRec's, with our shardings and stitching."""
+"""The sharded sequence collection: TorchRec's collection with our shardings and stitching."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class SequenceContext(EmbeddingCollectionContext):
     """State of one forward, from input dist to output dist.
 
     Attributes:
-        restoration: turns the outputs of the padded batch into those of the batch; None where the batch was
-            even.
-        sent: open from when ids are sent until they are looked up; None before.
-        expansions: of each sharding type, repeats the rows of ids sent once; empty where every occurrence
-            was sent.
+        restoration: turns the outputs of the padded batch into the outputs of the user's batch; None if no
+            padding was needed.
+        sent: ticket that is open from sending the ids to their lookup; None before.
+        expansions: for each sharding type, repeats the rows of ids sent once; empty if every occurrence was
+            sent.
     """
 
     restoration: Restoration | None = None
@@ -62,7 +62,7 @@ class SequenceContext(EmbeddingCollectionContext):
     expansions: list[Expansion] = field(default_factory=list)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Records for the allocator that a stream uses these tensors."""
+        """Records for the allocator that a stream uses the tensors of this context."""
         super().record_stream(stream)
         if self.restoration is not None and self.restoration.inverse is not None:
             self.restoration.inverse.record_stream(stream)
@@ -71,22 +71,22 @@ class SequenceContext(EmbeddingCollectionContext):
 
 
 class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollection):
-    """A `DynamicEmbeddingCollection` whose tables lie on several ranks.
+    """A `DynamicEmbeddingCollection` whose tables are on several ranks.
 
-    Made by `DynamicEmbeddingCollectionSharder`. Rows trained before sharding are copied.
+    Created by `DynamicEmbeddingCollectionSharder`. Rows trained before sharding are copied.
 
     Args:
         module: the collection to shard; it is not changed.
         table_name_to_parameter_sharding: the plan of its tables.
         env: the ranks.
-        fused_params: the sharder's.
-        device: where the rows live.
+        fused_params: the sharder's `fused_params`.
+        device: device of the rows.
         qcomm_codecs_registry: TorchRec's codecs of quantized comms.
-        use_index_dedup: whether each id is sent once a rank and table.
-        module_fqn: where the model holds the collection.
+        use_index_dedup: True if a rank sends each id once per table.
+        module_fqn: path of the collection in the model.
 
     Raises:
-        ValueError: if the plan cannot be honoured; before anything is built.
+        ValueError: if the plan is not valid; raised before anything is built.
     """
 
     def __init__(
@@ -151,11 +151,11 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
         """Checks a batch and sends its ids to their owners.
 
         Args:
-            ctx: of this forward.
+            ctx: the state of this forward.
             features: sequences of any int64 ids.
 
         Raises:
-            ValueError: if a feature is missing or the tensors do not fit each other.
+            ValueError: if a feature is missing or the tensors do not match each other.
         """
         features = self._check_batch(features)
         ctx.sent = self._shards.open_batch()
@@ -171,7 +171,7 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
     def output_dist(
         self, ctx: SequenceContext, output: list[Tensor]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Sends rows back to the ranks of their ids."""
+        """Sends rows back to the senders of their ids."""
         return self._finished(super().output_dist(ctx, output), ctx)
 
     def compute_and_output_dist(
@@ -192,7 +192,7 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
 
     @property
     def unsharded_module_type(self) -> type[nn.Module]:
-        """The collection that was sharded."""
+        """The type of the unsharded collection."""
         return DynamicEmbeddingCollection
 
     def _prepare_to_send_once(self, setup: ShardingSetup) -> None:
@@ -206,12 +206,12 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
     def _create_hash_size_info(
         self, feature_names: list[str], ctx: EmbeddingCollectionContext | None = None
     ) -> None:
-        """Does nothing: it serves an op that takes ids to be row numbers below num_embeddings."""
+        """Does nothing: TorchRec's method serves an op that treats ids as rows below num_embeddings."""
 
     def _dedup_indices(
         self, ctx: SequenceContext, input_feature_splits: list[KeyedJaggedTensor]
     ) -> list[KeyedJaggedTensor]:
-        """Returns the batches to send, each id once; the context keeps how their rows are repeated."""
+        """Returns the batches to send, with each id once; the context keeps the expansions of their rows."""
         sent = []
         for send_once, features in zip(self._send_once, input_feature_splits, strict=True):
             once, expansion = send_once(features)
@@ -225,7 +225,7 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
         embedding_configs: Sequence[EmbeddingConfig],
         table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
     ) -> None:
-        """Computes the order in which the column shards of each output are put side by side."""
+        """Computes the order in which the column shards of each output are joined."""
         sharding = self._sharding_type_to_sharding[ShardingType.COLUMN_WISE.value]
         firsts = [
             shard.shard_offsets[1] if shard is not None else 0
@@ -239,7 +239,7 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
     def _finished(
         self, awaitable: LazyAwaitable[dict[str, JaggedTensor]], ctx: SequenceContext
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Restores the outputs of the batch, in the same order after tables have moved."""
+        """Restores the outputs of the user's batch, and keeps their order after tables have moved."""
         if ctx.expansions:
             rows: list[Awaitable[Tensor]] = awaitable._awaitables_per_sharding
             for of_type, expansion in zip(rows, ctx.expansions, strict=True):
@@ -254,7 +254,7 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
 def _check_widths(
     layouts: Mapping[str, TableLayout], plan: Mapping[str, ParameterSharding], where: str
 ) -> None:
-    """Refuses column shards of several widths: TorchRec sends all sequences with one width."""
+    """Raises ValueError if column shards differ in width: TorchRec sends all sequences with one width."""
     widths = {
         name: [piece.columns for piece in layout.pieces]
         for name, layout in layouts.items()
@@ -263,5 +263,5 @@ def _check_widths(
     if len({width for of_table in widths.values() for width in of_table}) > 1:
         raise ValueError(
             f"{where}: expected column shards of one width in all its column-wise tables, "
-            f"got {widths}. Cut them evenly, or shard a table otherwise."
+            f"got {widths}. Use one width, or another sharding type for some tables."
         )

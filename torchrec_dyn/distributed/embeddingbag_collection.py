@@ -1,4 +1,4 @@
-"""The sharded pooled collection: TorchRec's, with our shardings, stitching and MEAN."""
+"""The sharded pooled collection: TorchRec's collection with our shardings, stitching and MEAN."""
 
 from __future__ import annotations
 
@@ -46,28 +46,28 @@ class PooledContext(EmbeddingBagCollectionContext):
     """State of one forward, from input dist to output dist.
 
     Attributes:
-        sent: open from when ids are sent until they are looked up; None before.
+        sent: ticket that is open from sending the ids to their lookup; None before.
     """
 
     sent: ForwardTicket | None = None
 
 
 class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCollection):
-    """A `DynamicEmbeddingBagCollection` whose tables lie on several ranks.
+    """A `DynamicEmbeddingBagCollection` whose tables are on several ranks.
 
-    Made by `DynamicEmbeddingBagCollectionSharder`. Rows trained before sharding are copied.
+    Created by `DynamicEmbeddingBagCollectionSharder`. Rows trained before sharding are copied.
 
     Args:
         module: the collection to shard; it is not changed.
         table_name_to_parameter_sharding: the plan of its tables.
         env: the ranks.
-        fused_params: the sharder's.
-        device: where the rows live.
+        fused_params: the sharder's `fused_params`.
+        device: device of the rows.
         qcomm_codecs_registry: TorchRec's codecs of quantized comms.
-        module_fqn: where the model holds the collection.
+        module_fqn: path of the collection in the model.
 
     Raises:
-        ValueError: if the plan cannot be honoured; before anything is built.
+        ValueError: if the plan is not valid; raised before anything is built.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
             qcomm_codecs_registry=qcomm_codecs_registry,
             module_fqn=module_fqn,
         )
-        # TorchRec's own divisor also divides outputs of other tables; `_mean` replaces it.
+        # TorchRec's divisor also divides outputs of other tables; `_mean` replaces it.
         self._has_mean_pooling_callback = False
         self._mean = self._mean_divisor(setup)
         configs = module.embedding_bag_configs()
@@ -129,20 +129,20 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
         """Checks a batch and sends its ids to their owners.
 
         Args:
-            ctx: of this forward.
+            ctx: the state of this forward.
             features: bags of any int64 ids.
 
         Raises:
-            ValueError: if a feature is missing or the tensors do not fit each other.
+            ValueError: as `checked_batch`.
         """
         return self.send(ctx, self.checked_batch(features))
 
     def checked_batch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Checks a batch, and returns it with the features of the first batch, in its order.
+        """Checks a batch, and returns it with the features of the first batch, in the same order.
 
         Raises:
-            ValueError: if a feature is missing, the tensors do not fit each other, or weights ask for a
-                gradient, which cannot travel back to them.
+            ValueError: if a feature is missing, the tensors do not match each other, or weights require a
+                gradient: TorchRec's all-to-all of ids and weights has no backward.
         """
         return self._check_batch(features)
 
@@ -152,8 +152,8 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
         """Sends the ids of a checked batch to their owners.
 
         Args:
-            ctx: of this forward.
-            features: as `checked_batch` returned it.
+            ctx: the state of this forward.
+            features: a batch that `checked_batch` returned.
         """
         ctx.sent = self._shards.open_batch()
         self._prepare_dists(features)
@@ -169,17 +169,17 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
         return super().compute(ctx, dist_input)
 
     def accept_unweighted_batches(self) -> None:
-        """Accepts batches without weights: feature processors compute these where the rows are."""
+        """Accepts batches without weights: feature processors compute the weights on the owners."""
         self._check_batch.needs_weights = False
 
     def output_dist(self, ctx: PooledContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """Sends pooled rows back to the ranks of their batches."""
+        """Sends pooled outputs back to the ranks of their batches."""
         return self._finished(super().output_dist(ctx, output), ctx)
 
     def compute_and_output_dist(
         self, ctx: PooledContext, input: KJTList
     ) -> LazyAwaitable[KeyedTensor]:
-        """Looks up the ids that arrived and sends pooled rows back."""
+        """Looks up the ids that arrived and sends pooled outputs back."""
         if ctx.sent is not None:
             ctx.sent.close()
         set_senders(self._lookups, ctx.sharding_contexts)
@@ -194,7 +194,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
 
     @property
     def unsharded_module_type(self) -> type[nn.Module]:
-        """The collection that was sharded."""
+        """The type of the unsharded collection."""
         return DynamicEmbeddingBagCollection
 
     _has_uninitialized_input_dist: bool

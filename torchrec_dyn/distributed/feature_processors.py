@@ -1,8 +1,8 @@
-"""TorchRec's feature-processed collection around a dynamic one, on several ranks.
+"""TorchRec's feature-processed collection around a dynamic collection, on several ranks.
 
-A feature processor computes the weights of a bag's ids, usually from their positions in the bag. On the way
-to ranks that share the rows of a table a bag is split, so there the positions travel as weights: processors
-compute the weights from them where the rows are, and gradients too.
+A feature processor computes the weights of a bag's ids, usually from their positions in the bag. If rows are
+spread over ranks, a bag is split on its way to the owners. So the positions are sent as the weights of the
+batch, and the processors on the owners compute the weights from the positions, and the gradients.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ _Argument = TypeVar("_Argument")
 class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     ShardedFeatureProcessedEmbeddingBagCollection
 ):
-    """A `FeatureProcessedEmbeddingBagCollection` whose dynamic tables lie on several ranks.
+    """A `FeatureProcessedEmbeddingBagCollection` whose dynamic tables are on several ranks.
 
-    Made by `DynamicFeatureProcessedEmbeddingBagCollectionSharder`. The processors stay whole on every
-    rank; DistributedDataParallel averages their gradients.
+    Created by `DynamicFeatureProcessedEmbeddingBagCollectionSharder`. Every rank has all processors;
+    DistributedDataParallel averages their gradients.
 
     Args:
-        module: the module to shard; its collection is not changed, its processors become this module's.
+        module: the module to shard. Its collection is not changed; its processors become this module's.
         table_name_to_parameter_sharding: the plan of its tables.
-        ebc_sharder: shards the collection.
+        ebc_sharder: the sharder of the collection.
         env: the ranks.
-        device: where the rows live.
-        module_fqn: where the model holds the module.
+        device: device of the rows.
+        module_fqn: path of the module in the model.
 
     Raises:
-        ValueError: if the collection is not dynamic, a processor cannot work where rows are spread, or
-            the plan cannot be honoured; before anything is built.
+        ValueError: if the collection is not dynamic, a processor does not support spread rows, or the plan
+            is not valid; raised before anything is built.
     """
 
     _embedding_bag_collection: ShardedDynamicEmbeddingBagCollection
@@ -90,7 +90,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
             )
         plan = table_name_to_parameter_sharding
         if spread := _spread_tables(plan):
-            _check_positions_travel(processors, spread, self._where)
+            _check_sends_positions(processors, spread, self._where)
         super().__init__(module, plan, cast(Any, ebc_sharder), env, device, module_fqn)
         self._embedding_bag_collection.accept_unweighted_batches()
         self._longest = _longest_bags(processors)
@@ -101,7 +101,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
 
     @property
     def module_sharding_plan(self) -> EmbeddingModuleShardingPlan:
-        """The plan of the tables, as it is now."""
+        """The present plan of the tables."""
         return self._embedding_bag_collection.module_sharding_plan
 
     def reshard(
@@ -111,23 +111,23 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         env: ShardingEnv,
         device: torch.device | None,
     ) -> None:
-        """Moves tables to where another plan has them; all of them or none. Collective.
+        """Moves tables to the ranks of another plan: all of these tables, or none. Collective.
 
         Args:
-            sharder: shards the collection.
+            sharder: the sharder of the collection.
             changed: the new plan of the tables that move.
             env: the ranks.
-            device: where the rows live.
+            device: device of the rows.
 
         Raises:
-            ValueError, RuntimeError: as `DynamicEmbeddingBagCollectionSharder.reshard`, and if a processor
-                cannot work where rows would be spread.
+            ValueError, RuntimeError: as `DynamicEmbeddingBagCollectionSharder.reshard`. ValueError also if
+                the new plan spreads rows and a processor does not support this.
         """
         collection, processors = self._embedding_bag_collection, self._feature_processors
 
         def check() -> None:
             if spread := _spread_tables(changed):
-                _check_positions_travel(processors, spread, self._where)
+                _check_sends_positions(processors, spread, self._where)
 
         reshard(sharder, collection, changed, env, device, wrapped=check)
         self._lookups = collection._lookups
@@ -136,15 +136,15 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Checks a batch and sends its ids to their owners, with their positions where rows are spread.
+        """Checks a batch and sends its ids to their owners, with positions if rows of a table are spread.
 
         Args:
-            ctx: of this forward.
+            ctx: the state of this forward.
             features: bags of any int64 ids; it is not changed.
 
         Raises:
-            ValueError: if a feature is missing, the tensors do not fit each other, or a bag is longer
-                than the position weights of its feature.
+            ValueError: if a feature is missing, the tensors do not match each other, weights require a
+                gradient, or a bag has more ids than its feature has position weights.
         """
         features = self._embedding_bag_collection.checked_batch(features)
         self._check_lengths(features)
@@ -158,11 +158,11 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     def preprocess_input(
         self, args: list[_Argument], kwargs: Mapping[str, _Argument]
     ) -> tuple[list[_Argument], Mapping[str, _Argument]]:
-        """Does nothing: TorchRec's writes positions into the caller's batch, `input_dist` into a copy."""
+        """Does nothing: TorchRec writes positions into the user's batch, `input_dist` into a copy."""
         return args, kwargs
 
     def apply_feature_processors_to_kjt_list(self, dist_input: KJTList) -> KJTList:
-        """Computes the weights of the ids that arrived; processors see ids as the user wrote them."""
+        """Computes the weights of the ids that arrived; processors get the user's ids, not mixed ids."""
         mixed = [lookup.ids_are_mixed for lookup in self._embedding_bag_collection._lookups]
         unmixed = [
             with_ids(features, ops.unmix64(features.values())) if is_mixed else features
@@ -180,18 +180,18 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     def add_fp_params_grad_sync_callback(
         self, lazy_awaitable_kt: LazyAwaitable[KeyedTensor]
     ) -> LazyAwaitable[KeyedTensor]:
-        """Ties the processors' parameters to the output of every rank, if they have any."""
+        """Makes the output of every rank depend on the processors' parameters, if there are any."""
         if next(self._feature_processors.parameters(), None) is None:
             return lazy_awaitable_kt
         return super().add_fp_params_grad_sync_callback(lazy_awaitable_kt)
 
     @property
     def unsharded_module_type(self) -> type[nn.Module]:
-        """The module that was sharded."""
+        """The type of the unsharded module."""
         return FeatureProcessedEmbeddingBagCollection
 
     def _check_lengths(self, features: KeyedJaggedTensor) -> None:
-        """Refuses bags that are longer than the position weights of their feature."""
+        """Raises ValueError if a bag has more ids than its feature has position weights."""
         lengths = features.lengths()
         if not self._longest or not lengths.numel():
             return
@@ -202,20 +202,21 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
             if name in self._longest and part.numel() and int(part.max()) > self._longest[name]:
                 raise ValueError(
                     f"{self._where}: expected bags of at most {self._longest[name]} ids of feature "
-                    f"'{name}', one position weight each, got one of {int(part.max())}. Cut the bag, "
-                    "or raise max_feature_length."
+                    f"'{name}', one position weight each, got a bag of {int(part.max())}. Shorten the bag, "
+                    "or increase max_feature_length."
                 )
 
 
 class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
     FeatureProcessedEmbeddingBagCollectionSharder
 ):
-    """Shards TorchRec's feature-processed collections around a dynamic one, by all types but data-parallel.
+    """Shards TorchRec's feature-processed collections that contain a dynamic collection.
 
-    Pass it in place of TorchRec's sharder for the same type of module, which makes static tables.
+    It supports all sharding types except data-parallel. Pass it instead of TorchRec's sharder for the same
+    type of module, which creates static tables.
 
     Args:
-        fused_params: as of `DynamicEmbeddingBagCollectionSharder`.
+        fused_params: the same as for `DynamicEmbeddingBagCollectionSharder`.
         qcomm_codecs_registry: TorchRec's codecs of quantized comms.
     """
 
@@ -240,14 +241,15 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
         """Shards a collection and its processors.
 
         Args:
-            module: the module; its collection is not changed, its processors become the sharded module's.
+            module: the module. Its collection is not changed; its processors become the sharded module's.
             params: the plan of its tables.
             env: the ranks.
-            device: where the rows live; None: cpu.
-            module_fqn: where the model holds the module.
+            device: device of the rows; None: cpu.
+            module_fqn: path of the module in the model.
 
         Raises:
-            ValueError: if it cannot be sharded so; before anything is built.
+            ValueError: if the collection is not dynamic, a processor does not support spread rows, or the
+                plan is not valid; raised before anything is built.
         """
         place = device if device is not None else torch.device("cpu")
         return ShardedDynamicFeatureProcessedEmbeddingBagCollection(
@@ -267,28 +269,29 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
             sharded_module: sharded by this sharder; changed in place.
             changed_shard_to_params: the new plan of the tables that move.
             env: the ranks.
-            device: where the rows live.
+            device: device of the rows.
 
         Returns:
-            The same module.
+            `sharded_module`.
 
         Raises:
-            ValueError, RuntimeError: as `DynamicEmbeddingBagCollectionSharder.reshard`.
+            ValueError, RuntimeError: as `DynamicEmbeddingBagCollectionSharder.reshard`. ValueError also if
+                the new plan spreads rows and a processor does not support this.
         """
         sharded_module.reshard(self._collection_sharder, changed_shard_to_params, env, device)
         return sharded_module
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns all types; the planner takes those that spread rows only where constraints name them."""
+        """Returns all types; the planner spreads rows only if constraints list such a type."""
         return self._collection_sharder.sharding_types(compute_device_type)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Returns "fused", as of the dynamic collections."""
+        """Returns "fused", as the sharders of dynamic collections do."""
         return self._collection_sharder.compute_kernels(sharding_type, compute_device_type)
 
     @property
     def sharded_module_type(self) -> type[ShardedDynamicFeatureProcessedEmbeddingBagCollection]:
-        """The sharded module."""
+        """The type of the sharded module."""
         return ShardedDynamicFeatureProcessedEmbeddingBagCollection
 
 
@@ -298,26 +301,26 @@ def _spread_tables(plan: Mapping[str, ParameterSharding]) -> list[str]:
 
 
 def _with_own_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Copies a batch so far that positions can be written over its weights: the batch is the caller's."""
+    """Returns a copy of a batch with its own weights; TorchRec overwrites them with positions."""
     made, weights = copy.copy(features), features.weights_or_none()
-    made._jt_dict = None  # holds the caller's weights
+    made._jt_dict = None  # it has the weights of the user's batch
     if weights is None:
         made._weights = torch.zeros_like(features.values(), dtype=torch.float32)
     else:
-        made._weights = weights.detach().float().clone()  # float16 cannot count beyond 2048
+        made._weights = weights.detach().float().clone()  # float16 is exact up to 2048 only
     return made
 
 
-def _check_positions_travel(processors: Processors, spread: Sequence[str], where: str) -> None:
-    """Refuses processors that would take the position of an id on its rank for its position in the bag.
+def _check_sends_positions(processors: Processors, spread: Sequence[str], where: str) -> None:
+    """Checks that processors can send positions, where an owner gets only a part of each bag.
 
     Args:
-        processors: of the features.
+        processors: the feature processors.
         spread: names of the tables whose rows are spread.
         where: the collection, for messages.
 
     Raises:
-        ValueError: if a processor has no pre_process_input.
+        ValueError: if a processor has no `pre_process_input`, which writes the positions.
     """
     is_collection = isinstance(processors, FeatureProcessorsCollection)
     each: Sequence[Any] = [processors] if is_collection else list(processors.values())
@@ -325,18 +328,21 @@ def _check_positions_travel(processors: Processors, spread: Sequence[str], where
         if not hasattr(processor, "pre_process_input"):
             raise ValueError(
                 f"{where}: expected feature processors with pre_process_input where rows are spread, "
-                f"as those of tables {spread}, got {type(processor).__name__}. Give it one (which does "
-                "nothing if positions do not count), or shard these tables table-wise or column-wise."
+                f"as for tables {spread}, got {type(processor).__name__}. Add the method (it may do "
+                "nothing if positions do not matter), or shard these tables table-wise or column-wise."
             )
 
 
 @contextmanager
 def _positions_marked(processors: Processors, are_weights: bool) -> Iterator[None]:
-    """Marks in TorchRec's processors whether the weights of the batches inside are positions.
+    """Sets, within the context, TorchRec's flag that the weights of a batch are positions.
 
-    They would remember it of the batch before, perhaps under another plan; unsharded, weights never are.
+    Otherwise the flag of an earlier batch would apply, perhaps of another plan. After the context the flag is
+    False: in an unsharded module weights are never positions.
     """
-    marked: list[Any] = [one for one in processors.modules() if hasattr(one, "_pre_processed")]
+    marked: list[Any] = [
+        processor for processor in processors.modules() if hasattr(processor, "_pre_processed")
+    ]
     for processor in marked:
         processor._pre_processed = are_weights
     try:
@@ -347,7 +353,7 @@ def _positions_marked(processors: Processors, are_weights: bool) -> Iterator[Non
 
 
 def _longest_bags(processors: Processors) -> dict[str, int]:
-    """Returns how many position weights a feature has; other types of processors are left out."""
+    """Returns the number of position weights of each feature; other types of processors are left out."""
     weights: Mapping[str, Tensor]
     if type(processors) is PositionWeightedModuleCollection:
         weights = dict(cast(Any, processors).position_weights.items())

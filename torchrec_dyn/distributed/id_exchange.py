@@ -1,9 +1,9 @@
-"""Sends ids to the ranks that hold them, rows along with them, and answers back in the caller's order.
+"""Sends ids and rows to the ranks that hold the ids, and returns results in the caller's order.
 
-Every rank sends ids of its own choice, to every piece of the table that is asked. Where rows are spread an
-id goes to its owner in the piece, as in a batch.
+Every rank sends any ids, to every chosen piece of the table. If rows are spread, each id is sent to its owner
+in the piece, as in a batch.
 
-Legend: M ids of this rank's caller, K ids sent to this rank, C columns on this rank, D of the whole table.
+Legend: M ids of this rank's caller, K ids sent to this rank, C columns on this rank, D columns of the table.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class IdExchange:
 
     Args:
         ids: [M] int64, repeats allowed; M may differ between ranks.
-        layout: where the pieces of the table lie.
+        layout: the pieces of the table and their ranks.
         group: the ranks.
-        pieces: the pieces that are asked, in column order; None: all.
+        pieces: the chosen pieces, in column order; None: all.
 
     Attributes:
-        arrived: [K] int64, the ids sent to this rank: by sending rank, then in its order.
+        arrived: [K] int64, the ids sent to this rank: by sender, then in the sender's order.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class IdExchange:
         self._pieces = [[piece for piece in asked if rank in piece.ranks] for rank in world]
         self._widths = [sum(piece.columns for piece in held) for held in self._pieces]
         by_part = _positions_by_part(ids, layout)
-        # All pieces on a rank hold the same range of mixed ids: it has one part.
+        # All pieces on a rank have the same range of mixed ids, so one list of positions serves all of them.
         self._positions = [
             by_part[held[0].ranks.index(rank)] if held else torch.empty(0, dtype=torch.int64)
             for rank, held in zip(world, self._pieces, strict=True)
@@ -59,10 +59,10 @@ class IdExchange:
         self.arrived = self._all_to_all(ids[torch.cat(self._positions)], self._sent, self._received)
 
     def send_rows(self, rows: Tensor) -> Tensor:
-        """Sends each id's row along with it, to each rank the columns that this rank holds. Collective.
+        """Sends the row of each id to the ranks that hold the id, to each rank its columns. Collective.
 
         Args:
-            rows: [M, D].
+            rows: [M, D], the rows of this rank's ids.
 
         Returns:
             [K, C], the rows of `arrived`, in column order.
@@ -78,13 +78,13 @@ class IdExchange:
         return got.view(self.arrived.numel(), width)
 
     def return_rows(self, rows: Tensor) -> Tensor:
-        """Sends the rows of `arrived` back to the ranks of their callers. Collective.
+        """Sends the rows of `arrived` back to the senders of the ids. Collective.
 
         Args:
             rows: [K, C], in column order.
 
         Returns:
-            [M, D], in the order of this rank's ids; the same dtype.
+            [M, D], in the order of this rank's ids and in the dtype of `rows`.
         """
         width = self._widths[self._rank]
         sizes = [m * columns for m, columns in zip(self._sent, self._widths, strict=True)]
@@ -100,13 +100,13 @@ class IdExchange:
         return stitched
 
     def return_numbers(self, numbers: Tensor) -> Tensor:
-        """Sends one number for each of `arrived` back, from the first piece alone. Collective.
+        """Sends one number per id back to the senders; only ranks of the first piece send. Collective.
 
         Args:
-            numbers: [K].
+            numbers: [K], one number for each id of `arrived`; ignored on ranks without the first piece.
 
         Returns:
-            [M], in the order of this rank's ids; the same dtype.
+            [M], in the order of this rank's ids and in the dtype of `numbers`.
         """
         first = self._asked[0].ranks
         send_sizes = self._received if self._rank in first else [0] * len(self._received)
@@ -119,9 +119,9 @@ class IdExchange:
     def _all_to_all(
         self, sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
     ) -> Tensor:
-        """Sends send_sizes[r] numbers to rank r, and returns the numbers received, by rank."""
+        """Sends send_sizes[r] numbers to rank r, and returns the received numbers, by rank."""
         got = torch.empty(sum(receive_sizes), dtype=sent.dtype)
-        # As bytes: backends differ in the dtypes that they carry.
+        # As bytes: backends differ in the dtypes that they can send.
         size = sent.element_size()
         dist.all_to_all_single(
             got.view(torch.uint8),
@@ -134,7 +134,7 @@ class IdExchange:
 
 
 def _positions_by_part(ids: Tensor, layout: TableLayout) -> Sequence[Tensor]:
-    """Returns the positions in `ids`, ascending, of the ids of each part of a piece's rows."""
+    """Returns for each rank of a piece the positions in `ids`, ascending, of the ids that it owns."""
     if not layout.rows_are_spread:
         return [torch.arange(ids.numel())]
     parts = owners(ids, layout.row_ranks)

@@ -1,4 +1,4 @@
-"""The tables of a sharded collection on this rank, where they lie now."""
+"""The tables of a sharded collection on this rank, under its present plan."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from torchrec_dyn.table import DynamicTable
 
 
 class ShardedTables:
-    """The calls on tables that both sharded collections have; abstract."""
+    """Mixin for both sharded collections: their calls on tables."""
 
     _shards: LocalShards
 
     def table(self, name: str) -> ShardedTableHandle:
-        """Returns a handle on one table; reads are of this rank's shard.
+        """Returns the handle of one table; it reads this rank's shard.
 
         Raises:
             ValueError: if the collection has no such table.
@@ -39,14 +39,15 @@ class ShardedTables:
         return self._shards.handle(name)
 
     def set_time(self, time: int) -> None:
-        """Sets the clock of `ExpireAfter(time=...)` for the training forwards to come. Collective.
+        """Sets the clock of `ExpireAfter(time=...)` for the next training forwards. Collective.
 
         Args:
-            time: an integer from 0 on, in the unit of the policy. The latest of all ranks counts; it never
-                goes back.
+            time: an integer of 0 or more, in the unit of the policy. The latest time of all ranks is used; it
+                must not be before the time set last.
 
         Raises:
-            ValueError: on every rank, if some rank passed no time or the latest is past.
+            ValueError: on every rank, if some rank passed an invalid time, or the latest time is before the
+                time set last.
         """
         self._shards.set_time(time)
 
@@ -54,20 +55,20 @@ class ShardedTables:
 class LocalShards:
     """The column shards on this rank of every table of a collection, in column order.
 
-    Stays the same object when tables move (resharding.py): its holders see the tables where they are.
+    The object stays the same when tables move (resharding.py), so its users always see the present shards.
 
     Args:
-        setup: of the collection.
-        lookups: TorchRec's, one per sharding type.
+        setup: the setup of the collection.
+        lookups: TorchRec's lookups, one per sharding type.
         env: the ranks.
 
     Attributes:
         where: the collection, for messages.
-        layouts: where the pieces of each table lie.
+        layouts: the pieces of each table and their ranks.
         unsharded: the collection without its rows.
-        frozen: names of the frozen tables, the same on every rank; whoever writes it writes `is_frozen` of
-            the shards too.
-        batches: those whose ids were sent by the present plan and not looked up yet.
+        frozen: names of the frozen tables, the same on every rank. Code that changes this set must also set
+            `is_frozen` of the shards.
+        batches: the batches whose ids were sent and not looked up yet.
     """
 
     def __init__(
@@ -82,19 +83,19 @@ class LocalShards:
         self._optimizers = setup.view.optimizers
         self._env = env
         self.frozen = set(setup.frozen)
-        self._initializers: dict[str, Initializer] = {}  # of trained rows, or loaded
+        self._initializers: dict[str, Initializer] = {}  # from trained rows or checkpoints
         self._kernels = list(_kernels_of(lookups))
         self._tables = self._by_name()
         self._handles: dict[str, ShardedTableHandle] = {}
 
-    # What the collection asks.
+    # Called by the collection.
 
     def open_batch(self) -> ForwardTicket:
-        """Opens a ticket for a batch whose ids are being sent; its lookup closes it."""
+        """Opens a ticket for a batch whose ids are being sent; the lookup of the batch closes the ticket."""
         return ForwardTicket([self.batches])
 
     def handle(self, name: str) -> ShardedTableHandle:
-        """Returns the handle on one table.
+        """Returns the handle of one table.
 
         Raises:
             ValueError: if the collection has no such table.
@@ -108,14 +109,17 @@ class LocalShards:
         return self._handles[name]
 
     def set_time(self, time: int) -> None:
-        """Sets the clocks of all tables to the latest time that a rank passes. Collective.
+        """Sets the clocks of all tables to the latest time that any rank passed. Collective.
+
+        Args:
+            time: as `ShardedTables.set_time`.
 
         Raises:
-            ValueError: on every rank, if some rank passed no time or the latest is past.
+            ValueError: as `ShardedTables.set_time`.
         """
         where, fault = f"{self.where}.set_time", time_fault(time, None)
         shards = [shard for shards in self._tables.values() for shard in shards]
-        # Only the latest time is checked against the clocks, which a rank without a shard does not know.
+        # Only the latest time is checked against the clocks: a rank without a shard has no clock.
         shown = max((shard.time or 0 for shard in shards), default=0)
         fault_here = ValueError(fault) if fault else None
         of_ranks = agree(self._group, where, fault_here, (time, shown))
@@ -127,11 +131,11 @@ class LocalShards:
             shard.set_time(latest)
 
     def save_and_load_with(self, module: Any, holder: str) -> None:
-        """Makes the state dicts of the collection and of its optimizer hold these tables.
+        """Installs the hooks and the optimizer with which the collection saves and loads these tables.
 
         Args:
             module: the sharded collection.
-            holder: the name under which the unsharded collection holds them.
+            holder: attribute of the unsharded collection that holds the tables.
         """
 
         def put(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -165,15 +169,15 @@ class LocalShards:
         return self._tables[name]
 
     def optimizer_of(self, name: str) -> RowOptimizer:
-        """Returns the row optimizer of a table, also where this rank has no shard of it."""
+        """Returns the row optimizer of a table, also if this rank has no shard of the table."""
         return self._optimizers[name]
 
     def pieces(self) -> list[ShardPieces]:
-        """Returns what this rank holds of each table, in the order of the tables."""
+        """Returns this rank's pieces of each table, in the order of the tables."""
         return [self.pieces_of(name) for name in self._configs]
 
     def pieces_of(self, name: str) -> ShardPieces:
-        """Returns what this rank holds of one table."""
+        """Returns this rank's pieces of one table."""
         config, dynamic = self._configs[name], self._dynamic[name]
         initializer = self._initializers.get(name) or initializer_of(config, dynamic)
         columns, dtype = config.embedding_dim, row_dtype(config)
@@ -190,41 +194,41 @@ class LocalShards:
             dynamic.counts_waiting,
         )
 
-    # Rows from elsewhere, and another plan.
+    # Trained rows, and another plan.
 
     def fill_from(self, trained: Mapping[str, DynamicTable]) -> None:
-        """Copies this rank's part of rows that were trained before sharding."""
+        """Copies this rank's part of the rows that were trained before sharding."""
         for name, source in trained.items():
             self._initializers[name] = source.initializer
             copy_trained_rows(source, self._tables[name], self.layouts[name], self._env.rank)
 
     def copy_settings(self, other: LocalShards) -> None:
-        """Gives these shards, still without rows, the initializers and frozen tables of another plan."""
+        """Copies initializers and frozen tables from the shards of another plan, before rows move."""
         self._initializers, self.frozen = dict(other._initializers), other.frozen
         for shards in self._tables.values():
             for shard in shards:
                 shard.is_frozen = shard.name in self.frozen
 
     def reuse(self, other: LocalShards, name: str) -> None:
-        """Holds the very shards of a table of another plan, in which its pieces lie on the same ranks."""
+        """Uses the shards of another plan for a table whose pieces are on the same ranks in both plans."""
         for kernel in self._kernels:
             kernel.replace_shards(other._tables[name])
         self._tables = self._by_name()
 
     def replace_with(self, other: LocalShards) -> None:
-        """Holds the shards of another plan from now on; handles that were given out follow."""
+        """Replaces the shards by the shards of another plan. Existing handles then use the new shards."""
         batches, handles = self.batches, self._handles
         for shards in self._tables.values():
             for shard in shards:
                 if shard not in other._tables[shard.name]:
-                    shard.generation += 1  # state dicts and graphs of before are void
+                    shard.generation += 1  # earlier state dicts and graphs are not valid any more
         self.__dict__.update(other.__dict__)
         self.batches, self._handles = batches, handles
         for name, handle in handles.items():
             handle.update_from(self._new_handle(name))
 
     def drive_by(self, optimizer: ShardedOptimizer) -> None:
-        """Lets an optimizer set the learning rates of all shards here."""
+        """Connects an optimizer, which then sets the learning rates of all shards on this rank."""
         optimizer.drive([kernel.group for kernel in self._kernels])
 
     @property

@@ -1,6 +1,7 @@
-"""The optimizer of a sharded collection: all tables on every rank, as saving and loading are collective.
+"""The optimizer of a sharded collection: it has all tables on every rank.
 
-TorchRec's optimizer has the tables of one rank only.
+Saving and loading are collective, so every rank needs the entries of all tables. TorchRec's optimizer has the
+tables of one rank only.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from torchrec_dyn.state_dict import ShardPieces, load_optimizer_state, save_opti
 class ShardedOptimizer(KeyedOptimizer):
     """Optimizer state and learning rates of the tables of a sharded collection.
 
-    Every rank has one parameter group for each optimizer of the tables, whichever tables lie there: so
-    schedulers find the same groups on all ranks, also after tables have moved (resharding.py).
+    Every rank has one parameter group for each distinct row optimizer of the collection, also if it has none
+    of the tables. So schedulers find the same groups on all ranks, also after tables have moved
+    (resharding.py).
 
     Args:
-        placeholders: of the tables on this rank, by key.
+        placeholders: placeholder parameters of the tables on this rank, by key.
         tables: name and row optimizer of every table of the collection, in order.
-        holder: the name under which the unsharded collection holds its tables.
-        pieces: returns the pieces of a table on this rank.
+        holder: attribute of the unsharded collection that holds the tables.
+        pieces: function that returns the pieces of a table on this rank.
     """
 
     def __init__(
@@ -42,21 +44,21 @@ class ShardedOptimizer(KeyedOptimizer):
     ) -> None:
         params: dict[str, Any] = {}
         state: dict[Any, dict[str, Any]] = {}
-        alike: dict[RowOptimizer, list[Tensor]] = {}
+        by_optimizer: dict[RowOptimizer, list[Tensor]] = {}
         for name, optimizer in tables:
             key = f"{holder}.{name}.weight"
             params[key] = placeholders.get(key, torch.empty(0, device="meta"))
             save, load = partial(_save, pieces, name), partial(_load, pieces, name)
             state[params[key]] = saved_states(name, optimizer, save, load)
-            alike.setdefault(optimizer, []).append(params[key])
+            by_optimizer.setdefault(optimizer, []).append(params[key])
         self._rates = {
-            optimizer: LearningRateGroup(its_params, optimizer.learning_rate)
-            for optimizer, its_params in alike.items()
+            optimizer: LearningRateGroup(members, optimizer.learning_rate)
+            for optimizer, members in by_optimizer.items()
         }
         super().__init__(params, state, list(self._rates.values()))
 
     def drive(self, groups: Sequence[TableGroup]) -> None:
-        """Makes `lr` of each parameter group the learning rate of its tables on this rank, from now on.
+        """Sets `lr` of each parameter group as the learning rate of its tables, now and after each change.
 
         Args:
             groups: the table groups of this rank.

@@ -1,12 +1,12 @@
 """Moves tables of a running model to another plan, for DistributedModelParallel.reshard.
 
-1. A second collection is made with the new plan.
-2. Tables that move are copied into it; the shards of all other tables are put into it as they are.
-3. When this is done on all ranks, the first collection gets the attributes of the second. Before this step
-   it has not changed, and this step cannot fail.
+1. A second collection is created with the new plan.
+2. Tables that move are copied into it; the shards of all other tables are put into it without a copy.
+3. After steps 1 and 2 succeeded on all ranks, the first collection gets the attributes of the second. Before
+   this step the first collection has not changed, and this step cannot fail.
 
-The first collection stays the same module with the same optimizer: models and pipelines that hold them
-go on.
+The first collection stays the same module with the same optimizer, so models and pipelines that hold them
+continue.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.distributed.table_move import move_table
 from torchrec_dyn.ranks import gather_results, run_together
 
-# Attributes that a moved collection keeps: hooks, mode, objects that were handed out, and what trackers and
-# pipelines have set.
+# Attributes that the first collection keeps: hooks, training mode, objects that users hold, and attributes
+# that trackers and pipelines have set.
 _PLACES = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"}
 _KEPT = (vars(nn.Module()).keys() - _PLACES) | {
     *("_shards", "_optim", "_output_names", "_check_batch"),
@@ -43,19 +43,21 @@ def reshard(
     device: torch.device | None,
     wrapped: Callable[[], None] | None = None,
 ) -> None:
-    """Moves tables of a collection to where another plan has them; all of them or none. Collective.
+    """Moves tables of a collection to the ranks of another plan: all of these tables, or none. Collective.
 
     Args:
-        sharder: with the same arguments as when the collection was sharded.
-        collection: sharded.
-        changed: the new plan of the tables that move; tables that stay may be in it too.
+        sharder: a sharder with the arguments with which the collection was sharded.
+        collection: the sharded collection.
+        changed: the new plan of the tables that move; it may contain tables that do not move.
         env: the ranks.
-        device: where the rows live.
-        wrapped: checks the plan for the feature processors around the collection; None: there are none.
+        device: device of the rows; None: unchanged.
+        wrapped: function that checks the plan for the feature processors around the collection; None: there
+            are no feature processors.
 
     Raises:
-        ValueError: on every rank, if the plan cannot be honoured, differs between ranks, or if a batch is
-            on its way; nothing has changed then.
+        ValueError: on every rank, if the plan is not valid or differs between ranks, if the sharder changes
+            a table's optimizer, if a batch was sent and not looked up yet, or if a forward of a table that
+            moves is open; nothing has changed then.
         RuntimeError: on every rank, if some rank could not move its rows; nothing has changed then.
     """
     shards: LocalShards = collection._shards
@@ -66,12 +68,12 @@ def reshard(
         if other != plans[0]:
             raise ValueError(
                 f"{call}: expected the same plan on every rank, got {plans[0]} on rank 0 and {other} on "
-                f"rank {rank}. Plan with collective_plan, or give every rank the same."
+                f"rank {rank}. Plan with collective_plan, or pass the same plan on every rank."
             )
     if not changed:
         return
     plan = {**collection.module_sharding_plan, **changed}
-    made = run_together(group, call, lambda: _sharded_anew(sharder, collection, plan, env, device))
+    made = run_together(group, call, lambda: _shard_again(sharder, collection, plan, env, device))
     new: LocalShards = made._shards
     moved = [name for name in new.layouts if new.layouts[name] != shards.layouts[name]]
     run_together(group, call, lambda: _check_at_rest(shards, moved))
@@ -89,21 +91,22 @@ def _described(
     env: ShardingEnv,
     wrapped: Callable[[], None] | None,
 ) -> list[Any]:
-    """Returns a plan in plain values, so that ranks can compare it.
+    """Returns a plan in plain values, so that ranks can compare their plans.
 
     Raises:
-        ValueError: if the collection cannot be moved on its own, or not at all.
+        ValueError: if the collection cannot be moved without its feature processors, or `wrapped` raises it,
+            or the model uses 2D parallelism.
     """
     if wrapped is not None:
         wrapped()
     elif not collection._check_batch.needs_weights:
         raise ValueError(
-            "expected a collection of its own, got one that feature processors wrap, which depend on its "
-            "plan. Reshard the feature-processed module."
+            "expected a collection without feature processors, got one inside a feature-processed module, "
+            "which depends on the plan. Reshard the feature-processed module."
         )
     if isinstance(env, ShardingEnv2D):
         raise ValueError(
-            "expected a model without 2D parallelism, got one with copies of its tables."
+            "expected a model without 2D parallelism, got a model with several copies of its tables."
         )
     described = []
     for table, sharding in sorted(changed.items()):
@@ -113,7 +116,7 @@ def _described(
     return described
 
 
-def _sharded_anew(
+def _shard_again(
     sharder: Any,
     collection: Any,
     plan: dict[str, ParameterSharding],
@@ -121,7 +124,7 @@ def _sharded_anew(
     device: torch.device | None,
 ) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they were shown when the collection was first sharded
+        warnings.simplefilter("ignore")  # the first sharding has shown the same warnings
         made = sharder.shard(
             collection._shards.unsharded,
             plan,
@@ -134,28 +137,28 @@ def _sharded_anew(
     if changed:
         raise ValueError(
             f"expected the optimizers that the collection was sharded with, got {', '.join(changed)}. Use "
-            "the same fused_params; learning rates are set in the optimizer's param_groups."
+            "the same fused_params. To change a learning rate, set it in the optimizer's param_groups."
         )
     return made.train(collection.training)
 
 
 def _check_at_rest(shards: LocalShards, moved: list[str]) -> None:
-    """Raises ValueError while a batch of the present plan or a forward of a table that moves is open."""
+    """Raises ValueError if a batch was sent and not looked up, or a forward of a table that moves is open."""
     for attempt in range(2):
         forwards = [len(shard.forwards) for name in moved for shard in shards.shards_of(name)]
         open_forwards = max(forwards, default=0)
         if not len(shards.batches) and not open_forwards:
             return
         if not attempt:
-            gc.collect()  # perhaps only garbage holds their tickets
+            gc.collect()  # garbage may be the only holder of open tickets
     if len(shards.batches):
         raise ValueError(
-            f"expected no batch on its way, got {len(shards.batches)} whose ids were sent by the present "
-            "plan. Let the train pipeline run to the end of its iterator first."
+            f"expected no batch on its way, got {len(shards.batches)} whose ids were sent under the present "
+            "plan and not looked up yet. Run the train pipeline to the end of its iterator first."
         )
     raise ValueError(
-        f"expected no forward that waits for its backward, got {open_forwards}. Run backward, or drop what "
-        "the forward returned."
+        f"expected no forward that waits for its backward, got {open_forwards}. Run backward, or delete "
+        "the outputs of the forward."
     )
 
 

@@ -1,4 +1,4 @@
-"""The sharders, which DistributedModelParallel and the planner ask how to shard a collection."""
+"""The sharders: DistributedModelParallel and the planner use them to shard the collections."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _Sharded = TypeVar("_Sharded", bound=nn.Module)
 
 
 class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Sharded]):
-    """Shards collections of one type; abstract, subclasses set the attributes.
+    """Shards collections of one type. Abstract: subclasses set the attributes.
 
     Attributes:
-        unsharded: the type of the collection.
-        sharded: the type that it has when sharded.
-        holder: the name under which the unsharded collection holds its tables.
-        shardings: names of the sharding types that it supports.
+        unsharded: type of the unsharded collection.
+        sharded: type of the sharded collection.
+        holder: attribute of the unsharded collection that holds the tables.
+        shardings: names of the supported sharding types.
         options: further keyword arguments of the sharded collection.
     """
 
@@ -55,11 +55,14 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
             module: the collection; it is not changed.
             params: the plan of its tables.
             env: the ranks.
-            device: where the rows live.
-            module_fqn: where the model holds the collection.
+            device: device of the rows.
+            module_fqn: path of the collection in the model.
+
+        Returns:
+            The sharded collection.
 
         Raises:
-            ValueError: if the plan cannot be honoured; before anything is built.
+            ValueError: if the plan is not valid; raised before anything is built.
         """
         return self.sharded(
             module,
@@ -79,36 +82,37 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
         env: ShardingEnv,
         device: torch.device | None = None,
     ) -> _Sharded:
-        """Moves tables to where another plan has them, for `DistributedModelParallel.reshard`. Collective.
+        """Moves tables to the ranks of another plan, for `DistributedModelParallel.reshard`. Collective.
 
         Args:
-            sharded_module: sharded by this sharder; changed in place.
+            sharded_module: a collection sharded by this sharder; changed in place.
             changed_shard_to_params: the new plan of the tables that move.
             env: the ranks.
-            device: where the rows live.
+            device: device of the rows; None: unchanged.
 
         Returns:
-            The same module.
+            `sharded_module`.
 
         Raises:
-            ValueError: on every rank, if the plan cannot be honoured, differs between ranks, or if a batch
-                is on its way; nothing has changed then.
+            ValueError: on every rank, if the plan is not valid or differs between ranks, if the sharder
+                changes a table's optimizer, if a batch was sent and not looked up yet, or if a forward of a
+                table that moves is open; nothing has changed then.
             RuntimeError: on every rank, if some rank could not move its rows; nothing has changed then.
         """
         reshard(self, sharded_module, changed_shard_to_params, env, device)
         return sharded_module
 
     def shardable_parameters(self, module: _Unsharded) -> dict[str, nn.Parameter]:
-        """Returns the placeholder of each table, from whose shape the planner plans."""
+        """Returns the placeholder of each table; the planner reads their shapes."""
         tables: Mapping[str, UnshardedTable] = getattr(module, self.holder)
         return {name: table.weight for name, table in tables.items()}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns all types of the collection; the planner takes GRID only where constraints name it."""
+        """Returns the supported sharding types; the planner uses GRID only if constraints list it."""
         return list(self.shardings)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Returns "fused", which every planner can price; `shard` puts ours in its place."""
+        """Returns "fused", for which the planner can estimate costs; `shard` replaces it by our kernel."""
         return [EmbeddingComputeKernel.FUSED.value]
 
     @property
@@ -125,12 +129,12 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
 class DynamicEmbeddingBagCollectionSharder(
     _TableSharder[DynamicEmbeddingBagCollection, ShardedDynamicEmbeddingBagCollection]
 ):
-    """Shards pooled collections, by every type but data-parallel, on any device.
+    """Shards pooled collections by all sharding types except data-parallel.
 
     Args:
-        fused_params: the optimizer of the rows and `output_dtype`, as TorchRec's sharders
-            take them. An optimizer set on a table's parameter goes before it, the module's
-            `fused_params` after it.
+        fused_params: the optimizer of the rows and `output_dtype`, in the form of TorchRec's sharders. An
+            optimizer set on a table's parameter has priority over them; they have priority over the
+            module's `fused_params`.
         qcomm_codecs_registry: TorchRec's codecs of quantized comms.
     """
 
@@ -151,13 +155,13 @@ class DynamicEmbeddingBagCollectionSharder(
 class DynamicEmbeddingCollectionSharder(
     _TableSharder[DynamicEmbeddingCollection, ShardedDynamicEmbeddingCollection]
 ):
-    """Shards sequence collections table-, row- and column-wise, on any device.
+    """Shards sequence collections table-, row- and column-wise.
 
     Args:
-        fused_params: as of `DynamicEmbeddingBagCollectionSharder`.
+        fused_params: the same as for `DynamicEmbeddingBagCollectionSharder`.
         qcomm_codecs_registry: TorchRec's codecs of quantized comms.
-        use_index_dedup: whether each id of a rank's batch is sent once a table, however often it
-            occurs. Outputs are the same; gradients of repeats are summed before they are sent.
+        use_index_dedup: True if a rank sends each distinct id of its batch once per table. Outputs are the
+            same; gradients of repeats are summed before they are sent.
     """
 
     unsharded = DynamicEmbeddingCollection

@@ -1,8 +1,8 @@
-"""The first step of both sharded collections: checks the plan, and makes a view for TorchRec to shard.
+"""The first step of both sharded collections: checks the plan, and creates a view for TorchRec to shard.
 
-TorchRec reads the tables, their optimizers and the state dict of the module it shards. It is given a view
-with the tables' configs, one choice of optimizer per table and placeholders: no rows are copied, and the
-module stays as it was.
+TorchRec reads the tables, their optimizers and the state dict of the module that it shards. It gets a view
+with the tables' configs, the optimizer of each table and placeholders. So TorchRec copies no rows, and the
+module is not changed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from torchrec_dyn.sharding import OPTIONS_KEY, KernelOptions, TableOptions
 
 @dataclass(frozen=True)
 class ShardingSetup:
-    """A checked plan and all that TorchRec needs to build a sharded collection.
+    """A checked plan, and the data that a sharded collection is built from.
 
     Attributes:
         where: the collection, for messages.
-        configs: its tables' configs.
-        plan: its part of the plan, for our kernel.
-        layouts: where the pieces of each table go.
-        dynamic: the users' options of each table.
-        view: shown to TorchRec in place of the collection.
+        configs: the configs of the collection's tables.
+        plan: the collection's part of the plan, with our compute kernel.
+        layouts: the pieces of each table and their ranks.
+        dynamic: the user's options of each table.
+        view: the module that TorchRec shards in place of the collection.
         unsharded: the collection without its rows, to be sharded again.
-        frozen: names of the tables that are frozen.
+        frozen: names of the frozen tables.
     """
 
     where: str
@@ -71,16 +71,16 @@ def set_up(
 
     Args:
         module: the unsharded collection.
-        holder: the name under which it holds its tables.
-        configs: its tables' configs.
-        plan: its part of the sharding plan.
+        holder: attribute of the collection that holds the tables.
+        configs: the configs of the collection's tables.
+        plan: the collection's part of the sharding plan.
         env: the ranks.
-        fused_params: the sharder's.
+        fused_params: the sharder's `fused_params`.
         sharding_types: the types that the collection supports.
-        module_fqn: where the model holds the collection.
+        module_fqn: path of the collection in the model.
 
     Raises:
-        ValueError: if the plan, an optimizer or a table's name cannot be honoured.
+        ValueError: if the plan, an optimizer or a table's name is not valid.
     """
     where = f"{type(module).__name__}('{module_fqn}')" if module_fqn else type(module).__name__
     layouts = table_layouts(configs, plan, env, sharding_types, where)
@@ -112,9 +112,10 @@ _tables_of_model: weakref.WeakKeyDictionary[ShardingEnv, dict[str, str]] = (
 def _claim_names(
     names: Sequence[str], env: ShardingEnv, module_fqn: str | None, where: str
 ) -> None:
-    """Refuses a table's name that another collection of the model has: rows of both would start alike.
+    """Raises ValueError if another collection of the model has a table of the same name.
 
-    The collections of one model are known by their env: DistributedModelParallel has one for all.
+    Both tables would have the same initial rows. The collections of one model have the same `env` object:
+    DistributedModelParallel passes it to all of them.
     """
     if module_fqn is None:
         return
@@ -122,23 +123,27 @@ def _claim_names(
     for name in names:
         if claimed.get(name, module_fqn) != module_fqn:
             raise ValueError(
-                f"{where}(table='{name}'): expected a name of its own, got the name of a table "
-                f"of '{claimed[name]}'. Rename one of them."
+                f"{where}(table='{name}'): expected a name that is unique in the model, got the name of a "
+                f"table of '{claimed[name]}'. Rename one of them."
             )
     claimed.update(dict.fromkeys(names, module_fqn))
 
 
 class ShardableView(nn.Module):
-    """Stands in for a dynamic collection while TorchRec shards it; read only.
+    """The module that TorchRec shards in place of a dynamic collection; read only.
 
     Args:
         module: the collection.
-        configs: its tables' configs.
-        tables: its tables, by name.
-        holder: the name under which it holds its tables, "embedding_bags" or "embeddings".
-        layouts: where the pieces of each table go.
-        fused_params: used where no optimizer is set on the table's parameter.
+        configs: the configs of the collection's tables.
+        tables: the collection's tables, by name.
+        holder: attribute of the collection that holds the tables, "embedding_bags" or "embeddings".
+        layouts: the pieces of each table and their ranks.
+        fused_params: merged options of sharder and module; options on a table's parameter have priority.
         where: the collection, for messages.
+
+    Attributes:
+        tables_by_default: names of the tables without a chosen optimizer.
+        optimizers: the row optimizer of each table, by name.
 
     Raises:
         ValueError: if a table's optimizer is not supported.
@@ -155,7 +160,7 @@ class ShardableView(nn.Module):
         where: str,
     ) -> None:
         super().__init__()
-        # In a list: a child module would put the rows into this view's state dict.
+        # In a list, because a child module would add the rows to this view's state dict.
         self._module: list[Any] = [module]
         self._configs = copy.deepcopy(list(configs))
         options = {
@@ -167,7 +172,7 @@ class ShardableView(nn.Module):
             )
             for config in configs
         }
-        of_all = KernelOptions(options)
+        kernel_options = KernelOptions(options)
         placeholders = nn.ModuleDict()
         self.tables_by_default: list[str] = []
         self.optimizers: dict[str, RowOptimizer] = {}
@@ -179,13 +184,13 @@ class ShardableView(nn.Module):
             if chosen is None:
                 self.tables_by_default.append(config.name)
                 chosen = dict(DEFAULT_FUSED_PARAMS)
-            chosen[OPTIONS_KEY] = of_all
+            chosen[OPTIONS_KEY] = kernel_options
             placeholders[config.name] = _Placeholder(weight, chosen)
         self.add_module(holder, placeholders)
 
     @property
     def device(self) -> torch.device:
-        """Meta: TorchRec then copies no weights; `copy_trained_rows` copies the rows."""
+        """The meta device: TorchRec then copies no weights; `copy_trained_rows` copies the rows."""
         return torch.device("meta")
 
     def embedding_bag_configs(self) -> list[Any]:
@@ -201,22 +206,22 @@ class ShardableView(nn.Module):
         return False
 
     def use_gather_select_per_sharding(self) -> None:
-        """Returns None: no sharding type differs in that."""
+        """Returns None: the selection is the same for all sharding types."""
 
     def use_sorted_select(self) -> bool:
-        """Returns False: TorchRec (after 1.8) does not sort before it selects."""
+        """Returns False: TorchRec (from 1.9 on) does not sort before it selects."""
         return False
 
     def is_weighted(self) -> bool:
-        """Returns whether bags carry weights."""
+        """Returns True if bags have weights."""
         return self._module[0].is_weighted()
 
     def need_indices(self) -> bool:
-        """Returns whether outputs carry their ids."""
+        """Returns True if outputs contain the ids."""
         return self._module[0].need_indices()
 
     def embedding_dim(self) -> int:
-        """Returns the width of a sequence collection."""
+        """Returns the number of columns of every table of a sequence collection."""
         return self._module[0].embedding_dim()
 
     def embedding_names_by_table(self) -> list[list[str]]:
@@ -225,7 +230,7 @@ class ShardableView(nn.Module):
 
 
 class _Placeholder(nn.Module):
-    """Holds the meta parameter of one table, marked with its optimizer as TorchRec reads it."""
+    """Holds the meta parameter of one table, with its optimizer in the attributes that TorchRec reads."""
 
     def __init__(self, weight: nn.Parameter, fused_params: dict[str, Any]) -> None:
         super().__init__()

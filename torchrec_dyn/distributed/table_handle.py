@@ -1,10 +1,9 @@
 """The handle on one table of a sharded collection.
 
-Reads are of this rank's shard; those of the whole table are in whole_model/by_id.py. `assign` and `erase`
-are collective: every rank passes ids of its own choice, perhaps none, which go to their owners and to all
-column shards.
+Its methods read this rank's shard; whole_model/by_id.py reads the whole table. `assign` and `erase` are
+collective: every rank passes any ids, perhaps none. The ids are sent to their owners in all column shards.
 
-Legend: M ids, C columns on this rank, R rows on it.
+Legend: M ids, C columns on this rank, R rows on this rank.
 """
 
 from __future__ import annotations
@@ -23,20 +22,21 @@ from torchrec_dyn.table import DynamicTable
 
 
 class ShardedTableHandle:
-    """One table as this rank sees it.
+    """Reads this rank's shard of one table; edits and freezes the table on all ranks.
 
     Args:
         name: the table's name.
         where: the collection and the table, for messages.
-        layout: where the pieces of the table lie.
-        shards: this rank's pieces in column order; empty where it holds none.
+        layout: the pieces of the table and their ranks.
+        shards: this rank's column shards in column order; may be empty.
         config: the table's config.
         process_group: the ranks.
-        frozen: names of the frozen tables of the collection, on ranks without a shard too; written.
+        frozen: names of the frozen tables of the collection, on every rank; `freeze` and `unfreeze` change
+            this set.
 
     Attributes:
-        features: names of those that read the table.
-        whole: the table over all ranks; all of it is collective.
+        features: names of the features that read the table.
+        whole: the table over all ranks; all its methods are collective.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ShardedTableHandle:
         )
 
     def update_from(self, other: ShardedTableHandle) -> None:
-        """Points this handle, and `whole`, at the shards of another one, after the table has moved."""
+        """Sets this handle and `whole` to the shards of another handle. Called after the table has moved."""
         whole = self.whole
         self.__dict__.update(other.__dict__)
         whole.__dict__.update(other.whole.__dict__)
@@ -67,12 +67,12 @@ class ShardedTableHandle:
 
     @property
     def num_rows(self) -> int:
-        """Rows in use on this rank; column shards of one rank count once."""
+        """Rows in use on this rank; several column shards count once."""
         return self._shards[0].num_rows if self._shards else 0
 
     @property
     def columns(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of columns on this rank as (first column, width)."""
+        """The ranges of columns on this rank, as (first column, number of columns)."""
         return tuple((shard.first_column, shard.columns) for shard in self._shards)
 
     def ids(self) -> Tensor:
@@ -80,19 +80,22 @@ class ShardedTableHandle:
         return self._shards[0].ids() if self._shards else torch.empty(0, dtype=torch.int64)
 
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads rows by id. As `torchrec_dyn.lookup_rows`, of this rank's shard: rows are [M, C]."""
+        """Reads rows by id. As `torchrec_dyn.lookup_rows`, for this rank's shard: rows are [M, C]."""
         return read_rows(self._shards, ids, self._dtype)
 
     def last_seen(self, ids: Tensor) -> Tensor:
-        """Returns when training last saw ids. As `torchrec_dyn.read_last_seen`, of this rank's shard."""
+        """Returns the step or time of each id's last occurrence in training.
+
+        As `torchrec_dyn.read_last_seen`, for this rank's shard.
+        """
         return self._shards[0].last_seen(ids) if self._shards else torch.full_like(ids, -1)
 
     def count(self, ids: Tensor) -> Tensor:
-        """Returns how often training saw ids. As `torchrec_dyn.read_counts`, of this rank's shard."""
+        """Returns each id's number of occurrences. As `torchrec_dyn.read_counts`, for this rank's shard."""
         return self._shards[0].count(ids) if self._shards else torch.zeros_like(ids)
 
     def stats(self) -> dict[str, int | float]:
-        """Returns the counts of this rank's shard; of several column shards, the first's."""
+        """Returns the counts of this rank's shard; if there are several column shards, of the first."""
         return self._shards[0].stats() if self._shards else {"rows": 0, "limit": 0}
 
     def assign(self, ids: Tensor, rows: Tensor) -> None:
@@ -100,28 +103,30 @@ class ShardedTableHandle:
         self.whole.assign(ids, rows)
 
     def erase(self, ids: Tensor) -> int:
-        """Drops rows by id on all ranks. Collective. As `torchrec_dyn.erase_rows`."""
+        """Removes ids on all ranks. Collective. As `torchrec_dyn.erase_rows`."""
         return self.whole.erase(ids)
 
     @property
     def is_frozen(self) -> bool:
-        """True if training reads the table as evaluation does; the same on every rank."""
+        """True if the table is frozen: training reads it as evaluation does. The same on every rank."""
         return self.name in self._frozen
 
     def freeze(self) -> None:
-        """Lets training read the table as evaluation does, until `unfreeze`. Collective.
+        """Freezes the table on all ranks: until `unfreeze`, training reads it as evaluation does. Collective.
 
-        As `TableHandle.freeze` of an unsharded table, of the shards on all ranks.
+        As `TableHandle.freeze` of an unsharded table.
 
         Raises:
-            ValueError: on every rank, if some rank makes another call, or has trained the table for more
-                or fewer forwards; nothing is changed.
+            ValueError: on every rank, if some rank makes another call, or the ranks have trained the table
+                for different numbers of forwards; nothing has changed then.
         """
         self.whole.set_frozen(True)
         self._frozen.add(self.name)
 
     def unfreeze(self) -> None:
-        """Lets the table learn from the next training forward on, from where it was frozen. Collective.
+        """Unfreezes the table: from the next training forward on, training updates it again. Collective.
+
+        Step, scores and optimizer state continue from their present values.
 
         Raises:
             ValueError: as `freeze`.

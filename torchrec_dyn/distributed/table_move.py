@@ -1,4 +1,4 @@
-"""Moves one table from the shards of one plan into the empty shards of another, as through a checkpoint."""
+"""Copies one table from the shards of one plan into the empty shards of another, as a checkpoint would."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from torchrec_dyn.state_dict import (
 
 
 def move_table(before: ShardPieces, after: ShardPieces, call: str) -> None:
-    """Copies rows, optimizer state and counters of a table into shards on other ranks. Collective.
+    """Copies rows, optimizer state and counters of a table into the shards of another plan. Collective.
 
-    The content sums of the copy are verified against those of the old shards, which do not change.
+    The content sums of the copy are compared with the sums of the old shards. The old shards do not change.
 
     Args:
         before: the old shards on this rank.
         after: the new shards on this rank, without rows.
-        call: the same on every rank.
+        call: collection and method, the same on every rank.
 
     Raises:
-        ValueError, RuntimeError: on every rank, if one of them fails.
+        ValueError, RuntimeError: on every rank, if some rank fails.
     """
     group = before.group
     saved = saved_tensors(
@@ -47,7 +47,11 @@ def move_table(before: ShardPieces, after: ShardPieces, call: str) -> None:
 
 
 def _copy_counters(before: ShardPieces, after: ShardPieces, call: str) -> None:
-    """Adds up the counters of the whole table on the first of the ranks that share the rows now."""
+    """Copies the counters of the table to the new shards. Collective.
+
+    Counters of `OF_EVERY_SHARD` are copied to every shard. Other counters are summed over the old shards that
+    share the rows, and the sums are put on the first of the new ranks that share the rows.
+    """
 
     def counters_here() -> tuple[dict[str, int], bool] | None:
         if not before.has_first_column:

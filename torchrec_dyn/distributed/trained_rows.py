@@ -1,6 +1,6 @@
 """Copies rows that were trained before sharding into the shards.
 
-Every rank has the whole unsharded collection and copies its own part, so nothing is sent.
+Every rank has the whole unsharded collection and copies its part, so nothing is sent.
 
 Legend: R rows.
 """
@@ -22,17 +22,17 @@ def copy_trained_rows(
 ) -> None:
     """Fills this rank's shards of one table with its part of the unsharded rows.
 
-    Scores, counters and clock are copied too, and optimizer state where the shards have the same optimizer;
-    every column shard gets the state that is one number per row.
+    Scores, admission counters and clock are copied too. Optimizer state is copied if the shards have the same
+    kind of optimizer; state of one number per row is copied to every column shard.
 
     Args:
         source: the unsharded table.
-        shards: this rank's column shards of it.
-        layout: where the pieces of the table lie.
+        shards: this rank's column shards of the table.
+        layout: the pieces of the table and their ranks.
         rank: this rank.
     """
     for shard in shards:
-        shard.start_as(source.initializer)  # perhaps that of a checkpoint
+        shard.start_as(source.initializer)  # a loaded checkpoint may have set it
     state = state_for_copy(source)
     if not state["ids"].numel() and not int(state["step"]) and source.time is None:
         return
@@ -57,7 +57,7 @@ def copy_trained_rows(
 
 
 def _part(values: Tensor, mask: Tensor | None, piece: Piece) -> Tensor:
-    """Returns the rows and columns of one shard, of values [R, columns], [R] or []."""
+    """Returns the rows and columns of one shard from values [R, columns], [R] or []."""
     if values.dim() and mask is not None:
         values = values[mask]
     if values.dim() == 2:

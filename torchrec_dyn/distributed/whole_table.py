@@ -1,10 +1,10 @@
-"""One sharded table as all ranks together hold it.
+"""One sharded table over all ranks.
 
-Every method is collective: all ranks call it, with ids of their own choice, perhaps none. A fault on one
-rank is raised on all ranks. The calls by id are specified in whole_model/by_id.py.
+Every method is collective: all ranks call it, each with any ids, perhaps none. A fault on one rank is raised
+on all ranks. The calls by id are specified in whole_model/by_id.py.
 
-Legend: M ids of this rank, K ids sent to this rank, C columns on this rank, R rows of the table, D its
-columns.
+Legend: M ids of this rank, K ids sent to this rank, C columns on this rank, R rows of the table, D columns of
+the table.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torchrec_dyn.table import DynamicTable
 
 _T = TypeVar("_T")
 Stats = dict[str, int | float]
-OF_EVERY_SHARD = ("step", "forwards")  # every shard counts all of them
+OF_EVERY_SHARD = ("step", "forwards")  # counters that are the same in every shard: not summed
 
 
 class WholeTable:
-    """Reads and edits a sharded table by id, wherever the ids are held.
+    """Reads and edits a sharded table by id, on all ranks.
 
     Args:
         where: the collection and the table, for messages.
-        layout: where the pieces of the table lie.
-        shards: this rank's pieces in column order; empty where it holds none.
+        layout: the pieces of the table and their ranks.
+        shards: this rank's column shards in column order; may be empty.
         embedding_dim: D.
-        dtype: of the rows.
+        dtype: dtype of the rows.
         group: the ranks.
     """
 
@@ -74,7 +74,7 @@ class WholeTable:
                 continue
             part = mine if rank == dist.get_rank(self._group) else mine.new_empty(count)
             dist.broadcast(part, dist.get_global_rank(self._group, rank), group=self._group)
-            # With 2D parallelism there are further copies of the table in the group.
+            # With 2D parallelism the group has further copies of the table; their ids are not used.
             if rank in self._first.ranks:
                 parts.append(part)
         together = torch.cat([mine[:0], *parts])
@@ -89,11 +89,11 @@ class WholeTable:
         return exchange.return_rows(rows), exchange.return_numbers(found)
 
     def last_seen(self, ids: Tensor) -> Tensor:
-        """Returns when training last saw ids. As `torchrec_dyn.read_last_seen`."""
+        """Returns each id's last occurrence in training. As `torchrec_dyn.read_last_seen`."""
         return self._first_numbers("last_seen", ids, DynamicTable.last_seen)
 
     def count(self, ids: Tensor) -> Tensor:
-        """Returns how often training saw ids. As `torchrec_dyn.read_counts`."""
+        """Returns each id's number of occurrences. As `torchrec_dyn.read_counts`."""
         return self._first_numbers("count", ids, DynamicTable.count)
 
     def assign(self, ids: Tensor, rows: Tensor) -> None:
@@ -109,16 +109,17 @@ class WholeTable:
         self._do("assign", write)
 
     def erase(self, ids: Tensor) -> int:
-        """Drops rows by id, on all column shards. As `torchrec_dyn.erase_rows`."""
+        """Removes ids, on all column shards. As `torchrec_dyn.erase_rows`."""
         exchange = self._send("erase", ids)
         erased = self._do("erase", lambda: [s.erase(exchange.arrived) for s in self._shards])
         return sum(self._agree("erase", value=sum(erased[: len(self._first_shards)])))
 
     def set_frozen(self, is_frozen: bool) -> None:
-        """Freezes or unfreezes all shards at the same moment, or none.
+        """Freezes or unfreezes all shards at the same training step, or no shard.
 
         Raises:
-            ValueError: on every rank, if not every rank does the same at the same training step.
+            ValueError: on every rank, if some rank makes another call, or the training steps of the ranks
+                differ; nothing has changed then.
         """
         verb = "freeze" if is_frozen else "unfreeze"
         of_ranks: list[list[int]] = self._agree(verb, value=[shard.step for shard in self._shards])
@@ -161,47 +162,47 @@ class WholeTable:
     def _first_numbers(
         self, verb: str, ids: Tensor, read: Callable[[DynamicTable, Tensor], Tensor]
     ) -> Tensor:
-        """Reads one number for each id, from the shards of the first columns."""
+        """Returns one number for each id, read from the shards with the first columns."""
         exchange = self._send(verb, ids, pieces=[self._first])
         arrived, shards = exchange.arrived, self._first_shards
         numbers = self._do(verb, lambda: [read(shard, arrived) for shard in shards])
         return exchange.return_numbers(torch.cat([torch.empty(0, dtype=torch.int64), *numbers]))
 
     def _do(self, verb: str, work: Callable[[], _T]) -> _T:
-        """Does this rank's part of a call; an exception of any rank is raised on every rank."""
+        """Runs this rank's part of a call; an exception of any rank is raised on every rank."""
         return run_together(self._group, f"{self._where}.{verb}", work)
 
 
 def read_rows(
     shards: Sequence[DynamicTable], ids: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Reads rows of one rank's shards of a table and changes nothing; not collective.
+    """Reads rows of one rank's shards of a table and changes nothing. Not collective.
 
     Args:
-        shards: in column order; perhaps none.
+        shards: shards of the table in column order; may be empty.
         ids: [K] int64.
-        dtype: of the rows.
+        dtype: dtype of the rows.
 
     Returns:
-        rows: [K, C] in column order; zeros where not found.
-        found: [K] bool.
+        rows: [K, C] in column order; zeros for an id without a row.
+        found: [K] bool, True if the id has a row here.
     """
     read = [shard.lookup(ids) for shard in shards]
     if not read:
-        nowhere = torch.zeros(ids.numel(), dtype=torch.bool)
-        return torch.empty(ids.numel(), 0, dtype=dtype), nowhere
+        not_found = torch.zeros(ids.numel(), dtype=torch.bool)
+        return torch.empty(ids.numel(), 0, dtype=dtype), not_found
     return torch.cat([rows for rows, _ in read], dim=1), read[0][1]
 
 
 def _whole_stats(row_shards: Sequence[Stats], all_bytes: int | float) -> Stats:
     """Joins the counts of a table's shards.
 
-    Column shards hold the same ids and see the same stream, so only the shards of the first columns count.
-    Entries that are not named here are counts, and summed.
+    Column shards have the same ids and get the same batches, so only the shards with the first columns are
+    used. Entries that are not named in this function are counts; they are summed.
 
     Args:
-        row_shards: stats of the shards of the first columns.
-        all_bytes: the bytes of all shards.
+        row_shards: stats of the shards with the first columns.
+        all_bytes: bytes of all shards of the table.
     """
     whole: Stats = {name: sum(shard[name] for shard in row_shards) for name in row_shards[0]}
     for name in OF_EVERY_SHARD:

@@ -1,11 +1,11 @@
-"""Modules that hold a collection: those of one table, block embeddings, quotient-remainder embeddings.
+"""Modules that hold collections: modules of one table, block embeddings and quotient-remainder embeddings.
 
 Imports `distributed`, `modules` and the ground. Start with `embedding`: a module reads its input
-(`inputs`), looks up in its collection, and shapes the output. Then `embedding_bag`, which pools in one of
-three ways: in the collection (`bags`), side by side (`tile`), or so that weights get gradients
-(`weight_gradients`). Then `block_embedding` and `quotient_remainder`.
+(`inputs`), looks up rows in its collection, and shapes the output. Then read `embedding_bag`. It pools in
+one of three ways: in the collection (`bags`), side by side (`tile`), or so that weights get gradients
+(`weight_gradients`). Then read `block_embedding` and `quotient_remainder`.
 
-The sharders shard the collections inside; nothing here is sharded itself.
+The sharders shard the collections inside these modules. The modules themselves are not sharded.
 """
 
 from torchrec_dyn.layers.block_embedding import BlockEmbeddingBagCollection

@@ -1,4 +1,4 @@
-"""Reads the bags of DynamicEmbeddingBag, and shapes the output of its pooled collection.
+"""Reads the bags of DynamicEmbeddingBag and shapes the output of its pooled collection.
 
 Legend: B bags, K ids looked up, D columns.
 """
@@ -20,8 +20,8 @@ class InputBags(NamedTuple):
     Attributes:
         ids: [K] int64.
         lengths: [B] int64.
-        weights: [K] float32 of weighted bags, else None.
-        shape: dimensions of the output, less its columns.
+        weights: [K] float32; None for unweighted bags.
+        shape: shape of the output without its last dimension.
     """
 
     ids: Tensor
@@ -31,13 +31,13 @@ class InputBags(NamedTuple):
 
 
 class BagOptions(NamedTuple):
-    """The arguments of DynamicEmbeddingBag that say how bags are read.
+    """The arguments of DynamicEmbeddingBag for reading bags.
 
     Attributes:
-        name: of the feature.
-        is_weighted: whether ids may come with weights; without, each weighs 1.
-        padding_idx: an id that is left out of all bags, or None.
-        where: the module, for messages.
+        name: name of the feature.
+        is_weighted: True if ids may have weights; ids without weights get weight 1.
+        padding_idx: an id that is removed from all bags, or None.
+        where: name of the module for error messages.
     """
 
     name: str
@@ -47,15 +47,15 @@ class BagOptions(NamedTuple):
 
 
 def read_bags(source: Input, weights: Tensor | None, options: BagOptions) -> InputBags:
-    """Reads bags and their weights, checking both.
+    """Checks and returns bags and their weights.
 
     Args:
         source: the ids.
-        weights: of the shape of the ids, or None.
-        options: how they are read.
+        weights: weights in the shape of the ids, or None.
+        options: options for reading bags.
 
     Raises:
-        ValueError: if ids or weights are of another kind, or do not fit each other.
+        ValueError: if ids or weights have the wrong type, or do not match each other.
     """
     where = options.where
     read = read_ids(source, options.padding_idx, where)
@@ -83,10 +83,10 @@ def read_bags(source: Input, weights: Tensor | None, options: BagOptions) -> Inp
 
 
 def one_bag(name: str, ids: Tensor) -> KeyedJaggedTensor:
-    """Returns a feature of one bag, for sequence collections: so all ranks agree on the number of bags.
+    """Returns a feature of one bag, for sequence collections. So the number of bags is equal on all ranks.
 
     Args:
-        name: of the feature.
+        name: name of the feature.
         ids: [K] int64.
     """
     lengths = torch.tensor([ids.numel()], device=ids.device)
@@ -94,11 +94,13 @@ def one_bag(name: str, ids: Tensor) -> KeyedJaggedTensor:
 
 
 class BagReader(nn.Module):
-    """Turns bags into a feature. It has no parameters: TorchRec's pipelines may run it ahead.
+    """A module that converts bags to a feature.
+
+    It has no parameters, so TorchRec's pipelines may run it ahead.
 
     Args:
-        options: how bags are read.
-        mean: whether weights are divided by their sum in the bag.
+        options: options for reading bags.
+        mean: True to divide weights by their sum in the bag.
     """
 
     def __init__(self, options: BagOptions, mean: bool) -> None:
@@ -109,13 +111,13 @@ class BagReader(nn.Module):
     def forward(
         self, source: Input, weights: Tensor | None, is_sharded: bool
     ) -> tuple[KeyedJaggedTensor, torch.Size]:
-        """Returns the feature and the dimensions of the output."""
+        """Returns the feature, and the shape of the output without its last dimension."""
         bags = read_bags(source, weights, self._options)
         of_ids = bags.weights
         if is_sharded and of_ids is not None and of_ids.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{self._options.where}: expected weights that need no gradient, which a sharded pooled "
-                "collection cannot send back, got weights with requires_grad. "
+                f"{self._options.where}: expected weights without requires_grad, because a sharded pooled "
+                "collection returns no gradients of weights, got weights with requires_grad. "
                 "Make the module with weight_gradients=True, or detach them."
             )
         if of_ids is not None and self._mean:
@@ -131,9 +133,9 @@ class BagReader(nn.Module):
 
 
 class BagShaper(nn.Module):
-    """Returns pooled rows in the form of the input."""
+    """A module that reshapes pooled rows to the shape of the input."""
 
     def forward(self, output: Any, shape: torch.Size) -> Tensor:
-        """Returns [*shape, D]."""
+        """Returns the pooled rows, `[*shape, D]`."""
         pooled = output.values()
         return pooled.view(*shape, pooled.shape[1])

@@ -26,25 +26,25 @@ from torchrec_dyn.modules import DynamicEmbeddingBagCollection, checked_configs,
 class BlockEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     """An embedding bag collection with rows of `block_dim` columns and outputs of `embedding_dim`.
 
-    y = L pool(E[ids]) with E [V, b] a dynamic table and L [E, b] a parameter: pooling is linear, so this
-    equals pooling the projected rows. Against rows of full width V (E - b) - b E numbers are saved. The
-    outputs have the names and widths of an EmbeddingBagCollection of the same configs.
+    y = L pool(W[ids]) with W [V, b] a dynamic table and L [E, b] a parameter. Pooling is linear, so this
+    equals pooling the projected rows. It saves V (E - b) - b E numbers compared with rows of full width.
+    The outputs have the names and widths of an EmbeddingBagCollection with the same configs.
 
     `rows` is the DynamicEmbeddingBagCollection of the narrow tables: shard it with
     DynamicEmbeddingBagCollectionSharder. `projections` has ordinary parameters: DistributedModelParallel
-    averages their gradients over the ranks, and an optimizer of the user's trains them.
+    averages their gradients over the ranks, and the user's dense optimizer updates them.
 
     Args:
         tables: one config per table; `embedding_dim` is the width of the outputs.
-        block_dim: columns of the rows, one for all tables or a dict by table name, from 1 to
+        block_dim: columns of the rows, one number for all tables or a dict by table name, from 1 to
             `embedding_dim`; a table of full width has no projection.
-        is_weighted: whether every id of a bag comes with a weight. Gradients flow to the weights.
-        device: where rows and projections live; None: cpu.
-        dynamic: how rows start and live; one for all tables or a dict by table name.
-        fused_params: the optimizer of the rows, as of DynamicEmbeddingBagCollection.
+        is_weighted: True if every id of a bag has a weight. Weights get gradients.
+        device: device of rows and projections; None: cpu.
+        dynamic: options of the tables, one DynamicTableConfig for all tables or a dict by table name.
+        fused_params: optimizer of the rows, as in DynamicEmbeddingBagCollection.
 
     Raises:
-        ValueError: if a config or a block_dim is impossible.
+        ValueError: if a config or a block_dim is invalid.
 
     Source: Ginart et al., "Mixed Dimension Embeddings with Application to Memory-Efficient
     Recommendation Systems", 2019.
@@ -79,36 +79,36 @@ class BlockEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self.projections = PooledProjections(self._configs, columns, device)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks up, pools and projects.
+        """Looks up, pools and projects rows.
 
         Args:
-            features: as of DynamicEmbeddingBagCollection.
+            features: as in DynamicEmbeddingBagCollection.
 
         Returns:
             [B, D], one key per feature and table, in the order of the tables.
 
         Raises:
-            ValueError: if a feature is missing, or the tensors do not fit each other.
+            ValueError: if a feature is missing, or the tensors do not match each other.
         """
         widened: KeyedTensor = self.projections(self.rows(features))
         return widened
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Returns the configs as the user wrote them, with `embedding_dim` the width of the outputs."""
+        """Returns the user's configs; their `embedding_dim` is the width of the outputs."""
         return self._configs
 
     def is_weighted(self) -> bool:
-        """Returns whether bags carry weights."""
+        """Returns True if bags have weights."""
         return self._is_weighted
 
 
 class PooledProjections(nn.Module):
-    """Widens the pooled outputs of narrow tables.
+    """A module that projects the pooled outputs of narrow tables to full width.
 
     Args:
-        configs: of the tables, as the user wrote them.
-        columns: b of each table; tables with b = E have no projection.
-        device: where the projections live.
+        configs: the user's configs of the tables.
+        columns: b of each table, by name; tables with b = E have no projection.
+        device: device of the projections.
     """
 
     def __init__(
@@ -133,10 +133,10 @@ class PooledProjections(nn.Module):
         self._widths = [config.embedding_dim for config in configs for _ in config.feature_names]
 
     def forward(self, pooled: KeyedTensor) -> KeyedTensor:
-        """Projects each output by the matrix of its table.
+        """Projects each output with the matrix of its table.
 
         Args:
-            pooled: [B, sum of b], outputs in any order: a sharded collection has its plan's order.
+            pooled: [B, sum of b], outputs in any order; in a sharded collection the plan decides the order.
 
         Returns:
             [B, D], outputs in the order of the tables.
@@ -158,11 +158,11 @@ class PooledProjections(nn.Module):
 
 
 class Projection(nn.Linear):
-    """y = x L^T without a bias, x the pooled rows [B, b]; L [E, b] starts Xavier normal."""
+    """A linear projection without bias: y = x L^T with pooled rows x [B, b]; L [E, b] is Xavier normal."""
 
     def __init__(self, columns: int, embedding_dim: int, device: torch.device | str | None) -> None:
         super().__init__(columns, embedding_dim, bias=False, device=device)
 
     def reset_parameters(self) -> None:
-        """Draws L anew; DistributedModelParallel calls it where L was on the meta device."""
+        """Draws the initial L. DistributedModelParallel calls it if L was on the meta device."""
         nn.init.xavier_normal_(self.weight)

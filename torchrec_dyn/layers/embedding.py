@@ -1,4 +1,4 @@
-"""DynamicEmbedding: one dynamic table in the manner of torch.nn.Embedding.
+"""DynamicEmbedding: one dynamic table with the interface of torch.nn.Embedding.
 
 Legend: N values of the input, K ids looked up, D columns.
 """
@@ -21,25 +21,25 @@ from torchrec_dyn.modules import DynamicEmbeddingCollection
 
 
 class DynamicEmbedding(OneTable):
-    """Returns the row of each id, as torch.nn.Embedding does, for any int64 ids.
+    """A lookup of one row per id, like torch.nn.Embedding, for any int64 ids.
 
-    Holds a `DynamicEmbeddingCollection` of one table, `collection`, which DistributedModelParallel shards
-    with `DynamicEmbeddingCollectionSharder`; use it for everything that collections can do.
+    `collection` is a `DynamicEmbeddingCollection` of one table. DistributedModelParallel shards it with
+    `DynamicEmbeddingCollectionSharder`. Use it for all other functions of collections.
 
     Args:
         embedding_dim: D.
-        num_embeddings: the limit on the rows; it reserves nothing.
-        name: of the table, and of its only feature. Initial rows depend on it. Modules of one sharded
-            model each need their own.
-        padding_idx: an id that reads as zeros, gets no row and learns nothing. Any int64; -1 is the id -1,
+        num_embeddings: limit on the number of rows; no memory is reserved for them.
+        name: name of the table and of its only feature. Initial rows depend on the name. In a sharded
+            model each module needs a different name.
+        padding_idx: an id that reads as zeros, gets no row and is not trained. Any int64; -1 is the id -1,
             not the last row.
-        device: where the rows live; None: cpu.
-        data_type: of the rows.
-        dynamic: how rows start and live.
-        fused_params: the optimizer of the rows, as the collections take it.
+        device: device of the rows; None: cpu.
+        data_type: data type of the rows.
+        dynamic: options of the table.
+        fused_params: optimizer of the rows, as in DynamicEmbeddingCollection.
 
     Raises:
-        ValueError: if an argument is impossible.
+        ValueError: if an argument is invalid.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class DynamicEmbedding(OneTable):
             feature_names=[name],
             data_type=data_type,
         )
-        # TorchRec's pipelines trace a model down to modules that hold no sharded ones. Code that cannot be
-        # traced is therefore in modules of its own, before and behind the collection.
+        # TorchRec's pipelines trace into every module that contains a sharded module. Code that cannot be
+        # traced is therefore in separate modules, before and after the collection.
         self.read_input = _InputReader(name, padding_idx, self.where)
         self.collection = DynamicEmbeddingCollection(
             [config], device, dynamic=dynamic, fused_params=fused_params
@@ -77,30 +77,30 @@ class DynamicEmbedding(OneTable):
         self.shape_output = _OutputShaper(name)
 
     def forward(self, ids: Input) -> Any:
-        """Looks up.
+        """Looks up the rows of ids.
 
         Args:
             ids: int64, any value: a tensor of any shape, a JaggedTensor, or a nested tensor [bags, ids] of
                 layout torch.jagged.
 
         Returns:
-            The rows, in the form of the ids: [*shape, D]; a JaggedTensor with the same lengths, and weights
-            if there are any; a nested tensor [bags, ids, D] with the same offsets.
+            The rows, in the type of the ids: a tensor `[*shape, D]`; a JaggedTensor with the same lengths,
+            and the same weights if there are any; a nested tensor [bags, ids, D] with the same offsets.
 
         Raises:
-            ValueError: if `ids` is something else.
+            ValueError: if `ids` has another type or dtype.
         """
         read = self.read_input(ids)
         return self.shape_output(self.collection(read[0]), read[1], read[2])
 
     def extra_repr(self) -> str:
-        """Returns the arguments, for printing, as torch.nn.Embedding does."""
+        """Returns the arguments for printing, like torch.nn.Embedding."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.embedding_dim}, {self.num_embeddings}, name={self.name!r}{padding}"
 
 
 class _InputReader(nn.Module):
-    """Turns ids into a feature of one bag, so that ranks agree on the number of bags."""
+    """A module that converts ids to a feature of one bag, so that all ranks have the same number of bags."""
 
     def __init__(self, name: str, padding_idx: int | None, where: str) -> None:
         super().__init__()
@@ -109,20 +109,20 @@ class _InputReader(nn.Module):
         self._where = where
 
     def forward(self, source: Input) -> tuple[KeyedJaggedTensor, Tensor | None, Input]:
-        """Returns the feature of K ids, their positions in the input (None: all of it), and the input."""
+        """Returns the feature of K ids, their positions in the input (None: all positions), and the input."""
         read = read_ids(source, self._padding_idx, self._where)
         return one_bag(self._name, read.ids), read.kept, source
 
 
 class _OutputShaper(nn.Module):
-    """Returns rows in the form of the input."""
+    """A module that returns rows in the type and shape of the input."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
 
     def forward(self, output: Any, kept: Tensor | None, source: Input) -> Any:
-        """Returns the rows of all N values of the input, zeros for values that were not looked up."""
+        """Returns the rows of all N values of the input; zeros for values that were not looked up."""
         rows = output[self._name].values()
         if kept is not None:
             values = values_of(source).numel()

@@ -1,4 +1,4 @@
-"""DynamicEmbeddingBag: one pooled dynamic table in the manner of torch.nn.EmbeddingBag.
+"""DynamicEmbeddingBag: one pooled dynamic table with the interface of torch.nn.EmbeddingBag.
 
 Legend: B bags, L ids of a bag, K ids looked up, T the length of a tile, D columns.
 """
@@ -34,41 +34,42 @@ Mode = Literal["sum", "mean", "tile"]
 
 
 class DynamicEmbeddingBag(OneTable):
-    """Pools the rows of bags of ids, any int64, as torch.nn.EmbeddingBag does.
+    """A pooled lookup of bags of ids, like torch.nn.EmbeddingBag, for any int64 ids.
 
-    With e the rows of a bag and w their weights, 1 where none are given:
+    With e the rows of a bag and w their weights (1 if no weights are passed), `mode` selects the output:
 
     - "sum": sum(w e);
-    - "mean": sum(w e) / sum(w); zeros where the weights of a bag sum to 0;
-    - "tile": w e of the first T ids side by side, zeros to the right. Ids beyond the first T are not
+    - "mean": sum(w e) / sum(w); zeros if the weights of a bag sum to 0;
+    - "tile": w e of the first T ids side by side, zeros to the right. Ids after the first T are not
       looked up: they get no row and are not counted.
 
-    The output of an empty bag is zeros. Gradients flow to the rows looked up and to the weights.
+    The output of an empty bag is zeros. The looked-up rows and the weights get gradients.
 
-    Holds a collection of one table, `collection`, which DistributedModelParallel shards with the sharder of
-    its type: `DynamicEmbeddingBagCollectionSharder`, or, for "tile" and with `weight_gradients`,
+    `collection` is a collection of one table. DistributedModelParallel shards it with the sharder of its
+    type: `DynamicEmbeddingBagCollectionSharder`, or, with "tile" or `weight_gradients`,
     `DynamicEmbeddingCollectionSharder`.
 
     Args:
         embedding_dim: D.
-        num_embeddings: the limit on the rows; it reserves nothing.
+        num_embeddings: limit on the number of rows; no memory is reserved for them.
         mode: "sum", "mean" or "tile".
         tile_length: T; with "tile" only.
-        is_weighted: whether ids may come with weights.
-        weight_gradients: whether the weights of "sum" and "mean" get gradients where the module is sharded;
-            unsharded, and with "tile", they always do. Ranks then send a row for each id, not for each bag.
-        name: of the table, and of its only feature. Initial rows depend on it. Modules of one sharded
-            model each need their own.
-        padding_idx: an id that is left out of all bags. Any int64; -1 is the id -1, not the last row.
-        device: where the rows live; None: cpu.
-        data_type: of the rows.
-        dynamic: how rows start and live.
-        fused_params: the optimizer of the rows, as the collections take it.
+        is_weighted: True if ids may have weights.
+        weight_gradients: True if the weights of "sum" and "mean" also get gradients in a sharded module.
+            Ranks then send one row per id, not per bag. In an unsharded module and with "tile", weights
+            always get gradients.
+        name: name of the table and of its only feature. Initial rows depend on the name. In a sharded
+            model each module needs a different name.
+        padding_idx: an id that is removed from all bags. Any int64; -1 is the id -1, not the last row.
+        device: device of the rows; None: cpu.
+        data_type: data type of the rows.
+        dynamic: options of the table.
+        fused_params: optimizer of the rows, as in the collections.
 
     Raises:
-        ValueError: if an argument is impossible.
+        ValueError: if an argument is invalid.
 
-    Source: the tile of ReCIS 1.0 (recis/nn/functional/embedding_ops.py), which looks up all ids and
+    Source: the tile of ReCIS 1.0 (recis/nn/functional/embedding_ops.py). ReCIS looks up all ids and
     ignores weights.
     """
 
@@ -122,7 +123,7 @@ class DynamicEmbeddingBag(OneTable):
         }
         rows: dict[str, Any] = {"device": device, "dynamic": dynamic, "fused_params": fused_params}
         options = BagOptions(name, is_weighted, padding_idx, self.where)
-        # Modules before and behind the collection: see DynamicEmbedding.
+        # Separate modules before and after the collection: see DynamicEmbedding.
         if tile_length is not None:
             self.read_input: nn.Module = TileReader(options, tile_length)
             self.collection = DynamicEmbeddingCollection([EmbeddingConfig(**common)], **rows)
@@ -132,7 +133,7 @@ class DynamicEmbeddingBag(OneTable):
             self.collection = DynamicEmbeddingCollection([EmbeddingConfig(**common)], **rows)
             self.shape_output = RowsPooler(name)
         else:
-            # A weighted mean is a sum with weights that are divided before the lookup.
+            # A weighted mean is computed as a sum: BagReader divides the weights before the lookup.
             divides_rows = mode == "mean" and not is_weighted
             pooling = PoolingType.MEAN if divides_rows else PoolingType.SUM
             self.read_input = BagReader(options, mode == "mean")
@@ -142,25 +143,25 @@ class DynamicEmbeddingBag(OneTable):
             self.shape_output = BagShaper()
 
     def forward(self, ids: Input, weights: Tensor | None = None) -> Tensor:
-        """Looks up and pools.
+        """Looks up and pools rows.
 
         Args:
             ids: int64, any value: a tensor [..., L] whose last dimension is the bag, a JaggedTensor of B
                 bags, or a nested tensor [B, L] of layout torch.jagged.
-            weights: of the shape of the ids; of a JaggedTensor one per value, if it carries none itself.
+            weights: weights in the shape of the ids; for a JaggedTensor without weights, one per value.
 
         Returns:
             [..., D], or [B, D]; with "tile" T * D columns.
 
         Raises:
-            ValueError: if `ids` is something else, or the weights do not fit.
+            ValueError: if `ids` has another type or dtype, or the weights do not match the ids.
         """
         is_sharded = isinstance(self.collection, ShardedModule)
         read = self.read_input(ids, weights, is_sharded)
         return self.shape_output(self.collection(read[0]), read[1])
 
     def extra_repr(self) -> str:
-        """Returns the arguments, for printing, as torch.nn.EmbeddingBag does."""
+        """Returns the arguments for printing, like torch.nn.EmbeddingBag."""
         options = {
             "tile_length": self.tile_length,
             "is_weighted": self.is_weighted or None,

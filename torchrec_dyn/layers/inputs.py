@@ -1,6 +1,6 @@
 """The input of a module of one table: ids in a dense, jagged or jagged nested tensor, and their weights.
 
-Legend: N values of the input, K ids to look up, B bags. The last dimension of a dense tensor is a bag.
+Legend: N values of the input, K ids to look up, B bags. The last dimension of a dense tensor is the bag.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class InputIds(NamedTuple):
 
     Attributes:
         ids: [K] int64.
-        lengths: [B] int64, ids of each bag.
-        kept: [K] int64, their positions among the values of the input; None: they are all values.
+        lengths: [B] int64, number of ids in each bag.
+        kept: [K] int64, positions of the ids among the values of the input; None: all values are ids.
     """
 
     ids: Tensor
@@ -29,7 +29,7 @@ class InputIds(NamedTuple):
 
 
 def is_dense(source: Input) -> bool:
-    """Returns whether an input that `read_ids` accepts is a dense tensor.
+    """Returns True if an input that `read_ids` accepts is a dense tensor.
 
     Args:
         source: the input.
@@ -41,38 +41,38 @@ def nested_parts(nested: Any) -> tuple[Tensor, Tensor | None]:
     """Returns the bags of a jagged nested tensor.
 
     Args:
-        nested: a tensor; Any, as torch's type Tensor lacks these methods.
+        nested: a nested tensor. Its annotation is Any because torch's class Tensor lacks these methods.
 
     Returns:
-        offsets: [B + 1], where each bag begins and the last one ends.
-        lengths: [B], values of each bag if there are holes behind them, else None.
+        offsets: [B + 1], the begin of each bag and the end of the last bag.
+        lengths: [B], number of values in each bag if there are holes between bags, else None.
     """
     return nested.offsets(), nested.lengths()
 
 
 def values_of(source: Input) -> Tensor:
-    """Returns the values of an input that `read_ids` accepts, one bag after the other.
+    """Returns the values of an input that `read_ids` accepts, bag after bag.
 
     Args:
         source: the input.
 
     Returns:
-        [N], of the dtype of the input.
+        [N], in the dtype of the input.
     """
-    # Reshaped to one dimension, a column of a matrix keeps its strides; gloo cannot send that.
+    # A column of a matrix keeps its strides when it is reshaped to one dimension. gloo cannot send that.
     return (source.reshape(-1) if is_dense(source) else source.values()).contiguous()
 
 
 def read_ids(source: Input, padding_idx: int | None, where: str) -> InputIds:
-    """Checks an input and reads its ids.
+    """Checks an input and returns its ids.
 
     Args:
-        source: int64 ids; a nested tensor may have holes between its bags, which are left out.
-        padding_idx: an id that is left out, or None.
-        where: the module, for messages.
+        source: int64 ids; holes between the bags of a nested tensor are skipped.
+        padding_idx: an id that is skipped, or None.
+        where: name of the module for error messages.
 
     Raises:
-        ValueError: if the input is of another kind, or its tensors do not fit each other.
+        ValueError: if the input has the wrong type, or its tensors do not match each other.
     """
     _check_kind(source, where)
     values = values_of(source)
@@ -94,30 +94,30 @@ def read_ids(source: Input, padding_idx: int | None, where: str) -> InputIds:
 
 
 def bag_begins(lengths: Tensor) -> Tensor:
-    """Sums lengths.
+    """Returns the offsets of bags with these lengths.
 
     Args:
         lengths: [B] int64.
 
     Returns:
-        [B + 1] int64, where each bag begins and the last one ends.
+        [B + 1] int64, the begin of each bag and the end of the last bag.
     """
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
 def _check_kind(source: Input, where: str) -> None:
-    """Refuses an input that is neither a dense tensor nor jagged over one dimension."""
+    """Raises ValueError unless an input is a dense tensor or jagged over one dimension."""
     if isinstance(source, JaggedTensor):
         if source.values().dim() != 1:
             raise ValueError(
-                f"{where}: expected a JaggedTensor of one id a value, got values of shape "
+                f"{where}: expected a JaggedTensor with values [N], got values of shape "
                 f"{list(source.values().shape)}."
             )
         return
     if not isinstance(source, Tensor):
         raise ValueError(
             f"{where}: expected ids in a Tensor or a JaggedTensor, got {type(source).__name__}. "
-            'Of a KeyedJaggedTensor pass one feature, features["name"].'
+            'Pass one feature of a KeyedJaggedTensor: features["name"].'
         )
     if source.is_nested:
         if source.layout != torch.jagged:
@@ -150,12 +150,12 @@ def _bags(source: Input, values: Tensor, where: str) -> tuple[Tensor, Tensor | N
             return _bags_with_holes(offsets.long(), of_bags.long(), values, where)
         lengths = offsets.diff().long()
     least = int(lengths.min()) if lengths.numel() else 0
-    # No length exceeds the number of ids: then no sum of lengths overflows.
+    # If no length exceeds the number of ids, the sum of the lengths cannot overflow.
     most = int(lengths.max()) if lengths.numel() else 0
     if least < 0 or most > values.numel() or int(lengths.sum()) != values.numel():
         raise ValueError(
-            f"{where}: expected lengths that are not negative and add up to the {values.numel()} ids, "
-            f"got a least of {least} and a sum of {int(lengths.sum())}."
+            f"{where}: expected lengths >= 0 that add up to the {values.numel()} ids, "
+            f"got a minimum of {least} and a sum of {int(lengths.sum())}."
         )
     return lengths, None, None
 
@@ -168,8 +168,8 @@ def _bags_with_holes(
         int(offsets[0]) >= 0 and int(offsets[-1]) <= values.numel()
     ):
         raise ValueError(
-            f"{where}: expected bags of a nested tensor that lie apart among its {values.numel()} "
-            f"values, got offsets {offsets.tolist()} and lengths {lengths.tolist()}."
+            f"{where}: expected bags of a nested tensor that do not overlap and are within its "
+            f"{values.numel()} values, got offsets {offsets.tolist()} and lengths {lengths.tolist()}."
         )
     places = torch.arange(values.numel(), device=values.device)
     bag = torch.bucketize(places, offsets[1:], right=True)
@@ -179,18 +179,19 @@ def _bags_with_holes(
 
 
 def read_weights(source: Input, weights: Tensor | None, where: str) -> Tensor | None:
-    """Checks and reads the weights of an input that `read_ids` accepted.
+    """Checks and returns the weights of an input that `read_ids` accepted.
 
     Args:
-        source: the ids; a JaggedTensor may carry weights itself.
-        weights: of the shape of the ids, with the same bags if nested; of a JaggedTensor one per value.
-        where: the module, for messages.
+        source: the ids; a JaggedTensor may contain weights.
+        weights: weights in the shape of the ids, with the same bags if nested; for a JaggedTensor one per
+            value; or None.
+        where: name of the module for error messages.
 
     Returns:
-        [N] float32, differentiable, or None where there are none.
+        [N] float32, differentiable; None if there are no weights.
 
     Raises:
-        ValueError: if weights do not fit the ids, or are given twice.
+        ValueError: if weights do not match the ids, or are passed twice.
     """
     own = source.weights_or_none() if isinstance(source, JaggedTensor) else None
     if own is not None and weights is not None:
@@ -233,7 +234,7 @@ def shares(weights: Tensor, lengths: Tensor) -> Tensor:
 
     Args:
         weights: [K] float32.
-        lengths: [B] int64, ids of each bag.
+        lengths: [B] int64, number of ids in each bag.
 
     Returns:
         [K] float32; zeros, with zero gradients, in a bag whose weights sum to 0.
@@ -243,5 +244,5 @@ def shares(weights: Tensor, lengths: Tensor) -> Tensor:
     )
     total = weights.new_zeros(lengths.numel()).index_add(0, bag, weights)
     is_zero = (total == 0)[bag]
-    # The divisor must not be zero: its gradient would be NaN even where the quotient is not used.
+    # A divisor of zero would make the gradient NaN even where the quotient is not used.
     return torch.where(is_zero, 0.0, weights / total.where(total != 0, 1.0)[bag])

@@ -1,4 +1,4 @@
-"""The common part of modules of one table: the table, its optimizer, its clock."""
+"""The common part of modules of one table: table handle, optimizer and clock."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torchrec_dyn.modules import TableHandle, check_id, check_size
 
 
 class OneTable(nn.Module):
-    """A module that holds a collection of one table; abstract, subclasses set the attributes.
+    """A module that holds a collection of one table. Abstract: subclasses set the attributes.
 
     Attributes:
-        name: of the table, and of its only feature.
-        collection: of this table; sharded or not.
+        name: name of the table and of its only feature.
+        collection: the collection of this table, sharded or not.
     """
 
     name: str
@@ -24,19 +24,19 @@ class OneTable(nn.Module):
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
-        """The optimizer of the rows; param_groups[0]["lr"] is their learning rate."""
+        """The optimizer of the rows; `param_groups[0]["lr"]` is its learning rate."""
         return self.collection.fused_optimizer
 
     @property
     def table(self) -> TableHandle | ShardedTableHandle:
-        """A handle on the table; of a sharded one it reads this rank's shard."""
+        """A handle on the table; for a sharded table it reads this rank's shard."""
         return self.collection.table(self.name)
 
     def set_time(self, time: int) -> None:
-        """Sets the clock of `ExpireAfter(time=...)`; collective where the table is sharded.
+        """Sets the clock of `ExpireAfter(time=...)`. Collective if the table is sharded.
 
         Args:
-            time: an integer from 0 on, in the unit of the policy; it never goes back.
+            time: an integer, 0 or more, in the unit of the policy; never below the previous time.
         """
         self.collection.set_time(time)
 
@@ -44,16 +44,16 @@ class OneTable(nn.Module):
 def check_table(
     embedding_dim: int, num_embeddings: int, padding_idx: int | None, where: str
 ) -> None:
-    """Checks the arguments that all modules of one table have.
+    """Checks the common arguments of modules of one table.
 
     Args:
         embedding_dim: columns of a row.
-        num_embeddings: the limit on the rows.
-        padding_idx: an id that is read as padding, or None.
-        where: the module, for messages.
+        num_embeddings: limit on the number of rows.
+        padding_idx: an id that is padding, or None.
+        where: name of the module for error messages.
 
     Raises:
-        ValueError: if one is impossible.
+        ValueError: if an argument is invalid.
     """
     check_size(embedding_dim, "embedding_dim", where)
     check_size(num_embeddings, "num_embeddings", where)

@@ -1,8 +1,8 @@
-"""Quotient-remainder embeddings: two small dynamic tables in place of a large one.
+"""Quotient-remainder embeddings: two small dynamic tables in place of one large table.
 
-`QuotientRemainderEmbeddingBagCollection` runs three parts in turn: `QuotientRemainderIds` divides the ids,
-collections look up the rows of quotients and of remainders, `PooledPairs` makes one row of each two and
-pools. A `TablePair` is the two tables that replace one table of the user's.
+`QuotientRemainderEmbeddingBagCollection` runs three parts in this order: `QuotientRemainderIds` divides the
+ids, collections look up the rows of quotients and remainders, and `PooledPairs` combines the two rows of
+each id and pools. A `TablePair` stands for the two tables that replace one table of the user.
 
 Legend: N ids of a feature, B its bags, D the columns of all outputs together.
 """
@@ -40,41 +40,42 @@ from torchrec_dyn.modules import (
 PairOp = Literal["mult", "add", "concat"]
 PAIR_OPS: tuple[PairOp, ...] = get_args(PairOp)
 _MOST_DIVISOR = 2**63 - 1
-# A factor of about one: the product starts as large as the remainder's row, and neither factor starts
-# where the gradient of the other one vanishes.
+# Factors are near one: the initial product has the size of the remainder's row, and no initial factor is
+# zero, so the other factor gets a gradient.
 _FACTORS = Uniform(0.5, 1.5)
 
 
 class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
-    """An embedding bag collection that makes each row of two: pool(Q[id // m] op R[id mod m]).
+    """An embedding bag collection that combines two rows per id: pool(Q[id // m] op R[id mod m]).
 
-    Ids are divided as unsigned numbers, so any int64 has its own pair (q, r): -1 is 2^64 - 1. The two rows
-    become one before pooling: each id has an embedding. Memory is saved where ids share quotients, as
-    numbers in [0, V) do: V / m + m rows instead of V. Ids that are spread over 64 bits share no quotient;
-    map them to a small range first, e.g. `ids % (m * m)`. The outputs have the names and widths of an
-    EmbeddingBagCollection of the same configs.
+    Ids are divided as unsigned numbers, so each int64 has its own pair (q, r): -1 is 2^64 - 1. The two rows
+    are combined before pooling, so each id has an embedding. Memory is saved if ids share quotients. Ids in
+    [0, V) do: V / m + m rows replace V rows. Ids that are spread over 64 bits do not: map them to a small
+    range first, e.g. `ids % (m * m)`. The outputs have the names and widths of an EmbeddingBagCollection
+    with the same configs.
 
-    A table `t` becomes the dynamic tables `t_quotient` and `t_remainder`. `rows` holds one
-    DynamicEmbeddingCollection for all tables of one width, `rows[str(width)]`: shard them with
+    The dynamic tables `t_quotient` and `t_remainder` replace a table `t`. `rows[str(width)]` is the
+    DynamicEmbeddingCollection of all tables of one width. Shard these collections with
     DynamicEmbeddingCollectionSharder.
 
     Args:
         tables: one config per table; `num_embeddings` limits the distinct quotients and remainders.
         buckets: m, one number for all tables or a dict by table name, in [1, 2^63).
-        op: "mult": the product of the two rows; "add": their sum; "concat": the quotient's and the
+        op: "mult": the product of the two rows; "add": their sum; "concat": the quotient's row and the
             remainder's row side by side, each half of `embedding_dim` wide.
-        is_weighted: whether every id of a bag comes with a weight. Gradients flow to the weights.
-        device: where rows live; None: cpu.
-        dynamic: how rows start and live; one for all tables, or a dict. Its keys are names of tables, each
-            for both dynamic tables, and names of dynamic tables, which have priority. With "mult", rows of
-            quotients start as factors, uniform in [0.5, 1.5], unless the dict has their table's name.
-        fused_params: the optimizer of the rows, as of DynamicEmbeddingCollection.
-        most_quotients: limit on the rows of the tables of quotients, one for all or a dict by table
-            name; None: `num_embeddings`. For ids in [0, V) pass ceil(V / m): planners price tables by
-            their limits.
+        is_weighted: True if every id of a bag has a weight. Weights get gradients.
+        device: device of the rows; None: cpu.
+        dynamic: options of the tables, one DynamicTableConfig for all tables or a dict. A key of the dict is
+            a table's name, for both of its dynamic tables, or the name of a dynamic table, which has
+            priority. With "mult", initial rows of quotients are factors, uniform in [0.5, 1.5), unless
+            the dict has an initializer for the quotient table's own name.
+        fused_params: optimizer of the rows, as in DynamicEmbeddingCollection.
+        most_quotients: limit on the rows of a quotient table, one number for all tables or a dict by table
+            name; None: `num_embeddings`. For ids in [0, V) pass ceil(V / m), because planners price tables
+            by their limits.
 
     Raises:
-        ValueError: if a config, a number or the op is impossible.
+        ValueError: if a config, a number or the op is invalid.
 
     Source: Shi et al., "Compositional Embeddings Using Complementary Partitions for Memory-Efficient
     Recommendation Systems", 2019, section 3 (operations: 4).
@@ -127,17 +128,17 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self.pooling = PooledPairs(pairs, read)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Divides the ids, looks up, makes one row of each two and pools.
+        """Divides the ids, looks up rows, combines the two rows of each id, and pools.
 
         Args:
-            features: bags of ids of at least this collection's features. Where features differ in the
-                number of bags, inverse_indices must say which bag serves which sample.
+            features: bags of ids of at least this collection's features. If features differ in the number
+                of bags, inverse_indices must map each sample to its bag.
 
         Returns:
-            [B, D], one key per feature and table, in the order of the tables; D columns in all.
+            [B, D], one key per feature and table, in the order of the tables.
 
         Raises:
-            ValueError: if a feature is missing, or the tensors do not fit each other.
+            ValueError: if a feature is missing, or the tensors do not match each other.
         """
         ids = self.ids(features)
         rows = {group: collection(ids[group]) for group, collection in self.rows.items()}
@@ -145,11 +146,11 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return pooled
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Returns the configs as the user wrote them."""
+        """Returns the user's configs."""
         return self._configs
 
     def is_weighted(self) -> bool:
-        """Returns whether bags carry weights."""
+        """Returns True if bags have weights."""
         return self._is_weighted
 
 
@@ -169,13 +170,13 @@ def _dynamic_configs(
     pairs: Sequence[TablePair],
     where: str,
 ) -> dict[str, DynamicTableConfig]:
-    """Returns the options of each dynamic table, with an initializer for the *user's* config."""
+    """Returns the options of each dynamic table; the default initializer is that of the *user's* config."""
     names = [pair.config.name for pair in pairs]
     tables = [table for pair in pairs for table in pair.tables]
     if twice := sorted(set(names) & set(tables)):
         raise ValueError(
-            f"{where}: expected table names that the quotient and remainder tables {tables} leave "
-            f"free, got {twice}. Rename them."
+            f"{where}: expected table names that differ from the quotient and remainder tables {tables}, "
+            f"got {twice}. Rename them."
         )
     given = dynamic_config_by_table(dynamic, [*names, *tables], where)
     own = set(dynamic) if isinstance(dynamic, Mapping) else set()
@@ -201,7 +202,7 @@ def _collection(
     """Returns the collection of the pairs of one width."""
     configs = []
     for pair in pairs:
-        # No table has more rows than there are quotients of 64-bit ids, or remainders.
+        # The rows cannot exceed the number of quotients of 64-bit ids, or of remainders.
         limits = (
             min(quotients[pair.config.name], (2**64 - 1) // pair.divisor + 1),
             min(pair.config.num_embeddings, pair.divisor),
@@ -226,12 +227,12 @@ def _collection(
 
 @dataclass(frozen=True)
 class TablePair:
-    """The two dynamic tables that replace one table of the user's.
+    """The two dynamic tables that replace one table of the user.
 
     Attributes:
-        config: as the user wrote it.
-        divisor: remainders are below it.
-        op: makes one row of the two.
+        config: the user's config.
+        divisor: divisor of the ids, m.
+        op: the operation that combines two rows.
     """
 
     config: EmbeddingBagConfig
@@ -240,36 +241,36 @@ class TablePair:
 
     @property
     def columns(self) -> int:
-        """Columns of both tables."""
+        """Columns of each of the two tables."""
         return self.config.embedding_dim // (2 if self.op == "concat" else 1)
 
     @property
     def tables(self) -> tuple[str, str]:
-        """Names of the table of quotients and of that of remainders."""
+        """Names of the quotient table and of the remainder table."""
         return f"{self.config.name}_quotient", f"{self.config.name}_remainder"
 
     @property
     def group(self) -> str:
-        """Key of the collection that holds the tables; tables of one width share it."""
+        """Key of the collection that holds the tables; tables of one width share a collection."""
         return str(self.columns)
 
     def features(self, table: str) -> list[str]:
-        """Returns the features of one of the two tables, in the order of the config's.
+        """Returns the features of one of the two tables, in the order of the config's features.
 
-        Table names have no dot, so features of different tables differ.
+        Table names have no dot, so features of different tables have different names.
         """
         return [f"{table}.{feature}" for feature in self.config.feature_names]
 
 
 class QuotientRemainderIds(nn.Module):
-    """Divides the ids of a batch into features of quotients and of remainders.
+    """A module that divides the ids of a batch into features of quotients and features of remainders.
 
-    It has no parameters: TorchRec's pipelines may run it ahead of the lookup.
+    It has no parameters, so TorchRec's pipelines may run it ahead of the lookup.
 
     Args:
         pairs: the tables.
-        read: reads all features, in the order of the tables.
-        where: the collection, for messages.
+        read: reader of all features, in the order of the tables.
+        where: name of the collection for error messages.
     """
 
     def __init__(self, pairs: Sequence[TablePair], read: FeatureReader, where: str) -> None:
@@ -285,11 +286,11 @@ class QuotientRemainderIds(nn.Module):
             features: bags of ids.
 
         Returns:
-            By group, all ids of each feature as *one* sequence: a lookup of rows needs no bags, and so
-            features may differ in their number.
+            For each group, all ids of each feature as *one* sequence. A lookup of rows needs no bags, so
+            features may differ in their number of bags.
 
         Raises:
-            ValueError: if a feature is missing, or the tensors do not fit each other.
+            ValueError: if a feature is missing, or the tensors do not match each other.
         """
         features = maybe_td_to_kjt(features, None)
         read = self._read(features)
@@ -332,12 +333,12 @@ def quotient_and_remainder(ids: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
         divisor: in [1, 2^63).
 
     Returns:
-        quotient: [N] int64, the bits of an unsigned number; beyond 2^63 only with divisor 1.
+        quotient: [N] int64, the bits of an unsigned number; 2^63 or more only with divisor 1.
         remainder: [N] int64 in [0, divisor).
     """
-    # Half of the id is not negative, so int64 division is exact. With id = 2 half + bit and
-    # half = q m + r the id is 2 q m + (2 r + bit), and 2 r + bit is below 2 m. 2 r + bit may not fit into
-    # int64, so it is not computed: `above` is 2 r + bit - m, in [-m, m).
+    # `half` is not negative, so int64 division is exact. With id = 2 half + bit and half = q m + r
+    # the id is 2 q m + (2 r + bit), and 2 r + bit is below 2 m. 2 r + bit may not fit into int64, so it is
+    # not computed: `above` is 2 r + bit - m, in [-m, m).
     half, bit = (ids >> 1) & (2**63 - 1), ids & 1
     quotient = torch.div(half, divisor, rounding_mode="floor")
     rest = half - quotient * divisor
@@ -347,18 +348,18 @@ def quotient_and_remainder(ids: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
 
 
 class PooledPairs(nn.Module):
-    """Makes one row of the two rows of each id, and pools the rows of a batch.
+    """A module that combines the two rows of each id and pools the rows of a batch.
 
     Args:
         pairs: the tables.
-        read: reads all features, in the order of the tables.
+        read: reader of all features, in the order of the tables.
     """
 
     def __init__(self, pairs: Sequence[TablePair], read: FeatureReader) -> None:
         super().__init__()
         configs = [pair.config for pair in pairs]
         self._read = read
-        # Per output: its pair, and the features of the two tables.
+        # For each output: its pair, and the features of the two tables.
         self._outputs = [
             (pair, *of_tables)
             for pair in pairs
@@ -371,11 +372,11 @@ class PooledPairs(nn.Module):
     def forward(
         self, features: KeyedJaggedTensor, rows: Mapping[str, Mapping[str, JaggedTensor]]
     ) -> KeyedTensor:
-        """Pools.
+        """Combines and pools rows.
 
         Args:
             features: the batch.
-            rows: by group and feature, as the collections return them.
+            rows: rows by group and feature, as the collections return them.
 
         Returns:
             [B, D], one key per feature and table, in the order of the tables.
@@ -410,7 +411,7 @@ class PooledPairs(nn.Module):
 
 
 def _one_row(quotients: Tensor, remainders: Tensor, op: PairOp) -> Tensor:
-    """Makes one row of the two rows of each id: [N, columns], or twice as wide with "concat"."""
+    """Returns the combined rows, [N, columns], or [N, 2 * columns] with "concat"."""
     if op == "mult":
         return quotients * remainders
     if op == "add":

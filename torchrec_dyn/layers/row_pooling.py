@@ -1,4 +1,4 @@
-"""Pools rows that were looked up one by one, by an op that has gradients on any device.
+"""Pools single rows after the lookup, with an op that has gradients on any device.
 
 Legend: N rows, B bags.
 """
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def pooled_rows(rows: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool) -> Tensor:
-    """Pools rows bag by bag, as the pooled collections do; zeros for an empty bag.
+    """Returns the pooled rows of bags, as the pooled collections do; zeros for an empty bag.
 
     Args:
         rows: [N, columns], bag after bag.
-        lengths: [B] ids per bag.
+        lengths: [B], number of ids in each bag.
         weights: [N], factor of each row, or None.
-        mean: whether the sum is divided by the number of ids, weighted or not.
+        mean: True to divide the sum by the number of ids, weighted or not.
 
     Returns:
         [B, columns].
@@ -24,6 +24,6 @@ def pooled_rows(rows: Tensor, lengths: Tensor, weights: Tensor | None, mean: boo
     if weights is not None:
         rows = (rows * weights[:, None]).to(rows.dtype)
     if lengths.numel() == 0:
-        return rows  # empty, but part of the graph: other ranks wait for its backward
+        return rows  # empty, but in the graph: other ranks wait for the backward of this rank
     pooled = torch.segment_reduce(rows, "sum", lengths=lengths, axis=0)
     return pooled / lengths.clamp(min=1)[:, None] if mean else pooled

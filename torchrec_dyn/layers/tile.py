@@ -20,8 +20,8 @@ class Tiles(NamedTuple):
 
     Attributes:
         places: [K] int64 in [0, B * T).
-        weights: [K] float32 of weighted bags, else None.
-        shape: dimensions of the output, less its columns.
+        weights: [K] float32; None for unweighted bags.
+        shape: shape of the output without its last dimension.
     """
 
     places: Tensor
@@ -30,10 +30,12 @@ class Tiles(NamedTuple):
 
 
 class TileReader(nn.Module):
-    """Turns the ids of tiles into a feature. It has no parameters: TorchRec's pipelines may run it ahead.
+    """A module that converts the ids of tiles to a feature.
+
+    It has no parameters, so TorchRec's pipelines may run it ahead.
 
     Args:
-        options: how bags are read.
+        options: options for reading bags.
         tile_length: T.
     """
 
@@ -61,10 +63,10 @@ class TileReader(nn.Module):
 
 
 class TileShaper(nn.Module):
-    """Puts rows side by side.
+    """A module that arranges rows side by side.
 
     Args:
-        name: of the feature.
+        name: name of the feature.
         tile_length: T.
     """
 
@@ -74,7 +76,7 @@ class TileShaper(nn.Module):
         self._tile_length = tile_length
 
     def forward(self, output: Any, tiles: Tiles) -> Tensor:
-        """Returns [*shape, T * D], zeros where a tile has no row."""
+        """Returns the tiles, `[*shape, T * D]`, zeros where a tile has no row."""
         rows = output[self._name].values()
         if tiles.weights is not None:
             rows = (rows * tiles.weights.unsqueeze(1)).to(rows.dtype)

@@ -1,7 +1,8 @@
 """Pools bags on the rank of their batch, so that their weights get gradients under any plan.
 
-A sharded pooled collection sends weights along with the ids, and TorchRec's exchange has no backward for
-them. Here only ids are sent; a row for each is sent back, weighted and summed on the rank of the batch.
+A sharded pooled collection sends weights together with ids, and TorchRec's exchange has no backward for
+weights. Here only ids are sent. One row per id is returned, and the rank of the batch multiplies it by its
+weight and sums the rows.
 
 Legend: B bags, K ids looked up, D columns.
 """
@@ -24,8 +25,8 @@ class WeightedBags(NamedTuple):
 
     Attributes:
         weights: [K] float32.
-        lengths: [B] int64, rows of each bag.
-        shape: dimensions of the output, less its columns.
+        lengths: [B] int64, number of rows in each bag.
+        shape: shape of the output without its last dimension.
     """
 
     weights: Tensor
@@ -34,11 +35,11 @@ class WeightedBags(NamedTuple):
 
 
 class RowsReader(nn.Module):
-    """Turns weighted bags into a feature of ids without weights.
+    """A module that converts weighted bags to a feature of ids without weights.
 
     Args:
-        options: how bags are read; they are weighted.
-        mean: whether weights are divided by their sum in the bag.
+        options: options for reading bags, with `is_weighted` True.
+        mean: True to divide weights by their sum in the bag.
     """
 
     def __init__(self, options: BagOptions, mean: bool) -> None:
@@ -51,17 +52,17 @@ class RowsReader(nn.Module):
     ) -> tuple[KeyedJaggedTensor, WeightedBags]:
         """Returns the feature of K ids, and the weights and bags of their rows."""
         bags = read_bags(source, weights, self._options)
-        assert bags.weights is not None  # of weighted bags
+        assert bags.weights is not None  # weighted bags have weights
         of_ids = shares(bags.weights, bags.lengths) if self._mean else bags.weights
         weighted = WeightedBags(of_ids, bags.lengths, bags.shape)
         return one_bag(self._options.name, bags.ids), weighted
 
 
 class RowsPooler(nn.Module):
-    """Sums weighted rows.
+    """A module that sums weighted rows by bag.
 
     Args:
-        name: of the feature.
+        name: name of the feature.
     """
 
     def __init__(self, name: str) -> None:
@@ -69,7 +70,7 @@ class RowsPooler(nn.Module):
         self._name = name
 
     def forward(self, output: Any, bags: WeightedBags) -> Tensor:
-        """Returns [*shape, D]."""
+        """Returns the pooled rows, `[*shape, D]`."""
         rows = output[self._name].values()
         pooled = pooled_rows(rows.float(), bags.lengths, bags.weights, mean=False)
         return pooled.to(rows.dtype).view(*bags.shape, rows.shape[1])

@@ -3,8 +3,8 @@
 Imports `storage` and the ground; torch alone. Start with `row_life`: it keeps the scores of a table and
 applies its policies. The order of a step is in `lookup/training_step.py`.
 
-Column shards of a table decide alike without communication, so no decision depends on ranks, row numbers
-or Python's graphs.
+The column shards of a table decide the same without communication. So no decision depends on ranks, row
+numbers or Python's graphs.
 """
 
 from torchrec_dyn.life.admission_counters import AdmissionCounters

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrec_dyn.life.scores import SCORE_BYTES, Scores
 from torchrec_dyn.storage import IdMap, OutstandingForwards, RowNumbers, block_shift
 
-# At least a 64th of the counters, or rows, is freed at once, so that searches for the lowest are rare.
+# At least a 64th of the counters, or rows, is freed at once, so that searches for the lowest scores are rare.
 FREED_SHARE = 64
 
 
@@ -43,7 +43,7 @@ class AdmissionCounters:
         self._scores.reserve(self._numbers.highest_after(additional))
 
     def counts(self, ids: Tensor) -> Tensor:
-        """Returns the counts of ids, [M] int64; 0 for an id that does not wait.
+        """Returns the counts of ids, [M] int64; 0 for an id without a counter.
 
         Args:
             ids: [M] int64.
@@ -51,7 +51,7 @@ class AdmissionCounters:
         return self._scores.read(self.id_map.lookup(ids))[1]
 
     def write(self, ids: Tensor, last_seen: Tensor, counts: Tensor) -> None:
-        """Writes counters, of ids that wait already and of others.
+        """Writes the counters of ids, with or without a counter so far.
 
         Args:
             ids: [M] int64, distinct.
@@ -68,7 +68,7 @@ class AdmissionCounters:
         self._scores.write(rows, last_seen, counts)
 
     def shrink(self, step: int) -> int:
-        """Drops the counters above `limit`, ids seen longest ago first, and returns how many.
+        """Drops the counters above `limit`, ids seen longest ago first, and returns their number.
 
         Args:
             step: the present training step.
@@ -81,10 +81,10 @@ class AdmissionCounters:
         return self.forget(ids)
 
     def forget(self, ids: Tensor) -> int:
-        """Drops counters and returns how many.
+        """Drops counters and returns their number.
 
         Args:
-            ids: [M] int64; ids that do not wait are skipped.
+            ids: [M] int64; ids without a counter are skipped.
         """
         if not len(self):
             return 0
@@ -97,7 +97,7 @@ class AdmissionCounters:
         """Returns last_seen and counts, [M] int64 each.
 
         Args:
-            rows: [M] int64, of `id_map`.
+            rows: [M] int64, rows of `id_map`.
         """
         return self._scores.read(rows)
 

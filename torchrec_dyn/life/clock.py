@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def time_fault(time: int, now: int | None) -> str:
-    """Returns why a clock that shows `now` cannot be set to `time`; "" if it can."""
+    """Returns the error if a clock that shows `now` cannot be set to `time`, else ""."""
     if not isinstance(time, Integral) or isinstance(time, bool) or not 0 <= time < 1 << 63:
         return f"expected an integer time from 0 on, got {time!r}."
     if now is not None and time < now:
@@ -26,7 +26,7 @@ def time_fault(time: int, now: int | None) -> str:
 
 
 class Clock:
-    """The time at each training step. The first time that is set holds from step 0 on."""
+    """The time at each training step. The first time set holds from step 0 on."""
 
     def __init__(self) -> None:
         self._steps = array("q")  # the first step of each time, ascending
@@ -43,7 +43,7 @@ class Clock:
         return self._steps[-1] if self._steps else 0
 
     def set(self, time: int, step: int) -> None:
-        """Sets the time from `step`, the next training step, on; `time_fault` was asked before."""
+        """Sets the time from the next training step, `step`, on. The caller has checked `time_fault`."""
         if not self._times:
             self._steps.append(0)
             self._times.append(time)
@@ -54,7 +54,7 @@ class Clock:
             self._times.append(time)
 
     def first_step_since(self, time: int) -> int:
-        """Returns the first step of `time` or a later time; `time` is not after the present time."""
+        """Returns the first step of `time` or of a later time; `time` must not be after the present time."""
         return self._steps[bisect_left(self._times, time)] if self._times else 0
 
     def times_of(self, steps: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Clock:
     def forget_before(self, step: int) -> None:
         """Drops the times that held only before `step`."""
         dropped = bisect_right(self._steps, step) - 1
-        if 2 * dropped > len(self._steps):  # at least half, so moving the rest costs O(1) a step
+        if 2 * dropped > len(self._steps):  # more than half, so moving the rest costs O(1) a step
             del self._steps[:dropped], self._times[:dropped]
 
     def export(self) -> Tensor:
@@ -81,10 +81,10 @@ class Clock:
 
     @classmethod
     def load(cls, saved: Tensor) -> Clock:
-        """Returns the clock that was exported.
+        """Returns a clock with the contents of an exported clock.
 
         Args:
-            saved: [2, K] int64.
+            saved: [2, K] int64, as `export` returns it.
         """
         clock = cls()
         clock._steps = array("q", saved[0].tolist())

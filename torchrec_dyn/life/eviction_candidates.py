@@ -1,9 +1,8 @@
-"""EvictionCandidates: the next rows to evict by age, listed ahead.
+"""EvictionCandidates: the next rows to evict by age, listed in advance.
 
-Finding the lowest scores is a search over all rows, so more rows are listed than are needed at once. A
-listed row that was seen or erased since has another `last_seen` than when it was listed: it is skipped.
-Rows seen or assigned after the search are younger than all listed rows, so the front of the list stays the
-oldest.
+The lowest scores are found by a search over all rows, so a search lists more rows than are needed at once. A
+listed row that was seen or erased after the search has another `last_seen` than before and is skipped. Rows
+seen or assigned after the search are younger than all listed rows, so the first listed rows stay the oldest.
 """
 
 from __future__ import annotations
@@ -17,34 +16,35 @@ from torchrec_dyn.storage import IdMap
 
 
 class EvictionCandidates:
-    """A list of rows by `last_seen`, rows of one step by mixed id, unsigned."""
+    """A list of rows, ordered by `last_seen`; rows of the same step by mixed id, unsigned."""
 
     def __init__(self) -> None:
         empty = torch.empty(0, dtype=torch.int64)
         self._ids, self._rows, self._last_seen = empty, empty, empty
 
     def list(self, scores: Scores, id_map: IdMap, high: int, before: int, most: int) -> None:
-        """Lists the oldest rows, found by a search over all of them.
+        """Searches all rows and lists the oldest rows.
 
         Args:
-            scores: of the rows.
-            id_map: of their ids.
-            high: rows ever handed out.
-            before: only rows last seen before this step; from now on no row may get an older `last_seen`.
+            scores: scores of the rows.
+            id_map: id map of the table.
+            high: number of rows ever handed out.
+            before: step; only rows last seen before it are listed. After this call no row may get an older
+                `last_seen`.
             most: the most rows to list.
         """
         ids, rows = scores.lowest(id_map, high, before, most)
         last_seen, _ = scores.read(rows)
-        # Rows assigned at `before` itself are last and left out: more of them may be assigned yet.
+        # Rows assigned at `before` itself are last and left out: more such rows may be assigned later.
         order = ops.oldest_first(ids, last_seen)[: int((last_seen < before).sum())]
         self._ids, self._rows, self._last_seen = ids[order], rows[order], last_seen[order]
 
     def seen_before(self, step: int) -> int:
-        """Returns how many listed rows had a `last_seen` below `step` when they were listed."""
+        """Returns the number of listed rows whose `last_seen` was below `step` when they were listed."""
         return int(torch.searchsorted(self._last_seen, step))
 
     def front(self, count: int, scores: Scores) -> tuple[Tensor, Tensor]:
-        """Returns ids and rows of those of the first `count` listed rows that were not seen since."""
+        """Returns the ids and rows of the first `count` listed rows, without rows seen since the search."""
         places = self._places(count, scores)
         return self._ids[places], self._rows[places]
 
@@ -54,7 +54,7 @@ class EvictionCandidates:
         self._last_seen = self._last_seen[count:]
 
     def take(self, most: int, scores: Scores) -> tuple[Tensor, Tensor] | None:
-        """Removes the `most` oldest rows from the list; None if it has fewer."""
+        """Takes the `most` oldest rows from the list and returns their ids and rows; None if it has fewer."""
         examined = most
         while examined < 2 * len(self._rows):
             places = self._places(examined, scores)

@@ -1,8 +1,8 @@
 """AgeLimit: finds expired rows without a search over all rows at every step.
 
 A row has expired at step t if it was last seen before a certain step, the horizon, which only advances. A
-search over all rows lists those that the horizon will reach next: it looks ahead by a 16th of the steps
-between the horizon and the present. Until the horizon reaches the end of that list, only the list is read.
+search over all rows lists the rows that will expire next: it looks ahead by a 16th of the steps between the
+horizon and the present. Until the horizon reaches the end of this list, only the list is read.
 
 Legend: M expired rows.
 """
@@ -22,10 +22,10 @@ _AHEAD_SHARE = 16
 
 
 class AgeLimit:
-    """Finds the rows older than the age of a policy.
+    """The age limit of a policy and the rows that expire next.
 
     Args:
-        policy: in steps or in the clock's unit.
+        policy: policy with an age in steps or in the clock's unit.
     """
 
     def __init__(self, policy: ExpireAfter) -> None:
@@ -34,7 +34,7 @@ class AgeLimit:
         self._listed_until = 0  # every row last seen before this step is listed or was removed
 
     def horizon(self, step: int, clock: Clock) -> int:
-        """Returns the step such that rows last seen before it have expired at `step`."""
+        """Returns the horizon at `step`: rows last seen before it have expired at `step`."""
         if self._policy.steps is not None:
             return step - self._policy.steps
         if clock.now is None or self._policy.time is None:
@@ -44,14 +44,14 @@ class AgeLimit:
     def expired(
         self, step: int, clock: Clock, scores: Scores, id_map: IdMap, high: int
     ) -> tuple[Tensor, Tensor]:
-        """Lists the expired rows; removes nothing.
+        """Returns the expired rows and their ids; removes nothing.
 
         Args:
             step: the training step that begins.
-            clock: of the table.
-            scores: of its rows.
-            id_map: of its ids.
-            high: rows ever handed out.
+            clock: clock of the table.
+            scores: scores of the table's rows.
+            id_map: id map of the table.
+            high: number of rows ever handed out.
 
         Returns:
             ids: [M] int64.
@@ -59,7 +59,7 @@ class AgeLimit:
         """
         horizon = self.horizon(step, clock)
         if horizon > self._listed_until:
-            # Rows seen or assigned from now on, even if this step fails, must not belong on the list.
+            # Rows seen or assigned from now on must not belong on the list, even if this step fails.
             ahead = horizon + max(1, (step - horizon) // _AHEAD_SHARE)
             until = max(horizon, min(step - 1, ahead))
             self._candidates.list(scores, id_map, high, until, high)

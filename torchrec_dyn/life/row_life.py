@@ -31,7 +31,7 @@ from torchrec_dyn.policies import (
 )
 from torchrec_dyn.storage import IdMap
 
-# Candidates listed at once, in shares of a 64th of the table: 24 bytes each are 3 bytes a row of the table.
+# Candidates listed at once, in shares of a 64th of the table: 24 bytes a candidate, so 3 bytes a row of it.
 _SHARES_AHEAD = 8
 _SCORED_AT_ONCE = 1 << 20
 
@@ -41,7 +41,7 @@ class Decision(NamedTuple):
 
     Attributes:
         admitted: [M] bool, None if all are admitted.
-        counts: [M] int64, occurrences of each id; with counters, those of earlier steps included.
+        counts: [M] int64, occurrences of each id; with counters, also the occurrences in earlier steps.
     """
 
     admitted: Tensor | None
@@ -52,19 +52,19 @@ class RowLife:
     """Scores, counters and clock of one table, and the rules of its policies.
 
     Args:
-        config: with at least one policy.
-        name: of the table.
-        row_limit: of the table on this rank.
+        config: config with at least one policy.
+        name: name of the table.
+        row_limit: the most rows of the table on this rank.
         shift: binary logarithm of the rows of a block.
-        device: of the table.
+        device: device of the table.
 
     Attributes:
-        scores: of the rows.
+        scores: scores of the rows.
         waiting: counters of the waiting ids, None unless `config.counts_waiting`.
         clock: the time that the user sets.
         is_timed: True if rows expire by time, not by steps.
         replaces: True if a full table evicts its lowest rows.
-        is_unscored: True if rows were loaded without scores, and no step was taken since.
+        is_unscored: True if rows were loaded without scores, and no training step has run since.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class RowLife:
         Args:
             ids: [M] int64.
             rows: [M] int64.
-            step: of the table: the present step in training, else the last one.
-            counts: [M] int64; None for rows assigned outside training: never seen.
+            step: step of the table: the present step in training, else the last step.
+            counts: [M] int64; None for rows assigned outside training, which were never seen.
         """
-        # A score is never older than the present time: a time just set begins at the next step.
+        # A score is never older than the present time: a new time begins at the next step.
         step = max(step, self.clock.present_step)
         counts = torch.zeros_like(rows) if counts is None else counts.clamp(max=MOST_COUNT)
         self.scores.write(rows, torch.full_like(rows, step), counts)
@@ -108,7 +108,7 @@ class RowLife:
             self.waiting.forget(ids)
 
     def expired(self, step: int, id_map: IdMap, high: int) -> tuple[Tensor, Tensor] | None:
-        """Lists the ids and rows expired at `step`, None without an age limit."""
+        """Returns the ids and rows expired at `step`, None without an age limit."""
         if self._age_limit is None:
             return None
         return self._age_limit.expired(step, self.clock, self.scores, id_map, high)
@@ -121,7 +121,7 @@ class RowLife:
             self.clock.forget_before(self._age_limit.horizon(step, self.clock))
 
     def admit(self, ids: Tensor, occurrences: Tensor, step: int) -> Decision:
-        """Decides which ids without a row get one; writes nothing.
+        """Decides the admission of ids without a row; writes nothing.
 
         Args:
             ids: [M] int64, distinct.
@@ -144,21 +144,21 @@ class RowLife:
 
         Args:
             ids: [M] int64, distinct.
-            counts: [M] int64, of `admit`.
+            counts: [M] int64, the counts that `admit` returned.
             step: the training step.
         """
         if self.waiting is not None:
             self.waiting.write(ids, torch.full_like(ids, step), counts)
 
     def drop_surplus_counters(self, step: int) -> int:
-        """Drops the counters above their limit and returns how many."""
+        """Drops the counters above their limit and returns their number."""
         return 0 if self.waiting is None else self.waiting.shrink(step)
 
     def lowest(self, surplus: int, step: int, id_map: IdMap, high: int) -> tuple[Tensor, Tensor]:
-        """Finds the ids and rows to evict for `surplus` new rows, none of them seen in this step.
+        """Returns the ids and rows to evict for `surplus` new rows; no row was seen in this step.
 
-        They are at least a 64th of the limit, so that searches are rare. By age, candidates for several
-        evictions are listed at once. By count there is no list, because rows added later may have lower
+        At least a 64th of the limit is evicted, so that searches are rare. By age, one search lists
+        candidates for several evictions. By count there is no list, because rows added later may have lower
         counts than all listed rows.
         """
         share = self._row_limit // FREED_SHARE
@@ -171,11 +171,11 @@ class RowLife:
         return taken or self.scores.lowest(id_map, high, step, share)
 
     def catch_up(self, step: int, high: int) -> None:
-        """Sets `last_seen` of rows loaded without scores to the step that was loaded after them.
+        """Sets `last_seen` of rows loaded without scores to the step, which was loaded after the rows.
 
         Args:
-            step: of the table.
-            high: rows ever handed out.
+            step: step of the table.
+            high: number of rows ever handed out.
         """
         for start in range(0, high if self.is_unscored else 0, _SCORED_AT_ONCE):
             rows = torch.arange(start, min(high, start + _SCORED_AT_ONCE))
@@ -190,7 +190,7 @@ class RowLife:
             self._age_limit.forget_listed()
 
     def last_seen(self, rows: Tensor) -> Tensor:
-        """Returns when rows were last seen, [M] int64, in steps or, if `is_timed`, by the clock.
+        """Returns the last occurrence of rows, [M] int64: the step, or the time of the clock if `is_timed`.
 
         Args:
             rows: [M] int64; -1 becomes -1.
@@ -209,10 +209,10 @@ class RowLife:
         return counts if self.waiting is None else counts + self.waiting.counts(ids)
 
     def export(self, rows: Tensor) -> dict[str, Tensor]:
-        """Returns the state.
+        """Returns the saved form of the life.
 
         Args:
-            rows: [R] int64, of the table's ids in canonical order.
+            rows: [R] int64, rows of the table's ids in canonical order.
 
         Returns:
             "last_seen" [R] int64 in steps, "count" [R] int64, "clock" [2, K] int64 (first steps and their
@@ -223,12 +223,15 @@ class RowLife:
         return state if self.waiting is None else {**state, "waiting": self.waiting.export()}
 
     def load(self, state: Mapping[str, Tensor], rows: Tensor, step: int) -> None:
-        """Loads a saved state; what is missing starts afresh.
+        """Loads a saved life.
+
+        Rows without a saved score get the score of rows assigned now. Without a saved clock or saved
+        counters, the present clock and counters stay.
 
         Args:
-            state: as `export` returns it.
-            rows: [R] int64, of the saved ids in their order.
-            step: of the table.
+            state: as `export` returns it; each part may be missing.
+            rows: [R] int64, rows of the saved ids in their order.
+            step: step of the table.
         """
         if "clock" in state and self.is_timed:
             self.clock = Clock.load(state["clock"])

@@ -20,11 +20,11 @@ _SHAPES = {"last_seen": "[R]", "count": "[R]", "waiting": "[3, Q]", "clock": "[2
 
 
 def last_step(state: Mapping[str, Tensor]) -> int:
-    """Returns the last training step that a saved life shows, 0 if it shows none.
+    """Returns the last training step that a saved life shows, 0 if it shows no step.
 
     Args:
-        state: as `RowLife.export` returns it. Rows assigned (count 0) and times set may be of the step
-            after the last.
+        state: as `RowLife.export` returns it. Assigned rows (count 0) and new times may belong to the step
+            after the last step.
     """
     known = [torch.zeros(1, dtype=torch.int64)]
     if "last_seen" in state:
@@ -63,7 +63,7 @@ def check_life(where: str, state: Mapping[str, Tensor], ids: Tensor) -> None:
     if torch.unique(waiting[0]).numel() != waiting.shape[1]:
         raise ValueError(f"{where}: expected distinct ids in waiting, got repeated ones.")
     if bool(torch.isin(waiting[0], ids).any()):
-        raise ValueError(f"{where}: expected ids in waiting that have no row, got some that have.")
+        raise ValueError(f"{where}: expected ids without a row in waiting, got ids with a row.")
 
 
 def _check_range(where: str, name: str, most: int, *saved: Tensor | None) -> None:

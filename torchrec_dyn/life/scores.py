@@ -1,4 +1,4 @@
-"""Scores: when each row was last seen, and how often, which decides eviction (csrc/life/scores.h).
+"""Scores: the last step and the number of occurrences of each row; they decide eviction (csrc/life/scores.h).
 
 Legend: M rows.
 """
@@ -31,19 +31,19 @@ class Scores:
         self.store.reserve(rows)
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads rows.
+        """Returns the scores of rows.
 
         Args:
             rows: [M] int64.
 
         Returns:
             last_seen: [M] int64, a step; -1 for a row without an id, and for row -1.
-            counts: [M] int64; 0 for these.
+            counts: [M] int64; 0 for a row without an id, and for row -1.
         """
         return ops.read_scores(rows, self.store.blocks, self.store.shift)
 
     def write(self, rows: Tensor, last_seen: Tensor, counts: Tensor) -> None:
-        """Writes rows.
+        """Writes the scores of rows.
 
         Args:
             rows: [M] int64, distinct.
@@ -63,15 +63,15 @@ class Scores:
     def lowest(
         self, id_map: IdMap, high: int, before: int, most: int, by_count: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Finds the rows with the lowest scores, exactly; ties go by mixed id, unsigned.
+        """Returns the rows with the lowest scores, exactly; of equal scores the lowest mixed ids, unsigned.
 
         Args:
-            id_map: of the rows.
-            high: rows ever handed out.
+            id_map: id map of the table.
+            high: number of rows ever handed out.
             before: rows of this step and later are never chosen, except rows assigned at it and not seen
                 yet (count 0).
             most: the most rows to return.
-            by_count: compare counts, not last_seen.
+            by_count: True to compare counts, False to compare last_seen.
 
         Returns:
             ids: [M] int64, in the order of their slots.

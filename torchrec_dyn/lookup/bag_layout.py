@@ -1,6 +1,6 @@
 """BagLayout: the ids of each bag, and the place of its pooled row in the output.
 
-Legend: T tables, F features (in table order), N ids, S segments: runs of bags that the ops walk at once.
+Legend: T tables, F features (in table order), N ids, S segments (a segment is a run of bags of one table).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Pooling = Literal["sum", "mean", "none"]
 
 @dataclass(frozen=True)
 class Bags:
-    """One batch, described for the ops (csrc/lookup/bags.h).
+    """The description of one batch for the ops (csrc/lookup/bags.h).
 
     Attributes:
         table_offsets: [T + 1] int64, where the ids of each table begin.
         bounds: `table_offsets` as a list.
         offsets: [bags + 1] int64, or None for sequences.
         segments: [S, 5] int64.
-        elements: numbers in the output.
+        elements: number of elements of the output.
         shape: shape of the output.
     """
 
@@ -38,7 +38,7 @@ class Bags:
 
 
 class BagLayout:
-    """Describes batches for tables of fixed widths and features."""
+    """Layout of batches for tables of fixed widths and features."""
 
     def __init__(
         self, columns: Sequence[int], features_per_table: Sequence[int], pooling: Pooling
@@ -62,7 +62,7 @@ class BagLayout:
         self._table_of = [t for t, count in enumerate(features_per_table) for _ in range(count)]
         self._first_feature = list(accumulate(features_per_table, initial=0))
         self._features = len(self._table_of)
-        # Kept of the last batch, since the next batch often has the same sizes.
+        # Values of the last batch: the next batch often has the same sizes.
         self._cached: tuple[int, Tensor] | None = None
         self._table_offsets: tuple[list[int], Tensor] = ([], torch.empty(0))
         self._sequence_segments: tuple[list[int], Tensor] = ([], torch.empty(0))
@@ -70,12 +70,16 @@ class BagLayout:
     def table_offsets(
         self, offsets: Tensor, ids: int, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor:
-        """Returns where each table's ids begin, [T + 1] int64, a shared tensor that is not to be written.
+        """Returns the begin of each table's ids, [T + 1] int64. The tensor is shared: do not write to it.
 
         Args:
-            offsets: [bags + 1] int64.
+            offsets: [bags + 1] int64, where each bag begins in the ids.
             ids: N.
-            batch_sizes: [F][ranks] bags of each feature and rank, or None if all features have as many.
+            batch_sizes: [F][ranks] bags of each feature and rank, or None if all features have the same
+                number of bags.
+
+        Raises:
+            ValueError: offsets or batch sizes are not valid.
         """
         return self._as_tensor(self._checked_bounds(offsets, ids, batch_sizes), offsets.device)
 
@@ -86,14 +90,17 @@ class BagLayout:
         batch_sizes: Sequence[Sequence[int]] | None,
         counts: Sequence[int] | None = None,
     ) -> Bags:
-        """Describes one batch.
+        """Returns the description of one batch.
 
         Args:
-            offsets: [bags + 1] int64.
+            offsets: [bags + 1] int64, where each bag begins in the ids.
             ids: N.
             batch_sizes: as `table_offsets`.
-            counts: [F] ids of each feature, from a caller that has checked that offsets ascend to N and
-                agree with them; else None. (The ops check again before they read memory.)
+            counts: [F] number of ids of each feature, from a caller that has checked that offsets ascend
+                to N and agree with these counts; else None. (The ops check again before they read memory.)
+
+        Raises:
+            ValueError: as `table_offsets`, without `counts`.
         """
         if counts is None:
             bounds = self._checked_bounds(offsets, ids, batch_sizes)
@@ -136,7 +143,7 @@ class BagLayout:
                     f"{[list(sizes) for sizes in batch_sizes]}."
                 )
             of_features = offsets[torch.tensor(per_feature)]
-        # Checked before anything is inserted; the ops check only after that.
+        # Checked here, before any id is inserted: the ops check only after the insertion.
         if bool((offsets[1:] < offsets[:-1]).any()):
             raise ValueError(
                 "lookup: expected ascending offsets, got descending ones. Are there negative lengths?"

@@ -1,6 +1,6 @@
-"""The rows of a batch in training: tables that learn may change, frozen tables are only read.
+"""The rows of a batch in training. Trained tables may change, frozen tables are only read.
 
-A forward reads `is_frozen` of all tables once, at its start; its backward keeps to that answer.
+A forward reads `is_frozen` of all tables once, at its start; its backward uses the same values.
 
 Legend: T tables, N ids.
 """
@@ -23,9 +23,10 @@ class BatchRows(NamedTuple):
     """The rows of the ids of a batch.
 
     Attributes:
-        learning: [N] int64, the rows that the backward updates; -1 for an id that learns nothing.
-        read: [N] int64, the rows that the forward reads, -1 if absent. Same tensor if no table is frozen.
-        missing: number of -1 in `read`; with `times`, of the occurrences that they stand for.
+        learning: [N] int64, the rows that the backward updates; -1 for an id without an update.
+        read: [N] int64, the rows that the forward reads, -1 if absent. The same tensor as `learning` if no
+            table is frozen.
+        missing: number of -1 in `read`; with `times`, an id of a trained table counts `times` times.
     """
 
     learning: Tensor
@@ -39,7 +40,7 @@ class BatchPart(NamedTuple):
     Attributes:
         mask: [N] bool, True for ids of the chosen tables.
         ids: [n] int64, those ids.
-        table_offsets: [chosen tables + 1] int64, where the ids of each one begin.
+        table_offsets: [chosen tables + 1] int64, where the ids of each chosen table begin.
         bounds: `table_offsets` as a list.
     """
 
@@ -58,8 +59,8 @@ def part_of(
     """Returns the part of a batch that belongs to chosen tables.
 
     Args:
-        chosen: some of the tables, in their order.
-        tables: T tables.
+        chosen: the chosen tables, in the order of `tables`.
+        tables: all T tables.
         ids: [N] int64 in table order.
         bounds: [T + 1], where the ids of each table begin.
     """
@@ -79,9 +80,9 @@ def rows_in_training(
     scores: Callable[[], TableBlocks],
     times: Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    """Runs one training step of tables that learn and returns the rows of the batch.
+    """Runs one training step of trained tables and returns the rows of the batch.
 
-    As `take_step`, but the tables may all be without a life; then every unseen id gets a row.
+    As `take_step`, but all tables may be without a life. Then every unseen id gets a row.
     """
     if any(table.life is not None for table in tables):
         return take_step(tables, ids, table_offsets, bounds, scores, times)
@@ -100,16 +101,17 @@ def rows_beside_frozen(
     bounds: Sequence[int],
     times: Tensor | None = None,
 ) -> BatchRows:
-    """Runs one training step of the tables that learn, and finds the rows of the frozen tables.
+    """Runs one training step of the trained tables, and finds the rows of the frozen tables.
 
     Args:
-        tables: T tables.
-        learning: the tables that are not frozen, in their order; some, not all.
+        tables: all T tables.
+        learning: the tables that are not frozen, in the order of `tables`; at least one, not all.
         ids: [N] int64 in table order.
         bounds: [T + 1], where the ids of each table begin.
         times: as `take_step`.
 
     Raises:
+        ValueError: as `take_step`.
         RuntimeError: a table is full, or memory is out; no table has changed.
     """
     trained = part_of(learning, tables, ids, bounds)

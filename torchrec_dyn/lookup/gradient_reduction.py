@@ -1,12 +1,13 @@
 """Reduction of the gradients that several ranks send for one row.
 
-Let W be the number of ranks and g_r the gradient that rank r sends for an id, the sum over its occurrences.
+Let W be the number of ranks, and g_r the gradient that rank r sends for an id, summed over the id's
+occurrences.
 
-- "mean_over_ranks": sum of g_r / W, as TorchRec's dists divide.
-- "mean_over_senders": sum of g_r / the number of ranks that sent the id in this batch.
-- "sum": sum of g_r.
+- "mean_over_ranks": the sum of g_r / W. TorchRec's dists divide so.
+- "mean_over_senders": the sum of g_r / the number of ranks that sent the id in this batch.
+- "sum": the sum of g_r.
 
-Source: ReCIS' `grad_reduce_by` "worker", "id", and "worker_sum".
+Source: ReCIS' `grad_reduce_by` with the values "worker", "id" and "worker_sum".
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class Senders:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The arguments of `ops.update_rows_` that scale the sums of a batch.
+    """The arguments of `ops.update_rows_` that scale the gradient sums of a batch.
 
     Attributes:
-        scales: [T], factors of each table's sums.
-        senders: [N] int32, the rank that sent an id, -1 for an id of a table that does not divide by the
-            number of senders; None if no table does.
+        scales: [T], the factor of each table's sums.
+        senders: [N] int32, the rank that sent each id; -1 for an id of a table that does not divide by the
+            number of senders. None if no table divides by it.
     """
 
     scales: list[float]
@@ -62,10 +63,10 @@ def reduction_of(
     """Returns the reduction of one batch.
 
     Args:
-        configs: of T tables.
-        offsets: [bags + 1] int64, where each bag begins.
+        configs: configs of T tables.
+        offsets: [bags + 1] int64, where each bag begins in the ids.
         bounds: [T + 1], where the ids of each table begin.
-        senders: of the batch; None for a batch that no dist has sent.
+        senders: senders of the batch; None for a batch that no dist has sent.
     """
     if senders is None:
         return Reduction([1.0] * len(configs), None)

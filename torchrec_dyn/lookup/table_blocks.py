@@ -1,4 +1,4 @@
-"""The blocks of several tables in the form that the ops take: one flat list, and a layout by table.
+"""The blocks of several tables in the form that the ops take: one flat list, and a layout of each table.
 
 Legend: T tables, N ids.
 """
@@ -31,7 +31,7 @@ class TableBlocks:
 
 
 def blocks_of(stores: Sequence[RowStore]) -> TableBlocks:
-    """Lists the blocks of T stores, one for each table."""
+    """Returns the blocks of T stores, one store for each table."""
     lines: list[list[int]] = []
     blocks: list[Tensor] = []
     for store in stores:
@@ -42,14 +42,14 @@ def blocks_of(stores: Sequence[RowStore]) -> TableBlocks:
 
 @dataclass(frozen=True)
 class GroupBlocks:
-    """The blocks of the tables of a group, listed again when a table has grown or was replaced.
+    """The blocks of the tables of a group. They are listed again when a table has grown or was replaced.
 
     Attributes:
-        key: number of blocks and generation of each table when they were listed.
-        weights: of the tables.
+        key: number of blocks and generation of each table at the time of the listing.
+        weights: blocks of the weights.
         states: for each of `STATE_NAMES`, the blocks of that optimizer state.
-        scores: of the tables; a table without a life has no blocks.
-        streams: [T, 3] int64 for `ops.update_rows_`, with steps of 0.
+        scores: blocks of the scores; a table without a life has no blocks.
+        streams: [T, 3] int64 for `ops.update_rows_`, with 0 for each step.
     """
 
     key: list[tuple[int, int]]
@@ -59,12 +59,12 @@ class GroupBlocks:
     streams: Tensor
 
     def are_current(self, tables: Sequence[DynamicTable]) -> bool:
-        """Returns True if no table has grown or was replaced since they were listed."""
+        """Returns True if no table has grown or was replaced since the listing."""
         return self.key == _key(tables)
 
 
 def _key(tables: Sequence[DynamicTable]) -> list[tuple[int, int]]:
-    # The last store grows last: when it has grown, all stores have.
+    # A table enlarges its last store last: if this store has grown, all stores have grown.
     last = [table.states[-1] if table.states else table.weights for table in tables]
     generations = [table.generation for table in tables]
     return list(zip([len(store.blocks) for store in last], generations, strict=True))
@@ -74,14 +74,14 @@ _NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
 
 
 def scores_of(tables: Sequence[DynamicTable]) -> TableBlocks:
-    """Lists the blocks of the tables' scores; a table without a life has no blocks."""
+    """Returns the blocks of the tables' scores; a table without a life has no blocks."""
     return blocks_of(
         [_NO_SCORES if table.life is None else table.life.scores.store for table in tables]
     )
 
 
 def list_blocks(tables: Sequence[DynamicTable]) -> GroupBlocks:
-    """Lists the blocks of the tables of a group."""
+    """Returns the blocks of the tables of a group."""
     states: tuple[list[Tensor], ...] = tuple([] for _ in STATE_NAMES)
     for table in tables:
         for place, state in enumerate(table.states):
@@ -101,10 +101,10 @@ def blocks_with_initial_rows(
     """Returns the blocks of the tables and, for one forward, added blocks with initial rows of unseen ids.
 
     Args:
-        tables: T tables, which are not changed; no blocks are added for tables whose `unseen` is "zeros".
-        ids: [N] int64.
-        rows: [N] int64, -1 for an unseen id; written in place: its row in the added blocks.
-        table_offsets: [T + 1] int64.
+        tables: T tables; they do not change. A table whose `unseen` is "zeros" gets no added blocks.
+        ids: [N] int64 in table order.
+        rows: [N] int64, -1 for an unseen id. Written in place: -1 becomes the row in the added blocks.
+        table_offsets: [T + 1] int64, where the ids of each table begin.
     """
     new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
     per_table = split_by_table(new_ids, new_offsets)

@@ -1,21 +1,22 @@
 """The main path: ids -> rows -> pooled output, and gradients -> rows. Start reading here.
 
-A TableGroup is the tables that one op call serves: finding rows, pooling and updating are each one op over
-all tables of the group.
+A TableGroup holds the tables that one op call serves: the lookup of rows, the pooling and the update are one
+op call each, over all tables of the group.
 
 Forward:
 1. Check the input and describe its bags (bag_layout.py).
 2. Find the row of each id (batch_rows.py). In training this counts a step, and unseen ids get rows in all
-   tables or in none; with policies, training_step.py lists the order.
-3. For ids still without a row: make their initial rows, if the table's `unseen` asks for them.
+   tables or in none. For tables with policies, training_step.py lists the order.
+3. For ids still without a row: make initial rows for this forward, if the table's `unseen` is "initial".
 4. Gather the rows and pool them by bag.
 
 Backward:
-1. Check that it is the first one, and that no table was loaded, converted or moved since the forward.
-2. Compute the gradient of the bag weights, if it is wanted.
+1. Check that it is the forward's first backward, and that no table was loaded, converted or moved since.
+2. Compute the gradient of the bag weights, if it is needed.
 3. Sum the gradients of each distinct row and apply the optimizer in place.
 
-Between them the forward is open: a ticket with each table keeps the rows of removed ids from reuse.
+Between forward and backward, the forward is open: it has a ticket with each table, and the rows of removed
+ids are not reused.
 
 Legend: T tables, F features (in table order), B bags of a feature, N ids, D columns of a table.
 """
@@ -45,19 +46,19 @@ from torchrec_dyn.table import DynamicTable, find_rows, insert_unseen, note_chan
 
 @dataclass
 class _Forward:
-    """A forward, as its backward needs it."""
+    """The data of one forward that its backward needs."""
 
     group: TableGroup
     ids: Tensor
-    rows: Tensor  # rows to update, -1 for an id that learns nothing
-    # rows to read: -1 as zeros, or replaced by the place of an initial row in `blocks`
+    rows: Tensor  # rows to update, -1 for an id without an update
+    # rows to read: -1 reads as zeros, or is replaced by a row of the added blocks in `blocks`
     shown: Tensor
     bags: Bags
     blocks: TableBlocks
     learning: list[DynamicTable]  # the tables that are not frozen; none in evaluation
     steps: list[int]
     generations: list[int]
-    noted: list[object] | None  # `tokens_of` the tables when scoring recorded the rows as changed
+    noted: list[object] | None  # `tokens_of` the tables, after scoring recorded the rows as changed
     reduction: Reduction
     ticket: ForwardTicket | None = None
     is_done: bool = False
@@ -68,7 +69,7 @@ class TableGroup:
 
     Attributes:
         tables: T tables.
-        learning_rate: read at every backward; the fused optimizer writes it.
+        learning_rate: learning rate; every backward reads it, the fused optimizer writes it.
         has_life: True if any table has a life.
     """
 
@@ -112,19 +113,19 @@ class TableGroup:
             ids: [N] int64, feature-major.
             offsets: [F * B + 1] integer, where each bag begins in ids.
             weights: [N] floating point weights of the ids in their bags, or None.
-            training: if True, the step is counted, unseen ids get rows, and backward updates rows. If
-                False, and for a frozen table, nothing changes, and an unseen id reads as the table's
+            training: True to count the step, to give rows to unseen ids, and to update rows in backward.
+                If False, and for a frozen table, nothing changes, and an unseen id reads as the table's
                 `unseen` says.
             batch_sizes: [F][ranks] bags of each feature and rank, for variable batches.
-            counts: [F] ids of each feature, from a caller that has checked the offsets (they are not
-                checked again); else None.
-            senders: of the batch, if a table's gradients are not the mean over the ranks.
-            times: [N] int64, at least 1, occurrences that an id of a table with a life stands for;
-                None: 1.
+            counts: [F] number of ids of each feature, from a caller that has checked the offsets (they are
+                not checked again before ids are inserted); else None.
+            senders: senders of the batch, if a table's gradients are not the mean over the ranks.
+            times: [N] int64, at least 1, number of occurrences that each id of a table with a life stands
+                for; None for 1 each.
 
         Returns:
-            Pooled: [B, sum of D over features]. Pooled with batch_sizes: one dimension, for each
-            rank, for each feature its [bags, D]. Not pooled: [N, D].
+            Pooled: [B, sum of D over features]. Pooled with batch_sizes: one dimension; for each rank in
+            order, the [bags, D] of each feature in order. Not pooled: [N, D].
 
         Raises:
             ValueError: ids, offsets or weights of a wrong dtype or size; no table has changed.
@@ -155,11 +156,12 @@ class TableGroup:
     def prefetch(self, ids: Tensor, offsets: Tensor) -> None:
         """Gives rows to unseen ids ahead of the training forward of the same batch.
 
-        Does nothing if a table has a life: its forwards decide, in the order of the stream.
+        Does nothing if a table has a life: then the forwards decide which ids get rows, in the order of the
+        batches.
 
         Args:
             ids: [N] int64, feature-major.
-            offsets: [F * B + 1] integer.
+            offsets: [F * B + 1] integer, where each bag begins in ids.
         """
         learning = [table for table in self.tables if not table.is_frozen]
         if self.has_life or not learning:
@@ -196,7 +198,7 @@ class TableGroup:
     def _rows(
         self, ids: Tensor, bags: Bags, learning: list[DynamicTable], times: Tensor | None
     ) -> BatchRows:
-        """Returns the rows of ids, after the training step of the tables that learn."""
+        """Runs the training step of the trained tables and returns the rows of ids."""
         if not learning:
             rows, absent = find_rows(self.tables, ids, bags.table_offsets)
             return BatchRows(rows, rows, sum(absent))
@@ -209,7 +211,7 @@ class TableGroup:
         return BatchRows(rows, rows, refused)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Blocks are reserved far beyond the rows in use: a copy lists the blocks of its own tables.
+        # Blocks are much larger than the rows in use. A copy does not hold them: it lists its tables' blocks.
         return {**self.__dict__, "_blocks": None, "_anchor": None}
 
     def _current_blocks(self) -> GroupBlocks:
@@ -221,8 +223,8 @@ class TableGroup:
     def _check_backward(self, forward: _Forward) -> None:
         if forward.is_done:
             raise RuntimeError(
-                "lookup: expected one backward through a forward, got a second. The rows have "
-                "learnt from it already; run the forward again."
+                "lookup: expected one backward through a forward, got a second. The rows are "
+                "updated already; run the forward again."
             )
         if forward.generations != [table.generation for table in self.tables]:
             raise RuntimeError(
@@ -275,7 +277,10 @@ def _as_float(weights: Tensor | None) -> Tensor | None:
 
 
 class _Lookup(torch.autograd.Function):
-    """Gathers in forward, updates in backward. `anchor` only makes autograd call backward."""
+    """The autograd function: forward gathers and pools, backward updates.
+
+    The only purpose of `anchor` is that autograd calls backward.
+    """
 
     @staticmethod
     def forward(
@@ -294,7 +299,7 @@ class _Lookup(torch.autograd.Function):
         grad = grad.to(torch.float32).contiguous()
         weights_grad = None
         if ctx.needs_input_grad[1]:
-            # From the rows as they are now: in a pipeline another batch may have updated them.
+            # Computed from the present rows: in a pipeline another batch may have updated them.
             weights_grad = ops.bag_weights_grad(
                 grad, forward.shown, forward.bags.offsets, forward.blocks.weights,
                 forward.blocks.layout, forward.bags.segments, group._bag_layout.is_mean,

@@ -5,14 +5,14 @@ A step of a batch runs in this order:
 1. Expire: remove the ids that are too old from the maps.
 2. Look up all ids.
 3. Decide the admission of the ids without a row.
-4. Check that every table has room, and reserve memory. Up to here a failure puts the expired ids back, and
-   no table has changed; from here on nothing fails.
+4. Check that every table has room, and reserve memory. If a step fails up to here, the expired ids are put
+   back, and no table has changed. Nothing fails after this point.
 5. Count the step, and free the rows of the expired ids.
 6. Score the rows found, so that none of them is evicted by this step.
 7. Evict the lowest rows of tables that are full.
 8. Give rows to the admitted ids, and count the refused ids.
 
-Decisions follow from the stream of ids alone, so the column shards of a table agree.
+Decisions depend only on the ids and their order in time, so all column shards of a table decide the same.
 
 Legend: T tables, N ids, M distinct ids without a row.
 """
@@ -37,12 +37,12 @@ _NONE = torch.empty(0, dtype=torch.int64)
 
 
 class _Unseen(NamedTuple):
-    """The ids of one table's batch without a row.
+    """The distinct ids of one table's batch that have no row.
 
     Attributes:
         ids: [M] int64.
         occurrences: [M] int64, in this batch.
-        decision: their admission.
+        decision: admission of these ids.
         num_admitted: number of ids that get a row.
     """
 
@@ -70,8 +70,9 @@ def take_step(
         ids: [N] int64 in table order.
         table_offsets: [T + 1] int64, where the ids of each table begin.
         bounds: `table_offsets` as a list.
-        scores: returns the scores of the tables, called after memory was reserved.
-        times: [N] int64, occurrences that each id stands for where each id is sent once; None: 1.
+        scores: function that returns the blocks of the scores; called after memory is reserved.
+        times: [N] int64, number of occurrences that each id stands for, in batches that hold each distinct
+            id once; None for 1 each.
 
     Returns:
         rows: [N] int64, -1 for an id that was not admitted.
@@ -92,7 +93,7 @@ def take_step(
         for table, (expired_ids, expired_rows) in zip(tables, expired, strict=False):
             table.id_map.insert(expired_ids, expired_rows)
         raise
-    # From here on nothing is refused, and memory for maps and rows is reserved.
+    # From here on no check fails, and memory for maps and rows is reserved.
     for table, old, (seen, absent) in zip(
         tables, expired, _occurrences(tables, batch, bounds, times), strict=True
     ):
@@ -118,14 +119,14 @@ def take_step(
 
 
 class _Batch(NamedTuple):
-    """A batch looked up and decided, before anything but expired ids was changed.
+    """A batch after lookup and admission. So far only expired ids were removed.
 
     Attributes:
         rows: [N] int64, -1 for an id without a row.
         absent: [T], number of ids without a row, repeats counted.
         unseen: [T], the distinct ids without a row.
-        new_index: [N] int64, the place of an id without a row among those of all tables, -1 for other ids;
-            [0] if no id is without a row.
+        new_index: [N] int64, the place of an id without a row in the list of all tables' distinct ids without
+            a row, -1 for other ids; [0] if every id has a row.
     """
 
     rows: Tensor
@@ -146,11 +147,11 @@ def _check_times(times: Tensor, ids: int) -> None:
 def _occurrences(
     tables: Sequence[DynamicTable], batch: _Batch, bounds: Sequence[int], times: Tensor | None
 ) -> Iterator[tuple[int, int]]:
-    """Yields for each table the number of its occurrences, and of those without a row at lookup."""
+    """Yields for each table the number of occurrences, and of these the number without a row at lookup."""
     per_table = zip(tables, pairwise(bounds), batch.absent, batch.unseen, strict=True)
     for table, (begin, end), absent, unseen in per_table:
         if times is None or table.life is None:
-            # A table without a life counts ids as sent, whether its group has tables with a life or not.
+            # A table without a life counts each sent id once, whatever the other tables of its group are.
             yield end - begin, absent
         else:
             yield int(times[begin:end].sum()), int(unseen.occurrences.sum())
@@ -182,7 +183,7 @@ def _decide(
 
 
 def _remove_expired(table: DynamicTable) -> tuple[Tensor, Tensor]:
-    """Removes expired ids from the map; returns them and their rows, whose scores are kept."""
+    """Removes the expired ids from the map and returns them with their rows. The scores are kept."""
     if table.life is None:
         return _NONE, _NONE
     check_step(table, table.step + 1)
@@ -205,7 +206,7 @@ def _check_room(table: DynamicTable, unseen: _Unseen, rows: Tensor) -> None:
     table.check_room(unseen.num_admitted)
     if table.life is None or not table.life.replaces:
         return
-    # A batch has at most as many distinct rows as occurrences, so most batches need no count of them.
+    # A batch has at most as many distinct rows as ids, so for most batches they need not be counted.
     if rows.numel() > table.row_limit:
         check_need(table, torch.unique(rows[rows >= 0]).numel() + unseen.num_admitted)
 
@@ -217,7 +218,7 @@ def _reserve(table: DynamicTable, unseen: _Unseen) -> None:
 
 
 def _surplus(table: DynamicTable, unseen: _Unseen) -> int:
-    """Returns how many rows must be evicted before the admitted ids get theirs."""
+    """Returns the number of rows to evict before the admitted ids get rows; 0 or less if none."""
     replaces = table.life is not None and table.life.replaces
     return table.num_rows + unseen.num_admitted - table.row_limit if replaces else 0
 
@@ -225,7 +226,7 @@ def _surplus(table: DynamicTable, unseen: _Unseen) -> int:
 def _begin_step(
     table: DynamicTable, expired: tuple[Tensor, Tensor], occurrences: int, absent: int
 ) -> None:
-    """Counts the step and frees the rows of the ids that expired at it."""
+    """Counts the step and frees the rows of the expired ids."""
     count_step(table, occurrences, absent)
     if table.life is None:
         return
@@ -248,7 +249,7 @@ def _admit(table: DynamicTable, unseen: _Unseen) -> tuple[Tensor, Tensor, Tensor
     Returns:
         ids: the admitted ids.
         rows: the rows of the admitted ids.
-        new_rows: [M] int64, the rows of all these ids, -1 if refused.
+        new_rows: [M] int64, the rows of all ids of `unseen`, -1 for a refused id.
         refused: number of occurrences of refused ids.
     """
     surplus, life, admitted = _surplus(table, unseen), table.life, unseen.decision.admitted

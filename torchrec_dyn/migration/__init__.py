@@ -1,8 +1,8 @@
-"""From TorchRec's static tables to dynamic ones (docs/migrating.md).
+"""Conversion of TorchRec's static tables to dynamic tables (docs/migrating.md).
 
 Imports `whole_model`, `modules`, `state_dict`, `ranks`, `checkpoint_format`, `table` and the ground.
-Start with `stock_collections` (models that are not trained yet), then `trained_collections` (row i
-becomes id i) and `static_checkpoint`.
+Start with `stock_collections` (untrained models), then read `trained_collections` (row i becomes the row of
+id i) and `static_checkpoint`.
 """
 
 from torchrec_dyn.migration.static_checkpoint import load_static

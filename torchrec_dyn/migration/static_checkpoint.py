@@ -1,6 +1,6 @@
-"""Fills dynamic tables from a checkpoint of static ones: row i becomes id i, whatever the plans of both are.
+"""Fills dynamic tables from a checkpoint of static tables: id i gets row i, under any plans of both.
 
-Each rank reads the files itself, 32 MB at a time, and keeps the ids and columns that it holds.
+Each rank reads the files itself, 32 MiB at a time, and keeps the ids and columns of its shards.
 
 Legend: N rows, D columns of a static table, S its column shards.
 """
@@ -33,23 +33,25 @@ def load_static(
     with_optimizer: bool = True,
     step: int | None = None,
 ) -> None:
-    """Replaces the rows of a dynamic collection by those of a checkpoint of the static one.
+    """Replaces the rows of a dynamic collection with the rows of a static collection's checkpoint.
 
-    Tables are found by name. Row-wise optimizer state that was saved under other column cuts becomes its mean
-    over the columns of a shard here. Collective on a sharded collection: every rank must see the files.
+    Tables are found by name. Row-wise optimizer state that was saved under other column cuts is converted: a
+    shard gets the mean of the saved state over its columns. Collective on a sharded collection: every rank
+    must have access to the files.
 
     Args:
-        collection: sharded or not, with the optimizer that trained the static one.
-        path: the directory that `torch.distributed.checkpoint.save` wrote, of a state dict with the model's
-            and, for the optimizer state, that of its KeyedOptimizer somewhere in it. Open only files
-            whose origin you trust: DCP's metadata is a pickle.
-        fqn: path of the collection in the saved model; needed if the checkpoint has several tables of a name.
-        with_optimizer: whether optimizer state is loaded; otherwise it starts afresh.
-        step: training steps so far. TorchRec's sharded Adam does not save them.
+        collection: the dynamic collection, sharded or not, with the optimizer that trained the static tables.
+        path: a directory written by `torch.distributed.checkpoint.save`. The saved state dict must contain,
+            at any depth, the model's state dict and, for optimizer state, the state dict of its
+            KeyedOptimizer. Open only files from a source that you trust: DCP's metadata is a pickle.
+        fqn: path of the collection in the saved model; needed if several saved tables have the same name.
+        with_optimizer: True to load optimizer state, False to start with fresh state.
+        step: number of training steps so far; None: the saved number. Needed for TorchRec's sharded Adam,
+            which does not save it.
 
     Raises:
-        ValueError: on every rank, if the checkpoint does not fit; nothing has changed.
-        RuntimeError: on every rank, if one failed otherwise; nothing has changed.
+        ValueError: on every rank, if the checkpoint does not fit; nothing has changed then.
+        RuntimeError: on every rank, if one rank failed in another way; nothing has changed then.
     """
     tables = tables_in(collection, fqn)
     group = next(iter(tables.values())).group
@@ -67,7 +69,7 @@ def load_static(
     try:
         run_together(group, "load_static", fill)
     except BaseException:
-        for one, contents in before:  # filling makes new objects (DynamicTable.reset)
+        for one, contents in before:  # unchanged: _fill creates new objects (DynamicTable.reset)
             one.__dict__.update(contents)
         raise
 
@@ -78,9 +80,9 @@ class _StaticTable:
 
     Attributes:
         weight: [N, D].
-        cuts: where its column shards begin, and D.
-        states: optimizer state by FBGEMM's name, [N, D], [N, 1] or [N * S], one column shard after the other.
-        step: training steps so far.
+        cuts: first columns of its column shards, and D.
+        states: optimizer state by FBGEMM's name, [N, D], [N, 1] or [N * S], column shard after column shard.
+        step: number of training steps so far.
     """
 
     weight: ChunkedTensor
@@ -89,7 +91,7 @@ class _StaticTable:
     step: int
 
     def state_rows(self, name: str, first: int, last: int, shard: DynamicTable) -> Tensor:
-        """Reads optimizer state of rows [first, last) for the columns of a shard."""
+        """Returns the optimizer state of rows [first, last) for the columns of a shard."""
         saved, (rows, columns) = self.states[name], self.weight.shape
         span = shard.first_column, shard.first_column + shard.columns
         if saved.shape == (rows, columns) and not _is_rowwise(shard.optimizer, name):
@@ -100,7 +102,7 @@ class _StaticTable:
 
 
 class _Files:
-    """Finds the tensors of a checkpoint by the ends of their keys."""
+    """The tensors of a checkpoint, found by the ends of their keys."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -108,10 +110,10 @@ class _Files:
         self._saved = metadata.state_dict_metadata
 
     def table(self, table: ModelTable, with_optimizer: bool, step: int | None) -> _StaticTable:
-        """Finds the static table of a dynamic one and checks that it fits this rank's shards.
+        """Returns the static table for a dynamic table, after checking that it fits this rank's shards.
 
         Raises:
-            ValueError: if it is not there, or does not fit.
+            ValueError: if it is missing, or does not fit.
         """
         where = f"{self._folder}: table '{table.name}'"
         tail = f"{table.key}.weight"
@@ -140,7 +142,10 @@ class _Files:
         return found
 
     def _states(self, table: str, tail: str) -> tuple[dict[str, ChunkedTensor], list[int]]:
-        """Finds the optimizer state of a table, "...{tail}.{table}.momentum1" or "...{tail}.sum"."""
+        """Returns the optimizer state of a table, and its saved steps.
+
+        Keys of states have the form "...{tail}.{table}.momentum1" or "...{tail}.sum".
+        """
         found: dict[str, list[str]] = {}
         for key in self._saved:
             _, inside, name = f".{key}".rpartition(f".{tail}.")
@@ -160,8 +165,8 @@ class _Files:
     def _only(self, keys: list[str], tail: str) -> str:
         if len(keys) != 1:
             raise ValueError(
-                f"{self._folder}: expected one key that ends with '{tail}', got {keys}. Give the right "
-                "checkpoint, and `fqn` where it has several tables of this name."
+                f"{self._folder}: expected one key that ends with '{tail}', got {keys}. Pass the right "
+                "checkpoint, and `fqn` if it has several tables of this name."
             )
         return keys[0]
 

@@ -1,4 +1,4 @@
-"""The optimizer that trained a static table: its rule, for the rows to come, and the state beside its rows.
+"""The optimizer that trained a static table: its update rule, for further training, and its saved state.
 
 Legend: N rows, D columns of the table.
 """
@@ -15,14 +15,15 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, Optim
 from torchrec_dyn.modules import matching_optimizer
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 
-# FBGEMM's names of the states by those of torch.optim and of TorchRec's own classes.
+# FBGEMM's names of the states, by the names of torch.optim and of TorchRec's own classes.
 MOMENTS = {
     "sum": "momentum1",
     "exp_avg": "momentum1",
     "exp_avg_sq": "momentum2",
 }
 STEPS = ("step", "iter")
-# Options that no row rule has, or has with another meaning: dense decay moves rows that no batch names.
+# Options that row rules lack or define in another way: dense decay, e.g., also changes rows that are in no
+# batch.
 _WITHOUT_COUNTERPART = ("momentum", "nesterov", "weight_decay", "lr_decay", "amsgrad", "maximize")
 
 
@@ -31,7 +32,7 @@ class Trainer(NamedTuple):
 
     Attributes:
         optimizer: a torch optimizer, without its wrappers.
-        group: the parameter's group; None for TorchRec's placeholder optimizers, which never trained.
+        group: the parameter's group; None for TorchRec's placeholder optimizers, which never trained a row.
     """
 
     optimizer: torch.optim.Optimizer
@@ -39,7 +40,7 @@ class Trainer(NamedTuple):
 
     @property
     def kind(self) -> OptimizerKind | None:
-        """The row rule that corresponds to its class; None: there is none."""
+        """The row rule for the optimizer's class; None: there is no such rule."""
         try:
             matching = matching_optimizer(type(self.optimizer))
         except ValueError:
@@ -51,8 +52,8 @@ class SavedMoments(NamedTuple):
     """The optimizer state of one table's rows.
 
     Attributes:
-        states: by FBGEMM's name, [N, D], [N, 1] or [N] each; empty before the first step.
-        step: training steps so far.
+        states: state by FBGEMM's name, [N, D], [N, 1] or [N] each; empty before the first step.
+        step: number of training steps so far.
     """
 
     states: Mapping[str, Tensor]
@@ -62,15 +63,19 @@ class SavedMoments(NamedTuple):
 def trainer_of(
     weight: Tensor, optimizer: torch.optim.Optimizer | None, where: str
 ) -> Trainer | None:
-    """Finds the optimizer that trained a parameter: the one that runs in its backward, else the given one.
+    """Returns the optimizer that trained a parameter: the optimizer in its backward, else `optimizer`.
 
     Args:
         weight: [N, D], the parameter.
-        optimizer: plain, keyed, wrapped or combined; None: there is none.
-        where: the table, for messages.
+        optimizer: a plain, keyed, wrapped or combined optimizer, or None.
+        where: name of the table for error messages.
+
+    Returns:
+        The optimizer; None if `optimizer` is None or the parameter needs no gradient.
 
     Raises:
-        ValueError: if there are two, or the given optimizer does not hold a parameter that learns.
+        ValueError: if the parameter has two optimizers in its backward, or needs a gradient but is not in
+            `optimizer`.
     """
     in_backward = getattr(weight, "_in_backward_optimizers", [])
     if len(in_backward) > 1:
@@ -87,7 +92,7 @@ def trainer_of(
         return None
     raise ValueError(
         f"{where}: expected an optimizer that holds the parameter of every table, got "
-        f"{type(optimizer).__name__} without this one. Pass the optimizer that trained the "
+        f"{type(optimizer).__name__} without this parameter. Pass the optimizer that trained the "
         "collection, or none to start with fresh state."
     )
 
@@ -103,30 +108,30 @@ def _unwrapped(optimizer: torch.optim.Optimizer | None) -> Iterator[torch.optim.
 
 
 def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the hyper-parameters with which rows learn on as before.
+    """Returns the hyper-parameters for further training of the rows by the same rule.
 
     Args:
-        trainer: its class must have a row rule.
+        trainer: an optimizer whose class has a row rule.
         group: its parameter group, with the present learning rate.
-        where: the table, for messages.
+        where: name of the table for error messages.
 
     Raises:
-        ValueError: if it has no row rule.
+        ValueError: if the class has no row rule, or an option has no equal in row rules.
     """
     name = type(trainer.optimizer).__name__
-    advice = 'Say how rows learn on: fused_params={"optimizer": ...}.'
+    advice = 'Set the optimizer of the rows: fused_params={"optimizer": ...}.'
     if trainer.kind is None:
         known = ", ".join(kind.name for kind in OptimizerKind)
         raise ValueError(f"{where}: expected an optimizer like {known}, got {name}. {advice}")
     for option in _WITHOUT_COUNTERPART:
         if group.get(option):
             raise ValueError(
-                f"{where}: expected {option} = 0 of {name}, which rows that learn alone do not "
-                f"know, got {group[option]}. {advice}"
+                f"{where}: expected {option} = 0 of {name}, because row optimizers have no equal "
+                f"option, got {group[option]}. {advice}"
             )
     rule = {"lr": float(group["lr"])}
     if trainer.kind == OptimizerKind.ADAMW:
-        rule["weight_decay"] = 0.0  # left out it would be AdamW's own default
+        rule["weight_decay"] = 0.0  # the default of ADAMW is not 0
     if "eps" in group:
         rule["eps"] = float(group["eps"])
     if "betas" in group:
@@ -135,29 +140,29 @@ def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str
 
 
 def check_kind(trainer: Trainer, optimizer: RowOptimizer, where: str) -> None:
-    """Raises ValueError if the chosen rule is not the one by which the rows were trained."""
+    """Raises ValueError if the chosen rule differs from the rule that trained the rows."""
     if trainer.kind not in (None, optimizer.kind):
         raise ValueError(
             f"{where}: expected fused_params with the optimizer that trained the rows, "
-            f"{trainer.kind.name}, got {optimizer.kind.name}. Name the same one, or leave the "
-            "old one out to start with fresh state."
+            f"{trainer.kind.name}, got {optimizer.kind.name}. Choose the same optimizer, or do not "
+            "pass the old optimizer to start with fresh state."
         )
 
 
 def saved_moments(
     trainer: Trainer, weight: Tensor, optimizer: RowOptimizer, table: str, where: str
 ) -> SavedMoments:
-    """Finds the optimizer state of a table and checks that it fits the rule and the rows.
+    """Returns the optimizer state of a table, after checking that it fits the rule and the rows.
 
     Args:
-        trainer: the optimizer that trained it.
+        trainer: the optimizer that trained the table.
         weight: [N, D], the parameter.
-        optimizer: the rule by which rows learn on.
-        table: its name.
-        where: the table, for messages.
+        optimizer: the rule for further training.
+        table: name of the table.
+        where: name of the table for error messages.
 
     Raises:
-        ValueError: if the state belongs to another rule or to other rows.
+        ValueError: if the state is the state of another rule, or its shape does not match the rows.
     """
     state = getattr(trainer.optimizer, "state", {}).get(weight, {})
     plain = {str(name).removeprefix(f"{table}."): one for name, one in state.items()}

@@ -1,4 +1,4 @@
-"""Turns the stock collections of an existing model into dynamic ones, in place."""
+"""Replaces the stock collections of an existing model with dynamic collections, in place."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def make_dynamic(
     tables: Sequence[str] | None = None,
     dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None = None,
 ) -> nn.Module:
-    """Replaces each EmbeddingBagCollection and EmbeddingCollection of a model by a dynamic one.
+    """Replaces each EmbeddingBagCollection and EmbeddingCollection of a model with a dynamic collection.
 
     Call it before sharding. Tables keep their configs, and the optimizers that
-    `apply_optimizer_in_backward` set. Rows are not carried over: a static table numbers its rows 0
-    to num_embeddings - 1, which says nothing about raw ids. Where row numbers are the ids, copy the rows
+    `apply_optimizer_in_backward` set. Rows are not copied: a static table numbers its rows from 0 to
+    num_embeddings - 1, and these numbers are not raw ids. If the row numbers are the ids, copy the rows
     with `collection.table(name).assign(ids, rows)`.
 
     Args:
-        model: changed in place.
-        tables: the tables to make dynamic; None: all. A collection is converted as a whole.
-        dynamic: how rows start and live; one for all tables or a dict by table name.
+        model: the model; changed in place.
+        tables: names of the tables to convert; None: all tables. A collection is converted as a whole.
+        dynamic: options of the tables, one DynamicTableConfig for all tables or a dict by table name.
 
     Returns:
-        The model; a new collection where the model itself is a stock collection.
+        The model; a new collection if the model itself is a stock collection.
 
     Raises:
-        ValueError: if a table cannot become dynamic, is unknown, or shares its collection with a table
-            that was not named. The model has not changed then.
+        ValueError: if a table cannot become dynamic, is unknown, or is in a collection with a table that
+            `tables` does not contain. The model has not changed then.
     """
     stock = {path: one for path, one in model.named_modules() if type(one) in STOCK}
     names = {path: [config.name for config in configs_of(one)] for path, one in stock.items()}
@@ -57,7 +57,7 @@ def make_dynamic(
             raise ValueError(
                 f"make_dynamic: expected all tables {names[path]} of collection '{path}' or none "
                 "of them, "
-                f"got {chosen}. Move the others to a collection of their own."
+                f"got {chosen}. Move the other tables to a separate collection."
             )
         if chosen:
             of_collection = (
@@ -84,14 +84,14 @@ def make_dynamic(
 
 
 def configs_of(collection: Any) -> Sequence[Any]:
-    """Returns the configs of a stock collection's tables, in order."""
+    """Returns the table configs of a stock collection, in order."""
     if isinstance(collection, EmbeddingBagCollection):
         return collection.embedding_bag_configs()
     return collection.embedding_configs()
 
 
 def tables_by_name(collection: Any) -> dict[str, Any]:
-    """Returns the modules that hold a `weight` each, of a collection stock or dynamic, unsharded."""
+    """Returns the table modules of an unsharded collection by name. Each module has a `weight`."""
     is_pooled = hasattr(collection, "embedding_bags")
     return dict((collection.embedding_bags if is_pooled else collection.embeddings).items())
 
@@ -103,7 +103,7 @@ def empty_counterpart(
     dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None,
     fused_params: Mapping[str, Any] | None = None,
 ) -> UnshardedCollection:
-    """Makes the dynamic collection of a stock one's kind, without rows, of tables with these configs."""
+    """Returns a dynamic collection of the same kind as `stock`, with these table configs and without rows."""
     if isinstance(stock, EmbeddingBagCollection):
         return DynamicEmbeddingBagCollection(
             list(configs), stock.is_weighted(), device, dynamic, fused_params

@@ -1,4 +1,4 @@
-"""Makes dynamic collections of trained static ones: id i gets row i, with its optimizer state.
+"""Converts trained static collections to dynamic collections: id i gets row i, with its optimizer state.
 
 Legend: N rows, D columns of a table, M rows of a chunk, C columns of a shard.
 """
@@ -37,7 +37,7 @@ from torchrec_dyn.modules import (
 )
 from torchrec_dyn.table import ROW_DTYPES, DynamicTable, named_states
 
-# Rows are copied so many bytes at a time: beside both tables there are never more than a few chunks.
+# Rows are copied in chunks of this size, so the extra memory is never more than a few chunks.
 CHUNK_BYTES = 32 << 20
 
 
@@ -48,23 +48,23 @@ def from_static(
     fused_params: Mapping[str, Any] | None = None,
     num_embeddings: Mapping[str, int] | None = None,
 ) -> UnshardedCollection:
-    """Makes a dynamic collection of a trained static one; id i gets the numbers of row i, bit for bit.
+    """Returns a dynamic collection with the rows of a trained static collection: id i gets row i.
 
-    The rows take the dtype that the weights have now. They learn on by the rule of the optimizer
-    that trained them, with its state and its present learning rate: the optimizer that
-    `apply_optimizer_in_backward` set on a parameter, else `optimizer`. As everywhere in TorchRec
-    a row learns when a batch names it: torch's Adam moves all rows at every step, this one does not.
-    Rows added later start with state 0, whatever `initial_accumulator_value` was.
+    The rows are equal bit for bit and keep the present dtype of the weights. Further training uses the
+    rule, the state and the present learning rate of the optimizer that trained the rows: the optimizer
+    that `apply_optimizer_in_backward` set on a parameter, else `optimizer`. As always in TorchRec, a row
+    is updated only if it is in a batch; torch's Adam updates all rows at every step. Rows added later
+    start with optimizer state 0, for any `initial_accumulator_value`.
 
     Args:
-        collection: unsharded, on the CPU; it is only read.
-        optimizer: the one that trained it, plain or TorchRec's keyed, wrapped, combined; None: rows start
-            with fresh optimizer state, except where an optimizer in backward trained them.
-        dynamic: how rows start and live; one for all tables or a dict by table name.
-        fused_params: as the dynamic collections take it. If it names an "optimizer", it is the whole rule
-            by which rows learn on; its kind must be the kind of the saved state.
-        num_embeddings: new limits by table name, at least N; None: tables are full with their N rows,
-            so that new ids are errors without an eviction.
+        collection: unsharded collection on the CPU; not changed.
+        optimizer: the optimizer that trained the collection: plain, or TorchRec's keyed, wrapped or combined
+            optimizer; None: fresh optimizer state, except for rows trained by an optimizer in backward.
+        dynamic: options of the tables, one DynamicTableConfig for all tables or a dict by table name.
+        fused_params: as in the dynamic collections. If it has an "optimizer", it is the complete rule for
+            further training; its kind must be the kind of the saved state.
+        num_embeddings: new limits by table name, at least N; None: N for each table. Such a table is full,
+            so new ids are errors without an eviction policy.
 
     Raises:
         ValueError: if a table or its optimizer has no dynamic counterpart.
@@ -102,7 +102,7 @@ def from_static(
             check_kind(trainer, table.rows().optimizer, of_table)
             moments = saved_moments(trainer, weight, table.rows().optimizer, name, of_table)
         filled.append((table.rows(), weight.detach(), moments))
-    for one in filled:  # nothing is copied before everything fits
+    for one in filled:  # rows are copied only after all checks
         _fill(*one)
     return made.train(collection.training)
 
@@ -143,15 +143,15 @@ def _check_weight(weight: Tensor, config: Any, where: str) -> None:
 def _config(config: Any, limit: int, dtype: torch.dtype) -> Any:
     """Returns a checked config with another limit, and with the dtype that the weight has now."""
     if limit != config.num_embeddings:
-        # The init_fn of a checked config follows from its limit.
+        # The init_fn of a checked config is derived from its limit.
         config = replace(config, num_embeddings=limit, init_fn=None)
-    # Weights may have been converted since, and TorchRec makes float16 of a BF16 table.
+    # The weights may have been converted after their creation, and TorchRec creates a BF16 table as float16.
     return with_row_dtype(config, dtype)
 
 
 def _mark(table: UnshardedTable, trainer: Trainer, weight: Any, where: str) -> None:
-    """Marks the placeholder of a table with the optimizer of its rows."""
-    if trainer.group is None:  # a placeholder of TorchRec's, which takes FBGEMM's own options
+    """Marks the placeholder parameter of a table with the optimizer of its rows."""
+    if trainer.group is None:  # TorchRec's placeholder optimizer has FBGEMM's options
         table.mark_optimizer(weight._optimizer_classes, weight._optimizer_kwargs)
     else:
         rule = row_rule(trainer, trainer.group, where)
@@ -160,7 +160,7 @@ def _mark(table: UnshardedTable, trainer: Trainer, weight: Any, where: str) -> N
 
 def _fill(table: DynamicTable, weight: Tensor, moments: SavedMoments) -> None:
     """Inserts the ids 0 to N - 1 with the rows of a weight, [N, D], and their state, chunk by chunk."""
-    table.step = moments.step  # before the rows: a policy counts their age from here
+    table.step = moments.step  # before the insertion: policies count the rows' age from this step
     table.reserve(len(weight))
     for first, last in chunks(len(weight), table.columns):
         states = {name: state.detach()[first:last] for name, state in moments.states.items()}
@@ -170,13 +170,13 @@ def _fill(table: DynamicTable, weight: Tensor, moments: SavedMoments) -> None:
 def put_rows(
     table: DynamicTable, ids: Tensor, weight: Tensor, states: Mapping[str, Tensor]
 ) -> None:
-    """Inserts rows into a table, whatever its limit; scores start at the table's step.
+    """Inserts rows into a table without checking its limit. Their scores start at the table's step.
 
     Args:
         table: one column shard.
-        ids: [M] int64, distinct, without a row so far.
+        ids: [M] int64, distinct ids without a row.
         weight: [M, C].
-        states: optimizer state by name, [M, C] or one number a row; states not named start afresh.
+        states: optimizer state by name, [M, C] or one number per row; missing states start at 0.
     """
     table.reserve(ids.numel())
     rows = table.row_numbers.take(ids.numel())
@@ -192,7 +192,7 @@ def put_rows(
 
 
 def chunks(count: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Cuts `count` rows of so many columns into chunks: first row and row after the last of each."""
+    """Yields chunks of `count` rows of `columns` columns: the first row and the row after the last row."""
     size = max(1, CHUNK_BYTES // (4 * columns))
     for first in range(0, count, size):
         yield first, min(first + size, count)

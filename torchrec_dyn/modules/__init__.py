@@ -1,10 +1,10 @@
-"""The unsharded collections; the word of `torchrec.modules`.
+"""The unsharded collections. The room is named after `torchrec.modules`.
 
 Imports `state_dict`, `checkpoint_format`, `lookup`, `table`, `life` and the ground. Start with
-`embeddingbag_collection`: a collection holds `unsharded_table`s, whose forwards run in
-`unsharded_lookup`; what both collections share is in `collection_tables`.
+`embeddingbag_collection`: a collection holds tables (`unsharded_table`), and `unsharded_lookup` runs their
+forwards. `collection_tables` has the methods that both collections share.
 
-They are ordinary modules: `.to`, deepcopy, pickling and `state_dict` work as for any other.
+The collections are ordinary modules: `.to`, deepcopy, pickling and `state_dict` work as usual.
 """
 
 from torchrec_dyn.modules.collection_tables import UnshardedCollection

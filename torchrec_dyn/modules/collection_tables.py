@@ -31,13 +31,13 @@ def unsharded_tables(
 
     Args:
         configs: checked configs.
-        dynamic: the collection's option.
-        fused_params: the collection's, or None.
-        device: where the rows live; None: cpu.
+        dynamic: the `dynamic` argument of the collection.
+        fused_params: the `fused_params` argument of the collection.
+        device: device of the rows; None: cpu.
         where: the collection's class name, for messages.
 
     Raises:
-        ValueError: if an option or an optimizer is impossible.
+        ValueError: if an option or an optimizer is not valid.
     """
     place = torch.device(device if device is not None else "cpu")
     options = dynamic_config_by_table(dynamic, [config.name for config in configs], where)
@@ -48,19 +48,16 @@ def unsharded_tables(
 
 
 class UnshardedCollection(FusedOptimizerModule):
-    """Mixin of TorchRec's interfaces of collections: methods that both unsharded collections share.
-
-    The collections set the fields.
-    """
+    """Mixin for TorchRec's interfaces of collections: methods that both unsharded collections share."""
 
     @property
     @abstractmethod
     def unsharded_lookup(self) -> UnshardedLookup:
-        """Holds the tables in order; its prefix is the name of the ModuleDict that holds them by name."""
+        """The lookup of all tables; its `prefix` is the attribute name of the collection's ModuleDict."""
 
     @property
     def device(self) -> torch.device:
-        """Meta, where the placeholder parameters are: TorchRec then copies no rows itself."""
+        """The meta device, on which the placeholder parameters are: TorchRec then copies no rows itself."""
         return torch.device("meta")
 
     @property
@@ -69,7 +66,7 @@ class UnshardedCollection(FusedOptimizerModule):
         return self.unsharded_lookup.fused_optimizer
 
     def table(self, name: str) -> TableHandle:
-        """Returns a handle on one table.
+        """Returns the handle of one table.
 
         Raises:
             ValueError: if the collection has no such table.
@@ -82,13 +79,13 @@ class UnshardedCollection(FusedOptimizerModule):
         return TableHandle(tables[name])
 
     def set_time(self, time: int) -> None:
-        """Sets the clock of `ExpireAfter(time=...)` for the training forwards to come.
+        """Sets the clock of `ExpireAfter(time=...)` for the next training forwards.
 
         Args:
-            time: an integer from 0 on, in the unit of the policy; it never goes back.
+            time: an integer of 0 or more, in the unit of the policy, not before the time set last.
 
         Raises:
-            ValueError: if the clock of some table cannot be set so; nothing has changed then.
+            ValueError: if `time` is not valid for the clock of some table; nothing has changed then.
         """
         tables = [table.rows() for table in self.unsharded_lookup.tables]
         for rows in tables:
@@ -102,7 +99,7 @@ class UnshardedCollection(FusedOptimizerModule):
         return {table.config.name: table.dynamic for table in self.unsharded_lookup.tables}
 
     def local_tables(self) -> dict[str, DynamicTable]:
-        """Returns the rows of the tables that have been used; the others have none yet."""
+        """Returns the rows of each table that has been used; the other tables have no rows yet."""
         return {
             table.config.name: rows
             for table in self.unsharded_lookup.tables
@@ -110,18 +107,18 @@ class UnshardedCollection(FusedOptimizerModule):
         }
 
     def reset_parameters(self) -> None:
-        """Drops all rows: every id is unseen again."""
+        """Drops all rows: all ids are unseen again."""
         for table in self.unsharded_lookup.tables:
             table.drop_rows()
 
     def _copy_marks(self, other: UnshardedCollection) -> None:
-        """Marks the tables as another collection's are."""
+        """Copies optimizer marks and `requires_grad` from the tables of another collection."""
         sources = other.unsharded_lookup.tables
         for table, source in zip(self.unsharded_lookup.tables, sources, strict=True):
             table.copy_marks(source.weight)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        # All saved rows are checked before any is loaded.
+        # The rows of all tables are checked before any table is loaded.
         problems = []
         for table in self.unsharded_lookup.tables:
             try:

@@ -1,9 +1,9 @@
 """Support of DistributedDataParallel around a model that holds unsharded dynamic collections.
 
-DDP would broadcast and bucket the placeholder parameters, which have no storage. It skips parameters that
-are named in `_ddp_params_and_buffers_to_ignore`, but reads that from the outermost module only, which
-belongs to the user. So its constructor is wrapped, once, to add the names of the placeholders there; for
-other models nothing changes.
+DDP would broadcast and bucket the placeholder parameters, which have no storage. It skips parameters listed
+in `_ddp_params_and_buffers_to_ignore`, but it reads this list from the outermost module only, which is the
+user's. So DDP's constructor is wrapped, once, to add the names of the placeholders to that list. Models
+without dynamic tables are not affected.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _skip_placeholders(module: nn.Module) -> None:
     if dist.get_world_size() > 1:
         warnings.warn(
             f"DistributedDataParallel: expected sharded dynamic tables, got {len(placeholders)} "
-            "unsharded ones, "
-            f"first '{placeholders[0]}'. Each rank trains rows of its own and they are not "
+            "unsharded tables, "
+            f"first '{placeholders[0]}'. Each rank trains its own rows, and these are not "
             "synchronised. "
             "Shard the collection with DistributedModelParallel.",
             UserWarning,

@@ -27,19 +27,20 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
     """Looks up the row of each id, as TorchRec's EmbeddingCollection does, for any int64 ids.
 
     In training an unseen id gets a row, and backward updates the rows with the fused optimizer. In
-    evaluation nothing changes. Sharded with DynamicEmbeddingCollectionSharder, or used as it is.
+    evaluation nothing changes. The collection can be used unsharded, or sharded with
+    `DynamicEmbeddingCollectionSharder`.
 
     Args:
-        tables: one config per table, all of one embedding_dim; `num_embeddings` limits its rows and
-            reserves nothing.
-        device: where the rows live; None: cpu.
-        need_indices: whether outputs carry the ids, as their weights.
-        dynamic: how rows start and live; one for all tables or a dict by table name.
-        fused_params: the optimizer of the rows, as TorchRec's sharders take it, e.g.
+        tables: one config per table, all with the same embedding_dim. `num_embeddings` limits the number of
+            rows and reserves no memory.
+        device: device of the rows; None: cpu.
+        need_indices: True if outputs contain the ids, as their weights.
+        dynamic: options of the rows: one `DynamicTableConfig` for all tables, or a dict by table name.
+        fused_params: the optimizer of the rows, in the form of TorchRec's sharders, e.g.
             {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.01}.
 
     Raises:
-        ValueError: if a config is impossible.
+        ValueError: if a config is not valid.
     """
 
     def __init__(
@@ -73,14 +74,15 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
         """Looks up rows.
 
         Args:
-            features: ids of at least this collection's features; they may differ in the number of
-                samples.
+            features: ids of at least this collection's features. The number of samples may differ between
+                features.
 
         Returns:
-            by feature (and table, where several share it), values [ids of the feature, embedding_dim].
+            The outputs by feature name ("feature@table" if several tables share the feature), with values
+            [ids of the feature, embedding_dim].
 
         Raises:
-            ValueError: if a feature is missing, or the tensors do not fit each other.
+            ValueError: if a feature is missing, or the tensors do not match each other.
         """
         features = maybe_td_to_kjt(features, None)
         read = self._read(features)
@@ -107,26 +109,26 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
         return self._lookup.tables[0].config.embedding_dim
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Returns the names of the outputs, table by table."""
+        """Returns the output names of each table."""
         return self._embedding_names_by_table
 
     def need_indices(self) -> bool:
-        """Returns whether outputs carry the ids."""
+        """Returns True if outputs contain the ids."""
         return self._need_indices
 
-    # TorchRec's sharded collection calls these before it selects features. Its plain selection is right
-    # for any ids.
+    # TorchRec's sharded collection calls these methods before it selects features. Its default selection is
+    # correct for any ids.
 
     def use_gather_select(self) -> bool:
         """Returns False: TorchRec does not select with torch.gather."""
         return False
 
     def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
-        """Returns None: no sharding type differs in that."""
+        """Returns None: the selection is the same for all sharding types."""
         return None
 
     def use_sorted_select(self) -> bool:
-        """Returns False: TorchRec (from 1.9 on) does not sort before selecting."""
+        """Returns False: TorchRec (from 1.9 on) does not sort before it selects."""
         return False
 
     @property

@@ -1,6 +1,6 @@
 """The unsharded pooled collection: dynamic tables in one process.
 
-Legend: F features, B bags per feature, D the columns of all features together.
+Legend: F features, B bags per feature, D columns of all features together.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 
 
 class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionInterface):
-    """Pools the rows of bags of ids, any int64, as TorchRec's EmbeddingBagCollection does.
+    """Pools the rows of bags of ids, as TorchRec's EmbeddingBagCollection does, for any int64 ids.
 
     In training an unseen id gets a row, and backward updates the rows with the fused optimizer. In
-    evaluation nothing changes. Sharded with DynamicEmbeddingBagCollectionSharder, or used as it is.
+    evaluation nothing changes. The collection can be used unsharded, or sharded with
+    `DynamicEmbeddingBagCollectionSharder`.
 
     Args:
-        tables: one config per table; `num_embeddings` limits its rows and reserves nothing.
-        is_weighted: whether every id of a bag has a weight. Gradients flow to the weights.
-        device: where the rows live; None: cpu.
-        dynamic: how rows start and live; one for all tables or a dict by table name.
-        fused_params: the optimizer of the rows, as TorchRec's sharders take it, e.g.
+        tables: one config per table. `num_embeddings` limits the number of rows and reserves no memory.
+        is_weighted: True if every id of a bag has a weight. Unsharded, the weights get gradients.
+        device: device of the rows; None: cpu.
+        dynamic: options of the rows: one `DynamicTableConfig` for all tables, or a dict by table name.
+        fused_params: the optimizer of the rows, in the form of TorchRec's sharders, e.g.
             {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.01}.
 
     Raises:
-        ValueError: if a config is impossible.
+        ValueError: if a config is not valid.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         """Looks up and pools.
 
         Args:
-            features: bags of ids of at least this collection's features. Where features differ in
-                the number of bags, inverse_indices must give the bag of each sample.
+            features: bags of ids of at least this collection's features. If features differ in the number
+                of bags, `inverse_indices` must contain the bag of each sample.
 
         Returns:
             [B, D], one key per feature and table, in the order of the tables.
 
         Raises:
-            ValueError: if a feature is missing, or the tensors do not fit each other.
+            ValueError: if a feature is missing, or the tensors do not match each other.
         """
         features = maybe_td_to_kjt(features, None)
         read = self._read(features)
@@ -115,7 +116,7 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         return [table.config for table in self._lookup.tables]
 
     def is_weighted(self) -> bool:
-        """Returns whether bags carry weights."""
+        """Returns True if bags have weights."""
         return self._is_weighted
 
     @property

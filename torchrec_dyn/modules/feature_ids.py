@@ -1,4 +1,4 @@
-"""Reads a KeyedJaggedTensor: checks it and picks the ids of chosen features, in a chosen order.
+"""Reads a KeyedJaggedTensor: checks it and selects the ids of chosen features, in a chosen order.
 
 Legend: F features read, N ids.
 """
@@ -21,11 +21,11 @@ class FeatureIds:
 
     Attributes:
         ids: [N] int64.
-        lengths: [sum of batch_sizes], ids per bag.
-        weights: [N] float, of weighted bags.
-        batch_sizes: [F], bags per feature.
-        counts: [F], ids per feature.
-        bag: ids of every bag where all have equally many, else None.
+        lengths: [sum of batch_sizes], number of ids of each bag.
+        weights: [N] float, weights of the ids; None if bags have no weights.
+        batch_sizes: [F], number of bags of each feature.
+        counts: [F], number of ids of each feature.
+        bag: number of ids of every bag if it is the same for all bags, else None.
     """
 
     ids: Tensor
@@ -41,7 +41,7 @@ class FeatureIds:
         return len(set(self.batch_sizes)) > 1
 
     def offsets(self) -> Tensor:
-        """Returns the begin of each bag and the end of the last one, [sum of batch_sizes + 1] int64.
+        """Returns the begin of each bag and the end of the last bag, [sum of batch_sizes + 1] int64.
 
         Do not write to it: batches of equal bags share one tensor.
         """
@@ -53,11 +53,11 @@ class FeatureIds:
         return offsets
 
     def feature_offsets(self) -> Tensor:
-        """Returns the begin of each feature and the end of the last one, [F + 1] int64."""
+        """Returns the begin of each feature and the end of the last feature, [F + 1] int64."""
         return torch.tensor([0, *accumulate(self.counts)], device=self.ids.device)
 
     def select(self, positions: Sequence[int]) -> FeatureIds:
-        """Picks features by position; a feature may be picked several times."""
+        """Returns the features at these positions; a position may be repeated."""
         return FeatureIds(
             ids=_picked(self.ids, self.counts, positions),
             lengths=_picked(self.lengths, self.batch_sizes, positions),
@@ -70,12 +70,12 @@ class FeatureIds:
 
 @lru_cache(maxsize=8)
 def _equal_offsets(bags: int, bag: int, device: torch.device) -> Tensor:
-    # Cached for the next batch: one-hot features never need a sum.
+    # Cached for later batches. So one-hot features never need a cumulative sum.
     return torch.arange(bags + 1, device=device) * bag
 
 
 def _picked(values: Tensor, sizes: list[int], positions: Sequence[int]) -> Tensor:
-    """Joins parts of a tensor; parts that follow each other are not copied."""
+    """Joins parts of a tensor; consecutive parts are returned as a view, without a copy."""
     if all(after == before + 1 for before, after in pairwise(positions)):
         begin = sum(sizes[: min(positions, default=0)])
         return values[begin : begin + sum(sizes[i] for i in positions)]
@@ -88,8 +88,8 @@ class FeatureReader:
 
     Args:
         feature_names: the features of each table; a feature may belong to several tables.
-        weighted: whether bags carry weights.
-        where: each table, for messages.
+        weighted: True if bags have weights.
+        where: the name of each table, for messages.
     """
 
     def __init__(
@@ -99,17 +99,17 @@ class FeatureReader:
         self._weighted = weighted
         self._where = list(where)
         self._collection = where[0].partition("(")[0]
-        self._keys: list[str] | None = None  # of the last batch, for which _positions holds
+        self._keys: list[str] | None = None  # keys of the last batch, to which _positions applies
         self._positions: list[int] | None = None  # None: all features of the batch, in its order
 
     def __call__(self, features: KeyedJaggedTensor) -> FeatureIds:
-        """Reads a batch, checking it first.
+        """Checks a batch and returns the ids of the collection's features.
 
         Args:
-            features: as the user passed it; it may have further features and any order of keys.
+            features: the user's batch; it may have further features and any order of keys.
 
         Raises:
-            ValueError: if a feature is missing or the tensors do not fit each other.
+            ValueError: if a feature is missing or the tensors do not match each other.
         """
         keys = features.keys()
         if keys != self._keys:
@@ -129,15 +129,15 @@ class FeatureReader:
 
 
 def checked_features(features: KeyedJaggedTensor, weighted: bool, where: str) -> FeatureIds:
-    """Reads all features in their order, checking that their tensors fit each other.
+    """Checks that the tensors of a batch match, and returns the ids of all features, in their order.
 
     Args:
-        features: as the user passed it.
-        weighted: whether bags carry weights.
+        features: the user's batch.
+        weighted: True if bags have weights.
         where: the collection, for messages.
 
     Raises:
-        ValueError: if they do not fit.
+        ValueError: if a dtype, a shape or a length is wrong.
     """
     ids, weights = features.values(), features.weights_or_none() if weighted else None
     if ids.dtype != torch.int64:
@@ -147,7 +147,7 @@ def checked_features(features: KeyedJaggedTensor, weighted: bool, where: str) ->
     if weighted and weights is None:
         raise ValueError(
             f"{where}: expected weights for weighted bags, got none. "
-            "Pass weights in the KeyedJaggedTensor, or make the collection with is_weighted=False."
+            "Pass weights in the KeyedJaggedTensor, or create the collection with is_weighted=False."
         )
     if weights is not None and not weights.is_floating_point():
         raise ValueError(f"{where}: expected weights of a floating dtype, got {weights.dtype}.")
@@ -161,7 +161,7 @@ def checked_features(features: KeyedJaggedTensor, weighted: bool, where: str) ->
             f"{where}: expected {sum(batch_sizes)} lengths for {len(batch_sizes)} features "
             f"of {batch_sizes} bags, got {lengths.numel()}."
         )
-    # No length may exceed the number of ids: then no sum overflows, and offsets ascend.
+    # No length may exceed the number of ids: so sums do not overflow, and offsets ascend.
     least, most = (int(bound) for bound in torch.aminmax(lengths)) if lengths.numel() else (0, 0)
     if least == most:
         counts = [most * bags for bags in batch_sizes]
@@ -172,7 +172,7 @@ def checked_features(features: KeyedJaggedTensor, weighted: bool, where: str) ->
     if least < 0 or most > ids.numel() or sum(counts) != ids.numel():
         raise ValueError(
             f"{where}: expected lengths that are not negative and add up to the {ids.numel()} ids, "
-            f"got a least of {least} and a sum of {sum(counts)}."
+            f"got a minimum of {least} and a sum of {sum(counts)}."
         )
     return FeatureIds(
         ids,

@@ -1,4 +1,4 @@
-"""The optimizer that TorchRec sees. Rows are updated in backward; it holds their learning rate.
+"""The optimizer that TorchRec sees. It holds the learning rate; the rows are updated in backward.
 
 Unsharded collections and compute kernels use the same class.
 """
@@ -31,26 +31,26 @@ class LearningRateGroup(dict[str, Any]):
         return dict, (dict(self),)
 
     def drive(self, groups: Sequence[TableGroup]) -> None:
-        """Makes `lr` the learning rate of these table groups from now on."""
+        """Sets `lr` as the learning rate of these table groups, now and after each change of `lr`."""
         self._groups = tuple(groups)
         self.push()
 
     def push(self) -> None:
-        """Writes `lr` to the tables; needed after a change in place of a tensor `lr`."""
+        """Writes `lr` to the tables. Needed after a tensor `lr` was changed in place."""
         for group in self._groups:
             group.learning_rate = float(self["lr"])
 
 
 class DynamicOptimizer(FusedOptimizer):
-    """Drives the learning rate of dynamic tables from `param_groups[0]["lr"]`.
+    """Sets the learning rate of dynamic tables from `param_groups[0]["lr"]`.
 
-    Schedulers, WarmupOptimizer and plain assignment take effect at the next backward.
+    Schedulers, WarmupOptimizer and assignments take effect at the next backward.
 
     Args:
-        groups: the table groups whose rows this optimizer updates in backward.
-        params: a placeholder on the meta device per table, [num_embeddings, columns],
-            keyed "{table}.weight".
-        learning_rate: the first learning rate.
+        groups: the table groups that this optimizer updates in backward.
+        params: one placeholder per table on the meta device, [num_embeddings, columns],
+            by "{table}.weight".
+        learning_rate: the initial learning rate.
     """
 
     def __init__(

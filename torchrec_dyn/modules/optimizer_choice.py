@@ -1,6 +1,6 @@
-"""The fused optimizer of a table: that of its parameter, else of `fused_params`, else the default.
+"""The fused optimizer of a table: set on its parameter, else in `fused_params`, else the default.
 
-Where a sharder and a module both have `fused_params`, the sharder's go first.
+If a sharder and a module both have `fused_params`, the sharder's have priority.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torchrec.distributed.utils import (
 
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 
-# FBGEMM's default where no optimizer was chosen: EXACT_SGD, learning rate 0.01.
+# FBGEMM's default if no optimizer is chosen: EXACT_SGD, learning rate 0.01.
 # Source: SplitTableBatchedEmbeddingBagsCodegen.__init__ in
 # fbgemm_gpu/split_table_batched_embeddings_ops_training.py.
 DEFAULT_FUSED_PARAMS: Mapping[str, Any] = {"learning_rate": 0.01}
 
 # Options of torch's Adam and AdamW that row optimizers do not have.
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
-# Options that change only the way torch computes.
+# Options that change only how torch computes, not the result.
 _WITHOUT_EFFECT = ("foreach", "capturable", "fused")
 
 
 def matching_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptimType | str:
-    """Returns the row optimizer of a torch class: TorchRec's own mapping, and AdamW, which it lacks.
+    """Returns the row optimizer of a torch class: TorchRec's mapping, and AdamW, which TorchRec lacks.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if the class has no row optimizer.
     """
     if optimizer_class is torch.optim.AdamW:
         return OptimizerKind.ADAMW.name
@@ -43,12 +43,12 @@ def matching_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptim
 
 
 def _as_fused_params(options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Spells the options of a torch optimizer as FBGEMM does. TorchRec's classes spell theirs so already."""
+    """Returns the options of a torch optimizer under FBGEMM's names. TorchRec's classes already use them."""
     spelled = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
     for name in _UNSUPPORTED:
         if spelled.pop(name, False):
             raise ValueError(
-                f"{where}: expected {name}=False, which rows do not know, got {options[name]!r}. Remove it."
+                f"{where}: expected {name}=False, got {options[name]!r}. Row optimizers lack it: remove it."
             )
     if "betas" in spelled:
         try:
@@ -65,8 +65,8 @@ def merged_fused_params(
 ) -> dict[str, Any]:
     """Merges the sharder's `fused_params` over the module's.
 
-    A sharder that names an optimizer names its hyper-parameters too: those of the module belong to another
-    optimizer.
+    If the sharder sets an optimizer, the module's hyper-parameters are not used: they belong to another
+    optimizer. The module's `output_dtype` is kept.
     """
     sharder, module = dict(of_sharder or {}), dict(of_module or {})
     if "optimizer" in sharder:
@@ -77,20 +77,20 @@ def merged_fused_params(
 def chosen_fused_params(
     weight: torch.Tensor, fused_params: Mapping[str, Any] | None, where: str
 ) -> dict[str, Any] | None:
-    """Merges the options that `apply_optimizer_in_backward` put on a parameter over `fused_params`.
+    """Merges the options that `apply_optimizer_in_backward` set on a parameter over `fused_params`.
 
-    The merge is TorchRec's own, so that a table trains sharded as it does unsharded.
+    TorchRec's own function merges, so that sharded and unsharded tables train in the same way.
 
     Args:
         weight: the table's placeholder parameter, [num_embeddings, embedding_dim].
-        fused_params: the module's, or None.
+        fused_params: the module's `fused_params`, or None.
         where: the table, for messages.
 
     Returns:
-        The merged options; None where neither has any.
+        The merged options; None if neither the parameter nor `fused_params` has any.
 
     Raises:
-        ValueError: if the parameter has two optimizers, or one that has no row optimizer.
+        ValueError: if the parameter has two optimizers, or an optimizer that is not supported.
     """
     classes = getattr(weight, "_optimizer_classes", [])
     kwargs = getattr(weight, "_optimizer_kwargs", [])
@@ -115,15 +115,15 @@ def chosen_fused_params(
 def chosen_optimizer(
     weight: torch.Tensor, fused_params: Mapping[str, Any] | None, where: str
 ) -> RowOptimizer:
-    """Returns the row optimizer of one table: as `chosen_fused_params` says, else FBGEMM's default.
+    """Returns the row optimizer of one table: of `chosen_fused_params`, else FBGEMM's default.
 
     Args:
         weight: the table's placeholder parameter, [num_embeddings, embedding_dim].
-        fused_params: the module's, or None.
+        fused_params: the module's `fused_params`, or None.
         where: the table, for messages.
 
     Raises:
-        ValueError: if the choice is not supported.
+        ValueError: if the optimizer or an option is not supported.
     """
     chosen = chosen_fused_params(weight, fused_params, where)
     if chosen is None:

@@ -1,8 +1,8 @@
 """Entries of a KeyedOptimizer's state: the optimizer state of one table, sharded or not.
 
-KeyedOptimizer asks the entries of a table one by one, in one order on all ranks, for `state_dict()`, and
-gives each result to `load_state_dict(...)`. So nothing is exported until somebody saves; the first entry
-makes the tensors of all, and the last one loads all.
+KeyedOptimizer calls `state_dict()` or `load_state_dict(...)` of the entries of a table one by one, in the
+same order on all ranks. Nothing is exported before a save. In a save the first entry exports the tensors of
+all entries; in a load the last entry loads the tensors of all entries.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class SavedState:
     """One state tensor of one table, in the canonical order of its rows. Collective if the table is sharded.
 
     Args:
-        name: a state of the optimizer, "step", "config", "checksum" or "cells".
-        save: makes all tensors of the table, by name.
-        load: loads all tensors of the table.
-        made: made tensors that were not asked for yet; the entries of a table share them.
-        given: tensors to load, None until they are given; the entries of a table share them.
+        name: name of an optimizer state, or "step", "config", "checksum" or "cells".
+        save: function that returns all tensors of the table, by name.
+        load: function that loads all tensors of the table.
+        made: exported tensors not returned yet; all entries of a table share this dict.
+        given: tensors to load, None where not given yet; all entries of a table share this dict.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class SavedState:
         self._given = given
 
     def state_dict(self) -> Tensor:
-        """Exports the tensor."""
+        """Returns the tensor."""
         if self._name not in self._made:
             self._made.update(self._save())
         return self._made.pop(self._name)
 
     def load_state_dict(self, saved: Tensor) -> None:
-        """Replaces the tensor, together with the last tensor of the table.
+        """Stores the tensor; the call for the last tensor of the table loads all.
 
         Raises:
-            ValueError: if they do not fit the rows that the table has now; nothing has changed then.
+            ValueError: if the tensors do not match the present rows of the table; nothing has changed then.
         """
         self._given[self._name] = saved
         given = {name: tensor for name, tensor in self._given.items() if tensor is not None}
@@ -72,10 +72,10 @@ def saved_states(
     """Returns the entries of one table, keyed "{table}.momentum1" as TorchRec does.
 
     Args:
-        table: its name.
-        optimizer: of its rows.
-        save: makes all tensors of the table, by name.
-        load: loads all tensors of the table.
+        table: the table's name.
+        optimizer: the optimizer of its rows.
+        save: function that returns all tensors of the table, by name.
+        load: function that loads all tensors of the table.
     """
     names = (*optimizer.state_names, "step", "config", "checksum", "cells")
     made: dict[str, Tensor] = {}
@@ -96,7 +96,8 @@ def _save(table: UnshardedTable) -> dict[str, Tensor]:
 def _load(table: UnshardedTable, saved: Mapping[str, Tensor]) -> None:
     rows = table.rows()
     loaded = {name: numbers_of(tensor) for name, tensor in saved.items()}
-    # Scores go on from the model's state dict; a step that is behind them would not fit.
+    # The model's state dict, which is loaded first, has the scores. If it had none, the present scores are
+    # placeholders: they are left out, and load_state sets them to the loaded step.
     state = {**rows.export_state(), **checked_optimizer_state(rows, loaded)}
     if rows.life is not None and rows.life.is_unscored:
         state = {name: tensor for name, tensor in state.items() if name not in BY_ROW}

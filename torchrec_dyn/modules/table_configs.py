@@ -1,7 +1,7 @@
-"""Checks the options of a collection's tables, once, when the collection is made.
+"""Checks the options of a collection's tables, once, when the collection is created.
 
-The collections work on their own copies of the configs, so that a later change of the caller's
-object changes nothing here. An option of the collection is one value for all tables or one by table name.
+The collections use their own copies of the configs, so a later change of the caller's object has no effect.
+An option of a collection is one value for all tables, or a value for each table by name.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _ROW_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 # Tables are children of a ModuleDict, as in TorchRec, so its own attributes cannot be table names.
 _TAKEN_NAMES = torch.nn.ModuleDict()
 
-# Options of a fixed or virtual table that have no meaning for a dynamic one: field, value that
+# Options of a fixed or virtual table that have no meaning for a dynamic table: field, value that
 # means "not used", remedy.
 _UNUSED_OPTIONS = (
     (
         "use_virtual_table",
         False,
-        "A dynamic table already makes rows on first sight; leave it False.",
+        "A dynamic table already creates a row when an id is first seen; leave it False.",
     ),
     ("virtual_table_eviction_policy", None, "Use DynamicTableConfig(eviction=...)."),
     ("total_num_buckets", None, "Dynamic tables are routed by id, without buckets; leave it None."),
@@ -58,15 +58,15 @@ def checked_configs(
 ) -> list[Config]:
     """Checks the configs of one collection and returns copies.
 
-    A config without feature names gets its own name as its only feature, as in TorchRec.
+    A config without feature names gets the table's name as its only feature, as in TorchRec.
 
     Args:
-        tables: the configs as the user wrote them.
+        tables: the user's configs.
         config_type: EmbeddingBagConfig or EmbeddingConfig.
         where: the collection's class name, for messages.
 
     Raises:
-        ValueError: if a config, or the set of them, is impossible.
+        ValueError: if there is no table, a config is not valid, or a table name is repeated.
     """
     if len(tables) == 0:
         raise ValueError(f"{where}: expected at least one table, got none.")
@@ -123,17 +123,17 @@ def check_size(value: int | None, name: str, where: str) -> None:
     """Checks a number of rows or columns.
 
     Raises:
-        ValueError: if it is not an integer above 0.
+        ValueError: if the value is not an integer above 0.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"{where}: expected {name} to be an integer above 0, got {value!r}.")
 
 
 def check_id(value: int | None, name: str, where: str) -> None:
-    """Checks an id that a user named.
+    """Checks an id in an argument of the user.
 
     Raises:
-        ValueError: if it is neither an int64 nor None.
+        ValueError: if the value is neither an int64 nor None.
     """
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if value is not None and not (is_integer and -(2**63) <= value < 2**63):
@@ -145,10 +145,10 @@ def _check_initial_rows(config: BaseEmbeddingConfig, where: str) -> None:
     if not low < high:
         raise ValueError(
             f"{where}: expected weight_init_min < weight_init_max, got {low} and {high}. "
-            "For rows that all start alike set DynamicTableConfig(initializer=Constant(value))."
+            "For equal initial rows, set DynamicTableConfig(initializer=Constant(value))."
         )
-    # Where the user set no init_fn, the dataclass sets this partial. Any other function is the user's own,
-    # and a function over a whole weight tensor cannot make the row of one id.
+    # If the user sets no init_fn, the dataclass sets this partial. Any other function is the user's, and a
+    # function that fills a whole weight tensor cannot create the row of one id.
     init_fn = config.init_fn
     if not (
         isinstance(init_fn, functools.partial)
@@ -164,7 +164,7 @@ def _check_initial_rows(config: BaseEmbeddingConfig, where: str) -> None:
 
 
 def initializer_of(config: BaseEmbeddingConfig, dynamic: DynamicTableConfig) -> Initializer:
-    """Returns the initializer: of the options, else of weight_init_min and _max, else TorchRec's default."""
+    """Returns the initializer: from the options, else from weight_init_min and _max, else the default."""
     if dynamic.initializer is not None:
         return for_dimension(dynamic.initializer, config.embedding_dim)
     if config.weight_init_min is None and config.weight_init_max is None:
@@ -178,7 +178,7 @@ def row_dtype(config: BaseEmbeddingConfig) -> torch.dtype:
 
 
 def with_row_dtype(config: Config, dtype: torch.dtype) -> Config:
-    """Returns a copy of the config with another dtype of rows."""
+    """Returns a copy of the config with another row dtype."""
     return replace(config, data_type=dtype_to_data_type(dtype))
 
 
@@ -190,13 +190,13 @@ def dynamic_config_by_table(
     """Returns the DynamicTableConfig of each table.
 
     Args:
-        dynamic: one for all tables, or a mapping by table name (tables that are not in it get the default),
-            or None.
+        dynamic: one config for all tables, or a mapping by table name (other tables get the default), or
+            None: the default for all tables.
         names: the tables of the collection.
         where: the collection's class name, for messages.
 
     Raises:
-        ValueError: if a name is not a table of the collection, or a value not a DynamicTableConfig.
+        ValueError: if a name is not a table of the collection, or a value is not a DynamicTableConfig.
     """
     if dynamic is None or isinstance(dynamic, DynamicTableConfig):
         chosen = dict.fromkeys(names, dynamic or DynamicTableConfig())
@@ -219,16 +219,16 @@ def dynamic_config_by_table(
 def number_by_table(
     given: int | Mapping[str, int], names: Sequence[str], most: Mapping[str, int], where: str
 ) -> dict[str, int]:
-    """Returns the number of each table, an integer option such as a dimension or a divisor.
+    """Returns an integer option, such as a dimension or a divisor, for each table.
 
     Args:
         given: one number for all tables, or a mapping with a number for each table.
         names: the tables of the collection.
-        most: the largest number each table may have.
+        most: the largest allowed number of each table.
         where: collection and option, for messages.
 
     Raises:
-        ValueError: if a table has no number, a name is not a table, or a number is out of [1, most].
+        ValueError: if a table has no number, a name is not a table, or a number is not in [1, most].
     """
     if isinstance(given, Mapping):
         if set(given) != set(names):

@@ -1,4 +1,4 @@
-"""The lookups of an unsharded collection: its tables in groups, one op call each.
+"""The lookup of an unsharded collection: its tables are in groups, with one op call per group.
 
 Legend: B bags per feature, D columns of a table, N ids of all features.
 """
@@ -31,8 +31,8 @@ class _Group:
 
     Attributes:
         tables: the table group.
-        positions: of its features among those of the collection; None: all, in order.
-        columns: number of columns of each of its features.
+        positions: positions of the group's features among the collection's features; None: all, in order.
+        columns: number of columns of each feature of the group.
     """
 
     tables: TableGroup
@@ -43,13 +43,13 @@ class _Group:
 class UnshardedLookup:
     """Groups tables of equal pooling, dtype and optimizer, and looks up their features.
 
-    The groups are made at first use, and anew after a conversion or a change of optimizer. The optimizer
-    object stays the same while the tables' optimizers do, so that schedulers and wrappers may hold it.
+    The groups are built at first use, and again after a conversion or a change of optimizer. As long as the
+    tables keep their optimizers, the optimizer object stays the same, so schedulers and wrappers may hold it.
 
     Args:
         tables: the collection's tables.
         poolings: "sum", "mean" or "none" per table.
-        prefix: of parameter names in the optimizer's state, e.g. "embedding_bags".
+        prefix: prefix of parameter names in the optimizer's state, e.g. "embedding_bags".
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class UnshardedLookup:
         self.tables = list(tables)
         self.poolings = list(poolings)
         self.prefix = prefix
-        # Learning rates that schedulers have set, for optimizers made anew.
+        # Learning rates that schedulers have set, for optimizer objects that are rebuilt.
         self._kept_rates: dict[RowOptimizer, float] = {}
         self._has_warned = False
         self._drop_groups()
@@ -74,12 +74,12 @@ class UnshardedLookup:
         """Looks up and pools.
 
         Args:
-            features: of all tables, in table order.
-            training: whether unseen ids get rows.
+            features: ids of the features of all tables, in table order.
+            training: True if unseen ids get rows.
 
         Returns:
-            One tensor [B, D] per feature; if all features are in one group and have equally many bags, a
-            single tensor [B, sum of D], so that nothing is copied to join them.
+            One tensor [B, D] per feature. If all features are in one group and have the same number of bags,
+            a single tensor [B, sum of D]: then no copy is needed to join the outputs.
         """
         varies = features.varies
         outputs: list[Tensor] = [torch.empty(0)] * len(features.counts)
@@ -111,11 +111,11 @@ class UnshardedLookup:
         return outputs
 
     def sequences(self, features: FeatureIds, training: bool) -> list[Tensor]:
-        """Looks up without pooling: one tensor [ids of the feature, D] per feature."""
+        """Looks up without pooling; returns one tensor [ids of the feature, D] per feature."""
         outputs: list[Tensor] = [torch.empty(0)] * len(features.counts)
         for group in self._current_groups():
             chosen = features if group.positions is None else features.select(group.positions)
-            # Only the feature of an id matters in a sequence: each feature is passed as one bag.
+            # In a sequence the bag of an id does not matter: each feature is passed as one bag.
             offsets = chosen.feature_offsets()
             output = group.tables(chosen.ids, offsets, training=training, counts=chosen.counts)
             parts = torch.split(output, chosen.counts)
@@ -127,7 +127,7 @@ class UnshardedLookup:
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
-        """The optimizer of the rows; its state dict has their state in canonical order."""
+        """The optimizer of the rows; its state dict has the optimizer state in canonical order."""
         self._current_groups()
         if self._combined is None:
             optimizers = list(self._optimizers.values())
@@ -137,7 +137,7 @@ class UnshardedLookup:
         return self._combined
 
     def warn_of_default_optimizer(self) -> None:
-        """Warns once if tables are trained by FBGEMM's default because no optimizer was chosen."""
+        """Warns once if tables train with FBGEMM's default because no optimizer was chosen."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -211,7 +211,7 @@ class UnshardedLookup:
         return {kind: float(_rates(made)["lr"]) for kind, made in self._optimizers.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Groups and optimizer belong to these rows: a copy makes new ones, at the same learning rates.
+        # Groups and optimizer belong to these rows: a copy builds its own, with the same learning rates.
         return {
             "tables": self.tables,
             "poolings": self.poolings,
@@ -226,6 +226,6 @@ class UnshardedLookup:
 
 
 def _rates(optimizer: DynamicOptimizer) -> Any:
-    """Returns the only parameter group of an optimizer; it writes its learning rate to table groups."""
+    """Returns the only parameter group of an optimizer, a `LearningRateGroup`."""
     (group,) = optimizer.param_groups
     return group

@@ -1,4 +1,4 @@
-"""One table of an unsharded collection: a placeholder parameter, and the rows behind it."""
+"""One table of an unsharded collection: a placeholder parameter, and the rows."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _NO_CHOICE: list[Any] = []
 
 
 class UnshardedTable(nn.Module):
-    """Holds the rows of one table in this process, behind a placeholder parameter `weight`.
+    """Holds the rows of one table in this process, and a placeholder parameter `weight`.
 
     `weight` is a meta tensor [num_embeddings, embedding_dim]: planners read its shape and
-    `apply_optimizer_in_backward` marks it, but it has no storage and never receives a gradient. The
-    rows are a DynamicTable, made at first use, when their optimizer is known. Where `weight` requires no
-    gradient the table is frozen; `rows` passes this on.
+    `apply_optimizer_in_backward` marks it, but it has no storage and never gets a gradient. The rows are a
+    DynamicTable, created at first use, when their optimizer is known. The table is frozen if `weight`
+    requires no gradient; `rows()` sets `is_frozen` of the DynamicTable accordingly.
 
     Args:
         config: the table's checked config.
         dynamic: the table's options.
-        fused_params: the collection's, or None.
-        device: where the rows live; meta: there are none yet.
+        fused_params: the collection's `fused_params`, or None.
+        device: device of the rows; meta: there are no rows.
         where: the collection's class name, for messages.
     """
 
@@ -61,20 +61,21 @@ class UnshardedTable(nn.Module):
         self._table: DynamicTable | None = None
         self._choice: object = None
         self._put_placeholder(row_dtype(config), requires_grad=True, classes=[], kwargs=[])
-        # Raises for bad fused_params now, not in training.
+        # Called for its ValueError: wrong fused_params are an error now, not in training.
         chosen_optimizer(self.weight, fused_params, self.where)
 
     # The rows.
 
     def rows(self) -> DynamicTable:
-        """Returns the rows, which are made at first use.
+        """Returns the rows, which are created at first use.
 
-        Where another optimizer was chosen since, the rows stay and the optimizer state starts anew.
+        If another optimizer was chosen since the last call, the rows are kept; the optimizer state too if
+        only hyper-parameters differ, else it starts from zero.
 
         Raises:
-            ValueError: if the collection lives on the meta device.
+            ValueError: if the collection is on the meta device.
         """
-        # Called at every forward: avoids nn.Module's attribute lookup, and copies nothing to compare.
+        # Called at every forward. So it avoids nn.Module's attribute lookup, and compares without a copy.
         weight = self._parameters["weight"]
         choice = (
             getattr(weight, "_optimizer_classes", _NO_CHOICE),
@@ -88,7 +89,7 @@ class UnshardedTable(nn.Module):
 
     @property
     def is_frozen(self) -> bool:
-        """True if training reads the table as evaluation does."""
+        """True if the table is frozen: training reads it as evaluation does."""
         weight = self._parameters["weight"]
         return weight is not None and not weight.requires_grad
 
@@ -100,7 +101,7 @@ class UnshardedTable(nn.Module):
             )
 
     def _rows_of(self, before: DynamicTable | None) -> DynamicTable:
-        """Returns rows of the optimizer that is chosen now, with the contents of the rows before, if any."""
+        """Returns rows with the optimizer chosen now, and with the contents of `before`, if any."""
         self._check_device()
         optimizer = chosen_optimizer(self.weight, self.fused_params, self.where)
         if before is not None and before.optimizer == optimizer:
@@ -116,14 +117,14 @@ class UnshardedTable(nn.Module):
             device=self.device,
         )
         if before is not None:
-            table.start_as(before.initializer)  # perhaps that of a checkpoint
+            table.start_as(before.initializer)  # a loaded checkpoint may have set it
         if before is not None and (before.num_rows or before.life is not None):
             state = state_for_copy(before)
             if before.optimizer.kind != optimizer.kind:
                 state = without_optimizer(state, before.optimizer)
             table.load_state(state)
         if before is not None and before.changes is not None:
-            table.changes = before.changes  # markers of before stay valid
+            table.changes = before.changes  # earlier markers stay valid
             note_replaced(table, before.id_map)
         return table
 
@@ -132,11 +133,11 @@ class UnshardedTable(nn.Module):
         return self._table
 
     def drop_rows(self) -> None:
-        """Drops every row: the table is as new."""
+        """Drops all rows: the table is empty, as if new."""
         self._table = None
 
     def has_chosen_optimizer(self) -> bool:
-        """Returns whether an optimizer was chosen for this table."""
+        """Returns True if the parameter or `fused_params` sets optimizer options for this table."""
         return chosen_fused_params(self.weight, self.fused_params, self.where) is not None
 
     # The placeholder.
@@ -156,14 +157,14 @@ class UnshardedTable(nn.Module):
             self.mark_optimizer(classes, kwargs)
 
     def mark_optimizer(self, classes: list[Any], kwargs: list[dict[str, Any]]) -> None:
-        """Marks the placeholder as `apply_optimizer_in_backward` does, without its hook."""
+        """Sets the attributes that `apply_optimizer_in_backward` sets, without its hook."""
         weight: Any = self.weight
         weight._in_backward_optimizers = []
         weight._optimizer_classes = list(classes)
         weight._optimizer_kwargs = [dict(options) for options in kwargs]
 
     def copy_marks(self, weight: nn.Parameter) -> None:
-        """Marks the placeholder as another table's weight is: with its optimizers, and frozen or not."""
+        """Copies optimizer marks and `requires_grad` from the placeholder of another table."""
         marked: Any = weight
         self.weight.requires_grad_(weight.requires_grad)
         if hasattr(weight, "_optimizer_classes"):
@@ -172,7 +173,7 @@ class UnshardedTable(nn.Module):
     def apply(self, fn: Callable[[nn.Module], None]) -> UnshardedTable:
         """Applies a function that initialises modules, and hides the placeholder from it.
 
-        DistributedModelParallel calls this to give real storage to each meta parameter that it did not shard.
+        DistributedModelParallel calls `apply` to allocate storage for meta parameters that are not sharded.
         """
         weight = self._parameters.pop("weight")
         try:
@@ -182,13 +183,14 @@ class UnshardedTable(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> UnshardedTable:
-        # Every conversion of nn.Module (.to, .half, .cpu, .to_empty) calls this. `fn` gets an empty tensor,
-        # and the rows get the dtype and device of its result.
+        # Every conversion of nn.Module (.to, .half, .cpu, .to_empty) calls `_apply`. `fn` gets an empty
+        # tensor, and the rows get the dtype and device of its result.
         probe = torch.empty(0, dtype=self.weight.dtype, device=self.device)
         try:
             converted = fn(probe)
         except NotImplementedError:
-            # .to(device) raises for meta tensors, which have no data to copy; this table has none either.
+            # .to(device) raises for a meta tensor, because it has no data to copy. A table on the meta device
+            # has no rows, so it can be moved.
             converted = fn(torch.empty(0, dtype=self.weight.dtype))
         dtype, device = converted.dtype, converted.device
         if dtype not in ROW_DTYPES:
@@ -215,7 +217,7 @@ class UnshardedTable(nn.Module):
     # Saving, loading, copying.
 
     def saved_config(self) -> dict[str, Any]:
-        """Returns what a checkpoint says of the rows."""
+        """Returns the description of the table that checkpoints contain."""
         config = self.config
         initializer = (
             self._table.initializer if self._table else initializer_of(config, self.dynamic)
@@ -237,10 +239,10 @@ class UnshardedTable(nn.Module):
     def checked_state(
         self, state_dict: Mapping[str, Any], prefix: str
     ) -> tuple[dict[str, Tensor], Initializer | None] | None:
-        """Returns the saved rows and their initializer, or None if the state dict has none.
+        """Returns the saved rows and their initializer, or None if the state dict has no rows.
 
         Raises:
-            ValueError: if they are damaged or do not fit this table.
+            ValueError: if the saved rows are damaged or do not match this table.
         """
         saved = {
             name: numbers_of(state_dict[prefix + name])
@@ -285,7 +287,7 @@ class UnshardedTable(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A parameter loses its attributes when it is deep-copied, and cannot be pickled with the optimizers
-        # that apply_optimizer_in_backward puts on it: save what is needed to make it anew.
+        # that apply_optimizer_in_backward sets on it. So the state has the data to create it again.
         state = self.__dict__.copy()
         state["_parameters"] = {}
         state["_carried"] = {
@@ -303,6 +305,6 @@ class UnshardedTable(nn.Module):
         self._put_placeholder(**carried)
 
     def extra_repr(self) -> str:
-        """Returns the sizes and the number of rows in use, for printing the model."""
+        """Returns the sizes and the number of rows in use, for the printed model."""
         rows = 0 if self._table is None else self._table.num_rows
         return f"{self.config.num_embeddings}, {self.config.embedding_dim}, rows={rows}"

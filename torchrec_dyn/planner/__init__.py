@@ -1,8 +1,8 @@
-"""Planning with TorchRec's planner: true storage, measured load, and the balance of a plan.
+"""Planning with TorchRec's planner: exact storage, measured load, and the balance of a plan.
 
-The stock EmbeddingShardingPlanner plans dynamic collections without this room. `make_planner` is that planner
-with storage priced by the allocations of a DynamicTable; with `constraints_from` it plans a running model
-anew by the rows and lookups of its tables, and `load_by_rank` judges a plan.
+The stock EmbeddingShardingPlanner can plan dynamic collections without this room. `make_planner` returns
+this planner with storage priced by the allocations of a DynamicTable. With `constraints_from` it plans a
+running model again, from the measured rows and lookups of its tables. `load_by_rank` rates a plan.
 
 Imports `whole_model`, `distributed`, `modules`, `ranks`, `life`, `storage` and the ground. Start with
 `priced_planner`.

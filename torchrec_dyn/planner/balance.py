@@ -17,8 +17,9 @@ class PlanLoad:
     """The load of each rank under a plan.
 
     Attributes:
-        bytes: held by its shards.
-        lookups: rows looked up in its shards in a training forward; a column shard counts its part of a row.
+        bytes: bytes held by the shards of each rank.
+        lookups: rows looked up in the shards of each rank in one training forward; a lookup in a column
+            shard counts as the shard's part of a row.
     """
 
     bytes: tuple[float, ...]
@@ -26,17 +27,17 @@ class PlanLoad:
 
     @property
     def memory_imbalance(self) -> float:
-        """The fullest rank's bytes over the mean; 1 is even."""
+        """The bytes of the fullest rank divided by the mean; 1 is even."""
         return imbalance(self.bytes)
 
     @property
     def traffic_imbalance(self) -> float:
-        """The busiest rank's lookups over the mean; 1 is even."""
+        """The lookups of the busiest rank divided by the mean; 1 is even."""
         return imbalance(self.lookups)
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """Returns the largest over the mean, 1 where there is no load."""
+    """Returns the largest load divided by the mean; 1 if there is no load."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
 
@@ -46,16 +47,16 @@ def load_by_rank(
 ) -> PlanLoad:
     """Returns the load of each rank under a plan, from measured stats.
 
-    Bytes are those that the tables hold now, spread as the plan cuts rows and columns. The id maps, of which
-    each column shard has its own, are counted as many times as now.
+    The present bytes of each table are divided among its shards in proportion to their rows and columns.
+    Each column shard has its own id map; the number of id maps is taken as at present, not as in the plan.
 
     Args:
-        plan: one to judge, or a model's own, `model.plan`. Tables that `stats` lacks are left out.
-        stats: by table name, of `read_model_stats`.
+        plan: any plan, or the present plan of a model, `model.plan`. Tables without stats are ignored.
+        stats: stats by table name, from `read_model_stats`.
         ranks: number of ranks of the plan.
 
     Raises:
-        ValueError: if the plan names another rank, or a table's stats are incomplete.
+        ValueError: if the plan uses a rank outside of [0, ranks), or a table's stats are incomplete.
     """
     held, lookups = [0.0] * ranks, [0.0] * ranks
     for of_module in plan.plan.values():
@@ -75,11 +76,12 @@ def load_by_rank(
 
 
 def _shares(sharding: ParameterSharding) -> list[tuple[int, float]]:
-    """Returns the rank of each shard of a table and the part of the whole table in it."""
+    """Returns the rank of each shard of a table, and the shard's part of the whole table."""
     shards = sharding.sharding_spec.shards
     columns = [(shard.shard_offsets[1], shard.shard_sizes[1]) for shard in shards]
     whole = sum(width for _, width in set(columns))
-    # Ids are spread by their hash over all ranks that share the rows, whatever rows the plan says.
+    # Ids are distributed by their mixed id over all ranks that share the rows; row ranges of the plan have no
+    # effect.
     return [
         (shard.placement.rank(), piece[1] / whole / columns.count(piece))
         for shard, piece in zip(shards, columns, strict=True)
@@ -87,15 +89,15 @@ def _shares(sharding: ParameterSharding) -> list[tuple[int, float]]:
 
 
 class EvenLoad(PerfModel):
-    """Rates a plan by its slowest rank, and worse the fuller its fullest rank is against the mean.
+    """A rating of plans by the time of the slowest rank and by the imbalance of memory.
 
-    TorchRec's own model counts time alone: it rates all spreads of equally busy tables the same, however
-    their sizes differ.
+    TorchRec's own model uses time only: it rates all placements of equally busy tables the same, even if
+    the tables have different sizes.
 
     Args:
         topology: the devices.
-        memory_weight: the exponent of the fullest rank's share of the mean. 0 is TorchRec's model; with
-            1 a plan twice as uneven in memory must be twice as fast.
+        memory_weight: exponent of the memory imbalance, the fullest rank divided by the mean. 0 is TorchRec's
+            model. With 1, a plan with twice the imbalance has the same rating if it is twice as fast.
 
     Raises:
         ValueError: if the weight is negative.
@@ -108,7 +110,7 @@ class EvenLoad(PerfModel):
         self._memory_weight = memory_weight
 
     def rate(self, plan: list[ShardingOption]) -> float:
-        """Returns milliseconds of the slowest rank, times the weighted imbalance of memory."""
+        """Returns the milliseconds of the slowest rank, multiplied by the weighted imbalance of memory."""
         milliseconds, held = [0.0] * self._ranks, [0.0] * self._ranks
         for option in plan:
             for shard in option.shards:

@@ -21,11 +21,11 @@ _NEEDED = ("rows", "waiting", "ids_seen", "forwards", "features", "ranks")
 class MeasuredConstraints(ParameterConstraints):
     """TorchRec's constraints on a table, and its expected size.
 
-    The stock planner ignores the expected size; DynamicStorageEstimator prices it.
+    The stock planner ignores the expected size; DynamicStorageEstimator uses it.
 
     Attributes:
-        expected_rows: ids that will have a row, over all ranks; None: as many as the limit.
-        expected_counters: ids that will wait for admission, over all ranks; None: as many as may.
+        expected_rows: expected number of rows, over all ranks; None: the table's limit.
+        expected_counters: expected number of waiting ids, over all ranks; None: the maximum number.
     """
 
     expected_rows: int | None = None
@@ -42,11 +42,11 @@ def read_model_stats(model: nn.Module) -> dict[str, Stats]:
         model: a model with dynamic collections, or a collection; DistributedModelParallel or not.
 
     Returns:
-        By table name the stats of `torchrec_dyn.read_stats`, and `features`, the number of features that
-        read the table, and `ranks`, the number of ranks with batches.
+        For each table name the stats of `torchrec_dyn.read_stats`, with two more entries: `features`, the
+        number of features that read the table, and `ranks`, the number of ranks with batches.
 
     Raises:
-        ValueError: if the model has no dynamic collection, or two tables with one name.
+        ValueError: if the model has no dynamic collection, or two tables have the same name.
     """
     found: dict[str, Stats] = {}
     for _, module in collections_of(model, "read_model_stats"):
@@ -55,7 +55,7 @@ def read_model_stats(model: nn.Module) -> dict[str, Stats]:
             if name in found:
                 raise ValueError(
                     f"read_model_stats: expected tables of different names, got two named '{name}'. "
-                    "Ask for the collections one by one."
+                    "Pass each collection separately."
                 )
             found[name] = read_stats(module, name) | {"features": count, "ranks": ranks}
     return found
@@ -67,22 +67,22 @@ def constraints_from(
     growth: float = 1.5,
     constraints: Mapping[str, ParameterConstraints] | None = None,
 ) -> dict[str, ParameterConstraints]:
-    """Makes constraints from measured stats, so that a plan weighs tables by their true load.
+    """Returns constraints from measured stats, so that a plan uses the real load of each table.
 
-    A table's ids per sample become its `pooling_factors`; they are counted per table, so all its features
-    get the same. Its rows, and its ids that wait for admission, times `growth` become the numbers that
-    `make_planner` prices, up to the table's limit.
+    The number of ids per sample of a table becomes its `pooling_factors`. Ids are counted per table, so all
+    features of a table get the same factor. The rows and the waiting ids of a table, multiplied by `growth`,
+    become the expected numbers that `make_planner` uses, up to the table's limit.
 
     Args:
-        stats: by table name, of `read_model_stats`.
-        batch_size: samples per rank and forward while they were counted.
+        stats: stats by table name, from `read_model_stats`.
+        batch_size: samples per rank and forward while the stats were counted.
         growth: rows to plan for, as a multiple of the present rows.
-        constraints: yours, by table name. All their other fields are kept; their `num_poolings` and
-            `batch_sizes` enter the pooling factors. Constraints on tables that `stats` lacks do not change.
+        constraints: the user's constraints by table name. All other fields are kept; `num_poolings` and
+            `batch_sizes` are used for the pooling factors. Constraints on tables without stats do not change.
 
     Raises:
-        ValueError: if an argument is out of its range, stats are missing, or a table has not trained
-            since it was made.
+        ValueError: if an argument is out of its range, stats are missing, or a table has not been trained
+            since it was created.
     """
     if not batch_size >= 1:
         raise ValueError(f"constraints_from.batch_size: expected 1 or more, got {batch_size}.")
@@ -103,9 +103,9 @@ def check_stats(where: str, name: str, stats: Mapping[str, int | float]) -> None
     """Raises ValueError unless a table's stats are complete and count at least one training forward.
 
     Args:
-        where: the call, for messages.
-        name: of the table.
-        stats: of the table.
+        where: name of the calling function for error messages.
+        name: name of the table.
+        stats: stats of the table.
     """
     if missing := [one for one in _NEEDED if one not in stats]:
         raise ValueError(
@@ -114,7 +114,7 @@ def check_stats(where: str, name: str, stats: Mapping[str, int | float]) -> None
         )
     if stats["forwards"] < 1:
         raise ValueError(
-            f"{where}.stats['{name}']: expected a table that has trained since it was made, got "
+            f"{where}.stats['{name}']: expected a table that was trained since its creation, got "
             "0 forwards. Train some batches first; leave out a table that is frozen or unused."
         )
 
@@ -140,12 +140,12 @@ def _measured(
             f"constraints_from.constraints['{name}']: expected num_poolings and batch_sizes for each of "
             f"{features} features, got {len(poolings)} and {len(batch_sizes)}."
         )
-    # The planner sums the products of these three: that must be the ids of one rank in a forward.
+    # The planner sums the products of these three factors. The sum must be the ids of one rank in a forward.
     bags = sum(count * size for count, size in zip(poolings, batch_sizes, strict=True))
     if not bags > 0:
         raise ValueError(
-            f"constraints_from.constraints['{name}']: expected num_poolings and batch_sizes of some bags, "
-            f"got {poolings} and {batch_sizes}."
+            f"constraints_from.constraints['{name}']: expected num_poolings and batch_sizes with at least "
+            f"one product above 0, got {poolings} and {batch_sizes}."
         )
     ids_a_bag = lookups_per_forward(stats) / stats["ranks"] / bags
     return MeasuredConstraints(
@@ -161,5 +161,5 @@ def _features_and_ranks(collection: Collection) -> tuple[dict[str, int], int]:
         configs = [table.config for table in collection.unsharded_lookup.tables]
         return {config.name: len(config.feature_names) for config in configs}, 1
     features = {name: len(collection.table(name).features) for name in table_names(collection)}
-    # Under 2D parallelism the ranks of one copy: only their batches reach it.
+    # With 2D parallelism, the ranks of one copy of the tables: only their batches read this copy.
     return features, collection._env.world_size

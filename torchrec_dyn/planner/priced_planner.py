@@ -1,4 +1,4 @@
-"""TorchRec's planner, with storage priced by what dynamic tables allocate."""
+"""TorchRec's planner, with storage priced by the allocations of dynamic tables."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def make_planner(
     expected_rows: Mapping[str, int] | None = None,
     **options: Any,
 ) -> EmbeddingShardingPlanner:
-    """Makes TorchRec's planner, with storage priced by DynamicStorageEstimator.
+    """Returns TorchRec's planner, with storage priced by DynamicStorageEstimator.
 
-    Plans are rated by their slowest rank, as in TorchRec; where constraints were measured
-    (`constraints_from`) also by their fullest one, see EvenLoad.
+    Plans are rated by their slowest rank, as in TorchRec. With measured constraints (`constraints_from`)
+    they are also rated by their fullest rank, see EvenLoad.
 
     Args:
         topology: the devices.
         batch_size: samples per rank.
-        constraints: by table name. GRID is offered only where a table's constraints name it.
-        expected_rows: by table name, see DynamicStorageEstimator.
-        **options: all other arguments of EmbeddingShardingPlanner, except `enumerator`.
+        constraints: constraints by table name. GRID is offered only for tables whose constraints name it.
+        expected_rows: expected rows by table name, see DynamicStorageEstimator.
+        **options: other arguments of EmbeddingShardingPlanner, except `enumerator`.
     """
     by_table = None if constraints is None else dict(constraints)
     if any(isinstance(one, MeasuredConstraints) for one in (by_table or {}).values()):

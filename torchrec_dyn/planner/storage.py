@@ -1,8 +1,8 @@
 """The bytes of a shard of a dynamic table, for TorchRec's planner.
 
-TorchRec's own estimator prices a table as one plain weight tensor: without id map, without scores and
-counters, and without optimizer state unless `apply_optimizer_in_backward` chose the optimizer.
-`DynamicStorageEstimator` counts what a DynamicTable allocates.
+TorchRec's own estimator prices a table as one plain weight tensor: without id map, scores and counters, and
+without optimizer state unless `apply_optimizer_in_backward` set the optimizer. `DynamicStorageEstimator`
+counts the allocations of a DynamicTable.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ def table_bytes(
     has_life: bool = False,
     counters: int = 0,
 ) -> int:
-    """Bounds the bytes that a DynamicTable holds once `rows` ids have a row.
+    """Returns an upper bound of the bytes of a DynamicTable with `rows` rows.
 
-    On the CPU the weights and the optimizer state are exact, since memory is committed as rows are
-    first touched; elsewhere whole blocks of rows count. The id map counts at its largest for that
-    many ids, while it grows too: 2 / MAX_LOAD slots a row while it is small, 1.25 / MAX_LOAD later; so
-    does the map of counters. Left out: withheld rows, counters above their limit before a batch's surplus
-    is dropped, and the lists of rows to evict next.
+    On the CPU the weights and the optimizer state are exact, because memory is committed when a row is
+    first written. On other devices whole blocks of rows are counted. The id map is counted with its largest
+    size up to this number of ids, growth included: 2 / MAX_LOAD slots per row while it is small,
+    1.25 / MAX_LOAD later. The map of counters is counted in the same way. Not included: withheld rows,
+    counters above their limit before the surplus of a batch is dropped, and the lists of rows to evict next.
 
     Args:
-        rows: ids that have a row.
-        columns: width of a row here.
-        dtype: of the rows.
-        optimizer: the rule by which rows learn.
+        rows: number of ids with a row.
+        columns: columns of a row in this shard.
+        dtype: dtype of the rows.
+        optimizer: optimizer of the rows.
         device_type: "cpu" or "cuda".
-        limit: the table's row limit, which decides its blocks; None: `rows`.
-        has_life: whether any policy is set, so that each row has a score.
-        counters: most ids that wait for admission here.
+        limit: the table's row limit, which decides the size of its blocks; None: `rows`.
+        has_life: True if any policy is set, so that each row has a score.
+        counters: maximum number of waiting ids in this shard.
     """
     row_bytes = columns * dtype.itemsize + optimizer.state_bytes(columns)
     row_bytes += SCORE_BYTES if has_life else 0
@@ -78,18 +78,18 @@ def table_bytes(
 
 
 def _held_rows(rows: int, shift: int, device_type: str) -> int:
-    """Returns the rows whose memory is committed once `rows` of blocks of 2^shift are in use."""
+    """Returns the rows with committed memory if `rows` rows in blocks of 2^shift rows are in use."""
     return rows if device_type == "cpu" else -(-rows >> shift) << shift
 
 
 class _Share(NamedTuple):
-    """The most that one shard of a table holds.
+    """The maximum contents of one shard of a table.
 
     Attributes:
-        limit: its row limit.
-        rows: the number that it is priced with.
-        counters: ids that wait for admission.
-        has_life: whether any policy is set.
+        limit: row limit of the shard.
+        rows: number of rows for its price.
+        counters: number of waiting ids for its price.
+        has_life: True if any policy is set.
     """
 
     limit: int
@@ -99,24 +99,23 @@ class _Share(NamedTuple):
 
 
 class DynamicStorageEstimator(ShardEstimator):
-    """Estimates storage: dynamic tables by their allocations, other tables as TorchRec does.
+    """An estimator of storage: dynamic tables by their allocations, other tables as in TorchRec.
 
-    A shard of a dynamic table is priced full: id map, weights in the table's dtype and the state of
-    the optimizer that will train it, at this rank's row limit; with a policy the scores of the rows,
-    and with AdmitAfter the most counters. Each column shard has its own of all of these. The memory of
-    a batch (input and output of a step) stays TorchRec's estimate.
+    A shard of a dynamic table is priced as full: id map, weights in the table's dtype and optimizer state at
+    this rank's row limit; with a policy the scores of the rows, and with AdmitAfter the maximum number of
+    counters. Each column shard has its own id map, rows, scores and counters. The memory of a batch (input
+    and output of a step) is TorchRec's estimate.
 
     Args:
         topology: the devices.
-        constraints: by table name, as the planner has them. Those of `constraints_from` name the expected
-            rows and counters, which the table's limits bound.
-        pipeline_type: as for TorchRec's EmbeddingStorageEstimator.
-        run_embedding_at_peak_memory: as for TorchRec's EmbeddingStorageEstimator.
-        expected_rows: by table name, the ids that will have a row, over all ranks, where far fewer
-            than `num_embeddings` are expected: the limit reserves nothing, so a generous one need
-            not be paid for. Overrides the rows that constraints expect, not their counters: set
-            AdmitAfter(count, counters=...) beside a generous limit, since otherwise as many ids may
-            wait as the limit has rows.
+        constraints: the planner's constraints by table name. Constraints of `constraints_from` have expected
+            rows and counters; the limits of the table bound them.
+        pipeline_type: as in TorchRec's EmbeddingStorageEstimator.
+        run_embedding_at_peak_memory: as in TorchRec's EmbeddingStorageEstimator.
+        expected_rows: expected number of rows by table name, over all ranks. Use it for tables with far fewer
+            rows than `num_embeddings`: the limit reserves no memory, so it need not be priced. It
+            replaces the expected rows of the constraints, not their counters. With a high limit also set
+            AdmitAfter(count, counters=...), because the default for `counters` is the limit.
 
     Raises:
         ValueError: if an expected number of rows is below 1; in `estimate`, if it is above the
@@ -140,7 +139,7 @@ class DynamicStorageEstimator(ShardEstimator):
                     f"DynamicStorageEstimator.expected_rows['{name}']: expected at least 1, "
                     f"got {rows}. Leave the table out to price it full."
                 )
-        # The second leaves out the memory of a batch: their difference is that memory.
+        # The second estimator excludes the memory of a batch. So the difference of both is that memory.
         self._whole, self._table_only = (
             EmbeddingStorageEstimator(
                 topology,
@@ -183,11 +182,11 @@ class DynamicStorageEstimator(ShardEstimator):
             shard.storage = table + batch_storage
 
     def _share_of_a_shard(self, option: ShardingOption) -> _Share:
-        """Returns the most that a shard of this option holds."""
+        """Returns the maximum contents of a shard of this option."""
         limit = option.tensor.shape[0]
         rows, waiting = self._expected(option.name, limit)
-        # TorchRec splits num_embeddings evenly among the ranks that share rows; our limit is higher,
-        # since ids never split evenly.
+        # TorchRec splits num_embeddings evenly among the ranks that share rows. The limit of a rank is
+        # higher, because ids never split evenly.
         first_column = option.shards[0].offset[1]
         sharers = sum(shard.offset[1] == first_column for shard in option.shards)
         config = _collection(option).dynamic_configs()[option.name]
@@ -198,12 +197,12 @@ class DynamicStorageEstimator(ShardEstimator):
         return _Share(limit_here, row_limit(rows, sharers), counters, config.has_life)
 
     def _expected(self, name: str, limit: int) -> tuple[int, int | None]:
-        """Returns the expected rows of a table, and the ids expected to wait; None: unknown."""
+        """Returns the expected rows of a table, and the expected waiting ids (None: unknown)."""
         measured = self._constraints.get(name)
         rows = waiting = None
         if isinstance(measured, MeasuredConstraints):
             rows, waiting = measured.expected_rows, measured.expected_counters
-        # Measured rows times growth may exceed the limit; the table will not.
+        # Measured rows times growth may exceed the limit; the rows of the table cannot.
         expected = self._expected_rows.get(name, limit if rows is None else min(rows, limit))
         if expected > limit:
             raise ValueError(
@@ -218,10 +217,10 @@ class DynamicStorageEstimator(ShardEstimator):
         fused_params: Mapping[str, Any],
         sharder_data_map: SharderDataMap,
     ) -> list[Storage]:
-        """Returns TorchRec's estimate for input and output of a step, shard by shard."""
+        """Returns TorchRec's estimate for the input and output of a step, for each shard."""
         stand_in = ShardingOption(
             name=option.name,
-            # Without optimizer, so that both estimates count the same table.
+            # A tensor without optimizer, so that both estimates count the same table.
             tensor=torch.empty(option.tensor.shape, dtype=option.tensor.dtype, device="meta"),
             module=option.module,
             input_lengths=option.input_lengths,
@@ -229,7 +228,7 @@ class DynamicStorageEstimator(ShardEstimator):
             sharding_type=option.sharding_type,
             partition_by=option.partition_by,
             compute_kernel=option.compute_kernel,
-            # One row: TorchRec takes a shard without rows for one without a batch, ours gets ids.
+            # One row, because TorchRec assumes no batch for a shard without rows, but this shard gets ids.
             shards=[Shard(size=[1, one.size[1]], offset=one.offset) for one in option.shards],
             is_pooled=option.is_pooled,
             output_dtype=option.output_dtype

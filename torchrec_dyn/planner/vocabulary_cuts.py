@@ -1,7 +1,7 @@
-"""Lays the vocabularies of several features end to end and cuts them into one equal piece a rank.
+"""Concatenates the vocabularies of several features and cuts them into one equal piece per rank.
 
-Rank r holds the rows [r * per, (r + 1) * per) of the line, per = sum(rows) // ranks, and the last rank also
-the remainder. A feature with a cut inside it has rows on both sides.
+Rank r holds the rows [r * per, (r + 1) * per) of the concatenation, per = sum(rows) // ranks. The last rank
+also holds the remainder. A feature with a cut inside it has rows on both sides of the cut.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class FairCuts:
     """The rows of each feature that each rank holds. No piece is empty.
 
     Attributes:
-        rows: of each feature.
-        features: of each rank, those with rows on it, in order.
-        offsets: of each rank, where the rows of each of its features begin there.
-        sizes: rows on each rank; the last one's may be up to ranks - 1 more than the others'.
-        cuts: of each feature, the rows before which it is cut; most have none.
+        rows: number of rows of each feature.
+        features: for each rank, the features with rows on it, in order.
+        offsets: for each rank and each of its features, the begin of the feature's rows on the rank.
+        sizes: number of rows on each rank; the last rank may have up to ranks - 1 rows more than the others.
+        cuts: for each feature, the rows before which it is cut; empty for most features.
     """
 
     rows: tuple[int, ...]
@@ -34,18 +34,20 @@ class FairCuts:
     cuts: tuple[tuple[int, ...], ...]
 
     def owners(self, features: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the ranks of rows and the places of the rows there.
+        """Returns the rank of each row, and the number of the row on its rank.
 
         Args:
-            features: int64 numbers of features, of a shape that broadcasts with the shape of `rows`.
+            features: int64 numbers of features, in a shape that broadcasts with the shape of `rows`.
             rows: int64 rows of these features.
 
         Returns:
-            ranks: int64, of the broadcast shape.
-            local: int64 rows on these ranks.
+            The pair (ranks, local).
+
+            - ranks: int64, in the broadcast shape.
+            - local: int64 row numbers on these ranks, in the broadcast shape.
 
         Raises:
-            ValueError: if there is no such feature, or it has no such row.
+            ValueError: if an argument is not int64, or a feature or row does not exist.
         """
         for name, numbers in (("features", features), ("rows", rows)):
             if numbers.dtype != torch.int64:
@@ -63,15 +65,17 @@ class FairCuts:
 
 
 def fair_cuts(rows: Sequence[int], ranks: int) -> FairCuts:
-    """Cuts vocabularies so that every rank holds the same number of rows, whatever their sizes.
+    """Returns cuts of vocabularies that put the same number of rows on every rank, for any vocabulary sizes.
+
+    The last rank also gets the remainder.
 
     Args:
-        rows: of each feature; a feature without rows is on no rank.
-        ranks: number of ranks that share them.
+        rows: number of rows of each feature; a feature without rows is on no rank.
+        ranks: number of ranks that share the rows.
 
     Raises:
-        ValueError: if `ranks` is below 1, a number of rows is negative, or there are fewer rows than ranks
-            or more than an int64 counts.
+        ValueError: if `ranks` is below 1, a number of rows is negative, or the number of all rows is below
+            `ranks` or above the int64 range.
     """
     _check(rows, ranks)
     ends = [0, *accumulate(rows)]
@@ -79,7 +83,7 @@ def fair_cuts(rows: Sequence[int], ranks: int) -> FairCuts:
     bounds = [*(per * rank for rank in range(ranks)), ends[-1]]
     features, offsets = [], []
     for low, high in pairwise(bounds):
-        # Half-open ranges meet in a row or not at all; a feature that ends where a rank begins is not on it.
+        # Ranges are half-open: a feature that ends where a rank begins is not on this rank.
         first = bisect_right(ends, low) - 1
         here = [f for f in range(first, len(rows)) if ends[f] < high and ends[f + 1] > ends[f]]
         features.append(tuple(here))

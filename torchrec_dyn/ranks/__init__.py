@@ -1,8 +1,8 @@
 """The parts of a table on each rank, and agreement between ranks.
 
-Imports the ground; TorchRec is known from here on. Start with `layout`: the traits of the sharding types,
-and where the rows and columns of each table are. `routing` computes the owner of an id, `agreement` turns
-an error of one rank into an error of all.
+Imports the ground; this is the lowest room that imports TorchRec. Start with `layout`: the traits of the
+sharding types, and the rows and columns of each table on each rank. `routing` computes the owner of an id,
+`agreement` raises an error of one rank on all ranks.
 """
 
 from torchrec_dyn.ranks.agreement import agree, gather_results, run_together

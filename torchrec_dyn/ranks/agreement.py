@@ -1,6 +1,6 @@
 """Agreement between ranks in a collective call: an error of one rank is raised on all.
 
-A rank that raised alone would leave the others waiting in the next collective.
+If one rank raised alone, the other ranks would wait in the next collective.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ def agree(
     """Waits until all ranks are at the same point of the same call. Collective.
 
     Args:
-        group: the ranks; None: there is one process, and it raises its own fault.
+        group: the ranks; None: there is one process, and its own fault is raised as it is.
         call: table and method, the same on every rank.
-        fault: why this rank cannot continue; None: it can.
-        value: for the other ranks, small and picklable.
+        fault: the error that stops this rank; None: no error.
+        value: a value for the other ranks, small and picklable.
 
     Returns:
         The value of each rank, by rank.
 
     Raises:
-        ValueError: on every rank if the fault of the lowest faulty rank is one, or if the
-            ranks are in different calls.
-        RuntimeError: on every rank if that fault is anything else.
+        ValueError: on every rank, if the fault of the lowest faulty rank is a ValueError, or if no rank has
+            a fault but the ranks are in different calls.
+        RuntimeError: on every rank, if the fault of the lowest faulty rank is any other exception.
     """
     if group is None:
         if fault is not None:
@@ -53,15 +53,18 @@ def agree(
 
 
 def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
-    """Does this rank's part of a call and gathers the results; raises as `agree` does. Collective.
+    """Runs this rank's part of a call and gathers the results of all ranks. Collective.
 
     Args:
         group: the ranks; None: there is one process.
-        call: the same on every rank.
+        call: table and method, the same on every rank.
         work: this rank's part; its result is small and picklable.
 
     Returns:
         The result of each rank, by rank.
+
+    Raises:
+        ValueError, RuntimeError: on every rank, if `work` fails on some rank; see `agree`.
     """
     fault: Exception | None = None
     done: Any = None
@@ -73,9 +76,9 @@ def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[]
 
 
 def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
-    """Does this rank's part of a call and returns its result, which is not sent; raises as `agree` does.
+    """Runs this rank's part of a call and returns its result, which is not sent. Collective.
 
-    Collective. Arguments as of `gather_results`.
+    The arguments and errors of `gather_results`.
     """
     done: list[T] = []
     gather_results(group, call, lambda: done.append(work()))

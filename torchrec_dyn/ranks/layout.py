@@ -1,4 +1,4 @@
-"""The sharding types, and where the pieces of a sharded table are, read from its plan.
+"""The sharding types, and the pieces of a sharded table on each rank, read from its plan.
 
 A plan is checked in full before anything is built: TorchRec would fail later, on some ranks only, or not
 at all.
@@ -29,12 +29,12 @@ _KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.CUSTOMIZE
 
 @dataclass(frozen=True)
 class ShardingTraits:
-    """Cuts of a table under a sharding type.
+    """The cuts of a table under a sharding type.
 
     Attributes:
-        cuts_columns: whether a table may be cut into several ranges of columns.
-        rows_over: the ranks that share the rows of one range of columns: one "rank" has them all, or the
-            ranks of one "node", or all ranks of the "world".
+        cuts_columns: True if a table may be cut into several ranges of columns.
+        rows_over: the ranks that share the rows of one range of columns: one "rank" has all rows, or the
+            ranks of one "node" share them, or all ranks of the "world".
     """
 
     cuts_columns: bool
@@ -49,18 +49,18 @@ SHARDING_TRAITS: Mapping[str, ShardingTraits] = {
     ShardingType.TABLE_ROW_WISE.value: ShardingTraits(False, "node"),
     ShardingType.GRID_SHARD.value: ShardingTraits(True, "node"),
 }
-# Under these types ids are routed by range of the mixed id (routing.py).
+# The sharding types that route ids by range of the mixed id (routing.py).
 SPREAD_SHARDINGS = [name for name, traits in SHARDING_TRAITS.items() if traits.rows_over != "rank"]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of columns; one rank or several have its rows.
+    """A range of columns of a table, with the ranks that share its rows.
 
     Attributes:
-        first_column: where the range begins.
-        columns: its width.
-        ranks: the ranks that share its rows, in the order of their ranges of mixed ids.
+        first_column: first column of the range.
+        columns: number of columns.
+        ranks: one or more ranks that share the rows, in the order of their ranges of mixed ids.
     """
 
     first_column: int
@@ -73,8 +73,8 @@ class TableLayout:
     """The pieces of one table and their ranks.
 
     Attributes:
-        pieces: in column order, without gap or overlap.
-        rows_are_spread: whether ids are routed by range of the mixed id.
+        pieces: the pieces in column order, without gap or overlap.
+        rows_are_spread: True if ids are routed by range of the mixed id.
     """
 
     pieces: tuple[Piece, ...]
@@ -87,21 +87,25 @@ class TableLayout:
 
 
 def node_size(env: ShardingEnv) -> int:
-    """Returns the number of ranks of a node, as TorchRec counts them."""
+    """Returns the number of ranks of a node, as TorchRec computes it."""
     if isinstance(env, ShardingEnv2D):
         return env.node_group_size or get_local_size(env.world_size)
     return get_topology_group_world_size(env.world_size)
 
 
 def checked_plan(plan: Mapping[str, ParameterSharding], where: str) -> dict[str, ParameterSharding]:
-    """Returns a copy of the plan with the compute kernel that TorchRec leaves to its plugins."""
+    """Returns a copy of the plan with the compute kernel that TorchRec reserves for plugins.
+
+    Raises:
+        ValueError: if the plan has another compute kernel than "fused" or that one.
+    """
     checked = {}
     for table, sharding in plan.items():
         if sharding.compute_kernel not in _KERNELS:
             raise ValueError(
                 f"{where}(table='{table}'): expected compute kernel 'fused', "
                 f"got '{sharding.compute_kernel}'. "
-                "In a plan made by hand, name it: row_wise(compute_kernel='fused')."
+                "In a plan written by hand, set it: row_wise(compute_kernel='fused')."
             )
         checked[table] = copy.copy(sharding)
         checked[table].compute_kernel = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
@@ -115,7 +119,7 @@ def table_layouts(
     sharding_types: Sequence[str],
     where: str,
 ) -> dict[str, TableLayout]:
-    """Reads the layout of every table of a collection from its plan.
+    """Returns the layout of every table of a collection, by name, as its plan defines it.
 
     Args:
         configs: the collection's tables.
@@ -125,7 +129,7 @@ def table_layouts(
         where: the collection, for messages.
 
     Raises:
-        ValueError: if a table is missing from the plan or cannot be sharded as it says.
+        ValueError: if a table is missing from the plan or cannot be sharded as the plan defines.
     """
     missing = [config.name for config in configs if config.name not in plan]
     if missing:
@@ -196,7 +200,7 @@ def _shards_and_ranks(
     if outside:
         raise ValueError(
             f"{where}: expected ranks from 0 to {world_size - 1}, got {outside}. "
-            "Plan for the world that runs."
+            "Make the plan for the ranks of this run."
         )
     for shard in spec.shards:
         if len(shard.shard_offsets) != 2 or len(shard.shard_sizes) != 2:
@@ -205,11 +209,11 @@ def _shards_and_ranks(
 
 
 def _check_ranges(ranges: list[tuple[int, int]], total: int, what: str, where: str) -> None:
-    """Raises if the (begin, size) ranges do not cover 0 to total once."""
+    """Raises ValueError if the (begin, size) ranges do not cover 0 to total exactly once."""
     end = 0
     for begin, size in sorted(ranges):
         fault = "a gap" if begin > end else "an overlap" if begin < end else ""
-        # TorchRec's planner leaves ranks without rows where there are fewer rows than ranks.
+        # If there are fewer rows than ranks, TorchRec's planner assigns no rows to some ranks.
         if size < 0 or (size == 0 and what == "columns"):
             fault = "an empty shard"
         if fault and not (what == "rows" and size == 0):
@@ -223,15 +227,15 @@ def _check_ranges(ranges: list[tuple[int, int]], total: int, what: str, where: s
 
 
 def _check_row_ranks(ranks: list[int], kind: str, env: ShardingEnv, where: str) -> None:
-    """Raises if TorchRec will use other ranks for the row shards than the plan says."""
+    """Raises ValueError if TorchRec would use other ranks for the row shards than the plan."""
     two_dimensional = isinstance(env, ShardingEnv2D)
     rows_over = SHARDING_TRAITS[kind].rows_over
     if rows_over == "world":
         if two_dimensional:
-            right = len(ranks) == env.world_size
+            is_valid = len(ranks) == env.world_size
         else:
-            right = sorted(ranks) == list(range(env.world_size))
-        if not right:
+            is_valid = sorted(ranks) == list(range(env.world_size))
+        if not is_valid:
             raise ValueError(
                 f"{where}: expected one row shard on each of {env.world_size} ranks under "
                 f"{kind}, got ranks {ranks}."

@@ -1,8 +1,9 @@
 """Row-wise routing: the owner of an id among the ranks that share a table's rows, and the row limit of each.
 
 Each of S ranks owns one contiguous range of the mixed ids. With B = (2**64 - 1) // S the owner of an id is
-`mix64(id) // B` (unsigned); the at most S mixed ids from B*S on go to `mixed % S`. FBGEMM's bucketize op
-computes exactly this from a block size of B, so ids are mixed before it (sharding/input_dists.py).
+`mix64(id) // B` (unsigned). The owner of the last mixed ids, from B*S on (at most S ids), is `mixed % S`.
+FBGEMM's bucketize op computes exactly this from a block size of B, so ids are mixed before the op
+(sharding/input_dists.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torchrec_dyn.policies import AdmitAfter
 def ids_per_rank(ranks: int) -> int:
     """Returns the number of mixed ids that each of `ranks` ranks owns; 0 stands for all 2**64.
 
-    FBGEMM reads 0 as "owner is id % ranks": of one rank, always that rank.
+    FBGEMM reads 0 as "owner is id % ranks": with one rank, this is always that rank.
     """
     return 0 if ranks == 1 else (2**64 - 1) // ranks
 
@@ -31,8 +32,8 @@ def ids_per_rank(ranks: int) -> int:
 def row_limit(num_embeddings: int, ranks: int) -> int:
     """Returns the row limit of one of `ranks` ranks that share `num_embeddings` rows.
 
-    Ids never split evenly: the count on a rank is binomial with standard deviation below
-    sqrt(N/S), so eight of them are left as room.
+    Ids do not split evenly: the number of ids on a rank is binomial, with a standard deviation below
+    sqrt(N/S). The limit is N/S plus eight times sqrt(N/S), and at most N.
     """
     share = num_embeddings / ranks
     if ranks == 1:
@@ -50,7 +51,7 @@ def config_of_share(config: DynamicTableConfig, ranks: int) -> DynamicTableConfi
 
 
 def owners(ids: Tensor, ranks: int) -> Tensor:
-    """Returns the owner of each id, computed by the very op that routes batches.
+    """Returns the owner of each id, computed by the op that routes batches.
 
     Args:
         ids: [N] int64.

@@ -1,9 +1,9 @@
-"""The sharding types: the ways of a batch to its rows and back.
+"""The sharding types: how ids are sent to their rows, and how outputs are sent back.
 
-Imports `modules`, `ranks`, `lookup`, `table` and the ground. Start with `pooled` and `sequence`: a class
-for each sharding type of TorchRec, put together from `input_dists`, `grouped_lookups` and `output_dists`.
-Column shards are stitched in `output_order`. A new sharding type gets a line in `SHARDING_TRAITS` of
-`ranks` too; all other code reads that table.
+Imports `modules`, `ranks`, `lookup`, `table` and the ground. Start with `pooled` and `sequence`: they have a
+class for each sharding type of TorchRec, composed of `input_dists`, `grouped_lookups` and `output_dists`.
+`output_order` stitches column shards. A new sharding type also needs a line in `SHARDING_TRAITS` of
+`ranks`; all other code reads that table.
 
 All-to-alls, awaitables and contexts are TorchRec's.
 """

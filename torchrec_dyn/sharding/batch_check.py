@@ -1,4 +1,4 @@
-"""Checks each batch of a sharded collection before it is sent anywhere."""
+"""Checks each batch of a sharded collection before it is sent."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torchrec_dyn.modules import checked_features
 class BatchCheck:
     """Checks batches and puts their features in the order of the first batch.
 
-    TorchRec computes positions of features from the first batch and uses them for all.
+    TorchRec computes the positions of features from the first batch and uses them for all batches.
 
     Args:
         features: the collection's features.
-        weighted: whether bags carry weights.
-        pooled: whether outputs are one row per example.
+        weighted: True if bags have weights.
+        pooled: True if outputs are one row per example.
         where: the collection, for messages.
 
     Attributes:
-        needs_weights: whether a batch of weighted bags must have weights; False where feature processors
+        needs_weights: True if a batch of weighted bags must have weights; False if feature processors
             compute them later.
     """
 
@@ -41,14 +41,14 @@ class BatchCheck:
         """Checks a batch.
 
         Args:
-            features: as the user passed it; further features are fine.
+            features: the user's batch; it may have further features.
 
         Returns:
             The batch with its keys in the order of the first batch.
 
         Raises:
-            ValueError: if a feature is missing, the tensors do not fit each other, or weights require a
-                gradient, which cannot be sent back to them.
+            ValueError: if a feature is missing, the tensors do not match each other, or weights require
+                a gradient: TorchRec's all-to-all of ids and weights has no backward.
         """
         features = maybe_td_to_kjt(features, self._features)
         keys = features.keys()
@@ -64,7 +64,7 @@ class BatchCheck:
         varies = self._pooled and features.variable_stride_per_key()
         if varies and features.inverse_indices_or_none() is None:
             raise ValueError(
-                f"{self.where}: expected inverse_indices with bags that vary by feature, "
+                f"{self.where}: expected inverse_indices where the number of bags varies by feature, "
                 f"{features.stride_per_key()}, got none. Pass them in the KeyedJaggedTensor."
             )
         features = _contiguous(features)
@@ -74,15 +74,15 @@ class BatchCheck:
             self._first_keys = list(keys)
             return features
         position = {key: i for i, key in enumerate(keys)}
-        # A feature of no table may be missing: the first one takes its position and is not read there.
+        # A feature that no table reads may be missing. Then feature 0 fills its position, which is not read.
         return features.permute([position.get(key, 0) for key in self._first_keys])
 
     def _check_weights_need_no_gradient(self, weights: Tensor) -> None:
         if weights.requires_grad:
             raise ValueError(
-                f"{self.where}: expected weights that ask for no gradient, got requires_grad=True. "
-                "TorchRec's all-to-all of ids and weights has no backward: detach them. Feature processors "
-                "are sharded with DynamicFeatureProcessedEmbeddingBagCollectionSharder."
+                f"{self.where}: expected weights that require no gradient, got requires_grad=True. "
+                "TorchRec's all-to-all of ids and weights has no backward: detach the weights. To train "
+                "feature processors, use DynamicFeatureProcessedEmbeddingBagCollectionSharder."
             )
 
     def _check_names(self, keys: Sequence[str]) -> None:
@@ -92,7 +92,7 @@ class BatchCheck:
 
 
 def _contiguous(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Makes the tensors of a batch contiguous: not every backend sends e.g. a column of a matrix."""
+    """Returns a batch of contiguous tensors: some backends cannot send e.g. a column of a matrix."""
     parts = (features.values(), features.lengths(), features.weights_or_none())
     if all(part is None or part.is_contiguous() for part in parts):
         return features

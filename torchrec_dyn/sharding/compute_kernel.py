@@ -1,4 +1,4 @@
-"""The compute kernel: one TorchRec table group served by one `TableGroup`, hence one op call."""
+"""The compute kernel: it serves one TorchRec table group by one `TableGroup`, hence by one op call."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ OPTIONS_KEY = "torchrec_dyn"
 
 @dataclass(frozen=True)
 class TableOptions:
-    """Options of a table that TorchRec's config has no field for.
+    """Options of a table for which TorchRec's config has no field.
 
     Attributes:
         config: the user's options.
         row_limit: most rows that one rank may hold.
-        ids_are_mixed: whether ids arrive as mixed ids, because rows are spread over ranks.
-        is_frozen: whether training starts by reading the table as evaluation does.
+        ids_are_mixed: True if ids arrive as mixed ids, because rows are spread over ranks.
+        is_frozen: True if the table starts frozen.
     """
 
     config: DynamicTableConfig
@@ -45,8 +45,8 @@ class TableOptions:
 class KernelOptions:
     """The options of all tables of a collection, as one value of `fused_params`.
 
-    TorchRec groups tables by equal fused_params and copies them deeply. One object for
-    all tables, equal only to itself and never copied, keeps the groups whole.
+    TorchRec groups tables by equal fused_params, and copies these deeply. One object for all tables, which
+    equals only itself and is never copied, does not split the groups.
 
     Args:
         tables: options by table name.
@@ -86,18 +86,18 @@ def _make_table(
 class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
     """Looks up one table group, pooled or as sequences, and owns its optimizer.
 
-    Holds no `nn.Parameter`: DDP must not see the rows.
+    It has no `nn.Parameter`: DDP must not see the rows.
 
     Args:
         config: TorchRec's table group; its fused_params hold a `KernelOptions`.
-        device: where the rows live.
+        device: device of the rows.
 
     Attributes:
-        tables: of the group, in its order.
-        ids_are_mixed: whether ids arrive as mixed ids.
-        ids_are_sent_once: whether a rank sends an id once a table; weights, if any, are then counts.
-        bags_of_ranks: sender layout of the next batch: `bags_of_ranks[r]` bags of each feature came from
-            rank r, in the order of the batch. Not used where bags vary by feature.
+        tables: tables of the group, in its order.
+        ids_are_mixed: True if ids arrive as mixed ids.
+        ids_are_sent_once: True if a rank sends each id once per table; weights, if any, are then counts.
+        bags_of_ranks: sender layout of the next batch: the number of bags of each feature from each sender,
+            in the order of the batch. Not used if the number of bags varies by feature.
     """
 
     def __init__(self, config: GroupedEmbeddingConfig, device: torch.device | None) -> None:
@@ -116,7 +116,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         self.bags_of_ranks: Sequence[int] = ()
         pooling: Any = config.pooling.name.lower()
         if pooling == "mean" and self.ids_are_mixed:
-            pooling = "sum"  # of the rows here; divided after the output dist (mean_pooling.py)
+            pooling = "sum"  # of this rank's rows; divided after the output dist (mean_pooling.py)
         self._group = TableGroup(
             self.tables,
             [shard.num_features() for shard in shards],
@@ -136,11 +136,11 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
 
     @property
     def group(self) -> TableGroup:
-        """Our table group."""
+        """The `TableGroup` that looks up the tables."""
         return self._group
 
     def replace_shards(self, shards: Sequence[DynamicTable]) -> None:
-        """Replaces its still empty shards of the same tables and columns by these."""
+        """Puts `shards` in place of this kernel's empty shards of the same tables and columns."""
         found = {(shard.name, shard.first_column): shard for shard in shards}
         self.tables = [found.get((table.name, table.first_column), table) for table in self.tables]
         self._group.tables = list(self.tables)
@@ -162,8 +162,8 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             features: N ids in F features, in the order of the group's tables.
 
         Returns:
-            [B, sum of columns] pooled; [N, columns] for sequences; with a batch size per
-            feature 1-D, rank by rank and feature by feature.
+            Pooled: [B, sum of columns], or with a batch size per feature one dimension, rank by rank and
+            feature by feature. Sequences: [N, columns].
 
         Raises:
             ValueError: if the collection is weighted and the features have no weights.
@@ -181,19 +181,20 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             weights,
             training=self.training,
             batch_sizes=features.stride_per_key_per_rank() if varies else None,
-            # TorchRec computed them for the all-to-all. Each rank checked the lengths it sent.
+            # TorchRec computed the counts for the all-to-all. Each rank checked the lengths that it sent.
             counts=features.length_per_key(),
             senders=self._senders(features) if self.training and self._asks_for_senders else None,
             times=self._times(features) if self.training else None,
         )
         if self.training and torch.is_grad_enabled() and not output.requires_grad:
-            # All tables here are frozen; on another rank some may learn, and backward is collective.
-            # The copy is no leaf: of a single rank it is the output, which users may write into.
+            # All tables of this kernel are frozen, but another rank may train tables, and backward is
+            # collective. With one rank this tensor is the user's output; the clone is not a leaf, so users
+            # may write into it in place.
             output = output.requires_grad_().clone()
         return output
 
     def _times(self, features: KeyedJaggedTensor) -> Tensor | None:
-        """Returns the occurrences of each id on its rank, [N] int64; None where they are not counted."""
+        """Returns each id's occurrences in its sender's batch, [N] int64; None if all are 1 or not used."""
         has_counts = self.ids_are_sent_once and self._group.has_life
         return counts_of(features.weights()) if has_counts else None
 
@@ -205,18 +206,18 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         return Senders(bags, len(bags[0]) if get_gradient_division() else 1)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """Inserts rows for unseen ids now, so that the next forward only finds them."""
+        """Inserts rows for unseen ids now, so that the next forward finds them."""
         if self.training:
-            # One offset per feature serves every batch layout: only the ids count.
+            # One offset per feature is enough: only the table of an id matters, not its bag.
             offsets = torch.tensor(features.offset_per_key(), device=features.device())
             self._group.prefetch(self._ids(features), offsets)
 
     def _ids(self, features: KeyedJaggedTensor) -> Tensor:
-        """Returns the ids as the user wrote them, [N] int64."""
+        """Returns the user's ids, unmixed, [N] int64."""
         return ops.unmix64(features.values()) if self.ids_are_mixed else features.values()
 
-    # Methods that TorchRec's lookups and collections call on any kernel. Rows are in no state dict that
-    # TorchRec makes, and nothing waits in a cache.
+    # Methods that TorchRec's lookups and collections call on any kernel. State dicts of the kernel contain no
+    # rows, and there is no cache of rows.
 
     def state_dict(
         self,
@@ -228,11 +229,11 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         return destination if destination is not None else {}
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields nothing: rows are no parameters."""
+        """Yields nothing: rows are not parameters."""
         yield from ()
 
     def flush(self) -> None:
-        """Does nothing: updates are written at once."""
+        """Does nothing: rows are written immediately."""
 
     def purge(self) -> None:
-        """Does nothing: no cache holds rows."""
+        """Does nothing: there is no cache of rows."""

@@ -1,4 +1,4 @@
-"""The lookups of one sharding type on one rank: TorchRec's, over our kernels."""
+"""The lookups of one sharding type on one rank: TorchRec's lookups with our kernels."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from torchrec_dyn.sharding.compute_kernel import DynamicKernel
 
 
 class PooledLookup(GroupedPooledEmbeddingsLookup):
-    """Looks up the pooled tables that one sharding type put on this rank.
+    """Looks up the pooled tables of one sharding type on this rank.
 
     Attributes:
-        node_size: ranks of a node where rows are spread within nodes, else 1.
+        node_size: number of ranks of a node if rows are spread within nodes, else 1.
     """
 
     node_size: int = 1
 
     @property
     def ids_are_mixed(self) -> bool:
-        """True if ids arrive as mixed ids: the rows of its tables are spread over ranks."""
+        """True if ids arrive as mixed ids, because the rows of the tables are spread over ranks."""
         return any(kernel.ids_are_mixed for kernel in self._emb_modules)
 
     def prefetch(
@@ -55,20 +55,20 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
     def _forward_with_vbe_merging(
         self, features_by_group: list[KeyedJaggedTensor], device: torch.device
     ) -> Tensor:
-        # TorchRec's other way preallocates the output, as float32 or float16 only, and has
-        # every kernel write its part; outputs may be bfloat16 here.
+        # TorchRec's other implementation preallocates the output, as float32 or float16 only, and every
+        # kernel writes its part. Here outputs may be bfloat16.
         return self._merge_variable_batch_embeddings(
             self._forward(features_by_group), self._vbe_splits(features_by_group)
         )
 
 
 class SequenceLookup(GroupedEmbeddingsLookup):
-    """Looks up the sequence tables that one sharding type put on this rank."""
+    """Looks up the sequence tables of one sharding type on this rank."""
 
-    node_size: int = 1  # TorchRec has no sequences within nodes
+    node_size: int = 1  # TorchRec does not spread rows of sequence tables within nodes
 
     def set_ids_sent_once(self) -> None:
-        """Sets that from now on a rank sends an id once a table, with its count if some table has a life."""
+        """Sets the kernels to batches with each id once per table, with counts if some table has a life."""
         for kernel in self._emb_modules:
             kernel.ids_are_sent_once = True
 
@@ -95,10 +95,10 @@ def _prefetch(kernels: Iterable[Any], features: Sequence[KeyedJaggedTensor]) -> 
 
 
 class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
-    """Mixin of TorchRec's shardings, before them: creates the lookup, over our kernels.
+    """Mixin for TorchRec's shardings: creates the lookup with our kernels. List it before the sharding.
 
     Attributes:
-        lookup_class: pooled or sequence.
+        lookup_class: the class of the lookup, pooled or sequence.
     """
 
     lookup_class: ClassVar[type[PooledLookup] | type[SequenceLookup]]
@@ -125,19 +125,19 @@ class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
 
 
 def device_of(sharding: Any, device: torch.device | None) -> torch.device | None:
-    """Returns the device of what a sharding of TorchRec's creates: the one asked for, else its own."""
+    """Returns `device`, or the device of a TorchRec sharding if it is None."""
     return device if device is not None else sharding._device
 
 
 def _match_empty_output(
     lookup: PooledLookup | SequenceLookup, groups: Sequence[GroupedEmbeddingConfig]
 ) -> None:
-    """Sets the empty output of a rank without tables in the dtype of the other ranks' rows.
+    """Converts the empty output of a rank without tables to the output dtype of the other ranks.
 
-    TorchRec's is float32, and a rank expects to receive the dtype that it sends.
+    TorchRec creates it as float32, but a rank expects to receive the dtype that it sends.
 
     Args:
-        lookup: of this rank.
+        lookup: the lookup of this rank.
         groups: the table groups of all ranks.
     """
     chosen = (groups[0].fused_params or {}).get("output_dtype") if groups else None
@@ -151,12 +151,12 @@ def set_senders(lookups: Iterable[nn.Module], contexts: Iterable[Any]) -> None:
 
     Args:
         lookups: one per sharding type.
-        contexts: TorchRec's of the batch, one per lookup, after its input dist.
+        contexts: TorchRec's contexts of the batch, one per lookup, after the input dist.
     """
     for lookup, context in zip(lookups, contexts, strict=True):
         assert isinstance(lookup, (PooledLookup, SequenceLookup))
         bags, size = context.batch_size_per_rank, lookup.node_size
-        # Within nodes a batch arrives sorted by the senders' places in their nodes.
+        # Within nodes a batch arrives sorted by the position of its sender within the sender's node.
         as_arrived = [of_rank for place in range(size) for of_rank in bags[place::size]]
         for kernel in lookup._emb_modules:
             kernel.bags_of_ranks = as_arrived

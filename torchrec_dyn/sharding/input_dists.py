@@ -1,7 +1,7 @@
-"""The input dists of row-wise types: they mix the ids and send each to its owner (ranks/routing.py).
+"""The input dists of row-wise types: they mix the ids and send each id to its owner (ranks/routing.py).
 
-The compute kernel of the owner restores the ids. Input dists of every type lose here what a train pipeline
-left on them of an earlier plan.
+The compute kernel of the owner restores the ids. `remove_stale_forwards` is for the input dists of all
+sharding types.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torchrec_dyn.ranks import ids_per_rank
 
 
 class RowWiseInputDist(RwSparseFeaturesDist):
-    """Sends mixed ids to their owners among all ranks; pooled and sequence.
+    """Sends mixed ids to their owners among all ranks, for pooled and for sequence collections.
 
     Args:
         pg: the ranks that share the rows.
-        num_features: features of the row-wise tables.
-        device: where the block sizes live.
-        is_sequence: whether the outputs are sent back id by id.
+        num_features: number of features of the row-wise tables.
+        device: device of the block sizes.
+        is_sequence: True if the outputs are sent back id by id.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RowWiseInputDist(RwSparseFeaturesDist):
         device: torch.device | None,
         is_sequence: bool,
     ) -> None:
-        # TorchRec divides the "hash size" by the ranks, which gives exactly our block size.
+        # TorchRec divides the "hash size" by the number of ranks: the result is exactly our block size.
         super().__init__(
             pg=pg,
             num_features=num_features,
@@ -60,13 +60,13 @@ class RowWiseInputDist(RwSparseFeaturesDist):
 class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
     """Sends mixed ids to their owners within the node that holds the table.
 
-    TorchRec's own forward loses the ids and holds the block sizes as int32.
+    TorchRec's own forward loses the ids and stores the block sizes as int32.
 
     Args:
         pg: all ranks.
-        local_size: ranks of a node.
-        features_per_rank: features of the tables of each rank.
-        device: where the block sizes live.
+        local_size: number of ranks of a node.
+        features_per_rank: number of features of the tables of each rank.
+        device: device of the block sizes.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
     """Returns the same bags with other ids.
 
     Args:
-        features: of N ids.
-        ids: [N] int64.
+        features: a batch of N ids.
+        ids: [N] int64, the new ids.
     """
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
@@ -129,12 +129,12 @@ def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
 def remove_stale_forwards(input_dists: Iterable[nn.Module]) -> None:
     """Removes a pipeline's stale patch of `input_dist.forward` after a reshard.
 
-    A train pipeline replaces the forwards of the input dists and keeps the original ones. If it is detached
-    after tables have moved (distributed/resharding.py), it sets those of the earlier plan on the new input
-    dists.
+    A train pipeline replaces the forwards of the input dists and keeps the originals. If it is detached
+    after tables have moved (distributed/resharding.py), it puts the originals of the earlier plan on the
+    new input dists.
 
     Args:
-        input_dists: TorchRec's, one per sharding type.
+        input_dists: TorchRec's input dists, one per sharding type.
     """
     for input_dist in input_dists:
         sender: Any = getattr(input_dist, "_dist", input_dist)

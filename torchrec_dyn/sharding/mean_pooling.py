@@ -1,8 +1,8 @@
 """Exact MEAN for tables whose rows are spread over ranks.
 
-A rank that holds part of the rows cannot divide by the length of the bag. So the kernels sum, and of the
-stitched outputs those of MEAN tables with spread rows, and only those, are divided here. (TorchRec 1.8.0
-divides every output of the collection, and none under grid.)
+A rank that holds part of the rows cannot divide by the length of the bag. So the kernels sum, and the
+outputs of MEAN tables with spread rows are divided here, after stitching. Other outputs are not divided.
+(TorchRec 1.8.0 divides every output of the collection, and none under grid.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class MeanDivisor:
         widths: number of columns of each output.
 
     Attributes:
-        is_needed: whether any output is divided.
+        is_needed: True if any output is divided.
     """
 
     def __init__(self, features: Sequence[str | None], widths: Sequence[int]) -> None:
@@ -34,7 +34,7 @@ class MeanDivisor:
         """Computes the divisor of a batch.
 
         Args:
-            features: the batch as the user gave it, B examples.
+            features: the user's batch, B examples.
 
         Returns:
             [B, sum of widths] float32, at least 1.
@@ -51,7 +51,7 @@ class MeanDivisor:
 
 
 def _bag_lengths(features: KeyedJaggedTensor, feature: str) -> Tensor:
-    """Returns the length of each example's bag, [B] float32; 1 of an empty bag."""
+    """Returns the length of each example's bag, [B] float32; 1 for an empty bag."""
     key = features.keys().index(feature)
     strides = features.stride_per_key()
     begin = sum(strides[:key])
@@ -66,7 +66,7 @@ def divide(pooled: KeyedTensor, divisor: Tensor) -> KeyedTensor:
     """Divides the sums by bag lengths; a callback of TorchRec's awaitable.
 
     Args:
-        pooled: [B, sum of widths].
+        pooled: sums, [B, sum of widths].
         divisor: [B, sum of widths].
     """
     values = pooled.values()

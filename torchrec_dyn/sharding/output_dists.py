@@ -1,8 +1,10 @@
-"""The output dists of tables whose rows are spread: partial bags are summed over ranks.
+"""The output dists of tables whose rows are spread: they sum partial bags over ranks.
 
-They fill two gaps of TorchRec's. Its reduce-scatter cannot run backward on gloo where ranks
-have batches of different sizes: there every rank sends its partial bags to the rank of
-their batch, which adds them up. And its grid lacks batches of a size per feature.
+They fill two gaps of TorchRec's output dists:
+
+1. TorchRec's reduce-scatter cannot run backward on gloo if ranks have batches of different sizes. Then every
+   rank sends its partial bags to the rank of their batch, which adds them up.
+2. TorchRec's grid does not support a batch size per feature.
 
 Legend: B bags of a rank's batch, D columns of all features, F features.
 """
@@ -33,7 +35,7 @@ class SumOverRanks(nn.Module):
 
     Args:
         pg: the ranks that share the rows.
-        codecs: quantized comms, which apply where TorchRec's reduce-scatter does.
+        codecs: quantized comms; used only where TorchRec's reduce-scatter runs.
     """
 
     def __init__(self, pg: dist.ProcessGroup, codecs: QuantizedCommCodecs | None) -> None:
@@ -52,10 +54,10 @@ class SumOverRanks(nn.Module):
         """Starts the sum.
 
         Args:
-            local_embs: [sum of batches, D]; one-dimensional with a batch size per feature.
-            input_splits: batch size of each rank; None: all equal.
-            batch_size_per_rank_per_feature: [ranks][F] where batch sizes vary by feature.
-            embedding_dims: [F] widths; needed where batch sizes vary by feature.
+            local_embs: [sum of batch sizes, D]; one dimension with a batch size per feature.
+            input_splits: batch size of each rank; None: all are equal.
+            batch_size_per_rank_per_feature: [ranks][F] if batch sizes vary by feature, else None.
+            embedding_dims: [F] widths; needed if batch sizes vary by feature.
         """
         if batch_size_per_rank_per_feature is None or embedding_dims is None:
             if self._gloo_fails_at(input_splits):
@@ -102,7 +104,7 @@ class NodeRowWiseOutputDist(TwRwPooledEmbeddingDist):
     def _create_output_dist_modules(
         self, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> None:
-        # Modules for both kinds of batch, whichever is the first.
+        # Creates modules for both kinds of batch, with and without a batch size per feature.
         super()._create_output_dist_modules(
             EmbeddingShardingContext(variable_batch_per_feature=True)
         )
@@ -113,11 +115,11 @@ class NodeRowWiseOutputDist(TwRwPooledEmbeddingDist):
 class GridOutputDist(GridPooledEmbeddingDist):
     """The output dist of grid tables.
 
-    Before the columns are stitched a grid is table-row-wise over column shards. So with a batch size per
-    feature it uses the output dist of table-row-wise tables, and the collection stitches.
+    Before stitching, a grid is a set of column shards, each table-row-wise. So with a batch size per feature
+    it uses the output dist of table-row-wise tables, and the collection stitches.
 
     Args:
-        **options: as TorchRec's.
+        **options: arguments of TorchRec's `GridPooledEmbeddingDist`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -128,7 +130,7 @@ class GridOutputDist(GridPooledEmbeddingDist):
     def forward(
         self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> Awaitable[Tensor]:
-        """Sums partial bags within the node and sends them to the ranks of their batches."""
+        """Sums partial bags within the node and sends the sums to the ranks of their batches."""
         if sharding_ctx is not None and sharding_ctx.variable_batch_per_feature:
             return self._by_feature(local_embs, sharding_ctx)
         return super().forward(local_embs, sharding_ctx)

@@ -1,10 +1,11 @@
-"""The order of a sharded collection's outputs: of the columns of a feature, and of the features.
+"""The order of a sharded collection's outputs: the columns of a feature, and the features.
 
 *Columns.* The outputs of column shards arrive ordered by rank. The shards of one feature may repeat ranks,
-be listed in any order and have different widths, so the order of arrival says nothing of the columns.
+be listed in any order and have different widths, so their order of arrival is not the order of the columns.
 
-*Features.* TorchRec lists outputs by sharding type, hence by plan; a dense layer over `KeyedTensor.values()`
-knows columns by place. So the order of the first plan stays when tables move.
+*Features.* TorchRec lists outputs by sharding type, so their order depends on the plan. But a dense layer
+over `KeyedTensor.values()` depends on the position of each column. So the order of the first plan is kept
+when tables move.
 
 Legend: B examples, D columns of all outputs.
 """
@@ -44,10 +45,10 @@ def pooled_in_order(pooled: KeyedTensor, names: Sequence[str]) -> KeyedTensor:
 
     Args:
         pooled: [B, D].
-        names: its keys in that order.
+        names: the keys of `pooled` in that order.
 
     Returns:
-        [B, D]; the same object if it has that order.
+        [B, D]; `pooled` itself if it has that order.
     """
     if pooled.keys() == names:
         return pooled

@@ -1,4 +1,4 @@
-"""The pooled sharding types: TorchRec's dists around our lookup, input dists and stitching."""
+"""The pooled sharding types: TorchRec's shardings with our lookups, dists and stitching of columns."""
 
 from __future__ import annotations
 
@@ -70,18 +70,18 @@ def _combine_columns(sharding: Any, groups: Sequence[Sequence[GroupedEmbeddingCo
 
 
 class _CreatesPooledLookup(CreatesLookup):
-    """Mixin of TorchRec's pooled shardings."""
+    """Mixin for TorchRec's pooled shardings."""
 
     lookup_class = PooledLookup
 
 
 class _WithinNode(_CreatesPooledLookup):
-    """Mixin of TorchRec's pooled shardings that spread rows over the ranks of a node."""
+    """Mixin for TorchRec's pooled shardings that spread rows over the ranks of a node."""
 
     def create_input_dist(
         self, device: torch.device | None = None
     ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
-        """Creates the routing by range of the mixed id within the node."""
+        """Creates the input dist that routes by range of the mixed id within the node."""
         sharding: Any = self
         groups_per_rank = sharding._grouped_embedding_configs_per_rank
         return NodeRowWiseInputDist(
@@ -113,7 +113,7 @@ class RowWisePooled(_CreatesPooledLookup, RwPooledEmbeddingSharding):
     def create_input_dist(
         self, device: torch.device | None = None
     ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
-        """Creates the routing by range of the mixed id."""
+        """Creates the input dist that routes by range of the mixed id."""
         return RowWiseInputDist(
             pg=self._pg,
             num_features=self._get_num_features(),
@@ -124,7 +124,7 @@ class RowWisePooled(_CreatesPooledLookup, RwPooledEmbeddingSharding):
     def create_output_dist(
         self, device: torch.device | None = None
     ) -> BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]:
-        """Creates the sum over all ranks."""
+        """Creates the output dist, which sums over all ranks."""
         return RowWiseOutputDist(
             self._pg,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
@@ -138,17 +138,17 @@ class TableRowWisePooled(_WithinNode, TwRwPooledEmbeddingSharding):
     def create_output_dist(
         self, device: torch.device | None = None
     ) -> BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]:
-        """Creates the sum within the node and the way back to the batches."""
+        """Creates the output dist, which sums within the node and sends sums to the ranks of the batches."""
         return NodeRowWiseOutputDist(**_node_output_options(self, device))
 
 
 class GridPooled(_WithinNode, GridPooledEmbeddingSharding):
-    """Column ranges on nodes, their rows spread over the ranks of the node."""
+    """Column ranges of tables on nodes; the rows of a range are spread over the ranks of its node."""
 
     def create_output_dist(
         self, device: torch.device | None = None
     ) -> BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]:
-        """Creates the sum within each node and the way back to the batches."""
+        """Creates the output dist, which sums within each node and sends sums to the ranks of the batches."""
         stock = super().create_output_dist(device)
         return GridOutputDist(callbacks=stock._callbacks, **_node_output_options(self, device))
 
@@ -181,7 +181,7 @@ def pooled_sharding(
     permute_embeddings: bool,
     qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None,
 ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
-    """Creates the sharding of all tables of one type; arguments as of TorchRec's shardings."""
+    """Creates the sharding of all tables of one type. The arguments are TorchRec's."""
     kind = POOLED_SHARDINGS[infos[0].param_sharding.sharding_type]
     options: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
     if issubclass(kind, CwPooledEmbeddingSharding):

@@ -1,14 +1,15 @@
-"""Sequence batches in which a rank sends each id once, and their expansion to the rows of the batch.
+"""Sequence batches in which a rank sends each id once, and the expansion of the received rows.
 
-Of all features of a table together a rank sends every distinct id once; with a count, if the table has a
-life. The rows that are sent back are repeated here. In backward the gradients of repeats are summed here,
-in the order of the batch, in float32; the owner then sums the gradients of the ranks, in the order of ranks.
+A rank sends each distinct id of a table once, for all features of the table together. Counts are sent too
+if some table has a life. `Expansion` repeats the rows that are sent back. In backward it sums the gradients
+of repeats in float32, in the order of the batch; the owner then sums the gradients of the ranks, in the
+order of ranks.
 
 Counts are sent as the weights of the batch. Weights are float32, exact for integers up to 2**24 only, so a
 count is sent as the 32 bits of an int32: the dists copy, sort and send weights, but never compute with them.
-(Small counts look like denormal floats, large ones may look like NaN.)
+(Small counts look like denormal floats, large counts may look like NaN.)
 
-Legend: F features, B bags of each, P column shards (mostly whole tables), N ids, U ids sent.
+Legend: F features, B bags of each feature, P column shards (mostly whole tables), N ids, U ids sent.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import ops
 
-_MOST_IDS = 2**31 - 1  # of a batch, hence of any count
+_MOST_IDS = 2**31 - 1  # in a batch; a count is at most the number of ids
 
 
 class _Expand(torch.autograd.Function):
@@ -50,7 +51,7 @@ class _Expand(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Expansion:
-    """Gives every occurrence of an id its row; a callback of TorchRec's awaitable of rows.
+    """Repeats the row of an id for every occurrence; a callback of TorchRec's awaitable of rows.
 
     Attributes:
         places: [N] int64, the position of each id among the U ids sent.
@@ -68,9 +69,9 @@ class SendOnce:
     """Finds the distinct ids of each table in the batches of one sharding type.
 
     Args:
-        tables: name and number of features of each column shard, in the order in which TorchRec sends
+        tables: table name and number of features of each column shard, in the order in which TorchRec sends
             features. Column shards of a table get the same ids.
-        counted: whether counts are sent: they must be where some table has a life.
+        counted: True if counts are sent; needed if some table has a life.
         where: the collection, for messages.
     """
 
@@ -79,19 +80,20 @@ class SendOnce:
         self._first_feature = list(accumulate((features for _, features in tables), initial=0))
         distinct = list(dict.fromkeys(names))
         self._table_of = [distinct.index(name) for name in names]
-        self._shard_of = [names.index(name) for name in distinct]  # first one of each table
+        self._shard_of = [names.index(name) for name in distinct]  # first shard of each table
         self._counted = counted
         self._where = where
 
     def __call__(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Expansion]:
-        """Makes the batch that is sent.
+        """Returns the batch to send, and the expansion of the rows that are sent back.
 
         Args:
             features: F features of B bags each, B > 0.
 
         Returns:
-            The same features, in which the first one of each column shard has all its distinct ids, in
-            order of first sight and evenly spread over the bags; and the expansion of their rows.
+            A batch of the same features, in which the first feature of each column shard has all distinct
+            ids of its table, in order of first occurrence and evenly spread over the bags; and the
+            expansion of their rows.
 
         Raises:
             ValueError: if there are more ids than a count can hold.
@@ -129,11 +131,12 @@ class SendOnce:
 
         Args:
             ids: [N] int64, by column shard.
-            sizes: [P] ids of each column shard.
+            sizes: [P] number of ids of each column shard.
 
         Returns:
-            The distinct ids by table; the occurrences of each; the number of distinct ids of each table;
-            and the position among them of each id of the tables' first column shards.
+            [U] the distinct ids by table, [U] the occurrences of each id, the number of distinct ids of each
+            table, and for each id of the tables' first column shards its position among the distinct ids.
+            Here U counts every table once.
         """
         if len(self._shard_of) < len(sizes):
             parts = ids.split(list(sizes))
@@ -150,7 +153,7 @@ class SendOnce:
         return torch.cat([parts[table] for table in self._table_of])
 
     def _lengths(self, features: KeyedJaggedTensor, sent: Sequence[int]) -> Tensor:
-        """Spreads the ids sent over the bags: only their table and this rank matter to the owner."""
+        """Spreads the ids over the bags; the owner uses only their table and the sender, not their bag."""
         batch, device = features.stride(), features.device()
         lengths = features.lengths().new_zeros(len(features.keys()), batch)
         each = torch.tensor(sent, device=device).unsqueeze(1)
@@ -160,7 +163,7 @@ class SendOnce:
 
 
 def as_weights(counts: Tensor) -> Tensor:
-    """Returns counts as weights, [N] float32 with the bits of int32 counts.
+    """Returns counts as weights: [N] float32 with the bits of int32 counts.
 
     Args:
         counts: [N] int64 in [1, 2**31).
@@ -169,7 +172,7 @@ def as_weights(counts: Tensor) -> Tensor:
 
 
 def counts_of(weights: Tensor) -> Tensor:
-    """Returns the counts in weights of `as_weights`, [N] int64.
+    """Returns the counts from weights that `as_weights` made, [N] int64.
 
     Args:
         weights: [N] float32, in any order.

@@ -1,4 +1,4 @@
-"""The sequence sharding types: TorchRec's dists around our lookup and input dist."""
+"""The sequence sharding types: TorchRec's shardings with our lookups and input dist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrec_dyn.sharding.input_dists import RowWiseInputDist
 
 
 class _CreatesSequenceLookup(CreatesLookup):
-    """Mixin of TorchRec's sequence shardings."""
+    """Mixin for TorchRec's sequence shardings."""
 
     lookup_class = SequenceLookup
 
@@ -34,7 +34,7 @@ class RowWiseSequence(_CreatesSequenceLookup, RwSequenceEmbeddingSharding):
     def create_input_dist(
         self, device: torch.device | None = None
     ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
-        """Creates the routing by range of the mixed id."""
+        """Creates the input dist that routes by range of the mixed id."""
         return RowWiseInputDist(
             pg=self._pg,
             num_features=self._get_num_features(),

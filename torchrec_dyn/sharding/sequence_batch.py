@@ -1,8 +1,8 @@
 """Padding of sequence batches that TorchRec's dists cannot send, and its removal from the outputs.
 
-TorchRec cannot shape a batch without examples. It pads a batch with a size per feature, but restores the
-outputs by an op that has no gradient on CPU. Here such batches get empty bags at their end, and the outputs
-are cut and repeated by ops that have a gradient.
+TorchRec cannot send a batch without examples. It pads a batch with a size per feature, but restores the
+outputs by an op that has no gradient on CPU. Here empty bags are appended to such batches, and the outputs
+are restored by ops that have a gradient.
 
 Legend: F features, B examples.
 """
@@ -18,11 +18,11 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 @dataclass(frozen=True)
 class Restoration:
-    """Turns the outputs of a padded batch into those of the batch.
+    """Turns the outputs of a padded batch into the outputs of the original batch.
 
     Attributes:
-        bags: bags per feature, without the padding.
-        inverse: [F, B] the bag of each feature and example; None where bags are examples.
+        bags: number of bags of each feature, without the padding.
+        inverse: [F, B], the bag of each feature and example; None if bag i belongs to example i.
         features: the feature of each row of `inverse`.
     """
 
@@ -35,7 +35,7 @@ class Restoration:
         return {name: self._restored(name.split("@")[0], jt) for name, jt in outputs.items()}
 
     def _restored(self, feature: str, jagged: JaggedTensor) -> JaggedTensor:
-        # Padding has no ids and is last: the values need no cut.
+        # Padding has no ids, so the values are already the batch's.
         lengths = jagged.lengths()[: self.bags[feature]]
         values, ids = jagged.values(), jagged.weights_or_none()
         if self.inverse is not None:
@@ -51,7 +51,7 @@ def _positions(lengths: Tensor, bags: Tensor) -> Tensor:
 
     Args:
         lengths: [bags] ids per bag.
-        bags: [B] bags, repeats allowed.
+        bags: [B] chosen bags, repeats allowed.
 
     Returns:
         [ids of the chosen bags] int64.
@@ -64,13 +64,13 @@ def _positions(lengths: Tensor, bags: Tensor) -> Tensor:
 
 
 def pad_batch(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Restoration | None]:
-    """Pads every feature to the bags of the largest one, and to one bag at least.
+    """Pads every feature to the number of bags of the largest feature, and to at least one bag.
 
     Args:
         features: a checked batch.
 
     Returns:
-        The padded batch and what restores its outputs; the batch itself and None if it needs no padding.
+        The padded batch and the `Restoration` of its outputs; `features` and None if no padding is needed.
     """
     bags = features.stride_per_key()
     if not features.variable_stride_per_key() and min(bags, default=0) > 0:

@@ -2,7 +2,7 @@
 
 Imports the ground; torch alone. Start with `id_map`, then `row_store`.
 
-Rows never move, and state is plain tensors. Nothing here knows policies, optimizer rules or ranks.
+Rows never move, and state is plain tensors. Nothing here depends on policies, optimizer rules or ranks.
 """
 
 from torchrec_dyn.storage.canonical_rows import (

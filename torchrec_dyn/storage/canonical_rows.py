@@ -1,8 +1,8 @@
-"""CanonicalRows: reads the ids and rows of an id map in canonical order, a stretch at a time.
+"""CanonicalRows: reads the ids and rows of an id map in canonical order, one stretch at a time.
 
 Canonical order is the unsigned order of the mixed ids, and tables are saved in it; rows are numbered in
 the order in which their ids were first seen. To avoid a permutation of the whole table, the map is scanned
-for one window of mixed ids after the other.
+once for each window of mixed ids.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torchrec_dyn.storage.id_map import IdMap
 
 # A window is found by one scan of the slots and kept for the next tensor: 16 bytes a row.
 _WINDOW_ROWS = 2 << 20
-_KEPT_ROWS = 4 << 20  # of all tables
+_KEPT_ROWS = 4 << 20  # of all tables together
 _WINDOW_BITS = 12
 _WORD_BITS = 64
-# Mixed ids are counted in at most 2^8 cells of at least 4096 rows. So the reader of a slice reads at most a
-# 256th of the table too much at either end.
+# Mixed ids are counted in at most 2^8 cells, of at least 4096 rows on average. So the reader of a slice reads
+# at either end at most one cell too much: of a large table, a 256th.
 CELL_BITS = 8
 _CELL_ROWS = 4096
 
@@ -42,7 +42,7 @@ def signed(word: int) -> int:
 
 
 def unsigned(number: int) -> int:
-    """Returns a number modulo 2^64: of an int64 the unsigned word that has its bits."""
+    """Returns a number modulo 2^64; for an int64 this is the unsigned word with the same bits."""
     return number % (1 << _WORD_BITS)
 
 
@@ -57,7 +57,7 @@ class CanonicalRows:
     Args:
         id_map: the map.
         where: the table, for messages.
-        stamp: returns a value that changes whenever the map does.
+        stamp: function that returns a value; it changes whenever the table changes.
     """
 
     def __init__(self, id_map: IdMap, where: str, stamp: Callable[[], Any]) -> None:
@@ -72,7 +72,11 @@ class CanonicalRows:
         self._begins = [0, *cells.cumsum(0).tolist()]
 
     def cells(self, bits: int) -> Tensor:
-        """Counts the ids in each of 2^bits equal ranges of mixed ids, [2^bits] int64; bits at most 12."""
+        """Returns the number of ids in each of 2^bits equal ranges of mixed ids, [2^bits] int64.
+
+        Args:
+            bits: binary logarithm of the number of ranges, at most 12.
+        """
         begins = torch.tensor(self._begins)
         return begins[:: 1 << (_WINDOW_BITS - bits)].diff()
 
@@ -85,14 +89,14 @@ class CanonicalRows:
 
         Args:
             start: first place.
-            stop: place after the last.
+            stop: place after the last place.
 
         Returns:
             ids: [stop - start] int64.
             rows: [stop - start] int64.
 
         Raises:
-            RuntimeError: if the table has changed since this was made.
+            RuntimeError: the table has changed since this object was made.
         """
         self.check_unchanged()
         ids, rows = [], []
@@ -117,11 +121,11 @@ class CanonicalRows:
             yield self.read(start, min(self.count, start + most))
 
     def check_unchanged(self) -> None:
-        """Raises RuntimeError if the table has changed since this was made."""
+        """Raises RuntimeError if the table has changed since this object was made."""
         if self._stamp() != self._stamped:
             raise RuntimeError(
-                f"{self._where}: expected the table as it was when its state dict was made, got one that was "
-                "trained or changed since. Rows are read when they are saved: save first, or keep "
+                f"{self._where}: expected the table as it was when its state dict was made, got a table that "
+                "was trained or changed since. Rows are read when they are saved: save first, or keep "
                 "copy.deepcopy(state_dict)."
             )
 
@@ -143,13 +147,12 @@ class CanonicalRows:
 class _KeptWindows:
     """Windows of all maps that are being read: one window serves all tensors of a table.
 
-    A writer with several threads reads chunks on all of them.
+    Calls are safe on several threads: a writer may read chunks on all its threads.
     """
 
     def __init__(self) -> None:
-        self._lock = (
-            threading.RLock()
-        )  # garbage collection may call `leave` on a thread that holds it
+        # Reentrant: garbage collection may call `leave` on a thread that holds the lock.
+        self._lock = threading.RLock()
         self._readers = 0
         self._kept: list[tuple[IdMap, Any, _Window]] = []
 
@@ -158,7 +161,7 @@ class _KeptWindows:
             self._readers += 1
 
     def leave(self) -> None:
-        """Drops all windows with the last reader."""
+        """Counts a reader less; drops all windows after the last reader."""
         with self._lock:
             self._readers -= 1
             if not self._readers:

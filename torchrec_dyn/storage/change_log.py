@@ -1,11 +1,11 @@
 """ChangeLog: the rows of a table that changed, and the ids that were removed, since a moment in use.
 
-A table keeps a log only while somebody holds a moment (table/changes.py). Moments are numbered 1, 2, ...
-A row has two marks: the number of the moment after which it last changed, and of that after which its id was
-added. For a removed id both numbers, added and removed, are kept if a moment in use lies between them. So the
-log is never longer than the table was at those moments.
+A table keeps a log only while a moment is held (table/changes.py). Moments are numbered 1, 2, ...
+A row has two marks: the number of the latest moment before its last change, and the number of the latest
+moment before its id was added. For a removed id the numbers of its addition and its removal are kept if a
+moment in use lies between them. So the log never holds more removed ids than the table held at those moments.
 
-Changes follow from the stream of ids alone, so the column shards of a table agree.
+Changes depend only on the ids and their order in time, so all column shards of a table log the same.
 
 Legend: M ids.
 """
@@ -26,11 +26,11 @@ _NO_IDS = torch.empty(0, dtype=torch.int64)
 
 
 class Moment:
-    """A moment of one table. Changes after it are kept for as long as this object lives.
+    """A moment of one table. Changes after it are kept as long as this object exists.
 
     Attributes:
         log: the log of the table.
-        number: changes since this moment have this mark or a higher one.
+        number: number of the moment; changes since this moment have this mark or a higher mark.
     """
 
     def __init__(self, log: ChangeLog, number: int) -> None:
@@ -39,12 +39,12 @@ class Moment:
 
 
 class _Removed(NamedTuple):
-    """Ids that were removed together.
+    """Ids that were removed after the same moment.
 
     Attributes:
         at: the moment number of the removal.
         ids: [M] int64.
-        added: [M] int32, the moment number at which each id had been added.
+        added: [M] int32, the moment number at which each id was added.
     """
 
     at: int
@@ -56,12 +56,12 @@ class ChangeLog:
     """The changes of one table, or of one column shard of it.
 
     Args:
-        row_limit: of the table.
-        device: of the table.
+        row_limit: the most rows of the table.
+        device: device of the table.
 
     Attributes:
-        number: of the latest moment, an int32: at one moment a second it lasts 68 years.
-        token: an object that stands for this log and this number.
+        number: number of the latest moment, an int32: at one moment a second it lasts 68 years.
+        token: an object that identifies this log and this number.
         changed: for each row the moment number at which it last changed.
         added: for each row the moment number at which its id was added.
     """
@@ -75,11 +75,11 @@ class ChangeLog:
 
     @property
     def is_in_use(self) -> bool:
-        """True if anybody holds a moment."""
+        """True if a moment is held."""
         return len(self._moments) > 0
 
     def moment(self) -> Moment:
-        """Starts a moment."""
+        """Starts and returns a moment."""
         self.number, self.token = self.number + 1, object()
         moment = Moment(self, self.number)
         self._moments.add(moment)
@@ -104,16 +104,16 @@ class ChangeLog:
 
         Args:
             ids: [M] int64.
-            rows: [M] int64, the rows they had.
+            rows: [M] int64, the former rows of these ids.
         """
         moments = [moment.number for moment in self._moments]
         while self._removed and self._removed[0].at < min(moments, default=0):
             del self._removed[0]
         added = self.added.read(rows)
-        is_kept = added < max(moments, default=0)  # the others were added after the latest moment
+        is_kept = added < max(moments, default=0)  # other ids were added after the latest moment
         if bool(is_kept.any()):
             self._removed.append(_Removed(self.number, ids[is_kept], added[is_kept]))
-        # Many steps remove a few ids each: pieces are joined so that they stay few.
+        # Many steps remove a few ids each. Pieces are joined, so that their number stays small.
         while len(self._removed) > 1 and _are_joined(*self._removed[-2:]):
             first, last = self._removed.pop(-2), self._removed.pop()
             ids, added = torch.cat([first.ids, last.ids]), torch.cat([first.added, last.added])
@@ -124,7 +124,7 @@ class ChangeLog:
 
         Args:
             ids: [M] int64, the former ids.
-            rows: [M] int64, the rows they had.
+            rows: [M] int64, the former rows of these ids.
             high: number of rows handed out now.
         """
         changed = RowMarks(self._row_limit, self._device)
@@ -136,11 +136,11 @@ class ChangeLog:
         self.changed, self.added = changed, added
 
     def changed_rows(self, since: Moment, id_map: IdMap) -> tuple[Tensor, Tensor]:
-        """Lists ids with a row that changed, or was given to the id, since a moment; in any order.
+        """Returns the ids whose row changed, or was given to the id, since a moment, in any order.
 
         Args:
             since: a moment of this log.
-            id_map: of the table.
+            id_map: id map of the table.
 
         Returns:
             ids: [M] int64.
@@ -156,17 +156,17 @@ class ChangeLog:
         return both[:, 0].contiguous(), both[:, 1] - 1
 
     def removed_ids(self, since: Moment, id_map: IdMap) -> Tensor:
-        """Lists ids that had a row at a moment and have none now, in any order.
+        """Returns the ids that had a row at a moment and have no row now, in any order.
 
         Args:
             since: a moment of this log.
-            id_map: of the table.
+            id_map: id map of the table.
 
         Returns:
             [M] int64.
         """
         pieces = [piece for piece in self._removed if piece.at >= since.number]
-        # No id occurs twice: it was added before the moment and removed after it only once.
+        # No id occurs twice: an id added before the moment is removed after it only once.
         ids = torch.cat([_NO_IDS, *(piece.ids[piece.added < since.number] for piece in pieces)])
         return ids[id_map.lookup(ids) < 0]
 

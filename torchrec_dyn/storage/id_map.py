@@ -1,4 +1,4 @@
-"""IdMap: id -> row, in one tensor of slots, two while it grows (csrc/storage/id_map.h: layout and rules).
+"""IdMap: id -> row, in one tensor of slots, or two while the map grows (rules: csrc/storage/id_map.h).
 
 Legend: C slots, M ids.
 """
@@ -17,37 +17,37 @@ from torchrec_dyn import ops
 SLOT_BYTES = 16
 # Slots of a cache line; a map is made of whole lines (csrc/mix64.h).
 _LINE_SLOTS = 4
-# The highest load, ids / slots: here about one id in thirteen lies past its home line (measured).
+# The highest load, ids / slots: at this load about one id in thirteen lies past its home line (measured).
 MAX_LOAD = 0.625
 _FIRST_CAPACITY = 64
 # Small maps double at MAX_LOAD, at once. Large maps grow by a quarter, which bounds the bytes per row to
-# SLOT_BYTES * 1.25 / MAX_LOAD, and bit by bit: growth begins at _START_LOAD and ends before MAX_LOAD.
+# SLOT_BYTES * 1.25 / MAX_LOAD. They grow bit by bit: growth begins at _START_LOAD and ends before MAX_LOAD.
 _LARGE_CAPACITY = 1 << 16
 _LARGE_GROWTH = 1.25
 _START_LOAD = 9 / 16
-# The least number of slots that statistics sample, small enough to take no noticeable time.
+# Statistics of a larger map sample at least this many slots: few enough to take no noticeable time.
 _PROBED = 1 << 18
-# Growth moves whole runs of slots, so it may be ahead by up to a run.
+# Growth moves whole runs of slots, so it may move up to a run of slots more than needed.
 _RUN = 64
 
 
 def most_slots(ids: int) -> int:
-    """Returns the most slots (`IdMap.held`) of a map of `ids` ids, in any order of insertion.
+    """Returns the most slots (`IdMap.held`) of a map of `ids` ids, for any order of insertion.
 
-    It bounds a map that grows too. Planners reserve memory for so many.
+    The bound also holds while the map grows. Planners reserve memory for this number of slots.
     """
     needed = int(ids / MAX_LOAD) + 1
     return max(
         _FIRST_CAPACITY,
         2 * min(needed, _LARGE_CAPACITY),
         # Growth may move the last 8 runs early: 8 (MAX_LOAD - _START_LOAD) / MAX_LOAD * 1.25 = 1 run of slots
-        # ahead. And a capacity is a multiple of a line.
+        # ahead. Also, a capacity is rounded up to whole lines.
         int(needed * _LARGE_GROWTH) + _RUN + _LINE_SLOTS,
     )
 
 
 def _fewest_slots(ids: int) -> int:
-    """Returns the least capacity at which a map of `ids` ids need not grow yet."""
+    """Returns the least capacity at which a map of `ids` ids does not have to grow yet."""
     needed = int(ids / MAX_LOAD) + 1
     return needed if needed < _LARGE_CAPACITY else int(ids / _START_LOAD) + 1
 
@@ -63,17 +63,17 @@ def canonical_order(ids: Tensor) -> Tensor:
 
 
 class IdMap:
-    """Maps every id of a table to its row.
+    """The map from every id of a table to its row.
 
     Args:
         limit: the most ids of the table, None without a limit. The last growth stops at the slots that
-            the limit needs, so inserting and erasing ids below it does not make a full map grow for ever.
+            the limit needs. So a full map stays at this size while ids are erased and inserted.
 
     Attributes:
-        slots: [C, 2] int64: id, row + 1; an empty slot has 0.
-        outgoing: [C', 2] int64, the smaller array that a map that grows is leaving; else None.
+        slots: [C, 2] int64: id, row + 1; an empty slot has 0 in place of row + 1.
+        outgoing: [C', 2] int64, while the map grows the smaller array from which slots move; else None.
         moved: number of outgoing slots that have moved; -1 if `outgoing` is None.
-        num_ids: slots in use.
+        num_ids: number of ids, and so of slots in use.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -85,14 +85,14 @@ class IdMap:
 
     @property
     def capacity(self) -> int:
-        """Slots of the map; while it grows, those of the larger array."""
+        """Slots of the map; while it grows, slots of the larger array."""
         return self.slots.shape[0]
 
     @property
     def held(self) -> int:
         """Slots whose memory is in use.
 
-        While the map grows: the outgoing slots that have yet to move, and the share of the new slots
+        While the map grows: the outgoing slots that have not moved yet, and the share of the new slots
         that is filled. So growth takes no more memory than the grown map.
         """
         if self.outgoing is None:
@@ -111,13 +111,13 @@ class IdMap:
         if self._limit is not None and ids <= self._limit:
             enough = max(_fewest_slots(self._limit), self.capacity + _LINE_SLOTS)
             capacity = min(capacity, enough)
-        # Nothing is outgoing here: growth ends at MAX_LOAD of the old slots, and the new ones are larger.
+        # No slots are outgoing here: growth ends at MAX_LOAD of the old array, and the new array is larger.
         grown = ops.new_slots(self.slots, -(-capacity // _LINE_SLOTS) * _LINE_SLOTS)
         self.outgoing, self.slots, self.moved = self.slots, grown, 0
         self._move_on(ids)
 
     def _most_ids(self) -> float:
-        """Returns how many ids the map takes before it must begin to grow."""
+        """Returns the most ids of the map before it must begin to grow."""
         large = self.capacity >= _LARGE_CAPACITY
         most = self.capacity * (_START_LOAD if large else MAX_LOAD)
         if self._limit is not None and most < self._limit <= self.capacity * MAX_LOAD:
@@ -132,7 +132,7 @@ class IdMap:
         until = leaving
         if leaving >= _LARGE_CAPACITY:
             until = math.ceil((ids - leaving * _START_LOAD) / (MAX_LOAD - _START_LOAD))
-            if until > leaving - 8 * _RUN:  # the last few are not worth two arrays
+            if until > leaving - 8 * _RUN:  # a few slots are not worth two arrays
                 until = leaving
         self.moved = int(ops.move_slots(self.outgoing, self.slots, self.moved, until))
         if self.moved == leaving:
@@ -154,7 +154,7 @@ class IdMap:
         """Adds ids.
 
         Args:
-            ids: [M] int64, distinct and absent; room was reserved.
+            ids: [M] int64, distinct and absent; room is reserved.
             rows: [M] int64.
         """
         ops.insert(ids, rows, torch.tensor([0, ids.numel()]), *self.arrays())
@@ -168,7 +168,7 @@ class IdMap:
 
         Returns:
             ids: the removed ids, each once.
-            rows: the rows they had.
+            rows: the former rows of these ids.
         """
         rows = ops.erase(ids, *self.arrays())
         was_present = rows >= 0
@@ -194,10 +194,10 @@ class IdMap:
         return self.held * SLOT_BYTES
 
     def stats(self) -> dict[str, int | float]:
-        """Returns slots, load (ids / slots), and the mean and the longest probe length of its ids.
+        """Returns slots, load (ids / slots), and the mean and the longest probe length of the ids.
 
-        Probe lengths of a large map are those of a sample of some hundred thousand slots, so a longer one
-        may exist.
+        Probe lengths of a large map are measured on a sample of some hundred thousand slots, so a longer
+        probe may exist.
         """
         ids, total, longest = zip(
             *(
@@ -227,7 +227,7 @@ class IdMap:
 
 
 def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
-    """Lists maps in the form that the ops take.
+    """Returns maps in the form that the ops take.
 
     Args:
         maps: T maps.

@@ -13,12 +13,12 @@ from torchrec_dyn.storage.row_store import RowStore
 
 
 class InitialRows:
-    """Writes initial rows into a store of the table's weights.
+    """The initial rows of one table, or of one column shard of it.
 
     Args:
         initializer: the distribution.
-        seed: of the table's config.
-        name: of the table.
+        seed: seed of the table's config.
+        name: name of the table.
         first_column: number of the first column of this column shard.
     """
 
@@ -32,8 +32,8 @@ class InitialRows:
 
         Args:
             ids: [M] int64.
-            rows: [M] int64, where to write them.
-            store: weights.
+            rows: [M] int64, the rows to write.
+            store: store of the weights.
         """
         ops.init_rows_(
             ids, rows, store.blocks, store.shift, store.columns, self._first_column,

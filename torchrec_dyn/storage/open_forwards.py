@@ -1,7 +1,7 @@
-"""The open forwards of a table: those whose backward has yet to run and whose graph still lives.
+"""The open forwards of a table: forwards whose backward has not run yet and whose graph still exists.
 
-Every forward that will have a backward opens a ticket with each of its tables. Its backward closes the
-ticket, and so does dropping its graph. Until then the rows that it has read are not reused (row_numbers.py).
+Every forward that will have a backward opens a ticket with each of its tables. The ticket is closed when the
+backward has run or the graph is dropped. Until then the rows of the forward are not reused (row_numbers.py).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ _numbers = itertools.count(1)  # of all forwards of this process
 
 
 class ForwardTicket:
-    """Stands for one forward of some tables. Only the forward's graph holds it: dropping it closes it.
+    """The ticket of one forward. Only the forward's graph holds it: dropping the graph closes the ticket.
 
     Args:
-        tables: the open forwards of each table.
+        tables: the open forwards of each table of the forward.
     """
 
     def __init__(self, tables: Sequence[OutstandingForwards]) -> None:
@@ -37,7 +37,7 @@ class OutstandingForwards:
     """The open forwards of one table.
 
     Attributes:
-        numbers: the numbers of their tickets; a later forward has a higher number.
+        numbers: the numbers of the open tickets; a later forward has a higher number.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class OutstandingForwards:
 
     @property
     def latest(self) -> int:
-        """The highest number of an open forward, 0 without any."""
+        """The highest number of an open forward, 0 if none is open."""
         return max(self.numbers.copy(), default=0)
 
     def all_closed_up_to(self, number: int) -> bool:

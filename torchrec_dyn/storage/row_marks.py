@@ -1,4 +1,4 @@
-"""RowMarks: one small number for each row, 0 until it is written.
+"""RowMarks: one small number for each row, 0 until the row is marked.
 
 Legend: T tables, N rows in table order, M rows.
 """
@@ -20,10 +20,10 @@ class RowMarks:
 
     Args:
         row_limit: the most rows of the table.
-        device: of the table.
+        device: device of the table.
 
     Attributes:
-        blocks: each [2^shift, 1] int32.
+        blocks: blocks of marks, each [2^shift, 1] int32.
         shift: binary logarithm of the rows of a block.
     """
 
@@ -42,7 +42,7 @@ class RowMarks:
             self.blocks.append(block)
 
     def read(self, rows: Tensor) -> Tensor:
-        """Reads marks.
+        """Returns the marks of rows.
 
         Args:
             rows: [M] int64.
@@ -63,12 +63,12 @@ class RowMarks:
 
         Args:
             rows: [M] int64.
-            mark: the mark of all of them.
+            mark: the mark of all these rows.
         """
         write_marks([self], rows, torch.tensor([0, rows.numel()]), [mark])
 
     def at_least(self, mark: int) -> Tensor:
-        """Returns for each row in the blocks if its mark is `mark` or higher, [capacity] bool."""
+        """Returns a flag for each row in the blocks, [capacity] bool: True if its mark is at least `mark`."""
         capacity = len(self.blocks) << self.shift
         flags = torch.zeros(capacity, dtype=torch.bool, device=self._device)
         flags[ops.changed_rows(self.blocks, self.shift, capacity, mark)] = True

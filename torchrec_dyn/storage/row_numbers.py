@@ -1,4 +1,4 @@
-"""RowNumbers: the free rows of a table, and those withheld from reuse while a forward may hold them.
+"""RowNumbers: the free rows of a table, and the rows withheld from reuse while a forward may hold them.
 
 A row that a forward has read must not be given to another id before that forward's backward has run or
 its graph has been dropped (pipelines run lookup i + 1 before backward i). So the row of a removed id is
@@ -14,10 +14,10 @@ from torchrec_dyn.storage.open_forwards import OutstandingForwards
 
 
 class RowNumbers:
-    """Hands out rows 0, 1, 2, ... in order, freed ones first.
+    """The row numbers of a table, handed out in the order 0, 1, 2, ..., freed rows first.
 
     Attributes:
-        high: rows ever handed out; every row below is in use, free or withheld.
+        high: number of rows ever handed out; every row below it is in use, free or withheld.
     """
 
     def __init__(self, forwards: OutstandingForwards) -> None:
@@ -28,7 +28,7 @@ class RowNumbers:
         self._withheld: list[tuple[int, Tensor]] = []
 
     def take(self, count: int) -> Tensor:
-        """Hands out `count` rows, [count] int64, distinct."""
+        """Hands out and returns `count` distinct rows, [count] int64."""
         self._release()
         reused = min(count, self._num_free)
         rows = [torch.arange(self.high, self.high + count - reused)]
@@ -43,12 +43,12 @@ class RowNumbers:
         return torch.cat(rows[::-1])
 
     def highest_after(self, count: int) -> int:
-        """Returns `high` as it would be after taking `count` rows."""
+        """Returns the value that `high` would have after `take(count)`."""
         self._release()
         return self.high + max(0, count - self._num_free)
 
     def give_back(self, rows: Tensor) -> None:
-        """Takes back the rows of removed ids; they are reused once no open forward can hold them.
+        """Takes back the rows of removed ids; they are reused as soon as no open forward can hold them.
 
         Args:
             rows: [M] int64, distinct, handed out before.
@@ -58,7 +58,7 @@ class RowNumbers:
 
     @property
     def has_withheld(self) -> bool:
-        """True if rows are withheld (some of them may be released at the next call)."""
+        """True if rows are withheld (the next call may release some of them)."""
         return bool(self._withheld)
 
     def withheld(self) -> Tensor:

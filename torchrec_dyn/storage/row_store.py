@@ -34,10 +34,10 @@ def block_shift(row_limit: int, row_bytes: int) -> int:
 
 
 class RowStore:
-    """Holds rows of `columns` numbers.
+    """A store of rows of `columns` numbers.
 
     Attributes:
-        blocks: each [2^shift, columns] of dtype.
+        blocks: blocks of rows, each [2^shift, columns] of dtype.
         shift: binary logarithm of the rows of a block.
         columns: width of a row.
     """
@@ -61,14 +61,14 @@ class RowStore:
         return self.columns * self.dtype.itemsize
 
     def reserve(self, rows: int) -> None:
-        """Appends blocks until `rows` rows fit. Rows that exist stay where they are."""
+        """Appends blocks until `rows` rows fit. Existing rows do not move."""
         while self.capacity < rows:
             if not self._spare:
                 self._spare = self._several_blocks()
             self.blocks.append(self._spare.pop())
 
     def _several_blocks(self) -> list[Tensor]:
-        """Returns blocks of one reservation: as many as exist, up to _BLOCK_BYTES in all.
+        """Returns new blocks, reserved together: as many as the store has, up to _BLOCK_BYTES in all.
 
         The blocks of a state with one number per row are smaller than a huge page; side by side they
         share huge pages.
@@ -83,7 +83,7 @@ class RowStore:
         return list(together.split(block_rows))[::-1]
 
     def read(self, rows: Tensor) -> Tensor:
-        """Copies rows out.
+        """Returns copies of rows.
 
         Args:
             rows: [M] int64; -1 reads as zeros.
@@ -94,13 +94,13 @@ class RowStore:
         return ops.gather_rows(rows, self.blocks, self.shift, self.columns, self.dtype)
 
     def write(self, rows: Tensor, values: Tensor) -> None:
-        """Copies values in; of two values for one row the last stays.
+        """Writes values to rows. If a row is given twice, its last values stay.
 
         Args:
             rows: [M] int64.
-            values: [M, columns]; rounded to the nearest of the rows' dtype.
+            values: [M, columns]; rounded to the nearest number of the rows' dtype.
         """
-        if rows.numel() == 0:  # without a block the op does not know the dtype
+        if rows.numel() == 0:  # without a block the op cannot determine the dtype
             return
         values = values.to(self.dtype).contiguous()
         ops.scatter_rows_(rows, values, self.blocks, self.shift, self.columns)
@@ -109,9 +109,9 @@ class RowStore:
         """Copies values into a range of rows and columns.
 
         Args:
-            first_row: where the range of rows begins.
-            first_column: where the range of columns begins.
-            values: [M, C]; rounded to the nearest of the rows' dtype.
+            first_row: first row of the range.
+            first_column: first column of the range.
+            values: [M, C]; rounded to the nearest number of the rows' dtype.
         """
         columns = slice(first_column, first_column + values.shape[1])
         end, row = first_row + len(values), first_row
@@ -125,12 +125,12 @@ class RowStore:
     def converted(
         self, columns: int, dtype: torch.dtype, convert: Callable[[Tensor], Tensor]
     ) -> RowStore:
-        """Moves all rows into a store of another shape, block by block; this store is empty afterwards.
+        """Moves all rows into a new store of another shape, block by block. This store is empty afterwards.
 
         Args:
-            columns: of the result.
-            dtype: of the result.
-            convert: returns [M, columns] of any dtype for [M, self.columns].
+            columns: columns of the new store.
+            dtype: dtype of the new store.
+            convert: function that returns [M, columns] of any dtype for [M, self.columns].
         """
         result = RowStore(columns, self.shift, dtype, self.device)
         result.reserve(self.capacity)
@@ -140,7 +140,7 @@ class RowStore:
         return result
 
     def reserve_zeros(self, rows: int) -> None:
-        """Fills an empty store with `rows` rows of zeros; memory is committed where they are written."""
+        """Fills an empty store with `rows` rows of zeros; memory is committed where rows are written."""
         blocks = -(-rows >> self.shift)
         nothing = torch.empty(0, 2, dtype=torch.int64, device=self.device)
         # A block has at least 16 rows, so the blocks are whole cache lines, or nearly.

@@ -1,6 +1,6 @@
-"""Records the changes of tables in their logs (storage/change_log.py), while anybody holds a moment.
+"""Records the changes of tables in their logs (storage/change_log.py), as long as a moment is held.
 
-A table gets a log with its first moment. The log is dropped at the first change after its last moment was.
+A table gets a log with its first moment. After its last moment was dropped, the next change drops the log.
 
 Legend: T tables, N rows in table order, M ids.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def moment_of(table: DynamicTable) -> Moment:
-    """Starts a moment of a table; its changes are kept from now on."""
+    """Starts and returns a moment of a table. Changes of the table are recorded from now on."""
     log = changes_of(table)
     if log is None:
         log = ChangeLog(table.row_limit, table.device)
@@ -29,7 +29,7 @@ def moment_of(table: DynamicTable) -> Moment:
 
 
 def changes_of(table: DynamicTable) -> ChangeLog | None:
-    """Returns the log of a table; drops it and returns None if nobody holds a moment."""
+    """Returns the log of a table. If no moment is held, drops the log and returns None."""
     if table.changes is not None and not table.changes.is_in_use:
         table.changes = None
     return table.changes
@@ -39,7 +39,7 @@ def note_added(table: DynamicTable, rows: Tensor) -> None:
     """Records rows that were just given to ids.
 
     Args:
-        table: with room reserved.
+        table: the table, with room reserved for the rows.
         rows: [M] int64.
     """
     log = changes_of(table)
@@ -51,9 +51,9 @@ def note_removed(table: DynamicTable, ids: Tensor, rows: Tensor) -> None:
     """Records ids that were just removed.
 
     Args:
-        table: of the ids.
+        table: the table.
         ids: [M] int64.
-        rows: [M] int64, the rows they had.
+        rows: [M] int64, the former rows of these ids.
     """
     log = changes_of(table)
     if log is not None:
@@ -66,14 +66,14 @@ def note_changed(
     table_offsets: Tensor,
     noted: list[object] | None = None,
 ) -> None:
-    """Records rows that were written, or whose scores were.
+    """Records rows that were written, or whose scores were written.
 
     Args:
         tables: T tables.
         rows: [N] int64 in table order; -1 is skipped. Rows of removed ids may be among them.
         table_offsets: [T + 1] int64, where the rows of each table begin.
-        noted: `tokens_of` the tables when the same rows were recorded before; if no moment started
-            since, nothing is to be done.
+        noted: `tokens_of` the tables at an earlier recording of the same rows, else None. If no moment
+            started since then, this call does nothing.
     """
     if all(table.changes is None for table in tables) or tokens_of(tables) == noted:
         return
@@ -84,7 +84,7 @@ def note_changed(
 
 
 def tokens_of(tables: Sequence[DynamicTable]) -> list[object]:
-    """Returns a token of each table's latest moment, different for each log and moment."""
+    """Returns a token of each table's latest moment, new for each log and moment; None without a log."""
     return [None if table.changes is None else table.changes.token for table in tables]
 
 
@@ -99,8 +99,8 @@ def note_replaced(table: DynamicTable, id_map: IdMap) -> None:
     """Records that the contents of a table were replaced. If this fails nothing is recorded.
 
     Args:
-        table: with its new contents.
-        id_map: the former one.
+        table: the table, with its new contents.
+        id_map: the former id map.
     """
     log = changes_of(table)
     if log is not None:

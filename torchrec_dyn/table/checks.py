@@ -19,7 +19,7 @@ ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_shape(table: DynamicTable, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ValueError unless a table may have this shape, dtype and device."""
+    """Raises ValueError unless a table supports its shape, this dtype and this device."""
     for field in ("num_embeddings", "embedding_dim", "columns", "row_limit"):
         if getattr(table, field) < 1:
             raise ValueError(
@@ -37,7 +37,7 @@ def check_shape(table: DynamicTable, dtype: torch.dtype, device: torch.device) -
         )
     if device.type != "cpu":
         raise ValueError(
-            f"{table.where}: expected rows on the CPU, the one device with kernels so far, got "
+            f"{table.where}: expected rows on the CPU, the only device with kernels so far, got "
             f"{device}. Keep the collection on the CPU."
         )
 
@@ -52,7 +52,7 @@ def check_room(table: DynamicTable, additional: int) -> None:
         raise RuntimeError(
             f"{table.where} on rank {_rank()}: expected at most {table.row_limit} rows here "
             f"(num_embeddings={table.num_embeddings}), got {table.num_rows} and {additional} new "
-            "ids. Raise num_embeddings, or let rows go: DynamicTableConfig(eviction=...)."
+            "ids. Raise num_embeddings, or evict rows: DynamicTableConfig(eviction=...)."
         )
 
 
@@ -69,7 +69,7 @@ def check_need(table: DynamicTable, need: int) -> None:
     """Raises RuntimeError if the rows of one batch alone exceed the limit.
 
     Args:
-        table: of a policy that replaces rows.
+        table: a table with a policy that replaces rows.
         need: distinct ids of the batch that have a row or were admitted.
     """
     if need > table.row_limit:
@@ -119,7 +119,7 @@ def check_state(
     Args:
         where: the table, for messages.
         state: the saved form, in any order of ids.
-        columns: D of the table.
+        columns: D, number of columns of the table.
         states: the table's optimizer states.
     """
     if "ids" not in state or "weight" not in state:

@@ -25,7 +25,7 @@ class NamedState(NamedTuple):
 
     Attributes:
         name: FBGEMM's name of the state.
-        store: its numbers, by row.
+        store: store of its numbers, by row.
         is_rowwise: True if it has one number per row.
     """
 
@@ -47,10 +47,10 @@ def stamp_of(table: DynamicTable) -> tuple[int, ...]:
 
 
 def read_tensor(table: DynamicTable, name: str, rows: Tensor) -> Tensor:
-    """Returns some rows of one tensor of the saved form: [M, columns], or [M] of scores.
+    """Returns rows of one tensor of the saved form: [M, columns], or [M] for scores.
 
     Args:
-        table: to read.
+        table: the table.
         name: "weight", "last_seen", "count" or the name of an optimizer state.
         rows: [M] int64.
     """
@@ -79,9 +79,9 @@ def read_state(table: DynamicTable) -> dict[str, Tensor]:
 
 
 def state_for_copy(table: DynamicTable) -> dict[str, Tensor]:
-    """As `read_state`, without the scores of rows that were loaded without scores.
+    """Returns `read_state`; if the rows were loaded without scores, without their scores.
 
-    So the copy treats them as this table does: as missing.
+    So the copy treats these scores as missing, as this table does.
     """
     state = read_state(table)
     if table.life is not None and table.life.is_unscored:
@@ -90,10 +90,10 @@ def state_for_copy(table: DynamicTable) -> dict[str, Tensor]:
 
 
 def write_state(table: DynamicTable, state: Mapping[str, Tensor]) -> None:
-    """Fills an empty table; what is missing starts afresh.
+    """Fills an empty table; missing parts of the saved form get the values of a new table.
 
     Args:
-        table: without rows.
+        table: a table without rows.
         state: as `read_state` returns it, in any order of ids.
     """
     ids = state["ids"].contiguous()
@@ -118,7 +118,7 @@ def without_optimizer(state: Mapping[str, Tensor], optimizer: RowOptimizer) -> d
 
     Args:
         state: as `read_state` returns it.
-        optimizer: of the saved table.
+        optimizer: optimizer of the saved table.
     """
     left_out = {*optimizer.state_names, *(() if "last_seen" in state else ("step",))}
     return {name: saved for name, saved in state.items() if name not in left_out}
@@ -127,19 +127,19 @@ def without_optimizer(state: Mapping[str, Tensor], optimizer: RowOptimizer) -> d
 def replace_contents(
     table: DynamicTable, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Replaces the contents of a table by a saved form; if that fails the table is as before.
+    """Replaces the contents of a table by a saved form; if this fails, the table has not changed.
 
     Args:
-        table: to write.
+        table: the table.
         state: as `read_state` returns it, checked.
         dtype: new dtype of the rows.
         device: new device of the rows.
     """
-    before = dict(table.__dict__)  # the code below makes new objects and changes none of these
+    before = dict(table.__dict__)  # the code below makes new objects and does not change these
     try:
         table.reset(dtype, device)
         write_state(table, state)
         note_replaced(table, before["id_map"])
-    except BaseException:  # out of memory, mostly
+    except BaseException:  # usually out of memory
         table.__dict__.update(before)
         raise

@@ -1,4 +1,4 @@
-"""Finds the rows of ids and inserts unseen ids: into all tables of a lookup, or none.
+"""Finds the rows of ids and inserts unseen ids: into all tables of a lookup, or into none.
 
 Legend: T tables, N ids, M distinct unseen ids.
 """
@@ -26,10 +26,10 @@ def find_rows(
     Args:
         tables: T tables.
         ids: [N] int64 in table order.
-        table_offsets: [T + 1] int64.
+        table_offsets: [T + 1] int64, where the ids of each table begin.
 
     Returns:
-        rows: [N] int64, -1 where the id is absent.
+        rows: [N] int64, -1 for an absent id.
         absent: [T], number of absent ids of each table, repeats counted.
     """
     rows, absent = ops.lookup(ids, table_offsets, *arrays_of([table.id_map for table in tables]))
@@ -38,11 +38,11 @@ def find_rows(
 
 
 def split_by_table(new_ids: Tensor, new_offsets: Tensor) -> tuple[Tensor, ...]:
-    """Splits the new ids of `ops.collect_new` by table.
+    """Returns the new ids of `ops.collect_new`, split by table.
 
     Args:
         new_ids: [M] int64.
-        new_offsets: [T + 1] int64.
+        new_offsets: [T + 1] int64, where the new ids of each table begin.
     """
     return new_ids.split(new_offsets.diff().tolist())
 
@@ -50,13 +50,13 @@ def split_by_table(new_ids: Tensor, new_offsets: Tensor) -> tuple[Tensor, ...]:
 def insert_unseen(
     tables: Sequence[DynamicTable], ids: Tensor, rows: Tensor, table_offsets: Tensor
 ) -> None:
-    """Inserts the absent ids of a lookup, without asking policies, and completes its rows.
+    """Inserts the absent ids of a lookup, whatever the policies, and writes their rows into `rows`.
 
     Args:
         tables: T tables.
         ids: [N] int64 in table order.
         rows: [N] int64 of `ops.lookup`; -1 becomes the new row, in place.
-        table_offsets: [T + 1] int64.
+        table_offsets: [T + 1] int64, where the ids of each table begin.
 
     Raises:
         RuntimeError: a table is full or memory is out; all tables hold the same ids as before.

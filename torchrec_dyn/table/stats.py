@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchrec_dyn.table.table import DynamicTable
 
-# Counters of a table, 0 when it is made.
+# Counters of a table. They start at 0.
 COUNTED = (
     *("ids_seen", "hits", "refused", "inserted", "evicted_expired", "evicted_full", "erased"),
     *("late_grads", "counters_dropped", "forwards"),
@@ -15,17 +15,17 @@ COUNTED = (
 
 
 def stats_of(table: DynamicTable) -> dict[str, int | float]:
-    """Returns the numbers of a table.
+    """Returns the statistics of a table.
 
     Present contents: rows, limit, slots, load (rows / slots), bytes (slots, rows in use with their
     optimizer state and scores, counters, and the change log), step, waiting (ids with a counter),
-    withheld (rows kept for an open forward), probe_length_mean and probe_length_max (in slots; of a
-    sample in a large map).
+    withheld (rows kept for an open forward), probe_length_mean and probe_length_max (in slots; measured
+    on a sample in a large map).
 
     Counts since the table was made. Occurrences in training: ids_seen, hits (had a row), unseen (had no
     row), refused (got no row). Ids: inserted, evicted_expired, evicted_full, erased, counters_dropped.
-    Others: late_grads (gradients of rows whose id was removed), forwards (in training;
-    neither loaded nor carried over, as `step` is).
+    Others: late_grads (gradients of rows whose id was removed), forwards (training forwards; unlike
+    `step`, a saved number is not loaded or carried over).
     """
     life = table.life
     stores = [*table.stores, life.scores.store] if life is not None else table.stores

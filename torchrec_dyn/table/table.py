@@ -1,8 +1,7 @@
 """DynamicTable: one table, or one column shard of it, on this rank.
 
-It joins an id map (id -> row), a store of weights and of each optimizer state (row -> numbers), the
-numbering of rows and, with a policy, their life. The steps of a training forward are in
-lookup/table_group.py.
+It joins an id map (id -> row), the stores of the weights and of each optimizer state (row -> numbers), the
+numbering of rows and, with a policy, their life. lookup/table_group.py lists the steps of a training forward.
 
 Legend: R rows in use, M ids, D columns here.
 """
@@ -52,14 +51,15 @@ class DynamicTable:
         columns: number of columns held here.
         row_limit: limit on the rows held here.
         optimizer: the update rule of the rows.
-        step: training forwards so far, those of a frozen table left out.
+        step: number of training forwards so far, without forwards of the frozen table.
         is_frozen: True if training reads the table as evaluation does; read at every forward.
         id_map: id -> row.
         life: scores, counters and clock; None without a policy.
-        changes: log of changed rows; None while nobody holds a moment.
-        generation: number of replacements of the contents; forwards from before have no backward.
+        changes: log of changed rows; None if no moment was held at the last change.
+        generation: number of replacements of the contents; a forward from before a replacement cannot run
+            its backward.
         edits: number of calls that wrote rows, or added or removed ids.
-        initializer: of fresh rows.
+        initializer: initializer of fresh rows.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class DynamicTable:
         self.initial_rows = InitialRows(initializer, self.config.seed, self.name, self.first_column)
 
     def reset(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Makes the table empty, out of new objects."""
+        """Makes the table empty. The new contents are new objects; the old objects do not change."""
         shift = block_shift(self.row_limit, self.columns * dtype.itemsize)
         self.id_map = IdMap(self.row_limit)
         self.row_numbers = RowNumbers(self.forwards)
@@ -146,7 +146,7 @@ class DynamicTable:
             check_room(self, additional)
 
     def reserve(self, additional: int, removed: int = 0) -> None:
-        """Makes room for `additional` more rows, and for their ids once `removed` ids were removed."""
+        """Makes room for `additional` more rows, and for their ids after `removed` ids are removed."""
         self.id_map.reserve(max(0, additional - removed))
         rows = self.row_numbers.highest_after(additional)
         if self.life is not None:
@@ -168,10 +168,10 @@ class DynamicTable:
         return rows
 
     def add_rows(self, new_ids: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Initialises fresh rows and returns them, [M] int64; the caller inserts them into the map.
+        """Initialises fresh rows and returns them, [M] int64; the caller inserts the ids into the map.
 
         Args:
-            new_ids: [M] int64, distinct and absent; room was reserved.
+            new_ids: [M] int64, distinct and absent; room is reserved.
             counts: [M] int64, occurrences of the ids; None outside training.
         """
         self.edits += 1
@@ -193,7 +193,7 @@ class DynamicTable:
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Reads rows by id and changes nothing.
 
-        As `torchrec_dyn.lookup_rows`, of this table's rows and columns on this rank.
+        As `torchrec_dyn.lookup_rows`, for this table's rows and columns on this rank.
         """
         rows = self.id_map.lookup(check_ids(f"{self.where}.lookup", ids))
         return self.weights.read(rows), rows >= 0
@@ -201,7 +201,7 @@ class DynamicTable:
     def assign(self, ids: Tensor, rows: Tensor) -> None:
         """Writes rows by id; an absent id gets a row with fresh optimizer state.
 
-        As `torchrec_dyn.assign_rows`, of this table's columns on this rank.
+        As `torchrec_dyn.assign_rows`, for this table's columns on this rank.
         """
         ids = check_ids(f"{self.where}.assign", ids)
         check_rows(self, rows, ids.numel(), "assign")
@@ -211,9 +211,9 @@ class DynamicTable:
         note_changed([self], found, torch.tensor([0, ids.numel()]))
 
     def erase(self, ids: Tensor) -> int:
-        """Removes ids, and the counters of waiting ids; returns how many ids had a row.
+        """Removes ids and the counters of waiting ids. Returns the number of ids that had a row.
 
-        As `torchrec_dyn.erase_rows`, of this table's rows on this rank.
+        As `torchrec_dyn.erase_rows`, for this table's rows on this rank.
         """
         ids = check_ids(f"{self.where}.erase", ids)
         self.edits += 1
@@ -224,18 +224,20 @@ class DynamicTable:
         return rows.numel()
 
     def replace_states(self, states: tuple[RowStore, ...]) -> None:
-        """Replaces the optimizer state of all rows; open forwards cannot run their backward."""
+        """Replaces the optimizer state of all rows; open forwards can no longer run their backward."""
         self.states = states
         self.generation += 1
         note_all_changed(self)
 
     def free(self, ids: Tensor, rows: Tensor, cause: str) -> None:
-        """Takes back the rows of ids removed from the map; reused once no open forward can hold them.
+        """Frees the rows of ids that were removed from the map.
+
+        The rows are reused as soon as no open forward can hold them.
 
         Args:
             ids: [M] int64, distinct.
-            rows: [M] int64, the rows they had.
-            cause: the counter of `stats` that counts them.
+            rows: [M] int64, the former rows of these ids.
+            cause: name of the counter of `stats` that counts these ids.
         """
         note_removed(self, ids, rows)
         if self.life is not None:
@@ -244,37 +246,38 @@ class DynamicTable:
         self.counters[cause] += rows.numel()
 
     def last_seen(self, ids: Tensor) -> Tensor:
-        """As `torchrec_dyn.read_last_seen`, of this table's rows on this rank."""
+        """Returns the last occurrence of ids. As `torchrec_dyn.read_last_seen`, for the rows on this rank."""
         life = self._life_for("last_seen")
         return life.last_seen(self.id_map.lookup(check_ids(f"{self.where}.last_seen", ids)))
 
     def count(self, ids: Tensor) -> Tensor:
-        """As `torchrec_dyn.read_counts`, of this table's rows on this rank."""
+        """Returns the counts of ids. As `torchrec_dyn.read_counts`, for the rows on this rank."""
         ids = check_ids(f"{self.where}.count", ids)
         return self._life_for("count").counts(ids, self.id_map.lookup(ids))
 
     def _life_for(self, method: str) -> RowLife:
         if self.life is None:
             raise ValueError(
-                f"{self.where}.{method}: expected a table with an admission or eviction policy, got one "
-                "with none, which keeps neither last_seen nor count. Set DynamicTableConfig(eviction=...)."
+                f"{self.where}.{method}: expected a table with an admission or eviction policy, got a table "
+                "without policies, which keeps neither last_seen nor count. "
+                "Set DynamicTableConfig(eviction=...)."
             )
         return self.life
 
     @property
     def time(self) -> int | None:
-        """The time of the clock, None before it was set."""
+        """The time of the clock, None before the first `set_time`."""
         return None if self.life is None else self.life.clock.now
 
     def set_time(self, time: int) -> None:
-        """Sets the clock of `ExpireAfter(time=...)` for the steps to come; it never goes back."""
+        """Sets the clock of `ExpireAfter(time=...)` for all later steps; the time never goes back."""
         if fault := time_fault(time, self.time):
             raise ValueError(f"{self.where}.set_time: {fault}")
         if self.life is not None and self.life.is_timed:
             self.life.clock.set(time, self.step + 1)
 
     def stats(self) -> dict[str, int | float]:
-        """Returns the numbers of the table (stats.py)."""
+        """Returns the statistics of the table (stats.py)."""
         return stats_of(self)
 
     def export_state(self) -> dict[str, Tensor]:
@@ -282,11 +285,11 @@ class DynamicTable:
         return read_state(self)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Replaces the contents, even by more rows than the limit. Checks before any change.
+        """Replaces the contents; more rows than the limit are allowed. All checks run before any change.
 
         Args:
-            state: as `export_state` returns it, in any order of ids; only "ids" and "weight" are
-                required, what is missing starts afresh.
+            state: as `export_state` returns it, in any order of ids. Only "ids" and "weight" are
+                required; other missing parts get the values of a new table.
         """
         check_state(f"{self.where}.load_state", state, self.columns, named_states(self))
         replace_contents(self, state, self.dtype, self.device)
@@ -294,7 +297,7 @@ class DynamicTable:
     def convert(
         self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> None:
-        """Changes the rows' dtype or device; ids and optimizer state stay."""
+        """Changes the dtype or device of the rows; ids and optimizer state stay."""
         dtype, device = dtype or self.dtype, torch.device(device or self.device)
         if dtype == self.dtype and device == self.device:
             return
@@ -302,7 +305,7 @@ class DynamicTable:
         replace_contents(self, read_state(self), dtype, device)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Blocks are reserved far beyond the rows in use: a copy carries the contents.
+        # Blocks are much larger than the rows in use, so a copy holds the contents instead.
         left_out = ("id_map", "row_numbers", "weights", "states", "life", "forwards", "changes")
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state = state_for_copy(self)
@@ -311,7 +314,7 @@ class DynamicTable:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["fields"])
         self.counters = dict(self.counters)
-        self.forwards = OutstandingForwards()  # graphs are no part of a copy
-        self.changes = None  # nor moments
+        self.forwards = OutstandingForwards()  # a copy has no graphs
+        self.changes = None  # and no moments
         self.reset(state["dtype"], state["device"])
         write_state(self, state["state"])

@@ -1,4 +1,4 @@
-"""Questions to any model or collection, sharded or not, whatever the plan.
+"""Functions on whole models and collections, sharded or not, under any plan.
 
 Imports `distributed`, `modules`, `state_dict`, `ranks`, `checkpoint_format` and the ground. Start with
 `by_id`: it reads and edits rows by id across ranks. `tables` finds the tables of a model.

@@ -1,16 +1,16 @@
-"""Reads and edits the rows of one table by id, whatever the plan. The contract of these calls stands here.
+"""Reads and edits the rows of one table by id, under any plan. This is the contract of all these functions.
 
-*On a collection that is not sharded* they are the methods of `collection.table(name)`.
+*On an unsharded collection* they are equal to the methods of `collection.table(name)`.
 
-*On a sharded one* they are collective: every rank calls, each with ids of its own choice, perhaps none. The
-ids travel to the ranks that hold them; whole rows come back in the caller's order. A fault on one rank is
-raised on every rank.
+*On a sharded collection* they are collective: every rank must call them, each with its own ids, M = 0
+included. The ids are sent to the ranks that hold them. Whole rows are returned in the caller's order. An
+error on one rank is raised on every rank.
 
-*Ids* are a tensor [M] int64. Any value, any order and repeats are legal; M may differ between ranks.
-Other ids are a ValueError, and nothing has changed then.
+*Ids* are a tensor [M] int64. Any values, any order and repeats are valid; M may differ between ranks.
+Other ids raise ValueError; nothing has changed then.
 
-No call counts as a training step or takes part in autograd, and only `assign_rows` gives a row to an unseen
-id. Frozen tables are read and edited like any other.
+No function counts as a training step or takes part in autograd, and only `assign_rows` gives a row to an
+unseen id. Frozen tables are read and edited like other tables.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from torchrec_dyn.whole_model.tables import Collection, ShardedCollection
 
 
 def lookup_rows(collection: Collection, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Reads rows by id and changes nothing: an unseen id stays unseen, nothing is counted.
+    """Returns the rows of ids. Changes nothing: an unseen id stays unseen, and nothing is counted.
 
     Args:
-        collection: sharded or not.
-        table: its name.
-        ids: [M] int64, any values in any order, repeats too.
+        collection: the collection, sharded or not.
+        table: name of the table.
+        ids: [M] int64, any values in any order, with or without repeats.
 
     Returns:
-        rows: [M, embedding_dim] in the table's dtype, a copy in the order of `ids`; zeros for an id without
-            a row, whatever the table's initializer.
-        found: [M] bool, True where the id has a row. An id that waits for admission has none.
+        The pair (rows, found).
+
+        - rows: [M, embedding_dim] in the table's dtype, a copy in the order of `ids`; zeros for an id
+          without a row, for any initializer of the table.
+        - found: [M] bool, True for an id with a row. A waiting id has no row.
 
     Raises:
         ValueError: if there is no such table, or `ids` are not [M] int64.
@@ -43,23 +45,24 @@ def lookup_rows(collection: Collection, table: str, ids: Tensor) -> tuple[Tensor
 
 
 def assign_rows(collection: Collection, table: str, ids: Tensor, rows: Tensor) -> None:
-    """Writes rows by id; an id without a row gets one, without asking the admission policy.
+    """Writes rows by id. An id without a row gets a row; the admission policy is not applied.
 
-    A new row has fresh optimizer state and, where the table keeps scores, the present step and count 0; if
-    the id waited for admission, its counter ends. Of a row that is there only the weights change: optimizer
-    state and scores stay. Of several rows for one id the last stays, and of several ranks' rows those of the
-    highest rank. A table with an eviction policy may exceed its limit until the next training forward.
+    A new row has fresh optimizer state and, if the table keeps scores, the current step and count 0. If the
+    id was waiting for admission, its counter is removed. For an id that already has a row only the weights
+    change; optimizer state and scores do not. If an id is repeated, its last row is written. If several
+    ranks pass the same id, the row of the highest rank is written. A table with an eviction policy may
+    exceed its limit until the next training forward.
 
     Args:
-        collection: sharded or not.
-        table: its name.
-        ids: [M] int64, any values in any order, repeats too.
-        rows: [M, embedding_dim] floating point, converted to the table's dtype, to nearest.
+        collection: the collection, sharded or not.
+        table: name of the table.
+        ids: [M] int64, any values in any order, with or without repeats.
+        rows: [M, embedding_dim] floating point, rounded to nearest in the table's dtype.
 
     Raises:
-        ValueError: if there is no such table, or `ids` or `rows` do not fit; nothing has changed.
-        RuntimeError: if new ids exceed the limit of a table without an eviction policy, or memory is out.
-            Shards that could take their rows may have written them.
+        ValueError: if there is no such table, or `ids` or `rows` are not valid; nothing has changed then.
+        RuntimeError: if new ids exceed the limit of a table without an eviction policy, or memory is
+            exhausted. Shards without this error may have written their rows.
     """
     _whole(collection, table, "assign_rows").assign(ids, rows)
 
@@ -67,58 +70,56 @@ def assign_rows(collection: Collection, table: str, ids: Tensor, rows: Tensor) -
 def erase_rows(collection: Collection, table: str, ids: Tensor) -> int:
     """Removes ids with their rows, optimizer state, scores and counters.
 
-    Training treats such an id as unseen from then on. A forward whose backward has yet to run keeps its
-    rows: their late gradients reach no id.
+    After that, training treats these ids as unseen. A forward whose backward has not run yet keeps its
+    rows; their late gradients update no id.
 
     Args:
-        collection: sharded or not.
-        table: its name.
-        ids: [M] int64, any values in any order; repeats and ids without a row are passed over.
+        collection: the collection, sharded or not.
+        table: name of the table.
+        ids: [M] int64, any values in any order; repeats and ids without a row are ignored.
 
     Returns:
-        How many distinct ids had a row, over all ranks, the same on every rank.
+        Number of distinct ids that had a row, over all ranks; the same on every rank.
 
     Raises:
-        ValueError: if there is no such table, or `ids` are not [M] int64; nothing has changed.
+        ValueError: if there is no such table, or `ids` are not [M] int64; nothing has changed then.
     """
     return _whole(collection, table, "erase_rows").erase(ids)
 
 
 def read_last_seen(collection: Collection, table: str, ids: Tensor) -> Tensor:
-    """Returns when training last saw each id; changes nothing.
+    """Returns the step or time of each id's last occurrence in training. Changes nothing.
 
     Args:
-        collection: sharded or not.
-        table: its name.
-        ids: [M] int64, any values in any order, repeats too.
+        collection: the collection, sharded or not.
+        table: name of the table.
+        ids: [M] int64, any values in any order, with or without repeats.
 
     Returns:
-        [M] int64 in the order of `ids`: training steps (clock values with `ExpireAfter(time=...)`), those
-        of its making for a row that was assigned and not seen since; -1 for an id without a row, also for
-        one that waits for admission.
+        [M] int64 in the order of `ids`: training steps, or clock values with `ExpireAfter(time=...)`. For a
+        row that was assigned and not seen since, the step or time of its assignment. -1 for an id without a
+        row, also for a waiting id.
 
     Raises:
-        ValueError: if there is no such table, `ids` are not [M] int64, or the table has no policy that
-            keeps this.
+        ValueError: if there is no such table, `ids` are not [M] int64, or the table has no policy.
     """
     return _whole(collection, table, "read_last_seen").last_seen(ids)
 
 
 def read_counts(collection: Collection, table: str, ids: Tensor) -> Tensor:
-    """Returns how often training has seen each id, repeats within a batch included; changes nothing.
+    """Returns the number of occurrences of each id in training, repeats in a batch included. Changes nothing.
 
     Args:
-        collection: sharded or not.
-        table: its name.
-        ids: [M] int64, any values in any order, repeats too.
+        collection: the collection, sharded or not.
+        table: name of the table.
+        ids: [M] int64, any values in any order, with or without repeats.
 
     Returns:
         [M] int64 in the order of `ids`: occurrences since the id got its row or began to wait for
         admission; 0 for an id that has no row and does not wait.
 
     Raises:
-        ValueError: if there is no such table, `ids` are not [M] int64, or the table has no policy that
-            keeps this.
+        ValueError: if there is no such table, `ids` are not [M] int64, or the table has no policy.
     """
     return _whole(collection, table, "read_counts").count(ids)
 
@@ -126,11 +127,11 @@ def read_counts(collection: Collection, table: str, ids: Tensor) -> Tensor:
 def read_ids(collection: Collection, table: str) -> Tensor:
     """Returns all ids that have a row, [R] int64 in canonical order: by mixed id, unsigned.
 
-    The same on every rank: on a sharded collection every rank receives them all.
+    The result is the same on every rank: each rank of a sharded collection receives all ids.
 
     Args:
-        collection: sharded or not.
-        table: its name.
+        collection: the collection, sharded or not.
+        table: name of the table.
 
     Raises:
         ValueError: if there is no such table.
@@ -139,21 +140,37 @@ def read_ids(collection: Collection, table: str) -> Tensor:
 
 
 def read_num_rows(collection: Collection, table: str) -> int:
-    """Returns the number of rows of the whole table, the same on every rank."""
+    """Returns the number of rows of the whole table, the same on every rank.
+
+    Args:
+        collection: the collection, sharded or not.
+        table: name of the table.
+
+    Raises:
+        ValueError: if there is no such table.
+    """
     return _whole(collection, table, "read_num_rows").num_rows
 
 
 def read_stats(collection: Collection, table: str) -> dict[str, int | float]:
-    """Returns the counts of the whole table, the same on every rank.
+    """Returns the statistics of the whole table, the same on every rank.
 
-    Counts, rows, limit and slots are summed over the shards of the first columns, bytes over all
-    shards; the mean probe length is that over all rows, the longest the longest of any shard.
+    Counts, rows, limit and slots are sums over the shards of the first columns. Bytes are the sum over
+    all shards. The mean probe length is the mean over all rows of the first columns, the longest probe
+    length is the maximum over their shards.
+
+    Args:
+        collection: the collection, sharded or not.
+        table: name of the table.
+
+    Raises:
+        ValueError: if there is no such table.
     """
     return _whole(collection, table, "read_stats").stats()
 
 
 def _whole(collection: Collection, table: str, call: str) -> TableHandle | WholeTable:
-    """Returns the whole table; a name that is none of its tables is raised on every rank."""
+    """Returns the whole table. An unknown table name raises an error on every rank."""
     try:
         handle = collection.table(table)
     except Exception as fault:

@@ -1,7 +1,8 @@
-"""Writes the `.stats()` of every dynamic table of a model to a logger, by hand or by a hook.
+"""Writes the `.stats()` of every dynamic table of a model to a logger, in one call or in a hook.
 
-A logger is anything with TensorBoard's `SummaryWriter.add_scalar`, or a dict. On a sharded model each
-rank writes the stats of its own shards and communicates with no other; give each rank its own logger.
+A logger is a dict, or an object with the method `add_scalar` of TensorBoard's `SummaryWriter`. For a
+sharded model each rank writes the stats of its own shards, without communication. Pass a separate logger
+on each rank.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class ScalarWriter(Protocol):
         """Writes one number.
 
         Args:
-            tag: its name.
+            tag: name of the number.
             scalar_value: the number.
-            global_step: when.
+            global_step: step of the number.
         """
         ...
 
@@ -35,17 +36,18 @@ StatsLogger = ScalarWriter | MutableMapping[str, int | float]
 def log_stats(model: nn.Module, to: StatsLogger, step: int) -> None:
     """Writes the stats of every dynamic table of a model.
 
-    Each is named "collection/table/stat", such as "model.ebc/user/hits": the collection by its path in
-    the model, without the wrappers DistributedModelParallel and DDP, so that sharded and unsharded
-    models write the same names. Of a model that is a collection itself the name is "user/hits".
+    Names have the form "collection/table/stat", e.g. "model.ebc/user/hits". The collection is given by its
+    path in the model without the wrappers DistributedModelParallel and DDP, so sharded and unsharded models
+    have the same names. For a model that is itself a collection the name is "user/hits".
 
     Args:
         model: a model with dynamic collections, sharded or not.
-        to: a dict receives each value by its name, a writer `add_scalar(name, value, step)`.
-        step: the caller's count of steps. Each table's own training steps are its stat "step".
+        to: a dict, which gets each value under its name, or a writer, on which
+            `add_scalar(name, value, step)` is called.
+        step: step to write. The training steps of each table are its stat "step".
 
     Raises:
-        ValueError: if the model has no dynamic collection, or `to` is neither.
+        ValueError: if the model has no dynamic collection, or `to` is neither a dict nor a writer.
     """
     _check_logger(to, "log_stats")
     scalars = {
@@ -62,23 +64,23 @@ def log_stats(model: nn.Module, to: StatsLogger, step: int) -> None:
 
 
 def add_stats_hook(model: nn.Module, to: StatsLogger, every: int = 100) -> RemovableHandle:
-    """Registers a hook that writes a model's stats after each `every`-th of its training forwards.
+    """Registers a hook that writes a model's stats after every `every` training forwards.
 
-    The step that it writes is the number of training forwards since it was registered; evaluation does
-    not count.
+    The hook writes as step the number of training forwards since its registration. Evaluation is not
+    counted.
 
     Args:
-        model: the module that the training loop or the pipeline calls: a plain model, or one in
+        model: the module that the training loop or the pipeline calls: a plain model, or a model in
             DistributedModelParallel.
         to: as in `log_stats`.
-        every: training forwards from one writing to the next.
+        every: number of training forwards between two writes.
 
     Returns:
         A handle; its `remove()` removes the hook.
 
     Raises:
-        ValueError: if the model has no dynamic collection, `to` cannot be written to, or `every` is
-            not an integer above 0.
+        ValueError: if the model has no dynamic collection, `to` is neither a dict nor a writer, or `every`
+            is not an integer above 0.
     """
     _check_logger(to, "add_stats_hook")
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
@@ -86,7 +88,7 @@ def add_stats_hook(model: nn.Module, to: StatsLogger, every: int = 100) -> Remov
     collections_of(model, "add_stats_hook")
     forwards = 0
 
-    # Each time the collections are searched anew: sharding after this call replaces them.
+    # Each call of the hook searches the collections again, because sharding after this call replaces them.
     def count_and_log(module: nn.Module, batch: object, output: object) -> None:
         nonlocal forwards
         if module.training:

@@ -1,4 +1,4 @@
-"""The dynamic collections of a model and their tables, sharded or not, in one form."""
+"""The dynamic collections of a model and their tables, sharded or not, in a common form."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class ModelTable:
     """One dynamic table.
 
     Attributes:
-        key: of the table in the model's state dict: "sparse.ebc.embedding_bags.user".
-        pieces: this rank's part of it; of an unsharded table all of it.
-        optimizer: the rule by which its rows learn.
+        key: key of the table in the model's state dict, e.g. "sparse.ebc.embedding_bags.user".
+        pieces: this rank's part of the table; for an unsharded table the whole table.
+        optimizer: the optimizer of its rows.
     """
 
     key: str
@@ -51,19 +51,19 @@ class ModelTable:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks; None: the table is not sharded."""
+        """The process group of the ranks; None: the table is not sharded."""
         return self.pieces.group
 
 
 def collections_of(model: nn.Module, where: str) -> list[tuple[str, Collection]]:
-    """Lists the dynamic collections of a model with their paths, in one order on all ranks.
+    """Returns the dynamic collections of a model with their paths, in the same order on all ranks.
 
     Args:
         model: DistributedModelParallel, any module, or a collection.
-        where: the call, for messages.
+        where: name of the calling function for error messages.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if the model has no dynamic collection.
     """
     found = _collections(model)
     if not found:
@@ -75,37 +75,38 @@ def collections_of(model: nn.Module, where: str) -> list[tuple[str, Collection]]
 
 
 def tables_of(model: nn.Module, call: str) -> list[ModelTable]:
-    """Lists the dynamic tables of a model, in one order on all ranks; not collective.
+    """Returns the dynamic tables of a model, in the same order on all ranks; not collective.
 
     Args:
         model: DistributedModelParallel, any module, or a collection.
-        call: the call, for messages.
+        call: name of the calling function for error messages.
 
     Raises:
-        ValueError: if there is none, if some are sharded and some are not, or if two have one name.
+        ValueError: if the model has no dynamic table, if only some tables are sharded, or if two tables
+            have the same name.
     """
     found = _collections(model)
     tables = [table for path, one in found for table in tables_in(one, path).values()]
     names = [table.name for table in tables]
     if not tables or len(set(names)) < len(names):
         raise ValueError(
-            f"{call}: expected a model with dynamic tables, each of its own name, got tables {names}."
+            f"{call}: expected a model with dynamic tables of different names, got tables {names}."
         )
     unsharded = [table.name for table in tables if table.group is None]
     if 0 < len(unsharded) < len(tables):
         raise ValueError(
-            f"{call}: expected dynamic tables that are all sharded or all not, got {unsharded} unsharded "
-            "beside others. Pass the collections one by one."
+            f"{call}: expected dynamic tables that are all sharded or all unsharded, got {unsharded} "
+            "unsharded and the others sharded. Pass each collection separately."
         )
     return tables
 
 
 def tables_in(collection: Collection, path: str = "") -> dict[str, ModelTable]:
-    """Returns the tables of one collection by name, in its order; not collective.
+    """Returns the tables of one collection by name, in the collection's order; not collective.
 
     Args:
-        collection: sharded or not.
-        path: of the collection in its model, for the keys.
+        collection: the collection, sharded or not.
+        path: path of the collection in its model, for the keys.
     """
     holder = "embedding_bags" if isinstance(collection, _POOLED) else "embeddings"
     prefix = f"{path}.{holder}." if path else f"{holder}."
@@ -122,7 +123,7 @@ def tables_in(collection: Collection, path: str = "") -> dict[str, ModelTable]:
 
 
 def table_names(collection: Collection) -> list[str]:
-    """Returns the names of a collection's tables; needs no rows."""
+    """Returns the names of a collection's tables; does not use their rows."""
     if isinstance(collection, UnshardedCollection):
         return list(collection.dynamic_configs())
     return list(collection.module_sharding_plan)
@@ -141,7 +142,7 @@ def _unsharded(key: str, table: UnshardedTable) -> ModelTable:
         TableLayout((Piece(0, config.embedding_dim, (0,)),), False),
         [rows],
         0,
-        None,  # type: ignore[arg-type]  # nobody asks for the group of one rank
+        None,  # type: ignore[arg-type]  # the group of one rank is never used
         table.saved_config(),
         rows.optimizer,
         table.dynamic.has_life,
@@ -152,11 +153,11 @@ def _unsharded(key: str, table: UnshardedTable) -> ModelTable:
 
 @dataclass(frozen=True)
 class SavedForm:
-    """The tensors that a checkpoint of a table, or of some of its rows, would have.
+    """The tensors of a checkpoint of a table, or of some of its rows.
 
     Attributes:
-        model: by their names in the model's state dict.
-        optimizer: by their names in the optimizer's state dict.
+        model: tensors by name in the model's state dict.
+        optimizer: tensors by name in the optimizer's state dict.
     """
 
     model: dict[str, SavedTensor]
@@ -164,16 +165,16 @@ class SavedForm:
 
     @property
     def sums(self) -> tuple[Tensor, Tensor]:
-        """The words of both checksums."""
+        """The words of the model's checksum and of the optimizer's checksum."""
         return numbers_of(self.model["checksum"]), numbers_of(self.optimizer["checksum"])
 
 
 def saved_forms(tables: Sequence[ModelTable], call: str) -> list[SavedForm]:
-    """Sums the contents of tables and returns what would be saved of each. Collective.
+    """Returns the saved form of each table, with its content sums. Collective.
 
     Args:
-        tables: of a model.
-        call: the same on every rank.
+        tables: tables of one model.
+        call: name of the calling function, the same on every rank.
     """
 
     def sources() -> list[ShardSource]:
