@@ -1,4 +1,7 @@
-"""Row-wise plans (docs/guide/policies_when_sharded.md): ranks that share a limit keep the ids that one table would keep."""
+"""Ranks that share a limit keep the ids that one table would keep.
+
+docs/guide/policies_when_sharded.md makes this claim for row-wise plans.
+"""
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType

@@ -189,6 +189,9 @@ OTHER_PROJECTS = ("fbgemm_gpu/", "recis/", "torch/", "torchrec/")
 READERS_OWN = {"first.py", "page.py"}  # the code of a page, saved
 # Named, and not there: of the past, to come.
 ELSEWHERE = {
+    "CHANGELOG.md": {
+        f"docs/{name}.md" for name in ("guide", "checkpoints", "migrating", "mixed_dimensions")
+    },
     "0023-rooms.md": {"lookup/row_update_cuda.cu", "tests/test_house.py"},
 }
 

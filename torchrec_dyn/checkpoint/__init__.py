@@ -1,4 +1,4 @@
-"""Checkpoints: what is needed beside `torch.distributed.checkpoint` itself (docs/checkpoints.md).
+"""Checkpoints: additions to `torch.distributed.checkpoint` (docs/guide/checkpoints.md).
 
 Imports `migration`, `whole_model`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life` and
 `storage`. Start with `delta_export`, then `delta_reader` and `delta_apply`; `inspection` is the command

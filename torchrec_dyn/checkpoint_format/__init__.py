@@ -2,7 +2,7 @@
 
 Imports `storage` and the ground; torch alone. Start with `saved_tensor` (how a table lies in a
 checkpoint), then `checkpoint_reader` (a directory) and `saved_table` (one table of it).
-docs/checkpoints.md describes the format.
+docs/checkpoint_format.md describes the format.
 
 The saved form depends on the contents of a table only: not on plan, world size or history.
 """
