@@ -5,13 +5,12 @@ their anchors, ext/outside_links.py handles links out of this folder, ext/symbol
 to the API reference. Nothing is fetched from a network, neither by the build nor by the browser.
 """
 
-import logging
 import sys
 from pathlib import Path
 
 from sphinx.ext.napoleon import GoogleDocstring
 
-logging.getLogger().setLevel(logging.WARNING)  # FBGEMM logs each library that it loads
+import torchrec_dyn  # noqa: F401  imported by autodoc, FBGEMM would log each library that it loads
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS / "ext"))
