@@ -49,8 +49,11 @@ lint: build docs
 
 # The site: build/docs/index.html. Needs no network. build/doctrees keeps the pages that have not changed. All pages are
 # written (-a), since links are checked then. A build with warnings drops what it has read: Sphinx would not repeat them.
-docs: build
+docs: build build/doctrees.stamp
 	$(BIN)/python -m sphinx -W --keep-going -n -q -a -d build/doctrees docs build/docs || { rm -rf build/doctrees; exit 1; }
+
+build/doctrees.stamp: Makefile docs/conf.py $(wildcard docs/ext/*.py)
+	rm -rf build/doctrees && mkdir -p build && touch $@
 
 format: build
 	$(BIN)/ruff check --fix .

@@ -9,6 +9,8 @@ import logging
 import sys
 from pathlib import Path
 
+from sphinx.ext.napoleon import GoogleDocstring
+
 logging.getLogger().setLevel(logging.WARNING)  # FBGEMM logs each library that it loads
 
 DOCS = Path(__file__).resolve().parent
@@ -61,6 +63,22 @@ def skip_member(app, what, name, member, skip, options):
     function = getattr(member, "fget", None) or getattr(member, "__func__", member)
     module = getattr(function, "__module__", None) or ""
     return None if module.startswith("torchrec_dyn") else True
+
+
+def whole_section(docstring, preprocess_types=False):
+    """Reads a Returns section as text. Napoleon would take words before a colon for the type."""
+    lines = docstring._dedent(docstring._consume_to_next_section())
+    return [("", "", lines)] if lines else []
+
+
+def whole_property(docstring):
+    """Reads the docstring of a property as text, for the same reason."""
+    return "", docstring._dedent(docstring._consume_to_end())
+
+
+# Types are in the signatures. Napoleon has no option for this; its version is pinned (Makefile).
+GoogleDocstring._consume_returns_section = whole_section
+GoogleDocstring._consume_inline_attribute = whole_property
 
 
 def setup(app):

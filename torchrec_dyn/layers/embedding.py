@@ -27,7 +27,7 @@ class DynamicEmbedding(OneTable):
     `DynamicEmbeddingCollectionSharder`. Use it for all other functions of collections.
 
     Args:
-        embedding_dim: D.
+        embedding_dim: number of columns, D.
         num_embeddings: limit on the number of rows; no memory is reserved for them.
         name: name of the table and of its only feature. Initial rows depend on the name. In a sharded
             model each module needs a different name.

@@ -50,7 +50,7 @@ class DynamicEmbeddingBag(OneTable):
     `DynamicEmbeddingCollectionSharder`.
 
     Args:
-        embedding_dim: D.
+        embedding_dim: number of columns, D.
         num_embeddings: limit on the number of rows; no memory is reserved for them.
         mode: "sum", "mean" or "tile".
         tile_length: T; with "tile" only.
