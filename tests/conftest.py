@@ -1,25 +1,17 @@
 """Devices, marks, Hypothesis profiles and parts of the deep tests. Tests import nothing from here."""
 
-import argparse
 import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from shards import Shard, part_of, read_shard
 
 _FIRM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=50, **_FIRM)
 settings.register_profile("ci", max_examples=50, derandomize=True, **_FIRM)
 settings.register_profile("deep", max_examples=2000, **_FIRM)
-
-
-def _shard(text: str) -> tuple[int, int]:
-    """Reads "3/8" as (3, 8)."""
-    part, _, parts = text.partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-        raise argparse.ArgumentTypeError(f"expected K/N with 1 <= K <= N, got {text!r}")
-    return int(part), int(parts)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,7 +21,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the soaks, and the property tests with 2,000 examples each; no other test",
     )
     parser.addoption(
-        "--shard", type=_shard, default=(1, 1), metavar="K/N", help="part K of N, 1 <= K <= N"
+        "--shard",
+        type=read_shard,
+        default=Shard(1, 1),
+        metavar="K/N",
+        help="part K of N of the tests",
     )
 
 
@@ -39,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _has_cuda_kernels() -> bool:
-    """Whether torch sees a device and our extension was built for it."""
+    """Returns True if torch sees a device and our extension was built for it."""
     import torchrec_dyn  # noqa: F401  registers the ops
 
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
@@ -59,9 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ]
     else:
         reasons["deep"] = "a soak: make test-deep"
-    # Neighbours, cases of one test as a rule, take as long as one another: each part gets its share of them.
-    part, parts = config.getoption("--shard")
-    items[:] = items[part - 1 :: parts]
+    items[:] = part_of(items, config.getoption("--shard"))
     for item in items:
         for mark, reason in reasons.items():
             if item.get_closest_marker(mark):

@@ -1,0 +1,28 @@
+"""Parts of a list of tests, for `make test-deep SHARD=3/8`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Shard(NamedTuple):
+    """Part `number` of `count`, from 1."""
+
+    number: int
+    count: int
+
+
+def read_shard(text: str) -> Shard:
+    """Reads "3/8"."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"--shard: expected K/N with 1 <= K <= N, got {text!r}.")
+    return Shard(int(number), int(count))
+
+
+def part_of(tests: list[T], shard: Shard) -> list[T]:
+    """Returns every `count`-th test: neighbours take equally long as a rule, so each part gets some of them."""
+    return tests[shard.number - 1 :: shard.count]
