@@ -1,4 +1,4 @@
-"""The workloads and axes, written once: every benchmark takes its sizes from here."""
+"""Workloads and axes: all benchmarks take their sizes from here."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ class Workload:
     """A batch over equal tables.
 
     Attributes:
+        name: name in the results.
         tables: number of tables, one feature each.
-        rows: ids that each table knows.
+        rows: known ids of each table.
         dim: columns of a row.
-        batch: bags of a feature.
-        bag: ids of a bag.
+        batch: bags per feature.
+        bag: ids per bag.
         zipf: exponent of the ids' distribution; 0 is uniform.
-        pooled: whether the ids of a bag are summed; a sequence keeps them.
+        pooled: True if the rows of a bag are summed; False for a sequence, which keeps them.
     """
 
     name: str
@@ -36,16 +37,16 @@ class Workload:
 
     @property
     def ids_per_step(self) -> int:
-        """Ids of one batch."""
+        """Number of ids in one batch."""
         return self.tables * self.batch * self.bag
 
     @property
     def copies(self) -> bool:
-        """Whether the forward gives back every row it reads, so that its floor is a copy."""
+        """True if the forward returns every row it reads; its floor is then a copy."""
         return not self.pooled or self.bag == 1
 
 
-# The workload of DESIGN section 4, uniform and skewed.
+# The main workload, uniform and skewed.
 POOLED = (
     Workload("pooled-uniform"),
     Workload("pooled-zipf1.05", zipf=1.05),
@@ -55,12 +56,12 @@ ONE_HOT = tuple(
     for dim in (16, 64, 128)
 )
 SEQUENCE = (Workload("sequence", tables=4, batch=512, bag=50, pooled=False),)
-# Rows of half the bytes against ours in float32.
+# float16 and bfloat16 rows against dynamic tables in float32.
 HALF = tuple(Workload(f"half-dim{dim}", tables=4, dim=dim) for dim in (64, 128))
 
 THREADS = (2, 1)
 
-# bench_sweep.py: one axis moves, the others stay as in POOLED[0]; ids a step stay about equal.
+# bench_sweep.py: one axis changes, the others stay as in POOLED[0]; the ids per step stay about equal.
 SWEEP_ROWS = (1_000, 10_000, 100_000, 300_000, 1_000_000, 2_000_000)
 SWEEP_ZIPF = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 SWEEP_BAG = (1, 2, 5, 10, 20, 50, 100)
@@ -84,10 +85,10 @@ LOGGED_EVERY = 100
 
 
 def full_table(limit: int, zipf: float) -> Workload:
-    """Batches over one full table, of whose rows the stream comes back to half.
+    """Returns a workload of one full table: its known ids are half of the rows.
 
     Args:
-        limit: its rows.
+        limit: limit of the table.
         zipf: exponent of the known ids' distribution.
     """
     name = f"full {limit} " + (f"zipf{zipf:g}" if zipf else "uniform")
@@ -95,15 +96,16 @@ def full_table(limit: int, zipf: float) -> Workload:
 
 
 def tiny(workload: Workload) -> Workload:
-    """The workload in a size that runs in a moment, for tests of the benchmarks themselves."""
+    """Returns a tiny version of a workload, for tests of the benchmarks."""
     return replace(workload, tables=2, rows=500, batch=16, bag=min(workload.bag, 3))
 
 
 def raw_ids(numbers: Tensor) -> Tensor:
-    """Makes 64-bit ids of the numbers 0, 1, 2, ..., scattered as hashed features are.
+    """Returns 64-bit ids for the numbers 0, 1, 2, ..., scattered like hashed features.
 
-    Not `unmix64(numbers)`: the map mixes ids, numbers in a row would come back, and their home slots are
-    spread more evenly than any real ids' (a mean probe of 1.07 slots at a load of 0.75 instead of 2.5).
+    Not `unmix64(numbers)`: the map mixes ids, so it would see consecutive numbers, and their home slots
+    would be spread more evenly than those of real ids (a mean probe of 1.07 slots at a load of 0.75 instead
+    of 2.5).
 
     Args:
         numbers: [N] int64.
@@ -112,9 +114,9 @@ def raw_ids(numbers: Tensor) -> Tensor:
 
 
 def ranks(workload: Workload, batches: int, seed: int) -> list[Tensor]:
-    """Draws batches of known-row numbers in [0, rows), [ids_per_step] int64 each, table-major.
+    """Draws batches of numbers of known rows in [0, rows), [ids_per_step] int64 each, table-major.
 
-    The skewed ones follow a Zipf law by its inverse distribution function over the rows.
+    Skewed numbers follow a Zipf law: they are drawn by its inverse distribution function over the rows.
     """
     generator = np.random.default_rng(seed)
     if workload.zipf == 0.0:
@@ -124,7 +126,7 @@ def ranks(workload: Workload, batches: int, seed: int) -> list[Tensor]:
         cumulative = np.cumsum(mass) / mass.sum()
         uniform = generator.random((batches, workload.ids_per_step))
         draws = np.minimum(np.searchsorted(cumulative, uniform), workload.rows - 1)
-    # Popular rows are anywhere in a real table, not first: shuffle which rank is which row.
+    # Popular rows are anywhere in a real table, not at its start: each popularity rank gets a random row.
     shuffle = generator.permutation(workload.rows)
     return [torch.from_numpy(shuffle[batch].astype(np.int64)) for batch in draws]
 
@@ -135,17 +137,17 @@ def offsets(workload: Workload) -> Tensor:
 
 
 def counts(workload: Workload) -> list[int]:
-    """Returns the ids of each feature, [tables]: who has checked the offsets passes them on."""
+    """Returns the number of ids of each feature, [tables], to pass beside the offsets of one batch."""
     return [workload.batch * workload.bag] * workload.tables
 
 
-# End to end (bench_train.py): `batch` is of one rank.
+# bench_train.py, end to end: `batch` is the batch of one rank.
 TRAIN = (
     Workload("train-onehot", tables=26, rows=100_000, batch=2048, bag=1, zipf=1.05),
     Workload("train-10hot", batch=2048),
 )
 
-# bench_serving.py: requests of so many examples; the processes of one directory share so many rows.
+# bench_serving.py: examples per request, and rows of the table that two processes share.
 SERVING = tuple(
     Workload(f"serving-{'zipf1.05' if zipf else 'uniform'}", tables=4, zipf=zipf)
     for zipf in (0.0, 1.05)

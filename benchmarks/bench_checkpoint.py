@@ -1,13 +1,13 @@
-"""Saving and loading: dynamic tables beside TorchRec's static ones and beside torch.save of the same bytes.
+"""Saving and loading: dynamic tables against TorchRec's static tables and torch.save of the same bytes.
 
     python benchmarks/bench_checkpoint.py [--rows 4000000] [--world 1 2] [--folder /tmp]
     python benchmarks/bench_checkpoint.py --only memory --bytes 5e9 --world 1
 
-One row-wise table, 64 columns of float32, row-wise Adagrad. Every save goes to a fresh folder; before each
-turn the disk has been synced, so nobody writes out what another one left behind. DCP syncs its files and
-torch.save does not, so saves are measured with and without syncing, on both sides; loads from the page cache
-(warm) and from the disk (cold). Sides take turns. Wall time is of the slowest rank, CPU time of all together.
-Then peak memory, part by part.
+One row-wise table, 64 columns of float32, row-wise Adagrad. Every save writes to a fresh folder. The disk
+is synced before each turn, so no side writes out data of another side. DCP syncs its files and torch.save
+does not, so saves are measured with and without syncing, on all sides. Loads are measured from the page
+cache (warm) and from the disk (cold). Sides take turns. Wall time: the slowest rank. CPU time: sum over
+ranks. Then peak memory, part by part.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ GB = 1e9
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Makes the next read of a folder's files one of the disk; they are synced."""
+    """Drops a folder's files from the page cache, so that the next read is from the disk.
+
+    The files must be synced.
+    """
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -46,11 +49,11 @@ def drop_from_cache(folder: Path) -> None:
 
 
 class Turns:
-    """Functions for `measure`, one a side, and what their parts took.
+    """One function per side for `measure`, and the times of its parts.
 
     Args:
-        sides: by name.
-        folder: where the ranks save.
+        sides: sides by name.
+        folder: folder that the ranks save to.
     """
 
     def __init__(self, sides: dict[str, Side], folder: Path) -> None:
@@ -59,10 +62,10 @@ class Turns:
         self.parts: dict[str, list[Parts]] = {name: [] for name in sides}
 
     def of(self, act: Callable[[str], Parts]) -> dict[str, Callable[[int], object]]:
-        """Makes the functions.
+        """Returns the functions by the name of the side.
 
         Args:
-            act: what a side does, by its name.
+            act: runs the measured work of a side, given its name; returns the times of its parts.
         """
         self.parts = {name: [] for name in self.sides}
 
@@ -72,14 +75,14 @@ class Turns:
         return {name: turn(name) for name in self.sides}
 
     def seconds(self, rounds: int, clock: str) -> dict[str, list[float]]:
-        """Sums the parts of the measured rounds, "wall" or "cpu" seconds."""
+        """Returns the seconds of each measured round, summed over the parts. `clock`: "wall" or "cpu"."""
         return {
             name: [sum(getattr(one, clock) for one in parts.values()) for parts in seen[-rounds:]]
             for name, seen in self.parts.items()
         }
 
     def medians(self, rounds: int) -> dict[str, dict[str, list[float]]]:
-        """Gives the median wall and CPU seconds of each part."""
+        """Returns the median wall and CPU seconds of each part."""
         return {
             name: {
                 part: [
@@ -95,14 +98,14 @@ class Turns:
 def in_turn(
     turns: Turns, what: str, act: Callable[[str], Parts], ready: Callable[[], None], rounds: int
 ) -> list[dict[str, Any]]:
-    """Measures one thing that all sides do; returns its lines, and prints them on rank 0. Collective.
+    """Measures one operation on all sides; returns its result lines and prints them on rank 0. Collective.
 
     Args:
         turns: the sides.
-        what: the thing.
-        act: does it for a side, by its name.
+        what: name of the operation.
+        act: runs the operation for a side, given its name; returns the times of its parts.
         ready: runs on rank 0 before each turn.
-        rounds: to measure.
+        rounds: measured rounds.
     """
 
     def before(_: int) -> None:
@@ -138,7 +141,7 @@ def as_text(
     medians: dict[str, dict[str, list[float]]],
     speeds: dict[str, tuple[float, float, float]],
 ) -> str:
-    """Formats what was seen of one thing."""
+    """Formats the results of one operation."""
     start = f"{lines[0]['ranks']} ranks  {lines[0]['what']:16}"
     shown = []
     for name, (median, low, high) in speeds.items():
@@ -182,7 +185,7 @@ def run(rows: int, folder: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 def join(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> None:
-    """Makes this process one rank of gloo."""
+    """Joins the gloo process group as one rank."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", LOCAL_WORLD_SIZE=str(world))
     for chatty in ("torchrec", "torch.fx"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
@@ -193,7 +196,7 @@ def join(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> N
 
 
 def work(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> None:
-    """Is one rank; rank 0 leaves the lines in the folder."""
+    """Runs one rank; rank 0 writes the result lines to the folder."""
     join(rank, world, arguments, folder)
     lines = []
     if "speed" in arguments.only:
@@ -205,12 +208,12 @@ def work(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> N
         )
     if rank == 0:
         Path(folder, "lines").write_text(json.dumps(lines))
-    gc.collect()  # what holds the group holds gloo's threads: they must end before the interpreter
+    gc.collect()  # references to the group keep gloo's threads alive; they must end before the interpreter
     dist.destroy_process_group()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Starts the ranks, prints one line a measurement and writes them."""
+    """Starts the ranks, prints one line per measurement and writes the results."""
     parser = options(__doc__, threads=[])  # one thread a rank by default
     parser.set_defaults(rounds=5)
     parser.add_argument("--rows", type=int, default=ROWS)

@@ -1,10 +1,10 @@
-"""Sequence collections that send each id once, against the same that send every occurrence.
+"""Sequence collections that send each distinct id once, against collections that send every occurrence.
 
     python benchmarks/bench_dedup.py [--rounds 9] [--world 2] [--only zipf-1.05]
 
-One training step of a row-wise collection: lookup, exchange, backward, update; two models alive together
-take turns. Time is of the slowest rank. Bytes are counted where they are handed to the process group, of
-all collectives of a step, to other ranks, and of all ranks together.
+Measures one training step of a row-wise collection: lookup, exchange, backward, update. Both models exist at
+the same time and take turns. Time: the slowest rank. Bytes: all data that the collectives of a step send to
+other ranks, summed over ranks, counted at the process group.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Stream:
-    """Ids of one feature: `batch` sequences of `length` ids a rank, of `known` ids; zipf 0: uniform."""
+    """Ids of one feature: per rank `batch` sequences of `length` of the `known` ids; zipf 0: uniform."""
 
     name: str
     zipf: float
@@ -71,12 +71,12 @@ def draw(stream: Stream, seed: int) -> Tensor:
 
 
 def features(stream: Stream, ids: Tensor) -> KeyedJaggedTensor:
-    """Makes a batch of one feature."""
+    """Returns a batch of one feature."""
     return KeyedJaggedTensor(["f"], ids, lengths=torch.full((stream.batch,), stream.length))
 
 
 def sharded(stream: Stream, dedup: bool) -> DistributedModelParallel:
-    """Makes the row-wise collection of a side, and shows it its ids."""
+    """Returns the sharded row-wise collection of a side, without rows."""
     world = dist.get_world_size()
     tables = [EmbeddingConfig(2 * stream.known, stream.dim, name="t", feature_names=["f"])]
     policy = dyn.LeastFrequentlyUsed() if stream.has_policy else None
@@ -95,7 +95,7 @@ def sharded(stream: Stream, dedup: bool) -> DistributedModelParallel:
 
 
 class Sent:
-    """Counts the bytes that this rank hands to all-to-alls for other ranks."""
+    """Counts the bytes that this rank sends to other ranks by all-to-all."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -119,7 +119,7 @@ class Sent:
 
 
 def step_of(stream: Stream, dedup: bool) -> Callable[[int], None]:
-    """Makes a side's training step; all its ids have their rows."""
+    """Returns a side's training step; all its ids have rows."""
     model, rank = sharded(stream, dedup), dist.get_rank()
     drawn = [features(stream, draw(stream, 1000 * rank + turn)) for turn in range(BATCHES)]
     grad = torch.rand(stream.batch * stream.length, stream.dim)
@@ -168,7 +168,7 @@ def as_text(line: dict[str, Any]) -> str:
 
 
 def work(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> None:
-    """Is one rank: runs all streams; rank 0 prints them and leaves them in the folder."""
+    """Runs one rank: measures all streams; rank 0 prints the results and writes them to the folder."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", LOCAL_WORLD_SIZE=str(world))
     for chatty in ("torchrec", "torch.fx"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
@@ -192,7 +192,7 @@ def work(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> N
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Starts the ranks, prints one table and writes it."""
-    parser = options(__doc__, threads=[])  # by default 1 a rank
+    parser = options(__doc__, threads=[])  # by default 1 per rank
     names = [stream.name for stream in STREAMS]
     parser.add_argument("--world", type=int, nargs="+", default=[2], help="numbers of ranks")
     parser.add_argument("--only", nargs="+", default=names, choices=names)

@@ -1,12 +1,12 @@
-"""What the life of rows costs: eviction from a full table, expiry, scores, statistics.
+"""Cost of the life of rows: eviction from a full table, expiry, scores, statistics.
 
     python benchmarks/bench_eviction.py [--threads 2] [--rows 1000000 10000000]
 
-A full table of 64 columns, batches of 4,096 bags of 10 ids. Steps (forward, backward, row-wise Adagrad) in
-which every tenth id is new take turns with steps of known ids in the same table. Eviction is amortised, so
-what counts is the ratio of the means over some evictions; the median and the worst step are printed beside
-it. Then steps under LRU against steps without a policy, rows that expire in every step, steps of a
-collection that logs its statistics, and the bytes a row beside weights and optimizer state.
+A full table of 64 columns, batches of 4,096 bags of 10 ids. Steps (forward, backward, row-wise Adagrad)
+with one new id in ten take turns with steps of known ids in the same table. Eviction is amortised, so the
+result is the ratio of the means over several evictions; the median and the worst step are printed too.
+Then: steps under LRU against steps without a policy, rows that expire in every step, steps of a collection
+that logs its statistics, and the bytes per row besides weights and optimizer state.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ import torchrec_dyn as dyn
 
 BATCHES = 32
 WARM_UP = 2
-KNOWN_STEPS = 40  # of each side, where nothing is new
+KNOWN_STEPS = 40  # steps of each side, in measurements without evictions from a full table
 
 Known = dict[float, list[Tensor]]
 Lines = Iterator[dict[str, Any]]
 
 
 def known_batches(workloads: Sequence[Workload]) -> Known:
-    """Draws batches of known ids by the exponent of their distribution."""
+    """Draws batches of known ids for each exponent of the workloads' distributions."""
     return {
         workload.zipf: [raw_ids(batch) for batch in ranks(workload, BATCHES, seed=0)]
         for workload in workloads
@@ -57,7 +57,7 @@ def known_batches(workloads: Sequence[Workload]) -> Known:
 
 
 def amortised(seconds: dict[str, list[float]], above: str, below: str) -> dict[str, float]:
-    """Returns the ratio of the means, that of the medians, and that of the worst step to the mean."""
+    """Returns the ratios of the means and medians, and each side's worst step / the mean of `below`."""
     new, known = seconds[above], seconds[below]
     return {
         "mean": sum(new) / sum(known) * len(known) / len(new),
@@ -70,7 +70,7 @@ def amortised(seconds: dict[str, list[float]], above: str, below: str) -> dict[s
 def compared(
     workload: Workload, policy: str, what: str, seconds: dict[str, list[float]], **more: Any
 ) -> dict[str, Any]:
-    """Prints and returns the line of a measurement of "new" beside "known"."""
+    """Prints and returns the result line that compares "new" with "known"."""
     seen = amortised(seconds, "new", "known")
     _, low, high = ratio(seconds, "new", "known")
     numbers = summary(seconds, workload.ids_per_step)
@@ -90,7 +90,7 @@ def compared(
 
 
 def run_full(full: Stepped, workloads: Sequence[Workload], known: Known, clock: str) -> Lines:
-    """Measures steps with new ids beside steps without, in one full table."""
+    """Measures steps with and without new ids in one full table."""
     for workload in workloads:
         before = full.table.stats()
         a_step = full.new_ids_a_step(workload.batch)
@@ -103,7 +103,7 @@ def run_full(full: Stepped, workloads: Sequence[Workload], known: Known, clock: 
         }
         seconds = measure(contestants, steps, WARM_UP, clock)
         after = full.table.stats()
-        # Nobody known was evicted, so "known" steps inserted nothing.
+        # No known id was evicted, so "known" steps inserted no row.
         assert after["inserted"] - before["inserted"] == a_step * (WARM_UP + steps)
         evicted = after["evicted_full"] - before["evicted_full"]
         yield compared(workload, full.case.name, "10% new ids", seconds, evicted=evicted)
@@ -112,7 +112,7 @@ def run_full(full: Stepped, workloads: Sequence[Workload], known: Known, clock: 
 def run_scores(
     full: Stepped, workloads: Sequence[Workload], known: Known, arguments: argparse.Namespace
 ) -> Lines:
-    """Measures steps of known ids under LRU beside steps of a table without a policy."""
+    """Measures steps of known ids under LRU against steps of a table without a policy."""
     plain = Stepped(workloads[0], NO_POLICY, full.table.row_limit).fill(workloads[0].rows)
     for workload in workloads:
         batches = known[workload.zipf]
@@ -138,7 +138,7 @@ def run_statistics(full: Stepped, clock: str) -> Lines:
 
 
 def memory(full: Stepped) -> Lines:
-    """Counts the bytes a row of a full table."""
+    """Counts the bytes per row of a full table, besides weights and optimizer state."""
     rows = full.table.num_rows
     size = bytes_beside(full.table) / rows
     print(f"{full.case.name}, {rows:,} rows: {size:.1f} bytes a row beside weights and state")
@@ -146,7 +146,7 @@ def memory(full: Stepped) -> Lines:
 
 
 def run_expiring(limit: int, workload: Workload, clock: str) -> Lines:
-    """Measures steps in which as many rows expire as are made, beside a table where nothing does."""
+    """Measures steps in which as many rows expire as are inserted, against a table without expired rows."""
     for unit in ("steps", "time"):
         ageing, still, walk = expiring(limit, workload, unit)
         new = ageing.with_new(walk, WARM_UP + KNOWN_STEPS, workload.bag)
@@ -163,7 +163,7 @@ def run_expiring(limit: int, workload: Workload, clock: str) -> Lines:
 
 
 def run_size(limit: int, arguments: argparse.Namespace) -> Lines:
-    """Measures all there is to see of tables of one size."""
+    """Runs all measurements of tables of one size."""
     workloads = [full_table(limit, zipf) for zipf in FULL_ZIPF]
     if arguments.quick:
         workloads = [replace(tiny(one), tables=1, rows=limit // 2) for one in workloads]
@@ -181,7 +181,7 @@ def run_size(limit: int, arguments: argparse.Namespace) -> Lines:
 
 
 def run_logging(workload: Workload, arguments: argparse.Namespace) -> Lines:
-    """Measures a collection that logs its statistics now and then beside one that does not."""
+    """Measures steps of a collection with and without logging its statistics at intervals."""
     every = 5 if arguments.quick else LOGGED_EVERY
     names = [f"table{t}" for t in range(workload.tables)]
     collection = dyn.DynamicEmbeddingBagCollection(
@@ -226,7 +226,7 @@ def run_logging(workload: Workload, arguments: argparse.Namespace) -> Lines:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the sizes for each number of threads and prints one line a measurement."""
+    """Runs the sizes for each number of threads and prints one line per measurement."""
     parser = options(__doc__, THREADS[:1])
     parser.add_argument("--rows", type=int, nargs="+", default=list(EVICTION_ROWS))
     arguments = parser.parse_args(argv)

@@ -1,11 +1,11 @@
-"""Insertion: every id is new, into one table that grows to many rows, beside known ids in the same table.
+"""Insertion of new ids into one table that grows to many rows, against known ids in the same table.
 
     python benchmarks/bench_growth.py [--rows 20000000] [--threads 2] [--dim 64]
 
-Steps of 40,960 new ids (a pooled batch of 4,096 bags) take turns with steps of as many ids drawn from those
-that the table knows by then. Printed for each tenth of the way: nanoseconds an id, mean, forward and whole
-step. Then how flat it is, the slowest step against the median one, and the bytes that the table holds beside
-weights and optimizer state: pages in memory, of every tensor that can be reached from it.
+Steps of 40,960 new ids (a pooled batch of 4,096 bags) take turns with steps of as many ids drawn from the ids
+already in the table. Prints the mean nanoseconds per id, forward and whole step, for each tenth of the rows.
+Then: the last tenth against the first, the slowest step against the median step, and the bytes of the table
+besides weights and optimizer state: pages in memory, of every tensor reachable from the table.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ BAG = 10
 
 
 def touch_memory(size: int) -> None:
-    """Writes `size` bytes once and gives them back, so that a virtual machine's host has backed them.
+    """Writes `size` bytes once and frees them, so that the host of a virtual machine has backed them.
 
-    The first write to memory that no process of this machine has used since it booted costs ten times as
-    much as a page fault later (seen: 289 against 28 ns for 256 bytes). That is no cost of a table's.
+    The first write to memory that no process has used since the machine booted costs ten times as much as
+    a later page fault (measured: 289 against 28 ns for 256 bytes). The tables do not cause that cost.
     """
     memory = torch.empty(size, dtype=torch.uint8)
     advise_huge_pages(memory)
@@ -41,7 +41,7 @@ def touch_memory(size: int) -> None:
 
 
 def tensors_of(thing: Any, seen: set[int]) -> list[Tensor]:
-    """Lists the tensors that can be reached from an object, each once."""
+    """Returns the tensors reachable from an object, each once."""
     if id(thing) in seen:
         return []
     seen.add(id(thing))
@@ -58,7 +58,7 @@ def tensors_of(thing: Any, seen: set[int]) -> list[Tensor]:
 
 
 def bytes_beside(table: DynamicTable) -> int:
-    """Counts what the table holds in memory beside the rows of weights and optimizer state."""
+    """Returns the bytes that the table holds in memory besides the rows of weights and optimizer state."""
     rows = {block.data_ptr() for store in table.stores for block in store.blocks}
     storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors_of(table, set())}
     return sum(resident_bytes(tensor) for at, tensor in storages.items() if at not in rows)
@@ -68,8 +68,8 @@ class Growth:
     """One table, and the seconds of each step of new and of known ids.
 
     Attributes:
-        seconds: (new or known, forward or step) -> one number a step.
-        beside: rows after a step -> bytes beside the rows.
+        seconds: ("new" or "known", "forward" or "step") -> one number per step.
+        beside: rows after a step -> bytes besides weights and optimizer state.
     """
 
     def __init__(self, rows: int, step: int, dim: int, clock: str) -> None:
@@ -99,7 +99,7 @@ class Growth:
         self.seconds[kind, "step"].append(end - begin)
 
     def tenths(self, kind: str, what: str) -> list[float]:
-        """Returns the mean nanoseconds an id in each tenth of the way."""
+        """Returns the mean nanoseconds per id in each tenth of the steps."""
         seconds = self.seconds[kind, what]
         bounds = [len(seconds) * tenth // 10 for tenth in range(11)]
         return [
@@ -141,7 +141,7 @@ def report(growth: Growth, threads: int) -> list[dict[str, Any]]:
 
 
 def memory(growth: Growth) -> list[dict[str, Any]]:
-    """Prints and returns the bytes a row beside weights and optimizer state."""
+    """Prints and returns the bytes per row besides weights and optimizer state."""
     lines = []
     for mark in GROWTH_MARKS:
         rows = min(growth.beside, key=lambda rows: abs(rows - mark))

@@ -1,17 +1,17 @@
-"""The id map alone, in nanoseconds an id, beside what else finds 64-bit ids on a CPU.
+"""The id map alone, in nanoseconds per id, against other ways to find 64-bit ids on a CPU.
 
     python benchmarks/bench_id_map.py [--rounds 9] [--threads 1] [--ids 1000000]
 
-Lookup by size, load and share of known ids; find_or_insert; growth; erase. Peers in the same run:
+Measures lookup by size, load and share of known ids; find_or_insert; growth; erase. Peers in the same run:
 
-- searchsorted: torch.searchsorted over the sorted ids, and the row there: what a few lines of torch do.
-- mch: TorchRec's MCHManagedCollisionModule.remap, the same search with its masks; no insertion here: it
-  admits ids by its own schedule.
-- pruned: FBGEMM's pruned_hashmap_lookup and _insert, made for tables that never change: load 0.5, no growth,
+- searchsorted: torch.searchsorted over the sorted ids, and the row at that place: a few lines of torch.
+- mch: TorchRec's MCHManagedCollisionModule.remap, the same search with its masks. Its insertion is not
+  measured: it admits ids by its own schedule.
+- pruned: FBGEMM's pruned_hashmap_lookup and _insert, for tables that never change: load 0.5, no growth,
   no erase, the id -1 is reserved.
-- sorted merge (of insertion): cat and sort of the sorted ids.
+- sorted merge (insertion): cat and sort of the sorted ids.
 
-FBGEMM's zero_collision_hash (MPZCH) looks up on CPU but does not insert there, so nothing fills it here.
+FBGEMM's zero_collision_hash (MPZCH) looks up on CPU but does not insert there, so it is not measured.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from torchrec_dyn import ops
 
 Sides = dict[str, Callable[[int], object]]
-# The highest load of a table's own map: what the peers are compared with.
+# The highest load of a table's own map; the peers are compared with it.
 OUR_LOAD = "load 0.625"
 BATCHES = 4
 
 
 def map_of(ids: Tensor, load: float) -> IdMap:
-    """Makes a map that holds `ids` in rows 0, 1, 2, ... at a load.
+    """Returns a map that holds `ids` in rows 0, 1, 2, ...
 
     Args:
         ids: [M] int64, distinct.
-        load: ids / slots.
+        load: load of the map, ids / slots.
     """
     count = ids.numel()
     capacity = (int(count / load) // 4 + 1) * 4  # whole lines
@@ -52,7 +52,7 @@ def map_of(ids: Tensor, load: float) -> IdMap:
     if hasattr(ops, "new_slots"):
         made.slots = ops.new_slots(made.slots, capacity)
         ops.insert(ids, rows, bounds, *made.arrays())
-    else:  # a base of make bench-ab whose maps grow by one pass
+    else:  # an old base of make bench-ab, whose maps grow in one pass
         slots = torch.full((2 * count, 2), -1, dtype=torch.int64)
         ops.insert(ids, rows, bounds, [slots])
         made.slots = ops.rehash(slots, capacity)
@@ -61,7 +61,7 @@ def map_of(ids: Tensor, load: float) -> IdMap:
 
 
 def copy_of(one: IdMap) -> IdMap:
-    """Copies a map that is not growing, on pages like its own."""
+    """Returns a copy of a map that is not growing, on huge pages as well."""
     made = IdMap()
     made.slots, made.num_ids = torch.empty_like(one.slots), one.num_ids
     ops.advise_huge_pages(made.slots)
@@ -70,11 +70,11 @@ def copy_of(one: IdMap) -> IdMap:
 
 
 def peers(ids: Tensor, queries: Sequence[Tensor]) -> Sides:
-    """Makes the others, filled with the same ids.
+    """Returns the lookups of the peers, filled with the same ids, by name.
 
     Args:
         ids: [M] int64, distinct.
-        queries: batches of ids.
+        queries: batches of ids to look up.
     """
     count = ids.numel()
     in_order, rows = ids.sort()
@@ -82,7 +82,7 @@ def peers(ids: Tensor, queries: Sequence[Tensor]) -> Sides:
         count + 1, torch.device("cpu"), LFU_EvictionPolicy(), eviction_interval=1_000_000
     )
     mch._mch_sorted_raw_ids[:-1] = (
-        in_order  # as if it had admitted them; the last one is its delimiter
+        in_order  # as if mch had admitted them; the last place is its delimiter
     )
     mch._mch_remapped_ids_mapping[:-1] = rows
     pruned, bounds = torch.full((2 * count, 2), -1, dtype=torch.int64), torch.tensor([0, 2 * count])
@@ -109,7 +109,7 @@ def peers(ids: Tensor, queries: Sequence[Tensor]) -> Sides:
 
 
 def queries_of(count: int, hit_rate: float, size: int) -> list[Tensor]:
-    """Draws batches of ids of which a share is among the `count` known ones."""
+    """Draws batches of `size` ids; `hit_rate` is the share of ids among the `count` known ids."""
     numbers = torch.randint(0, count, (BATCHES, size))
     unknown = torch.rand(BATCHES, size) >= hit_rate
     return list(raw_ids(torch.where(unknown, numbers + count, numbers).flatten()).chunk(BATCHES))
@@ -146,7 +146,7 @@ def changes(count: int, size: int, arguments: argparse.Namespace) -> Iterator[di
     fresh = raw_ids(torch.arange(count, count + size))
     in_order, _ = ids.sort()
     batch = ids[: min(size, count // 2)]
-    full = map_of(ids, 0.74)  # one more than it takes makes it grow
+    full = map_of(ids, 0.74)  # above the highest load of a table's map: `reserve` makes it grow
     copies: dict[str, IdMap] = {}
 
     def back_to_start(_: int) -> None:

@@ -1,10 +1,10 @@
-"""Dynamic tables against FBGEMM's static CPU TBE: the same rows, the static side's ids already mapped.
+"""Dynamic tables against FBGEMM's static CPU TBE: the same rows; the static side gets row numbers.
 
     python benchmarks/bench_lookup.py [--rounds 9] [--threads 1 2] [--only pooled-uniform]
 
-Forward, and whole step (forward, backward, row-wise Adagrad), in nanoseconds an id. Ours includes the hash
-probe. Beside them the floors: a bare gather in C++ of the same rows (floor.py), which is also what the
-forward is compared with. Rows of half the bytes are compared with ours in float32.
+Measures the forward, and the whole step (forward, backward, row-wise Adagrad), in nanoseconds per id. Dynamic
+tables include the hash probe. The forward is also compared with the floors: a bare gather in C++ of the same
+rows (floor.py). float16 and bfloat16 rows are compared with dynamic tables in float32.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ BATCHES = 8
 
 
 def against_static(workload: Workload, huge_pages: bool) -> tuple[Sides, Sides]:
-    """Returns the forwards and the whole steps of ours, of the static tables and of the floors."""
+    """Returns the forwards (with the floors) and the whole steps of dynamic and static tables, by name."""
     mapped = ranks(workload, BATCHES, seed=0)
     raw = [raw_ids(batch) for batch in mapped]
     bag_offsets, id_counts = offsets(workload), counts(workload)
     static, dynamic = static_tables(workload, huge_pages), dynamic_tables(workload)
     grad = output_grad(workload)
 
-    def ours(i: int) -> Tensor:
+    def dynamic_lookup(i: int) -> Tensor:
         return dynamic(raw[i], bag_offsets, training=True, counts=id_counts)
 
-    def theirs(i: int) -> Tensor:
+    def static_lookup(i: int) -> Tensor:
         return static(mapped[i], bag_offsets)
 
     forward = {
-        "dynamic": forward_of(ours, BATCHES),
-        "static": forward_of(theirs, BATCHES),
+        "dynamic": forward_of(dynamic_lookup, BATCHES),
+        "static": forward_of(static_lookup, BATCHES),
         **floors(dynamic.tables, raw),
     }
     return forward, {
-        "dynamic": step_of(ours, BATCHES, grad),
-        "static": step_of(theirs, BATCHES, grad),
+        "dynamic": step_of(dynamic_lookup, BATCHES, grad),
+        "static": step_of(static_lookup, BATCHES, grad),
     }
 
 
 def half_against_float32(workload: Workload) -> tuple[Sides, Sides]:
-    """Returns the forwards and the whole steps of our tables by the dtype of their rows."""
+    """Returns the forwards and the whole steps of dynamic tables by the dtype of their rows."""
     raw = [raw_ids(batch) for batch in ranks(workload, BATCHES, seed=0)]
     bag_offsets, id_counts = offsets(workload), counts(workload)
     grad = output_grad(workload)
@@ -84,7 +84,7 @@ def half_against_float32(workload: Workload) -> tuple[Sides, Sides]:
 def measured(
     workload: Workload, sides: tuple[Sides, Sides], arguments: argparse.Namespace
 ) -> Iterator[tuple[int, str, dict[str, list[float]], dict[str, dict[str, float]]]]:
-    """Yields threads, what, seconds and nanoseconds an id of every measurement."""
+    """Yields threads, "forward" or "step", seconds and nanoseconds per id of every measurement."""
     for threads in arguments.threads:
         torch.set_num_threads(threads)
         for what, contestants in zip(("forward", "step"), sides, strict=True):
@@ -134,7 +134,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = options(__doc__, THREADS)
     parser.add_argument("--only", nargs="+", help="names of workloads")
     parser.add_argument(
-        "--static-on-huge-pages", action="store_true", help="FBGEMM does not ask for them, ours do"
+        "--static-on-huge-pages",
+        action="store_true",
+        help="as dynamic tables; FBGEMM's default: no",
     )
     arguments = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []

@@ -1,10 +1,10 @@
-"""Serving: latency of a request, bytes a row, start and shared memory of two processes.
+"""Serving: latency of a request, bytes per row, start-up time and shared memory of two processes.
 
     python benchmarks/bench_serving.py [--rounds 9] [--threads 1]
 
-Served tables in float32, float16 and int8 beside the training module in evaluation and TorchRec's quantized
-static collection (int8), which gets row numbers: somebody has mapped its ids before. Each request is a new
-KeyedJaggedTensor.
+Measures served tables in float32, float16 and int8, the training module in evaluation, and TorchRec's
+quantized static collection (int8), which gets row numbers: its ids are already mapped. Each request is a
+new KeyedJaggedTensor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CALLS = {1: 200, 32: 100, 512: 10}
 
 
 def configs(workload: Workload) -> list[EmbeddingBagConfig]:
-    """One table a feature."""
+    """Returns the configs of the tables, one feature each."""
     return [
         EmbeddingBagConfig(
             name=f"t{t}",
@@ -51,7 +51,7 @@ def configs(workload: Workload) -> list[EmbeddingBagConfig]:
 
 
 def trained(workload: Workload) -> dyn.DynamicEmbeddingBagCollection:
-    """The training module with every row, in evaluation."""
+    """Returns the training module with every row, in evaluation mode."""
     module = dyn.DynamicEmbeddingBagCollection(configs(workload))
     ids = raw_ids(torch.arange(workload.rows))
     for t in range(workload.tables):
@@ -60,7 +60,7 @@ def trained(workload: Workload) -> dyn.DynamicEmbeddingBagCollection:
 
 
 def static_int8(workload: Workload) -> nn.Module:
-    """TorchRec's quantized collection."""
+    """Returns TorchRec's quantized collection, int8."""
     module = EmbeddingBagCollection(tables=configs(workload))
     quiet = torch.ao.quantization.PlaceholderObserver
     module.qconfig = torch.ao.quantization.QConfig(
@@ -72,7 +72,7 @@ def static_int8(workload: Workload) -> nn.Module:
 
 
 def save(module: nn.Module, path: Path) -> Path:
-    """Saves the module's tables, without a process group."""
+    """Saves the module's tables without a process group; returns the path."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"model": module.state_dict()}, checkpoint_id=path, no_dist=True)
@@ -82,7 +82,7 @@ def save(module: nn.Module, path: Path) -> Path:
 def requests_of(
     module: nn.Module, workload: Workload, batches: Sequence[Tensor], calls: int
 ) -> Callable[[int], None]:
-    """Makes a contestant: so many requests, each a new KeyedJaggedTensor."""
+    """Returns a contestant: `calls` requests, each a new KeyedJaggedTensor."""
     keys = [f"f{t}" for t in range(workload.tables)]
     lengths = torch.full((workload.tables * workload.batch,), workload.bag)
 
@@ -96,13 +96,13 @@ def requests_of(
 
 
 def bytes_a_row(folder: Path, workload: Workload) -> float:
-    """Bytes of the files of served tables; what is sparse counts nothing."""
+    """Returns the bytes per row of served tables on disk; holes of sparse files count nothing."""
     blocks = sum(path.stat().st_blocks for path in folder.rglob("*"))
     return blocks * 512 / (workload.tables * workload.rows)
 
 
 def latency(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measures requests of all sizes on all sides."""
+    """Measures requests of all sizes on all sides; prints and returns the results."""
     shape = tiny(SERVING[0]) if arguments.quick else SERVING[0]
     sides: dict[str, nn.Module] = {"training": trained(shape)}
     checkpoint = save(sides["training"], folder / "checkpoint")
@@ -180,7 +180,7 @@ sys.stdin.readline()
 
 
 def shared(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Starts two processes on one directory, has both read every row, and asks what they hold."""
+    """Starts two processes on one directory, lets both read every row, and measures the memory they hold."""
     shape = replace(SERVING[0], tables=1, rows=1000 if arguments.quick else SHARED_ROWS)
     module = trained(shape)
     save(module, folder / "large")
@@ -199,12 +199,12 @@ def shared(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         for _ in range(2)
     ]
     lines: list[dict[str, Any]] = []
-    for step in ("read", "held"):  # all have read before one is asked
+    for step in ("read", "held"):  # both have read all rows before memory is measured
         for number, process in enumerate(two):
             assert process.stdin is not None and process.stdout is not None
-            said = process.stdout.readline().split()
+            words = process.stdout.readline().split()
             if step == "held":
-                started, first, rss, pss = map(float, said)
+                started, first, rss, pss = map(float, words)
                 print(
                     f"process {number}: started in {started * 1e3:.1f} ms, first request after "
                     f"{first * 1e3:.1f} ms; maps {rss / 1e6:.0f} MB, its share {pss / 1e6:.0f} MB"

@@ -2,8 +2,9 @@
 
     python benchmarks/bench_sweep.py [--rounds 7] [--axis skew] && python benchmarks/plot.py
 
-The middle of all axes is the pooled-uniform workload of axes.py: the tables stay, the batches change, with
-about as many ids in each. Ours, the static tables and the floor ("read") take turns.
+All axes cross at the pooled-uniform workload of axes.py. Along an axis, each step has about the same number
+of ids; the tables change only along the axis "rows". The dynamic tables, the static tables and the floor
+("read") take turns.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ BATCHES = 4
 
 
 class Sides:
-    """Both sides' tables, and what they cost under a workload."""
+    """The tables of both sides; measures them under a workload."""
 
     def __init__(self, workload: Workload, arguments: argparse.Namespace) -> None:
         self._static, self._dynamic = static_tables(workload), dynamic_tables(workload)
@@ -46,9 +47,9 @@ class Sides:
         """Measures forward and step, prints them and yields them as results.
 
         Args:
-            axis: what moves.
-            value: where it stands.
-            workload: of the same tables.
+            axis: name of the axis.
+            value: value on the axis.
+            workload: workload over the same tables.
         """
         mapped = ranks(workload, BATCHES, seed=0)
         raw = [raw_ids(batch) for batch in mapped]
@@ -76,7 +77,7 @@ class Sides:
 
 
 def points(axis: str, middle: Workload) -> list[tuple[float, Workload]]:
-    """Returns the values of an axis over the middle's tables, each with its workload."""
+    """Returns the values of the axis "skew" or "bag", each with its workload over the tables of `middle`."""
     if axis == "skew":
         return [(zipf, replace(middle, zipf=zipf)) for zipf in SWEEP_ZIPF]
     ids = middle.batch * middle.bag
@@ -84,7 +85,7 @@ def points(axis: str, middle: Workload) -> list[tuple[float, Workload]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the axes, those that share tables first."""
+    """Runs the axes; axes that share tables run first."""
     parser = options(__doc__, THREADS)
     names = ["skew", "bag", "threads", "rows"]
     parser.add_argument("--axis", nargs="+", choices=names, default=names)

@@ -2,9 +2,9 @@
 
     python benchmarks/bench_train.py [--rounds 7] [--world 2 1] [--only train-10hot] [--plans row_wise]
 
-Dynamic tables get raw 64-bit ids that they all know; static tables get row numbers; managed collision
-(MCH) gets the raw ids and has admitted all of them. Models of one line are alive together and take turns.
-Wall time is of the slowest rank; CPU time is of all ranks together.
+Dynamic tables get raw 64-bit ids, all of which have rows. Static tables get row numbers. Managed collision
+(MCH) gets the raw ids and has admitted all of them. The two models of one line exist at the same time and
+take turns. Wall time: the slowest rank. CPU time: sum over ranks.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from train_sides import (
 )
 
 HEADING = (
-    f"{'workload':13} {'ranks':>5} {'plan':12} {'against':8} {'ours ms':>8} {'theirs':>8} "
+    f"{'workload':13} {'ranks':>5} {'plan':12} {'against':8} {'ours ms':>8} {'other ms':>8} "
     f"{'dense':>6}  {'ratio [quartiles]':22} of CPU time"
 )
 
 
 def dense_part(workload: Workload) -> Callable[[], None]:
-    """Makes a function that runs the head alone, forward and backward."""
+    """Returns a function that runs the head alone, forward and backward."""
     head = Head(workload.tables * workload.dim)
     pooled = torch.rand(workload.batch, workload.tables * workload.dim, requires_grad=True)
     labels = torch.zeros(workload.batch)
@@ -56,8 +56,8 @@ def dense_part(workload: Workload) -> Callable[[], None]:
 
 
 def duel(workload: Workload, plan: str, other: str, rounds: int) -> dict[str, Any]:
-    """Trains ours and another in turn, and returns one line of the table."""
-    # One eviction of managed collision a round; elsewhere rounds of some tenths of a second.
+    """Trains the dynamic side and the side `other` in turn; returns one line of the table. Collective."""
+    # Managed collision: one eviction per round. Otherwise: rounds of some tenths of a second.
     steps = MCH_INTERVAL if other == "managed" or workload.bag == 1 else 4
     losses: dict[str, list[float]] = {}
     processor: dict[str, list[float]] = {}
@@ -79,7 +79,7 @@ def duel(workload: Workload, plan: str, other: str, rounds: int) -> dict[str, An
 
     sides = {name: in_turn(name) for name in ("dynamic", other)}
     seconds = measure(sides, rounds)
-    # The same work was done: else the times say nothing.
+    # Equal losses prove that both sides did the same work; otherwise the times cannot be compared.
     torch.testing.assert_close(
         torch.tensor(losses["dynamic"]), torch.tensor(losses[other]), rtol=1e-3, atol=1e-4
     )
@@ -118,7 +118,7 @@ def as_text(line: dict[str, Any], other: str) -> str:
 
 
 def work(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> None:
-    """Is one rank: runs all lines; rank 0 prints them and leaves them in the folder."""
+    """Runs one rank: measures all lines; rank 0 prints them and writes them to the folder."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", LOCAL_WORLD_SIZE=str(world))
     for chatty in ("torchrec", "torch.fx"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
@@ -131,7 +131,7 @@ def work(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> N
     )
     lines = []
     for workload in [tiny(one) if arguments.quick else one for one in TRAIN]:
-        # On one rank all plans are one: ids and rows stay where they are.
+        # On one rank all plans are the same: ids and rows stay on it.
         plans = PLANS if world > 1 else PLANS[:1]
         duels = [(plan, "static") for plan in plans] + [("row_wise", "managed")] * (world > 1)
         for plan, other in duels:
@@ -139,12 +139,12 @@ def work(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> N
                 if other not in arguments.against:
                     continue
                 lines.append(duel(workload, plan, other, arguments.rounds))
-                gc.collect()  # before the next models: these are large
+                gc.collect()  # free these large models before the next ones are built
                 if rank == 0:
                     print(as_text(lines[-1], other), flush=True)
     if rank == 0:
         Path(folder, f"lines{world}").write_text(json.dumps(lines))
-    gc.collect()  # what holds the group holds gloo's threads: they must end before the interpreter
+    gc.collect()  # references to the group keep gloo's threads alive; they must end before the interpreter
     dist.destroy_process_group()
 
 

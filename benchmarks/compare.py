@@ -1,8 +1,9 @@
-"""Two versions of the package, run in turn by make bench-ab: nanoseconds of each, and old / new.
+"""Compares two versions of the package, run in turn by make bench-ab: nanoseconds of each, and old / new.
 
     python benchmarks/compare.py benchmarks/results/tmp/base benchmarks/results/tmp/checkout
 
-Each folder holds one folder a run. A ratio is of the medians over the runs; its spread is over the turns.
+Each folder holds one folder per run. A ratio compares the medians over the runs; its quartiles are over the
+pairs of runs.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 
 from interleaved import quartiles, spread
 
-# What tells one measurement from another.
+# The entries that identify a measurement.
 NAMED_BY = ("workload", "axis", "value", "ranks", "plan", "threads", "what")
 OURS = ("dynamic", "float16", "bfloat16", "new", "known", "erase", "growth", "load 0.625")
 
 
 def times(folder: Path) -> dict[tuple[Any, ...], float]:
-    """Returns measurement -> median nanoseconds of our side in one run."""
+    """Returns measurement -> median nanoseconds of the dynamic side in one run."""
     found: dict[tuple[Any, ...], float] = {}
     for path in sorted(folder.glob("*.json")):
         for row in json.loads(path.read_text())["rows"]:
@@ -35,7 +36,7 @@ def times(folder: Path) -> dict[tuple[Any, ...], float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints one line a measurement, and the geometric mean of old / new."""
+    """Prints one line per measurement, and the geometric mean of old / new."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("base", type=Path)
     parser.add_argument("checkout", type=Path)

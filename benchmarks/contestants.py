@@ -1,4 +1,4 @@
-"""The two sides of every comparison: FBGEMM's static CPU tables and ours, with the same rows, all touched."""
+"""The two sides of the comparisons: FBGEMM's static CPU tables and dynamic tables, with all rows written."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ OPTIMIZER = RowOptimizer(OptimizerKind.EXACT_ROWWISE_ADAGRAD, LEARNING_RATE, EPS
 def static_tables(
     workload: Workload, huge_pages: bool = False
 ) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """Makes FBGEMM's CPU tables and writes every row and every optimizer state.
+    """Returns FBGEMM's CPU tables; every row and every optimizer state is written.
 
     Args:
-        workload: its sizes.
-        huge_pages: moves them to 2 MiB pages, which ours ask for and FBGEMM does not.
+        workload: sizes of the tables.
+        huge_pages: True to move them to 2 MiB pages; dynamic tables request such pages, FBGEMM does not.
     """
     tables = SplitTableBatchedEmbeddingBagsCodegen(
         [
@@ -57,7 +57,7 @@ def static_tables(
 
 
 def empty_table(name: str, rows: int, dim: int, dtype: torch.dtype = torch.float32) -> DynamicTable:
-    """Makes a table of ours that may hold 4 times as many rows."""
+    """Returns a dynamic table without rows; its limit is 4 times `rows`."""
     return DynamicTable(
         name=name,
         num_embeddings=4 * rows,
@@ -69,7 +69,7 @@ def empty_table(name: str, rows: int, dim: int, dtype: torch.dtype = torch.float
 
 
 def dynamic_tables(workload: Workload, dtype: torch.dtype = torch.float32) -> TableGroup:
-    """Makes our tables and inserts every id at once, which leaves the map near its highest load."""
+    """Returns dynamic tables with every id inserted at once; the maps are then near their highest load."""
     tables = []
     for t in range(workload.tables):
         table = empty_table(f"table{t}", workload.rows, workload.dim, dtype)
@@ -79,14 +79,14 @@ def dynamic_tables(workload: Workload, dtype: torch.dtype = torch.float32) -> Ta
 
 
 def output_grad(workload: Workload) -> Tensor:
-    """Makes the gradient of an output: [batch, tables * dim], or [N, dim] of a sequence."""
+    """Returns a gradient of the output: [batch, tables * dim], or [N, dim] for a sequence."""
     if workload.pooled:
         return torch.randn(workload.batch, workload.tables * workload.dim) * 1e-3
     return torch.randn(workload.ids_per_step, workload.dim) * 1e-3
 
 
 def forward_of(lookup: Callable[[int], Tensor], batches: int) -> Callable[[int], None]:
-    """Makes a contestant of a lookup: its forward alone."""
+    """Returns a contestant: the forward of a lookup alone."""
 
     def forward(turn: int) -> None:
         with torch.no_grad():
@@ -96,12 +96,12 @@ def forward_of(lookup: Callable[[int], Tensor], batches: int) -> Callable[[int],
 
 
 def step_of(lookup: Callable[[int], Tensor], batches: int, grad: Tensor) -> Callable[[int], None]:
-    """Makes a contestant of a lookup: forward, backward and update.
+    """Returns a contestant: forward, backward and update of a lookup.
 
     Args:
-        lookup: batch's number -> output.
-        batches: how many there are.
-        grad: of the output.
+        lookup: number of a batch -> output.
+        batches: number of batches.
+        grad: gradient of the output.
     """
 
     def step(turn: int) -> None:

@@ -7,7 +7,7 @@
 
 namespace {
 
-// One cache line as a vector: a row is a whole number of them.
+// One cache line as a vector; a row is a whole number of lines.
 typedef uint64_t Line __attribute__((vector_size(64)));
 constexpr int64_t kLine = 64;
 
@@ -19,7 +19,7 @@ struct Table {
   const char* row(int64_t number) const {
     return blocks[number >> shift] + (number & ((int64_t{1} << shift) - 1)) * row_bytes;
   }
-  // Into the second-level cache: the few buffers of the first level are the limit of random reads.
+  // Into the second-level cache: random reads are limited by the few buffers of the first level.
   void prefetch(int64_t number) const {
     const char* line = row(number);
     for (int64_t byte = 0; byte < row_bytes; byte += kLine) __builtin_prefetch(line + byte, 0, 2);
@@ -32,7 +32,7 @@ Line load(const char* from) {
   return line;
 }
 
-// Visits the rows numbers[begin, end), prefetching `ahead` of them.
+// Visits the rows numbers[begin, end) and prefetches each row `ahead` visits before its own.
 template <typename Visit>
 void visit_rows(const Table& table, const int64_t* numbers, int64_t begin, int64_t end, int64_t ahead,
                 const Visit& visit) {
@@ -47,9 +47,9 @@ void visit_rows(const Table& table, const int64_t* numbers, int64_t begin, int64
 
 extern "C" {
 
-// Reads rows [N] of `tables` tables, those of table t at [offsets[t], offsets[t + 1]). With `out` [N, row_bytes]
-// they are copied there, else added into one register; the sum comes back so that no compiler drops it.
-// Each thread takes a range of tables. Table t's blocks are blocks[first_block[t]] and those after it.
+// Reads rows [N] of `tables` tables; the rows of table t are rows[offsets[t], offsets[t + 1]). With `out`
+// [N, row_bytes] they are copied there; without, they are added into one register, and the sum is returned so that
+// no compiler drops the reads. Each thread takes a range of tables. Table t's blocks start at blocks[first_block[t]].
 uint64_t gather_floor(const int64_t* rows, const int64_t* offsets, int64_t tables, const char* const* blocks,
                       const int64_t* first_block, const int64_t* shifts, int64_t row_bytes, char* out, int64_t ahead,
                       int64_t threads) {

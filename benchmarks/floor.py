@@ -1,10 +1,10 @@
 """The physical floor: a bare prefetching gather in C++ of the rows that a lookup reads.
 
-    python benchmarks/floor.py          # nanoseconds a row by how far ahead it prefetches
+    python benchmarks/floor.py          # nanoseconds per row for several prefetch distances
 
-It is compiled for this machine when first asked for, and takes row numbers and the blocks of our tables (on
-huge pages, as ours). "read" adds the rows into a register; "copy" writes them to a fresh tensor, page faults
-included, as any forward must that gives back every row.
+The first use compiles it for this machine. It takes row numbers and the blocks of the dynamic tables (on huge
+pages). "read" adds the rows into a register. "copy" writes them to a new tensor, page faults included, as any
+forward that returns every row must do.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _BUILD = _SOURCE.parent.parent / "build" / "floor"
 
 
 class NoFloorError(RuntimeError):
-    """This machine cannot compile the floor."""
+    """The floor cannot be compiled or run here."""
 
 
 def compiled() -> ctypes.CDLL:
     """Compiles floor.cpp if it has changed, and loads it.
 
     Raises:
-        NoFloorError: no compiler, or it refused.
+        NoFloorError: there is no compiler, or the compiler failed.
     """
     flags = ["-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread"]
     key = hashlib.sha256(_SOURCE.read_bytes() + " ".join(flags).encode()).hexdigest()[:16]
@@ -59,11 +59,14 @@ def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 
 
 class Floor:
-    """Reads or copies the rows of batches from the blocks of our tables.
+    """Reads or copies the rows of batches from the blocks of dynamic tables.
 
     Args:
         tables: T tables of one width and dtype.
-        ids: batches, each [N] int64 raw ids, N / T of each table, all known.
+        ids: batches, each [N] int64 raw ids, N / T for each table, all known.
+
+    Raises:
+        NoFloorError: the floor does not compile, or a row is not a whole number of cache lines.
     """
 
     def __init__(self, tables: Sequence[DynamicTable], ids: Sequence[Tensor]) -> None:
@@ -83,7 +86,7 @@ class Floor:
         ]  # fmt: skip
         self._offsets = torch.arange(count + 1) * (self._rows[0].numel() // count)
         blocks = [block for store in weights for block in store.blocks]
-        self._held = blocks  # the pointers below live as long as these
+        self._held = blocks  # keeps the memory of the pointers below
         self._blocks = torch.tensor([block.data_ptr() for block in blocks])
         firsts = [0]
         for store in weights:
@@ -92,11 +95,11 @@ class Floor:
         self._shifts = torch.tensor([store.shift for store in weights])
 
     def read(self, turn: int, ahead: int = AHEAD) -> int:
-        """Reads the rows of a batch; returns the sum of their bits."""
+        """Reads the rows of a batch; returns the sum of their 64-bit words modulo 2^64."""
         return self._run(turn, None, ahead)
 
     def copy(self, turn: int, ahead: int = AHEAD) -> Tensor:
-        """Copies the rows of a batch to a fresh [N, columns]."""
+        """Returns the rows of a batch, copied to a new tensor [N, columns]."""
         rows = self._rows[turn % len(self._rows)]
         out = torch.empty(rows.numel(), self._columns, dtype=self._dtype)
         self._run(turn, out, ahead)
@@ -115,7 +118,7 @@ class Floor:
 def floors(
     tables: Sequence[DynamicTable], ids: Sequence[Tensor]
 ) -> dict[str, Callable[[int], object]]:
-    """Returns the floors as contestants, or none (with a word to stderr) where they cannot be compiled.
+    """Returns the floors as contestants by name; if there is no floor, an empty dict and a message on stderr.
 
     Args:
         tables: T tables.
@@ -130,7 +133,7 @@ def floors(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints what each distance costs."""
+    """Prints the nanoseconds per row for each prefetch distance."""
     from axes import POOLED, ranks, raw_ids, tiny
     from contestants import dynamic_tables
     from interleaved import measure, options, summary

@@ -1,8 +1,8 @@
 """The contestants of bench_eviction.py: a full table under a policy, and streams with and without new ids.
 
-Half of a table's rows is known: the stream comes back to them, and no policy ever takes them. The other half
-was seen once, long ago: what a policy takes first. New ids come as the last one of each bag, 10 percent of a
-batch.
+Half of the table's rows have known ids: the stream repeats them, and no policy evicts them. The ids of the
+other half were seen once, long ago, so the policy evicts them first. The last id of each bag is new: 10
+percent of a batch.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 
 import torchrec_dyn as dyn
 
-NEVER = 2**31  # steps: what no row of a benchmark waits for
-FREED = 64  # a full table frees this part of its limit at once
-TICK = 60  # of a clock that moves in every step
+NEVER = 2**31  # steps: an age that no row of a benchmark reaches
+FREED = 64  # a full table frees at least limit / FREED rows at once
+TICK = 60  # units by which a clock moves in every step
 
 
 @dataclass(frozen=True)
 class Case:
-    """A policy, and how new ids come under it.
+    """A policy of a full table.
 
     Attributes:
-        name: for results.
-        config: of the table.
-        admitted_at: occurrences that give an id its row.
+        name: name in the results.
+        config: config of the table.
+        admitted_at: the occurrence at which an id gets its row.
     """
 
     name: str
@@ -43,7 +43,7 @@ NO_POLICY = Case("no policy", dyn.DynamicTableConfig())
 
 
 def cases(rows: int) -> list[Case]:
-    """Lists the policies of a full table of `rows` rows."""
+    """Returns the policies for a full table of `rows` rows."""
     recent, frequent = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
     aged = (dyn.ExpireAfter(steps=NEVER), recent)
     after = dyn.AdmitAfter(2, counters=rows // 10)
@@ -59,12 +59,12 @@ class Stepped:
     """One table that is trained batch by batch.
 
     Args:
-        workload: of one table; its ids are the known ones.
+        workload: workload of one table; its ids are the known ids.
         case: the policy.
-        limit: rows that the table may hold.
+        limit: limit of the table.
 
     Attributes:
-        ticks: whether a clock moves by TICK before each step.
+        ticks: True if a clock moves by TICK before each step.
     """
 
     def __init__(self, workload: Workload, case: Case, limit: int) -> None:
@@ -87,18 +87,18 @@ class Stepped:
         """Trains on one batch.
 
         Args:
-            ids: [ids of a step] int64.
+            ids: [ids per step] int64.
         """
         if self.ticks:
             self.table.set_time((self.table.step + 1) * TICK)
         self.group(ids, self.offsets, training=True, counts=self.counts).backward(self.grad)
 
     def feed(self, numbers: Tensor, occurrences: int) -> None:
-        """Lets ids occur in training, with no backward, as many in a step as in a batch.
+        """Runs training forwards without a backward over new ids, as many per step as in a batch.
 
         Args:
-            numbers: [M] int64, of `raw_ids`.
-            occurrences: of each.
+            numbers: [M] int64, numbers that `raw_ids` turns into ids.
+            occurrences: occurrences of each id.
         """
         with torch.no_grad():
             for part in numbers.split(self._fed):
@@ -106,7 +106,7 @@ class Stepped:
                 self.group(ids, torch.tensor([0, ids.numel()]), training=True)
 
     def fill(self, known: int) -> Stepped:
-        """Gives the table as many rows as its limit, the known ones last and seen most often."""
+        """Fills the table to its limit, known ids last and seen most often; returns self."""
         limit, at = self.table.row_limit, self.case.admitted_at
         self.feed(torch.arange(known, limit), at)
         self.feed(torch.arange(known), at + 1)
@@ -118,24 +118,24 @@ class Stepped:
         return self
 
     def fresh(self, count: int) -> Tensor:
-        """Returns the numbers of `count` ids that never came before, [count] int64."""
+        """Returns the numbers of `count` ids not used before, [count] int64."""
         self._next += count
         return torch.arange(self._next - count, self._next)
 
     def new_ids_a_step(self, batch: int) -> int:
-        """Returns how many ids get a row in a step of `batch` new ones."""
+        """Returns the number of ids that get a row in a step of `batch` new ids."""
         return batch if self.case.admitted_at == 1 else batch // 3
 
     def with_new(self, batches: list[Tensor], steps: int, bag: int) -> list[Tensor]:
-        """Puts a new id at the end of each bag.
+        """Returns batches of known ids in which the last id of each bag is new.
 
-        Where an id must come twice, two thirds of the new ids of a step are there for the first time, and
-        half of those come back in the next step, as the other third; the rest never do.
+        If an id must occur twice to get a row, two thirds of the new ids of a step occur for the first
+        time. Half of them occur again in the next step, as its other third. The rest never occur again.
 
         Args:
-            batches: of known ids, used in turn, [ids of a step] int64 each.
-            steps: batches to make.
-            bag: ids of a bag.
+            batches: batches of known ids, used in turn, [ids per step] int64 each.
+            steps: number of batches to return.
+            bag: ids per bag.
         """
         made = []
         size = batches[0].numel() // bag
@@ -153,18 +153,18 @@ class Stepped:
 
 
 def expiring(limit: int, workload: Workload, unit: str) -> tuple[Stepped, Stepped, list[Tensor]]:
-    """Makes tables whose rows expire when they are not seen for a while, and batches that know them all.
+    """Returns two tables whose rows expire, and batches of their known ids.
 
-    The batches walk over the known ids in a random order, so that none of them ever expires.
+    The batches run over all known ids in a random order, so that no known id expires.
 
     Args:
-        limit: of both tables.
-        workload: of one table.
-        unit: of the age: "steps", or "time" for a clock that moves in every step.
+        limit: limit of each table.
+        workload: workload of one table.
+        unit: unit of the age: "steps", or "time" for a clock that moves in every step.
 
     Returns:
-        a table that had new ids until as many expire in a step as come, one that had none, and the
-        batches.
+        A table that was trained on new ids until as many rows expire in a step as are inserted; a table
+        without new ids; and the batches.
     """
     often = workload.batch * (workload.bag - 1)  # the last id of a bag may be a new one
     walk = workload.rows // often
@@ -182,14 +182,14 @@ def expiring(limit: int, workload: Workload, unit: str) -> tuple[Stepped, Steppe
         table.feed(numbers, 1)
         table.fresh(limit)
         tables.append(table)
-    # Whole walks, so that the next one may begin at its first batch.
+    # Whole walks over the known ids, so that the next walk can start at its first batch.
     for batch in tables[0].with_new(ids, walk * math.ceil((age + 2) / walk), workload.bag):
         tables[0].step(batch)
     return tables[0], tables[1], ids
 
 
 def steps_of(limit: int, new: int) -> int:
-    """Returns how many steps with `new` new rows fit evictions evenly: 3 evictions and 48 steps at least.
+    """Returns a number of steps that holds a whole number of evictions: at least 3 evictions and 48 steps.
 
     Args:
         limit: rows of the full table.

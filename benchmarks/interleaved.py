@@ -1,4 +1,4 @@
-"""Measures contestants side by side: in turn within one run, so that a noisy machine hurts all alike."""
+"""Measures contestants in turn within one run, so that a noisy machine slows all of them alike."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ import torch
 import torchrec_dyn
 
 RESULTS = Path(__file__).parent / "results"
-# The CPU time of this process: for one thread on a busy machine.
+# "cpu" is the CPU time of this process: for one thread on a busy machine.
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def options(description: str | None, threads: Sequence[int]) -> argparse.ArgumentParser:
-    """Makes the parser of the options that every benchmark has."""
+    """Returns a parser with the options of every benchmark; `description` is cut to its first line."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds of each contestant")
     parser.add_argument("--threads", type=int, nargs="+", default=list(threads))
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: 1 thread only")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it still run?")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to test that it runs")
     parser.add_argument("--results", type=Path, help="folder of the JSON file")
     return parser
 
@@ -42,14 +42,14 @@ def measure(
     clock: str = "wall",
     before: Callable[[int], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Runs every contestant once a round and returns their seconds by name.
+    """Runs every contestant once per round and returns their seconds by name.
 
-    Each round begins with the next contestant: nobody always follows the same one.
+    Each round begins with the next contestant, so that each contestant is first in turn.
 
     Args:
         contestants: name -> function of the round's number.
         rounds: measured rounds.
-        warm_up: rounds before them, not measured.
+        warm_up: earlier rounds, not measured.
         clock: a name of CLOCKS.
         before: runs before each contestant's turn, not measured.
     """
@@ -78,7 +78,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def summary(seconds: Mapping[str, Sequence[float]], per: int) -> dict[str, dict[str, float]]:
-    """Returns the median nanoseconds a unit and the quartiles of each contestant.
+    """Returns the median and the quartiles of the nanoseconds per unit, for each contestant.
 
     Args:
         seconds: as `measure` returns them.
@@ -106,13 +106,13 @@ def result(
     seen: tuple[float, float, float],
     **more: Any,
 ) -> dict[str, Any]:
-    """Makes one line of results, as summary.py reads them.
+    """Returns one line of results, in the form that summary.py reads.
 
     Args:
-        workload: its name.
-        threads: of torch.
-        what: the quantity, as "forward".
-        against: what the ratio compares with.
+        workload: name of the workload.
+        threads: threads of torch.
+        what: the measured quantity, for example "forward".
+        against: the other side of the ratio.
         seen: median of the ratio and its quartiles.
         more: further entries.
     """
@@ -123,7 +123,7 @@ def result(
 
 
 def spread(seen: tuple[float, float, float]) -> str:
-    """Prints a ratio with its quartiles."""
+    """Returns a ratio with its quartiles as text."""
     return f"{seen[0]:.2f}x [{seen[1]:.2f}, {seen[2]:.2f}]"
 
 
@@ -146,7 +146,7 @@ def _version(package: str) -> str:
 
 
 def commit() -> str:
-    """Returns the commit of the package that is imported; make bench-ab notes its base's in a file."""
+    """Returns the commit of the imported package; make bench-ab writes the commit of its base to a file."""
     tree = Path(torchrec_dyn.__file__).parent.parent
     noted = tree / "COMMIT"
     if noted.exists():
@@ -156,7 +156,7 @@ def commit() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Tells what the numbers depend on beside the code."""
+    """Returns the date, the commit, the machine and the versions, as the header of the results."""
     pages = _first("/sys/kernel/mm/transparent_hugepage/enabled", "", "none")
     return {
         "date": datetime.date.today().isoformat(),
@@ -175,12 +175,12 @@ def machine() -> dict[str, Any]:
 def write_results(
     name: str, rows: list[dict[str, Any]], folder: Path = RESULTS, **more: Any
 ) -> Path:
-    """Writes rows with date, commit and machine to <folder>/<name>.json.
+    """Writes rows with date, commit and machine to <folder>/<name>.json; returns the path.
 
     Args:
-        name: of the file, without .json.
-        rows: what to write.
-        folder: where to.
+        name: name of the file, without .json.
+        rows: lines to write.
+        folder: folder to write to.
         more: further entries of the header.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -193,9 +193,9 @@ def finish(name: str, rows: list[dict[str, Any]], arguments: argparse.Namespace)
     """Writes the results and prints the last line: one geometric mean of the ratios.
 
     Args:
-        name: of the file, without .json.
-        rows: lines of `result`, and others. One with in_mean=False stays out of the mean.
-        arguments: of `options`.
+        name: name of the file, without .json.
+        rows: lines of `result`, and others. Lines with in_mean=False are not in the mean.
+        arguments: the parsed `options`.
     """
     folder = arguments.results or (RESULTS / "tmp" / "quick" if arguments.quick else RESULTS)
     more = {"clock": arguments.clock, "rounds": arguments.rounds}

@@ -1,7 +1,7 @@
-"""Names that benchmarks use below the public ones, wherever the version that is measured keeps them.
+"""Internal names that benchmarks use, imported from where the measured version keeps them.
 
-`make bench-ab` runs the benchmarks of the checkout on an older version too. A name that moves gets a second
-line here.
+`make bench-ab` also runs the benchmarks of the checkout on an older version. A name that is moved gets a
+second import here.
 """
 
 from torchrec_dyn.lookup import TableGroup

@@ -1,6 +1,6 @@
 """Peak memory of saving and loading, part by part (bench_checkpoint.py).
 
-Linux keeps the peak of a process's resident memory and sets it back when asked to. Source: proc(5), VmHWM
+Linux keeps the peak of a process's resident memory; a write to clear_refs resets it. Source: proc(5), VmHWM
 and clear_refs.
 """
 
@@ -22,25 +22,26 @@ _SET_BACK = "5"
 
 
 def resident(name: str) -> int:
-    """Reads bytes of resident memory: "VmRSS" now, "VmHWM" the peak."""
+    """Returns bytes of resident memory: "VmRSS" now, "VmHWM" the peak."""
     lines = _STATUS.read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 class Peaks:
-    """Notes the memory of the parts, on the rank where it was highest; one line each."""
+    """Result lines of the measured parts: memory of the rank where it was highest."""
 
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
 
     @contextmanager
     def of(self, what: str, size: int, keeps: bool = False) -> Iterator[None]:
-        """Measures one part.
+        """Measures one part. Collective.
 
         Args:
-            what: its name.
-            size: bytes that are saved, of all ranks.
-            keeps: whether what it adds is there afterwards, by design: then only what goes again counts.
+            what: name of the part.
+            size: saved bytes, all ranks together.
+            keeps: True if the part keeps memory by design: then only memory above the amount afterwards
+                counts.
         """
         gc.collect()
         dist.barrier()
@@ -64,19 +65,19 @@ class Peaks:
             }
         )
         if dist.get_rank() == 0:
-            told = ", ".join(f"{name} {value:,.0f}" for name, value in megabytes.items())
+            parts = ", ".join(f"{name} {value:,.0f}" for name, value in megabytes.items())
             above = "after" if keeps else "before"
             print(
-                f"{ranks} ranks  {what:34} {extra / MB:7,.0f} MB above {above}: {told}", flush=True
+                f"{ranks} ranks  {what:34} {extra / MB:7,.0f} MB above {above}: {parts}", flush=True
             )
 
 
 def measure_memory(size: int, folder: Path) -> list[dict[str, Any]]:
-    """Saves a table, copies it, and loads it into itself and into an empty one; collective.
+    """Measures saving a table, copying it, and loading it into itself and into an empty table. Collective.
 
     Args:
         size: bytes of the table as saved, all ranks together.
-        folder: where to.
+        folder: folder to save to.
     """
     rows = size // (ROW_BYTES + ID_BYTES)
     peaks = Peaks()

@@ -1,4 +1,4 @@
-"""Draws results/sweep.json: nanoseconds an id along four axes, ours beside the static table and the floor.
+"""Draws results/sweep.json: nanoseconds per id along four axes, dynamic and static tables and the floor.
 
 python benchmarks/plot.py [--results benchmarks/results] [--picture docs/performance.png]
 """
@@ -21,7 +21,7 @@ PANELS = {
     "bag": "ids of a bag",
     "threads": "threads",
 }
-# Name -> label, colour, mark. The colours are told apart by colour-blind readers, the marks by all.
+# Name -> label, colour, mark. Colour-blind readers can distinguish the colours, all readers the marks.
 # Source: Okabe and Ito, "Color Universal Design", 2008.
 SIDES = {
     "dynamic": ("dynamic (ours, with the probe)", "#0072B2", "o"),
@@ -32,7 +32,7 @@ LINES = {"step": "--", "forward": "-"}
 
 
 def series(rows: list[dict[str, Any]], axis: str, what: str, side: str) -> list[tuple[float, ...]]:
-    """Returns value, median and quartiles of one curve."""
+    """Returns the points of one curve: value on the axis, median and quartiles."""
     return [
         (row["value"], *(row["ns_per_id"][side][key] for key in ("median_ns", "low_ns", "high_ns")))
         for row in rows

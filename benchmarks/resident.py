@@ -1,4 +1,4 @@
-"""Bytes of a tensor that are in memory: Linux commits a page when it is first written."""
+"""Bytes of a tensor that are in memory. Linux commits a page when it is first written."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PAGE = mmap.PAGESIZE
 
 
 def resident_bytes(tensor: Tensor) -> int:
-    """Counts the bytes of a tensor's storage whose pages are in memory; elsewhere than on Linux, all of them.
+    """Returns the bytes of a tensor's storage whose pages are in memory; all bytes if this is not Linux.
 
     Args:
-        tensor: any, on the CPU.
+        tensor: any tensor on the CPU.
 
     Source: mincore(2).
     """
@@ -28,5 +28,5 @@ def resident_bytes(tensor: Tensor) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * _PAGE), is_there):
         return size
-    # The lowest bit says it, the others are not defined.
+    # The lowest bit is set if the page is in memory; the other bits are not defined.
     return min(size, sum(byte & 1 for byte in bytes(is_there)) * _PAGE)

@@ -1,7 +1,8 @@
-"""The contestants of bench_checkpoint.py: dynamic tables, TorchRec's static ones, and plain tensors.
+"""The contestants of bench_checkpoint.py: dynamic tables, TorchRec's static tables, and plain tensors.
 
-All hold as many rows of 64 columns with one number of optimizer state each; ours and the plain ones have 8
-bytes of id beside them. Each says what every part of a save and of a load took.
+All hold the same number of rows of 64 columns with one number of optimizer state per row. Dynamic tables
+and plain tensors also have an id of 8 bytes per row. Each side returns the time of every part of a save and
+a load.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02}
 
 
 class Spent(NamedTuple):
-    """Seconds: by the wall clock on the slowest rank, and of the processors of all ranks together."""
+    """Seconds: wall time of the slowest rank, and CPU time summed over ranks."""
 
     wall: float
     cpu: float
@@ -45,24 +46,24 @@ Parts = dict[str, Spent]
 
 
 class Side(Protocol):
-    """What can be saved to a folder and loaded from there.
+    """Contents that can be saved to a folder and loaded from it.
 
     Attributes:
-        bytes: of all ranks.
+        bytes: saved bytes, all ranks together.
     """
 
     bytes: int
 
     def save(self, folder: Path, is_synced: bool) -> Parts:
-        """Saves; with `is_synced` the bytes are on the disk afterwards."""
+        """Saves to the folder; with `is_synced` the bytes are on the disk afterwards. Collective."""
 
     def load(self, folder: Path) -> Parts:
-        """Loads into what was saved."""
+        """Loads the saved contents from the folder. Collective."""
 
 
 @contextmanager
 def timed(parts: Parts, name: str) -> Iterator[None]:
-    """Notes how long this takes. Collective."""
+    """Measures the body and stores its time as `parts[name]`. Collective."""
     begin, processor = time.perf_counter(), time.process_time()
     yield
     cpu = torch.tensor(time.process_time() - processor, dtype=torch.float64)
@@ -71,12 +72,12 @@ def timed(parts: Parts, name: str) -> Iterator[None]:
 
 
 def config(rows: int) -> EmbeddingBagConfig:
-    """Describes a table; the limit is such that every rank can hold its share."""
+    """Returns the config of a table with limit `rows`."""
     return EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=rows, feature_names=["f"])
 
 
 def sharded(collection: nn.Module, sharder: Any) -> DistributedModelParallel:
-    """Lays a collection row-wise over the ranks."""
+    """Returns the collection sharded row-wise over the ranks."""
     ranks = dist.get_world_size()
     plan = construct_module_sharding_plan(
         collection,
@@ -99,8 +100,8 @@ class Saved:
     Args:
         model: the model.
         row_bytes: bytes of a saved row.
-        rows: how many.
-        planner: for loading, None: DCP's own.
+        rows: number of rows, all ranks together.
+        planner: class of the load planner; None: DCP's default.
     """
 
     def __init__(
@@ -111,17 +112,17 @@ class Saved:
         self._planner = planner
 
     def state(self) -> dict[str, Any]:
-        """Gives what is saved. Collective."""
+        """Returns the state dicts to save. Collective."""
         optimizer = self.model.fused_optimizer.state_dict()
         return {"model": self.model.state_dict(), "optimizer": optimizer}
 
     def take(self, state: dict[str, Any]) -> None:
-        """Loads what was read. Collective."""
+        """Loads state dicts into the model and its optimizer. Collective."""
         self.model.load_state_dict(state["model"])
         self.model.fused_optimizer.load_state_dict(state["optimizer"])
 
     def save(self, folder: Path, is_synced: bool) -> Parts:
-        """Saves, as a training job would."""
+        """Saves as a training job does. Collective."""
         parts: Parts = {}
         with timed(parts, "state_dict"):
             state = self.state()
@@ -131,7 +132,7 @@ class Saved:
         return parts
 
     def load(self, folder: Path) -> Parts:
-        """Loads, as a training job would."""
+        """Loads as a training job does. Collective."""
         parts: Parts = {}
         with timed(parts, "state_dict"):
             state = self.state()
@@ -143,10 +144,10 @@ class Saved:
 
 
 class Plain:
-    """The same bytes as plain tensors, a share on every rank, in a file of its own.
+    """The same bytes as plain tensors: each rank holds a share and saves it in a separate file.
 
     Args:
-        rows: of all ranks.
+        rows: number of rows, all ranks together.
     """
 
     def __init__(self, rows: int) -> None:
@@ -159,7 +160,7 @@ class Plain:
         }
 
     def save(self, folder: Path, is_synced: bool) -> Parts:
-        """Saves with torch.save, which does not sync by itself."""
+        """Saves with torch.save, which does not sync by itself. Collective."""
         parts: Parts = {}
         with timed(parts, "torch.save"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -171,7 +172,7 @@ class Plain:
         return parts
 
     def load(self, folder: Path) -> Parts:
-        """Loads into new tensors with torch.load."""
+        """Loads into new tensors with torch.load. Collective."""
         parts: Parts = {}
         with timed(parts, "torch.load"):
             self._state = torch.load(folder / f"{dist.get_rank()}.pt")
@@ -179,7 +180,7 @@ class Plain:
 
 
 def empty_dynamic(rows: int) -> Saved:
-    """Makes a dynamic table without rows."""
+    """Returns a dynamic table without rows."""
     model = sharded(
         dyn.DynamicEmbeddingBagCollection([config(2 * rows)], device=torch.device("meta")),
         dyn.DynamicEmbeddingBagCollectionSharder(fused_params=FUSED),
@@ -188,20 +189,20 @@ def empty_dynamic(rows: int) -> Saved:
 
 
 def dynamic(rows: int) -> Saved:
-    """Makes a dynamic table with as many rows."""
+    """Returns a dynamic table with `rows` rows."""
     side = empty_dynamic(rows)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     step = 1 << 20
     with torch.no_grad():
         for begin in range(0, rows, step * ranks):
-            # One bag of ids a rank: they get their rows, and the output is one row.
+            # One bag per rank: the ids get their rows, and the output is only one row.
             some = torch.arange(begin + rank, min(rows, begin + step * ranks), ranks)
             side.model(KeyedJaggedTensor(["f"], mix64(some), lengths=torch.tensor([some.numel()])))
     return side
 
 
 def static(rows: int) -> Saved:
-    """Makes a static table of TorchRec with as many rows, all of them touched."""
+    """Returns TorchRec's static table with `rows` rows, all of them written."""
     collection = EmbeddingBagCollection(tables=[config(rows)], device=torch.device("meta"))
     model = sharded(collection, EmbeddingBagCollectionSharder(fused_params=FUSED))
     with torch.no_grad():

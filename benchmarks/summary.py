@@ -1,4 +1,4 @@
-"""The goals, and what the latest results say of each: the last thing that make bench prints.
+"""The goals and the latest results of each; make bench prints this at its end.
 
 python benchmarks/summary.py [--results benchmarks/results]
 """
@@ -30,13 +30,13 @@ from interleaved import RESULTS, spread
 
 @dataclass(frozen=True)
 class Goal:
-    """What must hold of one line of results.
+    """A bound on a number in one line of results.
 
     Attributes:
-        file: results/<file>.json.
-        where: entries that the line has.
-        at_least: bound of its number from below, or None.
-        at_most: bound from above, or None.
+        file: name of the results file, results/<file>.json.
+        where: entries that identify the line.
+        at_least: lower bound of the number, or None.
+        at_most: upper bound of the number, or None.
         number: name of the number.
     """
 
@@ -52,7 +52,7 @@ class Goal:
         return f">= {self.at_least:g}" if self.at_least is not None else f"<= {self.at_most:g}"
 
     def met(self, seen: float) -> bool:
-        """Whether a number is within the bounds."""
+        """Returns True if a number is within the bounds."""
         return seen >= self.at_least if self.at_least is not None else seen <= (self.at_most or 0.0)
 
 
@@ -132,7 +132,7 @@ def _checkpoint_goals() -> list[Goal]:
 def seen_of(
     goal: Goal, results: dict[str, list[dict[str, Any]]]
 ) -> tuple[float, float, float] | None:
-    """Returns the number of the first line that the goal speaks of, with its quartiles, or None."""
+    """Returns the goal's number in the first matching line, with its quartiles; None if no line matches."""
     for row in results.get(goal.file, []):
         if all(row.get(key) == value for key, value in goal.where.items()):
             number = row[goal.number]
@@ -144,7 +144,7 @@ def seen_of(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints one line a goal, and how many are met."""
+    """Prints one line per goal, and the number of goals that are met."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
     folder: Path = parser.parse_args(argv).results
@@ -152,8 +152,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for path in sorted(folder.glob("*.json")):
         file = json.loads(path.read_text())
         results[path.stem] = file["rows"]
-        told = ("date", "commit", "cpu", "cores", "simd", "torch", "fbgemm", "clock")
-        print(f"{path.stem}: " + ", ".join(f"{file[key]}" for key in told if key in file))
+        header = ("date", "commit", "cpu", "cores", "simd", "torch", "fbgemm", "clock")
+        print(f"{path.stem}: " + ", ".join(f"{file[key]}" for key in header if key in file))
     print(f"{'goal':74} {'bound':>7}  {'seen [quartiles]':24} met")
     met = missing = 0
     goals = [

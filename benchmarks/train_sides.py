@@ -1,6 +1,6 @@
 """The contestants of bench_train.py: one small click model over three kinds of sharded tables.
 
-All start from equal rows and the same dense part and train on the same clicks, so their losses agree.
+All sides start with equal rows and the same dense part and train on the same clicks, so their losses agree.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import torchrec_dyn as dyn
 
 PLANS = ("table_wise", "row_wise", "column_wise")
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02, "eps": 1e-8}
-FIRST_VALUE = 0.01  # of every row: whichever row an id gets, it starts alike
+FIRST_VALUE = 0.01  # initial value of every row, so that it does not matter which row an id gets
 MCH_INTERVAL = 10  # steps between two evictions of managed collision
 CPU = torch.device("cpu")
 
@@ -53,14 +53,14 @@ class Clicks(Pipelineable):
     labels: Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Clicks:
-        """Moves the batch."""
+        """Returns the batch on the device."""
         return Clicks(self.features.to(device, non_blocking), self.labels.to(device))
 
     def record_stream(self, stream: Any) -> None:
         """Does nothing: there are no streams on the CPU."""
 
     def pin_memory(self) -> Clicks:
-        """Does nothing: there is no host to pin for."""
+        """Returns self: pinned memory is not needed on the CPU."""
         return self
 
 
@@ -73,7 +73,7 @@ class Head(nn.Module):
         self.last = nn.Linear(8, 1)
 
     def forward(self, pooled: Tensor, labels: Tensor) -> Tensor:
-        """Returns the loss of [B, width] pooled rows."""
+        """Returns the loss for pooled rows [B, width]."""
         logits = self.last(torch.tanh(self.hidden(pooled))).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
@@ -88,28 +88,28 @@ class ClickModel(nn.Module):
         self.head = Head(width)
 
     def forward(self, batch: Clicks) -> tuple[Tensor, Tensor]:
-        """Returns the loss, and what a pipeline hands out."""
+        """Returns the loss twice: for the backward, and detached as the output of a pipeline."""
         pooled = self.sparse(batch.features)
-        if self._managed:  # these return the remapped ids too
+        if self._managed:  # managed collision returns the remapped ids too
             pooled = pooled[0]
         loss = self.head(pooled.values(), batch.labels)
         return loss, loss.detach()
 
 
 def raw_ids(rows: Tensor) -> Tensor:
-    """Gives each row number an id: scattered, and not negative, as managed collision wants them."""
+    """Returns an id for each row number: scattered, and not negative, as managed collision requires."""
     multiplier = 0x9E37_79B9_7F4A_7C15 - 2**64  # odd, so that distinct rows stay distinct
     return ((rows + 1) * multiplier) & (2**63 - 1)
 
 
 def features(workload: Workload, ids: Tensor, bag: int) -> KeyedJaggedTensor:
-    """Puts ids [tables * bags * bag], table-major, into bags of one length."""
+    """Returns ids [tables * bags * bag], table-major, in bags of one length."""
     keys = [f"f{t}" for t in range(workload.tables)]
     return KeyedJaggedTensor(keys, ids, lengths=torch.full((ids.numel() // bag,), bag))
 
 
 def clicks(workload: Workload, raw: bool) -> list[Clicks]:
-    """This rank's batches, with raw ids or with row numbers."""
+    """Returns this rank's batches, with raw ids or with row numbers."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     batches = []
     for rows in ranks(workload, batches=8, seed=dist.get_rank()):
@@ -120,13 +120,13 @@ def clicks(workload: Workload, raw: bool) -> list[Clicks]:
 
 
 class ManagedCollisionOnCpu(MCHManagedCollisionModule):
-    """TorchRec's, less the reset of rows that change owners: FBGEMM has no CPU kernel for it.
+    """TorchRec's module without the reset of rows that get another id: FBGEMM has no CPU kernel for it.
 
-    No id leaves here, so there is nothing to reset; admission and eviction do run.
+    No id loses its row in this benchmark, so no row needs a reset. Admission and eviction run as usual.
     """
 
     def evict(self) -> None:
-        """Takes note of admitted ids, and names no rows to reset."""
+        """Admits and evicts ids, but returns no rows to reset."""
         super().evict()
 
 
@@ -144,7 +144,7 @@ def _configs(workload: Workload, room: float, **first: float) -> list[EmbeddingB
 
 
 def _collection(side: str, workload: Workload) -> tuple[nn.Module, Any]:
-    """Makes the collection of a side and its sharder."""
+    """Returns the collection of a side and its sharder."""
     meta = torch.device("meta")
     if side == "dynamic":
         rows = dyn.DynamicTableConfig(initializer=dyn.Constant(FIRST_VALUE))
@@ -155,7 +155,7 @@ def _collection(side: str, workload: Workload) -> tuple[nn.Module, Any]:
     first = {"weight_init_min": FIRST_VALUE, "weight_init_max": FIRST_VALUE}
     if side == "static":
         return EmbeddingBagCollection(_configs(workload, room=1.0, **first), device=meta), stock
-    # Ranks get unequal parts of the ids, and the last place of each is not for an id: some room.
+    # Some room: ranks get unequal parts of the ids, and the last place of each rank is not for an id.
     configs = _configs(workload, room=1.05, **first)
     modules = {
         config.name: ManagedCollisionOnCpu(
@@ -181,7 +181,7 @@ def _plan(kind: str, table: int, world: int) -> Any:
 
 
 def sharded(side: str, workload: Workload, kind: str) -> DistributedModelParallel:
-    """Makes the model of a side under a plan; "static", "dynamic" or "managed"."""
+    """Returns the sharded model of a side: "static", "dynamic" or "managed"; `kind` is one of PLANS."""
     world = dist.get_world_size()
     torch.manual_seed(0)
     collection, sharder = _collection(side, workload)
@@ -202,10 +202,10 @@ def sharded(side: str, workload: Workload, kind: str) -> DistributedModelParalle
 
 
 def show_all_ids(model: DistributedModelParallel, workload: Workload) -> None:
-    """Shows a model every id once, as batches of the usual size: from then on it knows them.
+    """Inserts every id, by forwards over batches of the usual size.
 
-    Managed collision sizes its history by its first batch and admits at intervals, so it is
-    shown whole intervals.
+    Managed collision sizes its history by its first batch and admits at intervals, so the number of batches
+    is a multiple of the interval.
     """
     share = workload.batch * workload.bag
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -220,7 +220,7 @@ def show_all_ids(model: DistributedModelParallel, workload: Workload) -> None:
 
 
 def trainer(model: DistributedModelParallel, batches: list[Clicks]) -> Callable[[], float]:
-    """Puts a model into a pipeline; each call trains one step and returns the loss."""
+    """Returns a function over a train pipeline; each call trains one step and returns the loss."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     sgd = KeyedOptimizerWrapper(dense, lambda some: torch.optim.SGD(some, lr=0.01))
     optimizer = CombinedOptimizer([model.fused_optimizer, sgd])

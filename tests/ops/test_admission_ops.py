@@ -11,13 +11,13 @@ from torchrec_dyn import ops
 
 
 def draw_of(key, step, number):
-    """The number in [0, 1) that an id draws at a step: SplitMix64's word before those of rounding."""
+    """Returns an id's draw in [0, 1) at a step: the SplitMix64 word before the words used for rounding."""
     state = mix64(mix64(key + step * GOLDEN) ^ mix64(number))
     return (mix64(state) >> 11) / 2**53
 
 
 def chance(probability, count):
-    """1 - (1 - p)^count, by squaring: every rounding is one of IEEE doubles."""
+    """Returns 1 - (1 - p)^count by squaring; every rounding is that of IEEE doubles."""
     refusal, power = 1.0, 1.0 - probability
     for bit in reversed(f"{count:b}"):
         refusal = refusal * power if bit == "1" else refusal
@@ -54,7 +54,7 @@ def test_admission_is_as_frequent_as_said(probability, count):
         share = ops.admit_by_chance(many, counts, key, step, probability).double().mean()
         assert abs(share - expected) < 4 * deviation
     steps = [ops.admit_by_chance(many, counts, 5, step, probability) for step in range(3)]
-    both = (steps[0] & steps[1]).double().mean()  # ids draw anew at each step
+    both = (steps[0] & steps[1]).double().mean()  # each step has a new draw for each id
     assert abs(both - expected**2) < 4 * (expected**2 * (1 - expected**2) / number) ** 0.5
 
 
@@ -63,7 +63,7 @@ def test_never_and_always():
     for count in (0, 1, 3, 2**32):
         assert ops.admit_by_chance(many, count * ones, 3, 4, 1.0).all() == (count > 0)
         assert not ops.admit_by_chance(many, count * ones, 3, 4, 0.0).any()
-    zero = unmix64(0)  # with key 0 and step 0 this id draws 0 itself
+    zero = unmix64(0)  # with key 0 and step 0 the draw of this id is 0 exactly
     assert draw_of(0, 0, zero) == 0.0
     drawn = [
         ops.admit_by_chance(ids_of(zero), ids_of(k), 0, 0, p).item()
@@ -77,7 +77,7 @@ PINNED_DRAW = 0.4179630657137705
 
 
 def test_admission_is_pinned_and_pure(threads):
-    """A run goes on as it began: what was drawn for an id must not change with a version."""
+    """The draws of an id must not change with a version, so that a run continues as it began."""
     many, ones = torch.arange(20_000), torch.ones(20_000, dtype=torch.int64)
     got = []
     for number in (1, 2, 4):

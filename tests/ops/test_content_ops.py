@@ -21,14 +21,14 @@ UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint32}
 
 
 def bit_columns(values):
-    """[M, D or 2D] bits of the numbers, an int64 as its low half and its high half."""
+    """Returns the bits of the numbers, [M, D]; of int64 the low and the high half, [M, 2D]."""
     size = values.element_size()
     numbers = values.flatten().view(torch.uint8).numpy().view(UNSIGNED[size])
     return numbers.reshape(len(values), max(1, size // 4) * values.shape[1]).tolist()
 
 
 def summed(ids, values, first_column, key):
-    """The formula of csrc/storage/content_sum.h in Python's integers."""
+    """Returns the content sum by the formula of csrc/storage/content_sum.h, in Python's integers."""
     first = first_column * (2 if values.dtype == torch.int64 else 1)
     total = 0
     for number, columns in zip(ids.tolist(), bit_columns(values), strict=True):
@@ -40,7 +40,7 @@ def summed(ids, values, first_column, key):
 
 
 def random_values(rows, columns, dtype, seed=0):
-    """Any bits: NaNs, infinities, -0.0 and subnormal numbers are among them."""
+    """Returns numbers of random bits, among them NaNs, infinities, -0.0 and subnormal numbers."""
     size = torch.empty(0, dtype=dtype).element_size()
     draw = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (rows * columns * size,), generator=draw, dtype=torch.uint8)
@@ -68,7 +68,7 @@ def test_the_content_sum_is_the_formula(rows, columns, dtype):
 
 
 def test_the_content_sum_is_pinned():
-    """Saved tables carry it: it must not change."""
+    """Saved tables have content sums, so the formula must not change."""
     values = torch.tensor([[1.0, -0.0, float("nan")], [3.0, 4.5, -1e-40]])
     ids = ids_of(-1, 2**63 - 1)
     assert ops.content_sum(ids, values, 0, 7).item() == PINNED[0]
@@ -82,7 +82,7 @@ PINNED = [9077391385525461398, 458308185774751996, -6951060773069009852]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(5, 4999), (700, 37), (513, 2)])
 def test_the_sums_of_parts_add_up(rows, columns, dtype):
-    """More columns than have their keys at hand, and any cut of them."""
+    """Any cut of the columns or rows, also with more columns than the op has precomputed keys for."""
     ids, values = random_ids(rows), random_values(rows, columns, dtype)
     whole = ops.content_sum(ids, values, 10, 99)
     assert whole.item() == summed(ids, values, 10, 99)
@@ -175,7 +175,7 @@ def test_an_empty_map_has_no_ids():
             assert part.shape == (0,) and part.dtype == torch.int64
 
 
-# Mixed ids that fill their range, that lie in a few clusters, and that differ in their low bits only.
+# Mixed ids that fill their range, that are in a few clusters, and that differ only in their low bits.
 SPREADS = {
     "even": lambda draw, count: torch.randint(-(2**63), 2**63 - 1, (count,), generator=draw),
     "clusters": lambda draw, count: (
@@ -191,7 +191,7 @@ SPREADS = {
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("count", [63, 64, 5000, 150_000])
 def test_many_ids_are_sorted_exactly_on_any_number_of_threads(threads, count, spread, is_growing):
-    """More than one bucket, and buckets whose ids are alike in all bits that are sorted by."""
+    """More than one bucket, and buckets whose mixed ids are equal in all bits that the sort uses."""
     mixed = SPREADS[spread](torch.Generator().manual_seed(0), count).unique()
     ids = ops.unmix64(mixed)[torch.randperm(len(mixed))]
     flipped = (ops.mix64(ids) ^ -(2**63)).sort()

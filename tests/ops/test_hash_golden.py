@@ -1,8 +1,8 @@
 """Pinned values of the mixer and of the home slots.
 
-The mixed id decides where a saved row belongs: it is part of the checkpoint format. If mix64 or
-unmix64 is red, do not change the numbers: every table ever saved would be read wrongly. The home
-slots are not saved; their numbers may change together with csrc/mix64.h, for a measured gain.
+The mixed id decides the place of a saved row, so it is part of the checkpoint format. If a test of mix64 or
+unmix64 fails, do not change the numbers: all saved tables would be read wrongly. Home slots are not saved;
+their numbers may change together with csrc/mix64.h, for a measured gain.
 """
 
 import random
@@ -70,7 +70,7 @@ def test_unmix_undoes_mix_both_ways():
     ],
 )
 def test_home_slots_are_pinned(capacity, homes):
-    """An id that is alone in its map sits at home."""
+    """A single id in a map is in its home slot."""
     found = []
     for number in (0, 1, -1, 2**63 - 1, -(2**63)):
         slots = torch.zeros(capacity, 2, dtype=torch.int64)
@@ -96,9 +96,9 @@ def test_canonical_order_is_unsigned_order_of_mixed_ids():
 
 
 def check_spread(slots):
-    """Ids lie no further from home than random ones do at this load of 0.75 (measured).
+    """Asserts that ids are no further from home than random ids at this load of 0.75.
 
-    That is 3.3 slots, 1.27 lines; 13 of 100 past their home line.
+    Measured for random ids: 3.3 slots, 1.27 lines; 13 of 100 ids are after their home line.
     """
     lengths = tensor(probe_lengths(slots))
     lengths = lengths[lengths > 0]
@@ -114,11 +114,11 @@ def check_spread(slots):
 
 @pytest.mark.parametrize("rank", [0, 3, 7])
 def test_ids_of_one_owner_spread_over_its_map(rank):
-    """Routing and home slots share no bits: an owner of 8 sees an eighth of the mixed ids."""
+    """Routing and home slots share no bits: each of 8 owners has an eighth of the range of mixed ids."""
     ids, owned = 120_000, (2**64 - 1) // 8
     draw = random.Random(rank)
     mixed = {rank * owned + draw.randrange(owned) for _ in range(ids)}
-    # Neighbours too: what a dense run of mixed ids would do.
+    # Also a dense run of mixed ids.
     mixed |= {rank * owned + k for k in range(20_000)}
     capacity = (int(len(mixed) / 0.75) // 4 + 1) * 4
     slots = ops.new_slots(torch.empty(0, 2, dtype=torch.int64), capacity)

@@ -15,10 +15,10 @@ from torchrec_dyn import ops
 
 
 class Scored:
-    """A map and the scores of its rows; those of other rows are free."""
+    """A map and the scores of its rows; all other rows are free."""
 
     def __init__(self, scores, shift=6, is_growing=False, spare=0):
-        """Takes {id: (row, last_seen, count)}."""
+        """Builds the map and the scores from {id: (row, last_seen, count)}."""
         self.scores, self.shift = scores, shift
         self.mixed = {number: mix64(number) for number in scores}
         rows = [row for row, _, _ in scores.values()]
@@ -28,7 +28,7 @@ class Scored:
         self.rows = len(self.blocks) << shift
 
     def lowest(self, by_count, before, most, rows=None):
-        """(id, row) pairs, after a look that they come in the order of the slots."""
+        """Returns (id, row) pairs; asserts that they are in the order of the slots."""
         rows = self.rows if rows is None else rows
         ids, found = ops.lowest_scores(
             self.slots, self.moved, self.blocks, self.shift, rows, by_count, before, most
@@ -45,7 +45,7 @@ class Scored:
         ordered = sorted(
             (count if by_count else seen, self.mixed[number], number, row)
             for number, (row, seen, count) in self.scores.items()
-            # One of that very step that was never counted was assigned for it.
+            # A row of step `before` with count 0 was assigned for that step and not seen yet.
             if (seen < before or (seen == before and count == 0)) and seen != FREE and row < rows
         )
         return [(number, row) for _, _, number, row in ordered[:most]]
@@ -56,7 +56,7 @@ class Scored:
         return got
 
 
-# Around the ends of the bins that keys are counted in: 2048 keys one by one, then digits of 11 bits.
+# Keys near the bounds of the bins that count keys: 2048 single keys, then digits of 11 bits.
 keys = st.one_of(
     st.integers(0, 3),
     st.sampled_from([2046, 2047, 2048, 2049, 4095, 2**21, 2**21 + 1, 2**31, FREE - 2, FREE - 1]),
@@ -89,7 +89,7 @@ def test_the_lowest_are_those_of_a_plain_sort(data):
 @pytest.mark.parametrize("is_growing", [False, True])
 @pytest.mark.parametrize("span", [1, 5, 3000, FREE])
 def test_many_rows_at_any_thread_count(threads, number, is_growing, span):
-    """Several pieces of slots and of rows; all ties, many, few, none."""
+    """Several parts of slots and of rows; all rows tie, or many, few or none of them."""
     draw = random.Random(span)
     ids, rows = draw.sample(range(-(2**40), 2**40), 9000), draw.sample(range(300_000), 9000)
     scored = Scored(
@@ -110,7 +110,7 @@ def test_boundaries():
     scored = Scored({10 + k: (k, 5 + k % 3, 9 - k % 2) for k in range(12)}, is_growing=True)
     assert (
         scored.check(False, 5, 100) == [] == scored.check(True, 5, 100)
-    )  # `before` is not reached
+    )  # no row is below `before`
     assert len(scored.check(False, 6, 100)) == 4
     assert scored.check(False, 100, 0) == []
     assert len(scored.check(False, 100, 12)) == len(scored.check(True, 100, 13)) == 12
@@ -122,7 +122,7 @@ def test_boundaries():
     assert 0 not in {row for _, row in scored.lowest(False, 2**62, 100)}  # free, whatever `before`
 
 
-MANY = 66_000  # ties of more than 2^16 are cut by a bound
+MANY = 66_000  # more than 2^16 ties, which are cut by a bound
 MIXED = {
     "random": lambda k: k * GOLDEN % WORD,
     "all tiny": lambda k: k,
@@ -135,7 +135,7 @@ MIXED = {
 @pytest.mark.parametrize("is_growing", [False, True])
 @pytest.mark.parametrize("mixed", MIXED)
 def test_many_ties_are_cut_by_mixed_id_however_these_lie(threads, mixed, is_growing):
-    """Half of the rows tie, and none or the other half lie below; or a quarter, all of it taken."""
+    """Half of the rows tie, with no row or the other half below them; or a quarter ties and is taken whole."""
     words = [MIXED[mixed](k) for k in range(2 * MANY)]
     order = random.Random(1).sample(range(2 * MANY), 2 * MANY)
     ids = ops.unmix64(ids_of(*(signed(word) for word in words))).tolist()
@@ -153,14 +153,14 @@ def test_many_ties_are_cut_by_mixed_id_however_these_lie(threads, mixed, is_grow
 
 
 def test_ties_beyond_the_sample_are_found():
-    """The slots of the sample hold low mixed ids, all others high ones: the bound is far too low."""
+    """The sampled slots hold low mixed ids, all other slots high ones: the first bound is far too low."""
     ids = torch.arange(160_000) * 2654435761
     slots, moved = a_map(ids, torch.arange(160_000))
     held = slots[0][slots[0][:, 1] > 0]
     mixed = ops.mix64(held[:, 0].contiguous())
     place = slots[0][:, 1].nonzero().flatten()
     is_low = mixed >= 0  # unsigned below 2^63
-    runs = 19  # every 19th run of 64 slots is looked at, see the assertion
+    runs = 19  # every 19th run of 64 slots is sampled, see the assertion
     ties = held[is_low == (place // 64 % runs == 0)]
     assert len(ties) > 1 << 16 and len(ties) >> 12 == runs
     blocks = blocks_of(160_000, 12)

@@ -15,7 +15,7 @@ versions = st.sampled_from([0, 1, 2, LAST - 1, LAST])
 
 
 def blocks_of(words, shift):
-    """Blocks that begin with these words; the rest is version 0."""
+    """Returns blocks that begin with these words; the rest is version 0."""
     blocks = torch.zeros(-(-len(words) // (1 << shift)), 1 << shift, 1, dtype=torch.int32)
     blocks.view(-1)[: len(words)] = torch.as_tensor(words, dtype=torch.int32)
     return list(blocks)
@@ -69,7 +69,7 @@ def test_rows_marked_since_a_version_are_listed(words, shift, since, data):
 @pytest.mark.parametrize("tables", [1, 3])
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 128, 9000, 40_000])
 def test_marks_are_the_same_on_any_number_of_threads(threads, count, tables):
-    """Popular rows are named by several threads at once."""
+    """Several threads mark the same popular rows at once."""
     draw = torch.Generator().manual_seed(count)
     rows = [(torch.rand(count, generator=draw) ** 4 * 200).long() - 1 for _ in range(tables)]
     layout = torch.tensor([[4 * t, 4, 6, 1] for t in range(tables)])
@@ -103,7 +103,7 @@ def test_many_rows_are_listed_on_any_number_of_threads(threads, rows, shift, sha
 @pytest.mark.parametrize("wrong", [64, 2**63 - 1])
 @pytest.mark.parametrize("place", [0, 63, 64, 199])
 def test_an_error_marks_nothing(place, wrong):
-    """Not even the rows in front of the wrong one, nor those of another table."""
+    """Neither the rows before the invalid row nor the rows of another table are marked."""
     memory = torch.zeros(192, dtype=torch.int32)
     rows = torch.full((200,), 5)
     rows[place] = wrong

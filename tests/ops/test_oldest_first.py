@@ -1,4 +1,4 @@
-"""The order of a list of rows: by last sight, then by unsigned mixed id, exactly, at any size."""
+"""The order of a list of rows: by `last_seen`, then by unsigned mixed id, at any size."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_a_plain_sort_agrees(listed):
 
 @pytest.mark.parametrize("high_halves", [1, 7, 1 << 32], ids=["one", "seven", "any"])
 def test_many_are_sorted_even_if_their_mixed_ids_begin_alike(high_halves):
-    """More than the radix sort hands to a plain sort; runs with one high half are sorted by the low one."""
+    """More rows than the radix sort leaves to a plain sort; equal high halves are sorted by the low half."""
     draw = torch.Generator().manual_seed(0)
     low = torch.randperm(5000, generator=draw) * 800_000
     high = torch.randint(high_halves, (5000,), generator=draw) << 32

@@ -1,4 +1,4 @@
-"""Every op: samples that pass opcheck, and an error in the house wording for arguments that are wrong."""
+"""Every op: samples pass opcheck, and invalid arguments raise an error in the form of the house rules."""
 
 import pytest
 import torch
@@ -35,12 +35,12 @@ def a_map_that_grows():
 
 
 def blocks(columns, dtype=torch.float32, count=3):
-    """Blocks of 4 rows."""
+    """Returns blocks of 4 rows."""
     return [torch.arange(4.0 * columns).reshape(4, columns).to(dtype) + b for b in range(count)]
 
 
 def pooled(dtype=torch.float32, weighted=False):
-    """Two tables of 3 and 2 columns, two bags each: the arguments the three pooling ops share."""
+    """Returns the common arguments of the three pooling ops: two tables of 3 and 2 columns, two bags each."""
     return {
         "rows": whole(0, 5, -1, 3, 3),
         "offsets": whole(0, 2, 2, 4, 5),
@@ -99,20 +99,20 @@ def grad_sample(given, elements=10):
 
 
 def score_blocks():
-    """Three blocks of 4 rows; row r was last seen at step r and counted 12 - r times."""
+    """Returns three blocks of 4 scores; row r was last seen at step r and has count 12 - r."""
     return list((torch.arange(12) * (2**32 - 1) + 12).reshape(3, 4, 1))
 
 
-SCORE_LAYOUT = torch.tensor([[0, 2, 2, 1], [2, 0, 2, 1], [2, 1, 2, 1]])  # the second keeps none
+SCORE_LAYOUT = torch.tensor([[0, 2, 2, 1], [2, 0, 2, 1], [2, 1, 2, 1]])  # the second table keeps no scores
 
 
 def mark_blocks():
-    """Three blocks of 4 rows, row r marked with version r."""
+    """Returns three blocks of 4 marks; row r is marked with version r."""
     return list(torch.arange(12, dtype=torch.int32).reshape(3, 4, 1))
 
 
 INITIAL = {"first_column": 1, "parameters": [-1.0, 1.0, 0.0, 1.0, 0.0, 1.0], "key": -3}
-# By op: functions that make the arguments anew, the plainest first.
+# By op: functions that return new arguments, the simplest first.
 SAMPLES = {
     "mix64": [lambda: {"ids": whole(0, -1, 5)}, lambda: {"ids": whole()}],
     "unmix64": [lambda: {"mixed": whole(0, -1, 5)}],
@@ -250,15 +250,15 @@ def test_every_op_has_a_sample():
 
 @pytest.mark.parametrize(("op", "make"), CASES, ids=[op for op, _ in CASES])
 def test_opcheck(op, make):
-    """Schema tells what is written, the fake kernel tells shapes and dtypes, compile traces it."""
+    """Checks the schema's written arguments, the fake kernel's shapes and dtypes, and torch.compile."""
     torch.library.opcheck(getattr(NAMESPACE, op).default, (), make())
 
 
-# Arguments that are wrong
+# Invalid arguments
 
 
 def arguments(op):
-    """(argument, how it is spoilt, a spoilt value) for every tensor of an op's plainest sample."""
+    """Yields (argument, kind of change, invalid value) for every tensor of an op's simplest sample."""
     for name, value in SAMPLES[op][0]().items():
         tensors = value if isinstance(value, list) else [value]
         if tensors and isinstance(tensors[0], torch.Tensor):
@@ -276,7 +276,7 @@ def arguments(op):
 
 
 SPOILT = [(op, name, how) for op in SAMPLES for name, how, _ in arguments(op)]
-# What is not wrong: an op of independent elements takes any number of them.
+# Changes that are valid: an op of independent elements takes any number of them.
 HARMLESS = {
     (op, argument, how)
     for op, argument in [
@@ -291,7 +291,7 @@ HARMLESS = {
     *((op, name, "strides") for op, name in [("fill_new_", "new_rows"), ("erase", "moved")]),  # one
     *(("read_scores", "rows", how) for how in ("size", "nothing")),  # any number of rows
     *((op, "moved", "strides") for op in ("lowest_scores", "count_cells", "ids_between")),  # one
-    ("lowest_scores", "scores", "one less"),  # of which rows [0, 3) read none
+    ("lowest_scores", "scores", "one less"),  # rows [0, 3) do not need the last block
     ("gather_pool", "rows", "size"),  # an id in no bag
     ("bag_weights_grad", "rows", "size"),
     *(("advise_huge_pages", "block", how) for how in ("dtype", "size", "nothing")),
@@ -453,7 +453,7 @@ wild = st.sampled_from(
     second=st.tuples(st.integers(0, 9), wild),
 )
 def test_wild_numbers_never_crash(which, name, place, number, second):
-    """Two numbers of a description replaced: a result, or an error that says what was expected."""
+    """With two numbers of a layout replaced an op returns a result or an error with the expected values."""
     sample = SAMPLES[which][0]()
     flat = sample[name] = sample[name].clone()
     flat.view(-1)[place % flat.numel()] = number

@@ -1,4 +1,4 @@
-"""The table of rules in torchrec_dyn/optimizers.py is that of the core (csrc/lookup/row_update.h)."""
+"""The table of rules in torchrec_dyn/optimizers.py equals the table of the core (csrc/lookup/row_update.h)."""
 
 import itertools
 
@@ -13,7 +13,7 @@ every_kind = pytest.mark.parametrize("kind", OptimizerKind, ids=lambda kind: kin
 
 
 def update_a_row(number, optimizer, widths):
-    """Updates one of two rows by the rule of that number; returns the states, made in the given widths."""
+    """Updates one of two rows by the rule of that number; returns the states, which have the given widths."""
     states = [[torch.zeros(2, width)] if width else [] for width in widths]
     offsets, weights = torch.tensor([0, 1]), [torch.ones(2, COLUMNS)]
     layout, segments = torch.tensor([[0, 1, 1, COLUMNS]]), torch.tensor([[0, 0, 1, 0, COLUMNS]])
@@ -25,7 +25,7 @@ def update_a_row(number, optimizer, widths):
 
 
 def widths_of(optimizer):
-    """The width of each state that the op takes, 0 of one that the rule does not have."""
+    """Returns the width of each state that the op takes, 0 for a state that the rule does not have."""
     width = dict(zip(optimizer.state_names, optimizer.state_columns(COLUMNS), strict=True))
     return tuple(width.get(name, 0) for name in STATE_NAMES)
 

@@ -1,4 +1,4 @@
-"""Large outputs live in the memory of dropped ones (csrc/output_memory.h): one owner at a time."""
+"""Large outputs reuse the memory of dropped outputs (csrc/output_memory.h): one owner at a time."""
 
 import itertools
 import random
@@ -18,7 +18,7 @@ COLUMNS = 16
 
 
 def output_of(number, size, dtype=torch.float32):
-    """A forward whose output has `size` bytes, each element `number`."""
+    """Returns the output of a forward: `size` bytes, each element `number`."""
     block = torch.full((1, COLUMNS), float(number))
     count = size // (COLUMNS * dtype.itemsize)
     segments = torch.tensor([[0, 0, count, 0, COLUMNS]])
@@ -29,12 +29,12 @@ def output_of(number, size, dtype=torch.float32):
 
 
 def bytes_of(output):
-    """The addresses that an output covers."""
+    """Returns the first address of an output and the address after it."""
     return output.data_ptr(), output.data_ptr() + output.numel() * output.itemsize
 
 
 def check(held):
-    """No two outputs share a byte, and each has its own number still."""
+    """Asserts that no two outputs share a byte, and that each still has its number."""
     ends = sorted(bytes_of(output) for _, output in held)
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(ends))
     assert all((output == number).all() for number, output in held)
@@ -46,7 +46,7 @@ def test_the_memory_of_a_dropped_output_serves_the_next(size, dtype):
     first, second = output_of(1, size, dtype), output_of(2, size, dtype)
     places = [first.data_ptr(), second.data_ptr()]
     assert places[0] != places[1]
-    del first, second  # the last dropped is the nearest in the caches
+    del first, second  # the memory dropped last is most likely in the caches
     third = output_of(3, size, dtype)
     fourth = output_of(4, size, dtype)
     assert [fourth.data_ptr(), third.data_ptr()] == places
@@ -54,7 +54,7 @@ def test_the_memory_of_a_dropped_output_serves_the_next(size, dtype):
 
 
 def test_memory_serves_outputs_of_half_its_size_and_more():
-    """A small output does not take much memory from a large one, nor a large one too little."""
+    """Kept memory is reused only for outputs that fit and have at least half its size."""
     large = output_of(1, 40 * MIB)
     place = large.data_ptr()
     del large
@@ -66,7 +66,7 @@ def test_memory_serves_outputs_of_half_its_size_and_more():
 
 
 def test_outputs_alive_at_once_share_no_memory():
-    """Outputs around 1 MiB, where memory begins to be kept, and larger ones come and go."""
+    """Outputs around 1 MiB, the least size of kept memory, and larger outputs are created and dropped."""
     draw, held = random.Random(1), []
     for number in range(300):
         size = draw.choice([MIB - 64, MIB, MIB + 64, 2 * MIB, 2 * MIB + 64, 3 * MIB, 5 * MIB])
@@ -80,7 +80,7 @@ def test_outputs_alive_at_once_share_no_memory():
 
 
 def test_whatever_looks_at_an_output_keeps_its_memory():
-    """A view, a numpy array and what autograd saves outlive the tensor that the op gave."""
+    """A view, a numpy array and a tensor saved by autograd outlive the tensor that the op returned."""
     views = [
         (1, output_of(1, 2 * MIB).view(-1, COLUMNS)[5:]),
         (2, torch.from_numpy(output_of(2, 2 * MIB).numpy())),
@@ -96,7 +96,7 @@ def test_whatever_looks_at_an_output_keeps_its_memory():
 
 
 def test_an_output_stays_as_it_is_while_later_batches_run():
-    """Training goes on, forwards and backwards of the same size, beside an output kept."""
+    """An output is kept while training runs forwards and backwards of the same size."""
     columns, bags = 64, 8192
     table = make_table(num_embeddings=20_000, embedding_dim=columns, initializer=Normal(0.0, 1.0))
     group, offsets = make_group(table), torch.arange(bags + 1)
@@ -113,7 +113,7 @@ def test_an_output_stays_as_it_is_while_later_batches_run():
 
 
 def test_threads_take_and_drop_memory_side_by_side():
-    """Each thread keeps a few outputs and looks for a foreign number in them."""
+    """Each thread keeps a few outputs and looks for another thread's number in them."""
     errors = []
 
     def work(thread):
@@ -146,7 +146,7 @@ def test_no_more_than_256_mib_is_kept():
     held = [output_of(number, 64 * MIB) for number in range(7)]
     places = [output.data_ptr() for output in held]
     before = resident()
-    for k in range(7):  # in order: the first three have been unused for longest
+    for k in range(7):  # in order: the first three are unused for the longest time
         held[k] = None
     assert before - resident() > 3 * 64 * MIB - 20 * MIB
     again = [output_of(number, 64 * MIB) for number in range(4)]

@@ -11,12 +11,12 @@ from torchrec_dyn import ops
 from torchrec_dyn.initializers import Normal
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# Below, at and above each width that the kernel unrolls, and every remainder's kind.
+# Below, at and above each width that the kernel unrolls, and every kind of remainder.
 COLUMNS = [1, 3, 7, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 127, 128, 130]
 
 
 def dense(table, ids):
-    """(rows [R, D] of the distinct ids, indices [N] into them)."""
+    """Returns the rows of the distinct ids, [R, D], and the index of each id in them, [N]."""
     distinct, index = torch.unique(ids, return_inverse=True)
     return table.lookup(distinct)[0].double(), index
 
@@ -81,7 +81,7 @@ def test_output_dtypes_round_the_float_result(dtype, output_dtype):
 
 
 def test_every_half_is_read_exactly():
-    """All 65536 float16 and bfloat16 patterns: subnormals, infinities, NaN."""
+    """All 65536 float16 and bfloat16 patterns, subnormals, infinities and NaN included."""
     patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
     rows = torch.arange(1 << 16)
     layout = torch.tensor([[0, 1, 16, 1]])
@@ -96,7 +96,7 @@ def test_every_half_is_read_exactly():
 
 
 def test_tables_features_and_widths_side_by_side():
-    """Three tables, five features: feature f of bag b is at its own columns."""
+    """Three tables, five features: each feature has its own columns in the output of a bag."""
     tables = [normal_table(4, "a"), normal_table(17, "b"), normal_table(32, "c")]
     features, bags = [2, 1, 2], 11
     for mode in ("sum", "mean"):
@@ -117,7 +117,7 @@ def test_tables_features_and_widths_side_by_side():
     seed=st.integers(0, 100),
 )
 def test_variable_batches_come_rank_by_rank(sizes, seed):
-    """[F][ranks] bags: the output is, for each rank, for each feature, its bags."""
+    """Bags are given as [F][ranks]; the output has, for each rank, the bags of each feature."""
     tables = [normal_table(3, "a"), normal_table(5, "b")]
     of_feature = [tables[0], tables[0], tables[1]]
     group = make_group(*tables, features=[2, 1])
@@ -181,7 +181,7 @@ def test_threads_do_not_change_the_bits(threads):
 
 
 def test_a_row_that_is_not_there_counts_in_the_mean():
-    """An unseen id in evaluation is a row of zeros, not a shorter bag."""
+    """In evaluation an unseen id reads as a row of zeros; it does not make the bag shorter."""
     table = normal_table(4)
     group = make_group(table, pooling="mean")
     group(*bags_of([1]), training=True)
@@ -215,9 +215,9 @@ def test_gradient_of_bag_weights(mode, dtype, training):
     torch.testing.assert_close(weights.grad.double(), plain.grad, rtol=tolerance, atol=tolerance)
 
 
-# Outputs that the caches cannot hold are stored past them: the same bits as those of small batches
+# Outputs larger than the caches are stored past them: bit-equal to the outputs of small batches
 
-LARGE = 8 << 20  # bytes of float32 output, beyond which it is stored past the caches
+LARGE = 8 << 20  # bytes; a larger float32 output is stored past the caches
 
 
 def tables_of(widths, dtype=torch.float32):
@@ -228,7 +228,7 @@ def tables_of(widths, dtype=torch.float32):
 
 
 def batch_of(bags, features):
-    """Bags of 0, 1, 2 and 3 ids of 700: feature by feature, [features * bags]."""
+    """Returns ids below 700 in bags of 0 to 3 ids, feature by feature; lengths [F, bags]; weights."""
     draw = torch.Generator().manual_seed(bags)
     lengths = torch.randint(0, 4, (features, bags), generator=draw)
     ids = torch.randint(0, 700, (int(lengths.sum()),), generator=draw)
@@ -236,7 +236,7 @@ def batch_of(bags, features):
 
 
 def forward(group, ids, lengths, weights, first, last):
-    """The bags [first, last) of every feature."""
+    """Returns the output for the bags [first, last) of every feature."""
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)])
     bags = lengths.shape[1]
     parts = [
@@ -252,7 +252,7 @@ def forward(group, ids, lengths, weights, first, last):
 def check_against_small_batches(threads, widths, pooling, is_weighted=False, dtype=torch.float32):
     tables = tables_of(widths, dtype)
     for table in tables:
-        table.find_or_insert(torch.arange(600))  # the others are absent
+        table.find_or_insert(torch.arange(600))  # ids from 600 on are absent
     group = make_group(*tables, pooling=pooling)
     bags = LARGE // 4 // sum(widths) + 37
     ids, lengths, weights = batch_of(bags, len(widths))
@@ -280,7 +280,7 @@ def test_large_outputs_are_those_of_small_batches(width, pooling, threads):
 
 @pytest.mark.parametrize("widths", [[17], [66], [18, 18], [16, 33, 15], [2, 64, 34], [6, 16, 18]])
 def test_outputs_off_the_bounds_of_16_bytes(widths, threads):
-    """A stride, or only a table's first column, is no multiple of 4."""
+    """A stride, or only the first column of a table, is not a multiple of 4."""
     check_against_small_batches(threads, widths, "sum")
 
 

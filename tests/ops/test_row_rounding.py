@@ -1,4 +1,4 @@
-"""Short rows round stochastically: unbiased, pure, to a neighbour. Sums repeat bit for bit."""
+"""Rows of 16-bit floats round stochastically: unbiased, pure, to a neighbour. Sums repeat bit for bit."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ every_kind = pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kin
 
 
 def nudged(dtype, ids, nudge, start=1.0, columns=8, **options):
-    """Rows that hold `start` after one SGD step by `nudge`."""
+    """Returns the table and its rows, which start with `start`, after one SGD step by `nudge`."""
     table = make_table(
         dtype=dtype, embedding_dim=columns, num_embeddings=1 << 17, initializer=Constant(start),
         optimizer=RowOptimizer(learning_rate=1.0), **options,
@@ -26,7 +26,7 @@ def nudged(dtype, ids, nudge, start=1.0, columns=8, **options):
 
 
 def neighbours(dtype, exact):
-    """The two values of dtype around each float64, equal where it is one of them."""
+    """Returns the values of `dtype` just below and above each float64; both are equal to an exact value."""
     nearest = exact.to(dtype)
     up = torch.nextafter(nearest, torch.tensor(float("inf"), dtype=dtype))
     down = torch.nextafter(nearest, torch.tensor(-float("inf"), dtype=dtype))
@@ -49,7 +49,7 @@ def test_rounding_goes_to_a_neighbour(dtype, start):
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.93])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_rounding_is_unbiased(dtype, part, sign):
-    """Up with the probability that the value lies above: 80,000 draws, five deviations."""
+    """The probability of rounding up is the fraction above the lower value: 80,000 draws, five deviations."""
     unit = torch.finfo(dtype).eps
     _, got = nudged(dtype, torch.arange(10_000), sign * part * unit, start=sign)
     share = ((got.double() - sign) * sign / unit).mean().item()
@@ -58,7 +58,7 @@ def test_rounding_is_unbiased(dtype, part, sign):
 
 @pytest.mark.parametrize("dtype", SHORT)
 def test_rounding_draws_are_the_oracles(dtype):
-    """A draw r rounds up exactly when fraction + r / 2^16 >= 1: pins key, id, column and step."""
+    """A draw r rounds up if and only if fraction + r / 2^16 >= 1; this pins key, id, column and step."""
     ids = [*EXTREME_IDS, *range(5, 100)]
     table, _ = nudged(dtype, ids_of(*ids), 0.0, columns=150)
     group, unit = make_group(table, pooling="none"), torch.finfo(dtype).eps
@@ -70,7 +70,7 @@ def test_rounding_draws_are_the_oracles(dtype):
     assert torch.equal(table.lookup(ids_of(*ids))[0] > 1.0, expected)
 
 
-# The first eight draws of step 1 of key 5, from a SplitMix64 written for this alone.
+# The first eight draws at step 1 with key 5, from a separate implementation of SplitMix64.
 PINNED = {
     0: [25540, 5279, 52776, 39640, 45142, 61080, 20794, 43522],
     -1: [2239, 42377, 13197, 58695, 61622, 24939, 63801, 14675],
@@ -78,15 +78,15 @@ PINNED = {
 
 
 def test_rounding_draws_are_pinned():
-    """A GPU, a later version and a resumed run must round as this one does."""
+    """A GPU, a later version and a resumed run must round equally."""
     for number, draws in PINNED.items():
         assert rounding_draws(5, [number], 8, step=1).tolist() == [draws]
 
 
 def bits_drawn(key, ids, step):
-    """What the kernel drew, [M, 64] of 0 or 1: rows of 1 moved by half of the distance to the next.
+    """Returns the kernel's draws as bits, [M, 64]: 1 if a row of 1 rounds up after a step of half a unit.
 
-    Goes by the op's own streams, so that key and step are free.
+    Sets the key and the step of the table directly, so that they can have any value.
     """
     table, _ = nudged(torch.bfloat16, ids, 0.0, columns=64)
     table.rounding_key, table.step = key, step - 1
@@ -97,12 +97,12 @@ def bits_drawn(key, ids, step):
 
 
 def correlation(one, other):
-    """Of two [M, D] of bits, in deviations of what independent ones have."""
+    """Returns the correlation of two tensors of bits, [M, D], in standard deviations of independent bits."""
     return abs(((one - 0.5) * (other - 0.5)).sum().item()) / (0.25 * one.numel() ** 0.5)
 
 
 def test_draws_of_neighbours_are_independent():
-    """Ids, steps, columns and keys that differ by one, or in one high bit, share no bits: 5 deviations."""
+    """Draws for ids, steps, columns and keys that differ by one, or in one high bit, are uncorrelated."""
     ids = torch.arange(4000)
     drawn = bits_drawn(5, ids, 3)
     assert abs(drawn.mean().item() - 0.5) < 5 * 0.5 / drawn.numel() ** 0.5
@@ -131,7 +131,7 @@ def test_column_shards_draw_as_the_whole_row_does(first):
 
 @pytest.mark.parametrize("dtype", SHORT)
 def test_rounding_is_pure(dtype):
-    """Of (seed, table, id, column, step): not of row number, batch or column shard."""
+    """Draws depend on (seed, table, id, column, step) only, not on row number, batch or column shard."""
     ids, nudge = torch.arange(300), 0.4 * torch.finfo(dtype).eps
     _, whole = nudged(dtype, ids, nudge, columns=24)
     assert torch.equal(nudged(dtype, ids.flip(0), nudge, columns=24)[1].flip(0), whole)
@@ -148,7 +148,7 @@ def test_rounding_is_pure(dtype):
 
 
 def test_steps_draw_anew():
-    """Else small gradients of one sign would be lost, or doubled, for ever."""
+    """With equal draws at each step, small gradients of one sign would always be lost or always doubled."""
     table, first = nudged(torch.bfloat16, torch.arange(2000), 0.0)
     group, unit = make_group(table, pooling="none"), torch.finfo(torch.bfloat16).eps
     for _ in range(40):
@@ -174,7 +174,7 @@ def test_float16_overflow_is_seen_and_bfloat16_keeps_the_range():
 
 
 def boundaries():
-    """Floats around every half and every middle of two, and half a million of any bits, as float32."""
+    """Returns float32 numbers near every float16 and every middle of two, and half a million of random bits."""
     draw = np.random.default_rng(4)
     halves = np.arange(0x10000, dtype=np.uint16).view(np.float16).astype(np.float32)
     centres = np.concatenate([halves, np.float32([65520, 65536, 3e38, 2**-24, 2**-25])])
@@ -198,8 +198,10 @@ def test_every_short_number_is_read_as_torch_reads_it(dtype):
 
 
 def test_float16_rounds_as_numbers_do():
-    """Constant updates of a zero row: floor(magnitude / step + draw / 2^16) steps, in float64,
-    with the 13 high bits of the draw."""
+    """Constant updates of a zero row: floor(magnitude / step + draw / 2^16) steps.
+
+    Computed in float64 with the 13 high bits of the draw.
+    """
     values = boundaries()
     values = np.concatenate([values, np.zeros(-len(values) % 64, np.float32)]).reshape(-1, 64)
     ids = np.arange(len(values))
@@ -211,7 +213,7 @@ def test_float16_rounds_as_numbers_do():
     inside = magnitude < 65504.0
     exponent = np.maximum(np.frexp(np.where(inside, magnitude, 1.0))[1] - 1, -14)
     step = np.ldexp(1.0, exponent - 10)
-    small = np.rint(np.ldexp(np.where(inside, magnitude, 0.0), 37)) * 2.0**-37  # what a float has
+    small = np.rint(np.ldexp(np.where(inside, magnitude, 0.0), 37)) * 2.0**-37  # the precision of a float
     magnitude = np.where(magnitude < 2.0**-14, small, magnitude)
     with np.errstate(over="ignore", invalid="ignore"):
         nearest = np.abs(values.astype(np.float16)).astype(np.float64)
@@ -238,7 +240,7 @@ def trained(kind, dtype, batches, **options):
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_do_not_change_the_bits(kind, dtype, threads):
-    """Large enough to be cut into parts; hot rows are repeated hundreds of times."""
+    """Batches large enough to be cut into parts; popular rows occur hundreds of times."""
     batches = [(*random_bags(seed, 900, 30, 1500 if seed else 7), None) for seed in range(3)]
     states = []
     for count in (1, 2, 4):
@@ -248,7 +250,7 @@ def test_threads_do_not_change_the_bits(kind, dtype, threads):
 
 
 def test_threads_do_not_change_the_bits_of_variable_batches(threads):
-    """Two features of one table and two ranks: segments are not in the order of the ids."""
+    """Two features of one table and two ranks, so that segments are not in the order of the ids."""
     ids, offsets = random_bags(1, 1200, 20, 30)
     states = []
     for count in (1, 2, 4):
@@ -259,7 +261,7 @@ def test_threads_do_not_change_the_bits_of_variable_batches(threads):
 
 
 def test_variable_batches_sum_in_the_order_of_the_ids():
-    """So that one rank with the whole batch and many ranks with parts of it agree bit for bit."""
+    """So one rank with the whole batch and many ranks with parts of it agree bit for bit."""
     for bags, pool in ((10, 3), (1200, 30)):
         ids, offsets = random_bags(1, 2 * bags, 20, pool)
         half = bags // 2
@@ -276,7 +278,7 @@ def test_variable_batches_sum_in_the_order_of_the_ids():
 
 
 def test_bags_of_other_rows_do_not_change_a_row():
-    """Ids permuted inside a bag, bags of other ids between: the sums of a row keep their order."""
+    """Permuted ids in a bag and bags of other ids between do not change the order of a row's sum."""
     upstream = torch.randn(3, 20)
     states = []
     for bags in ([[1, 2], [2, 1, 3], [1]], [[2, 1], [3, 1, 2], [1]]):

@@ -1,6 +1,6 @@
-"""Rows learn by FBGEMM's rules: the plain formulas, and FBGEMM's own table, over many steps.
+"""Rows are updated by FBGEMM's rules: against plain formulas and FBGEMM's table, over many steps.
 
-Rows of one batch learn as if each were alone in it, whatever they share: bags, gradients, sums.
+Each row of a batch is updated as if it were the only row, even if rows share bags, gradients or sums.
 """
 
 import pytest
@@ -40,7 +40,7 @@ def learning_table(optimizer, dim=13, **options):
 
 
 def dense_step(rows, ids, offsets, mode, weights, upstream):
-    """One step of the plain formulas: autograd sums what repeated ids get."""
+    """Runs one step of the plain formulas; autograd sums the gradients of repeated ids."""
     distinct, index = torch.unique(ids, return_inverse=True)
     place = (distinct + 1000) // 7919
     leaf = rows.weight[place].clone().requires_grad_()
@@ -80,7 +80,7 @@ def test_twelve_steps_are_the_formulas(rule, columns, mode):
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("name", ["EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"])
 def test_ten_steps_are_fbgemms(name, pooling):
-    """FBGEMM's CPU table on ids already mapped to rows."""
+    """Compares with FBGEMM's CPU table, whose ids are already mapped to rows."""
     rule = RowOptimizer(OptimizerKind[name], learning_rate=0.07, eps=1e-6)
     table = learning_table(rule, 24)
     static = SplitTableBatchedEmbeddingBagsCodegen(
@@ -118,7 +118,7 @@ def test_sequences_learn_as_bags_of_one(kind):
 
 
 def test_torch_sgd_and_adam_agree():
-    """Where every row is in every batch, torch.optim's own classes are an oracle too."""
+    """If every row is in every batch, the classes of torch.optim are an oracle too."""
     for kind, make in (
         (OptimizerKind.EXACT_SGD, lambda p: torch.optim.SGD(p, lr=0.1)),
         (OptimizerKind.ADAM, lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-8)),
@@ -141,7 +141,7 @@ def test_torch_sgd_and_adam_agree():
 
 @pytest.mark.parametrize("kind", [OptimizerKind.ADAM, OptimizerKind.PARTIAL_ROWWISE_ADAM])
 def test_steps_count_training_forwards_also_empty_ones(kind):
-    """One step a table and training forward; a backward uses the step of its own forward."""
+    """Each training forward is one step of each table; a backward uses the step of its forward."""
     rule = RowOptimizer(kind, 0.1)
     table = learning_table(rule)
     group, nothing = make_group(table), (ids_of(), torch.tensor([0, 0]))
@@ -174,7 +174,7 @@ def test_the_learning_rate_is_read_at_the_backward():
 
 @every_kind
 def test_column_shards_learn_as_the_whole(kind):
-    """Bit-equal where no moment is shared by the columns of a row."""
+    """Bit-equal if the columns of a row share no moment."""
     if RowOptimizer(kind).state_is_rowwise.count(True):
         pytest.skip("one moment per shard, as in TorchRec")
     rule = RowOptimizer(kind, 0.1)
@@ -204,7 +204,7 @@ def test_wild_gradients_reach_their_rows_only(kind, value):
     upstream[0, 3] = value
     output.backward(upstream)
     after = table.lookup(POOL)[0]
-    if value != 1e30:  # whose square is infinite, so that a shared moment stops the row
+    if value != 1e30:  # the square of 1e30 is infinite, so that a shared moment stops the row
         assert not torch.equal(after[0], before[0])
     assert torch.equal(after[2:], before[2:])
     assert after[1].isfinite().all()
@@ -212,7 +212,7 @@ def test_wild_gradients_reach_their_rows_only(kind, value):
 
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_tables_of_a_group_learn_as_alone(pooling):
-    """Outputs of several features lie between each other; bags are long, so each is read often."""
+    """The outputs of several features are interleaved; bags are long, so each gradient is read often."""
 
     def table(name, dim):
         return make_table(
@@ -238,7 +238,7 @@ def test_tables_of_a_group_learn_as_alone(pooling):
         assert same_state(got.export_state(), alone.export_state()), got.name
 
 
-# What rows of one batch share
+# Rows of one batch that share bags and gradients
 
 # The decay of ADAM and ADAMW needs no sum over a row.
 SHARED_RULES = [
@@ -259,10 +259,10 @@ def empty_table(rule, columns, dtype=torch.float32):
 
 
 def shared_batch():
-    """40 bags over 12 ids: id k is named 2k + 1 times, and the last two bags hold what is named once.
+    """Returns 40 bags over 12 ids, id k occurring 2k + 1 times; the last two bags hold ids that occur once.
 
-    So gradients are shared by rows named once, sums of more than 8 gradients stand between them, and
-    the same bag is named again after others.
+    So rows of ids that occur once share gradients, sums of more than 8 gradients are between them, and the
+    same bag occurs again after other bags.
     """
     draw = torch.Generator().manual_seed(4)
     ids = torch.cat([torch.full((2 * k + 1,), k) for k in range(12)])
@@ -274,7 +274,7 @@ def shared_batch():
 
 
 def only(number, ids, offsets, weights):
-    """The batch without the ids that are not `number`; the bags stay."""
+    """Returns the batch with only the occurrences of the id `number`; the bags stay."""
     keep = ids == number
     before = torch.cat([torch.zeros(1, dtype=torch.int64), keep.cumsum(0)])
     return ids[keep], before[offsets], None if weights is None else weights[keep]
@@ -285,7 +285,7 @@ def only(number, ids, offsets, weights):
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("columns", [5, 16, 100])
 def test_each_row_learns_as_if_alone(rule, dtype, is_weighted, columns):
-    """Bit for bit, two steps: from the order of a row's own gradients and nothing else."""
+    """Bit for bit, two steps: an update depends only on the order of the row's gradients."""
     ids, offsets, weights = shared_batch()
     given = weights if is_weighted else None
     upstream = torch.randn(2, offsets.numel() - 1, columns)
@@ -307,7 +307,7 @@ def test_each_row_learns_as_if_alone(rule, dtype, is_weighted, columns):
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("columns", [5, 16, 100])
 def test_sums_are_made_in_the_order_of_the_batch(is_weighted, columns):
-    """Of 1 to 23 gradients a row, added in float32 one by one: bit for bit what torch gets."""
+    """Sums of 1 to 23 gradients per row, added in float32 in turn, bit-equal to torch's sums."""
     ids, offsets, weights = shared_batch()
     table = empty_table(RowOptimizer(OptimizerKind.EXACT_SGD, 0.5), columns)
     table.find_or_insert(ids)
@@ -337,7 +337,7 @@ def test_sums_are_made_in_the_order_of_the_batch(is_weighted, columns):
 @pytest.mark.parametrize("wild", [float("nan"), float("inf")])
 @pytest.mark.parametrize("order", [[1, 2, 3], [2, 1, 3], [3, 2, 1]])
 def test_a_wild_row_reaches_no_moment(rule, wild, order):
-    """Unless decay is a part of the gradient, a row's one moment is a function of gradients alone."""
+    """Unless decay is part of the gradient, a row-wise moment depends on gradients only."""
     table = empty_table(rule, 20)
     table.find_or_insert(ids_of(1, 2, 3))
     table.assign(ids_of(1), torch.full((1, 20), wild))
@@ -354,10 +354,10 @@ def test_a_wild_row_reaches_no_moment(rule, wild, order):
 
 @every_rule
 def test_threads_do_not_change_the_bits_where_most_rows_are_named_once(rule, threads):
-    """Cut into parts, a bag's gradient is squared by several threads, each for its own rows."""
+    """If the batch is cut into parts, several threads square the gradient of one bag, each for its rows."""
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 60_000, (12_000,), generator=draw)
-    ids[::50] = 5  # and one of many gradients
+    ids[::50] = 5  # one row with many gradients
     offsets = torch.arange(0, 12_001, 10)
     upstream = torch.randn(1200, 20, generator=draw)
     states = []

@@ -22,7 +22,7 @@ def test_touch_counts_every_occurrence_of_every_table(data):
     shift = data.draw(st.integers(0, 3))
     sizes = data.draw(
         st.lists(st.integers(0, 3), min_size=1, max_size=4)
-    )  # in blocks; 0: no scores
+    )  # number of blocks; 0: no scores
     tables = [blocks_of(size << shift, shift) for size in sizes]
     before = [
         {row: data.draw(st.tuples(st.integers(0, 9), st.sampled_from([0, 3, MOST - 1, MOST])))
@@ -65,7 +65,7 @@ def test_touch_counts_every_occurrence_of_every_table(data):
 @pytest.mark.parametrize("tables", [1, 3])
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 128, 5000])
 def test_touch_gives_the_same_words_on_any_number_of_threads(threads, count, tables):
-    """Popular rows and rows of one line of cache, cut among threads."""
+    """Popular rows and rows of one cache line, distributed over threads."""
     draw = torch.Generator().manual_seed(count)
     rows = [(torch.rand(count, generator=draw) ** 4 * 200).long() - 1 for _ in range(tables)]
     layout = torch.tensor([[4 * t, 4, 6, 1] for t in range(tables)])
@@ -105,7 +105,7 @@ def test_scores_are_written_and_read_back():
     write(blocks, 2, scores)
     assert read(blocks, 2, [0, 3, 4, 11, 1, -1, 4]) == [*scores.values(), (-1, 0), (-1, 0), (7, 1)]
     ops.write_scores_(ids_of(4, 4, 0), ids_of(8, 9, -1), ids_of(2, 3, 5), blocks, 2)
-    assert read(blocks, 2, [4, 0]) == [(9, 3), (-1, 0)]  # the last stays; a free row has no count
+    assert read(blocks, 2, [4, 0]) == [(9, 3), (-1, 0)]  # the last write wins; a free row has no count
     assert blocks[0][0].item() == -(2**32)
 
 

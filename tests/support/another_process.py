@@ -1,4 +1,4 @@
-"""What a program needs that a test starts in a process of its own."""
+"""Environment of a program that a test starts in a separate process."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import sys
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a process that imports what this one can: support files, and tests."""
+    """Returns the environment of a process that can import what this process can, tests included."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **more}

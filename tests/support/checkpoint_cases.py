@@ -1,7 +1,7 @@
-"""Collections whose contents are the same under every plan: made, trained, saved, loaded, compared.
+"""Collections whose contents are the same under every plan: builds, trains, saves, loads and compares them.
 
-Gradients are multiples of 1/16 and do not depend on the ranks, so every sum of them is exact and a step on
-the same 12 samples does the same to a row on any plan and any number of ranks.
+Gradients are multiples of 1/16 and do not depend on the ranks, so their sums are exact. A step on the same 12
+samples updates a row equally under any plan and on any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from torchrec_dyn.state_dict.load_planner import LoadPlanner
 from torchrec_dyn.table.table import DynamicTable
 
 DIM = 12
-SAMPLES = 12  # they divide among 1, 2, 3 and 4 ranks
+SAMPLES = 12  # divisible by 1, 2, 3 and 4 ranks
 LOCAL_SIZES = {0: 1, 1: 1, 2: 2, 3: 3, 4: 2}
-# The ids with the last mixed ids: on S ranks those from S * ((2^64 - 1) // S) on lie behind the ranges.
+# The ids with the largest mixed ids: on S ranks, mixed ids from S * ((2^64 - 1) // S) on are after all
+# ranges.
 LAST_IDS = ops.unmix64(torch.arange(-6, 0)).tolist()
 POOLED_KINDS = ("table_wise", "row_wise", "column_wise", "three_columns")
 NODE_KINDS = ("table_row_wise", "table_column_wise", "grid_shard")  # of pooled collections
@@ -49,7 +50,7 @@ _DRAWN = dyn.DynamicTableConfig(
     admission=dyn.AdmitWithProbability(0.7), eviction=dyn.LeastRecentlyUsed()
 )
 _NORMAL = dyn.DynamicTableConfig(initializer=dyn.Normal(0.0, 0.5), seed=-7)
-# name, dtype of its rows, options
+# name, dtype of the rows, config
 TABLES: tuple[tuple[str, str, dyn.DynamicTableConfig | None], ...] = (
     ("plain", "FP32", None),
     ("sixteen", "FP16", _NORMAL),
@@ -61,17 +62,17 @@ TABLES: tuple[tuple[str, str, dyn.DynamicTableConfig | None], ...] = (
 
 @dataclass(frozen=True)
 class Setup:
-    """A collection on some ranks, or on none: not sharded.
+    """A collection on some ranks, or unsharded.
 
     Attributes:
-        world: ranks; 0: not sharded.
-        kinds: of the plans of its tables, in turn.
-        pooled: the kind of collection.
-        optimizer: of all tables.
-        tables: how many of TABLES.
-        rows: limit of each.
-        feedback: whether gradients depend on the outputs, so that an error of one step grows in the next.
-            Where ranks add their parts of a pooled output, its last bits depend on the plan.
+        world: number of ranks; 0: unsharded.
+        kinds: sharding types that the tables take in turn.
+        pooled: True for a pooled collection, False for a sequence collection.
+        optimizer: optimizer of all tables.
+        tables: number of tables, the first of TABLES.
+        rows: limit of each table.
+        feedback: True if gradients depend on the outputs, so that an error of one step grows in the next.
+            If ranks add their parts of a pooled output, its last bits depend on the plan.
     """
 
     world: int
@@ -83,7 +84,7 @@ class Setup:
     feedback: bool = False
 
     def case(self) -> Case:
-        """The same for sharded_training."""
+        """Returns the same collection as a case of sharded_training."""
         local = LOCAL_SIZES[self.world]
         tables = []
         for turn, (name, dtype, config) in enumerate(TABLES[: self.tables]):
@@ -98,7 +99,7 @@ class Setup:
 def plan_of(
     kind: str, world: int, local: int, turn: int, pooled: bool, rows: int = 1000
 ) -> ParameterSharding:
-    """A plan of one table of DIM columns; "three_columns" repeats a rank."""
+    """Returns a plan of one table of DIM columns; "three_columns" repeats a rank."""
     if kind != "three_columns":
         return usual_plan(kind, DIM, world, local, turn, rows)
     cuts = (0, 3, 8, DIM) if pooled else (0, 4, 8, DIM)
@@ -108,14 +109,14 @@ def plan_of(
 
 
 def kinds_on(world: int, pooled: bool) -> tuple[str, ...]:
-    """The kinds of plans that there are on some ranks."""
+    """Returns the kinds of plans that are possible on `world` ranks."""
     if not pooled:
         return SEQUENCE_KINDS
     return (*POOLED_KINDS, *NODE_KINDS) if world == 4 else POOLED_KINDS
 
 
 def batch(case: Case, step: int, rank: int, world: int) -> KeyedJaggedTensor:
-    """This rank's part of the samples of a step."""
+    """Returns this rank's part of the samples of a step."""
     generator = torch.Generator().manual_seed(500 + step)
     pool = torch.tensor(
         [*EXTREME_IDS, *LAST_IDS, *range(100, 110), *range(1000 * step, 1000 * step + 8)]
@@ -131,7 +132,7 @@ def batch(case: Case, step: int, rank: int, world: int) -> KeyedJaggedTensor:
 
 
 def train(model: Any, setup: Setup, steps: Iterable[int]) -> list[torch.Tensor]:
-    """Trains a model; gives this rank's outputs of every step."""
+    """Trains a model; returns this rank's outputs of every step."""
     case, outputs = setup.case(), []
     rank, world = (dist.get_rank(), setup.world) if setup.world else (0, 1)
     holder = getattr(model, "module", model)
@@ -148,7 +149,7 @@ def train(model: Any, setup: Setup, steps: Iterable[int]) -> list[torch.Tensor]:
 def _grad(
     case: Case, mine: KeyedJaggedTensor, name: str, out: torch.Tensor, step: int, setup: Setup
 ) -> torch.Tensor:
-    """A gradient of multiples of 1/16: of the id of a sequence's output, of the sum of a bag's ids."""
+    """Returns a gradient of multiples of 1/16, from each id of a sequence or from the sum of a bag's ids."""
     jagged = mine[name]
     if case.pooled:
         ends = jagged.lengths().cumsum(0)
@@ -160,11 +161,11 @@ def _grad(
     grad = ((numbers[:, None] * 7 + columns * 5 + step) % 31 - 15).float() / 16
     if setup.feedback:
         grad = grad + (out.detach().float() * 16).round().clamp(-64, 64) / 16
-    return grad * max(1, setup.world)  # TorchRec divides by it
+    return grad * max(1, setup.world)  # TorchRec divides by the number of ranks
 
 
 def new(setup: Setup) -> Any:
-    """An untrained model."""
+    """Returns an untrained model."""
     case = setup.case()
     if not setup.world:
         return Holder(collection_of(case, fused_params=case.fused_params))
@@ -172,14 +173,14 @@ def new(setup: Setup) -> Any:
 
 
 def optimizer_of(model: Any) -> Any:
-    """The optimizer of the rows, with names that begin as those of the model do."""
+    """Returns the optimizer of the rows; its names have the same prefix as the names of the model."""
     if hasattr(model, "fused_optimizer"):
         return model.fused_optimizer
     return CombinedOptimizer([("collection", model.collection.fused_optimizer)])
 
 
 def state_dict_of(model: Any) -> dict[str, Any]:
-    """What is saved of a model."""
+    """Returns the state dicts of a model and its optimizer, as they are saved."""
     return {"model": model.state_dict(), "optimizer": optimizer_of(model).state_dict()}
 
 
@@ -189,7 +190,7 @@ def save(model: Any, path: str | Path) -> None:
 
 
 def load(model: Any, path: str | Path, planner: Any = None) -> Any:
-    """Loads a model and its optimizer, and gives it."""
+    """Loads a model and its optimizer; returns the model."""
     state = state_dict_of(model)
     quietly(dcp.load, state, checkpoint_id=str(path), planner=planner or LoadPlanner())
     put(model, state)
@@ -197,23 +198,24 @@ def load(model: Any, path: str | Path, planner: Any = None) -> Any:
 
 
 def put(model: Any, state: dict[str, Any], **options: Any) -> Any:
-    """Loads a state dict that was read; gives what torch says of the keys."""
+    """Loads state dicts that were read; returns torch's report of the keys."""
     keys = model.load_state_dict(state["model"], **options)
     optimizer_of(model).load_state_dict(state["optimizer"])
     return keys
 
 
 def quietly(function: Any, *args: Any, **options: Any) -> Any:
-    """Calls without the warnings of torch's checkpoints about its own affairs."""
+    """Calls a function and ignores the warnings of torch's checkpoints."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return function(*args, **options)
 
 
 def contents(path: str | Path) -> dict[str, torch.Tensor]:
-    """Reads a whole checkpoint as any tool would: plain tensors by their keys.
+    """Reads a whole checkpoint as plain tensors by their keys, without our load planner.
 
-    Tensors without numbers are left out, as DCP does where a tensor has no chunk; "cells" never has numbers.
+    Empty tensors are left out, as DCP leaves out tensors without a chunk, except "cells", which is always
+    empty.
     """
     found = _flat(quietly(_load_state_dict_from_keys, checkpoint_id=str(path)), "")
     return {key: one for key, one in found.items() if one.numel() or key.endswith(".cells")}
@@ -231,7 +233,7 @@ def _flat(nested: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
 
 
 def differences(got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """The keys of tensors that are not the same to the bit."""
+    """Returns the keys of tensors that are not bit-equal or are on one side only."""
     both = sorted(got.keys() | expected.keys())
     return [one for one in both if one not in got or one not in expected] + [
         one
@@ -241,7 +243,7 @@ def differences(got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have one dtype, one shape and the same bytes."""
+    """Returns True if two tensors have the same dtype, shape and bytes."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     first, second = (t.detach().contiguous().flatten().view(torch.uint8) for t in (one, other))
@@ -249,7 +251,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def tables_of(model: Any) -> list[DynamicTable]:
-    """The tables of this rank's kernels, or of the unsharded collection."""
+    """Returns the tables of this rank's kernels, or of the unsharded collection."""
     if not hasattr(model, "module"):
         return list(model.collection.local_tables().values())
     shards = model.module.collection._shards._tables
@@ -257,7 +259,7 @@ def tables_of(model: Any) -> list[DynamicTable]:
 
 
 def held(model: Any) -> dict[str, torch.Tensor]:
-    """All that this rank's tables hold, to the bit."""
+    """Returns the whole contents of this rank's tables by table, first column and name."""
     return {
         f"{one.name} from {one.first_column}: {name}": value
         for one in tables_of(model)
@@ -266,7 +268,7 @@ def held(model: Any) -> dict[str, torch.Tensor]:
 
 
 def run_on(setup: Setup, function: Any, *args: Any, timeout: float = 300) -> list[Any]:
-    """Calls a function with a setup on each of its ranks, or here."""
+    """Calls a function with a setup on each of its ranks, or in this process if it is unsharded."""
     if not setup.world:
         return [function(setup, *args)]
     sizes = {"world_size": setup.world, "local_size": LOCAL_SIZES[setup.world]}

@@ -1,4 +1,4 @@
-"""Damage to the files of a checkpoint, and what loading them then does on every rank."""
+"""Damage to the files of a checkpoint, and the result of loading them on every rank."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from torch.distributed.checkpoint import FileSystemReader
 
 @dataclass(frozen=True)
 class Damage:
-    """What is done to one file.
+    """A change of one file.
 
     Attributes:
-        file: its name.
-        place: the byte from which on it is other, or from which on it is missing.
-        bytes: what stands there instead; none: the file ends there, or is gone if place is 0.
+        file: name of the file.
+        place: the first changed or missing byte.
+        bytes: the bytes that replace the old bytes; empty: the file is cut at `place`, or removed if
+            `place` is 0.
     """
 
     file: str
@@ -44,7 +45,7 @@ class Damage:
 
 
 class Item(NamedTuple):
-    """A chunk of a tensor in a file: its key, its numbers, and where their bytes begin."""
+    """A chunk of a tensor in a file: its key, its numbers, and the place of their first byte."""
 
     key: str
     file: str
@@ -53,7 +54,7 @@ class Item(NamedTuple):
 
 
 def items_of(folder: Path) -> Iterator[Item]:
-    """Walks the chunks of all tensors that have numbers."""
+    """Yields the chunks of all tensors that are not empty."""
     where = FileSystemReader(folder).read_metadata().storage_data
     for index, place in sorted(where.items(), key=lambda one: (one[0].fqn, one[1].offset)):
         blob = (folder / place.relative_path).read_bytes()[place.offset :][: place.length]
@@ -64,7 +65,7 @@ def items_of(folder: Path) -> Iterator[Item]:
 
 
 def _begin_of_numbers(blob: bytes) -> int:
-    """Where the numbers begin in what torch.save writes, a zip archive that is not compressed."""
+    """Returns the place of the numbers in a file of torch.save, a zip archive without compression."""
     with zipfile.ZipFile(io.BytesIO(blob)) as archive:
         (record,) = [one for one in archive.infolist() if one.filename.endswith("/data/0")]
     lengths = blob[record.header_offset + 26 : record.header_offset + 30]  # of name and extra field
@@ -72,7 +73,7 @@ def _begin_of_numbers(blob: bytes) -> int:
 
 
 def flip(folder: Path, file: str, place: int, bit: int) -> Damage:
-    """Turns one bit over."""
+    """Returns the flip of one bit."""
     byte = (folder / file).read_bytes()[place]
     return Damage(file, place, bytes([byte ^ (1 << bit)]))
 
@@ -80,7 +81,7 @@ def flip(folder: Path, file: str, place: int, bit: int) -> Damage:
 def flips_in_numbers(
     folder: Path, chance: random.Random, times: int, of: str = "", but: str = "checksum"
 ) -> list[Damage]:
-    """Turns bits over in the numbers of every tensor whose key has one word and not another."""
+    """Returns flips of bits in the numbers of every tensor whose key contains `of` and not `but`."""
     found = []
     for item in items_of(folder):
         for _ in range(times if of in item.key and but not in item.key else 0):
@@ -90,7 +91,7 @@ def flips_in_numbers(
 
 
 def flips_anywhere(folder: Path, chance: random.Random, times: int, kind: str) -> list[Damage]:
-    """Turns bits over anywhere in the files of one kind."""
+    """Returns flips of bits anywhere in the files that match the pattern `kind`."""
     files = sorted(folder.glob(kind))
     found = []
     for _ in range(times):
@@ -101,7 +102,7 @@ def flips_anywhere(folder: Path, chance: random.Random, times: int, kind: str) -
 
 
 def losses(folder: Path, chance: random.Random) -> list[Damage]:
-    """Takes the end of every file, and every file."""
+    """Returns two damages of every file: the whole file is missing, and its end is missing."""
     found = []
     for file in sorted(one for one in folder.iterdir() if one.is_file()):
         size = file.stat().st_size
@@ -110,7 +111,7 @@ def losses(folder: Path, chance: random.Random) -> list[Damage]:
 
 
 def repeated_ids(folder: Path) -> list[Damage]:
-    """Writes one id of a table twice."""
+    """Returns damages in which an id of a table is replaced by another id of the table."""
     found = []
     for item in items_of(folder):
         if item.key.endswith(".ids") and len(item.numbers) > 1:
@@ -120,16 +121,16 @@ def repeated_ids(folder: Path) -> list[Damage]:
 
 
 class Told(NamedTuple):
-    """What loading a damaged checkpoint did: its error, perhaps "", and the tensors that are wrong now."""
+    """Result of loading a damaged checkpoint: the error, "" for none, and the keys of wrong tensors."""
 
     error: str
     wrong: list[str]
 
 
 def load_damaged(setup: Setup, folder: str, damages: Sequence[Damage]) -> list[Told]:
-    """Loads one damaged copy after the other into a table of other contents.
+    """Loads damaged copies, one after another, into a table with other contents; returns the results.
 
-    After an error all must be as it was; without one, as the sound checkpoint has it.
+    After an error nothing may have changed; without an error the contents must equal the sound checkpoint.
     """
     sound, model = held(load(new(setup), folder)), new(setup)
     train(model, setup, range(10, 12))
@@ -144,7 +145,7 @@ def load_damaged(setup: Setup, folder: str, damages: Sequence[Damage]) -> list[T
         error = ""
         try:
             load(model, copy)
-        except BaseException as one:  # torch's CheckpointException is no Exception
+        except BaseException as one:  # torch's CheckpointException is not an Exception
             error = f"{type(one).__name__}: {one}"
         told.append(Told(error, differences(held(model), was if error else sound)))
         if told[-1].wrong or not error:

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint import filesystem
 
 from torchrec_dyn.checkpoint_format.saved_tensor import SavedTensor
 
-# What a rank is doing when it is killed: the number-th time.
+# The moment at which a rank is killed: at the number-th such call.
 MOMENTS = ("reads a chunk", "has written a chunk", "renames", "has renamed")
 
 
 def train_and_save(setup: Setup, folder: str, victim: int, moment: str, number: int) -> None:
-    """Saves twice; the second time the victim is killed."""
+    """Saves twice; the victim is killed during the second save."""
     model = new(setup)
     train(model, setup, range(2))
     save(model, f"{folder}/first")
@@ -35,7 +35,7 @@ def train_and_save(setup: Setup, folder: str, victim: int, moment: str, number: 
 
 
 def arm(moment: str, number: int) -> None:
-    """Makes this process kill itself at a moment of saving."""
+    """Patches this process so that it kills itself at a moment of saving."""
     if moment == "reads a chunk":
         SavedTensor.__get_tensor_shard__ = killing(SavedTensor.__get_tensor_shard__, number, True)
     elif moment == "has written a chunk":
@@ -46,7 +46,7 @@ def arm(moment: str, number: int) -> None:
 
 
 def killing(function: Callable[..., Any], number: int, is_before: bool) -> Callable[..., Any]:
-    """A function that kills the process before or after its number-th call."""
+    """Returns a function that kills the process before or after its number-th call."""
     calls = [0]
 
     def call(*args: Any, **options: Any) -> Any:
@@ -62,10 +62,10 @@ def killing(function: Callable[..., Any], number: int, is_before: bool) -> Calla
 
 
 def kill_while_saving(setup: Setup, folder: Path, victim: int, moment: str, number: int) -> bool:
-    """Runs a group of processes of its own; gives whether it could save all the same.
+    """Runs `train_and_save` in new processes; returns True if the second save succeeded in spite of the kill.
 
-    A moment that is not among MOMENTS: the victim is killed from outside after a random time of up to
-    `number` milliseconds.
+    If `moment` is not in MOMENTS, another thread kills the victim after a random time of up to `number`
+    milliseconds.
     """
     folder.mkdir()
     pool = workers._Pool(setup.world, LOCAL_SIZES[setup.world], 20.0)
@@ -83,7 +83,7 @@ def kill_while_saving(setup: Setup, folder: Path, victim: int, moment: str, numb
 
 
 def kill_soon(process: int, folder: Path, most: int) -> None:
-    """Kills a process some time after it began to save."""
+    """Kills a process at a random time of up to `most` milliseconds after it began to save."""
     while not (folder / "saving").exists():
         time.sleep(0.001)
     time.sleep(random.random() * most / 1000)

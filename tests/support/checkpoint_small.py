@@ -1,4 +1,4 @@
-"""Small cases of saving and loading: one or a few tables of 8 columns, trained by hand."""
+"""Small cases of saving and loading: one or a few tables of 8 columns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def case(
     rows: int = 100,
     **options: Any,
 ) -> Case:
-    """Tables of 8 columns."""
+    """Returns a case of tables of 8 columns."""
     optimizer = options.pop("optimizer", "EXACT_ADAGRAD")
     thirds = [([0], 0, 3), ([1], 3, 3), ([0], 6, 2)]
     plan = (
@@ -53,7 +53,7 @@ def unsharded(of: Case) -> Any:
 
 
 def step(model: Any, *ids: list[int], names: tuple[str, ...] = ("t",)) -> None:
-    """A training step: of each table these ids."""
+    """Runs a training step; `ids` has one list of ids per table."""
     values = torch.tensor([one for some in ids for one in some], dtype=torch.int64)
     features = KeyedJaggedTensor(
         [f"f_{name}" for name in names], values, lengths=torch.ones_like(values)
@@ -72,7 +72,7 @@ def on_one(function: Any, tmp_path: Path) -> Any:
 
 
 def both(model: Any) -> dict[str, Any]:
-    """The state dicts of an unsharded collection and its optimizer."""
+    """Returns the state dicts of an unsharded collection and its optimizer."""
     return {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
 
 

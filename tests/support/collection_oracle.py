@@ -1,7 +1,7 @@
-"""Stock TorchRec collections as the oracle of the dynamic ones.
+"""Stock TorchRec collections as the oracle of dynamic collections.
 
-The ids of a test come from a small pool, extremes included. The stock collection has one row per
-pool entry, starts with the rows that the dynamic one would start with, and is fed positions.
+The ids of a test are drawn from a small pool, extreme ids included. The stock collection has one row per
+pool entry. It starts with the initial rows of the dynamic collection and gets positions in the pool as ids.
 """
 
 import random
@@ -16,7 +16,7 @@ POOL = EXTREMES + [7919 * k - 3 for k in range(33)]
 
 
 class Batches:
-    """Draws batches of ids; later ones reach deeper into the pool, so new ids keep coming."""
+    """Draws batches of ids; later batches use more of the pool, so each batch may have new ids."""
 
     def __init__(self, keys: Sequence[str], seed: int = 0) -> None:
         self.keys = list(keys)
@@ -26,7 +26,7 @@ class Batches:
     def draw(
         self, size: int | Sequence[int], weighted: bool = False, longest: int = 4
     ) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor]:
-        """Gives one batch twice: with ids, and with positions in the pool."""
+        """Returns one batch in two forms: with ids, and with positions in the pool."""
         sizes = [size] * len(self.keys) if isinstance(size, int) else list(size)
         lengths = [self._random.randint(0, longest) for count in sizes for _ in range(count)]
         self._reach = min(len(POOL), self._reach + 6)
@@ -49,7 +49,7 @@ class Batches:
 def stock_config(
     config: EmbeddingBagConfig | EmbeddingConfig,
 ) -> EmbeddingBagConfig | EmbeddingConfig:
-    """Gives the same table with one row per pool entry."""
+    """Returns the config of the same table with one row per pool entry."""
     same = {name: getattr(config, name) for name in ("embedding_dim", "name", "feature_names")}
     if isinstance(config, EmbeddingBagConfig):
         return EmbeddingBagConfig(num_embeddings=len(POOL), pooling=config.pooling, **same)
@@ -57,8 +57,10 @@ def stock_config(
 
 
 def initial_rows(collection: nn.Module, config: EmbeddingBagConfig | EmbeddingConfig) -> Tensor:
-    """Reads the rows the pool would start with, [len(POOL), embedding_dim], through a forward in
-    evaluation; the table must read unseen ids as "initial"."""
+    """Returns the initial rows of the pool, [len(POOL), embedding_dim], read by a forward in evaluation.
+
+    The table must read unseen ids as "initial".
+    """
     every = [name for one in _configs(collection) for name in one.feature_names]
     keys = list(dict.fromkeys(every))
     first = config.feature_names[0]
@@ -77,7 +79,7 @@ def initial_rows(collection: nn.Module, config: EmbeddingBagConfig | EmbeddingCo
 
 
 def copy_initial_rows(collection: nn.Module, stock: nn.Module) -> None:
-    """Starts the stock collection where the dynamic one would start."""
+    """Copies the initial rows of the dynamic collection into the stock collection."""
     for config in _configs(collection):
         stock.get_parameter(f"{_holder(stock)}.{config.name}.weight").data.copy_(
             initial_rows(collection, config)
@@ -85,7 +87,7 @@ def copy_initial_rows(collection: nn.Module, stock: nn.Module) -> None:
 
 
 def assert_same_rows(collection: nn.Module, stock: nn.Module, tolerance: float) -> None:
-    """Compares each row in use with its place in the stock table; there must be some."""
+    """Asserts that each row in use equals its row in the stock table, and that there are more than 10."""
     for config in _configs(collection):
         rows, found = collection.table(config.name).lookup(torch.tensor(POOL))
         assert found.sum() > 10

@@ -1,7 +1,7 @@
-"""Three shims that let TorchRec's CUDA-only pipelines run on the CPU, for tests alone.
+"""Three shims that let TorchRec's CUDA-only pipelines run on the CPU, for tests only.
 
-They replace what only orders work between CUDA streams; on the CPU everything runs in program
-order. No shim touches a collection of ours.
+They replace code whose only purpose is to order work between CUDA streams; on the CPU everything runs in
+program order. No shim changes a dynamic collection.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torchrec.distributed.train_pipeline import runtime_forwards, train_pipeline
 
 from torchrec_dyn.distributed.embedding_collection import SequenceContext
 
-# What the pipelines hand from stream to stream: batches, outputs and contexts.
+# The objects that pipelines pass from stream to stream: batches, outputs and contexts.
 HANDED_ON = [KeyedJaggedTensor, KeyedTensor, EmbeddingBagCollectionContext,
              EmbeddingCollectionContext, SequenceContext]  # fmt: skip
 
 
 def _record_nothing(self: Any, stream: Any) -> None:
-    """CPU tensors know no streams."""
+    """Does nothing: CPU tensors have no streams."""
 
 
 def _prefetch_in_order(
     context: Any, pipelined_modules: Any, device: Any, stream_context: Any, *streams: Any
 ) -> None:
-    """TorchRec's prefetch_embeddings less its streams; without one TorchRec prefetches nothing."""
+    """Runs TorchRec's prefetch_embeddings without streams; TorchRec prefetches nothing without a stream."""
     for module in pipelined_modules:
         name = module.forward.name
         arrived = context.input_dist_tensors_requests.pop(name).wait()
@@ -43,7 +43,7 @@ def _prefetch_in_order(
 
 @contextmanager
 def cuda_stream_shims() -> Iterator[None]:
-    """Puts the shims in place for as long as the pipelines run."""
+    """Installs the shims while the pipelines run."""
     make_forward = runtime_forwards.BaseForward.__init__
 
     def make_forward_on_cpu(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Trains sequence collections that send each id once beside the same that send every occurrence."""
+"""Trains sequence collections that send each id once beside collections that send every occurrence."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torchrec import JaggedTensor
 
 from torchrec_dyn.table.table import DynamicTable
 
-# What counts arrivals where a table keeps no scores, and what a graph or the order of insertion decides.
+# Counts of received ids of a table without scores, and counts that depend on graphs or the order of
+# insertion.
 OF_ARRIVALS = {"ids_seen", "hits", "unseen"}
 OF_CHANCE = {"bytes", "withheld", "late_grads", "probe_length_mean", "probe_length_max"}
 
 
 def tables_of(kinds: list[str], world: int, local: int, **options: Any) -> list[Table]:
-    """Three tables: of one feature, of several, and sharing a feature."""
+    """Returns three tables: of one feature, of two, and of two of which one is the first table's."""
     features, rows = (["a"], ["b", "c"], ["a", "d"]), options.get("rows", 1000)
     return [
         Table(
@@ -31,13 +32,13 @@ def tables_of(kinds: list[str], world: int, local: int, **options: Any) -> list[
 
 
 def tables_here(model: Any) -> list[DynamicTable]:
-    """The tables of this rank."""
+    """Returns the tables of this rank."""
     lookups = model.module.collection._lookups
     return [t for lookup in lookups for kernel in lookup._emb_modules for t in kernel.tables]
 
 
 def exact_grad(output: Tensor, number: int) -> Tensor:
-    """Small integers: sums of some thousands of them are exact in float32, whatever their order."""
+    """Returns small integers: sums of thousands of them are exact in float32, in any order."""
     generator = torch.Generator().manual_seed(number)
     return torch.randint(-4, 5, output.shape, generator=generator).to(output.dtype)
 
@@ -45,16 +46,16 @@ def exact_grad(output: Tensor, number: int) -> Tensor:
 def train_both(
     case: Case, need_indices: bool = False, evaluate_at: int = 1, freeze_at: int | None = None
 ) -> dict[str, Any]:
-    """Asserts that outputs, rows, states and counts are the same to the bit; returns what was sent.
+    """Trains both sides and asserts that outputs, rows, states and counts are bit-equal.
 
     Args:
-        case: of tables "t0", "t1", ...
-        need_indices: whether outputs have their ids.
-        evaluate_at: the step that is evaluated only.
-        freeze_at: the step from which on table "t1" is frozen.
+        case: a case with tables "t0", "t1", ...
+        need_indices: True if outputs have their ids.
+        evaluate_at: the step that only evaluates.
+        freeze_at: the first step in which table "t1" is frozen; None: never.
 
     Returns:
-        "rows" on this rank, and the ids that arrived here "once" and "each" time.
+        "rows" on this rank, and the number of ids that this rank received on the sides "once" and "each".
     """
     rank = dist.get_rank()
     sides = {}
@@ -85,7 +86,7 @@ def train_both(
 
 
 def _count_arrivals(model: Any) -> list[int]:
-    """Lists, from now on, how many ids come to this rank, and whether with weights."""
+    """Returns a list to which each later lookup on this rank appends its number of ids."""
     seen: list[int] = []
     for lookup in model.module.collection._lookups:
         lookup.register_forward_pre_hook(

@@ -1,4 +1,4 @@
-"""Models with dynamic tables of every kind, and what can happen to them between two deltas."""
+"""Models with dynamic tables of every kind, and training steps between two deltas."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TABLES = {
     "timed": (8, dyn.DynamicTableConfig(eviction=(dyn.ExpireAfter(time=10), LFU))),
 }
 NAMES = list(TABLES)
-MOST = 4  # ids of a feature in a batch, so that they fit every table
+MOST = 4  # ids per feature in a batch, so that they fit into every table
 
 
 class Model(nn.Module):
-    """A pooled and a sequence collection under some path."""
+    """A pooled and a sequence collection, nested in the model."""
 
     def __init__(self, optimizer: EmbOptimType = EmbOptimType.EXACT_ADAGRAD) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Model(nn.Module):
         return self.sequence if name == "timed" else self.pooled
 
     def tables(self):
-        """The rows of each table, by name."""
+        """Returns the rows of each table by name."""
         found = [one for one in self.modules() if isinstance(one, UnshardedTable)]
         return {one.config.name: one.rows() for one in found}
 
@@ -69,7 +69,7 @@ class Model(nn.Module):
 
 
 def _features(ids: dict[str, list[int]]) -> KeyedJaggedTensor:
-    """One sample."""
+    """Returns a batch of one sample."""
     return KeyedJaggedTensor(
         [f"f_{name}" for name in ids],
         torch.tensor([number for some in ids.values() for number in some], dtype=torch.int64),
@@ -83,5 +83,5 @@ def train(model: Model, ids: dict[str, list[int]]) -> None:
 
 
 def batch(*ids: int) -> dict[str, list[int]]:
-    """The same ids for every table."""
+    """Returns the same ids for every table."""
     return {name: list(ids) for name in NAMES}

@@ -1,4 +1,4 @@
-"""Criteo logs for the tests of the example, made here."""
+"""Generates Criteo logs for the tests of the example."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ NAMES = ["label", *(f"I{i + 1}" for i in range(13)), *(f"C{i + 1}" for i in rang
 
 
 def fields(**changed: str) -> list[str]:
-    """The 40 fields of a good line, some of them changed by name."""
+    """Returns the 40 fields of a valid line; `changed` replaces fields by name."""
     good = ["1", *(str(i) for i in range(13)), *(f"{0xA0 + i:08x}" for i in range(26))]
     return [changed.get(name, text) for name, text in zip(NAMES, good, strict=True)]
 
@@ -28,7 +28,7 @@ def write(path: Path, lines: list[str]) -> Path:
 
 
 def learnable_lines(count: int, seed: int = 0) -> list[str]:
-    """Lines whose label follows the id in C1 nine times in ten; some fields are empty."""
+    """Returns lines whose label depends on the id in C1 in nine of ten lines; some fields are empty."""
     random = np.random.default_rng(seed)
     ids = random.integers(0, 40, (count, 26))
     follows = random.random(count) < 0.9

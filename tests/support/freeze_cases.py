@@ -1,4 +1,4 @@
-"""Collections of one table group with and without policies, their batches, and what is compared."""
+"""Collections of one table group with and without policies, their batches, and the values to compare."""
 
 import torch
 from collection_oracle import POOL
@@ -14,7 +14,7 @@ OPTIMIZERS = [EmbOptimType[name] for name in (
 )]  # fmt: skip
 LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
 FEATURES = {"t": ["a", "b"], "u": ["b"], "v": ["c"]}
-# Policies of the tables, by how many of them have any.
+# Policies of the tables; the key says which tables have any.
 LIVES = {
     "none": {},
     "one": {"u": {"eviction": (dyn.ExpireAfter(steps=2), LRU), "admission": dyn.AdmitAfter(2)}},
@@ -27,7 +27,7 @@ LIVES = {
 
 
 def make(names, lives, pooled=True, fused_params=ADAM, **options):
-    """A collection of tables of one group; few rows where room is made."""
+    """Returns a collection of tables of one group; tables that evict when full have few rows."""
     configs, dynamic = [], {}
     for name in names:
         life = lives.get(name, {})
@@ -46,7 +46,7 @@ def make(names, lives, pooled=True, fused_params=ADAM, **options):
 
 
 def draw(dice, names, weighted=False, longest=3):
-    """The same batch for each table alone and for all; at most 9 distinct ids a table."""
+    """Returns one batch for each table alone and for all tables; at most 9 distinct ids per table."""
     pool = [*dice.sample(POOL, 4), dice.randint(1, 20)]
     bags = {f: [[dice.choice(pool) for _ in range(dice.randint(0, longest))] for _ in range(3)]
             for f in "abc"}  # fmt: skip
@@ -63,7 +63,7 @@ def draw(dice, names, weighted=False, longest=3):
 
 
 def parts(outputs, names, alone=False):
-    """Outputs [bags, D] or [ids, D] by table and feature."""
+    """Returns the outputs, [bags, D] or [ids, D], by table and feature."""
     values = outputs.to_dict() if not isinstance(outputs, dict) else outputs
     found = {}
     for name in names:
@@ -75,7 +75,7 @@ def parts(outputs, names, alone=False):
 
 
 def learn(outputs):
-    """Backward with gradients that depend on the outputs; none where nothing asks for any."""
+    """Runs a backward with gradients that depend on the outputs; none if no output requires a gradient."""
     asking = {key: one for key, one in outputs.items() if one.requires_grad}
     if asking:
         grads = [

@@ -16,7 +16,13 @@ RATE = 0.1
 
 
 def reduce_by_hand(mode: str, grads: list[torch.Tensor], sent: list[torch.Tensor]) -> torch.Tensor:
-    """The gradient of each row, [M, D], of what each rank sends, [M, D], and whether it does, [M]."""
+    """Returns the reduced gradient of each row, [M, D].
+
+    Args:
+        mode: the reduction of the table's config.
+        grads: gradients of each rank, [M, D].
+        sent: for each rank, True for the rows whose ids it sends, [M].
+    """
     total = torch.stack(grads).sum(0)
     if mode == "sum":
         return total
@@ -26,13 +32,13 @@ def reduce_by_hand(mode: str, grads: list[torch.Tensor], sent: list[torch.Tensor
 
 
 def output_grad(name: str, shape: torch.Size, rank: int) -> torch.Tensor:
-    """A gradient that differs by output, column and rank."""
+    """Returns a gradient that differs by output, column and rank."""
     number = sum(map(ord, name)) % 7 + 1
     return torch.linspace(-1, 1, shape[1]).expand(shape) * number * (rank + 1)
 
 
 class DenseRows:
-    """A table as [M, D] rows of all ids that the batches have."""
+    """A table as dense rows [M, D] of all ids in the batches."""
 
     def __init__(self, table: Table, ids: torch.Tensor, start: float) -> None:
         self.table, self.ids = table, ids
@@ -41,7 +47,7 @@ class DenseRows:
     def grads_of(
         self, case: Case, features: KeyedJaggedTensor, rank: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient [M, D] of one rank's batch, and which ids it has, [M]."""
+        """Returns the gradient [M, D] of one rank's batch, and a mask [M] of its ids."""
         rows = self.rows.clone().requires_grad_()
         seen = torch.zeros(self.ids.numel(), dtype=torch.bool)
         for name in self.table.features:
@@ -49,7 +55,7 @@ class DenseRows:
             places = torch.searchsorted(self.ids, jagged.values())
             seen[places] = True
             if case.pooled:
-                # Of one bag with inverse indices, as many outputs as the batch has examples.
+                # With inverse indices a bag is the output of as many examples as point to it.
                 pooled = torch.nn.functional.embedding_bag(
                     places, rows, jagged.offsets()[:-1], mode=self.table.pooling.lower(),
                     per_sample_weights=jagged.weights_or_none() if case.weighted else None,
@@ -66,7 +72,7 @@ class DenseRows:
 
 
 def train_beside_dense(case: Case, start: float = 0.5, divides: bool = True) -> None:
-    """Asserts that every shard's rows follow the reduction that its table asks for."""
+    """Asserts that the rows of every shard are trained with the reduction of their table's config."""
     rank, world = dist.get_rank(), dist.get_world_size()
     steps = [batches(case, step)[0] for step in range(case.steps)]
     dense = [_dense(table, steps, start) for table in case.tables]
@@ -82,7 +88,7 @@ def train_beside_dense(case: Case, start: float = 0.5, divides: bool = True) -> 
                 parts = [one.grads_of(case, per_rank[r], r) for r in range(world)]
                 mode = one.table.config.gradient if one.table.config else "mean_over_ranks"
                 if mode == "mean_over_ranks" and not divides:
-                    mode = "sum"  # as TorchRec's users then ask of all its tables
+                    mode = "sum"  # as the users of TorchRec then expect of all tables
                 grad = reduce_by_hand(mode, [g for g, _ in parts], [s for _, s in parts])
                 one.rows -= RATE * grad
     finally:

@@ -1,7 +1,7 @@
-"""TorchRec's own test model over dynamic collections, and its own test run in our workers.
+"""TorchRec's test model over dynamic collections, and TorchRec's test harness, run in our workers.
 
-`sharding_single_rank_test_single_process` trains one step of the model sharded on each rank and
-of the model unsharded on the global batch, and compares the predictions that follow.
+`sharding_single_rank_test_single_process` trains one step of the sharded model on each rank and of the
+unsharded model on the global batch, and compares the predictions after it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchrec.modules.embedding_configs import PoolingType
 
 import torchrec_dyn as dyn
 
-# The wheel of TorchRec lacks its tests, but the harness imports one class of theirs, for 2D.
+# The wheel of TorchRec has no tests, but the harness imports one class of them, for 2D sharding.
 _missing = types.ModuleType("torchrec.distributed.tests.test_sequence_model")
 _missing.TestEmbeddingCollectionSharder = object  # type: ignore[attr-defined]
 sys.modules.setdefault("torchrec.distributed.tests", types.ModuleType("tests"))
@@ -37,12 +37,12 @@ from torchrec.distributed.test_utils.test_sharding import (  # noqa: E402
     sharding_single_rank_test_single_process,
 )
 
-LEARNING_RATE = 0.1  # of the harness's dense parts
+LEARNING_RATE = 0.1  # learning rate of the harness's dense parts
 _FUSED_PARAMS = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE}
 
 
 class DynamicSparseNN(TestSparseNN):
-    """TorchRec's TestSparseNN with dynamic collections in the place of its own."""
+    """TorchRec's TestSparseNN with dynamic instead of static collections."""
 
     def __init__(self, tables: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(tables, *args, **kwargs)
@@ -68,7 +68,7 @@ class Trial:
     qcomm: str | None = None
     learning_rate: float = LEARNING_RATE
     local_size: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # of the harness itself
+    options: dict[str, Any] = field(default_factory=dict)  # options of the harness
 
 
 def run_harness(trial: Trial) -> None:
@@ -103,13 +103,13 @@ def run_harness(trial: Trial) -> None:
 
 
 def see_a_difference(trial: Trial) -> None:
-    """Asserts that the harness does not pass a trial; every rank ends at its last comparison."""
+    """Asserts that the harness fails a trial; every rank fails at its last comparison."""
     with pytest.raises(AssertionError, match="not close"):
         run_harness(trial)
 
 
 def _tables(trial: Trial) -> list[Any]:
-    """Four tables of several widths, and two that share their features, as in the harness."""
+    """Returns four tables of several widths, and two tables that share their features, as in the harness."""
     return [
         EmbeddingBagConfig(
             name=f"table_{i}",

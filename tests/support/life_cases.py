@@ -1,4 +1,4 @@
-"""Tables with a life: each policy, and a table side by side with its model."""
+"""Tables with a life under each policy, and a table side by side with a model of its life."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ADMISSIONS = {
 }
 EVERY_LIFE = list(itertools.product(EVICTIONS, ADMISSIONS))
 RATE = 0.1
-# What the model counts, and a table tells.
+# Counts of the model that a table's `stats()` has too.
 COUNTS = (
     "ids_seen", "hits", "unseen", "refused", "inserted", "evicted_expired", "evicted_full",
     "erased", "counters_dropped",
@@ -48,7 +48,7 @@ COUNTS = (
 
 
 def living_table(eviction=None, admission=None, limit=1000, **options) -> DynamicTable:
-    """A table of 4 columns, normal initial rows and Adagrad unless said otherwise."""
+    """Returns a table; by default of 4 columns, with normal initial rows and Adagrad."""
     kind = options.pop("kind", OptimizerKind.EXACT_ADAGRAD)
     config = {"initializer": Normal(0.0, 1.0), "seed": 5, "unseen": "zeros"}
     config |= {name: options.pop(name) for name in config if name in options}
@@ -60,7 +60,7 @@ def living_table(eviction=None, admission=None, limit=1000, **options) -> Dynami
 
 
 def model_of(table: DynamicTable) -> LifeModel:
-    """The model of an empty table."""
+    """Returns the model of an empty table."""
     admission, key = table.config.admission, table_key(table.config.seed, table.name, "admission")
 
     def is_drawn(number: int, occurrences: int, step: int) -> bool:
@@ -71,7 +71,7 @@ def model_of(table: DynamicTable) -> LifeModel:
 
 
 class InitialRows:
-    """The row that each id starts with, from a table without a life."""
+    """Initial rows by id, read from a table without a life."""
 
     def __init__(self, table: DynamicTable) -> None:
         config = {"seed": table.config.seed, "initializer": table.config.initializer}
@@ -83,7 +83,7 @@ class InitialRows:
 
 
 class Held:
-    """What one row holds: weights [4] of float64, and Adagrad's sum of squares."""
+    """Contents of one row: weights [4] of float64, and Adagrad's sum of squares."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight, self.squares = weight.double(), 0.0
@@ -94,16 +94,16 @@ class Held:
 
 
 class SideBySide:
-    """A table, the model of its life, and what each of its rows must hold.
+    """A table, the model of its life, and the expected contents of each row.
 
-    A row is named by its birth. Forwards are numbered by who runs them.
+    `born`, the number of rows inserted before a row, identifies it. The caller numbers the forwards.
     """
 
     def __init__(self, table: DynamicTable) -> None:
         self.table, self.model = table, model_of(table)
         self.initial = InitialRows(table)
         self.held: dict[int, Held] = {}
-        self.left: list[set[int]] = []  # forwards that were open when the id of a row left it
+        self.left: list[set[int]] = []  # forwards that were open when an id lost its row
         self.late_grads = 0
 
     def fits(self, ids: list[int]) -> bool:
@@ -114,7 +114,7 @@ class SideBySide:
         return True
 
     def change(self, do, open_forwards=()):
-        """Runs a change of the model; gives its result."""
+        """Runs a change of the model; returns its result."""
         before = {row.born for row in self.model.rows.values()}
         result = do(self.model)
         after = {row.born: number for number, row in self.model.rows.items()}
@@ -124,7 +124,7 @@ class SideBySide:
         return result
 
     def learn(self, births: list[int | None], grad: float) -> None:
-        """A backward with the same gradient for every column of every occurrence."""
+        """Updates the expected contents by a backward with one gradient for all columns and occurrences."""
         live = {row.born for row in self.model.rows.values()}
         for born, times in Counter(births).items():
             if born is not None:
@@ -132,14 +132,14 @@ class SideBySide:
                 self.held[born].learn(grad * times)
 
     def reading(self, number: int) -> Tensor:
-        """What an occurrence of an id reads, [4]."""
+        """Returns the expected numbers that an occurrence of an id reads, [4]."""
         if number in self.model.rows:
             return self.held[self.model.rows[number].born].weight
         is_zero = self.table.config.unseen == "zeros"
         return torch.zeros(4).double() if is_zero else self.initial(number).double()
 
     def assert_same_life(self, also: list[int]) -> None:
-        """Compares all that the model knows; `also`: further ids to ask for."""
+        """Asserts that table and model agree; `also`: further ids to look up."""
         table, model = self.table, self.model
         known = canonical_order(list(model.rows))
         waiting = canonical_order(list(model.waiting))
@@ -164,7 +164,7 @@ class SideBySide:
             assert state["waiting"].T.tolist() == [list(one) for one in counted]
 
     def assert_same_rows(self) -> None:
-        """Compares what rows hold; an id that came back holds nothing of before."""
+        """Asserts that rows have the expected contents; an id that got a new row has no old contents."""
         state = self.table.export_state()
         held = [self.held[self.model.rows[n].born] for n in state["ids"].tolist()]
         if held:
@@ -174,10 +174,10 @@ class SideBySide:
             assert torch.equal(state["momentum1"], squares[:, None].expand(-1, 4))
 
     def assert_rows_apart(self, open_forwards: dict[int, dict[int | None, int]]) -> None:
-        """No two ids share a row, and nobody has a row that an open forward may hold.
+        """Asserts that no two ids share a row and that no row that an open forward may hold was reused.
 
         Args:
-            open_forwards: by number, which row each birth had that they read.
+            open_forwards: for each open forward by number, the rows that it read, by `born`.
         """
         births = {row.born: number for number, row in self.model.rows.items()}
         rows = self.table.id_map.lookup(ids_of(*births.values())).tolist()
@@ -195,19 +195,19 @@ class SideBySide:
 
 
 class Stream:
-    """One table that is fed one batch after another."""
+    """One table that is trained on one batch after another."""
 
     def __init__(self, eviction=None, admission=None, limit=1000, **options) -> None:
         self.table = living_table(eviction, admission, limit, **options)
         self.group = make_group(self.table)
 
     def step(self, *ids: int) -> set[int]:
-        """Trains on one bag; gives the ids that have a row then."""
+        """Trains on one bag; returns the ids that have a row after it."""
         self.group(ids_of(*ids), torch.tensor([0, len(ids)]), training=True).sum().backward()
         return self.ids()
 
     def steps(self, *batches) -> set[int]:
-        """Trains on one bag after another: a list of ids each."""
+        """Trains on bags in turn, each a list of ids; returns the ids that have a row after them."""
         for ids in batches:
             self.step(*ids)
         return self.ids()
@@ -229,23 +229,23 @@ class Stream:
         return self.table.lookup(ids_of(*ids))[0][:, 0].tolist()
 
     def waiting(self) -> list[list[int]]:
-        """[id, last seen, count] of each id that waits, in order of ids."""
+        """Returns [id, last seen, count] of each waiting id, in order of ids."""
         return sorted(self.table.export_state()["waiting"].T.tolist())
 
 
 def mixed(*words: int) -> list[int]:
-    """The ids of these mixed ids."""
+    """Returns the ids of these mixed ids."""
     signed = [word - 2**64 if word >= 2**63 else word for word in words]
     return ops.unmix64(ids_of(*signed)).tolist()
 
 
 def seen(tables) -> list:
-    """All there is to see of tables."""
+    """Returns the exported states and the stats of tables."""
     return [(table.export_state(), table.stats()) for table in tables]
 
 
 def assert_seen(tables, before: list) -> None:
-    """Nothing has changed, byte for byte."""
+    """Asserts that states and stats equal `before`, byte for byte."""
     for table, (state, stats) in zip(tables, before, strict=True):
         assert same_state(table.export_state(), state)
         assert table.stats() == stats

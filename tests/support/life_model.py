@@ -1,8 +1,8 @@
-"""The life of the rows of one table, said plainly: dicts, sets and sorted().
+"""A plain model of the life of the rows of one table: dicts, sets and sorted().
 
-It knows which ids have a row, since when, how often they came and why others left. It knows nothing of
-what rows hold: a row is the number of its birth. Only the order of mixed ids and the draws of
-AdmitWithProbability come from elsewhere.
+It keeps the ids that have a row, their scores, and the counts of removed ids by cause. It does not keep the
+contents of rows: `born`, the number of rows inserted before it, identifies a row. Only the order of mixed
+ids and the draws of AdmitWithProbability are taken from other code.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from oracle import mix64
 
 import torchrec_dyn as dyn
 
-MOST = 2**32 - 1  # a count stays here
+MOST = 2**32 - 1  # the largest count
 
 
 class TooFew(Exception):
-    """A batch needs more rows than the limit: those it must keep, and new ones."""
+    """A batch needs more rows than the limit: the rows that it must keep, and the new rows."""
 
 
 @dataclass
 class Counted:
-    """How often an id has come, and when last."""
+    """Number of occurrences of an id, and the step of the last occurrence."""
 
     last_seen: int
     count: int
@@ -32,14 +32,14 @@ class Counted:
 
 @dataclass
 class Row(Counted):
-    """A row of an id: the rows made before it, and the clock when the id came last."""
+    """A row of an id: the number of rows inserted before it, and the clock at the id's last occurrence."""
 
     born: int
     time: int | None
 
 
 class LifeModel:
-    """One table; is_drawn(id, occurrences, step): whether AdmitWithProbability lets an id in."""
+    """One table; is_drawn(id, occurrences, step): True if AdmitWithProbability admits the id."""
 
     def __init__(
         self, config: dyn.DynamicTableConfig, limit: int, is_drawn: Callable[[int, int, int], bool]
@@ -61,12 +61,12 @@ class LifeModel:
         self.rows: dict[int, Row] = {}
         self.waiting: dict[int, Counted] = {}
         self.step = self.births = 0
-        self.clock: int | None = None  # until it is set
-        self.is_new_time = False  # no step has had it yet
+        self.clock: int | None = None  # None until it is set
+        self.is_new_time = False  # True if the time was set after the last step
         self.causes: Counter[str] = Counter()
 
     def due(self) -> set[int]:
-        """The ids that expire at the next step."""
+        """Returns the ids that expire at the next step."""
         return {number for number, row in self.rows.items() if self._is_due(row)}
 
     def _is_due(self, row: Row) -> bool:
@@ -77,7 +77,7 @@ class LifeModel:
         return False
 
     def admitted(self, ids: list[int]) -> dict[int, int]:
-        """The new ids of a batch that get a row, and the count they start with."""
+        """Returns the unseen ids of a batch that get a row, with their first counts."""
         due, taken = self.due(), {}
         for number, times in Counter(ids).items():
             if number in self.rows and number not in due:
@@ -102,7 +102,7 @@ class LifeModel:
             raise TooFew(len(held), len(new))
 
     def train(self, ids: list[int]) -> list[int | None]:
-        """One training forward; returns the birth of the row that each occurrence reads, or None."""
+        """Runs one training forward; returns `born` of each occurrence's row, None without a row."""
         self.check(ids)
         new = self.admitted(ids)
         for number in self.due():
@@ -167,14 +167,14 @@ class LifeModel:
         absent = set(ids) - set(self.rows)
         if absent and not self.makes_room and len(self.rows) + len(absent) > self.limit:
             raise TooFew(len(self.rows), len(absent))
-        # A time that was set since the last step is that of the next.
+        # A time that was set after the last step is the time of the next step.
         step = self.step + (self.time_kept is not None and self.is_new_time)
         for number in absent:
             self.waiting.pop(number, None)
             self._start(number, step, 0)
 
     def set_time(self, time: int) -> None:
-        """For the training forwards after it. The first time ever set holds for all before it too."""
+        """Sets the time of later training forwards. The first time holds for all earlier forwards too."""
         self.is_new_time |= self.clock not in (None, time)
         for row in self.rows.values():
             if self.clock is None or row.last_seen > self.step:
@@ -182,10 +182,10 @@ class LifeModel:
         self.clock = time
 
     def reload(self) -> None:
-        """Into a new table: everything but what was counted."""
+        """Models a load into a new table: everything is kept except the counts by cause."""
         self.causes.clear()
 
-    # What one reads.
+    # Reading.
 
     def last_seen(self, number: int) -> int:
         if number not in self.rows:

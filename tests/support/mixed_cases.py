@@ -14,12 +14,12 @@ from torchrec.modules.embedding_configs import PoolingType
 IDS = [0, 1, -1, 2**63 - 1, -(2**63), 10**15, -(10**12), 2**32, 2**31, *range(50, 80)]
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
 ADAGRAD = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
-FEATURES = ["h", "g", "f"]  # another order than that of the tables
+FEATURES = ["h", "g", "f"]  # not in the order of the tables
 OUTPUTS = [("a", "g"), ("a", "f"), ("b", "g"), ("c", "h")]
 
 
 def tables(pooling: PoolingType = PoolingType.SUM) -> list[EmbeddingBagConfig]:
-    """Three tables of two widths; one has two features, one feature two tables."""
+    """Returns three tables of two widths; one table has two features, and one feature has two tables."""
     return [
         EmbeddingBagConfig(
             name=name,
@@ -33,7 +33,7 @@ def tables(pooling: PoolingType = PoolingType.SUM) -> list[EmbeddingBagConfig]:
 
 
 def batch(step: int = 0, bags: int = 6, weighted: bool = False, longest: int = 4) -> Any:
-    """Bags of ids that repeat, extremes among them."""
+    """Returns bags of ids that repeat, extreme ids among them."""
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(longest + 1, (len(FEATURES) * bags,), generator=generator)
     ids = torch.tensor(IDS)[torch.randint(len(IDS), (int(lengths.sum()),), generator=generator)]
@@ -45,7 +45,7 @@ def batch(step: int = 0, bags: int = 6, weighted: bool = False, longest: int = 4
 
 
 def leaf_rows(table: Any, ids: Tensor) -> Tensor:
-    """The rows that a table has now, for a gradient to gather in."""
+    """Returns the present rows of a table as a leaf tensor that gathers a gradient."""
     rows, found = table.lookup(ids)
     assert bool(found.all())
     return rows.clone().requires_grad_()
@@ -54,12 +54,12 @@ def leaf_rows(table: Any, ids: Tensor) -> Tensor:
 def pooled_by_hand(
     features: KeyedJaggedTensor, mean: bool, row_of: Callable[[str, str], Tensor]
 ) -> list[Tensor]:
-    """Pools bag by bag, in plain torch: of each output [bags, columns].
+    """Pools bag by bag in plain torch; returns each output, [bags, columns].
 
     Args:
         features: the batch.
-        mean: whether sums are divided by the number of ids.
-        row_of: gives, by table and feature, the row of each id of the feature, [ids, columns].
+        mean: True to divide sums by the number of ids.
+        row_of: (table, feature) -> the row of each id of the feature, [ids, columns].
     """
     outputs = []
     for table, feature in OUTPUTS:
@@ -75,17 +75,17 @@ def pooled_by_hand(
 
 
 def some_grad(output: Tensor) -> Tensor:
-    """A gradient that differs from number to number."""
+    """Returns a gradient whose numbers all differ."""
     return torch.linspace(-1, 1, output.numel()).reshape(output.shape) + 0.1 * output.detach()
 
 
 def numbers(module: nn.Module) -> int:
-    """Parameters of a module, those of placeholders counted at their shape."""
+    """Returns the number of parameters of a module; placeholders count by their shape."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def varied_batch() -> tuple[KeyedJaggedTensor, KeyedJaggedTensor]:
-    """A batch with a batch size per feature, and the same with every bag written out."""
+    """Returns a batch with a batch size per feature, and the same batch with every bag expanded."""
     sizes, samples = {"h": 3, "g": 1, "f": 2}, 5
     generator = torch.Generator().manual_seed(3)
     lengths = {name: torch.randint(1, 4, (n,), generator=generator) for name, n in sizes.items()}

@@ -1,4 +1,4 @@
-"""What workers run: models with block or quotient-remainder embeddings, beside the unsharded ones."""
+"""Functions for workers: train models with block or quotient-remainder embeddings beside unsharded models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RATE = 0.2
 
 
 def collection_of(kind: str, weighted: bool = False, device: str | None = None) -> nn.Module:
-    """The collection of a kind: "block" or an op of quotient-remainder."""
+    """Returns the collection of a kind: "block" or an op of quotient-remainder."""
     configs = tables()
     configs[1].pooling = PoolingType.MEAN
     options: dict[str, Any] = {
@@ -48,7 +48,7 @@ def collection_of(kind: str, weighted: bool = False, device: str | None = None) 
 
 
 class Model(nn.Module):
-    """A collection and a linear head; `dense` of a batch is how much each click counts."""
+    """A collection and a linear head; `dense` of a batch is the weight of each click in the loss."""
 
     def __init__(self, kind: str, weighted: bool = False, device: str | None = None) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Model(nn.Module):
         self.head = nn.Linear(36, 1)
 
     def forward(self, clicks: Clicks) -> Any:
-        """Returns the loss, and what a pipeline hands out."""
+        """Returns the loss, and the logits as the output of a pipeline."""
         logits = self.head(self.mixed(clicks.features).values()).squeeze(1)
         losses = nn.functional.binary_cross_entropy_with_logits(
             logits, clicks.labels, reduction="none"
@@ -66,12 +66,12 @@ class Model(nn.Module):
 
 
 def inner(model: nn.Module) -> dict[str, Any]:
-    """The unsharded dynamic collections of a model by path."""
+    """Returns the unsharded dynamic collections of a model by path."""
     return {path: one for path, one in model.named_modules() if isinstance(one, COLLECTIONS)}
 
 
 def shard(model: nn.Module, kinds: Sequence[str], dedup: bool = False) -> Any:
-    """The model under DistributedModelParallel; tables take the plans in turn."""
+    """Returns the model under DistributedModelParallel; tables take the plans in turn."""
     world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     plan: dict[str, Any] = {}
     for path, one in inner(model).items():
@@ -98,7 +98,7 @@ def shard(model: nn.Module, kinds: Sequence[str], dedup: bool = False) -> Any:
 
 
 def dense_sgd(model: nn.Module) -> KeyedOptimizerWrapper:
-    """SGD for everything that no dynamic table is."""
+    """Returns SGD for all parameters outside dynamic tables."""
     dense = {
         name: one
         for name, one in in_backward_optimizer_filter(model.named_parameters())
@@ -109,7 +109,7 @@ def dense_sgd(model: nn.Module) -> KeyedOptimizerWrapper:
 
 
 def clicks_of(step: int, rank: int, bags: int, share: float, weighted: bool = False) -> Clicks:
-    """One rank's batch; each click counts `share`."""
+    """Returns one rank's batch; each click has the weight `share`."""
     features = batch(100 * step + rank, bags, weighted)
     if weighted:
         features.weights().requires_grad_(False)
@@ -118,7 +118,7 @@ def clicks_of(step: int, rank: int, bags: int, share: float, weighted: bool = Fa
 
 
 def together(parts: Sequence[Clicks]) -> Clicks:
-    """The batches of all ranks as one."""
+    """Returns the batches of all ranks as one batch."""
     jagged = {name: [part.features[name] for part in parts] for name in FEATURES}
     every = [one for name in FEATURES for one in jagged[name]]
     weights = [one.weights_or_none() for one in every]
@@ -141,7 +141,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 def train_beside(
     kind: str, kinds: Sequence[str], sizes: Sequence[int], weighted: bool, dedup: bool = False
 ) -> int:
-    """Trains both, asserts that they stay the same; returns the rows that were compared."""
+    """Trains both models and asserts that they stay equal; returns the number of compared rows."""
     rank, world = dist.get_rank(), dist.get_world_size()
     unsharded = Model(kind, weighted)
     sharded = shard(copy.deepcopy(unsharded), kinds, dedup)
@@ -163,7 +163,7 @@ def train_beside(
 
 
 def same_parameters(sharded: Any, unsharded: nn.Module) -> int:
-    """Asserts that all rows and all dense parameters are the same; collective."""
+    """Asserts that all rows and all dense parameters are equal; returns the number of rows. Collective."""
     expected = {
         name: one for name, one in unsharded.named_parameters() if one.device.type != "meta"
     }
@@ -184,7 +184,7 @@ def same_parameters(sharded: Any, unsharded: nn.Module) -> int:
 
 
 def train_varied(kind: str, kinds: Sequence[str]) -> int:
-    """A batch size per feature, the same batch on every rank, beside the batch written out."""
+    """Trains on one batch with a batch size per feature, beside the same batch expanded; returns the rows."""
     unsharded = Model(kind)
     sharded = shard(copy.deepcopy(unsharded), kinds)
     varied, plain = varied_batch()
@@ -201,7 +201,7 @@ def train_varied(kind: str, kinds: Sequence[str]) -> int:
 
 
 def from_meta(kind: str) -> int:
-    """A model made on the meta device: ranks start with the same projections, of the right size."""
+    """Asserts that a model built on the meta device has equal projections of the right size on all ranks."""
     torch.manual_seed(dist.get_rank())
     sharded = shard(Model(kind, device="meta"), ["row_wise"])
     sharded(clicks_of(0, dist.get_rank(), 4, 1.0))[0].backward()
@@ -216,7 +216,7 @@ def from_meta(kind: str) -> int:
 
 
 def train_pipelined(kind: str, pipeline: str, options: dict[str, Any]) -> tuple[list[float], int]:
-    """Losses, and how many collections the pipeline runs ahead."""
+    """Trains through a pipeline; returns the sums of the logits and the number of pipelined collections."""
     rank, world = dist.get_rank(), dist.get_world_size()
     source = [clicks_of(step, rank, 6, 1 / 6) for step in range(5)]
     sharded = shard(Model(kind), ["row_wise", "table_wise", "column_wise"])
@@ -229,7 +229,7 @@ def train_pipelined(kind: str, pipeline: str, options: dict[str, Any]) -> tuple[
 
 
 def train_and_save(kind: str, folder: str) -> list[float]:
-    """Trains row-wise and saves; returns what the model says of a batch."""
+    """Trains row-wise and saves; returns the model's logits of a batch."""
     sharded = shard(Model(kind), ["row_wise"])
     learn(sharded)
     state = {"model": sharded.state_dict(), "optimizer": sharded.fused_optimizer.state_dict()}
@@ -238,7 +238,7 @@ def train_and_save(kind: str, folder: str) -> list[float]:
 
 
 def load(kind: str, folder: str, kinds: Sequence[str]) -> list[float]:
-    """Loads under other plans into a model that has learnt something else."""
+    """Loads under other plans into a model trained on other batches; returns its logits of a batch."""
     sharded = shard(Model(kind), kinds)
     learn(sharded, first=50)
     state = {"model": sharded.state_dict(), "optimizer": sharded.fused_optimizer.state_dict()}
@@ -249,7 +249,7 @@ def load(kind: str, folder: str, kinds: Sequence[str]) -> list[float]:
 
 
 def learn(sharded: Any, first: int = 0) -> None:
-    """Two steps."""
+    """Trains two steps."""
     optimizer = dense_sgd(sharded)
     for step in range(first, first + 2):
         optimizer.zero_grad()
@@ -258,7 +258,7 @@ def learn(sharded: Any, first: int = 0) -> None:
 
 
 def says(sharded: Any) -> list[float]:
-    """Logits of a batch, the same on every rank."""
+    """Returns the logits of a batch that is the same on every rank."""
     sharded.eval()
     with torch.no_grad():
         logits: torch.Tensor = sharded(clicks_of(0, 0, 6, 1.0))[1]

@@ -1,4 +1,4 @@
-"""What workers run for modules of one table: beside an unsharded copy, and a model of three in pipelines."""
+"""Functions for workers: train a module of one table beside an unsharded copy, and three in pipelines."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ SHARDERS = (dyn.DynamicEmbeddingBagCollectionSharder, dyn.DynamicEmbeddingCollec
 
 @dataclass
 class OneTable:
-    """A module, its plan, and how it is called.
+    """A module, its plan, and its calls.
 
     Attributes:
-        mode: "rows" for DynamicEmbedding, else that of DynamicEmbeddingBag.
+        mode: "rows" for DynamicEmbedding, else the mode of DynamicEmbeddingBag.
         plan: sharding type.
-        exact: whether the plan may not change a bit.
-        weighted: whether ids come with weights, which are learnt if the module can.
+        exact: True if results must be bit-equal under the plan.
+        weighted: True if ids have weights; they are trained if the module supports it.
         calls: forwards before each backward.
-        empty: whether no rank has any id.
-        dedup: whether each rank sends an id once.
-        options: of the module.
+        empty: True if no rank has any id.
+        dedup: True if each rank sends an id once.
+        options: further options of the module.
     """
 
     mode: str
@@ -59,7 +59,7 @@ class OneTable:
     options: dict[str, Any] = field(default_factory=dict)
 
     def make(self, fused_params: dict[str, Any]) -> Any:
-        """The unsharded module."""
+        """Returns the unsharded module."""
         options = {**self.options, "name": "words", "fused_params": fused_params}
         if self.mode == "rows":
             return dyn.DynamicEmbedding(DIM, 1000, **options)
@@ -69,16 +69,16 @@ class OneTable:
         )
 
     def table(self) -> Table:
-        """The table and its plan."""
+        """Returns the table and its plan."""
         return Table("words", ["words"], usual_plan(self.plan, DIM, self.world, self.local), DIM)
 
     def learns_weights(self) -> bool:
-        """Whether gradients reach the weights under any plan."""
+        """Returns True if gradients reach the weights under any plan."""
         return self.weighted and (self.mode == "tile" or "weight_gradients" in self.options)
 
 
 def sharded(module: nn.Module, plan: dict[str, Any], dedup: bool = False) -> Any:
-    """A model under DistributedModelParallel; plans by the path of the collection."""
+    """Returns a model under DistributedModelParallel; plans by the path of the collection."""
     return DistributedModelParallel(
         module,
         device=torch.device("cpu"),
@@ -89,13 +89,13 @@ def sharded(module: nn.Module, plan: dict[str, Any], dedup: bool = False) -> Any
 
 @dataclass
 class Given:
-    """One rank's input of one call: ids in some form, and the same bag by bag.
+    """One rank's input of one call: ids in some form, and the same ids bag by bag.
 
     Attributes:
-        source: what the module is given.
-        ids: all of them.
-        lengths: of the bags.
-        weights: one per id.
+        source: input of the module.
+        ids: all ids.
+        lengths: lengths of the bags.
+        weights: one weight per id.
     """
 
     source: Any
@@ -105,7 +105,7 @@ class Given:
 
     @classmethod
     def draw(cls, form: str, seed: int) -> Given:
-        """Draws ids: some that come back, the extreme ones, and new ones."""
+        """Draws ids: ids that other calls have too, extreme ids, and new ids."""
         generator = torch.Generator().manual_seed(seed)
         pool = [*EXTREME_IDS, *range(100, 130), *range(1000 * seed, 1000 * seed + 20)]
         shapes = {"dense": (6, 4), "deep": (2, 2, 3), "empty_bags": (2, 0), "no_bags": (0, 4)}
@@ -132,7 +132,7 @@ class Given:
         return ids.view(shapes[form])
 
     def formed(self, weights: Tensor) -> Tensor:
-        """Weights in the form of the ids."""
+        """Returns weights in the form of the ids."""
         if isinstance(self.source, JaggedTensor):
             return weights
         if self.source.is_nested:
@@ -140,7 +140,7 @@ class Given:
         return weights.view(self.source.shape)
 
     def outputs(self, of: OneTable) -> int:
-        """Rows of the module's output."""
+        """Returns the number of rows of the module's output."""
         return len(self.ids if of.mode == "rows" else self.lengths)
 
 
@@ -157,9 +157,9 @@ def _flat(output: Any) -> Tensor:
 
 
 def train_beside(of: OneTable) -> int:
-    """Trains a sharded module beside an unsharded one on all ranks' ids; returns the rows on this rank."""
+    """Trains a sharded module beside an unsharded module on all ranks' ids; returns the rows on this rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    # With several calls a step the order of updates would count, but for a linear rule.
+    # With several calls per step the order of updates matters, unless the update rule is linear.
     whole = of.make(SGD if of.calls > 1 else FUSED_PARAMS)
     plan = {"collection.collection": {"words": of.table().plan}}
     module = sharded(Holder(copy.deepcopy(whole)), plan, of.dedup).module.collection
@@ -208,7 +208,7 @@ class Texts(Pipelineable):
     labels: Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Texts:
-        """Moves the batch."""
+        """Returns the batch on the device."""
         return Texts(
             self.user.to(device),
             self.words.to(device),
@@ -221,7 +221,7 @@ class Texts(Pipelineable):
 
     @classmethod
     def draw(cls, step: int, rank: int) -> Texts:
-        """Draws a batch, of another size on each rank; one rank has none at the second step."""
+        """Draws a batch; its size differs by rank, and one rank has an empty batch at the second step."""
         generator = torch.Generator().manual_seed(10 * step + rank)
         size = 0 if (step, rank) == (1, 1) else 4 + rank
         pool = torch.tensor([*EXTREME_IDS, *range(100 * step, 100 * step + 30)])
@@ -248,14 +248,14 @@ class Head(nn.Module):
             self.linear.weight.copy_(torch.linspace(-1, 1, 4 * DIM))
 
     def forward(self, user: Tensor, words: Tensor, recent: Tensor, labels: Tensor) -> Any:
-        """Returns the loss, and what a pipeline hands out."""
+        """Returns the loss, and the loss and the scores as the output of a pipeline."""
         scores = self.linear(torch.cat([user, words, recent], dim=1)).squeeze(1)
         loss = (scores - labels).square().sum()
         return loss, (loss.detach(), scores.detach())
 
 
 class Model(nn.Module):
-    """One module of each kind, the first of them perhaps called twice."""
+    """One module of each kind; with `twice` the first module is called twice."""
 
     def __init__(self, twice: bool = False) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class Model(nn.Module):
 
 
 def sharded_model(turn: int = 0, twice: bool = False) -> Any:
-    """The model under DistributedModelParallel; another plan by turn."""
+    """Returns the model under DistributedModelParallel; the plan depends on `turn`."""
     world, kinds = dist.get_world_size(), list(KINDS.values())
     return sharded(
         Model(twice),
@@ -295,7 +295,7 @@ def sharded_model(turn: int = 0, twice: bool = False) -> Any:
 def train(
     pipeline: str, steps: int = 5, twice: bool = False, **options: Any
 ) -> tuple[list[float], list[str]]:
-    """Trains through a pipeline; returns losses, and the paths of what was pipelined."""
+    """Trains through a pipeline; returns the losses and the paths of the pipelined modules."""
     model = sharded_model(twice=twice)
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     dense = KeyedOptimizerWrapper(parameters, lambda some: torch.optim.SGD(some, lr=0.01))
@@ -306,12 +306,12 @@ def train(
     pipelined = [module.forward.name for module in getattr(runner, "_pipelined_modules", [])]
     if pipelined:
         bare = runner.detach()
-        bare(Texts.draw(steps, dist.get_rank()))  # the modules are themselves again
+        bare(Texts.draw(steps, dist.get_rank()))  # the modules work without the pipeline again
     return losses, pipelined
 
 
 def plan_and_name() -> tuple[list[str], str, str, str]:
-    """Plans with the stock planner, and does what is refused."""
+    """Plans with the stock planner; returns the sharding types, two error messages and a module's repr."""
     world = dist.get_world_size()
     topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
     constraints = {
@@ -331,7 +331,7 @@ def plan_and_name() -> tuple[list[str], str, str, str]:
     except ValueError as fault:
         refused = str(fault)
     with torch.no_grad():
-        model.module.words(ids, weights)  # nobody asks for gradients here
+        model.module.words(ids, weights)  # no error: no gradients are needed here
     twins = nn.ModuleList([dyn.DynamicEmbedding(DIM, 10, fused_params=FUSED_PARAMS) for _ in "ab"])
     same = ""
     try:
@@ -342,7 +342,7 @@ def plan_and_name() -> tuple[list[str], str, str, str]:
 
 
 def save_and_move() -> list[str]:
-    """Saves a trained model, loads it under other plans; returns the names of what was saved."""
+    """Saves a trained model and loads it under other plans; returns the saved names."""
     rank = dist.get_rank()
     model = sharded_model()
     for step in range(3):

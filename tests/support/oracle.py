@@ -1,4 +1,4 @@
-"""What the core must compute, said plainly: Python integers, numpy and dense torch.
+"""Plain reference formulas of the core: Python integers, numpy and dense torch.
 
 Nothing here imports the ops. Legend: M ids, D columns, R rows.
 """
@@ -31,7 +31,7 @@ def mix64(number: int) -> int:
 
 
 def unmix64(word: int) -> int:
-    """The id, as int64, whose mixed id is `word`."""
+    """Returns the id, as int64, whose mixed id is `word`."""
 
     def undo_shift(x: int, shift: int) -> int:
         result = x
@@ -45,19 +45,19 @@ def unmix64(word: int) -> int:
 
 
 def home_slot(number: int, capacity: int) -> int:
-    """The first slot tried for an id in a map of `capacity` slots: the first of a line of four."""
+    """Returns the home slot of an id in a map of `capacity` slots: the first slot of a line of four."""
     return ((mix64(number) * SLOT_SPREAD % WORD) * capacity >> 64) // 4 * 4
 
 
 def id_of_spread_hash(spread: int) -> int:
-    """The id whose spread hash, the word that home slots are made of, is `spread`."""
+    """Returns the id whose spread hash, the word that determines home slots, is `spread`."""
     return unmix64(spread * pow(SLOT_SPREAD, -1, WORD) % WORD)
 
 
 def ids_at_home(slot: int, capacity: int, count: int) -> list[int]:
-    """Distinct ids whose home is the line of `slot`, each scaled to that very slot.
+    """Returns distinct ids whose home is the line of `slot`; their spread hashes are scaled to `slot` itself.
 
-    The first of them has the least spread hash that is scaled to `slot`.
+    The first id has the least spread hash that is scaled to `slot`.
     """
     first = -(-slot * WORD // capacity)
     step = max(1, WORD // capacity // (count + 1))
@@ -65,7 +65,7 @@ def ids_at_home(slot: int, capacity: int, count: int) -> list[int]:
 
 
 def probe_lengths(slots: Tensor) -> list[int]:
-    """[C] slots looked at to find the id of each slot of [C, 2], 0 for an empty slot."""
+    """Returns the probe length of the id in each slot, [C] for `slots` [C, 2]; 0 for an empty slot."""
     capacity = len(slots)
     return [
         1 + (slot - home_slot(number, capacity)) % capacity if place else 0
@@ -74,12 +74,12 @@ def probe_lengths(slots: Tensor) -> list[int]:
 
 
 def canonical_order(ids: list[int]) -> list[int]:
-    """Ids in the order of a saved table."""
+    """Returns the ids in canonical order."""
     return sorted(ids, key=mix64)
 
 
 def philox4x32(key: int, counter: np.ndarray) -> np.ndarray:
-    """Philox4x32-10 for counters [M, 4] of uint32 -> [M, 4].
+    """Returns Philox4x32-10 of counters [M, 4] of uint32, [M, 4].
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
@@ -99,7 +99,7 @@ def philox4x32(key: int, counter: np.ndarray) -> np.ndarray:
 
 
 def random_words(key: int, ids: list[int], columns: int, words_per_call: int, stream: int):
-    """uint32 words [M, columns]; `words_per_call` columns share one Philox call."""
+    """Returns uint32 words [M, columns]; `words_per_call` columns share one Philox call."""
     calls = -(-columns // words_per_call)
     counter = np.array(
         [
@@ -113,13 +113,13 @@ def random_words(key: int, ids: list[int], columns: int, words_per_call: int, st
 
 
 def initial_units(key: int, ids: list[int], columns: int) -> np.ndarray:
-    """The uniform numbers inside (0, 1), [M, columns], that initial rows are made of."""
+    """Returns the uniform numbers in (0, 1), [M, columns], from which initial rows are computed."""
     words = random_words(key, ids, columns, 4, 0)[:, :columns]
     return (words.astype(np.float64) + 0.5) / 2.0**32
 
 
 def rounding_draws(key: int, ids: list[int], columns: int, step: int) -> np.ndarray:
-    """The 16-bit draws [M, columns] of stochastic rounding: SplitMix64, four to a word, low first."""
+    """Returns the 16-bit draws [M, columns] of stochastic rounding: SplitMix64, four per word, low first."""
     of_step = mix64(key + step * GOLDEN)
     draws = np.empty((len(ids), columns), dtype=np.uint32)
     for row, number in enumerate(ids):
@@ -148,11 +148,11 @@ class DenseRows:
         self.step = 0
 
     def update(self, rows: Tensor, grad: Tensor) -> None:
-        """One step.
+        """Runs one optimizer step.
 
         Args:
-            rows: [K] distinct rows that were looked up.
-            grad: [K, D] summed gradients.
+            rows: distinct rows that were looked up, [K].
+            grad: summed gradients, [K, D].
         """
         self.step += 1
         o, g, w = self.optimizer, grad.double(), self.weight[rows]

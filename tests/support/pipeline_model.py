@@ -1,6 +1,6 @@
-"""A click model with pooled and sequence collections, and the batches it is trained on.
+"""A click model with pooled and sequence collections, and its training batches.
 
-The collections are dynamic, or TorchRec's static ones that start from the same rows.
+The collections are dynamic, or TorchRec's static collections that start with the same rows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Clicks(Pipelineable):
     labels: Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Clicks:
-        """Moves the batch."""
+        """Returns the batch on the device."""
         return Clicks(
             self.features.to(device, non_blocking), self.dense.to(device), self.labels.to(device)
         )
@@ -56,7 +56,7 @@ class Clicks(Pipelineable):
         """Does nothing: there are no streams on the CPU."""
 
     def pin_memory(self) -> Clicks:
-        """Does nothing: there is no host to pin for."""
+        """Returns self: pinned memory is not needed on the CPU."""
         return self
 
 
@@ -67,17 +67,17 @@ class Run:
     Attributes:
         pooled: a sharding type per pooled table.
         sequences: a sharding type per sequence table.
-        beside: whether a static collection of TorchRec's is in the model too.
-        dynamic: whether the other collections are ours, or TorchRec's with the same first rows.
-        mean: whether all pooled tables but the first are averaged (static tables do so wrongly).
-        variable: whether each feature has a batch size of its own.
-        warming: whether the learning rate grows from step to step. A static table reads it in its
-            forward, ours in backward: where lookups run ahead, a static one is a step behind.
-        initializer: of ours.
-        rows: the limit of each of our tables.
-        lives: policies, which our tables take in turn.
-        drift: how far the new ids of a step are from those of the step before; they come back.
-        dedup: whether sequences send each id once.
+        beside: True if the model also has a static collection of TorchRec.
+        dynamic: True for dynamic collections, False for TorchRec's static ones with the same initial rows.
+        mean: True if all pooled tables except the first use MEAN pooling (static tables compute it wrongly).
+        variable: True if each feature has a separate batch size.
+        warming: True if the learning rate grows from step to step. A static table reads it in its forward, a
+            dynamic table in its backward: if lookups run ahead, a static table is one step behind.
+        initializer: initializer of the dynamic tables.
+        rows: limit of each dynamic table.
+        lives: policies that the dynamic tables take in turn.
+        drift: distance between the new ids of two consecutive steps; below 300, the ids are used again later.
+        dedup: True if sequence collections send each id once.
     """
 
     pooled: Sequence[str]
@@ -88,7 +88,7 @@ class Run:
     variable: bool = False
     warming: bool = False
     steps: int = 6
-    new_ids: int = 60  # ids that each step sees first
+    new_ids: int = 60  # new ids of each step
     longest_bag: int = 6
     initializer: Any = None
     rows: int = ROWS
@@ -100,11 +100,11 @@ class Run:
     )
 
     def tables(self, name: str) -> list[str]:
-        """The names of the tables of a collection."""
+        """Returns the names of the tables of a collection."""
         return [f"{name}_{i}" for i in range(len(getattr(self, name)))]
 
     def options(self, name: str) -> dict[str, dyn.DynamicTableConfig]:
-        """The options of the tables of a collection."""
+        """Returns the configs of the tables of a collection."""
         tables, turn = self.tables(name), int(name == "sequences")
         lives = [
             self.lives[(i + turn) % len(self.lives)] if self.lives else {}
@@ -116,7 +116,7 @@ class Run:
         }
 
     def collections(self) -> list[str]:
-        """The names under which the model holds collections."""
+        """Returns the attribute names of the model's collections."""
         return ["pooled", "sequences", *(["beside"] if self.beside else [])]
 
 
@@ -133,7 +133,7 @@ class Head(nn.Module):
                 parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.5)
 
     def forward(self, batch: Clicks, pooled: Any, sequences: Any, beside: Any) -> Any:
-        """Returns the loss, and what a pipeline hands out: loss and logits."""
+        """Returns the loss, and the loss and the logits as the output of a pipeline."""
         parts = [batch.dense, pooled.values()]
         for jagged in sequences.values():
             bags = len(jagged.lengths())
@@ -199,7 +199,7 @@ class ClickModel(nn.Module):
 
 
 def sharded_model(run: Run) -> Any:
-    """The model of a run under DistributedModelParallel."""
+    """Returns the model of a run under DistributedModelParallel."""
     world = dist.get_world_size()
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     plan: dict[str, Any] = {
@@ -229,7 +229,7 @@ def sharded_model(run: Run) -> Any:
 
 
 def batches(run: Run, first_step: int = 0) -> list[Clicks]:
-    """This rank's batches; a dynamic run gets raw ids, a static one their rows."""
+    """Returns this rank's batches: of raw ids for a dynamic run, of row numbers for a static run."""
     return [_batch(run, first_step + step, dist.get_rank()) for step in range(run.steps)]
 
 
@@ -255,7 +255,7 @@ def _batch(run: Run, step: int, rank: int) -> Clicks:
 
 
 def _ids_at(run: Run, step: int) -> Tensor:
-    """What a step draws from: ids of every step, extreme ones among them, and ids of its own."""
+    """Returns the pool of ids of a step: ids of all steps, extreme ids among them, and its new ids."""
     first = 10_000 + run.drift * step % 300 if run.drift < 300 else run.drift * (step + 1)
     return torch.tensor(
         [*EXTREME_IDS, *range(100, 100 + run.new_ids), *range(first, first + run.new_ids)]
@@ -263,14 +263,14 @@ def _ids_at(run: Run, step: int) -> Tensor:
 
 
 def _vocabulary(run: Run) -> Tensor:
-    """Every id that a run may draw, sorted: the row of an id in a static table is its place."""
+    """Returns all ids that a run may draw, sorted; the row of an id in a static table is its place here."""
     ids = torch.unique(torch.cat([_ids_at(run, step) for step in range(run.steps)]))
     assert ids.numel() <= ROWS
     return ids
 
 
 def _write_first_rows(run: Run, model: Any) -> None:
-    """Gives every static table the rows that a dynamic one of its name starts with."""
+    """Writes the initial rows of the dynamic table of the same name into every static table."""
     first: dict[str, Tensor] = {}
     if run.beside:
         rows = torch.rand(ROWS, DIM, generator=torch.Generator().manual_seed(9)) - 0.5

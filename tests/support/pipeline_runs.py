@@ -1,4 +1,4 @@
-"""What the workers run: one model through one pipeline."""
+"""Functions for workers: run one model through one pipeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torchrec_dyn.table.table import DynamicTable
 
-# Name of a pipeline -> TorchRec's class, its options, whether it needs the shims.
+# Name of a pipeline -> TorchRec's class, its options, True if it needs the shims.
 PIPELINES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "base": ("TrainPipelineBase", {}, False),
     "sparse_dist": ("TrainPipelineSparseDist", {}, False),
@@ -53,7 +53,7 @@ State = dict[str, dict[str, torch.Tensor]]
 
 
 def tables_of(run: Run, model: Any) -> dict[str, DynamicTable]:
-    """The dynamic column shards on this rank by name and first column."""
+    """Returns the dynamic column shards on this rank by name and first column."""
     return {
         f"{table.name}/{table.first_column}": table
         for name in ("pooled", "sequences")
@@ -64,12 +64,12 @@ def tables_of(run: Run, model: Any) -> dict[str, DynamicTable]:
 
 
 def states_of(run: Run, model: Any) -> State:
-    """The contents of the dynamic tables on this rank."""
+    """Returns the contents of the dynamic tables on this rank."""
     return {name: table.export_state() for name, table in tables_of(run, model).items()}
 
 
 def check_same_states(got: State, expected: State) -> None:
-    """Asserts that tables hold the same, bit for bit."""
+    """Asserts that the contents of tables are bit-equal."""
     assert got.keys() == expected.keys()
     for name, state in expected.items():
         for part, value in state.items():
@@ -77,7 +77,7 @@ def check_same_states(got: State, expected: State) -> None:
 
 
 def optimizer_of(run: Run, model: Any) -> Any:
-    """The optimizers of the rows and of the dense part, perhaps at a growing rate."""
+    """Returns the optimizers of the rows and of the dense part; with `warming` the learning rate grows."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     wrapped = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1))
     optimizer = CombinedOptimizer([model.fused_optimizer, wrapped])
@@ -87,7 +87,7 @@ def optimizer_of(run: Run, model: Any) -> Any:
 
 @contextmanager
 def no_fallback() -> Iterator[None]:
-    """Fails where TorchRec says that it did not pipeline a module."""
+    """Fails if TorchRec logs that it did not pipeline a module."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -104,7 +104,7 @@ def no_fallback() -> Iterator[None]:
 
 
 def make_pipeline(run: Run, name: str, model: Any, **options: Any) -> Any:
-    """A pipeline over a model."""
+    """Returns a pipeline over a model."""
     kind, usual, _ = PIPELINES[name]
     return getattr(train_pipelines, kind)(
         model, optimizer_of(run, model), torch.device("cpu"), **usual, **options
@@ -112,7 +112,7 @@ def make_pipeline(run: Run, name: str, model: Any, **options: Any) -> Any:
 
 
 def drain(pipeline: Any, source: list[Clicks]) -> list[Any]:
-    """Runs batches through a pipeline until it has none."""
+    """Runs all batches through a pipeline; returns the outputs."""
     outputs, left = [], iter(source)
     while True:
         try:
@@ -122,7 +122,7 @@ def drain(pipeline: Any, source: list[Clicks]) -> list[Any]:
 
 
 def check_pipelined(run: Run, pipeline: Any) -> None:
-    """Asserts that every collection runs through the pipeline, ours among them."""
+    """Asserts that the pipeline pipelines every collection, the dynamic collections among them."""
     names = {module.forward.name: type(module).__name__ for module in pipeline._pipelined_modules}
     expected = {"pooled": "EmbeddingBagCollection", "sequences": "EmbeddingCollection"}
     if run.dynamic:
@@ -134,7 +134,7 @@ def check_pipelined(run: Run, pipeline: Any) -> None:
 
 
 def shims_for(name: str) -> Any:
-    """The shims where a pipeline needs them."""
+    """Returns the shims if a pipeline needs them."""
     return cuda_stream_shims() if PIPELINES[name][2] else nullcontext()
 
 
@@ -142,7 +142,7 @@ def train(run: Run, name: str) -> dict[str, Any]:
     """Trains a model through a pipeline.
 
     Returns:
-        losses per step, the contents of this rank's tables, and their counts.
+        Losses per step, the contents of this rank's tables, and their counts.
     """
     with shims_for(name), no_fallback():
         model = sharded_model(run)
@@ -161,7 +161,7 @@ def evaluate(run: Run, name: str) -> int:
     """Evaluates a trained model through a pipeline, which must change nothing.
 
     Returns:
-        how many ids the evaluation saw that training had not.
+        The number of evaluated ids that training had not inserted.
     """
     with shims_for(name), no_fallback(), torch.no_grad():
         model = sharded_model(run)
@@ -173,7 +173,7 @@ def evaluate(run: Run, name: str) -> int:
         counts = {key: table.stats() for key, table in tables_of(run, model).items()}
         expected = [model(batch)[1] for batch in unseen]
         pipeline = make_pipeline(run, name, model)
-        with torch.enable_grad():  # as a user's loop that forgot no_grad
+        with torch.enable_grad():  # as in a user's loop without no_grad
             got = drain(pipeline, unseen)
         check_pipelined(run, pipeline)
         assert len(got) == run.steps
@@ -192,14 +192,14 @@ def evaluate(run: Run, name: str) -> int:
 
 
 def train_and_erase(run: Run, erased: torch.Tensor, at_step: int, erase: bool) -> dict[str, Any]:
-    """Trains by SemiSync; ids leave between lookup i + 1 and backward i, and come back later.
+    """Trains by SemiSync; ids are erased between lookup i + 1 and backward i, and occur again later.
 
     Args:
-        run: of tables whose rows all start alike.
-        erased: the ids that leave.
-        at_step: the batch i.
-        erase: if not, nothing leaves; instead later batches name those ids anew, which must
-            train the same.
+        run: run with tables whose initial rows are all equal.
+        erased: ids to erase.
+        at_step: number of the batch i.
+        erase: False to erase nothing; instead later batches replace these ids by other ids, which must train
+            equally.
     """
     source = batches(run)
     with shims_for("semi_sync"):
@@ -227,7 +227,7 @@ def train_and_erase(run: Run, erased: torch.Tensor, at_step: int, erase: bool) -
 
 
 def renamed(ids: torch.Tensor) -> torch.Tensor:
-    """Other names for ids, used nowhere else."""
+    """Returns other ids that are used nowhere else."""
     return ids ^ 0x5555_0000_0000
 
 
@@ -239,7 +239,7 @@ def _erase(run: Run, model: Any, ids: torch.Tensor) -> None:
 
 
 def train_with_pause(run: Run, name: str) -> dict[str, Any]:
-    """Trains, evaluates in the middle with the pipeline detached, and trains on."""
+    """Trains, evaluates with the pipeline detached, and continues to train."""
     with shims_for(name):
         model = sharded_model(run)
         pipeline = make_pipeline(run, name, model)
@@ -251,8 +251,8 @@ def train_with_pause(run: Run, name: str) -> dict[str, Any]:
             for batch in batches(run, first_step=run.steps):
                 bare(batch)
         bare.train()
-        # Else TorchRec sends the batches in flight again, into contexts that their first sending
-        # filled; its own sequence collections do not survive that either.
+        # With sparse_dist TorchRec would send the batches in flight again, into contexts that are already
+        # filled. TorchRec's own sequence collections fail then too.
         pipeline.attach(bare, sparse_dist=False)
         outputs += drain(pipeline, left)
     return {"losses": [float(loss) for loss, _ in outputs], "states": states_of(run, model)}

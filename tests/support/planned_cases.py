@@ -1,4 +1,4 @@
-"""Topologies, and the sharding options that TorchRec's planner has of a module."""
+"""Topologies, and the sharding options that TorchRec's planner enumerates for a module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POOLED = [*SEQUENCE, "table_row_wise", "table_column_wise", "grid_shard"]
 
 
 def topology(device: str = "cpu", **changes: Any) -> Topology:
-    """Two nodes of two ranks, unless said otherwise."""
+    """Returns a topology; by default two nodes of two ranks."""
     given = {"world_size": 4, "local_world_size": 2, "compute_device": device}
     return Topology(**{**given, **changes})
 
@@ -22,7 +22,7 @@ def topology(device: str = "cpu", **changes: Any) -> Topology:
 def options(
     estimator: Any, module: nn.Module, sharder: Any, constraints: Any = None, device: str = "cpu"
 ) -> dict[tuple[str, str], ShardingOption]:
-    """All sharding options of a module by table and type, with storage by one estimator."""
+    """Returns all sharding options of a module by table and type, with storage estimated by `estimator`."""
     enumerator = EmbeddingEnumerator(topology(device), 128, constraints, estimator)
     found = enumerator.enumerate(module, [sharder])
     return {(option.name, option.sharding_type): option for option in found}

@@ -1,4 +1,4 @@
-"""Trains feature-processed collections on several ranks beside unsharded ones, or TorchRec's static one."""
+"""Trains feature-processed collections on several ranks beside unsharded or TorchRec's static collections."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 import torchrec_dyn as dyn
 
 RATE = 0.05
-LONGEST = 6  # of the position weights; batches have bags of at most case.longest_bag ids
+LONGEST = 6  # number of position weights; bags have at most case.longest_bag ids
 
 
 class Model(nn.Module):
-    """A model that is one collection, and gives tensors: DDP averages nothing of what it cannot see."""
+    """A model of one collection that returns tensors: DDP averages gradients only if it sees the outputs."""
 
     def __init__(self, collection: nn.Module) -> None:
         super().__init__()
         self.collection = collection
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        """Looks the features up."""
+        """Returns the pooled features by name."""
         return dict(self.collection(features).to_dict())
 
 
 def processed(case: Case, collection: Any, form: str) -> FeatureProcessedEmbeddingBagCollection:
-    """A collection and its processors, with position weights that differ from each other."""
+    """Returns a feature-processed collection whose position weights all differ."""
     processors: Any
     if form == "collection":
         processors = PositionWeightedModuleCollection(dict.fromkeys(case.features(), LONGEST))
@@ -61,7 +61,7 @@ def processed(case: Case, collection: Any, form: str) -> FeatureProcessedEmbeddi
 
 
 def position_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The position weights by feature."""
+    """Returns the position weights by feature."""
     return {
         path.split(".")[-1 if "position_weights." in path else -2]: weight
         for path, weight in module.named_parameters()
@@ -70,7 +70,7 @@ def position_weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def shard_processed(case: Case, module: nn.Module, sharder: Any = None) -> Any:
-    """A feature-processed collection under DistributedModelParallel."""
+    """Returns a feature-processed collection under DistributedModelParallel."""
     usual = dyn.DynamicFeatureProcessedEmbeddingBagCollectionSharder(dict(case.fused_params))
     return DistributedModelParallel(
         Model(module),
@@ -89,7 +89,7 @@ def backward(outputs: dict[str, torch.Tensor], scale: float = 1.0) -> None:
 
 
 def learn(module: nn.Module) -> None:
-    """Moves the position weights by their gradients."""
+    """Updates the position weights by their gradients."""
     for weight in position_weights(module).values():
         with torch.no_grad():
             weight -= RATE * weight.grad
@@ -97,7 +97,10 @@ def learn(module: nn.Module) -> None:
 
 
 def unsharded_outputs(case: Case, module: Any, features: KeyedJaggedTensor) -> Any:
-    """The outputs of the unsharded module; of a varying batch too, whose inverse indices TorchRec's drops."""
+    """Returns the outputs of the unsharded module.
+
+    For a variable batch TorchRec's forward is not used, since it drops the inverse indices.
+    """
     if not case.variable:
         return module(features)
     processors, collection = module.split()
@@ -114,11 +117,15 @@ def train_processed(
     summed: bool = False,
     moves: dict[str, ParameterSharding] | None = None,
 ) -> int:
-    """Trains both, asserts equal outputs, rows and position weights, and returns the rows here.
+    """Trains both sides and asserts equal outputs, rows and position weights; returns the rows on this rank.
 
-    `brings_weights`: whether batches have weights of their own, which position weights replace.
-    `summed`: whether rows learn by the sum over the ranks; position weights learn by the mean as ever.
-    `moves`: the plan to which tables move after the first step.
+    Args:
+        case: the collection and its batches.
+        form: "collection" for one processor of all features, else one processor per feature.
+        brings_weights: True if batches have weights, which the position weights replace.
+        summed: True if rows are updated by the sum of gradients over ranks; position weights always use the
+            mean.
+        moves: plan to which the tables are moved after the first step; None: no move.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     unsharded = processed(case, collection_of(case, fused_params=case.fused_params), form)
@@ -132,7 +139,7 @@ def train_processed(
         per_rank, together = batches(case, step)
         if not brings_weights:
             per_rank[rank]._weights = together._weights = None
-        per_rank[rank].to_dict()  # what a batch caches of itself must not be written to
+        per_rank[rank].to_dict()  # fills the batch's cache, which must not be changed either
         before = copy.deepcopy(per_rank[rank])
         got = sharded(per_rank[rank])
         assert_unchanged(per_rank[rank], before)
@@ -156,12 +163,12 @@ def train_processed(
 
 
 def assert_unchanged(batch: KeyedJaggedTensor, before: KeyedJaggedTensor) -> None:
-    """Asserts that a batch is still what the user made."""
+    """Asserts that a batch has not changed."""
     assert torch.equal(batch.values(), before.values())
     assert torch.equal(batch.lengths(), before.lengths())
-    mine, theirs = batch.weights_or_none(), before.weights_or_none()
-    assert (mine is None) == (theirs is None)
-    assert mine is None or torch.equal(mine, theirs)
+    weights, expected = batch.weights_or_none(), before.weights_or_none()
+    assert (weights is None) == (expected is None)
+    assert weights is None or torch.equal(weights, expected)
 
 
 def train_beside_static(case: Case, form: str) -> None:
@@ -175,17 +182,17 @@ def train_beside_static(case: Case, form: str) -> None:
     )
     for name, table in static.embedding_bags.items():
         ours.split()[1].table(name).assign(ids, table.weight.detach()[:200])
-    theirs = shard_processed(
+    static_model = shard_processed(
         case,
         processed(case, static, form),
         FeatureProcessedEmbeddingBagCollectionSharder(
             EmbeddingBagCollectionSharder(fused_params=dict(case.fused_params))
         ),
     )
-    mine = shard_processed(case, ours)
-    # TorchRec shards no weights of a module on the CPU: it makes new ones.
+    dynamic_model = shard_processed(case, ours)
+    # On the CPU TorchRec does not shard a module's weights: it creates new weights.
     saved = {name: table.weight.detach() for name, table in static.embedding_bags.items()}
-    for path, held in theirs.state_dict().items():
+    for path, held in static_model.state_dict().items():
         if "embedding_bags" in path:
             for shard in held.local_shards():
                 (row, column), size = shard.metadata.shard_offsets, shard.metadata.shard_sizes
@@ -196,21 +203,21 @@ def train_beside_static(case: Case, form: str) -> None:
         lengths = torch.randint(LONGEST + 1, (4 * len(case.features()),), generator=generator)
         values = torch.randint(200, (int(lengths.sum()),), generator=generator)
         batch = KeyedJaggedTensor(case.features(), values, lengths=lengths)
-        got, expected = mine(copy.deepcopy(batch)), theirs(batch)
+        got, expected = dynamic_model(copy.deepcopy(batch)), static_model(batch)
         for name, value in expected.items():
             torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5)
         backward(got), backward(expected)
-        others = position_weights(theirs)
-        for name, weight in position_weights(mine).items():
+        others = position_weights(static_model)
+        for name, weight in position_weights(dynamic_model).items():
             torch.testing.assert_close(weight.grad, others[name].grad, rtol=1e-4, atol=1e-5)
-        learn(mine), learn(theirs)
+        learn(dynamic_model), learn(static_model)
 
 
 def one_table(kind: str = "row_wise", world: int = 2) -> Case:
-    """A case of one table of one feature."""
+    """Returns a case of one table with one feature."""
     return Case([Table("t", ["a"], usual_plan(kind, 8, world, world))], weighted=True)
 
 
 def bags(*lengths: int) -> KeyedJaggedTensor:
-    """A batch of one feature without weights."""
+    """Returns a batch of one feature without weights."""
     return KeyedJaggedTensor(["a"], torch.arange(sum(lengths)), lengths=torch.tensor(lengths))

@@ -1,4 +1,4 @@
-"""Id maps as the ops take them: arrays of slots, filled and asked by hand."""
+"""Id maps as the ops take them: arrays of slots, filled and read by direct op calls."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ WHOLE = ids_of(-1)  # `moved` of one map that does not grow
 
 
 def slots_of(capacity: int, place: int = 0) -> Tensor:
-    """Slots that all hold one number: 0 makes an empty map."""
+    """Returns slots that are filled with one number; 0 is an empty map."""
     return torch.full((capacity, 2), place)
 
 
 def put(slots: Tensor, ids: Sequence[int], first_row: int = 0) -> None:
-    """Gives the ids the rows `first_row`, `first_row + 1`, and so on."""
+    """Inserts the ids with the rows `first_row`, `first_row + 1`, and so on."""
     rows = torch.arange(first_row, first_row + len(ids))
     ops.insert(ids_of(*ids), rows, ids_of(0, len(ids)), [slots], WHOLE)
 
 
 def look(slots: Tensor, ids: Sequence[int]) -> list[int]:
-    """The rows of the ids, -1 for an absent one."""
+    """Returns the rows of the ids, -1 for an absent id."""
     rows, absent = ops.lookup(ids_of(*ids), ids_of(0, len(ids)), [slots], WHOLE)
     assert absent.tolist() == [rows.tolist().count(-1)]
     return rows.tolist()
@@ -37,7 +37,7 @@ def a_map(
     is_growing: bool = False,
     room: float = 1.7,
 ) -> tuple[list[Tensor], Tensor]:
-    """(slots, moved) of a map that holds the ids; one that grows is half moved."""
+    """Returns (slots, moved) of a map that holds the ids; half of the slots of a growing map are moved."""
     slots = [ops.new_slots(torch.empty(0, 2, dtype=torch.int64), int(room * len(ids)) // 4 * 4 + 8)]
     ops.insert(torch.as_tensor(ids), torch.as_tensor(rows), ids_of(0, len(ids)), slots, WHOLE)
     if not is_growing:

@@ -1,4 +1,4 @@
-"""Moves tables of a trained collection to another plan, and compares what must stay the same."""
+"""Moves tables of a trained collection to another plan, and compares the results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrec.distributed.types import ParameterSharding
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint_format import saved_tensor
 
-# How a probe finds an id depends on the order in which ids came; bytes and slots on the shards.
+# Probe lengths depend on the order of insertion; bytes and slots depend on the shards.
 NOT_CARRIED = (
     "bytes", "limit", "slots", "load", "probe_length_mean", "probe_length_max", "withheld",
 )  # fmt: skip
@@ -23,7 +23,7 @@ NOT_CARRIED = (
 def plans(
     setup: Setup, kinds: Sequence[str], shift: int = 0, names: Collection[str] | None = None
 ) -> dict[str, ParameterSharding]:
-    """A plan of each table of a setup: of these kinds in turn, on ranks further by `shift`."""
+    """Returns a plan for each table of a setup: the kinds in turn, with ranks shifted by `shift`."""
     local = LOCAL_SIZES[setup.world]
     return {
         table.name: plan_of(
@@ -35,7 +35,7 @@ def plans(
 
 
 def move(model: Any, changed: dict[str, ParameterSharding]) -> None:
-    """What DistributedModelParallel.reshard does for a model that has dense parameters, too."""
+    """Moves tables by the sharder's `reshard`, as DistributedModelParallel.reshard does."""
     collection = model.module.collection
     with mock.patch.object(saved_tensor, "CHUNK_BYTES", 2000):  # many chunks, many rounds
         same = model.sharders[0].reshard(collection, changed, model._env, model.device)
@@ -43,7 +43,7 @@ def move(model: Any, changed: dict[str, ParameterSharding]) -> None:
 
 
 def counts_of(model: Any, setup: Setup) -> dict[str, dict[str, int | float]]:
-    """What is counted of each table, over all ranks."""
+    """Returns the counts of each table over all ranks."""
     return {
         table.name: {
             name: count
@@ -61,7 +61,7 @@ def check_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 
 def check_closed_up(model: Any, names: Collection[str]) -> None:
-    """Rows of other ranks, which come with a small table that is read whole, take no memory for good."""
+    """Asserts that rows of other ranks take no memory after the move; a small table is read whole."""
     for name in names:
         for shard in model.module.collection._shards.shards_of(name):
             assert shard.row_numbers.high <= shard.num_rows + shard.num_rows // 8
@@ -70,11 +70,11 @@ def check_closed_up(model: Any, names: Collection[str]) -> None:
 def loaded_elsewhere(
     model: Any, setup: Setup, changed: dict[str, ParameterSharding], path: str
 ) -> Any:
-    """The oracle: the same model saved, and loaded into one that was made with the other plan."""
+    """Returns the oracle: the same model, saved and loaded into a model under the other plan."""
     save(model, path)
     dist.barrier()
     other = new(setup)
-    move(other, changed)  # of an empty table: nothing to carry, and its shards lie as they will
+    move(other, changed)  # the tables are empty: this only sets the plan
     for name, sharding in changed.items():
         assert other.module.collection.module_sharding_plan[name].ranks == sharding.ranks
     return load(other, path)
@@ -83,7 +83,7 @@ def loaded_elsewhere(
 def goes_on(
     setup: Setup, kinds: Sequence[str], shift: int, folder: str, names: Collection[str] | None
 ) -> list[int]:
-    """Trains, moves, trains on; all the time beside one that goes through a checkpoint."""
+    """Trains, moves, trains again, beside a model that is moved by a checkpoint; returns rows per table."""
     model = new(setup)
     train(model, setup, range(3))
     changed = plans(setup, kinds, shift, names)

@@ -25,14 +25,14 @@ EMBEDDING_DIM = 6
 
 
 def pieces(tensor: Tensor, rows: list[int], columns: list[int] | None = None) -> SavedTensor:
-    """A tensor that DCP saves as chunks cut at these rows and columns."""
+    """Returns a tensor that DCP saves as chunks cut at these rows and columns."""
     ends = [[0, *rows, len(tensor)]]
     ends += [[0, *(columns or []), tensor.shape[1]]] if tensor.dim() == 2 else []
     parts = []
     for spans in itertools.product(*(itertools.pairwise(one) for one in ends)):
         block = tensor[tuple(itertools.starmap(slice, spans))]
         if not block.numel():
-            continue  # DCP knows chunks by where they begin: another may begin there
+            continue  # DCP identifies chunks by their first place: another chunk may begin there
         parts.append(
             Part(
                 tuple(first for first, _ in spans),
@@ -46,7 +46,7 @@ def pieces(tensor: Tensor, rows: list[int], columns: list[int] | None = None) ->
 def model_state(
     rows: int = 50, seed: int = 0, life: bool = False, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """What the model's state dict holds of a table "user", by name."""
+    """Returns the tensors of a table "user" in the model's state dict, by name."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(-(2**62), 2**62, (rows,), generator=draw)
     ids = ids[canonical_order(ids)]
@@ -65,7 +65,7 @@ def model_state(
 
 
 def optimizer_state(rows: int = 50, cuts: tuple[int, ...] = (0, 6)) -> dict[str, Tensor]:
-    """What the optimizer's state dict holds of it: of row-wise Adagrad."""
+    """Returns the tensors of the table in the optimizer's state dict, for row-wise Adagrad, by name."""
     shards = len(cuts) - 1
     config = {"format": 1, "optimizer": "exact_row_wise_adagrad", "cuts": list(cuts)}
     return {
@@ -81,7 +81,7 @@ def config_bytes(config: dict[str, object]) -> Tensor:
 
 
 def with_checksum(state: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-    """Adds the sums, and drops what is empty, as DCP does."""
+    """Returns the state with its checksum and without empty tensors, which DCP does not save."""
     order = OPTIMIZER_TENSORS if "step" in state else MODEL_TENSORS
     sums = {
         name: sum_of_small("user", name, saved)
@@ -112,15 +112,15 @@ def save_table(
     key: str = MODEL_KEY,
     **more: object,
 ) -> None:
-    """Saves {"model": ..., "optimizer": ...} with one table and something else beside it.
+    """Saves {"model": ..., "optimizer": ...} with one table and tensors that belong to no table.
 
     Args:
-        path: where.
-        state: `model_state()`, or other.
-        optimizer: `optimizer_state()`, or other.
-        cut: what to save in place of a tensor: `pieces` of it.
-        key: of the table in the model's state dict.
-        more: saved beside.
+        path: folder to save to.
+        state: tensors of the model's state dict; None: `model_state()`.
+        optimizer: tensors of the optimizer's state dict; None: `optimizer_state()`.
+        cut: (name, tensor) -> the tensor to save in its place, for example `pieces` of it.
+        key: key of the table in the model's state dict.
+        more: further entries to save.
     """
     state = model_state() if state is None else state
     ids = state["ids"]

@@ -1,4 +1,4 @@
-"""Blocks of scores as the ops take them: made and filled by hand."""
+"""Blocks of scores as the ops take them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 
-FREE = 2**32 - 1  # last_seen of a row that no id has, as the score holds it
+FREE = 2**32 - 1  # last_seen in the score of a row without an id
 MOST = 2**32 - 1  # the largest count
 
 
 def blocks_of(rows: int, shift: int) -> list[Tensor]:
-    """Blocks for at least `rows` rows, all of them free."""
+    """Returns blocks for at least `rows` rows, all of them free."""
     return [torch.full((1 << shift, 1), -(2**32)) for _ in range(-(-rows // (1 << shift)))]
 
 

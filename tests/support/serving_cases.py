@@ -1,4 +1,4 @@
-"""Checkpoints and deltas in the saved format, made by hand of plain tables."""
+"""Checkpoints and deltas in the saved format, built from plain tables without a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNIFORM = {"high": 0.5, "low": -0.5, "name": "Uniform"}
 
 @dataclass
 class Plain:
-    """A trained table as a plain dict, which saves itself.
+    """A trained table as a plain dict.
 
     `dim` columns, `rows` by id, in the dtype of training.
     """
@@ -38,7 +38,7 @@ class Plain:
     seed: int = 0
 
     def with_random(self, ids, seed: int = 0) -> Plain:
-        """A copy in which these ids have new rows."""
+        """Returns a copy in which these ids have new rows."""
         generator = torch.Generator().manual_seed(seed)
         new = {int(i): torch.randn(self.dim, generator=generator).to(self.dtype) for i in ids}
         return replace(self, rows={**self.rows, **new})
@@ -48,7 +48,7 @@ class Plain:
         return replace(self, rows={i: row for i, row in self.rows.items() if i not in gone})
 
     def tensors(self, ids=None) -> dict[str, Tensor]:
-        """Saved tensors of some ids, None for all, in canonical order."""
+        """Returns the saved tensors of some ids (None: all ids) in canonical order."""
         own = torch.tensor(sorted(self.rows if ids is None else ids), dtype=torch.int64)
         own = own[canonical_order(own)]
         saved = {"config": self.config()}
@@ -78,7 +78,7 @@ class Plain:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> Path:
-    """Saves a flat state dict, without a process group."""
+    """Saves a flat state dict without a process group; returns the path."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(tensors, checkpoint_id=path, no_dist=True)
@@ -86,7 +86,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 def save_random(path: Path, name: str, rows: int, dim: int) -> Path:
-    """Saves one table with many random rows."""
+    """Saves one table with `rows` random rows; returns the path."""
     ids = torch.arange(rows)
     ids = ids[canonical_order(ids)]
     one = Plain(name, dim)
@@ -98,7 +98,7 @@ def save_random(path: Path, name: str, rows: int, dim: int) -> Path:
 
 
 def save(path: Path, *tables: Plain, kind: str = "embedding_bags") -> Path:
-    """Saves whole tables as an unsharded collection `ebc` would."""
+    """Saves whole tables as an unsharded collection `ebc` does; returns the path."""
     found = {}
     for table in tables:
         saved = table.tensors()
@@ -110,7 +110,7 @@ def save(path: Path, *tables: Plain, kind: str = "embedding_bags") -> Path:
 def save_delta(
     path: Path, before: list[Plain], after: list[Plain], kind: str = "embedding_bags", **changed
 ) -> Path:
-    """Saves what changed between two states of the same tables; `changed` replaces saved tensors."""
+    """Saves the delta between two states of the same tables; `changed` replaces saved tensors."""
     found = {}
     for old, new in zip(before, after, strict=True):
         touched = [
@@ -129,7 +129,7 @@ def save_delta(
 
 
 def bag_configs(*tables: Plain, features=None, pooling=None) -> list[EmbeddingBagConfig]:
-    """One config a table; `features` and `pooling` by its name, else itself and SUM."""
+    """Returns one config per table; `features` and `pooling` by table name, by default "f_<name>" and SUM."""
     return [
         EmbeddingBagConfig(
             name=one.name,
@@ -155,7 +155,7 @@ def sequence_configs(*tables: Plain, features=None) -> list[EmbeddingConfig]:
 
 
 def batch(keys: list[str], ids: list[int], size: int, seed: int, weighted=False, most=5):
-    """A KeyedJaggedTensor of `size` bags a feature with up to `most` of these ids each."""
+    """Returns a KeyedJaggedTensor of `size` bags per feature with up to `most` of these ids each."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, most + 1, (len(keys) * size,), generator=generator)
     pool = torch.tensor(ids, dtype=torch.int64)

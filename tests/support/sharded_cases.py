@@ -1,4 +1,4 @@
-"""Cases of sharded training: tables, plans made by hand, and how they are trained."""
+"""Cases of sharded training: tables, explicit plans and batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FUSED_PARAMS = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
 def shard_by_hand(
     kind: str, pieces: Sequence[tuple[list[int], int, int]], rows: int = 1000
 ) -> ParameterSharding:
-    """A plan of pieces (ranks that share the rows, first column, width), in the order given."""
+    """Returns a plan of pieces (ranks that share the rows, first column, width), in the given order."""
     shards, ranks = [], []
     for piece_ranks, first, width in pieces:
         block = -(-rows // len(piece_ranks))
@@ -33,7 +33,7 @@ def shard_by_hand(
 def usual_plan(
     kind: str, dim: int, world: int, local: int, turn: int = 0, rows: int = 1000
 ) -> ParameterSharding:
-    """A plan of one type as the planner would make it; `turn` moves it to other ranks."""
+    """Returns a plan of one sharding type like the planner's; `turn` shifts it to other ranks."""
     half, node = dim // 2, turn % (world // local) * local
     on_node = list(range(node, node + local))
     other = [(rank + local) % world for rank in on_node]
@@ -50,7 +50,7 @@ def usual_plan(
 
 @dataclass
 class Table:
-    """One table of a case: TorchRec's config in brief, its plan, and what rows may do."""
+    """One table of a case: a short form of TorchRec's config, its plan, and its dynamic config."""
 
     name: str
     features: list[str]
@@ -64,7 +64,7 @@ class Table:
 
 @dataclass
 class Case:
-    """A collection, its plan, and the batches it is trained on."""
+    """A collection, its plan, and its training batches."""
 
     tables: list[Table]
     pooled: bool = True
@@ -82,6 +82,6 @@ class Case:
     dedup: bool = False
 
     def features(self) -> list[str]:
-        """Every feature once, in an order that is not that of the tables."""
+        """Returns every feature once, not in the order of the tables."""
         names = dict.fromkeys(name for table in self.tables for name in table.features)
         return sorted(names, reverse=True)

@@ -1,9 +1,9 @@
-"""Trains a sharded collection whose rows have a life beside unsharded ones on the same global batches.
+"""Trains a sharded collection whose rows have a life beside unsharded collections on the same global batches.
 
-Beside every table stand unsharded collections of that table alone: one, or one for each rank that shares
-its rows, with that rank's limit, fed only that rank's share of the ids. After a step every shard must be
-what its unsharded one is, bit for bit: ids, rows, optimizer state, scores, counters, clock and counts. So
-column shards agree, and nothing depends on the plan.
+Every table is compared with unsharded collections of that table alone: one collection, or one for each rank
+that shares the rows, with that rank's limit and only that rank's share of the ids. After a step every shard
+must equal its unsharded collection bit for bit: ids, rows, optimizer state, scores, counters, clock and
+counts. So column shards agree, and nothing depends on the plan.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from torchrec import KeyedJaggedTensor
 from torchrec_dyn.ranks.routing import config_of_share, owners, row_limit
 from torchrec_dyn.table.table import DynamicTable
 
-# What depends on the columns of a shard, on when a graph is dropped, or on the order of ids in a slot's line.
+# Counts that depend on the columns of a shard, on the time when a graph is dropped, or on the order of ids
+# in a line.
 NOT_OF_THE_STREAM = {"bytes", "withheld", "late_grads", "probe_length_mean", "probe_length_max"}
 NOT_BY_COLUMN = {"waiting", "clock"}
 
 
 @dataclass
 class Batch:
-    """A batch of this rank, the same of all ranks together, and where its outputs are in theirs."""
+    """This rank's batch, the global batch, and the places of this rank's outputs in the global outputs."""
 
     mine: KeyedJaggedTensor
     together: KeyedJaggedTensor
@@ -35,7 +36,7 @@ class Batch:
 
 
 def make_batch(case: Case, bags: list[list[list[list[int]]]]) -> Batch:
-    """Makes a batch of bags of ids: by rank, feature (as `case.features()`), bag."""
+    """Returns a batch of bags of ids, given by rank, feature (in the order of `case.features()`) and bag."""
     rank, spans = dist.get_rank(), {}
     for number, feature in enumerate(case.features()):
         of_ranks = [features[number] for features in bags]
@@ -55,7 +56,7 @@ def _features(case: Case, bags: list[list[list[int]]]) -> KeyedJaggedTensor:
 
 
 def drifting_batch(case: Case, step: int) -> Batch:
-    """A batch of ids that are new, then popular, then rare; now and then one id a bag, or none."""
+    """Returns a batch of ids that are first new, then popular, then rare; some have 0 or 1 ids per bag."""
     generator = torch.Generator().manual_seed(step)
     longest = 0 if step % 17 == 16 else 1 if step % 5 == 4 else case.longest_bag
     newest = 60 + 15 * step
@@ -86,17 +87,17 @@ class Parts:
         ]
 
     def table(self, part: int) -> DynamicTable:
-        """The rows of one part."""
+        """Returns the table of one part."""
         return self.collections[part].local_tables()[self.name]
 
     def share(self, ids: torch.Tensor, part: int) -> torch.Tensor:
-        """Which ids, [M], fall to one part, [M] bool."""
+        """Returns a mask [M] of the ids [M] that one part owns."""
         if self.count == 1:
             return torch.ones_like(ids, dtype=torch.bool)
         return torch.eq(owners(ids, self.count), part)
 
     def forward(self, batch: KeyedJaggedTensor) -> tuple[dict[str, torch.Tensor], Any]:
-        """Returns the outputs of all parts together, and what `backward` needs."""
+        """Returns the outputs of all parts together, and the data for `backward`."""
         whole: dict[str, torch.Tensor] = {}
         taken = []
         for part, collection in enumerate(self.collections):
@@ -125,7 +126,7 @@ class Parts:
 
 
 def _only(batch: KeyedJaggedTensor, kept: torch.Tensor) -> KeyedJaggedTensor:
-    """The same bags without some ids."""
+    """Returns the same bags with only the kept ids."""
     bags = torch.repeat_interleave(torch.arange(len(batch.lengths())), batch.lengths())
     lengths = torch.bincount(bags[kept], minlength=len(batch.lengths()))
     return KeyedJaggedTensor(batch.keys(), batch.values()[kept], lengths=lengths)
@@ -146,8 +147,8 @@ class Beside:
     """A sharded collection and, for every table, its unsharded parts.
 
     Args:
-        case: of tables that have their configs.
-        unsharded: what is sharded, None for a new collection.
+        case: case whose tables have configs.
+        unsharded: collection to shard; None: a new collection.
     """
 
     def __init__(self, case: Case, unsharded: Any = None) -> None:
@@ -159,7 +160,7 @@ class Beside:
             self.shard(collection_of(case))
 
     def shard(self, unsharded: Any) -> None:
-        """Takes a collection to be compared."""
+        """Shards the collection that is compared."""
         self.model = shard(self.case, unsharded)
         self.collection = self.model.module.collection
         self.shards: list[DynamicTable] = [
@@ -187,13 +188,13 @@ class Beside:
     def _same_outputs(self, forward: Forward) -> None:
         for name, feature, output in self.named(forward.outputs):
             expected = forward.whole[name][feature][forward.spans[feature]]
-            # Partial sums of more than two ranks come in the order of the transport.
+            # The order of partial sums of more than two ranks depends on the transport.
             exact = self.case.exact and (not self.case.pooled or self.parts[name].count < 3)
             what = f"forward {forward.number}, output {feature} of {name}"
             check_same(replace(self.case, exact=exact), output, expected, what)
 
     def named(self, outputs: dict[str, torch.Tensor]) -> list[tuple[str, str, torch.Tensor]]:
-        """Outputs with the names of their table and feature."""
+        """Returns (table, feature, output) of each output."""
         names = [(t.name, feature) for t in self.case.tables for feature in t.features]
         features = [feature for _, feature in names]
         return [
@@ -201,7 +202,7 @@ class Beside:
         ]
 
     def grads(self, forward: Forward) -> dict[tuple[str, str], torch.Tensor]:
-        """Gradients of the whole outputs by table and feature, by a fixed rule."""
+        """Returns fixed gradients of the whole outputs by table and feature."""
         generator = torch.Generator().manual_seed(forward.number)
         return {
             (name, feature): torch.rand(whole.shape, generator=generator) - 0.5
@@ -224,7 +225,7 @@ class Beside:
             parts.backward(forward.taken[name], of_parts)
 
     def step(self, batch: Batch) -> None:
-        """Trains both sides on a batch; every id that needs no admission has its row, seen just now."""
+        """Trains both sides on a batch; asserts that all ids of tables without admission have rows then."""
         self.backward(self.forward(batch))
         for one in self.shards:
             if one.config.admission is not None:
@@ -236,7 +237,7 @@ class Beside:
             assert last_seen.eq(one.step).all(), f"{one.name}: an id of the batch has left"
 
     def set_time(self, time: int) -> None:
-        """Sets the clocks; the last rank is the latest."""
+        """Sets the clocks; the last rank has the latest time."""
         self.collection.set_time(time if self.rank == self.world - 1 else max(0, time - 1))
         self.set_time_of_parts(time)
 
@@ -247,7 +248,7 @@ class Beside:
                 collection.set_time(time)
 
     def edit(self, ids: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        """Assigns rows of as many columns as all tables have, or without rows erases, on both sides."""
+        """Assigns `rows`, [ids, columns of every table], on both sides; without rows erases the ids."""
         for name, parts in self.parts.items():
             handle, mine = self.collection.table(name), slice(self.rank, None, self.world)
             if rows is None:
@@ -263,7 +264,7 @@ class Beside:
                     table.assign(ids[kept], rows[kept])
 
     def check(self, stats: bool = True) -> None:
-        """Asserts that every shard on this rank is as its unsharded part, and has counted the same."""
+        """Asserts that every shard on this rank equals its unsharded part, counts included."""
         for one in self.shards:
             table = self.parts[one.name].table(self.part_of(one))
             what = f"forward {self.forwards}, {one.name} from column {one.first_column}"
@@ -278,7 +279,7 @@ class Beside:
             assert not stats or stream_stats(one) == stream_stats(table), what
 
     def part_of(self, one: DynamicTable) -> int:
-        """Which part of its table's rows a shard of this rank is."""
+        """Returns the number of the part of its table's rows that a shard of this rank holds."""
         plan = next(table.plan for table in self.case.tables if table.name == one.name)
         shards = zip(plan.sharding_spec.shards, plan.ranks or (), strict=True)  # type: ignore[union-attr]
         ranges = [
@@ -290,5 +291,5 @@ class Beside:
 
 
 def stream_stats(table: DynamicTable) -> dict[str, int | float]:
-    """The counts of a table that follow from the stream of ids alone."""
+    """Returns the counts of a table that depend only on the stream of ids."""
     return {key: count for key, count in table.stats().items() if key not in NOT_OF_THE_STREAM}

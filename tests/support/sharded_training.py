@@ -1,8 +1,8 @@
-"""Trains a sharded collection beside the unsharded one on the same global batches.
+"""Trains a sharded collection beside the unsharded collection on the same global batches.
 
-`train_beside(case)` runs in the workers: it asserts that every rank's outputs, and at the
-end every rank's rows, are those of the unsharded collection trained on the global batch
-with gradients divided by the number of ranks.
+`train_beside(case)` runs in the workers: it asserts that every rank's outputs, and at the end every rank's
+rows, equal those of the unsharded collection, trained on the global batch with gradients divided by the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torchrec_dyn as dyn
 
 
 def collection_of(case: Case, **options: Any) -> Any:
-    """The unsharded collection of a case."""
+    """Returns the unsharded collection of a case."""
     from torchrec.modules.embedding_configs import DataType, PoolingType
 
     configs: list[Any] = []
@@ -47,19 +47,19 @@ def collection_of(case: Case, **options: Any) -> Any:
 
 
 class Holder(nn.Module):
-    """A model that is one collection."""
+    """A model of one collection."""
 
     def __init__(self, collection: nn.Module) -> None:
         super().__init__()
         self.collection = collection
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
-        """Looks the features up."""
+        """Returns the outputs of the collection."""
         return self.collection(features)
 
 
 def sharder_of(case: Case) -> Any:
-    """The sharder of a case's collection."""
+    """Returns the sharder of a case's collection."""
     registry = None
     if case.qcomm is not None:
         from torchrec.distributed.fbgemm_qcomm_codec import (
@@ -82,7 +82,7 @@ def sharder_of(case: Case) -> Any:
 
 
 def shard(case: Case, collection: nn.Module) -> Any:
-    """The collection of a case under DistributedModelParallel."""
+    """Returns the collection of a case under DistributedModelParallel."""
     plan = ShardingPlan({"collection": {table.name: table.plan for table in case.tables}})
     return DistributedModelParallel(
         Holder(collection),
@@ -93,7 +93,7 @@ def shard(case: Case, collection: nn.Module) -> Any:
 
 
 def ids_of(generator: torch.Generator, count: int, known: int, step: int) -> torch.Tensor:
-    """Ids that repeat, ids new in this step, and the extreme ones."""
+    """Returns ids that repeat, ids that are new in this step, and extreme ids."""
     pool = torch.tensor([*EXTREME_IDS, *range(100, 100 + known)])
     fresh = torch.arange(10_000 * (step + 1), 10_000 * (step + 1) + known)
     pool = torch.cat([pool, fresh])
@@ -101,7 +101,7 @@ def ids_of(generator: torch.Generator, count: int, known: int, step: int) -> tor
 
 
 def batches(case: Case, step: int) -> tuple[list[KeyedJaggedTensor], KeyedJaggedTensor]:
-    """The batch of each rank and the same as one global batch."""
+    """Returns the batch of each rank, and all of them as one global batch."""
     generator = torch.Generator().manual_seed(1000 + step)
     world = dist.get_world_size()
     features = case.features()
@@ -145,7 +145,7 @@ def _kjt(case: Case, features: list[str], parts: list[tuple[torch.Tensor, ...]])
 
 
 def parts_of_rank(case: Case, whole: Any, sizes: list[int], rank: int) -> dict[str, torch.Tensor]:
-    """This rank's part of the outputs of a global batch, by output name."""
+    """Returns a rank's part of the outputs of a global batch, by output name."""
     first = sum(sizes[:rank])
     if case.pooled:
         return {name: value[first : first + sizes[rank]] for name, value in whole.to_dict().items()}
@@ -157,7 +157,7 @@ def parts_of_rank(case: Case, whole: Any, sizes: list[int], rank: int) -> dict[s
 
 
 def expanded(outputs: Any, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-    """Sequences per example, as a sharded collection gives them, from sequences per bag."""
+    """Returns sequences per example, as a sharded collection returns them, from sequences per bag."""
     keys, inverse = features.inverse_indices()
     result = {}
     for name, jagged in outputs.items():
@@ -173,14 +173,14 @@ def expanded(outputs: Any, features: KeyedJaggedTensor) -> dict[str, JaggedTenso
 
 
 def outputs_by_name(case: Case, outputs: Any) -> dict[str, torch.Tensor]:
-    """The outputs of either kind of collection, by output name."""
+    """Returns the outputs of a collection of either kind, by output name."""
     if case.pooled:
         return dict(outputs.to_dict())
     return {name: jagged.values() for name, jagged in outputs.items()}
 
 
 def check_same(case: Case, got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Asserts equality, to the bit where the plan must not change a bit."""
+    """Asserts equality: bit-equality if the case is exact, else up to its tolerance."""
     assert got.shape == expected.shape, f"{what}: shape {got.shape}, expected {expected.shape}"
     if case.exact:
         assert torch.equal(got, expected), f"{what}: differ by {(got - expected).abs().max()}"
@@ -191,7 +191,7 @@ def check_same(case: Case, got: torch.Tensor, expected: torch.Tensor, what: str)
 
 
 def train_beside(case: Case) -> int:
-    """Trains both, asserts that they stay the same, and returns the rows on this rank."""
+    """Trains both collections and asserts that they stay equal; returns the rows on this rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     unsharded = collection_of(case, fused_params=case.fused_params)
     sharded = shard(case, copy.deepcopy(unsharded))
@@ -210,9 +210,9 @@ def train_beside(case: Case) -> int:
             continue
         # The gradient depends on the output, so that an error of one step grows in the next.
         torch.autograd.backward(list(got.values()), [_grad(v.detach(), n) for n, v in got.items()])
-        theirs = outputs_by_name(case, whole)
-        grads = [_grad(v.detach(), n).div_(world) for n, v in theirs.items()]
-        torch.autograd.backward(list(theirs.values()), grads)
+        outputs = outputs_by_name(case, whole)
+        grads = [_grad(v.detach(), n).div_(world) for n, v in outputs.items()]
+        torch.autograd.backward(list(outputs.values()), grads)
     check_rows(case, sharded.module.collection, unsharded)
     return sum(sharded.module.collection.table(t.name).num_rows for t in case.tables)
 
@@ -224,7 +224,7 @@ def _grad(output: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def check_rows(case: Case, sharded: Any, unsharded: Any) -> None:
-    """Asserts that the shards of all ranks hold the unsharded rows, each column once."""
+    """Asserts that the shards of all ranks together hold the unsharded rows, each column once."""
     for table in case.tables:
         mine, whole = sharded.table(table.name), unsharded.table(table.name)
         ids = mine.ids()

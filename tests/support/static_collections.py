@@ -1,4 +1,4 @@
-"""Small static collections, trained by torch's optimizers; what from_static is compared with."""
+"""Small static collections, trained by torch's optimizers, to compare `from_static` with."""
 
 import random
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def ec(**options: Any) -> EmbeddingCollection:
 
 
 def batch(collection: nn.Module, draw: random.Random) -> KeyedJaggedTensor:
-    """Two samples of every feature, 6 random ids and then every id once: Adam moves all rows."""
+    """Returns two samples per feature, 6 random ids and then every id once: Adam updates all rows."""
     pooled = isinstance(collection, EmbeddingBagCollection)
     keys = {"f": "a", "g": "a", "h": "b"} if pooled else {"f_a": "a", "f_b": "b"}
     values, lengths = [], []

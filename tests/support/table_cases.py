@@ -1,4 +1,4 @@
-"""Tables and batches that many tests of the core start from."""
+"""Tables and batches for tests of the core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchrec_dyn.lookup.table_group import TableGroup
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.table.table import DynamicTable
 
-# A map starts with 64 slots and doubles: these ids collide at home before and after.
+# A map starts with 64 slots and doubles: these ids share homes before and after it grows.
 CROWDED_IDS = [*ids_at_home(60, 64, 12), *ids_at_home(0, 64, 6), *ids_at_home(124, 128, 12)]
 HARD_IDS = list(dict.fromkeys([*EXTREME_IDS, *range(2, 12), *CROWDED_IDS]))
 hard_ids = st.sampled_from(HARD_IDS) | st.integers(-(2**63), 2**63 - 1)
@@ -23,7 +23,7 @@ def ids_of(*numbers: int) -> Tensor:
 
 
 def make_table(kind: OptimizerKind = OptimizerKind.EXACT_SGD, **options) -> DynamicTable:
-    """A table of 4 columns and at most 1000 rows unless said otherwise."""
+    """Returns a table; by default of 4 columns and at most 1000 rows."""
     optimizer = options.pop("optimizer", None) or RowOptimizer(kind=kind, learning_rate=0.1)
     given = {"name": "t", "num_embeddings": 1000, "embedding_dim": 4, "optimizer": optimizer}
     config = {k: options.pop(k) for k in ("initializer", "seed", "unseen") if k in options}
@@ -35,13 +35,13 @@ def make_group(*tables: DynamicTable, pooling: str = "sum", features=None, **opt
 
 
 def bags_of(*bags: list[int]) -> tuple[Tensor, Tensor]:
-    """(ids, offsets) of bags given as lists."""
+    """Returns (ids, offsets) of bags given as lists."""
     lengths = torch.tensor([0, *map(len, bags)])
     return ids_of(*(number for bag in bags for number in bag)), lengths.cumsum(0)
 
 
 def random_bags(seed: int, bags: int, longest: int, pool: int) -> tuple[Tensor, Tensor]:
-    """(ids, offsets): bags of 0 to `longest` ids out of `pool` different ones; one is empty."""
+    """Returns (ids, offsets) of bags of 0 to `longest` ids out of `pool` different ids; one bag is empty."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, longest + 1, (bags,), generator=draw)
     lengths[bags // 2 : bags // 2 + 1] = 0
@@ -51,7 +51,7 @@ def random_bags(seed: int, bags: int, longest: int, pool: int) -> tuple[Tensor, 
 
 
 def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether two exported states are equal bit for bit."""
+    """Returns True if two exported states are bit-equal."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(bits(one[name]), bits(other[name]))
         for name in one
@@ -59,5 +59,5 @@ def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def bits(values: Tensor) -> Tensor:
-    """The bytes, so that NaN equals NaN and 0.0 is not -0.0."""
+    """Returns the bytes of values, so that NaN equals NaN and 0.0 differs from -0.0."""
     return values.contiguous().reshape(-1).view(torch.uint8)

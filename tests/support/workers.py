@@ -1,8 +1,8 @@
-"""Real gloo process groups that live as long as the pytest session.
+"""Real gloo process groups that are kept for the whole pytest session.
 
 A test sends an importable function (defined at the top level of a test module) and its
-arguments to a pool; the function runs on every rank at once, with the default process
-group up, and the results come back in a list by rank:
+arguments to a pool. The function runs on every rank at once, with the default process
+group initialized, and the results are returned in a list by rank:
 
     def count_ranks(offset):                   # in the test module, top level
         return dist.get_rank() + offset
@@ -13,13 +13,13 @@ group up, and the results come back in a list by rank:
 - `workers.run(function, *args, world_size=W)` starts the pool of that world size at its
   first use and keeps it. `local_size=2` emulates nodes of two ranks (LOCAL_WORLD_SIZE).
 - Arguments and results are pickled: send plain data and tensors, not modules with hooks.
-- What a rank raises is raised here as `WorkerError`, with the traceback of every rank that
-  failed. A rank that is silent for `timeout` seconds counts as failed, with the stack it
-  was in. Either way the pool is broken, so it is killed, and the next run starts a new one.
-- A function that wants to see an error catches it itself (`pytest.raises` works there),
-  unless other ranks wait in a collective meanwhile: then give `group_timeout`, which makes
-  a pool of its own for this call, whose collectives give up after so many seconds.
-- Warnings are errors in the workers as in the tests, except those of other libraries.
+- An error on any rank is raised here as `WorkerError`, with the traceback of every failed
+  rank. A rank that does not answer for `timeout` seconds counts as failed, with its stack.
+  In both cases the pool is killed, and the next run starts a new pool.
+- A function that expects an error catches it itself (`pytest.raises` works there). If other
+  ranks then wait in a collective, set `group_timeout`: it starts a separate pool for this
+  call, whose collectives time out after this number of seconds.
+- Warnings are errors in the workers as in the tests, except warnings of other libraries.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GROUP_TIMEOUT = 60.0
 
 
 class WorkerError(AssertionError):
-    """What the ranks raised, or where they hung."""
+    """The errors of the ranks, or the stacks of ranks that hung."""
 
 
 class _Pool:
@@ -79,7 +79,7 @@ class _Pool:
         return [answers[rank][1] for rank in range(len(self._pipes))]
 
     def _collect(self, timeout: float) -> dict[int, tuple[bool, Any]]:
-        """Reads answers until all are there, or until time is up for the rest."""
+        """Returns the answers by rank, after all ranks have answered or the time is up."""
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout + 5
         while len(answers) < len(self._pipes) and (left := deadline - time.monotonic()) > 0:
@@ -91,7 +91,7 @@ class _Pool:
                 except EOFError:
                     answers[rank] = (False, f"the process died\n{self._stack(rank)}")
                 if not answers[rank][0]:
-                    # The others may wait for this rank: give them a moment to fail too.
+                    # Other ranks may wait for this rank: give them 2 s to fail too.
                     deadline = min(deadline, time.monotonic() + 2)
         return answers
 
@@ -123,12 +123,12 @@ def run(
     """Runs a function on every rank.
 
     Args:
-        function: importable by name; called with `args` on every rank.
-        *args: pickled.
+        function: function that is importable by name; called with `args` on every rank.
+        *args: arguments of the function, pickled.
         world_size: number of ranks.
         local_size: ranks per emulated node; None: all on one.
         timeout: seconds until a silent rank counts as hung.
-        group_timeout: seconds until a collective gives up, in a pool for this call only.
+        group_timeout: seconds until a collective times out, in a pool for this call only.
 
     Returns:
         Results by rank.
@@ -163,7 +163,7 @@ def _serve(
     group_timeout: float,
     folder: str,
 ) -> None:
-    """Joins the process group and answers calls until the test session goes."""
+    """Joins the process group and answers calls until the test session ends."""
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
