@@ -197,7 +197,7 @@ def test_models_of_another_kind(run, tmp_path):
         folder / "0",
         "expected a delta with optimizer state of exact_sgd",
     )
-    with pytest.raises(ValueError, match=r"of the tables \['lru', 'old', 'plain'\], got one of"):
+    with pytest.raises(ValueError, match=r"of the tables \['lru', 'old', 'plain'\], got a delta"):
         apply_delta(copies[0].pooled, folder / "0")
     half = copy.deepcopy(copies[0])
     half.pooled.half()
@@ -267,7 +267,7 @@ def test_what_an_export_refuses(run, tmp_path):
     (tmp_path / "taken" / "something").touch()
     refused("expected a new directory, got .*taken", model, tmp_path / "taken", marker)
     refused("expected a marker of torchrec_dyn", model, tmp_path / "new", 7)
-    refused("expected a marker of this very table", other, tmp_path / "new", marker)
+    refused("expected a marker of this table object", other, tmp_path / "new", marker)
     refused("expected a marker of the tables", model.pooled, tmp_path / "new", marker)
     model.pooled.embedding_bags["old"].float()
     refused("expected a table with the row dtype", model, tmp_path / "new", marker)

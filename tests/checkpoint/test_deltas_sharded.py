@@ -167,7 +167,7 @@ def fails_on_one_rank(setup: Setup, folder: str) -> None:
     if not dist.get_rank():
         mark(copy)
     refuses(
-        lambda: export_delta(model, f"{folder}/0", other), "expected a marker of this very table"
+        lambda: export_delta(model, f"{folder}/0", other), "expected a marker of this table object"
     )
     assert not Path(folder, "0").exists()
     quietly(export_delta, model, f"{folder}/0", marker)

@@ -82,7 +82,7 @@ def test_as_a_program(saved, tmp_path):
     torn = run("inspect", saved)
     assert torn.returncode == 1 and torn.stdout == b""
     assert re.fullmatch(
-        rb"[^\n]*torn: its save never finished\. Use the one before\.\n", torn.stderr
+        rb"[^\n]*torn: its save never finished\. Use an earlier checkpoint\.\n", torn.stderr
     )
 
 

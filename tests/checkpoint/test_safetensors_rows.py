@@ -237,7 +237,7 @@ def test_rows_that_go_meanwhile_leave_no_file(
     monkeypatch.setattr(module, "lookup_rows", meanwhile)
     (tmp_path / "f").write_bytes(b"before")
     with pytest.raises(
-        RuntimeError, match=r"expected the rows to stay .* got [12] gone. Export while"
+        RuntimeError, match=r"expected no id to be removed .* got [12] removed ids. Export while"
     ):
         export_rows(made, "t", tmp_path / "f")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"before"]

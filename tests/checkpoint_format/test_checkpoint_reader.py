@@ -315,7 +315,7 @@ def test_whole_checkpoints_pass(copy):
 
 def test_torn(copy, tmp_path):
     (copy / ".metadata").rename(copy / ".metadata.tmp")
-    with pytest.raises(ValueError, match=r"torn: its save never finished\. Use the one before\."):
+    with pytest.raises(ValueError, match=r"torn: its save never finished\. Use an earlier check"):
         open_checkpoint(copy)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="torn"):
@@ -486,5 +486,5 @@ def test_a_table_under_the_name_of_another(tmp_path):
     state = model_state()
     parts = with_checksum(state, state["ids"])
     save_dict({f"embedding_bags.item.{name}": one for name, one in parts.items()}, tmp_path)
-    with pytest.raises(ValueError, match="expected a config of it, got that of 'user'"):
+    with pytest.raises(ValueError, match="config of this table, got a config of 'user'"):
         open_checkpoint(tmp_path)

@@ -112,8 +112,8 @@ def test_a_full_checkpoint_is_no_delta_and_a_delta_no_checkpoint(served, tmp_pat
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("removed twice", "expected removed ids that are served, got 1 others"),
-        ("removed unknown", "expected removed ids that are served, got 1 others"),
+        ("removed twice", "expected removed ids that are served, got 1 ids without a row"),
+        ("removed unknown", "expected removed ids that are served, got 1 ids without a row"),
         ("result", "expected a delta that leads to content sums"),
         ("flipped", "expected the content sum"),
     ],

@@ -18,7 +18,7 @@ def optimizer_first(path: str) -> bool:
     step(model, [1, 2, 3])
     before = held(model)
     state = read(state_dict_of(model), path)
-    with pytest.raises(ValueError, match="before that of its optimizer"):
+    with pytest.raises(ValueError, match="before the state dict of its optimizer"):
         model.fused_optimizer.load_state_dict(state["optimizer"])
     return not differences(held(model), before)
 

@@ -1,9 +1,9 @@
-"""Checkpoints: additions to `torch.distributed.checkpoint` (docs/guide/checkpoints.md).
+"""Checkpoints: load planner, deltas, files of rows, and inspection (docs/guide/checkpoints.md).
 
 Imports `migration`, `whole_model`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life` and
 `storage`. Start with `delta_export`, then `delta_reader` and `delta_apply`; `inspection` is the command
-`python -m torchrec_dyn inspect`. A delta is a DCP checkpoint of the changed rows; all of it is verified
-before it changes anything.
+`python -m torchrec_dyn inspect`. `torch.distributed.checkpoint` (DCP) itself saves and loads. A delta is a
+DCP checkpoint of the changed rows; it is verified completely before any table changes.
 """
 
 from torchrec_dyn.checkpoint.delta_apply import apply_delta

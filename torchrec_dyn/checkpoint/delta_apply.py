@@ -1,8 +1,8 @@
-"""Applies a delta to a copy of the model that it was exported from.
+"""Applies a delta to a copy of the model from which it was exported.
 
-All of it is read and verified before anything changes on any rank: the delta is whole, it begins at the
-contents of the copy, and it leads to the contents that it names. Sums are additive: those of the result are
-the sums before, less the sums of the rows that are removed or rewritten, plus the sums of the delta.
+The delta is read and verified completely before anything changes on any rank: it is whole, it begins at the
+contents of the copy, and it leads to the contents that it names. Content sums are additive: the sums of the
+result are the sums before, minus the sums of the removed and rewritten rows, plus the sums of the delta.
 
 Legend: M rows of a stretch, N removed ids.
 """
@@ -39,19 +39,20 @@ from torchrec_dyn.whole_model import ModelTable, saved_forms, tables_of
 
 
 def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Brings a copy of a model to the contents that it would have from a checkpoint saved at the delta.
+    """Updates a copy of a model to the contents that a checkpoint saved at the delta would have.
 
-    The copy may be sharded by another plan, over other ranks, or not at all; tables are found by their names.
-    Rows, optimizer state, scores, counters, clock and steps change; forwards from before cannot run their
-    backward. Collective where the tables are sharded. Reads all rows of the copy once.
+    The copy may have another plan, other ranks or no sharding; tables are matched by their names. Rows,
+    optimizer state, scores, counters, clock and steps change. Forwards from before the call cannot run their
+    backward. Reads all rows of the copy once. Collective where the tables are sharded.
 
     Args:
         model: DistributedModelParallel, any module with dynamic tables, or one collection.
-        path: of `export_delta`; every rank must be able to read it.
+        path: directory that `export_delta` wrote; every rank must be able to read it.
 
     Raises:
         ValueError: on every rank, if the delta is torn or damaged, or does not begin at the present contents
-            of the copy (a delta before it is missing, or it was applied already); nothing has changed then.
+            of the copy (an earlier delta is missing, or this delta was applied already). Nothing has changed
+            then.
     """
     tables = tables_of(model, CALL)
     changes = read_delta(tables, path)
@@ -76,8 +77,9 @@ def _check_begins(changes: Sequence[TableChange], before: Sequence[tuple[Sums, S
                     is_end = own == result[which][name]
                     raise ValueError(
                         f"{change.where}: expected a delta that begins at content sum {own:016x} of {name} "
-                        f"as the copy has, got one that begins at {begin:016x}"
-                        f"{' and ends there: it was applied already' if is_end else ''}. {IN_ORDER}"
+                        f"as the copy has, got a delta that begins at {begin:016x}"
+                        f"{' and ends at the sum of the copy: it was applied already' if is_end else ''}. "
+                        f"{IN_ORDER}"
                     )
 
 
@@ -116,8 +118,8 @@ def _check_ends(
                 end, expected = (kept + added[which][name]) % (1 << 64), result[which][name]
                 if end != expected:
                     raise ValueError(
-                        f"{change.where}: expected a delta that leads to content sum {expected:016x} of "
-                        f"{name} as it says, got one that leads to {end:016x}. {DAMAGED}"
+                        f"{change.where}: expected a delta that leads to the content sum {expected:016x} of "
+                        f"{name} that it names, got a delta that leads to {end:016x}. {DAMAGED}"
                     )
 
 
@@ -133,14 +135,14 @@ def _sums_replaced(change: TableChange) -> tuple[Sums, Sums]:
 
 
 def _rows_replaced(shard: DynamicTable, staged: StagedRows, removed: Tensor) -> IdMap:
-    """Maps the ids of a shard whose rows a delta removes or rewrites."""
+    """Returns a map of the ids of a shard whose rows a delta removes or rewrites."""
     ids = torch.cat([removed, *(some for some, _ in _stretches(staged))])
     rows = shard.id_map.lookup(ids)
     return map_of(ids[rows >= 0], rows[rows >= 0])
 
 
 def _reserve(changes: Sequence[TableChange]) -> None:
-    """Reserves memory for the ids that the shards do not have yet, whatever their limits."""
+    """Reserves memory for the ids without a row in the shards, also above the limits of the shards."""
     for change in changes:
         for shard, staged, _ in change.shards:
             absent = [int((shard.id_map.lookup(ids) < 0).sum()) for ids, _ in _stretches(staged)]
@@ -156,7 +158,10 @@ def _write(changes: Sequence[TableChange]) -> None:
 def _write_rows(
     shard: DynamicTable, staged: StagedRows, states: Mapping[str, RowStore], change: TableChange
 ) -> None:
-    """Removes ids from a shard and writes the rows of the delta: they are checked, memory is reserved."""
+    """Removes ids from a shard and writes the rows of the delta.
+
+    The rows are checked and memory is reserved before this call.
+    """
     ids, rows = shard.id_map.erase(change.removed)
     shard.free(ids, rows, "erased")
     columns = (shard.first_column, shard.first_column + shard.columns)
@@ -180,11 +185,11 @@ def _write_rows(
             clock = change.model.small.get("clock")
             shard.life.clock = Clock() if clock is None else Clock.load(clock)
     shard.step = int(change.optimizer.small["step"])
-    shard.generation += 1  # a forward from before must not write to these rows
+    shard.generation += 1  # the backward of an earlier forward must not write to these rows
 
 
 def _rows_of(shard: DynamicTable, ids: Tensor) -> Tensor:
-    """Returns the rows of ids, fresh rows for unseen ids; nothing is written to these yet."""
+    """Returns the rows of ids; unseen ids get fresh rows, which are not written yet."""
     rows = shard.id_map.lookup(ids)
     is_new = rows < 0
     fresh = shard.row_numbers.take(int(is_new.sum()))

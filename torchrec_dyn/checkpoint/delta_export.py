@@ -1,7 +1,7 @@
 """Deltas: the changes of a model's dynamic tables since a marker, as a checkpoint of the changed rows only.
 
-A delta names the content sums of the whole tables at the marker (`base`) and now (`result`): by them
-delta_apply.py knows whether a copy holds the rows that the delta is for.
+A delta names the content sums of the whole tables at the marker (`base`) and at the export (`result`). By
+these sums delta_apply.py verifies that a copy has the contents of the marker.
 
 Legend: M ids, N removed ids.
 """
@@ -40,8 +40,8 @@ class _Marked:
     """One table at a marker.
 
     Attributes:
-        moments: of its shards on this rank, in column order.
-        sums: words of its two checksums.
+        moments: moments of its shards on this rank, in column order.
+        sums: the words of its two checksums: of the model, of the optimizer.
     """
 
     moments: list[Moment]
@@ -49,9 +49,9 @@ class _Marked:
 
 
 class Marker:
-    """A point in a model's training. Changes after it are recorded for as long as this object lives.
+    """A point in a model's training. Changes after it are recorded as long as this object exists.
 
-    Made by `mark` and by `export_delta`, on every rank its own.
+    `mark` and `export_delta` return it; each rank has a marker of its own.
     """
 
     def __init__(self, tables: dict[str, _Marked]) -> None:
@@ -65,11 +65,14 @@ def mark(model: nn.Module) -> Marker:
     """Marks this point in training: from now on changes are recorded for `export_delta`.
 
     A delta since this marker leads from a checkpoint saved now to a checkpoint saved with the delta. Reads
-    all rows once; recording takes 8 bytes a row and 12 for each id that is removed. Collective where the
+    all rows once. Recording takes 8 bytes a row, and 12 bytes for each removed id. Collective where the
     tables are sharded.
 
     Args:
         model: DistributedModelParallel, any module with dynamic tables, or one collection.
+
+    Returns:
+        The marker of this point; changes are recorded as long as it exists.
     """
     tables = tables_of(model, "mark")
     moments = _begin(tables, "mark")
@@ -80,19 +83,20 @@ def mark(model: nn.Module) -> Marker:
 def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) -> Marker:
     """Writes the rows that changed since a marker, and the removed ids, for `apply_delta`.
 
-    Collective where the tables are sharded; of an unsharded model one process calls it. If it fails, `since`
-    is still valid.
+    Collective where the tables are sharded; for an unsharded model, call it in one process. If it fails,
+    `since` stays valid.
 
     Args:
-        model: the one that was given to `mark`.
+        model: the model that was given to `mark`.
         path: a directory that does not exist yet, or is empty; the same for all ranks.
-        since: of `mark`, or of the delta before.
+        since: the marker that `mark` or the last `export_delta` returned.
 
     Returns:
-        The marker of this point: the next delta begins where this one ends.
+        The marker of this point: the next delta begins where this delta ends.
 
     Raises:
-        ValueError: on every rank, if the path is taken or the marker is not of these tables.
+        ValueError: on every rank, if the path is taken, the marker is not of these tables, or a table was
+            converted, or loaded with another config, after the marker.
     """
     tables = tables_of(model, _CALL)
     run_together(tables[0].group, _CALL, lambda: _check(tables, path, since))
@@ -108,7 +112,7 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
 
 
 def _begin(tables: Sequence[ModelTable], call: str) -> list[list[Moment]]:
-    """Begins a moment of every shard. Collective."""
+    """Starts a moment of every shard and returns the moments, by table. Collective."""
     return run_together(
         tables[0].group,
         call,
@@ -139,28 +143,28 @@ def _check(tables: Sequence[ModelTable], path: str | os.PathLike[str], since: Ma
     names = [table.name for table in tables]
     if sorted(names) != sorted(since._tables):
         raise ValueError(
-            f"export_delta: expected a marker of the tables {names}, got one of {list(since._tables)}."
+            f"export_delta: expected a marker of the tables {names}, got a marker of {list(since._tables)}."
         )
     for table in tables:
         logs = [moment.log for moment in since._tables[table.name].moments]
         if [shard.changes for shard in table.pieces.shards] != logs:
             raise ValueError(
-                f"export_delta(table={table.name!r}): expected a marker of this very table, got one of "
-                "another, or of this one before it was copied, moved, sharded or given another optimizer. "
-                "Save a full checkpoint and mark anew."
+                f"export_delta(table={table.name!r}): expected a marker of this table object, got a marker "
+                "of another table, or from before the table was copied, moved, sharded or given another "
+                "optimizer. Save a full checkpoint and call mark again."
             )
 
 
 def _check_configs(
     table: ModelTable, base: tuple[Tensor, Tensor], result: tuple[Tensor, Tensor]
 ) -> None:
-    """Raises ValueError if a table's configs are not those that it had at the marker."""
+    """Raises ValueError if the configs of a table have changed since the marker."""
     for words, now, order in zip(base, result, (MODEL_TENSORS, OPTIMIZER_TENSORS), strict=True):
         if from_words(words, order)["config"] != from_words(now, order)["config"]:
             raise ValueError(
                 f"export_delta(table={table.name!r}): expected a table with the row dtype, initializer and "
-                "optimizer that it had at the marker, got one that was converted or loaded with others. "
-                "Save a full checkpoint and mark anew."
+                "optimizer of the marker, got a table that was converted, or loaded with another config. "
+                "Save a full checkpoint and call mark again."
             )
 
 
@@ -169,7 +173,7 @@ def _state_dict(
     before: Sequence[_Marked],
     results: Sequence[tuple[Tensor, Tensor]],
 ) -> dict[str, Any]:
-    """Makes the state dict that is saved: the keys of a checkpoint, for the changed rows. Collective."""
+    """Returns the state dict to save: the keys of a checkpoint, with the changed rows. Collective."""
     group, both = tables[0].group, list(zip(tables, before, strict=True))
     changed = run_together(group, _CALL, lambda: [_changed(*one) for one in both])
     removed = run_together(group, _CALL, lambda: [_removed_rows(*one) for one in both])
@@ -196,7 +200,7 @@ def _state_dict(
 
 
 def _changed(table: ModelTable, marked: _Marked) -> ModelTable:
-    """Returns the table with the ids whose rows changed, and no others."""
+    """Returns the table with only the ids whose rows changed."""
     maps = tuple(
         map_of(*moment.log.changed_rows(moment, shard.id_map))
         for shard, moment in zip(table.pieces.shards, marked.moments, strict=True)
@@ -205,7 +209,7 @@ def _changed(table: ModelTable, marked: _Marked) -> ModelTable:
 
 
 def _removed_rows(table: ModelTable, marked: _Marked) -> CanonicalRows | None:
-    """Returns the ids that were removed on this rank; None: it holds no part of the table."""
+    """Returns the ids that were removed on this rank; None if it holds no part of the table."""
     pieces = table.pieces
     if pieces.part is None:
         return None
@@ -222,7 +226,7 @@ def _share(table: ModelTable, rows: CanonicalRows | None) -> Share | None:
 def _removed_ids(
     table: ModelTable, rows: CanonicalRows | None, shares: Sequence[Share | None]
 ) -> SavedTensor:
-    """Makes "removed", [N] int64."""
+    """Returns the tensor "removed", [N] int64."""
     pieces = table.pieces
     runs = runs_of([share for share in shares if share is not None], pieces.part)
     parts = [
@@ -238,11 +242,11 @@ def _reader(rows: CanonicalRows, run: Run) -> Any:
 
 
 def map_of(ids: Tensor, rows: Tensor) -> IdMap:
-    """Makes a map of some ids.
+    """Returns a map from ids to rows.
 
     Args:
         ids: [M] int64, distinct.
-        rows: [M] int64.
+        rows: [M] int64, the rows of the ids.
     """
     made = IdMap(ids.numel())
     made.reserve(ids.numel())

@@ -1,7 +1,7 @@
-"""Reads a delta beside the tables of a copy, and verifies that it is whole.
+"""Reads a delta into stores beside the tables of a copy, and verifies that it is whole.
 
-No table changes here (delta_apply.py). Each rank reads its own rows and columns, whatever plan the delta was
-exported under.
+No table changes here; delta_apply.py changes the tables. Each rank reads its own rows and columns, under any
+plan of the exported model.
 
 Legend: N removed ids.
 """
@@ -36,8 +36,8 @@ from torchrec_dyn.whole_model import ModelTable
 
 CALL = "apply_delta"
 IN_ORDER = (
-    "Apply every delta once and in order, to a copy that was loaded, model and optimizer, from the "
-    "checkpoint at whose moment the marker was made."
+    "Apply every delta once and in order, to a copy whose model and optimizer were loaded from the "
+    "checkpoint that was saved when the marker was made."
 )
 _NONE = torch.empty(0, dtype=torch.int64)
 Sums = Mapping[str, int]
@@ -45,13 +45,13 @@ Sums = Mapping[str, int]
 
 @dataclass
 class TableChange:
-    """The changes of one table in a delta, and this rank's part of them as read.
+    """The changes of one table in a delta, with this rank's part as read.
 
     Attributes:
-        table: of the copy.
-        saved: of the delta.
-        model: receives rows, ids and scores.
-        optimizer: receives optimizer state.
+        table: table of the copy.
+        saved: table of the delta.
+        model: entry that receives ids, rows, scores, counters and clock.
+        optimizer: entry that receives optimizer state and step.
         removed: [N] int64, the removed ids that this rank owns.
     """
 
@@ -74,12 +74,12 @@ class TableChange:
 
     @property
     def cuts(self) -> list[int]:
-        """The column cuts of the delta's row-wise optimizer state; the copy's own where it names none."""
+        """The column cuts of the delta's row-wise optimizer state; if it names no cuts, the copy's cuts."""
         return (self.saved.optimizer or {}).get("cuts") or self.table.pieces.cuts
 
     @property
     def compared(self) -> tuple[list[str], list[str]]:
-        """The tensors whose sums the copy and the delta must share: of the model, of the optimizer."""
+        """Names of the tensors whose sums must be equal in copy and delta: of the model, of the optimizer."""
         pieces, optimizer = self.table.pieces, self.table.optimizer
         model = [*self.model.names, "config", *(["clock"] if pieces.has_life else [])]
         states = zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True)
@@ -93,11 +93,14 @@ def read_delta(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> li
     """Reads and verifies this rank's part of a delta. Collective.
 
     Args:
-        tables: of the copy.
-        path: of the delta.
+        tables: tables of the copy.
+        path: directory of the delta.
+
+    Returns:
+        The changes of each table, in the order of `tables`.
 
     Raises:
-        ValueError: on every rank, if it is torn, damaged or of other tables.
+        ValueError: on every rank, if the delta is torn, damaged or of other tables.
     """
     changes = run_together(tables[0].group, CALL, lambda: _open(tables, path))
     _read(tables, changes, path)
@@ -117,7 +120,7 @@ def _open(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[Ta
         )
     if len(saved) < len(found.tables) or sorted(saved) != sorted(names):
         raise ValueError(
-            f"apply_delta: expected a delta of the tables {sorted(names)}, got one of "
+            f"apply_delta: expected a delta of the tables {sorted(names)}, got a delta of "
             f"{sorted(table.name for table in found.tables.values())} in {path}."
         )
     changes = []
@@ -131,7 +134,7 @@ def _open(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[Ta
         if saved_rule != rule:
             raise ValueError(
                 f"{change.where}: expected a delta with optimizer state of {rule} as the copy has, got "
-                f"that of {saved_rule}. Give both models the same optimizer."
+                f"the state of {saved_rule}. Give both models the same optimizer."
             )
         for field_ in ("rows", "initializer"):
             if one.config.get(field_) != pieces.config[field_]:
@@ -143,7 +146,7 @@ def _open(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[Ta
             removed = one.read("removed")
             if not is_canonical(removed):
                 raise ValueError(
-                    f"{change.where}: expected removed ids in canonical order, got others. {DAMAGED}"
+                    f"{change.where}: expected removed ids in canonical order, got another order. {DAMAGED}"
                 )
             change.removed = removed[pieces.owns(removed)]
         changes.append(change)
@@ -198,11 +201,11 @@ def _checked(change: TableChange) -> tuple[Sums, Sums]:
     for one in change.model.staged or ():
         if bool((one.id_map.lookup(change.removed) >= 0).any()):
             raise ValueError(
-                f"{change.where}: expected removed ids without a row, got some with one. {DAMAGED}"
+                f"{change.where}: expected removed ids without a row, got removed ids with a row. {DAMAGED}"
             )
         if change.table.pieces.has_life and one.id_map.num_ids and not one.has_scores:
             raise ValueError(
-                f"{change.where}: expected a delta of a table with a policy as the copy has, got one "
-                "without scores. Give both the same DynamicTableConfig."
+                f"{change.where}: expected a delta of a table with a policy as the copy has, got a delta "
+                "without scores. Give both models the same DynamicTableConfig."
             )
     return summed[0], summed[1] or {}

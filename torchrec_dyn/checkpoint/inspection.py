@@ -1,8 +1,9 @@
 """The command `python -m torchrec_dyn inspect`: prints a checkpoint or a delta, table by table.
 
-Rows are read a piece at a time into histograms: printed as bars of text and, with matplotlib, drawn.
+Rows are read in chunks and counted in histograms. These are printed as bars of text and, with matplotlib,
+drawn.
 
-Legend: M rows of a piece, E edges of a histogram.
+Legend: M values of a chunk, E edges of a histogram.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ def inspect_checkpoint(path: Path, verify: bool, picture: Path | None) -> None:
     """Prints the tables of a checkpoint or a delta.
 
     Args:
-        path: its directory.
-        verify: whether everything is read and checked.
-        picture: file to draw the histograms to; None: none.
+        path: directory of the checkpoint or delta.
+        verify: True to read and check everything.
+        picture: file to draw the histograms to; None: no picture.
 
     Raises:
-        ValueError: if it is torn, damaged or no checkpoint.
+        ValueError: if the checkpoint is torn or damaged, or the directory is no checkpoint.
         OSError: if a file cannot be read or written.
     """
     checkpoint = open_checkpoint(path)
@@ -55,7 +56,7 @@ def inspect_checkpoint(path: Path, verify: bool, picture: Path | None) -> None:
 
 
 def _block() -> str:
-    """Returns the character of bars: a block where the terminal can show it."""
+    """Returns the character of bars: a block if the output can show it, else #."""
     try:
         "█".encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
@@ -65,7 +66,7 @@ def _block() -> str:
 
 @contextlib.contextmanager
 def _progress(size: int, name: str) -> Iterator[Callable[[int], object]]:
-    """Shows a bar on a terminal once a table takes long."""
+    """Shows a progress bar on a terminal if a table takes long."""
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:
@@ -78,7 +79,7 @@ def _progress(size: int, name: str) -> Iterator[Callable[[int], object]]:
 
 
 def headline(checkpoint: SavedCheckpoint) -> list[str]:
-    """Describes all tables together, without reading any row."""
+    """Returns the lines that describe all tables together; reads no row."""
     tables = list(checkpoint.tables.values())
     kind = "delta" if checkpoint.is_delta else "checkpoint"
     rows, size = sum(one.num_rows for one in tables), sum(one.bytes for one in tables)
@@ -104,7 +105,7 @@ def table_lines(report: TableReport, block: str = "█") -> Iterator[str]:
     """Yields the lines that describe one table.
 
     Args:
-        report: of the table.
+        report: report of the table.
         block: the character of bars.
     """
     table = report.table
@@ -154,10 +155,10 @@ def _moments(is_delta: bool) -> Sequence[str]:
 
 
 def total_fingerprint(parts: Iterable[tuple[str, int]]) -> int:
-    """Returns 64 bits that stand for all tables, wherever their model stands in the checkpoint.
+    """Returns the fingerprint of all tables, 64 bits; the place of the model in the checkpoint has no effect.
 
     Args:
-        parts: names and fingerprints of the tables.
+        parts: name and fingerprint of each table.
 
     Source: BLAKE2b with an 8 byte digest (RFC 7693).
     """
@@ -166,7 +167,7 @@ def total_fingerprint(parts: Iterable[tuple[str, int]]) -> int:
 
 
 def readable(size: float) -> str:
-    """Writes bytes with a unit."""
+    """Returns a number of bytes as text with a unit."""
     units = ["bytes", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:
         size /= 1000
@@ -179,9 +180,9 @@ class TableReport:
     """One table and the histograms of its rows.
 
     Attributes:
-        table: as saved.
-        not_finite: rows with a NaN or an infinite number.
-        histograms: of the norms, and of age and count where the table keeps scores.
+        table: the saved table.
+        not_finite: number of rows with a NaN or an infinite number.
+        histograms: histogram of the norms, and of ages and counts if scores are saved.
     """
 
     table: SavedTable
@@ -192,15 +193,15 @@ class TableReport:
 def read_rows(
     table: SavedTable, verify: bool, progress: Callable[[int], object] = lambda read: None
 ) -> TableReport:
-    """Reads all rows of a table, some at a time.
+    """Reads all rows of a table, in chunks, and returns the report.
 
     Args:
-        table: as saved.
-        verify: whether all other tensors are read too, and everything is checked.
-        progress: called with the number of bytes of each piece that was read.
+        table: the saved table.
+        verify: True to read all other tensors too, and to check everything.
+        progress: function that is called with the number of bytes of each chunk read.
 
     Raises:
-        ValueError: if the table is damaged; without `verify` only some damage is seen.
+        ValueError: if the table is damaged; without `verify` only some damage is found.
     """
     if verify:
         table.verify_small()
@@ -228,14 +229,14 @@ def read_rows(
 
 
 def names_to_read(table: SavedTable, verify: bool) -> tuple[str, ...]:
-    """Names the tensors by row that `read_rows` reads."""
+    """Returns the names of the tensors by row that `read_rows` reads."""
     if verify:
         return table.row_names
     return tuple(name for name in ("weight", *_SCORES) if name in table.row_names)
 
 
 def _last_step(table: SavedTable) -> int:
-    """Returns the table's step; without optimizer state the last step at which a row was seen."""
+    """Returns the step of the table; without optimizer state, the last step at which a row was seen, or 0."""
     if "step" in table.names:
         return int(table.read("step"))
     if "last_seen" not in table.row_names:
@@ -246,14 +247,14 @@ def _last_step(table: SavedTable) -> int:
 
 def _norms(weight: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(weight.float(), dim=1).double()
-    large = ~norms.isfinite()  # or too large to be squared
+    large = ~norms.isfinite()  # NaN, infinite, or too large to be squared in float32
     norms[large] = torch.linalg.vector_norm(weight[large].double(), dim=1)
     return norms
 
 
 @dataclass(frozen=True)
 class Bar:
-    """The number of values in [low, high); of whole numbers from low to high - 1."""
+    """The number of values in [low, high); if the values are whole numbers, from low to high - 1."""
 
     low: float
     high: float
@@ -261,11 +262,11 @@ class Bar:
 
 
 class Histogram:
-    """Counts values >= 0 by bins that grow with the values.
+    """A histogram of values >= 0; bins of larger values are wider.
 
     Args:
-        title: names the values.
-        edges: [E] ascending, where bins begin; a first bin begins at 0.
+        title: name of the values.
+        edges: [E] ascending, the begins of bins; the bin before the first edge begins at 0.
     """
 
     def __init__(self, title: str, edges: Tensor) -> None:
@@ -275,20 +276,20 @@ class Histogram:
 
     @property
     def is_whole(self) -> bool:
-        """True if it counts whole numbers."""
+        """True if the values are whole numbers."""
         return not self._edges.is_floating_point()
 
     def add(self, values: Tensor) -> None:
         """Counts more values.
 
         Args:
-            values: [M] of the edges' dtype.
+            values: [M], in the dtype of the edges.
         """
         bins = torch.bucketize(values, self._edges, right=True)
         self._counts += torch.bincount(bins, minlength=len(self._counts))
 
     def bars(self) -> list[Bar]:
-        """Returns bars from the lowest to the highest value; bins are joined so that there are few bars."""
+        """Returns at most 10 bars, from the lowest to the highest value; neighbouring bins are joined."""
         used = self._counts.nonzero().flatten().tolist()
         if not used:
             return []
@@ -302,7 +303,7 @@ class Histogram:
         ]
 
     def lines(self, block: str = "█") -> list[str]:
-        """Draws the bars.
+        """Returns the bars as lines of text.
 
         Args:
             block: the character of bars.
@@ -318,7 +319,7 @@ class Histogram:
         ]
 
     def name_of(self, bar: Bar) -> str:
-        """Names the values of a bar."""
+        """Returns the range of a bar as text."""
         if not self.is_whole:
             return f"{bar.low:.3g} to {bar.high:.3g}"
         if bar.high == float("inf"):
@@ -328,21 +329,24 @@ class Histogram:
 
 
 def histogram_of_norms() -> Histogram:
-    """Makes a histogram of lengths of rows: 0, and four bins an octave from 2^-64 to 2^64."""
+    """Returns an empty histogram of norms of rows: 0, and four bins an octave from 2^-64 to 2^64."""
     return Histogram("norm (L2) of rows", 2.0 ** (torch.arange(-256, 257) / 4).to(torch.float64))
 
 
 def histogram_of_steps(title: str) -> Histogram:
-    """Makes a histogram of whole numbers: 0, 1, 2 to 3, 4 to 7, ...
+    """Returns an empty histogram of whole numbers: 0, 1, 2 to 3, 4 to 7, ...
 
     Args:
-        title: names the numbers.
+        title: name of the numbers.
     """
     return Histogram(title, 2 ** torch.arange(33))
 
 
 def plot_fault(path: Path) -> str | None:
-    """Returns why a picture cannot be made at a path, or None. Ask it before a checkpoint is read."""
+    """Returns the error if a picture cannot be drawn at a path, else None.
+
+    Call it before the checkpoint is read.
+    """
     if not path.parent.is_dir():
         return (
             f"--plot: expected a file in a directory that exists, got {path}. Make {path.parent}."
@@ -364,8 +368,8 @@ def plot(reports: Sequence[TableReport], path: Path) -> None:
     """Draws a row of histograms for each table.
 
     Args:
-        reports: one for each table.
-        path: of the picture.
+        reports: reports of the tables.
+        path: path of the picture.
     """
     from matplotlib.figure import Figure
 

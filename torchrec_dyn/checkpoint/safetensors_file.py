@@ -1,7 +1,7 @@
-"""The .safetensors file format, read and written in pieces.
+"""The .safetensors file format, read and written in stretches of rows.
 
-Eight bytes hold the length of a header, the header is JSON, the tensors follow without gaps. Files
-are read by plain reads: a mapped file that another program cuts short would end this one.
+The first eight bytes are the length of the header. The header is JSON. The tensors follow without gaps. Files
+are read by plain reads: if a file were mapped and another program truncated it, this process would be killed.
 
 Source: https://github.com/huggingface/safetensors, README, "Format".
 """
@@ -27,17 +27,17 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
-_LONGEST_HEADER = 100_000_000  # the format's own limit
-_DAMAGED = "The file is damaged, or none of this format."
+_LONGEST_HEADER = 100_000_000  # the limit of the format
+_DAMAGED = "The file is damaged, or it is no .safetensors file."
 
 
 class SavedEntry(NamedTuple):
     """One tensor of a file.
 
     Attributes:
-        dtype: of its numbers.
-        shape: of the whole tensor.
-        begin: where its numbers begin in the file, in bytes.
+        dtype: dtype of its numbers.
+        shape: shape of the whole tensor.
+        begin: place of its first number in the file, in bytes.
     """
 
     dtype: torch.dtype
@@ -46,22 +46,23 @@ class SavedEntry(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, or of one number of a tensor with one dimension."""
+        """Bytes of one row; of one number, if the tensor has one dimension."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 class SafetensorsReader:
-    """Reads rows of an open file whose header, lengths included, has been checked.
+    """A reader of the rows of an open file. Its constructor checks the header and all lengths.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Attributes:
         entries: the tensors by name.
         metadata: the strings of the header by name.
 
     Raises:
-        ValueError: if it is not a whole file of this format with tensors of int64 or floats.
+        ValueError: if the file is not a whole .safetensors file, or has tensors of other dtypes than int64,
+            float32, float16 and bfloat16.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -77,7 +78,7 @@ class SafetensorsReader:
         """Reads the rows [first, last) of a tensor.
 
         Raises:
-            ValueError: if the file has become shorter.
+            ValueError: if the file was truncated after it was opened.
         """
         entry = self.entries[name]
         values = torch.empty(last - first, *entry.shape[1:], dtype=entry.dtype)
@@ -95,7 +96,7 @@ class SafetensorsReader:
         size = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little")
         longest = min(size - _LENGTH_BYTES, _LONGEST_HEADER)
-        if length > longest:  # also in a file shorter than the length field
+        if length > longest:  # also true for a file that is shorter than the length field
             raise self._fault(
                 "the length of a header that fits", f"{length} in a file of {size} bytes"
             )
@@ -117,7 +118,7 @@ class SafetensorsReader:
         return entries, metadata
 
     def _span(self, name: str, given: Any) -> tuple[int, int]:
-        """Returns where a tensor's numbers begin and end behind the header."""
+        """Returns the begin and the end of a tensor's numbers, in bytes after the header."""
         if not isinstance(given, dict) or given.keys() != {"dtype", "shape", "data_offsets"}:
             raise self._fault(f"dtype, shape and data_offsets of '{name}'", f"{given!r:.100}")
         span, shape = given["data_offsets"], given["shape"]
@@ -128,7 +129,10 @@ class SafetensorsReader:
         return span[0], span[1]
 
     def _entry(self, name: str, given: dict[str, Any], begin: int, offset: int) -> SavedEntry:
-        """Checks that a tensor follows the tensor before it, which ended at `offset` behind the header."""
+        """Returns a tensor's entry; checks that it begins at `offset`, where the tensor before it ends.
+
+        `begin` counts bytes from the begin of the file, `offset` from the end of the header.
+        """
         dtype = _DTYPES.get(given["dtype"]) if isinstance(given["dtype"], str) else None
         if dtype is None:
             raise ValueError(
@@ -148,13 +152,13 @@ class SafetensorsReader:
 
 
 class SafetensorsWriter:
-    """Writes a file under a temporary name and renames it when all of it is on the disk.
+    """A writer of a file. The file has a temporary name until it is complete and on the disk.
 
-    A process that is killed before leaves PATH.<process id>.partial behind, and the file at PATH unchanged.
+    If the process is killed before, PATH.<process id>.partial remains, and the file at PATH is unchanged.
 
     Args:
-        path: of the file; an existing one is replaced.
-        tensors: dtype and shape by name, in the order in which they are written; wide numbers first.
+        path: path of the file; an existing file is replaced.
+        tensors: dtype and shape by name, in the order of writing; tensors with wider numbers first.
         metadata: strings for the header, by name.
     """
 
@@ -181,7 +185,7 @@ class SafetensorsWriter:
         """Writes the next rows.
 
         Args:
-            values: [M, ...], whole rows of the present tensor, of its dtype.
+            values: [M, ...], whole rows of the present tensor, in its dtype.
         """
         numbers = values.contiguous().flatten().view(torch.uint8)
         self._missing -= numbers.numel()
@@ -196,7 +200,7 @@ class SafetensorsWriter:
         os.replace(self._partial, self._path)
         folder = os.open(self._path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # the name is on the disk too
+            os.fsync(folder)  # so that the name is on the disk too
         finally:
             os.close(folder)
 

@@ -1,7 +1,7 @@
-"""Exports and imports one table as a .safetensors file of plain ids and rows, 32 MB at a time.
+"""Exports and imports one table as a .safetensors file of plain ids and rows, 32 MiB at a time.
 
-On a sharded collection both are collective; rank 0 alone reads or writes the file. A fault on one rank is
-raised on every rank.
+On a sharded collection `export_rows` and `import_rows` are collective; only rank 0 reads or writes the file.
+A fault on one rank is raised on every rank.
 
 Legend: R rows, D columns of the table.
 """
@@ -34,25 +34,24 @@ T = TypeVar("T")
 
 _CHUNK_BYTES = 32 << 20
 _FORMAT = "torchrec_dyn_rows_1"
-_ROWS = ("rows", "weight")  # the names of rows in files of other programs
+_ROWS = ("rows", "weight")  # the names that the tensor of rows may have in a file
 
 
 def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]) -> None:
-    """Writes the ids and rows of one table to a .safetensors file, 32 MB at a time.
+    """Writes the ids and rows of one table to a .safetensors file, 32 MiB at a time.
 
-    The file has "ids" [R] int64 in canonical order, "rows" [R, D] in the table's dtype, and in its
-    metadata the format, the table and the seed of its initial rows. Optimizer state and scores are
-    saved in checkpoints only. The file appears under its name when it is complete. Collective on a
-    sharded collection.
+    The file has "ids" [R] int64 in canonical order and "rows" [R, D] in the table's dtype. Its metadata are
+    the format, the name of the table and the seed of the initial rows. Optimizer state and scores are saved
+    in checkpoints only. The file gets its name when it is complete. Collective on a sharded collection.
 
     Args:
-        collection: sharded or not; nothing may train or edit it meanwhile.
-        table: its name.
-        path: the file; an existing one is replaced. Only rank 0 reads this argument.
+        collection: collection, sharded or not; it must not be trained or edited during the call.
+        table: name of the table.
+        path: path of the file; an existing file is replaced. Only rank 0 reads this argument.
 
     Raises:
         ValueError: if there is no such table.
-        RuntimeError: if ids were removed meanwhile, or a rank failed; no file is left.
+        RuntimeError: if ids were removed during the call, or a rank failed; no new file is left.
     """
     ids = read_ids(collection, table)
     held, where = tables_in(collection)[table], f"export_rows(table='{table}')"
@@ -79,10 +78,10 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
 
             def write(rows: Tensor = rows, found: Tensor = found) -> None:
                 if not bool(found.all()):
-                    gone = int(found.numel() - found.sum())
+                    removed = int(found.numel() - found.sum())
                     raise RuntimeError(
-                        f"expected the rows to stay while they are written, got {gone} gone. "
-                        "Export while nothing trains."
+                        f"expected no id to be removed during the export, got {removed} removed ids. "
+                        "Export while the collection is not trained or edited."
                     )
                 assert writer is not None
                 writer.write(rows)
@@ -101,11 +100,11 @@ def export_saved_rows(
 
     Args:
         checkpoint: the directory that `torch.distributed.checkpoint.save` wrote.
-        table: its name, or its key in the checkpoint where several have that name.
-        path: the file; an existing one is replaced.
+        table: name of the table, or its key in the checkpoint if several tables have the name.
+        path: path of the file; an existing file is replaced.
 
     Raises:
-        ValueError: if there is no such table, or the checkpoint is damaged; no file is left.
+        ValueError: if there is no such table, or the checkpoint is a delta or damaged; no new file is left.
     """
     tables = open_checkpoint(checkpoint).tables
     found = [one for key, one in tables.items() if table in (key, one.name)]
@@ -113,7 +112,7 @@ def export_saved_rows(
         kind = "a delta, which has changes only" if found else f"tables {sorted(tables)}"
         raise ValueError(
             f"export_saved_rows({checkpoint}): expected one table '{table}', got "
-            f"{kind if len(found) < 2 else [one.key for one in found]}. Name one by its key."
+            f"{kind if len(found) < 2 else [one.key for one in found]}. Give the key of one table."
         )
     (saved,) = found
     tensors = {
@@ -122,7 +121,7 @@ def export_saved_rows(
     }
     writer = SafetensorsWriter(path, tensors, _metadata(saved.name, saved.config["seed"]))
     try:
-        for name in ("ids", "weight"):  # each is checked against its content sum
+        for name in ("ids", "weight"):  # each tensor is checked against its content sum
             for chunk in saved.chunks((name,), chunk_bytes=_CHUNK_BYTES):
                 writer.write(chunk[name])
         writer.finish()
@@ -131,23 +130,23 @@ def export_saved_rows(
 
 
 def import_rows(collection: Collection, table: str, path: str | os.PathLike[str]) -> int:
-    """Assigns the ids and rows of a .safetensors file to a table, 32 MB at a time.
+    """Assigns the ids and rows of a .safetensors file to a table, 32 MiB at a time.
 
-    Ids and rows are written as by `torchrec_dyn.assign_rows`; rows of ids that are not in the file stay.
-    Collective on a sharded collection.
+    Ids and rows are written as `torchrec_dyn.assign_rows` writes them; ids that are not in the file keep
+    their rows. Collective on a sharded collection.
 
     Args:
-        collection: sharded or not.
-        table: its name.
-        path: a file of `export_rows`, or any with "ids" [R] int64 and "rows" or "weight" [R, D] of
-            float32, float16 or bfloat16, and nothing else. Only rank 0 reads this argument.
+        collection: collection, sharded or not.
+        table: name of the table.
+        path: path of a file that `export_rows` wrote, or of any .safetensors file with only "ids" [R] int64
+            and "rows" or "weight" [R, D] of float32, float16 or bfloat16. Only rank 0 reads this argument.
 
     Returns:
         R, the number of rows in the file.
 
     Raises:
-        ValueError: on every rank, if the file does not fit; nothing has changed.
-        RuntimeError: on every rank, if the table has no room for the new ids; nothing has changed.
+        ValueError: on every rank, if the file does not match the table; nothing has changed then.
+        RuntimeError: on every rank, if the table has no room for the new ids; nothing has changed then.
     """
     no_ids = torch.empty(0, dtype=torch.int64)
     no_rows, _ = lookup_rows(collection, table, no_ids)
@@ -175,7 +174,7 @@ def import_rows(collection: Collection, table: str, path: str | os.PathLike[str]
                 part = read("ids", first, last), read(name, first, last)
 
             _on_first_rank(held, where, read_part)
-            assign_rows(collection, table, *part)  # on other ranks no ids
+            assign_rows(collection, table, *part)  # ranks other than 0 pass no ids
         return count
     finally:
         if reader is not None:
@@ -187,7 +186,7 @@ def _metadata(table: str, seed: int) -> dict[str, str]:
 
 
 def _checked(reader: SafetensorsReader, columns: int, where: str) -> tuple[int, str]:
-    """Returns the number of rows in a file and their name in it.
+    """Returns the number of rows in a file, and the name of the tensor of rows.
 
     Raises:
         ValueError: if the file has other tensors than ids and rows [R, columns].
@@ -197,7 +196,7 @@ def _checked(reader: SafetensorsReader, columns: int, where: str) -> tuple[int, 
     if len(names) != 1 or entries.keys() != {"ids", *names}:
         raise ValueError(
             f"{where}: expected tensors 'ids' and 'rows' (or 'weight'), got {sorted(entries)}. "
-            "Optimizer state and scores travel in checkpoints."
+            "Optimizer state and scores are saved in checkpoints only."
         )
     ids, rows = entries["ids"], entries[names[0]]
     if ids.dtype != torch.int64 or len(ids.shape) != 1:
@@ -213,7 +212,7 @@ def _checked(reader: SafetensorsReader, columns: int, where: str) -> tuple[int, 
 def _check_room(
     table: ModelTable, where: str, count: int, read_ids: Callable[[int, int], Tensor]
 ) -> None:
-    """Raises RuntimeError on every rank if the new ids of a file exceed the limit of some rank."""
+    """Raises RuntimeError on every rank if the new ids of a file exceed the limit of any rank. Collective."""
     first_shard = table.pieces.shards[:1]
     tight = [one for one in first_shard if one.num_rows + count > one.row_limit]
     if not any(agree(table.group, where, value=bool(tight))):

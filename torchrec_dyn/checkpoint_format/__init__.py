@@ -1,10 +1,10 @@
 """The saved form of a table, and a reader of it that needs no model.
 
-Imports `storage` and the ground; torch alone. Start with `saved_tensor` (how a table lies in a
-checkpoint), then `checkpoint_reader` (a directory) and `saved_table` (one table of it).
+Imports `storage` and the ground; needs torch only. Start with `saved_tensor` (the layout of a table in a
+checkpoint), then `checkpoint_reader` (a directory) and `saved_table` (one table of the directory).
 docs/checkpoint_format.md describes the format.
 
-The saved form depends on the contents of a table only: not on plan, world size or history.
+The saved form depends only on the contents of a table, not on plan, world size or history.
 """
 
 from torchrec_dyn.checkpoint_format.checkpoint_reader import (

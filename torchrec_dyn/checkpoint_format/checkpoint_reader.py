@@ -1,7 +1,7 @@
 """Reads the dynamic tables of a checkpoint, or of a delta, without a model and without a process group.
 
-The checkpoint is one of torch.distributed.checkpoint (DCP). Its `.metadata` is a pickle, by DCP's design:
-open only checkpoints whose origin you trust. Tensors are read without pickles that could run code.
+torch.distributed.checkpoint (DCP) wrote the checkpoint. DCP saves `.metadata` as a pickle: open only
+checkpoints whose origin you trust. Tensors are loaded with `weights_only=True`, which runs no code.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class SavedCheckpoint:
     """The tables that `open_checkpoint` found.
 
     Attributes:
-        path: of the checkpoint.
-        tables: by their key in the checkpoint, "model.sparse.ebc.embedding_bags.user".
-        ownerless: keys of optimizer state that belongs to no table here, or perhaps to several.
+        path: directory of the checkpoint.
+        tables: tables by their key in the checkpoint, e.g. "model.sparse.ebc.embedding_bags.user".
+        ownerless: keys of optimizer states that belong to no table here, or may belong to several tables.
     """
 
     path: Path
@@ -42,21 +42,24 @@ class SavedCheckpoint:
 
     @property
     def is_delta(self) -> bool:
-        """True if it holds changes only."""
+        """True if the checkpoint holds changes only."""
         return any(table.is_delta for table in self.tables.values())
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
     """Finds the dynamic tables of a checkpoint and reads their small tensors.
 
-    Model and optimizer state may stand anywhere in the state dict that was saved. Lengths of files, shapes
-    and configs are checked here, rows when they are read.
+    Model and optimizer state may have any keys in the saved state dict. Lengths of files, shapes and configs
+    are checked here, rows when they are read.
 
     Args:
         path: the directory that was given to `torch.distributed.checkpoint.save`.
 
+    Returns:
+        The checkpoint and its tables.
+
     Raises:
-        ValueError: if it is no checkpoint, a torn or a damaged one, or one of a newer format.
+        ValueError: if the directory is no checkpoint, or it is torn, damaged or of another format.
     """
     folder = Path(path)
     reader, metadata = open_files(folder)
@@ -88,16 +91,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
 
 
 def open_files(folder: Path) -> tuple[FileSystemReader, Metadata]:
-    """Opens a checkpoint, of dynamic tables or not, and checks that its files are long enough.
+    """Opens a checkpoint, with or without dynamic tables, and checks that its files are long enough.
 
     Args:
-        folder: the directory.
+        folder: directory of the checkpoint.
 
     Returns:
         DCP's reader, set up with the metadata, and the metadata.
 
     Raises:
-        ValueError: if it is no checkpoint, a torn or a damaged one.
+        ValueError: if the directory is no checkpoint, or the checkpoint is torn or damaged.
     """
     reader = FileSystemReader(folder)
     metadata = _read_metadata(folder, reader)
@@ -111,19 +114,19 @@ def _read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
         inside = [path.name for path in folder.iterdir()] if folder.is_dir() else ["no directory"]
         if all(name.endswith((".distcp", ".metadata.tmp")) for name in inside):
             raise ValueError(
-                f"{folder}: expected a checkpoint with .metadata, got one without. It is torn: its save "
-                "never finished. Use the one before."
+                f"{folder}: expected a checkpoint with .metadata, got none. It is torn: its save never "
+                "finished. Use an earlier checkpoint."
             )
         raise ValueError(
             f"{folder}: expected a checkpoint of torch.distributed.checkpoint, got "
             f"{'a directory without .metadata' if folder.is_dir() else 'no directory'}. "
-            "Give the directory that was saved to."
+            "Give the directory of a checkpoint."
         )
     try:
         metadata = reader.read_metadata()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, Mapping):
             raise TypeError("no index of files")
-    # Damaged pickles raise anything, and so does DCP's reader for a file that DCP did not write.
+    # A damaged pickle may raise any exception, and so may DCP's reader for a file that DCP did not write.
     except Exception as error:
         raise ValueError(
             f"{folder}: expected .metadata that can be read, got {type(error).__name__}: {error}. {DAMAGED}"
@@ -147,9 +150,9 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
 
 
 def _kind(tensors: Mapping[str, TensorStorageMetadata]) -> tuple[str, ...] | None:
-    """Returns the tensors of a table or of its optimizer state, None for anything else.
+    """Returns the tensor names of a table or of an optimizer state, None for anything else.
 
-    It must have at least two of the names with their types.
+    A table or an optimizer state has at least two of the names below with their dtypes.
     """
     types = {
         "config": torch.uint8,
@@ -175,12 +178,13 @@ def _owners(
 ) -> tuple[dict[str, str], list[str]]:
     """Finds the table of each optimizer state.
 
-    "optimizer.state.sparse.ebc.embedding_bags.user.weight.user" belongs to the table whose key ends like the
-    path between "state" and "weight", or is an end of it: the user's own keys around the two state dicts
-    differ. Of several such tables it is the one that shares the most keys from the start.
+    The optimizer state "optimizer.state.sparse.ebc.embedding_bags.user.weight.user" has the path
+    "sparse.ebc.embedding_bags.user" between "state" and "weight". It belongs to the table whose key ends with
+    this path, or whose key is an end of this path: users may put different keys before the two state dicts.
+    If several tables match, the longest match wins, then the table that shares the most keys from the start.
 
     Returns:
-        Keys of optimizer states by the keys of their tables, and the keys of those without an owner.
+        Keys of optimizer states by the keys of their tables, and keys of optimizer states without a table.
     """
     claims: dict[str, list[str]] = defaultdict(list)
     ownerless = []
@@ -229,7 +233,7 @@ def _open_table(
                 of_table[OPTIMIZER + name] = tensor
     if config["table"] != key.rpartition(".")[2]:
         raise ValueError(
-            f"{where}: expected a config of it, got that of {config['table']!r}. {DAMAGED}"
+            f"{where}: expected a config of this table, got a config of {config['table']!r}. {DAMAGED}"
         )
     return SavedTable(where, key, config, rule, of_table)
 

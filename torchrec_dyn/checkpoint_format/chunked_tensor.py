@@ -1,9 +1,9 @@
-"""ChunkedTensor: reads any rows of one tensor of a checkpoint without reading the others.
+"""ChunkedTensor: reads any rows of one tensor of a checkpoint without reading the other rows.
 
-torch.distributed.checkpoint (DCP) saves a tensor as chunks, each an archive of `torch.save` somewhere in a
-file. Its own reader loads whole chunks, too much where an unsharded module has saved 5 GB as one chunk. Here
-torch loads the archive onto the meta device, which reads no numbers but finds their place in the file; then
-only the rows asked for are read.
+torch.distributed.checkpoint (DCP) saves a tensor as chunks. Each chunk is an archive of `torch.save` in some
+file. DCP's own reader loads whole chunks. This is too much if an unsharded module has saved 5 GB as one
+chunk. Here torch loads the archive onto the meta device: this reads no numbers but finds their place in the
+file. Then only the requested rows are read.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torchrec_dyn.checkpoint_format.content_sums import DAMAGED
 
 @dataclass
 class _Chunk:
-    """Rows [first, last) of columns [left, right), and where they are saved."""
+    """Rows [first, last) of columns [left, right), and their place in the files."""
 
     first: int
     last: int
     left: int
     right: int
-    entry: Any  # DCP's: relative_path, offset, length, transform_descriptors
-    # Place in the file of the numbers, where row follows row; None: not known yet.
+    entry: Any  # of DCP: relative_path, offset, length, transform_descriptors
+    # Place of the numbers in the file, stored row after row; None: not known yet.
     numbers_at: int | None = None
 
     @property
@@ -46,21 +46,21 @@ class _Chunk:
 
 
 class ChunkedTensor:
-    """Reads one saved tensor.
+    """One saved tensor, read by rows.
 
     Args:
         where: table and tensor, for messages.
-        reader: of the checkpoint, set up with the metadata.
-        key: of the tensor in the checkpoint.
-        saved: its metadata; at most two dimensions.
+        reader: DCP's reader of the checkpoint, set up with the metadata.
+        key: key of the tensor in the checkpoint.
+        saved: metadata of the tensor, which has at most two dimensions.
 
     Attributes:
-        shape: of the whole tensor.
-        dtype: of its numbers.
-        row_bytes: bytes of one row.
+        shape: shape of the whole tensor.
+        dtype: dtype of its numbers.
+        row_bytes: number of bytes of one row.
 
     Raises:
-        ValueError: if the metadata contradicts itself.
+        ValueError: if the metadata are inconsistent.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ChunkedTensor:
         self._chunks = sorted(self._read_chunks(key, saved), key=lambda chunk: chunk.first)
         self._starts = [chunk.first for chunk in self._chunks]
         self._longest = max((chunk.shape[0] for chunk in self._chunks), default=0)
-        self._unpacked: dict[int, Tensor] = {}  # chunks that can only be loaded whole, while in use
+        self._unpacked: dict[int, Tensor] = {}  # chunks in use that can only be loaded whole
 
     def _read_chunks(self, key: str, saved: TensorStorageMetadata) -> list[_Chunk]:
         chunks = []
@@ -90,7 +90,7 @@ class ChunkedTensor:
         return chunks
 
     def whole(self) -> Tensor:
-        """Reads the tensor."""
+        """Reads the whole tensor."""
         return self.rows(0, self._rows).reshape(self.shape)
 
     def rows(self, first: int, last: int) -> Tensor:
@@ -100,13 +100,13 @@ class ChunkedTensor:
             [last - first, columns], or [last - first] of a tensor with one dimension.
 
         Raises:
-            ValueError: if the files are not as the metadata say.
+            ValueError: if the files do not match the metadata.
         """
         found = torch.zeros(last - first, self._columns, dtype=self.dtype)
         missing = found.numel()
         begin = bisect_left(self._starts, first - self._longest + 1)
         end = bisect_left(self._starts, last)
-        # Unpacked chunks are kept as long as the rows asked for follow each other.
+        # An unpacked chunk is kept while calls read rows of it.
         self._unpacked = {
             number: chunk for number, chunk in self._unpacked.items() if begin <= number < end
         }
@@ -123,7 +123,7 @@ class ChunkedTensor:
         return found if len(self.shape) == 2 else found.reshape(-1)
 
     def _read_into(self, into: Tensor, number: int, row: int) -> None:
-        """Reads rows of one chunk, from its row `row` on."""
+        """Fills `into` with rows of one chunk, from the chunk's row `row` on."""
         chunk = self._chunks[number]
         if number not in self._unpacked and chunk.numbers_at is None:
             chunk.numbers_at = self._find_numbers(number)
@@ -168,7 +168,7 @@ class ChunkedTensor:
                 )
                 stream = io.BytesIO(stream.read())
             saved = torch.load(stream, map_location=device, weights_only=True)
-        # torch does not document what it raises for damaged bytes: RuntimeError, UnpicklingError, ...
+        # torch does not document its exceptions for damaged bytes: RuntimeError, UnpicklingError, ...
         except Exception as error:
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise self._damaged("an archive of torch.save", why) from error
@@ -188,7 +188,7 @@ class ChunkedTensor:
 
 
 def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns both sizes; a single number, and each element of one dimension, is a row of one column."""
+    """Returns the numbers of rows and columns; with one dimension or none, each number is a row."""
     return (shape[0] if shape else 1), math.prod(shape[1:])
 
 

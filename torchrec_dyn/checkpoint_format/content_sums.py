@@ -1,7 +1,7 @@
-"""Content sums: what a saved table is checked by before any of it is used.
+"""Content sums: the numbers by which a saved table is checked before any of it is used.
 
-The sum of a tensor of rows does not depend on how rows and columns are split, so every rank sums what it
-holds and the total is that of the whole table, whatever the plan. One wrong number always changes it.
+The sum of a tensor of rows does not depend on how rows and columns are split. So every rank sums its own
+part, and the total is the sum of the whole table, under any plan. One wrong number always changes the sum.
 
 Legend: M rows, D columns.
 """
@@ -21,21 +21,21 @@ from torchrec_dyn.storage import signed, unsigned
 # The tensors of a table in the order of their sums, in the model's and in the optimizer's state dict.
 MODEL_TENSORS = ("ids", "weight", "last_seen", "count", "waiting", "clock", "config")
 OPTIMIZER_TENSORS = (*STATE_NAMES, "step", "config")
-# All names that the model's state dict has of a table; the last two are not summed.
+# All tensor names of a table in the model's state dict; the last two tensors are not summed.
 MODEL_NAMES = (*MODEL_TENSORS, "checksum", "cells")
-# The end of every message that says so.
-DAMAGED = "The checkpoint is damaged; use the one before."
+# The end of every message about damage.
+DAMAGED = "The checkpoint is damaged; use an earlier checkpoint."
 
 
 def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column: int = 0) -> int:
-    """Sums rows of one tensor of a table (csrc/storage/content_sum.h: the formula).
+    """Returns the content sum of rows of one tensor of a table (formula: csrc/storage/content_sum.h).
 
     Args:
-        table: its name.
-        name: of the tensor.
+        table: name of the table.
+        name: name of the tensor.
         ids: [M] int64.
-        values: [M, D] or [M].
-        first_column: number of the first column.
+        values: [M, D] or [M], the rows of the ids.
+        first_column: number of the first column of `values` in the whole tensor.
 
     Returns:
         A number in [0, 2^64).
@@ -46,12 +46,12 @@ def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column
 
 
 def sum_of_small(table: str, name: str, saved: Tensor) -> int:
-    """Sums a tensor that is not one row an id: "clock" [2, K], "step" [], "config" [n], "waiting" [Q, 3].
+    """Returns the content sum of a tensor that is not by row.
 
     Args:
-        table: its name.
-        name: of the tensor.
-        saved: the tensor.
+        table: name of the table.
+        name: name of the tensor.
+        saved: the tensor: "clock" [2, K], "step" [], "config" [n] or "waiting" [Q, 3].
     """
     rows = saved.t() if name == "clock" else saved if saved.dim() == 2 else saved.reshape(-1, 1)
     rows = rows.to(torch.int64)
@@ -60,16 +60,16 @@ def sum_of_small(table: str, name: str, saved: Tensor) -> int:
 
 
 def add_sums(*sums: Mapping[str, int]) -> dict[str, int]:
-    """Adds the sums of parts, tensor by tensor, modulo 2^64."""
+    """Returns the sums of parts added up, tensor by tensor, modulo 2^64."""
     names = dict.fromkeys(name for of_part in sums for name in of_part)
     return {name: unsigned(sum(of_part.get(name, 0) for of_part in sums)) for name in names}
 
 
 def as_words(sums: Mapping[str, int], order: tuple[str, ...]) -> Tensor:
-    """Writes sums as the saved "checksum", 0 for a tensor without a sum.
+    """Returns sums as the saved "checksum", 0 for a tensor without a sum.
 
     Args:
-        sums: by tensor.
+        sums: content sums, by tensor.
         order: MODEL_TENSORS or OPTIMIZER_TENSORS.
 
     Returns:
@@ -79,10 +79,10 @@ def as_words(sums: Mapping[str, int], order: tuple[str, ...]) -> Tensor:
 
 
 def from_words(words: Tensor, order: tuple[str, ...]) -> dict[str, int]:
-    """Reads what `as_words` wrote.
+    """Returns the content sums in a saved "checksum", by tensor.
 
     Args:
-        words: [len(order)] int64.
+        words: [len(order)] int64, as `as_words` returns it.
         order: MODEL_TENSORS or OPTIMIZER_TENSORS.
     """
     return {name: unsigned(word) for name, word in zip(order, words.tolist(), strict=True)}
@@ -95,14 +95,14 @@ def compare_sums(
     names: Iterable[str],
     summed: Mapping[str, int],
 ) -> None:
-    """Raises ValueError if tensors are not those that were saved.
+    """Raises ValueError if the content sum of a tensor differs from the saved sum.
 
     Args:
         where: the table, for messages.
-        words: the saved "checksum".
+        words: [len(order)] int64, the saved "checksum".
         order: MODEL_TENSORS or OPTIMIZER_TENSORS.
-        names: of the tensors to compare.
-        summed: the content sums of what was read, 0 for a tensor that is missing.
+        names: names of the tensors to compare.
+        summed: content sums of the tensors as read; a missing tensor counts as 0.
     """
     saved = from_words(words, order)
     for name in names:
@@ -116,11 +116,11 @@ def compare_sums(
 def check_config_is_whole(
     where: str, table: str, saved: Mapping[str, Tensor], order: tuple[str, ...]
 ) -> None:
-    """Raises ValueError if the config of a table is damaged; to be called before the config is read.
+    """Raises ValueError if the config of a table is damaged. Call it before the config is read.
 
     Args:
         where: the table, for messages.
-        table: its name.
+        table: name of the table.
         saved: tensors by name.
         order: MODEL_TENSORS or OPTIMIZER_TENSORS.
     """

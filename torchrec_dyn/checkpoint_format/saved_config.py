@@ -1,4 +1,4 @@
-"""Configs: facts of a saved table beside its numbers, as JSON in a tensor: so every tool carries them."""
+"""Configs: properties of a saved table, as JSON in a tensor, so that tools copy them with other tensors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ INITIALIZERS = {kind.__name__: kind for kind in (Uniform, Normal, TruncatedNorma
 def table_config(
     table: str, embedding_dim: int, seed: int, dtype: torch.dtype, initializer: Initializer
 ) -> dict[str, Any]:
-    """Describes the rows of a table.
+    """Returns the config of a table, which describes its rows.
 
     Args:
-        table: its name.
+        table: name of the table.
         embedding_dim: width of a row.
-        seed: of the initial rows.
-        dtype: of the rows.
-        initializer: of the initial rows.
+        seed: seed of the initial rows.
+        dtype: dtype of the rows.
+        initializer: initializer of the initial rows.
     """
     fields = dataclasses.asdict(initializer)  # type: ignore[call-overload]
     return {
@@ -41,31 +41,31 @@ def table_config(
 
 
 def optimizer_config(optimizer: RowOptimizer, cuts: list[int]) -> dict[str, Any]:
-    """Describes the optimizer state of a table.
+    """Returns the config of the optimizer state of a table.
 
     Args:
-        optimizer: its rule.
-        cuts: where column shards begin, and the end of the last; saved if some state is row-wise.
+        optimizer: optimizer of the rows.
+        cuts: first column of each column shard, and the end of the last; saved if some state is row-wise.
     """
     config = {"format": FORMAT, "optimizer": optimizer.kind.name.lower()}
     return {**config, "cuts": cuts} if any(optimizer.state_is_rowwise) else config
 
 
 def to_bytes(config: dict[str, Any]) -> Tensor:
-    """Writes a config, [n] uint8."""
+    """Returns a config as a tensor, [n] uint8."""
     text = json.dumps(config, sort_keys=True).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def from_bytes(where: str, saved: Tensor) -> dict[str, Any]:
-    """Reads a config.
+    """Returns the config in a tensor.
 
     Args:
         where: the table, for messages.
         saved: [n] uint8.
 
     Raises:
-        ValueError: if it is no config, or one of another format.
+        ValueError: if the tensor holds no config, or a config of another format.
     """
     try:
         config = json.loads(bytes(saved.tolist()))
@@ -73,7 +73,7 @@ def from_bytes(where: str, saved: Tensor) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(
             f"{where}: expected a saved config in JSON, got {bytes(saved.tolist()[:60])!r}. "
-            "The checkpoint is damaged; use another one."
+            "The checkpoint is damaged; use another checkpoint."
         ) from None
     if number != FORMAT:
         raise ValueError(
@@ -87,7 +87,7 @@ def saved_initializer(where: str, config: dict[str, Any]) -> Initializer:
     """Returns the initializer of a table's config.
 
     Raises:
-        ValueError: if this version has none of this name and with these numbers.
+        ValueError: if this version has no initializer with this name and these numbers.
     """
     initializer = named_initializer(config.get("initializer", {}))
     if initializer is None:
@@ -99,7 +99,7 @@ def saved_initializer(where: str, config: dict[str, Any]) -> Initializer:
 
 
 def named_initializer(saved: Mapping[str, Any]) -> Initializer | None:
-    """Returns the initializer of this "name" with these numbers, None if there is none."""
+    """Returns the initializer of a saved "name" and its numbers; None if this version lacks it."""
     try:
         fields = dict(saved)
         return INITIALIZERS[fields.pop("name")](**fields)
@@ -108,19 +108,19 @@ def named_initializer(saved: Mapping[str, Any]) -> Initializer | None:
 
 
 def check_config(where: str, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raises ValueError if the saved table has another name, width or seed than the model's.
+    """Raises ValueError if the saved table has another name, width or seed than the model's table.
 
-    Rows of another dtype are converted, and the saved initializer replaces the model's.
+    Another dtype or initializer is allowed: a load converts the rows and takes over the saved initializer.
 
     Args:
         where: the table, for messages.
-        saved: of the checkpoint.
+        saved: config in the checkpoint.
         own: `table_config` of the table.
     """
     for field, remedy in (
-        ("table", "Give the table its old name: initial rows depend on it."),
+        ("table", "Give the table its saved name: initial rows depend on the name."),
         ("embedding_dim", "Use the embedding_dim of the checkpoint."),
-        ("seed", "Set DynamicTableConfig(seed=...) to that of the checkpoint."),
+        ("seed", "Set DynamicTableConfig(seed=...) to the seed of the checkpoint."),
     ):
         if saved.get(field) != own[field]:
             raise ValueError(
@@ -130,11 +130,11 @@ def check_config(where: str, saved: dict[str, Any], own: dict[str, Any]) -> None
 
 
 def check_optimizer(where: str, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raises ValueError if optimizer state was saved for another rule.
+    """Raises ValueError if the optimizer state was saved for another optimizer.
 
     Args:
         where: the table, for messages.
-        saved: of the checkpoint.
+        saved: config in the checkpoint.
         own: `optimizer_config` of the table.
     """
     if saved.get("optimizer") != own["optimizer"]:

@@ -1,6 +1,6 @@
-"""SavedTable: one table of a checkpoint, or of a delta, read in pieces that are checked as they are read.
+"""SavedTable: one table of a checkpoint, or of a delta, read in chunks that are checked as they are read.
 
-Legend: R rows, D columns, N removed ids, Q ids that wait, K times.
+Legend: R rows, D columns, M rows of a chunk.
 """
 
 from __future__ import annotations
@@ -30,32 +30,34 @@ from torchrec_dyn.checkpoint_format.tensor_checks import (
     is_canonical,
 )
 
-_PIECE_BYTES = 32 << 20  # by default; a user's, who may want larger ones than those that are saved
+# Default size of the chunks that a user reads. Saved chunks are smaller.
+_PIECE_BYTES = 32 << 20
 
 
 class SavedTable:
-    """Reads one table.
+    """One saved table, read in chunks.
 
     Args:
         where: table and checkpoint, for messages.
-        key: of the table in the checkpoint.
-        config: as saved.
-        optimizer: the optimizer's config as saved, None without optimizer state.
-        tensors: the saved ones, by name; the optimizer's config, checksum, base and result as
+        key: key of the table in the checkpoint.
+        config: config of the rows, as saved.
+        optimizer: config of the optimizer state, as saved; None without optimizer state.
+        tensors: the saved tensors by name; config, checksum, base and result of the optimizer state are named
             "optimizer.config", ...
 
     Attributes:
-        key: "model.sparse.ebc.embedding_bags.user".
-        name: "user".
-        config: of its rows: "embedding_dim", "initializer", "seed", ...
-        optimizer: of its optimizer state: "optimizer", "cuts"; None without any.
-        num_rows: R; of a delta: rows that have changed.
+        key: key of the table in the checkpoint, e.g. "model.sparse.ebc.embedding_bags.user".
+        name: name of the table, e.g. "user".
+        config: config of its rows: "embedding_dim", "initializer", "seed", ...
+        optimizer: config of its optimizer state: "optimizer", "cuts"; None without optimizer state.
+        num_rows: R; of a delta, the number of changed rows.
         embedding_dim: D.
-        dtype: of its rows.
-        sums: content sum of each tensor as saved, 0 of a missing one.
+        dtype: dtype of its rows.
+        sums: content sum of each tensor as saved, 0 for a missing tensor.
 
     Raises:
-        ValueError: if tensors are missing or do not fit each other, or a config is not as it was summed.
+        ValueError: if tensors are missing or do not match each other, or a config does not have its content
+            sum.
     """
 
     def __init__(
@@ -95,33 +97,34 @@ class SavedTable:
 
     @property
     def is_delta(self) -> bool:
-        """True if it holds the changes of a table only."""
+        """True if only the changes of a table were saved."""
         return "base" in self._tensors
 
     @property
     def row_names(self) -> tuple[str, ...]:
-        """Those of `names` that have one row an id."""
+        """Names of the saved tensors by row: these have one row for each id."""
         return tuple(name for name in ROW_TENSORS if name in self._tensors)
 
     def row_bytes_of(self, names: Sequence[str]) -> int:
-        """Returns the bytes of a row in these tensors."""
+        """Returns the number of bytes of a row in these tensors together."""
         return sum(self._tensors[name].row_bytes for name in names)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Number of bytes of all tensors; "step", a single number, is not counted."""
         return sum(one.shape[0] * one.row_bytes for one in self._tensors.values() if one.shape)
 
     def rows_of(self, name: str) -> int:
-        """Returns the number of rows of a tensor, 0 of a missing one."""
+        """Returns the number of rows of a tensor, 0 for a missing tensor."""
         return self._tensors[name].shape[0] if name in self._tensors else 0
 
     def fingerprint(self, when: str = "checksum", of_optimizer: bool = False) -> int:
-        """Returns 64 bits that stand for the contents, whatever plan they were saved under.
+        """Returns the fingerprint of the contents, 64 bits. It does not depend on the plan.
 
         Args:
-            when: "checksum": as saved here; of a delta "base" or "result": the whole table before or after.
-            of_optimizer: of the optimizer state instead of the rows.
+            when: "checksum": the contents as saved here; of a delta also "base" or "result": the whole table
+                before or after the delta.
+            of_optimizer: True for the optimizer state, False for the table.
 
         Source: BLAKE2b with an 8 byte digest (RFC 7693) of the table's name and the content sums.
         """
@@ -130,13 +133,13 @@ class SavedTable:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
     def read(self, name: str) -> Tensor:
-        """Reads a whole tensor and checks it; meant for tensors that are not by row, which are small.
+        """Reads and checks a whole tensor; meant for tensors that are not by row, which are small.
 
         Args:
-            name: one of `names`.
+            name: name of the tensor, one of `names`.
 
         Raises:
-            ValueError: if it is missing or damaged.
+            ValueError: if the tensor is missing or damaged.
         """
         if name in ROW_TENSORS:
             parts = [chunk[name] for chunk in self.chunks((name,))]
@@ -154,20 +157,20 @@ class SavedTable:
         chunk_bytes: int = _PIECE_BYTES,
         verify: bool = True,
     ) -> Iterator[dict[str, Tensor]]:
-        """Reads rows in canonical order, piece by piece.
+        """Reads rows in canonical order, chunk by chunk.
 
         Args:
-            names: of tensors by row, or "waiting" or "removed" alone.
-            rows: a range by 1; None: all.
-            chunk_bytes: most bytes of a piece, one row at least.
-            verify: where all rows are read, checks the order of ids, and after the last piece the content
-                sums of `names`. Do not rely on any piece before that.
+            names: names of tensors by row, or "waiting" or "removed" alone.
+            rows: a range of rows with step 1; None: all rows.
+            chunk_bytes: most bytes of a chunk; a chunk has at least one row.
+            verify: True to check the order of ids and, after the last chunk, the content sums of `names`, if
+                all rows are read. Do not rely on any chunk before that.
 
         Returns:
-            Pieces, each the same rows of all `names`: [M, D] or [M].
+            Chunks, each with the same rows of all `names`: [M, D] or [M].
 
         Raises:
-            ValueError: if a tensor is missing; while reading, if one is damaged.
+            ValueError: if a tensor is missing; while reading, if a tensor is damaged.
         """
         wanted = {
             name: self._tensor(name) for name in names if name in self._tensors or self.num_rows
@@ -176,7 +179,7 @@ class SavedTable:
         if len(lengths) > 1:
             raise ValueError(
                 f"{self._where}.chunks: expected tensors with the same rows, got {', '.join(names)}. "
-                "Read them one after the other."
+                "Read each tensor by its own call."
             )
         every = range(lengths.pop() if lengths else 0)
         rows = every if rows is None else rows
@@ -201,20 +204,22 @@ class SavedTable:
             last = min(first + size, rows.stop)
             chunk = {name: one.rows(first, last) for name, one in wanted.items()}
             if check is not None and not check.add(chunk):
-                raise self._damaged("ids in canonical order", f"others from row {first} to {last}")
+                raise self._damaged(
+                    "ids in canonical order", f"another order from row {first} to {last}"
+                )
             yield {name: chunk[name] for name in names}
         if check is not None:
             for name in wanted:
                 self._check_sum(name, check.sums.get(name, 0), self.sums[name])
 
     def verify(self, progress: Callable[[int], Any] | None = None) -> None:
-        """Reads everything and checks it.
+        """Reads and checks all tensors.
 
         Args:
-            progress: called with the number of rows read since its last call.
+            progress: function that is called with the number of rows read since its last call.
 
         Raises:
-            ValueError: names the table and the tensor that is damaged.
+            ValueError: if a tensor is damaged; the message names the table and the tensor.
         """
         self.verify_small()
         for chunk in self.chunks(self.row_names):
@@ -222,16 +227,16 @@ class SavedTable:
                 progress(len(chunk["ids"]))
 
     def verify_small(self) -> None:
-        """Reads the tensors that are not by row and checks them.
+        """Reads and checks the tensors that are not by row.
 
         Raises:
-            ValueError: names the table and the tensor that is damaged.
+            ValueError: if a tensor is damaged; the message names the table and the tensor.
         """
         for name in (*SMALL_TENSORS, "removed"):
             if name in self._tensors:
                 saved = self.read(name)
                 if name == "removed" and not is_canonical(saved):
-                    raise self._damaged("removed ids in canonical order", "others")
+                    raise self._damaged("removed ids in canonical order", "another order")
 
     def _tensor(self, name: str) -> ChunkedTensor:
         if name not in self._tensors:

@@ -1,8 +1,8 @@
-"""SavedTensor: one tensor of a saved table. This rank holds parts of it, read only when asked for.
+"""SavedTensor: one tensor of a saved table. This rank holds parts of it, which are read only when needed.
 
-torch.distributed.checkpoint asks any tensor that has `__create_write_items__` for its chunks and reads
-them one by one; so nothing is gathered before it is written. A copy of the tensor (async_save,
-copy.deepcopy, torch.save) holds copies of all parts.
+torch.distributed.checkpoint (DCP) calls `__create_write_items__` of any tensor that has it, and then reads
+the chunks one by one. So rows are gathered only when their chunk is written. A copy of the tensor
+(async_save, copy.deepcopy, torch.save) holds copies of all parts.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class Part(NamedTuple):
     """A block of the whole tensor that this rank holds.
 
     Attributes:
-        offset: its first place in the whole tensor, one number per dimension.
-        size: one number per dimension.
-        read: returns rows [start, stop) of the block.
-        is_saved: whether this rank saves it; else it is here for copies, and another rank saves it.
+        offset: place of the block in the whole tensor, one number per dimension.
+        size: size of the block, one number per dimension.
+        read: function that returns rows [start, stop) of the block.
+        is_saved: True if this rank saves the block; False if the block is for copies and another rank saves
+            it.
     """
 
     offset: tuple[int, ...]
@@ -49,7 +50,7 @@ class Part(NamedTuple):
 
 
 class _Held:
-    """Holds the parts apart from the tensor, so that a copy of the tensor's attributes copies them too."""
+    """The parts of a tensor, in one attribute, so that a copy of the tensor's attributes copies them too."""
 
     def __init__(self, parts: Sequence[Part], entry: Any) -> None:
         self.parts = tuple(parts)
@@ -57,7 +58,7 @@ class _Held:
         self._chunks: dict[tuple[int, ...], tuple[Part, int, int]] = {}
 
     def chunks(self, dtype: torch.dtype) -> dict[tuple[int, ...], tuple[Part, int, int]]:
-        """Returns the chunks that this rank saves: part, first row and the one after the last, by offset."""
+        """Returns the chunks that this rank saves, by offset: part, first row and row after the last."""
         if not self._chunks:
             for part in self.parts:
                 if part.is_saved:
@@ -67,11 +68,11 @@ class _Held:
         return self._chunks
 
     def check_readable(self) -> None:
-        """Raises RuntimeError between dcp.load and load_state_dict, while the parts are the old ones."""
+        """Raises RuntimeError between dcp.load and load_state_dict, while the parts read the old contents."""
         if getattr(self.entry, "staged", None) is not None:
             raise RuntimeError(
                 "SavedTensor: expected load_state_dict after dcp.load, got a read before it, which would "
-                "give what the table held before. Call load_state_dict, then state_dict again."
+                "return the old contents of the table. Call load_state_dict, then state_dict again."
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
@@ -119,11 +120,11 @@ def _held_again(blocks: Sequence[_Block]) -> _Held:
 
 
 def row_ranges(size: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Cuts the rows of a block into chunks, and returns their begins and ends.
+    """Returns the chunks of a block: first row and row after the last.
 
     Args:
-        size: of the block.
-        dtype: of its numbers.
+        size: size of the block.
+        dtype: dtype of its numbers.
     """
     if not size or not size[0]:
         return []
@@ -138,13 +139,13 @@ def row_ranges(size: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]
 
 
 class SavedTensor(torch.Tensor):
-    """A tensor of a saved table, whole in shape, without storage here.
+    """A tensor of a saved table, with the shape of the whole tensor and without storage.
 
     Args:
-        size: of the whole tensor.
-        dtype: of its numbers.
-        parts: of it on this rank.
-        entry: loads it (state_dict/loading.py); None in a copy.
+        size: size of the whole tensor.
+        dtype: dtype of its numbers.
+        parts: the parts on this rank.
+        entry: the entry that loads the tensor (state_dict/loading.py); None in a copy.
     """
 
     _held: _Held
@@ -166,11 +167,11 @@ class SavedTensor(torch.Tensor):
 
     @property
     def entry(self) -> Any:
-        """Loads it; None in a copy."""
+        """The entry that loads the tensor; None in a copy."""
         return self._held.entry
 
     def local(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Copies this rank's parts out, and returns the offset of each in the whole tensor and its block."""
+        """Reads this rank's parts, and returns the offset of each in the whole tensor and its block."""
         self._held.check_readable()
         return [(part.offset, _whole(part)) for part in self.parts]
 
@@ -190,7 +191,7 @@ class SavedTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         # Only other load planners call it. They would read into a tensor that is dropped afterwards.
         raise RuntimeError(
-            "SavedTensor: expected to be loaded by our planner, got another one. Call "
+            "SavedTensor: expected to be loaded by our planner, got another planner. Call "
             "dcp.load(..., planner=torchrec_dyn.checkpoint.LoadPlanner())."
         )
 
@@ -210,7 +211,7 @@ class SavedTensor(torch.Tensor):
             else _whole(part)
         )
 
-    # Called by whatever copies it.
+    # Called by copies: copy.deepcopy, pickle, and stagers.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SavedTensor:
         made = memo.get(id(self))
@@ -257,25 +258,25 @@ class SavedTensor(torch.Tensor):
 
 
 def whole_tensor(value: Tensor, is_saved: bool, entry: Any = None) -> SavedTensor:
-    """Returns a plain tensor that every rank has as a SavedTensor.
+    """Returns a SavedTensor for a plain tensor that every rank has.
 
     Args:
-        value: the tensor, small.
-        is_saved: whether this rank saves it; one rank does.
-        entry: of the SavedTensor.
+        value: the plain tensor, small.
+        is_saved: True if this rank saves it; exactly one rank saves it.
+        entry: entry of the SavedTensor.
     """
     parts = [_part_of((0,) * value.dim(), value, is_saved)] if value.numel() else []
     return SavedTensor(value.shape, value.dtype, parts, entry)
 
 
 def numbers_of(value: Tensor) -> Tensor:
-    """Returns a tensor that this rank holds whole as a plain tensor.
+    """Returns the plain tensor of a tensor that this rank holds completely.
 
     Args:
         value: a SavedTensor, or a plain tensor.
 
     Raises:
-        ValueError: if other ranks hold parts of it.
+        ValueError: if this rank does not hold all parts.
     """
     if not isinstance(value, SavedTensor):
         return value
@@ -285,8 +286,8 @@ def numbers_of(value: Tensor) -> Tensor:
         copied += block.numel()
     if copied != made.numel():
         raise ValueError(
-            f"SavedTensor: expected one that this rank holds whole, got {copied} of {made.numel()} numbers. "
-            "Save and load it with torch.distributed.checkpoint."
+            f"SavedTensor: expected a tensor that this rank holds completely, got {copied} of "
+            f"{made.numel()} numbers. Save and load it with torch.distributed.checkpoint."
         )
     return made
 

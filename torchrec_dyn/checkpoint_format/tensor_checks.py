@@ -1,6 +1,6 @@
 """Checks of the tensors of a saved table: their shapes, the order of their rows, their content sums.
 
-Legend: R rows, D columns, N removed ids, Q ids that wait, K times.
+Legend: R rows, D columns, N removed ids, Q waiting ids, K times, M rows of a chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchrec_dyn.checkpoint_format.content_sums import (
 )
 from torchrec_dyn.optimizers import STATE_NAMES
 
-# Before the names that the optimizer state shares with the table: "optimizer.checksum".
+# Prefix of the optimizer state's tensors whose names the table uses too: "optimizer.checksum".
 OPTIMIZER = "optimizer."
 ROW_TENSORS = ("ids", "weight", "last_seen", "count", *STATE_NAMES)
 SMALL_TENSORS = ("waiting", "clock", "config", "step", OPTIMIZER + "config")
@@ -48,12 +48,12 @@ SHAPES = {
 
 
 def fits(tensor: ChunkedTensor, rule: str, sizes: Mapping[str, int]) -> bool:
-    """Returns whether a tensor has the shape and dtype of a rule of `SHAPES`.
+    """Returns True if a tensor has the shape and dtype of a rule of `SHAPES`.
 
     Args:
-        tensor: in the checkpoint.
+        tensor: tensor in the checkpoint.
         rule: shape and dtype.
-        sizes: numbers for words of the rule; other words are any number.
+        sizes: sizes by word of the rule; other words match any size.
     """
     shape, _, dtype = rule[1:].partition("]")
     words = [word.strip() for word in shape.split(",") if word]
@@ -68,21 +68,21 @@ def fits(tensor: ChunkedTensor, rule: str, sizes: Mapping[str, int]) -> bool:
 
 
 def is_canonical(ids: Tensor) -> bool:
-    """Returns whether ids are distinct and in canonical order.
+    """Returns True if ids are distinct and in canonical order.
 
     Args:
         ids: [M] int64.
     """
-    # Flipping the sign bit turns the unsigned order into the signed one.
+    # Flipping the sign bit turns the unsigned order into the signed order.
     mixed = ops.mix64(ids) ^ torch.iinfo(torch.int64).min
     return bool((mixed[1:] > mixed[:-1]).all())
 
 
 class RowCheck:
-    """Sums rows as they are read, and checks the order of their ids.
+    """The check of rows as they are read: their content sums, and the order of their ids.
 
     Args:
-        table: its name.
+        table: name of the table.
 
     Attributes:
         sums: content sums so far, by tensor.
@@ -97,10 +97,10 @@ class RowCheck:
         """Adds the next rows.
 
         Args:
-            rows: by tensor, "ids" among them.
+            rows: the rows of each tensor by name, with "ids".
 
         Returns:
-            Whether their ids continue the canonical order.
+            True if the ids continue the canonical order.
         """
         ids = rows["ids"]
         self.sums = add_sums(

@@ -1,16 +1,18 @@
 """Read-only collections on the CPU, from a checkpoint and the deltas after it.
 
+The calls in their order::
+
     serving.build("checkpoint/1000", "served", rows=torch.int8)
     ebc = serving.ServingEmbeddingBagCollection("served", tables)     # maps the files: starts at once
     pooled = ebc(features)
     serving.apply_delta("served", "deltas/1100")                      # in this process or another
     ebc.refresh()                                                     # serves the delta from now on
 
-Processes that serve one directory share its pages. On a tmpfs mounted with huge=always they are of 2 MiB,
-and large requests a quarter to a third faster.
+Processes that serve the same directory share its pages. On a tmpfs mounted with huge=always, the pages have
+2 MiB and large requests are a quarter to a third faster.
 
 Imports `modules`, `checkpoint_format` and the ground; needs no table of a training model. Start with
-`modules`; `manifest` draws the directory.
+`modules`; `manifest` describes the directory.
 """
 
 from torchrec_dyn.serving.builder import build

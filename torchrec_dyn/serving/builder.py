@@ -1,4 +1,4 @@
-"""Builds a directory of served tables from a checkpoint, with one piece of rows in memory at a time."""
+"""Builds a directory of served tables from a checkpoint, with one chunk of rows in memory at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchrec_dyn.serving.manifest import (
 )
 from torchrec_dyn.serving.row_format import RowFormat
 
-# Bytes of rows that are encoded at once: a few copies of them exist at a time.
+# Bytes of rows that are encoded at once; a few copies of these rows are in memory.
 CHUNK_BYTES = 8 << 20
 
 
@@ -36,10 +36,10 @@ def build(
     rows: torch.dtype = torch.float32,
     tables: Sequence[str] | None = None,
 ) -> None:
-    """Makes a directory of served tables from a checkpoint of torch.distributed.checkpoint.
+    """Builds a directory of served tables from a checkpoint of `torch.distributed.checkpoint`.
 
-    It is written beside `out` and renamed when it is complete. Rows are read in pieces and checked against
-    the checkpoint's content sums; memory does not grow with the tables.
+    The directory is written beside `out` and renamed when it is complete. Rows are read in chunks and checked
+    against the content sums of the checkpoint; memory does not grow with the tables.
 
     Args:
         checkpoint: directory of the checkpoint.
@@ -48,8 +48,8 @@ def build(
         tables: names of the tables to serve; None: all dynamic tables of the checkpoint.
 
     Raises:
-        ValueError: if `out` exists, the checkpoint is damaged or lacks a table, or rows do not fit the dtype.
-            Nothing is left at `out`.
+        ValueError: if `out` exists, the checkpoint is a delta, is damaged or lacks a table, or rows do not
+            fit the dtype. No new directory is left then.
     """
     row_format, target = RowFormat(rows), Path(out)
     if target.exists():
@@ -81,11 +81,11 @@ def build(
 def chosen_tables(
     found: Mapping[str, SavedTable], names: Sequence[str] | None, where: str
 ) -> dict[str, SavedTable]:
-    """Picks tables by name, in the order of their names.
+    """Returns tables by name, in the order of their names.
 
     Args:
         found: tables by their key in the checkpoint.
-        names: of the tables to pick; None: all.
+        names: names of the tables to choose; None: all tables.
         where: the call, for messages.
 
     Raises:
@@ -138,11 +138,11 @@ def _write_tables(folder: Path, saved: Mapping[str, SavedTable], row_format: Row
 
 
 def new_maps(generation: Path, tables: Mapping[str, ServedTable]) -> dict[str, ServedMap]:
-    """Makes the directory of a generation with empty, writable id maps.
+    """Makes the directory of a generation and returns its id maps, empty and writable.
 
     Args:
         generation: the directory to make.
-        tables: by name, each with its range of slots.
+        tables: tables by name, each with its range of slots.
     """
     generation.mkdir()
     size = SLOT_BYTES * sum(table.capacity for table in tables.values())
@@ -157,7 +157,7 @@ def maps_of(slots: Tensor, tables: Mapping[str, ServedTable]) -> dict[str, Serve
 
     Args:
         slots: [bytes] uint8, the file.
-        tables: by name, each with its range of slots.
+        tables: tables by name, each with its range of slots.
     """
     pairs = slots.view(torch.int64).view(-1, 2)
     return {
@@ -167,7 +167,7 @@ def maps_of(slots: Tensor, tables: Mapping[str, ServedTable]) -> dict[str, Serve
 
 
 def publish(folder: Path, generation: str, manifest: Manifest) -> None:
-    """Commits a generation to the disk, then names it in `current`: from then on it is served."""
+    """Commits a generation to the disk, then writes its name to `current`; from then on it is served."""
     commit(folder / generation / SLOTS)
     write_text(folder / generation / MANIFEST, manifest.to_json())
     commit(folder)

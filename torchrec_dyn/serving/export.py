@@ -1,8 +1,8 @@
 """Exports a serving collection with torch.export, for any number of bags and ids.
 
-A traced KeyedJaggedTensor has tensors only, no numbers that the trace could read. FeatureReader, of eager
-mode, checks sums and bounds of the lengths; an exported program checks its input when it runs: the ops check
-offsets before they read memory, and an assertion refuses lengths below 0.
+A trace cannot read the numbers in the tensors of a KeyedJaggedTensor. In eager mode FeatureReader checks the
+sums and bounds of the lengths. An exported program checks its input when it runs: the ops check offsets
+before they read memory, and an assertion refuses lengths below 0.
 
 Legend: F features, B bags of a feature, N ids.
 """
@@ -20,17 +20,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedProgram:
-    """Exports a module that takes features alone, as a serving collection does.
+    """Exports a module whose only input is features, such as a serving collection.
 
     `torch.export.export` works too, but its program needs two bags or more if the example has them.
     The program holds copies of the present rows and id maps: it does not refresh.
 
     Args:
-        module: a serving collection, or a module around one.
-        features: an example; the program takes the same features in the same order, of any sizes.
+        module: a serving collection, or a module that contains a serving collection.
+        features: an example; the program takes the same features in the same order, with any number of bags
+            and ids.
 
     Returns:
-        The program. Import torchrec_dyn.serving before loading it: that registers its ops.
+        The program. Import torchrec_dyn.serving before you load it: the import registers its ops.
     """
     plain = KeyedJaggedTensor(
         keys=features.keys(),
@@ -40,13 +41,14 @@ def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedPr
     )
     leaves, _ = torch.utils._pytree.tree_flatten(plain)
     shapes: list[Any] = [None if leaf is None else {0: Dim.DYNAMIC} for leaf in leaves]
-    # Otherwise the program of an example with many bags refuses one bag or none, which broadcast.
+    # Without this, the program of an example with many bags refuses one bag and no bags: torch treats sizes 0
+    # and 1 as special cases.
     with symbolic_shapes.patch(  # type: ignore[attr-defined]
         backed_size_oblivious=True
     ):
         program = torch.export.export(module, (plain,), dynamic_shapes=(shapes,), strict=False)
     program.example_inputs = (
-        None  # a KeyedJaggedTensor, which torch.export.load would have to unpickle
+        None  # they hold a KeyedJaggedTensor, which torch.export.load would have to unpickle
     )
     return program
 
@@ -57,16 +59,16 @@ def traced_features(
     """Reads features while a program is exported.
 
     Args:
-        features: as the user passed it, with the same number of bags for each feature.
-        names: F features to read, in table order, repeats allowed.
-        weighted: whether bags carry weights.
+        features: the user's features, with the same number of bags for each feature.
+        names: names of the F features to read, in table order, repeats allowed.
+        weighted: True if bags have weights.
         where: the collection, for messages.
 
     Returns:
         ids [N] int64, offsets [F * B + 1] int64, weights [N] float32 or None, and B.
 
     Raises:
-        ValueError: if a feature is missing, or ids have another dtype.
+        ValueError: if features or their weights are missing, or ids have another dtype.
     """
     keys = features.keys()
     missing = [name for name in names if name not in keys]
@@ -83,7 +85,7 @@ def traced_features(
     weights = features.weights().float() if weighted else None
     batch = lengths.shape[0] // len(keys)
     offsets = _summed(lengths)
-    torch._assert_async((lengths >= 0).all(), f"{where}: expected lengths >= 0, got others.")
+    torch._assert_async((lengths >= 0).all(), f"{where}: expected lengths >= 0, got less.")
     if list(names) != list(keys):
         chosen = torch.tensor([keys.index(name) for name in names])
         bags = (chosen[:, None] * batch + torch.arange(batch)).view(-1)
@@ -100,13 +102,13 @@ def _summed(lengths: Tensor) -> Tensor:
 
 
 def counts_between(bounds: Tensor, ids: Tensor) -> list[int]:
-    """Returns the number of ids of each feature, as sizes that are known when the program runs.
+    """Returns the number of ids of each feature, as sizes whose values are known when the program runs.
 
     Args:
-        bounds: [F + 1] int64, where each feature begins, and N.
+        bounds: [F + 1] int64, the begin of each feature in `ids`, and N.
         ids: [N] int64.
     """
-    counts = [cast(int, one.item()) for one in bounds.diff().unbind()]  # int() would fix them
+    counts = [cast(int, one.item()) for one in bounds.diff().unbind()]  # int() would fix the sizes
     for count in counts:
         torch._check(count >= 0)
     torch._check(sum(counts) == ids.shape[0])

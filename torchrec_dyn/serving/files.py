@@ -1,4 +1,4 @@
-"""Maps, appends to and replaces the files of served tables: a reader sees all of a change or none."""
+"""Maps, appends to and replaces the files of served tables; a reader sees a whole change or no change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# MAP_NORESERVE of Linux; Python names it from 3.13 on. Pages are only read: copies need no reserved memory.
+# MAP_NORESERVE of Linux; Python has the name from 3.13 on. Pages are only read, so no memory is reserved for
+# copies of them.
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
@@ -21,15 +22,15 @@ def mapped(path: Path, size: int, writable: bool = False) -> Tensor:
     """Maps the first bytes of a file: pages are read at first use, and processes share them.
 
     Args:
-        path: of the file.
-        size: bytes.
-        writable: whether writes reach the file; otherwise they reach this process's own copy of the page.
+        path: path of the file.
+        size: number of bytes.
+        writable: True if writes change the file; False if they change this process's own copy of the page.
 
     Returns:
         [size] uint8.
 
     Raises:
-        ValueError: if the file is shorter.
+        ValueError: if the file is shorter than `size`.
     """
     with open(path, "r+b" if writable else "rb") as file:
         length = os.fstat(file.fileno()).st_size
@@ -44,14 +45,15 @@ def mapped(path: Path, size: int, writable: bool = False) -> Tensor:
 
 
 class Appender:
-    """Appends rows to a file behind the bytes in use, which do not change.
+    """A writer that appends rows to a file, after the bytes in use. The bytes in use do not change.
 
-    Row r of a table is at byte r * row_bytes of the file: all tables share the file, and the rows of each
-    begin at multiples of their own width.
+    Row r of a table is at byte r * row_bytes of the file. All tables share the file, and the rows of a table
+    begin at multiples of the table's row_bytes.
 
     Args:
-        path: of the file; made if it does not exist.
-        used: bytes in use. Bytes behind them are from a writer that never finished, and are overwritten.
+        path: path of the file, which is made if it does not exist.
+        used: number of bytes in use. Bytes after them are from a writer that did not finish, and are
+            overwritten.
     """
 
     def __init__(self, path: Path, used: int) -> None:
@@ -63,10 +65,10 @@ class Appender:
         """Appends rows.
 
         Args:
-            written: [M, row_bytes] uint8.
+            written: [M, row_bytes] uint8, M encoded rows.
 
         Returns:
-            [M] int64, their row numbers.
+            [M] int64, the row numbers.
         """
         count, width = written.shape
         first = -(-self.used // width)
@@ -76,10 +78,10 @@ class Appender:
         return torch.arange(first, first + count)
 
     def close(self, size: int) -> None:
-        """Commits the file to the disk.
+        """Commits the file to the disk and closes it.
 
         Args:
-            size: its least length; behind the rows it is sparse.
+            size: least length of the file, in bytes; after the rows the file is sparse.
         """
         self._file.flush()
         self._file.truncate(max(size, os.fstat(self._file.fileno()).st_size))
@@ -107,16 +109,16 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Holds the lock of a directory; the end of this process, however it ends, frees it.
+    """Holds the lock of a directory. The end of the process frees it, even if the process is killed.
 
     Raises:
-        ValueError: if another process, or thread, holds it.
+        ValueError: if another process, or another thread, holds the lock.
     """
     with open(folder / "lock", "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(
-                f"{folder}: expected one writer at a time, got a second one. Wait for the first."
+                f"{folder}: expected one writer at a time, got a second writer. Wait for the first."
             ) from None
         yield

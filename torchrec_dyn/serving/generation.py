@@ -26,14 +26,14 @@ _ATTEMPTS = 100
 
 
 class Generation(nn.Module):
-    """Finds the rows of ids. Nothing in it ever changes.
+    """The id maps and rows of one generation, which never change.
 
     Args:
-        name: of the generation.
-        manifest: of the generation.
+        name: name of the generation.
+        manifest: manifest of the generation.
         slots: [bytes] uint8, the id maps of all its tables.
         rows: [bytes] uint8, the rows of all its tables.
-        tables: T names, in the order of the ids of a call.
+        tables: names of T tables, in the order of the ids of a call.
     """
 
     slots: Tensor
@@ -54,7 +54,7 @@ class Generation(nn.Module):
         for name_of, table in zip(tables, self.tables, strict=True):
             shift, blocks = cut[name_of]
             one = table.embedding_dim, 1 << shift, blocks
-            if one not in self._cuts:  # tables of one width share blocks
+            if one not in self._cuts:  # tables of the same width share blocks
                 self._cuts.append(one)
             first = sum(number for _, _, number in self._cuts[: self._cuts.index(one)])
             layout.append([first, blocks, shift, table.embedding_dim])
@@ -62,7 +62,7 @@ class Generation(nn.Module):
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("layout", torch.tensor(layout), persistent=False)
         self.register_buffer("_at_rest", torch.full((len(tables),), -1), persistent=False)
-        # Parts of the two tensors, made once; an exported program makes them from its own two.
+        # Views of `slots` and `rows`, made once. An exported program makes views of its own two buffers.
         self._maps_once = self._maps()
         self._blocks_once = self._blocks()
 
@@ -81,7 +81,10 @@ class Generation(nn.Module):
         return ops.lookup(ids, table_offsets, maps, self._at_rest)
 
     def blocks(self) -> list[Tensor]:
-        """Returns rows of float32 or float16 as blocks for `ops.gather_pool`; `layout` names their tables."""
+        """Returns rows of float32 or float16 as blocks for `ops.gather_pool`; [] for rows of int8.
+
+        `layout` has the blocks of each table.
+        """
         return self._blocks() if torch.compiler.is_exporting() else self._blocks_once
 
     def _maps(self) -> list[Tensor]:
@@ -104,15 +107,15 @@ def open_generation(
     """Maps the current generation.
 
     Args:
-        folder: made by `serving.build`.
+        folder: directory that `serving.build` made.
         tables: names of the tables to serve.
-        unless: name of a generation that is mapped already.
+        unless: name of the generation that is mapped already; None: no generation is mapped.
 
     Returns:
         The generation; None if `unless` is current.
 
     Raises:
-        ValueError: if `serving.build` did not make the directory, it is damaged, or it lacks a table.
+        ValueError: if `serving.build` did not make the directory, or it is damaged or lacks a table.
     """
     for _ in range(_ATTEMPTS):
         name = current_generation(folder)
@@ -121,12 +124,16 @@ def open_generation(
         try:
             return _open(folder, name, tables)
         except FileNotFoundError:
-            # Two deltas were applied since its name was read; if the name is the same, a file is missing.
+            # Two deltas were applied after the name was read; or, if the name is still current, files are
+            # missing.
             if current_generation(folder) == name:
                 raise ValueError(
-                    f"{folder}: expected the files of generation {name}, got only some. Build it again."
+                    f"{folder}: expected all files of generation {name}, got only some. Build it again."
                 ) from None
-    raise ValueError(f"{folder}: expected a generation that stays, got {_ATTEMPTS} that did not.")
+    raise ValueError(
+        f"{folder}: expected a generation whose files exist until they are opened, got {_ATTEMPTS} whose "
+        "files were removed before. Try again when fewer deltas are applied."
+    )
 
 
 def _open(folder: Path, name: str, tables: Sequence[str]) -> Generation:

@@ -1,8 +1,9 @@
 """The id map of one served table, a part of a mapped file.
 
-The same open addressing as in training (csrc/storage/id_map.h), fuller since it hardly grows: 23 bytes an id.
-Sorted ids would take 8, and a binary search 12 to 15 times as long (1M and 10M ids, 5,120 a call, one thread:
-22 and 33 ns an id against 258 and 507; interpolation by torch's own ops is slower than that).
+It has the open addressing of training (csrc/storage/id_map.h), with a higher load since it rarely grows: 23
+bytes an id. Sorted ids would take 8 bytes an id, but a binary search takes 12 to 15 times as long: 258 and
+507 ns an id against 22 and 33 ns (1M and 10M ids, 5,120 ids a call, one thread). Interpolation by torch's own
+ops is slower than the binary search.
 
 Legend: C slots, M ids.
 """
@@ -18,34 +19,34 @@ from torchrec_dyn import ops
 
 SLOT_BYTES = 16
 _LINE_SLOTS = 4
-# A map is made with the first load; deltas fill it up to the second, then a larger one is made.
+# A new map has the first load. Deltas fill it up to the second load; then a larger map is made.
 _LOAD, _MOST_LOAD = 0.7, 0.8
 _PIECE = 1 << 18
 _AT_REST = torch.tensor([-1])
 
 
 def slots_for(ids: int) -> int:
-    """Returns the slots of a new map for `ids` ids: whole lines."""
+    """Returns the number of slots of a new map for `ids` ids, in whole lines."""
     return -(-int(ids / _LOAD) // _LINE_SLOTS) * _LINE_SLOTS + (_LINE_SLOTS if ids else 0)
 
 
 def has_room(slots: int, ids: int) -> bool:
-    """True if a map of so many slots may hold so many ids."""
+    """Returns True if a map of `slots` slots may hold `ids` ids."""
     return ids <= slots * _MOST_LOAD
 
 
 class ServedMap:
-    """Finds, inserts and removes ids.
+    """The map from the ids of one served table to their rows.
 
     Args:
-        slots: [C, 2] int64, written in place.
+        slots: [C, 2] int64, id and row + 1; written in place.
     """
 
     def __init__(self, slots: Tensor) -> None:
         self.slots = slots
 
     def find(self, ids: Tensor) -> Tensor:
-        """Returns rows [M], -1 where the id is absent.
+        """Returns the rows of ids, [M] int64, -1 where the id is absent.
 
         Args:
             ids: [M] int64.
@@ -57,12 +58,12 @@ class ServedMap:
 
         Args:
             ids: [M] int64.
-            rows: [M] int64.
+            rows: [M] int64, the rows of the ids.
         """
         ops.insert(ids, rows, torch.tensor([0, len(ids)]), [self.slots], _AT_REST)
 
     def take(self, ids: Tensor) -> Tensor:
-        """Removes ids and returns the rows [M] that they held, -1 where absent.
+        """Removes ids and returns their former rows, [M] int64, -1 where the id is absent.
 
         Args:
             ids: [M] int64.
@@ -70,7 +71,7 @@ class ServedMap:
         return ops.erase(ids, [self.slots], _AT_REST)
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields ids, rows and slots [M] int64 of the whole map, some slots at a time."""
+        """Yields the ids, their rows and their slots, [M] int64 each, for one range of slots at a time."""
         for first in range(0, len(self.slots), _PIECE):
             piece = self.slots[first : first + _PIECE]
             taken = piece[:, 1].nonzero().view(-1)
@@ -78,10 +79,10 @@ class ServedMap:
             yield found[:, 0].contiguous(), found[:, 1] - 1, taken + first
 
     def renumber(self, slots: Tensor, rows: Tensor) -> None:
-        """Writes other rows for the ids in some slots.
+        """Replaces the rows of ids.
 
         Args:
-            slots: [M] int64, of `pieces`.
-            rows: [M] int64.
+            slots: [M] int64, slots of the ids, as `pieces` yields them.
+            rows: [M] int64, the new rows.
         """
         self.slots[slots, 1] = rows + 1

@@ -1,8 +1,9 @@
 """Pools int8 rows by FBGEMM's inference kernel, from one file with the rows of all tables.
 
-The kernel takes a byte offset a table. Here all are 0: a row number counts in rows of the table's own width
-from the beginning of the file. It takes 19 ns an id; our own pooling of float32 takes 34 and of float16 19,
-FBGEMM's 48 and 19 (8 tables of 300,000 rows of 64 columns, batch 512, one thread).
+The kernel takes one byte offset for each table. Here all offsets are 0: a row number counts rows of the
+table's own width from the begin of the file. The kernel takes 19 ns an id. Our own pooling takes 34 ns for
+float32 and 19 ns for float16, FBGEMM's pooling 48 and 19 ns (8 tables of 300,000 rows of 64 columns, batch
+512, one thread).
 
 Legend: N ids, F features, B bags of a feature, D columns of a feature's table.
 """
@@ -21,10 +22,10 @@ _lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
 
 
 class Int8Pooling(nn.Module):
-    """Gathers and pools int8 rows.
+    """The pooling of int8 rows by FBGEMM's kernel.
 
     Args:
-        columns: [F] D of each feature.
+        columns: D of each of the F features.
     """
 
     _ends: Tensor
@@ -54,10 +55,10 @@ class Int8Pooling(nn.Module):
 
         Args:
             written: [bytes] uint8, the rows of all tables.
-            rows: [N] int64; -1 counts as zeros.
-            offsets: [F * B + 1] int64, ascending from 0 to N: the kernel does not check it.
+            rows: [N] int64; row -1 counts as zeros.
+            offsets: [F * B + 1] int64, ascending from 0 to N; the kernel does not check this.
             weights: [N] float32, contiguous, or None.
-            mean: whether each bag is divided by its length.
+            mean: True to divide each bag by its length.
 
         Returns:
             [B, sum of D] float32.
@@ -66,16 +67,17 @@ class Int8Pooling(nn.Module):
         return self._call(len(self._places), written, rows, offsets, mode, weights)
 
     def gather(self, written: Tensor, rows: Tensor) -> Tensor:
-        """Gathers rows of tables of one width; as all begin at byte 0, row numbers suffice.
+        """Gathers rows of tables of the same width; all tables begin at byte 0, so row numbers suffice.
 
         Args:
-            written: [bytes] uint8.
-            rows: [N] int64; -1 reads as zeros.
+            written: [bytes] uint8, the rows of all tables.
+            rows: [N] int64; row -1 is read as zeros.
 
         Returns:
             [N, D] float32.
         """
-        # As one feature: the kernel computes where the output of each further feature begins in 32 bits.
+        # As one feature: for further features the kernel computes the begin of the output in 32 bits, which
+        # may overflow.
         offsets = torch.arange(2) * rows.shape[0]
         return self._call(1, written, rows, offsets, PoolingMode.NONE, None)
 

@@ -1,7 +1,8 @@
 """Looks up ids of several features in the served tables, in eager mode and in exported programs.
 
-No call reads a number out of a tensor: shapes follow from the sizes of the inputs, so that torch.export can
-trace all of it. A call reads the tables through one reference, which `refresh` replaces.
+While a program is exported, no call reads a number out of a tensor: shapes follow from the sizes of the
+inputs, so that torch.export can trace the whole call. A call reads the tables through one reference, which
+`refresh` replaces.
 
 Legend: T tables, F features (in table order), B bags of a feature, N ids, D columns of a table.
 """
@@ -24,13 +25,13 @@ from torchrec_dyn.serving.unseen import UnseenRows
 
 
 class ServedLookup(nn.Module):
-    """Looks up the features of a collection's tables.
+    """The lookup of the features of a collection's tables.
 
     Args:
-        folder: made by `serving.build`.
-        configs: T checked configs.
-        means: whether each table divides its bags by their lengths.
-        unseen: "zeros" or "initial".
+        folder: directory that `serving.build` made.
+        configs: checked configs of the T tables.
+        means: for each table, True if it divides bags by their lengths.
+        unseen: rows of unseen ids: "zeros" or "initial".
         where: the collection, for messages.
 
     Raises:
@@ -64,7 +65,7 @@ class ServedLookup(nn.Module):
         self._all_mean, self._any_mean = all(means), any(means)
         self._table_numbers, self._means = table_of, [means[t] for t in table_of]
         places = list(accumulate(self._columns, initial=0))
-        # A segment (csrc/lookup/bags.h) is these two, the second times B.
+        # A segment (csrc/lookup/bags.h) is `fixed` + `by_batch` * B.
         fixed = [[t, 0, 0, places[f], self._width] for f, t in enumerate(table_of)]
         by_batch = [[0, f, 1, 0, 0] for f in range(len(table_of))]
         firsts = list(accumulate((len(one.feature_names) for one in configs), initial=0))
@@ -83,13 +84,13 @@ class ServedLookup(nn.Module):
         self.refresh()
 
     def refresh(self) -> bool:
-        """Serves the current generation from the next call on; a running call keeps the one before.
+        """Serves the current generation from the next call on; a running call keeps the old generation.
 
         Returns:
-            Whether there was a new generation.
+            True if there was a new generation.
 
         Raises:
-            ValueError: if the new generation does not fit the collection, which then serves the one before.
+            ValueError: if the new generation does not match the collection; the old generation stays served.
         """
         names = [config.name for config in self._configs]
         before = self._modules.get("generation")
@@ -111,13 +112,13 @@ class ServedLookup(nn.Module):
         return True
 
     def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
-        """Looks up and pools.
+        """Looks up the rows of bags and pools them.
 
         Args:
             ids: [N] int64, feature after feature in table order.
             offsets: [F * B + 1] int64, ascending from 0 to N.
             weights: [N] float32 or None.
-            batch: B.
+            batch: B, the number of bags of each feature.
 
         Returns:
             [B, sum of D over features] float32.
@@ -143,11 +144,11 @@ class ServedLookup(nn.Module):
         return out
 
     def sequences(self, ids: Tensor, feature_offsets: Tensor) -> Tensor:
-        """Looks up rows of tables of one width.
+        """Looks up the rows of ids; all tables have the same width.
 
         Args:
             ids: [N] int64, feature after feature in table order.
-            feature_offsets: [F + 1] int64.
+            feature_offsets: [F + 1] int64, the begin of each feature in `ids`, and N.
 
         Returns:
             [N, D] float32.
@@ -175,11 +176,11 @@ class ServedLookup(nn.Module):
 
     @staticmethod
     def _has_any(absent: Tensor) -> bool:
-        # An exported program cannot branch on it.
+        # An exported program cannot branch on `absent`, so it always reads initial rows.
         return torch.compiler.is_exporting() or bool(absent.any())
 
     def _absent_positions(self, rows: Tensor, bounds: Tensor) -> list[tuple[int, Tensor]]:
-        """Lists the positions of absent ids between each two of `bounds`."""
+        """Returns the positions of absent ids in each part; part i is bounds[i] to bounds[i + 1]."""
         part = torch.bucketize(torch.arange(rows.shape[0]), bounds[1:], right=True)
         absent = rows < 0
         return [(i, (absent & (part == i)).nonzero().view(-1)) for i in range(bounds.shape[0] - 1)]
@@ -187,7 +188,7 @@ class ServedLookup(nn.Module):
     def _unseen_pooled(
         self, ids: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, batch: int
     ) -> Tensor:
-        """Pools the initial rows of absent ids; ids with a row count as zeros."""
+        """Returns the pooled initial rows of absent ids; ids with a row count as zeros."""
         every_feature = torch.arange(self._features + 1) * batch
         parts = []
         for f, positions in self._absent_positions(rows, offsets[every_feature]):

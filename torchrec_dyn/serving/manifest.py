@@ -1,13 +1,13 @@
 """The contents of a directory of served tables.
 
-    current                    name of the generation that is served: a small file, replaced by a rename
-    rows-51ab20fe              rows of all tables, each as row_format.py writes it; row r of a table is at
-                               byte r * row_bytes. Only ever appended to; sparse behind its end
-    000001-51ab20fe/           a generation: immutable, complete before it is named in `current`
+    current                    name of the served generation: a small file, replaced by a rename
+    rows-51ab20fe              rows of all tables, as row_format.py encodes them; row r of a table is at
+                               byte r * row_bytes. Rows are only appended; after the last row it is sparse
+    000001-51ab20fe/           a generation: it never changes, and is complete before `current` names it
         slots                  [C, 2] int64: the id maps of all tables one after another, id and row + 1
                                (csrc/storage/id_map.h)
         manifest.json
-    lock                       held by the one process that applies a delta
+    lock                       held by the process that applies a delta
 
 manifest.json, keys sorted:
 
@@ -15,9 +15,9 @@ manifest.json, keys sorted:
         "capacity": 144, "embedding_dim": 64, "first_slot": 0, "initializer": {...}, "num_rows": 100,
         "seed": 0, "sums": {"ids": 123, "weight": 456}, "trained_as": "float32"}}}
 
-`sums` are the content sums of the table that was saved, not of the rows as written here: a delta must begin
-where the delta before ended. A generation or a rows file is removed when neither the current generation nor
-the one before needs it; a process that has mapped it keeps it.
+`sums` are the content sums of the saved table, not of the encoded rows: a delta must begin at these sums. A
+generation or a rows file is removed when neither the current generation nor the generation before needs it; a
+process that has mapped the files can still read them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class ServedTable:
     """One table of a generation.
 
     Attributes:
-        embedding_dim: columns.
+        embedding_dim: number of columns.
         trained_as: dtype of its rows in training.
-        initializer: of its initial rows, as the checkpoint names it.
-        seed: of its initial rows.
-        num_rows: ids with a row.
-        first_slot: of its map in `slots`.
-        capacity: slots of its map.
+        initializer: initializer of its initial rows, as in the config of the checkpoint.
+        seed: seed of its initial rows.
+        num_rows: number of ids with a row.
+        first_slot: number of the first slot of its map in `slots`.
+        capacity: number of slots of its map.
         sums: content sums of "ids" and "weight" as saved.
     """
 
@@ -74,13 +74,13 @@ class ServedTable:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A generation.
+    """The manifest of a generation.
 
     Attributes:
-        rows: dtype of the rows as written.
-        rows_file: name of their file.
-        rows_bytes: bytes of the file in use.
-        tables: by name.
+        rows: dtype of the encoded rows.
+        rows_file: name of the rows file.
+        rows_bytes: bytes in use of the rows file.
+        tables: tables by name.
     """
 
     rows: str
@@ -95,18 +95,18 @@ class Manifest:
 
     @property
     def slots(self) -> int:
-        """Slots of all tables."""
+        """Number of slots of all tables."""
         return sum(table.capacity for table in self.tables.values())
 
     def widths(self) -> dict[str, int]:
-        """Returns the bytes of a row of each table."""
+        """Returns the number of bytes of a row of each table."""
         return {
             name: self.row_format.row_bytes(table.embedding_dim)
             for name, table in self.tables.items()
         }
 
     def mapped_bytes(self) -> int:
-        """Returns the length of the rows file: whole blocks of every table."""
+        """Returns the length of the rows file in bytes: whole blocks of every table."""
         ends = [blocks << shift for shift, blocks in self.blocks().values()]
         widths = self.widths().values()
         return max(
@@ -114,7 +114,7 @@ class Manifest:
         )
 
     def blocks(self) -> dict[str, tuple[int, int]]:
-        """Cuts the file into blocks of 2^shift rows of each table's width (storage/blocks.h): 16 at most.
+        """Cuts the rows file for each table into at most 16 blocks of 2^shift rows (csrc/storage/blocks.h).
 
         Returns:
             Shift and number of blocks of each table.
@@ -127,12 +127,12 @@ class Manifest:
         return cut
 
     def to_json(self) -> str:
-        """Writes the manifest."""
+        """Returns the text of the manifest file."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, sort_keys=True)
 
 
 def laid_out(tables: Mapping[str, ServedTable]) -> dict[str, ServedTable]:
-    """Returns the tables with their maps one after another in `slots`."""
+    """Returns the tables with new first slots, so that their maps follow each other in `slots`."""
     ends = accumulate((table.capacity for table in tables.values()), initial=0)
     return {
         name: dataclasses.replace(table, first_slot=first)
@@ -141,18 +141,22 @@ def laid_out(tables: Mapping[str, ServedTable]) -> dict[str, ServedTable]:
 
 
 def new_generation(after: str | None = None) -> str:
-    """Returns a new, unique name of a generation."""
+    """Returns a new, unique name for a generation.
+
+    Args:
+        after: name of the generation before; None: there is no generation.
+    """
     number = 0 if after is None else int(after.partition("-")[0])
     return f"{number + 1:06d}-{secrets.token_hex(4)}"
 
 
 def new_rows_file() -> str:
-    """Returns a new, unique name of a rows file."""
+    """Returns a new, unique name for a rows file."""
     return f"rows-{secrets.token_hex(4)}"
 
 
 def current_generation(folder: Path) -> str:
-    """Reads the name of the generation that is served.
+    """Returns the name of the served generation, as read from `current`.
 
     Raises:
         ValueError: if `serving.build` did not make the directory.
@@ -174,7 +178,7 @@ def read_manifest(folder: Path, generation: str) -> Manifest:
 
     Raises:
         ValueError: if the manifest is damaged, or of another format.
-        FileNotFoundError: if the generation was removed since it was current.
+        FileNotFoundError: if the generation was removed after its name was read.
     """
     path = folder / generation / MANIFEST
     text = path.read_text()

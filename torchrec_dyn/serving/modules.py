@@ -1,4 +1,4 @@
-"""The served collections: pooled and sequence, in the interface of TorchRec's own.
+"""The served collections, pooled and sequence, with the interfaces of TorchRec's collections.
 
 Legend: B bags of a feature, N ids, D columns of a table.
 """
@@ -28,35 +28,40 @@ from torchrec_dyn.serving.lookup import ServedLookup
 
 
 class _Refreshable:
-    """Names and replaces the generation that a collection serves."""
+    """The generation that a collection serves: its name, and its replacement by a newer generation."""
 
     _lookup: ServedLookup
 
     @property
     def generation(self) -> str:
-        """Name of the generation that is served."""
+        """Name of the served generation."""
         return self._lookup.generation.name
 
     def refresh(self) -> bool:
-        """Serves the deltas that were applied since; any thread may call it at any time.
+        """Serves the deltas that were applied so far, from the next call on.
+
+        Any thread may call it at any time.
 
         Returns:
-            Whether there were any.
+            True if there was a new generation.
+
+        Raises:
+            ValueError: if the new generation does not match the collection; the old generation stays served.
         """
         return self._lookup.refresh()
 
 
 class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterface):
-    """Pools the rows of bags of ids as DynamicEmbeddingBagCollection does in evaluation.
+    """A read-only collection that pools the rows of bags, as DynamicEmbeddingBagCollection in evaluation.
 
     Args:
-        folder: made by `build`.
+        folder: directory that `build` made.
         tables: configs of the tables to serve, as in training.
-        is_weighted: whether every id of a bag has a weight.
-        unseen: rows of unseen ids: "zeros", or "initial" for the rows that they would start with.
+        is_weighted: True if every id of a bag has a weight.
+        unseen: rows of unseen ids: "zeros", or "initial" for the initial rows of training.
 
     Raises:
-        ValueError: if a config is impossible, or the directory does not serve it.
+        ValueError: if a config is invalid, or the directory does not serve its table.
     """
 
     def __init__(
@@ -78,16 +83,16 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
         self._read = _reader(self._configs, is_weighted, where)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks up and pools.
+        """Looks up the rows of bags and pools them.
 
         Args:
-            features: bags of ids of at least this collection's features, the same number for each.
+            features: bags of ids, the same number of bags for each feature; further features are not read.
 
         Returns:
             [B, sum of D] float32, one key per feature and table, in the order of the tables.
 
         Raises:
-            ValueError: if a feature is missing, or the tensors do not fit each other.
+            ValueError: if a feature is missing, or the tensors do not match each other.
         """
         if torch.compiler.is_exporting():
             ids, offsets, weights, batch = traced_features(
@@ -114,21 +119,21 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
         return list(self._configs)
 
     def is_weighted(self) -> bool:
-        """Returns whether bags carry weights."""
+        """Returns True if bags have weights."""
         return self._is_weighted
 
 
 class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
-    """Returns the row of each id as DynamicEmbeddingCollection does in evaluation.
+    """A read-only collection that returns the row of each id, as DynamicEmbeddingCollection in evaluation.
 
     Args:
-        folder: made by `build`.
-        tables: configs of the tables to serve, as in training, all of one embedding_dim.
-        need_indices: whether outputs carry the ids, as their weights.
-        unseen: rows of unseen ids: "zeros", or "initial" for the rows that they would start with.
+        folder: directory that `build` made.
+        tables: configs of the tables to serve, as in training, all with the same embedding_dim.
+        need_indices: True if outputs have the ids, as their weights.
+        unseen: rows of unseen ids: "zeros", or "initial" for the initial rows of training.
 
     Raises:
-        ValueError: if a config is impossible, or the directory does not serve it.
+        ValueError: if a config is invalid, or the directory does not serve its table.
     """
 
     def __init__(
@@ -154,16 +159,17 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
         self._read = _reader(self._configs, False, where)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Looks up.
+        """Looks up the rows of ids.
 
         Args:
-            features: ids of at least this collection's features.
+            features: ids of the collection's features; further features are not read.
 
         Returns:
-            By feature (and table, where several share it), values [ids of the feature, D] float32.
+            A JaggedTensor for each feature (and table, if several tables share the feature), with values
+            [ids of the feature, D] float32.
 
         Raises:
-            ValueError: if a feature is missing, or the tensors do not fit each other.
+            ValueError: if a feature is missing, or the tensors do not match each other.
         """
         if torch.compiler.is_exporting():
             ids, offsets, _, batch = traced_features(
@@ -192,7 +198,7 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
         return list(self._configs)
 
     def embedding_dim(self) -> int:
-        """Returns the columns of every table."""
+        """Returns the number of columns of every table."""
         return self._configs[0].embedding_dim
 
     def embedding_names_by_table(self) -> list[list[str]]:
@@ -200,7 +206,7 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
         return self._names_by_table
 
     def need_indices(self) -> bool:
-        """Returns whether outputs carry the ids."""
+        """Returns True if outputs have the ids, as their weights."""
         return self._need_indices
 
 

@@ -1,11 +1,11 @@
-"""The format of served rows, as FBGEMM's inference tables have it.
+"""The format of served rows, which is the format of FBGEMM's inference tables.
 
-    float32, float16    the numbers, to nearest
-    int8                scale and bias (float16), then a byte a column: value = scale * byte + bias
+    float32, float16    the numbers, rounded to nearest
+    int8                scale and bias (float16), then one byte a column: value = scale * byte + bias
 
-Bias is the least number of the row, rounded down to float16; scale is a 255th of the range above it, rounded
-up. So no number falls outside, and each is off by at most scale / 2: half a 255th of the row's range, and up
-to one part in 1,000 more for each of the two roundings.
+The bias is the least number of the row, rounded down to float16. The scale is a 255th of the range from the
+bias to the largest number, rounded up. So every number is inside the range of the bytes, and its error is at
+most scale / 2: half a 255th of the row's range, and up to a thousandth more for each of the two roundings.
 
 Legend: M rows, D columns.
 """
@@ -25,10 +25,10 @@ _LARGEST = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Writes and reads rows.
+    """A format of served rows.
 
     Attributes:
-        dtype: float32, float16 or int8.
+        dtype: dtype of the encoded numbers: float32, float16 or int8.
     """
 
     dtype: torch.dtype
@@ -41,12 +41,12 @@ class RowFormat:
             )
 
     def row_bytes(self, columns: int) -> int:
-        """Returns the bytes of a row."""
+        """Returns the number of bytes of a row."""
         extra = _SCALE_AND_BIAS_BYTES if self.dtype == torch.int8 else 0
         return columns * self.dtype.itemsize + extra
 
     def is_exact_for(self, dtype: torch.dtype) -> bool:
-        """True if rows of this dtype are read back without rounding."""
+        """Returns True if rows of a dtype are encoded and decoded without rounding."""
         return self.dtype == dtype or self.dtype == torch.float32
 
     def encode(self, rows: Tensor, where: str) -> Tensor:
@@ -102,7 +102,7 @@ def _to_half(numbers: Tensor, up: bool) -> Tensor:
     """Rounds float32 to float16, up or down."""
     nearest = numbers.half()
     is_past = nearest.float() < numbers if up else nearest.float() > numbers
-    # As integers in the order of the numbers: the next one is one more or less.
+    # Integers in the order of the numbers: the next number is one more or one less.
     bits = nearest.view(torch.int16).int()
     order = torch.where(bits < 0, -(bits & 0x7FFF), bits) + is_past.int() * (1 if up else -1)
     bits = torch.where(order < 0, -order | -0x8000, order)

@@ -33,14 +33,14 @@ def _(ids, columns, dtype, kind, parameters, key):  # type: ignore[no-untyped-de
 
 
 class UnseenRows:
-    """Makes the initial rows of one served table, as training would.
+    """The initial rows of one served table, the same as in training.
 
     Args:
-        name: of the table.
-        table: as served.
+        name: name of the table.
+        table: the served table.
 
     Raises:
-        ValueError: if this version does not know its initializer.
+        ValueError: if this version lacks the table's initializer.
     """
 
     def __init__(self, name: str, table: ServedTable) -> None:

@@ -1,8 +1,8 @@
 """Applies a delta to a directory of served tables, while they are served.
 
-Changed rows are appended to the rows file, and copies of the id maps point to them. The files of the current
-generation are only read, so its readers see no change. When less than half of the rows file is in use, the
-rows in use are written to a new file.
+Changed rows are appended to the rows file, and copies of the id maps point to them. The id maps and the rows
+of the current generation are only read, so its readers see no change. When less than half of the rows file is
+in use, the rows in use are written to a new file.
 
 Legend: M ids.
 """
@@ -41,27 +41,27 @@ from torchrec_dyn.serving.manifest import (
 )
 from torchrec_dyn.serving.row_format import RowFormat
 
-# Unused bytes that a rows file may have before it is rewritten, beside as many as are in use.
+# A rows file is rewritten when it has more unused bytes than bytes in use plus this number.
 _WASTE_BYTES = 1 << 20
 
 
 def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -> None:
     """Applies a delta to served tables; collections serve it after their `refresh()`.
 
-    All tables change at once: a reader sees the old or the new rows, never a mix. If the process is killed,
-    the old rows stay.
+    All tables change at once: a reader sees the old or the new rows, never a mix. If the process is killed
+    before the end, the old rows stay served.
 
     Args:
-        folder: made by `build`.
+        folder: directory that `build` made.
         delta: directory of the delta.
 
     Raises:
-        ValueError: if the delta is damaged, does not begin at the contents of the served tables (a delta
-            before it is missing, or it was applied already), or another process is applying one. Nothing
-            has changed then.
+        ValueError: if the delta is damaged, or does not begin at the contents of the served tables (an
+            earlier delta is missing, or this delta was applied already), or another process is applying a
+            delta. Nothing has changed then.
     """
     path = Path(folder)
-    current_generation(path)  # first: no lock file in a directory that build did not make
+    current_generation(path)  # before the lock: no lock file in a directory that build did not make
     with only_writer(path):
         before = current_generation(path)
         manifest = read_manifest(path, before)
@@ -106,8 +106,8 @@ def _check_begins_here(where: str, delta: SavedTable, served: ServedTable) -> No
             else "Apply the deltas in between first, or build from the last checkpoint."
         )
         raise ValueError(
-            f"{where}: expected a delta that begins at content sums {_hex(served.sums)}, which are served, "
-            f"got one that begins at {_hex(base)}. {reason}"
+            f"{where}: expected a delta that begins at the served content sums {_hex(served.sums)}, got a "
+            f"delta that begins at {_hex(base)}. {reason}"
         )
 
 
@@ -129,7 +129,10 @@ def _write_generation(
     where: str,
     created: list[Path],
 ) -> Manifest:
-    """Writes the new generation, except its name in `current`; appends the files it makes to `created`."""
+    """Writes the new generation, without its name in `current`, and returns its manifest.
+
+    New files are appended to `created`.
+    """
     tables = _with_room(manifest.tables, saved)
     old_slots = mapped(path / before / SLOTS, manifest.slots * SLOT_BYTES)
     old_maps = maps_of(old_slots, manifest.tables)
@@ -175,16 +178,16 @@ def _copy_map(old: ServedMap, new: ServedMap) -> None:
 
 
 class _Change:
-    """Applies the changes of one table to its new map, and sums the rows that result.
+    """The change of one table by a delta: its new map, and the content sums of its rows.
 
     Args:
         where: the table, for messages.
-        name: of the table.
-        manifest: of the generation before.
-        rows: [bytes] uint8, its rows file.
+        name: name of the table.
+        manifest: manifest of the generation before the delta.
+        rows: [bytes] uint8, the rows file of that generation.
 
     Attributes:
-        num_rows: ids with a row.
+        num_rows: number of ids with a row.
         result: the content sums after the delta.
     """
 
@@ -199,12 +202,12 @@ class _Change:
         self.result: dict[str, int] = {}
 
     def apply(self, delta: SavedTable, served: ServedMap, appender: Appender) -> None:
-        """Removes ids, appends the changed rows and maps their ids to them."""
+        """Removes ids, appends the changed rows, and maps the ids to the appended rows."""
         removed = delta.read("removed") if "removed" in delta.names else torch.empty(0).long()
         rows = served.take(removed)
         if bool((rows < 0).any()):
             raise self._does_not_fit(
-                "removed ids that are served", f"{int((rows < 0).sum())} others"
+                "removed ids that are served", f"{int((rows < 0).sum())} ids without a row"
             )
         self._subtract(removed, rows)
         self.num_rows -= len(removed)
@@ -219,16 +222,21 @@ class _Change:
             self._add("weight", content_sum(self._name, "weight", ids, weight))
             self.num_rows += len(ids) - int(was_there.sum())
         self.result = _sums_of(delta, "result", self._sums)
-        # The sum of rows that were rounded cannot be updated: their exact numbers are lost.
+        # The sum of rounded rows cannot be updated: the exact numbers of the old rows are not known.
         known = ["ids", "weight"] if self._format.is_exact_for(self._dtype) else ["ids"]
         if any(self._sums[name] != self.result[name] for name in known):
             raise self._does_not_fit(
-                f"a delta that leads to content sums {_hex(self.result)}, as it says",
+                f"a delta that leads to content sums {_hex(self.result)}, which it names",
                 _hex(self._sums),
             )
 
     def _subtract(self, ids: Tensor, rows: Tensor) -> None:
-        """Subtracts rows [M] of the generation before, of these ids, from the sums."""
+        """Subtracts the old rows of ids from the sums.
+
+        Args:
+            ids: [M] int64.
+            rows: [M] int64, their rows in the generation before the delta.
+        """
         self._add("ids", -content_sum(self._name, "ids", ids, ids))
         if self._format.is_exact_for(self._dtype):
             usable = len(self._rows) // self._width * self._width
@@ -241,7 +249,7 @@ class _Change:
 
     def _does_not_fit(self, expected: str, got: str) -> ValueError:
         return ValueError(
-            f"{self._where}: expected {expected}, got {got}. The delta is not of the tables that are served; "
+            f"{self._where}: expected {expected}, got {got}. The delta does not belong to the served tables; "
             "build from a checkpoint."
         )
 
@@ -249,7 +257,7 @@ class _Change:
 def _compacted(
     path: Path, manifest: Manifest, maps: Mapping[str, ServedMap], rows_file: Path
 ) -> Manifest:
-    """Writes the rows in use to a new file and renumbers them in the maps."""
+    """Writes the rows in use to a new file, renumbers them in the maps, and returns the new manifest."""
     old = mapped(path / manifest.rows_file, manifest.rows_bytes)
     appender = Appender(rows_file, 0)
     try:
@@ -270,7 +278,7 @@ def _remove(path: Path) -> None:
 
 
 def _remove_all_but(folder: Path, kept: Mapping[str, Manifest]) -> None:
-    """Removes generations and rows files that no reader opens any more, and unfinished ones."""
+    """Removes old and unfinished generations and rows files: all that are not in `kept`."""
     names = {*kept, *(manifest.rows_file for manifest in kept.values())}
     for path in folder.iterdir():
         is_generation = path.is_dir() and path.name[:6].isdigit()

@@ -1,18 +1,18 @@
-"""Tables into state dicts and out of them, verified before anything changes.
+"""Saving of tables to state dicts, and loading, which verifies everything before anything changes.
 
-Imports `ranks`, `checkpoint_format`, `table`, `life`, `storage` and the ground; torch alone. Start with
-`collection_state`. `saving` saves sharded tables, `unsharded` saves and loads the others. A load of
-sharded tables runs in this order, and may be refused in each file:
+Imports `ranks`, `checkpoint_format`, `table`, `life`, `storage` and the ground; needs torch only. Start with
+`collection_state`. `saving` saves sharded tables, `unsharded` saves and loads unsharded tables. A load of
+sharded tables runs in this order; each file checks its part and may refuse the load:
 
-    dcp.load            load_planner      finds the tensors of each table; blocks to read
-                        loading           an entry a table: its stores, the blocks of this rank (`places`)
-                        staged_rows       chunk by chunk into the stores: ranges, order of ids
-    load_state_dict     collection_state  the same tables on every rank, of this very model (`pieces`)
-                        load_session      all tables of a load over all ranks: configs, completeness, sums
-                        staged_rows       commit: the stores become the table's
-    of the optimizer    aligned_state     the same for optimizer state, by the rows that were loaded before it
+    dcp.load            load_planner      finds the tensors of each table and the blocks to read
+                        loading           makes an entry a table: its stores, this rank's blocks (`places`)
+                        staged_rows       puts chunks into the stores; checks ranges and the order of ids
+    load_state_dict     collection_state  checks that all ranks load the same tables, of this model (`pieces`)
+                        load_session      checks all tables over all ranks: configs, completeness, sums
+                        staged_rows       commits: swaps the stores into the table
+    of the optimizer    aligned_state     checks optimizer state by the loaded rows, and commits it
 
-Until the commit nothing of a table changes on any rank.
+No table changes on any rank before the commit.
 """
 
 from torchrec_dyn.state_dict.aligned_state import commit_state

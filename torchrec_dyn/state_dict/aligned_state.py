@@ -1,4 +1,4 @@
-"""AlignedState: matches loaded optimizer state to the rows that the shards have now, and commits it.
+"""AlignedState: matches loaded optimizer state to the present rows of the shards, and commits it.
 
 Legend: M rows.
 """
@@ -20,14 +20,14 @@ from torchrec_dyn.table import named_states
 
 
 class AlignedState:
-    """Finds the rows of the shards among the loaded ones.
+    """Loaded optimizer state, matched to the present rows of the shards.
 
     Args:
-        entry: loaded optimizer state.
-        runs: where the shards' rows are in the whole table.
+        entry: entry with the loaded optimizer state.
+        runs: position of the shards' rows in the whole table.
 
     Raises:
-        ValueError: if it is of another number of rows.
+        ValueError: if the optimizer state has another number of rows.
     """
 
     def __init__(self, entry: OptimizerEntry, runs: Runs) -> None:
@@ -35,24 +35,24 @@ class AlignedState:
         if pieces.optimizer.state_names and entry.total != runs.total:
             raise ValueError(
                 f"{pieces.where}: expected optimizer state of {runs.total} rows, got that of "
-                f"{entry.total}. Load the state dict of the module before that of its optimizer."
+                f"{entry.total}. Load the state dict of the module before the state dict of its optimizer."
             )
         self._entry = entry
         self._runs = runs
         self._canonical = [pieces.canonical(shard) for shard in pieces.shards]
 
     def check(self) -> dict[str, int]:
-        """Checks it by the rows that the shards have now, and sums it.
+        """Checks the config, and returns the content sums of the state with the present rows of the shards.
 
         Raises:
-            ValueError: if it is of another optimizer.
+            ValueError: if the config is damaged, or of another optimizer.
         """
         self._entry.check_config()
         stretches = [self._stretches(rows) for rows in self._canonical]
         return self._entry.sums_of([((ids, staged) for ids, _, staged in one) for one in stretches])
 
     def compare(self, summed: Mapping[str, int]) -> None:
-        """Raises ValueError if it is not of the rows that the shards have now."""
+        """Raises ValueError if the state is damaged, or was saved with other rows than the present rows."""
         try:
             self._entry.compare(summed)
         except ValueError:
@@ -60,11 +60,11 @@ class AlignedState:
                 raise
             raise ValueError(
                 f"{self._entry.pieces.where}: expected the rows that the optimizer state was saved with, got "
-                "others. Load the state dict of the module right before that of its optimizer."
+                "other rows. Load the state dict of the module right before the state dict of its optimizer."
             ) from None
 
     def _stretches(self, rows: CanonicalRows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields the rows of a shard: ids, its own rows, and the rows in the staged stores."""
+        """Yields the ids of a shard, their rows in the shard, and their rows in the staged stores."""
         if not self._entry.pieces.optimizer.state_names:
             return
         most = max(1, CHUNK_BYTES // (4 * self._entry.pieces.cuts[-1]))
@@ -102,18 +102,18 @@ class AlignedState:
             if shard.life is not None:
                 shard.life.catch_up(shard.step, shard.row_numbers.high)
         entry.staged = None
-        entry.renew()  # loaded once more, its tensors are the table's own
+        entry.renew()  # if the same state dict is loaded again, its tensors are the table's own
 
 
 def commit_state(entry: OptimizerEntry, call: str) -> None:
-    """Verifies loaded optimizer state by the rows that the shards have, and commits it. Collective.
+    """Verifies loaded optimizer state by the present rows of the shards, and commits it. Collective.
 
     Args:
-        entry: completely loaded.
-        call: the same on every rank.
+        entry: entry with the complete load.
+        call: table and method, the same on every rank.
 
     Raises:
-        ValueError: on every rank, if it is damaged or of other rows; nothing has changed then.
+        ValueError: on every rank, if the state is damaged or of other rows; nothing has changed then.
     """
     pieces = entry.pieces
 

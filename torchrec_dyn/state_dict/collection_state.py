@@ -1,6 +1,7 @@
-"""The state dicts of a sharded collection and of its optimizer: saved, and loaded all or none.
+"""Saves and loads the state dicts of a sharded collection and of its optimizer.
 
-A load takes plain tensors, copies of what this rank saved, or tensors that DCP has loaded (load_planner.py).
+A load takes plain tensors, copies of this rank's saved tensors, or tensors that DCP has loaded
+(load_planner.py). It changes all tables or no table.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def save_tables(
 
     Args:
         destination: the state dict.
-        prefix: of the tables' names.
-        tables: of one collection.
+        prefix: prefix of the tables' names.
+        tables: tables of one collection.
         where: the collection, for messages.
     """
     made = saved_tensors(
@@ -50,20 +51,21 @@ def load_tables(
     where: str,
     missing_keys: list[str],
 ) -> dict[str, Initializer]:
-    """Replaces the contents of the tables that a state dict has, and removes their keys. Collective.
+    """Loads the tables that a state dict has, and removes their keys from it. Collective.
 
     Args:
-        state_dict: keys of other modules are left alone.
-        prefix: of the tables' names.
-        tables: of one collection.
+        state_dict: the state dict; keys of other modules are not changed.
+        prefix: prefix of the tables' names.
+        tables: tables of one collection.
         where: the collection, for messages.
-        missing_keys: missing keys are appended.
+        missing_keys: list to which missing keys are appended.
 
     Returns:
-        The saved initializers, by table.
+        The saved initializers, by table name.
 
     Raises:
-        ValueError: on every rank, if something is damaged or does not fit on one; no table has changed then.
+        ValueError: on every rank, if a table is damaged or does not match the model on any rank; no table has
+            changed then.
     """
     entries: dict[str, ModelEntry] = {}
 
@@ -80,11 +82,11 @@ def load_tables(
         return [(name, entry.session is None) for name, entry in entries.items()]
 
     where = f"{where}.load_state_dict"
-    everyones = gather_results(tables[0].group, where, find)
-    for rank, theirs in enumerate(everyones):
-        if theirs != everyones[0]:
+    by_rank = gather_results(tables[0].group, where, find)
+    for rank, found in enumerate(by_rank):
+        if found != by_rank[0]:
             raise ValueError(
-                f"{where}: expected the same tables on every rank, got {everyones[0]} on rank 0 and {theirs} "
+                f"{where}: expected the same tables on every rank, got {by_rank[0]} on rank 0 and {found} "
                 f"on rank {rank}. Give every rank a state dict that was made on all ranks."
             )
     LoadSession([entry for entry in entries.values() if entry.session is None]).verify(where)
@@ -101,10 +103,12 @@ def load_tables(
 
 
 def _model_entry(saved: Mapping[str, Any], pieces: ShardPieces) -> ModelEntry | None:
-    """Returns an entry with all saved tensors staged; None if they are the table's own, with nothing loaded.
+    """Returns an entry with all saved tensors staged.
+
+    None: the tensors are the table's own, and nothing was loaded into them.
 
     Raises:
-        RuntimeError: if they are the table's own, and it has changed since.
+        RuntimeError: if the tensors are the table's own, and the table has changed since.
     """
     weight = saved["weight"]
     loaded = weight.entry if isinstance(weight, SavedTensor) else None
@@ -122,7 +126,7 @@ def _model_entry(saved: Mapping[str, Any], pieces: ShardPieces) -> ModelEntry | 
     if not isinstance(weight, SavedTensor):
         _stage_whole(entry, saved)
         return entry
-    # Copies of what this rank saved: they fit the same plan on as many ranks.
+    # Copies of this rank's saved tensors: they need the same plan on the same number of ranks.
     entry.stage(Places(row_ranges_of(saved["ids"])), weight.dtype)
     for name in entry.names:
         for offset, block in saved[name].local() if name in saved else ():
@@ -131,7 +135,7 @@ def _model_entry(saved: Mapping[str, Any], pieces: ShardPieces) -> ModelEntry | 
 
 
 def _stage_whole(entry: ModelEntry, saved: Mapping[str, Any]) -> None:
-    """Stages this rank's rows out of plain tensors, which hold those of all ranks."""
+    """Stages this rank's rows of plain tensors, which hold the rows of all ranks."""
     ids, weight = saved["ids"], saved["weight"].detach()
     check_shapes(entry.pieces.where, weight, ids, entry.pieces.config["embedding_dim"])
     if weight.dtype not in ROW_DTYPES:
@@ -150,10 +154,10 @@ def _stage_whole(entry: ModelEntry, saved: Mapping[str, Any]) -> None:
 
 
 def save_optimizer_state(pieces: ShardPieces) -> dict[str, SavedTensor]:
-    """Returns the optimizer state of a table, by name. Collective.
+    """Returns the tensors of a table's optimizer state, by name. Collective.
 
     Args:
-        pieces: of the table on this rank.
+        pieces: pieces of the table on this rank.
     """
     call = f"{pieces.where}.state_dict"
     return saved_tensors(pieces.group, call, lambda: [OptimizerEntry(pieces).renew()])[0]
@@ -163,11 +167,12 @@ def load_optimizer_state(pieces: ShardPieces, saved: Mapping[str, Any]) -> None:
     """Replaces the optimizer state of a table. Collective.
 
     Args:
-        pieces: of the table on this rank.
-        saved: tensors by name.
+        pieces: pieces of the table on this rank.
+        saved: saved tensors by name.
 
     Raises:
-        ValueError: on every rank, if it is damaged or does not fit; nothing has changed then.
+        ValueError: on every rank, if the state is damaged or does not match the table; nothing has changed
+            then.
     """
     where = f"{pieces.where}.load_state_dict"
     entry = run_together(pieces.group, where, lambda: _optimizer_entry(saved, pieces))
@@ -179,7 +184,7 @@ def load_optimizer_state(pieces: ShardPieces, saved: Mapping[str, Any]) -> None:
 
 
 def _optimizer_entry(saved: Mapping[str, Any], pieces: ShardPieces) -> OptimizerEntry | None:
-    """Returns an entry with all saved tensors staged, as `_model_entry` does."""
+    """Returns an entry with all saved tensors staged, or None, as `_model_entry` does."""
     config = saved["config"]
     loaded = config.entry if isinstance(config, SavedTensor) else None
     if isinstance(loaded, OptimizerEntry):

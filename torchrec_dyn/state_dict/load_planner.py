@@ -1,7 +1,7 @@
-"""LoadPlanner: lets torch.distributed.checkpoint (DCP) load tables of another size than they have now.
+"""LoadPlanner: with it, torch.distributed.checkpoint (DCP) loads tables whose saved size is another size.
 
-DCP itself reads into tensors of the saved size. The planner asks the entry of each dynamic table for the
-blocks to read, and gives them to it chunk by chunk; nothing of the model changes until `load_state_dict`.
+DCP itself reads into tensors of the saved size. The planner gets the blocks to read from the entry of each
+dynamic table, and passes the blocks read to the entry. The model does not change before `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from torchrec_dyn.state_dict.unsharded import verify_tables
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Give it to `torch.distributed.checkpoint.load` where the state dict has dynamic tables.
+    """The load planner for `torch.distributed.checkpoint.load` of a state dict with dynamic tables.
+
+    Pass it to the load, then load the state dict into the model::
 
         dcp.load(state_dict, checkpoint_id=path, planner=LoadPlanner())
         dmp.load_state_dict(state_dict["model"])
 
-    Everything else is loaded as by DCP's own planner, which has the same arguments.
+    Everything else is loaded as DCP's own planner loads it. DCP's planner has the same arguments.
     """
 
-    _names: dict[str, str]  # of the tensors of sharded tables, by key
+    _names: dict[str, str]  # names of the tensors of sharded tables, by key
     _empty: set[str]  # keys of unsharded tables that are not in the checkpoint
     _plain: set[str]  # all keys of unsharded tables
     _left: int  # items that are not read yet
@@ -81,7 +83,7 @@ class LoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
-        """Plans the reads of this rank: of a dynamic table its own rows."""
+        """Returns the reads of this rank: of a dynamic table, the rows that this rank holds."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         ours = {*self._names, *self._empty}
@@ -95,17 +97,20 @@ class LoadPlanner(DefaultLoadPlanner):
         return plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Counts the items to read."""
+        """Counts the items to read, and returns the plan as DCP's planner does."""
         self._left = len(new_plan.items)
         return super().finish_plan(new_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Loads an item that is no tensor."""
+        """Loads an item that is not a tensor."""
         super().load_bytes(read_item, value)
         self._count()
 
     def _count(self) -> None:
-        """Verifies unsharded tables after the last item; sharded ones are verified later, over all ranks."""
+        """Counts a loaded item; verifies unsharded tables after the last item.
+
+        Sharded tables are verified later, over all ranks.
+        """
         assert self.metadata is not None
         self._left -= 1
         if not self._left:
@@ -113,7 +118,7 @@ class LoadPlanner(DefaultLoadPlanner):
             verify_tables(loaded, self.metadata.state_dict_metadata)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Returns the memory that a block is read into."""
+        """Returns the tensor into which a block is read."""
         fqn = read_item.dest_index.fqn
         if fqn not in self._names:
             return super().resolve_tensor(read_item)
@@ -136,15 +141,18 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _is_of_unsharded_table(fqn: str, flat: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Returns whether a tensor has a table's config beside it, here and as saved: its size is the table's."""
+    """Returns True if a tensor belongs to an unsharded table: a config is beside it, here and as saved.
+
+    The size of such a tensor depends on the contents of the table.
+    """
     config = f"{fqn.rpartition('.')[0]}.config"
     return config in flat and config in saved
 
 
 def _resized(value: Tensor, name: str, saved: Any) -> Tensor | None:
-    """Returns a new tensor of the saved size, None if the present one has it; an empty one if none is saved.
+    """Returns a new tensor of the saved size; None if the present tensor has that size.
 
-    Not every checkpoint has tensors without numbers.
+    If no tensor is saved, the new tensor is empty: a checkpoint may lack tensors without numbers.
     """
     if isinstance(saved, TensorStorageMetadata):
         is_right = saved.size == value.size() and saved.properties.dtype == value.dtype

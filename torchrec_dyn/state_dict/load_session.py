@@ -1,4 +1,4 @@
-"""LoadSession: all tables read in one load are verified, over all ranks, before any of them changes."""
+"""LoadSession: verifies all tables of one load, over all ranks, before any table changes."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from torchrec_dyn.state_dict.saving import ShardSource
 
 
 class TableEntry(ABC):
-    """Holds what was read for one table, of a model's or an optimizer's state dict, beside the table.
+    """The load of one table, of a model's or an optimizer's state dict, kept beside the table.
 
     Args:
-        pieces: of the table on this rank.
+        pieces: pieces of the table on this rank.
 
     Attributes:
-        source: reads what the tensors of this entry save; None if the entry only loads.
-        saved: the saved tensors in DCP's metadata, by name.
-        present: names of the saved tensors, whether the table can use them or not.
-        small: tensors that are not by row, as read.
-        staged: of each shard its rows as read, None before a load and after it.
-        places: of the rows that are read here.
-        total: rows of the whole table as saved.
-        has_all_cuts: whether row-wise optimizer state is read with the numbers of all column shards, not only
-            with those of its own.
-        session: of the load.
-        is_verified: whether the sums over all ranks were right.
-        is_left_out: whether a partial load found nothing for it.
-        step: the last training step that the rows of any rank know of.
+        source: source of the tensors that this entry saves; None if the entry only loads.
+        saved: DCP's metadata of the saved tensors, by name.
+        present: names of all saved tensors, also of tensors that the table cannot use.
+        small: the tensors that are not by row, as read, by name.
+        staged: the rows of each shard as read; None before a load and after it.
+        places: places of the rows that this rank reads.
+        total: number of rows of the whole table as saved.
+        has_all_cuts: True if row-wise optimizer state is read with the numbers of all column shards, False
+            if each shard reads only its own number.
+        session: session of the load.
+        is_verified: True if the sums over all ranks were right.
+        is_left_out: True if a partial load found no tensors of the table.
+        step: the last training step recorded in the rows of any rank.
     """
 
-    order: ClassVar[tuple[str, ...]]  # of the sums in the checksum
+    order: ClassVar[tuple[str, ...]]  # tensor names in the order of their sums in the checksum
     small_names: ClassVar[tuple[str, ...]]
-    missing: ClassVar[str]  # end of the message for a checkpoint without it
+    missing: ClassVar[str]  # end of the message for a checkpoint without the table
 
     def __init__(self, pieces: ShardPieces) -> None:
         self.pieces = pieces
@@ -66,17 +66,17 @@ class TableEntry(ABC):
     @property
     @abstractmethod
     def names(self) -> Sequence[str]:
-        """The tensors by row that the table can use."""
+        """Names of the tensors by row that the table can use."""
 
     @abstractmethod
     def renew(self) -> ShardSource:
-        """Makes the tensors of this entry stand for the table as it is now, and returns their source."""
+        """Replaces the source of this entry by a source of the table as it is now, and returns it."""
 
     def is_own(self, pieces: ShardPieces) -> bool:
-        """Returns whether this is of a state dict of these shards into which nothing was loaded.
+        """Returns True if the entry is of a state dict of these shards into which nothing was loaded.
 
         Raises:
-            RuntimeError: if the shards have changed since.
+            RuntimeError: if the shards have changed since the state dict was made.
         """
         if self.staged is not None or not self.pieces.has_shards_of(pieces):
             return False
@@ -85,10 +85,10 @@ class TableEntry(ABC):
         return True
 
     def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
-        """Makes room for what a checkpoint has of the table.
+        """Begins a load: makes empty stores for the rows that this rank reads.
 
         Args:
-            saved: its tensors in DCP's metadata, by name.
+            saved: DCP's metadata of the saved tensors, by name.
 
         Raises:
             ValueError: if the table or its checksum is missing.
@@ -97,7 +97,7 @@ class TableEntry(ABC):
             raise ValueError(f"{self.pieces.where}: expected a checkpoint with {self.missing}")
         if "checksum" not in saved:
             raise ValueError(
-                f"{self.pieces.where}: expected a checkpoint with a checksum of this table, got one without. "
+                f"{self.pieces.where}: expected a checkpoint with a checksum of this table, got no checksum. "
                 f"{DAMAGED}"
             )
         self.saved, self.present, self.small = saved, set(saved), {}
@@ -109,7 +109,7 @@ class TableEntry(ABC):
         """Makes empty stores for the rows of `saved` that this rank reads."""
 
     def leave_out(self) -> None:
-        """Records that a partial load found nothing for it."""
+        """Records that a partial load found no tensors of the table."""
         self.staged, self.session, self.is_left_out = None, None, True
 
     def wanted(self, name: str) -> list[ChunkStorageMetadata]:
@@ -123,12 +123,12 @@ class TableEntry(ABC):
         """Returns the blocks of a saved tensor by row that this rank reads."""
 
     def receive(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
-        """Keeps a block that was read.
+        """Stages a block that was read.
 
         Args:
-            name: of the tensor.
-            offset: of the block in it.
-            block: its numbers.
+            name: name of the tensor.
+            offset: place of the block in the tensor, one number per dimension.
+            block: the numbers of the block.
         """
         if name in self.small_names:
             self.small[name] = block
@@ -141,7 +141,7 @@ class TableEntry(ABC):
 
     @property
     def saved_config(self) -> dict[str, Any]:
-        """The config as read, {} if there is none."""
+        """The config as read; {} if no config was read."""
         if "config" not in self.small:
             return {}
         return from_bytes(self.pieces.where, self.small["config"])
@@ -158,27 +158,28 @@ class TableEntry(ABC):
 
     @abstractmethod
     def check(self, others: Sequence[TableEntry] = ()) -> dict[str, int] | None:
-        """Checks what was read, as far as this rank can, and sums it.
+        """Checks this rank's part of the load, and returns its content sums.
 
         Args:
             others: entries of the same load.
 
         Returns:
-            The sums of what belongs to this rank; None if the ids of the rows are not known yet.
+            The content sums of the tensors and rows of this rank; None if the ids of the rows are not known
+            yet.
 
         Raises:
-            ValueError: if it is damaged, or of another table or optimizer.
+            ValueError: if the part is damaged, or of another table or optimizer.
         """
 
     def small_sums(self) -> dict[str, int]:
-        """Sums the tensors that are not by row; every rank has read them, so only rank 0 counts."""
+        """Returns the content sums of the tensors that are not by row: every rank reads them, rank 0 sums."""
         if self.pieces.rank:
             return {}
         summed = [name for name in self.small_names if name != "checksum" and name in self.small]
         return {name: sum_of_small(self.pieces.name, name, self.small[name]) for name in summed}
 
     def compare(self, summed: Mapping[str, int]) -> None:
-        """Raises ValueError if the sums of all ranks are not those that were saved."""
+        """Raises ValueError if the sums over all ranks differ from the saved sums."""
         if "checksum" in self.small:
             read = {*self.names, *self.small_names}
             names = [name for name in self.order if name in read or name not in self.present]
@@ -186,17 +187,17 @@ class TableEntry(ABC):
 
     @abstractmethod
     def last_step(self) -> int:
-        """Returns the last training step that the rows of this rank know of, 0 if they know none."""
+        """Returns the last training step recorded in the rows of this rank; 0 if no step is recorded."""
 
 
 class LoadSession:
     """The tables that are read in one load.
 
     Args:
-        entries: in one order on all ranks.
+        entries: entries of the tables, in the same order on all ranks.
 
     Attributes:
-        entries: the same.
+        entries: entries of the tables.
     """
 
     def __init__(self, entries: Sequence[TableEntry]) -> None:
@@ -212,7 +213,7 @@ class LoadSession:
             where: the caller, for messages.
 
         Raises:
-            ValueError: on every rank, if a table is damaged or does not fit the model.
+            ValueError: on every rank, if a table is damaged or does not match the model.
         """
         if not self.entries or self._is_verified:
             return

@@ -1,4 +1,4 @@
-"""ModelEntry, OptimizerEntry: a load of one sharded table, of the model's and the optimizer's state dict."""
+"""ModelEntry, OptimizerEntry: the load of one sharded table from the model's or optimizer's state dict."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from torchrec_dyn.table import DynamicTable, NamedState, named_states
 
 
 class ModelEntry(TableEntry):
-    """Loads rows, ids, scores, counters and clock of one table."""
+    """The load of rows, ids, scores, counters and clock of one table."""
 
     order = MODEL_TENSORS
     small_names = ("clock", "config", "checksum")
@@ -46,17 +46,17 @@ class ModelEntry(TableEntry):
 
     @property
     def names(self) -> list[str]:
-        """The tensors by row that the table can use."""
+        """Names of the tensors by row that the table can use."""
         life = ["last_seen", "count"] if self.pieces.has_life else []
         return ["ids", "weight", *life, *(["waiting"] if self.pieces.has_waiting else [])]
 
     def renew(self) -> ModelSource:
-        """Makes the tensors of this entry stand for the table as it is now, and returns their source."""
+        """Replaces the source of this entry by a source of the table as it is now, and returns it."""
         self.source = source = ModelSource(self.pieces, self)
         return source
 
     def is_of(self, pieces: ShardPieces) -> bool:
-        """Returns whether it holds rows for these very shards that are not in the table yet."""
+        """Returns True if the entry holds rows of these shards that are not committed yet."""
         return self.pieces.has_shards_of(pieces) and self.staged is not None
 
     def _stage_saved(self) -> None:
@@ -66,11 +66,11 @@ class ModelEntry(TableEntry):
         self.stage(self.pieces.places(saved, self.total), dtype)
 
     def stage(self, places: Places, dtype: torch.dtype) -> None:
-        """Makes empty stores beside those of the shards.
+        """Makes empty stores beside the stores of the shards.
 
         Args:
-            places: of the rows that are read.
-            dtype: of the saved rows.
+            places: places of the rows to read.
+            dtype: dtype of the saved rows.
         """
         pieces, self.places = self.pieces, places
         self.staged = [
@@ -98,7 +98,7 @@ class ModelEntry(TableEntry):
                 columns = (shard.first_column, shard.first_column + shard.columns)
                 found += chunks_to_read(saved, self.places, columns)
             return found
-        # Waiting ids are few and not counted by cells: every rank reads all and picks its own.
+        # Waiting ids are few and not counted in cells: every rank reads all of them and keeps its own.
         places = Places([(0, saved.size[0])]) if name == "waiting" else self.places
         return list(chunks_to_read(saved, places, None))
 
@@ -107,14 +107,14 @@ class ModelEntry(TableEntry):
             staged.receive(name, offset[0], offset[1] if len(offset) > 1 else 0, block)
 
     def last_step(self) -> int:
-        """Returns the last training step that the rows of this rank know of, 0 if they know none."""
+        """Returns the last training step recorded in the rows of this rank; 0 if no step is recorded."""
         return max((staged.last_step() for staged in self.staged or ()), default=0)
 
     def _check_fits(self, config: dict[str, Any]) -> None:
         check_config(self.pieces.where, config, self.pieces.config)
 
     def check(self, others: Sequence[TableEntry] = ()) -> dict[str, int]:
-        """Checks what was read, as far as this rank can, and sums it."""
+        """Checks this rank's part of the load, and returns its content sums."""
         self.check_config()
         summed = []
         for shard, staged in zip(self.pieces.shards, self.staged or (), strict=True):
@@ -123,21 +123,21 @@ class ModelEntry(TableEntry):
         return add_sums(*summed, self.small_sums())
 
     def initializer(self) -> Initializer | None:
-        """Returns the saved initializer, None if there is no config.
+        """Returns the saved initializer; None if no config was read.
 
         Raises:
-            ValueError: if this version does not know it.
+            ValueError: if this version lacks the initializer.
         """
         config = self.saved_config
         return saved_initializer(self.pieces.where, config) if config else None
 
     def commit(self) -> None:
-        """Replaces the contents of the shards by the verified load, optimizer state by zeros."""
+        """Replaces the contents of the shards by the verified load, and optimizer state by zeros."""
         initializer, clock = self.initializer(), self.small.get("clock")
         for shard, staged in zip(self.pieces.shards, self.staged or (), strict=True):
             commit_rows(shard, staged, clock, initializer, self.step)
         self.staged = None
-        self.renew()  # loaded once more, its tensors are the table's own
+        self.renew()  # if the same state dict is loaded again, its tensors are the table's own
 
 
 def _most_waiting(shard: DynamicTable) -> int | None:
@@ -146,7 +146,7 @@ def _most_waiting(shard: DynamicTable) -> int | None:
 
 
 class OptimizerEntry(TableEntry):
-    """Loads optimizer state and step of one table."""
+    """The load of optimizer state and step of one table."""
 
     order = OPTIMIZER_TENSORS
     small_names = ("step", "config", "checksum")
@@ -158,11 +158,11 @@ class OptimizerEntry(TableEntry):
 
     @property
     def names(self) -> Sequence[str]:
-        """The states of the optimizer."""
+        """Names of the optimizer states."""
         return self.pieces.optimizer.state_names
 
     def renew(self) -> OptimizerSource:
-        """Makes the tensors of this entry stand for the table as it is now, and returns their source."""
+        """Replaces the source of this entry by a source of the table as it is now, and returns it."""
         self.source = source = OptimizerSource(self.pieces, self)
         return source
 
@@ -174,12 +174,12 @@ class OptimizerEntry(TableEntry):
         self.stage(self.pieces.places(saved, total), total, widths)
 
     def stage(self, places: Places, total: int, widths: Mapping[str, int]) -> None:
-        """Makes empty stores beside those of the shards.
+        """Makes empty stores beside the stores of the shards.
 
         Args:
-            places: of the rows that are read.
-            total: rows of the whole table.
-            widths: columns of the saved tensors; of row-wise state its column shards.
+            places: places of the rows to read.
+            total: number of rows of the whole table.
+            widths: number of columns of each saved tensor; of row-wise state, the number of column shards.
         """
         self.places, self.total = places, total
         self.staged = []
@@ -202,11 +202,11 @@ class OptimizerEntry(TableEntry):
                     end = shard.first_column + shard.columns
                     columns = None if one.is_rowwise else (shard.first_column, end)
                     found += chunks_to_read(self.saved[name], self.places, columns)
-        # Of row-wise state every shard wants all cuts: read once, given to each.
+        # Every shard needs the row-wise state of all cuts: it is read once and put into each shard's store.
         return list({(tuple(one.offsets), tuple(one.sizes)): one for one in found}.values())
 
     def _origin(self, shard: DynamicTable, one: NamedState) -> int:
-        """Returns the column of the saved tensor where a staged store begins."""
+        """Returns the column of the saved tensor at which a staged store begins."""
         if not one.is_rowwise:
             return shard.first_column
         return 0 if self.has_all_cuts else self.pieces.cuts.index(shard.first_column)
@@ -219,10 +219,13 @@ class OptimizerEntry(TableEntry):
                     put_block(stores[name], origin, self.places, offset[0], offset[1], block)
 
     def fill(self, saved: Mapping[str, Any]) -> None:
-        """Stages plain tensors of the whole table, or copies of what this rank saved.
+        """Stages plain tensors of the whole table, or copies of this rank's saved tensors.
 
         Args:
-            saved: by name.
+            saved: tensors by name.
+
+        Raises:
+            ValueError: if a copy has other column cuts than the table.
         """
         pieces = self.pieces
         for name in self.small_names:
@@ -234,7 +237,7 @@ class OptimizerEntry(TableEntry):
             if cuts != pieces.cuts:
                 raise ValueError(
                     f"{pieces.where}: expected optimizer state cut at columns {pieces.cuts}, "
-                    f"got a copy of one cut at {cuts}. Save and load it with "
+                    f"got a copy of state cut at {cuts}. Save and load it with "
                     "torch.distributed.checkpoint."
                 )
         by_row = {name: saved[name] for name in self.names if name in saved}
@@ -247,7 +250,7 @@ class OptimizerEntry(TableEntry):
                 self.receive(name, offset, block)
 
     def check(self, others: Sequence[TableEntry] = ()) -> dict[str, int] | None:
-        """Checks what was read by the ids that were read with it, and sums it."""
+        """Checks this rank's part by the ids of the same load, and returns its content sums."""
         pieces = self.pieces
         self.check_config()
         model = self._model_of(others, pieces)
@@ -262,17 +265,17 @@ class OptimizerEntry(TableEntry):
         return self.sums_of([staged.canonical().stretches(most) for staged in model.staged or ()])
 
     def _model_of(self, others: Sequence[TableEntry], pieces: ShardPieces) -> ModelEntry | None:
-        """Returns the load of the same shards' rows that is not committed yet."""
+        """Returns the load of the same shards' rows if it is not committed yet, else None."""
         models = (one for one in others if isinstance(one, ModelEntry) and one.is_of(pieces))
         return next(models, None)
 
     def check_is_for(self, pieces: ShardPieces) -> None:
-        """Raises ValueError unless it was read for these shards, and their rows were loaded before it."""
+        """Raises ValueError unless the state was read for these shards and their rows are committed."""
         self.pieces.check_model(pieces)
         if self.session is not None and self._model_of(self.session.entries, pieces) is not None:
             raise ValueError(
-                f"{pieces.where}: expected its rows before their optimizer state, got them after it. "
-                "Load the state dict of the module before that of its optimizer."
+                f"{pieces.where}: expected rows loaded before their optimizer state, got rows that are not "
+                "loaded yet. Load the state dict of the module before the state dict of its optimizer."
             )
 
     def _check_fits(self, config: dict[str, Any]) -> None:
@@ -280,16 +283,16 @@ class OptimizerEntry(TableEntry):
         check_optimizer(self.pieces.where, config, own)
 
     def sums_of(self, of_shards: Sequence[Iterable[tuple[Tensor, Tensor]]]) -> dict[str, int]:
-        """Sums what belongs to this rank.
+        """Returns the content sums of this rank's part.
 
         Args:
-            of_shards: of each shard its ids and their rows in the staged stores, in stretches.
+            of_shards: for each shard, stretches of its ids and their rows in the staged stores.
         """
         pieces, sums = self.pieces, [self.small_sums()]
         for shard, stores, stretches in zip(
             pieces.shards, self.staged or (), of_shards, strict=True
         ):
-            # Where row-wise state was read with all cuts, only the first shard of the table sums them.
+            # If row-wise state was read with all cuts, only the first shard of the table sums it.
             sums_cuts = shard is pieces.shards[0] and pieces.has_first_column
             sums_cuts = sums_cuts or not self.has_all_cuts
             states = [one for one in named_states(shard) if sums_cuts or not one.is_rowwise]
@@ -301,12 +304,12 @@ class OptimizerEntry(TableEntry):
         return add_sums(*sums)
 
     def last_step(self) -> int:
-        """Returns 0: only the rows' scores know of steps."""
+        """Returns 0: only the rows' scores record training steps."""
         return 0
 
 
 def row_ranges_of(value: Tensor) -> list[tuple[int, int]]:
-    """Returns the ranges of rows that this rank has of a saved tensor.
+    """Returns the ranges of rows of a saved tensor that this rank has.
 
     Args:
         value: a SavedTensor, or a plain tensor, which has all rows.

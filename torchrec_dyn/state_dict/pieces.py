@@ -1,4 +1,4 @@
-"""ShardPieces: the column shards of one sharded table on this rank, and what saving them needs to know."""
+"""ShardPieces: the column shards of one sharded table on this rank, with the data to save and load them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class ShardPieces:
     """The column shards of a table on this rank.
 
     Attributes:
-        name: of the table.
+        name: name of the table.
         where: the table, for messages.
-        layout: where the pieces of the table lie.
-        shards: on this rank, in column order; may be empty.
-        rank: this rank.
-        group: the ranks.
+        layout: layout of the table: its pieces and their ranks.
+        shards: the shards on this rank, in column order; may be empty.
+        rank: number of this rank.
+        group: process group of the ranks.
         config: `saved_config.table_config` of the table.
-        optimizer: of the rows.
-        has_life: whether the table has a policy.
-        has_waiting: whether ids wait for admission.
-        maps: the chosen rows of each shard, for deltas (checkpoint/delta_export.py); None: all rows.
+        optimizer: optimizer of the rows.
+        has_life: True if the table has a policy.
+        has_waiting: True if ids wait for admission.
+        maps: chosen ids and rows of each shard, for deltas (checkpoint/delta_export.py); None: all rows.
     """
 
     name: str
@@ -50,7 +50,7 @@ class ShardPieces:
 
     @property
     def part(self) -> int | None:
-        """The number of this rank among those that share the rows, None where it holds none."""
+        """The number of this rank among the ranks that share the rows; None if it holds no rows."""
         for piece in self.layout.pieces:
             if self.shards and piece.first_column == self.shards[0].first_column:
                 return piece.ranks.index(self.rank)
@@ -63,7 +63,7 @@ class ShardPieces:
 
     @property
     def has_first_column(self) -> bool:
-        """True if ids and scores are saved here: one of several column shards saves them."""
+        """True if this rank has the first column shard, the only shard that saves ids and scores."""
         return bool(self.shards) and self.shards[0].first_column == 0
 
     @property
@@ -75,19 +75,19 @@ class ShardPieces:
         ]
 
     def has_shards_of(self, other: ShardPieces) -> bool:
-        """True if these are the very shards of the same table."""
+        """Returns True if both have the same shard objects of the same table."""
         return list(self.shards) == list(other.shards) and self.where == other.where
 
     def check_model(self, model: ShardPieces) -> None:
-        """Raises ValueError if a load for these shards is given to those of another model."""
+        """Raises ValueError if tensors loaded for these shards are passed to another model."""
         if not self.has_shards_of(model):
             raise ValueError(
-                f"{model.where}: expected what was loaded into this model's own state dict, got that of "
-                "another model's. Make the state dict with this model, then call dcp.load."
+                f"{model.where}: expected tensors loaded into this model's own state dict, got tensors of "
+                "another model's state dict. Make the state dict with this model, then call dcp.load."
             )
 
     def owns(self, ids: Tensor) -> Tensor:
-        """Returns which ids belong to this rank, [M] bool.
+        """Returns a mask of the ids that belong to this rank, [M] bool.
 
         Args:
             ids: [M] int64.
@@ -104,7 +104,7 @@ class ShardPieces:
         return CanonicalRows(id_map, self.where, lambda: stamp_of(shard))
 
     def share(self, rows: CanonicalRows) -> Share:
-        """Counts rows of this rank, which holds some of the table."""
+        """Returns this rank's share of the rows; the rank must hold a part of the table."""
         assert self.part is not None
         return share_of(rows, self.part, self.ranks)
 
@@ -112,8 +112,8 @@ class ShardPieces:
         """Returns the places of a saved table that this rank reads.
 
         Args:
-            saved: its tensors in DCP's metadata, by name.
-            total: its rows.
+            saved: DCP's metadata of the saved tensors, by name.
+            total: number of rows of the saved table.
         """
         if self.part is None:
             return Places([])

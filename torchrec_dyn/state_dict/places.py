@@ -1,7 +1,7 @@
-"""Places: numbers of rows in the canonical order of a whole table. Finds those of a rank, and their chunks.
+"""Places: numbers of rows in the canonical order of a whole table. Finds the places and chunks of a rank.
 
-Each of S ranks owns one range of mixed ids (ranks/routing.py), hence one run of the canonical order; the at
-most S ids behind the last range are single places at its end.
+Each of S ranks owns one range of mixed ids (ranks/routing.py), hence one run of the canonical order. The ids
+after the last range, at most S, are single places at the end of the order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torchrec_dyn.storage import CanonicalRows, unsigned
 
 
 class Share(NamedTuple):
-    """The number of ids on a rank; all-gathered to find the places of each.
+    """The number of ids on a rank; all-gathered to find the places of each rank.
 
     Attributes:
-        part: number of the rank among those that share the rows.
-        rows: of the rank.
-        tail: its mixed ids behind the last range, ascending.
+        part: number of the rank among the ranks that share the rows.
+        rows: number of rows of the rank.
+        tail: mixed ids of the rank after the last range, ascending.
     """
 
     part: int
@@ -36,9 +36,9 @@ class Run(NamedTuple):
     """Rows that are neighbours on this rank and in the whole table.
 
     Attributes:
-        here: place of the first in the canonical order of this rank.
-        place: its place in that of the whole table.
-        rows: their number.
+        here: place of the first row in the canonical order of this rank.
+        place: place of the first row in the canonical order of the whole table.
+        rows: number of rows.
     """
 
     here: int
@@ -51,8 +51,8 @@ class Runs:
     """Position of the rows of one rank in the whole table.
 
     Attributes:
-        total: rows of the whole table.
-        mine: the runs of this rank, empty if it holds none.
+        total: number of rows of the whole table.
+        mine: the runs of the rank, empty if it holds no rows.
     """
 
     total: int
@@ -63,7 +63,7 @@ class Places:
     """Ranges of places that this rank reads; their rows are numbered 0, 1, 2, ... in this order.
 
     Args:
-        ranges: begin and end of each; overlapping ones are joined.
+        ranges: begin and end of each range; overlapping and adjacent ranges are joined.
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -76,7 +76,7 @@ class Places:
         self.count = sum(end - begin for begin, end in self.ranges)
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the ranges within [begin, end): first place, place after the last, row of the first."""
+        """Yields the ranges within [begin, end): first place, place after the last, first row."""
         row = 0
         for first, last in self.ranges:
             low, high = max(first, begin), min(last, end)
@@ -86,12 +86,12 @@ class Places:
 
 
 def share_of(rows: CanonicalRows, part: int, ranks: int) -> Share:
-    """Counts the ids of a rank.
+    """Returns the share of a rank.
 
     Args:
-        rows: its ids.
-        part: its number among those that share the rows.
-        ranks: number of these.
+        rows: rows of the rank.
+        part: number of the rank among the ranks that share the rows.
+        ranks: number of ranks that share the rows.
     """
     tail: list[int] = []
     if ranks > 1 and rows.count:
@@ -101,11 +101,11 @@ def share_of(rows: CanonicalRows, part: int, ranks: int) -> Share:
 
 
 def runs_of(shares: Sequence[Share | None], part: int | None) -> Runs:
-    """Finds where the rows of a rank are in the whole table.
+    """Returns the position of the rows of a rank in the whole table.
 
     Args:
-        shares: of all ranks, of each part at least once; None of a rank without rows.
-        part: of the rank; None: it holds none.
+        shares: shares of all ranks, of each part at least one share; None for a rank without rows.
+        part: part of the rank; None: it holds no rows.
     """
     by_part = {share.part: share for share in shares if share is not None}
     starts, start = {}, 0
@@ -124,11 +124,12 @@ def runs_of(shares: Sequence[Share | None], part: int | None) -> Runs:
 
 
 def saved_cells(saved: Mapping[str, TensorStorageMetadata], total: int) -> list[int] | None:
-    """Returns the rows in each cell of a saved table, None if they are not known.
+    """Returns the number of rows in each cell of a saved table; None if the numbers are not known.
 
     Args:
-        saved: its tensors in DCP's metadata, by name; the chunks of "cells" have the sizes.
-        total: its rows.
+        saved: DCP's metadata of the saved tensors, by name; each chunk of "cells" is a cell, with one row
+            more than the cell.
+        total: number of rows of the saved table.
     """
     if "cells" not in saved:
         return None
@@ -143,29 +144,30 @@ def ranges_of_part(
     """Returns ranges of places that hold all rows of a part, and few others.
 
     Args:
-        cells: rows in each of 2^k equal ranges of mixed ids, None if not known: then all places.
-        total: rows of the whole table.
-        part: number of the rank among those that share the rows.
-        ranks: number of these.
+        cells: number of rows in each of 2^k equal ranges of mixed ids; None if not known: the result is then
+            all places.
+        total: number of rows of the whole table.
+        part: number of the rank among the ranks that share the rows.
+        ranks: number of ranks that share the rows.
     """
     if cells is None or ranks == 1:
         return [(0, total)]
     block, width = ids_per_rank(ranks), (1 << 64) // len(cells)
     first, last = part * block // width, ((part + 1) * block - 1) // width
     begins = [0, *torch.tensor(cells, dtype=torch.int64).cumsum(0).tolist()]
-    # The last S places may hold ids behind the last range, of any part.
+    # The last S places may hold ids after the last range, of any part.
     return [(begins[first], begins[last + 1]), (max(0, total - ranks), total)]
 
 
 def chunks_to_read(
     saved: TensorStorageMetadata, places: Places, columns: tuple[int, int] | None
 ) -> Iterator[ChunkStorageMetadata]:
-    """Yields the parts of the saved chunks of a tensor that are to be read.
+    """Yields the parts of the saved chunks of a tensor that must be read.
 
     Args:
-        saved: the tensor in DCP's metadata.
-        places: the rows to be read.
-        columns: first column and the one after the last; None: all, or one dimension only.
+        saved: DCP's metadata of the tensor.
+        places: places of the rows to read.
+        columns: first column and the column after the last; None: all columns, or one dimension only.
     """
     for chunk in saved.chunks:
         begin, size = chunk.offsets, chunk.sizes
@@ -176,7 +178,7 @@ def chunks_to_read(
         if any(width <= 0 for _, width in beyond):
             continue
         for low, high, _ in places.within(begin[0], begin[0] + size[0]):
-            # Not cut any further: DCP's reader loads a whole chunk each time it is asked for some of it.
+            # Parts are not cut further: DCP's reader loads the whole chunk for each part.
             yield ChunkStorageMetadata(
                 torch.Size([low, *(first for first, _ in beyond)]),
                 torch.Size([high - low, *(width for _, width in beyond)]),

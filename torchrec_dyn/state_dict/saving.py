@@ -3,7 +3,7 @@
 Each rank sums its shards, the summaries are all-gathered, and each rank makes tensors of its parts. Rows are
 read when the tensors are saved.
 
-Legend: R rows of the whole table, D its columns, Q ids that wait, K times.
+Legend: R rows of the whole table, K times.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class ShardSummary(NamedTuple):
     """One rank's rows, counts and sums of a table; all-gathered before saving.
 
     Attributes:
-        share: of the rows.
+        share: the rank's share of the rows.
         sums: content sums of its tensors by row, and of "waiting".
-        step: training forwards.
-        cells: [2^CELL_BITS] int64, its rows in each; None where the table's first column is not here.
-        waiting: share of the ids that wait for admission; None where they are not saved from here.
+        step: number of training forwards.
+        cells: [2^CELL_BITS] int64, its rows in each cell; None if the rank lacks the table's first column.
+        waiting: share of the waiting ids; None if this rank does not save waiting ids.
         clock: [2, K] int64; None without a policy.
     """
 
@@ -64,23 +64,23 @@ class ShardSummary(NamedTuple):
 
 
 class _RowTensor(NamedTuple):
-    """One tensor by row of a shard; `first` and `columns` are () where it has one dimension."""
+    """One tensor by row of a shard; `first` and `columns` are () if it has one dimension."""
 
     name: str
     first: tuple[int, ...]  # column in the whole tensor
     columns: tuple[int, ...]
-    is_saved: bool = True  # else it is here for copies only
+    is_saved: bool = True  # False: the tensor is for copies only
 
 
 class ShardSource(ABC):
-    """Reads the shards of one table for one state dict, as long as the shards do not change.
+    """A reader of the shards of one table, for one state dict; valid until the shards change.
 
     Args:
-        pieces: of the table on this rank.
-        entry: loads the tensors that are made here; None: nothing does.
+        pieces: pieces of the table on this rank.
+        entry: entry that loads the tensors of this source; None: the tensors are not loaded.
     """
 
-    order: ClassVar[tuple[str, ...]]  # of the sums in the checksum
+    order: ClassVar[tuple[str, ...]]  # tensor names in the order of their sums in the checksum
 
     def __init__(self, pieces: ShardPieces, entry: Any) -> None:
         self.pieces = pieces
@@ -88,7 +88,7 @@ class ShardSource(ABC):
         self._canonical = [pieces.canonical(shard) for shard in pieces.shards]
 
     def check_unchanged(self) -> None:
-        """Raises RuntimeError if a shard has changed since this was made."""
+        """Raises RuntimeError if a shard has changed since this source was made."""
         for rows in self._canonical:
             rows.check_unchanged()
 
@@ -97,19 +97,19 @@ class ShardSource(ABC):
         """Returns the tensors of the state dict, by name.
 
         Args:
-            summaries: by rank.
+            summaries: the summary of each rank; None for a rank without shards.
         """
 
     @abstractmethod
     def _tensors_of(self, shard: DynamicTable) -> list[_RowTensor]:
-        """Lists the tensors by row of a shard."""
+        """Returns the tensors by row of a shard."""
 
     @abstractmethod
     def _with_life(self, summary: ShardSummary) -> ShardSummary:
-        """Adds clock and waiting ids, if this state dict has them."""
+        """Returns a summary with clock and waiting ids added, if this state dict has them."""
 
     def summary(self) -> ShardSummary | None:
-        """Sums the shards of this rank; None where it holds none."""
+        """Returns the summary of this rank's shards; None if it holds no shards."""
         pieces = self.pieces
         if pieces.part is None:
             return None
@@ -129,7 +129,7 @@ class ShardSource(ABC):
     def _by_row(
         self, known: Sequence[ShardSummary], wholes: Mapping[str, _Whole]
     ) -> dict[str, SavedTensor]:
-        """Returns the tensors by row, out of the summaries of the ranks that hold rows."""
+        """Returns the tensors by row, from the summaries of the ranks that hold rows."""
         runs = runs_of([one.share for one in known], self.pieces.part)
         parts: dict[str, list[Part]] = {name: [] for name in wholes}
         for shard, rows in zip(self.pieces.shards, self._canonical, strict=True):
@@ -146,7 +146,7 @@ class ShardSource(ABC):
     def _not_by_row(
         self, known: Sequence[ShardSummary], small: Mapping[str, Tensor]
     ) -> dict[str, SavedTensor]:
-        """Returns the tensors that are not by row: the small ones, "checksum" and "cells"."""
+        """Returns the tensors that are not by row: the small tensors, "checksum" and "cells"."""
         name, is_saved = self.pieces.name, self.pieces.rank == 0
         of_small = {one: sum_of_small(name, one, tensor) for one, tensor in small.items()}
         sums = add_sums(*(one.sums for one in known), of_small)
@@ -157,7 +157,7 @@ class ShardSource(ABC):
 
 
 class ModelSource(ShardSource):
-    """Reads rows, ids, scores, counters, clock, config and checksum of one table."""
+    """A reader of rows, ids, scores, counters, clock, config and checksum of one table."""
 
     order = MODEL_TENSORS
 
@@ -206,7 +206,7 @@ class ModelSource(ShardSource):
 
     @cached_property
     def _waiting(self) -> CanonicalRows | None:
-        """The ids that wait for admission, as they are when the shards are summed."""
+        """The waiting ids, as they are when the shards are summed."""
         first = self.pieces.shards[0]
         if first.life is None or first.life.waiting is None:
             return None
@@ -220,7 +220,7 @@ class ModelSource(ShardSource):
 
 
 class OptimizerSource(ShardSource):
-    """Reads optimizer state, step, config and checksum of one table."""
+    """A reader of optimizer state, step, config and checksum of one table."""
 
     order = OPTIMIZER_TENSORS
 
@@ -257,8 +257,8 @@ def saved_tensors(
 
     Args:
         group: the ranks; None: this process alone.
-        call: the same on every rank.
-        make: returns the sources, in one order on all ranks.
+        call: table and method, the same on every rank.
+        make: function that returns the sources, in the same order on all ranks.
     """
     sources: list[ShardSource] = []
 
@@ -279,7 +279,7 @@ def saved_tensors(
 def _cells_tensor(counts: Tensor, is_saved: bool, entry: Any) -> SavedTensor:
     """Returns "cells", [R + 2^k, 0]: it has no numbers, but DCP's metadata keep the sizes of its chunks.
 
-    `counts` are the rows of the whole table in each of 2^CELL_BITS cells, int64.
+    `counts`, [2^CELL_BITS] int64, are the numbers of rows of the whole table in each cell.
     """
     cells = counts.view(1 << cell_bits(int(counts.sum())), -1).sum(1)
     parts, begin = [], 0
@@ -294,12 +294,12 @@ def _no_numbers(start: int, stop: int) -> Tensor:
 
 
 def _shifted(run: Run, read: _Reader) -> _Reader:
-    """Reads rows [start, stop) of a run by reading those of this rank."""
+    """Returns a reader of rows [start, stop) of a run, from a reader of this rank's rows."""
     return lambda start, stop: read(run.here + start, run.here + stop)
 
 
 def _reader_of(rows: CanonicalRows, run: Run, shard: DynamicTable, name: str) -> _Reader:
-    """Reads rows [start, stop) of a run of one tensor of a shard."""
+    """Returns a reader of rows [start, stop) of a run, for one tensor of a shard."""
 
     def read(start: int, stop: int) -> Tensor:
         ids, places = rows.read(start, stop)

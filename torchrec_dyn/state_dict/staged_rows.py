@@ -1,9 +1,9 @@
-"""StagedRows: rows read from a checkpoint, beside the table until all of them are verified.
+"""StagedRows: rows read from a checkpoint, kept beside the table until all rows are verified.
 
 A commit then swaps the staged stores into the table. A place is the number of a row in the canonical order
 of the whole table.
 
-Legend: M rows of a chunk, C its columns, K times.
+Legend: M rows and C columns of a chunk, K times.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def put_block(
     """Copies the part of a block of a saved tensor that belongs into a store.
 
     Args:
-        store: of the rows at `places`.
-        origin: column of the tensor where the store begins.
-        places: of the rows of the store.
-        place: of the block's first row.
-        column: of the block's first column.
+        store: store of the rows at `places`.
+        origin: column of the tensor at which the store begins.
+        places: places of the rows of the store.
+        place: place of the block's first row.
+        column: column of the tensor at which the block begins.
         values: [M, C], the block.
 
     Returns:
-        The number of copied numbers.
+        The count of copied numbers.
     """
     first = max(column, origin)
     end = min(column + values.shape[1], origin + store.columns)
@@ -55,18 +55,18 @@ def put_block(
 
 
 class StagedRows:
-    """The ids, weights and scores for one shard of a table.
+    """The staged ids, weights, scores and waiting ids for one shard of a table.
 
     Args:
-        name: the table's.
+        name: name of the table.
         where: the table, for messages.
-        places: of the rows that are read.
-        columns: first column of the shard, and their number.
-        dtype: of the saved rows.
-        shift: binary logarithm of the rows of a block of the table.
-        limit: of the table, for its map.
-        owns: returns for ids [M] which belong here, [M] bool; None: all.
-        counters: limit of the ids that wait for admission; None where ids do not wait.
+        places: places of the rows to read.
+        columns: first column of the shard, and its number of columns.
+        dtype: dtype of the saved rows.
+        shift: binary logarithm of the number of rows of a block of the table.
+        limit: limit of the table, for its id map.
+        owns: function that returns for ids [M] a mask, [M] bool, of the ids that belong here; None: all ids.
+        counters: limit of the waiting ids; None if ids do not wait.
     """
 
     def __init__(
@@ -93,24 +93,24 @@ class StagedRows:
         self.weights.reserve(places.count)
         self.scores = Scores(shift, device)
         self.waiting = None if counters is None else AdmissionCounters(counters, device)
-        self.others: list[Tensor] = []  # rows whose ids belong elsewhere
-        self.sums: dict[str, int] = {}  # of "waiting", which is not kept by row
+        self.others: list[Tensor] = []  # rows of ids that belong to other ranks
+        self.sums: dict[str, int] = {}  # content sum of "waiting", which is not kept by row
         self._owns = owns
-        self._received: dict[str, int] = {}  # numbers, by tensor
+        self._received: dict[str, int] = {}  # count of received numbers, by tensor
         self._last_step = 0
-        self._ends: list[tuple[int, int, int]] = []  # of chunks: place, first and last mixed id
+        self._ends: list[tuple[int, int, int]] = []  # of each chunk: place, first and last mixed id
 
     def receive(self, name: str, place: int, column: int, values: Tensor) -> None:
         """Stages a chunk.
 
         Args:
-            name: of the tensor.
-            place: of its first row.
-            column: of its first column.
+            name: name of the tensor.
+            place: place of the chunk's first row.
+            column: column of the tensor at which the chunk begins.
             values: [M, C] or [M].
 
         Raises:
-            ValueError: if it is damaged.
+            ValueError: if the chunk is damaged.
         """
         if name == "waiting":
             self._receive_waiting(values)
@@ -130,7 +130,7 @@ class StagedRows:
     def _receive_ids(self, ids: Tensor, place: int, row: int) -> None:
         if not is_canonical(ids):
             raise ValueError(
-                f"{self.where}: expected saved ids in canonical order, got others. {DAMAGED}"
+                f"{self.where}: expected saved ids in canonical order, got another order. {DAMAGED}"
             )
         first, last = ops.mix64(ids[[0, -1]]).tolist()
         self._ends.append((place, unsigned(first), unsigned(last)))
@@ -145,7 +145,7 @@ class StagedRows:
         most = NO_STEP - 1 if name == "last_seen" else MOST_COUNT
         if values.numel() and not 0 <= int(values.min()) <= int(values.max()) <= most:
             raise ValueError(
-                f"{self.where}: expected saved {name} from 0 to {most}, got others. {DAMAGED}"
+                f"{self.where}: expected saved {name} from 0 to {most}, got other numbers. {DAMAGED}"
             )
         if not self.scores.store.blocks:
             self.scores.store.reserve_zeros(self.places.count)
@@ -163,7 +163,8 @@ class StagedRows:
             and 0 <= int(counts.min()) <= int(counts.max()) <= MOST_COUNT
         ):
             raise ValueError(
-                f"{self.where}: expected saved counters of steps and counts, got others. {DAMAGED}"
+                f"{self.where}: expected saved counters with valid steps and counts, got other numbers. "
+                f"{DAMAGED}"
             )
         if self._owns is not None:
             values = values[self._owns(ids)]
@@ -190,16 +191,16 @@ class StagedRows:
         ends = sorted(self._ends)
         if any(last >= first for (_, _, last), (_, first, _) in pairwise(ends)):
             raise ValueError(
-                f"{self.where}: expected saved ids in canonical order, got others. {DAMAGED}"
+                f"{self.where}: expected saved ids in canonical order, got another order. {DAMAGED}"
             )
 
     def compact(self) -> int:
-        """Copies the rows that belong here into smaller stores, if many of the staged rows do not.
+        """Copies the rows that belong here into smaller stores, if many staged rows belong to other ranks.
 
-        A small table is read whole by each of the ranks that share it: its cells are coarse.
+        Each rank that shares a small table reads the whole table: its cells are coarse.
 
         Returns:
-            The number of rows in the stores, with those of `others`.
+            The number of rows in the stores, with the rows of `others`.
         """
         kept = self.id_map.num_ids
         if self.places.count - kept <= kept // 8:
@@ -226,10 +227,10 @@ class StagedRows:
         return CanonicalRows(self.id_map, self.where, lambda: None)
 
     def summed(self, is_first: bool) -> dict[str, int]:
-        """Sums the rows that belong here, tensor by tensor.
+        """Returns the content sums of the rows that belong here, by tensor.
 
         Args:
-            is_first: whether the shard has the first column: only such a shard sums ids and scores.
+            is_first: True if the shard has the first column: only this shard sums ids, scores and "waiting".
         """
         sums = [self.sums] if is_first else []
         most = max(1, CHUNK_BYTES // self.weights.row_bytes)
@@ -249,7 +250,7 @@ class StagedRows:
         return add_sums(*sums)
 
     def last_step(self) -> int:
-        """Returns the last training step that scores and counters know of (life/saved_life.py)."""
+        """Returns the last training step recorded in scores and counters (life/saved_life.py)."""
         last = self._last_step
         for start in range(0, self.places.count if self.has_scores else 0, _READ_AT_ONCE):
             rows = torch.arange(start, min(self.places.count, start + _READ_AT_ONCE))
@@ -259,7 +260,7 @@ class StagedRows:
 
     @property
     def has_scores(self) -> bool:
-        """True if scores were received, in chunks that may have no rows."""
+        """True if scores were received, even if their chunks have no rows."""
         return {"last_seen", "count"} <= self._received.keys()
 
 
@@ -272,14 +273,14 @@ def commit_rows(
 ) -> None:
     """Commits a verified load: swaps the staged stores into a table.
 
-    Optimizer state starts afresh until its own state dict is loaded.
+    Optimizer state is zero until its own state dict is loaded.
 
     Args:
-        table: one shard.
-        staged: checked and verified; not to be used afterwards.
+        table: one column shard of the table.
+        staged: the staged rows, checked and verified; do not use them afterwards.
         clock: [2, K] int64 as saved, or None.
-        initializer: of the checkpoint, for rows of new ids; None: the table's own.
-        step: the last one that the rows of any rank know of; only scores need it.
+        initializer: initializer of the checkpoint, for the rows of new ids; None: the table keeps its own.
+        step: the last training step recorded in the rows of any rank; used only if the table has a life.
     """
     rows, shift = staged.compact(), table.weights.shift
     columns, dtype, device = table.columns, table.dtype, table.device

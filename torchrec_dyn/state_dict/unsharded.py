@@ -1,6 +1,6 @@
 """Saves and loads unsharded tables: plain tensors under the names that sharded tables use.
 
-Each process holds whole tables and verifies them alone.
+Each process holds whole tables and verifies them by itself.
 
 Legend: R rows, D columns.
 """
@@ -38,11 +38,11 @@ _SMALL = ("waiting", "clock", "step", "config")
 
 
 def model_tensors(table: DynamicTable, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copies the tensors of a table for the model's state dict.
+    """Returns the tensors of a table for the model's state dict, copied.
 
     Args:
-        table: with its rows.
-        config: `saved_config.table_config` of it.
+        table: the table with its rows.
+        config: `saved_config.table_config` of the table.
     """
     ids, rows = table.id_map.contents()
     saved = {"weight": table.weights.read(rows), "ids": ids}
@@ -59,9 +59,9 @@ def empty_model_tensors(
     """Returns the tensors of a table without rows for the model's state dict.
 
     Args:
-        config: `saved_config.table_config` of it.
-        has_life: whether it has a policy.
-        has_waiting: whether ids wait for admission.
+        config: `saved_config.table_config` of the table.
+        has_life: True if the table has a policy.
+        has_waiting: True if ids wait for admission.
     """
     ids = torch.empty(0, dtype=torch.int64)
     dtype = getattr(torch, config["rows"])
@@ -74,7 +74,7 @@ def empty_model_tensors(
 
 
 def optimizer_tensors(table: DynamicTable) -> dict[str, Tensor]:
-    """Copies the tensors of a table for the optimizer's state dict: its one column shard has all columns."""
+    """Returns the tensors of a table for the optimizer's state dict, copied; all columns are one shard."""
     ids, rows = table.id_map.contents()
     saved = {one.name: one.store.read(rows) for one in named_states(table)}
     saved["step"] = torch.tensor(table.step)
@@ -89,14 +89,14 @@ def checked_model_state(
 
     Args:
         where: the table, for messages.
-        saved: tensors by name; weight and ids at least.
+        saved: tensors by name, with at least "weight" and "ids".
         config: `saved_config.table_config` of the table.
 
     Returns:
-        The state for `DynamicTable.load_state`, and the saved initializer.
+        The state for `DynamicTable.load_state`, and the saved initializer, None without a saved config.
 
     Raises:
-        ValueError: if it is damaged, or of another table.
+        ValueError: if the state is damaged, or of another table.
     """
     ids = saved["ids"]
     check_shapes(where, saved["weight"], ids, config["embedding_dim"])
@@ -107,7 +107,7 @@ def checked_model_state(
         check_config(where, of_saved, dict(config))
         initializer = saved_initializer(where, of_saved)
     state = {name: saved[name] for name in ("weight", "ids", *LIFE) if name in saved}
-    for name in BY_ROW:  # the load planner makes empty ones where the checkpoint has none
+    for name in BY_ROW:  # the load planner makes empty tensors if the checkpoint lacks them
         if name in state and not len(state[name]) and len(ids):
             del state[name]
     if "waiting" in state:
@@ -117,13 +117,13 @@ def checked_model_state(
 
 
 def check_shapes(where: str, weight: Tensor, ids: Tensor, columns: int) -> None:
-    """Raises ValueError if saved rows and ids do not fit a table, or each other.
+    """Raises ValueError if saved rows and ids do not match a table, or each other.
 
     Args:
         where: the table, for messages.
         weight: [R, columns].
         ids: [R] int64.
-        columns: of the table.
+        columns: number of columns of the table.
     """
     if weight.dim() != 2 or weight.shape[1] != columns:
         raise ValueError(f"{where}: expected saved rows [R, {columns}], got {list(weight.shape)}.")
@@ -138,14 +138,14 @@ def checked_optimizer_state(table: DynamicTable, saved: Mapping[str, Tensor]) ->
     """Checks the tensors of a table from an optimizer's state dict.
 
     Args:
-        table: with the rows that the optimizer state was saved with.
+        table: the table, with the rows with which the optimizer state was saved.
         saved: tensors by name.
 
     Returns:
         Optimizer state and step for `DynamicTable.load_state`.
 
     Raises:
-        ValueError: if it is damaged, or of another table or optimizer.
+        ValueError: if the state is damaged, or of another table or optimizer.
     """
     where, optimizer, ids = table.where, table.optimizer, table.ids()
     cuts = [0, table.columns]
@@ -158,7 +158,8 @@ def checked_optimizer_state(table: DynamicTable, saved: Mapping[str, Tensor]) ->
         if len(saved[name]) != ids.numel():
             raise ValueError(
                 f"{where}: expected optimizer state of {ids.numel()} rows, got that of "
-                f"{len(saved[name])}. Load the state dict of the module before that of its optimizer."
+                f"{len(saved[name])}. Load the state dict of the module before the state dict of its "
+                "optimizer."
             )
     present = _present(saved, OPTIMIZER_TENSORS)
     _check_sums(where, table.name, saved, OPTIMIZER_TENSORS, ids, present)
@@ -176,11 +177,12 @@ def _sealed(
     order: tuple[str, ...],
     ids: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Adds config, checksum and cells."""
+    """Returns the tensors with config, checksum and cells added."""
     saved["config"] = to_bytes(dict(config))
     ids = saved["ids"] if ids is None else ids
     sums = _sums(table, saved, ids, order)
-    # The chunks of "cells" are an index of sharded tables. It is saved here so that the names are the same.
+    # The chunks of "cells" are an index of sharded tables. Unsharded tables save the tensor too, so that the
+    # names are the same.
     cells = torch.empty(ids.numel() + (1 << cell_bits(ids.numel())), 0, dtype=torch.uint8)
     return {**saved, "checksum": as_words(sums, order), "cells": cells}
 
@@ -193,7 +195,7 @@ def _check_sums(
     ids: Tensor,
     names: Iterable[str],
 ) -> None:
-    """Raises ValueError if tensors are not those that were saved; without "checksum" nothing is checked."""
+    """Raises ValueError if a content sum differs from the saved sum; without "checksum" checks nothing."""
     if "checksum" in saved:
         compare_sums(where, saved["checksum"], order, names, _sums(table, saved, ids, order))
 
@@ -219,7 +221,7 @@ def verify_tables(loaded: Mapping[str, Tensor], saved: Mapping[str, object]) -> 
 
     Args:
         loaded: tensors by key of the checkpoint, of unsharded tables only.
-        saved: anything, by every key of the checkpoint.
+        saved: any value, by every key of the checkpoint.
 
     Raises:
         ValueError: if a table is damaged.
@@ -242,5 +244,5 @@ def verify_tables(loaded: Mapping[str, Tensor], saved: Mapping[str, object]) -> 
             ids_of.setdefault(prefix.rpartition(".")[2], []).append(tensors["ids"])
     for prefix, tensors in groups.items():
         ids = ids_of.get(prefix.rpartition(".")[2], [])
-        if "step" in tensors and len(ids) == 1:  # else its own load verifies it
+        if "step" in tensors and len(ids) == 1:  # else `checked_optimizer_state` verifies it
             check(prefix, OPTIMIZER_TENSORS, ids[0])
