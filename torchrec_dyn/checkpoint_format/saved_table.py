@@ -51,7 +51,7 @@ class SavedTable:
         config: config of its rows: "embedding_dim", "initializer", "seed", ...
         optimizer: config of its optimizer state: "optimizer", "cuts"; None without optimizer state.
         num_rows: R; of a delta, the number of changed rows.
-        embedding_dim: D.
+        embedding_dim: number of columns, D.
         dtype: dtype of its rows.
         sums: content sum of each tensor as saved, 0 for a missing tensor.
 

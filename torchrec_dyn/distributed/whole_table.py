@@ -33,7 +33,7 @@ class WholeTable:
         where: the collection and the table, for messages.
         layout: the pieces of the table and their ranks.
         shards: this rank's column shards in column order; may be empty.
-        embedding_dim: D.
+        embedding_dim: number of columns, D.
         dtype: dtype of the rows.
         group: the ranks.
     """
