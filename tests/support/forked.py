@@ -1,4 +1,4 @@
-"""Runs a function, or a script, on several ranks, in processes of their own that start in a tenth of a second.
+"""Runs a function or a script on several ranks, in processes of their own that start in 0.1 s.
 
 The processes are forked from a server that has imported torch, TorchRec and torchrec_dyn; a fresh interpreter
 would spend 2.5 s on these. Each has the environment that torchrun gives (RANK, WORLD_SIZE, MASTER_PORT, ...)
