@@ -46,7 +46,7 @@ def run(name: str, folder: Path, *more: str) -> dict:
 
 @pytest.fixture(scope="module")
 def tiny_run(tmp_path_factory):
-    """Runs a benchmark in this process, once for all tests; returns what it wrote, its folder and its output."""
+    """Runs a benchmark once for all tests; returns its results, their folder and its output."""
 
     @functools.cache
     def run_once(name: str) -> tuple[dict, Path, str]:

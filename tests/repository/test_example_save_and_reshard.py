@@ -8,7 +8,7 @@ import pytest
 from example_criteo_files import EXAMPLES
 from forked import run_ranks, run_script
 
-import save_and_reshard
+import save_and_reshard  # isort: skip
 from parts.reshard_report import as_text  # isort: skip
 
 SCRIPT = str(EXAMPLES / "save_and_reshard.py")

@@ -24,5 +24,5 @@ def read_shard(text: str) -> Shard:
 
 
 def part_of(tests: list[T], shard: Shard) -> list[T]:
-    """Returns every `count`-th test: neighbours take equally long as a rule, so each part gets some of them."""
+    """Returns every `count`-th test, since neighbours take equally long as a rule."""
     return tests[shard.number - 1 :: shard.count]
