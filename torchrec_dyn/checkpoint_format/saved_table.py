@@ -51,7 +51,7 @@ class SavedTable:
         config: config of its rows: "embedding_dim", "initializer", "seed", ...
         optimizer: config of its optimizer state: "optimizer", "cuts"; None without optimizer state.
         num_rows: R; of a delta, the number of changed rows.
-        embedding_dim: D.
+        embedding_dim: D, the number of columns.
         dtype: dtype of its rows.
         sums: content sum of each tensor as saved, 0 for a missing tensor.
 
@@ -102,7 +102,7 @@ class SavedTable:
 
     @property
     def row_names(self) -> tuple[str, ...]:
-        """Names of the saved tensors by row: these have one row for each id."""
+        """Names of the saved tensors by row, which have one row for each id."""
         return tuple(name for name in ROW_TENSORS if name in self._tensors)
 
     def row_bytes_of(self, names: Sequence[str]) -> int:
@@ -167,7 +167,7 @@ class SavedTable:
                 all rows are read. Do not rely on any chunk before that.
 
         Returns:
-            Chunks, each with the same rows of all `names`: [M, D] or [M].
+            Chunks, each with the same rows of all `names`, [M, D] or [M].
 
         Raises:
             ValueError: if a tensor is missing; while reading, if a tensor is damaged.
