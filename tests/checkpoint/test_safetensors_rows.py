@@ -315,7 +315,7 @@ def test_what_is_not_one_table(saved: tuple[Any, Path]) -> None:
     _, folder = saved
     for path, table, got in (
         ("c", "x", r"expected one table 'x', got tables \['model.embedding_bags.t', 'model"),
-        ("two", "t", r"got \['one.embedding_bags.t', 'other.embedding_bags.t'\]. Name one"),
+        ("two", "t", r"got \['one.embedding_bags.t', 'other.embedding_bags.t'\]. Give the key"),
         ("nowhere", "t", "expected a checkpoint"),
     ):
         with pytest.raises(ValueError, match=got):

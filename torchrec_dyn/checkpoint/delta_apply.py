@@ -39,7 +39,7 @@ from torchrec_dyn.whole_model import ModelTable, saved_forms, tables_of
 
 
 def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Updates a copy of a model to the contents that a checkpoint saved at the delta would have.
+    """Updates a copy of a model to the contents that the model had at the export of a delta.
 
     The copy may have another plan, other ranks or no sharding; tables are matched by their names. Rows,
     optimizer state, scores, counters, clock and steps change. Forwards from before the call cannot run their

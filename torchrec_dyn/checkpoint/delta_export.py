@@ -64,9 +64,9 @@ class Marker:
 def mark(model: nn.Module) -> Marker:
     """Marks this point in training: from now on changes are recorded for `export_delta`.
 
-    A delta since this marker leads from a checkpoint saved now to a checkpoint saved with the delta. Reads
-    all rows once. Recording takes 8 bytes a row, and 12 bytes for each removed id. Collective where the
-    tables are sharded.
+    A delta since this marker leads from a checkpoint saved now to a checkpoint saved at the export of the
+    delta. Reads all rows once. Recording takes 8 bytes a row, and 12 bytes for each removed id. Collective
+    where the tables are sharded.
 
     Args:
         model: DistributedModelParallel, any module with dynamic tables, or one collection.
@@ -92,7 +92,7 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
         since: the marker that `mark` or the last `export_delta` returned.
 
     Returns:
-        The marker of this point: the next delta begins where this delta ends.
+        The marker of this point; the next delta begins where this delta ends.
 
     Raises:
         ValueError: on every rank, if the path is taken, the marker is not of these tables, or a table was

@@ -31,7 +31,7 @@ def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedPr
             and ids.
 
     Returns:
-        The program. Import torchrec_dyn.serving before you load it: the import registers its ops.
+        The program. Import torchrec_dyn.serving before you load it; the import registers its ops.
     """
     plain = KeyedJaggedTensor(
         keys=features.keys(),

@@ -1,4 +1,4 @@
-"""LoadPlanner: with it, torch.distributed.checkpoint (DCP) loads tables whose saved size is another size.
+"""LoadPlanner: with it, torch.distributed.checkpoint (DCP) loads tables of any saved size.
 
 DCP itself reads into tensors of the saved size. The planner gets the blocks to read from the entry of each
 dynamic table, and passes the blocks read to the entry. The model does not change before `load_state_dict`.
