@@ -135,7 +135,7 @@ MIXED = {
 @pytest.mark.parametrize("is_growing", [False, True])
 @pytest.mark.parametrize("mixed", MIXED)
 def test_many_ties_are_cut_by_mixed_id_however_these_lie(threads, mixed, is_growing):
-    """Half of the rows tie, with no row or the other half below them; or a quarter ties and is taken whole."""
+    """Half of the rows tie, with no row or half of the rows below; or a quarter ties and is taken whole."""
     words = [MIXED[mixed](k) for k in range(2 * MANY)]
     order = random.Random(1).sample(range(2 * MANY), 2 * MANY)
     ids = ops.unmix64(ids_of(*(signed(word) for word in words))).tolist()
