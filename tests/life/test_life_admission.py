@@ -50,7 +50,7 @@ def test_counters_live_apart_from_ages():
 def test_erase_ends_a_count():
     stream = Stream(admission=dyn.AdmitAfter(2))
     stream.step(1, 2)
-    assert stream.table.erase(ids_of(1, 3)) == 0, "nobody had a row"
+    assert stream.table.erase(ids_of(1, 3)) == 0, "an id had a row"
     assert stream.counts(1, 2) == [0, 1] and stream.stat("erased") == 0
     assert stream.step(1, 2) == {2} and stream.waiting() == [[1, 2, 1]]
 
@@ -122,7 +122,7 @@ def test_a_64th_of_the_counters_goes_at_once(counters, most, left):
     assert stream.stat("waiting") == most and stream.stat("counters_dropped") == 0
     stream.step(-1)
     assert stream.stat("waiting") == left and stream.stat("counters_dropped") == most + 1 - left
-    assert stream.step(-1) == {-1}, "those seen longest ago went"
+    assert stream.step(-1) == {-1}, "not the oldest counters were dropped"
 
 
 def test_a_load_of_more_counters_is_restored_by_the_next_step():

@@ -37,7 +37,7 @@ def test_an_id_that_comes_back_too_late_starts_anew_in_that_very_batch():
     first.sum().backward()
     stream.steps([], [])
     read = stream.group(ids_of(1, 1), torch.tensor([0, 2]), training=True)
-    assert read[0, 0].item() == 2 * first[0, 0].item(), "as it began, not as it had learnt"
+    assert read[0, 0].item() == 2 * first[0, 0].item(), "not the initial row"
     assert stream.counts(1) == [2] and stream.last_seen(1) == [4]
     assert (stream.stat("evicted_expired"), stream.stat("hits"), stream.stat("inserted")) == (
         1,

@@ -139,7 +139,7 @@ def test_copies_conversions_and_saved_modules_live_on(make):
         assert asked(one, 1, 2, 3, 4) == ([-1, 2, 3, 3], [0, 3, 2, 2])
     collection.reset_parameters()
     assert collection.table("t").num_rows == 0
-    assert train(collection, ([3], [])) == set(), "counters went with the rows"
+    assert train(collection, ([3], [])) == set(), "counters were kept"
 
 
 @both

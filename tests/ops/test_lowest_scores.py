@@ -119,7 +119,7 @@ def test_boundaries():
     assert {row for _, row in scored.check(True, 100, 100, 7)} == set(range(7))
     assert Scored({}).check(False, 9, 9) == []
     write(scored.blocks, scored.shift, {0: (-1, 0)})
-    assert 0 not in {row for _, row in scored.lowest(False, 2**62, 100)}  # free, whatever `before`
+    assert 0 not in {row for _, row in scored.lowest(False, 2**62, 100)}  # free, for any `before`
 
 
 MANY = 66_000  # more than 2^16 ties, which are cut by a bound
