@@ -104,8 +104,8 @@ def raw_ids(numbers: Tensor) -> Tensor:
     """Returns 64-bit ids for the numbers 0, 1, 2, ..., scattered like hashed features.
 
     Not `unmix64(numbers)`: the map mixes ids, so it would see consecutive numbers, and their home slots
-    would be spread more evenly than those of real ids (a mean probe of 1.07 slots at a load of 0.75 instead
-    of 2.5).
+    would be spread more evenly than the home slots of real ids (a mean probe of 1.07 slots at a load of
+    0.75 instead of 2.5).
 
     Args:
         numbers: [N] int64.

@@ -214,7 +214,7 @@ def work(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> N
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Starts the ranks, prints one line per measurement and writes the results."""
-    parser = options(__doc__, threads=[])  # one thread a rank by default
+    parser = options(__doc__, threads=[])  # by default one thread per rank
     parser.set_defaults(rounds=5)
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--world", type=int, nargs="+", default=[1, 2], help="numbers of ranks")

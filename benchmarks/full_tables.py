@@ -166,7 +166,7 @@ def expiring(limit: int, workload: Workload, unit: str) -> tuple[Stepped, Steppe
         A table that was trained on new ids until as many rows expire in a step as are inserted; a table
         without new ids; and the batches.
     """
-    often = workload.batch * (workload.bag - 1)  # the last id of a bag may be a new one
+    often = workload.batch * (workload.bag - 1)  # the last id of a bag may be new
     walk = workload.rows // often
     numbers = torch.randperm(walk * often)
     last = torch.randint(0, walk * often, (walk, workload.batch, 1))

@@ -1,4 +1,4 @@
-"""Block embeddings against plain torch: pooling the projected rows, one bag after the other."""
+"""Block embeddings against plain torch, which pools the projected rows bag by bag."""
 
 import copy
 
@@ -21,7 +21,7 @@ from torchrec.modules.embedding_configs import PoolingType
 
 import torchrec_dyn as dyn
 
-BLOCKS = {"a": 2, "b": 4, "c": 8}  # c: of full width
+BLOCKS = {"a": 2, "b": 4, "c": 8}  # c has the full width
 
 
 def collection(pooling=PoolingType.SUM, **options):

@@ -1,4 +1,4 @@
-"""DynamicEmbedding against torch.nn.Embedding with the same rows, over every form of input."""
+"""DynamicEmbedding against torch.nn.Embedding with equal rows, for every form of input."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ DIM = 4
 
 
 def pair(padding: int | None = None, **options: Any) -> tuple[dyn.DynamicEmbedding, nn.Embedding]:
-    """A module of ours and torch's, which start from the same rows; `padding` is a place in VOCABULARY."""
+    """Returns a DynamicEmbedding and torch's module with equal rows; `padding` is a place in VOCABULARY."""
     stock = nn.Embedding(len(VOCABULARY), DIM, padding_idx=padding)
     padding_idx = None if padding is None else int(VOCABULARY[padding])
     module = dyn.DynamicEmbedding(DIM, 100, padding_idx=padding_idx, fused_params=SGD, **options)
@@ -32,7 +32,7 @@ def pair(padding: int | None = None, **options: Any) -> tuple[dyn.DynamicEmbeddi
 
 
 def learn(ours: Tensor, expected: Tensor, stock: nn.Module) -> None:
-    """One step of both."""
+    """Runs one step of both modules."""
     assert torch.equal(ours, expected)
     ours.sin().sum().backward()
     expected.sin().sum().backward()
@@ -113,7 +113,7 @@ def test_holes_of_a_nested_tensor_are_not_looked_up(padding_idx: int | None) -> 
     )
     output = module(nested)
     assert set(module.table.ids().tolist()) == {1, 2, 8, 9, 10} - {padding_idx}
-    assert output.shape[1] == nested.shape[1]  # they may be put together
+    assert output.shape[1] == nested.shape[1]  # so they can be concatenated
     for ours, bag in zip(output.unbind(), [[1, 2], [], [8, 9, 10]], strict=True):
         assert torch.equal(ours, module.table.lookup(torch.tensor(bag, dtype=torch.int64))[0])
 
@@ -125,7 +125,7 @@ def test_padding_gets_no_row_and_learns_nothing() -> None:
     output.sum().backward()
     assert module.table.ids().tolist() == [3]
     assert module.table.stats()["ids_seen"] == 1
-    # Any int64, itself: 99 would be -1 of torch's.
+    # padding_idx is the id itself; in torch -1 would mean 99.
     assert module(torch.tensor([99])).abs().sum() > 0
 
 

@@ -1,4 +1,4 @@
-"""DynamicEmbeddingBag against torch.nn.EmbeddingBag and against its formulas, in every form of input."""
+"""DynamicEmbeddingBag against torch.nn.EmbeddingBag and its formulas, for every form of input."""
 
 import copy
 import pickle
@@ -40,7 +40,7 @@ def nested(bags: list[list[int]]) -> Tensor:
 
 
 def rows_of(module: dyn.DynamicEmbeddingBag, bags: list[list[int]]) -> dict[int, Tensor]:
-    """Gives every id of the bags a row of its own; gradients go to these copies."""
+    """Assigns a row to every id of the bags; returns copies by id, which gather gradients."""
     ids = torch.tensor(sorted({one for bag in bags for one in bag}), dtype=torch.int64)
     rows = torch.rand(len(ids), DIM, generator=torch.Generator().manual_seed(3)) - 0.5
     module.table.assign(ids, rows)
@@ -50,7 +50,7 @@ def rows_of(module: dyn.DynamicEmbeddingBag, bags: list[list[int]]) -> dict[int,
 def by_formula(
     mode: str, bags: list[list[int]], weights: list[Tensor], rows: dict[int, Tensor], tile: int = 3
 ) -> Tensor:
-    """The formulas of the docstring, bag by bag."""
+    """Computes the formulas of the docstring bag by bag."""
     outputs = []
     for bag, of_bag in zip(bags, weights, strict=True):
         terms = [w * rows[one] for w, one in zip(of_bag, bag, strict=True)]
@@ -69,7 +69,7 @@ def by_formula(
 def check_step(
     module: dyn.DynamicEmbeddingBag, output: Tensor, expected: Tensor, rows: dict[int, Tensor]
 ) -> None:
-    """Compares outputs, and the rows after one step."""
+    """Asserts equal outputs, and equal rows after one step."""
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
     output.sin().sum().backward()
     expected.sin().sum().backward()
@@ -112,7 +112,7 @@ def test_weighted_bags(mode: str, gradients: bool, given_as: str) -> None:
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
 
 
-# ReCIS 1.0 divided by the count where there were more than 5 ids an offset, by the weights elsewhere.
+# ReCIS 1.0 divides by the count if there are more than 5 ids per offset, else by the weights.
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 5, 6, 40])
 def test_weighted_mean_at_any_density(length: int, gradients: bool) -> None:
@@ -214,7 +214,7 @@ def test_any_shape(
     weights = torch.rand(shape, generator=generator) if options.get("is_weighted") else None
     output = module(ids, weights)
     assert output.shape == (*shape[:-1], DIM * (tile if mode == "tile" else 1))
-    # Each bag as a case of its own, padding left out by hand.
+    # Each bag alone, without padding.
     flat, of_ids = ids.view(-1, shape[-1]) if ids.numel() else ids, weights
     if ids.numel() == 0:
         assert output.eq(0).all()
@@ -291,7 +291,7 @@ def test_is_an_ordinary_module(mode: str) -> None:
     assert module(torch.tensor([77])).eq(0).all() and module.table.num_rows == 3
 
 
-# What is refused
+# Refused input
 
 WHERE = r"DynamicEmbeddingBag\(table='embedding_bag'\)"
 

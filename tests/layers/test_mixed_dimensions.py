@@ -89,7 +89,7 @@ def test_a_checkpoint_moves_to_another_plan(kind: str, tmp_path: Path) -> None:
     assert all(one == pytest.approx(saved[0], rel=1e-5) for one in [*saved, *loaded])
 
 
-# Served: the collections that they hold are replaced
+# Served: the inner collections are replaced
 
 
 @pytest.mark.parametrize("kind", ["block", "mult", "concat"])

@@ -64,7 +64,7 @@ def test_each_id_is_sent_once(mode: str) -> None:
     assert train_beside(OneTable(mode, "row_wise", exact=False, dedup=True)) > 30
 
 
-# In models: pipelines, the stock planner, checkpoints, and what is refused
+# In models: pipelines, the stock planner, checkpoints, and errors
 
 
 @cache
@@ -90,12 +90,12 @@ def test_pipelines_train_as_the_plain_loop(pipeline: str, ahead: bool) -> None:
     options = {"pipeline_postproc": True} if ahead else {}
     for (got, pipelined), (expected, _) in zip(trained(pipeline, **options), plain, strict=True):
         assert got == expected
-        # Input is read by a module: TorchRec runs it ahead only where it may run such modules ahead.
+        # A module reads the input: TorchRec pipelines it only in pipelines that run such modules ahead.
         assert pipelined == ([f"{name}.collection" for name in KINDS] if ahead else [])
 
 
 def test_called_twice_in_a_pipeline() -> None:
-    # Not run ahead: right numbers. Run ahead: an error of TorchRec's, not the first call's rows twice.
+    # Without running ahead: correct numbers. With it: an error of TorchRec, not the first call's rows twice.
     assert trained("TrainPipelineSparseDist", twice=True) == trained(
         "TrainPipelineBase", twice=True
     )

@@ -40,7 +40,7 @@ def handle(ours, table):
 
 
 def parts_of(ids, table) -> dict[str, torch.Tensor]:
-    """By Python: what each of the two tables of a table looks up."""
+    """Returns the ids that each of the two inner tables looks up, computed in Python."""
     pairs = [divmod(id % 2**64, DIVISOR[table]) for id in ids.tolist()]
     signed = [[q - 2**64 if q >= 2**63 else q for q, _ in pairs], [r for _, r in pairs]]
     names = (f"{table}_quotient", f"{table}_remainder")
@@ -107,7 +107,7 @@ def test_pairs_are_put_together_before_pooling_forward_and_backward(op, pooling,
 
 
 def test_of_single_ids_it_is_the_product_of_pooled_bags():
-    # The published module multiplies pooled bags: the same for one id a bag, and for no longer ones.
+    # The published module multiplies pooled bags, which is equal only for bags of one id.
     ours = collection()
     ids = torch.tensor(IDS)
     for longest, same in ((1, True), (2, False)):
@@ -156,7 +156,7 @@ def test_limits_of_the_two_tables(buckets, most, limits):
 
 
 def starts(op, **options):
-    """The initial rows of the two tables of a table that starts in +-1/20."""
+    """Returns the initial rows of the two inner tables of a table whose initial rows are in +-1/20."""
     config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=400)
     ours = dyn.QuotientRemainderEmbeddingBagCollection(
         [config], 20, op, fused_params=SGD, **options
@@ -190,7 +190,7 @@ def test_options_of_a_table_or_of_one_of_the_two():
     quotients, remainders = starts("mult", dynamic={"t": whole, "t_quotient": one})
     assert remainders.eq(0.25).all() and quotients.eq(3).all()
     fans = dyn.DynamicTableConfig(initializer=dyn.XavierUniform())
-    bound = dyn.XavierUniform().for_dimension(4).high  # of the 4 columns that a row has here
+    bound = dyn.XavierUniform().for_dimension(4).high  # for the 4 columns of an inner row
     for rows in starts("concat", dynamic=fans):
         assert 0.9 * bound < rows.abs().max() <= bound
     quotients, remainders = starts("concat", dynamic={"t_remainder": one})

@@ -1,4 +1,4 @@
-"""Rows listed ahead of their eviction: small evictions take them from the list, without a search."""
+"""Rows listed before their eviction: small evictions take rows from the list, without a search."""
 
 import random
 
@@ -7,12 +7,12 @@ import torch
 from life_cases import EVICTIONS, living_table, model_of
 from table_cases import ids_of, make_group
 
-LIMIT, SHARE = 640, 10  # a list of 80
+LIMIT, SHARE = 640, 10  # a list has 80 rows
 
 
 @pytest.mark.parametrize("eviction", ["lru", "steps, lru", "time, lru"])
 def test_the_list_gives_what_a_search_would(eviction, monkeypatch):
-    """Rows on it are seen, erased, assigned, reused before their turn; most evictions search nothing."""
+    """Listed rows are seen, erased, assigned or reused before their turn; most evictions do not search."""
     table = living_table(EVICTIONS[eviction], None, LIMIT)
     model, group, draw = model_of(table), make_group(table), random.Random(eviction)
     searches = []
@@ -38,7 +38,7 @@ def test_the_list_gives_what_a_search_would(eviction, monkeypatch):
             some = draw.sample(held, 4)
             table.erase(ids_of(*some))
             model.erase(some)
-        if step % 5 == 1:  # known ids, absent ones that may have been listed, and new ones
+        if step % 5 == 1:  # known, absent (perhaps listed before) and new ids
             some = [*draw.sample(held, 2), draw.randrange(newest), -step]
             some = list(dict.fromkeys(some))
             table.assign(ids_of(*some), torch.zeros(len(some), 4))
@@ -50,7 +50,7 @@ def test_the_list_gives_what_a_search_would(eviction, monkeypatch):
 
 
 def test_a_list_is_cut_before_the_present_step():
-    """Rows assigned for it may get company with a lower mixed id."""
+    """More rows with lower mixed ids may still be assigned for the present step."""
     table = living_table(EVICTIONS["lru"], None, LIMIT)
     group = make_group(table)
     group(ids_of(*range(20)), torch.tensor([0, 20]), training=True)

@@ -1,4 +1,4 @@
-"""Which unseen ids get a row: boundaries of counting and of chance, in plain numbers."""
+"""Admission of unseen ids: boundaries of counting and of chance, in plain numbers."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_all_occurrences_of_a_forward_learn_when_its_id_is_let_in():
 
 
 def test_counters_live_apart_from_ages():
-    """An id that left counts from 0; one that waits does not expire."""
+    """An id that lost its row is counted from 0; a waiting id does not expire."""
     stream = Stream(dyn.ExpireAfter(steps=1), dyn.AdmitAfter(2))
     stream.steps([1, 1], [9], [], [], [9])
     assert stream.ids() == {9} and stream.counts(1, 9) == [0, 2]
@@ -50,7 +50,7 @@ def test_counters_live_apart_from_ages():
 def test_erase_ends_a_count():
     stream = Stream(admission=dyn.AdmitAfter(2))
     stream.step(1, 2)
-    assert stream.table.erase(ids_of(1, 3)) == 0, "nobody had a row"
+    assert stream.table.erase(ids_of(1, 3)) == 0, "an id had a row"
     assert stream.counts(1, 2) == [0, 1] and stream.stat("erased") == 0
     assert stream.step(1, 2) == {2} and stream.waiting() == [[1, 2, 1]]
 
@@ -116,17 +116,17 @@ def test_counters_of_the_batch_itself_may_go():
     ("counters", "most", "left"), [(63, 63, 63), (127, 127, 127), (128, 128, 127), (None, 200, 198)]
 )
 def test_a_64th_of_the_counters_goes_at_once(counters, most, left):
-    """None: as many as the limit."""
+    """`counters` None: as many counters as the limit."""
     stream = Stream(admission=dyn.AdmitAfter(2, counters=counters), limit=200)
     stream.step(*range(most))
     assert stream.stat("waiting") == most and stream.stat("counters_dropped") == 0
     stream.step(-1)
     assert stream.stat("waiting") == left and stream.stat("counters_dropped") == most + 1 - left
-    assert stream.step(-1) == {-1}, "those seen longest ago went"
+    assert stream.step(-1) == {-1}, "not the oldest counters were dropped"
 
 
 def test_a_load_of_more_counters_is_restored_by_the_next_step():
-    """Its rows and counters are kept whole until then."""
+    """All rows and counters are kept until then."""
     many, few = (Stream(LRU, dyn.AdmitAfter(3, counters=c)) for c in (9, 2))
     many.steps([1, 2, 3], [4], [4])
     few.table.load_state(many.table.export_state())

@@ -1,4 +1,4 @@
-"""Who has a row after which step: every boundary of age and limit, in plain numbers."""
+"""The ids that have a row after each step: all boundaries of age and limit, in plain numbers."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_an_id_that_comes_back_too_late_starts_anew_in_that_very_batch():
     first.sum().backward()
     stream.steps([], [])
     read = stream.group(ids_of(1, 1), torch.tensor([0, 2]), training=True)
-    assert read[0, 0].item() == 2 * first[0, 0].item(), "as it began, not as it had learnt"
+    assert read[0, 0].item() == 2 * first[0, 0].item(), "not the initial row"
     assert stream.counts(1) == [2] and stream.last_seen(1) == [4]
     assert (stream.stat("evicted_expired"), stream.stat("hits"), stream.stat("inserted")) == (
         1,
@@ -47,13 +47,13 @@ def test_an_id_that_comes_back_too_late_starts_anew_in_that_very_batch():
 
 
 def test_who_is_soon_too_old_may_still_be_seen_again():
-    """Rows near the age are listed ahead of time: the list must not outlive what happens to them."""
+    """Rows near the age are listed in advance; later changes of these rows must count."""
     stream = Stream(dyn.ExpireAfter(steps=200))
     assert stream.steps(*[[number] for number in range(1, 9)]) == set(range(1, 9))
     stream.steps(*[[]] * 193)  # step 201
     assert stream.ids() == set(range(1, 9)) and stream.step() == set(range(2, 9))
     stream.table.erase(ids_of(4))
-    assert stream.step(3, 4) == set(range(3, 9))  # 4 anew, in a row that was another's
+    assert stream.step(3, 4) == set(range(3, 9))  # 4 has a new row, reused
     stream.table.erase(ids_of(5))
     assert stream.step() == {3, 4, 6, 7, 8}
     assert stream.steps([], []) == {3, 4, 6, 7, 8} and stream.step(9) == {3, 4, 7, 8, 9}
@@ -89,7 +89,7 @@ def test_ages_by_the_clock():
 
 
 def test_the_first_time_holds_for_all_steps_before_it():
-    """So nothing is past its age the moment a clock is first set to the seconds since 1970."""
+    """So no row expires when a clock is first set, for example to the seconds since 1970."""
     stream = Stream(dyn.ExpireAfter(time=5))
     stream.steps([1], [], [], [], [], [], [])
     assert stream.ids() == {1} and stream.last_seen(1) == [0], "no clock: no age"
@@ -171,7 +171,7 @@ def test_ties_go_by_the_mixed_id_unsigned(eviction):
         stream = Stream(eviction, limit=4)
         stream.step(*order)
         for gone in range(1, 5):
-            stream.step(10**6 + gone, 10**6 + gone)  # twice: not the rarest
+            stream.step(10**6 + gone, 10**6 + gone)  # twice, so not the rarest id
             assert stream.ids() & set(old) == set(old[gone:])
 
 
@@ -181,7 +181,7 @@ def test_the_oldest_ids_stay_if_the_batch_has_them():
 
 
 def test_the_rarest_ids_stay_if_the_batch_has_them():
-    """Even one that stays the rarest, and a new one that is rarer still."""
+    """Even an id that stays the rarest, and a new id that is still rarer."""
     stream = Stream(LFU, limit=3)
     assert stream.steps([1] * 5, [2] * 4, [3], [3, 9]) == {1, 3, 9}
     assert stream.counts(1, 2, 3, 9) == [5, 0, 2, 1]
@@ -195,7 +195,7 @@ def test_frequencies_count_every_occurrence():
 
 
 def test_expiry_comes_before_the_limit():
-    """The expired row makes the room, so nobody else leaves."""
+    """The expired row makes the room, so no other id is evicted."""
     stream = Stream((dyn.ExpireAfter(steps=2), LFU), limit=2)
     assert stream.steps([1, 1, 1], [2], [], [3]) == {2, 3}
     assert (stream.stat("evicted_expired"), stream.stat("evicted_full")) == (1, 0)
@@ -222,7 +222,7 @@ def test_a_count_stays_at_the_most_it_can_say():
     assert stream.counts(1) == [MOST] and stream.last_seen(1) == [3]
 
 
-# Tables that a load or an assign left above their limit, and what assigned rows count for.
+# Tables above their limit after a load or an assign, and the scores of assigned rows.
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_count_stays_at_the_most_it_can_say():
 )
 @pytest.mark.parametrize("batch", [[], [0, 5]], ids=["empty", "known"])
 def test_a_load_above_the_limit_is_restored_by_the_next_step(limit, loaded, left, batch):
-    """Though it brings no new id; the lowest leave, and at least a 64th."""
+    """Even a step without new ids evicts the rows with the lowest scores, at least a 64th of the limit."""
     large = Stream(LRU)
     large.steps(range(loaded - 1), [-1])
     small = Stream(LRU, limit=limit)
@@ -297,7 +297,7 @@ def test_rows_assigned_at_a_new_time_are_of_that_time_and_make_room_like_others(
 
 
 def test_a_state_without_its_step_is_restored_to_the_limit_too():
-    """Its rows were seen at steps that the table has yet to come to."""
+    """The rows were last seen at steps that the table has not reached."""
     large, small = Stream(LRU), Stream(LRU, limit=3)
     large.steps([1], [2], [3], [4])
     state = large.table.export_state()
@@ -307,7 +307,7 @@ def test_a_state_without_its_step_is_restored_to_the_limit_too():
 
 
 def test_a_clock_that_nobody_asked_for_changes_nothing():
-    """Of two tables of a collection, one by time and one by use, both are told the time."""
+    """A collection sets the time of all its tables, also of a table whose policy does not use it."""
     told, untold = Stream(LRU, limit=3), Stream(LRU, limit=3)
     for step in range(3):
         for stream in (told, untold):

@@ -1,4 +1,4 @@
-"""The same life through the collections that users make, unsharded."""
+"""The life of rows in unsharded collections."""
 
 import copy
 import io
@@ -28,7 +28,7 @@ both = pytest.mark.parametrize("make", [pooled, sequence])
 
 
 def batch(f=(), g=(), keys=("f", "g")) -> KeyedJaggedTensor:
-    """One sample."""
+    """Returns a batch of one sample."""
     return KeyedJaggedTensor(
         list(keys),
         torch.tensor([*f, *g], dtype=torch.int64),
@@ -37,7 +37,7 @@ def batch(f=(), g=(), keys=("f", "g")) -> KeyedJaggedTensor:
 
 
 def values(output):
-    """[ids, 4] or [1, 8] of either kind of collection."""
+    """Returns the output of a collection of either kind, [ids, 4] or [1, 8]."""
     parts = [output[key] for key in ("f", "g")]
     return torch.cat([one if isinstance(one, torch.Tensor) else one.values() for one in parts])
 
@@ -88,7 +88,7 @@ def test_the_clock_of_a_collection(make):
 
 @both
 def test_a_clock_set_before_the_first_use(make):
-    """Rows are made late; the time was not lost."""
+    """The tables are created at the first use; the time set before is kept."""
     collection = make(dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(time=60)))
     collection.set_time(500)
     assert collection.table("t").num_rows == 0
@@ -139,7 +139,7 @@ def test_copies_conversions_and_saved_modules_live_on(make):
         assert asked(one, 1, 2, 3, 4) == ([-1, 2, 3, 3], [0, 3, 2, 2])
     collection.reset_parameters()
     assert collection.table("t").num_rows == 0
-    assert train(collection, ([3], [])) == set(), "counters went with the rows"
+    assert train(collection, ([3], [])) == set(), "counters were kept"
 
 
 @both
@@ -156,7 +156,7 @@ def test_a_change_of_optimizer_changes_no_life(make):
 
 @both
 def test_a_state_dict_goes_on_where_it_was_saved(make):
-    """With the optimizer's, which holds what a row is known by beside its weights."""
+    """With the optimizer's state dict, which has the state of the rows besides weights."""
     config = dyn.DynamicTableConfig(
         admission=dyn.AdmitAfter(2), eviction=(dyn.ExpireAfter(time=9), LRU)
     )
@@ -175,7 +175,7 @@ def test_a_state_dict_goes_on_where_it_was_saved(make):
 
 @both
 def test_loaded_weights_alone_are_seen_at_the_step_of_the_load(make):
-    """Without the optimizer's state nobody knows more; nothing is dropped for its age."""
+    """Without saved scores rows count as seen at the step of the load, so none expires by the load."""
     config = dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(steps=2))
     saved, loaded = make(config), make(config)
     train(saved, ([1], [2]))
@@ -191,7 +191,7 @@ def test_loaded_weights_alone_are_seen_at_the_step_of_the_load(make):
 
 
 def test_a_table_without_room_is_as_it_was_though_another_op_call_ran():
-    """Tables of two poolings are two calls: each call is all or nothing."""
+    """Tables of two pooling types need two op calls; each call changes all its tables or none."""
     configs = [
         EmbeddingBagConfig(9, 4, "a", feature_names=["f"], pooling=PoolingType.SUM),
         EmbeddingBagConfig(2, 4, "b", feature_names=["g"], pooling=PoolingType.MEAN),

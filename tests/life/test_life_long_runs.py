@@ -1,4 +1,4 @@
-"""Long streams of drifting ids against the model: batches of many ids, limits of hundreds."""
+"""Long streams of drifting ids against the model: batches of many ids, limits of hundreds of rows."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from table_cases import make_group
 
 import torchrec_dyn as dyn
 
-# (limit, batch): of 64ths of 2 and 3, and of none.
+# (limit, batch): a 64th of the limit is 0, 2 and 3 rows.
 SIZES = [(40, 24), (130, 90), (200, 130)]
 ADMISSIONS = {
     "all": None,
@@ -18,7 +18,7 @@ ADMISSIONS = {
 
 
 def run(eviction, admission, limit, size, steps, seed=0):
-    """A stream whose ids drift, most of them seen often; forwards end late, early or never."""
+    """Runs a stream of drifting ids, most of them seen often; backwards run late, early or never."""
     policy = EVICTIONS[eviction]
     table = living_table(policy, ADMISSIONS[admission], limit)
     side, group = SideBySide(table), make_group(table, pooling="none")

@@ -1,4 +1,4 @@
-"""Tables with a life against a plain model of it, in any order of all that can happen to them."""
+"""Tables with a life against a plain model of it, under all operations in any order."""
 
 import copy
 import pickle
@@ -39,7 +39,7 @@ COPIES = {
 
 
 class LifeMachine(RuleBasedStateMachine):
-    """Tables of one group, each with its model. `lives`: eviction and admission of each."""
+    """Tables of one group, each with its model. `lives`: eviction and admission of each table."""
 
     lives = (("none", "all"),)
 
@@ -54,7 +54,7 @@ class LifeMachine(RuleBasedStateMachine):
         ]
         self.sides = [SideBySide(table) for table in tables]
         self.group = make_group(*tables, pooling="none")
-        # By number: output, and for each table the births it reads and the row of each.
+        # By number of the forward: output, and for each table the rows it reads, by `born`.
         self.open: dict[int, tuple] = {}
         self.forwards = 0
         self.asked = set(POOL)
@@ -64,7 +64,7 @@ class LifeMachine(RuleBasedStateMachine):
         return self.group.tables
 
     def batch(self, data):
-        """ids of each table, and the arguments of a call."""
+        """Draws a batch; returns the ids of each table, and the arguments of a call."""
         lists = [data.draw(batches) for _ in self.tables]
         self.asked |= {number for ids in lists for number in ids}
         offsets = torch.tensor([0, *map(len, lists)]).cumsum(0)
@@ -83,7 +83,7 @@ class LifeMachine(RuleBasedStateMachine):
             read = output.detach().double()
             torch.testing.assert_close(read, torch.stack(wanted), rtol=1e-5, atol=1e-6)
 
-    # What happens in training.
+    # Training.
 
     @rule(data=st.data(), then=st.sampled_from(["open", "open", "learn", "drop", "no_grad"]))
     def train(self, data, then) -> None:
@@ -152,7 +152,7 @@ class LifeMachine(RuleBasedStateMachine):
         self.group.prefetch(*self.batch(data)[1])
         assert_seen(self.tables, before)
 
-    # What a user does to a table.
+    # Calls by the user.
 
     @rule(data=st.data(), ids=batches)
     def erase(self, data, ids) -> None:
@@ -193,7 +193,7 @@ class LifeMachine(RuleBasedStateMachine):
             side.model.set_time(clock + hours)
             side.table.set_time(clock + hours)
 
-    # What rebuilds it. No forward of before can learn then.
+    # Operations that rebuild a table. Forwards opened before cannot run their backward then.
 
     def rebuilt(self) -> None:
         self.open.clear()
@@ -218,7 +218,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 9))
     def load_into_a_new_table(self, seed) -> None:
-        """The saved rows in another order."""
+        """Loads the saved rows in another order."""
         tables = []
         for side in self.sides:
             config, state = side.table.config, side.table.export_state()
@@ -287,5 +287,5 @@ def test_every_life(eviction, admission):
     ],
 )
 def test_tables_of_one_call_live_each_by_its_own(lives):
-    """Where one has no room for its ids, none of them changes."""
+    """If one table has no room for its ids, no table changes."""
     run(lives, share=5)

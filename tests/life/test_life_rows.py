@@ -1,4 +1,4 @@
-"""What rows hold as ids come and go: fresh starts, refused ids, orphans, and errors that change nothing."""
+"""Contents of rows when ids change: fresh rows, refused ids, orphan rows, and errors that change nothing."""
 
 import gc
 
@@ -11,7 +11,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn.initializers import Constant
 from torchrec_dyn.optimizers import OptimizerKind
 
-ONE = {"initializer": Constant(1.0), "kind": OptimizerKind.EXACT_SGD}  # a gradient of 1 is 0.1
+ONE = {"initializer": Constant(1.0), "kind": OptimizerKind.EXACT_SGD}  # gradient 1: -0.1
 every_kind = pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kind: kind.name)
 
 LEAVINGS = {
@@ -24,13 +24,13 @@ LEAVINGS = {
 @every_kind
 @pytest.mark.parametrize("cause", LEAVINGS)
 def test_an_id_that_comes_back_starts_anew(cause, kind):
-    """Row, optimizer state, count, and its place in the order."""
+    """Row, optimizer state, count and last step are new."""
     eviction, leave = LEAVINGS[cause]
     stream = Stream(eviction, limit=2, kind=kind)
     stream.steps([1], [1, 1])
     leave(stream)
     assert 1 not in stream.ids() and stream.counts(1) == [0] and stream.last_seen(1) == [-1]
-    stream.group(ids_of(1), torch.tensor([0, 1]), training=True)  # learns nothing
+    stream.group(ids_of(1), torch.tensor([0, 1]), training=True)  # no backward
     state = stream.table.export_state()
     place = state["ids"].tolist().index(1)
     assert torch.equal(state["weight"][place], InitialRows(stream.table)(1))
@@ -47,7 +47,7 @@ def test_an_id_that_comes_back_starts_anew(cause, kind):
     "admission", [dyn.AdmitAfter(9), dyn.AdmitWithProbability(1e-12)], ids=["count", "chance"]
 )
 def test_refused_ids_read_as_unseen_says_and_learn_nothing(admission, unseen):
-    """In sums, means, sequences; known ids of the same bags go on learning."""
+    """In sums, means and sequences; known ids of the same bags are still trained."""
     reads = 0.0 if unseen == "zeros" else 1.0
     for pooling in ("sum", "mean", "none"):
         table = living_table(None, admission, unseen=unseen, **ONE)
@@ -87,7 +87,7 @@ def test_weights_of_refused_ids_get_the_gradient_of_what_was_read(unseen, grads)
 
 
 def test_what_a_refused_id_was_shown_does_not_linger():
-    """Let in later it starts at its initial row, with no state, beside the learning of others."""
+    """An id that is admitted later starts with its initial row and without optimizer state."""
     stream = Stream(admission=dyn.AdmitAfter(2), unseen="initial", kind=OptimizerKind.ADAM)
     shown = stream.group(ids_of(1), torch.tensor([0, 1]), training=True)
     shown.sum().backward()
@@ -102,7 +102,7 @@ def test_what_a_refused_id_was_shown_does_not_linger():
 
 @pytest.mark.parametrize("eviction", [LRU, LFU, (dyn.ExpireAfter(steps=1), LRU)])
 def test_evaluation_changes_nothing(eviction):
-    """Not though rows are due and the table is full."""
+    """Even if rows are past their age and the table is full."""
     stream = Stream(eviction, dyn.AdmitAfter(2, counters=2), limit=2)
     stream.steps([1, 1], [2, 2, 3, 4])
     before, slots = seen([stream.table]), stream.table.id_map.slots.clone()
@@ -118,7 +118,7 @@ def test_evaluation_changes_nothing(eviction):
 
 
 def test_a_batch_beyond_the_limit_changes_no_table_of_the_call():
-    """Not those before it, where rows are due, counters wait and room would be made; not itself."""
+    """Neither the tables before it, which would expire, count or evict ids, nor the table itself."""
     pair = (dyn.ExpireAfter(steps=1), LRU)
     tables = [
         living_table(dyn.ExpireAfter(steps=1), dyn.AdmitAfter(2, counters=1), name="due"),
@@ -168,7 +168,7 @@ def test_tables_of_one_call_live_each_by_its_own():
 
 
 def test_late_gradients_go_to_the_orphan():
-    """Of a row that was evicted while its forward was open; its id and the row's next are fresh."""
+    """A row is evicted while its forward is open; its id and the row's next id start fresh."""
     stream = Stream(LRU, limit=2, **ONE)
     late = stream.group(*bags_of([1], [2]), training=True)
     assert stream.step(3) & {1, 2} and stream.stat("withheld") == 1
@@ -185,7 +185,7 @@ def test_late_gradients_go_to_the_orphan():
 
 
 def test_forwards_whose_backward_never_comes():
-    """Held, they withhold rows and the table goes on; dropped, the rows serve again."""
+    """While they are held they withhold rows, and the table works on; once dropped, the rows are reused."""
     stream, held = Stream(LRU, limit=2, **ONE), []
     for number in range(10):
         held.append(stream.group(*bags_of([number]), training=True))
@@ -201,7 +201,7 @@ def test_forwards_whose_backward_never_comes():
 
 
 def test_who_leaves_does_not_depend_on_who_holds_a_forward():
-    """Python's garbage decides which row numbers are free, never which ids stay."""
+    """Python's garbage collection decides which row numbers are free, never which ids stay."""
     streams = [Stream((dyn.ExpireAfter(steps=5), LFU), dyn.AdmitAfter(2), limit=8) for _ in "ab"]
     draw, held = torch.Generator().manual_seed(3), []
     for step in range(60):
@@ -212,5 +212,5 @@ def test_who_leaves_does_not_depend_on_who_holds_a_forward():
         for name in ("ids", "last_seen", "count", "waiting"):
             assert torch.equal(one[name], other[name])
         if step % 7 == 0:
-            held[:] = held[1::2]  # those of the second table
+            held[:] = held[1::2]  # forwards of the second table
     assert streams[0].stat("withheld") != streams[1].stat("withheld")

@@ -1,4 +1,4 @@
-"""Saved lives: partial ones, impossible ones, smaller limits; and what a failure in between leaves."""
+"""Saved lives: partial and invalid states, smaller limits, and the state after a failure."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torchrec_dyn.storage.row_numbers import RowNumbers
 
 @pytest.mark.parametrize("left_out", range(1, 7))
 def test_counters_above_a_smaller_number_go_after_admission(left_out):
-    """Five of six that wait come in: nothing is left to drop."""
+    """Five of six waiting ids are admitted first, so no counter is dropped."""
     many = Stream(None, dyn.AdmitAfter(2, counters=100))
     many.step(*range(1, 7))
     few = Stream(None, dyn.AdmitAfter(2, counters=4))
@@ -45,7 +45,7 @@ def test_an_age_list_that_failed_is_made_again(monkeypatch):
 
 
 def old_state():
-    """Of step 10: two ids trained, one assigned for a time that no step has seen, one that waits."""
+    """Returns a state of step 10: two trained ids, one assigned after the last set_time, one waiting."""
     stream = Stream((dyn.ExpireAfter(time=99), LRU), dyn.AdmitAfter(2), limit=4)
     stream.table.set_time(50)
     stream.steps(*[[1, 1, 2, 2]] * 9, [1, 7])
@@ -59,7 +59,7 @@ def test_a_part_of_a_life_tells_which_step_it_is_of(kept):
     state = {name: old_state()[name] for name in ("ids", "weight", *kept)}
     stream = Stream((dyn.ExpireAfter(time=99), LRU), dyn.AdmitAfter(2), limit=4)
     stream.table.load_state(state)
-    # Without the counts nobody knows that one was assigned for the next step.
+    # Only the count 0 shows that one id was assigned for the next step.
     assert stream.table.step == (11 if kept == ("last_seen",) else 10)
     stream.table.set_time(70)
     assert len(stream.step(20, 20, 21, 21)) == 4
@@ -106,13 +106,13 @@ def test_a_time_that_one_table_refuses_is_set_for_none():
     with pytest.raises(ValueError, match=r"'b'.*not before 100, got 50"):
         collection.set_time(50)
     batch = KeyedJaggedTensor.from_lengths_sync(["a", "b"], ids_of(1, 1), torch.tensor([1, 1]))
-    collection.set_time(torch.tensor(200).numpy()[()])  # an event time out of numpy
+    collection.set_time(torch.tensor(200).numpy()[()])  # an event time as a numpy number
     collection(batch)
     assert [collection.table(name).last_seen(ids_of(1)).item() for name in "ab"] == [200, 200]
 
 
 def test_a_loaded_step_never_goes_behind_the_scores():
-    """An optimizer state that is loaded without its module, whose scores are newer."""
+    """An optimizer state is loaded without the module's state, whose scores are newer."""
     config = dyn.DynamicTableConfig(eviction=LRU)
     tables = [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"])]
     options = {"dynamic": config, "fused_params": {"learning_rate": 0.1}}
@@ -130,7 +130,7 @@ def test_a_loaded_step_never_goes_behind_the_scores():
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.booleans()), max_size=40))
 def test_no_row_is_handed_out_twice(events):
-    """Taken, given back in pieces, withheld while a forward is open; freed ones come before new ones."""
+    """Rows are taken, freed in parts, withheld while a forward is open; freed rows are reused first."""
     forwards, held, free, waiting = OutstandingForwards(), [], set(), set()
     numbers, opened = RowNumbers(forwards), 0
     for takes, count, opens in events:

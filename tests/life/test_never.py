@@ -58,7 +58,7 @@ def test_known_ids_train_and_others_never_come(pooled, unseen):
     stats = table.stats()
     assert (stats["step"], stats["ids_seen"], stats["hits"]) == (3, 12, 6)
     assert (stats["refused"], stats["inserted"], stats["waiting"]) == (6, 3, 0)
-    # Scored as any table with a policy; of refused ids nothing is kept.
+    # Scored as any table with a policy; nothing is kept of refused ids.
     assert table.count(torch.tensor([5, -1, 7])).tolist() == [6, 0, 0]
     assert table.last_seen(torch.tensor([5, -1, 7])).tolist() == [3, 0, -1]
 
@@ -75,7 +75,7 @@ def test_no_memory_for_what_is_refused():
 def test_an_id_that_left_does_not_come_back():
     collection = make(limit=4, eviction=(dyn.ExpireAfter(steps=2), dyn.LeastRecentlyUsed()))
     table = collection.table("t")
-    table.assign(torch.arange(6), torch.ones(6, 4))  # past the limit, as `assign` may
+    table.assign(torch.arange(6), torch.ones(6, 4))  # beyond the limit, which `assign` allows
     read(collection, 0, 1, 9)
     assert table.num_rows == 4 and {0, 1} <= set(table.ids().tolist())
     for _ in range(3):
@@ -103,7 +103,7 @@ def test_rows_come_by_loading(admission):
     )
     for _ in range(3):
         read(trained, 1, 2, 3, 4).sum().backward()
-    read(trained, 9)  # waits, perhaps
+    read(trained, 9)  # waits if the table counts
     fixed = make()
     fixed.load_state_dict(trained.state_dict())
     fixed.fused_optimizer.load_state_dict(trained.fused_optimizer.state_dict())
@@ -117,7 +117,7 @@ def test_rows_come_by_loading(admission):
     assert set(fixed.table("t").ids().tolist()) == known
     if admission is not None:
         assert torch.equal(fixed.table("t").count(ids_of(1)), trained.table("t").count(ids_of(1)))
-    # And back: the vocabulary grows on.
+    # And back: the vocabulary grows again.
     trained.load_state_dict(fixed.state_dict())
     for _ in range(9):
         read(trained, 77).sum().backward()
@@ -148,7 +148,7 @@ def test_a_batch_beyond_the_limit_needs_no_rows():
     assert bool(out.eq(0).all()) and table.num_rows == 0
 
 
-# Shards as their unsharded parts, and rows that come with a trained table
+# Shards equal their unsharded parts; rows of a trained table are kept
 
 DIM = 4
 EVICTIONS: list[dict[str, Any]] = [
@@ -187,10 +187,10 @@ def case_of(
 
 
 def live(case: Case) -> list[dict[str, float]]:
-    """Trains a vocabulary that only `edit` widens; every shard must be as its unsharded part."""
+    """Trains a vocabulary that grows only by `edit`; asserts that every shard equals its unsharded part."""
     beside = Beside(case)
     for step in range(9):
-        if step % 4 == 1:  # of the ids around the newest
+        if step % 4 == 1:  # ids around the newest id
             ids = torch.arange(15 * step - 30, 15 * step + 60, 2)
             beside.edit(ids, torch.linspace(-1, 1, len(ids) * DIM).view(-1, DIM))
         beside.step(drifting_batch(case, step))
@@ -210,7 +210,7 @@ def test_every_shard_lives_as_the_unsharded_table(plan: str) -> None:
 
 
 def shard_trained(kind: str) -> list[int]:
-    """What was trained goes on under Never as it was, and nothing is added."""
+    """Trained rows are trained on under Never, and no row is added; returns the rows of each table."""
     case = case_of(2, 2, True, (kind,) * 3)
     open_case = case_of(2, 2, True, (kind,) * 3, grows=True)
     trained, fixed = (collection_of(c, fused_params=case.fused_params) for c in (open_case, case))
@@ -230,7 +230,7 @@ def shard_trained(kind: str) -> list[int]:
     if table.columns:
         assert bool(found.all())
         columns = torch.cat([torch.arange(first, first + n) for first, n in table.columns])
-        assert not torch.equal(rows, before[:, columns])  # they learn
+        assert not torch.equal(rows, before[:, columns])  # the rows are trained
     return [table.num_rows]
 
 

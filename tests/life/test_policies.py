@@ -1,4 +1,4 @@
-"""Policies are values; impossible ones are refused when they are made."""
+"""Policies are values; invalid policies are refused when they are constructed."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Frozen tables beside others: as if they had been evaluated, and the others had trained alone."""
+"""Frozen tables are read as in evaluation; the other tables are trained as if alone."""
 
 import copy
 import pickle
@@ -18,7 +18,7 @@ from torchrec_dyn.table.changes import moment_of
 @pytest.mark.parametrize("lives", LIVES)
 @pytest.mark.parametrize("pooled", [True, False])
 def test_frozen_in_between_as_never_given_those_batches(optimizer, lives, pooled):
-    """Each table beside itself alone, which evaluates while it would be frozen."""
+    """Compares each table with a single copy, which is evaluated instead of frozen."""
     fused = {"optimizer": optimizer, "learning_rate": 0.1}
     dice = random.Random(f"{optimizer} {lives} {pooled}")
     both = make(FEATURES, LIVES[lives], pooled, fused)
@@ -47,7 +47,7 @@ def test_frozen_in_between_as_never_given_those_batches(optimizer, lives, pooled
     assert all(1 < one.table(name).stats()["step"] < 16 for name, one in alone.items())
 
 
-# By hand: requires_grad, weights, copies, edits, prefetching, deltas and errors
+# Single cases: requires_grad, weights, copies, edits, prefetching, deltas and errors
 
 
 @pytest.mark.parametrize("mean", [False, True])
@@ -67,7 +67,7 @@ def test_weights_of_frozen_tables_get_gradients(mean):
     batch = KeyedJaggedTensor(["a", "c"], ids, weights, lengths)
     out = ebc(batch)
     out["a"].sum().backward()
-    expected = torch.tensor([3.0, 8.0, 0.0, 0.0])  # the sums of the rows; 9 has none
+    expected = torch.tensor([3.0, 8.0, 0.0, 0.0])  # the sums of the rows; 9 has no row
     if mean:  # (w1 x1 + w2 x2) / n: TorchRec's mean of a weighted bag divides by the count
         expected[:2] /= 2
     assert torch.equal(weights.grad, expected)
@@ -155,7 +155,7 @@ def test_a_frozen_table_is_edited_and_loaded_by_hand():
     ebc.load_state_dict(other.state_dict())
     assert ebc.table("v").is_frozen and ebc.table("v").ids().numel() == 3
     thawed = make(FEATURES, {})
-    thawed.load_state_dict(ebc.state_dict())  # a checkpoint says nothing of it
+    thawed.load_state_dict(ebc.state_dict())  # a checkpoint does not save it
     assert not thawed.table("v").is_frozen and thawed.table("v").num_rows == 3
 
 
@@ -200,7 +200,7 @@ def test_deltas_name_nothing_of_a_frozen_table():
     }
     assert changed["t"] == changed["u"] == 0 < changed["v"]
     assert {name for name in tables if tables[name].edits != edits[name]} == {"v"}
-    # Of the two that learn again one has a life and one has none: both are noted.
+    # Updates of an unfrozen table are in the change log, whether it has a life or not.
     ebc.table("t").unfreeze()
     ebc(batch).values().sum().backward()
     assert tables["t"].changes.changed_rows(since["t"], tables["t"].id_map)[0].numel() > 0
@@ -223,4 +223,4 @@ def test_an_error_changes_nothing_beside_a_frozen_table():
         assert {name: state_of(ebc, name) for name in FEATURES} == before
         small.freeze()
         ebc.table("t").freeze()
-        assert ebc(batch).values().shape == (1, 16)  # nothing is needed of a frozen table
+        assert ebc(batch).values().shape == (1, 16)  # a frozen table needs no room

@@ -1,4 +1,4 @@
-"""Frozen tables of sharded collections: every shard as its unsharded part that is frozen as well."""
+"""Frozen tables of sharded collections: every shard equals its unsharded part, which is frozen too."""
 
 import random
 from functools import cache
@@ -27,7 +27,7 @@ import torchrec_dyn as dyn
 
 LRU = dyn.LeastRecentlyUsed()
 DIM = 4
-PLAIN = dyn.DynamicTableConfig(initializer=dyn.Uniform(-0.1, 0.1))  # whatever the limit of a part
+PLAIN = dyn.DynamicTableConfig(initializer=dyn.Uniform(-0.1, 0.1))  # for any limit of a part
 POLICIES: list[dict[str, Any]] = [
     {},
     {"eviction": (dyn.ExpireAfter(steps=2), LRU), "admission": dyn.AdmitAfter(2)},
@@ -35,7 +35,7 @@ POLICIES: list[dict[str, Any]] = [
     {},
 ]
 ALL = ("table_wise", "row_wise", "column_wise")
-# Ranks, ranks of a node, whether pooled, sharding types, the optimizer, whether tables have policies.
+# Ranks, ranks per node, True if pooled, sharding types, the optimizer, True if tables have policies.
 PLANS: dict[str, tuple[int, int, bool, tuple[str, ...], str, bool]] = {
     "table": (2, 2, True, ("table_wise",), "ADAM", True),
     "rows": (2, 2, True, ("row_wise",), "EXACT_ROWWISE_ADAGRAD", True),
@@ -60,7 +60,7 @@ class FreezingBeside(Beside):
             assert handle.is_frozen == self.collection.table(name).is_frozen == is_frozen
 
     def teach_parts(self, forward: Forward, grads: dict[tuple[str, str], torch.Tensor]) -> None:
-        """Runs the backward of the unsharded side, where a table that was frozen has none."""
+        """Runs the backward of the unsharded side, except for tables that were frozen."""
         for name, parts in self.parts.items():
             for outputs, places in forward.taken[name]:
                 for feature in parts.features:
@@ -94,18 +94,18 @@ def case_of(world: int, local: int, pooled: bool, kinds: tuple[str, ...], optimi
         for turn in range(5)
     ]
     fused = {"optimizer": EmbOptimType[optimizer], "learning_rate": 0.05}
-    # Over nodes ids of one row come in another order.
+    # With several nodes the ids of one row arrive in another order.
     return Case(tables, pooled=pooled, fused_params=fused, longest_bag=3, exact=world == local)
 
 
 def freeze_at_times(case: Case, steps: int) -> dict[str, int]:
-    """Trains and evaluates; tables freeze and go on. Returns the steps each was trained for."""
+    """Trains and evaluates while tables are frozen and unfrozen; returns the trained steps of each table."""
     beside, dice = FreezingBeside(case), random.Random(7)
     frozen: dict[str, int] = dict.fromkeys((table.name for table in case.tables), 0)
     for step in range(steps):
         for number, name in enumerate(frozen):
             is_frozen = beside.collection.table(name).is_frozen
-            whole = step % 7 == 3  # all that a rank holds, or all that there is
+            whole = step % 7 == 3  # freeze all tables of a rank, or all tables
             if dice.random() < 0.3 or (whole and (number % 2 or step % 2)):
                 beside.freeze(name, whole or not is_frozen)
         beside.set_time(step + 1)
@@ -134,7 +134,7 @@ def test_every_shard_freezes_as_the_unsharded_table(plan: str) -> None:
 
 
 def one_rank_trains(pooled: bool) -> list[int]:
-    """Rank 1 holds frozen tables only: its part of the collectives of backward goes on."""
+    """Rank 1 holds only frozen tables and still takes part in the collectives of backward; returns steps."""
     tables = [
         Table("t", ["a"], shard_by_hand("table_wise", [([0], 0, DIM)]), DIM, config=PLAIN),
         Table("u", ["b"], shard_by_hand("table_wise", [([1], 0, DIM)]), DIM, config=PLAIN),
@@ -169,13 +169,13 @@ def test_a_rank_with_frozen_tables_only(pooled: bool) -> None:
 
 
 def write_into_outputs() -> None:
-    """One rank whose tables are all frozen: nothing is sent, the output is the lookup's."""
+    """One rank, all tables frozen: nothing is sent, and the output is the output of the lookup."""
     case = Case([Table("t", ["a"], usual_plan("table_wise", DIM, 1, 1), DIM)])
     model = shard(case, collection_of(case))
     model.module.collection.table("t").freeze()
     output = model(drifting_batch(case, 0).mine).values()
     assert output.requires_grad
-    output.add_(1.0).sum().backward()  # as TorchRec does where processors were trained before
+    output.add_(1.0).sum().backward()  # as TorchRec does after trained processors
     assert torch.equal(output, torch.ones_like(output))
 
 
@@ -184,7 +184,7 @@ def test_outputs_of_frozen_tables_may_be_written_into() -> None:
 
 
 def disagree(kind: str) -> list[str]:
-    """Ranks that do not call alike: an error on each, and nothing frozen."""
+    """Calls that differ by rank raise an error on each rank and freeze nothing; returns the messages."""
     case = Case([Table("t", ["a"], usual_plan(kind, DIM, 2, 2), DIM, config=PLAIN)])
     beside = FreezingBeside(case)
     beside.backward(beside.forward(drifting_batch(case, 0)))
@@ -192,7 +192,7 @@ def disagree(kind: str) -> list[str]:
     with pytest.raises(ValueError) as caught:
         handle.unfreeze() if beside.rank else handle.freeze()
     said.append(str(caught.value))
-    if kind != "table_wise":  # where one rank knows the step
+    if kind != "table_wise":  # more than one rank has a shard
         for shard in beside.shards:
             shard.step += beside.rank
         with pytest.raises(ValueError) as caught:
@@ -224,7 +224,7 @@ def test_ranks_that_disagree(kind: str) -> None:
 
 
 def lonely_call() -> str:
-    """Rank 0 alone freezes: it gives up after the group's time-out."""
+    """Only rank 0 calls freeze, which fails after the group's time-out; returns the type of the error."""
     case = Case([Table("t", ["a"], usual_plan("row_wise", DIM, 2, 2), DIM, config=PLAIN)])
     beside = FreezingBeside(case)
     if beside.rank:
@@ -240,7 +240,7 @@ def test_a_rank_that_does_not_call() -> None:
     assert workers.run(lonely_call, world_size=2, group_timeout=2.0)[0]
 
 
-# Tables that freeze and go on between two batches of a pipeline, as in a plain loop
+# Tables that are frozen and unfrozen between two batches of a pipeline, as in a plain loop
 
 LIVES = [
     {"eviction": dyn.LeastRecentlyUsed()},
@@ -250,7 +250,7 @@ RUN = Run(
     ("table_wise", "row_wise", "column_wise"), ("row_wise", "table_wise", "column_wise"),
     rows=110, lives=LIVES, drift=40, steps=8,
 )  # fmt: skip
-# Before which batch which tables are frozen or go on.
+# Batch -> the tables that are frozen (True) or unfrozen (False) before it.
 SCHEDULE: dict[int, list[tuple[str, str, bool]]] = {
     0: [("sequences", "sequences_0", True)],
     2: [("pooled", "pooled_0", True), ("pooled", "pooled_1", True)],
@@ -261,7 +261,7 @@ TRAINED_STEPS = {"pooled_0": 4, "pooled_1": 2, "pooled_2": 6, "sequences_0": 4, 
 
 
 def train(name: str) -> dict[str, Any]:
-    """Trains through a pipeline, or with "base" in a plain loop."""
+    """Trains through a pipeline, or in a plain loop with "base"; returns losses and states."""
     with shims_for(name), no_fallback():
         model = sharded_model(RUN)
         pipeline = make_pipeline(RUN, name, model)

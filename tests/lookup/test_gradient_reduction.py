@@ -1,4 +1,4 @@
-"""`DynamicTableConfig.gradient`: how gradients that several ranks send for one row are reduced."""
+"""`DynamicTableConfig.gradient`: the reduction of gradients that several ranks send for one row."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ SGD = {"optimizer": "EXACT_SGD", "learning_rate": RATE}
 
 
 def tables_of(kind: str, world: int, local: int, pooled: bool, pooling: str = "SUM") -> list[Table]:
-    """One table of each reduction; the second has two features."""
+    """Returns one table for each reduction; the second table has two features."""
     features = [["a"], ["b", "c"], ["d"]]
     return [
         Table(
@@ -102,7 +102,7 @@ def group_of(modes, columns=3, kind=OptimizerKind.EXACT_SGD):
     divisor=st.sampled_from([1, 2]),
 )
 def test_sums_of_any_batch(bags, cuts, divisor):
-    """Two tables, three bags each, of two ranks cut anywhere; the gradient of bag b is b + 1."""
+    """Two tables, three bags each, cut anywhere between two ranks; the gradient of bag b is b + 1."""
     group = group_of(["mean_over_senders", "sum"])
     offsets = torch.tensor([0, *[len(bag) for bag in bags]]).cumsum(0)
     ids = torch.tensor([i for bag in bags for i in bag], dtype=torch.int64)
@@ -122,7 +122,7 @@ def test_sums_of_any_batch(bags, cuts, divisor):
 
 
 def test_adaptive_rules_see_the_reduced_gradient():
-    """Row-wise Adagrad: the moment is the mean square of the sum / 2, not of the sum."""
+    """With row-wise Adagrad the moment is the mean square of sum / 2, not of the sum."""
     group = group_of(["mean_over_senders"], kind=OptimizerKind.EXACT_ROWWISE_ADAGRAD)
     ids = torch.tensor([7, 7])
     output = group(ids, torch.tensor([0, 1, 2]), training=True, senders=Senders([[1, 1]], 1))
@@ -144,8 +144,8 @@ def test_another_word_is_refused():
 
 
 def test_node_row_wise_batches_lie_by_place_in_the_node():
-    """TorchRec's staggered recat: of nodes {0, 1} and {2, 3} the order is 0, 2, 1, 3."""
-    lookup = PooledLookup.__new__(PooledLookup)  # its constructor asks for a process group
+    """TorchRec's staggered recat orders the ranks of nodes {0, 1} and {2, 3} as 0, 2, 1, 3."""
+    lookup = PooledLookup.__new__(PooledLookup)  # its constructor needs a process group
     torch.nn.Module.__init__(lookup)
     kernel = SimpleNamespace()
     lookup._emb_modules = [kernel]

@@ -1,4 +1,4 @@
-"""ADAMW: torch.optim.AdamW row by row, at the step of the table. ReCIS' formula is compared too."""
+"""ADAMW against torch.optim.AdamW row by row, at the step of the table, and against the formula of ReCIS."""
 
 import inspect
 
@@ -37,14 +37,14 @@ def rows_of(table):
 
 
 def train_rows(table, numbers, grad):
-    """A step in which rows `numbers` of POOL get the gradients [M, D]."""
+    """Runs a step in which the ids POOL[numbers] get the gradients [M, D]."""
     group = make_group(table, pooling="none")
     output = group(POOL[numbers], torch.tensor([0, len(numbers)]), training=True)
     output.backward(grad)
 
 
 class TorchRows:
-    """torch.optim.AdamW on the rows of a batch alone, told which step it is."""
+    """torch.optim.AdamW on the rows of a batch only, at a given step."""
 
     def __init__(self, weight, **options):
         self.weight, self.options = weight.clone(), options
@@ -64,7 +64,7 @@ class TorchRows:
 
 @pytest.mark.parametrize("dim", [5, 16, 33])
 def test_every_row_at_every_step_is_torchs_own(dim):
-    """As near to torch in float64 as torch itself is in float32."""
+    """The error against torch in float64 is at most twice the error of torch in float32."""
     table, draw = adamw_table(dim), torch.Generator().manual_seed(dim)
     learners = []
     for dtype in (torch.float32, torch.float64):
@@ -83,11 +83,11 @@ def test_every_row_at_every_step_is_torchs_own(dim):
 
 
 def test_rows_learn_only_when_a_batch_names_them():
-    """Neither gradient, nor decay, nor momentum moves another row; the step is the table's."""
+    """Rows outside a batch do not change, by decay or momentum either; the step is the table's."""
     table, draw = adamw_table(), torch.Generator().manual_seed(3)
     expected = TorchRows(rows_of(table).double(), **TORCH)
     for step in range(1, 40):
-        if step % 5 == 0:  # counts, though nothing learns
+        if step % 5 == 0:  # counts as a step, though no row is updated
             make_group(table)(*EMPTY, training=True).sum().backward()
             continue
         numbers = torch.randperm(29, generator=draw)[:7].tolist()
@@ -115,7 +115,7 @@ def test_it_is_the_rule_of_adam_whose_decay_is_decoupled():
 
 @pytest.mark.parametrize("step", [1, 2, 100])
 def test_recis_weighs_eps_by_the_root_of_the_second_correction(step):
-    """e(1 - lr wd) - lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps), as SparseAdamW has it."""
+    """SparseAdamW: e(1 - lr wd) - lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps)."""
     eps, lr, beta1, beta2, decay = 0.05, 0.02, 0.8, 0.95, 0.3
     correction = (1 - beta2**step) ** 0.5
     table = adamw_table(hyper={**HYPER, "eps": eps / correction})
@@ -131,7 +131,7 @@ def test_recis_weighs_eps_by_the_root_of_the_second_correction(step):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_short_rows_keep_a_decay_below_their_rounding(dtype):
-    """lr wd = 1e-4 is below half a step of either type at 0.75; over many rows it is all there."""
+    """lr wd = 1e-4 is below half a unit of both dtypes at 0.75; the mean over many rows has all of it."""
     table = make_table(
         optimizer=RowOptimizer(OptimizerKind.ADAMW, 0.01, weight_decay=0.01),
         embedding_dim=64, num_embeddings=4000, initializer=Constant(0.75), dtype=dtype,
@@ -263,10 +263,10 @@ def test_a_checkpoint_tells_the_rule_and_goes_into_no_other(tmp_path):
 
     kept = states(model)
     assert all(map(same_state, states(load(new(setup), path)), kept))
-    # Its state would fit ADAM's; but it is another choice, so it is asked for.
+    # The state has ADAM's shapes, but the optimizer differs, which is an error.
     other = new(Setup(0, optimizer="ADAM", tables=2))
     with pytest.raises(ValueError, match=r"optimizer state of adam as the model has, got .* adamw"):
         load(other, path)
-    for state, theirs in zip(states(other), kept, strict=True):  # the model's part came before
+    for state, theirs in zip(states(other), kept, strict=True):  # the model was loaded before
         assert torch.equal(state["weight"], theirs["weight"])
         assert not state["momentum1"].any() and theirs["momentum1"].any()

@@ -1,4 +1,4 @@
-"""Impossible configs, and batches that do not fit, raise errors that say so; nothing has changed then."""
+"""Invalid configs and batches raise errors that name the rule; nothing has changed then."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
 
 
 def changed(**fields: object) -> EmbeddingBagConfig:
-    """GOOD with some fields set after construction, past the checks of the dataclass."""
+    """Returns GOOD with fields set after construction, which the checks of the dataclass do not see."""
     config = replace(GOOD)
     for name, value in fields.items():
         setattr(config, name, value)
@@ -104,7 +104,7 @@ def test_impossible_optimizers_on_the_parameter() -> None:
 
 
 def batch(**fields: object) -> KeyedJaggedTensor:
-    """Two bags of one feature."""
+    """Returns a batch of two bags of one feature."""
     made = {"keys": ["f"], "values": torch.tensor([1, 2, 3]), "lengths": torch.tensor([2, 1])}
     return KeyedJaggedTensor(**{**made, **fields})
 

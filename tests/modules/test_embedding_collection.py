@@ -1,4 +1,4 @@
-"""The sequence collection against TorchRec's own, and what training and evaluation may change."""
+"""The sequence collection against TorchRec's, and the changes by training and evaluation."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_trains_as_the_stock_collection(
         dense = torch.optim.SGD(stock.parameters(), lr=0.1)
     else:
         dense = torch.optim.Adagrad(stock.parameters(), lr=0.1, eps=1e-8)
-    batches = Batches(["z", "a1", "u", "i", "shared", "a2"])  # one key too many, another order
+    batches = Batches(["z", "a1", "u", "i", "shared", "a2"])  # an extra key, another order
     for step in range(6):
         ids, positions = batches.draw([step, 4, 7, 6, 3, 5] if varies else 5 + step)
         output, expected = ec(ids), stock(positions)
@@ -69,7 +69,7 @@ def test_trains_as_the_stock_collection(
 
 def test_groups_do_not_change_the_order_of_outputs() -> None:
     tables = configs()
-    tables[1].data_type = DataType.BF16  # a group of its own, between the other two
+    tables[1].data_type = DataType.BF16  # a separate group
     ec = dyn.DynamicEmbeddingCollection(tables, fused_params=SGD)
     for config, value in zip(ec.embedding_configs(), (1.0, 2.0, 3.0), strict=True):
         ec.table(config.name).assign(torch.tensor(POOL), torch.full((len(POOL), 8), value))

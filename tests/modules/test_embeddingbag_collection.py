@@ -1,4 +1,4 @@
-"""The pooled collection against TorchRec's own, and what training and evaluation may change."""
+"""The pooled collection against TorchRec's, and the changes by training and evaluation."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def bags(*bags: list[int], key: str = "f") -> KeyedJaggedTensor:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("fused_params", [SGD, ADAGRAD])
 def test_trains_as_the_stock_collection(weighted: bool, fused_params: dict) -> None:
-    # Stock MEAN bags take no weights.
+    # TorchRec's MEAN bags take no weights.
     tables = configs(mean=not weighted)
     ebc = dyn.DynamicEmbeddingBagCollection(
         tables, is_weighted=weighted, dynamic=INITIAL, fused_params=fused_params
@@ -61,7 +61,7 @@ def test_trains_as_the_stock_collection(weighted: bool, fused_params: dict) -> N
         dense = torch.optim.SGD(stock.parameters(), lr=0.1)
     else:
         dense = torch.optim.Adagrad(stock.parameters(), lr=0.1, eps=1e-8)
-    batches = Batches(["z", "a1", "u", "i", "shared", "a2"])  # one key too many, another order
+    batches = Batches(["z", "a1", "u", "i", "shared", "a2"])  # an extra key, another order
     for step in range(6):
         ids, positions = batches.draw(5 + step, weighted)
         output, expected = ebc(ids), stock(positions)
@@ -84,7 +84,7 @@ def test_first_forward_is_bit_equal_to_the_stock_collection() -> None:
     ebc = dyn.DynamicEmbeddingBagCollection(configs(), dynamic=INITIAL, fused_params=SGD)
     stock = EmbeddingBagCollection([stock_config(one) for one in configs()])
     copy_initial_rows(ebc, stock)
-    ids, positions = Batches(KEYS).draw(6, longest=1)  # bags of one: no order of summing
+    ids, positions = Batches(KEYS).draw(6, longest=1)  # bags of one id: no order of sums
     assert torch.equal(ebc(ids).values(), stock(positions).values())
 
 
@@ -112,7 +112,7 @@ def test_static_and_dynamic_collections_in_one_model() -> None:
     torch.cat([one(features).values() for one in model.values()]).sum().backward()
     dense.step()
     for name, one in model.items():
-        # Two bags hold id 1: its row moves by 2 * 0.1, that of id 2 by 0.1.
+        # Two bags hold id 1: its row changes by 2 * 0.1, the row of id 2 by 0.1.
         moved = one.eval()(features).values() - before[name]
         torch.testing.assert_close(moved, torch.tensor([[-0.3] * 4, [-0.2] * 4]))
 

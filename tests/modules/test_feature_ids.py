@@ -1,4 +1,4 @@
-"""What a collection reads from a batch: against the plain definition, batch after batch."""
+"""The ids and lengths that a collection reads from batches, against the plain definition."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ WHERE = ["C(table='s')", "C(table='t')"]
 
 
 def batch(keys: str, lengths: list[int], dtype: torch.dtype = torch.int64, **more: object):
-    """A batch whose ids are 0, 1, 2, ..."""
+    """Returns a batch of the ids 0, 1, 2, ..."""
     made = torch.tensor(lengths, dtype=dtype)
     return KeyedJaggedTensor(list(keys), torch.arange(sum(lengths)), lengths=made, **more)
 
 
 def plain(features: KeyedJaggedTensor, key: str) -> tuple[list[int], list[int]]:
-    """Ids and lengths of one feature."""
+    """Returns the ids and the lengths of one feature."""
     return features[key].values().tolist(), features[key].lengths().tolist()
 
 
@@ -27,7 +27,7 @@ def plain(features: KeyedJaggedTensor, key: str) -> tuple[list[int], list[int]]:
     "lengths", [[1] * 6, [3] * 6, [0] * 6, [2, 0, 1, 1, 3, 0], [0, 0, 0, 0, 0, 1], []]
 )
 def test_offsets_and_counts_are_sums_of_lengths(lengths: list[int], dtype: torch.dtype) -> None:
-    for _ in range(2):  # the second time equal bags are remembered
+    for _ in range(2):  # the second time equal bags are cached
         read = checked_features(batch("abc", lengths, dtype), False, "C")
         offsets = [sum(lengths[:bag]) for bag in range(len(lengths) + 1)]
         assert read.offsets().tolist() == offsets and read.offsets().dtype == torch.int64

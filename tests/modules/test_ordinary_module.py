@@ -54,14 +54,14 @@ def train(collection: nn.Module, steps: int = 3) -> None:
 
 @pytest.fixture(params=[pooled, sequence])
 def collection(request: pytest.FixtureRequest) -> nn.Module:
-    """A collection whose rows have learnt."""
+    """Returns a trained collection."""
     made = request.param()
     train(made)
     return made
 
 
 def assert_trains_alike(one: nn.Module, other: nn.Module) -> None:
-    """The same rows, optimizer state, step and learning rate: two steps more give equal rows."""
+    """Asserts equal outputs after two more steps: rows, state, step and learning rate are equal."""
     for collection in (one, other):
         train(collection, 2)
     assert torch.equal(output(one.eval()), output(other.eval()))
@@ -81,7 +81,7 @@ def test_copies_are_whole_and_apart(collection: nn.Module, duplicate: object) ->
     rows = output(collection.eval()).clone()
     twin = duplicate(collection)
     train(twin.train())
-    assert torch.equal(output(collection), rows)  # the copy learnt alone
+    assert torch.equal(output(collection), rows)  # only the copy was trained
     assert not torch.equal(output(twin.eval()), rows)
     assert_trains_alike(collection.train(), duplicate(collection))
     assert twin.fused_optimizer.param_groups[0]["lr"] == 0.05
@@ -156,7 +156,7 @@ def test_state_dicts_carry_rows_and_optimizer_state(collection: nn.Module) -> No
     assert torch.equal(saved[f"{holder}.t.ids"], collection.table("t").ids())
     assert saved_optimizer["state"][f"{holder}.t.weight"]["t.momentum1"].shape == (4, 4)
     twin = type(collection)(_configs(collection), fused_params=ADAM)
-    output(twin, torch.tensor([5, 6, 7, 8, 9]))  # other rows, and more of them: all replaced
+    output(twin, torch.tensor([5, 6, 7, 8, 9]))  # more rows and other rows: all are replaced
     assert str(twin.load_state_dict(saved)) == "<All keys matched successfully>"
     twin.fused_optimizer.load_state_dict(saved_optimizer)
     assert_trains_alike(collection, twin)
@@ -258,7 +258,7 @@ def test_an_optimizer_over_the_parameters_is_warned_about_once() -> None:
         train(pooled())
         output(pooled(fused_params=None).eval())
     moved = ebc.table("t").lookup(torch.tensor([1]))[0] - row
-    assert moved.abs().sum() > 0  # by FBGEMM's default
+    assert moved.abs().sum() > 0  # by FBGEMM's default rate
 
 
 class Model(nn.Module):

@@ -66,7 +66,7 @@ def test_the_model_sees_edits_and_the_handle_sees_training() -> None:
     started = ebc(bag(6)).values().detach()
     ebc(bag(6)).values().sum().backward()
     assert handle.erase(torch.tensor([6, 7])) == 1
-    assert torch.equal(ebc(bag(6)).values(), started)  # it starts anew, where it once started
+    assert torch.equal(ebc(bag(6)).values(), started)  # the same initial row again
 
 
 def test_an_erased_id_keeps_its_row_for_the_pending_backward() -> None:
@@ -75,7 +75,7 @@ def test_an_erased_id_keeps_its_row_for_the_pending_backward() -> None:
     output = ebc(bag(1)).values()
     handle.erase(torch.tensor([1]))
     handle.assign(torch.tensor([2]), torch.zeros(1, 4))
-    output.sum().backward()  # goes to the orphan row, not to that of id 2
+    output.sum().backward()  # updates the orphan row, not the row of id 2
     assert torch.equal(handle.lookup(torch.tensor([2]))[0], torch.zeros(1, 4))
     assert handle.stats()["late_grads"] == 1
 

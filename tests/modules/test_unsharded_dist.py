@@ -24,7 +24,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # A table far larger than any placeholder could be, had it storage.
+        # A limit so large that a placeholder with storage would be impossible.
         config = EmbeddingBagConfig(2**40, 4, "t", feature_names=["f"])
         self.sparse = nn.Sequential(dyn.DynamicEmbeddingBagCollection([config], fused_params=SGD))
         self.over = nn.Linear(4, 1)
@@ -39,7 +39,7 @@ def batch(*ids: int) -> KeyedJaggedTensor:
 
 def train_under_ddp() -> tuple[list[int], torch.Tensor]:
     rank = dist.get_rank()
-    torch.manual_seed(rank)  # DDP brings the dense parts of rank 0 to all
+    torch.manual_seed(rank)  # DDP copies the dense parts of rank 0 to all ranks
     model = Model()
     model.over.register_buffer("kept", torch.ones(1))
     model._ddp_params_and_buffers_to_ignore = ["over.kept"]

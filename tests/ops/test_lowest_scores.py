@@ -119,7 +119,7 @@ def test_boundaries():
     assert {row for _, row in scored.check(True, 100, 100, 7)} == set(range(7))
     assert Scored({}).check(False, 9, 9) == []
     write(scored.blocks, scored.shift, {0: (-1, 0)})
-    assert 0 not in {row for _, row in scored.lowest(False, 2**62, 100)}  # free, whatever `before`
+    assert 0 not in {row for _, row in scored.lowest(False, 2**62, 100)}  # free, for any `before`
 
 
 MANY = 66_000  # more than 2^16 ties, which are cut by a bound
@@ -135,7 +135,7 @@ MIXED = {
 @pytest.mark.parametrize("is_growing", [False, True])
 @pytest.mark.parametrize("mixed", MIXED)
 def test_many_ties_are_cut_by_mixed_id_however_these_lie(threads, mixed, is_growing):
-    """Half of the rows tie, with no row or the other half below them; or a quarter ties and is taken whole."""
+    """Half of the rows tie, with no row or half of the rows below; or a quarter ties and is taken whole."""
     words = [MIXED[mixed](k) for k in range(2 * MANY)]
     order = random.Random(1).sample(range(2 * MANY), 2 * MANY)
     ids = ops.unmix64(ids_of(*(signed(word) for word in words))).tolist()

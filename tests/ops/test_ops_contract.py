@@ -103,7 +103,7 @@ def score_blocks():
     return list((torch.arange(12) * (2**32 - 1) + 12).reshape(3, 4, 1))
 
 
-SCORE_LAYOUT = torch.tensor([[0, 2, 2, 1], [2, 0, 2, 1], [2, 1, 2, 1]])  # the second table keeps no scores
+SCORE_LAYOUT = torch.tensor([[0, 2, 2, 1], [2, 0, 2, 1], [2, 1, 2, 1]])  # the second has no scores
 
 
 def mark_blocks():

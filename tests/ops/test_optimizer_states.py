@@ -1,4 +1,4 @@
-"""The table of rules in torchrec_dyn/optimizers.py equals the table of the core (csrc/lookup/row_update.h)."""
+"""The rules in torchrec_dyn/optimizers.py equal the rules of the core (csrc/lookup/row_update.h)."""
 
 import itertools
 

@@ -174,7 +174,7 @@ def test_float16_overflow_is_seen_and_bfloat16_keeps_the_range():
 
 
 def boundaries():
-    """Returns float32 numbers near every float16 and every middle of two, and half a million of random bits."""
+    """Returns float32 numbers: near every float16, near every middle of two, and with random bits."""
     draw = np.random.default_rng(4)
     halves = np.arange(0x10000, dtype=np.uint16).view(np.float16).astype(np.float32)
     centres = np.concatenate([halves, np.float32([65520, 65536, 3e38, 2**-24, 2**-25])])
@@ -213,7 +213,7 @@ def test_float16_rounds_as_numbers_do():
     inside = magnitude < 65504.0
     exponent = np.maximum(np.frexp(np.where(inside, magnitude, 1.0))[1] - 1, -14)
     step = np.ldexp(1.0, exponent - 10)
-    small = np.rint(np.ldexp(np.where(inside, magnitude, 0.0), 37)) * 2.0**-37  # the precision of a float
+    small = np.rint(np.ldexp(np.where(inside, magnitude, 0.0), 37)) * 2.0**-37  # as a float
     magnitude = np.where(magnitude < 2.0**-14, small, magnitude)
     with np.errstate(over="ignore", invalid="ignore"):
         nearest = np.abs(values.astype(np.float16)).astype(np.float64)

@@ -105,7 +105,7 @@ def test_scores_are_written_and_read_back():
     write(blocks, 2, scores)
     assert read(blocks, 2, [0, 3, 4, 11, 1, -1, 4]) == [*scores.values(), (-1, 0), (-1, 0), (7, 1)]
     ops.write_scores_(ids_of(4, 4, 0), ids_of(8, 9, -1), ids_of(2, 3, 5), blocks, 2)
-    assert read(blocks, 2, [4, 0]) == [(9, 3), (-1, 0)]  # the last write wins; a free row has no count
+    assert read(blocks, 2, [4, 0]) == [(9, 3), (-1, 0)]  # last write wins; free: no count
     assert blocks[0][0].item() == -(2**32)
 
 

@@ -27,7 +27,7 @@ batches = st.lists(st.sampled_from(POOL), max_size=5)
 
 
 def contents(table) -> dict[int, bytes]:
-    """What each id of a table has."""
+    """Returns the row, the state and the score of each id as text."""
     state = table.export_state()
     by_row = [state[n] for n in ("weight", "momentum1", "last_seen", "count") if n in state]
     rows = zip(*(one.tolist() for one in by_row), strict=True)
@@ -35,15 +35,15 @@ def contents(table) -> dict[int, bytes]:
 
 
 def limit_of(eviction: str) -> int:
-    """Few where rows are replaced, room for all elsewhere."""
+    """Returns a small limit for tables that evict when full, else room for all ids."""
     return 5 if eviction.endswith(("lru", "lfu")) else 100
 
 
 class Side:
-    """One table with the moments that are held of it.
+    """One table with the moments recorded of it.
 
     Attributes:
-        held: of each moment the contents then, and the ids that were touched since.
+        held: for each moment, the moment, the contents at it, and the ids touched since then.
     """
 
     def __init__(self, table) -> None:
@@ -66,7 +66,7 @@ class Side:
 
 
 class Changes(RuleBasedStateMachine):
-    """Tables of one group. `lives`: eviction and admission of each."""
+    """Tables of one group. `lives`: eviction and admission of each table."""
 
     lives = (("none", "all"),)
 
@@ -178,7 +178,7 @@ def test_every_change_is_told(lives):
 
 
 def test_what_nobody_asks_for_is_not_kept():
-    """Ids that come and leave behind every moment leave no trace; nor does anything without a moment."""
+    """Ids inserted and erased after the last moment are not kept; without a moment nothing is kept."""
     table = make_table(num_embeddings=100_000)
     table.find_or_insert(torch.arange(10))
     assert table.changes is None

@@ -1,4 +1,4 @@
-"""Xavier's and Kaiming's initial rows: torch's scale of a square weight, whole rows under every plan."""
+"""Initial rows by Xavier and Kaiming: torch's scale for a square weight, equal rows under every plan."""
 
 import dataclasses
 import math
@@ -60,7 +60,7 @@ def test_the_scale_follows_from_the_width(initializer: Any, expected: Any) -> No
     ],
 )
 def test_rows_spread_as_torchs_square_weight(initializer: Any, torchs: Any, options: Any) -> None:
-    """Of 250,000 numbers the standard deviation is known to a part in 700, a bound to 4 in a million."""
+    """With 250,000 numbers the standard deviation is exact to 1 in 700, a bound to 4 in a million."""
     width = 500
     theirs = torchs(torch.empty(width, width), **options)
     table = make_table(embedding_dim=width, initializer=initializer)
@@ -115,7 +115,7 @@ def test_a_checkpoint_names_what_it_became(tmp_path: Any, capsys: Any, initializ
     assert command_line.main(["inspect", path]) == 0
     assert f"{type(became).__name__}(" in capsys.readouterr().out
 
-    # Ids to come start as they would have, in a table that was to start otherwise.
+    # The load also sets the initial rows of later ids, in a table with another initializer.
     other = unsharded(case_of(dyn.Constant(0.5)))
     put_both(other, read(both(other), path))
     for one in (model, other):

@@ -1,4 +1,4 @@
-"""The id map and the table against a dict, under ids made to hurt."""
+"""The id map and the table against a dict, with difficult ids."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ id_lists = st.lists(hard_ids, max_size=30)
 
 
 class MapBesideDict(RuleBasedStateMachine):
-    """IdMap through its ops: what TableGroup does, one step at a time."""
+    """IdMap through its ops: the steps of TableGroup, one at a time."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ class MapBesideDict(RuleBasedStateMachine):
 
 
 class TableBesideDict(RuleBasedStateMachine):
-    """DynamicTable through its public face; a row is known by the number written into it."""
+    """DynamicTable through its public methods; the number written into a row identifies it."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ class TableBesideDict(RuleBasedStateMachine):
 
 
 class GrowingMapBesideDict(MapBesideDict):
-    """The same where every map counts as large: slots move a few at a time, ids come and go meanwhile."""
+    """As MapBesideDict, but every map counts as large: a few slots move at a time while ids change."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ TestTableBesideDict.settings = settings(stateful_step_count=20)
 
 
 def test_ids_of_several_tables_do_not_mix():
-    """One op call, three tables: the same id has a row of its own in each, or none."""
+    """One op call, three tables: one id has a separate row, or no row, in each table."""
     maps = [IdMap() for _ in range(3)]
     for id_map in maps:
         id_map.reserve(10)
@@ -136,7 +136,7 @@ def test_ids_of_several_tables_do_not_mix():
 
 
 def test_many_ids_are_found_at_any_thread_count(threads):
-    """Pieces of a parallel lookup begin inside tables and across empty ones."""
+    """The parts of a parallel lookup begin inside tables and span empty tables."""
     ids = torch.arange(30_000) * 977
     maps = [IdMap() for _ in range(4)]
     bounds = torch.tensor([0, 9_000, 9_000, 9_001, 30_000])

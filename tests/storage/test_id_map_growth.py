@@ -1,6 +1,6 @@
 """Growth moves slots and never a row.
 
-A map that grows has two arrays and one frontier: no id is lost, shared or looked for in vain meanwhile.
+A growing map has two arrays and one frontier. While it grows, every id is found, with its own row.
 """
 
 import itertools
@@ -57,12 +57,12 @@ def test_a_map_is_never_fuller_than_its_load():
 
 
 def test_bytes_of_a_row_in_a_large_map_are_bounded():
-    """A large map grows by a quarter: 32 bytes a row at most."""
+    """A large map grows by a quarter: at most 32 bytes per row."""
     assert most_slots(10_000_000) * SLOT_BYTES / 10_000_000 <= 32.01
 
 
 def test_rows_stay_where_they_are_while_the_table_grows():
-    """New blocks are appended; the memory of old ones is neither moved nor written."""
+    """New blocks are appended; the memory of old blocks is neither moved nor written."""
     table = make_table(embedding_dim=1 << 16, num_embeddings=100_000)
     group = make_group(table)
     ids = torch.arange(100)
@@ -107,7 +107,7 @@ def test_ten_million_rows():
 
 
 class Growing:
-    """Two arrays of a map, moved by hand."""
+    """Two arrays of a map; the test moves the slots."""
 
     def __init__(self, capacity, grown):
         self.outgoing = torch.zeros(capacity, 2, dtype=torch.int64)
@@ -148,7 +148,7 @@ class Growing:
         assert len(homes[0]) + len(homes[1]) == len(self.held)
 
 
-# Scaled slots of ids in 16 slots, four lines; ids of 4 to 7 all have their home at 4.
+# Scaled slots of ids in 16 slots, four lines; the home of ids with scaled slots 4 to 7 is 4.
 RUNS = {
     "inside": (4, 4, 5, 7, 7, 7),
     "to the end": (8, 9, 11, 8, 8, 12, 15, 15),
@@ -161,7 +161,7 @@ RUNS = {
 @pytest.mark.parametrize("grown", [16, 20, 24, 32])
 @pytest.mark.parametrize("scaled", RUNS.values(), ids=RUNS)
 def test_every_way_to_the_end(scaled, grown):
-    """Stretches of every length, alone and up to three in a row: each ends with a whole line."""
+    """Moves of every length, alone and up to three in sequence; each ends with a whole line."""
     pool = {slot: iter(ids_at_home(slot, 16, 12)) for slot in set(scaled)}
     ids = [next(pool[slot]) for slot in scaled]
     absent = [next(pool[slot]) for slot in scaled[:1]]
@@ -178,7 +178,7 @@ def test_every_way_to_the_end(scaled, grown):
 
 @pytest.mark.parametrize("capacity", [12, 16, 20, 100])
 def test_the_frontier_parts_neighbours(capacity):
-    """The last spread hash that belongs in front of each line, and the first that belongs to it."""
+    """The last spread hash before each line and the first spread hash of the line."""
     firsts = [-(-line * WORD // capacity) for line in range(4, capacity, 4)]
     ids = [id_of_spread_hash(first - back) for first in firsts for back in (1, 0)]
     assert [home_slot(number, capacity) for number in ids[:4]] == [0, 4, 4, 8]
@@ -186,7 +186,7 @@ def test_the_frontier_parts_neighbours(capacity):
     grows.put(*ids)
     for line in range(4, capacity + 1, 4):
         grows.move(line)
-        assert grows.moved == line  # two ids a line: no run goes on
+        assert grows.moved == line  # two ids per line: no run continues
         grows.check()
 
 
@@ -212,7 +212,7 @@ def test_ids_come_and_go_while_slots_move(steps, capacity):
 
 
 def test_growth_is_spread_over_the_ids_that_cause_it():
-    """16 outgoing slots an id, and done before the load passes MAX_LOAD; a run may end a bit later."""
+    """Each id moves 16 outgoing slots; growth ends before the load is above MAX_LOAD, or a run later."""
     id_map, stretches, sizes = IdMap(), [], set()
     for held in range(0, 600_000, 500):
         leaving, before = id_map.outgoing, id_map.moved
@@ -252,7 +252,7 @@ def test_pieces_of_a_stretch_are_moved_at_any_thread_count(threads):
 
 
 def test_a_run_around_the_end_survives_memory_given_back():
-    """Ids that wrap into the first huge page, which is given back except where they sit."""
+    """Ids wrap into the first huge page, which is freed except for the slots of these ids."""
     capacity = 1 << 18
     wrapped = ids_at_home(capacity - 1, capacity, 9)
     ids = ids_of(*wrapped, *(number for number in range(1000) if number not in wrapped))
@@ -322,10 +322,10 @@ for k in range(40):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_growth_takes_no_more_memory_than_it_says():
-    """What moved is given back as it moves: the process never holds two whole maps."""
+    """The memory of moved slots is freed at once, so that the process never holds two whole maps."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=300, check=True,
-        # Bare: what `make sanitize` preloads here would be measured there.
+        # A new environment: the libraries that `make sanitize` preloads must not be measured.
         env={"PYTHONPATH": environment()["PYTHONPATH"], "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
@@ -333,5 +333,5 @@ def test_growth_takes_no_more_memory_than_it_says():
     for rows, resident, told, _ in lines:
         if rows > 500_000:
             assert told <= rows * SLOT_BYTES * 1.25 / MAX_LOAD + 2**12
-            # Huge pages half moved, and the batch: 7 to 12.5 MB seen. Two whole maps would be 50 MB more.
+            # Half-moved huge pages and the batch: measured 7 to 12.5 MB. Two whole maps: 50 MB more.
             assert resident < told + 20e6

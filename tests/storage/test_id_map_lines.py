@@ -1,4 +1,4 @@
-"""An id's home is a cache line of four slots: its slots are compared together, then line after line."""
+"""An id's home is a line of four slots, which are compared together; the search continues line by line."""
 
 import itertools
 import random
@@ -15,7 +15,7 @@ from torchrec_dyn import ops
 
 
 def scattered(home, capacity, count):
-    """Ids of one home, scaled to each of its four slots in turn."""
+    """Returns ids of one home, scaled to each of its four slots in turn."""
     pools = [iter(ids_at_home(home + s, capacity, count)) for s in range(4)]
     return [next(pools[k % 4]) for k in range(count)]
 
@@ -24,7 +24,7 @@ def scattered(home, capacity, count):
 @pytest.mark.parametrize("line", range(4))
 @pytest.mark.parametrize("count", range(1, 14))
 def test_a_run_fills_line_after_line(count, line, capacity):
-    """Runs of 1 to 13 ids from each line on: into the second, third and fourth, around the end."""
+    """Runs of 1 to 13 ids from each line on, into the second, third and fourth line and around the end."""
     home = 4 * line
     *ids, absent = scattered(home, capacity, count + 1)
     slots = slots_of(capacity)
@@ -41,7 +41,7 @@ def test_a_run_fills_line_after_line(count, line, capacity):
 @pytest.mark.parametrize("further", range(3))
 @pytest.mark.parametrize("home", [0, 8, 12])
 def test_full_lines_end_no_search_and_one_empty_slot_does(home, further):
-    """Lines full of others lie between home and the id; one slot of them emptied hides it."""
+    """Full lines of other ids are between home and id; if one of their slots is emptied, the id is lost."""
     others = [n for k in range(further + 1) for n in scattered((home + 4 * k) % 16, 16, 4)]
     *_, wanted = scattered(home, 16, 5)
     for hole in range(4 * (further + 1)):
@@ -55,7 +55,7 @@ def test_full_lines_end_no_search_and_one_empty_slot_does(home, further):
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("stale", range(4))
 def test_the_id_field_of_an_empty_slot_is_never_asked(stale, at):
-    """The id stands in an emptied slot too, before or behind the valid one, or there alone."""
+    """The id is also, or only, in an emptied slot before or after the valid slot."""
     number, other = scattered(4, 16, 2)
     slots = slots_of(16)
     slots[:, 0] = number
@@ -73,7 +73,7 @@ def test_the_id_field_of_an_empty_slot_is_never_asked(stale, at):
 
 @pytest.mark.parametrize("before", range(9))
 def test_id_zero_is_an_id(before):
-    """An empty slot holds 0 in its id field: absent is not present, in whichever line."""
+    """An empty slot has 0 in its id field; the absent id 0 is not found in any line."""
     assert home_slot(0, 16) == 0
     others = [n for n in scattered(0, 16, 12) if n != 0][:before]
     slots = slots_of(16)
@@ -88,7 +88,7 @@ def test_id_zero_is_an_id(before):
 
 
 def test_every_slot_of_a_line_is_told_from_the_others():
-    """Rows with all bits in play: the places of slots that do not match must not mix in."""
+    """Rows that use all bits: slots that do not match must not change the result."""
     ids = scattered(8, 16, 4)
     rows = [0, 2**62 - 1, 0x2AAA_AAAA_AAAA_AAAA, 0x1555_5555_5555_5555]
     slots = slots_of(16)
@@ -100,7 +100,7 @@ def test_every_slot_of_a_line_is_told_from_the_others():
 @pytest.mark.parametrize("is_growing", [False, True])
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 511, 512, 513, 1100, 40_001])
 def test_many_ids_at_once(count, is_growing, threads):
-    """At home, in later lines, absent, in any order and repeated; counted and found as one by one."""
+    """Ids at home, in later lines and absent, in any order and repeated, are found as single ids are."""
     capacity, held = 4096, 3000
     runs = [n for home in (0, 1000, 4092) for n in scattered(home, capacity, 12)]
     ids = torch.unique(torch.cat([ids_of(*runs), torch.arange(1, held) * 7919]))
@@ -127,7 +127,7 @@ def test_many_ids_at_once(count, is_growing, threads):
 
 @pytest.mark.parametrize("count", [1, 70, 600])
 def test_full_maps_and_maps_of_one_line_and_of_none(count):
-    """No line behind the home, or no line at all: the search ends."""
+    """The search ends if there is no line after the home, or no line at all."""
     asked = [*range(count)]
     assert look(slots_of(0), asked) == [-1] * count
     for capacity in (4, 8):
@@ -187,7 +187,7 @@ def test_arrays_of_no_whole_lines_are_refused(call, rule):
 
 
 def test_a_sample_of_probes_is_some_runs_of_them_all():
-    """One of so many runs of 4,096 slots, the first included; a run at the end may be short."""
+    """The sample takes every n-th run of 4,096 slots, from the first run on; the last run may be short."""
     slots = torch.zeros(4096 * 6 + 100, 2, dtype=torch.int64)
     slots[:, 0] = torch.arange(len(slots))
     slots[:, 1] = torch.randint(3, (len(slots),), generator=torch.Generator().manual_seed(1))
@@ -198,11 +198,11 @@ def test_a_sample_of_probes_is_some_runs_of_them_all():
         assert ops.probe_lengths(slots, every).tolist() == expected
 
 
-# Erasing closes the gap in a run of slots, also where the run wraps around the end
+# Erasing closes the gap in a run of slots, also if the run wraps around the end
 
 
 def check_runs(slots):
-    """No empty slot between the home of an id and the id: else a lookup would stop early."""
+    """Asserts that no slot between the home of an id and the id is empty; a lookup would stop there."""
     capacity = slots.shape[0]
     for slot, (number, place) in enumerate(slots.tolist()):
         if place == 0:
@@ -293,7 +293,7 @@ def test_probe_lengths_shrink_again():
 
 @pytest.mark.parametrize("is_growing", [False, True])
 def test_many_ids_are_erased_one_by_one_in_order(is_growing):
-    """With the homes of later ones on their way; absent ids and repeats among them."""
+    """With prefetched homes of later ids; some ids are absent or repeated."""
     draw = random.Random(3)
     ids = draw.sample(range(10**6), 3000)
     slots, moved = [slots_of(3300)], WHOLE

@@ -1,4 +1,4 @@
-"""Initial rows: a pure function of (seed, table name, id, column), of the right distribution."""
+"""Initial rows: a pure function of (seed, table name, id, column) with the right distribution."""
 
 import math
 import statistics
@@ -21,7 +21,7 @@ from torchrec_dyn.initializers import (
     table_key,
 )
 
-# Random123's own vectors: counter, key, result. Source: random123/tests/kat_vectors, philox4x32 10.
+# Test vectors of Random123: counter, key, result. Source: random123/tests/kat_vectors, philox4x32 10.
 KNOWN_ANSWERS = [
     ([0, 0, 0, 0], 0, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([2**32 - 1] * 4, 2**64 - 1, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
@@ -55,7 +55,7 @@ def test_the_oracle_gives_the_known_answers(counter, key, answer):
 
 
 def test_the_op_gives_the_first_known_answer():
-    """Counter zero is id 0, columns 0 to 3: [0, 2^32) spreads a word over whole numbers."""
+    """Counter zero is id 0, columns 0 to 3; on [0, 2^32) each word becomes a whole number."""
     row = fresh_rows(Uniform(0.0, 2.0**32), [0], columns=4, key=0)[0]
     words = torch.tensor(KNOWN_ANSWERS[0][2], dtype=torch.float64) + 0.5
     assert torch.equal(row, words.float())
@@ -81,7 +81,7 @@ def test_normal_rows_are_the_quantiles_of_the_oracles_numbers():
 
 @pytest.mark.parametrize("probability", [1e-300, 1e-30, 1e-12, 1e-7, 0.01, 0.0749, 0.0751, 0.4])
 def test_normal_quantile(probability):
-    """A sliver of probability, so that the drawn number hardly matters: all three branches."""
+    """Draws from a tiny range of probability, so that the draw hardly matters, in all three branches."""
     sliver = [-math.inf, math.inf, 0.0, 1.0, probability, probability * (1 + 1e-12)]
     block = torch.zeros(1, 1)
     ops.init_rows_(ids_of(1), ids_of(0), [block], 0, 1, 0, 2, sliver, 3)
@@ -144,7 +144,7 @@ def test_short_rows_are_the_float_rows_to_nearest(dtype):
 
 
 def kolmogorov_smirnov(values, cdf):
-    """sqrt(n) times the largest distance of the empirical distribution from `cdf`."""
+    """Returns sqrt(n) times the largest distance of the empirical distribution from `cdf`."""
     ordered = np.sort(np.asarray(values, dtype=np.float64))
     n = len(ordered)
     expected = np.array([cdf(v) for v in ordered])
@@ -171,7 +171,7 @@ CUMULATIVE = {
 @pytest.mark.parametrize("initializer", CUMULATIVE, ids=repr)
 @pytest.mark.parametrize("what", ["ids of one column", "columns of one id", "keys"])
 def test_distribution(initializer, what):
-    """Along each argument alone. 1.95 is passed by chance once in 1000; the draws are fixed."""
+    """Varies each argument alone. By chance 1.95 is exceeded once in 1000; the draws are fixed."""
     if what == "ids of one column":
         values = fresh_rows(initializer, list(range(20_000)), 1)
     elif what == "columns of one id":
@@ -219,7 +219,7 @@ def test_the_default_is_torchrecs():
 
 
 def test_key_is_pinned():
-    """The key is part of what decides initial rows: a change makes restarts differ."""
+    """Initial rows depend on the key, so a change of its formula makes a restarted run differ."""
     assert table_key(0, "user", "initial row") == -4329158366158074590
     assert table_key(0, "user", "initial row") != table_key(0, "user", "rounding")
     assert table_key(1, "1", "rounding") != table_key(11, "", "rounding")
@@ -229,7 +229,7 @@ def test_key_is_pinned():
     "make",
     [
         lambda: Uniform(-1e308, 0.0),
-        lambda: Uniform(-2e38, 2e38),  # each is a float32, the width is none
+        lambda: Uniform(-2e38, 2e38),  # both bounds are float32, their distance is not
         lambda: Normal(0.0, 1e39),
         lambda: Constant(-1e39),
     ],

@@ -21,7 +21,7 @@ OF_CHANCE = {"bytes", "withheld", "late_grads", "probe_length_mean", "probe_leng
 
 
 def tables_of(kinds: list[str], world: int, local: int, **options: Any) -> list[Table]:
-    """Returns three tables: of one feature, of two, and of two of which one is the first table's."""
+    """Returns three tables with one, two and two features; the third shares a feature with the first."""
     features, rows = (["a"], ["b", "c"], ["a", "d"]), options.get("rows", 1000)
     return [
         Table(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 
-WHOLE = ids_of(-1)  # `moved` of one map that does not grow
+WHOLE = ids_of(-1)  # `moved` of a single map that is not growing
 
 
 def slots_of(capacity: int, place: int = 0) -> Tensor:

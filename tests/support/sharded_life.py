@@ -234,7 +234,7 @@ class Beside:
             ids = torch.cat([batch.together[feature].values() for feature in parts.features])
             ids = ids[parts.share(ids, self.part_of(one))]
             last_seen, _ = one.life.scores.read(one.id_map.lookup(ids))  # type: ignore[union-attr]
-            assert last_seen.eq(one.step).all(), f"{one.name}: an id of the batch has left"
+            assert last_seen.eq(one.step).all(), f"{one.name}: an id of the batch has no row"
 
     def set_time(self, time: int) -> None:
         """Sets the clocks; the last rank has the latest time."""

@@ -1,4 +1,4 @@
-"""Every error of the Python core says what was expected and what was got."""
+"""Every error of the Python core names the expected and the given value."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Rows that a forward captured survive whatever happens before its backward."""
+"""Rows that a forward captured are kept until its backward, in spite of other operations."""
 
 import copy
 import gc
@@ -17,7 +17,7 @@ FOUR = torch.arange(4)
 
 
 def started(ids=(0, 1, 2, 3), **options):
-    """(table, group, output of a training forward over the ids as single bags)."""
+    """Returns a table, its group, and the output of a training forward over the ids as single bags."""
     table = make_table(initializer=Constant(1.0), **options)
     group = make_group(table)
     return table, group, group(*bags_of(*[[i] for i in ids]), training=True)
@@ -37,7 +37,7 @@ def test_insertion_and_rehash_between_forward_and_backward():
 
 
 def test_a_late_gradient_goes_to_the_orphan_row():
-    """The id that comes back and the ids that come new start fresh and stay so."""
+    """The erased id and new ids get fresh rows, which the late gradient does not change."""
     table, _, output = started()
     assert table.erase(ids_of(1)) == 1
     assert not table.lookup(ids_of(1))[1].item()
@@ -53,7 +53,7 @@ def test_erased_rows_wait_for_every_forward_before_them():
     table, group, first = started()
     second = group(*bags_of([1]), training=True)
     table.erase(ids_of(1))
-    third = group(*bags_of([2]), training=True)  # opened later: holds nothing erased
+    third = group(*bags_of([2]), training=True)  # opened later: holds no erased row
     assert table.stats()["withheld"] == 1
     second.sum().backward()
     assert table.find_or_insert(ids_of(60)).item() == 4
@@ -62,7 +62,7 @@ def test_erased_rows_wait_for_every_forward_before_them():
     assert table.find_or_insert(ids_of(61)).item() == 1, "the freed row, though the third is open"
     third.sum().backward()
     assert rows_of(table, 60, 61) == [1.0, 1.0]
-    assert table.stats()["late_grads"] == 2  # of the first and of the second
+    assert table.stats()["late_grads"] == 2  # one of the first forward, one of the second
 
 
 def test_a_dropped_graph_frees_its_rows():
@@ -106,7 +106,7 @@ RENEWALS = {
 
 @pytest.mark.parametrize("renewal", RENEWALS)
 def test_rows_are_withheld_after(renewal):
-    """Whatever rebuilt the table, or a copy of it, or gave it another group."""
+    """After any operation that rebuilt or copied the table or put it into another group."""
     _, group, output = started()
     output.sum().backward()
     group = RENEWALS[renewal](group) or group
@@ -120,7 +120,7 @@ def test_rows_are_withheld_after(renewal):
 
 
 def test_a_graph_of_an_older_group_holds_its_rows():
-    """A collection makes its groups anew, e.g. when the optimizer changes."""
+    """A collection builds new groups, for example when the optimizer changes."""
     table, _, output = started()
     newer = make_group(table)
     table.erase(ids_of(1))
@@ -181,7 +181,7 @@ def test_prefetch_then_erase_then_forward():
 
 
 def test_lookups_ahead_see_rows_as_they_are_and_learn_in_order():
-    """Forward i + 1 before backward i: no update is lost."""
+    """With forward i + 1 before backward i no update is lost."""
     table, group, first = started()
     second = group(*bags_of([0], [1]), training=True)
     first.sum().backward()
@@ -217,10 +217,10 @@ def test_a_full_table_is_an_error_that_changes_nothing(limit):
 
 @given(st.lists(st.sampled_from("fbedi"), max_size=25), st.integers(0, 1000))
 def test_any_interleaving_keeps_rows_apart(steps, seed):
-    """Forward, backward, erase, drop, insert in any order: every id's row is its own sum.
+    """Forward, backward, erase, drop and insert in any order: each row is the sum of its updates.
 
-    Every training forward adds -1 to each of its ids once its backward ran (learning rate 0.1,
-    gradient 10); erasing forgets. A dict does the same.
+    The backward of a training forward adds -1 to the rows of its ids (learning rate 0.1, gradient 10);
+    erasing sets an id back. A dict is the oracle.
     """
     draw = torch.Generator().manual_seed(seed)
     table, held, births, graphs = make_table(initializer=Constant(0.0)), {}, 0, []

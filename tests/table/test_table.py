@@ -1,4 +1,4 @@
-"""DynamicTable by hand: read, write, erase, save, copy; evaluation changes nothing; memory."""
+"""Direct calls of DynamicTable: read, write, erase, save, copy; evaluation changes nothing; memory."""
 
 import copy
 import io
@@ -19,7 +19,7 @@ every_kind = pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kin
 
 
 def trained_table(kind=OptimizerKind.ADAM, order=1, **options):
-    """A table that has seen and learnt a few hundred ids."""
+    """Returns a table trained on up to 200 ids."""
     table = make_table(kind, initializer=Normal(0.0, 1.0), **options)
     group = make_group(table)
     ids, offsets = random_bags(2, bags=40, longest=9, pool=200)
@@ -61,7 +61,7 @@ def test_assign_takes_the_last_of_repeats_and_keeps_state():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_given_nothing_done(dtype):
-    """Zero ids before the first block exists, and after."""
+    """Calls with zero ids, before and after the first block exists."""
     table = make_table(dtype=dtype)
     for _ in range(2):
         table.assign(ids_of(), torch.empty(0, 4))
@@ -122,7 +122,7 @@ def test_an_export_is_a_copy():
 
 
 def test_load_replaces_and_ignores_the_limit():
-    """No row is dropped; the limit counts again at the next new id."""
+    """A load drops no row; the limit applies again at the next new id."""
     state = trained_table().export_state()
     small = make_table(OptimizerKind.ADAM, num_embeddings=10, row_limit=10)
     small.assign(ids_of(424242), torch.ones(1, 4))
@@ -165,7 +165,7 @@ def test_copies_are_whole_and_apart(duplicate, is_empty, dtype):
 
 
 def test_a_pickle_carries_the_rows_in_use():
-    """Of a table and of a group that has run: not the blocks, most of which nobody wrote."""
+    """A pickle of a table or of a used group has no whole blocks, which are mostly not written."""
     table = make_table(embedding_dim=64, num_embeddings=50_000_000)
     group = make_group(table)
     group(torch.arange(100), torch.tensor([0, 100]), training=True).sum().backward()
@@ -230,7 +230,7 @@ def test_evaluation_changes_nothing(pooling, unseen):
 
 
 def test_unseen_reads_as_zeros_or_as_the_initial_row():
-    """Two tables of one call, each by its own option; learnt rows beside unseen ones."""
+    """Two tables of one call, each with its own option; trained rows beside unseen ids."""
     zeros = make_table(name="z", initializer=Constant(3.0))
     initial = make_table(name="i", initializer=Normal(0.0, 1.0), unseen="initial")
     group = make_group(zeros, initial)
@@ -282,7 +282,7 @@ print(resident() - before, table.stats()["bytes"])
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_follows_the_rows_in_use():
-    """100,000 rows of 256 bytes in a table for 50 million."""
+    """100,000 rows of 256 bytes in a table with a limit of 50 million rows."""
     run = [sys.executable, "-c", MEMORY]
     done = subprocess.run(
         run, capture_output=True, text=True, timeout=300, check=True,

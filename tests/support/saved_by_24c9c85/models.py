@@ -1,4 +1,4 @@
-"""The models of the saved files beside this one, and what is asked of them. Public names only."""
+"""The models of the saved files in this folder, and the batches to evaluate them on. Public names only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn import checkpoint, serving
 
 EXTREMES = [-(2**63), 2**63 - 1, 0, -1]
-UNSEEN = 987_654_321  # no batch has it
+UNSEEN = 987_654_321  # in no batch
 FUSED = {"compute_kernel": "fused"}
 
 
@@ -54,7 +54,7 @@ class Shared(nn.Module):
     """Saved by two ranks: pooled tables, and a sequence table with a life.
 
     Args:
-        is_told: whether the tables are told how rows start; a checkpoint says it too.
+        is_told: True if the configs name the initializers; a checkpoint has them too.
     """
 
     names = tuple(config.name for config in (*BAGS, *WORDS))
@@ -98,7 +98,7 @@ class Shared(nn.Module):
 
 
 class Alone(nn.Module):
-    """Saved by one process, not sharded: the other optimizers, and modules that hold collections."""
+    """Saved by one process, unsharded: the other optimizers, and modules that hold collections."""
 
     names = ("brain", "empty", "word", "text", "narrow", "pair", "placed")
 
@@ -138,7 +138,7 @@ class Alone(nn.Module):
             ),
             PositionWeightedModuleCollection({"placed": 3}),
         )
-        with torch.no_grad():  # else they are all 1
+        with torch.no_grad():  # otherwise they are all 1
             for weights in self.placed.split()[0].parameters():
                 weights.copy_(torch.tensor([0.5, 0.25, 2.0]))
 
@@ -152,13 +152,13 @@ class Alone(nn.Module):
 
 
 def collections_of(model: nn.Module) -> dict[str, Any]:
-    """The collections of a model that is not sharded, by path."""
+    """Returns the collections of an unsharded model by path."""
     kinds = (dyn.DynamicEmbeddingBagCollection, dyn.DynamicEmbeddingCollection)
     return {path: one for path, one in model.named_modules() if isinstance(one, kinds)}
 
 
 def shard(model: nn.Module, plans: Mapping[str, Any]) -> DistributedModelParallel:
-    """Shards a model over all ranks: tables as `plans` says by name, row-wise where it says nothing."""
+    """Returns a model sharded over all ranks: tables by their plan in `plans`, row-wise without a plan."""
     sharders = [
         dyn.DynamicEmbeddingBagCollectionSharder(),
         dyn.DynamicEmbeddingCollectionSharder(),
@@ -183,7 +183,7 @@ def shard(model: nn.Module, plans: Mapping[str, Any]) -> DistributedModelParalle
 
 
 def optimizer_of(model: Any) -> Any:
-    """The optimizer of all rows."""
+    """Returns the optimizer of all rows."""
     if isinstance(model, DistributedModelParallel):
         return model.fused_optimizer
     each = [(path, one.fused_optimizer) for path, one in collections_of(model).items()]
@@ -191,7 +191,7 @@ def optimizer_of(model: Any) -> Any:
 
 
 def state_of(model: Any) -> dict[str, Any]:
-    """What is saved of a model, and what is loaded into it."""
+    """Returns the state dicts of a model and its optimizer, to save or to load."""
     return {"model": model.state_dict(), "optimizer": optimizer_of(model).state_dict()}
 
 
@@ -201,7 +201,7 @@ def save(model: Any, path: Path) -> None:
 
 
 def load(model: Any, path: Path) -> Any:
-    """Loads a model and its optimizer, and gives it."""
+    """Loads a model and its optimizer; returns the model."""
     state, is_sharded = state_of(model), isinstance(model, DistributedModelParallel)
     planner = checkpoint.LoadPlanner()
     dcp.load(state, checkpoint_id=path, planner=planner, no_dist=not is_sharded)
@@ -211,7 +211,7 @@ def load(model: Any, path: Path) -> Any:
 
 
 def read_plain(path: Path) -> dict[str, Tensor]:
-    """Reads all tensors of a checkpoint or a delta by DCP alone; "cells" have no numbers."""
+    """Returns all tensors of a checkpoint or a delta, read by DCP alone, without "cells", which are empty."""
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     found = {
         key: torch.empty(one.size, dtype=one.properties.dtype)
@@ -231,13 +231,13 @@ def features(bags: Mapping[str, list[list[int]]]) -> KeyedJaggedTensor:
 
 
 def questions(names: tuple[str, ...]) -> KeyedJaggedTensor:
-    """Bags of two ids at most: their sums are the same to the bit in any order."""
+    """Returns bags of at most two ids, whose sums are bit-equal in any order."""
     bags = [[one] for one in EXTREMES] + [[100], [101, -1], [], [UNSEEN], [30]]
     return features(dict.fromkeys(names, bags))
 
 
 def answers(model: Any) -> dict[str, Tensor]:
-    """What a model answers to the questions in evaluation."""
+    """Returns a model's outputs for the questions, in evaluation."""
     names = getattr(model, "module", model).names
     with torch.no_grad():
         found = model.eval()(questions(names))
@@ -246,7 +246,7 @@ def answers(model: Any) -> dict[str, Tensor]:
 
 
 def life(model: Any) -> dict[str, Tensor]:
-    """When and how often the ids of "news" were seen; some of them wait, some are unknown."""
+    """Returns `last_seen` and the counts of ids of "news"; some ids are waiting, some are unknown."""
     words = getattr(model, "module", model).words
     ids = torch.tensor([*EXTREMES, UNSEEN, *range(70), *range(100, 104)])
     return {
@@ -257,7 +257,7 @@ def life(model: Any) -> dict[str, Tensor]:
 
 
 def served_answers(folder: Path, unseen: str = "zeros") -> dict[str, Tensor]:
-    """What a served directory answers."""
+    """Returns the outputs of a served directory for the questions."""
     asked = questions(Shared.names)
     bags = serving.ServingEmbeddingBagCollection(folder, BAGS, unseen=unseen)(asked)
     words = serving.ServingEmbeddingCollection(folder, WORDS, unseen=unseen)(asked)

@@ -1,9 +1,9 @@
-"""Wrote the files beside it, at commit 24c9c85, in two processes:
+"""The script that wrote the files in this folder, at commit 24c9c85, in two processes:
 
     cd tests/support; torchrun --nproc-per-node 2 -m saved_by_24c9c85.write saved_by_24c9c85
 
-Kept to show what is in the files, and to write the like of a later format into a folder of its own: don't
-run it over these files. It uses public names only.
+It is kept to show the contents of the files, and to write such files in a later format to another folder. Do
+not run it over these files. It uses public names only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SAVED_PLANS = {
 
 
 def batch(names: tuple[str, ...], step: int, rank: int) -> KeyedJaggedTensor:
-    """Four bags of up to three ids of each feature, and the extremes once; "empty" never gets an id."""
+    """Returns four bags of up to three ids per feature, with extreme ids at step 0; "empty" gets no id."""
     draw = torch.Generator().manual_seed(1000 * step + rank)
     pool = [*EXTREMES, *range(100, 104), *range(10 * step, 10 * step + 4)]
     first = [EXTREMES[:2], EXTREMES[2:]] if step == 0 else [[], []]
@@ -71,7 +71,7 @@ def train(model: Any, steps: range, rank: int) -> None:
 
 
 def as_text(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors as dtype, shape and their bytes in hex: "float32 2,4 0000803f..."."""
+    """Returns tensors as text, dtype, shape and bytes in hex: "float32 2,4 0000803f..."."""
     told: dict[str, Any] = {}
     for key, one in found.items():
         if isinstance(one, Mapping):
@@ -84,7 +84,7 @@ def as_text(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fingerprints(path: Path) -> dict[str, list[str]]:
-    """Fingerprints of rows and optimizer state of each table, as `inspect` shows them."""
+    """Returns the fingerprints of rows and optimizer state of each table, as `inspect` shows them."""
     tables = checkpoint.open_checkpoint(path).tables
     return {
         key: [
@@ -97,7 +97,7 @@ def fingerprints(path: Path) -> dict[str, list[str]]:
 
 
 def serve(folder: Path, other: Path) -> dict[str, Any]:
-    """Builds the served directories; gives their answers, also those after the delta."""
+    """Builds the served directories; returns their outputs, before and after the delta."""
     found: dict[str, Any] = {}
     for name, dtype in SERVED_AS.items():
         one = folder / f"served_{name}"
