@@ -28,7 +28,7 @@ def test_the_optimizer_before_the_module_is_an_error(tmp_path: Path) -> None:
 
 
 def test_unsharded_the_module_starts_optimizer_state_afresh() -> None:
-    """Unsharded, the order cannot be checked: docs/guide/checkpoints.md says to load the module first."""
+    """Unsharded, the order cannot be checked where the ids agree: docs/guide/checkpoints.md says to load the module first."""
     model = unsharded(case())
     step(model, [1, 2, 3])
     state = copy.deepcopy(both(model))
@@ -36,6 +36,17 @@ def test_unsharded_the_module_starts_optimizer_state_afresh() -> None:
     model.load_state_dict(state["model"])
     after = model.local_tables()["t"].export_state()
     assert not after["momentum1"].any() and not after["step"]
+
+
+def test_unsharded_the_optimizer_before_the_module_names_the_order_where_ids_differ() -> None:
+    model, trained = unsharded(case()), unsharded(case())
+    step(model, [1, 2, 3])
+    step(trained, [4, 5, 6])
+    before = model.local_tables()["t"].export_state()
+    with pytest.raises(ValueError, match="before that of its optimizer"):
+        model.fused_optimizer.load_state_dict(copy.deepcopy(trained.fused_optimizer.state_dict()))
+    after = model.local_tables()["t"].export_state()
+    assert all(after[name].equal(tensor) for name, tensor in before.items())
 
 
 # What was read and not yet loaded

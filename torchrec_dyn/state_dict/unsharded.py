@@ -162,7 +162,14 @@ def checked_optimizer_state(table: DynamicTable, saved: Mapping[str, Tensor]) ->
                 "optimizer."
             )
     present = _present(saved, OPTIMIZER_TENSORS)
-    _check_sums(where, table.name, saved, OPTIMIZER_TENSORS, ids, present)
+    try:
+        _check_sums(where, table.name, saved, OPTIMIZER_TENSORS, ids, present)
+    except ValueError as error:  # the sums are of ids and state: other ids read as damage
+        raise ValueError(
+            f"{where}: expected the rows that the optimizer state was saved with, got other rows, or damaged "
+            "state. Load the state dict of the module before that of its optimizer; if that was done, use "
+            "the checkpoint before."
+        ) from error
     state = {"step": saved["step"]}
     for name, rowwise in zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True):
         one = saved[name].detach().float()
