@@ -29,6 +29,7 @@ import contextlib
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
 import os
 import pathlib
 import tempfile
@@ -45,10 +46,18 @@ class WorkerError(AssertionError):
     """What the ranks raised, or where they hung."""
 
 
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """Returns the context whose processes start with the imports done. A session has one such server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch", "torchrec", "torchrec.distributed", "torchrec_dyn", "pytest", "hypothesis"]
+    )
+    return context
+
+
 class _Pool:
     def __init__(self, world_size: int, local_size: int, group_timeout: float) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torchrec", "torchrec.distributed"])
+        context = forkserver()
         self._folder = tempfile.TemporaryDirectory(prefix="torchrec_dyn_workers_")
         self._pipes = []
         self._processes = []
