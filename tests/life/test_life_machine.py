@@ -276,7 +276,7 @@ def run(lives, share: int) -> None:
 
 @pytest.mark.parametrize(("eviction", "admission"), EVERY_LIFE)
 def test_every_life(eviction, admission):
-    run([(eviction, admission)], share=10)
+    run([(eviction, admission)], share=16)
 
 
 @pytest.mark.parametrize(
@@ -288,4 +288,4 @@ def test_every_life(eviction, admission):
 )
 def test_tables_of_one_call_live_each_by_its_own(lives):
     """Where one has no room for its ids, none of them changes."""
-    run(lives, share=5)
+    run(lives, share=8)
