@@ -31,10 +31,12 @@ class Ended(NamedTuple):
     stderr: str
 
 
-def forkserver() -> multiprocessing.context.BaseContext:
+def forkserver() -> multiprocessing.context.ForkServerContext:
     """Returns the context of the one server of this process. Whoever starts it first chooses its imports."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchrec", "torchrec.distributed", "torchrec_dyn"])
+    context.set_forkserver_preload(
+        ["torch", "torchrec", "torchrec.distributed", "torchrec_dyn", "pytest", "hypothesis"]
+    )
     return context
 
 
@@ -55,7 +57,7 @@ def run_ranks(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="torchrec_dyn_ranks_") as folder:
         processes = [
-            forkserver().Process(  # type: ignore[attr-defined]
+            forkserver().Process(
                 target=_run_rank,
                 args=(function, args, rank, ranks, store.port, folder, time_limit),
             )
