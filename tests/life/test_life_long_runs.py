@@ -67,7 +67,7 @@ def run(eviction, admission, limit, size, steps, seed=0):
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_a_stream_that_drifts(eviction, admission):
     limit, size = SIZES[1]
-    causes = run(eviction, admission, limit, size, steps=40)
+    causes = run(eviction, admission, limit, size, steps=30)
     assert causes["inserted"] > 50
     if admission == "all":
         assert causes["evicted_full"] > 50 or not eviction.endswith(("lru", "lfu"))

@@ -92,7 +92,7 @@ def most_over_mean(numbers):
 # On two ranks the blind plan happens to be even; the other must not spoil it.
 @pytest.mark.parametrize(("world", "memory", "traffic"), [(2, 1.0, 1.0), (4, 2.5, 2.5)])
 def test_a_replan_evens_the_real_tables(world, memory, traffic):
-    told = workers.run(plan_and_plan_anew, 25, world_size=world, timeout=120)
+    told = workers.run(plan_and_plan_anew, 15, world_size=world, timeout=120)
     assert all(one == told[0] for one in told)
     before, before_told, after, foreseen = told[0]
     for (held, lookups), load in ((before, before_told), (after, foreseen)):

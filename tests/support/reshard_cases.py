@@ -37,7 +37,7 @@ def plans(
 def move(model: Any, changed: dict[str, ParameterSharding]) -> None:
     """Moves tables by the sharder's `reshard`, as DistributedModelParallel.reshard does."""
     collection = model.module.collection
-    with mock.patch.object(saved_tensor, "CHUNK_BYTES", 2000):  # many chunks, many rounds
+    with mock.patch.object(saved_tensor, "CHUNK_BYTES", 4000):  # many chunks, many rounds
         same = model.sharders[0].reshard(collection, changed, model._env, model.device)
     assert same is collection
 
