@@ -274,11 +274,13 @@ def run(lives, share: int) -> None:
     run_state_machine_as_test(machine, settings=few)
 
 
+@pytest.mark.hypothesis  # it marks its own tests only
 @pytest.mark.parametrize(("eviction", "admission"), EVERY_LIFE)
 def test_every_life(eviction, admission):
     run([(eviction, admission)], share=16)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize(
     "lives",
     [

@@ -160,6 +160,7 @@ class Changes(RuleBasedStateMachine):
             assert (changes_of(side.table) is not None) == bool(side.held)
 
 
+@pytest.mark.hypothesis  # it marks its own tests only
 @pytest.mark.parametrize(
     "lives",
     [
