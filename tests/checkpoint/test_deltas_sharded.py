@@ -26,7 +26,7 @@ from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
 from torchrec_dyn.checkpoint_format.content_sums import MODEL_TENSORS, OPTIMIZER_TENSORS
 from torchrec_dyn.whole_model import tables as model_tables
 
-STEPS = ((0, 2), (2, 4), (4, 7))
+STEPS = ((0, 2), (2, 5))
 
 
 def edit(model, setup: Setup, round_: int) -> None:
@@ -97,16 +97,16 @@ CASES = [
 @pytest.mark.parametrize(("source", "copy"), CASES)
 def test_full_and_deltas_are_full_later_on_any_plan(tmp_path, source, copy):
     expected = run(export_all, source, str(tmp_path))
-    assert expected[0] != expected[1] != expected[2]
-    assert run(apply_all, copy, str(tmp_path), [0, 1, 2]) == expected
-    assert run(apply_all, copy, str(tmp_path), [1, 2]) == expected[1:]
+    assert expected[0] != expected[1]
+    assert run(apply_all, copy, str(tmp_path), [0, 1]) == expected
+    assert run(apply_all, copy, str(tmp_path), [1]) == expected[1:]
 
 
 def test_an_unsharded_copy(tmp_path):
     setup = Setup(2, ("row_wise", "column_wise"))
     expected = run(export_all, setup, str(tmp_path))
     copy = collection_of(setup.case(), fused_params=setup.case().fused_params)
-    for number in range(3):
+    for number in range(len(STEPS)):
         quietly(apply_delta, copy, tmp_path / str(number))
         assert sums_of(copy) == expected[number]
 
@@ -116,8 +116,8 @@ def test_row_wise_state_under_equal_and_other_cuts(tmp_path, optimizer):
     """Other cuts: all but the numbers per column shard is as it was; those are converted."""
     source = Setup(2, ("column_wise",), optimizer=optimizer)
     expected = run(export_all, source, str(tmp_path))
-    assert run(apply_all, source, str(tmp_path), [0, 1, 2]) == expected
-    other = run(apply_all, Setup(2, ("row_wise",), optimizer=optimizer), str(tmp_path), [0, 1, 2])
+    assert run(apply_all, source, str(tmp_path), [0, 1]) == expected
+    other = run(apply_all, Setup(2, ("row_wise",), optimizer=optimizer), str(tmp_path), [0, 1])
     for mine, theirs in zip(other[-1], expected[-1], strict=True):
         assert mine[1] == theirs[1]
         moments = dict(zip(OPTIMIZER_TENSORS, zip(mine[2], theirs[2], strict=True), strict=True))

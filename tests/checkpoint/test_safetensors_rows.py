@@ -1,9 +1,9 @@
 """export_rows and import_rows of an unsharded collection, and export_saved_rows of a checkpoint."""
 
 import importlib
+import os
 import pickle
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from another_process import start
 from torchrec import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_configs import DataType
 
@@ -243,29 +244,24 @@ def test_rows_that_go_meanwhile_leave_no_file(
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"before"]
 
 
-KILLED = """
-import os, signal, sys
-import torch
-from torchrec import EmbeddingBagConfig
-import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import export_rows
-path, at = sys.argv[1], int(sys.argv[2])
-made = dyn.DynamicEmbeddingBagCollection([EmbeddingBagConfig(9, 2, "t", feature_names=["f"])])
-made.table("t").assign(torch.arange(9), torch.ones(9, 2))
-calls = 0
-def killing(name):
-    real = getattr(os, name)
-    def call(*args):
-        global calls
-        calls += 1
-        if calls == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args)
-    setattr(os, name, call)
-for name in ("fsync", "replace"):
-    killing(name)
-export_rows(made, "t", path)
-"""
+def export_and_be_killed(path: Path, at: int) -> None:
+    """Exports rows; the process ends before its `at`-th call of fsync or replace."""
+    made, calls = collection(dim=2), 0
+    made.table("t").assign(torch.arange(9), torch.ones(9, 2))
+
+    def killing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args)
+
+        return call
+
+    for name in ("fsync", "replace"):
+        setattr(os, name, killing(getattr(os, name)))
+    export_rows(made, "t", path)
 
 
 @pytest.mark.parametrize(("at", "old"), [(1, True), (2, True), (3, False)])
@@ -275,10 +271,9 @@ def test_a_killed_export_leaves_the_file_before_or_the_new_one(
     # fsync of the file, its renaming, fsync of its folder.
     path = tmp_path / "f"
     path.write_bytes(b"before")
-    run = subprocess.run(
-        [sys.executable, "-c", KILLED, f"{path}", f"{at}"], check=False, timeout=120
-    )
-    assert run.returncode == -9
+    process = start(export_and_be_killed, path, at)
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
     if old:
         assert path.read_bytes() == b"before"
     else:

@@ -264,7 +264,7 @@ def keep_outputs(case: Case) -> tuple[list[float], dict[str, list[list[int]]]]:
     """Rank 0 keeps every output for the whole run; every third forward has no backward."""
     beside = Beside(case)
     kept: list[Forward] = []
-    for step in range(30):
+    for step in range(20):
         forward = beside.forward(drifting_batch(case, step))
         if step % 3:
             beside.backward(forward)
@@ -289,7 +289,7 @@ def test_one_rank_keeps_outputs_alive() -> None:
 def never_backward(case: Case) -> list[float]:
     beside = Beside(case)
     kept = []
-    for step in range(25):
+    for step in range(16):
         kept.append(beside.forward(drifting_batch(case, step)))
         beside.check()
     rows_then = withheld(beside)
@@ -300,7 +300,7 @@ def never_backward(case: Case) -> list[float]:
     assert all(one.stats()["late_grads"] > 0 for one in beside.shards)
     del kept, forward
     assert withheld(beside) == [0] * len(beside.shards)
-    for step in range(25, 28):
+    for step in range(16, 18):
         beside.step(drifting_batch(case, step))
         beside.check()
     return rows_then

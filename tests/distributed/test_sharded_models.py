@@ -224,7 +224,7 @@ def test_full_table_ends_every_rank() -> None:
             Table("t1", ["b"], shard_by_hand("table_wise", [([1], 0, 8)])),
         ]
     )
-    by_rank = workers.run(full_table, case, world_size=2, group_timeout=8, timeout=40)
+    by_rank = workers.run(full_table, case, world_size=2, group_timeout=5, timeout=40)
     assert "expected at most 1000 rows here" in by_rank[1] and by_rank[1].endswith("rows=0")
     assert by_rank[0] != "no error"
 

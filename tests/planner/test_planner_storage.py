@@ -1,12 +1,10 @@
 """The price of a shard, against real tables that hold as many rows, scores and counters."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
-from another_process import environment
+from another_process import call
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -100,28 +98,19 @@ def resident_bytes():
         return int(statm.read().split()[1]) * 4096
 
 
-def compare_with_this_process():
-    """Fills a table and prints its own count, the estimate and what the process grew by, in bytes."""
+def counted_estimated_and_taken():
+    """Bytes of a filled table: its own count, the estimate, and what this process grew by."""
     rows, optimizer = 300_000, RowOptimizer(kind=OptimizerKind.ADAM)
     filled_table(64, DIM, optimizer, torch.float32)  # what the first table of a process loads
     before = resident_bytes()
     table = filled_table(rows, DIM, optimizer, torch.float32, step=20_000)
     taken = resident_bytes() - before
-    print(table.stats()["bytes"], table_bytes(rows, DIM, torch.float32, optimizer), taken)
+    return table.stats()["bytes"], table_bytes(rows, DIM, torch.float32, optimizer), taken
 
 
 def test_an_estimate_is_what_the_process_takes():
     """In a process of its own: here the memory of earlier tests would be used again."""
-    code = "import test_planner_storage as here; here.compare_with_this_process()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=240,
-    )
-    counted, estimate, taken = map(int, done.stdout.split())
+    counted, estimate, taken = call(counted_estimated_and_taken)
     assert 200e6 < counted <= estimate
     assert 0.9 * estimate < taken < 1.1 * estimate
 

@@ -2,12 +2,14 @@
 
 import json
 import shutil
-import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from another_process import call
 from serving_cases import Plain, bag_configs, save, save_random, save_tensors
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -160,37 +162,40 @@ def test_a_row_number_outside_the_file_is_an_error(checkpoint, tmp_path, dtype):
         rows_of(out, A, [3])
 
 
-MEASURE = """
-import sys, threading, time, torch
-from pathlib import Path
-from torchrec_dyn import serving
-def private():  # bytes of this process's own; mapped files are not
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"): return int(line.split()[1]) << 10
-most, done = 0, False
-def watch():
-    global most
-    while not done:
-        most = max(most, private()); time.sleep(0.002)
-torch.set_num_threads(1)
-serving.build(sys.argv[1], sys.argv[2] + "-first", rows=torch.int8)  # what loads at first use is loaded
-before = private()
-thread = threading.Thread(target=watch); thread.start()
-serving.build(sys.argv[1], sys.argv[2], rows=torch.int8)
-done = True; thread.join()
-print(most - before)
-"""
+def private_bytes() -> int:
+    """The memory of this process's own; mapped files are not."""
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
+    return int(line.split()[1]) << 10
+
+
+def grown_by_a_build(checkpoint: Path, out: Path) -> int:
+    """The growth of this process's own memory at the highest point of a build, in bytes."""
+    serving.build(checkpoint, f"{out}-first", rows=torch.int8)  # loads what is loaded at first use
+    before = most = private_bytes()
+    done = False
+
+    def watch() -> None:
+        nonlocal most
+        while not done:
+            most = max(most, private_bytes())
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    serving.build(checkpoint, out, rows=torch.int8)
+    done = True
+    thread.join()
+    return most - before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_follow_the_rows(tmp_path):
     save_random(tmp_path / "checkpoint", "big", 400_000, 64)  # 102 MB of rows
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path / "checkpoint"), str(tmp_path / "out")],
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    grown = call(grown_by_a_build, tmp_path / "checkpoint", tmp_path / "out")
     # A chunk of 8 MB, as it is read, in float32, divided, rounded, in bytes.
-    print(done.stdout)
-    assert int(done.stdout) < 64 << 20
+    assert grown < 64 << 20
     shutil.rmtree(tmp_path / "out")

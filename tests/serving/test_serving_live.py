@@ -1,13 +1,13 @@
 """Requests while deltas are applied: each sees one generation of all tables."""
 
-import subprocess
+import multiprocessing
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from another_process import environment
+from another_process import start
 from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -97,36 +97,29 @@ def test_a_request_ends_with_the_generation_it_began_with(tmp_path, monkeypatch,
     assert ask(ours) == {3.0}
 
 
-READER = """
-import sys
-from pathlib import Path
-import test_serving_live as own
-from torchrec_dyn import serving
-ours = serving.ServingEmbeddingBagCollection(Path(sys.argv[1]), own.bag_configs(*own.version(0)))
-print("ready", flush=True)
-seen = [0.0]
-while seen[-1] != own.VERSIONS:
-    ours.refresh()
-    answer = own.ask(ours)
-    assert len(answer) == 1, answer
-    seen.append(answer.pop())
-assert seen == sorted(seen)
-print(len(set(seen)))
-"""
+def read_to_the_last_version(pipe, served) -> None:
+    ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
+    pipe.send("ready")
+    seen = [0.0]
+    while seen[-1] != VERSIONS:
+        ours.refresh()
+        answer = ask(ours)
+        assert len(answer) == 1, answer
+        seen.append(answer.pop())
+    assert seen == sorted(seen)
+    pipe.send(len(set(seen)))
 
 
 def test_another_process_sees_one_generation_of_all_tables(tmp_path):
     served = prepare(tmp_path, torch.int8)
-    reader = subprocess.Popen(
-        [sys.executable, "-c", READER, str(served)],
-        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
+    ours, theirs = multiprocessing.Pipe()
+    reader = start(read_to_the_last_version, theirs, served)
+    theirs.close()
+    assert ours.recv() == "ready"
     for number in range(VERSIONS):
         serving.apply_delta(served, tmp_path / f"delta{number}")
-    out, errors = reader.communicate(timeout=240)
-    assert reader.returncode == 0, errors[-3000:]
-    assert int(out) >= 2
+    assert ours.poll(240) and ours.recv() >= 2  # EOFError: the reader's own error is printed
+    reader.join(60)
 
 
 def test_a_generation_that_goes_while_it_is_opened_is_given_up_for_the_next(tmp_path, monkeypatch):

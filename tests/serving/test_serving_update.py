@@ -1,13 +1,13 @@
 """apply_delta: a checkpoint and its deltas in order serve what the last checkpoint would."""
 
+import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from another_process import environment
+from another_process import call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_cases import Plain, bag_configs, save, save_delta
@@ -184,47 +184,47 @@ def test_one_writer_at_a_time(served, tmp_path):
     serving.apply_delta(served, tmp_path / "d")
 
 
-KILLED = """
-import os, shutil, sys, torch
-from pathlib import Path
-import test_serving_update as own
-from torchrec_dyn import serving
-torch.set_num_threads(1)
-folder = Path(sys.argv[1])
-rows = {{}}
-for name in ("old", "new"):
-    rows[name] = own.all_rows(own.collection(folder / name, own.A, own.B))
-seen, kills = [], 0
-for moment in range(1000):
-    shutil.rmtree(folder / "tried", ignore_errors=True)
-    shutil.copytree(folder / "old", folder / "tried")
-    child = os.fork()
-    if child == 0:
-        count = 0
-        def hook(event, arguments):
-            global count
-            if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.truncate", "mmap.__new__"):
-                if any("tried" in str(one) for one in arguments) or event == "mmap.__new__":
-                    if count == moment:
-                        os._exit(9)
-                    count += 1
-        sys.addaudithook(hook)
-        serving.apply_delta(folder / "tried", folder / "delta")
-        os._exit(0)
-    killed = os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 9
-    found = own.all_rows(own.collection(folder / "tried", own.A, own.B))
-    seen.append([name for name in rows if torch.equal(found, rows[name])])
-    assert len(seen[-1]) == 1, (moment, seen[-1])
-    if not killed:
-        break
-    if seen[-1] == ["old"]:
-        serving.apply_delta(folder / "tried", folder / "delta")  # goes on from what is left
-        assert torch.equal(own.all_rows(own.collection(folder / "tried", own.A, own.B)), rows["new"])
-        assert len([one for one in (folder / "tried").iterdir() if one.is_dir()]) == 2
-names = [one for (one,) in seen]
-print(len(names), names.count("old"))
-assert names == sorted(names, reverse=True) and names[0] == "old" and names[-1] == "new"
-"""
+def kill_at_every_moment(folder: Path) -> int:
+    """Applies a delta in processes that end before their 1st, 2nd, ... access to a file.
+
+    Returns:
+        the number of accesses.
+    """
+    rows = {name: all_rows(collection(folder / name, A, B)) for name in ("old", "new")}
+    tried, seen, killed = folder / "tried", [], True
+    while killed:
+        shutil.rmtree(tried, ignore_errors=True)
+        shutil.copytree(folder / "old", tried)
+        child = os.fork()
+        if child == 0:
+            end_at(len(seen))
+            serving.apply_delta(tried, folder / "delta")
+            os._exit(0)
+        killed = os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 9
+        found = all_rows(collection(tried, A, B))
+        (name,) = (name for name in rows if torch.equal(found, rows[name]))
+        if killed and name == "old":
+            serving.apply_delta(tried, folder / "delta")  # goes on from what is left
+            assert torch.equal(all_rows(collection(tried, A, B)), rows["new"])
+            assert len([one for one in tried.iterdir() if one.is_dir()]) == 2
+        seen.append(name)
+    assert seen == sorted(seen, reverse=True) and seen[0] == "old" and seen[-1] == "new"
+    return len(seen)
+
+
+def end_at(moment: int) -> None:
+    """Ends this process before access `moment` to a file of the folder "tried"."""
+    events = {"open", "os.rename", "os.mkdir", "os.remove", "os.truncate", "mmap.__new__"}
+    count = 0
+
+    def hook(event: str, arguments: tuple) -> None:
+        nonlocal count
+        if event in events and (event == "mmap.__new__" or "tried" in str(arguments)):
+            if count == moment:
+                os._exit(9)
+            count += 1
+
+    sys.addaudithook(hook)
 
 
 def test_a_writer_that_is_killed_leaves_the_old_rows_or_the_new(served, tmp_path):
@@ -233,9 +233,4 @@ def test_a_writer_that_is_killed_leaves_the_old_rows_or_the_new(served, tmp_path
     save_delta(tmp_path / "delta", [A, B], after)
     serving.apply_delta(served, tmp_path / "delta")
     served.rename(tmp_path / "new")
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED.format(), str(tmp_path)],
-        env=environment(), capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert int(done.stdout.split()[0]) > 15  # moments
+    assert call(kill_at_every_moment, tmp_path) > 15

@@ -34,7 +34,10 @@ def test_mean_of_one_type(kind: str) -> None:
 
 
 @pytest.mark.parametrize("first, second", list(itertools.combinations(KINDS, 2)))
-@pytest.mark.parametrize("poolings", [("MEAN", "SUM"), ("SUM", "MEAN"), ("MEAN", "MEAN")])
+@pytest.mark.parametrize(
+    "poolings",
+    [("MEAN", "SUM"), ("SUM", "MEAN"), pytest.param(("MEAN", "MEAN"), marks=pytest.mark.deep)],
+)
 def test_mean_beside_another_type(first: str, second: str, poolings: tuple[str, str]) -> None:
     run(Case(two_tables(first, second, poolings, shared=False), exact=False, steps=2))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import workers
+from another_process import call
 from checkpoint_cases import quietly
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import Case, Table, usual_plan
@@ -89,5 +90,10 @@ def test_a_larger_table_takes_no_more(tmp_path: Path) -> None:
     check(1_200_000, tmp_path, BOUND)
 
 
+def peak_of_a_copy() -> int:
+    return peak_of(lambda: quietly(torch.ones, 100 * MIB // 4))
+
+
 def test_the_peak_of_a_copy_is_seen() -> None:
-    assert 90 * MIB < peak_of(lambda: quietly(torch.ones, 100 * MIB // 4)) < 200 * MIB
+    # In a process of its own: here garbage of other tests may be freed on the way to the peak.
+    assert 90 * MIB < call(peak_of_a_copy) < 200 * MIB

@@ -4,12 +4,13 @@ A growing map has two arrays and one frontier. While it grows, every id is found
 """
 
 import itertools
-import subprocess
+import os
+import resource
 import sys
 
 import pytest
 import torch
-from another_process import environment
+from another_process import call
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import WORD, home_slot, id_of_spread_hash, ids_at_home
@@ -299,29 +300,33 @@ def test_arrays_that_do_not_fit_are_refused(call, rule):
         call()
 
 
-MEMORY = """
-import resource, torch
-from torchrec_dyn import ops
-from torchrec_dyn.storage.id_map import IdMap
-def resident():
+def resident_bytes():
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()
-def step(id_map, ids):
-    id_map.reserve(100_000)
-    rows = torch.arange(id_map.num_ids, id_map.num_ids + 100_000)
-    ops.insert(ids, rows, torch.tensor([0, 100_000]), *id_map.arrays())
-    id_map.num_ids += 100_000
-step(IdMap(), torch.arange(100_000))
-before, id_map, growing = resident(), IdMap(), 0
-for k in range(40):
-    step(id_map, torch.arange(k * 100_000, (k + 1) * 100_000) * 2654435761)
-    growing += id_map.outgoing is not None
-    print(id_map.num_ids, resident() - before, id_map.bytes, growing)
-"""
+
+
+def grow():
+    """Ids, bytes taken by this process, bytes counted by the map, unfinished growths: after each batch."""
+
+    def step(id_map, ids):
+        id_map.reserve(100_000)
+        rows = torch.arange(id_map.num_ids, id_map.num_ids + 100_000)
+        ops.insert(ids, rows, torch.tensor([0, 100_000]), *id_map.arrays())
+        id_map.num_ids += 100_000
+
+    step(IdMap(), torch.arange(100_000))
+    before, id_map, growing, lines = resident_bytes(), IdMap(), 0, []
+    for k in range(40):
+        step(id_map, torch.arange(k * 100_000, (k + 1) * 100_000) * 2654435761)
+        growing += id_map.outgoing is not None
+        lines.append((id_map.num_ids, resident_bytes() - before, id_map.bytes, growing))
+    return lines
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="a sanitizer keeps memory of its own")
 def test_growth_takes_no_more_memory_than_it_says():
+<<<<<<< HEAD
     """The memory of moved slots is freed at once, so that the process never holds two whole maps."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=300, check=True,
@@ -329,6 +334,10 @@ def test_growth_takes_no_more_memory_than_it_says():
         env={"PYTHONPATH": environment()["PYTHONPATH"], "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+=======
+    """What moved is given back as it moves: the process never holds two whole maps."""
+    lines = call(grow)
+>>>>>>> tm
     assert lines[-1][-1] >= 3  # steps that ended in the middle of growth
     for rows, resident, told, _ in lines:
         if rows > 500_000:

@@ -1,11 +1,69 @@
+<<<<<<< HEAD
 """Environment of a program that a test starts in a separate process."""
+=======
+"""Processes of a test's own: of a program, or of a function with the imports done."""
+>>>>>>> tm
 
 from __future__ import annotations
 
+import multiprocessing.connection
+import multiprocessing.process
 import os
 import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import workers
 
 
 def environment(**more: str) -> dict[str, str]:
     """Returns the environment of a process that can import what this process can, tests included."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **more}
+
+
+def start(function: Callable[..., Any], *args: Any) -> multiprocessing.process.BaseProcess:
+    """Starts a function, importable by name, in a process of its own. Arguments are pickled."""
+    process = workers.forkserver().Process(target=function, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def call(function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
+    """Calls a function, importable by name, in a process of its own, and returns its result.
+
+    Args:
+        function: called with `args`, on one thread.
+        *args: pickled, as the result is.
+        timeout: seconds until the process is killed.
+
+    Raises:
+        WorkerError: if the function raised, or its process died or hung.
+    """
+    ours, theirs = workers.forkserver().Pipe()
+    process = start(_answer, theirs, function, args)
+    theirs.close()
+    try:
+        answered = ours.poll(timeout)
+        ok, answer = ours.recv() if answered else (False, "the process hung")
+    except EOFError:
+        ok, answer = False, "the process died"
+    finally:
+        process.kill()
+        process.join()
+    if not ok:
+        raise workers.WorkerError(f"{function.__name__} failed: {answer}")
+    return answer
+
+
+def _answer(
+    pipe: multiprocessing.connection.Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        answer = (True, function(*args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    pipe.send(answer)

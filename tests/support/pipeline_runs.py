@@ -166,7 +166,7 @@ def evaluate(run: Run, name: str) -> int:
     with shims_for(name), no_fallback(), torch.no_grad():
         model = sharded_model(run)
         with torch.enable_grad():
-            drain(make_pipeline(run, "base", model), batches(run)[:3])
+            drain(make_pipeline(run, "base", model), batches(run)[:2])
         unseen = batches(run)
         model.eval()
         before = states_of(run, model)
@@ -239,12 +239,16 @@ def _erase(run: Run, model: Any, ids: torch.Tensor) -> None:
 
 
 def train_with_pause(run: Run, name: str) -> dict[str, Any]:
+<<<<<<< HEAD
     """Trains, evaluates with the pipeline detached, and continues to train."""
+=======
+    """Trains a step, evaluates with the pipeline detached, and trains on."""
+>>>>>>> tm
     with shims_for(name):
         model = sharded_model(run)
         pipeline = make_pipeline(run, name, model)
         left = iter(batches(run))
-        outputs = [pipeline.progress(left) for _ in range(2)]
+        outputs = [pipeline.progress(left)]
         bare = pipeline.detach()
         bare.eval()
         with torch.no_grad():
