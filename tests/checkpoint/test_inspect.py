@@ -117,7 +117,9 @@ def test_a_torn_checkpoint(saved, tmp_path, capsys):
     (saved / ".metadata").unlink()
     status, text, errors = told(capsys, saved)
     assert (status, text) == (1, "")
-    assert re.fullmatch(r"[^\n]*torn: its save never finished\. Use an earlier checkpoint\.\n", errors)
+    assert re.fullmatch(
+        r"[^\n]*torn: its save never finished\. Use an earlier checkpoint\.\n", errors
+    )
     assert run_for_nobody(tmp_path, "inspect", saved) == (status, errors)
 
 

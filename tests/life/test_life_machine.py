@@ -287,10 +287,5 @@ def test_every_life(eviction, admission):
     ],
 )
 def test_tables_of_one_call_live_each_by_its_own(lives):
-<<<<<<< HEAD
     """If one table has no room for its ids, no table changes."""
-    run(lives, share=5)
-=======
-    """Where one has no room for its ids, none of them changes."""
     run(lives, share=8)
->>>>>>> tm

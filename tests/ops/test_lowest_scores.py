@@ -15,24 +15,13 @@ from torchrec_dyn import ops
 class Scored:
     """A map and the scores of its rows; all other rows are free."""
 
-<<<<<<< HEAD
-    def __init__(self, scores, shift=6, is_growing=False, spare=0):
-        """Builds the map and the scores from {id: (row, last_seen, count)}."""
-        self.scores, self.shift = scores, shift
-        self.mixed = {number: mix64(number) for number in scores}
-        rows = [row for row, _, _ in scores.values()]
-        self.slots, self.moved = a_map(list(scores) or ids_of(), rows or ids_of(), is_growing)
-        self.blocks = blocks_of(max(rows, default=0) + 1 + spare, shift)
-        write(self.blocks, shift, {row: (seen, count) for row, seen, count in scores.values()})
-=======
     def __init__(self, ids, rows, seen, counts, shift=6, is_growing=False, spare=0):
-        """Takes [N] int64 each."""
+        """Builds the map and the scores from [N] int64 each."""
         self.ids, self.rows_of, self.seen, self.counts = ids, rows, seen, counts
         self.slots, self.moved = a_map(ids, rows, is_growing)
         self.shift = shift
         self.blocks = blocks_of(max(rows.tolist(), default=0) + 1 + spare, shift)
         ops.write_scores_(rows, seen, counts, self.blocks, shift)
->>>>>>> tm
         self.rows = len(self.blocks) << shift
         self.held = torch.cat(self.slots)
         self.place_of_row = torch.full((self.rows + 1,), -1)  # by row + 1, as slots hold it
@@ -40,11 +29,7 @@ class Scored:
         self.marks = torch.zeros(self.rows, dtype=torch.int64)
 
     def lowest(self, by_count, before, most, rows=None):
-<<<<<<< HEAD
-        """Returns (id, row) pairs; asserts that they are in the order of the slots."""
-=======
-        """(id, row) pairs [M, 2], after a look that they come in the order of the slots."""
->>>>>>> tm
+        """Returns (id, row) pairs [M, 2]; asserts that they are in the order of the slots."""
         rows = self.rows if rows is None else rows
         ids, found = ops.lowest_scores(
             self.slots, self.moved, self.blocks, self.shift, rows, by_count, before, most
@@ -54,19 +39,9 @@ class Scored:
         return torch.stack([ids, found], dim=1)
 
     def expected(self, by_count, before, most, rows=None):
-<<<<<<< HEAD
-        rows = self.rows if rows is None else rows
-        ordered = sorted(
-            (count if by_count else seen, self.mixed[number], number, row)
-            for number, (row, seen, count) in self.scores.items()
-            # A row of step `before` with count 0 was assigned for that step and not seen yet.
-            if (seen < before or (seen == before and count == 0)) and seen != FREE and row < rows
-        )
-        return [(number, row) for _, _, number, row in ordered[:most]]
-=======
-        """(id, row) pairs [M, 2] of a plain sort, lowest first."""
+        """Returns (id, row) pairs [M, 2] of a plain sort, lowest first."""
         seen, counts = self.seen, self.counts
-        # One of that very step that was never counted was assigned for it.
+        # A row of step `before` with count 0 was assigned for that step and not seen yet.
         is_old = (seen < before) | ((seen == before) & (counts == 0))
         is_asked = self.rows_of < (self.rows if rows is None else rows)
         chosen = (is_old & (seen != FREE) & is_asked).nonzero().flatten()
@@ -74,7 +49,6 @@ class Scored:
         chosen = chosen[mixed.argsort()]
         chosen = chosen[(counts if by_count else seen)[chosen].argsort(stable=True)[:most]]
         return torch.stack([self.ids[chosen], self.rows_of[chosen]], dim=1)
->>>>>>> tm
 
     def check(self, *asked):
         got = self.lowest(*asked)
@@ -128,29 +102,13 @@ def test_the_lowest_are_those_of_a_plain_sort(data):
 
 @pytest.mark.parametrize("is_growing", [False, True])
 @pytest.mark.parametrize("span", [1, 5, 3000, FREE])
-<<<<<<< HEAD
-def test_many_rows_at_any_thread_count(threads, number, is_growing, span):
-    """Several parts of slots and of rows; all rows tie, or many, few or none of them."""
-    draw = random.Random(span)
-    ids, rows = draw.sample(range(-(2**40), 2**40), 9000), draw.sample(range(300_000), 9000)
-    scored = Scored(
-        {
-            number: (row, draw.randrange(span), draw.randrange(span))
-            for number, row in zip(ids, rows, strict=True)
-        },
-        shift=12,
-        is_growing=is_growing,
-    )
-    threads(number)
-=======
 def test_many_rows_at_any_thread_count(threads, is_growing, span):
-    """Several pieces of slots and of rows; all ties, many, few, none."""
+    """Several parts of slots and of rows; all rows tie, or many, few or none of them."""
     draw = torch.Generator().manual_seed(span)
     ids = (torch.arange(9000) - 4500) * 2654435761
     rows = torch.randperm(300_000, generator=draw)[:9000]
     seen, counts = torch.randint(span, (2, 9000), generator=draw)
     scored = Scored(ids, rows, seen, counts, shift=12, is_growing=is_growing)
->>>>>>> tm
     for by_count in (False, True):
         for before, most in ((span // 2, 4000), (FREE, 140), (FREE, 8999), (FREE, 9000), (1, 10)):
             expected = scored.expected(by_count, before, most)
@@ -172,20 +130,12 @@ def test_boundaries():
     assert {row for _, row in scored.check(True, 100, 100, 7)} == set(range(7))
     assert scored_of({}).check(False, 9, 9) == []
     write(scored.blocks, scored.shift, {0: (-1, 0)})
-<<<<<<< HEAD
-    assert 0 not in {row for _, row in scored.lowest(False, 2**62, 100)}  # free, for any `before`
+    read = {row for _, row in scored.lowest(False, 2**62, 100).tolist()}
+    assert 0 not in read  # free, for any `before`
 
 
 MANY = 66_000  # more than 2^16 ties, which are cut by a bound
-=======
-    assert 0 not in {
-        row for _, row in scored.lowest(False, 2**62, 100).tolist()
-    }  # free, whatever `before`
-
-
-MANY = 66_000  # ties of more than 2^16 are cut by a bound
 # The bits of unsigned mixed ids as int64.
->>>>>>> tm
 MIXED = {
     "random": lambda k: k * signed(GOLDEN),
     "all tiny": lambda k: k,
@@ -198,20 +148,11 @@ MIXED = {
 @pytest.mark.parametrize("is_growing", [False, True])
 @pytest.mark.parametrize("mixed", MIXED)
 def test_many_ties_are_cut_by_mixed_id_however_these_lie(threads, mixed, is_growing):
-<<<<<<< HEAD
     """Half of the rows tie, with no row or half of the rows below; or a quarter ties and is taken whole."""
-    words = [MIXED[mixed](k) for k in range(2 * MANY)]
-    order = random.Random(1).sample(range(2 * MANY), 2 * MANY)
-    ids = ops.unmix64(ids_of(*(signed(word) for word in words))).tolist()
-    scores = {ids[k]: (row, 3 + k % 2, (0, 2, 1, 2)[k % 4]) for row, k in enumerate(order)}
-    scored = Scored(scores, shift=12, is_growing=is_growing)
-=======
-    """Half of the rows tie, and none or the other half lie below; or a quarter, all of it taken."""
     ids = ops.unmix64(MIXED[mixed](torch.arange(2 * MANY)))
     rows = torch.randperm(2 * MANY, generator=torch.Generator().manual_seed(1))
     seen, counts = ids_of(3, 4).repeat(MANY), ids_of(0, 2, 1, 2).repeat(MANY // 2)
     scored = Scored(ids, rows, seen, counts, shift=12, is_growing=is_growing)
->>>>>>> tm
     for by_count, mosts in ((False, (1, 1000, MANY - 1, MANY)), (True, (MANY, MANY * 3 // 2))):
         ordered = scored.expected(by_count, 9, 2 * MANY)
         for most in mosts:

@@ -28,7 +28,7 @@ def test_the_optimizer_before_the_module_is_an_error(tmp_path: Path) -> None:
 
 
 def test_unsharded_the_module_starts_optimizer_state_afresh() -> None:
-    """Unsharded, the order cannot be checked where the ids agree: docs/guide/checkpoints.md says to load the module first."""
+    """If the ids agree, the order cannot be checked: docs/guide/checkpoint_unsharded.md says it."""
     model = unsharded(case())
     step(model, [1, 2, 3])
     state = copy.deepcopy(both(model))

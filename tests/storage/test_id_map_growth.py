@@ -326,18 +326,8 @@ def grow():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="a sanitizer keeps memory of its own")
 def test_growth_takes_no_more_memory_than_it_says():
-<<<<<<< HEAD
     """The memory of moved slots is freed at once, so that the process never holds two whole maps."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=300, check=True,
-        # A new environment: the libraries that `make sanitize` preloads must not be measured.
-        env={"PYTHONPATH": environment()["PYTHONPATH"], "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-=======
-    """What moved is given back as it moves: the process never holds two whole maps."""
     lines = call(grow)
->>>>>>> tm
     assert lines[-1][-1] >= 3  # steps that ended in the middle of growth
     for rows, resident, told, _ in lines:
         if rows > 500_000:

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Environment of a program that a test starts in a separate process."""
-=======
-"""Processes of a test's own: of a program, or of a function with the imports done."""
->>>>>>> tm
+"""A program, or a function, in a separate process."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import workers
+from forked import forkserver
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -24,7 +21,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def start(function: Callable[..., Any], *args: Any) -> multiprocessing.process.BaseProcess:
     """Starts a function, importable by name, in a process of its own. Arguments are pickled."""
-    process = workers.forkserver().Process(target=function, args=args, daemon=True)
+    process = forkserver().Process(target=function, args=args, daemon=True)
     process.start()
     return process
 
@@ -40,7 +37,7 @@ def call(function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> An
     Raises:
         WorkerError: if the function raised, or its process died or hung.
     """
-    ours, theirs = workers.forkserver().Pipe()
+    ours, theirs = forkserver().Pipe()
     process = start(_answer, theirs, function, args)
     theirs.close()
     try:

@@ -31,10 +31,12 @@ class Ended(NamedTuple):
     stderr: str
 
 
-def forkserver() -> multiprocessing.context.BaseContext:
+def forkserver() -> multiprocessing.context.ForkServerContext:
     """Returns the context of this process's only server. The first caller that starts it sets its imports."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchrec", "torchrec.distributed", "torchrec_dyn"])
+    context.set_forkserver_preload(
+        ["torch", "torchrec", "torchrec.distributed", "torchrec_dyn", "pytest", "hypothesis"]
+    )
     return context
 
 
@@ -56,7 +58,7 @@ def run_ranks(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="torchrec_dyn_ranks_") as folder:
         processes = [
-            forkserver().Process(  # type: ignore[attr-defined]
+            forkserver().Process(
                 target=_run_rank,
                 args=(function, args, rank, ranks, store.port, folder, time_limit),
             )

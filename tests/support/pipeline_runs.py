@@ -239,11 +239,7 @@ def _erase(run: Run, model: Any, ids: torch.Tensor) -> None:
 
 
 def train_with_pause(run: Run, name: str) -> dict[str, Any]:
-<<<<<<< HEAD
-    """Trains, evaluates with the pipeline detached, and continues to train."""
-=======
-    """Trains a step, evaluates with the pipeline detached, and trains on."""
->>>>>>> tm
+    """Trains a step, evaluates with the pipeline detached, and continues to train."""
     with shims_for(name):
         model = sharded_model(run)
         pipeline = make_pipeline(run, name, model)

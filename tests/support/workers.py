@@ -28,7 +28,6 @@ import atexit
 import contextlib
 import faulthandler
 import multiprocessing.connection
-import multiprocessing.context
 import os
 import pathlib
 import tempfile
@@ -47,22 +46,9 @@ class WorkerError(AssertionError):
     """The errors of the ranks, or the stacks of ranks that hung."""
 
 
-def forkserver() -> multiprocessing.context.ForkServerContext:
-    """Returns the context whose processes start with the imports done. A session has one such server."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torchrec", "torchrec.distributed", "torchrec_dyn", "pytest", "hypothesis"]
-    )
-    return context
-
-
 class _Pool:
     def __init__(self, world_size: int, local_size: int, group_timeout: float) -> None:
-<<<<<<< HEAD
         context = forked.forkserver()
-=======
-        context = forkserver()
->>>>>>> tm
         self._folder = tempfile.TemporaryDirectory(prefix="torchrec_dyn_workers_")
         self._pipes = []
         self._processes = []

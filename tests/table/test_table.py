@@ -285,17 +285,8 @@ def fill_a_few_rows():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="a sanitizer keeps memory of its own")
 def test_memory_follows_the_rows_in_use():
-<<<<<<< HEAD
     """100,000 rows of 256 bytes in a table with a limit of 50 million rows."""
-    run = [sys.executable, "-c", MEMORY]
-    done = subprocess.run(
-        run, capture_output=True, text=True, timeout=300, check=True,
-        env={"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    resident, told = map(int, done.stdout.split())
-=======
     resident, told = call(fill_a_few_rows)
->>>>>>> tm
     assert resident < 200e6
     assert 25.6e6 < told < 60e6
 

@@ -97,7 +97,7 @@ def headline(checkpoint: SavedCheckpoint) -> list[str]:
         ]
         if len(states) == 1 or any(one.optimizer is not None for one in tables):
             lines.append(f"  {title:<22}{' -> '.join(f'{one:016x}' for one in totals)}")
-    lines += [f"  optimizer state of no one table here: {key}" for key in checkpoint.ownerless]
+    lines += [f"  optimizer state without a table: {key}" for key in checkpoint.ownerless]
     return lines
 
 
