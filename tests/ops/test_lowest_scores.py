@@ -16,7 +16,7 @@ class Scored:
     """A map and the scores of its rows; all other rows are free."""
 
     def __init__(self, ids, rows, seen, counts, shift=6, is_growing=False, spare=0):
-        """Builds the map and the scores from [N] int64 each."""
+        """Builds the map and the scores; each argument of the rows is [N] int64."""
         self.ids, self.rows_of, self.seen, self.counts = ids, rows, seen, counts
         self.slots, self.moved = a_map(ids, rows, is_growing)
         self.shift = shift
@@ -56,7 +56,7 @@ class Scored:
         return got.tolist()
 
     def same(self, got, expected):
-        """Whether two lists of pairs hold the same pairs, in any order."""
+        """Returns True if two tensors of pairs [M, 2] hold the same pairs, in any order."""
         if len(got) != len(expected):
             return False
         self.marks[expected[:, 1]] = torch.arange(1, len(expected) + 1)
@@ -66,7 +66,7 @@ class Scored:
 
 
 def scored_of(scores, **options):
-    """Scored from {id: (row, last_seen, count)}."""
+    """Returns a `Scored` of {id: (row, last_seen, count)}."""
     columns = zip(*scores.values(), strict=True) if scores else ((), (), ())
     return Scored(ids_of(*scores), *(ids_of(*column) for column in columns), **options)
 

@@ -306,7 +306,7 @@ def resident_bytes():
 
 
 def grow():
-    """Ids, bytes taken by this process, bytes counted by the map, unfinished growths: after each batch."""
+    """Returns after each batch: ids, bytes of the process, bytes that the map counts, unfinished growths."""
 
     def step(id_map, ids):
         id_map.reserve(100_000)

@@ -20,18 +20,18 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def start(function: Callable[..., Any], *args: Any) -> multiprocessing.process.BaseProcess:
-    """Starts a function, importable by name, in a process of its own. Arguments are pickled."""
+    """Starts a function, importable by name, in a new process; returns it. Arguments are pickled."""
     process = forkserver().Process(target=function, args=args, daemon=True)
     process.start()
     return process
 
 
 def call(function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
-    """Calls a function, importable by name, in a process of its own, and returns its result.
+    """Calls a function in a new process and returns its result.
 
     Args:
-        function: called with `args`, on one thread.
-        *args: pickled, as the result is.
+        function: function that is importable by name, called on one thread.
+        *args: arguments of the function; they and the result are pickled.
         timeout: seconds until the process is killed.
 
     Raises:

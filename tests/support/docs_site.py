@@ -11,7 +11,7 @@ def build(docs: Path, out: Path) -> None:
     """Builds the site into a folder.
 
     Raises:
-        AssertionError: with all warnings, if there is one.
+        AssertionError: the build has warnings; the message lists them.
     """
     ended = run_ranks(_build, docs, out, time_limit=300.0)
     assert ended.codes == [0], ended.stderr

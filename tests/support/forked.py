@@ -1,9 +1,9 @@
-"""Runs a function or a script on several ranks, in processes of their own that start in 0.1 s.
+"""Runs a function or a script on several ranks, in new processes that start in 0.1 s.
 
-The processes are forked from a server that has imported torch, TorchRec and torchrec_dyn; a fresh interpreter
-would spend 2.5 s on these. Each has the environment that torchrun gives (RANK, WORLD_SIZE, MASTER_PORT, ...)
-and its output goes to files, so what it prints is read as a user would see it. As under torchrun a rank that
-fails ends the others.
+The processes are forked from a server that has imported torch, TorchRec and torchrec_dyn; a new interpreter
+would take 2.5 s for these imports. Each process has the environment that torchrun sets (RANK, WORLD_SIZE,
+MASTER_PORT, ...). Its output is written to files, so tests read it as a user sees it. As under torchrun, a
+rank that fails ends the other ranks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_GRACE = 3.0  # seconds that the other ranks have to end by themselves once one has failed
+_GRACE = 3.0  # seconds for the other ranks to end by themselves after a rank has failed
 
 
 class Ended(NamedTuple):
-    """Exit status by rank (negative: a signal), and what all ranks wrote, one after the other."""
+    """Exit status by rank (negative: a signal), and the output of all ranks, in the order of the ranks."""
 
     codes: list[int]
     stdout: str
@@ -32,7 +32,7 @@ class Ended(NamedTuple):
 
 
 def forkserver() -> multiprocessing.context.ForkServerContext:
-    """Returns the context of the one server of this process. Whoever starts it first chooses its imports."""
+    """Returns the context of this process's only server. The first caller that starts it sets its imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["torch", "torchrec", "torchrec.distributed", "torchrec_dyn", "pytest", "hypothesis"]
@@ -43,17 +43,18 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
 def run_ranks(
     function: Callable[..., Any], *args: Any, ranks: int = 1, time_limit: float = 120.0
 ) -> Ended:
-    """Calls a function on every rank, as torchrun would start a program.
+    """Calls a function on every rank, in processes like those of torchrun; returns their status and output.
 
     Args:
-        function: importable by name. An exception ends its rank with status 1 and a traceback.
-        *args: pickled.
+        function: function that is importable by name. An exception ends its rank with status 1 and a
+            traceback.
+        *args: arguments of the function, pickled.
         ranks: number of processes.
-        time_limit: seconds; a rank that runs longer is killed, and stderr has the stack it was in.
+        time_limit: seconds; a rank that runs longer is killed, and stderr then has its stack.
     """
     import torch.distributed as dist
 
-    # torchrun's store, too, is up before a rank asks for it: no port is chosen twice.
+    # As under torchrun, the store is up before any rank connects to it, so no port is chosen twice.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="torchrec_dyn_ranks_") as folder:
         processes = [
@@ -82,7 +83,7 @@ def run_script(script: Path | str, *arguments: str, ranks: int = 1, **options: A
 
 
 def _wait(processes: list[Any], time_limit: float) -> None:
-    """Waits until all have ended, or until time is up: sooner where one has failed."""
+    """Waits until all processes have ended or the time is up; after a failure only `_GRACE` seconds."""
     deadline = time.monotonic() + time_limit + 1.0
     running = {process.sentinel: process for process in processes}
     while running and (left := deadline - time.monotonic()) > 0:

@@ -1,7 +1,7 @@
-"""Runs the code of a Markdown page, as a reader would who saved it as a file.
+"""Runs the code of a Markdown page as if a reader had saved it to a file.
 
 All python blocks of a page are one program. A page that calls `init_process_group` runs in two processes, as
-`torchrun --nproc-per-node 2` would start them, any other page in one.
+under `torchrun --nproc-per-node 2`; any other page runs in one process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run_rank(page: Path, folder: str) -> None:
     sys.modules["__main__"] = main
     warnings.filterwarnings("error", category=UserWarning, module="torchrec_dyn")
     for line, code in python_blocks(page.read_text()):
-        # Empty lines before the code: a traceback names the line of the page.
+        # With empty lines before the code, a traceback names the line of the page.
         exec(compile("\n" * line + code, str(page), "exec"), main.__dict__)
     assert not dist.is_initialized(), "expected destroy_process_group() at the end of the page"
     main.__dict__.clear()

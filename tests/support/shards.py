@@ -9,14 +9,14 @@ T = TypeVar("T")
 
 
 class Shard(NamedTuple):
-    """Part `number` of `count`, from 1."""
+    """Part `number` of `count` parts, counted from 1."""
 
     number: int
     count: int
 
 
 def read_shard(text: str) -> Shard:
-    """Reads "3/8"."""
+    """Returns the shard that a text like "3/8" names."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise argparse.ArgumentTypeError(f"--shard: expected K/N with 1 <= K <= N, got {text!r}.")
@@ -24,5 +24,5 @@ def read_shard(text: str) -> Shard:
 
 
 def part_of(tests: list[T], shard: Shard) -> list[T]:
-    """Returns every `count`-th test, since neighbours take equally long as a rule."""
+    """Returns every `count`-th test: neighbouring tests usually take equally long, so parts do too."""
     return tests[shard.number - 1 :: shard.count]

@@ -268,7 +268,7 @@ def resident_bytes():
 
 
 def fill_a_few_rows():
-    """The bytes that 100,000 rows of 256 bytes in a table for 50 million take, and the table's own count."""
+    """Returns the bytes that 100,000 rows take in this process, and the bytes that the table counts."""
     kind = OptimizerKind.EXACT_ROWWISE_ADAGRAD
     ids, offsets = torch.arange(9), torch.tensor([0, 9])
     make_group(make_table(kind))(ids, offsets, training=True).sum().backward()
