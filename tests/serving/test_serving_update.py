@@ -53,7 +53,7 @@ changes = st.lists(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
 @given(changes=changes)
-@settings(max_examples=8)
+@settings(max_examples=max(1, settings.default.max_examples // 8))
 def test_deltas_in_order_give_the_last_checkpoint(tmp_path_factory, dtype, changes):
     folder = tmp_path_factory.mktemp("deltas")
     save(folder / "checkpoint", A, B)
