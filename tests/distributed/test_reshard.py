@@ -354,7 +354,7 @@ def of_before(setup: Setup, folder: str) -> None:
     train(model, setup, range(2))
     marker, state = mark(model), {"model": model.state_dict()}
     move(model, plans(setup, (RW,), names=["plain"]))
-    with pytest.raises(ValueError, match="one before it was copied, moved"):
+    with pytest.raises(ValueError, match="from before the table was copied, moved"):
         quietly(export_delta, model, f"{folder}/delta", marker)
     with pytest.raises(CheckpointException, match="as it was when its state dict was made"):
         quietly(dcp.save, state, checkpoint_id=f"{folder}/state")
