@@ -12,6 +12,15 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 from torchrec.models.dlrm import DLRM
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    LFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -123,3 +132,49 @@ def test_a_table_that_cannot_be_dynamic_leaves_the_model_alone() -> None:
     assert dict(model.named_modules()) == before
     with pytest.raises(ValueError, match="expected a model with an EmbeddingBagCollection"):
         dyn.make_dynamic(nn.Linear(2, 2))
+
+
+class Managed(nn.Module):
+    """Managed collision around a pooled and a sequence collection, beside a plain collection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooled = nn.Sequential(
+            ManagedCollisionEmbeddingBagCollection(pooled := ebc("p"), remapping(pooled, "p"))
+        )
+        self.sequence = ManagedCollisionEmbeddingCollection(
+            sequence := ec("s"), remapping(sequence, "s")
+        )
+        self.plain = ebc("a")
+
+
+def remapping(collection: nn.Module, name: str) -> ManagedCollisionCollection:
+    is_pooled = isinstance(collection, EmbeddingBagCollection)
+    configs = collection.embedding_bag_configs() if is_pooled else collection.embedding_configs()
+    module = MCHManagedCollisionModule(50, torch.device("cpu"), LFU_EvictionPolicy(), 1)
+    return ManagedCollisionCollection({name: module}, configs)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (None, r"tables \['p'\] in the ManagedCollisionEmbeddingBagCollection 'pooled.0'"),
+        (["a", "s"], r"tables \['s'\] in the ManagedCollisionEmbeddingCollection 'sequence'"),
+    ],
+)
+def test_managed_collision_is_refused(tables: list[str] | None, message: str) -> None:
+    model = Managed()
+    before = dict(model.named_modules())
+    with pytest.raises(ValueError, match=message + ".*Replace that whole module"):
+        dyn.make_dynamic(model, tables)
+    assert dict(model.named_modules()) == before
+
+
+def test_other_collections_beside_managed_collision() -> None:
+    model = Managed()
+    before = dict(model.named_modules())
+    dyn.make_dynamic(model, tables=["a"])
+    after = dict(model.named_modules())
+    assert type(model.plain) is dyn.DynamicEmbeddingBagCollection
+    kept = [name for name in before if not name.startswith("plain")]
+    assert len(kept) > 10 and all(after[name] is before[name] for name in kept)
