@@ -23,8 +23,8 @@ class DynamicTableConfig:
     """Options of a dynamic table. Frozen, hashable, compared by value.
 
     Attributes:
-        initializer: distribution of fresh rows; None: uniform between the table config's
-            weight_init_min and weight_init_max, by default +-1/sqrt(num_embeddings).
+        initializer: distribution of fresh rows, which replaces the table config's init_fn; None: uniform
+            between its weight_init_min and weight_init_max, by default +-1/sqrt(num_embeddings).
         seed: seed of the initial rows, of the draws of AdmitWithProbability, and of stochastic rounding.
             All of them depend on the table's name and on the id, too.
         unseen: value of an id without a row, in evaluation and, until the id is admitted, in training:

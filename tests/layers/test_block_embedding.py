@@ -153,6 +153,14 @@ def test_options_reach_the_narrow_tables():
     assert ours.is_weighted() and not collection().is_weighted()
 
 
+def test_an_initializer_replaces_init_fn():
+    config = EmbeddingBagConfig(9, 8, "t", feature_names=["f"], init_fn=torch.nn.init.zeros_)
+    ones = dyn.DynamicTableConfig(initializer=dyn.Constant(1.0), unseen="initial")
+    ours = dyn.BlockEmbeddingBagCollection([config], block_dim=8, dynamic={"t": ones}).eval()
+    one_id = KeyedJaggedTensor(["f"], torch.tensor([5]), lengths=torch.tensor([1]))
+    assert ours(one_id).values().tolist() == [[1.0] * 8]
+
+
 def test_state_dict_round_trip():
     trained, fresh = collection(), collection()
     for step in range(2):

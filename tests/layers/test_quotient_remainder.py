@@ -232,6 +232,14 @@ def test_evaluation_inserts_nothing(op):
     assert handle(ours, "a_quotient").num_rows == 0
 
 
+def test_an_initializer_replaces_init_fn():
+    config = EmbeddingBagConfig(9, 8, "t", feature_names=["f"], init_fn=torch.nn.init.zeros_)
+    ones = dyn.DynamicTableConfig(initializer=dyn.Constant(1.0), unseen="initial")
+    ours = dyn.QuotientRemainderEmbeddingBagCollection([config], 3, "add", dynamic={"t": ones})
+    one_id = KeyedJaggedTensor(["f"], torch.tensor([5]), lengths=torch.tensor([1]))
+    assert ours.eval()(one_id).values().tolist() == [[2.0] * 8]
+
+
 def test_state_dict_round_trip():
     trained, fresh = collection(), collection()
     for step in range(2):

@@ -268,3 +268,21 @@ def test_impossible_collections() -> None:
         ValueError, match=r"expected one optimizer on the parameter, got \['SGD', 'SGD"
     ):
         from_static(two)
+
+
+def test_an_initializer_replaces_init_fn() -> None:
+    config = EmbeddingBagConfig(6, 4, "t", feature_names=["f"], init_fn=torch.nn.init.zeros_)
+    static = EmbeddingBagCollection([config])
+    with pytest.raises(ValueError, match=r"^from_static\(table='t'\): expected init_fn"):
+        from_static(static)
+    ones = dyn.DynamicTableConfig(initializer=dyn.Constant(1.0))
+    made = from_static(static, None, ones, RULE, num_embeddings={"t": 9})
+    out = made(KeyedJaggedTensor(["f"], torch.tensor([5, 6]), lengths=torch.tensor([1, 1])))
+    assert out.values().tolist() == [[0.0] * 4, [1.0] * 4]
+
+
+def test_a_limit_that_is_too_large() -> None:
+    with pytest.raises(
+        ValueError, match=r"expected num_embeddings of at most 90071.*, got 4611686"
+    ):
+        from_static(ebc(), num_embeddings={"a": 2**62})

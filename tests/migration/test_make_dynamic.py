@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import workers
 from collection_oracle import EXTREMES
 from torch import nn
 from torchrec import (
@@ -11,7 +12,17 @@ from torchrec import (
     EmbeddingConfig,
     KeyedJaggedTensor,
 )
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.models.dlrm import DLRM
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    LFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -123,3 +134,97 @@ def test_a_table_that_cannot_be_dynamic_leaves_the_model_alone() -> None:
     assert dict(model.named_modules()) == before
     with pytest.raises(ValueError, match="expected a model with an EmbeddingBagCollection"):
         dyn.make_dynamic(nn.Linear(2, 2))
+
+
+class Managed(nn.Module):
+    """Managed collision around a pooled and a sequence collection, beside a plain collection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooled = nn.Sequential(
+            ManagedCollisionEmbeddingBagCollection(pooled := ebc("p"), remapping(pooled, "p"))
+        )
+        self.sequence = ManagedCollisionEmbeddingCollection(
+            sequence := ec("s"), remapping(sequence, "s")
+        )
+        self.plain = ebc("a")
+
+
+def remapping(collection: nn.Module, name: str) -> ManagedCollisionCollection:
+    is_pooled = isinstance(collection, EmbeddingBagCollection)
+    configs = collection.embedding_bag_configs() if is_pooled else collection.embedding_configs()
+    module = MCHManagedCollisionModule(50, torch.device("cpu"), LFU_EvictionPolicy(), 1)
+    return ManagedCollisionCollection({name: module}, configs)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (None, r"tables \['p'\] in the ManagedCollisionEmbeddingBagCollection 'pooled.0'"),
+        (["a", "s"], r"tables \['s'\] in the ManagedCollisionEmbeddingCollection 'sequence'"),
+    ],
+)
+def test_managed_collision_is_refused(tables: list[str] | None, message: str) -> None:
+    model = Managed()
+    before = dict(model.named_modules())
+    with pytest.raises(ValueError, match=message + ".*Replace that whole module"):
+        dyn.make_dynamic(model, tables)
+    assert dict(model.named_modules()) == before
+
+
+def test_other_collections_beside_managed_collision() -> None:
+    model = Managed()
+    before = dict(model.named_modules())
+    dyn.make_dynamic(model, tables=["a"])
+    after = dict(model.named_modules())
+    assert type(model.plain) is dyn.DynamicEmbeddingBagCollection
+    kept = [name for name in before if not name.startswith("plain")]
+    assert len(kept) > 10 and all(after[name] is before[name] for name in kept)
+
+
+def fill(weight: torch.Tensor) -> torch.Tensor:
+    """An init_fn for the weights of the static tables only."""
+    assert weight.device.type == "cpu" and weight.shape == (50, 8)
+    return torch.nn.init.ones_(weight)
+
+
+def own_init(cls: type, name: str) -> EmbeddingBagConfig | EmbeddingConfig:
+    return cls(50, 8, name, feature_names=[f"f_{name}"], init_fn=fill)
+
+
+ONES = dyn.DynamicTableConfig(initializer=dyn.Constant(1.0), unseen="initial")
+
+
+@pytest.mark.parametrize("dynamic", [ONES, {"a": ONES, "c": ONES}])
+def test_an_initializer_replaces_init_fn(dynamic: object) -> None:
+    pooled = EmbeddingBagCollection([own_init(EmbeddingBagConfig, "a")])
+    sequence = EmbeddingCollection([own_init(EmbeddingConfig, "c")])
+    model = dyn.make_dynamic(nn.Sequential(pooled, sequence), dynamic=dynamic).eval()
+    ids = torch.tensor(EXTREMES)
+    batch = KeyedJaggedTensor(["f_a", "f_c"], ids.repeat(2), lengths=torch.ones(14).long())
+    for out in (model[0](batch).values(), model[1](batch)["f_c"].values()):
+        assert out.shape == (7, 8) and out.eq(1).all()
+
+
+def test_an_initializer_of_another_table_replaces_no_init_fn() -> None:
+    tables = [own_init(EmbeddingBagConfig, "a"), own_init(EmbeddingBagConfig, "b")]
+    with pytest.raises(ValueError, match=r"table='b'\): expected init_fn .* which replaces it"):
+        dyn.make_dynamic(EmbeddingBagCollection(tables), dynamic={"a": ONES})
+    unset = {"b": dyn.DynamicTableConfig(seed=3)}
+    with pytest.raises(ValueError, match=r"table='b'\): expected init_fn"):
+        dyn.make_dynamic(EmbeddingBagCollection(tables[1:]), dynamic=unset)
+
+
+def rows_of_a_sharded_model() -> torch.Tensor:
+    model = nn.Sequential(EmbeddingBagCollection([own_init(EmbeddingBagConfig, "a")]))
+    dyn.make_dynamic(model, dynamic=ONES)
+    sharder = dyn.DynamicEmbeddingBagCollectionSharder({"optimizer": "EXACT_SGD"})
+    dmp = DistributedModelParallel(model, device=torch.device("cpu"), sharders=[sharder])
+    ids = torch.tensor(EXTREMES)
+    dmp(KeyedJaggedTensor(["f_a"], ids, lengths=torch.ones_like(ids)))
+    return dyn.lookup_rows(dmp.module[0], "a", ids)[0]
+
+
+def test_an_initializer_replaces_init_fn_in_a_sharded_model() -> None:
+    for rows in workers.run(rows_of_a_sharded_model, world_size=2):
+        assert rows.eq(1).all()

@@ -31,6 +31,13 @@ def changed(**fields: object) -> EmbeddingBagConfig:
         (changed(num_embeddings=0), r"table='t'\): expected num_embeddings .* above 0, got 0"),
         (changed(num_embeddings=-3), "expected num_embeddings"),
         (changed(num_embeddings=2.5), "expected num_embeddings"),
+        (changed(num_embeddings=2**53 + 1), r"num_embeddings of at most 9007199254740992 .* 2\^32"),
+        (
+            changed(num_embeddings=2**62),
+            "num_embeddings of at most .* embedding_dim=4, got 46116860",
+        ),
+        (changed(num_embeddings=2**70), "num_embeddings of at most .* got 11805916207174113"),
+        (changed(num_embeddings=2**51, embedding_dim=1024), "at most 2251799813685247 for .*=1024"),
         (changed(embedding_dim=0), "expected embedding_dim"),
         (changed(name=""), "expected a table name that is not empty"),
         (changed(name="a.b"), "has no dot, got 'a.b'"),
@@ -57,6 +64,30 @@ def changed(**fields: object) -> EmbeddingBagConfig:
 def test_impossible_configs(config: EmbeddingBagConfig, message: str) -> None:
     with pytest.raises(ValueError, match="DynamicEmbeddingBagCollection.*" + message):
         dyn.DynamicEmbeddingBagCollection([config])
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2**53, 4), (2**51 - 1, 1024)])
+def test_the_largest_limits_train(rows: int, columns: int) -> None:
+    config = EmbeddingBagConfig(rows, columns, "t", feature_names=["f"])
+    ebc = dyn.DynamicEmbeddingBagCollection([config], fused_params=SGD)
+    batch = KeyedJaggedTensor(["f"], torch.tensor([5, -(2**63)]), lengths=torch.tensor([2]))
+    for _ in range(2):
+        ebc(batch).values().sum().backward()
+    assert ebc.table("t").num_rows == 2
+    assert ebc.state_dict()["embedding_bags.t.weight"].shape == (2, columns)
+
+
+def test_an_initializer_replaces_what_the_config_says_of_initial_rows() -> None:
+    ones = dyn.DynamicTableConfig(initializer=dyn.Constant(1.0))
+    for given in (
+        changed(init_fn=torch.nn.init.zeros_),
+        changed(weight_init_min=0.0, weight_init_max=0.0),
+    ):
+        ebc = dyn.DynamicEmbeddingBagCollection([given], dynamic={"t": ones}, fused_params=SGD)
+        batch = KeyedJaggedTensor(["f"], torch.tensor([5]), lengths=torch.tensor([1]))
+        assert ebc(batch).values().eq(1).all()
+        kept = ebc.embedding_bag_configs()[0].init_fn
+        assert isinstance(kept, partial) and kept.func is torch.nn.init.uniform_
 
 
 def test_impossible_collections() -> None:

@@ -1,17 +1,23 @@
 """The price of a shard, against real tables that hold as many rows, scores and counters."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
+import workers
 from another_process import call
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from hypothesis import example, given
 from hypothesis import strategies as st
 from planned_cases import POOLED, options, topology
+from sharded_cases import FUSED_PARAMS, Case, Table, usual_plan
+from sharded_training import collection_of
+from sharded_training import shard as sharded
 from table_cases import make_group
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -29,6 +35,7 @@ from torchrec_dyn import (
     ExpireAfter,
     LeastRecentlyUsed,
     Never,
+    read_stats,
 )
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import DynamicStorageEstimator, make_planner, table_bytes
@@ -91,6 +98,63 @@ def test_a_shard_costs_what_the_table_it_becomes_holds(kind, data_type):
             excess = shard.storage.ddr - batch - measured[rows, columns]
             assert batch > 0 and shard.storage.hbm == 0
             assert 0 <= excess <= MAP_SLACK_PER_ROW * rows, (key, columns)
+
+
+LIMITS_PAGE = Path(__file__).resolve().parents[2] / "docs/guide/limits.md"
+MOST_ROWS = [
+    [int(cell.replace(",", "")) for cell in line]
+    for line in re.findall(r"^\|" + 4 * r" ([\d,]+) \|" + "$", LIMITS_PAGE.read_text(), re.M)
+]
+
+
+def row_wise_price(limit, ranks, expected=None):
+    """Bytes of each rank's shard of a row-wise table, with the memory of a batch."""
+    place = topology(world_size=ranks, local_world_size=ranks)
+    estimator = DynamicStorageEstimator(place, expected_rows=expected and {"user": expected})
+    module = DynamicEmbeddingBagCollection([pooled(num_embeddings=limit)], device="meta")
+    found = EmbeddingEnumerator(place, 128, None, estimator).enumerate(
+        module, [DynamicEmbeddingBagCollectionSharder(FUSED_PARAMS)]
+    )
+    (option,) = (one for one in found if one.sharding_type == "row_wise")
+    return [shard.storage.ddr for shard in option.shards]
+
+
+@pytest.mark.parametrize(("limit", "on_2", "on_8", "on_64"), MOST_ROWS)
+def test_the_most_rows_of_the_guide_are_priced(limit, on_2, on_8, on_64):
+    rule = RowOptimizer(kind=OptimizerKind.EXACT_ADAGRAD)
+    one_row = table_bytes(1, DIM, torch.float32, rule)
+    for ranks, most in {2: on_2, 8: on_8, 64: on_64}.items():
+        table = table_bytes(most // ranks, DIM, torch.float32, rule)
+        full, of_one_row = row_wise_price(limit, ranks), row_wise_price(limit, ranks, expected=1)
+        added = [price - least for price, least in zip(full, of_one_row, strict=True)]
+        assert most % ranks == 0 and added == [table - one_row] * ranks
+
+
+def test_the_guide_has_the_most_rows_of_four_limits():
+    assert [line[0] for line in MOST_ROWS] == [100, 1000, 10_000, 1_000_000]
+
+
+def overfilled_table():
+    """In the workers: rows and limit of a row-wise table that saw many ids; bytes of this rank."""
+    plan = usual_plan("row_wise", DIM, 2, 2, rows=470)
+    config = DynamicTableConfig(eviction=LeastRecentlyUsed())
+    case = Case([Table("user", ["user_id"], plan, dim=DIM, rows=470, config=config)])
+    model = sharded(case, collection_of(case))
+    for ids in torch.arange(4000).split(100):
+        batch = KeyedJaggedTensor(["user_id"], ids, lengths=torch.ones_like(ids))
+        model(batch).values().sum().backward()
+    stats = read_stats(model.module.collection, "user")
+    return stats["rows"], stats["limit"], model.module.collection.table("user").stats()["bytes"]
+
+
+def test_ranks_of_a_small_table_hold_more_rows_than_its_limit_as_priced():
+    for (rows, limit, held), price in zip(
+        workers.run(overfilled_table, world_size=2), row_wise_price(470, 2), strict=True
+    ):
+        assert 690 < rows <= limit == 716
+        scores = 8 * limit // 2
+        even_share = table_bytes(470 // 2, DIM, torch.float32, RowOptimizer())
+        assert even_share + scores < held <= price + scores
 
 
 def resident_bytes():

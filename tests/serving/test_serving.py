@@ -155,6 +155,13 @@ def test_features_with_different_numbers_of_bags_are_refused(served):
         ours(features)
 
 
+def test_init_fn_of_a_config_is_not_used(served):
+    pooled, sequence = bag_configs(A)[0], sequence_configs(A)[0]
+    pooled.init_fn = sequence.init_fn = torch.nn.init.ones_
+    serving.ServingEmbeddingBagCollection(served(torch.float32), [pooled])
+    serving.ServingEmbeddingCollection(served(torch.float32, "embeddings"), [sequence])
+
+
 def test_configs_that_do_not_fit_are_errors(served, tmp_path):
     folder = served(torch.float32)
     make = serving.ServingEmbeddingBagCollection

@@ -61,7 +61,7 @@ class BlockEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     ) -> None:
         super().__init__()
         where = type(self).__name__
-        self._configs = checked_configs(tables, EmbeddingBagConfig, where)
+        self._configs = checked_configs(tables, EmbeddingBagConfig, where, dynamic)
         columns = number_by_table(
             block_dim,
             [config.name for config in self._configs],

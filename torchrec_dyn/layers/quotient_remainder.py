@@ -94,7 +94,7 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     ) -> None:
         super().__init__()
         where = type(self).__name__
-        self._configs = checked_configs(tables, EmbeddingBagConfig, where)
+        self._configs = checked_configs(tables, EmbeddingBagConfig, where, dynamic)
         self._is_weighted = is_weighted
         names = [config.name for config in self._configs]
         _check_op(op, self._configs, where)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules import (
@@ -43,13 +44,18 @@ def make_dynamic(
         The model; a new collection if the model itself is a stock collection.
 
     Raises:
-        ValueError: if a table cannot become dynamic, is unknown, or is in a collection with a table that
-            `tables` does not contain. The model has not changed then.
+        ValueError: if a table cannot become dynamic, is unknown, is in a managed collision module, or is in
+            a collection with a table that `tables` does not contain. The model has not changed then.
     """
     stock = {path: one for path, one in model.named_modules() if type(one) in STOCK}
     names = {path: [config.name for config in configs_of(one)] for path, one in stock.items()}
     known = {name for group in names.values() for name in group}
     _check_names(known, tables, dynamic)
+    managed = {
+        id(one._embedding_module): (path, type(one).__name__)
+        for path, one in model.named_modules()
+        if isinstance(one, BaseManagedCollisionEmbeddingCollection)
+    }
     made: dict[int, UnshardedCollection] = {}
     for path, one in stock.items():
         chosen = [name for name in names[path] if tables is None or name in tables]
@@ -58,6 +64,13 @@ def make_dynamic(
                 f"make_dynamic: expected all tables {names[path]} of collection '{path}' or none "
                 "of them, "
                 f"got {chosen}. Move the other tables to a separate collection."
+            )
+        if chosen and id(one) in managed:
+            outer, kind = managed[id(one)]
+            raise ValueError(
+                f"make_dynamic: expected collections that receive raw ids, got tables {chosen} in the {kind} "
+                f"'{outer}', which remaps ids to row numbers first. Replace that whole module by a dynamic "
+                "collection, or name only the other tables in `tables`."
             )
         if chosen:
             of_collection = (

@@ -84,7 +84,7 @@ def from_static(
     kind = EmbeddingBagConfig if isinstance(collection, EmbeddingBagCollection) else EmbeddingConfig
     configs = [
         _config(one, limits[one.name], weights[one.name].dtype)
-        for one in checked_configs(configs_of(collection), kind, where)
+        for one in checked_configs(configs_of(collection), kind, where, dynamic)
     ]
     made = empty_counterpart(collection, configs, "cpu", dynamic, fused_params)
     tables: dict[str, UnshardedTable] = tables_by_name(made)

@@ -54,7 +54,7 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
         super().__init__()
         teach_ddp_to_skip_placeholders()
         where = type(self).__name__
-        configs = checked_configs(tables, EmbeddingConfig, where)
+        configs = checked_configs(tables, EmbeddingConfig, where, dynamic)
         widths = {config.name: config.embedding_dim for config in configs}
         if len(set(widths.values())) > 1:
             raise ValueError(f"{where}: expected one embedding_dim for all tables, got {widths}.")

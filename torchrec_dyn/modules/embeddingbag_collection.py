@@ -58,7 +58,7 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         super().__init__()
         teach_ddp_to_skip_placeholders()
         where = type(self).__name__
-        configs = checked_configs(tables, EmbeddingBagConfig, where)
+        configs = checked_configs(tables, EmbeddingBagConfig, where, dynamic)
         self._is_weighted = is_weighted
         self.fused_params = None if fused_params is None else dict(fused_params)
         by_name = unsharded_tables(configs, dynamic, self.fused_params, device, where)

@@ -28,6 +28,9 @@ from torchrec_dyn.initializers import Initializer, Uniform, default_initializer,
 
 Config = TypeVar("Config", EmbeddingBagConfig, EmbeddingConfig)
 
+# TorchRec's planner cuts rows in float64, and a placeholder parameter has fewer than 2^63 bytes.
+_MOST_ROWS, _MOST_NUMBERS = 2**53, 2**61 - 1
+
 _ROW_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 
 # Tables are children of a ModuleDict, as in TorchRec, so its own attributes cannot be table names.
@@ -54,16 +57,21 @@ _UNUSED_OPTIONS = (
 
 
 def checked_configs(
-    tables: Sequence[Config], config_type: type[Config], where: str
+    tables: Sequence[Config],
+    config_type: type[Config],
+    where: str,
+    dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None,
 ) -> list[Config]:
     """Checks the configs of one collection and returns copies.
 
-    A config without feature names gets the table's name as its only feature, as in TorchRec.
+    A config without feature names gets the table's name as its only feature, as in TorchRec. The initializer
+    of a table replaces its init_fn, weight_init_min and weight_init_max, so the copy has no init_fn then.
 
     Args:
         tables: the user's configs.
         config_type: EmbeddingBagConfig or EmbeddingConfig.
         where: the collection's class name, for messages.
+        dynamic: the `dynamic` argument of the collection; it is checked later.
 
     Raises:
         ValueError: if there is no table, a config is not valid, or a table name is repeated.
@@ -77,11 +85,17 @@ def checked_configs(
                 f"{type(config).__name__}."
             )
         _check_config(config, where)
+        if not _names_initializer(dynamic, config.name):
+            _check_initial_rows(config, f"{where}(table='{config.name}')")
     for name, times in Counter(config.name for config in tables).items():
         if times > 1:
             raise ValueError(f"{where}: expected a table name once, got '{name}' {times} times.")
     return [
-        replace(config, feature_names=list(config.feature_names) or [config.name])
+        replace(
+            config,
+            feature_names=list(config.feature_names) or [config.name],
+            init_fn=None if _has_own_init_fn(config) else config.init_fn,
+        )
         for config in tables
     ]
 
@@ -99,6 +113,12 @@ def _check_config(config: BaseEmbeddingConfig, where: str) -> None:
     where = f"{where}(table='{config.name}')"
     for field in ("num_embeddings", "embedding_dim"):
         check_size(getattr(config, field), field, where)
+    most = min(_MOST_ROWS, _MOST_NUMBERS // config.embedding_dim)
+    if config.num_embeddings > most:
+        raise ValueError(
+            f"{where}: expected num_embeddings of at most {most} for embedding_dim="
+            f"{config.embedding_dim}, got {config.num_embeddings}. Lower it: a rank holds at most 2^32 rows."
+        )
     if config.data_type not in _ROW_TYPES:
         raise ValueError(f"{where}: expected data_type FP32, FP16 or BF16, got {config.data_type}.")
     for option, unused, remedy in _UNUSED_OPTIONS:
@@ -116,7 +136,6 @@ def _check_config(config: BaseEmbeddingConfig, where: str) -> None:
         PoolingType.MEAN,
     ):
         raise ValueError(f"{where}: expected pooling SUM or MEAN, got {config.pooling}.")
-    _check_initial_rows(config, where)
 
 
 def check_size(value: int | None, name: str, where: str) -> None:
@@ -140,6 +159,23 @@ def check_id(value: int | None, name: str, where: str) -> None:
         raise ValueError(f"{where}: expected {name} to be an int64 or None, got {value!r}.")
 
 
+def _names_initializer(dynamic: object, table: str) -> bool:
+    options = dynamic.get(table) if isinstance(dynamic, Mapping) else dynamic
+    return isinstance(options, DynamicTableConfig) and options.initializer is not None
+
+
+def _has_own_init_fn(config: BaseEmbeddingConfig) -> bool:
+    """Returns False if init_fn is the partial that the dataclass sets where the user sets no init_fn."""
+    init_fn = config.init_fn
+    bounds = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
+    return not (
+        isinstance(init_fn, functools.partial)
+        and init_fn.func is torch.nn.init.uniform_
+        and not init_fn.args
+        and init_fn.keywords == bounds
+    )
+
+
 def _check_initial_rows(config: BaseEmbeddingConfig, where: str) -> None:
     low, high = config.get_weight_init_min(), config.get_weight_init_max()
     if not low < high:
@@ -147,19 +183,12 @@ def _check_initial_rows(config: BaseEmbeddingConfig, where: str) -> None:
             f"{where}: expected weight_init_min < weight_init_max, got {low} and {high}. "
             "For equal initial rows, set DynamicTableConfig(initializer=Constant(value))."
         )
-    # If the user sets no init_fn, the dataclass sets this partial. Any other function is the user's, and a
-    # function that fills a whole weight tensor cannot create the row of one id.
-    init_fn = config.init_fn
-    if not (
-        isinstance(init_fn, functools.partial)
-        and init_fn.func is torch.nn.init.uniform_
-        and not init_fn.args
-        and init_fn.keywords == {"a": low, "b": high}
-    ):
+    # A function that fills a whole weight tensor cannot create the row of one id.
+    if _has_own_init_fn(config):
         raise ValueError(
-            f"{where}: expected init_fn to be left unset, got {init_fn!r}. "
-            "Set DynamicTableConfig(initializer=...), or weight_init_min and weight_init_max, "
-            "instead."
+            f"{where}: expected init_fn to be left unset, got {config.init_fn!r}. "
+            "Set DynamicTableConfig(initializer=...), which replaces it, or weight_init_min and "
+            "weight_init_max instead."
         )
 
 

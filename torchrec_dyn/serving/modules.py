@@ -22,9 +22,14 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.initializers import Constant
 from torchrec_dyn.modules import FeatureReader, checked_configs
 from torchrec_dyn.serving.export import counts_between, traced_features
 from torchrec_dyn.serving.lookup import ServedLookup
+
+# Initial rows follow from the folder, so the init_fn and bounds of a config are not used.
+_INITIAL_ROWS = DynamicTableConfig(initializer=Constant(0.0))
 
 
 class _Refreshable:
@@ -73,7 +78,7 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
     ) -> None:
         super().__init__()
         where = type(self).__name__
-        self._configs = checked_configs(tables, EmbeddingBagConfig, where)
+        self._configs = checked_configs(tables, EmbeddingBagConfig, where, _INITIAL_ROWS)
         self._is_weighted = is_weighted
         means = [pooling_type_to_str(config.pooling) == "mean" for config in self._configs]
         self._lookup = ServedLookup(folder, self._configs, means, unseen, where)
@@ -145,7 +150,7 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
     ) -> None:
         super().__init__()
         where = type(self).__name__
-        self._configs = checked_configs(tables, EmbeddingConfig, where)
+        self._configs = checked_configs(tables, EmbeddingConfig, where, _INITIAL_ROWS)
         widths = {config.name: config.embedding_dim for config in self._configs}
         if len(set(widths.values())) > 1:
             raise ValueError(f"{where}: expected one embedding_dim for all tables, got {widths}.")
