@@ -132,3 +132,39 @@ def copied_row_wise_state(kind: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise", "three_columns"])
 def test_copies_of_row_wise_state(kind: str) -> None:
     assert workers.run(copied_row_wise_state, kind, world_size=2) == [[], []]
+
+
+# The state dict of another live model
+
+
+def load_from_another(setup: Setup) -> list[list[str]]:
+    """Returns the differences after a load from another model, and after a step of both."""
+    model, other = new(setup), new(setup)
+    train(model, setup, range(2))
+    train(other, setup, range(2, 4))
+    put(model, state_dict_of(other))
+    loaded = differences(held(model), held(other))
+    train(model, setup, range(4, 5))
+    train(other, setup, range(4, 5))
+    return [loaded, differences(held(model), held(other))]
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_model_loads_the_state_dict_of_another_model(pooled: bool) -> None:
+    setup = Setup(2, ("table_wise", "row_wise"), pooled=pooled)
+    assert run_on(setup, load_from_another) == [[[], []], [[], []]]
+
+
+def own_on_one_rank() -> str:
+    model, other = (sharded(case(2)) for _ in range(2))
+    states = [one.state_dict() for one in (model, other)]
+    try:
+        model.load_state_dict(states[dist.get_rank()])
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_state_dicts_of_two_models_by_rank_are_an_error() -> None:
+    heard = workers.run(own_on_one_rank, world_size=2)
+    assert heard[0] == heard[1] and "expected the same tables on every rank" in heard[0]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
+import workers
 from checkpoint_cases import differences, held, put, quietly, save, state_dict_of, tables_of
 from checkpoint_small import both, case, on_one, read, sharded, step, unsharded
 
@@ -77,21 +78,23 @@ def test_what_was_read_cannot_be_copied_saved_or_given_to_another_model(tmp_path
     assert heard == ["RuntimeError", "CheckpointException", "ValueError", "3"]
 
 
-def two_models(path: str) -> list[str]:
-    one, two = sharded(case()), sharded(case())
+def two_models(path: str, world: int) -> list[str]:
+    one, two = sharded(case(world)), sharded(case(world))
     step(one, [1, 2, 3])
     step(two, [4, 5, 6])
     expected = [held(one), held(two)]
     quietly(dcp.save, {"one": state_dict_of(one), "two": state_dict_of(two)}, checkpoint_id=path)
-    one, two = sharded(case()), sharded(case())
+    one, two = sharded(case(world)), sharded(case(world))
     state = read({"one": state_dict_of(one), "two": state_dict_of(two)}, path)
     put(one, state["one"])
     put(two, state["two"])
     return differences(held(one), expected[0]) + differences(held(two), expected[1])
 
 
-def test_two_models_of_the_same_names_in_one_checkpoint(tmp_path: Path) -> None:
-    assert on_one(two_models, tmp_path) == []
+@pytest.mark.parametrize("world", [1, 2])
+def test_two_models_of_the_same_names_in_one_checkpoint(tmp_path: Path, world: int) -> None:
+    found = workers.run(two_models, str(tmp_path / "saved"), world, world_size=world)
+    assert found == [[]] * world
 
 
 def verified_anew(path: str) -> bool:

@@ -186,6 +186,7 @@ class LocalShards:
             f"{self.where}.table('{name}')",
             self.layouts[name],
             self._tables[name],
+            self,
             self._env.rank,
             self._group,
             table_config(name, columns, dynamic.seed, dtype, initializer),

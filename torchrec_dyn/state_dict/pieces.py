@@ -27,6 +27,8 @@ class ShardPieces:
         where: the table, for messages.
         layout: layout of the table: its pieces and their ranks.
         shards: the shards on this rank, in column order; may be empty.
+        collection: the collection's object on this rank, which stays the same when tables move; of an
+            unsharded table the table's object.
         rank: number of this rank.
         group: process group of the ranks.
         config: `saved_config.table_config` of the table.
@@ -40,6 +42,7 @@ class ShardPieces:
     where: str
     layout: TableLayout
     shards: Sequence[DynamicTable]
+    collection: object
     rank: int
     group: dist.ProcessGroup
     config: dict[str, Any]
@@ -75,8 +78,10 @@ class ShardPieces:
         ]
 
     def has_shards_of(self, other: ShardPieces) -> bool:
-        """Returns True if both have the same shard objects of the same table."""
-        return list(self.shards) == list(other.shards) and self.where == other.where
+        """Returns True if both have the same shard objects of the same table of the same collection."""
+        # A rank without shards of the table has equal lists for any two collections.
+        is_same_table = self.collection is other.collection and self.name == other.name
+        return is_same_table and list(self.shards) == list(other.shards)
 
     def check_model(self, model: ShardPieces) -> None:
         """Raises ValueError if tensors loaded for these shards are passed to another model."""

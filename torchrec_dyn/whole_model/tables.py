@@ -141,6 +141,7 @@ def _unsharded(key: str, table: UnshardedTable) -> ModelTable:
         table.where,
         TableLayout((Piece(0, config.embedding_dim, (0,)),), False),
         [rows],
+        table,
         0,
         None,  # type: ignore[arg-type]  # the group of one rank is never used
         table.saved_config(),
