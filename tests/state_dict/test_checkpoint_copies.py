@@ -25,8 +25,10 @@ from checkpoint_cases import (
     state_dict_of,
     train,
 )
-from checkpoint_small import case, sharded, step
+from checkpoint_small import case, sharded, step, unsharded
+from sharded_training import Holder
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torchrec.inference.state_dict_transform import state_dict_gather
 
 SETUP = Setup(2, ("row_wise", "column_wise", "three_columns", "table_wise"))
 
@@ -168,3 +170,28 @@ def own_on_one_rank() -> str:
 def test_state_dicts_of_two_models_by_rank_are_an_error() -> None:
     heard = workers.run(own_on_one_rank, world_size=2)
     assert heard[0] == heard[1] and "expected the same tables on every rank" in heard[0]
+
+
+# TorchRec's state_dict_gather
+
+
+def gather_into_unsharded(kind: str, ids: list[int]) -> str:
+    model, whole = sharded(case(2, kind)), Holder(unsharded(case()))
+    step(model, [1, 2, 3, 4])
+    step(whole.collection, ids)
+    try:
+        state_dict_gather(model.state_dict(), whole.state_dict())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "gathered"
+
+
+@pytest.mark.parametrize("ids", [[], [1, 2, 3, 4]])
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_state_dict_gather_is_the_same_error_on_every_rank(kind: str, ids: list[int]) -> None:
+    heard = workers.run(gather_into_unsharded, kind, ids, world_size=2)
+    assert heard[0] == heard[1]
+    assert heard[0].startswith(
+        "ValueError: SavedTensor: expected to be saved by torch.distributed."
+    )
+    assert "dcp.save" in heard[0]

@@ -238,9 +238,14 @@ class SavedTensor(torch.Tensor):
         if name in ("aten.clone.default", "aten._to_copy.default"):
             return copy.deepcopy(source)
         if name == "aten.copy_.default" and not isinstance(source, SavedTensor):
-            return source.copy_(
-                numbers_of(args[1])
-            )  # stagers copy single numbers into plain tensors
+            if not args[1].dim():  # stagers copy single numbers into plain tensors
+                return source.copy_(numbers_of(args[1]))
+            # The same error on every rank, also on a rank that holds all rows.
+            raise ValueError(
+                "SavedTensor: expected to be saved by torch.distributed.checkpoint (DCP), got a copy into a "
+                "plain tensor, as TorchRec's state_dict_gather makes. Call dcp.save, then dcp.load with "
+                "torchrec_dyn.checkpoint.LoadPlanner() into a model of any plan or without sharding."
+            )
         if name == "aten.copy_.default" and args[1].shape == source.shape:
             # A plain tensor has the rows of all ranks: a load picks the rows of this rank.
             held = getattr(args[1], "_held", None)
