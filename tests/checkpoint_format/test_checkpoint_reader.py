@@ -360,6 +360,40 @@ def test_truncated_and_missing_files(copy):
         open_checkpoint(copy)
 
 
+def move_files(folder, name):
+    """Writes another path of the only file into the metadata."""
+
+    def change(metadata):
+        for entry in metadata.storage_data.values():
+            entry.relative_path = name
+
+    change_metadata(folder, change)
+
+
+@pytest.mark.parametrize(
+    "name", ["../other/__0_0.distcp", "{}/other/__0_0.distcp", "a/../../other/__0_0.distcp"]
+)
+def test_files_outside_the_directory_are_not_read(copy, tmp_path, name):
+    shutil.copytree(copy, tmp_path / "other")
+    move_files(copy, name.format(tmp_path))
+    with pytest.raises(ValueError, match=r"name of a file inside the directory, got '.*damaged"):
+        open_checkpoint(copy)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "\0", 5])
+def test_what_is_no_name_of_a_file(copy, name):
+    move_files(copy, name)
+    with pytest.raises(ValueError, match=r"name of a file inside the directory, got .*damaged"):
+        open_checkpoint(copy)
+
+
+def test_files_in_a_directory_below_are_read(copy):
+    (copy / "below").mkdir()
+    (copy / "__0_0.distcp").rename(copy / "below/..2.distcp")
+    move_files(copy, "below/..2.distcp")
+    read_all(copy)
+
+
 def test_a_file_that_shrinks_while_it_is_read(copy):
     table = open_checkpoint(copy).tables["model." + MODEL_KEY]
     list(table.chunks(("weight",)))

@@ -27,6 +27,7 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     from_words,
     sum_of_small,
 )
+from torchrec_dyn.checkpoint_format.file_names import file_inside
 from torchrec_dyn.checkpoint_format.saved_config import (
     INITIALIZERS,
     check_config,

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torchrec_dyn.checkpoint_format import saved_config
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, MODEL_TENSORS, OPTIMIZER_TENSORS
+from torchrec_dyn.checkpoint_format.file_names import file_inside
 from torchrec_dyn.checkpoint_format.saved_table import SavedTable
 from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER
 from torchrec_dyn.optimizers import STATE_NAMES
@@ -135,12 +136,12 @@ def _read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
 
 
 def _check_files(folder: Path, metadata: Metadata) -> None:
-    """Raises ValueError if a file is missing or shorter than the metadata say."""
+    """Raises ValueError if a file is outside the directory, missing, or shorter than the metadata say."""
     ends: dict[str, int] = defaultdict(int)
     for entry in metadata.storage_data.values():
         ends[entry.relative_path] = max(ends[entry.relative_path], entry.offset + entry.length)
-    for name, end in sorted(ends.items()):
-        file = folder / name
+    for name, end in ends.items():
+        file = file_inside(folder, name, DAMAGED)
         if not file.is_file():
             raise ValueError(f"{folder}: expected the file {name}, got none. {DAMAGED}")
         if (length := file.stat().st_size) < end:

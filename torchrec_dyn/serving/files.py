@@ -18,25 +18,27 @@ from torch import Tensor
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
-def mapped(path: Path, size: int, writable: bool = False) -> Tensor:
+def mapped(path: Path, size: int, writable: bool = False, is_whole: bool = False) -> Tensor:
     """Maps the first bytes of a file: pages are read at first use, and processes share them.
 
     Args:
         path: path of the file.
         size: number of bytes.
         writable: True if writes change the file; False if they change this process's own copy of the page.
+        is_whole: True if the file must have no further bytes.
 
     Returns:
         [size] uint8.
 
     Raises:
-        ValueError: if the file is shorter than `size`.
+        ValueError: if the file is shorter than `size`, or longer and `is_whole`.
     """
     with open(path, "r+b" if writable else "rb") as file:
         length = os.fstat(file.fileno()).st_size
-        if length < size:
+        if length < size or (is_whole and length > size):
+            what = "truncated" if length < size else "too long"
             raise ValueError(
-                f"{path}: expected {size} bytes, got {length}: it is truncated. Build it again."
+                f"{path}: expected {size} bytes, got {length}: it is {what}. Build it again."
             )
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)

@@ -20,6 +20,7 @@ from torchrec_dyn.serving.manifest import (
     ServedTable,
     current_generation,
     read_manifest,
+    without_files,
 )
 
 _ATTEMPTS = 100
@@ -127,9 +128,7 @@ def open_generation(
             # Two deltas were applied after the name was read; or, if the name is still current, files are
             # missing.
             if current_generation(folder) == name:
-                raise ValueError(
-                    f"{folder}: expected all files of generation {name}, got only some. Build it again."
-                ) from None
+                raise without_files(folder, name) from None
     raise ValueError(
         f"{folder}: expected a generation whose files exist until they are opened, got {_ATTEMPTS} whose "
         "files were removed before. Try again when fewer deltas are applied."
@@ -147,7 +146,7 @@ def _open(folder: Path, name: str, tables: Sequence[str]) -> Generation:
     return Generation(
         name,
         manifest,
-        mapped(folder / name / SLOTS, manifest.slots * SLOT_BYTES),
+        mapped(folder / name / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True),
         mapped(folder / manifest.rows_file, manifest.mapped_bytes()),
         tables,
     )

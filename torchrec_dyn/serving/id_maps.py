@@ -78,6 +78,16 @@ class ServedMap:
             found = piece[taken]
             yield found[:, 0].contiguous(), found[:, 1] - 1, taken + first
 
+    def extent(self) -> tuple[int, int, int]:
+        """Returns the number of ids, and the least and the largest number in the slots: row + 1, or 0."""
+        taken, low, high = 0, 0, 0
+        for piece in self.slots[:, 1].split(_PIECE):
+            if len(piece):
+                least, largest = piece.aminmax()
+                low, high = min(low, int(least)), max(high, int(largest))
+            taken += int(piece.count_nonzero())
+        return taken, low, high
+
     def renumber(self, slots: Tensor, rows: Tensor) -> None:
         """Replaces the rows of ids.
 

@@ -15,18 +15,18 @@ manifest.json, keys sorted:
         "capacity": 144, "embedding_dim": 64, "first_slot": 0, "initializer": {...}, "num_rows": 100,
         "seed": 0, "sums": {"ids": 123, "weight": 456}, "trained_as": "float32"}}}
 
-`sums` are the content sums of the saved table, not of the encoded rows: a delta must begin at these sums. A
-generation or a rows file is removed when neither the current generation nor the generation before needs it; a
-process that has mapped the files can still read them.
+Rows files and generations with names of other forms are neither read nor removed. `sums` are the content sums
+of the saved table, not of the encoded rows: a delta must begin at these sums. A generation or a rows file is
+removed when neither the current generation nor the generation before needs it; a process that has mapped the
+files can still read them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -34,11 +34,15 @@ from typing import Any
 
 import torch
 
-from torchrec_dyn.serving.row_format import RowFormat
+from torchrec_dyn.checkpoint_format import INITIALIZERS, file_inside, named_initializer
+from torchrec_dyn.serving.row_format import ROW_DTYPES, RowFormat
 
 FORMAT = 1
 SLOTS, MANIFEST, CURRENT = "slots", "manifest.json", "current"
-_GENERATION = re.compile(r"\d{6,}-[0-9a-f]{8}")
+GENERATION, ROWS_FILE = r"[0-9]{6,18}-[0-9a-f]{8}", r"rows-[0-9a-f]{8}"  # patterns of names
+_DAMAGED = "It is damaged. Build it again."
+_ROWS = [str(dtype).removeprefix("torch.") for dtype in ROW_DTYPES]
+_TRAINED_AS = ["float32", "float16", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,9 @@ class ServedTable:
 
     @property
     def trained_dtype(self) -> torch.dtype:
-        """Dtype of its rows in training, float32 if it is unknown."""
-        dtype = getattr(torch, self.trained_as, None)
-        return dtype if isinstance(dtype, torch.dtype) else torch.float32
+        """Dtype of its rows in training."""
+        dtype: torch.dtype = getattr(torch, self.trained_as)
+        return dtype
 
 
 @dataclass(frozen=True)
@@ -162,26 +166,31 @@ def current_generation(folder: Path) -> str:
         ValueError: if `serving.build` did not make the directory.
     """
     try:
-        name = (folder / CURRENT).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        name = ""
-    if not _GENERATION.fullmatch(name):
+        return file_inside(folder, (folder / CURRENT).read_text().strip(), "", GENERATION).name
+    except (OSError, ValueError):
         raise ValueError(
             f"{folder}: expected a directory made by serving.build, got one without the name of a "
             f"generation in {CURRENT}. Build it first."
-        )
-    return name
+        ) from None
+
+
+def without_files(folder: Path, generation: str) -> ValueError:
+    """Returns the error of a generation that is current but lacks files."""
+    return ValueError(
+        f"{folder}: expected all files of generation {generation}, got only some. Build it again."
+    )
 
 
 def read_manifest(folder: Path, generation: str) -> Manifest:
     """Reads the manifest of a generation.
 
     Raises:
-        ValueError: if the manifest is damaged, or of another format.
+        ValueError: if the manifest is damaged, or of another format; a field has a value that `build` and
+            `apply_delta` never write.
         FileNotFoundError: if the generation was removed after its name was read.
     """
     path = folder / generation / MANIFEST
-    text = path.read_text()
+    text = path.read_bytes()
     try:
         found = json.loads(text)
         version = found.pop("format")
@@ -189,10 +198,63 @@ def read_manifest(folder: Path, generation: str) -> Manifest:
             raise ValueError(f"format {version!r}, this version reads {FORMAT}")
         tables = {name: ServedTable(**table) for name, table in sorted(found.pop("tables").items())}
         manifest = Manifest(tables=tables, **found)
-        manifest.mapped_bytes()
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path}: expected a manifest of format {FORMAT}, got {type(error).__name__}: {error}. "
-            "Build it again."
+            f"{_DAMAGED}"
         ) from error
+    _check(folder, path, manifest)
     return manifest
+
+
+def _check(folder: Path, path: Path, manifest: Manifest) -> None:
+    """Raises ValueError if a manifest has a value that `build` and `apply_delta` never write."""
+
+    def expect(is_right: bool, rule: str, got: Any) -> None:
+        if not is_right:
+            raise ValueError(f"{path}: expected {rule}, got {got!r:.100}. {_DAMAGED}")
+
+    file_inside(folder, manifest.rows_file, f"{path} is damaged. Build it again.", ROWS_FILE)
+    rows, used = manifest.rows, manifest.rows_bytes
+    expect(rows in _ROWS, f"rows among {_ROWS}", rows)
+    expect(_is_integer(used), "rows_bytes in [0, 2^63)", used)
+    expect(bool(manifest.tables), "at least one table", manifest.tables)
+    for name, table in manifest.tables.items():
+        for field, (rule, is_right) in _RULES.items():
+            value = getattr(table, field)
+            expect(is_right(value), f"{field} of table '{name}' {rule}", value)
+    for name, table in laid_out(manifest.tables).items():
+        first, got = table.first_slot, manifest.tables[name].first_slot
+        expect(got == first, f"first_slot {first} of table '{name}', after the maps before", got)
+    widths = manifest.widths()
+    least = sum(table.num_rows * widths[name] for name, table in manifest.tables.items())
+    expect(used >= least, f"at least {least} rows_bytes for the rows of the tables", used)
+
+
+def _is_integer(value: Any, least: int = 0, end: int = 2**63) -> bool:
+    return type(value) is int and least <= value < end
+
+
+def _is_initializer(value: Any) -> bool:
+    # A later version may have other initializers: this version then serves zeros for unseen ids.
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return False
+    return value["name"] not in INITIALIZERS or named_initializer(value) is not None
+
+
+def _are_sums(value: Any) -> bool:
+    is_named = isinstance(value, dict) and value.keys() == {"ids", "weight"}
+    return is_named and all(_is_integer(total, 0, 2**64) for total in value.values())
+
+
+# By field of a table: its rule, for messages, and the check of the rule.
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "embedding_dim": ("in [1, 2^31)", lambda value: _is_integer(value, 1, 2**31)),
+    "trained_as": (f"among {_TRAINED_AS}", lambda value: value in _TRAINED_AS),
+    "initializer": ("with a name and its numbers", _is_initializer),
+    "seed": ("as an integer", lambda value: type(value) is int),
+    "num_rows": ("in [0, 2^63)", _is_integer),
+    "first_slot": ("in [0, 2^63)", _is_integer),
+    "capacity": ("in [0, 2^63)", _is_integer),
+    "sums": ("of ids and weight, each in [0, 2^64)", _are_sums),
+}

@@ -10,6 +10,7 @@ Legend: M ids.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -30,6 +31,8 @@ from torchrec_dyn.serving.builder import CHUNK_BYTES, chosen_tables, maps_of, ne
 from torchrec_dyn.serving.files import Appender, mapped, only_writer
 from torchrec_dyn.serving.id_maps import SLOT_BYTES, ServedMap, has_room, slots_for
 from torchrec_dyn.serving.manifest import (
+    GENERATION,
+    ROWS_FILE,
     SLOTS,
     Manifest,
     ServedTable,
@@ -38,6 +41,7 @@ from torchrec_dyn.serving.manifest import (
     new_generation,
     new_rows_file,
     read_manifest,
+    without_files,
 )
 from torchrec_dyn.serving.row_format import RowFormat
 
@@ -64,15 +68,23 @@ def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -
     current_generation(path)  # before the lock: no lock file in a directory that build did not make
     with only_writer(path):
         before = current_generation(path)
-        manifest = read_manifest(path, before)
         where = f"serving.apply_delta({delta})"
+        try:
+            manifest = read_manifest(path, before)
+            slots = mapped(path / before / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True)
+            rows = mapped(path / manifest.rows_file, manifest.rows_bytes)
+        except FileNotFoundError:
+            raise without_files(path, before) from None
+        maps = maps_of(slots, manifest.tables)
+        for name, width in manifest.widths().items():
+            _check_map(path / before, name, manifest.tables[name], maps[name], len(rows) // width)
         saved = chosen_tables(open_checkpoint(delta).tables, tuple(manifest.tables), where)
         for name, table in saved.items():
             _check_begins_here(f"{where}(table='{name}')", table, manifest.tables[name])
         generation = new_generation(before)
         created = [path / generation]
         try:
-            after = _write_generation(path, generation, before, manifest, saved, where, created)
+            after = _write_generation(path, generation, maps, rows, manifest, saved, where, created)
             publish(path, generation, after)
         except BaseException:
             if current_generation(path) == before:
@@ -80,6 +92,16 @@ def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -
                     _remove(one)
             raise
         _remove_all_but(path, {before: manifest, generation: after})
+
+
+def _check_map(where: Path, name: str, table: ServedTable, served: ServedMap, rows: int) -> None:
+    """Raises ValueError unless a map has as many ids as its manifest says, with rows in the rows file."""
+    taken, low, high = served.extent()
+    if taken != table.num_rows or low < 0 or high > rows:
+        raise ValueError(
+            f"{where}: expected a map of {table.num_rows} ids of table '{name}' to rows in [0, {rows}), got "
+            f"{taken} ids and rows up to {high - 1}. It is damaged. Build it again."
+        )
 
 
 def _check_begins_here(where: str, delta: SavedTable, served: ServedTable) -> None:
@@ -123,7 +145,8 @@ def _hex(sums: Mapping[str, int]) -> str:
 def _write_generation(
     path: Path,
     generation: str,
-    before: str,
+    old_maps: Mapping[str, ServedMap],
+    old_rows: Tensor,
     manifest: Manifest,
     saved: Mapping[str, SavedTable],
     where: str,
@@ -134,9 +157,6 @@ def _write_generation(
     New files are appended to `created`.
     """
     tables = _with_room(manifest.tables, saved)
-    old_slots = mapped(path / before / SLOTS, manifest.slots * SLOT_BYTES)
-    old_maps = maps_of(old_slots, manifest.tables)
-    old_rows = mapped(path / manifest.rows_file, manifest.rows_bytes)
     maps = new_maps(path / generation, tables)
     appender = Appender(path / manifest.rows_file, manifest.rows_bytes)
     try:
@@ -281,6 +301,5 @@ def _remove_all_but(folder: Path, kept: Mapping[str, Manifest]) -> None:
     """Removes old and unfinished generations and rows files: all that are not in `kept`."""
     names = {*kept, *(manifest.rows_file for manifest in kept.values())}
     for path in folder.iterdir():
-        is_generation = path.is_dir() and path.name[:6].isdigit()
-        if path.name not in names and (is_generation or path.name.startswith("rows-")):
+        if path.name not in names and re.fullmatch(f"{GENERATION}|{ROWS_FILE}", path.name):
             _remove(path)
