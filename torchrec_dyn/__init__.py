@@ -8,6 +8,7 @@ from torchrec_dyn.distributed import (
     DynamicFeatureProcessedEmbeddingBagCollectionSharder,
     ShardedDynamicEmbeddingBagCollection,
     ShardedDynamicEmbeddingCollection,
+    default_sharders,
 )
 from torchrec_dyn.initializers import (
     Constant,
@@ -78,6 +79,7 @@ __all__ = [
     "add_stats_hook",
     "assign_rows",
     "checkpoint",
+    "default_sharders",
     "erase_rows",
     "from_static",
     "log_stats",

@@ -1,6 +1,9 @@
 """Unsharded collections in models that DDP and DistributedModelParallel wrap, in real processes."""
 
 import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,26 +11,45 @@ import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    get_default_sharders,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.feature_processor_ import PositionWeightedModule
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 import torchrec_dyn as dyn
 
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
-NOT_SYNCHRONISED = r"unsharded tables, first 'sparse.0.embedding_bags.t.weight'.*not synchronised"
+PLACEHOLDER = "sparse.0.embedding_bags.t.weight"
+
+
+def pooled(limit: int, device: str = "cpu") -> dyn.DynamicEmbeddingBagCollection:
+    config = EmbeddingBagConfig(limit, 4, "t", feature_names=["f"])
+    return dyn.DynamicEmbeddingBagCollection([config], device=device, fused_params=SGD)
 
 
 class Model(nn.Module):
     """A dense layer over a dynamic collection, deeper than the outermost module."""
 
-    def __init__(self) -> None:
+    def __init__(self, dense: bool = True, device: str = "cpu") -> None:
         super().__init__()
         # A limit so large that a placeholder with storage would be impossible.
-        config = EmbeddingBagConfig(2**40, 4, "t", feature_names=["f"])
-        self.sparse = nn.Sequential(dyn.DynamicEmbeddingBagCollection([config], fused_params=SGD))
-        self.over = nn.Linear(4, 1)
+        self.sparse = nn.Sequential(pooled(2**40, device))
+        self.over = nn.Linear(4, 1) if dense else nn.Identity()
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         return self.over(self.sparse[0](features).values())
@@ -37,28 +59,160 @@ def batch(*ids: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["f"], torch.tensor(ids), lengths=torch.tensor([1, len(ids) - 1]))
 
 
-def train_under_ddp() -> tuple[list[int], torch.Tensor]:
+def dmp(model: nn.Module, **options: Any) -> nn.Module:
+    return DistributedModelParallel(model, device=torch.device("cpu"), **options)
+
+
+def shard_fully(model: nn.Module, **options: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def processed() -> nn.Module:
+    """A collection inside TorchRec's module, for which TorchRec has a sharder of the same type of module."""
+    configs = [
+        EmbeddingBagConfig(num_embeddings=10, embedding_dim=4, name="t", feature_names=["f"])
+    ]
+    collection = dyn.DynamicEmbeddingBagCollection(configs, is_weighted=True)
+    return FeatureProcessedEmbeddingBagCollection(collection, {"f": PositionWeightedModule(4)})
+
+
+def beside_static(model: Model) -> Model:
+    table = EmbeddingBagConfig(num_embeddings=9, embedding_dim=4, name="s", feature_names=["f"])
+    model.static = EmbeddingBagCollection(tables=[table])
+    model.sparse[0] = pooled(limit=100)  # the planner counts placeholders as dense parameters
+    return model
+
+
+def ignoring(model: Model) -> Model:
+    model._ddp_params_and_buffers_to_ignore = ["sparse.0.embedding_bags.t.weight"]
+    return model
+
+
+def sequence() -> nn.Module:
+    configs = [EmbeddingConfig(num_embeddings=10, embedding_dim=4, name="t", feature_names=["f"])]
+    return nn.Sequential(dyn.DynamicEmbeddingCollection(configs))
+
+
+NO_DENSE = {"dense": False}
+META = {"device": "meta"}
+LATER = {"init_data_parallel": False}
+NEVER = {"init_parameters": False, **LATER}
+OURS = [dyn.DynamicEmbeddingBagCollectionSharder()]
+
+WRAPPED: dict[str, Callable[[], nn.Module]] = {
+    "DDP": lambda: DistributedDataParallel(Model()),
+    "DDP, no dense": lambda: DistributedDataParallel(Model(**NO_DENSE)),
+    "DDP, meta": lambda: DistributedDataParallel(Model(**META)),
+    "DDP, ignored": lambda: DistributedDataParallel(ignoring(Model())),
+    "DDP, the collection": lambda: DistributedDataParallel(Model().sparse[0]),
+    "DDP, unpickled": lambda: DistributedDataParallel(pickle.loads(pickle.dumps(Model()))),
+    "DMP": lambda: dmp(Model()),
+    "DMP, no dense": lambda: dmp(Model(**NO_DENSE)),
+    "DMP, meta": lambda: dmp(Model(**META)),
+    "DMP, later": lambda: dmp(Model(), **LATER),
+    "DMP, no dense, later": lambda: dmp(Model(**NO_DENSE), **LATER),
+    "DMP, meta, never": lambda: dmp(Model(**META), **NEVER),
+    "DMP, never": lambda: dmp(Model(), **NEVER),
+    "DMP, TorchRec's sharders": lambda: dmp(Model(), sharders=get_default_sharders()),
+    "DMP, beside static": lambda: dmp(beside_static(Model()), **NEVER),
+    "DMP, sequence": lambda: dmp(sequence(), sharders=OURS),
+    "DMP, not in the plan": lambda: dmp(Model(), sharders=OURS, plan=ShardingPlan({})),
+    "fully_shard": lambda: shard_fully(Model()),
+    "fully_shard, no dense": lambda: shard_fully(Model(**NO_DENSE)),
+    "fully_shard, ignored": lambda: shard_fully(
+        model := Model(), ignored_params=set(model.sparse.parameters())
+    ),
+}
+NAMES = {
+    "DDP": "DistributedDataParallel",
+    "DMP": "DistributedModelParallel",
+    "fully_shard": "fully_shard",
+}
+
+
+def refuse(case: str) -> None:
+    message = (
+        rf"^Dynamic\w+Collection\(tables?=.*'t'.*\): expected a sharded collection under "
+        rf"{NAMES[case.split(',')[0]]} on 2 ranks, got an unsharded one: .* "
+        r"Pass sharders=torchrec_dyn.default_sharders\(\) to DistributedModelParallel, .*\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        WRAPPED[case]()
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+def test_wrapped_for_several_ranks_is_an_error(case: str) -> None:
+    workers.run(refuse, case, world_size=2)
+
+
+def refuse_to_be_static() -> None:
+    message = (
+        r"^DynamicEmbeddingBagCollection\(tables=\['t'\]\): expected a sharder of torchrec_dyn, got "
+        r"TorchRec's, .* Pass sharders=torchrec_dyn.default_sharders\(\) .*\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        dmp(nn.Sequential(processed()))
+    words, sharder = sequence()[0], dyn.DynamicEmbeddingCollectionSharder()
+    by_table = {"t": table_wise(rank=0, compute_kernel="fused")}
+    plan = construct_module_sharding_plan(words, by_table, sharder, 1, 1, "cpu")
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"^DynamicEmbeddingCollection\(.* got TorchRec's"):
+        # As TorchRec's sharder of managed collision calls it.
+        EmbeddingCollectionSharder().shard(words, plan, env, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_made_static_by_torchrecs_sharders_is_an_error(world_size: int) -> None:
+    workers.run(refuse_to_be_static, world_size=world_size)
+
+
+def train_local_copies() -> tuple[list[int], torch.Tensor]:
     rank = dist.get_rank()
     torch.manual_seed(rank)  # DDP copies the dense parts of rank 0 to all ranks
     model = Model()
-    model.over.register_buffer("kept", torch.ones(1))
-    model._ddp_params_and_buffers_to_ignore = ["over.kept"]
-    with pytest.warns(UserWarning, match=NOT_SYNCHRONISED):
-        ddp = DistributedDataParallel(model)
-    assert ddp.parameters_to_ignore == {"over.kept", "sparse.0.embedding_bags.t.weight"}
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    inside = shard_fully(nn.Sequential(nn.Linear(1, 1)))
+    model.over = DistributedDataParallel(model.over)  # brings the weights of rank 0 to all
+    assert next(name for name, _ in model.named_parameters()) == PLACEHOLDER
+    assert model.sparse[0].fused_optimizer.param_groups[0]["lr"] == 0.1
+    optimizer = torch.optim.SGD([*model.parameters(), *inside.parameters()], lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
-        ddp(batch(1, rank + 10, step + 100)).square().sum().backward()
+        inside(model(batch(1, rank + 10, step + 100))).square().sum().backward()
         optimizer.step()
-    return model.sparse[0].table("t").ids().tolist(), model.over.weight.detach()
+    assert f"{PLACEHOLDER[:-6]}ids" in model.state_dict()
+    return model.sparse[0].table("t").ids().tolist(), model.over.module.weight.detach()
 
 
-def test_ddp_keeps_dense_parts_alike_and_says_that_rows_are_not() -> None:
-    (ids_0, weight_0), (ids_1, weight_1) = workers.run(train_under_ddp, world_size=2)
+def test_local_copies_in_a_process_group_are_legal() -> None:
+    (ids_0, weight_0), (ids_1, weight_1) = workers.run(train_local_copies, world_size=2)
     assert torch.equal(weight_0, weight_1)
     assert sorted(ids_0) == [1, 10, 100, 101, 102]
     assert sorted(ids_1) == [1, 11, 100, 101, 102]
+
+
+def train_on_one_rank(wrap: str) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    model.over.register_buffer("kept", torch.ones(1))
+    model._ddp_params_and_buffers_to_ignore = ["over.kept"]
+    twin = copy.deepcopy(model)
+    wrapped = {"DDP": DistributedDataParallel, "fully_shard": shard_fully}[wrap](model)
+    if wrap == "DDP":
+        assert wrapped.parameters_to_ignore == {"over.kept", PLACEHOLDER}
+        wrapped = copy.deepcopy(wrapped)
+    for one in (wrapped, twin):
+        dense = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(3):
+            one(batch(5, 6, 7)).square().sum().backward()
+            dense.step()
+            dense.zero_grad()
+    assert torch.equal(wrapped.eval()(batch(5, 6, 7)), twin.eval()(batch(5, 6, 7)))
+
+
+@pytest.mark.parametrize("wrap", ["DDP", "fully_shard"])
+def test_wrapped_on_one_rank_trains_as_without(wrap: str) -> None:
+    workers.run(train_on_one_rank, wrap, world_size=1)
 
 
 def train_under_dmp() -> None:

@@ -57,6 +57,7 @@ PUBLIC = [
     "add_stats_hook",
     "assign_rows",
     "checkpoint",
+    "default_sharders",
     "erase_rows",
     "from_static",
     "log_stats",

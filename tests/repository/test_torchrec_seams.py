@@ -54,6 +54,7 @@ READ = {
         "_dummy_embs_tensor", "_emb_modules",
     ],
     f"{_PACKAGE}.embedding_lookup.GroupedEmbeddingsLookup": ["_dummy_embs_tensor", "_emb_modules"],
+    f"{_PACKAGE}.model_parallel.DistributedModelParallel": ["_env"],
     f"{_PACKAGE}.embedding.EmbeddingCollectionAwaitable": ["_awaitables_per_sharding"],
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from torchrec_dyn.modules.table_configs import dynamic_config_by_table
 from torchrec_dyn.modules.table_handle import TableHandle
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
+from torchrec_dyn.modules.wrapper_checks import check_not_in_dmp, check_not_made_static
 from torchrec_dyn.table import DynamicTable
 
 
@@ -63,6 +64,8 @@ class UnshardedCollection(FusedOptimizerModule):
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
         """The optimizer of the rows; param_groups[i]["lr"] is their learning rate."""
+        # The constructor of DistributedModelParallel reads it of each collection that was not sharded.
+        check_not_in_dmp(self._where())
         return self.unsharded_lookup.fused_optimizer
 
     def table(self, name: str) -> TableHandle:
@@ -110,6 +113,15 @@ class UnshardedCollection(FusedOptimizerModule):
         """Drops all rows: all ids are unseen again."""
         for table in self.unsharded_lookup.tables:
             table.drop_rows()
+
+    def table_configs(self) -> list[Any]:
+        """Returns the configs of the tables; TorchRec's sharded collections read them in the constructor."""
+        check_not_made_static(self._where(), self)
+        return [table.config for table in self.unsharded_lookup.tables]
+
+    def _where(self) -> str:
+        names = [table.config.name for table in self.unsharded_lookup.tables]
+        return f"{type(self).__name__}(tables={names})"
 
     def _copy_marks(self, other: UnshardedCollection) -> None:
         """Copies optimizer marks and `requires_grad` from the tables of another collection."""

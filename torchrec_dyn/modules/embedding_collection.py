@@ -17,7 +17,6 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules.collection_tables import UnshardedCollection, unsharded_tables
-from torchrec_dyn.modules.data_parallel import teach_ddp_to_skip_placeholders
 from torchrec_dyn.modules.feature_ids import FeatureReader
 from torchrec_dyn.modules.table_configs import checked_configs
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
@@ -52,7 +51,6 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        teach_ddp_to_skip_placeholders()
         where = type(self).__name__
         configs = checked_configs(tables, EmbeddingConfig, where, dynamic)
         widths = {config.name: config.embedding_dim for config in configs}
@@ -102,7 +100,7 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Returns the configs of the tables, in order."""
-        return [table.config for table in self._lookup.tables]
+        return self.table_configs()
 
     def embedding_dim(self) -> int:
         """Returns the number of columns of every table."""

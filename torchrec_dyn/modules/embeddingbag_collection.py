@@ -22,7 +22,6 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules.collection_tables import UnshardedCollection, unsharded_tables
-from torchrec_dyn.modules.data_parallel import teach_ddp_to_skip_placeholders
 from torchrec_dyn.modules.feature_ids import FeatureReader
 from torchrec_dyn.modules.table_configs import checked_configs
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
@@ -56,7 +55,6 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        teach_ddp_to_skip_placeholders()
         where = type(self).__name__
         configs = checked_configs(tables, EmbeddingBagConfig, where, dynamic)
         self._is_weighted = is_weighted
@@ -113,7 +111,7 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Returns the configs of the tables, in order."""
-        return [table.config for table in self._lookup.tables]
+        return self.table_configs()
 
     def is_weighted(self) -> bool:
         """Returns True if bags have weights."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_optimizer
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
+from torchrec_dyn.modules.wrapper_checks import skip_in_ddp, skipped_by_fully_shard
 from torchrec_dyn.state_dict import checked_model_state, empty_model_tensors, model_tensors
 from torchrec_dyn.table import (
     ROW_DTYPES,
@@ -28,6 +29,7 @@ _META = torch.device("meta")
 _NO_CHOICE: list[Any] = []
 
 
+@skipped_by_fully_shard
 class UnshardedTable(nn.Module):
     """Holds the rows of one table in this process, and a placeholder parameter `weight`.
 
@@ -169,6 +171,17 @@ class UnshardedTable(nn.Module):
         self.weight.requires_grad_(weight.requires_grad)
         if hasattr(weight, "_optimizer_classes"):
             self.mark_optimizer(marked._optimizer_classes, marked._optimizer_kwargs)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the table; the constructor of DistributedDataParallel skips its placeholder then.
+
+        Raises:
+            ValueError: if DistributedDataParallel is being built around the table on several ranks.
+        """
+        skip_in_ddp(self.where, f"{prefix}.weight" if prefix else "weight", self.weight)
+        yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> UnshardedTable:
         """Applies a function that initialises modules, and hides the placeholder from it.

@@ -1,0 +1,104 @@
+"""The list of TorchRec's sharders and ours, for models with any mix of static and dynamic tables."""
+
+import torch
+import torch.distributed as dist
+import workers
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import ShardedModule
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+import torchrec_dyn as dyn
+
+SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.25}
+
+
+def bags(name: str) -> list[EmbeddingBagConfig]:
+    return [EmbeddingBagConfig(num_embeddings=50, embedding_dim=4, name=name, feature_names=["f"])]
+
+
+def words(name: str) -> list[EmbeddingConfig]:
+    return [EmbeddingConfig(num_embeddings=50, embedding_dim=4, name=name, feature_names=["f"])]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.static_pooled = EmbeddingBagCollection(tables=bags("a"))
+        self.static_sequence = EmbeddingCollection(tables=words("b"))
+        self.pooled = dyn.DynamicEmbeddingBagCollection(bags("c"))
+        self.sequence = dyn.DynamicEmbeddingCollection(words("d"))
+        self.processed = FeatureProcessedEmbeddingBagCollection(
+            dyn.DynamicEmbeddingBagCollection(bags("e"), is_weighted=True),
+            PositionWeightedModuleCollection({"f": 2}),
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        pooled = [self.static_pooled, self.pooled, self.processed]
+        sequence = [self.static_sequence, self.sequence]
+        summed = sum(one(features).values().sum() for one in pooled)
+        return summed + sum(one(features)["f"].values().sum() for one in sequence)
+
+
+def train(plans: bool) -> None:
+    sharders, plan = dyn.default_sharders(SGD), None
+    model = Model()
+    if plans:
+        topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
+        planner = EmbeddingShardingPlanner(topology=topology)
+        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    model = DistributedModelParallel(
+        model, sharders=sharders, plan=plan, device=torch.device("cpu")
+    )
+    for module in model.module.children():
+        assert isinstance(module, ShardedModule)
+    for group in model.fused_optimizer.param_groups:
+        assert group["lr"] == 0.25
+    ids = torch.tensor([1, 2, 3])
+    model(KeyedJaggedTensor(["f"], ids, lengths=torch.tensor([2, 1]))).backward()
+    for collection in (
+        model.module.pooled,
+        model.module.sequence,
+        model.module.processed.split()[1],
+    ):
+        assert sorted(dyn.read_ids(collection, collection_table(collection)).tolist()) == [1, 2, 3]
+
+
+def collection_table(collection: nn.Module) -> str:
+    (name,) = collection.module_sharding_plan
+    return name
+
+
+def test_static_and_dynamic_tables_train_with_one_list() -> None:
+    workers.run(train, False, world_size=2)
+    workers.run(train, True, world_size=2)
+
+
+def test_has_a_sharder_of_every_type() -> None:
+    types = {sharder.module_type for sharder in dyn.default_sharders()}
+    assert types == {
+        *(sharder.module_type for sharder in get_default_sharders()),
+        dyn.DynamicEmbeddingBagCollection,
+        dyn.DynamicEmbeddingCollection,
+    }
+    assert len(types) == len(dyn.default_sharders())
+
+
+def test_the_given_options_are_copied() -> None:
+    given = dict(SGD)
+    for sharder in dyn.default_sharders(given):
+        if sharder.fused_params:
+            assert sharder.fused_params["learning_rate"] == 0.25
+            sharder.fused_params["learning_rate"] = 9.0
+    assert given == SGD

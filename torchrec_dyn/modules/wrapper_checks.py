@@ -1,0 +1,134 @@
+"""Checks that nothing around an unsharded collection takes it for an ordinary module.
+
+On several ranks, DistributedModelParallel without a sharder, DistributedDataParallel and `fully_shard` would
+let each rank train rows of its own. TorchRec's sharders, which reach a collection inside TorchRec's own
+modules, would make static tables of it. These are errors. On one rank the wrappers work.
+
+No wrapper has a hook for modules inside the model. So the members that their constructors read look up the
+call stack; every other caller gets what it gets from any module (docs/decisions/0025).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+
+def _code(function: Callable[..., Any]) -> CodeType:
+    return inspect.unwrap(function).__code__
+
+
+_DDP = _code(DistributedDataParallel.__init__)
+_DMP = _code(DistributedModelParallel.__init__)
+_FULLY_SHARD = _code(fully_shard)
+_STATIC = (
+    _code(ShardedEmbeddingBagCollection.__init__),
+    _code(ShardedEmbeddingCollection.__init__),
+)
+_WHAT_TO_DO = (
+    "Pass sharders=torchrec_dyn.default_sharders() to DistributedModelParallel, and the same sharders to "
+    "the planner if you call it"
+)
+
+
+def check_not_in_dmp(where: str) -> None:
+    """Checks that no DistributedModelParallel of several ranks is being built around the caller.
+
+    Args:
+        where: the unsharded collection, for the message.
+
+    Raises:
+        ValueError: if one is.
+    """
+    dmp = _local("self", _DMP)
+    if dmp is not None and dmp._env.process_group is not None:
+        _check_one_rank(where, "DistributedModelParallel", dmp._env.process_group.size())
+
+
+def check_not_made_static(where: str, collection: nn.Module) -> None:
+    """Checks that no static sharded collection of TorchRec's is being built of an unsharded collection.
+
+    Args:
+        where: the unsharded collection, for the message.
+        collection: the collection.
+
+    Raises:
+        ValueError: if one is.
+    """
+    if _local("module", *_STATIC) is collection:
+        raise ValueError(
+            f"{where}: expected a sharder of torchrec_dyn, got TorchRec's, which makes static tables. "
+            f"{_WHAT_TO_DO}. A managed-collision module cannot contain dynamic tables."
+        )
+
+
+def skip_in_ddp(where: str, name: str, placeholder: nn.Parameter) -> None:
+    """Makes the DistributedDataParallel that is being built around the caller, if any, skip a placeholder.
+
+    Args:
+        where: the unsharded table, for the message.
+        name: the placeholder's name in the wrapped model.
+        placeholder: the parameter.
+
+    Raises:
+        ValueError: if DistributedDataParallel has several ranks.
+    """
+    ddp = _local("self", _DDP)
+    if ddp is not None:
+        _check_one_rank(where, "DistributedDataParallel", ddp.process_group.size())
+        # DDP compares this set with each name that the traversal yields, so the name is added in time.
+        ddp.parameters_to_ignore.add(name)
+        placeholder._ddp_ignored = True  # type: ignore[attr-defined]  # read in mixed precision
+
+
+def skipped_by_fully_shard(kind: type[nn.Module]) -> type[nn.Module]:
+    """Makes `fully_shard` skip modules of a class on one rank; on several ranks it raises ValueError.
+
+    `fully_shard` asks each module for its registry of composable APIs, and skips modules with "replicate".
+
+    Args:
+        kind: a class of modules with an attribute `where`, for the message.
+
+    Returns:
+        `kind`, for use as a decorator.
+    """
+
+    def registry(self: Any) -> dict[str, None] | None:
+        mesh = _local("mesh", _FULLY_SHARD)
+        if mesh is None:
+            return None
+        _check_one_rank(self.where, "fully_shard", mesh.size())
+        return {"replicate": None}
+
+    setattr(kind, REGISTRY_KEY, property(registry))
+    return kind
+
+
+def _local(name: str, *codes: CodeType) -> Any:
+    """Returns a local variable of the innermost running call of some functions; None if none is running."""
+    # Without a process group nothing is wrapped, and traversals of a model keep their speed.
+    frame = sys._getframe(1) if dist.is_initialized() else None
+    wanted = {id(code) for code in codes}  # code objects are compared field by field
+    while frame is not None and id(frame.f_code) not in wanted:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals[name]
+
+
+def _check_one_rank(where: str, wrapper: str, world_size: int) -> None:
+    if world_size > 1:
+        raise ValueError(
+            f"{where}: expected a sharded collection under {wrapper} on {world_size} ranks, got an "
+            f"unsharded one: each rank would train rows of its own. {_WHAT_TO_DO}."
+        )
