@@ -96,7 +96,7 @@ clean:
 	rm -rf build dist *.egg-info torchrec_dyn/*.so $(VENV)/extension.stamp
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 10) or sys.exit(f"make: expected Python >= 3.10, got {v}. Name another one with make PYTHON=...")'
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or sys.exit(f"make: expected Python >= 3.11, which the pinned tools need, got {v}. Name another one with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
 # torch first and alone: the others name it without a version and would choose their own.
