@@ -197,8 +197,8 @@ def train_on_one_rank(wrap: str) -> None:
     model.over.register_buffer("kept", torch.ones(1))
     model._ddp_params_and_buffers_to_ignore = ["over.kept"]
     twin = copy.deepcopy(model)
-    wrapped = {"DDP": DistributedDataParallel, "fully_shard": shard_fully}[wrap](model)
-    if wrap == "DDP":
+    wrapped = ON_ONE_RANK[wrap](model)
+    if isinstance(wrapped, DistributedDataParallel):
         assert wrapped.parameters_to_ignore == {"over.kept", PLACEHOLDER}
         wrapped = copy.deepcopy(wrapped)
     for one in (wrapped, twin):
@@ -210,7 +210,20 @@ def train_on_one_rank(wrap: str) -> None:
     assert torch.equal(wrapped.eval()(batch(5, 6, 7)), twin.eval()(batch(5, 6, 7)))
 
 
-@pytest.mark.parametrize("wrap", ["DDP", "fully_shard"])
+def ddp_over_a_part_of_a_mesh(model: nn.Module) -> nn.Module:
+    """With such a mesh the constructor walks the model before it has a list of names to skip."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    return DistributedDataParallel(model, device_mesh=mesh["data"])
+
+
+ON_ONE_RANK: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP": DistributedDataParallel,
+    "DDP, mesh": ddp_over_a_part_of_a_mesh,
+    "fully_shard": shard_fully,
+}
+
+
+@pytest.mark.parametrize("wrap", ON_ONE_RANK)
 def test_wrapped_on_one_rank_trains_as_without(wrap: str) -> None:
     workers.run(train_on_one_rank, wrap, world_size=1)
 
@@ -239,3 +252,17 @@ def train_under_dmp() -> None:
 
 def test_dmp_without_a_sharder_leaves_the_collection_as_it_is() -> None:
     workers.run(train_under_dmp, world_size=1)
+
+
+def count_parameters_compiled() -> int:
+    model = Model()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def count(zero: torch.Tensor) -> torch.Tensor:
+        return zero + len(list(model.parameters()))
+
+    return int(count(torch.zeros(())))
+
+
+def test_a_compiler_traces_a_walk_of_the_parameters() -> None:
+    assert workers.run(count_parameters_compiled, world_size=1) == [3]

@@ -13,9 +13,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
@@ -88,8 +89,10 @@ def skip_in_ddp(where: str, name: str, placeholder: nn.Parameter) -> None:
     ddp = _local("self", _DDP)
     if ddp is not None:
         _check_one_rank(where, "DistributedDataParallel", ddp.process_group.size())
-        # DDP compares this set with each name that the traversal yields, so the name is added in time.
-        ddp.parameters_to_ignore.add(name)
+        # DDP compares this set with each name that the traversal yields, so the name is added in time. With a
+        # mesh DDP traverses the model once before it makes the set.
+        if hasattr(ddp, "parameters_to_ignore"):
+            ddp.parameters_to_ignore.add(name)
         placeholder._ddp_ignored = True  # type: ignore[attr-defined]  # read in mixed precision
 
 
@@ -118,17 +121,20 @@ def skipped_by_fully_shard(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _local(name: str, *codes: CodeType) -> Any:
     """Returns a local variable of the innermost running call of some functions; None if none is running."""
-    # Without a process group nothing is wrapped, and traversals of a model keep their speed.
-    frame = sys._getframe(1) if dist.is_initialized() else None
+    # Without a process group nothing is wrapped, and traversals of a model keep their speed. A compiler
+    # traces no constructor of a wrapper, and cannot trace frames.
+    if torch.compiler.is_compiling() or not dist.is_initialized():
+        return None
+    frame: FrameType | None = sys._getframe(1)
     wanted = {id(code) for code in codes}  # code objects are compared field by field
     while frame is not None and id(frame.f_code) not in wanted:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals[name]
+    return None if frame is None else frame.f_locals.get(name)
 
 
 def _check_one_rank(where: str, wrapper: str, world_size: int) -> None:
     if world_size > 1:
         raise ValueError(
             f"{where}: expected a sharded collection under {wrapper} on {world_size} ranks, got an "
-            f"unsharded one: each rank would train rows of its own. {_WHAT_TO_DO}."
+            f"unsharded one: each rank would have rows of its own, not synchronized. {_WHAT_TO_DO}."
         )
