@@ -47,15 +47,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reasons = {}
     if not _has_cuda_kernels():
         reasons["needs_cuda"] = "no CUDA device, or no CUDA kernels in torchrec_dyn._C"
+    chosen = list(items)
     if config.getoption("--deep"):
-        items[:] = [
+        chosen = [
             item
             for item in items
             if item.get_closest_marker("deep") or item.get_closest_marker("hypothesis")
         ]
     else:
         reasons["deep"] = "a soak: make test-deep"
-    items[:] = part_of(items, config.getoption("--shard"))
+    chosen = part_of(chosen, config.getoption("--shard"))
+    if left_out := set(items) - set(chosen):
+        config.hook.pytest_deselected(items=left_out)
+    items[:] = chosen
     for item in items:
         for mark, reason in reasons.items():
             if item.get_closest_marker(mark):

@@ -13,6 +13,7 @@ import pytest
 from example_criteo_files import EXAMPLES
 from forked import run_script
 
+import drifting_ids  # isort: skip
 from drifting_ids import SIZES, parse_options  # isort: skip
 from parts.drifting_report import runs_as_text, summarize  # isort: skip
 from parts.drifting_stream import SEEN_ONCE, DriftingStream  # isort: skip
@@ -112,6 +113,15 @@ def test_two_processes_with_whole_tables_see_the_same(tmp_path, runs):
         for look, other in zip(mine, theirs, strict=True):
             assert look.pop("loss") == pytest.approx(other["loss"], abs=1e-3)
             assert look == {key: value for key, value in other.items() if key != "loss"}
+
+
+def test_several_processes_are_started_by_torchrun(monkeypatch):
+    asked = []
+    monkeypatch.setattr(drifting_ids, "start_processes", lambda *given: asked.append(given) or 3)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", [SCRIPT, "--quick", "--world-size", "2"])
+    assert drifting_ids.main() == 3
+    assert asked == [(SCRIPT, ["--quick", "--world-size", "2"], 2)]
 
 
 def test_without_matplotlib_the_error_says_what_to_do(monkeypatch, capsys, tmp_path):

@@ -3,7 +3,8 @@
 The processes are forked from a server that has imported torch, TorchRec and torchrec_dyn; a new interpreter
 would take 2.5 s for these imports. Each process has the environment that torchrun sets (RANK, WORLD_SIZE,
 MASTER_PORT, ...). Its output is written to files, so tests read it as a user sees it. As under torchrun, a
-rank that fails ends the other ranks.
+rank that fails ends the other ranks. Unlike there, the interpreter is not shut down: what happens at exit is
+tested by runs under the real torchrun (tests/repository/test_docs.py, test_example_train.py).
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing.connection
 import multiprocessing.context
+import multiprocessing.process
 import os
 import runpy
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_GRACE = 3.0  # seconds for the other ranks to end by themselves after a rank has failed
+_GRACE = 10.0  # seconds for the other ranks to end by themselves after a rank has failed
 
 
 class Ended(NamedTuple):
@@ -32,7 +35,10 @@ class Ended(NamedTuple):
 
 
 def forkserver() -> multiprocessing.context.ForkServerContext:
-    """Returns the context of this process's only server. The first caller that starts it sets its imports."""
+    """Returns the context of this process's only server.
+
+    The first process starts it; later processes have the imports and the environment of that moment.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["torch", "torchrec", "torchrec.distributed", "torchrec_dyn", "pytest", "hypothesis"]
@@ -64,15 +70,23 @@ def run_ranks(
             )
             for rank in range(ranks)
         ]
-        for process in processes:
-            process.start()
-        _wait(processes, time_limit)
-        for process in processes:
-            process.kill()
-            process.join()
-        shown, errors = (
-            "".join(Path(folder, f"{name}_{rank}").read_text() for rank in range(ranks))
+        files = {
+            name: [Path(folder, f"{name}_{rank}") for rank in range(ranks)]
             for name in ("stdout", "stderr")
+        }
+        for file in [*files["stdout"], *files["stderr"]]:
+            file.touch()
+        try:
+            for process in processes:
+                process.start()
+            _wait(processes, time_limit)
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+        shown, errors = (
+            "".join(file.read_text(errors="replace") for file in files[name]) for name in files
         )
     return Ended([process.exitcode for process in processes], shown, errors)
 
@@ -84,7 +98,7 @@ def run_script(script: Path | str, *arguments: str, ranks: int = 1, **options: A
 
 def _wait(processes: list[Any], time_limit: float) -> None:
     """Waits until all processes have ended or the time is up; after a failure only `_GRACE` seconds."""
-    deadline = time.monotonic() + time_limit + 1.0
+    deadline = time.monotonic() + time_limit + _GRACE  # a rank ends itself first, with its stack
     running = {process.sentinel: process for process in processes}
     while running and (left := deadline - time.monotonic()) > 0:
         for sentinel in multiprocessing.connection.wait(list(running), left):
@@ -101,6 +115,7 @@ def _run_rank(
     folder: str,
     time_limit: float,
 ) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(f"{folder}/{name}_{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
@@ -115,6 +130,7 @@ def _run_rank(
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_RUN_ID="tests",
         OMP_NUM_THREADS="1",
         GLOO_SOCKET_IFNAME="lo",
     )
@@ -123,6 +139,14 @@ def _run_rank(
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(time_limit, exit=True, file=sys.stderr)
     function(*args)
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the process of the tests has ended, killed ones too."""
+    parent = multiprocessing.process.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run_script(script: str, arguments: tuple[str, ...]) -> None:

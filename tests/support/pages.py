@@ -17,7 +17,8 @@ from pathlib import Path
 
 from forked import run_ranks
 
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+# (word behind the fence, text). Directives of MyST are blocks too: else the end of one would open a block.
+BLOCK = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.M | re.S)
 
 
 def python_blocks(text: str) -> list[tuple[int, str]]:
@@ -53,5 +54,6 @@ def run_rank(page: Path, folder: str) -> None:
         # With empty lines before the code, a traceback names the line of the page.
         exec(compile("\n" * line + code, str(page), "exec"), main.__dict__)
     assert not dist.is_initialized(), "expected destroy_process_group() at the end of the page"
+    # In torch 2.13 a gloo thread that drops its last tensor while the process ends aborts the process.
     main.__dict__.clear()
     gc.collect()

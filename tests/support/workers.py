@@ -19,7 +19,6 @@ group initialized, and the results are returned in a list by rank:
 - A function that expects an error catches it itself (`pytest.raises` works there). If other
   ranks then wait in a collective, set `group_timeout`: it starts a separate pool for this
   call, whose collectives time out after this number of seconds.
-- Warnings are errors in the workers as in the tests, except warnings of other libraries.
 """
 
 from __future__ import annotations
