@@ -191,6 +191,16 @@ def test_local_copies_in_a_process_group_are_legal() -> None:
     assert sorted(ids_1) == [1, 11, 100, 101, 102]
 
 
+def assert_trains_alike(wrapped: nn.Module, twin: nn.Module) -> None:
+    for one in (wrapped, twin):
+        dense = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(3):
+            one(batch(5, 6, 7)).square().sum().backward()
+            dense.step()
+            dense.zero_grad()
+    assert torch.equal(wrapped.eval()(batch(5, 6, 7)), twin.eval()(batch(5, 6, 7)))
+
+
 def train_on_one_rank(wrap: str) -> None:
     torch.manual_seed(0)
     model = Model()
@@ -201,13 +211,7 @@ def train_on_one_rank(wrap: str) -> None:
     if isinstance(wrapped, DistributedDataParallel):
         assert wrapped.parameters_to_ignore == {"over.kept", PLACEHOLDER}
         wrapped = copy.deepcopy(wrapped)
-    for one in (wrapped, twin):
-        dense = torch.optim.SGD(one.parameters(), lr=0.1)
-        for _ in range(3):
-            one(batch(5, 6, 7)).square().sum().backward()
-            dense.step()
-            dense.zero_grad()
-    assert torch.equal(wrapped.eval()(batch(5, 6, 7)), twin.eval()(batch(5, 6, 7)))
+    assert_trains_alike(wrapped, twin)
 
 
 def ddp_over_a_part_of_a_mesh(model: nn.Module) -> nn.Module:
@@ -238,13 +242,7 @@ def train_under_dmp() -> None:
     )
     placeholder = model.sparse[0].embedding_bags["t"].weight
     assert placeholder.is_meta and placeholder.shape == (2**40, 4)
-    for one in (dmp, twin):
-        dense = torch.optim.SGD(one.parameters(), lr=0.1)
-        for _ in range(3):
-            one(batch(5, 6, 7)).square().sum().backward()
-            dense.step()
-            dense.zero_grad()
-    assert torch.equal(dmp.eval()(batch(5, 6, 7)), twin.eval()(batch(5, 6, 7)))
+    assert_trains_alike(dmp, twin)
     (group,) = dmp.fused_optimizer.param_groups
     assert group["lr"] == 0.1
     assert "sparse.0.embedding_bags.t.weight" in dmp.fused_optimizer.params

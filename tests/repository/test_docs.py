@@ -4,15 +4,13 @@ The build of the site (make docs) checks links between pages of docs/ and names 
 """
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import docs_site
 import pages
 import pytest
+from another_process import run_program
 
 import torchrec_dyn
 from torchrec_dyn import checkpoint, planner, serving
@@ -67,15 +65,8 @@ def test_readme_code_runs_as_the_readme_says(tmp_path):
     assert "`.venv/bin/torchrun --nproc-per-node 2 first.py`" in (ROOT / "README.md").read_text()
     ((_, code),) = pages.python_blocks((ROOT / "README.md").read_text())
     (tmp_path / "first.py").write_text(code)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, "first.py"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = run_program(*torchrun, "first.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("tensor([") == 2
 

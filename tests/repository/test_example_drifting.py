@@ -2,14 +2,13 @@
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from collections import Counter
 
 import numpy as np
 import pytest
+from another_process import run_program
 from example_criteo_files import EXAMPLES
 from forked import run_script
 
@@ -19,7 +18,6 @@ from parts.drifting_report import runs_as_text, summarize  # isort: skip
 from parts.drifting_stream import SEEN_ONCE, DriftingStream  # isort: skip
 
 SCRIPT = str(EXAMPLES / "drifting_ids.py")
-TIME_LIMIT = 240  # seconds; a run takes about 10 on an idle core
 LIMIT = SIZES["limit"][1]  # with --quick
 FOREVER, RECENT, ADMITTED, EXPIRED = range(4)  # the runs, in order
 
@@ -27,16 +25,7 @@ FOREVER, RECENT, ADMITTED, EXPIRED = range(4)  # the runs, in order
 def run(folder, *arguments):
     """Runs the script as a user would."""
     out = folder / "looks.json"
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
-    }
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--quick", "--json", str(out), *arguments],
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT,
-    )
+    done = run_program(SCRIPT, "--quick", "--json", out, *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text()), done.stdout + done.stderr
 

@@ -2,33 +2,16 @@
 
 import gzip
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
+from another_process import run_program
 from example_criteo_files import EXAMPLES, learnable_lines, write
 from forked import run_script
 
 from parts.options import parse_options  # isort: skip
 
 SCRIPT = str(EXAMPLES / "train_dlrm.py")
-TIME_LIMIT = 240  # seconds; a run takes about 15 on two idle cores
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the script as a user would: it starts torchrun, which starts the ranks."""
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
-    }
-    return subprocess.run(
-        [sys.executable, SCRIPT, *arguments],
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT,
-    )
 
 
 def train(tmp_path, *arguments: str, ranks: int) -> tuple[dict, str]:
@@ -46,7 +29,7 @@ SMALL = ["--steps", "40", "--batch-size", "256", "--held-out", "8192", "--seed",
 def mixed(tmp_path_factory):
     """The default plan on the made-up stream, small, as a user starts it."""
     out = tmp_path_factory.mktemp("mixed") / "results.json"
-    done = run("--json", str(out), *SMALL)
+    done = run_program(SCRIPT, "--json", str(out), *SMALL)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text()), done.stdout + done.stderr
 
@@ -108,7 +91,7 @@ def test_a_bad_line_ends_all_ranks_with_its_number_and_no_stack_trace(tmp_path):
     lines = learnable_lines(400)
     lines[210] = lines[210][:-3] + "xyz"
     path = write(tmp_path / "log", lines)
-    done = run("--data", str(path), "--batch-size", "16")
+    done = run_program(SCRIPT, "--data", str(path), "--batch-size", "16")
     assert done.returncode == 1
     message = f"{path}, line 211: C26: expected 1 to 16 hexadecimal digits"
     assert (done.stdout + done.stderr).count(message) == 1

@@ -67,7 +67,7 @@ def replace_tables(setup: Setup, folder: str, which: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `save_tables` saves."""
+    """Returns the tables that `save_tables` saves."""
     folder = tmp_path_factory.mktemp("saved")
     run_on(SETUP, save_tables, str(folder))
     return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.connection
 import multiprocessing.process
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,27 @@ from forked import forkserver
 def environment(**more: str) -> dict[str, str]:
     """Returns the environment of a process that can import what this process can, tests included."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **more}
+
+
+def run_program(
+    *arguments: object, time_limit: float = 240.0, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python arguments...` as a user would, outside torchrun, on one thread a process.
+
+    Args:
+        *arguments: arguments of Python.
+        time_limit: seconds.
+        **options: further options of subprocess.run.
+    """
+    outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=outside | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=time_limit,
+        **options,
+    )
 
 
 def start(function: Callable[..., Any], *args: Any) -> multiprocessing.process.BaseProcess:
