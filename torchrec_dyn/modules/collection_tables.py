@@ -114,7 +114,7 @@ class UnshardedCollection(FusedOptimizerModule):
         for table in self.unsharded_lookup.tables:
             table.drop_rows()
 
-    def _table_configs(self) -> list[Any]:
+    def table_configs(self) -> list[Any]:
         """Returns the configs of the tables; TorchRec's sharded collections read them in the constructor."""
         check_not_made_static(self._where(), self)
         return [table.config for table in self.unsharded_lookup.tables]

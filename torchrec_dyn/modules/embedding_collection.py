@@ -100,7 +100,7 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Returns the configs of the tables, in order."""
-        return self._table_configs()
+        return self.table_configs()
 
     def embedding_dim(self) -> int:
         """Returns the number of columns of every table."""

@@ -111,7 +111,7 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Returns the configs of the tables, in order."""
-        return self._table_configs()
+        return self.table_configs()
 
     def is_weighted(self) -> bool:
         """Returns True if bags have weights."""
