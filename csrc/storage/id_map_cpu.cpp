@@ -20,6 +20,7 @@ namespace torchrec_dyn {
 namespace {
 
 constexpr int64_t kGrain = 2048;
+constexpr int64_t kFillGrain = 1 << 14;
 
 TORCHREC_DYN_SIMD void mix_range(const uint64_t* in, uint64_t* out, int64_t begin, int64_t end) noexcept {
   for (int64_t i = begin; i < end; ++i) out[i] = mix64(in[i]);
@@ -182,10 +183,14 @@ void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_ro
   const int64_t* fresh_row = const_data<int64_t>(new_rows);
   int64_t* row = mutable_data<int64_t>(rows);
   SeparateMemory().writes(rows).reads(new_index).reads(new_rows).check("fill_new_");
-  bool inside = true;
-  for (int64_t i = 0; i < rows.numel(); ++i) inside &= index[i] < fresh;
-  STD_TORCH_CHECK(inside, "fill_new_: expected new_index < ", fresh, ", got a larger one.");
-  for_each_range(rows.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
+  std::atomic<bool> outside{false};
+  for_each_range(rows.numel(), kFillGrain, [&](int64_t begin, int64_t end) {
+    bool inside = true;
+    for (int64_t i = begin; i < end; ++i) inside &= index[i] < fresh;
+    if (!inside) outside = true;
+  });
+  STD_TORCH_CHECK(!outside, "fill_new_: expected new_index < ", fresh, ", got a larger one.");
+  for_each_range(rows.numel(), kFillGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       if (index[i] >= 0) row[i] = fresh_row[index[i]];
   });
