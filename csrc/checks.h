@@ -49,7 +49,8 @@ inline void check_memory(const char* op, const char* name, const Tensor& tensor)
   if (elements == 0) return;
   const auto size = static_cast<int64_t>(tensor.element_size());
   int64_t bytes = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  STD_TORCH_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes) == AOTI_TORCH_SUCCESS, op, ": expected ", name,
+                  " with a storage, got none. Pass a dense tensor.");
   STD_TORCH_CHECK(bytes / size - tensor.storage_offset() >= elements, op, ": expected ", name,
                   " in a storage that holds its ", elements, " elements, got a storage of ", bytes,
                   " bytes. Do not resize the storage of a tensor.");
