@@ -1,6 +1,7 @@
 """The wheel that is built here installs and works where there is no compiler."""
 
 import email
+import json
 import os
 import re
 import shutil
@@ -60,6 +61,11 @@ def test_one_wheel_serves_every_python_from_3_10(wheel: Path, tmp_path: Path):
     wanted = run("nm", "--dynamic", "--undefined-only", library)
     assert "torch_library_impl" in wanted  # torch's stable ABI is used,
     assert not re.search(r"_ZNK?(2at|3c10|5torch)", wanted)  # and nothing beside it
+
+
+def test_wheel_runs_on_other_linux_systems(wheel: Path):
+    told = json.loads(run(sys.executable, "-m", "auditwheel", "show", "--json", wheel))
+    assert told["sym_tag"].startswith("manylinux_2_"), told  # the name that `make wheel` gives it
 
 
 def test_wheel_holds_exactly_the_package(wheel: Path):
