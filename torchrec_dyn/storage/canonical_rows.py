@@ -169,7 +169,8 @@ class _KeptWindows:
 
     def windows_of(self, id_map: IdMap, stamp: Any) -> list[_Window]:
         with self._lock:
-            return [window for owner, at, window in self._kept if owner is id_map and at == stamp]
+            kept = list(self._kept)
+        return [window for owner, at, window in kept if owner is id_map and at == stamp]
 
     def keep(self, id_map: IdMap, stamp: Any, window: _Window) -> None:
         with self._lock:
