@@ -89,8 +89,8 @@ def _line(
     streams: dict[str, Stream],
     trainers: dict[str, Callable[[], float]],
 ) -> dict[str, Any]:
-    # Managed collision: one eviction per round. Otherwise: rounds of some tenths of a second.
-    steps = MCH_INTERVAL if other == "managed" else 4
+    # Managed collision: one eviction per round, so rounds are long. Otherwise some tenths of a second.
+    steps, rounds = (MCH_INTERVAL, min(rounds, 3)) if other == "managed" else (4, rounds)
     losses: dict[str, list[float]] = {name: [] for name in streams}
     processor: dict[str, list[float]] = {name: [] for name in streams}
 
@@ -105,7 +105,7 @@ def _line(
 
         return turn
 
-    seconds = measure({name: in_turn(name) for name in streams}, rounds)
+    seconds = measure({name: in_turn(name) for name in streams}, rounds, warm_up=1)
     # Equal losses prove that both sides did the same work; otherwise the times cannot be compared.
     torch.testing.assert_close(
         torch.tensor(losses["dynamic"]), torch.tensor(losses[other]), rtol=1e-3, atol=1e-4

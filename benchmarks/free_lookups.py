@@ -37,19 +37,18 @@ class FreeKernel(nn.Module):
     def __init__(self, config: GroupedEmbeddingConfig, value: float) -> None:
         super().__init__()
         self.config = config
+        self._is_sequence = config.pooling == PoolingType.NONE
+        widths = config.embedding_dims()
+        self._width = widths[0] if self._is_sequence else sum(widths)
         self._value = value
         self._anchor = torch.zeros((), requires_grad=True)
         self._rows = torch.empty(0, 0)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """Returns [B, D of all features] for bags, [N, D] for sequences."""
-        widths = self.config.embedding_dims()
-        if self.config.pooling == PoolingType.NONE:
-            count, width = features.values().numel(), widths[0]
-        else:
-            count, width = features.stride(), sum(widths)
+        count = features.values().numel() if self._is_sequence else features.stride()
         if len(self._rows) < count:
-            self._rows = torch.full((count, width), self._value)
+            self._rows = torch.full((count, self._width), self._value)
         output: Tensor = _Constant.apply(self._anchor, self._rows[:count])
         return output
 

@@ -209,6 +209,18 @@ def test_streams_of_a_full_table_bring_what_they_promise(number):
     assert evictions >= 4
 
 
+def test_training_is_measured_as_the_summary_asks(tmp_path):
+    import summary
+
+    name = "train-sequence-zipf1.05"
+    rows = run("bench_train", tmp_path, "--full", "--world", "1", "--only", name)["rows"]
+    goals = [goal for goal in summary._train_goals() if summary.seen_of(goal, {"train": rows})]
+    assert [goal.where["workload"] for goal in goals] == [name]
+    (row,) = rows
+    assert row["ratio"] > 0
+    assert {*row["ns_per_step"]} == {"dynamic", "static", "floor"}
+
+
 @pytest.mark.parametrize("pooled", [True, False])
 def test_lookups_of_the_floor_have_the_shapes_of_real_ones_and_end_backward(pooled):
     from free_lookups import make_lookups_free
