@@ -12,8 +12,8 @@ namespace torchrec_dyn {
 
 // 1 <= ranks <= 2^20. No division: it takes as long as all the rest.
 //
-// B * S is at most S less than 2^64, so mixed * S / 2^64 is less than S / B < 1 below mixed / B. Rounded down, it is the
-// quotient or one less. The last mixed ids have the quotient S; of these B * S + d has the owner d < S.
+// B * S is at most S less than 2^64, so mixed * S / 2^64 is less than S / B < 1 below mixed / B. Rounded down, it is
+// the quotient or one less. The last mixed ids have the quotient S; of these B * S + d has the owner d < S.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE uint64_t owner_of(uint64_t mixed, uint64_t ranks, uint64_t ids_per_rank) {
   const uint64_t low = ((mixed & 0xFFFFFFFFu) * ranks) >> 32;
   const uint64_t guess = ((mixed >> 32) * ranks + low) >> 32;
