@@ -141,10 +141,15 @@ def counts(workload: Workload) -> list[int]:
     return [workload.batch * workload.bag] * workload.tables
 
 
-# bench_train.py, end to end: `batch` is the batch of one rank.
-TRAIN = (
-    Workload("train-onehot", tables=26, rows=100_000, batch=2048, bag=1, zipf=1.05),
-    Workload("train-10hot", batch=2048),
+# bench_train.py, end to end: `batch` is the batch of one rank. Workloads of equal tables share their models.
+TRAIN = tuple(
+    replace(one, name=f"{one.name}-{'zipf1.05' if zipf else 'uniform'}", zipf=zipf)
+    for one in (
+        Workload("train-10hot", batch=2048),
+        Workload("train-onehot", tables=26, rows=100_000, batch=2048, bag=1),
+        Workload("train-sequence", tables=4, batch=512, bag=50, pooled=False),
+    )
+    for zipf in (0.0, 1.05)
 )
 
 # bench_serving.py: examples per request, and rows of the table that two processes share.

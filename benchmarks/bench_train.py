@@ -1,10 +1,11 @@
 """Training end to end against TorchRec: DistributedModelParallel, TrainPipelineSparseDist, gloo ranks.
 
-    python benchmarks/bench_train.py [--rounds 7] [--world 2 1] [--only train-10hot] [--plans row_wise]
+    python benchmarks/bench_train.py [--full] [--world 2 1] [--plans row_wise] [--only train-10hot-uniform]
 
 Dynamic tables get raw 64-bit ids, all of which have rows. Static tables get row numbers. Managed collision
-(MCH) gets the raw ids and has admitted all of them. The two models of one line exist at the same time and
-take turns. Wall time: the slowest rank. CPU time: sum over ranks.
+(MCH) gets the raw ids and has admitted all of them. The floor is the static side with lookups of no cost, so
+a step minus the floor is the time of the tables. The models of one line exist at the same time and take
+turns. Wall time: the slowest rank. CPU time: sum over ranks.
 """
 
 from __future__ import annotations
@@ -17,68 +18,94 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from axes import TRAIN, Workload, tiny
-from interleaved import finish, measure, options, ratio, summary
+from interleaved import finish, measure, options, quartiles, ratio, summary
 from torch import multiprocessing
-from train_sides import (
-    MCH_INTERVAL,
-    PLANS,
-    Head,
-    clicks,
-    sharded,
-    show_all_ids,
-    trainer,
-)
+from train_sides import MCH_INTERVAL, PLANS, Stream, clicks, sharded, trainer
 
 HEADING = (
-    f"{'workload':13} {'ranks':>5} {'plan':12} {'against':8} {'ours ms':>8} {'other ms':>8} "
-    f"{'dense':>6}  {'ratio [quartiles]':22} of CPU time"
+    f"{'workload':23} {'ranks':>5} {'plan':12} {'other':8} {'ours ms':>8} {'other ms':>8} {'floor ms':>8}  "
+    f"{'other / ours':18} {'above the floor':18} CPU"
 )
+# Without --full: ranks and plans of these workloads, and no others.
+SHORT = {
+    "train-10hot": [(2, "row_wise")],
+    "train-onehot": [(2, "row_wise"), (2, "column_wise"), (1, "table_wise")],
+    "train-sequence": [(2, "row_wise")],
+}
 
 
-def dense_part(workload: Workload) -> Callable[[], None]:
-    """Returns a function that runs the head alone, forward and backward."""
-    head = Head(workload.tables * workload.dim)
-    pooled = torch.rand(workload.batch, workload.tables * workload.dim, requires_grad=True)
-    labels = torch.zeros(workload.batch)
-
-    def run() -> None:
-        pooled.grad = None
-        head(pooled, labels).backward()
-
-    return run
+def families(workloads: Sequence[Workload]) -> list[list[Workload]]:
+    """Returns the workloads, those of equal tables together."""
+    found: dict[Workload, list[Workload]] = {}
+    for workload in workloads:
+        found.setdefault(replace(workload, name="", zipf=0.0), []).append(workload)
+    return list(found.values())
 
 
-def duel(workload: Workload, plan: str, other: str, rounds: int) -> dict[str, Any]:
-    """Trains the dynamic side and the side `other` in turn; returns one line of the table. Collective."""
-    # Managed collision: one eviction per round. Otherwise: rounds of some tenths of a second.
-    steps = MCH_INTERVAL if other == "managed" or workload.bag == 1 else 4
-    losses: dict[str, list[float]] = {}
-    processor: dict[str, list[float]] = {}
+def above_floor(
+    seconds: dict[str, list[float]], side: str, other: str
+) -> tuple[float, float, float]:
+    """Returns the time of the tables of a side / that of another side, and its quartiles.
+
+    Differences are taken round by round; the quartiles are those of `side`.
+    """
+    above = {
+        name: [time - floor for time, floor in zip(seconds[name], seconds["floor"], strict=True)]
+        for name in (side, other)
+    }
+    whole = quartiles(above[other])[0]
+    median, low, high = (time / whole for time in quartiles(above[side]))
+    return median, low, high
+
+
+def contest(
+    workloads: Sequence[Workload], plan: str, other: str, rounds: int
+) -> Iterator[dict[str, Any]]:
+    """Trains the dynamic side, the side `other` and the floor in turn; yields the lines of the table.
+
+    Collective. The workloads have equal tables, so one model of each side is enough.
+    """
+    names = ("dynamic", other, "floor")
+    models = {name: sharded(name, workloads[0], plan) for name in names}
+    streams = {name: Stream() for name in names}
+    trainers = {name: trainer(models[name], streams[name]) for name in names}
+    for workload in workloads:
+        yield _line(workload, plan, other, rounds, streams, trainers)
+
+
+def _line(
+    workload: Workload,
+    plan: str,
+    other: str,
+    rounds: int,
+    streams: dict[str, Stream],
+    trainers: dict[str, Callable[[], float]],
+) -> dict[str, Any]:
+    # Managed collision: one eviction per round, so rounds are long. Otherwise some tenths of a second.
+    steps, rounds = (MCH_INTERVAL, min(rounds, 2)) if other == "managed" else (4, rounds)
+    losses: dict[str, list[float]] = {name: [] for name in streams}
+    processor: dict[str, list[float]] = {name: [] for name in streams}
 
     def in_turn(name: str) -> Callable[[int], None]:
-        model = sharded(name, workload, plan)
-        if name != "static":
-            show_all_ids(model, workload)
-        train = trainer(model, clicks(workload, raw=name != "static"))
-        losses[name], processor[name] = [], []
+        streams[name].batches = clicks(workload, name)
 
         def turn(_: int) -> None:
             begin = time.process_time()
-            losses[name].extend(train() for _ in range(steps))
+            losses[name].extend(trainers[name]() for _ in range(steps))
             processor[name].append(time.process_time() - begin)
             dist.barrier()
 
         return turn
 
-    sides = {name: in_turn(name) for name in ("dynamic", other)}
-    seconds = measure(sides, rounds)
+    seconds = measure({name: in_turn(name) for name in streams}, rounds, warm_up=1)
     # Equal losses prove that both sides did the same work; otherwise the times cannot be compared.
     torch.testing.assert_close(
         torch.tensor(losses["dynamic"]), torch.tensor(losses[other]), rtol=1e-3, atol=1e-4
@@ -87,10 +114,8 @@ def duel(workload: Workload, plan: str, other: str, rounds: int) -> dict[str, An
         total = torch.tensor(values[-rounds:])
         dist.all_reduce(total)
         processor[name] = total.tolist()
-    head = dense_part(workload)
-    dense = measure({"head": lambda _: [head() for _ in range(steps)] and None}, rounds)
-    numbers = summary({**seconds, **dense}, steps)
     median, low, high = ratio(seconds, other, "dynamic")
+    share = above_floor(seconds, "dynamic", other)
     return {
         "workload": workload.name,
         "ranks": dist.get_world_size(),
@@ -99,21 +124,29 @@ def duel(workload: Workload, plan: str, other: str, rounds: int) -> dict[str, An
         "against": other,
         "ratio": median,
         "ratio_quartiles": [low, high],
+        "above_floor": share[0],
+        "above_floor_quartiles": share[1:],
         "cpu_ratio": ratio(processor, other, "dynamic")[0],
-        "ns_per_step": numbers,
-        "dense_share": numbers["head"]["median_ns"] / numbers["dynamic"]["median_ns"],
+        "cpu_above_floor": above_floor(processor, "dynamic", other)[0],
+        "ns_per_step": summary(seconds, steps),
     }
 
 
-def as_text(line: dict[str, Any], other: str) -> str:
+def as_text(line: dict[str, Any]) -> str:
     """Formats one line of the table."""
-    numbers = line["ns_per_step"]
-    low, high = line["ratio_quartiles"]
-    quartiles = f"{line['ratio']:.2f}x [{low:.2f}, {high:.2f}]"
+    other = line["against"]
+    ours, theirs, floor = (
+        line["ns_per_step"][name]["median_ns"] / 1e6 for name in ("dynamic", other, "floor")
+    )
+
+    def shown(name: str) -> str:
+        low, high = line[f"{name}_quartiles"]
+        return f"{line[name]:.2f} [{low:.2f}, {high:.2f}]"
+
     return (
-        f"{line['workload']:13} {line['ranks']:5} {line['plan']:12} {line['against']:8} "
-        f"{numbers['dynamic']['median_ns'] / 1e6:8.1f} {numbers[other]['median_ns'] / 1e6:8.1f} "
-        f"{line['dense_share']:6.0%}  {quartiles:22} {line['cpu_ratio']:.2f}x"
+        f"{line['workload']:23} {line['ranks']:5} {line['plan']:12} {other:8} {ours:8.1f} "
+        f"{theirs:8.1f} {floor:8.1f}  {shown('ratio'):18} {shown('above_floor'):18} "
+        f"{line['cpu_ratio']:.2f}, {line['cpu_above_floor']:.2f}"
     )
 
 
@@ -130,18 +163,27 @@ def work(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> N
         "gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world
     )
     lines = []
-    for workload in [tiny(one) if arguments.quick else one for one in TRAIN]:
+    workloads = [
+        tiny(one) if arguments.quick else one for one in TRAIN if one.name in arguments.only
+    ]
+    for family in families(workloads):
         # On one rank all plans are the same: ids and rows stay on it.
         plans = PLANS if world > 1 else PLANS[:1]
-        duels = [(plan, "static") for plan in plans] + [("row_wise", "managed")] * (world > 1)
-        for plan, other in duels:
-            if plan in arguments.plans and workload.name in arguments.only:
-                if other not in arguments.against:
-                    continue
-                lines.append(duel(workload, plan, other, arguments.rounds))
-                gc.collect()  # free these large models before the next ones are built
+        contests = [(plan, "static") for plan in plans]
+        if world > 1 and family[0].pooled:
+            contests.append(("row_wise", "managed"))
+        for plan, other in contests:
+            is_short = (world, plan) in SHORT[family[0].name.rpartition("-")[0]]
+            if not (is_short or arguments.full):
+                continue
+            if plan not in arguments.plans or other not in arguments.against:
+                continue
+            chosen = family if other == "static" else family[:1]
+            for line in contest(chosen, plan, other, arguments.rounds):
+                lines.append(line)
                 if rank == 0:
-                    print(as_text(lines[-1], other), flush=True)
+                    print(as_text(line), flush=True)
+            gc.collect()  # free these large models before the next ones are built
     if rank == 0:
         Path(folder, f"lines{world}").write_text(json.dumps(lines))
     gc.collect()  # references to the group keep gloo's threads alive; they must end before the interpreter
@@ -151,6 +193,8 @@ def work(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> N
 def main(argv: Sequence[str] | None = None) -> None:
     """Starts the ranks, prints one table and writes it."""
     parser = options(__doc__, threads=[])  # by default cores // ranks
+    parser.set_defaults(rounds=5)
+    parser.add_argument("--full", action="store_true", help="all workloads under all plans")
     names = [workload.name for workload in TRAIN]
     parser.add_argument("--world", type=int, nargs="+", default=[2, 1], help="numbers of ranks")
     parser.add_argument("--only", nargs="+", default=names, choices=names)

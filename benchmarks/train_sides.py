@@ -1,11 +1,11 @@
-"""The contestants of bench_train.py: one small click model over three kinds of sharded tables.
+"""The contestants of bench_train.py: one small click model over sharded tables of several kinds.
 
-All sides start with equal rows and the same dense part and train on the same clicks, so their losses agree.
+All sides start with equal rows and the same dense part and train on the same clicks, so their losses agree,
+but for the floor: its rows do not change (free_lookups.py).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,17 @@ import torch
 import torch.distributed as dist
 from axes import Workload, ranks
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from free_lookups import make_lookups_free
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import (
@@ -41,6 +49,7 @@ import torchrec_dyn as dyn
 PLANS = ("table_wise", "row_wise", "column_wise")
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02, "eps": 1e-8}
 FIRST_VALUE = 0.01  # initial value of every row, so that it does not matter which row an id gets
+FLOOR_ROWS = 1_000  # a table of the floor; ids are scaled, so that their owners are the same
 MCH_INTERVAL = 10  # steps between two evictions of managed collision
 CPU = torch.device("cpu")
 
@@ -79,20 +88,27 @@ class Head(nn.Module):
 
 
 class ClickModel(nn.Module):
-    """One pooled collection and the head."""
+    """One collection and the head. The head gets the means of sequences."""
 
-    def __init__(self, sparse: nn.Module, width: int) -> None:
+    def __init__(self, sparse: nn.Module, workload: Workload) -> None:
         super().__init__()
         self.sparse = sparse
         self._managed = isinstance(sparse, ManagedCollisionEmbeddingBagCollection)
-        self.head = Head(width)
+        self._sequences = [] if workload.pooled else [f"f{t}" for t in range(workload.tables)]
+        self._shape = (-1, workload.bag, workload.dim)
+        self.head = Head(workload.tables * workload.dim)
 
     def forward(self, batch: Clicks) -> tuple[Tensor, Tensor]:
         """Returns the loss twice: for the backward, and detached as the output of a pipeline."""
-        pooled = self.sparse(batch.features)
+        rows = self.sparse(batch.features)
         if self._managed:  # managed collision returns the remapped ids too
-            pooled = pooled[0]
-        loss = self.head(pooled.values(), batch.labels)
+            rows = rows[0]
+        if self._sequences:
+            means = [rows[key].values().view(self._shape).mean(1) for key in self._sequences]
+            pooled = torch.cat(means, 1)
+        else:
+            pooled = rows.values()
+        loss = self.head(pooled, batch.labels)
         return loss, loss.detach()
 
 
@@ -108,13 +124,14 @@ def features(workload: Workload, ids: Tensor, bag: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys, ids, lengths=torch.full((ids.numel() // bag,), bag))
 
 
-def clicks(workload: Workload, raw: bool) -> list[Clicks]:
-    """Returns this rank's batches, with raw ids or with row numbers."""
+def clicks(workload: Workload, side: str) -> list[Clicks]:
+    """Returns this rank's batches, with the ids of a side: raw ids, or row numbers of static tables."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     batches = []
     for rows in ranks(workload, batches=8, seed=dist.get_rank()):
         labels = torch.randint(2, (workload.batch,), generator=generator).float()
-        ids = raw_ids(rows) if raw else rows
+        ids = rows * FLOOR_ROWS // workload.rows if side == "floor" else rows
+        ids = ids if side in ("static", "floor") else raw_ids(rows)
         batches.append(Clicks(features(workload, ids, workload.bag), labels))
     return batches
 
@@ -130,12 +147,12 @@ class ManagedCollisionOnCpu(MCHManagedCollisionModule):
         super().evict()
 
 
-def _configs(workload: Workload, room: float, **first: float) -> list[EmbeddingBagConfig]:
+def _configs(workload: Workload, rows: float, **first: float) -> list[Any]:
     return [
-        EmbeddingBagConfig(
+        (EmbeddingBagConfig if workload.pooled else EmbeddingConfig)(
             name=f"t{t}",
             embedding_dim=workload.dim,
-            num_embeddings=int(workload.rows * room),
+            num_embeddings=int(rows),
             feature_names=[f"f{t}"],
             **first,
         )
@@ -145,18 +162,23 @@ def _configs(workload: Workload, room: float, **first: float) -> list[EmbeddingB
 
 def _collection(side: str, workload: Workload) -> tuple[nn.Module, Any]:
     """Returns the collection of a side and its sharder."""
-    meta = torch.device("meta")
+    meta, fused, pooled = torch.device("meta"), dict(FUSED), workload.pooled
     if side == "dynamic":
         rows = dyn.DynamicTableConfig(initializer=dyn.Constant(FIRST_VALUE))
-        configs = _configs(workload, room=2.0)
-        collection = dyn.DynamicEmbeddingBagCollection(configs, device=meta, dynamic=rows)
-        return collection, dyn.DynamicEmbeddingBagCollectionSharder(fused_params=dict(FUSED))
-    stock = EmbeddingBagCollectionSharder(fused_params=dict(FUSED))
+        configs = _configs(workload, 2.0 * workload.rows)
+        kind = dyn.DynamicEmbeddingBagCollection if pooled else dyn.DynamicEmbeddingCollection
+        sharder: Any = dyn.DynamicEmbeddingCollectionSharder
+        sharder = dyn.DynamicEmbeddingBagCollectionSharder if pooled else sharder
+        return kind(configs, device=meta, dynamic=rows), sharder(fused_params=fused)
     first = {"weight_init_min": FIRST_VALUE, "weight_init_max": FIRST_VALUE}
-    if side == "static":
-        return EmbeddingBagCollection(_configs(workload, room=1.0, **first), device=meta), stock
+    if side != "managed":
+        configs = _configs(workload, FLOOR_ROWS if side == "floor" else workload.rows, **first)
+        if pooled:
+            stock = EmbeddingBagCollectionSharder(fused_params=fused)
+            return EmbeddingBagCollection(configs, device=meta), stock
+        return EmbeddingCollection(configs, device=meta), EmbeddingCollectionSharder(fused)
     # Some room: ranks get unequal parts of the ids, and the last place of each rank is not for an id.
-    configs = _configs(workload, room=1.05, **first)
+    configs = _configs(workload, 1.05 * workload.rows, **first)
     modules = {
         config.name: ManagedCollisionOnCpu(
             zch_size=config.num_embeddings,
@@ -169,6 +191,7 @@ def _collection(side: str, workload: Workload) -> tuple[nn.Module, Any]:
     managed = ManagedCollisionEmbeddingBagCollection(
         EmbeddingBagCollection(configs, device=meta), ManagedCollisionCollection(modules, configs)
     )
+    stock = EmbeddingBagCollectionSharder(fused_params=fused)
     return managed, ManagedCollisionEmbeddingBagCollectionSharder(ebc_sharder=stock)
 
 
@@ -181,7 +204,13 @@ def _plan(kind: str, table: int, world: int) -> Any:
 
 
 def sharded(side: str, workload: Workload, kind: str) -> DistributedModelParallel:
-    """Returns the sharded model of a side: "static", "dynamic" or "managed"; `kind` is one of PLANS."""
+    """Returns the sharded model of a side; all ids have rows.
+
+    Args:
+        side: "dynamic", "static", "managed" or "floor".
+        workload: the workload.
+        kind: one of PLANS.
+    """
     world = dist.get_world_size()
     torch.manual_seed(0)
     collection, sharder = _collection(side, workload)
@@ -193,15 +222,20 @@ def sharded(side: str, workload: Workload, kind: str) -> DistributedModelParalle
         world_size=world,
         device_type="cpu",
     )
-    return DistributedModelParallel(
-        ClickModel(collection, workload.tables * workload.dim),
+    model = DistributedModelParallel(
+        ClickModel(collection, workload),
         device=CPU,
         plan=ShardingPlan({"sparse": plan}),
         sharders=[sharder],
     )
+    if side == "floor":
+        make_lookups_free(model.module.sparse, FIRST_VALUE)
+    elif side != "static":
+        _show_all_ids(model, workload)
+    return model
 
 
-def show_all_ids(model: DistributedModelParallel, workload: Workload) -> None:
+def _show_all_ids(model: DistributedModelParallel, workload: Workload) -> None:
     """Inserts every id, by forwards over batches of the usual size.
 
     Managed collision sizes its history by its first batch and admits at intervals, so the number of batches
@@ -215,15 +249,33 @@ def show_all_ids(model: DistributedModelParallel, workload: Workload) -> None:
         for call in range(calls):
             rows = (torch.arange(share) + (call * world + rank) * share) % workload.rows
             ids = raw_ids(rows).repeat(workload.tables)
-            pooled = model.module.sparse(features(workload, ids, workload.bag))
-            (pooled[0] if isinstance(pooled, tuple) else pooled).values()
+            rows_of_ids = model.module.sparse(features(workload, ids, workload.bag))
+            (rows_of_ids[0] if isinstance(rows_of_ids, tuple) else rows_of_ids).values()
 
 
-def trainer(model: DistributedModelParallel, batches: list[Clicks]) -> Callable[[], float]:
+class Stream:
+    """An endless iterator over batches, which may be replaced. A pipeline reads some steps ahead.
+
+    Attributes:
+        batches: the batches.
+    """
+
+    def __init__(self) -> None:
+        self.batches: list[Clicks] = []
+        self._read = 0
+
+    def __iter__(self) -> Iterator[Clicks]:
+        return self
+
+    def __next__(self) -> Clicks:
+        self._read += 1
+        return self.batches[self._read % len(self.batches)]
+
+
+def trainer(model: DistributedModelParallel, stream: Stream) -> Callable[[], float]:
     """Returns a function over a train pipeline; each call trains one step and returns the loss."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     sgd = KeyedOptimizerWrapper(dense, lambda some: torch.optim.SGD(some, lr=0.01))
     optimizer = CombinedOptimizer([model.fused_optimizer, sgd])
     pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
-    stream: Iterator[Clicks] = itertools.cycle(batches)
     return lambda: float(pipeline.progress(stream))

@@ -93,6 +93,15 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   // ids [M], distinct, counts [M] their occurrences -> bool [M]: true with the chance 1 - (1 - probability)^count.
   m.def("admit_by_chance(Tensor ids, Tensor counts, int key, int step, float probability) -> Tensor");
 
+  // ---- ranks: the owners of ids
+
+  // ids [N] in bags of lengths [B], int32 or int64, weights [N] -> the batch that goes to `ranks` owners: ids [N] by
+  // owner (ranks/owner.h), then in the order of the batch; lengths [ranks * B]; weights [N], [0] without weights;
+  // where [N], the place of each id of the batch, [0] without `positions`.
+  m.def(
+      "sort_by_owner(Tensor ids, Tensor lengths, Tensor? weights, int ranks, bool positions) -> "
+      "(Tensor ids, Tensor lengths, Tensor weights, Tensor where)");
+
   // ---- lookup: forward and backward
 
   // rows [N], offsets [B + 1] or none for sequences, bag_weights [N] -> [elements] of dtype.

@@ -427,6 +427,31 @@ def scatter_rows_(
     _ops.scatter_rows_.default(rows, values, blocks, shift, columns)
 
 
+def sort_by_owner(
+    ids: Tensor,
+    lengths: Tensor,
+    weights: Tensor | None,
+    ranks: int,
+    positions: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sorts a batch by the owners of its ids, for a table whose rows `ranks` ranks share.
+
+    Args:
+        ids: [N] int64.
+        lengths: [B] int64 or int32, number of ids of each bag.
+        weights: [N] floating point, weights of the ids, or None.
+        ranks: number of ranks, at most 2^20.
+        positions: True to return the position of each id in the result.
+
+    Returns:
+        ids: [N] int64, by owner, then in the order of the batch.
+        lengths: [ranks * B] as `lengths`: number of ids of each owner and bag.
+        weights: [N], the weights of the returned ids; [0] without weights.
+        where: [N] int64, position of each id of the batch among the returned ids; [0] without positions.
+    """
+    return _ops.sort_by_owner.default(ids, lengths, weights, ranks, positions)
+
+
 def gather_pool(
     rows: Tensor,
     offsets: Tensor | None,
@@ -633,6 +658,16 @@ def _(
     rows: Tensor, blocks: Sequence[Tensor], shift: int, columns: int, dtype: torch.dtype
 ) -> Tensor:
     return rows.new_empty(rows.shape[0], columns, dtype=dtype)
+
+
+@_fake("sort_by_owner")
+def _(ids, lengths, weights, ranks, positions) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    return (
+        torch.empty_like(ids),
+        lengths.new_empty(ranks * lengths.shape[0]),
+        ids.new_empty(0, dtype=torch.float32) if weights is None else torch.empty_like(weights),
+        ids.new_empty(ids.shape[0] if positions else 0),
+    )
 
 
 @_fake("gather_pool")

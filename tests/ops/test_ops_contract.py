@@ -59,6 +59,8 @@ HARMLESS = {
     *(("read_scores", "rows", how) for how in ("size", "nothing")),  # any number of rows
     *((op, "moved", "strides") for op in ("lowest_scores", "count_cells", "ids_between")),  # one
     ("lowest_scores", "scores", "one less"),  # rows [0, 3) do not need the last block
+    ("sort_by_owner", "lengths", "dtype"),  # int32 or int64
+    ("sort_by_owner", "weights", "dtype"),
     ("gather_pool", "rows", "size"),  # an id in no bag
     ("bag_weights_grad", "rows", "size"),
     *(("advise_huge_pages", "block", how) for how in ("dtype", "size", "nothing")),
@@ -168,6 +170,22 @@ WRONG = [
     ("changed_rows", {"shift": 32}, r"shift in \[0, 32\)"),
     ("scatter_rows_", {"rows": whole(0, 12)}, r"rows in \[0, 12\), got 12"),
     ("scatter_rows_", {"columns": 2**62}, r"columns in \[1, 2\^31\)"),
+    (
+        "sort_by_owner",
+        {"lengths": whole(3, 0, 2)},
+        "lengths of at least 0 that add up to the 4 ids",
+    ),
+    (
+        "sort_by_owner",
+        {"lengths": whole(5, -1, 0)},
+        "lengths of at least 0 that add up to the 4 ids",
+    ),
+    ("sort_by_owner", {"lengths": whole(2**63 - 1, 2**63 - 1, 6)}, "lengths of at least 0"),
+    ("sort_by_owner", {"lengths": torch.ones(3)}, "lengths of dtype int64, got float32"),
+    ("sort_by_owner", {"weights": whole(1, 2, 3, 4)}, "weights of dtype float32, got int64"),
+    ("sort_by_owner", {"weights": torch.ones(3)}, "the number of weights = 4, got 3"),
+    ("sort_by_owner", {"ranks": 0}, r"ranks in \[1, 1048576\], got 0"),
+    ("sort_by_owner", {"ranks": 2**20 + 1}, r"ranks in \[1, 1048576\], got 1048577"),
     ("gather_pool", {"offsets": whole(0, 2, 1, 4, 5)}, "ascending offsets, got 2 before 1"),
     ("gather_pool", {"offsets": whole(-1, 2, 2, 4, 5)}, r"offsets inside the ids \[0, 5\], got -1"),
     (

@@ -97,7 +97,7 @@ def dist_ids(kind: str, ids: torch.Tensor) -> list[list[int]]:
         lengths=torch.tensor([len(ids), 0] * features),
     )
     arrived = module(features_kjt).wait().wait()
-    values = ops.unmix64(arrived.values()).split(arrived.length_per_key())
+    values = arrived.values().split(arrived.length_per_key())
     assert arrived.stride() == 2 * world
     return [part.tolist() for part in values]
 

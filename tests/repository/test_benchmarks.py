@@ -9,6 +9,7 @@ import json
 import statistics
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -206,6 +207,51 @@ def test_streams_of_a_full_table_bring_what_they_promise(number):
         assert evicted in (0, max(a_step, 2000 // FREED))
         evictions += evicted > 0
     assert evictions >= 4
+
+
+def test_training_is_measured_as_the_summary_asks(tmp_path):
+    import summary
+
+    name = "train-sequence-zipf1.05"
+    rows = run("bench_train", tmp_path, "--full", "--world", "1", "--only", name)["rows"]
+    goals = [goal for goal in summary._train_goals() if summary.seen_of(goal, {"train": rows})]
+    assert [goal.where["workload"] for goal in goals] == [name]
+    (row,) = rows
+    assert row["ratio"] > 0
+    assert {*row["ns_per_step"]} == {"dynamic", "static", "floor"}
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_lookups_of_the_floor_have_the_shapes_of_real_ones_and_end_backward(pooled):
+    from free_lookups import make_lookups_free
+    from torchrec import KeyedJaggedTensor, PoolingType
+
+    config = SimpleNamespace(
+        pooling=PoolingType.SUM if pooled else PoolingType.NONE,
+        embedding_dims=lambda: [4, 2] if pooled else [4, 4],
+    )
+    lookup = SimpleNamespace(_emb_modules=[SimpleNamespace(config=config)])
+    make_lookups_free(SimpleNamespace(_lookups=[lookup]), 0.5)
+    kernel = lookup._emb_modules[0]
+    for lengths in ([2, 0, 1, 1], [3, 3, 3, 3], [1, 0, 0, 0]):
+        features = KeyedJaggedTensor(
+            ["a", "b"], torch.arange(sum(lengths)), lengths=torch.tensor(lengths)
+        )
+        output = kernel(features)
+        assert output.shape == ((2, 6) if pooled else (sum(lengths), 4))
+        assert (output == 0.5).all() and output.is_contiguous()
+        (output * output).sum().backward()
+
+
+def test_share_above_the_floor_is_taken_round_by_round():
+    from axes import TRAIN
+    from bench_train import above_floor, families
+
+    seconds = {"dynamic": [3.0, 6.0, 4.0], "static": [5.0, 8.0, 6.0], "floor": [1.0, 4.0, 2.0]}
+    assert above_floor(seconds, "dynamic", "static") == (0.5, 0.5, 0.5)
+    found = families(TRAIN)
+    assert [len(of_tables) for of_tables in found] == [2, 2, 2]
+    assert all(one.tables == of_tables[0].tables for of_tables in found for one in of_tables)
 
 
 def test_summary_reads_both_bounds_and_both_forms():

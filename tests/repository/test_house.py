@@ -272,7 +272,7 @@ def kernels(suffix: str) -> list[str]:
 
 # The core has these rooms, in this order; the files beside them are their ground. A plain header is
 # for kernels of any device, *_cpu.h for CPU kernels alone, and *_arguments.h checks the tensors of an op.
-CORE_ROOMS = ("storage", "life", "lookup")
+CORE_ROOMS = ("storage", "life", "ranks", "lookup")
 CORE_TEXTS = {
     path.relative_to(CORE).as_posix(): path.read_text()
     for path in sorted(CORE.rglob("*.*"))

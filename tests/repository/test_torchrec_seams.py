@@ -27,7 +27,6 @@ CALLED = [
     "torchrec.distributed.embedding.ShardedEmbeddingCollection.prefetch",
     "torchrec.distributed.embedding_lookup.GroupedEmbeddingsLookup.__init__",
     "torchrec.distributed.embedding_lookup.GroupedPooledEmbeddingsLookup.__init__",
-    "torchrec.distributed.embedding_sharding.bucketize_kjt_before_all2all",
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection.prefetch",
     "torchrec.distributed.sharding.twrw_sharding.TwRwPooledEmbeddingDist.__init__",
     "torchrec.modules.embedding_modules.get_embedding_names_by_table",

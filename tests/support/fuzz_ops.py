@@ -28,9 +28,10 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-import op_cases_id_map  # noqa: F401  (these four register the cases)
+import op_cases_id_map  # noqa: F401  (these five register the cases)
 import op_cases_life  # noqa: F401
 import op_cases_lookup  # noqa: F401
+import op_cases_ranks  # noqa: F401
 import op_cases_storage  # noqa: F401
 import torch
 from op_cases import CASES, Arguments, Refused, Unjudged

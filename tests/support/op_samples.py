@@ -221,6 +221,15 @@ SAMPLES = {
     "scatter_rows_": [
         lambda: {"rows": whole(0, 11), "values": torch.ones(2, 3), **rows_of_a_table()}
     ],
+    "sort_by_owner": [
+        lambda weights=weights, dtype=dtype: {
+            "ids": whole(5, -6, 7, 5), "lengths": torch.tensor([3, 0, 1], dtype=dtype),
+            "weights": weights, "ranks": 3, "positions": weights is None,
+        }
+        for weights, dtype in (
+            (torch.arange(4.0), I64), (None, torch.int32), (torch.arange(4).half(), I64),
+        )
+    ],
     "gather_pool": [
         lambda: pool_sample(pooled()),
         lambda: pool_sample(pooled(torch.bfloat16, weighted=True), dtype=torch.float16),

@@ -37,7 +37,6 @@ from torchrec.modules.feature_processor_ import (
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_dyn import ops
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.distributed.embeddingbag_collection import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.distributed.outside_graphs import ForwardOutsideGraphs
@@ -45,7 +44,6 @@ from torchrec_dyn.distributed.resharding import reshard
 from torchrec_dyn.distributed.sharders import DynamicEmbeddingBagCollectionSharder
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection
 from torchrec_dyn.ranks import SPREAD_SHARDINGS
-from torchrec_dyn.sharding import with_ids
 
 Processors: TypeAlias = nn.ModuleDict | FeatureProcessorsCollection
 _Argument = TypeVar("_Argument")
@@ -166,20 +164,9 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
 
     @not_compiled
     def apply_feature_processors_to_kjt_list(self, dist_input: KJTList) -> KJTList:
-        """Computes the weights of the ids that arrived; processors get the user's ids, not mixed ids."""
-        mixed = [lookup.ids_are_mixed for lookup in self._embedding_bag_collection._lookups]
-        unmixed = [
-            with_ids(features, ops.unmix64(features.values())) if is_mixed else features
-            for features, is_mixed in zip(dist_input, mixed, strict=True)
-        ]
+        """Computes the weights of the ids that arrived."""
         with _positions_marked(self._feature_processors, self._row_wise_sharded):
-            processed = super().apply_feature_processors_to_kjt_list(KJTList(unmixed))
-        return KJTList(
-            [
-                with_ids(features, ops.mix64(features.values())) if is_mixed else features
-                for features, is_mixed in zip(processed, mixed, strict=True)
-            ]
-        )
+            return super().apply_feature_processors_to_kjt_list(dist_input)
 
     def add_fp_params_grad_sync_callback(
         self, lazy_awaitable_kt: LazyAwaitable[KeyedTensor]

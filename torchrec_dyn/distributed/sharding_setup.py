@@ -172,7 +172,7 @@ class ShardableView(nn.Module):
             config.name: TableOptions(
                 config=config_of_share(tables[config.name].dynamic, layouts[config.name].row_ranks),
                 row_limit=row_limit(config.num_embeddings, layouts[config.name].row_ranks),
-                ids_are_mixed=layouts[config.name].rows_are_spread,
+                rows_are_spread=layouts[config.name].rows_are_spread,
                 is_frozen=tables[config.name].is_frozen,
             )
             for config in configs

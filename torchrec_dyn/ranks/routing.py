@@ -2,8 +2,7 @@
 
 Each of S ranks owns one contiguous range of the mixed ids. With B = (2**64 - 1) // S the owner of an id is
 `mix64(id) // B` (unsigned). The owner of the last mixed ids, from B*S on (at most S ids), is `mixed % S`.
-FBGEMM's bucketize op computes exactly this from a block size of B, so ids are mixed before the op
-(sharding/input_dists.py).
+`ops.sort_by_owner` computes this; the input dists call it (sharding/input_dists.py).
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig
@@ -22,10 +19,7 @@ from torchrec_dyn.policies import AdmitAfter
 
 
 def ids_per_rank(ranks: int) -> int:
-    """Returns the number of mixed ids that each of `ranks` ranks owns; 0 stands for all 2**64.
-
-    FBGEMM reads 0 as "owner is id % ranks": with one rank, this is always that rank.
-    """
+    """Returns the number of mixed ids that each of `ranks` ranks owns; 0 stands for all 2**64."""
     return 0 if ranks == 1 else (2**64 - 1) // ranks
 
 
@@ -60,17 +54,6 @@ def owners(ids: Tensor, ranks: int) -> Tensor:
     Returns:
         [N] int64 in [0, ranks).
     """
-    features = KeyedJaggedTensor(
-        keys=["ids"],
-        values=ops.mix64(ids),
-        lengths=torch.tensor([ids.numel()], device=ids.device),
-    )
-    by_owner, position = bucketize_kjt_before_all2all(
-        features,
-        num_buckets=ranks,
-        block_sizes=torch.tensor([ids_per_rank(ranks)], device=ids.device),
-        output_permute=True,
-        keep_original_indices=True,
-    )
-    assert position is not None
-    return torch.bucketize(position.long(), by_owner.lengths().long().cumsum(0), right=True)
+    lengths = torch.tensor([ids.numel()], device=ids.device)
+    _, per_owner, _, where = ops.sort_by_owner(ids, lengths, None, ranks, positions=True)
+    return torch.bucketize(where, per_owner.cumsum(0), right=True)

@@ -1,6 +1,6 @@
 """The sharding types: how ids are sent to their rows, and how outputs are sent back.
 
-Imports `modules`, `ranks`, `lookup`, `table` and the ground. Start with `pooled` and `sequence`: they have a
+Imports `modules`, `lookup`, `table` and the ground. Start with `pooled` and `sequence`: they have a
 class for each sharding type of TorchRec, composed of `input_dists`, `grouped_lookups` and `output_dists`.
 `output_order` stitches column shards. A new sharding type also needs a line in `SHARDING_TRAITS` of
 `ranks`; all other code reads that table.
@@ -16,7 +16,7 @@ from torchrec_dyn.sharding.compute_kernel import (
     TableOptions,
 )
 from torchrec_dyn.sharding.grouped_lookups import PooledLookup, SequenceLookup, set_senders
-from torchrec_dyn.sharding.input_dists import remove_stale_forwards, with_ids
+from torchrec_dyn.sharding.input_dists import remove_stale_forwards
 from torchrec_dyn.sharding.mean_pooling import MeanDivisor, divide
 from torchrec_dyn.sharding.output_order import (
     outputs_by_column,

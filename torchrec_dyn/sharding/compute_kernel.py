@@ -14,7 +14,6 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, Sharded
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup import Senders, TableGroup, asks_for_senders
 from torchrec_dyn.modules import DynamicOptimizer, initializer_of, row_dtype
@@ -32,13 +31,13 @@ class TableOptions:
     Attributes:
         config: the user's options.
         row_limit: most rows that one rank may hold.
-        ids_are_mixed: True if ids arrive as mixed ids, because rows are spread over ranks.
+        rows_are_spread: True if several ranks share the rows of the table.
         is_frozen: True if the table starts frozen.
     """
 
     config: DynamicTableConfig
     row_limit: int
-    ids_are_mixed: bool
+    rows_are_spread: bool
     is_frozen: bool = False
 
 
@@ -94,7 +93,6 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
 
     Attributes:
         tables: tables of the group, in its order.
-        ids_are_mixed: True if ids arrive as mixed ids.
         ids_are_sent_once: True if a rank sends each id once per table; weights, if any, are then counts.
         bags_of_ranks: sender layout of the next batch: the number of bags of each feature from each sender,
             in the order of the batch. Not used if the number of bags varies by feature.
@@ -110,12 +108,11 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         optimizer = RowOptimizer.from_fused_params(fused_params, f"tables {names}")
         shards = config.embedding_tables
         self.tables = [_make_table(s, options.tables[s.name], optimizer, device) for s in shards]
-        self.ids_are_mixed = options.tables[shards[0].name].ids_are_mixed
         self.ids_are_sent_once = False
         self._asks_for_senders = asks_for_senders([table.config for table in self.tables])
         self.bags_of_ranks: Sequence[int] = ()
         pooling: Any = config.pooling.name.lower()
-        if pooling == "mean" and self.ids_are_mixed:
+        if pooling == "mean" and options.tables[shards[0].name].rows_are_spread:
             pooling = "sum"  # of this rank's rows; divided after the output dist (mean_pooling.py)
         self._group = TableGroup(
             self.tables,
@@ -176,7 +173,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             )
         varies = features.variable_stride_per_key()
         output = self._group(
-            self._ids(features),
+            features.values(),
             features.offsets().long(),
             weights,
             training=self.training,
@@ -210,11 +207,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         if self.training:
             # One offset per feature is enough: only the table of an id matters, not its bag.
             offsets = torch.tensor(features.offset_per_key(), device=features.device())
-            self._group.prefetch(self._ids(features), offsets)
-
-    def _ids(self, features: KeyedJaggedTensor) -> Tensor:
-        """Returns the user's ids, unmixed, [N] int64."""
-        return ops.unmix64(features.values()) if self.ids_are_mixed else features.values()
+            self._group.prefetch(features.values(), offsets)
 
     # Methods that TorchRec's lookups and collections call on any kernel. State dicts of the kernel contain no
     # rows, and there is no cache of rows.

@@ -30,11 +30,6 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
 
     node_size: int = 1
 
-    @property
-    def ids_are_mixed(self) -> bool:
-        """True if ids arrive as mixed ids, because the rows of the tables are spread over ranks."""
-        return any(kernel.ids_are_mixed for kernel in self._emb_modules)
-
     def prefetch(
         self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None
     ) -> None:

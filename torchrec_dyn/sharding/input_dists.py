@@ -1,7 +1,8 @@
-"""The input dists of row-wise types: they mix the ids and send each id to its owner (ranks/routing.py).
+"""The input dists of row-wise types: they send each id to its owner (ranks/routing.py).
 
-The compute kernel of the owner restores the ids. `remove_stale_forwards` is for the input dists of all
-sharding types.
+TorchRec's bucketize op divides the id by a block size. Here the owner depends on the mixed id, so an op of
+ours sorts the batch by owner; the ids are sent as they are. `remove_stale_forwards` is for the input dists
+of all sharding types.
 """
 
 from __future__ import annotations
@@ -13,23 +14,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.ranks import ids_per_rank
 
 
 class RowWiseInputDist(RwSparseFeaturesDist):
-    """Sends mixed ids to their owners among all ranks, for pooled and for sequence collections.
+    """Sends ids to their owners among all ranks, for pooled and for sequence collections.
 
     Args:
         pg: the ranks that share the rows.
         num_features: number of features of the row-wise tables.
-        device: device of the block sizes.
+        device: device of TorchRec's block sizes, which are not used.
         is_sequence: True if the outputs are sent back id by id.
     """
 
@@ -40,33 +39,32 @@ class RowWiseInputDist(RwSparseFeaturesDist):
         device: torch.device | None,
         is_sequence: bool,
     ) -> None:
-        # TorchRec divides the "hash size" by the number of ranks: the result is exactly our block size.
         super().__init__(
             pg=pg,
             num_features=num_features,
-            feature_hash_sizes=[ids_per_rank(pg.size()) * pg.size()] * num_features,
+            feature_hash_sizes=[0] * num_features,
             device=device,
             is_sequence=is_sequence,
-            keep_original_indices=True,
         )
 
     def forward(
         self, sparse_features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Mixes the ids, then routes as TorchRec does."""
-        return super().forward(with_mixed_ids(sparse_features))
+        """Sorts the ids by owner and sends them."""
+        by_owner, where = sorted_by_owner(sparse_features, self._world_size, self._is_sequence)
+        self.unbucketize_permute_tensor = where if self._is_sequence else None
+        # The pipelines replace the forward of `_dist`: nothing may follow it.
+        return self._dist(by_owner)
 
 
 class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
-    """Sends mixed ids to their owners within the node that holds the table.
-
-    TorchRec's own forward loses the ids and stores the block sizes as int32.
+    """Sends ids to their owners within the node that holds the table.
 
     Args:
         pg: all ranks.
         local_size: number of ranks of a node.
         features_per_rank: number of features of the tables of each rank.
-        device: device of the block sizes.
+        device: device of the positions of the features.
     """
 
     def __init__(
@@ -76,54 +74,52 @@ class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
         features_per_rank: list[int],
         device: torch.device | None,
     ) -> None:
-        num_features = sum(features_per_rank[::local_size])
         super().__init__(
             pg=pg,
             local_size=local_size,
             features_per_rank=features_per_rank,
-            feature_hash_sizes=[0] * num_features,
+            feature_hash_sizes=[0] * sum(features_per_rank[::local_size]),
             device=device,
         )
-        blocks = torch.full((num_features,), ids_per_rank(local_size), device=device)
-        self.register_buffer("_mixed_id_blocks", blocks, persistent=False)
 
     def forward(
         self, sparse_features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Mixes the ids, sorts them by owner within the node and sends them."""
-        by_owner, _ = bucketize_kjt_before_all2all(
-            with_mixed_ids(sparse_features),
-            num_buckets=self._local_size,
-            block_sizes=self._mixed_id_blocks,
-            keep_original_indices=True,
-        )
+        """Sorts the ids by owner within the node and sends them."""
+        by_owner, _ = sorted_by_owner(sparse_features, self._local_size)
         # The pipelines replace the forward of `_dist`: nothing may follow it.
         return self._dist(
             by_owner.permute(self._sf_staggered_shuffle, self._sf_staggered_shuffle_tensor)
         )
 
 
-def with_mixed_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Returns the same bags with every id replaced by its mixed id."""
-    return with_ids(features, ops.mix64(features.values()))
-
-
-def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
-    """Returns the same bags with other ids.
+def sorted_by_owner(
+    features: KeyedJaggedTensor, ranks: int, positions: bool = False
+) -> tuple[KeyedJaggedTensor, Tensor]:
+    """Sorts a batch by the owners of its ids; every owner gets a part of each bag.
 
     Args:
-        features: a batch of N ids.
-        ids: [N] int64, the new ids.
+        features: a batch of N ids in F features.
+        ranks: number of ranks that share the rows.
+        positions: True to return the position of each id.
+
+    Returns:
+        The batch of ranks * F features, and [N] int64, the position of each id of `features` in that batch;
+        [0] without `positions`.
     """
-    varies = features.variable_stride_per_key()
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=ids,
-        weights=features.weights_or_none(),
-        lengths=features.lengths(),
-        stride=None if varies else features.stride(),
-        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+    weights, varies = features.weights_or_none(), features.variable_stride_per_key()
+    ids, lengths, sorted_weights, where = ops.sort_by_owner(
+        features.values(), features.lengths(), weights, ranks, positions
     )
+    by_owner = KeyedJaggedTensor(
+        keys=features.keys() * ranks,
+        values=ids,
+        weights=None if weights is None else sorted_weights,
+        lengths=lengths,
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() * ranks if varies else None,
+    )
+    return by_owner, where
 
 
 def remove_stale_forwards(input_dists: Iterable[nn.Module]) -> None:
