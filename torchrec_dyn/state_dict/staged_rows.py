@@ -63,7 +63,7 @@ def put_block(
 def place_of_block(
     store: RowStore, origin: int, places: Places, offset: Sequence[int], size: Sequence[int]
 ) -> Tensor | None:
-    """Returns the part of a store into which a whole block of a saved tensor belongs; None without such a part.
+    """Returns the part of a store into which a whole block of a saved tensor belongs; None if there is none.
 
     Args:
         store: store of the rows at `places`.
