@@ -39,6 +39,8 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   // `every` runs of 4096 slots.
   m.def("probe_lengths(Tensor slots, int every) -> Tensor");
 
+  // The ids of some whole lines of slots -> ids [K] in the order of the slots, rows [K].
+  m.def("used_slots(Tensor slots) -> (Tensor ids, Tensor rows)");
   // Counts the ids of one map by cell, the top `bits` bits (0 to 16) of the mixed id -> [2^bits].
   m.def("count_cells(Tensor[] slots, Tensor moved, int bits) -> Tensor");
   // The ids of one map with first <= mixed id <= last, unsigned words passed as int64 -> ids [K] in canonical order,

@@ -7,6 +7,7 @@
 #include <list>
 #include <mutex>
 #include <new>
+#include <optional>
 
 #include "checks.h"
 #include "huge_pages.h"
@@ -75,15 +76,18 @@ class OutputMemory {
   size_t kept_bytes_ = 0;
 };
 
-// Returns an output [elements] that is not initialised.
-inline Tensor new_output(int64_t elements, ScalarType dtype) {
+// Returns an output [rows, columns] that is not initialised; [rows] if `columns` is left out.
+inline Tensor new_output(int64_t rows, ScalarType dtype, std::optional<int64_t> columns = std::nullopt) {
   constexpr int64_t kLarge = 1 << 20;                // bytes; malloc itself recycles smaller memory
   constexpr int64_t kMostMemory = int64_t{1} << 60;  // more than any machine has; larger numbers overflow
-  const int64_t size = dtype == ScalarType::Float ? 4 : 2;
-  if (elements > kMostMemory / size) throw std::bad_alloc();
-  if (elements * size < kLarge) return new_tensor({elements}, dtype);
-  const OutputMemory::Piece piece = OutputMemory::shared().take(static_cast<size_t>(elements * size));
-  return tensor_of(piece->begin, {elements}, {1}, dtype, [piece] { OutputMemory::shared().give_back(piece); });
+  const int64_t row_bytes = columns.value_or(1) * (dtype == ScalarType::Float ? 4 : 2);
+  const int64_t sizes[] = {rows, columns.value_or(1)}, strides[] = {columns.value_or(1), 1};
+  const size_t dimensions = columns ? 2 : 1;
+  if (rows > kMostMemory / row_bytes) throw std::bad_alloc();
+  if (rows * row_bytes < kLarge) return new_tensor({sizes, dimensions}, dtype);
+  const OutputMemory::Piece piece = OutputMemory::shared().take(static_cast<size_t>(rows * row_bytes));
+  return tensor_of(piece->begin, {sizes, dimensions}, {strides, dimensions}, dtype,
+                   [piece] { OutputMemory::shared().give_back(piece); });
 }
 
 }  // namespace torchrec_dyn

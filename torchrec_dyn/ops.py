@@ -159,6 +159,19 @@ def probe_lengths(slots: Tensor, every: int) -> Tensor:
     return _ops.probe_lengths.default(slots, every)
 
 
+def used_slots(slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Lists the ids of some slots, in the order of the slots.
+
+    Args:
+        slots: [C, 2] int64, an array of slots or a slice of it; C is a multiple of 4.
+
+    Returns:
+        ids: [K] int64.
+        rows: [K] int64.
+    """
+    return _ops.used_slots.default(slots)
+
+
 def count_cells(slots: Sequence[Tensor], moved: Tensor, bits: int) -> Tensor:
     """Counts the ids of one map per cell. The cell of an id is the top bits of its mixed id.
 
@@ -608,6 +621,12 @@ def _(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tensor:
 @_fake("probe_lengths")
 def _(slots: Tensor, every: int) -> Tensor:
     return slots.new_empty(3)
+
+
+@_fake("used_slots")
+def _(slots: Tensor) -> tuple[Tensor, Tensor]:
+    found = torch.library.get_ctx().new_dynamic_size()
+    return slots.new_empty(found), slots.new_empty(found)
 
 
 @_fake("count_cells")

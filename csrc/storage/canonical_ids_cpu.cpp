@@ -1,9 +1,10 @@
 // The ids of one map by their mixed ids: the number of ids in each cell, and the ids in a range, in canonical order.
+// And the ids in the order of the slots, for passes in any order.
 //
-// Slots are not ordered by mixed id, so both ops read all slots, once, from front to back. A range is then sorted in
-// two steps: into buckets by the highest bits in which its mixed ids differ; then each bucket, small enough for a
-// core's second-level cache, by so many further bits that few ids share them. Each run of ids that share all these bits
-// is sorted by the whole mixed ids, so the order is always exact.
+// Slots are not ordered by mixed id, so the first two ops read all slots, once, from front to back. A range is then
+// sorted in two steps: into buckets by the highest bits in which its mixed ids differ; then each bucket, small enough
+// for a core's second-level cache, by so many further bits that few ids share them. Each run of ids that share all
+// these bits is sorted by the whole mixed ids, so the order is always exact.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -269,9 +270,35 @@ std::tuple<Tensor, Tensor> ids_between(std::vector<Tensor> slots, const Tensor& 
   return {ids, rows};
 }
 
+std::tuple<Tensor, Tensor> used_slots(const Tensor& slots) {
+  const SlotArray array = array_of("used_slots", "slots", slots);
+  int64_t count = 0;
+  for (int64_t slot = 0; slot < array.capacity; ++slot) count += !array.slots[slot].is_empty();
+  Tensor ids = new_int64(count), rows = new_int64(count);
+  auto* id = mutable_data<int64_t>(ids);
+  auto* row = mutable_data<int64_t>(rows);
+  for (int64_t begin = 0; begin < array.capacity; begin += kSlotRun) {
+    // Without a branch: every slot is listed, and an empty slot is overwritten by the next.
+    std::array<int64_t, kSlotRun + 1> ids_here, rows_here;
+    size_t kept = 0;
+    for (const Slot *slot = array.slots + begin, *end = slot + std::min(kSlotRun, array.capacity - begin); slot < end;
+         ++slot) {
+      ids_here[kept] = slot->id;
+      rows_here[kept] = slot->row();
+      kept += !slot->is_empty();
+    }
+    const auto room = static_cast<size_t>(mutable_data<int64_t>(ids) + count - id);
+    kept = std::min(kept, room);  // another thread may have inserted ids since they were counted
+    id = std::copy_n(ids_here.data(), kept, id);
+    row = std::copy_n(rows_here.data(), kept, row);
+  }
+  return {ids, rows};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
+  m.impl(TORCHREC_DYN_KERNEL("used_slots", &used_slots));
   m.impl(TORCHREC_DYN_KERNEL("count_cells", &count_cells));
   m.impl(TORCHREC_DYN_KERNEL("ids_between", &ids_between));
 }

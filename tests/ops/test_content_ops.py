@@ -168,8 +168,20 @@ def test_the_ends_of_a_range_are_included(is_growing):
         assert found.tolist() == ids[a : b + 1] and rows.tolist() == list(range(a, b + 1))
 
 
+@pytest.mark.parametrize("count", [0, 1, 3000, 20_000])
+def test_used_slots_are_listed_in_their_order(count):
+    """Fewer and more slots than the op reads at once."""
+    draw = torch.Generator().manual_seed(count)
+    slots = torch.randint(-(2**63), 2**63 - 1, (4 * count, 2), generator=draw)
+    slots[torch.rand(4 * count, generator=draw) < 0.4, 1] = 0
+    used = slots[slots[:, 1] != 0]
+    ids, rows = ops.used_slots(slots)
+    assert torch.equal(ids, used[:, 0]) and torch.equal(rows, used[:, 1] - 1)
+
+
 def test_an_empty_map_has_no_ids():
     for slots in (torch.empty(0, 2, dtype=torch.int64), torch.zeros(64, 2, dtype=torch.int64)):
+        assert [part.numel() for part in ops.used_slots(slots)] == [0, 0]
         assert ops.count_cells([slots], ids_of(-1), 2).tolist() == [0, 0, 0, 0]
         for part in ops.ids_between([slots], ids_of(-1), 0, -1):
             assert part.shape == (0,) and part.dtype == torch.int64

@@ -351,6 +351,20 @@ def check_probe_lengths(before: Arguments, _: Arguments, result: Tensor) -> None
     equal(result, whole(len(lengths), sum(lengths), max(lengths, default=0)))
 
 
+def draw_used_slots(rng: random.Random) -> Arguments:
+    maps, _ = draw_one_map(rng)
+    return {"slots": maps["slots"][0]}
+
+
+def check_used_slots(before: Arguments, _: Arguments, result: Any) -> None:
+    slots = before["slots"]
+    need(slots.dtype == I64 and slots.dim() == 2 and slots.shape[1] == 2, "slots [C, 2]")
+    need(len(slots) % LINE == 0, "whole lines")
+    ids, places = slots[slots[:, 1] != 0].unbind(1)
+    equal(result[0], ids, "ids")
+    equal(result[1], places - 1, "rows")
+
+
 def draw_count_cells(rng: random.Random) -> Arguments:
     maps, _ = draw_one_map(rng)
     return {**maps, "bits": rng.choice((0, 1, 3, 8, 16))}

@@ -139,6 +139,7 @@ SAMPLES = {
         lambda: {"outgoing": filled_slots()[0], "slots": empty(12), "moved": 0, "until": 3},
     ],
     "probe_lengths": [lambda: {"slots": filled_slots()[0], "every": 1}],
+    "used_slots": [lambda: {"slots": filled_slots()[0]}],
     "count_cells": [
         lambda: {"slots": filled_slots()[::-1], "moved": whole(0), "bits": 3},
         lambda: {"slots": [empty(0)], "moved": whole(-1), "bits": 0},

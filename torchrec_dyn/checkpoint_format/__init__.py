@@ -19,6 +19,7 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     MODEL_NAMES,
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
+    SUMMED_BYTES,
     add_sums,
     as_words,
     check_config_is_whole,

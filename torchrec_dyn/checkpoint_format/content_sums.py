@@ -23,6 +23,8 @@ MODEL_TENSORS = ("ids", "weight", "last_seen", "count", "waiting", "clock", "con
 OPTIMIZER_TENSORS = (*STATE_NAMES, "step", "config")
 # All tensor names of a table in the model's state dict; the last two tensors are not summed.
 MODEL_NAMES = (*MODEL_TENSORS, "checksum", "cells")
+# Bytes of rows that are copied and summed at a time: they stay in the caches, in memory used again and again.
+SUMMED_BYTES = 4 << 20
 # The end of every message about damage.
 DAMAGED = "The checkpoint is damaged; use an earlier checkpoint."
 

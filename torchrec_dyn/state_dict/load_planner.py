@@ -125,7 +125,9 @@ class LoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata[fqn]
         assert isinstance(saved, TensorStorageMetadata)
-        return torch.empty(read_item.lengths, dtype=saved.properties.dtype)
+        name, offset = self._names[fqn], _offset_of(read_item)
+        entry, dtype = self.state_dict[fqn].entry, saved.properties.dtype
+        return entry.target(name, offset, read_item.lengths, dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Passes a block that was read to the entry of its table."""
@@ -134,10 +136,14 @@ class LoadPlanner(DefaultLoadPlanner):
             super().commit_tensor(read_item, tensor)
             self._count()
             return
-        begin = read_item.dest_index.offset or ()
-        offset = tuple(a + b for a, b in zip(begin, read_item.dest_offsets, strict=True))
-        self.state_dict[fqn].entry.receive(self._names[fqn], offset, tensor)
+        self.state_dict[fqn].entry.receive(self._names[fqn], _offset_of(read_item), tensor)
         self._count()
+
+
+def _offset_of(read_item: ReadItem) -> tuple[int, ...]:
+    """Returns the place of an item's first number in the whole tensor."""
+    begin = read_item.dest_index.offset or ()
+    return tuple(a + b for a, b in zip(begin, read_item.dest_offsets, strict=True))
 
 
 def _is_of_unsharded_table(fqn: str, flat: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
@@ -21,7 +22,8 @@ from torchrec_dyn.ranks import gather_results
 from torchrec_dyn.state_dict.pieces import ShardPieces
 from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.state_dict.saving import ShardSource
-from torchrec_dyn.storage import CanonicalRows, TableLock
+from torchrec_dyn.state_dict.staged_rows import place_of_block
+from torchrec_dyn.storage import CanonicalRows, RowStore, TableLock
 
 
 class TableEntry(ABC):
@@ -128,6 +130,27 @@ class TableEntry(ABC):
     @abstractmethod
     def _wanted_rows(self, name: str) -> list[ChunkStorageMetadata]:
         """Returns the blocks of a saved tensor by row that this rank reads."""
+
+    @abstractmethod
+    def _stores(self, name: str) -> list[tuple[RowStore, int]]:
+        """Returns the staged stores of a tensor, and the column of the tensor at which each begins."""
+
+    def target(
+        self, name: str, offset: Sequence[int], size: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """Returns a tensor to read a block into: if possible its place in a staged store.
+
+        Args:
+            name: name of the tensor.
+            offset: place of the block in the tensor, one number per dimension.
+            size: size of the block, one number per dimension.
+            dtype: dtype of the saved numbers.
+        """
+        for store, origin in self._stores(name):
+            place = place_of_block(store, origin, self.places, offset, size)
+            if place is not None and store.dtype == dtype:
+                return place
+        return torch.empty(size, dtype=dtype)
 
     def receive(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
         """Stages a block that was read.

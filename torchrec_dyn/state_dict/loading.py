@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from torchrec_dyn.checkpoint_format import (
-    CHUNK_BYTES,
     DAMAGED,
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
+    SUMMED_BYTES,
     SavedTensor,
     add_sums,
     check_config,
@@ -84,7 +84,7 @@ class ModelEntry(TableEntry):
                 dtype,
                 shard.weights.shift,
                 shard.row_limit,
-                pieces.owns if pieces.layout.rows_are_spread else None,
+                pieces.owns if pieces.ranks > 1 else None,
                 _most_waiting(shard),
             )
             for shard in pieces.shards
@@ -99,6 +99,10 @@ class ModelEntry(TableEntry):
         # Waiting ids are few and not counted in cells: every rank reads all of them and keeps its own.
         places = Places([(0, saved.size[0])]) if name == "waiting" else self.places
         return list(chunks_to_read(saved, places, None))
+
+    def _stores(self, name: str) -> list[tuple[RowStore, int]]:
+        staged = self.staged if name == "weight" else None
+        return [(one.weights, one.first_column) for one in staged or ()]
 
     def _receive_rows(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
         for staged in self.staged or ():
@@ -216,13 +220,16 @@ class OptimizerEntry(TableEntry):
             return shard.first_column
         return 0 if self.has_all_cuts else self.pieces.cuts.index(shard.first_column)
 
-    def _receive_rows(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
+    def _stores(self, name: str) -> list[tuple[RowStore, int]]:
         if name not in self.names:
-            return
+            return []
         is_rowwise = self._is_rowwise(name)
-        for shard, stores in zip(self.pieces.shards, self.staged or (), strict=True):
-            origin = self._origin(shard, is_rowwise)
-            put_block(stores[name], origin, self.places, offset[0], offset[1], block)
+        by_shard = zip(self.pieces.shards, self.staged or (), strict=True)
+        return [(stores[name], self._origin(shard, is_rowwise)) for shard, stores in by_shard]
+
+    def _receive_rows(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
+        for store, origin in self._stores(name):
+            put_block(store, origin, self.places, offset[0], offset[1], block)
 
     def fill(self, saved: Mapping[str, Any]) -> None:
         """Stages plain tensors of the whole table, or copies of this rank's saved tensors.
@@ -267,8 +274,8 @@ class OptimizerEntry(TableEntry):
                 f"{pieces.where}: expected optimizer state of {model.places.count} rows here, got that of "
                 f"{self.places.count}. {DAMAGED}"
             )
-        most = max(1, CHUNK_BYTES // (4 * pieces.cuts[-1]))
-        return self.sums_of([staged.canonical().stretches(most) for staged in model.staged or ()])
+        most = max(1, SUMMED_BYTES // (4 * pieces.cuts[-1]))
+        return self.sums_of([staged.id_map.pieces(most) for staged in model.staged or ()])
 
     def _model_of(self, others: Sequence[TableEntry], pieces: ShardPieces) -> ModelEntry | None:
         """Returns the load of the same shards' rows if it is not committed yet, else None."""
@@ -294,7 +301,7 @@ class OptimizerEntry(TableEntry):
         Args:
             of_shards: for each shard, stretches of its ids and their rows in the staged stores.
         """
-        pieces, sums = self.pieces, [self.small_sums()]
+        pieces, sums = self.pieces, self.small_sums()
         for shard, stores, stretches in zip(
             pieces.shards, self.staged or (), of_shards, strict=True
         ):
@@ -306,8 +313,9 @@ class OptimizerEntry(TableEntry):
                 for one in states:
                     first = self._origin(shard, one.is_rowwise)
                     values = stores[one.name].read(rows)
-                    sums.append({one.name: content_sum(pieces.name, one.name, ids, values, first)})
-        return add_sums(*sums)
+                    summed = content_sum(pieces.name, one.name, ids, values, first)
+                    sums = add_sums(sums, {one.name: summed})
+        return sums
 
     def last_step(self) -> int:
         """Returns 0: only the rows' scores record training steps."""

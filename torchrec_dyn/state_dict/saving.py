@@ -21,6 +21,7 @@ from torchrec_dyn.checkpoint_format import (
     CHUNK_BYTES,
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
+    SUMMED_BYTES,
     Part,
     SavedTensor,
     add_sums,
@@ -111,18 +112,18 @@ class ShardSource(ABC):
         pieces = self.pieces
         if pieces.part is None:
             return None
-        sums: list[dict[str, int]] = []
+        sums: dict[str, int] = {}
         for shard, rows in zip(pieces.shards, self.canonical, strict=True):
             tensors = [one for one in self._tensors_of(shard) if one.is_saved]
-            for ids, places in rows.stretches(max(1, CHUNK_BYTES // shard.weights.row_bytes)):
+            for ids, places in rows.in_any_order(max(1, SUMMED_BYTES // shard.weights.row_bytes)):
                 for one in tensors:
                     values = ids if one.name == "ids" else read_tensor(shard, one.name, places)
                     summed = content_sum(pieces.name, one.name, ids, values, *one.first)
-                    sums.append({one.name: summed})
+                    sums = add_sums(sums, {one.name: summed})
         rows = self.canonical[0]
         cells = rows.cells(CELL_BITS) if pieces.has_first_column else None
         share, step = pieces.share(rows), pieces.shards[0].step
-        return self._with_life(ShardSummary(share, add_sums(*sums), step, cells))
+        return self._with_life(ShardSummary(share, sums, step, cells))
 
     def _by_row(
         self, known: Sequence[ShardSummary], wholes: Mapping[str, _Whole]

@@ -8,14 +8,20 @@ Legend: M rows and C columns of a chunk, K times.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.checkpoint_format import CHUNK_BYTES, DAMAGED, add_sums, content_sum, is_canonical
+from torchrec_dyn.checkpoint_format import (
+    DAMAGED,
+    SUMMED_BYTES,
+    add_sums,
+    content_sum,
+    is_canonical,
+)
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import NO_STEP, AdmissionCounters, Clock, RowLife, Scores, last_step
 from torchrec_dyn.policies import MOST_COUNT
@@ -52,6 +58,26 @@ def put_block(
         store.put(row, first - origin, part)
         rows += high - low
     return rows * (end - first)
+
+
+def place_of_block(
+    store: RowStore, origin: int, places: Places, offset: Sequence[int], size: Sequence[int]
+) -> Tensor | None:
+    """Returns the part of a store into which a whole block of a saved tensor belongs; None if there is none.
+
+    Args:
+        store: store of the rows at `places`.
+        origin: column of the tensor at which the store begins.
+        places: places of the rows of the store.
+        offset: row and column of the tensor at which the block begins.
+        size: numbers of rows and columns of the block.
+    """
+    column = offset[1] - origin
+    ranges = list(places.within(offset[0], offset[0] + size[0]))
+    if column < 0 or column + size[1] > store.columns or len(ranges) != 1:
+        return None
+    low, high, row = ranges[0]
+    return store.within(row, column, size) if high - low == size[0] else None
 
 
 class StagedRows:
@@ -248,22 +274,22 @@ class StagedRows:
         Args:
             is_first: True if the shard has the first column: only this shard sums ids, scores and "waiting".
         """
-        sums = [self.sums] if is_first else []
-        most = max(1, CHUNK_BYTES // self.weights.row_bytes)
-        for ids, rows in self.canonical().stretches(most):
+        sums = self.sums if is_first else {}
+        for ids, rows in self.id_map.pieces(max(1, SUMMED_BYTES // self.weights.row_bytes)):
             held = {"weight": self.weights.read(rows)}
             if is_first:
                 held["ids"] = ids
                 if self.has_scores:
                     held["last_seen"], held["count"] = self.scores.read(rows)
             first = self.first_column
-            sums.append(
+            sums = add_sums(
+                sums,
                 {
                     name: content_sum(self.name, name, ids, one, first if name == "weight" else 0)
                     for name, one in held.items()
-                }
+                },
             )
-        return add_sums(*sums)
+        return sums
 
     def last_step(self) -> int:
         """Returns the last training step recorded in scores and counters (life/saved_life.py)."""

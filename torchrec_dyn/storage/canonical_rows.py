@@ -120,6 +120,11 @@ class CanonicalRows:
         for start in range(0, self.count, most):
             yield self.read(start, min(self.count, start + most))
 
+    def in_any_order(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields all ids and rows in the order of the slots, which needs no sort, about `most` at a time."""
+        self.check_unchanged()
+        yield from self._map.pieces(most)
+
     def check_unchanged(self) -> None:
         """Raises RuntimeError if the table has changed since this object was made."""
         if self._stamp() != self._stamped:

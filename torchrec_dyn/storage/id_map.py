@@ -6,7 +6,7 @@ Legend: C slots, M ids.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -204,6 +204,19 @@ class IdMap:
         rows = self.lookup(ids)
         return ids[rows >= 0], rows[rows >= 0]
 
+    def pieces(self, most: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields all ids and rows in the order of the slots.
+
+        Args:
+            most: about the most ids and rows at a time; None: those of a whole array of slots.
+        """
+        for array in self.arrays()[0]:
+            if most is None or not array.numel():
+                yield ops.used_slots(array)
+            else:
+                step = max(1, most // _LINE_SLOTS) * _LINE_SLOTS
+                yield from map(ops.used_slots, array.split(step))
+
     def contents(self) -> tuple[Tensor, Tensor]:
         """Returns all ids and rows in canonical order.
 
@@ -211,8 +224,7 @@ class IdMap:
             ids: [M] int64.
             rows: [M] int64.
         """
-        used = torch.cat([array[array[:, 1] != 0] for array in self.arrays()[0]])
-        ids, rows = used[:, 0].contiguous(), used[:, 1] - 1
+        ids, rows = (torch.cat(parts) for parts in zip(*self.pieces(), strict=True))
         order = canonical_order(ids)
         return ids[order], rows[order]
 

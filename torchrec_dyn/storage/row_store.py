@@ -8,7 +8,7 @@ Legend: M rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -105,8 +105,21 @@ class RowStore:
         values = values.to(self.dtype).contiguous()
         ops.scatter_rows_(rows, values, self.blocks, self.shift, self.columns)
 
+    def within(self, first_row: int, first_column: int, size: Sequence[int]) -> Tensor | None:
+        """Returns a range of rows and columns as a view; None if the rows lie in several blocks.
+
+        Args:
+            first_row: first row of the range.
+            first_column: first column of the range.
+            size: numbers of rows and columns.
+        """
+        block, place = first_row >> self.shift, first_row & ((1 << self.shift) - 1)
+        if place + size[0] > 1 << self.shift:
+            return None
+        return self.blocks[block][place : place + size[0], first_column : first_column + size[1]]
+
     def put(self, first_row: int, first_column: int, values: Tensor) -> None:
-        """Copies values into a range of rows and columns.
+        """Copies values into a range of rows and columns, unless they are `within` this range already.
 
         Args:
             first_row: first row of the range.
@@ -119,7 +132,9 @@ class RowStore:
             block, place = row >> self.shift, row & ((1 << self.shift) - 1)
             count = min(end - row, (1 << self.shift) - place)
             piece = values[row - first_row : row - first_row + count]
-            self.blocks[block][place : place + count, columns] = piece
+            into = self.blocks[block][place : place + count, columns]
+            if into.data_ptr() != piece.data_ptr():
+                into.copy_(piece)
             row += count
 
     def converted(
