@@ -2,8 +2,8 @@
 
 A place is a line that is about to run, or a function that is about to return: then the work of a call is
 done and its result is lost. Clean-up is left out: bodies of `except` and `finally`, `__exit__`, and the end
-of a `with`, where Python itself offers no protection. (From Python 3.12 on, the end of a `with` is not recognised
-after a comprehension in its last line: a lock stays held.)
+of a `with`, where Python itself offers no protection. (From Python 3.12 on, the end of a `with` after a
+comprehension in its last line is not recognised: a lock stays held.)
 """
 
 from __future__ import annotations
