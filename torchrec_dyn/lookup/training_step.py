@@ -221,7 +221,7 @@ def _decide(
     # A batch has at most as many distinct rows as ids, so for most batches they need not be counted.
     crowded: set[int] = set()
     if ids.numel() > trained.least_limit:
-        sizes = table_offsets[1:] - table_offsets[:-1]  # a quarter of the time of `diff`
+        sizes = table_offsets[1:] - table_offsets[:-1]  # a fifth of the time of `diff`
         crowded = set((sizes > trained.row_limits).nonzero().flatten().tolist())
     for number in sorted(crowded | unseen.keys()):
         new = unseen.get(number, _NO_UNSEEN)

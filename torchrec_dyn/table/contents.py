@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrec_dyn.life import BY_ROW, last_step
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.storage import TABLES, RowStore, locked
+from torchrec_dyn.storage import RowStore, locked
 from torchrec_dyn.table.changes import note_replaced
 
 if TYPE_CHECKING:
@@ -154,7 +154,6 @@ def replaced_whole(table: DynamicTable) -> Iterator[None]:
     before = dict(table.__dict__)
     try:
         yield
-    except BaseException:  # usually out of memory
-        TABLES.renew()
+    except BaseException:  # usually out of memory; the undone changes have renewed the token of tables
         table.__dict__.update(before)
         raise
