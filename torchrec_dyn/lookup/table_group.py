@@ -282,7 +282,7 @@ class TableGroup:
             lists.trained.tally.edits += 1
         else:  # tables were frozen in between, or are in another group
             for table in forward.trained.tables:
-                table.base = table.base._replace(edits=table.base.edits + 1)
+                table.own = table.own._replace(edits=table.own.edits + 1)
         if lists.has_changes:
             note_changed(self.tables, forward.rows, bags.table_offsets, forward.noted)
         optimizer, (listed, states) = self.tables[0].optimizer, lists.blocks.rows()

@@ -47,7 +47,7 @@ class TrainedTables:
         self.tables = list(tables)
         self.tally = tally_of(tables)
         self.maps, self.blocks = maps, blocks
-        steps = [table.base.step for table in tables]
+        steps = [table.own.step for table in tables]
         self.first_steps = torch.tensor(steps)
         self.with_life = [t for t, life in enumerate(lives) if life is not None]
         self.most_steps = max((steps[t] for t in self.with_life), default=0)
@@ -113,7 +113,7 @@ def list_tables(tables: Sequence[DynamicTable]) -> TableLists:
     elif learning:
         trained = TrainedTables(learning, maps, blocks)
     streams = [
-        [table.rounding_key, table.first_column, table.base.step if trains else table.step]
+        [table.rounding_key, table.first_column, table.own.step if trains else table.step]
         for table, trains in both
     ]
     return TableLists(

@@ -22,7 +22,6 @@ from torchrec_dyn.migration.trained_collections import chunks, put_rows
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import run_together
 from torchrec_dyn.state_dict import ShardPieces
-from torchrec_dyn.storage import TABLES
 from torchrec_dyn.table import DynamicTable
 from torchrec_dyn.whole_model import Collection, ModelTable, tables_in
 
@@ -70,9 +69,9 @@ def load_static(
     try:
         run_together(group, "load_static", fill)
     except BaseException:
-        TABLES.renew()
         for one, contents in before:  # unchanged: _fill creates new objects (DynamicTable.reset)
-            one.__dict__.update(contents)
+            for name, value in contents.items():
+                setattr(one, name, value)
         raise
 
 

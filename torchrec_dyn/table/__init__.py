@@ -27,4 +27,4 @@ from torchrec_dyn.table.insertion import (
     ranges_of,
 )
 from torchrec_dyn.table.table import DynamicTable
-from torchrec_dyn.table.tally import Counted, Tally, tally_of
+from torchrec_dyn.table.tally import tally_of

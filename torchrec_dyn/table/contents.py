@@ -154,6 +154,7 @@ def replaced_whole(table: DynamicTable) -> Iterator[None]:
     before = dict(table.__dict__)
     try:
         yield
-    except BaseException:  # usually out of memory; the undone changes have renewed the token of tables
+    except BaseException:  # usually out of memory
+        # The undone changes have renewed the token of tables, and nothing was listed since, under the lock.
         table.__dict__.update(before)
         raise

@@ -88,7 +88,7 @@ class Addition:
         self._counts = counts
         self._taking: Taking = table.row_numbers.prepare(ids.numel())
         self._num_ids = table.id_map.num_ids + ids.numel()
-        self._base = table.base._replace(edits=table.base.edits + 1)
+        self._own = table.own._replace(edits=table.own.edits + 1)
         self._inserted = table.counters["inserted"] + ids.numel()
         table.initial_rows.write(ids, self.rows, table.weights)
         for state in table.states:
@@ -106,7 +106,7 @@ class Addition:
         if table.life is not None:
             table.life.add_rows(self.ids, self.rows, table.step, self._counts)
         note_added(table, self.rows)
-        table.base, table.id_map.num_ids = self._base, self._num_ids
+        table.own, table.id_map.num_ids = self._own, self._num_ids
         table.counters["inserted"] = self._inserted
 
 

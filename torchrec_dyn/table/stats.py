@@ -27,7 +27,7 @@ def stats_of(table: DynamicTable) -> dict[str, int | float]:
     counters_expired. Others: late_grads (gradients of rows whose id was removed), forwards (training
     forwards; unlike `step`, a saved number is not loaded or carried over).
     """
-    life, counters = table.life, table.base.total_counters()
+    life, counters = table.life, table.own.total_counters()
     stores = [*table.stores, life.scores.store] if life is not None else table.stores
     waiting = None if life is None else life.waiting
     row_bytes = sum(store.row_bytes for store in stores)

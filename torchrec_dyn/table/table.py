@@ -44,7 +44,7 @@ from torchrec_dyn.table.contents import (
 from torchrec_dyn.table.freed_rows import Removal
 from torchrec_dyn.table.insertion import find_rows, insert_unseen
 from torchrec_dyn.table.stats import COUNTED, stats_of
-from torchrec_dyn.table.tally import Base, Tally
+from torchrec_dyn.table.tally import OwnNumbers, Tally
 
 _NOTHING = object()
 
@@ -66,7 +66,7 @@ class DynamicTable:
         changes: log of changed rows; None if no moment was held at the last change.
         generation: number of replacements of the contents; a forward from before a replacement cannot run
             its backward.
-        base: numbers of the table that change with training, without those of its tally.
+        own: numbers of the table that change with training, without those of its tally.
         initializer: initializer of fresh rows.
         lock: lock of the collection, shared by its tables. The methods that users call hold it.
     """
@@ -97,7 +97,7 @@ class DynamicTable:
         self.config = config
         self.is_frozen = False
         self.generation = 0
-        self.base = Base(Tally(1), 0, 0, 0, dict.fromkeys(COUNTED, 0))
+        self.own = OwnNumbers(Tally(1), 0, 0, 0, dict.fromkeys(COUNTED, 0))
         self.changes: ChangeLog | None = None
         check_shape(self, dtype, torch.device(device))
         given = config.initializer or initializer or default_initializer(num_embeddings)
@@ -107,35 +107,35 @@ class DynamicTable:
         self.reset(dtype, torch.device(device))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What groups of tables have listed is valid as long as no attribute changes. `base` is not listed.
-        if name != "base" and self.__dict__.get(name, _NOTHING) is not value:
+        # What groups of tables have listed is valid as long as no attribute changes. `own` is not listed.
+        if name != "own" and self.__dict__.get(name, _NOTHING) is not value:
             TABLES.renew()
         object.__setattr__(self, name, value)
 
     @property
     def step(self) -> int:
         """Number of training forwards so far, without forwards of the frozen table."""
-        return self.base.step + self.base.tally.counted.steps
+        return self.own.step + self.own.tally.counted.steps
 
     @step.setter
     def step(self, step: int) -> None:
         TABLES.renew()
-        self.base = self.base._replace(step=step - self.base.tally.counted.steps)
+        self.own = self.own._replace(step=step - self.own.tally.counted.steps)
 
     @property
     def edits(self) -> int:
         """Number of calls that wrote rows, or added or removed ids."""
-        return self.base.edits + self.base.tally.edits
+        return self.own.edits + self.own.tally.edits
 
     def count_edit(self) -> None:
         """Counts an edit outside of training."""
         TABLES.renew()  # the next step looks at the table's policies
-        self.base = self.base._replace(edits=self.base.edits + 1)
+        self.own = self.own._replace(edits=self.own.edits + 1)
 
     @property
     def counters(self) -> dict[str, int]:
         """The counters of `stats`, without the forwards of the table's tally."""
-        return self.base.counters
+        return self.own.counters
 
     def start_as(self, initializer: Initializer) -> None:
         """Sets the initializer of fresh rows."""
@@ -349,7 +349,7 @@ class DynamicTable:
         # Blocks are much larger than the rows in use, so a copy holds the contents instead.
         left_out = ("id_map", "row_numbers", "weights", "states", "life", "forwards", "changes")
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        fields["base"] = self.base.moved_to(Tally(1), 0)  # copied under the lock
+        fields["own"] = self.own.moved_to(Tally(1), 0)  # copied under the lock
         state = state_for_copy(self)
         return {"fields": fields, "dtype": self.dtype, "device": self.device, "state": state}
 

@@ -1,7 +1,7 @@
 """Tally: the numbers that every step changes, of all tables that step together.
 
-A step adds to the numbers of all tables at once, in a time that hardly depends on the number of tables. A table
-adds its own numbers (`Base`) to the numbers in its line of the tally.
+A step adds to the numbers of all tables at once, in a time that hardly depends on the number of tables. A
+table adds its own numbers (`OwnNumbers`) to the numbers in its line of the tally.
 
 Legend: T tables.
 """
@@ -62,7 +62,7 @@ class Tally:
         self.edits = 0
 
 
-class Base(NamedTuple):
+class OwnNumbers(NamedTuple):
     """The numbers of one table without those of its tally. Replaced as a whole.
 
     Attributes:
@@ -92,22 +92,22 @@ class Base(NamedTuple):
             "hits": counters["hits"] + end - begin - int(counted.absent[line]),
         }
 
-    def moved_to(self, tally: Tally, line: int) -> Base:
+    def moved_to(self, tally: Tally, line: int) -> OwnNumbers:
         """Returns the numbers of the table for a line of another tally that has counted nothing yet."""
         steps, edits = self.step + self.tally.counted.steps, self.edits + self.tally.edits
-        return Base(tally, line, steps, edits, self.total_counters())
+        return OwnNumbers(tally, line, steps, edits, self.total_counters())
 
 
 def tally_of(tables: Sequence[DynamicTable]) -> Tally:
     """Returns the tally of exactly these tables, in this order. Tables with another tally leave it."""
-    tally = tables[0].base.tally
-    bases = [table.base for table in tables]
-    if tally.size == len(bases) and all(
-        base.tally is tally and base.line == line for line, base in enumerate(bases)
+    tally = tables[0].own.tally
+    numbers = [table.own for table in tables]
+    if tally.size == len(numbers) and all(
+        of_table.tally is tally and of_table.line == line for line, of_table in enumerate(numbers)
     ):
         return tally
     TABLES.renew()  # groups that count on the former tallies must not do so any more
-    tally = Tally(len(bases))
+    tally = Tally(len(numbers))
     for line, table in enumerate(tables):
-        table.base = table.base.moved_to(tally, line)
+        table.own = table.own.moved_to(tally, line)
     return tally
