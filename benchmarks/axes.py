@@ -152,6 +152,11 @@ TRAIN = tuple(
     for zipf in (0.0, 1.05)
 )
 
+# bench_host.py: a step of about HOST_BAGS bags; with more tables, of one bag a table.
+HOST_TABLES = (2, 20, 200, 1000)
+HOST_PLANS = ("table_wise", "row_wise")
+HOST_BAGS = 64
+
 # bench_serving.py: examples per request, and rows of the table that two processes share.
 SERVING = tuple(
     Workload(f"serving-{'zipf1.05' if zipf else 'uniform'}", tables=4, zipf=zipf)

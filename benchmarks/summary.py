@@ -17,6 +17,8 @@ from axes import (
     FULL_ZIPF,
     GROWTH_ROWS,
     HALF,
+    HOST_PLANS,
+    HOST_TABLES,
     LOGGED,
     LOGGED_EVERY,
     ONE_HOT,
@@ -133,6 +135,19 @@ def _eviction_goals() -> list[Goal]:
     return [*goals, Goal("eviction", {**logged, "against": "not logged"}, at_most=1.02)]
 
 
+def _host_goals() -> list[Goal]:
+    goals = []
+    for tables in HOST_TABLES[1:]:
+        for plan in HOST_PLANS:
+            where = {"workload": f"host-{tables}-tables", "plan": plan}
+            most = 1.0 if plan == "table_wise" else 1.05
+            goals.append(Goal("host", {**where, "what": "step", "against": "static"}, at_most=most))
+            policies = {**where, "what": "policies", "against": "dynamic"}
+            goals.append(Goal("host", policies, at_most=1.15))
+    making = {"workload": f"host-{HOST_TABLES[-1]}-tables", "what": "make and shard"}
+    return [*goals, Goal("host", {**making, "against": "static"}, at_most=1.0)]
+
+
 def _checkpoint_goals() -> list[Goal]:
     parts = ("state_dict", "dcp.save", "load into an empty table")
     return [
@@ -173,6 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         *_growth_goals(),
         *_eviction_goals(),
         *_checkpoint_goals(),
+        *_host_goals(),
         *_train_goals(),
     ]
     for goal in goals:

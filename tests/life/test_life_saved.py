@@ -137,7 +137,7 @@ def test_no_row_is_handed_out_twice(events):
         if opens and forwards.numbers:
             opened.clear()
         elif opens:
-            opened.append(ForwardTicket([forwards]))
+            opened.append(ForwardTicket(forwards))
         if not forwards.numbers:
             free, waiting = free | waiting, set()
         if takes:

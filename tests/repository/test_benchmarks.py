@@ -22,6 +22,7 @@ IN_PROCESS = [
     "bench_eviction",
     "bench_sweep",
     "bench_serving",
+    "bench_host",
 ]
 THREADS = {"bench_lookup": ("--threads", "2")}  # with which the goals are stated
 STARTS_PROCESSES = ["bench_train", "bench_checkpoint", "bench_dedup"]
@@ -184,6 +185,15 @@ def test_summary_names_what_the_eviction_benchmark_measures(tiny_run, monkeypatc
     goals = summary._eviction_goals()
     assert len(goals) == 10
     assert [goal for goal in goals if summary.seen_of(goal, {"eviction": written}) is None] == []
+
+
+def test_summary_names_what_the_host_benchmark_measures(tiny_run):
+    import summary
+
+    written = tiny_run("bench_host")[0]["rows"]
+    goals = summary._host_goals()
+    assert len(goals) == 13
+    assert [goal for goal in goals if summary.seen_of(goal, {"host": written}) is None] == []
 
 
 @pytest.mark.parametrize("number", range(4))

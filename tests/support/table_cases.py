@@ -26,7 +26,8 @@ def make_table(kind: OptimizerKind = OptimizerKind.EXACT_SGD, **options) -> Dyna
     """Returns a table; by default of 4 columns and at most 1000 rows."""
     optimizer = options.pop("optimizer", None) or RowOptimizer(kind=kind, learning_rate=0.1)
     given = {"name": "t", "num_embeddings": 1000, "embedding_dim": 4, "optimizer": optimizer}
-    config = {k: options.pop(k) for k in ("initializer", "seed", "unseen") if k in options}
+    ours = ("initializer", "seed", "unseen", "admission", "eviction")
+    config = {k: options.pop(k) for k in ours if k in options}
     return DynamicTable(config=DynamicTableConfig(**config), **(given | options))
 
 

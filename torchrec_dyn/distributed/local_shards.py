@@ -93,7 +93,7 @@ class LocalShards:
 
     def open_batch(self) -> ForwardTicket:
         """Opens a ticket for a batch whose ids are being sent; the lookup of the batch closes the ticket."""
-        return ForwardTicket([self.batches])
+        return ForwardTicket(self.batches)
 
     def handle(self, name: str) -> ShardedTableHandle:
         """Returns the handle of one table.

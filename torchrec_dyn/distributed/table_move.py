@@ -57,7 +57,7 @@ def _copy_counters(before: ShardPieces, after: ShardPieces, call: str) -> None:
         if not before.has_first_column:
             return None
         first = before.shards[0]
-        return first.counters, first.life is not None and first.life.is_unscored
+        return first.own.total_counters(), first.life is not None and first.life.is_unscored
 
     of_ranks = gather_results(before.group, call, counters_here)
     held = [of_rank for of_rank in of_ranks if of_rank is not None]

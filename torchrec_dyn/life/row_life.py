@@ -62,6 +62,7 @@ class RowLife:
         scores: scores of the rows.
         waiting: counters of the waiting ids, None unless `config.counts_waiting`.
         clock: the time that the user sets.
+        ages: True if rows expire.
         is_timed: True if rows expire by time, not by steps.
         replaces: True if a full table evicts its lowest rows.
         is_unscored: True if rows were loaded without scores, and no training step has run since.
@@ -86,6 +87,7 @@ class RowLife:
         age_limit, replacement = age_limit_of(config.eviction), replacement_of(config.eviction)
         self._age_limit = None if age_limit is None else AgeLimit(age_limit)
         self._waiting_age_limit = None if age_limit is None else AgeLimit(age_limit)
+        self.ages = age_limit is not None
         self.is_timed = age_limit is not None and age_limit.time is not None
         self.replaces = replacement is not None
         self.is_unscored = False

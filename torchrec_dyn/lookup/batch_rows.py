@@ -7,17 +7,14 @@ Legend: T tables, N ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn.lookup.table_blocks import TableBlocks, scores_of
-from torchrec_dyn.lookup.training_step import counted_step, take_step
-from torchrec_dyn.storage import run_to_end
-from torchrec_dyn.table import DynamicTable, find_rows, insert_unseen
+from torchrec_dyn.lookup.table_lists import TableLists, TrainedTables
+from torchrec_dyn.lookup.training_step import take_step
+from torchrec_dyn.table import find_rows, insert_unseen
 
 
 class BatchRows(NamedTuple):
@@ -42,101 +39,72 @@ class BatchPart(NamedTuple):
         mask: [N] bool, True for ids of the chosen tables.
         ids: [n] int64, those ids.
         table_offsets: [chosen tables + 1] int64, where the ids of each chosen table begin.
-        bounds: `table_offsets` as a list.
     """
 
     mask: Tensor
     ids: Tensor
     table_offsets: Tensor
-    bounds: list[int]
 
 
-def part_of(
-    chosen: Sequence[DynamicTable],
-    tables: Sequence[DynamicTable],
-    ids: Tensor,
-    bounds: Sequence[int],
-) -> BatchPart:
+def part_of(is_chosen: Tensor, ids: Tensor, table_offsets: Tensor) -> BatchPart:
     """Returns the part of a batch that belongs to chosen tables.
 
     Args:
-        chosen: the chosen tables, in the order of `tables`.
-        tables: all T tables.
+        is_chosen: [T] bool.
         ids: [N] int64 in table order.
-        bounds: [T + 1], where the ids of each table begin.
+        table_offsets: [T + 1] int64, where the ids of each table begin.
     """
-    is_chosen = [table in chosen for table in tables]
-    sizes = [end - begin for begin, end in pairwise(bounds)]
-    mask = torch.tensor(is_chosen).repeat_interleave(torch.tensor(sizes))
-    chosen_sizes = [size for size, wanted in zip(sizes, is_chosen, strict=True) if wanted]
-    ends = list(accumulate(chosen_sizes, initial=0))
-    return BatchPart(mask, ids[mask], torch.tensor(ends), ends)
+    sizes = table_offsets.diff()
+    mask = is_chosen.repeat_interleave(sizes)
+    ends = torch.cat([table_offsets[:1], sizes[is_chosen].cumsum(0)])
+    return BatchPart(mask, ids[mask], ends)
 
 
 def rows_in_training(
-    tables: Sequence[DynamicTable],
+    trained: TrainedTables,
     ids: Tensor,
     table_offsets: Tensor,
-    bounds: Sequence[int],
-    scores: Callable[[], TableBlocks],
     times: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """Runs one training step of trained tables and returns the rows of the batch.
 
     As `take_step`, but all tables may be without a life. Then every unseen id gets a row.
     """
-    if any(table.life is not None for table in tables):
-        return take_step(tables, ids, table_offsets, bounds, scores, times)
-    rows, absent = find_rows(tables, ids, table_offsets)
-    if any(absent):
-        insert_unseen(tables, ids, rows, table_offsets)
-    of_tables = zip(tables, pairwise(bounds), absent, strict=True)
-    counted = [
-        (table, table.step + 1, counted_step(table, end - begin, missing))
-        for table, (begin, end), missing in of_tables
-    ]
-
-    def count_step(_: bool) -> None:
-        for table, step, counters in counted:
-            table.step = step
-            table.counters.update(counters)
-
-    run_to_end(count_step)
+    if trained.with_life:
+        return take_step(trained, ids, table_offsets, times)
+    rows, absent = find_rows(trained.maps, ids, table_offsets)
+    is_known = not any(absent.tolist())
+    if not is_known:
+        insert_unseen(trained.tables, ids, rows, table_offsets)
+    tally = trained.tally
+    tally.counted = tally.counted.after(table_offsets, None if is_known else absent)
     return rows, 0
 
 
 def rows_beside_frozen(
-    tables: Sequence[DynamicTable],
-    learning: Sequence[DynamicTable],
+    lists: TableLists,
     ids: Tensor,
-    bounds: Sequence[int],
+    table_offsets: Tensor,
     times: Tensor | None = None,
 ) -> BatchRows:
     """Runs one training step of the trained tables, and finds the rows of the frozen tables.
 
     Args:
-        tables: all T tables.
-        learning: the tables that are not frozen, in the order of `tables`; at least one, not all.
+        lists: all T tables; some are frozen, but not all.
         ids: [N] int64 in table order.
-        bounds: [T + 1], where the ids of each table begin.
+        table_offsets: [T + 1] int64, where the ids of each table begin.
         times: as `take_step`.
 
     Raises:
         ValueError: as `take_step`.
         RuntimeError: a table is full, or memory is out; no table has changed.
     """
-    trained = part_of(learning, tables, ids, bounds)
-    rows, refused = rows_in_training(
-        learning,
-        trained.ids,
-        trained.table_offsets,
-        trained.bounds,
-        lambda: scores_of(learning),
-        None if times is None else times[trained.mask],
-    )
-    learning_rows = torch.full_like(ids, -1).masked_scatter_(trained.mask, rows)
-    frozen = [table for table in tables if table not in learning]
-    read = part_of(frozen, tables, ids, bounds)
-    rows, absent = find_rows(frozen, read.ids, read.table_offsets)
+    assert lists.trained is not None and lists.frozen_maps is not None
+    part = part_of(lists.is_trained, ids, table_offsets)
+    part_times = None if times is None else times[part.mask]
+    rows, refused = rows_in_training(lists.trained, part.ids, part.table_offsets, part_times)
+    learning_rows = torch.full_like(ids, -1).masked_scatter_(part.mask, rows)
+    read = part_of(~lists.is_trained, ids, table_offsets)
+    rows, absent = find_rows(lists.frozen_maps, read.ids, read.table_offsets)
     read_rows = learning_rows.masked_scatter(read.mask, rows)
-    return BatchRows(learning_rows, read_rows, refused + sum(absent))
+    return BatchRows(learning_rows, read_rows, refused + sum(absent.tolist()))

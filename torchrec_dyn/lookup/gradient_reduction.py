@@ -57,7 +57,7 @@ def asks_for_senders(configs: Sequence[DynamicTableConfig]) -> bool:
 def reduction_of(
     configs: Sequence[DynamicTableConfig],
     offsets: Tensor,
-    bounds: Sequence[int],
+    table_offsets: Tensor,
     senders: Senders | None,
 ) -> Reduction:
     """Returns the reduction of one batch.
@@ -65,7 +65,7 @@ def reduction_of(
     Args:
         configs: configs of T tables.
         offsets: [bags + 1] int64, where each bag begins in the ids.
-        bounds: [T + 1], where the ids of each table begin.
+        table_offsets: [T + 1] int64, where the ids of each table begin.
         senders: senders of the batch; None for a batch that no dist has sent.
     """
     if senders is None:
@@ -77,7 +77,7 @@ def reduction_of(
     if all(config.gradient != "mean_over_senders" for config in configs):
         return Reduction(scales, None)
     ranks = _sender_of_each_id(offsets, senders.bags)
-    for config, (begin, end) in zip(configs, pairwise(bounds), strict=True):
+    for config, (begin, end) in zip(configs, pairwise(table_offsets.tolist()), strict=True):
         if config.gradient != "mean_over_senders":
             ranks[begin:end] = -1
     return Reduction(scales, ranks)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.optimizers import STATE_NAMES
-from torchrec_dyn.storage import RowStore
-from torchrec_dyn.table import DynamicTable, split_by_table
+from torchrec_dyn.storage import BLOCKS, RowStore
+from torchrec_dyn.table import DynamicTable, ranges_of
 
 
 @dataclass(frozen=True)
@@ -41,62 +41,49 @@ def blocks_of(stores: Sequence[RowStore], most: Sequence[int] | None = None) -> 
     return TableBlocks(blocks, torch.tensor(lines))
 
 
-@dataclass(frozen=True)
-class GroupBlocks:
-    """The blocks of the tables of a group. They are listed again when a table has grown or was replaced.
+class BlockLists:
+    """The blocks of the tables of a group, listed again when a store has other blocks.
 
-    Attributes:
-        key: number of blocks and generation of each table at the time of the listing.
-        weights: blocks of the weights.
-        states: for each of `STATE_NAMES`, the blocks of that optimizer state.
-        scores: blocks of the scores; a table without a life has no blocks.
-        streams: [T, 3] int64 for `ops.update_rows_`, with 0 for each step.
+    Args:
+        tables: T tables.
     """
 
-    key: list[tuple[int, int]]
-    weights: TableBlocks
-    states: tuple[list[Tensor], ...]
-    scores: TableBlocks
-    streams: Tensor
+    def __init__(self, tables: Sequence[DynamicTable]) -> None:
+        self._tables = tables
+        self._rows_token: object = None
+        self._scores_token: object = None
+        self._rows: tuple[TableBlocks, tuple[list[Tensor], ...]]
+        self._scores: TableBlocks
 
-    def are_current(self, tables: Sequence[DynamicTable]) -> bool:
-        """Returns True if no table has grown or was replaced since the listing."""
-        return self.key == _key(tables)
+    def rows(self) -> tuple[TableBlocks, tuple[list[Tensor], ...]]:
+        """Returns the blocks of the weights and, for each of `STATE_NAMES`, those of that optimizer state."""
+        token = BLOCKS.now
+        if self._rows_token is not token:
+            self._rows, self._rows_token = _list_rows(self._tables), token
+        return self._rows
 
-
-def _key(tables: Sequence[DynamicTable]) -> list[tuple[int, int]]:
-    # A table enlarges its last store last: all stores have the blocks of this store. An interrupt may have
-    # left more in the others.
-    last = [table.states[-1] if table.states else table.weights for table in tables]
-    generations = [table.generation for table in tables]
-    return list(zip([len(store.blocks) for store in last], generations, strict=True))
+    def scores(self) -> TableBlocks:
+        """Returns the blocks of the scores; a table without a life has no blocks."""
+        token = BLOCKS.now
+        if self._scores_token is not token:
+            stores = [_NO_SCORES if t.life is None else t.life.scores.store for t in self._tables]
+            self._scores, self._scores_token = blocks_of(stores), token
+        return self._scores
 
 
 _NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
 
 
-def scores_of(tables: Sequence[DynamicTable]) -> TableBlocks:
-    """Returns the blocks of the tables' scores; a table without a life has no blocks."""
-    return blocks_of(
-        [_NO_SCORES if table.life is None else table.life.scores.store for table in tables]
-    )
-
-
-def list_blocks(tables: Sequence[DynamicTable]) -> GroupBlocks:
-    """Returns the blocks of the tables of a group."""
+def _list_rows(tables: Sequence[DynamicTable]) -> tuple[TableBlocks, tuple[list[Tensor], ...]]:
+    # A table enlarges its last store last: all stores have the blocks of this store. An interrupt may have
+    # left more in the others.
+    last = [table.states[-1] if table.states else table.weights for table in tables]
+    most = [len(store.blocks) for store in last]
     states: tuple[list[Tensor], ...] = tuple([] for _ in STATE_NAMES)
-    key = _key(tables)
-    most = [count for count, _ in key]
     for table, count in zip(tables, most, strict=True):
         for place, state in enumerate(table.states):
             states[place].extend(state.blocks[:count])
-    return GroupBlocks(
-        key,
-        blocks_of([table.weights for table in tables], most),
-        states,
-        scores_of(tables),
-        torch.tensor([[table.rounding_key, table.first_column, 0] for table in tables]),
-    )
+    return blocks_of([table.weights for table in tables], most), states
 
 
 def blocks_with_initial_rows(
@@ -111,11 +98,10 @@ def blocks_with_initial_rows(
         table_offsets: [T + 1] int64, where the ids of each table begin.
     """
     new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
-    per_table = split_by_table(new_ids, new_offsets)
-    stores: list[RowStore] = []
+    stores = [table.weights for table in tables]
     new_rows: list[Tensor] = []
-    for table, unseen in zip(tables, per_table, strict=True):
-        weights = table.weights
+    for t, unseen_of_table in ranges_of(new_offsets).items():
+        table, weights, unseen = tables[t], tables[t].weights, new_ids[unseen_of_table]
         store = RowStore(weights.columns, weights.shift, weights.dtype, weights.device)
         store.blocks = list(weights.blocks)
         fresh = torch.arange(weights.capacity, weights.capacity + unseen.numel())
@@ -124,7 +110,7 @@ def blocks_with_initial_rows(
             table.initial_rows.write(unseen, fresh, store)
         else:
             fresh = torch.full_like(fresh, -1)
-        stores.append(store)
+        stores[t] = store
         new_rows.append(fresh)
     ops.fill_new_(rows, new_index, torch.cat(new_rows))
     return blocks_of(stores)

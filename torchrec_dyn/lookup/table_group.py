@@ -15,7 +15,7 @@ Backward:
 2. Compute the gradient of the bag weights, if it is needed.
 3. Sum the gradients of each distinct row and apply the optimizer in place.
 
-Between forward and backward, the forward is open: it has a ticket with each table, and the rows of removed
+Between forward and backward, the forward is open: it has a ticket with the group, and the rows of removed
 ids are not reused.
 
 Legend: T tables, F features (in table order), B bags of a feature, N ids, D columns of a table.
@@ -35,13 +35,9 @@ from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling
 from torchrec_dyn.lookup.batch_rows import BatchRows, part_of, rows_beside_frozen, rows_in_training
 from torchrec_dyn.lookup.gradient_reduction import Reduction, Senders, reduction_of
-from torchrec_dyn.lookup.table_blocks import (
-    GroupBlocks,
-    TableBlocks,
-    blocks_with_initial_rows,
-    list_blocks,
-)
-from torchrec_dyn.storage import ForwardTicket, TableLock, locked
+from torchrec_dyn.lookup.table_blocks import TableBlocks, blocks_with_initial_rows
+from torchrec_dyn.lookup.table_lists import TableLists, TrainedTables, list_tables
+from torchrec_dyn.storage import TABLES, ForwardTicket, OutstandingForwards, TableLock, locked
 from torchrec_dyn.table import DynamicTable, find_rows, insert_unseen, note_changed, tokens_of
 
 
@@ -56,8 +52,8 @@ class _Forward:
     shown: Tensor
     bags: Bags
     blocks: TableBlocks
-    learning: list[DynamicTable]  # the tables that are not frozen; none in evaluation
-    steps: list[int]
+    trained: TrainedTables | None  # the tables that are not frozen; none in evaluation
+    streams: Tensor | None  # of `ops.update_rows_`; None in evaluation
     generations: list[int]
     noted: list[object] | None  # `tokens_of` the tables, after scoring recorded the rows as changed
     reduction: Reduction
@@ -81,7 +77,7 @@ class TableGroup:
         pooling: Pooling,
         output_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.tables = list(tables)
+        self.tables: Sequence[DynamicTable] = list(tables)
         if len({(table.dtype, table.optimizer) for table in self.tables}) != 1:
             raise ValueError(
                 "TableGroup: expected tables of one row dtype and one optimizer, got "
@@ -93,7 +89,8 @@ class TableGroup:
             [table.columns for table in self.tables], features_per_table, pooling
         )
         self.has_life = any(table.life is not None for table in self.tables)
-        self._blocks: GroupBlocks | None = None
+        self._lists: TableLists | None = None
+        self._forwards = OutstandingForwards()
         self._anchor: Tensor | None = None
         for table in self.tables:
             table.lock = self.lock
@@ -157,23 +154,30 @@ class TableGroup:
         senders: Senders | None,
         times: Tensor | None,
     ) -> Tensor:
-        bags = self._bag_layout.describe(offsets, ids.numel(), batch_sizes, counts)
-        learning = [table for table in self.tables if training and not table.is_frozen]
-        rows, shown, missing = self._rows(ids, bags, learning, times)
-        blocks = self._current_blocks().weights
-        if missing and any(table.config.unseen == "initial" for table in self.tables):
-            shown = shown.clone() if learning else shown
+        bags = self._bag_layout.describe(
+            offsets, ids.numel(), batch_sizes, is_checked=counts is not None
+        )
+        lists = self._current()
+        trained = lists.trained if training else None
+        rows, shown, missing = self._rows(ids, bags, lists, training, times)
+        blocks, _ = lists.blocks.rows()
+        if missing and lists.shows_initial:
+            shown = shown.clone() if trained else shown
             blocks = blocks_with_initial_rows(self.tables, ids, shown, bags.table_offsets)
+        streams, noted = None, None
+        if trained is not None:
+            steps = trained.tally.counted.steps
+            streams = torch.add(lists.streams, lists.stepping, alpha=steps)
+            if trained.with_life and lists.has_changes:
+                noted = tokens_of(self.tables)
         forward = _Forward(
-            self, ids, rows, shown, bags, blocks, learning,
-            [t.step for t in self.tables], [t.generation for t in self.tables],
-            tokens_of(self.tables) if any(t.life is not None for t in learning) else None,
-            reduction_of([t.config for t in self.tables], offsets, bags.bounds, senders),
+            self, ids, rows, shown, bags, blocks, trained, streams, lists.generations, noted,
+            reduction_of(lists.configs, offsets, bags.table_offsets, senders),
         )  # fmt: skip
         wants_weight_grad = weights is not None and weights.requires_grad
-        if torch.is_grad_enabled() and (learning or wants_weight_grad):
-            forward.ticket = ForwardTicket([table.forwards for table in self.tables])
-            output = _Lookup.apply(self._anchored() if learning else None, weights, forward)
+        if torch.is_grad_enabled() and (trained or wants_weight_grad):
+            forward.ticket = ForwardTicket(self._forwards)
+            output = _Lookup.apply(self._anchored() if trained else None, weights, forward)
         else:
             output = _pool(forward, weights)
         return output.view(bags.shape)
@@ -189,17 +193,21 @@ class TableGroup:
             ids: [N] int64, feature-major.
             offsets: [F * B + 1] integer, where each bag begins in ids.
         """
-        learning = [table for table in self.tables if not table.is_frozen]
-        if self.has_life or not learning:
+        lists = self._current()
+        trained = lists.trained
+        if self.has_life or trained is None:
             return
         ids, offsets, _ = self._check_input(ids, offsets, None)
         table_offsets = self._bag_layout.table_offsets(offsets, ids.numel(), None)
-        if len(learning) < len(self.tables):
-            part = part_of(learning, self.tables, ids, table_offsets.tolist())
-            ids, table_offsets = part.ids, part.table_offsets
-        rows, absent = find_rows(learning, ids, table_offsets)
-        if sum(absent):
-            insert_unseen(learning, ids, rows, table_offsets)
+        if lists.frozen_maps is not None:
+            _, ids, table_offsets = part_of(lists.is_trained, ids, table_offsets)
+        rows, absent = find_rows(trained.maps, ids, table_offsets)
+        if any(absent.tolist()):
+            insert_unseen(trained.tables, ids, rows, table_offsets)
+
+    def replace_tables(self, tables: Sequence[DynamicTable]) -> None:
+        """Uses other tables with the settings of the present ones."""
+        self.tables, self._lists = list(tables), None
 
     def _check_input(
         self, ids: Tensor, offsets: Tensor, weights: Tensor | None
@@ -222,29 +230,34 @@ class TableGroup:
         return self._anchor
 
     def _rows(
-        self, ids: Tensor, bags: Bags, learning: list[DynamicTable], times: Tensor | None
+        self, ids: Tensor, bags: Bags, lists: TableLists, training: bool, times: Tensor | None
     ) -> BatchRows:
         """Runs the training step of the trained tables and returns the rows of ids."""
-        if not learning:
-            rows, absent = find_rows(self.tables, ids, bags.table_offsets)
-            return BatchRows(rows, rows, sum(absent))
-        if len(learning) < len(self.tables):
-            return rows_beside_frozen(self.tables, learning, ids, bags.bounds, times)
-        offsets, bounds = bags.table_offsets, bags.bounds
-        rows, refused = rows_in_training(
-            self.tables, ids, offsets, bounds, lambda: self._current_blocks().scores, times
-        )
+        offsets, trained = bags.table_offsets, lists.trained
+        if not training or trained is None:
+            rows, absent = find_rows(lists.maps, ids, offsets)
+            return BatchRows(rows, rows, sum(absent.tolist()))
+        if lists.frozen_maps is not None:
+            return rows_beside_frozen(lists, ids, offsets, times)
+        rows, refused = rows_in_training(trained, ids, offsets, times)
         return BatchRows(rows, rows, refused)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Blocks are much larger than the rows in use. A copy does not hold them: it lists its tables' blocks.
-        return {**self.__dict__, "_blocks": None, "_anchor": None}
+        # Blocks are much larger than the rows in use. A copy does not hold them: it lists its own tables. And
+        # it has no graphs.
+        return {**self.__dict__, "_lists": None, "_anchor": None, "_forwards": None}
 
-    def _current_blocks(self) -> GroupBlocks:
-        """Returns the blocks of all tables, listed again if a table has grown or was replaced."""
-        if self._blocks is None or not self._blocks.are_current(self.tables):
-            self._blocks = list_blocks(self.tables)
-        return self._blocks
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forwards = OutstandingForwards()
+
+    def _current(self) -> TableLists:
+        """Returns the tables, listed again if one of them has changed other than by training."""
+        if self._lists is None or self._lists.token is not TABLES.now:
+            for table in self.tables:
+                table.forwards.include(self._forwards)
+            self._lists = list_tables(self.tables)
+        return self._lists
 
     def _check_backward(self, forward: _Forward) -> None:
         if forward.is_done:
@@ -252,7 +265,7 @@ class TableGroup:
                 "lookup: expected one backward through a forward, got a second. The rows are "
                 "updated already; run the forward again."
             )
-        if forward.generations != [table.generation for table in self.tables]:
+        if forward.generations != self._current().generations:
             raise RuntimeError(
                 "lookup: expected the tables of the forward at its backward, got tables that were "
                 "loaded or converted in between, or moved. Run backward first."
@@ -262,28 +275,28 @@ class TableGroup:
         """Sums the gradients of each distinct row of the forward and applies the optimizer."""
         # Recorded before the update: an interrupted backward is not repeated, since it may have updated rows.
         forward.is_done = True
-        self._count_late_grads(forward)
-        for table in forward.learning:
-            table.edits += 1
-        note_changed(self.tables, forward.rows, forward.bags.table_offsets, forward.noted)
-        listed = self._current_blocks()
-        optimizer = self.tables[0].optimizer
-        streams = listed.streams.clone()
-        steps = set(forward.steps)
-        streams[:, 2] = steps.pop() if len(steps) == 1 else torch.tensor(forward.steps)
-        bags = forward.bags
+        lists, bags = self._current(), forward.bags
+        self._count_late_grads(forward, lists)
+        assert forward.trained is not None and forward.streams is not None
+        if lists.trained is not None and lists.trained.tally is forward.trained.tally:
+            lists.trained.tally.edits += 1
+        else:  # tables were frozen in between, or are in another group
+            for table in forward.trained.tables:
+                table.own = table.own._replace(edits=table.own.edits + 1)
+        if lists.has_changes:
+            note_changed(self.tables, forward.rows, bags.table_offsets, forward.noted)
+        optimizer, (listed, states) = self.tables[0].optimizer, lists.blocks.rows()
         ops.update_rows_(
-            grad, forward.ids, forward.rows, bags.offsets, weights, listed.weights.weights,
-            listed.states[0], listed.states[1], listed.weights.layout, bags.segments, streams,
+            grad, forward.ids, forward.rows, bags.offsets, weights, listed.weights, states[0],
+            states[1], listed.layout, bags.segments, forward.streams,
             self._bag_layout.is_mean, optimizer.rule, optimizer.hyper(self.learning_rate),
             forward.reduction.scales, forward.reduction.senders,
         )  # fmt: skip
 
-    def _count_late_grads(self, forward: _Forward) -> None:
-        for t, table in enumerate(self.tables):
-            if not table.row_numbers.has_withheld:
-                continue
-            begin, end = forward.bags.bounds[t : t + 2]
+    def _count_late_grads(self, forward: _Forward, lists: TableLists) -> None:
+        for t in [t for t, numbers in enumerate(lists.row_numbers) if numbers.held_back]:
+            table = self.tables[t]
+            begin, end = forward.bags.table_offsets[t : t + 2].tolist()
             late = torch.isin(forward.rows[begin:end], table.row_numbers.withheld()).sum()
             table.counters["late_grads"] += int(late)
 
@@ -338,7 +351,7 @@ class _Lookup(torch.autograd.Function):
                 grad, forward.shown, forward.bags.offsets, forward.blocks.weights,
                 forward.blocks.layout, forward.bags.segments, group._bag_layout.is_mean,
             ).to(weights.dtype)  # fmt: skip
-        if forward.learning:
+        if forward.trained:
             group._update(forward, grad, _as_float(weights))
         if forward.ticket is not None:
             forward.ticket.close()

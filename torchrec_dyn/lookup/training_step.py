@@ -20,7 +20,7 @@ Legend: T tables, N ids, M distinct ids without a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.life import Decision
-from torchrec_dyn.lookup.table_blocks import TableBlocks
+from torchrec_dyn.life import NO_STEP, Decision
+from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.storage import run_to_end
 from torchrec_dyn.table import (
@@ -41,6 +41,7 @@ from torchrec_dyn.table import (
     commit_rows,
     find_rows,
     note_changed,
+    ranges_of,
 )
 
 _NONE = torch.empty(0, dtype=torch.int64)
@@ -66,21 +67,20 @@ _NO_UNSEEN = _Unseen(_NONE, _NONE, Decision(None, _NONE), 0)
 
 
 def take_step(
-    tables: Sequence[DynamicTable],
+    trained: TrainedTables,
     ids: Tensor,
     table_offsets: Tensor,
-    bounds: Sequence[int],
-    scores: Callable[[], TableBlocks],
     times: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """Runs one training step of all tables and returns the rows of the batch.
 
+    Most tables know all their ids and have room: an op over all tables scores their rows. Only the other
+    tables are looked at one by one.
+
     Args:
-        tables: T tables, at least one with a life.
+        trained: T tables, at least one with a life.
         ids: [N] int64 in table order.
         table_offsets: [T + 1] int64, where the ids of each table begin.
-        bounds: `table_offsets` as a list.
-        scores: function that returns the blocks of the scores; called after memory is reserved.
         times: [N] int64, number of occurrences that each id stands for, in batches that hold each distinct
             id once; None for 1 each.
 
@@ -94,23 +94,39 @@ def take_step(
     """
     if times is not None:
         _check_times(times, ids.numel())
-    expired: list[_Expired] = []  # removed from the maps, to be put back if the step fails
+    tables, tally = trained.tables, trained.tally
+    if trained.most_steps + tally.counted.steps + 1 >= NO_STEP:
+        for number in trained.with_life:
+            check_step(tables[number], tables[number].step + 1)
+    expired: dict[int, _Expired] = {}  # removed from the maps, to be put back if the step fails
     try:
-        for table in tables:
-            old = _expired(table)
-            expired.append(old)
+        for number in trained.ageing:
+            id_map = tables[number].id_map
+            old = _expired(tables[number])
+            expired[number] = old
             if old.ids.numel():
-                table.id_map.remove(old.ids, old.num_ids - old.ids.numel())
-        batch = _decide(tables, ids, table_offsets, bounds, times)
-        seen = list(_occurrences(tables, batch, bounds, times))
+                id_map.remove(old.ids, old.num_ids - old.ids.numel())
+        batch = _decide(trained, ids, table_offsets, times)
         parts = [
-            _TableStep(*of_table)
-            for of_table in zip(tables, expired, seen, batch.unseen, strict=True)
+            _TableStep(
+                number,
+                tables[number],
+                expired.get(number) or _nothing_expired(tables[number]),
+                batch.unseen.get(number, _NO_UNSEEN),
+            )
+            for number in batch.special
         ]
-        listed, steps = scores(), torch.tensor([part.step for part in parts])
+        counted = tally.counted.after(*_occurrences(trained, batch, table_offsets, times))
+        listed, steps = trained.blocks.scores(), trained.first_steps + counted.steps
+        watched = {part.number for part in parts if part.acts}
+
+        def count(_: bool) -> None:
+            expired.clear()
+            trained.watched = watched
+            tally.counted = counted
 
         def touch(again: bool) -> None:
-            if not again or not _are_touched(tables, batch.rows, bounds):
+            if not again or not _are_touched(tables, batch.rows, table_offsets):
                 ops.touch_scores_(
                     batch.rows, table_offsets, listed.weights, listed.layout, steps, times
                 )
@@ -119,14 +135,11 @@ def take_step(
             commit_rows([part.added for part in parts if part.added is not None], again)
 
         # From the first action on no check fails, and memory for maps and rows is reserved.
-        actions: list[Callable[[bool], object]] = [
-            lambda _: expired.clear(),
-            *(part.begin for part in parts),
-            touch,
-            lambda _: note_changed(tables, batch.rows, table_offsets),
-            *(part.evict for part in parts if part.surplus > 0),
-        ]
-        if any(batch.absent):
+        actions: list[Callable[[bool], object]] = [count, *(part.begin for part in parts), touch]
+        if trained.has_changes:
+            actions.append(lambda _: note_changed(tables, batch.rows, table_offsets))
+        actions += (part.evict for part in parts if part.surplus > 0)
+        if batch.unseen:
             actions += (part.prepare_rows for part in parts)
             actions.append(add_rows)
             actions += (part.count_refused for part in parts if part.admitted is not None)
@@ -135,10 +148,10 @@ def take_step(
                 actions += (part.note_waiting, part.drop_counters)
         run_to_end(*actions)
     except BaseException:
-        for table, old in zip(tables, expired, strict=False):
-            table.id_map.put(old.ids, old.rows, old.num_ids, again=True)
+        for number, old in expired.items():
+            tables[number].id_map.put(old.ids, old.rows, old.num_ids, again=True)
         raise
-    if not any(batch.absent):
+    if not batch.unseen:
         return batch.rows, 0
     ops.fill_new_(batch.rows, batch.new_index, torch.cat([part.new_rows() for part in parts]))
     return batch.rows, sum(part.refused for part in parts)
@@ -149,15 +162,17 @@ class _Batch(NamedTuple):
 
     Attributes:
         rows: [N] int64, -1 for an id without a row.
-        absent: [T], number of ids without a row, repeats counted.
-        unseen: [T], the distinct ids without a row.
+        absent: [T] int64, number of ids without a row, repeats counted.
+        unseen: the distinct ids without a row of each table that has some, by number of the table.
+        special: numbers of the tables to look at one by one, ascending.
         new_index: [N] int64, the place of an id without a row in the list of all tables' distinct ids without
             a row, -1 for other ids; [0] if every id has a row.
     """
 
     rows: Tensor
-    absent: list[int]
-    unseen: list[_Unseen]
+    absent: Tensor
+    unseen: dict[int, _Unseen]
+    special: list[int]
     new_index: Tensor
 
 
@@ -171,41 +186,55 @@ def _check_times(times: Tensor, ids: int) -> None:
 
 
 def _occurrences(
-    tables: Sequence[DynamicTable], batch: _Batch, bounds: Sequence[int], times: Tensor | None
-) -> Iterator[tuple[int, int]]:
-    """Yields for each table the number of occurrences, and of these the number without a row at lookup."""
-    per_table = zip(tables, pairwise(bounds), batch.absent, batch.unseen, strict=True)
-    for table, (begin, end), absent, unseen in per_table:
-        if times is None or table.life is None:
-            # A table without a life counts each sent id once, whatever the other tables of its group are.
-            yield end - begin, absent
-        else:
-            yield int(times[begin:end].sum()), int(unseen.occurrences.sum())
+    trained: TrainedTables, batch: _Batch, table_offsets: Tensor, times: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the arguments of `Counted.after` for a batch."""
+    absent = batch.absent if batch.unseen else None
+    if times is None:
+        return table_offsets, absent
+    # A table without a life counts each sent id once, whatever the other tables of its group are.
+    seen, of_ids = table_offsets.diff(), torch.cat([times.new_zeros(1), times.cumsum(0)])
+    seen[trained.with_life] = of_ids[table_offsets].diff()[trained.with_life]
+    if absent is not None:
+        absent = absent.clone()
+        for number in set(trained.with_life) & batch.unseen.keys():
+            absent[number] = batch.unseen[number].occurrences.sum()
+    return torch.cat([table_offsets[:1], seen.cumsum(0)]), absent
 
 
 def _decide(
-    tables: Sequence[DynamicTable],
-    ids: Tensor,
-    table_offsets: Tensor,
-    bounds: Sequence[int],
-    times: Tensor | None,
+    trained: TrainedTables, ids: Tensor, table_offsets: Tensor, times: Tensor | None
 ) -> _Batch:
     """Looks ids up, decides admission, checks every table's room and reserves memory."""
-    rows, absent = find_rows(tables, ids, table_offsets)
-    unseen, new_index = [_NO_UNSEEN] * len(tables), _NONE
-    if any(absent):
+    tables = trained.tables
+    rows, absent = find_rows(trained.maps, ids, table_offsets)
+    unseen, new_index = dict[int, _Unseen](), _NONE
+    if any(absent.tolist()):
         new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
         if times is not None:
             is_new = new_index >= 0
             counts = torch.zeros_like(counts).index_add_(0, new_index[is_new], times[is_new])
-        sizes = new_offsets.diff().tolist()
-        per_table = zip(tables, new_ids.split(sizes), counts.split(sizes), strict=True)
-        unseen = [_decide_admission(*of_table) for of_table in per_table]
-    for table, new, (begin, end) in zip(tables, unseen, pairwise(bounds), strict=True):
-        _check_room(table, new, rows[begin:end])
-    for table, new in zip(tables, unseen, strict=True):
-        _reserve(table, new)
-    return _Batch(rows, absent, unseen, new_index)
+        unseen = {
+            number: _decide_admission(tables[number], new_ids[of_table], counts[of_table])
+            for number, of_table in ranges_of(new_offsets).items()
+        }
+    # A batch has at most as many distinct rows as ids, so for most batches they need not be counted.
+    crowded: set[int] = set()
+    if ids.numel() > trained.least_limit:
+        sizes = table_offsets[1:] - table_offsets[:-1]  # a fifth of the time of `diff`
+        crowded = set((sizes > trained.row_limits).nonzero().flatten().tolist())
+    for number in sorted(crowded | unseen.keys()):
+        new = unseen.get(number, _NO_UNSEEN)
+        tables[number].check_room(new.num_admitted)
+        if number in crowded:
+            begin, end = table_offsets[number : number + 2].tolist()
+            of_table = rows[begin:end]
+            need = torch.unique(of_table[of_table >= 0]).numel() + new.num_admitted
+            check_need(tables[number], need)
+    special = sorted({*trained.watched, *trained.ageing, *unseen})
+    for number in special:
+        _reserve(tables[number], unseen.get(number, _NO_UNSEEN))
+    return _Batch(rows, absent, unseen, special, new_index)
 
 
 class _Expired(NamedTuple):
@@ -223,17 +252,19 @@ class _Expired(NamedTuple):
 
 
 def _expired(table: DynamicTable) -> _Expired:
-    """Returns the expired ids of a table and removes nothing."""
-    if table.life is None:
-        return _Expired(_NONE, _NONE, table.id_map.num_ids)
-    check_step(table, table.step + 1)
+    """Returns the expired ids of a table with an age limit and removes nothing."""
+    assert table.life is not None
     expired = table.life.expired(table.step + 1, table.id_map, table.row_numbers.high)
     return _Expired(*(expired or (_NONE, _NONE)), table.id_map.num_ids)
 
 
-def _are_touched(tables: Sequence[DynamicTable], rows: Tensor, bounds: Sequence[int]) -> bool:
+def _nothing_expired(table: DynamicTable) -> _Expired:
+    return _Expired(_NONE, _NONE, table.id_map.num_ids)
+
+
+def _are_touched(tables: Sequence[DynamicTable], rows: Tensor, table_offsets: Tensor) -> bool:
     """Returns True if rows of this step are scored: then they were seen at the present step of a table."""
-    for table, (begin, end) in zip(tables, pairwise(bounds), strict=True):
+    for table, (begin, end) in zip(tables, pairwise(table_offsets.tolist()), strict=True):
         if table.life is not None:
             last_seen, counts = table.life.scores.read(rows[begin:end])
             if bool(((last_seen == table.step) & (counts > 0)).any()):
@@ -249,15 +280,6 @@ def _decide_admission(table: DynamicTable, ids: Tensor, occurrences: Tensor) -> 
     return _Unseen(ids, occurrences, decision, admitted)
 
 
-def _check_room(table: DynamicTable, unseen: _Unseen, rows: Tensor) -> None:
-    table.check_room(unseen.num_admitted)
-    if table.life is None or not table.life.replaces:
-        return
-    # A batch has at most as many distinct rows as ids, so for most batches they need not be counted.
-    if rows.numel() > table.row_limit:
-        check_need(table, torch.unique(rows[rows >= 0]).numel() + unseen.num_admitted)
-
-
 def _reserve(table: DynamicTable, unseen: _Unseen) -> None:
     table.reserve(unseen.num_admitted, max(0, _surplus(table, unseen)))
     if table.life is not None and table.life.waiting is not None:
@@ -270,29 +292,20 @@ def _surplus(table: DynamicTable, unseen: _Unseen) -> int:
     return table.id_map.num_ids + unseen.num_admitted - table.row_limit if replaces else 0
 
 
-def counted_step(table: DynamicTable, occurrences: int, absent: int) -> dict[str, int]:
-    """Returns the counters of `stats` after a step with `occurrences` ids, `absent` of them without a row."""
-    counters = table.counters
-    return {
-        "forwards": counters["forwards"] + 1,
-        "ids_seen": counters["ids_seen"] + occurrences,
-        "hits": counters["hits"] + occurrences - absent,
-    }
-
-
 class _TableStep:
-    """The part of a step that changes one table. Preparing it changes nothing.
+    """The part of a step that changes one table, beside its counted forwards. Preparing it changes nothing.
 
     The methods are actions of `run_to_end`, in their order here.
 
     Args:
+        number: number of the table in its group.
         table: the table.
         expired: its expired ids, removed from the map.
-        seen: number of occurrences in the batch, and of these without a row.
         unseen: the ids without a row.
 
     Attributes:
-        step: number of the step.
+        number: number of the table in its group.
+        acts: True if rows or counters of the table change: its policies may act in the next step, too.
         surplus: number of rows to evict; 0 or less if none.
         admitted: [M] bool, the admitted ids of `unseen`; None if all are admitted.
         has_waiting: True if the table counts waiting ids.
@@ -301,12 +314,12 @@ class _TableStep:
     """
 
     def __init__(
-        self, table: DynamicTable, expired: _Expired, seen: tuple[int, int], unseen: _Unseen
+        self, number: int, table: DynamicTable, expired: _Expired, unseen: _Unseen
     ) -> None:
+        self.number = number
         self._table = table
         self._unseen = unseen
-        self.step = table.step + 1
-        self._counted = counted_step(table, *seen)
+        self._step = table.step + 1
         self._expired = None
         if expired.ids.numel():
             self._expired = Removal(table, expired.ids, expired.rows, "evicted_expired")
@@ -316,22 +329,22 @@ class _TableStep:
         self.refused = 0
         if self.admitted is not None:
             self.refused = int(unseen.occurrences[~self.admitted].sum())
-            self._counted["refused"] = table.counters["refused"] + self.refused
+        self._all_refused = table.counters["refused"] + self.refused
         self._rows_before = expired.num_ids
         self._num_waiting = table.num_waiting
         self._counters_expired = table.counters["counters_expired"]
         self._counters_dropped = table.counters["counters_dropped"]
         self.has_waiting = table.life is not None and table.life.waiting is not None
+        self.acts = bool(unseen.ids.numel() or expired.ids.numel() or self.surplus > 0)
 
     def begin(self, _: bool) -> None:
-        """Counts the step, frees the rows of the expired ids, and drops the expired counters."""
+        """Counts refused ids, frees the rows of the expired ids, and drops the expired counters."""
         table = self._table
-        table.step = self.step
-        table.counters.update(self._counted)
+        table.counters["refused"] = self._all_refused
         if self._expired is not None:
             self._expired.free_rows()
         if table.life is not None:
-            table.life.drop_expired(self.step)
+            table.life.drop_expired(self._step)
             if self.has_waiting:
                 expired = self._num_waiting - table.num_waiting
                 table.counters["counters_expired"] = self._counters_expired + expired
@@ -340,7 +353,7 @@ class _TableStep:
         """Evicts the lowest rows of a full table."""
         table, surplus = self._table, _surplus(self._table, self._unseen)
         if table.life is not None and surplus > 0:
-            lowest = table.life.lowest(surplus, self.step, table.id_map, table.row_numbers.high)
+            lowest = table.life.lowest(surplus, self._step, table.id_map, table.row_numbers.high)
             table.remove(*lowest, "evicted_full")
 
     def prepare_rows(self, _: bool) -> None:
@@ -356,7 +369,7 @@ class _TableStep:
         life, admitted = self._table.life, self.admitted
         if life is not None and admitted is not None:
             counts = self._unseen.decision.counts
-            life.refuse(self._unseen.ids[~admitted], counts[~admitted], self.step)
+            life.refuse(self._unseen.ids[~admitted], counts[~admitted], self._step)
 
     def note_waiting(self, _: bool) -> None:
         """Notes the number of counters before `drop_counters`."""
@@ -366,7 +379,7 @@ class _TableStep:
         """Drops the counters above their limit."""
         table = self._table
         if table.life is not None:
-            table.life.drop_surplus_counters(self.step, self._rows_before)
+            table.life.drop_surplus_counters(self._step, self._rows_before)
             dropped = self._num_waiting - table.num_waiting
             table.counters["counters_dropped"] = self._counters_dropped + dropped
 

@@ -70,7 +70,8 @@ def load_static(
         run_together(group, "load_static", fill)
     except BaseException:
         for one, contents in before:  # unchanged: _fill creates new objects (DynamicTable.reset)
-            one.__dict__.update(contents)
+            for name, value in contents.items():
+                setattr(one, name, value)
         raise
 
 

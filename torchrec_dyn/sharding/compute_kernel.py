@@ -140,7 +140,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         """Puts `shards` in place of this kernel's empty shards of the same tables and columns."""
         found = {(shard.name, shard.first_column): shard for shard in shards}
         self.tables = [found.get((table.name, table.first_column), table) for table in self.tables]
-        self._group.tables = list(self.tables)
+        self._group.replace_tables(self.tables)
 
     @property
     def emb_module(self) -> nn.Module:

@@ -13,7 +13,14 @@ from torchrec_dyn.storage.canonical_rows import (
     unsigned,
 )
 from torchrec_dyn.storage.change_log import ChangeLog, Moment
-from torchrec_dyn.storage.id_map import SLOT_BYTES, IdMap, arrays_of, canonical_order, most_slots
+from torchrec_dyn.storage.id_map import (
+    SLOT_BYTES,
+    IdMap,
+    MapList,
+    arrays_of,
+    canonical_order,
+    most_slots,
+)
 from torchrec_dyn.storage.initial_rows import InitialRows
 from torchrec_dyn.storage.interrupts import run_to_end
 from torchrec_dyn.storage.open_forwards import ForwardTicket, OutstandingForwards
@@ -21,3 +28,4 @@ from torchrec_dyn.storage.row_marks import write_marks
 from torchrec_dyn.storage.row_numbers import RowNumbers, Taking
 from torchrec_dyn.storage.row_store import RowStore, block_shift
 from torchrec_dyn.storage.table_lock import TableLock, locked
+from torchrec_dyn.storage.tokens import BLOCKS, TABLES

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.storage.tokens import SLOTS
 
 # A slot is an id and a row, 8 bytes each.
 SLOT_BYTES = 16
@@ -113,6 +114,7 @@ class IdMap:
             capacity = min(capacity, enough)
         # No slots are outgoing here: growth ends at MAX_LOAD of the old array, and the new array is larger.
         grown = ops.new_slots(self.slots, -(-capacity // _LINE_SLOTS) * _LINE_SLOTS)
+        SLOTS.renew()
         if self.capacity == 0:
             self.slots = grown
             return
@@ -148,6 +150,7 @@ class IdMap:
 
     def _set_moved(self, moved: int) -> None:
         assert self.outgoing is not None
+        SLOTS.renew()
         is_last = moved == self.outgoing.shape[0]
         self.outgoing, self.moved = (None, -1) if is_last else (self.outgoing, moved)
 
@@ -279,3 +282,23 @@ def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
     slots = [id_map.slots for id_map in maps]
     slots += [id_map.outgoing for id_map in maps if id_map.outgoing is not None]
     return slots, torch.tensor([id_map.moved for id_map in maps], dtype=torch.int64)
+
+
+class MapList:
+    """The maps of several tables in the form that the ops take, listed again when slots have changed.
+
+    Args:
+        maps: T maps.
+    """
+
+    def __init__(self, maps: Sequence[IdMap]) -> None:
+        self._maps = maps
+        self._token: object = None
+        self._arrays: tuple[list[Tensor], Tensor]
+
+    def arrays(self) -> tuple[list[Tensor], Tensor]:
+        """Returns the maps as `arrays_of`. Do not change the list."""
+        token = SLOTS.now
+        if self._token is not token:
+            self._arrays, self._token = arrays_of(self._maps), token
+        return self._arrays

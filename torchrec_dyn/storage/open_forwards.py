@@ -1,14 +1,14 @@
 """The open forwards of a table: forwards whose backward has not run yet and whose graph still exists.
 
-Every forward that will have a backward opens a ticket with each of its tables. The ticket is closed when the
-backward has run or the graph is dropped. Until then the rows of the forward are not reused (row_numbers.py).
+Every forward that will have a backward opens a ticket with its group, whose open forwards each of its tables
+includes. The ticket is closed when the backward has run or the graph is dropped. Until then the rows of the
+forward are not reused (row_numbers.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
 
 _numbers = itertools.count(1)  # of all forwards of this process
 
@@ -17,30 +17,28 @@ class ForwardTicket:
     """The ticket of one forward. Only the forward's graph holds it: dropping the graph closes the ticket.
 
     Args:
-        tables: the open forwards of each table of the forward.
+        opened: the open forwards of its group.
     """
 
     # Of a ticket whose constructor has not run to its end: such a ticket is closed when it is dropped, too.
     number = 0
-    _tables: Sequence[dict[int, weakref.ref[ForwardTicket]]] = ()
+    _opened: OutstandingForwards | None = None
 
-    def __init__(self, tables: Sequence[OutstandingForwards]) -> None:
+    def __init__(self, opened: OutstandingForwards) -> None:
         self.number = next(_numbers)
-        self._tables = [table.tickets for table in tables]
-        ticket = weakref.ref(self)
-        for tickets in self._tables:
-            tickets[self.number] = ticket
+        self._opened = opened
+        opened.tickets[self.number] = weakref.ref(self)
 
     def close(self) -> None:
         """Closes the ticket; a second call changes nothing."""
-        for tickets in self._tables:
-            tickets.pop(self.number, None)
+        if self._opened is not None:
+            self._opened.tickets.pop(self.number, None)
 
     __del__ = close
 
 
 class OutstandingForwards:
-    """The open forwards of one table.
+    """The open forwards of a group or of one table; a table includes those of all its groups.
 
     Attributes:
         tickets: the open tickets by number; a later forward has a higher number. A ticket that no longer
@@ -49,11 +47,20 @@ class OutstandingForwards:
 
     def __init__(self) -> None:
         self.tickets: dict[int, weakref.ref[ForwardTicket]] = {}
+        # Weak: a group without a ticket has no open forward, and each ticket holds its group.
+        self._groups: weakref.WeakSet[OutstandingForwards] = weakref.WeakSet()
+
+    def include(self, group: OutstandingForwards) -> None:
+        """Includes the open forwards of a group, from now on and those that are open already."""
+        self._groups.add(group)
 
     @property
     def numbers(self) -> list[int]:
         """The numbers of the open forwards."""
-        return [number for number, ticket in self.tickets.copy().items() if ticket() is not None]
+        tickets = [
+            ticket for opened in (self, *self._groups) for ticket in opened.tickets.copy().items()
+        ]
+        return [number for number, ticket in tickets if ticket() is not None]
 
     @property
     def latest(self) -> int:

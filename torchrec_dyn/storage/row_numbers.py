@@ -38,6 +38,8 @@ class RowNumbers:
 
     Attributes:
         high: number of rows ever handed out; every row below it is in use, free or withheld.
+        held_back: withheld rows that were freed together, each with the number of the latest forward that was
+            open then. The next call may release some of them.
     """
 
     def __init__(self, forwards: OutstandingForwards) -> None:
@@ -45,7 +47,7 @@ class RowNumbers:
         self.forwards = forwards
         self._free: list[Tensor] = []  # each tensor: rows that were freed together
         self._num_free = 0
-        self._withheld: list[tuple[int, Tensor]] = []
+        self.held_back: list[tuple[int, Tensor]] = []
 
     def take(self, count: int) -> Tensor:
         """Hands out and returns `count` distinct rows, [count] int64."""
@@ -91,28 +93,23 @@ class RowNumbers:
             rows: [M] int64, distinct, handed out before. A second call with the same tensor directly after
                 changes nothing.
         """
-        is_new = not self._withheld or self._withheld[-1][1] is not rows
+        is_new = not self.held_back or self.held_back[-1][1] is not rows
         if rows.numel() and is_new:
-            self._withheld.append((self.forwards.latest, rows))
-
-    @property
-    def has_withheld(self) -> bool:
-        """True if rows are withheld (the next call may release some of them)."""
-        return bool(self._withheld)
+            self.held_back.append((self.forwards.latest, rows))
 
     def withheld(self) -> Tensor:
         """Returns the withheld rows, [M] int64."""
         self._release()
-        return torch.cat([torch.empty(0, dtype=torch.int64), *(rows for _, rows in self._withheld)])
+        return torch.cat([torch.empty(0, dtype=torch.int64), *(rows for _, rows in self.held_back)])
 
     def _release(self) -> None:
         free: list[Tensor] = []
         withheld: list[tuple[int, Tensor]] = []
-        for latest, rows in self._withheld:
+        for latest, rows in self.held_back:
             if self.forwards.all_closed_up_to(latest):
                 free.append(rows)
             else:
                 withheld.append((latest, rows))
         if free:
             count = self._num_free + sum(rows.numel() for rows in free)
-            self._free, self._num_free, self._withheld = self._free + free, count, withheld
+            self._free, self._num_free, self.held_back = self._free + free, count, withheld

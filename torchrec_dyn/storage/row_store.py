@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.storage.id_map import SLOT_BYTES
+from torchrec_dyn.storage.tokens import BLOCKS
 
 # Upper bound of a block: large enough that a table has few blocks, small enough that the last, partly
 # used block costs little where memory is committed at once.
@@ -65,6 +66,7 @@ class RowStore:
         while self.capacity < rows:
             if not self._spare:
                 self._spare = self._several_blocks()
+            BLOCKS.renew()
             self.blocks.append(self._spare.pop())
 
     def _several_blocks(self) -> list[Tensor]:
@@ -150,6 +152,7 @@ class RowStore:
         result = RowStore(columns, self.shift, dtype, self.device)
         result.reserve(self.capacity)
         self._spare = []
+        BLOCKS.renew()
         for block in result.blocks:
             block.copy_(convert(self.blocks.pop(0)))
         return result
@@ -163,6 +166,7 @@ class RowStore:
         zeros = ops.new_slots(nothing, max(1, lines) * _LINE_BYTES // SLOT_BYTES).view(self.dtype)
         numbers = blocks * self.columns << self.shift
         together = zeros.flatten()[:numbers].view(-1, self.columns)
+        BLOCKS.renew()
         self.blocks = list(together.split(1 << self.shift)) if blocks else []
 
     def zero(self, rows: Tensor) -> None:

@@ -24,6 +24,7 @@ from torchrec_dyn.table.insertion import (
     find_rows,
     insert_rows,
     insert_unseen,
-    split_by_table,
+    ranges_of,
 )
 from torchrec_dyn.table.table import DynamicTable
+from torchrec_dyn.table.tally import tally_of

@@ -155,5 +155,6 @@ def replaced_whole(table: DynamicTable) -> Iterator[None]:
     try:
         yield
     except BaseException:  # usually out of memory
+        # The undone changes have renewed the token of tables, and nothing was listed since, under the lock.
         table.__dict__.update(before)
         raise

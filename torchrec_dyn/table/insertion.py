@@ -7,46 +7,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage import Taking, arrays_of, run_to_end
+from torchrec_dyn.storage import MapList, Taking, arrays_of, run_to_end
 from torchrec_dyn.table.changes import note_added
 
 if TYPE_CHECKING:
     from torchrec_dyn.table.table import DynamicTable
 
 
-def find_rows(
-    tables: Sequence[DynamicTable], ids: Tensor, table_offsets: Tensor
-) -> tuple[Tensor, list[int]]:
+def find_rows(maps: MapList, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Finds the rows of ids.
 
     Args:
-        tables: T tables.
+        maps: maps of T tables.
         ids: [N] int64 in table order.
         table_offsets: [T + 1] int64, where the ids of each table begin.
 
     Returns:
         rows: [N] int64, -1 for an absent id.
-        absent: [T], number of absent ids of each table, repeats counted.
+        absent: [T] int64, number of absent ids of each table, repeats counted.
     """
-    rows, absent = ops.lookup(ids, table_offsets, *arrays_of([table.id_map for table in tables]))
-    counts: list[int] = absent.tolist()
-    return rows, counts
+    return ops.lookup(ids, table_offsets, *maps.arrays())
 
 
-def split_by_table(new_ids: Tensor, new_offsets: Tensor) -> tuple[Tensor, ...]:
-    """Returns the new ids of `ops.collect_new`, split by table.
+def ranges_of(new_offsets: Tensor) -> dict[int, slice]:
+    """Returns the range of each table's new ids of `ops.collect_new`, by number of the table; none is empty.
 
     Args:
-        new_ids: [M] int64.
         new_offsets: [T + 1] int64, where the new ids of each table begin.
     """
-    return new_ids.split(new_offsets.diff().tolist())
+    bounds = enumerate(pairwise(new_offsets.tolist()))
+    return {t: slice(begin, end) for t, (begin, end) in bounds if end > begin}
 
 
 def insert_unseen(
@@ -64,12 +61,14 @@ def insert_unseen(
         RuntimeError: a table is full or memory is out; all tables hold the same ids as before.
     """
     new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
-    per_table = split_by_table(new_ids, new_offsets)
-    for table, fresh in zip(tables, per_table, strict=True):
-        table.check_room(fresh.numel())
-    for table, fresh in zip(tables, per_table, strict=True):
-        table.reserve(fresh.numel())
-    added = [Addition(table, fresh) for table, fresh in zip(tables, per_table, strict=True)]
+    if not new_ids.numel():
+        return
+    fresh = [(tables[t], new_ids[ids_of]) for t, ids_of in ranges_of(new_offsets).items()]
+    for table, ids_of_table in fresh:
+        table.check_room(ids_of_table.numel())
+    for table, ids_of_table in fresh:
+        table.reserve(ids_of_table.numel())
+    added = [Addition(*of_table) for of_table in fresh]
     insert_rows(added)
     ops.fill_new_(rows, new_index, torch.cat([of_table.rows for of_table in added]))
 
@@ -89,7 +88,7 @@ class Addition:
         self._counts = counts
         self._taking: Taking = table.row_numbers.prepare(ids.numel())
         self._num_ids = table.id_map.num_ids + ids.numel()
-        self._edits = table.edits + 1
+        self._own = table.own._replace(edits=table.own.edits + 1)
         self._inserted = table.counters["inserted"] + ids.numel()
         table.initial_rows.write(ids, self.rows, table.weights)
         for state in table.states:
@@ -107,7 +106,7 @@ class Addition:
         if table.life is not None:
             table.life.add_rows(self.ids, self.rows, table.step, self._counts)
         note_added(table, self.rows)
-        table.edits, table.id_map.num_ids = self._edits, self._num_ids
+        table.own, table.id_map.num_ids = self._own, self._num_ids
         table.counters["inserted"] = self._inserted
 
 
@@ -122,8 +121,6 @@ def insert_rows(added: Sequence[Addition]) -> None:
 
 def commit_rows(added: Sequence[Addition], again: bool) -> None:
     """`insert_rows` as an action of `run_to_end`."""
-    if not added:
-        return
     maps = [of_table.table.id_map for of_table in added]
     ids, rows = (torch.cat([getattr(a, name) for a in added]) for name in ("ids", "rows"))
     offsets = torch.tensor([0, *(of_table.ids.numel() for of_table in added)]).cumsum(0)

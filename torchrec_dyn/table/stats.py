@@ -27,7 +27,7 @@ def stats_of(table: DynamicTable) -> dict[str, int | float]:
     counters_expired. Others: late_grads (gradients of rows whose id was removed), forwards (training
     forwards; unlike `step`, a saved number is not loaded or carried over).
     """
-    life = table.life
+    life, counters = table.life, table.own.total_counters()
     stores = [*table.stores, life.scores.store] if life is not None else table.stores
     waiting = None if life is None else life.waiting
     row_bytes = sum(store.row_bytes for store in stores)
@@ -42,6 +42,6 @@ def stats_of(table: DynamicTable) -> dict[str, int | float]:
         "waiting": table.num_waiting,
         "withheld": table.row_numbers.withheld().numel(),
         **table.id_map.stats(),
-        **table.counters,
-        "unseen": table.counters["ids_seen"] - table.counters["hits"],
+        **counters,
+        "unseen": counters["ids_seen"] - counters["hits"],
     }

@@ -19,9 +19,11 @@ from torchrec_dyn.initializers import Initializer, default_initializer, for_dime
 from torchrec_dyn.life import RowLife, time_fault
 from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer
 from torchrec_dyn.storage import (
+    TABLES,
     ChangeLog,
     IdMap,
     InitialRows,
+    MapList,
     OutstandingForwards,
     RowNumbers,
     RowStore,
@@ -42,6 +44,9 @@ from torchrec_dyn.table.contents import (
 from torchrec_dyn.table.freed_rows import Removal
 from torchrec_dyn.table.insertion import find_rows, insert_unseen
 from torchrec_dyn.table.stats import COUNTED, stats_of
+from torchrec_dyn.table.tally import OwnNumbers, Tally
+
+_NOTHING = object()
 
 
 class DynamicTable:
@@ -55,14 +60,13 @@ class DynamicTable:
         columns: number of columns held here.
         row_limit: limit on the rows held here.
         optimizer: the update rule of the rows.
-        step: number of training forwards so far, without forwards of the frozen table.
         is_frozen: True if training reads the table as evaluation does; read at every forward.
         id_map: id -> row.
         life: scores, counters and clock; None without a policy.
         changes: log of changed rows; None if no moment was held at the last change.
         generation: number of replacements of the contents; a forward from before a replacement cannot run
             its backward.
-        edits: number of calls that wrote rows, or added or removed ids.
+        own: numbers of the table that change with training, without those of its tally.
         initializer: initializer of fresh rows.
         lock: lock of the collection, shared by its tables. The methods that users call hold it.
     """
@@ -92,8 +96,8 @@ class DynamicTable:
         self.optimizer = optimizer
         self.config = config
         self.is_frozen = False
-        self.step = self.generation = self.edits = 0
-        self.counters = dict.fromkeys(COUNTED, 0)
+        self.generation = 0
+        self.own = OwnNumbers(Tally(1), 0, 0, 0, dict.fromkeys(COUNTED, 0))
         self.changes: ChangeLog | None = None
         check_shape(self, dtype, torch.device(device))
         given = config.initializer or initializer or default_initializer(num_embeddings)
@@ -101,6 +105,37 @@ class DynamicTable:
         self.rounding_key = table_key(config.seed, name, "rounding")
         self.forwards = OutstandingForwards()
         self.reset(dtype, torch.device(device))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What groups of tables have listed is valid as long as no attribute changes. `own` is not listed.
+        if name != "own" and self.__dict__.get(name, _NOTHING) is not value:
+            TABLES.renew()
+        object.__setattr__(self, name, value)
+
+    @property
+    def step(self) -> int:
+        """Number of training forwards so far, without forwards of the frozen table."""
+        return self.own.step + self.own.tally.counted.steps
+
+    @step.setter
+    def step(self, step: int) -> None:
+        TABLES.renew()
+        self.own = self.own._replace(step=step - self.own.tally.counted.steps)
+
+    @property
+    def edits(self) -> int:
+        """Number of calls that wrote rows, or added or removed ids."""
+        return self.own.edits + self.own.tally.edits
+
+    def count_edit(self) -> None:
+        """Counts an edit outside of training."""
+        TABLES.renew()  # the next step looks at the table's policies
+        self.own = self.own._replace(edits=self.own.edits + 1)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """The counters of `stats`, without the forwards of the table's tally."""
+        return self.own.counters
 
     def start_as(self, initializer: Initializer) -> None:
         """Sets the initializer of fresh rows."""
@@ -176,7 +211,7 @@ class DynamicTable:
             ids: [M] int64, repeats allowed.
         """
         offsets = torch.tensor([0, ids.numel()])
-        rows, _ = find_rows([self], ids, offsets)
+        rows, _ = find_rows(MapList([self.id_map]), ids, offsets)
         insert_unseen([self], ids, rows, offsets)
         return rows
 
@@ -202,7 +237,7 @@ class DynamicTable:
         """
         ids = check_ids(f"{self.where}.assign", ids)
         check_rows(self, rows, ids.numel(), "assign")
-        self.edits += 1
+        self.count_edit()
         found = self.find_or_insert(ids)
         note_changed([self], found, torch.tensor([0, ids.numel()]))
         self.weights.write(found, rows.detach())
@@ -215,7 +250,7 @@ class DynamicTable:
         """
         ids = check_ids(f"{self.where}.erase", ids)
         ids = torch.unique(ids)
-        self.edits += 1
+        self.count_edit()
         if self.life is not None and self.life.waiting is not None:
             self.life.waiting.forget(ids)
         return self.remove(*self.id_map.find(ids), "erased")
@@ -314,7 +349,7 @@ class DynamicTable:
         # Blocks are much larger than the rows in use, so a copy holds the contents instead.
         left_out = ("id_map", "row_numbers", "weights", "states", "life", "forwards", "changes")
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        fields["counters"] = dict(self.counters)  # copied under the lock
+        fields["own"] = self.own.moved_to(Tally(1), 0)  # copied under the lock
         state = state_for_copy(self)
         return {"fields": fields, "dtype": self.dtype, "device": self.device, "state": state}
 

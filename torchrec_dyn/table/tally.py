@@ -1,0 +1,113 @@
+"""Tally: the numbers that every step changes, of all tables that step together.
+
+A step adds to the numbers of all tables at once, in a time that hardly depends on the number of tables. A
+table adds its own numbers (`OwnNumbers`) to the numbers in its line of the tally.
+
+Legend: T tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn.storage import TABLES
+
+if TYPE_CHECKING:
+    from torchrec_dyn.table.table import DynamicTable
+
+
+class Counted(NamedTuple):
+    """Training forwards of the tables of a tally.
+
+    Attributes:
+        steps: number of forwards.
+        ids: [T + 1] int64; the occurrences of table t are ids[t + 1] - ids[t].
+        absent: [T] int64, occurrences of ids that had no row at the lookup.
+    """
+
+    steps: int
+    ids: Tensor
+    absent: Tensor
+
+    def after(self, table_offsets: Tensor, absent: Tensor | None) -> Counted:
+        """Returns the numbers after one more forward.
+
+        Args:
+            table_offsets: [T + 1] int64, the first occurrence of each table, and the end of the last.
+            absent: [T] int64, occurrences without a row; None if there were none.
+        """
+        all_absent = self.absent if absent is None else self.absent + absent
+        return Counted(self.steps + 1, self.ids + table_offsets, all_absent)
+
+
+class Tally:
+    """Numbers of tables that step together.
+
+    Args:
+        size: T.
+
+    Attributes:
+        counted: the forwards. Replaced as a whole, so that an interrupt finds all of a step or nothing.
+        edits: number of backwards.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        zeros = torch.zeros(size + 1, dtype=torch.int64)
+        self.counted = Counted(0, zeros, zeros[1:])
+        self.edits = 0
+
+
+class OwnNumbers(NamedTuple):
+    """The numbers of one table without those of its tally. Replaced as a whole.
+
+    Attributes:
+        tally: the tally of the table.
+        line: the table's line there.
+        step: step of the table before the forwards of the tally.
+        edits: edits of the table beside the backwards of the tally.
+        counters: counters of `stats`, without the forwards of the tally; changed in place.
+    """
+
+    tally: Tally
+    line: int
+    step: int
+    edits: int
+    counters: dict[str, int]
+
+    def total_counters(self) -> dict[str, int]:
+        """Returns the counters with the forwards of the tally."""
+        counted, line, counters = self.tally.counted, self.line, self.counters
+        if not counted.steps:
+            return dict(counters)
+        begin, end = counted.ids[line : line + 2].tolist()
+        return {
+            **counters,
+            "forwards": counters["forwards"] + counted.steps,
+            "ids_seen": counters["ids_seen"] + end - begin,
+            "hits": counters["hits"] + end - begin - int(counted.absent[line]),
+        }
+
+    def moved_to(self, tally: Tally, line: int) -> OwnNumbers:
+        """Returns the numbers of the table for a line of another tally that has counted nothing yet."""
+        steps, edits = self.step + self.tally.counted.steps, self.edits + self.tally.edits
+        return OwnNumbers(tally, line, steps, edits, self.total_counters())
+
+
+def tally_of(tables: Sequence[DynamicTable]) -> Tally:
+    """Returns the tally of exactly these tables, in this order. Tables with another tally leave it."""
+    tally = tables[0].own.tally
+    numbers = [table.own for table in tables]
+    if tally.size == len(numbers) and all(
+        of_table.tally is tally and of_table.line == line for line, of_table in enumerate(numbers)
+    ):
+        return tally
+    TABLES.renew()  # groups that count on the former tallies must not do so any more
+    tally = Tally(len(numbers))
+    for line, table in enumerate(tables):
+        table.own = table.own.moved_to(tally, line)
+    return tally
