@@ -104,7 +104,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const 
   std::vector<int> bits;
   for (size_t t = 0; t + 1 < absent_offsets.size(); ++t)
     bits.push_back(part_bits(absent_offsets[t + 1] - absent_offsets[t], 512));
-  const Parts parts(absent_offsets.data(), bits, list.spreads.get());
+  const Parts parts(absent_offsets.data(), bits, list.spreads.get(),
+                    [](int64_t count, const auto& task) { for_each_task(count, task); });
   for_each_task(static_cast<int64_t>(parts.all().size()),
                 [&](int64_t p) { find_firsts(id, parts.all()[static_cast<size_t>(p)], list); });
 

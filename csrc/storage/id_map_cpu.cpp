@@ -23,6 +23,8 @@ namespace {
 constexpr int64_t kGrain = 2048;
 constexpr int64_t kFillGrain = 1 << 14;
 
+constexpr auto on_all_threads = [](int64_t tasks, const auto& task) { for_each_task(tasks, task); };
+
 TORCHREC_DYN_SIMD void mix_range(const uint64_t* in, uint64_t* out, int64_t begin, int64_t end) noexcept {
   for (int64_t i = begin; i < end; ++i) out[i] = mix64(in[i]);
 }
@@ -85,8 +87,8 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
     STD_TORCH_CHECK(row[i] >= 0 && row[i] < std::numeric_limits<int64_t>::max(),
                     "insert: expected rows in [0, 2^63 - 1), got ", row[i], ".");
   SeparateMemory().writes(slots).reads(new_ids).reads(new_rows).reads(new_offsets).reads(moved).check("insert");
-  const std::unique_ptr<uint64_t[]> spreads = spread_hashes(id, new_ids.numel());
-  Parts parts(offset, part_bits_of(offset, maps), spreads.get());
+  const std::unique_ptr<uint64_t[]> spreads = spread_hashes(id, new_ids.numel(), on_all_threads);
+  Parts parts(offset, part_bits_of(offset, maps), spreads.get(), on_all_threads);
   bool full = false;
   parts.visit_homes(
       maps, spreads.get(),
@@ -95,7 +97,8 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
       },
       [&](int64_t i, const IdMapView& map) {
         full |= !insert_absent(map, id[i], row[i], spreads[static_cast<size_t>(i)]);
-      });
+      },
+      on_all_threads);
   STD_TORCH_CHECK(!full, "insert: expected an empty slot for every new id, got a full map. Grow it first.");
 }
 
@@ -131,14 +134,15 @@ Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) 
   const int64_t* id = const_data<int64_t>(ids);
   int64_t* row = mutable_data<int64_t>(rows);
   const int64_t offset[] = {0, ids.numel()};
-  const std::unique_ptr<uint64_t[]> spreads = spread_hashes(id, ids.numel());
-  Parts parts(offset, part_bits_of(offset, maps), spreads.get());
+  const std::unique_ptr<uint64_t[]> spreads = spread_hashes(id, ids.numel(), on_all_threads);
+  Parts parts(offset, part_bits_of(offset, maps), spreads.get(), on_all_threads);
   parts.visit_homes(
       maps, spreads.get(),
       [&](int64_t i, const SlotArray& array, int64_t limit) {
         return erase_before(array, limit, id[i], spreads[static_cast<size_t>(i)], row[i]);
       },
-      [&](int64_t i, const IdMapView& map) { row[i] = erase_id(map, id[i], spreads[static_cast<size_t>(i)]); });
+      [&](int64_t i, const IdMapView& map) { row[i] = erase_id(map, id[i], spreads[static_cast<size_t>(i)]); },
+      on_all_threads);
   return rows;
 }
 

@@ -1,6 +1,6 @@
 // Parts: the ids of several tables, cut by spread hash, so that all threads work on one table. A part holds the ids of
 // one table whose spread hashes begin with the same bits, in their order. The cut depends on the ids only, not on the
-// number of threads.
+// number of threads. `for_each_task(tasks, task)` calls task(i) for every i, on any threads.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "parallel.h"
 #include "storage/id_map.h"
 
 namespace torchrec_dyn {
@@ -92,7 +91,8 @@ struct Part {
 class Parts {
  public:
   // Cuts the ids of each table by the first bits[t] bits of their spread hashes.
-  Parts(const int64_t* offsets, const std::vector<int>& bits, const uint64_t* spreads)
+  template <typename ForEachTask>
+  Parts(const int64_t* offsets, const std::vector<int>& bits, const uint64_t* spreads, const ForEachTask& for_each_task)
       : order_(uninitialised<int64_t>(offsets[bits.size()])) {
     std::vector<Piece> pieces = pieces_of(offsets, static_cast<int64_t>(bits.size()));
     std::erase_if(pieces, [&](const Piece& piece) { return bits[static_cast<size_t>(piece.table)] == 0; });
@@ -131,9 +131,9 @@ class Parts {
 
   // Visits the ids of all parts in their maps, part by part on all threads; then calls visit_left_over(place, map) for
   // each id left over, one by one in the order of the parts. Allocates nothing.
-  template <typename Visit, typename VisitLeftOver>
+  template <typename Visit, typename VisitLeftOver, typename ForEachTask>
   void visit_homes(const std::vector<IdMapView>& maps, const uint64_t* spreads, const Visit& visit,
-                   const VisitLeftOver& visit_left_over) {
+                   const VisitLeftOver& visit_left_over, const ForEachTask& for_each_task) {
     for_each_task(static_cast<int64_t>(parts_.size()), [&](int64_t p) {
       Part& part = parts_[static_cast<size_t>(p)];
       part.end = part.visit_homes(maps[static_cast<size_t>(part.table)], spreads, visit);
@@ -149,10 +149,12 @@ class Parts {
 };
 
 // The spread hashes of ids, computed on all threads.
-inline std::unique_ptr<uint64_t[]> spread_hashes(const int64_t* ids, int64_t count) {
+template <typename ForEachTask>
+std::unique_ptr<uint64_t[]> spread_hashes(const int64_t* ids, int64_t count, const ForEachTask& for_each_task) {
   std::unique_ptr<uint64_t[]> spreads = uninitialised<uint64_t>(count);
-  for_each_range(count, kPieceIds, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) spreads[static_cast<size_t>(i)] = spread_hash(ids[i]);
+  for_each_task((count + kPieceIds - 1) / kPieceIds, [&](int64_t p) {
+    for (int64_t i = p * kPieceIds; i < std::min(count, (p + 1) * kPieceIds); ++i)
+      spreads[static_cast<size_t>(i)] = spread_hash(ids[i]);
   });
   return spreads;
 }
