@@ -17,6 +17,7 @@
 #define TORCHREC_DYN_SIMD __attribute__((target(TORCHREC_DYN_ARCH(TORCHREC_DYN_CLONE))))
 #elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define TORCHREC_DYN_DISPATCH  // the level of a function may also be chosen at run time, by a branch
 #if __GNUC__ >= 12
 #define TORCHREC_DYN_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else  // GCC 11 (Ubuntu 22.04) has no dispatcher for levels

@@ -20,6 +20,22 @@ namespace {
 constexpr int64_t kGrain = 2048;
 constexpr uint64_t kLowHalf = 0xFFFFFFFFull;
 
+// Prefetches the scores of the burst of rows after the one that begins at `i`; rows may lie outside the table.
+TORCHREC_DYN_INLINE void prefetch_scores(const ScoreBlocks& scores, const int64_t* rows, int64_t i, int64_t end) {
+  for (int64_t next = i + kScoreBurst; next < end && next < i + 2 * kScoreBurst; ++next)
+    if (scores.holds(rows[next])) __builtin_prefetch(scores.word(rows[next]), 1, 2);
+}
+
+// True if all rows are in [-1, capacity).
+TORCHREC_DYN_SIMD bool all_inside(const int64_t* rows, int64_t count, int64_t capacity) noexcept {
+  int64_t least = 0, most = -1;
+  for (int64_t i = 0; i < count; ++i) {
+    least = rows[i] < least ? rows[i] : least;
+    most = rows[i] > most ? rows[i] : most;
+  }
+  return least >= -1 && most < capacity;
+}
+
 // Parts of each table, so that there is a task for every thread. A power of two: the part of a row costs no division.
 int64_t parts_of(int64_t tables, int64_t rows) {
   if (tables == 0 || rows < kGrain) return 1;
@@ -61,9 +77,7 @@ void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<
     if (tables[static_cast<size_t>(t)].blocks == 0 || offset[t] == offset[t + 1]) continue;
     scored.push_back(t);
     // All rows are checked before the first row is touched: an error changes nothing.
-    const auto capacity = static_cast<uint64_t>(words.back().capacity);
-    bool inside = true;
-    for (int64_t i = offset[t]; i < offset[t + 1]; ++i) inside &= static_cast<uint64_t>(row[i]) + 1 <= capacity;
+    const bool inside = all_inside(row + offset[t], offset[t + 1] - offset[t], words.back().capacity);
     STD_TORCH_CHECK(inside, op, ": expected rows in [-1, rows of the table's scores), got one outside.");
   }
   SeparateMemory().writes(scores).reads(rows).reads(table_offsets).reads(steps).reads(times).check(op);
@@ -103,9 +117,11 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
   }
   SeparateMemory().writes(scores).reads(rows).reads(last_seen).reads(counts).check(op);
   // In order and on one thread: if a row is given twice, its last score stays.
-  for (int64_t i = 0; i < rows.numel(); ++i)
+  for (int64_t i = 0; i < rows.numel(); ++i) {
+    if (i % kScoreBurst == 0) prefetch_scores(words, row, i, rows.numel());
     *words.word(row[i]) =
         seen[i] < 0 ? kFreeScore : static_cast<uint64_t>(seen[i]) << 32 | static_cast<uint64_t>(count[i]);
+  }
 }
 
 // Sorts by (last_seen, unsigned mixed id): first by the high halves of the mixed ids; then each run of equal high
@@ -156,6 +172,7 @@ std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> s
   std::atomic<bool> outside{false};
   for_each_range(rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
+      if ((i - begin) % kScoreBurst == 0) prefetch_scores(words, row, i, end);
       const bool holds = words.holds(row[i]);
       if (!holds && row[i] != -1) outside = true;
       const uint64_t score = holds ? *words.word(row[i]) : kFreeScore;

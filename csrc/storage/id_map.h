@@ -20,6 +20,7 @@
 // Source: Knuth, TAOCP vol. 3, section 6.4, algorithms L (find, insert) and R (erase).
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "mix64.h"
@@ -114,43 +115,57 @@ TORCHREC_DYN_BOTH inline int64_t find_row(const IdMapView& map, int64_t id, uint
   return find_row(map.array_of(spread), id, spread);
 }
 
-// Inserts `id`, which must be absent. Returns false if there is no empty slot.
-inline bool insert_absent(const SlotArray& array, int64_t id, int64_t row, uint64_t spread) {
-  int64_t slot = array.home(spread);
-  for (int64_t probe = 0; probe < array.capacity; ++probe) {
-    if (array.slots[slot].is_empty()) {
-      array.slots[slot] = Slot{id, place_of_row(row)};
-      return true;
-    }
-    slot = array.next(slot);
+// The bits of the empty slots of the line that begins at `slot`, without a branch.
+TORCHREC_DYN_BOTH inline unsigned empty_in_line(const SlotArray& array, int64_t slot) {
+  unsigned empty = 0;
+  for (int64_t s = 0; s < kLineSlots; ++s) empty |= static_cast<unsigned>(array.slots[slot + s].is_empty()) << s;
+  return empty;
+}
+
+// Inserts `id`, which must be absent, in the first empty slot from its home on and before `limit`, which is the first
+// slot of a line. Returns false if there is none.
+inline bool insert_before(const SlotArray& array, int64_t limit, int64_t id, int64_t row, uint64_t spread) {
+  for (int64_t slot = array.home(spread); slot < limit; slot += kLineSlots) {
+    const unsigned empty = empty_in_line(array, slot);
+    if (empty == 0) continue;
+    array.slots[slot + std::countr_zero(empty)] = Slot{id, place_of_row(row)};
+    return true;
   }
   return false;
+}
+
+// Inserts `id`, which must be absent. Returns false if there is no empty slot.
+inline bool insert_absent(const SlotArray& array, int64_t id, int64_t row, uint64_t spread) {
+  return insert_before(array, array.capacity, id, row, spread) ||
+         insert_before(array, array.home(spread), id, row, 0);  // wraps around the end: 0 has the first home
 }
 
 inline bool insert_absent(const IdMapView& map, int64_t id, int64_t row, uint64_t spread) {
   return insert_absent(map.array_of(spread), id, row, spread);
 }
 
-// Calls visit(i, spread hash of ids[i]) for i in [begin, end), and prefetches the homes of later ids.
-template <typename Map, typename Visit>
-void visit_homes(const Map map, const int64_t* ids, int64_t begin, int64_t end, const Visit& visit) {
-  constexpr int64_t kAhead = 32;  // a power of two
-  uint64_t spreads[kAhead];
-  const auto begin_on = [&](int64_t i) {
-    spreads[i % kAhead] = spread_hash(ids[i]);
-    prefetch_home(map, spreads[i % kAhead]);
-  };
-  for (int64_t i = begin; i < end && i < begin + kAhead; ++i) begin_on(i);
-  for (int64_t i = begin; i < end; ++i) {
-    const uint64_t spread = spreads[i % kAhead];
-    if (i + kAhead < end) begin_on(i + kAhead);
-    visit(i, spread);
+// Returns the row of `id`; an absent id is inserted with `row`. Requires an empty slot.
+inline int64_t find_or_insert(const SlotArray& array, int64_t id, int64_t row, uint64_t spread) {
+  for (int64_t slot = array.home(spread);; slot = array.next_line(slot)) {
+    const int64_t place = place_in_line(array, id, slot);
+    if (place != 0) return row_of_place(place);
+    const unsigned empty = empty_in_line(array, slot);
+    if (empty == 0) continue;
+    array.slots[slot + std::countr_zero(empty)] = Slot{id, place_of_row(row)};
+    return row;
   }
 }
 
 // True if the circular walk from `from` (excluded) to `to` (included) passes `slot`.
 TORCHREC_DYN_BOTH inline bool lies_after(int64_t from, int64_t slot, int64_t to) {
   return from <= to ? (from < slot && slot <= to) : (from < slot || slot <= to);
+}
+
+// True if `slot`, after a hole in its run, holds an id that must not move back to the hole. The homes of ids are first
+// slots of lines, so an id in the hole's line may always move.
+TORCHREC_DYN_BOTH inline bool must_stay(const SlotArray& array, int64_t hole, int64_t slot) {
+  return slot / kLineSlots != hole / kLineSlots &&
+         lies_after(hole, array.home(spread_hash(array.slots[slot].id)), slot);
 }
 
 // Removes `id` and returns the row it held, or kNoRow. `spread` is spread_hash(id).
@@ -166,12 +181,45 @@ inline int64_t erase_id(const IdMapView& map, int64_t id, uint64_t spread) {
   const int64_t row = array.slots[hole].row();
   int64_t slot = array.next(hole);
   for (probe = 0; probe < array.capacity && !array.slots[slot].is_empty(); ++probe, slot = array.next(slot)) {
-    if (lies_after(hole, array.home(spread_hash(array.slots[slot].id)), slot)) continue;
+    if (must_stay(array, hole, slot)) continue;
     array.slots[hole] = array.slots[slot];
     hole = slot;
   }
   array.slots[hole] = Slot{};
   return row;
+}
+
+// As erase_id, if neither the search nor the run of the id reaches `limit`, the first slot of a line; else returns
+// false and changes nothing. Of ids in one line, the last may fill the hole: their homes are first slots of lines.
+inline bool erase_before(const SlotArray& array, int64_t limit, int64_t id, uint64_t spread, int64_t& row) {
+  for (int64_t line = array.home(spread); line < limit; line += kLineSlots) {
+    const unsigned empty = empty_in_line(array, line);
+    unsigned holds = 0;
+    for (int64_t s = 0; s < kLineSlots; ++s) holds |= static_cast<unsigned>(array.slots[line + s].id == id) << s;
+    holds &= ~empty;
+    if (holds == 0) {
+      if (empty == 0) continue;
+      row = kNoRow;
+      return true;
+    }
+    int64_t hole = line + std::countr_zero(holds);
+    row = array.slots[hole].row();
+    int64_t end = line + std::countr_zero(empty | 1u << kLineSlots);
+    if (empty == 0) {  // the run goes on in the next line
+      while (end < limit && !array.slots[end].is_empty()) ++end;
+      if (end >= limit) return false;
+      for (int64_t slot = hole + 1; slot < end; ++slot) {
+        if (must_stay(array, hole, slot)) continue;
+        array.slots[hole] = array.slots[slot];
+        hole = slot;
+      }
+      end = hole + 1;
+    }
+    array.slots[hole] = array.slots[end - 1];
+    array.slots[end - 1] = Slot{};
+    return true;
+  }
+  return false;
 }
 
 // The probe length of the id in `slot`: the slots from its home to it, both counted.

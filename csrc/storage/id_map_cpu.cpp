@@ -1,8 +1,8 @@
 // The ops of the id map on the CPU. Ids are in table order; table_offsets says where each table begins.
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <limits>
+#include <memory>
 #include <tuple>
 #include <vector>
 
@@ -14,6 +14,7 @@
 #include "storage/id_map.h"
 #include "storage/id_map_arguments.h"
 #include "storage/id_map_growth_cpu.h"
+#include "storage/parts_cpu.h"
 #include "zeroed_memory.h"
 
 namespace torchrec_dyn {
@@ -21,6 +22,8 @@ namespace {
 
 constexpr int64_t kGrain = 2048;
 constexpr int64_t kFillGrain = 1 << 14;
+
+constexpr auto on_all_threads = [](int64_t tasks, const auto& task) { for_each_task(tasks, task); };
 
 TORCHREC_DYN_SIMD void mix_range(const uint64_t* in, uint64_t* out, int64_t begin, int64_t end) noexcept {
   for (int64_t i = begin; i < end; ++i) out[i] = mix64(in[i]);
@@ -69,79 +72,6 @@ std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets
   return {rows, absent};
 }
 
-// The distinct absent ids of one table, in order of first sight.
-struct NewIds {
-  std::vector<int64_t> ids;
-  std::vector<int64_t> counts;
-};
-
-NewIds collect_new_of_table(const int64_t* ids, const int64_t* rows, int64_t begin, int64_t end, int64_t* new_index) {
-  NewIds found;
-  const int64_t absent = std::count(rows + begin, rows + end, kNoRow);
-  if (absent == 0) {
-    std::fill(new_index + begin, new_index + end, kNoRow);
-    return found;
-  }
-  // Absent ids are collected first, without a branch. So there is room for one more id, which is written but not kept.
-  std::vector<int64_t> absent_ids(static_cast<size_t>(absent + 1)), places(static_cast<size_t>(absent + 1));
-  size_t kept = 0;
-  for (int64_t i = begin; i < end; ++i) {
-    new_index[i] = kNoRow;
-    absent_ids[kept] = ids[i];
-    places[kept] = i;
-    kept += rows[i] == kNoRow;
-  }
-  std::vector<Slot> slots(std::bit_ceil(static_cast<uint64_t>(2 * absent + kLineSlots)));
-  const SlotArray seen{slots.data(), static_cast<int64_t>(slots.size())};
-  visit_homes(seen, absent_ids.data(), 0, absent, [&](int64_t i, uint64_t spread) {
-    const int64_t id = absent_ids[static_cast<size_t>(i)];
-    int64_t index = find_row(seen, id, spread);
-    if (index == kNoRow) {
-      index = static_cast<int64_t>(found.ids.size());
-      insert_absent(seen, id, index, spread);
-      found.ids.push_back(id);
-      found.counts.push_back(0);
-    }
-    ++found.counts[static_cast<size_t>(index)];
-    new_index[places[static_cast<size_t>(i)]] = index;
-  });
-  return found;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const Tensor& rows,
-                                                       const Tensor& table_offsets) {
-  const int64_t tables = table_offsets.numel() - 1;
-  STD_TORCH_CHECK(tables >= 0, "collect_new: expected table_offsets [T + 1], got none.");
-  check_tensor("collect_new", "ids", ids, ScalarType::Long);
-  check_tensor("collect_new", "rows", rows, ScalarType::Long);
-  check_size("collect_new", "the number of rows", ids.numel(), rows.numel());
-  check_table_offsets("collect_new", table_offsets, tables, ids.numel());
-  const int64_t* offset = const_data<int64_t>(table_offsets);
-  Tensor new_index = new_int64(ids.numel());
-  std::vector<NewIds> found(static_cast<size_t>(tables));
-  for_each_task(tables, [&](int64_t t) {
-    found[static_cast<size_t>(t)] = collect_new_of_table(const_data<int64_t>(ids), const_data<int64_t>(rows), offset[t],
-                                                         offset[t + 1], mutable_data<int64_t>(new_index));
-  });
-  Tensor new_offsets = new_int64(tables + 1);
-  int64_t* new_offset = mutable_data<int64_t>(new_offsets);
-  new_offset[0] = 0;
-  for (int64_t t = 0; t < tables; ++t)
-    new_offset[t + 1] = new_offset[t] + static_cast<int64_t>(found[static_cast<size_t>(t)].ids.size());
-  Tensor new_ids = new_int64(new_offset[tables]);
-  Tensor new_counts = new_int64(new_offset[tables]);
-  for_each_task(tables, [&](int64_t t) {
-    const NewIds& table = found[static_cast<size_t>(t)];
-    std::copy(table.ids.begin(), table.ids.end(), mutable_data<int64_t>(new_ids) + new_offset[t]);
-    std::copy(table.counts.begin(), table.counts.end(), mutable_data<int64_t>(new_counts) + new_offset[t]);
-    // From an index into the new ids of the table to an index into all new ids.
-    int64_t* index = mutable_data<int64_t>(new_index);
-    for (int64_t i = offset[t]; i < offset[t + 1]; ++i)
-      if (index[i] != kNoRow) index[i] += new_offset[t];
-  });
-  return {new_ids, new_counts, new_offsets, new_index};
-}
-
 void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_offsets, std::vector<Tensor> slots,
             const Tensor& moved) {
   const int64_t tables = moved.numel();
@@ -157,19 +87,18 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
     STD_TORCH_CHECK(row[i] >= 0 && row[i] < std::numeric_limits<int64_t>::max(),
                     "insert: expected rows in [0, 2^63 - 1), got ", row[i], ".");
   SeparateMemory().writes(slots).reads(new_ids).reads(new_rows).reads(new_offsets).reads(moved).check("insert");
-  std::atomic<bool> full{false};
-  for_each_task(tables, [&](int64_t t) {
-    const IdMapView& map = maps[static_cast<size_t>(t)];
-    const auto insert_into = [&](const auto array) {
-      visit_homes(array, id, offset[t], offset[t + 1], [&](int64_t i, uint64_t spread) {
-        if (!insert_absent(array, id[i], row[i], spread)) full = true;
-      });
-    };
-    if (map.is_growing())
-      insert_into(map);
-    else
-      insert_into(map.arrays[0]);
-  });
+  const std::unique_ptr<uint64_t[]> spreads = spread_hashes(id, new_ids.numel(), on_all_threads);
+  Parts parts(offset, part_bits_of(offset, maps), spreads.get(), on_all_threads);
+  bool full = false;
+  parts.visit_homes(
+      maps, spreads.get(),
+      [&](int64_t i, const SlotArray& array, int64_t limit) {
+        return insert_before(array, limit, id[i], row[i], spreads[static_cast<size_t>(i)]);
+      },
+      [&](int64_t i, const IdMapView& map) {
+        full |= !insert_absent(map, id[i], row[i], spreads[static_cast<size_t>(i)]);
+      },
+      on_all_threads);
   STD_TORCH_CHECK(!full, "insert: expected an empty slot for every new id, got a full map. Grow it first.");
 }
 
@@ -204,8 +133,16 @@ Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) 
   Tensor rows = new_int64(ids.numel());
   const int64_t* id = const_data<int64_t>(ids);
   int64_t* row = mutable_data<int64_t>(rows);
-  visit_homes(maps[0], id, 0, ids.numel(),
-              [&](int64_t i, uint64_t spread) { row[i] = erase_id(maps[0], id[i], spread); });
+  const int64_t offset[] = {0, ids.numel()};
+  const std::unique_ptr<uint64_t[]> spreads = spread_hashes(id, ids.numel(), on_all_threads);
+  Parts parts(offset, part_bits_of(offset, maps), spreads.get(), on_all_threads);
+  parts.visit_homes(
+      maps, spreads.get(),
+      [&](int64_t i, const SlotArray& array, int64_t limit) {
+        return erase_before(array, limit, id[i], spreads[static_cast<size_t>(i)], row[i]);
+      },
+      [&](int64_t i, const IdMapView& map) { row[i] = erase_id(map, id[i], spreads[static_cast<size_t>(i)]); },
+      on_all_threads);
   return rows;
 }
 
@@ -291,7 +228,6 @@ STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
   m.impl(TORCHREC_DYN_KERNEL("mix64", &mix64_ids));
   m.impl(TORCHREC_DYN_KERNEL("unmix64", &unmix64_ids));
   m.impl(TORCHREC_DYN_KERNEL("lookup", &lookup));
-  m.impl(TORCHREC_DYN_KERNEL("collect_new", &collect_new));
   m.impl(TORCHREC_DYN_KERNEL("insert", &insert));
   m.impl(TORCHREC_DYN_KERNEL("fill_new_", &fill_new_));
   m.impl(TORCHREC_DYN_KERNEL("erase", &erase));
