@@ -99,9 +99,7 @@ def against_static(workload: Workload, huge_pages: bool) -> list[Quantity]:
             },
         ),
         # Both find the caches as a forward leaves them.
-        Quantity(
-            "update", {"dynamic": lambda _: outputs.pop().backward(grad), **update}, look_up
-        ),
+        Quantity("update", {"dynamic": lambda _: outputs.pop().backward(grad), **update}, look_up),
     ]
 
 
