@@ -3,8 +3,9 @@
     python benchmarks/bench_lookup.py [--rounds 9] [--threads 1 2] [--only pooled-uniform]
 
 Measures the forward, the whole step (forward, backward, row-wise Adagrad), and the backward alone ("update"),
-in nanoseconds per id. Dynamic tables include the hash probe. All are also compared with the floors: bare loops in
-C++ over the same rows and slots (floor.py). float16 and bfloat16 rows are compared with dynamic tables in float32.
+in nanoseconds per id. Dynamic tables include the hash probe. All are also compared with the floors: bare
+loops in C++ over the same rows and slots (floor.py). float16 and bfloat16 rows are compared with dynamic
+tables in float32.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def against_static(workload: Workload, huge_pages: bool) -> list[Quantity]:
 
     floor = floors(dynamic.tables, raw, workload.bag if workload.pooled else None, grad)
     update = {name: run for name, run in floor.items() if name == "update floor"}
-    # In a round each floor takes another batch than the dynamic tables: the rows of this batch are in the caches.
+    # In a round each floor takes another batch than the dynamic tables, whose rows are in the caches.
     reads = {
         name: partial(_later, run, 2 * place)
         for place, (name, run) in enumerate(floor.items(), 1)

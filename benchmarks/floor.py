@@ -132,7 +132,7 @@ class Floor:
         return out
 
     def update(self, turn: int, grad: Tensor, rate: float = 0.0, ahead: int = AHEAD) -> None:
-        """Adds `rate` to the state of the row of each id, and subtracts `rate` times the gradient from the row.
+        """Adds `rate` to the state of each id's row, and subtracts `rate` times the gradient from the row.
 
         Args:
             turn: number of the batch.

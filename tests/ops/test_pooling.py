@@ -1,5 +1,7 @@
 """Gather and pool against torch's embedding_bag, and the gradient of the bag weights."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -120,8 +122,7 @@ def test_as_many_bags_as_ids_are_not_always_one_id_each(offsets):
     got = ops.gather_pool(
         rows, torch.tensor(offsets), None, [block], layout, segments, False, 48, torch.float32
     )
-    bags = zip(offsets, offsets[1:], strict=False)
-    expected = torch.stack([block[rows[begin:end]].sum(0) for begin, end in bags])
+    expected = torch.stack([block[rows[begin:end]].sum(0) for begin, end in pairwise(offsets)])
     assert torch.equal(got.view(3, 16), expected)
     no_ids = ops.gather_pool(
         rows[:0], torch.zeros(4).long(), None, [block], layout, segments, False, 48, torch.float32
