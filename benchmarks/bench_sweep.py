@@ -59,8 +59,8 @@ class Sides:
             "dynamic": lambda i: self._dynamic(raw[i], bags, training=True, counts=id_counts),
             "static": lambda i: self._static(mapped[i], bags),
         }
-        floor = floors(self._dynamic.tables, raw)
-        floor.pop("copy floor", None)
+        floors_here = floors(self._dynamic.tables, raw, workload.bag, grad)
+        floor = {name: run for name, run in floors_here.items() if name == "read floor"}
         forward = {name: forward_of(lookup, BATCHES) for name, lookup in lookups.items()}
         steps = {name: step_of(lookup, BATCHES, grad) for name, lookup in lookups.items()}
         for what, sides in (("forward", {**forward, **floor}), ("step", steps)):

@@ -1,5 +1,5 @@
-// The physical floor of a lookup: reads the rows of a batch and does nothing else. No ids, no hash, no bags.
-// floor.py compiles this for the machine it runs on.
+// The physical floors of a lookup and of an update: they touch the memory that a batch must touch and do nothing else.
+// No ids, no hash, no bags, no dedupe. floor.py compiles this for the machine it runs on.
 #include <cstdint>
 #include <cstring>
 #include <thread>
@@ -11,16 +11,19 @@ namespace {
 typedef uint64_t Line __attribute__((vector_size(64)));
 constexpr int64_t kLine = 64;
 
+// GCC takes a function that only prefetches for a function without effect, and drops its calls.
+#define ALWAYS_INLINE __attribute__((always_inline))
+
 struct Table {
-  const char* const* blocks;
+  char* const* blocks;
   int64_t shift;
   int64_t row_bytes;
 
-  const char* row(int64_t number) const {
+  char* row(int64_t number) const {
     return blocks[number >> shift] + (number & ((int64_t{1} << shift) - 1)) * row_bytes;
   }
   // Into the second-level cache: random reads are limited by the few buffers of the first level.
-  void prefetch(int64_t number) const {
+  ALWAYS_INLINE void prefetch(int64_t number) const {
     const char* line = row(number);
     for (int64_t byte = 0; byte < row_bytes; byte += kLine) __builtin_prefetch(line + byte, 0, 2);
   }
@@ -32,31 +35,49 @@ Line load(const char* from) {
   return line;
 }
 
-// Visits the rows numbers[begin, end) and prefetches each row `ahead` visits before its own.
-template <typename Visit>
-void visit_rows(const Table& table, const int64_t* numbers, int64_t begin, int64_t end, int64_t ahead,
-                const Visit& visit) {
-  for (int64_t i = begin; i < end && i < begin + ahead; ++i) table.prefetch(numbers[i]);
+// Calls visit(i) for i in [begin, end), and prefetch(i) `ahead` visits before.
+template <typename Prefetch, typename Visit>
+ALWAYS_INLINE inline void visit_ahead(int64_t begin, int64_t end, int64_t ahead, const Prefetch& prefetch,
+                                      const Visit& visit) {
+  for (int64_t i = begin; i < end && i < begin + ahead; ++i) prefetch(i);
   for (int64_t i = begin; i < end; ++i) {
-    if (i + ahead < end) table.prefetch(numbers[i + ahead]);
-    visit(i, table.row(numbers[i]));
+    if (i + ahead < end) prefetch(i + ahead);
+    visit(i);
   }
+}
+
+template <typename Visit>
+ALWAYS_INLINE inline void visit_rows(const Table& table, const int64_t* numbers, int64_t begin, int64_t end,
+                                     int64_t ahead, const Visit& visit) {
+  const auto prefetch = [&](int64_t i) ALWAYS_INLINE { table.prefetch(numbers[i]); };
+  visit_ahead(begin, end, ahead, prefetch, [&](int64_t i) { visit(i, table.row(numbers[i])); });
+}
+
+// Calls work(thread, first table, last table); each thread takes a range of tables.
+template <typename Work>
+void on_threads(int64_t tables, int64_t threads, const Work& work) {
+  const auto run = [&](int64_t thread) { work(thread, tables * thread / threads, tables * (thread + 1) / threads); };
+  std::vector<std::thread> others;
+  for (int64_t thread = 1; thread < threads; ++thread) others.emplace_back(run, thread);
+  run(0);
+  for (std::thread& other : others) other.join();
 }
 
 }  // namespace
 
+// In all floors the rows of table t are rows[offsets[t], offsets[t + 1]), and its blocks start at
+// blocks[first_block[t]].
 extern "C" {
 
-// Reads rows [N] of `tables` tables; the rows of table t are rows[offsets[t], offsets[t + 1]). With `out`
-// [N, row_bytes] they are copied there; without, they are added into one register, and the sum is returned so that
-// no compiler drops the reads. Each thread takes a range of tables. Table t's blocks start at blocks[first_block[t]].
-uint64_t gather_floor(const int64_t* rows, const int64_t* offsets, int64_t tables, const char* const* blocks,
+// Reads rows [N]. With `out` [N, row_bytes] they are copied there; without, they are added into one register, and the
+// sum is returned so that no compiler drops the reads.
+uint64_t gather_floor(const int64_t* rows, const int64_t* offsets, int64_t tables, char* const* blocks,
                       const int64_t* first_block, const int64_t* shifts, int64_t row_bytes, char* out, int64_t ahead,
                       int64_t threads) {
   std::vector<Line> sums(static_cast<size_t>(threads), Line{});
-  const auto work = [&](int64_t thread) {
+  on_threads(tables, threads, [&](int64_t thread, int64_t first, int64_t last) {
     Line sum{};
-    for (int64_t t = tables * thread / threads; t < tables * (thread + 1) / threads; ++t) {
+    for (int64_t t = first; t < last; ++t) {
       const Table table{blocks + first_block[t], shifts[t], row_bytes};
       if (out == nullptr) {
         visit_rows(table, rows, offsets[t], offsets[t + 1], ahead, [&](int64_t, const char* row) {
@@ -72,15 +93,50 @@ uint64_t gather_floor(const int64_t* rows, const int64_t* offsets, int64_t table
       }
     }
     sums[static_cast<size_t>(thread)] = sum;
-  };
-  std::vector<std::thread> others;
-  for (int64_t thread = 1; thread < threads; ++thread) others.emplace_back(work, thread);
-  work(0);
-  for (std::thread& other : others) other.join();
+  });
   uint64_t total = 0;
   for (const Line& sum : sums)
     for (int word = 0; word < 8; ++word) total += sum[word];
   return total;
+}
+
+// Reads the slot of each id, whose place in the map of its table is known: out [N] = row.
+void probe_floor(const int64_t* places, const int64_t* offsets, int64_t tables, char* const* maps, int64_t* out,
+                 int64_t ahead, int64_t threads) {
+  on_threads(tables, threads, [&](int64_t, int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t)
+      visit_rows(Table{maps + t, 62, 16}, places, offsets[t], offsets[t + 1], ahead, [&](int64_t i, const char* slot) {
+        std::memcpy(out + i, slot + sizeof *out, sizeof *out);
+        --out[i];
+      });
+  });
+}
+
+// For each id, in the order of the batch: reads the gradient of its bag, grad + grad_places[i], adds `rate` to the
+// state of its row, and subtracts `rate` times the gradient from the row.
+void update_floor(const int64_t* rows, const int64_t* offsets, int64_t tables, char* const* blocks, char* const* states,
+                  const int64_t* first_block, const int64_t* shifts, int64_t columns, const float* grad,
+                  const int64_t* grad_places, float rate, int64_t ahead, int64_t threads) {
+  on_threads(tables, threads, [&](int64_t, int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t) {
+      const Table weights{blocks + first_block[t], shifts[t], columns * int64_t{sizeof(float)}};
+      const Table state{states + first_block[t], shifts[t], sizeof(float)};
+      visit_ahead(
+          offsets[t], offsets[t + 1], ahead,
+          [&](int64_t i) ALWAYS_INLINE {
+            weights.prefetch(rows[i]);
+            state.prefetch(rows[i]);
+            if (i > offsets[t] && grad_places[i] == grad_places[i - 1]) return;
+            for (int64_t c = 0; c < columns; c += 16) __builtin_prefetch(grad + grad_places[i] + c, 0, 2);
+          },
+          [&](int64_t i) {
+            auto* row = reinterpret_cast<float*>(weights.row(rows[i]));
+            const float* from = grad + grad_places[i];
+            *reinterpret_cast<float*>(state.row(rows[i])) += rate;
+            for (int64_t c = 0; c < columns; ++c) row[c] -= rate * from[c];
+          });
+    }
+  });
 }
 
 }  // extern "C"

@@ -75,15 +75,23 @@ def _lookup_goals() -> list[Goal]:
     for workload in (*ONE_HOT, *SEQUENCE):
         static(workload.name, 2, 1.2, 3.0)
     for workload in (*POOLED, *ONE_HOT, *SEQUENCE):
-        where = {"workload": workload.name, "threads": 2, "what": "forward"}
-        where["against"] = "copy floor" if workload.copies else "read floor"
-        goals.append(Goal("lookup", where, at_most=1.6))
+        gather = "copy floor" if workload.copies else "read floor"
+        for threads in (2, 1):
+
+            def at_most(what: str, against: str, bound: float, threads: int = threads) -> None:
+                where = {"workload": workload.name, "threads": threads, "what": what}  # noqa: B023
+                goals.append(Goal("lookup", {**where, "against": against}, at_most=bound))
+
+            at_most("forward", f"{gather} + probe", 2.0 if workload.dim == 16 else 1.4)
+            at_most("update", "update floor", 1.4)
+            at_most("forward", "static + probe", 1.0)
+            at_most("step", "static + probe", 1.0)
     for workload in HALF:
         for dtype in ("float16", "bfloat16"):
-            for what in ("forward", "step"):
+            for what, bound in (("forward", 1.0), ("step", 0.95 if dtype == "float16" else 1.0)):
                 name = f"{workload.name}-{dtype}"
                 where = {"workload": name, "threads": 2, "what": what, "against": "float32"}
-                goals.append(Goal("lookup", where, at_least=1.0))
+                goals.append(Goal("lookup", where, at_least=bound))
     return goals
 
 

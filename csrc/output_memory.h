@@ -1,6 +1,8 @@
 // Memory of large outputs. The memory of a dropped output is kept for a later output: the system hands out fresh memory
 // page by page and zeroes each page, which takes longer than to fill it (half of the forward of one-hot batches,
-// measured, docs/performance.md). At most kMostKept bytes are kept in all; the longest unused memory is freed first.
+// measured, docs/performance.md). At most kMostKept bytes are kept in all, and always the memory dropped last, whatever
+// its size: a step whose output is larger would pay for fresh memory each time. The longest unused memory is freed
+// first.
 #pragma once
 
 #include <cstdlib>
@@ -54,7 +56,7 @@ class OutputMemory {
       const std::lock_guard<std::mutex> lock(mutex_);
       kept_.splice(kept_.end(), used_, piece);
       kept_bytes_ += piece->bytes;
-      while (kept_bytes_ > kMostKept) {
+      while (kept_bytes_ > kMostKept && kept_.size() > 1) {
         kept_bytes_ -= kept_.front().bytes;
         leaving.splice(leaving.end(), kept_, kept_.begin());
       }

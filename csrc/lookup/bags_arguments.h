@@ -8,6 +8,7 @@
 
 #include "checks.h"
 #include "lookup/bags.h"
+#include "parallel.h"
 #include "storage/blocks_arguments.h"
 
 namespace torchrec_dyn {
@@ -81,6 +82,11 @@ inline BagLists read_bags(const char* op, const std::optional<Tensor>& offsets, 
     for (int64_t b = 0; b < bags.count && !ascends; ++b)
       STD_TORCH_CHECK(bags.offsets[b] <= bags.offsets[b + 1], op, ": expected ascending offsets, got ", bags.offsets[b],
                       " before ", bags.offsets[b + 1], ". Are there negative lengths?");
+    // Bags of one id each are a sequence: the loops over them read no offsets.
+    int64_t alone = 0;
+    if (bags.count == ids)
+      while (alone <= ids && bags.offsets[alone] == alone) ++alone;
+    if (alone == ids + 1) bags.offsets = nullptr;
   }
   check_tensor(op, "segments", segments, ScalarType::Long);
   STD_TORCH_CHECK(segments.dim() == 2 && segments.size(1) == 5, op, ": expected segments of shape [S, 5], got ",
@@ -121,17 +127,15 @@ inline const float* bag_weight_data(const char* op, const std::optional<Tensor>&
 // Checks that every row is absent (-1) or inside its table: the hot loops do not check it.
 inline void check_rows_of_bags(const char* op, const Bags& bags, const std::vector<TableLayout>& tables,
                                const int64_t* rows) {
-  for (int64_t s = 0; s < bags.segment_count; ++s) {
-    const Segment& segment = bags.segments[s];
-    if (segment.bags == 0) continue;
-    const TableLayout& table = tables[static_cast<size_t>(segment.table)];
-    const auto capacity = static_cast<uint64_t>(table.capacity());
-    const int64_t end = bags.end(segment.first_bag + segment.bags - 1);
-    bool inside = true;
-    for (int64_t i = bags.begin(segment.first_bag); i < end; ++i)
-      inside &= static_cast<uint64_t>(rows[i]) + 1 <= capacity;
-    STD_TORCH_CHECK(inside, op, ": expected rows in [-1, ", capacity, "), got one outside.");
-  }
+  for_each_range(bags.total(), 256, [&](int64_t begin, int64_t end) {
+    for_bags(bags, begin, end, [&](const Segment& segment, int64_t first, int64_t last) {
+      const auto capacity = static_cast<uint64_t>(tables[static_cast<size_t>(segment.table)].capacity());
+      const int64_t until = bags.end(last - 1);
+      bool inside = true;
+      for (int64_t i = bags.begin(first); i < until; ++i) inside &= static_cast<uint64_t>(rows[i]) + 1 <= capacity;
+      STD_TORCH_CHECK(inside, op, ": expected rows in [-1, ", capacity, "), got one outside.");
+    });
+  });
 }
 
 }  // namespace torchrec_dyn

@@ -49,7 +49,7 @@ constexpr int64_t kBurst = 32;
 
 template <typename T>
 struct PoolJob {
-  const Bags& bags;
+  Bags bags;
   const std::vector<RowBlocks<T>>& tables;
   const int64_t* rows;
   const float* bag_weights;  // or null
@@ -103,18 +103,50 @@ TORCHREC_DYN_INLINE void pool_bag(const PoolJob<T>& job, const RowBlocks<T>& tab
   if (table.columns > c) pool_rest(job, table, begin, end, c, out + c);
 }
 
+// Copies the rows of bags of one id each, in whole groups of sixteen columns: kColumns, or any number if that is 0.
+template <int64_t kColumns, typename T>
+TORCHREC_DYN_INLINE void copy_rows(RowBlocks<T> table, const int64_t* rows, int64_t count, bool streams, float* out,
+                                   int64_t stride) {
+  if (kColumns > 0) table.columns = kColumns;
+  int64_t next = 0;
+  for (int64_t i = 0; i < count; ++i, out += stride) {
+    if (next < i + kAhead)
+      for (const int64_t until = std::min(count, i + kAhead + kBurst); next < until; ++next)
+        if (rows[next] >= 0) prefetch_row(table, rows[next]);
+    const T* row = rows[i] < 0 ? nullptr : table.row(rows[i]);
+    for (int64_t c = 0; c < table.columns; c += kLanes) {
+      Floats16 sum = {};
+      Floats16 values;
+      if (row != nullptr) {
+        load_row(row + c, values);
+        sum += values;  // not a copy: -0 becomes 0, as in any bag
+      }
+      streams ? store_past_caches(sum, out + c) : store(sum, out + c);
+    }
+  }
+}
+
 template <typename T, typename Out>
-TORCHREC_DYN_INLINE void pool_segment(const PoolJob<T>& job, const Segment& segment, int64_t first, int64_t last,
+TORCHREC_DYN_INLINE void pool_segment(const PoolJob<T>& all, const Segment& segment, int64_t first, int64_t last,
                                       float* sums, Out* out) {
-  const RowBlocks<T>& table = job.tables[static_cast<size_t>(segment.table)];
+  const PoolJob<T> job = all;  // a copy: the compiler sees that no store changes it
+  const RowBlocks<T> table = job.tables[static_cast<size_t>(segment.table)];
+  Out* place = out + segment.out_offset + (first - segment.first_bag) * segment.out_stride;
+  if constexpr (sizeof(Out) == sizeof(float)) {
+    if (job.bags.offsets == nullptr && job.bag_weights == nullptr && table.columns % kLanes == 0) {
+      const int64_t* rows = job.rows + first;
+      return table.columns == kLanes
+                 ? copy_rows<kLanes>(table, rows, last - first, job.streams, place, segment.out_stride)
+                 : copy_rows<0>(table, rows, last - first, job.streams, place, segment.out_stride);
+    }
+  }
   const int64_t stop = job.bags.end(last - 1);
   int64_t ahead = job.bags.begin(first);
-  for (int64_t bag = first; bag < last; ++bag) {
+  for (int64_t bag = first; bag < last; ++bag, place += segment.out_stride) {
     const int64_t end = job.bags.end(bag);
     if (ahead < end + kAhead)
       for (const int64_t until = std::min(stop, end + kAhead + kBurst); ahead < until; ++ahead)
         if (job.rows[ahead] >= 0) prefetch_row(table, job.rows[ahead]);
-    Out* place = out + segment.out_offset + (bag - segment.first_bag) * segment.out_stride;
     float* pooled = sums;
     if constexpr (sizeof(Out) == sizeof(float)) pooled = place;
     if (job.bag_weights)

@@ -87,11 +87,12 @@ TORCHREC_DYN_INLINE float* state_row(const RowBlocks<float>& state, int64_t row)
   return state.columns > 0 ? state.row(row) : nullptr;
 }
 
-// A row of a part, and the words of its ids in the batch: words[begin, end).
+// A row of a part, and the words of its ids in the batch: words[begin, end), of which the first has this position.
 struct Run {
-  int64_t row;
+  uint32_t row;
   uint32_t begin;
   uint32_t end;
+  uint32_t position;
 };
 
 // The floats of one cache line, aligned so that a vector of 512 bits never lies on two lines.
@@ -171,7 +172,8 @@ struct Runs {
   std::span<const Run> runs;        // in the order of the batch
 
   uint32_t position(uint32_t word) const { return static_cast<uint32_t>(words[word]); }
-  const float* grad(uint32_t word) const { return job.grad + job.places.place[job.places.bag(position(word))]; }
+  const float* grad_at(uint32_t position) const { return job.grad + job.places.place[job.places.bag(position)]; }
+  const float* grad(uint32_t word) const { return grad_at(position(word)); }
   float scale(uint32_t word) const {
     const float weight = job.bag_weights ? job.bag_weights[position(word)] : 1.0f;
     return job.places.scale.empty() ? weight : weight * job.places.scale[job.places.bag(position(word))];
@@ -217,26 +219,35 @@ TORCHREC_DYN_INLINE void sum_grads(const Runs<T>& all, const Run& run, int64_t c
 template <typename T>
 TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, size_t begin, size_t end) {
   end = std::min(end, all.runs.size());
-  for (size_t r = begin; r < end; ++r) prefetch_row(all.table.weights, all.runs[r].row);
-  if (all.table.momentum1.columns > 0)
-    for (size_t r = begin; r < end; ++r) prefetch_row(all.table.momentum1, all.runs[r].row);
-  if (all.table.momentum2.columns > 0)
-    for (size_t r = begin; r < end; ++r) prefetch_row(all.table.momentum2, all.runs[r].row);
+  const Run* const runs = all.runs.data();
+  const RowBlocks<T> weights = all.table.weights;
+  const RowBlocks<float> momentum1 = all.table.momentum1, momentum2 = all.table.momentum2;
+  for (size_t r = begin; r < end; ++r) prefetch_row(weights, runs[r].row);
+  if (momentum1.columns > 0)
+    for (size_t r = begin; r < end; ++r) prefetch_row(momentum1, runs[r].row);
+  if (momentum2.columns > 0)
+    for (size_t r = begin; r < end; ++r) prefetch_row(momentum2, runs[r].row);
   constexpr uint32_t kMostGrads = 8;  // of one row: the other gradients of a popular row are in cache
   const float* last = nullptr;
-  for (size_t r = begin; r < end; ++r)
-    for (uint32_t word = all.runs[r].begin; word < std::min(all.runs[r].end, all.runs[r].begin + kMostGrads); ++word) {
-      const float* grad = all.grad(word);
-      if (grad == last) continue;
-      last = grad;
-      for (int64_t c = 0; c < all.table.weights.columns && c < 128; c += 16) __builtin_prefetch(grad + c, 0, 2);
-    }
+  const auto prefetch_grad = [&](uint32_t position) __attribute__((always_inline)) {
+    const float* grad = all.grad_at(position);
+    if (grad == last) return;
+    last = grad;
+    for (int64_t c = 0; c < weights.columns && c < 128; c += 16) __builtin_prefetch(grad + c, 0, 2);
+  };
+  for (size_t r = begin; r < end; ++r) {
+    prefetch_grad(runs[r].position);
+    for (uint32_t word = runs[r].begin + 1; word < std::min(runs[r].end, runs[r].begin + kMostGrads); ++word)
+      prefetch_grad(all.position(word));
+  }
 }
 
 template <typename T>
 TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all, const Workspace& workspace) {
   constexpr size_t kBurst = 32;
-  const auto& [job, table, words, runs] = all;
+  const UpdateJob<T> job = all.job;  // copies: the compiler sees that no store changes them
+  const UpdateTable<T> table = all.table;
+  const std::span<const Run> runs = all.runs;
   const int64_t columns = table.weights.columns;
   const BiasCorrection correction = bias_correction(job.rule, table.stream.step);
   float* const sum = workspace.sum.get();
@@ -257,7 +268,7 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all, const Workspace& worksp
       scale /= static_cast<float>(senders.distinct());
     }
     if (run.end == run.begin + 1 && !all.is_scaled() && scale == 1.0f)
-      grad = all.grad(run.begin);
+      grad = all.grad_at(run.position);
     else
       sum_grads(all, run, columns, sum);
     if (scale != 1.0f)
@@ -283,8 +294,8 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all, const Workspace& worksp
     update_row(job.rule, correction, square, grad, weight, state_row(table.momentum1, run.row),
                state_row(table.momentum2, run.row), columns);
     if constexpr (sizeof(T) != sizeof(float))
-      store_row(table.stream.rounding_key, table.stream.step, table.stream.first_column,
-                job.ids[all.position(run.begin)], values, columns, row);
+      store_row(table.stream.rounding_key, table.stream.step, table.stream.first_column, job.ids[run.position], values,
+                columns, row);
   }
 }
 
@@ -366,8 +377,9 @@ std::span<const Run> runs_in_batch_order(std::span<const uint64_t> words, int sh
   Run* const ordered = workspace.runs.get();
   for (size_t r = 0; r < runs; ++r) {
     const uint32_t run = order[r] - 1;
-    const uint64_t row = words[first[run]] >> 32;
-    ordered[r] = {static_cast<int64_t>(row << shift) | part, first[run], first[run + 1]};
+    const uint64_t word = words[first[run]];
+    ordered[r] = {static_cast<uint32_t>(word >> 32 << shift | static_cast<uint64_t>(part)), first[run], first[run + 1],
+                  static_cast<uint32_t>(word)};
   }
   return {ordered, runs};
 }

@@ -37,6 +37,23 @@ TORCHREC_DYN_INLINE void draw_columns(uint64_t state, int64_t first_column, Word
   draws = draws >> skipped | next << (64 - skipped);
 }
 
+template <typename T>
+TORCHREC_DYN_INLINE void store_at_once(const float* values, const uint16_t (&draws)[kDrawsAtOnce], T* row) {
+  for (int64_t i = 0; i < kDrawsAtOnce; ++i) store_stochastic(values[i], draws[i], &row[i]);
+}
+
+// Weights from 65504 on are rare: the branch is predicted.
+TORCHREC_DYN_INLINE void store_at_once(const float* values, const uint16_t (&draws)[kDrawsAtOnce], Float16* row) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < kDrawsAtOnce; ++i)
+    largest = greater_of(largest, static_cast<int32_t>(bits_of_float(values[i]) & 0x7FFFFFFFu));
+  if (largest < kHalfLargest) {
+    for (int64_t i = 0; i < kDrawsAtOnce; ++i) store_stochastic_small(values[i], draws[i], &row[i]);
+  } else {
+    for (int64_t i = 0; i < kDrawsAtOnce; ++i) store_stochastic(values[i], draws[i], &row[i]);
+  }
+}
+
 // Writes `values` to columns [first_column, first_column + columns) of the row of `id`, which begin at `row`.
 template <typename T>
 TORCHREC_DYN_INLINE void store_row(uint64_t key, int64_t step, int64_t first_column, int64_t id, const float* values,
@@ -48,7 +65,7 @@ TORCHREC_DYN_INLINE void store_row(uint64_t key, int64_t step, int64_t first_col
   for (; columns - c >= kDrawsAtOnce; c += kDrawsAtOnce) {  // a constant number of columns, so whole vectors
     draw_columns(state, first_column + c, words);
     std::memcpy(draws, &words, sizeof draws);
-    for (int64_t i = 0; i < kDrawsAtOnce; ++i) store_stochastic(values[c + i], draws[i], &row[c + i]);
+    store_at_once(values + c, draws, row + c);
   }
   if (c == columns) return;
   draw_columns(state, first_column + c, words);

@@ -94,23 +94,34 @@ TORCHREC_DYN_BOTH inline void store_stochastic(float value, uint32_t random16, B
   out->bits = static_cast<uint16_t>(is_nan ? 0x7FC0u : (bits + random16) >> 16);  // an infinity stays
 }
 
-// Finite values from 65520 on become infinity, as in FBGEMM and torch, so that an overflow is seen; values between
-// 65504 and 65520 become 65504.
-//
 // `raised` is twice the magnitude, or for a subnormal half the magnitude plus 2^-14. 13 of its bits do not fit; for a
 // subnormal half, `raised` is rounded to the nearest 2^-37.
+TORCHREC_DYN_BOTH inline int32_t raised_for_half(int32_t magnitude) {
+  const float number = float_of_bits(static_cast<uint32_t>(magnitude));
+  return greater_of(static_cast<int32_t>(bits_of_float(number + 0x1p-14f)),
+                    static_cast<int32_t>(bits_of_float(number + number)));
+}
+constexpr int32_t kRaisedBias = kHalfBias + 0x400;
+
+// Finite values from 65520 on become infinity, as in FBGEMM and torch, so that an overflow is seen; values between
+// 65504 and 65520 become 65504.
 TORCHREC_DYN_BOTH inline void store_stochastic(float value, uint32_t random16, Float16* out) {
   const uint32_t bits = bits_of_float(value);
   const auto magnitude = static_cast<int32_t>(bits & 0x7FFFFFFFu);
-  const float number = float_of_bits(static_cast<uint32_t>(magnitude));
-  const auto raised = greater_of(static_cast<int32_t>(bits_of_float(number + 0x1p-14f)),
-                                 static_cast<int32_t>(bits_of_float(number + number)));
-  const int32_t kept = lesser_of(raised, kHalfLargest + (1 << 23));
-  const int32_t finite = ((kept + static_cast<int32_t>(random16 >> 3)) >> 13) - kHalfBias - 0x400;
+  const int32_t kept = lesser_of(raised_for_half(magnitude), kHalfLargest + (1 << 23));
+  const int32_t finite = ((kept + static_cast<int32_t>(random16 >> 3)) >> 13) - kRaisedBias;
   const int32_t past = (kHalfInfinity - 1 - magnitude) >> 31;  // -1: 0x7BFF + 1 is infinity
   const auto high = static_cast<int16_t>(bits >> 16);
   const auto quiet = static_cast<int16_t>(static_cast<int16_t>(0x7F80 - (high & 0x7FFF)) >> 15);  // of a NaN
   out->bits = static_cast<uint16_t>((high & 0x8000) | (finite - past) | (quiet & 0x200));
+}
+
+// The same for a value below 65504 in magnitude: half of the instructions.
+TORCHREC_DYN_BOTH inline void store_stochastic_small(float value, uint32_t random16, Float16* out) {
+  const uint32_t bits = bits_of_float(value);
+  const int32_t raised = raised_for_half(static_cast<int32_t>(bits & 0x7FFFFFFFu));
+  const int32_t finite = ((raised + static_cast<int32_t>(random16 >> 3)) >> 13) - kRaisedBias;
+  out->bits = static_cast<uint16_t>(((bits >> 16) & 0x8000u) | static_cast<uint32_t>(finite));
 }
 
 }  // namespace torchrec_dyn

@@ -151,3 +151,16 @@ def test_no_more_than_256_mib_is_kept():
     assert before - resident() > 3 * 64 * MIB - 20 * MIB
     again = [output_of(number, 64 * MIB) for number in range(4)]
     assert [output.data_ptr() for output in again] == places[:2:-1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_above_the_limit_serves_the_next_output_alone():
+    """A step whose output is larger than 256 MiB reuses its memory, until another output is dropped."""
+    place = output_of(1, 300 * MIB).data_ptr()
+    before = resident()
+    again = output_of(2, 300 * MIB)
+    assert again.data_ptr() == place
+    assert resident() - before < 20 * MIB
+    del again
+    output_of(3, 2 * MIB)
+    assert before - resident() > 300 * MIB - 20 * MIB

@@ -1,5 +1,7 @@
 """Gather and pool against torch's embedding_bag, and the gradient of the bag weights."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -93,6 +95,39 @@ def test_every_half_is_read_exactly():
             expected = block.flatten().float().to(out)
             same = (got == expected) | (got.isnan() & expected.isnan())
             assert same.all(), (dtype, out, patterns[~same][:5])
+
+
+@pytest.mark.parametrize("columns", [5, 16, 48, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bags_of_one_id_are_rows(columns, dtype):
+    """With offsets or without; -0 reads as 0, and an absent row as zeros."""
+    block = torch.randn(64, columns).to(dtype)
+    block[:, 1], block[7, 2], block[9, 3] = -0.0, float("inf"), float("nan")
+    rows = torch.randint(-1, 64, (300,))
+    layout, segments = torch.tensor([[0, 1, 6, columns]]), torch.tensor([[0, 0, 300, 0, columns]])
+    expected = torch.where((rows < 0)[:, None], 0.0, block.float()[rows] + 0.0).flatten()
+    for offsets in (None, torch.arange(301)):
+        for mean in (False, True):
+            size = 300 * columns
+            got = ops.gather_pool(
+                rows, offsets, None, [block], layout, segments, mean, size, torch.float32
+            )
+            assert torch.equal(bits(got), bits(expected))
+
+
+@pytest.mark.parametrize("offsets", [[0, 1, 2, 2], [0, 0, 1, 3], [0, 0, 0, 0], [1, 2, 3, 3]])
+def test_as_many_bags_as_ids_are_not_always_one_id_each(offsets):
+    block, rows = torch.arange(1.0, 65.0).view(4, 16), torch.tensor([2, 0, 3])
+    layout, segments = torch.tensor([[0, 1, 2, 16]]), torch.tensor([[0, 0, 3, 0, 16]])
+    got = ops.gather_pool(
+        rows, torch.tensor(offsets), None, [block], layout, segments, False, 48, torch.float32
+    )
+    expected = torch.stack([block[rows[begin:end]].sum(0) for begin, end in pairwise(offsets)])
+    assert torch.equal(got.view(3, 16), expected)
+    no_ids = ops.gather_pool(
+        rows[:0], torch.zeros(4).long(), None, [block], layout, segments, False, 48, torch.float32
+    )
+    assert torch.equal(no_ids, torch.zeros(48))
 
 
 def test_tables_features_and_widths_side_by_side():

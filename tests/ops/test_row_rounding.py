@@ -159,17 +159,18 @@ def test_steps_draw_anew():
     assert steps.max() >= 5 and steps.min() == 0
 
 
-def test_float16_overflow_is_seen_and_bfloat16_keeps_the_range():
-    _, got = nudged(torch.float16, torch.arange(50), 1000.0, start=65504.0)
+@pytest.mark.parametrize("columns", [8, 64])
+def test_float16_overflow_is_seen_and_bfloat16_keeps_the_range(columns):
+    _, got = nudged(torch.float16, torch.arange(50), 1000.0, start=65504.0, columns=columns)
     assert got.isinf().all()
-    _, got = nudged(torch.float16, torch.arange(50), 10.0, start=65504.0)
+    _, got = nudged(torch.float16, torch.arange(50), 10.0, start=65504.0, columns=columns)
     assert (got == 65504.0).all()
-    _, got = nudged(torch.bfloat16, torch.arange(50), 1e30, start=65504.0)
+    _, got = nudged(torch.bfloat16, torch.arange(50), 1e30, start=65504.0, columns=columns)
     assert got.isfinite().all()
     for dtype in SHORT:
-        _, got = nudged(dtype, torch.arange(50), float("nan"))
+        _, got = nudged(dtype, torch.arange(50), float("nan"), columns=columns)
         assert got.isnan().all()
-        _, got = nudged(dtype, torch.arange(50), float("-inf"))
+        _, got = nudged(dtype, torch.arange(50), float("-inf"), columns=columns)
         assert (got == -float("inf")).all()
 
 

@@ -115,25 +115,46 @@ def test_peak_memory_of_checkpoints_is_measured_as_the_summary_asks(tmp_path):
     assert all(row["ranks"] == 1 and row["bytes"] == 30_000_000 for row in rows)
 
 
-def test_floor_reads_the_rows_that_the_tables_give(tmp_path):
-    from axes import POOLED, ranks, raw_ids, tiny
-    from contestants import dynamic_tables
+@pytest.mark.parametrize("pooled", [True, False])
+def test_floors_touch_the_rows_that_the_tables_give(pooled):
+    from axes import POOLED, SEQUENCE, ranks, raw_ids, tiny
+    from contestants import dynamic_tables, output_grad
     from floor import Floor, NoFloorError
 
-    workload = tiny(POOLED[0])
+    workload = tiny((POOLED if pooled else SEQUENCE)[0])
     group = dynamic_tables(workload)
     batches = [raw_ids(batch) for batch in ranks(workload, 2, seed=0)]
     try:
-        floor = Floor(group.tables, batches)
+        floor = Floor(group.tables, batches, workload.bag if pooled else None)
     except NoFloorError as error:
         pytest.skip(str(error))
     for turn, ids in enumerate(batches):
         tables = zip(group.tables, ids.chunk(workload.tables), strict=True)
+        tables = list(tables)
         rows = torch.cat([table.lookup(part)[0] for table, part in tables])
+        numbers = torch.cat([table.find_or_insert(part) for table, part in tables])
         for threads in (1, 2):
             torch.set_num_threads(threads)
             assert torch.equal(floor.copy(turn), rows)
             assert floor.read(turn) == rows.view(torch.int64).sum().item() % 2**64
+            assert torch.equal(floor.probe(turn), numbers)
+    grad, each = output_grad(workload), torch.arange(workload.rows)
+    before = [table.weights.read(each) for table in group.tables]
+    floor.update(0, grad)  # with a rate of 0
+    for table, weights in zip(group.tables, before, strict=True):
+        assert torch.equal(table.weights.read(each), weights)
+    floor.update(0, grad, 0.5)
+    bag = workload.bag if pooled else 1
+    grads = grad.split(workload.dim, 1) if pooled else grad.chunk(workload.tables)
+    for t, ids in enumerate(batches[0].chunk(workload.tables)):
+        table, expected = group.tables[t], before[t]
+        rows = table.find_or_insert(ids)
+        expected.index_add_(0, rows, grads[t].repeat_interleave(bag, 0), alpha=-0.5)
+        assert torch.allclose(table.weights.read(each), expected)
+        states = table.states[0].read(each).flatten()
+        assert torch.equal(
+            states, torch.zeros(len(each)).index_add_(0, rows, torch.full(rows.shape, 0.5))
+        )
 
 
 def test_growth_counts_every_tensor_beside_the_rows():
