@@ -202,7 +202,7 @@ inline int64_t erase_id(const IdMapView& map, int64_t id, uint64_t spread) {
 }
 
 // As erase_id, if neither the search nor the run of the id reaches `limit`, the first slot of a line; else returns
-// false and changes nothing. Of ids in one line, the last may fill the hole: their homes are first slots of lines.
+// false and changes nothing.
 inline bool erase_before(const SlotArray& array, int64_t limit, int64_t id, uint64_t spread, int64_t& row) {
   for (int64_t line = array.home(spread); line < limit; line += kLineSlots) {
     const unsigned empty = empty_in_line(array, line);
@@ -216,19 +216,18 @@ inline bool erase_before(const SlotArray& array, int64_t limit, int64_t id, uint
     }
     int64_t hole = line + std::countr_zero(holds);
     row = array.slots[hole].row();
-    int64_t end = line + std::countr_zero(empty | 1u << kLineSlots);
-    if (empty == 0) {  // the run goes on in the next line
+    // The first empty slot after the hole in its line, or the end of the line.
+    int64_t end = hole + std::countr_zero((empty | 1u << kLineSlots) >> (hole - line));
+    if (end == line + kLineSlots) {  // the run may go on in the next line
       while (end < limit && !array.slots[end].is_empty()) ++end;
       if (end >= limit) return false;
-      for (int64_t slot = hole + 1; slot < end; ++slot) {
-        if (must_stay(array, hole, slot)) continue;
-        array.slots[hole] = array.slots[slot];
-        hole = slot;
-      }
-      end = hole + 1;
     }
-    array.slots[hole] = array.slots[end - 1];
-    array.slots[end - 1] = Slot{};
+    for (int64_t slot = hole + 1; slot < end; ++slot) {
+      if (must_stay(array, hole, slot)) continue;
+      array.slots[hole] = array.slots[slot];
+      hole = slot;
+    }
+    array.slots[hole] = Slot{};
     return true;
   }
   return false;
