@@ -8,6 +8,7 @@ import torch
 from table_cases import ids_of, make_group, make_table
 
 import torchrec_dyn as dyn
+from torchrec_dyn.storage import TABLES
 
 POLICIES = {
     "plain": {},
@@ -124,3 +125,46 @@ def test_a_graph_of_one_group_holds_rows_from_another():
     assert len(table.forwards) == 1 and table.stats()["withheld"] == 1
     del output
     assert len(table.forwards) == 0 and table.stats()["withheld"] == 0
+
+
+def test_a_table_that_is_frozen_while_another_thread_lists_the_tables_stays_frozen(monkeypatch):
+    """`is_frozen` is set without the lock, so a forward may list the tables just before."""
+    group = make_group(make_table(name="t0"), make_table(name="t1"))
+    group(*batch(2, 1), training=True)
+
+    def renew_and_list():
+        monkeypatch.undo()
+        TABLES.renew()
+        group(*batch(2, 1), training=True)  # as the other thread
+
+    monkeypatch.setattr(TABLES, "renew", renew_and_list)
+    group.tables[0].is_frozen = True
+    group(*batch(2, 2), training=True)
+    assert [table.stats()["forwards"] for table in group.tables] == [2, 3]
+    assert [table.num_rows for table in group.tables] == [1, 2]
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+@pytest.mark.parametrize("number", ["step", "edits"])
+def test_a_number_read_without_the_lock_is_right_while_the_table_moves_to_another_tally(number, at):
+    tables = [make_table(name="t0"), make_table(name="t1")]
+    groups = [make_group(*tables), make_group(tables[0])]
+    for _ in range(3):
+        groups[0](*batch(2, 1), training=True).sum().backward()
+    expected, seen = getattr(tables[0], number), 0
+
+    def reading(frame, event, argument):
+        nonlocal seen
+        if frame.f_code.co_name != number:
+            return None
+        frame.f_trace_opcodes = True
+        seen += event == "opcode"
+        if event == "opcode" and seen == at:  # as an evaluation on another thread
+            groups[1](*batch(1, 1), training=False)
+        return reading
+
+    before = sys.gettrace()
+    sys.settrace(reading)
+    got = getattr(tables[0], number)
+    sys.settrace(before)
+    assert seen >= at and got == expected > 0

@@ -108,14 +108,18 @@ class DynamicTable:
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What groups of tables have listed is valid as long as no attribute changes. `own` is not listed.
-        if name != "own" and self.__dict__.get(name, _NOTHING) is not value:
+        is_listed = name != "own" and self.__dict__.get(name, _NOTHING) is not value
+        if is_listed:
             TABLES.renew()
         object.__setattr__(self, name, value)
+        if is_listed:
+            TABLES.renew()  # `is_frozen` is set without the lock: a thread may have listed it in between
 
     @property
     def step(self) -> int:
         """Number of training forwards so far, without forwards of the frozen table."""
-        return self.own.step + self.own.tally.counted.steps
+        own = self.own  # read once: without the lock, a table may move to another tally in between
+        return own.step + own.tally.counted.steps
 
     @step.setter
     def step(self, step: int) -> None:
@@ -125,7 +129,8 @@ class DynamicTable:
     @property
     def edits(self) -> int:
         """Number of calls that wrote rows, or added or removed ids."""
-        return self.own.edits + self.own.tally.edits
+        own = self.own
+        return own.edits + own.tally.edits
 
     def count_edit(self) -> None:
         """Counts an edit outside of training."""
