@@ -159,7 +159,7 @@ inline bool insert_absent(const IdMapView& map, int64_t id, int64_t row, uint64_
 // Returns the row of `id`; an absent id is inserted with `row`. Requires an empty slot.
 inline int64_t find_or_insert(const SlotArray& array, int64_t id, int64_t row, uint64_t spread) {
   for (int64_t slot = array.home(spread);; slot = array.next_line(slot)) {
-    const int64_t place = place_in_line(array, id, slot);
+    const int64_t place = place_in_line(array.slots + slot, id);
     if (place != 0) return row_of_place(place);
     const unsigned empty = empty_in_line(array, slot);
     if (empty == 0) continue;
