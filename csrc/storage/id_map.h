@@ -174,10 +174,10 @@ TORCHREC_DYN_BOTH inline bool lies_after(int64_t from, int64_t slot, int64_t to)
 }
 
 // True if `slot`, after a hole in its run, holds an id that must not move back to the hole. The homes of ids are first
-// slots of lines, so an id in the hole's line may always move.
+// slots of lines, so a later id in the hole's line may always move. (In a full map the run comes round to the earlier.)
 TORCHREC_DYN_BOTH inline bool must_stay(const SlotArray& array, int64_t hole, int64_t slot) {
-  return slot / kLineSlots != hole / kLineSlots &&
-         lies_after(hole, array.home(spread_hash(array.slots[slot].id)), slot);
+  const bool follows_in_line = slot / kLineSlots == hole / kLineSlots && slot > hole;
+  return !follows_in_line && lies_after(hole, array.home(spread_hash(array.slots[slot].id)), slot);
 }
 
 // Removes `id` and returns the row it held, or kNoRow. `spread` is spread_hash(id).
@@ -214,9 +214,11 @@ inline bool erase_before(const SlotArray& array, int64_t limit, int64_t id, uint
       row = kNoRow;
       return true;
     }
-    int64_t hole = line + std::countr_zero(holds);
+    const int place = std::countr_zero(holds);
+    int64_t hole = line + place;
     row = array.slots[hole].row();
-    int64_t end = line + std::countr_zero(empty | 1u << kLineSlots);
+    // The first empty slot after the id: a damaged map may have one before it, too.
+    int64_t end = line + std::countr_zero((empty | 1u << kLineSlots) & (~1u << place));
     if (empty == 0) {  // the run goes on in the next line
       while (end < limit && !array.slots[end].is_empty()) ++end;
       if (end >= limit) return false;
