@@ -1,7 +1,8 @@
 // The torch-free headers under std::thread, shared as the ops share them: several readers of one map, one writer of
-// each map, one owner of each row. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by `run`.
-// ThreadSanitizer does not see OpenMP's barriers, so the ops themselves cannot be run under it.
+// each map or part of a map, one owner of each row. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by
+// `run`. ThreadSanitizer does not see OpenMP's barriers, so the ops themselves cannot be run under it.
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <limits>
@@ -16,6 +17,7 @@
 #include "storage/id_map.h"
 #include "storage/id_map_growth_cpu.h"
 #include "storage/initial_rows.h"
+#include "storage/parts_cpu.h"
 #include "storage/rounding_cpu.h"
 
 namespace torchrec_dyn {
@@ -99,6 +101,90 @@ void move_one_map() {
   for (int64_t i = 0; i < kIds; ++i) check(find_row(map, i, spread_hash(i)) == i + 7, "every id keeps its row");
 }
 
+// The id with this spread hash.
+int64_t id_of_spread(uint64_t spread) {
+  uint64_t inverse = kSlotSpread;  // of an odd factor, modulo 2^3; each step doubles the bits
+  for (int step = 0; step < 5; ++step) inverse *= 2 - kSlotSpread * inverse;
+  return static_cast<int64_t>(unmix64(spread * inverse));
+}
+
+// All threads insert into one map and erase from it, in parts: the slots are those of one thread. Clusters of ids at
+// the ends of parts overflow into the next part, or around the end of the array; some ids are erased twice.
+void write_parts_of_one_map() {
+  constexpr int64_t kIds = 12000, kClusters = 16, kCluster = 300;
+  std::vector<int64_t> ids, rows;
+  for (int64_t i = 0; i < kIds; ++i) ids.push_back(static_cast<int64_t>(mix64(static_cast<uint64_t>(i))));
+  for (uint64_t c = 1; c <= kClusters; ++c)
+    for (uint64_t i = 1; i <= kCluster; ++i) ids.push_back(id_of_spread((c << 60) - i * i));
+  for (size_t i = 0; i < ids.size(); ++i) std::swap(ids[i], ids[mix64(i) % ids.size()]);
+  rows.resize(ids.size());
+  std::iota(rows.begin(), rows.end(), int64_t{0});
+  std::vector<int64_t> erased(ids.begin(), ids.begin() + kIds);
+  erased.insert(erased.end(), ids.begin(), ids.begin() + kIds / 4);
+  const auto on_one = [](int64_t tasks, const auto& task) {
+    for (int64_t i = 0; i < tasks; ++i) task(i);
+  };
+  const auto on_all = [](int64_t tasks, const auto& task) {
+    std::atomic<int64_t> next{0};
+    on_threads([&](int64_t) {
+      for (int64_t i = next++; i < tasks; i = next++) task(i);
+    });
+  };
+  const auto run = [&](bool grows, const auto& for_each_task) {
+    OwnedMap owned(24000), outgoing(20000);
+    const std::vector<IdMapView> maps{grows ? growing_map(owned.array(), outgoing.array(), 9000)
+                                            : IdMapView(owned.array())};
+    size_t left_over = 0;
+    const auto write = [&](const std::vector<int64_t>& some, const auto& in_part, const auto& alone) {
+      const auto count = static_cast<int64_t>(some.size());
+      const int64_t offsets[] = {0, count};
+      const auto spreads = spread_hashes(some.data(), count, for_each_task);
+      Parts parts(offsets, part_bits_of(offsets, maps), spreads.get(), for_each_task);
+      check(parts.all().size() == 16, "the ids are cut into sixteen parts");
+      parts.visit_homes(
+          maps, spreads.get(),
+          [&](int64_t i, const SlotArray& array, int64_t limit) {
+            return in_part(static_cast<size_t>(i), array, limit, spreads[static_cast<size_t>(i)]);
+          },
+          [&](int64_t i, const IdMapView& map) {
+            ++left_over;
+            alone(static_cast<size_t>(i), map, spreads[static_cast<size_t>(i)]);
+          },
+          for_each_task);
+    };
+    write(
+        ids,
+        [&](size_t i, const SlotArray& array, int64_t limit, uint64_t spread) {
+          return insert_before(array, limit, ids[i], rows[i], spread);
+        },
+        [&](size_t i, const IdMapView& map, uint64_t spread) {
+          check(insert_absent(map, ids[i], rows[i], spread), "every id finds a slot");
+        });
+    check(left_over > 0, "some ids are left over by their part");
+    for (size_t i = 0; i < ids.size(); ++i)
+      check(find_row(maps[0], ids[i], spread_hash(ids[i])) == rows[i], "every id has its row");
+    std::vector<int64_t> held(erased.size());
+    left_over = 0;
+    write(
+        erased,
+        [&](size_t i, const SlotArray& array, int64_t limit, uint64_t spread) {
+          return erase_before(array, limit, erased[i], spread, held[i]);
+        },
+        [&](size_t i, const IdMapView& map, uint64_t spread) { held[i] = erase_id(map, erased[i], spread); });
+    check(left_over > 0, "some ids are left over by their part");
+    for (size_t i = 0; i < held.size(); ++i)
+      check(held[i] == (i < kIds ? rows[i] : kNoRow), "erase gives back the row, once");
+    for (size_t i = 0; i < ids.size(); ++i)
+      check(find_row(maps[0], ids[i], spread_hash(ids[i])) == (i < kIds ? kNoRow : rows[i]), "the other ids stay");
+    std::vector<std::pair<int64_t, int64_t>> slots;
+    for (const SlotArray& array : {owned.array(), outgoing.array()})
+      for (int64_t i = 0; i < array.capacity; ++i) slots.emplace_back(array.slots[i].id, array.slots[i].place);
+    return slots;
+  };
+  for (const bool grows : {false, true})
+    check(run(grows, on_one) == run(grows, on_all), "the slots are the same on any number of threads");
+}
+
 // All threads read one map, and each writes its own part of the result.
 void read_one_map() {
   constexpr int64_t kIds = 20000;
@@ -176,6 +262,7 @@ int main() {
   using namespace torchrec_dyn;
   write_own_maps();
   move_one_map();
+  write_parts_of_one_map();
   read_one_map();
   for (const Optimizer optimizer : {Optimizer::kSgd, Optimizer::kAdagrad, Optimizer::kRowwiseAdagrad, Optimizer::kAdam,
                                     Optimizer::kPartialRowwiseAdam}) {

@@ -174,10 +174,10 @@ TORCHREC_DYN_BOTH inline bool lies_after(int64_t from, int64_t slot, int64_t to)
 }
 
 // True if `slot`, after a hole in its run, holds an id that must not move back to the hole. The homes of ids are first
-// slots of lines, so an id in the hole's line may always move.
+// slots of lines, so a later id in the hole's line may always move. (In a full map the run comes round to the earlier.)
 TORCHREC_DYN_BOTH inline bool must_stay(const SlotArray& array, int64_t hole, int64_t slot) {
-  return slot / kLineSlots != hole / kLineSlots &&
-         lies_after(hole, array.home(spread_hash(array.slots[slot].id)), slot);
+  const bool follows_in_line = slot / kLineSlots == hole / kLineSlots && slot > hole;
+  return !follows_in_line && lies_after(hole, array.home(spread_hash(array.slots[slot].id)), slot);
 }
 
 // Removes `id` and returns the row it held, or kNoRow. `spread` is spread_hash(id).
@@ -216,7 +216,7 @@ inline bool erase_before(const SlotArray& array, int64_t limit, int64_t id, uint
     }
     int64_t hole = line + std::countr_zero(holds);
     row = array.slots[hole].row();
-    // The first empty slot after the hole in its line, or the end of the line.
+    // The first empty slot after the hole in its line (a damaged map may have one before it, too), or the line's end.
     int64_t end = hole + std::countr_zero((empty | 1u << kLineSlots) >> (hole - line));
     if (end == line + kLineSlots) {  // the run may go on in the next line
       while (end < limit && !array.slots[end].is_empty()) ++end;

@@ -271,6 +271,36 @@ def test_a_full_map_is_searched_and_erased_without_hanging():
     assert look(slots, ids) == [0, 1, 2, 3, -1, 5, 6, 7]
 
 
+@pytest.mark.parametrize("capacity", [4, 8, 12])
+def test_each_id_of_a_full_map_goes_and_the_others_stay(capacity):
+    ids = [i for home in range(capacity) for i in ids_at_home(home, capacity, 1)]
+    for first in range(capacity):
+        slots = slots_of(capacity)
+        put(slots, ids)
+        left = {*range(capacity)}
+        for victim in (*range(first, capacity), *range(first)):
+            assert ops.erase(ids_of(ids[victim]), [slots], WHOLE).item() == victim
+            left.remove(victim)
+            assert look(slots, ids) == [k if k in left else -1 for k in range(capacity)]
+            check_runs(slots)
+
+
+@pytest.mark.parametrize("filled", itertools.product([False, True], repeat=4))
+def test_a_line_with_gaps_keeps_the_slots_around_it(filled):
+    """A damaged map has an empty slot before an id of the same line; the first slot is the map's."""
+    ids = ids_at_home(0, 4, 4)
+    for victim in range(4):
+        memory = torch.full((12, 2), 77)
+        slots = memory[4:8]
+        slots.copy_(torch.tensor([[n, k + 1] for k, n in enumerate(ids)]))
+        slots[~torch.tensor(filled), 1] = 0
+        row = victim if filled[victim] else -1
+        assert ops.erase(ids_of(ids[victim]), [slots], WHOLE).item() == row
+        assert (memory[:4] == 77).all() and (memory[8:] == 77).all()
+        left = [k if f and k != victim else -1 for k, f in enumerate(filled)]
+        assert look(slots, ids) == left
+
+
 def test_repeats_absent_ids_and_empty_maps():
     slots = slots_of(16)
     put(slots, [1, 2])

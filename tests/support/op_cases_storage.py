@@ -126,6 +126,8 @@ def check_init_rows_(before: Arguments, after: Arguments, _: None) -> None:
     if first > 100 or not np.isfinite(before["parameters"]).all():
         raise Unjudged("not computed here")
     low, high, mean, deviation, least, most = before["parameters"]
+    if before["kind"] == 2 and not 0 <= least < most <= 1:
+        raise Unjudged("no range of probabilities")
     units = torch.from_numpy(oracle.initial_units(before["key"], ids, first + columns)[:, first:])
     values = torch.full_like(units, low)
     if before["kind"] == 1:

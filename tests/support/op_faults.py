@@ -174,7 +174,8 @@ def shared_with_another(rng: random.Random, given: Arguments, name: str) -> Tens
     ]  # fmt: skip
     if not others or tensor.dtype == torch.bool:
         return None
-    memory = rng.choice(others).flatten().view(torch.uint8)
+    other = rng.choice(others)  # of one element, it may have any strides
+    memory = other.as_strided((other.numel(),), (1,)).view(torch.uint8)
     if memory.storage_offset() % tensor.element_size():
         return None
     shared = memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
