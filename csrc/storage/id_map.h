@@ -218,7 +218,7 @@ inline bool erase_before(const SlotArray& array, int64_t limit, int64_t id, uint
     row = array.slots[hole].row();
     // The first empty slot after the hole in its line (a damaged map may have one before it, too), or the line's end.
     int64_t end = hole + std::countr_zero((empty | 1u << kLineSlots) >> (hole - line));
-    if (end == line + kLineSlots) {  // the run may go on in the next line
+    if (empty == 0) {  // the run may go on in the next line
       while (end < limit && !array.slots[end].is_empty()) ++end;
       if (end >= limit) return false;
     }
