@@ -285,7 +285,7 @@ def test_each_id_of_a_full_map_goes_and_the_others_stay(capacity):
             check_runs(slots)
 
 
-@pytest.mark.parametrize("filled", itertools.product([False, True], repeat=4))
+@pytest.mark.parametrize("filled", [*itertools.product([False, True], repeat=4)])
 def test_a_line_with_gaps_keeps_the_slots_around_it(filled):
     """A damaged map has an empty slot before an id of the same line; the first slot is the map's."""
     ids = ids_at_home(0, 4, 4)
