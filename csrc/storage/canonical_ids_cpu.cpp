@@ -292,6 +292,9 @@ std::tuple<Tensor, Tensor> used_slots(const Tensor& slots) {
     id = std::copy_n(ids_here.data(), kept, id);
     row = std::copy_n(rows_here.data(), kept, row);
   }
+  STD_TORCH_CHECK(id == mutable_data<int64_t>(ids) + count, "used_slots: expected a map at rest, got ",
+                  count - (id - mutable_data<int64_t>(ids)),
+                  " ids less than were counted. Do not erase ids meanwhile.");
   return {ids, rows};
 }
 
