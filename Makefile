@@ -79,7 +79,7 @@ format: build
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CORE_FORMATTED)
 
-# All of them, then the goals and what was seen: under 15 minutes on 2 quiet cores. BENCH="lookup growth" runs some.
+# All of them, then the goals and what was seen: about 15 minutes on 2 quiet cores. BENCH="lookup growth" runs some.
 bench: build
 	for name in $(BENCH); do \
 		echo "== $$name" && $(BIN)/python benchmarks/bench_$$name.py $(ARGS) || exit 1; \
