@@ -36,6 +36,9 @@ NEWER_TOOLS := hypothesis==6.170.15 matplotlib==3.11.2 sphinx==9.0.4 myst-parser
 
 CORE_FORMATTED := $(wildcard $(addprefix csrc/,*.cpp *.cu *.h */*.cpp */*.cu */*.h))
 CORE := $(filter-out csrc/sanitize/%,$(CORE_FORMATTED))
+DEVICE_CORE := $(filter %.h %_cuda.cpp csrc/library.cpp,$(CORE))
+
+SIMT := build/simt/torchrec_dyn_simt.abi3.so
 
 .PHONY: train test build wheel lint format docs bench bench-ab test-deep sanitize fuzz clones clean
 
@@ -51,7 +54,7 @@ test: build
 test-deep: build
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal --deep --shard $(SHARD) $(ARGS)
 
-build: $(VENV)/extension.stamp
+build: $(VENV)/extension.stamp $(SIMT)
 
 # One wheel for Python >= 3.10 and all trios. setuptools packs what it finds in build/lib*, deleted files too. auditwheel
 # names it by the oldest system library that it runs with; torch's libraries stay outside.
@@ -138,4 +141,9 @@ $(VENV)/dependencies.stamp: Makefile | $(BIN)/python
 
 $(VENV)/extension.stamp: $(VENV)/dependencies.stamp setup.py pyproject.toml $(CORE)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+# The CUDA kernels, compiled by g++ for the tests (csrc/simt.h); it is not part of the wheel.
+$(SIMT): $(VENV)/dependencies.stamp setup.py $(DEVICE_CORE)
+	TORCHREC_DYN_BUILD=simt PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --build-lib build/simt
 	@touch $@

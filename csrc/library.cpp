@@ -1,5 +1,5 @@
 // The table of contents of the core: every op, by rooms, with the shapes of its tensors. The kernels of a room are in
-// its folder, files *_cpu.cpp. A trailing underscore means in place.
+// its folder, files *_cpu.cpp, and for CUDA *_cuda.cpp. A trailing underscore means in place.
 //
 // Legend: T tables of one call, N ids in table order, M new or chosen ids, C slots of a map, B bags, S segments.
 // `slots` [C, 2] int64 is an id map (storage/id_map.h). A list of `slots` holds the slots of T maps, then the outgoing
@@ -10,7 +10,15 @@
 
 #include <torch/csrc/stable/library.h>
 
-STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
+// The library of simt.h's tests has the same ops under another name.
+#if defined(TORCHREC_DYN_SIMT)
+#define TORCHREC_DYN_OPS torchrec_dyn_simt
+#else
+#define TORCHREC_DYN_OPS torchrec_dyn
+#endif
+#define TORCHREC_DYN_LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)  // the macro above is expanded on the way
+
+TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // ---- storage: id maps, canonical order, content sums, rows, marks
 
   // ids [N] -> [N]: the bijection of mix64.h and its inverse.

@@ -18,7 +18,7 @@ def test_every_op_has_a_sample():
 @pytest.mark.parametrize(("op", "make"), CASES, ids=[op for op, _ in CASES])
 def test_opcheck(op, make):
     """Checks the schema's written arguments, the fake kernel's shapes and dtypes, and torch.compile."""
-    torch.library.opcheck(getattr(NAMESPACE, op).default, (), make())
+    torch.library.opcheck(getattr(torch.ops.torchrec_dyn, op).default, (), make())
 
 
 # Invalid arguments
@@ -67,6 +67,7 @@ HARMLESS = {
 }
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("op", "argument", "how"), SPOILT, ids=lambda v: str(v))
 def test_what_is_wrong_is_an_error_that_says_so(op, argument, how):
     sample = SAMPLES[op][0]()

@@ -1,10 +1,11 @@
 """Valid arguments of every op, small: functions that return new arguments."""
 
 import torch
+from device_ops import NAMESPACE
 
 from torchrec_dyn import ops
 
-NAMESPACE = torch.ops.torchrec_dyn
+__all__ = ["NAMESPACE", "SAMPLES", "I64", "empty", "filled_slots", "whole"]
 I64 = torch.int64
 
 

@@ -1,0 +1,140 @@
+// Kernels for CUDA that a plain C++ compiler builds too, so that their tests need no GPU (docs/decisions/0027).
+//
+// A kernel is a body: a struct of numbers and pointers with `void operator()(int64_t i) const`, in a file *_kernels.h.
+// The function of an op, in a file *_cuda.cpp, calls each(queue, n, body). There are two builds of both files:
+//   CUDA  nvcc compiles the bodies (a file *_launch.cu names them), and i is a thread of a grid;
+//   simt  g++ compiles everything with TORCHREC_DYN_SIMT into a library for tests, and i is a turn of one of several
+//         std::threads. Its tensors are on the CPU.
+//
+// Rules for bodies, so that what holds in one build holds in the other:
+//   - the turns of a launch run in any order and at the same time;
+//   - a word that several turns of a launch read and write is accessed by the functions below only, and nothing else
+//     is handed from turn to turn: they do not order other accesses;
+//   - no locks, no waiting for another turn, no exceptions;
+//   - functions that bodies call are marked TORCHREC_DYN_BOTH or are constexpr.
+#pragma once
+
+#include <cstdint>
+
+#include "both_devices.h"
+
+#if !defined(__CUDACC__)
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <numeric>
+#include <thread>
+#include <vector>
+#endif
+
+namespace torchrec_dyn::simt {
+
+// Memory for one call of an op, on its device. It lives until the kernels of the call have run.
+class Scratch {
+ public:
+  virtual void* take(int64_t bytes) = 0;
+
+ protected:
+  ~Scratch() = default;
+};
+
+// Where kernels are sent: they run one after the other, and after the kernels that torch sent before.
+struct Queue {
+  void* stream;  // cudaStream_t; null in the simt build
+  Scratch* scratch;
+};
+
+// Writes `desired` if the word is `expected`. Returns the word as it was.
+TORCHREC_DYN_BOTH inline int64_t compare_exchange(int64_t* word, int64_t expected, int64_t desired) {
+#if defined(__CUDA_ARCH__)
+  return static_cast<int64_t>(atomicCAS(reinterpret_cast<unsigned long long*>(word),
+                                        static_cast<unsigned long long>(expected),
+                                        static_cast<unsigned long long>(desired)));
+#elif defined(__CUDACC__)
+  return *word == expected ? (*word = desired, expected) : *word;  // nvcc's host side: never called
+#else
+  std::atomic_ref<int64_t>(*word).compare_exchange_strong(expected, desired, std::memory_order_relaxed);
+  return expected;
+#endif
+}
+
+TORCHREC_DYN_BOTH inline int64_t load(const int64_t* word) {
+#if defined(__CUDACC__)
+  return *static_cast<const volatile int64_t*>(word);
+#else
+  return std::atomic_ref<int64_t>(*const_cast<int64_t*>(word)).load(std::memory_order_relaxed);
+#endif
+}
+
+// Adds to the word. Returns the word as it was.
+TORCHREC_DYN_BOTH inline int64_t add(int64_t* word, int64_t number) {
+#if defined(__CUDA_ARCH__)
+  return static_cast<int64_t>(
+      atomicAdd(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(number)));
+#elif defined(__CUDACC__)
+  return (*word += number) - number;
+#else
+  return std::atomic_ref<int64_t>(*word).fetch_add(number, std::memory_order_relaxed);
+#endif
+}
+
+// Writes `number` if it is less than the word.
+TORCHREC_DYN_BOTH inline void lower(int64_t* word, int64_t number) {
+#if defined(__CUDA_ARCH__)
+  atomicMin(reinterpret_cast<long long*>(word), static_cast<long long>(number));
+#else
+  for (int64_t seen = load(word); number < seen;) {
+    const int64_t was = compare_exchange(word, seen, number);
+    if (was == seen) return;
+    seen = was;
+  }
+#endif
+}
+
+// Runs body(i) for i in [0, n).
+template <typename Body>
+void each(const Queue& queue, int64_t n, const Body& body);
+
+// Turns each of n words into the sum of the words before it.
+void exclusive_sum(const Queue& queue, int64_t* words, int64_t n);
+
+void fill_zero(const Queue& queue, void* memory, int64_t bytes);
+// Copies from and to the memory of the host. Both wait until the copy is done.
+void read_back(const Queue& queue, void* host, const void* memory, int64_t bytes);
+void send(const Queue& queue, void* memory, const void* host, int64_t bytes);
+
+#if defined(TORCHREC_DYN_SIMT)
+
+constexpr int64_t kThreads = 4;  // more than the cores of CI: threads are also interrupted between two instructions
+
+// Neighbours run on different threads, so that conflicts are as frequent as on a GPU.
+template <typename Body>
+void each(const Queue&, int64_t n, const Body& body) {
+  const auto turns = [&](int64_t first) {
+    for (int64_t i = first; i < n; i += kThreads) body(i);
+  };
+  std::vector<std::thread> threads;
+  for (int64_t first = 1; first < std::min(n, kThreads); ++first) threads.emplace_back(turns, first);
+  turns(0);
+  for (std::thread& thread : threads) thread.join();
+}
+
+inline void exclusive_sum(const Queue&, int64_t* words, int64_t n) {
+  std::exclusive_scan(words, words + n, words, int64_t{0});
+}
+
+inline void fill_zero(const Queue&, void* memory, int64_t bytes) {
+  if (bytes > 0) std::memset(memory, 0, static_cast<size_t>(bytes));
+}
+
+inline void read_back(const Queue&, void* host, const void* memory, int64_t bytes) {
+  if (bytes > 0) std::memcpy(host, memory, static_cast<size_t>(bytes));
+}
+
+inline void send(const Queue&, void* memory, const void* host, int64_t bytes) {
+  if (bytes > 0) std::memcpy(memory, host, static_cast<size_t>(bytes));
+}
+
+#endif
+
+}  // namespace torchrec_dyn::simt
