@@ -11,7 +11,7 @@ from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 ROOT = Path(__file__).resolve().parent
-# TORCHREC_DYN_BUILD=cpu leaves the CUDA half out; simt makes a library for tests (csrc/simt.h) instead of the extension.
+# TORCHREC_DYN_BUILD=cpu leaves the CUDA half out; simt makes a library for tests (csrc/simt.h), no extension.
 BUILD = os.environ.get("TORCHREC_DYN_BUILD", "")
 CUDA_BIN = f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"
 NVCC = None if BUILD else shutil.which("nvcc", path=CUDA_BIN) or shutil.which("nvcc")
@@ -20,7 +20,7 @@ ARCHITECTURES = os.environ.get("TORCH_CUDA_ARCH_LIST", "9.0")
 
 
 def _sources() -> list[str]:
-    """Returns the C++ files of this build: all of csrc but its programs for sanitizers. Paths start at ROOT."""
+    """Returns the C++ files of this build, relative to ROOT: never the programs for sanitizers."""
     every = {str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp")}
     every -= {path for path in every if path.startswith("csrc/sanitize/")}
     device = {path for path in every if path.endswith("_cuda.cpp")}
@@ -60,7 +60,7 @@ def _code_of(architecture: str) -> str:
 
 
 def _cuda_libraries() -> str:
-    """Returns the folder of the libraries that belong to nvcc, which may be a script that starts another nvcc."""
+    """Returns the folder of nvcc's libraries. What is called nvcc may be a script that starts nvcc."""
     call = subprocess.run([str(NVCC), "--dryrun", "x.cu"], capture_output=True, text=True)
     return re.search(r"TOP=(\S+)", call.stderr)[1] + "/lib64"
 

@@ -5,8 +5,6 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <cstdint>
-#include <limits>
-#include <optional>
 #include <vector>
 
 #if !defined(TORCHREC_DYN_SIMT)
@@ -15,9 +13,12 @@
 
 #include "checks.h"
 #include "simt.h"
+#if defined(TORCHREC_DYN_SIMT)
+#include "simt_cpu.h"
+#endif
 
-// Kernels of a device are registered by TORCHREC_DYN_DEVICE_KERNELS(m) { m.impl(...); }. The simt build registers a
-// second library of ops, whose tensors are on the CPU (tests/support/simt_ops.py).
+// As STABLE_TORCH_LIBRARY_IMPL, for the kernels of a device. The simt build has a second library of ops, whose tensors
+// are on the CPU (tests/support/device_ops.py).
 #if defined(TORCHREC_DYN_SIMT)
 #define TORCHREC_DYN_DEVICE_KERNELS(m) STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn_simt, CPU, m)
 #else

@@ -4,7 +4,7 @@
 // The function of an op, in a file *_cuda.cpp, calls each(queue, n, body). There are two builds of both files:
 //   CUDA  nvcc compiles the bodies (a file *_launch.cu names them), and i is a thread of a grid;
 //   simt  g++ compiles everything with TORCHREC_DYN_SIMT into a library for tests, and i is a turn of one of several
-//         std::threads. Its tensors are on the CPU.
+//         std::threads (simt_cpu.h). Its tensors are on the CPU.
 //
 // Rules for bodies, so that what holds in one build holds in the other:
 //   - the turns of a launch run in any order and at the same time;
@@ -19,12 +19,7 @@
 #include "both_devices.h"
 
 #if !defined(__CUDACC__)
-#include <algorithm>
 #include <atomic>
-#include <cstring>
-#include <numeric>
-#include <thread>
-#include <vector>
 #endif
 
 namespace torchrec_dyn::simt {
@@ -102,39 +97,5 @@ void fill_zero(const Queue& queue, void* memory, int64_t bytes);
 // Copies from and to the memory of the host. Both wait until the copy is done.
 void read_back(const Queue& queue, void* host, const void* memory, int64_t bytes);
 void send(const Queue& queue, void* memory, const void* host, int64_t bytes);
-
-#if defined(TORCHREC_DYN_SIMT)
-
-constexpr int64_t kThreads = 4;  // more than the cores of CI: threads are also interrupted between two instructions
-
-// Neighbours run on different threads, so that conflicts are as frequent as on a GPU.
-template <typename Body>
-void each(const Queue&, int64_t n, const Body& body) {
-  const auto turns = [&](int64_t first) {
-    for (int64_t i = first; i < n; i += kThreads) body(i);
-  };
-  std::vector<std::thread> threads;
-  for (int64_t first = 1; first < std::min(n, kThreads); ++first) threads.emplace_back(turns, first);
-  turns(0);
-  for (std::thread& thread : threads) thread.join();
-}
-
-inline void exclusive_sum(const Queue&, int64_t* words, int64_t n) {
-  std::exclusive_scan(words, words + n, words, int64_t{0});
-}
-
-inline void fill_zero(const Queue&, void* memory, int64_t bytes) {
-  if (bytes > 0) std::memset(memory, 0, static_cast<size_t>(bytes));
-}
-
-inline void read_back(const Queue&, void* host, const void* memory, int64_t bytes) {
-  if (bytes > 0) std::memcpy(host, memory, static_cast<size_t>(bytes));
-}
-
-inline void send(const Queue&, void* memory, const void* host, int64_t bytes) {
-  if (bytes > 0) std::memcpy(memory, host, static_cast<size_t>(bytes));
-}
-
-#endif
 
 }  // namespace torchrec_dyn::simt

@@ -1,7 +1,8 @@
 """Runs tests that were written for the CPU's kernels on the kernels of another device.
 
-`simt`: the CUDA kernels, compiled by a C++ compiler (csrc/simt.h); their tensors are on the CPU. `cuda`: a GPU; what a
-call gets is copied there, and what it returns or writes is copied back. An op without such a kernel runs on the CPU.
+`simt`: the CUDA kernels, compiled by a C++ compiler (csrc/simt.h); their tensors are on the CPU.
+`cuda`: a GPU; arguments are copied there, and what a call returns or writes is copied back.
+An op without such a kernel runs on the CPU.
 """
 
 import functools
@@ -71,7 +72,8 @@ def _moved(value, device):
     if isinstance(value, Tensor):
         if value.is_contiguous() or value.layout != torch.strided:
             return value.to(device)
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(value)  # fmt: skip
+        moved = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return moved.copy_(value)
     if isinstance(value, (list, tuple)):
         return type(value)(_moved(one, device) for one in value)
     return value

@@ -5,7 +5,7 @@ from device_ops import NAMESPACE
 
 from torchrec_dyn import ops
 
-__all__ = ["NAMESPACE", "SAMPLES", "I64", "empty", "filled_slots", "whole"]
+__all__ = ["I64", "NAMESPACE", "SAMPLES", "empty", "filled_slots", "whole"]
 I64 = torch.int64
 
 
