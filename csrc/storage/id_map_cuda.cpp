@@ -1,7 +1,7 @@
 // The ops of the id map on a device: id_map_cpu.cpp for CUDA.
 //
-// A call reads the device once at most, at its end. What a kernel finds wrong is a word that later kernels of the call
-// look at before they write, so the host needs no word in between. Errors could also wait for a later call's read.
+// What a kernel finds wrong is a word that later kernels of the call look at before they write. So the host reads words
+// once at most, at the end of a call. Each such wait is marked: it could be left to a later read by the host.
 #include <algorithm>
 #include <limits>
 #include <tuple>
@@ -79,7 +79,7 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   simt::each(call.queue(), count, CheckRows{row, count, found});
   simt::each(call.queue(), count, InsertIds{id, row, maps, found, found + 1});
   int64_t wrong[2];
-  simt::read_back(call.queue(), wrong, found, sizeof wrong);
+  simt::read_back(call.queue(), wrong, found, sizeof wrong);  // waits, for the errors only
   if (wrong[0] != 0)
     STD_TORCH_CHECK(false, "insert: expected rows in [0, 2^63 - 1), got ", call.read(row + count + wrong[0]), ".");
   STD_TORCH_CHECK(wrong[1] == 0, "insert: expected an empty slot for every new id, got a full map. Grow it first.");
@@ -98,6 +98,7 @@ void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_ro
   simt::each(call.queue(), rows.numel(), CheckNewIndex{index, new_rows.numel(), bad});
   simt::each(call.queue(), rows.numel(),
              FillNew{index, const_data<int64_t>(new_rows), bad, mutable_data<int64_t>(rows)});
+  // Waits, for the error only.
   STD_TORCH_CHECK(call.read(bad) == 0, "fill_new_: expected new_index < ", new_rows.numel(), ", got a larger one.");
 }
 
@@ -144,6 +145,7 @@ Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, in
   int64_t* left_out = zeros(call, 1);
   // Slots before `moved` are empty, or hold ids that wrap around the end.
   simt::each(call.queue(), from.capacity, MoveSlots{from, to, left_out});
+  // Waits, for the error only: the ids of a map that does not fit stay in `outgoing`.
   STD_TORCH_CHECK(call.read(left_out) == 0, "move_slots: expected an empty slot for every id, got a full map.");
   simt::fill_zero(call.queue(), from.slots, from.capacity * static_cast<int64_t>(sizeof(Slot)));
   end = from.capacity;
@@ -155,13 +157,11 @@ Tensor probe_lengths(const Tensor& slots, int64_t every) {
   STD_TORCH_CHECK(every >= 1, "probe_lengths: expected every >= 1, got ", every, ".");
   const int64_t runs = (array.capacity + kProbeRun - 1) / kProbeRun;
   every = std::min(every, std::max<int64_t>(runs, 1));  // a longer interval reads the first run alone, too
-  DeviceCall call(slots);
+  const DeviceCall call(slots);
   Tensor lengths = new_device_tensor({3});
   auto* length = mutable_data<int64_t>(lengths);
   simt::fill_zero(call.queue(), length, 3 * static_cast<int64_t>(sizeof(int64_t)));
-  int64_t* longest = zeros(call, 1);
-  simt::each(call.queue(), (runs + every - 1) / every * kProbeTurns, SumProbeLengths{array, every, length, longest});
-  simt::each(call.queue(), 1, Negate{longest, length + 2});
+  simt::each(call.queue(), (runs + every - 1) / every * kProbeTurns, SumProbeLengths{array, every, length});
   return lengths;
 }
 

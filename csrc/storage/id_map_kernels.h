@@ -221,31 +221,24 @@ constexpr int64_t kProbeTurns = 32;
 struct SumProbeLengths {
   SlotArray array;
   int64_t every;     // one in `every` runs is read
-  int64_t* lengths;  // [2]: number of ids, sum of their probe lengths
-  int64_t* longest;  // negative, so that it is lowered
+  int64_t* lengths;  // [3]: number of ids, sum of their probe lengths, the longest
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const int64_t begin = i / kProbeTurns * every * kProbeRun;
     const int64_t end = lesser_of(array.capacity, begin + kProbeRun);
-    int64_t ids = 0, sum = 0, longest_here = 0;
+    int64_t ids = 0, sum = 0, longest = 0;
     for (int64_t slot = begin + i % kProbeTurns; slot < end; slot += kProbeTurns) {
       if (array.slots[slot].is_empty()) continue;
       const int64_t length = probe_length(array, slot);
       ++ids;
       sum += length;
-      longest_here = greater_of(longest_here, length);
+      longest = greater_of(longest, length);
     }
     if (ids == 0) return;
     simt::add(lengths, ids);
     simt::add(lengths + 1, sum);
-    simt::lower(longest, -longest_here);
+    simt::raise(lengths + 2, longest);
   }
-};
-
-struct Negate {
-  const int64_t* in;
-  int64_t* out;
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const { out[i] = -in[i]; }
 };
 
 struct CheckNewIndex {

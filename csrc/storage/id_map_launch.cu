@@ -12,6 +12,5 @@ TORCHREC_DYN_LAUNCH(torchrec_dyn::MarkLeaving);
 TORCHREC_DYN_LAUNCH(torchrec_dyn::FirstOfRun);
 TORCHREC_DYN_LAUNCH(torchrec_dyn::CloseGaps);
 TORCHREC_DYN_LAUNCH(torchrec_dyn::SumProbeLengths);
-TORCHREC_DYN_LAUNCH(torchrec_dyn::Negate);
 TORCHREC_DYN_LAUNCH(torchrec_dyn::CheckNewIndex);
 TORCHREC_DYN_LAUNCH(torchrec_dyn::FillNew);

@@ -67,7 +67,7 @@ def test_all_threads_insert_into_one_line(home):
         assert slots.roll(-home, 0)[:64, 1].all() and not slots.roll(-home, 0)[64:, 1].any()
 
 
-@pytest.mark.parametrize("capacity", [4, 8, 1000])
+@pytest.mark.parametrize("capacity", [4, 8, 1000, 20_000])
 def test_a_map_is_filled_to_its_last_slot_and_emptied(capacity):
     """Its one run has no end. Ids are removed in another order, with repeats and absent ids."""
     ids = some_ids(capacity + 1, capacity)

@@ -23,7 +23,7 @@ MAX_LOAD = 0.625
 _FIRST_CAPACITY = 64
 # Small maps double at MAX_LOAD, at once. Large maps grow by a quarter, which bounds the bytes per row to
 # SLOT_BYTES * 1.25 / MAX_LOAD. They grow bit by bit: growth begins at _START_LOAD and ends before MAX_LOAD.
-# On a GPU they grow at once, at MAX_LOAD: all slots move in one call, and both arrays are in memory meanwhile.
+# On a GPU they grow at once, at MAX_LOAD: one call moves all slots. Both arrays are in memory meanwhile.
 _LARGE_CAPACITY = 1 << 16
 _LARGE_GROWTH = 1.25
 _START_LOAD = 9 / 16
@@ -36,7 +36,7 @@ _RUN = 64
 def most_slots(ids: int) -> int:
     """Returns the most slots (`IdMap.held`) of a map of `ids` ids, for any order of insertion.
 
-    The bound also holds while the map grows. Planners reserve memory for this number of slots.
+    On the CPU the bound also holds while the map grows. Planners reserve memory for this number of slots.
     """
     needed = int(ids / MAX_LOAD) + 1
     return max(
@@ -64,7 +64,7 @@ class IdMap:
     Args:
         limit: the most ids of the table, None without a limit. The last growth stops at the slots that
             the limit needs. So a full map stays at this size while ids are erased and inserted.
-        device: of the slots; None: the CPU.
+        device: of the slots; None: torch's default.
 
     Attributes:
         slots: [C, 2] int64: id, row + 1; an empty slot has 0 in place of row + 1.
@@ -76,7 +76,7 @@ class IdMap:
 
     def __init__(self, limit: int | None = None, device: torch.device | None = None) -> None:
         self._limit = limit
-        self.slots: Tensor = torch.empty(0, 2, dtype=torch.int64, device=device or "cpu")
+        self.slots: Tensor = torch.empty(0, 2, dtype=torch.int64, device=device)
         self.outgoing: Tensor | None = None
         self.moved: int = -1
         self.num_ids: int = 0
