@@ -84,6 +84,7 @@ NUMBERS = [
     ("update_rows_", adam(streams=streams(step=-1)), "a step of at least 1 in streams, got -1"),
     ("update_rows_", {"hyper": [0.1] * 5 + [0.5]}, r"weight_decay_mode in \[0, 2\], got 0.5"),
     ("update_rows_", {"hyper": [0.1] * 5 + [1e300]}, r"weight_decay_mode in \[0, 2\], got 1e"),
+    ("insert", {"new_rows": ids_of(3, -1)}, r"rows in \[0, 2\^63 - 1\), got -1"),
     ("fill_new_", {"rows": ids_of(0, -1, -1), "new_index": ids_of(0, 0, 1)}, "new_index < 1"),
     ("touch_scores_", {"rows": ids_of(0, 7, -1, 7, 3, 4)}, "got one outside"),
 ]  # fmt: skip
