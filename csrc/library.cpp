@@ -41,7 +41,7 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   m.def("erase(Tensor ids, Tensor(a!)[] slots, Tensor moved) -> Tensor");
   // A map of `capacity` empty slots, on the device of `slots`. Memory is committed where ids are written.
   m.def("new_slots(Tensor slots, int capacity) -> Tensor");
-  // Moves outgoing slots [moved, until), or a few more, into `slots` -> [1] the new `moved`.
+  // Moves outgoing slots [moved, until), or a few more, into `slots` -> [1] the new `moved`. A GPU moves all slots.
   m.def("move_slots(Tensor(a!) outgoing, Tensor(b!) slots, int moved, int until) -> Tensor");
   // -> [3]: number of ids, sum of their probe lengths (storage/id_map.h), the longest probe length; measured on one in
   // `every` runs of 4096 slots.

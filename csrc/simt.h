@@ -73,12 +73,35 @@ TORCHREC_DYN_BOTH inline int64_t add(int64_t* word, int64_t number) {
 #endif
 }
 
+// Adds 1 to a word that many turns count in. Threads of a warp that do so at the same time add once together.
+TORCHREC_DYN_BOTH inline void count(int64_t* word) {
+#if defined(__CUDA_ARCH__)
+  const unsigned together = __match_any_sync(__activemask(), reinterpret_cast<unsigned long long>(word));
+  if (static_cast<int>(threadIdx.x % 32) == __ffs(static_cast<int>(together)) - 1) add(word, __popc(together));
+#else
+  add(word, 1);
+#endif
+}
+
 // Writes `number` if it is less than the word.
 TORCHREC_DYN_BOTH inline void lower(int64_t* word, int64_t number) {
 #if defined(__CUDA_ARCH__)
   atomicMin(reinterpret_cast<long long*>(word), static_cast<long long>(number));
 #else
   for (int64_t seen = load(word); number < seen;) {
+    const int64_t was = compare_exchange(word, seen, number);
+    if (was == seen) return;
+    seen = was;
+  }
+#endif
+}
+
+// Writes `number` if it is greater than the word.
+TORCHREC_DYN_BOTH inline void raise(int64_t* word, int64_t number) {
+#if defined(__CUDA_ARCH__)
+  atomicMax(reinterpret_cast<long long*>(word), static_cast<long long>(number));
+#else
+  for (int64_t seen = load(word); number > seen;) {
     const int64_t was = compare_exchange(word, seen, number);
     if (was == seen) return;
     seen = was;

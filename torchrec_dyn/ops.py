@@ -53,7 +53,7 @@ def lookup(
 
     Returns:
         rows: [N] int64, -1 for an absent id.
-        absent: [T] int64, number of absent ids of each table, repeats included.
+        absent: [T] int64, number of absent ids of each table, repeats included; on the device of `ids`.
     """
     return _ops.lookup.default(ids, table_offsets, slots, moved)
 
@@ -71,7 +71,8 @@ def collect_new(
     Returns:
         new_ids: [M] int64, table after table.
         new_counts: [M] int64, occurrences of each new id.
-        new_offsets: [T + 1] int64; the new ids of table t are new_ids[new_offsets[t] : new_offsets[t + 1]].
+        new_offsets: [T + 1] int64 on the CPU; the new ids of table t are
+            new_ids[new_offsets[t] : new_offsets[t + 1]].
         new_index: [N] int64, position of an absent id in new_ids; -1 for an id with a row.
     """
     return _ops.collect_new.default(ids, rows, table_offsets)
@@ -140,7 +141,8 @@ def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tenso
         until: end of the range: the outgoing slots before this number are moved.
 
     Returns:
-        [1] int64, the new value of `moved`: `until` or a few slots more; C if all slots are moved.
+        [1] int64 on the CPU, the new value of `moved`: `until` or a few slots more; C if all slots are
+            moved. A GPU always moves all slots.
     """
     return _ops.move_slots.default(outgoing, slots, moved, until)
 
@@ -589,7 +591,7 @@ def _(mixed: Tensor) -> Tensor:
 def _(
     ids: Tensor, table_offsets: Tensor, slots: Sequence[Tensor], moved: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(ids), torch.empty_like(moved)
+    return torch.empty_like(ids), ids.new_empty(moved.shape)
 
 
 @_fake("collect_new")
@@ -615,7 +617,7 @@ def _(slots: Tensor, capacity: int) -> Tensor:
 
 @_fake("move_slots")
 def _(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tensor:
-    return outgoing.new_empty(1)
+    return torch.empty(1, dtype=torch.int64)
 
 
 @_fake("probe_lengths")
