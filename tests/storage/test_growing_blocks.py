@@ -232,7 +232,7 @@ def test_memory_that_torch_keeps_is_asked_for_once(monkeypatch):
 
     def scarce(block, rows, limit):
         calls.append(rows)
-        if len(calls) == 1:
+        if rows == 113:
             raise MemoryError("grow_block: expected memory")
         return grow(block, rows, limit)
 
@@ -243,7 +243,7 @@ def test_memory_that_torch_keeps_is_asked_for_once(monkeypatch):
     store.reserve(1)
     store.reserve(100)
     store.reserve(101)
-    assert (calls, len(emptied)) == ([1, 1, 100, 113], 1)
+    assert (calls, len(emptied)) == ([1, 100, 113, 101], 1)
 
 
 @pytest.mark.usefixtures("ranges")
@@ -270,7 +270,7 @@ def test_added_blocks_are_not_the_stores():
 
 
 @pytest.mark.usefixtures("ranges")
-def test_ranges_of_rows_and_conversion():
+def test_ranges_of_rows_and_conversion(monkeypatch):
     store = filled(
         RowStore(40, 8, torch.float32, CPU), 600
     )  # blocks of 256 rows, the last of fewer
@@ -284,6 +284,8 @@ def test_ranges_of_rows_and_conversion():
     converted = store.converted(80, torch.float16, lambda rows: torch.cat([rows, rows], 1))
     assert converted.capacity >= capacity and store.capacity == 0
     assert holds(converted, 600)
+    grow = ops.grow_block  # the memory of a GPU may hold any numbers
+    monkeypatch.setattr(ops, "grow_block", lambda *args: grow(*args).fill_(3.0))
     zeros = RowStore(40, 8, torch.float32, CPU)
     zeros.reserve_zeros(600)
     assert zeros.capacity >= 600 and not zeros.read(torch.arange(600)).any()
