@@ -145,15 +145,15 @@ inline Tensor new_tensor(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarT
 // for the tensor.
 template <typename Free>
 Tensor tensor_of(void* memory, torch::headeronly::IntHeaderOnlyArrayRef shape,
-                 torch::headeronly::IntHeaderOnlyArrayRef strides, ScalarType type, const Free& free) {
+                 torch::headeronly::IntHeaderOnlyArrayRef strides, ScalarType type, const Free& free,
+                 torch::stable::Device device = torch::stable::Device(DeviceType::CPU)) {
   std::shared_ptr<bool> is_freed;
   try {
     is_freed = std::make_shared<bool>(false);
-    return torch::stable::from_blob(memory, shape, strides, torch::stable::Device(DeviceType::CPU), type,
-                                    [free, is_freed](void*) {
-                                      *is_freed = true;
-                                      free();
-                                    });
+    return torch::stable::from_blob(memory, shape, strides, device, type, [free, is_freed](void*) {
+      *is_freed = true;
+      free();
+    });
   } catch (const std::exception&) {  // torch has called the deleter by now, or never will
     if (!is_freed || !*is_freed) free();
     throw std::bad_alloc();

@@ -61,6 +61,11 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
 
   // Asks the system for 2 MiB pages for a block of any shape, before the block is first written. Changes no value.
   m.def("advise_huge_pages(Tensor block) -> ()");
+  // block [R, D] of any dtype -> [rows, D]: a block of more rows, the first R as in `block`. If `block` begins
+  // where a result of this op does, and its addresses suffice, the address stays the same and both tensors share
+  // memory. Otherwise the rows are copied to a new range of addresses, for `limit` rows. Other rows are not
+  // initialised. Memory is committed for `rows` rows (storage/address_range.h).
+  m.def("grow_block(Tensor block, int rows, int limit) -> Tensor");
   // Writes the initial rows of ids [M] to rows [M]. parameters: low, high, mean, deviation, low and high
   // probability (storage/initial_rows.h). key: 64 bits made of the seed and the table's name.
   m.def(

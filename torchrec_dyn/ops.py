@@ -382,6 +382,23 @@ def advise_huge_pages(block: Tensor) -> None:
     _ops.advise_huge_pages.default(block)
 
 
+def grow_block(block: Tensor, rows: int, limit: int) -> Tensor:
+    """Returns a block with more rows; its first rows are those of `block`, other rows are not initialised.
+
+    A block that this op returned keeps its address, and shares memory with the result. Any other block is
+    copied. Memory is committed for `rows` rows; nothing has changed if there is none (MemoryError).
+
+    Args:
+        block: [R, D] of any dtype, contiguous; R may be 0.
+        rows: number of rows of the result, at least R and at least 1.
+        limit: the most rows that the block will ever have; the first call reserves their addresses.
+
+    Returns:
+        [rows, D].
+    """
+    return _ops.grow_block.default(block, rows, limit)
+
+
 def init_rows_(
     ids: Tensor,
     rows: Tensor,
@@ -672,6 +689,11 @@ def _(ids: Tensor, counts: Tensor, key: int, step: int, probability: float) -> T
 def _(marks: Sequence[Tensor], shift: int, rows: int, since: int) -> Tensor:
     listed = torch.library.get_ctx().new_dynamic_size()
     return marks[0].new_empty(listed, dtype=torch.int64)
+
+
+@_fake("grow_block")
+def _(block: Tensor, rows: int, limit: int) -> Tensor:
+    return block.new_empty(rows, block.shape[1])
 
 
 @_fake("gather_rows")

@@ -58,7 +58,7 @@ void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<
                    const Tensor& steps, const std::optional<Tensor>& times) {
   const char* op = "touch_scores_";
   check_tensor(op, "rows", rows, ScalarType::Long);
-  const std::vector<TableLayout> tables = read_layout(op, layout);
+  const std::vector<TableLayout> tables = read_layout(op, layout, scores, true);
   const auto count = static_cast<int64_t>(tables.size());
   check_table_offsets(op, table_offsets, count, rows.numel());
   check_tensor(op, "steps", steps, ScalarType::Long);

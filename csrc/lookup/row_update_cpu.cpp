@@ -451,7 +451,7 @@ void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, con
                   ids.numel(), ". Split the batch.");
   STD_TORCH_CHECK(!offsets || offsets->numel() <= int64_t{1} << 32, op, ": expected fewer than 2^32 bags, got ",
                   offsets->numel() - 1, ". Split the batch.");
-  const std::vector<TableLayout> tables = read_layout(op, layout);
+  const std::vector<TableLayout> tables = read_layout(op, layout, weights);
   const auto table_count = static_cast<int64_t>(tables.size());
   check_size(op, "the elements of streams", 3 * table_count, streams.numel());
   const BagLists bag_lists = read_bags(op, offsets, segments, tables, ids.numel(), grad.numel());

@@ -28,7 +28,7 @@ void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Ten
                 const Tensor& versions) {
   const char* op = "mark_rows_";
   check_tensor(op, "rows", rows, ScalarType::Long);
-  const std::vector<TableLayout> tables = read_layout(op, layout);
+  const std::vector<TableLayout> tables = read_layout(op, layout, marks, true);
   const auto count = static_cast<int64_t>(tables.size());
   check_table_offsets(op, table_offsets, count, rows.numel());
   check_tensor(op, "versions", versions, ScalarType::Long);

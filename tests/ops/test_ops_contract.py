@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_samples import I64, NAMESPACE, SAMPLES, filled_slots, whole
+from op_samples import I64, NAMESPACE, SAMPLES, blocks, filled_slots, update, whole
 
 CASES = [(op, make) for op, makes in SAMPLES.items() for make in makes]
 
@@ -64,6 +64,7 @@ HARMLESS = {
     ("gather_pool", "rows", "size"),  # an id in no bag
     ("bag_weights_grad", "rows", "size"),
     *(("advise_huge_pages", "block", how) for how in ("dtype", "size", "nothing")),
+    ("grow_block", "block", "dtype"),
 }
 
 
@@ -79,6 +80,9 @@ def test_what_is_wrong_is_an_error_that_says_so(op, argument, how):
         getattr(NAMESPACE, op)(**sample)
 
 
+SHORT_LAST = [*blocks(3)[:2], blocks(3)[2][:1]]
+SHORT_SECOND = [blocks(3)[0], blocks(3)[1][:1], *blocks(2, count=1)]  # of two tables
+SCORES = torch.ones(11, 1, dtype=I64)
 WRONG = [
     ("lookup", {"table_offsets": whole(0, 3, 2)}, "ascending table_offsets, got 3 before 2"),
     ("lookup", {"table_offsets": whole(1, 2, 3)}, "table_offsets to start at 0, got 1"),
@@ -92,6 +96,27 @@ WRONG = [
     ),
     ("insert", {"slots": [torch.empty(0, 2, dtype=I64)] * 2}, "an empty slot for every new id"),
     ("fill_new_", {"new_index": whole(-1, 1)}, "new_index < 1, got a larger one"),
+    ("grow_block", {"rows": 3}, r"rows in \[4, 9\], got 3"),
+    ("grow_block", {"rows": 10}, r"rows in \[4, 9\], got 10"),
+    ("grow_block", {"rows": 0, "block": torch.ones(0, 3)}, r"rows in \[1, 9\], got 0"),
+    ("grow_block", {"limit": 2**62}, r"a limit of at most 2\^47 bytes, got 4611686018427387904"),
+    ("grow_block", {"block": torch.ones(4, 0)}, r"shape \[R, D\] with D > 0, got 2 dim"),
+    ("grow_block", {"block": torch.ones(4)}, r"shape \[R, D\] with D > 0, got 1 dim"),
+    # the last block of a table may have fewer rows, no other block, and states have the same rows
+    ("gather_rows", {"rows": whole(9), "blocks": SHORT_LAST}, r"rows in \[-1, 9\), got 9"),
+    ("gather_rows", {"blocks": SHORT_LAST[::-1]}, "the elements of a block = 12, got 3"),
+    ("touch_scores_", {"scores": list(SCORES.split((4, 3, 4)))}, "rows of the table's scores"),
+    (
+        "changed_rows",
+        {"rows": 8, "marks": [SCORES[:4].int(), SCORES[:3].int()]},
+        r"\[0, 7\], got 8",
+    ),
+    ("gather_pool", {"weights": SHORT_SECOND}, r"rows in \[-1, 5\), got one outside"),
+    (
+        "update_rows_",
+        {**update(2), "weights": SHORT_SECOND, "rows": whole(0, 4, -1, 3, 3)},
+        "the elements of a block = 1, got 4",
+    ),
     ("init_rows_", {"rows": whole(0, 12)}, r"rows in \[0, 12\), got 12"),
     ("init_rows_", {"rows": whole(0, -1)}, r"rows in \[0, 12\), got -1"),
     ("init_rows_", {"kind": 3}, r"kind in \[0, 2\], got 3"),

@@ -5,7 +5,7 @@ from device_ops import NAMESPACE
 
 from torchrec_dyn import ops
 
-__all__ = ["I64", "NAMESPACE", "SAMPLES", "empty", "filled_slots", "whole"]
+__all__ = ["I64", "NAMESPACE", "SAMPLES", "blocks", "empty", "filled_slots", "update", "whole"]
 I64 = torch.int64
 
 
@@ -209,6 +209,10 @@ SAMPLES = {
         for since in (6, 12)
     ],
     "advise_huge_pages": [lambda: {"block": torch.ones(1 << 20)}],
+    "grow_block": [
+        lambda: {"block": blocks(3)[0], "rows": 5, "limit": 9},
+        lambda: {"block": torch.empty(0, 2, dtype=I64), "rows": 1, "limit": 1},
+    ],
     "init_rows_": [
         lambda kind=kind: {
             "ids": whole(1, 2), "rows": whole(0, 11), **rows_of_a_table(), "kind": kind,
