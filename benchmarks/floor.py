@@ -5,7 +5,8 @@
 The first use compiles them for this machine. They take row numbers, and the blocks and maps of the dynamic
 tables (on huge pages). "read" adds the rows into a register. "copy" writes them to a new tensor, page faults
 included, as any forward that returns every row must do. "probe" reads the slot of each id. "update" reads the
-gradient and reads and writes row and state of each id, in the order of the batch.
+gradient and reads and writes row and state of each id, in the order of the batch. "fresh" writes memory that
+no one has written before.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def compiled() -> ctypes.CDLL:
             ) from error
     loaded = ctypes.CDLL(str(library))
     loaded.gather_floor.restype = ctypes.c_uint64
-    loaded.probe_floor.restype = loaded.update_floor.restype = None
+    loaded.probe_floor.restype = loaded.update_floor.restype = loaded.fresh_floor.restype = None
     return loaded
 
 
@@ -62,6 +63,17 @@ def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 
 def _pointers(tensors: Iterable[Tensor]) -> Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors])
+
+
+def write_fresh(floors: ctypes.CDLL, memory: Tensor) -> None:
+    """Writes every byte of fresh memory on all threads of torch.
+
+    Args:
+        floors: result of `compiled`.
+        memory: contiguous memory that no one has written yet.
+    """
+    threads = ctypes.c_int64(torch.get_num_threads())
+    floors.fresh_floor(_pointer(memory), ctypes.c_int64(memory.nbytes), threads)
 
 
 class Floor:

@@ -158,6 +158,20 @@ def test_floors_touch_the_rows_that_the_tables_give(pooled):
         )
 
 
+def test_the_floor_of_an_insertion_writes_every_byte():
+    from floor import NoFloorError, compiled, write_fresh
+
+    try:
+        floors = compiled()
+    except NoFloorError as error:
+        pytest.skip(str(error))
+    memory = torch.zeros(1003, dtype=torch.uint8)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        write_fresh(floors, memory.zero_())
+        assert memory.all()
+
+
 def test_growth_counts_every_tensor_beside_the_rows():
     from bench_growth import bytes_beside
     from contestants import empty_table
@@ -195,6 +209,15 @@ def test_summary_names_goals_that_the_benchmarks_measure(tiny_run, capsys):
     assert len(lookup) > 20
     not_run = [line for line in lookup if line.endswith("not run")]
     assert all("1 threads" in line for line in not_run), not_run
+
+
+def test_summary_names_what_the_growth_benchmark_measures(tiny_run):
+    import summary
+
+    measured = {(row["what"], row.get("against")) for row in tiny_run("bench_growth")[0]["rows"]}
+    goals = [goal.where for goal in summary._growth_goals() if goal.number == "ratio"]
+    assert len(goals) == 6
+    assert {(goal["what"], goal["against"]) for goal in goals} <= measured
 
 
 def test_summary_names_what_the_eviction_benchmark_measures(tiny_run, monkeypatch):

@@ -30,6 +30,8 @@ _START_LOAD = 9 / 16
 _PROBED = 1 << 18
 # Growth moves whole runs of slots, so it may move up to a run of slots more than needed.
 _RUN = 64
+# A huge page of outgoing slots is given back to the system when all of it has moved.
+_PAGE_SLOTS = (2 << 20) // SLOT_BYTES
 
 
 def most_slots(ids: int) -> int:
@@ -139,6 +141,8 @@ class IdMap:
             until = math.ceil((ids - leaving * _START_LOAD) / (MAX_LOAD - _START_LOAD))
             if until > leaving - 8 * _RUN:  # a few slots are not worth two arrays
                 until = leaving
+            elif until - self.moved >= _PAGE_SLOTS // 2:  # a large batch leaves no page half moved
+                until = until // _PAGE_SLOTS * _PAGE_SLOTS
         try:
             self._set_moved(int(ops.move_slots(self.outgoing, self.slots, self.moved, until)))
         except BaseException:
