@@ -103,15 +103,10 @@ class AdmissionCounters:
         if surplus <= 0:
             return
         share = limit // FREED_SHARE
-        ids, _ = self._candidates.lowest(
-            self._scores,
-            self.id_map,
-            self._numbers.high,
-            step + 1,
-            max(surplus, share),
-            SHARES_AHEAD * share,
+        most, ahead, high = max(surplus, share), SHARES_AHEAD * share, self._numbers.high
+        self._remove(
+            *self._candidates.lowest(self._scores, self.id_map, high, step + 1, most, ahead)
         )
-        self.forget(ids)
 
     def forget_listed(self) -> None:
         """Drops the listed candidates. Call it after counters were written other than by a training step."""
@@ -123,9 +118,11 @@ class AdmissionCounters:
         Args:
             ids: [M] int64, distinct; ids without a counter are skipped.
         """
-        if not (ids.numel() and len(self)):
-            return
-        ids, rows = self.id_map.find(ids)
+        if ids.numel() and len(self):
+            self._remove(*self.id_map.find(ids))
+
+    def _remove(self, ids: Tensor, rows: Tensor) -> None:
+        """Drops counters by id and row."""
         if not ids.numel():
             return
         left = len(self) - rows.numel()
