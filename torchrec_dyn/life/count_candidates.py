@@ -76,7 +76,11 @@ class CountCandidates:
         self._listed = None if is_long else listed._replace(others=others)
 
     def forget(self, rows: Tensor) -> None:
-        """Drops the rows that `lowest` has returned, once they are removed; does nothing for other rows."""
+        """Drops the last rows that `lowest` returned, after their removal; does nothing for other rows.
+
+        Args:
+            rows: [M] int64, the removed rows.
+        """
         if self._listed is not None and self._listed.chosen[1] is rows:
             self._listed = self._listed._replace(chosen=(_NONE, _NONE))
 
