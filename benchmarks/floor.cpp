@@ -147,4 +147,16 @@ void fresh_floor(char* memory, int64_t bytes, int64_t threads) {
   });
 }
 
+// Adds `by` to the word of each row of one table. Thread t takes rows[offsets[t], offsets[t + 1]); no two threads have
+// the same row.
+void word_floor(const int64_t* rows, const int64_t* offsets, char* const* blocks, int64_t shift, uint64_t by,
+                int64_t ahead, int64_t threads) {
+  const Table words{blocks, shift, sizeof(uint64_t)};
+  on_threads(threads, threads, [&](int64_t thread, int64_t, int64_t) {
+    visit_ahead(
+        offsets[thread], offsets[thread + 1], ahead, [&](int64_t i) ALWAYS_INLINE { words.prefetch(rows[i]); },
+        [&](int64_t i) { *reinterpret_cast<uint64_t*>(words.row(rows[i])) += by; });
+  });
+}
+
 }  // extern "C"

@@ -116,6 +116,27 @@ def test_peak_memory_of_checkpoints_is_measured_as_the_summary_asks(tmp_path):
     assert all(row["ranks"] == 1 and row["bytes"] == 30_000_000 for row in rows)
 
 
+def test_the_floor_of_scores_touches_the_word_of_each_occurrence():
+    from axes import full_table, raw_ids, tiny
+    from floor import NoFloorError, WordFloor
+    from full_tables import LEAST_RECENT, Stepped
+
+    full = Stepped(tiny(full_table(1000, 0.0)), LEAST_RECENT, 1000).fill(500)
+    ids = raw_ids(torch.randint(500, (200,)))
+    each = torch.arange(1000)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            floor = WordFloor(full.table, [ids])
+        except NoFloorError as error:
+            pytest.skip(str(error))
+        seen, counts = full.table.life.scores.read(each)
+        floor(0, by=1)
+        times = torch.bincount(full.table.id_map.lookup(ids), minlength=1000)
+        now = full.table.life.scores.read(each)
+        assert torch.equal(now[0], seen) and torch.equal(now[1], counts + times)
+
+
 @pytest.mark.parametrize("pooled", [True, False])
 def test_floors_touch_the_rows_that_the_tables_give(pooled):
     from axes import POOLED, SEQUENCE, ranks, raw_ids, tiny
