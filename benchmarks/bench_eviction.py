@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,7 @@ from axes import (
     tiny,
 )
 from bench_growth import bytes_beside, touch_memory
+from floor import NoFloorError, WordFloor
 from full_tables import LEAST_RECENT, NO_POLICY, Stepped, cases, expiring, steps_of
 from interleaved import finish, measure, options, quartiles, ratio, result, spread, summary
 from torch import Tensor
@@ -112,7 +114,10 @@ def run_full(full: Stepped, workloads: Sequence[Workload], known: Known, clock: 
 def run_scores(
     full: Stepped, workloads: Sequence[Workload], known: Known, arguments: argparse.Namespace
 ) -> Lines:
-    """Measures steps of known ids under LRU against steps of a table without a policy."""
+    """Measures steps of known ids under LRU against steps of a table without a policy.
+
+    Also measures the floor of what scores cost: such a step and one read and write of a random word an id.
+    """
     plain = Stepped(workloads[0], NO_POLICY, full.table.row_limit).fill(workloads[0].rows)
     for workload in workloads:
         batches = known[workload.zipf]
@@ -120,13 +125,25 @@ def run_scores(
             side: lambda turn, table=table, batches=batches: table.step(batches[turn % BATCHES])
             for side, table in (("LRU", full), ("no policy", plain))
         }
+        try:
+            floor = WordFloor(full.table, batches)
+        except NoFloorError as error:
+            print(error, file=sys.stderr)
+        else:
+            contestants["floor"] = lambda turn, floor=floor, batches=batches: (
+                plain.step(batches[turn % BATCHES]),
+                floor(turn),
+            )
         seconds = measure(contestants, KNOWN_STEPS, WARM_UP, arguments.clock)
-        seen = ratio(seconds, "LRU", "no policy")
-        print(f"{workload.name:26} {'LRU':20} known ids: {spread(seen)} of no policy")
-        yield result(
-            workload.name, torch.get_num_threads(), "known ids", "no policy", seen,
-            policy="LRU", in_mean=False, ns_per_id=summary(seconds, workload.ids_per_step),
-        )  # fmt: skip
+        for side, policy in (("LRU", "LRU"), ("floor", "one word an id")):
+            if side not in seconds:
+                continue
+            seen = ratio(seconds, side, "no policy")
+            print(f"{workload.name:26} {policy:20} known ids: {spread(seen)} of no policy")
+            yield result(
+                workload.name, torch.get_num_threads(), "known ids", "no policy", seen,
+                policy=policy, in_mean=False, ns_per_id=summary(seconds, workload.ids_per_step),
+            )  # fmt: skip
 
 
 def run_statistics(full: Stepped, clock: str) -> Lines:

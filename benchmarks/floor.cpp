@@ -1,4 +1,5 @@
-// The physical floors of a lookup and of an update: they touch the memory that a batch must touch and do nothing else.
+// The physical floors of a lookup, an update and an insertion: they touch the memory that a batch must touch and do
+// nothing else.
 // No ids, no hash, no bags, no dedupe. floor.py compiles this for the machine it runs on.
 #include <cstdint>
 #include <cstring>
@@ -136,6 +137,25 @@ void update_floor(const int64_t* rows, const int64_t* offsets, int64_t tables, c
             for (int64_t c = 0; c < columns; ++c) row[c] -= rate * from[c];
           });
     }
+  });
+}
+
+// Writes every byte of `memory`, which no one has written before: each thread a stretch of its own.
+void fresh_floor(char* memory, int64_t bytes, int64_t threads) {
+  on_threads(bytes, threads, [&](int64_t, int64_t first, int64_t last) {
+    std::memset(memory + first, 1, static_cast<size_t>(last - first));
+  });
+}
+
+// Adds `by` to the word of each row of one table. Thread t takes rows[offsets[t], offsets[t + 1]); no two threads have
+// the same row.
+void word_floor(const int64_t* rows, const int64_t* offsets, char* const* blocks, int64_t shift, uint64_t by,
+                int64_t ahead, int64_t threads) {
+  const Table words{blocks, shift, sizeof(uint64_t)};
+  on_threads(threads, threads, [&](int64_t thread, int64_t, int64_t) {
+    visit_ahead(
+        offsets[thread], offsets[thread + 1], ahead, [&](int64_t i) ALWAYS_INLINE { words.prefetch(rows[i]); },
+        [&](int64_t i) { *reinterpret_cast<uint64_t*>(words.row(rows[i])) += by; });
   });
 }
 

@@ -5,7 +5,8 @@
 The first use compiles them for this machine. They take row numbers, and the blocks and maps of the dynamic
 tables (on huge pages). "read" adds the rows into a register. "copy" writes them to a new tensor, page faults
 included, as any forward that returns every row must do. "probe" reads the slot of each id. "update" reads the
-gradient and reads and writes row and state of each id, in the order of the batch.
+gradient and reads and writes row and state of each id, in the order of the batch. "fresh" writes memory that
+no one has written before. "word" adds a number to the score of each id's row.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def compiled() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
     loaded.gather_floor.restype = ctypes.c_uint64
     loaded.probe_floor.restype = loaded.update_floor.restype = None
+    loaded.fresh_floor.restype = loaded.word_floor.restype = None
     return loaded
 
 
@@ -62,6 +64,17 @@ def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 
 def _pointers(tensors: Iterable[Tensor]) -> Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors])
+
+
+def write_fresh(floors: ctypes.CDLL, memory: Tensor) -> None:
+    """Writes every byte of fresh memory on all threads of torch.
+
+    Args:
+        floors: result of `compiled`.
+        memory: contiguous memory that no one has written yet.
+    """
+    threads = ctypes.c_int64(torch.get_num_threads())
+    floors.fresh_floor(_pointer(memory), ctypes.c_int64(memory.nbytes), threads)
 
 
 class Floor:
@@ -157,6 +170,42 @@ class Floor:
             ctypes.c_int64(self._tables), _pointer(self._blocks), _pointer(self._first_block),
             _pointer(self._shifts), ctypes.c_int64(self._row_bytes), _pointer(out),
             ctypes.c_int64(ahead), self._threads(),
+        )  # fmt: skip
+
+
+class WordFloor:
+    """Adds a number to the score of each id's row in one table, for as many threads as torch has now.
+
+    Args:
+        table: a table with a life.
+        ids: batches, each [N] int64 raw ids, all known.
+
+    Raises:
+        NoFloorError: the floor does not compile.
+    """
+
+    def __init__(self, table: DynamicTable, ids: Sequence[Tensor]) -> None:
+        self._floor = compiled().word_floor
+        self._threads = torch.get_num_threads()
+        store = table.life.scores.store
+        self._held, self._shift = (
+            store.blocks,
+            store.shift,
+        )  # keeps the memory of the pointers below
+        self._blocks = _pointers(store.blocks)
+        self._batches = [self._parts(table.id_map.lookup(batch)) for batch in ids]
+
+    def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the rows of each thread, by whole lines of words in their order, and where they begin."""
+        parts = [rows[rows // 8 % self._threads == thread] for thread in range(self._threads)]
+        return torch.cat(parts), torch.tensor([0, *(part.numel() for part in parts)]).cumsum(0)
+
+    def __call__(self, turn: int, by: int = 0, ahead: int = AHEAD) -> None:
+        """Adds `by` to the words of a batch; 0 writes every word as it was."""
+        rows, offsets = self._batches[turn % len(self._batches)]
+        self._floor(
+            _pointer(rows), _pointer(offsets), _pointer(self._blocks), ctypes.c_int64(self._shift),
+            ctypes.c_uint64(by), ctypes.c_int64(ahead), ctypes.c_int64(self._threads),
         )  # fmt: skip
 
 

@@ -99,7 +99,8 @@ def _growth_goals() -> list[Goal]:
     rows = f"growth to {GROWTH_ROWS // 40_960 * 40_960}"
     bounds = {"known ids": 4.0, "first tenth": 1.5, "median step": 5.0}
     goals = [
-        Goal("growth", {"workload": rows, "what": "forward", "against": against}, at_most=bound)
+        Goal("growth", {"workload": rows, "what": what, "against": against}, at_most=bound)
+        for what in ("forward", "forward - floor")  # the floor: memory written for the first time
         for against, bound in bounds.items()
     ]
     worst = {"what": "most bytes a row above 100k"}

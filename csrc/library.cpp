@@ -49,6 +49,9 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
 
   // The ids of some whole lines of slots -> ids [K] in the order of the slots, rows [K].
   m.def("used_slots(Tensor slots) -> (Tensor ids, Tensor rows)");
+  // The ids of one map by row, of R = last - first rows from `first` on -> ids [R], 0 for a row without an id; has_id
+  // [R] bool.
+  m.def("ids_of_rows(Tensor[] slots, Tensor moved, int first, int last) -> (Tensor ids, Tensor has_id)");
   // Counts the ids of one map by cell, the top `bits` bits (0 to 16) of the mixed id -> [2^bits].
   m.def("count_cells(Tensor[] slots, Tensor moved, int bits) -> Tensor");
   // The ids of one map with first <= mixed id <= last, unsigned words passed as int64 -> ids [K] in canonical order,

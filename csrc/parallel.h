@@ -44,6 +44,19 @@ void for_each_task(int64_t tasks, const Task& task) {
   for_each_task_of(worker_count(tasks), tasks, [&](int64_t i, int64_t) { task(i); });
 }
 
+// As for_each_task, for tasks that write memory for the first time, in the order of the tasks. Tasks that run at the
+// same time are far apart: two threads that write one fresh 2 MiB page at the same time both make the system zero a
+// page.
+template <typename Task>
+void for_each_task_apart(int64_t tasks, const Task& task) {
+  const int64_t workers = worker_count(tasks);
+  const int64_t stretch = workers < 1 ? 0 : (tasks + workers - 1) / workers;
+  for_each_task(workers * stretch, [&](int64_t i) {
+    const int64_t apart = i % workers * stretch + i / workers;
+    if (apart < tasks) task(apart);
+  });
+}
+
 // Cuts [0, size) into pieces of at least `grain` and runs task(begin, end) on each.
 template <typename Task>
 void for_each_range(int64_t size, int64_t grain, const Task& task) {

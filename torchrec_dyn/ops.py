@@ -174,6 +174,24 @@ def used_slots(slots: Tensor) -> tuple[Tensor, Tensor]:
     return _ops.used_slots.default(slots)
 
 
+def ids_of_rows(
+    slots: Sequence[Tensor], moved: Tensor, first: int, last: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the ids of one map by row, for a range of R rows.
+
+    Args:
+        slots: slots of one map, as in `lookup`.
+        moved: [1] int64, as in `lookup`.
+        first: the first row.
+        last: the row after the last row.
+
+    Returns:
+        ids: [R] int64; 0 for a row without an id.
+        has_id: [R] bool.
+    """
+    return _ops.ids_of_rows.default(slots, moved, first, last)
+
+
 def count_cells(slots: Sequence[Tensor], moved: Tensor, bits: int) -> Tensor:
     """Counts the ids of one map per cell. The cell of an id is the top bits of its mixed id.
 
@@ -646,6 +664,12 @@ def _(slots: Tensor, every: int) -> Tensor:
 def _(slots: Tensor) -> tuple[Tensor, Tensor]:
     found = torch.library.get_ctx().new_dynamic_size()
     return slots.new_empty(found), slots.new_empty(found)
+
+
+@_fake("ids_of_rows")
+def _(slots: Sequence[Tensor], moved: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+    ids = moved.new_empty(last - first)
+    return ids, ids.bool()
 
 
 @_fake("count_cells")

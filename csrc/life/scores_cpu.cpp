@@ -3,6 +3,7 @@
 #include <atomic>
 #include <bit>
 #include <optional>
+#include <span>
 #include <tuple>
 #include <vector>
 
@@ -142,12 +143,13 @@ Tensor oldest_first(const Tensor& ids, const Tensor& last_seen) {
     by_mixed.push_if(true, (mix64(id[i]) & ~kLowHalf) | i);
   }
   by_mixed.sort_by_high_word();
+  const std::span<const uint64_t> sorted = by_mixed.words();
   std::vector<uint64_t> places;
   places.reserve(count);
-  for (const uint64_t word : by_mixed.words()) places.push_back(word & kLowHalf);
-  const auto high_half = [&](uint64_t place) { return mix64(id[place]) >> 32; };
+  for (const uint64_t word : sorted) places.push_back(word & kLowHalf);
   for (size_t begin = 0, end = 0; begin < count; begin = end) {
-    for (end = begin + 1; end < count && high_half(places[end]) == high_half(places[begin]);) ++end;
+    for (end = begin + 1; end < count && sorted[end] >> 32 == sorted[begin] >> 32;) ++end;
+    if (end - begin == 1) continue;
     std::sort(places.begin() + static_cast<int64_t>(begin), places.begin() + static_cast<int64_t>(end),
               [&](uint64_t a, uint64_t b) { return mix64(id[a]) < mix64(id[b]); });
   }

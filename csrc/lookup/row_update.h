@@ -109,8 +109,8 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float row_square(const UpdateRule& rule, c
 
 // Updates one row. `square`: row_square of the same g and w.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection& correction,
-                                                      float square, const float* g, float* w, float* m1, float* m2,
-                                                      int64_t n) {
+                                                      float square, const float* __restrict__ g, float* __restrict__ w,
+                                                      float* __restrict__ m1, float* __restrict__ m2, int64_t n) {
   const float lr = rule.learning_rate;
   switch (rule.optimizer) {
     case Optimizer::kSgd:

@@ -11,11 +11,11 @@
 #include "kernel.h"
 #include "lookup/bags.h"
 #include "lookup/bags_arguments.h"
+#include "lookup/row_runs_cpu.h"
 #include "lookup/row_update.h"
 #include "lookup/senders.h"
 #include "lookup/senders_arguments.h"
 #include "parallel.h"
-#include "radix_sort.h"
 #include "simd.h"
 #include "storage/blocks_arguments.h"
 #include "storage/rounding_cpu.h"
@@ -83,18 +83,6 @@ struct UpdateTable {
   float grad_scale;  // factor of a row's gradient sum
 };
 
-TORCHREC_DYN_INLINE float* state_row(const RowBlocks<float>& state, int64_t row) {
-  return state.columns > 0 ? state.row(row) : nullptr;
-}
-
-// A row of a part, and the words of its ids in the batch: words[begin, end), of which the first has this position.
-struct Run {
-  uint32_t row;
-  uint32_t begin;
-  uint32_t end;
-  uint32_t position;
-};
-
 // The floats of one cache line, aligned so that a vector of 512 bits never lies on two lines.
 struct alignas(64) Line {
   float floats[kLanes];
@@ -103,7 +91,6 @@ struct alignas(64) Line {
 // The most that one part of a call needs.
 struct PartSize {
   size_t ids = 0;      // of one table
-  size_t places = 0;   // from the first to the last id of a table in the batch
   size_t columns = 0;  // of a row
 };
 
@@ -111,19 +98,13 @@ struct PartSize {
 // if memory is missing, no row has changed. What no part uses is not written either, so the system commits no page.
 struct Workspace {
   Workspace(const PartSize& most, bool is_float, size_t senders)
-      : words(most.ids + 1),
-        first(std::make_unique_for_overwrite<uint32_t[]>(most.ids + 1)),
-        run_at(std::make_unique_for_overwrite<uint32_t[]>(most.places)),
-        order(std::make_unique_for_overwrite<uint32_t[]>(most.places)),
-        runs(std::make_unique_for_overwrite<Run[]>(most.ids)),
+      : rows(most.ids),
         sum(std::make_unique_for_overwrite<float[]>(most.columns)),
         lines(std::make_unique_for_overwrite<Line[]>(is_float ? 0 : (most.columns + kLanes - 1) / kLanes)),
         last_row(std::make_unique_for_overwrite<uint32_t[]>(senders)),
         senders(senders) {}
 
-  SortableWords words;
-  std::unique_ptr<uint32_t[]> first, run_at, order;  // of runs_in_batch_order
-  std::unique_ptr<Run[]> runs;
+  RowRuns rows;
   std::unique_ptr<float[]> sum;   // the gradient of a row
   std::unique_ptr<Line[]> lines;  // a row shorter than float32
   std::unique_ptr<uint32_t[]> last_row;
@@ -137,9 +118,9 @@ class Workspaces {
   // Returns at least `workers` workspaces. `is_float` is the same in all calls.
   std::vector<Workspace>& of(int64_t workers, const PartSize& most, bool is_float, size_t senders) {
     const bool fits = workers <= static_cast<int64_t>(list_.size()) && most.ids <= most_.ids &&
-                      most.places <= most_.places && most.columns <= most_.columns && senders == senders_;
+                      most.columns <= most_.columns && senders == senders_;
     if (fits) return list_;
-    most_ = {std::max(most.ids, most_.ids), std::max(most.places, most_.places), std::max(most.columns, most_.columns)};
+    most_ = {std::max(most.ids, most_.ids), std::max(most.columns, most_.columns)};
     senders_ = senders;
     list_.clear();
     list_.reserve(static_cast<size_t>(workers));
@@ -150,8 +131,7 @@ class Workspaces {
   // Keeps no more than a batch of ordinary size needs.
   void release_large() {
     constexpr size_t kKeptBytes = size_t{16} << 20;
-    const size_t bytes = most_.ids * (2 * sizeof(uint64_t) + sizeof(uint32_t) + sizeof(Run)) +
-                         most_.places * 2 * sizeof(uint32_t) + most_.columns * 2 * sizeof(float);
+    const size_t bytes = RowRuns::bytes(most_.ids) + most_.columns * 2 * sizeof(float);
     if (list_.size() * bytes <= kKeptBytes) return;
     list_.clear();
     most_ = {};
@@ -168,31 +148,30 @@ template <typename T>
 struct Runs {
   const UpdateJob<T>& job;
   const UpdateTable<T>& table;
-  std::span<const uint64_t> words;  // (row >> shift) << 32 | position, sorted by row
-  std::span<const Run> runs;        // in the order of the batch
+  std::span<const Run> runs;
+  const uint32_t* positions;
 
-  uint32_t position(uint32_t word) const { return static_cast<uint32_t>(words[word]); }
   const float* grad_at(uint32_t position) const { return job.grad + job.places.place[job.places.bag(position)]; }
-  const float* grad(uint32_t word) const { return grad_at(position(word)); }
-  float scale(uint32_t word) const {
-    const float weight = job.bag_weights ? job.bag_weights[position(word)] : 1.0f;
-    return job.places.scale.empty() ? weight : weight * job.places.scale[job.places.bag(position(word))];
+  float scale_at(uint32_t position) const {
+    const float weight = job.bag_weights ? job.bag_weights[position] : 1.0f;
+    return job.places.scale.empty() ? weight : weight * job.places.scale[job.places.bag(position)];
   }
   bool is_scaled() const { return job.bag_weights || !job.places.scale.empty(); }
 };
 
-// Adds up scale * grad over the words of a run, in their order: kParts * 16 columns from `column` on.
+// Adds up scale * grad over positions [begin, end), in their order: kParts * 16 columns from `column` on.
 template <int64_t kParts, typename T>
-TORCHREC_DYN_INLINE void sum_lanes(const Runs<T>& all, const Run& run, int64_t column, float* out) {
+TORCHREC_DYN_INLINE void sum_lanes(const Runs<T>& all, const uint32_t* begin, const uint32_t* end, int64_t column,
+                                   float* out) {
   Floats16 sums[kParts];
   Floats16 grads;
   for (int64_t p = 0; p < kParts; ++p) {
-    load(all.grad(run.begin) + column + p * kLanes, grads);
-    sums[p] = all.scale(run.begin) * grads;
+    load(all.grad_at(*begin) + column + p * kLanes, grads);
+    sums[p] = all.scale_at(*begin) * grads;
   }
-  for (uint32_t word = run.begin + 1; word < run.end; ++word) {
-    const float scale = all.scale(word);
-    const float* grad = all.grad(word) + column;
+  for (const uint32_t* position = begin + 1; position < end; ++position) {
+    const float scale = all.scale_at(*position);
+    const float* grad = all.grad_at(*position) + column;
     for (int64_t p = 0; p < kParts; ++p) {
       load(grad + p * kLanes, grads);
       sums[p] += scale * grads;
@@ -202,50 +181,77 @@ TORCHREC_DYN_INLINE void sum_lanes(const Runs<T>& all, const Run& run, int64_t c
 }
 
 template <typename T>
-TORCHREC_DYN_INLINE void sum_grads(const Runs<T>& all, const Run& run, int64_t columns, float* out) {
+TORCHREC_DYN_INLINE void sum_grads(const Runs<T>& all, const uint32_t* begin, const uint32_t* end, int64_t columns,
+                                   float* out) {
   int64_t c = 0;
-  for (; columns - c >= 4 * kLanes; c += 4 * kLanes) sum_lanes<4>(all, run, c, out + c);
-  for (; columns - c >= kLanes; c += kLanes) sum_lanes<1>(all, run, c, out + c);
-  for (uint32_t word = run.begin; c < columns && word < run.end; ++word) {
-    const float scale = all.scale(word);
-    const float* grad = all.grad(word);
-    for (int64_t i = c; i < columns; ++i) out[i] = word == run.begin ? scale * grad[i] : out[i] + scale * grad[i];
+  for (; columns - c >= 4 * kLanes; c += 4 * kLanes) sum_lanes<4>(all, begin, end, c, out + c);
+  for (; columns - c >= kLanes; c += kLanes) sum_lanes<1>(all, begin, end, c, out + c);
+  for (const uint32_t* position = begin; c < columns && position < end; ++position) {
+    const float scale = all.scale_at(*position);
+    const float* grad = all.grad_at(*position);
+    for (int64_t i = c; i < columns; ++i) out[i] = position == begin ? scale * grad[i] : out[i] + scale * grad[i];
   }
 }
 
-// Prefetches the memory of runs [begin, end) into L2. A row is usually on a new page too, so weights, optimizer states
-// and gradients have a tight loop each: the fewer instructions between two new pages, the more page walks overlap
-// (benchmarks/DEAD_ENDS.md: the cost of prefetching between two updates).
+// Runs are prefetched kAhead runs before their update, kBurst at a time: a row is usually on a new page, and the fewer
+// instructions between two new pages, the more page walks overlap. For the same reason weights, optimizer states and
+// gradients have a tight loop each, and the update finds their addresses in a ring (benchmarks/DEAD_ENDS.md).
+constexpr size_t kAhead = 32;
+constexpr size_t kBurst = 8;
+constexpr size_t kRing = 64;  // at least kAhead + kBurst; a power of 2
+
+// The memory that the update of a run touches.
 template <typename T>
-TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, size_t begin, size_t end) {
+struct Memory {
+  T* weights;
+  float* momentum1;
+  float* momentum2;
+  const float* grad;  // of the first position
+};
+
+// Prefetches the memory of runs [begin, end) into L2, and writes its addresses to the ring.
+template <typename T>
+TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, const UpdateTable<T>& table, size_t begin, size_t end,
+                                       Memory<T>* ring) {
+  const int64_t columns = table.weights.columns;
   end = std::min(end, all.runs.size());
   const Run* const runs = all.runs.data();
-  const RowBlocks<T> weights = all.table.weights;
-  const RowBlocks<float> momentum1 = all.table.momentum1, momentum2 = all.table.momentum2;
-  for (size_t r = begin; r < end; ++r) prefetch_row(weights, runs[r].row);
-  if (momentum1.columns > 0)
-    for (size_t r = begin; r < end; ++r) prefetch_row(momentum1, runs[r].row);
-  if (momentum2.columns > 0)
-    for (size_t r = begin; r < end; ++r) prefetch_row(momentum2, runs[r].row);
+  for (size_t r = begin; r < end; ++r) {
+    T* row = table.weights.row(runs[r].row);
+    ring[r % kRing].weights = row;
+    prefetch_row(row, columns);
+  }
+  if (table.momentum1.columns > 0)
+    for (size_t r = begin; r < end; ++r) {
+      float* row = table.momentum1.row(runs[r].row);
+      ring[r % kRing].momentum1 = row;
+      prefetch_row(row, table.momentum1.columns);
+    }
+  if (table.momentum2.columns > 0)
+    for (size_t r = begin; r < end; ++r) {
+      float* row = table.momentum2.row(runs[r].row);
+      ring[r % kRing].momentum2 = row;
+      prefetch_row(row, table.momentum2.columns);
+    }
   constexpr uint32_t kMostGrads = 8;  // of one row: the other gradients of a popular row are in cache
   const float* last = nullptr;
-  const auto prefetch_grad = [&](uint32_t position) __attribute__((always_inline)) {
-    const float* grad = all.grad_at(position);
-    if (grad == last) return;
+  const auto prefetch_grad = [&](const float* grad) __attribute__((always_inline)) {
+    if (grad != last) prefetch_row(grad, columns);
     last = grad;
-    for (int64_t c = 0; c < weights.columns && c < 128; c += 16) __builtin_prefetch(grad + c, 0, 2);
+    return grad;
   };
   for (size_t r = begin; r < end; ++r) {
-    prefetch_grad(runs[r].position);
-    for (uint32_t word = runs[r].begin + 1; word < std::min(runs[r].end, runs[r].begin + kMostGrads); ++word)
-      prefetch_grad(all.position(word));
+    const uint32_t first = runs[r].begin();
+    ring[r % kRing].grad = prefetch_grad(all.grad_at(all.positions[first]));
+    for (uint32_t i = first + 1; i < std::min(runs[r].end, first + kMostGrads); ++i)
+      prefetch_grad(all.grad_at(all.positions[i]));
   }
 }
 
 template <typename T>
-TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all, const Workspace& workspace) {
-  constexpr size_t kBurst = 32;
-  const UpdateJob<T> job = all.job;  // copies: the compiler sees that no store changes them
+TORCHREC_DYN_INLINE void update_runs(const Runs<T>& shared, const Workspace& workspace) {
+  const Runs<T> all = shared;  // copies: the compiler sees that no store changes them
+  const UpdateJob<T> job = all.job;
   const UpdateTable<T> table = all.table;
   const std::span<const Run> runs = all.runs;
   const int64_t columns = table.weights.columns;
@@ -256,24 +262,29 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all, const Workspace& worksp
   SenderCount senders(job.senders, workspace.last_row.get());
   const float* squared = nullptr;  // the gradient whose square is `square`: the ids of a bag share it
   float square = 0.0f;
-  prefetch_runs(all, 0, kBurst);
+  const bool is_scaled = all.is_scaled() || table.grad_scale != 1.0f || job.senders.of_id;
+  Memory<T> ring[kRing] = {};
+  prefetch_runs(all, table, 0, kAhead, ring);
   for (size_t r = 0; r < runs.size(); ++r) {
-    if (r % kBurst == 0) prefetch_runs(all, r + kBurst, r + 2 * kBurst);
+    if (r % kBurst == 0) prefetch_runs(all, table, r + kAhead, r + kAhead + kBurst, ring);
     const Run& run = runs[r];
-    const float* grad = sum;
-    float scale = table.grad_scale;
-    if (job.senders.of_id) {
-      senders.next_row();
-      for (uint32_t word = run.begin; word < run.end; ++word) senders.add(all.position(word));
-      scale /= static_cast<float>(senders.distinct());
+    const Memory<T> memory = ring[r % kRing];
+    const uint32_t* const begin = all.positions + run.begin();
+    const uint32_t* const end = all.positions + run.end;
+    const float* grad = memory.grad;
+    if (end != begin + 1 || is_scaled) {
+      float scale = table.grad_scale;
+      if (job.senders.of_id) {
+        senders.next_row();
+        for (const uint32_t* position = begin; position < end; ++position) senders.add(*position);
+        scale /= static_cast<float>(senders.distinct());
+      }
+      grad = sum;
+      sum_grads(all, begin, end, columns, sum);
+      if (scale != 1.0f)
+        for (int64_t c = 0; c < columns; ++c) sum[c] *= scale;
     }
-    if (run.end == run.begin + 1 && !all.is_scaled() && scale == 1.0f)
-      grad = all.grad_at(run.position);
-    else
-      sum_grads(all, run, columns, sum);
-    if (scale != 1.0f)
-      for (int64_t c = 0; c < columns; ++c) sum[c] *= scale;
-    T* row = table.weights.row(run.row);
+    T* row = memory.weights;
     float* weight = nullptr;
     if constexpr (sizeof(T) == sizeof(float)) {
       weight = row;
@@ -291,10 +302,9 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& all, const Workspace& worksp
       square = row_square(job.rule, grad, weight, columns);
       squared = grad;
     }
-    update_row(job.rule, correction, square, grad, weight, state_row(table.momentum1, run.row),
-               state_row(table.momentum2, run.row), columns);
+    update_row(job.rule, correction, square, grad, weight, memory.momentum1, memory.momentum2, columns);
     if constexpr (sizeof(T) != sizeof(float))
-      store_row(table.stream.rounding_key, table.stream.step, table.stream.first_column, job.ids[run.position], values,
+      store_row(table.stream.rounding_key, table.stream.step, table.stream.first_column, job.ids[*begin], values,
                 columns, row);
   }
 }
@@ -321,76 +331,25 @@ PartSize largest_part(const Bags& bags, const std::vector<TableLayout>& tables) 
   PartSize most;
   for (size_t t = 0; t < tables.size(); ++t) {
     size_t ids = 0;
-    int64_t first = std::numeric_limits<int64_t>::max(), last = 0;
-    for_segments_of(bags, static_cast<int64_t>(t), [&](int64_t begin, int64_t end) {
-      ids += static_cast<size_t>(end - begin);
-      first = std::min(first, begin);
-      last = std::max(last, end);
-    });
-    if (ids == 0) continue;
-    most = {std::max(most.ids, ids), std::max(most.places, static_cast<size_t>(last - first)),
-            std::max(most.columns, static_cast<size_t>(tables[t].columns))};
+    for_segments_of(bags, static_cast<int64_t>(t),
+                    [&](int64_t begin, int64_t end) { ids += static_cast<size_t>(end - begin); });
+    if (ids > 0) most = {std::max(most.ids, ids), std::max(most.columns, static_cast<size_t>(tables[t].columns))};
   }
   return most;
-}
-
-// Writes the words (row >> shift) << 32 | position of a part, sorted by row.
-void sort_words(const Bags& bags, const int64_t* rows, int64_t table, int shift, int64_t part, SortableWords& words) {
-  words.clear();
-  const int64_t mask = (int64_t{1} << shift) - 1;
-  for_segments_of(bags, table, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
-      words.push_if(rows[i] >= 0 && (rows[i] & mask) == part,
-                    static_cast<uint64_t>(rows[i] >> shift) << 32 | static_cast<uint64_t>(i));
-  });
-  words.sort_by_high_word();
-}
-
-// The runs of equal rows, in the order in which the rows first occur in the batch. No branch depends on the end of a
-// run, since it cannot be predicted.
-std::span<const Run> runs_in_batch_order(std::span<const uint64_t> words, int shift, int64_t part,
-                                         const Workspace& workspace) {
-  uint32_t* const first = workspace.first.get();  // where each run begins, sorted by row
-  uint32_t lowest = std::numeric_limits<uint32_t>::max();
-  uint32_t highest = 0;
-  size_t runs = 0;
-  uint64_t row_before = ~uint64_t{0};
-  for (size_t i = 0; i < words.size(); ++i) {
-    lowest = std::min(lowest, static_cast<uint32_t>(words[i]));
-    highest = std::max(highest, static_cast<uint32_t>(words[i]));
-    first[runs] = static_cast<uint32_t>(i);
-    runs += words[i] >> 32 != row_before;
-    row_before = words[i] >> 32;
-  }
-  first[runs] = static_cast<uint32_t>(words.size());
-  uint32_t* const run_at = workspace.run_at.get();  // 1 + the run whose first id is at this position
-  uint32_t* const end = run_at + (highest - lowest) + 1;
-  std::fill(run_at, end, 0u);
-  for (size_t r = 0; r < runs; ++r)
-    run_at[static_cast<uint32_t>(words[first[r]]) - lowest] = static_cast<uint32_t>(r + 1);
-  uint32_t* const order = workspace.order.get();
-  size_t found = 0;
-  for (const uint32_t* after = run_at; after != end; ++after) {
-    order[found] = *after;
-    found += *after != 0;
-  }
-  Run* const ordered = workspace.runs.get();
-  for (size_t r = 0; r < runs; ++r) {
-    const uint32_t run = order[r] - 1;
-    const uint64_t word = words[first[run]];
-    ordered[r] = {static_cast<uint32_t>(word >> 32 << shift | static_cast<uint64_t>(part)), first[run], first[run + 1],
-                  static_cast<uint32_t>(word)};
-  }
-  return {ordered, runs};
 }
 
 template <typename T>
 void run_part(const UpdateJob<T>& job, const UpdateTable<T>& table, int64_t table_index, int shift, int64_t part,
               Workspace& workspace) {
-  sort_words(job.bags, job.rows, table_index, shift, part, workspace.words);
-  const std::span<const uint64_t> words = workspace.words.words();
-  if (words.empty()) return;
-  update(Runs<T>{job, table, words, runs_in_batch_order(words, shift, part, workspace)}, workspace);
+  const int64_t mask = (int64_t{1} << shift) - 1;
+  RowRuns& rows = workspace.rows;
+  rows.clear();
+  for_segments_of(job.bags, table_index, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      rows.add_if(job.rows[i] >= 0 && (job.rows[i] & mask) == part, job.rows[i], static_cast<uint32_t>(i));
+  });
+  rows.group();
+  if (!rows.runs().empty()) update(Runs<T>{job, table, rows.runs(), rows.positions()}, workspace);
 }
 
 // Binary logarithm of the parts of a table: enough parts that the threads share the work evenly.

@@ -1,5 +1,5 @@
 // The ids of one map by their mixed ids: the number of ids in each cell, and the ids in a range, in canonical order.
-// And the ids in the order of the slots, for passes in any order.
+// And the ids in the order of the slots or of their rows, for passes in any order.
 //
 // Slots are not ordered by mixed id, so the first two ops read all slots, once, from front to back. A range is then
 // sorted in two steps: into buckets by the highest bits in which its mixed ids differ; then each bucket, small enough
@@ -298,10 +298,40 @@ std::tuple<Tensor, Tensor> used_slots(const Tensor& slots) {
   return {ids, rows};
 }
 
+// Reads all slots, from front to back, and writes each id to the place of its row.
+std::tuple<Tensor, Tensor> ids_of_rows(std::vector<Tensor> slots, const Tensor& moved, int64_t first, int64_t last) {
+  const char* op = "ids_of_rows";
+  const IdMapView map = one_map(op, slots, moved);
+  STD_TORCH_CHECK(0 <= first && first <= last, op, ": expected 0 <= first <= last, got ", first, " and ", last, ".");
+  const int64_t rows = last - first;
+  Tensor ids = new_int64(rows), has_id = new_tensor({rows}, ScalarType::Bool);
+  int64_t* id = mutable_data<int64_t>(ids);
+  auto* flag = static_cast<uint8_t*>(has_id.mutable_data_ptr());
+  std::fill(flag, flag + rows, uint8_t{0});
+  for (int a = 0; a < (map.is_growing() ? 2 : 1); ++a) {
+    const SlotArray& array = map.arrays[a];
+    for_each_range(array.capacity, 1 << 16, [&](int64_t begin, int64_t end) {
+      // Without a branch: an id of another row is written to a place of no row, and so is an empty slot: its row is -1.
+      int64_t no_id;
+      uint8_t no_flag;
+      for (const Slot* slot = array.slots + begin; slot < array.slots + end; ++slot) {
+        const uint64_t place = static_cast<uint64_t>(slot->row()) - static_cast<uint64_t>(first);
+        const bool is_inside = place < static_cast<uint64_t>(rows);
+        *(is_inside ? id + place : &no_id) = slot->id;
+        *(is_inside ? flag + place : &no_flag) = 1;
+      }
+    });
+  }
+  for (int64_t place = 0; place < rows; ++place)
+    if (flag[place] == 0) id[place] = 0;
+  return {ids, has_id};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
   m.impl(TORCHREC_DYN_KERNEL("used_slots", &used_slots));
+  m.impl(TORCHREC_DYN_KERNEL("ids_of_rows", &ids_of_rows));
   m.impl(TORCHREC_DYN_KERNEL("count_cells", &count_cells));
   m.impl(TORCHREC_DYN_KERNEL("ids_between", &ids_between));
 }

@@ -47,11 +47,17 @@ struct BitRows {
   }
 };
 
+// Bytes by which rows are prefetched: the processor itself does not prefetch beyond a page.
+constexpr int64_t kSumAhead = 4096;
+
 // If the number of columns is a small constant, the compiler vectorises the loop over the rows.
 template <typename Bits>
 TORCHREC_DYN_INLINE void add_rows(const BitRows<Bits> rows, int64_t count, int64_t columns, const uint32_t* keys,
                                   uint64_t* sums) {
+  constexpr int64_t size = sizeof(Bits), kLine = 64 / size;
   for (int64_t r = 0; r < count; ++r) {
+    for (int64_t c = 0; c + kLine <= columns; c += kLine)
+      __builtin_prefetch(rows.bytes + (r * rows.stride + c) * size + kSumAhead, 0, 2);
     uint64_t sum = 0;
     for (int64_t c = 0; c < columns; ++c) sum += rows.at(r, c) * keys[c];
     sums[r] = sum;

@@ -131,10 +131,10 @@ TORCHREC_DYN_BOTH inline int64_t find_row(const IdMapView& map, int64_t id, uint
   return find_row(map.array_of(spread), id, spread);
 }
 
-// The bits of the empty slots of the line that begins at `slot`, without a branch.
-TORCHREC_DYN_BOTH inline unsigned empty_in_line(const SlotArray& array, int64_t slot) {
+// The bits of the empty slots of a line, without a branch.
+TORCHREC_DYN_BOTH inline unsigned empty_in_line(const Slot* line) {
   unsigned empty = 0;
-  for (int64_t s = 0; s < kLineSlots; ++s) empty |= static_cast<unsigned>(array.slots[slot + s].is_empty()) << s;
+  for (int64_t s = 0; s < kLineSlots; ++s) empty |= static_cast<unsigned>(line[s].is_empty()) << s;
   return empty;
 }
 
@@ -142,7 +142,7 @@ TORCHREC_DYN_BOTH inline unsigned empty_in_line(const SlotArray& array, int64_t 
 // slot of a line. Returns false if there is none.
 inline bool insert_before(const SlotArray& array, int64_t limit, int64_t id, int64_t row, uint64_t spread) {
   for (int64_t slot = array.home(spread); slot < limit; slot += kLineSlots) {
-    const unsigned empty = empty_in_line(array, slot);
+    const unsigned empty = empty_in_line(array.slots + slot);
     if (empty == 0) continue;
     array.slots[slot + std::countr_zero(empty)] = Slot{id, place_of_row(row)};
     return true;
@@ -165,7 +165,7 @@ inline int64_t find_or_insert(const SlotArray& array, int64_t id, int64_t row, u
   for (int64_t slot = array.home(spread);; slot = array.next_line(slot)) {
     const int64_t place = place_in_line(array.slots + slot, id);
     if (place != 0) return row_of_place(place);
-    const unsigned empty = empty_in_line(array, slot);
+    const unsigned empty = empty_in_line(array.slots + slot);
     if (empty == 0) continue;
     array.slots[slot + std::countr_zero(empty)] = Slot{id, place_of_row(row)};
     return row;
@@ -214,7 +214,7 @@ inline int64_t erase_id(const IdMapView& map, int64_t id, uint64_t spread) {
 // false and changes nothing.
 inline bool erase_before(const SlotArray& array, int64_t limit, int64_t id, uint64_t spread, int64_t& row) {
   for (int64_t line = array.home(spread); line < limit; line += kLineSlots) {
-    const unsigned empty = empty_in_line(array, line);
+    const unsigned empty = empty_in_line(array.slots + line);
     unsigned holds = 0;
     for (int64_t s = 0; s < kLineSlots; ++s) holds |= static_cast<unsigned>(array.slots[line + s].id == id) << s;
     holds &= ~empty;
@@ -276,8 +276,16 @@ int64_t find_chunk(const Map& map, const int64_t* ids, int64_t count, int64_t* r
     pending[waiting] = i;
     waiting += place == 0;
   }
+  // An empty slot in the home line ends the search: only the other ids wait for their next lines.
+  const int64_t searched = waiting;
+  waiting = 0;
+  for (int64_t p = 0; p < searched; ++p) {
+    const int64_t i = pending[p];
+    pending[waiting] = i;
+    waiting += empty_in_line(homes[i]) == 0;
+  }
+  int64_t absent = searched - waiting;
   for (int64_t p = 0; p < waiting; ++p) prefetch_next_line(map, ids[pending[p]]);
-  int64_t absent = 0;
   for (int64_t p = 0; p < waiting; ++p) {
     const int64_t i = pending[p];
     rows[i] = find_row(map, ids[i], spread_hash(ids[i]));

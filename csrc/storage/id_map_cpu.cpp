@@ -172,7 +172,7 @@ Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, in
   Tensor moved_now = new_int64(1);
   mutable_data<int64_t>(moved_now)[0] = end;
   std::vector<int64_t> left_over(bounds.size() - 1);  // by pieces: the end of the ids that wait
-  for_each_task(static_cast<int64_t>(left_over.size()), [&](int64_t i) {
+  for_each_task_apart(static_cast<int64_t>(left_over.size()), [&](int64_t i) {
     const auto piece = static_cast<size_t>(i);
     left_over[piece] = move_stretch(from, to, bounds[piece], bounds[piece + 1]);
   });

@@ -37,18 +37,20 @@ inline int64_t end_of_stretch(const SlotArray& outgoing, int64_t moved, int64_t 
 // there, and ids that wrap around the end of the outgoing array (their home is later), are left over: they are in the
 // outgoing slots from `begin` on to the result.
 inline int64_t move_stretch(const SlotArray& outgoing, const SlotArray& slots, int64_t begin, int64_t end) {
+  constexpr int64_t kRun = 256;
+  Slot kept[kRun + 1];  // which slots are empty cannot be predicted: without a branch, one more is written but not kept
   int64_t left_over = begin;
   const bool is_last = end == outgoing.capacity;
   const int64_t limit = is_last ? slots.capacity : slots.home(least_spread_hash(end, outgoing.capacity));
-  for (int64_t from = begin; from < end; ++from) {
-    const Slot moved = outgoing.slots[from];
-    if (moved.is_empty()) continue;
-    int64_t to = slots.home(spread_hash(moved.id));
-    while (to < limit && !slots.slots[to].is_empty()) ++to;
-    if (to < limit)
-      slots.slots[to] = moved;
-    else
-      outgoing.slots[left_over++] = moved;
+  for (int64_t run = begin; run < end; run += kRun) {
+    int64_t count = 0;
+    for (int64_t from = run; from < std::min(run + kRun, end); ++from) {
+      kept[count] = outgoing.slots[from];
+      count += !outgoing.slots[from].is_empty();
+    }
+    for (int64_t i = 0; i < count; ++i)
+      if (!insert_before(slots, limit, kept[i].id, kept[i].row(), spread_hash(kept[i].id)))
+        outgoing.slots[left_over++] = kept[i];
   }
   std::fill(outgoing.slots + left_over, outgoing.slots + end, Slot{});
   return left_over;

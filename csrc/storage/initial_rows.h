@@ -66,17 +66,21 @@ TORCHREC_DYN_BOTH inline double tail_quantile(double p) {
   return p < 0.5 ? -tail : tail;
 }
 
-// Converts `word` to a probability strictly inside (0, 1): the middle of its 2^-32 wide cell. Converts from a signed
-// integer, since below AVX-512 there is no conversion of vectors of unsigned integers; the sum is exact.
-TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE double unit_of(uint32_t word) {
-  return (static_cast<double>(static_cast<int32_t>(word ^ 0x80000000u)) + 0x1p31 + 0.5) * 0x1p-32;
+// The middle of the cell [word, word + 1), exactly. Converts from a signed integer, since below AVX-512 there is no
+// conversion of vectors of unsigned integers.
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE double middle_of(uint32_t word) {
+  return static_cast<double>(static_cast<int32_t>(word ^ 0x80000000u)) + (0x1p31 + 0.5);
 }
+
+// Converts `word` to a probability strictly inside (0, 1).
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE double unit_of(uint32_t word) { return middle_of(word) * 0x1p-32; }
 
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void fill_uniform(const InitialRows& initial, const uint32_t* words, int64_t n,
                                                         float* out) {
   const double low = initial.low;
-  const double width = initial.high - initial.low;
-  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(low + unit_of(words[i]) * width);
+  // The width of a cell: the factor 2^-32 is exact, unless the product is far too small for a float.
+  const double width = (initial.high - initial.low) * 0x1p-32;
+  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(low + middle_of(words[i]) * width);
 }
 
 // The central formula is computed for all draws; then the tail formula replaces the draws in the tails, one in seven.

@@ -12,9 +12,9 @@ namespace torchrec_dyn {
 // Prefetches a row into L2: the core can have far more misses in flight there than in L1 (measured: 22 against 35 ns
 // for a random row of 256 bytes, docs/performance.md). Callers prefetch in bursts, some thirty rows before their use.
 template <typename T>
-TORCHREC_DYN_INLINE void prefetch_row(const RowBlocks<T>& table, int64_t index) {
-  const auto* byte = reinterpret_cast<const char*>(table.row(index));
-  const int64_t bytes = table.columns * static_cast<int64_t>(sizeof(T));
+TORCHREC_DYN_INLINE void prefetch_row(const T* row, int64_t columns) {
+  const auto* byte = reinterpret_cast<const char*>(row);
+  const int64_t bytes = columns * static_cast<int64_t>(sizeof(T));
   __builtin_prefetch(byte, 0, 2);
   if (bytes > 64) {
     __builtin_prefetch(byte + 64, 0, 2);
@@ -25,6 +25,11 @@ TORCHREC_DYN_INLINE void prefetch_row(const RowBlocks<T>& table, int64_t index) 
   }
   // Eight lines suffice: the hardware's own prefetcher follows a longer row.
   for (int64_t offset = 256; offset < bytes && offset < 512; offset += 64) __builtin_prefetch(byte + offset, 0, 2);
+}
+
+template <typename T>
+TORCHREC_DYN_INLINE void prefetch_row(const RowBlocks<T>& table, int64_t index) {
+  prefetch_row(table.row(index), table.columns);
 }
 
 typedef int16_t Shorts16 __attribute__((vector_size(32)));

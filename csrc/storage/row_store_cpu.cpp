@@ -59,12 +59,20 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
     SeparateMemory().writes(blocks).reads(ids).reads(rows).check("init_rows_");
     const int64_t* id = const_data<int64_t>(ids);
     const int64_t* row = const_data<int64_t>(rows);
-    for_each_range(rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    const bool is_constant = initial.kind == InitialKind::kConstant;  // as fresh optimizer state is
+    T constant;
+    store_nearest(static_cast<float>(initial.low), &constant);
+    for_each_task_apart((rows.numel() + kGrain - 1) / kGrain, [&](int64_t piece) {
+      const int64_t begin = piece * kGrain, end = std::min(rows.numel(), begin + kGrain);
       float values[kAtOnce];
       for (int64_t i = begin; i < end; ++i) {
         if ((i - begin) % kBurst == 0)  // reused rows of evicted ids lie anywhere
           for (int64_t next = i + kBurst; next < end && next < i + 2 * kBurst; ++next) prefetch_row(table, row[next]);
         T* out = table.row(row[i]);
+        if (is_constant) {
+          std::fill(out, out + columns, constant);
+          continue;
+        }
         for (int64_t done = 0; done < columns; done += kAtOnce, out += kAtOnce) {
           const int64_t count = std::min(kAtOnce, columns - done);
           fill_initial_row(initial, static_cast<uint64_t>(key), id[i], first_column + done, count, values);

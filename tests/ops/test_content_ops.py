@@ -180,11 +180,26 @@ def test_used_slots_are_listed_in_their_order(count):
     assert torch.equal(ids, used[:, 0]) and torch.equal(rows, used[:, 1] - 1)
 
 
+@pytest.mark.parametrize("is_growing", [False, True])
+def test_ids_are_listed_by_row(threads, is_growing):
+    """More slots than a thread reads at once; a third of the rows has no id."""
+    ids, rows = random_ids(100_000), torch.randperm(150_000)[:100_000]
+    slots, moved = a_map(ids, rows, is_growing)
+    expected, is_used = torch.zeros(150_000, dtype=torch.int64), torch.zeros(150_000, dtype=bool)
+    expected[rows], is_used[rows] = ids, True
+    for number, first in itertools.product((1, 3), (0, 999)):
+        threads(number)
+        found, has_id = ops.ids_of_rows(slots, moved, first, 149_000)
+        assert torch.equal(found, expected[first:149_000])
+        assert torch.equal(has_id, is_used[first:149_000])
+
+
 @pytest.mark.usefixtures("device")
 def test_an_empty_map_has_no_ids():
     for slots in (torch.empty(0, 2, dtype=torch.int64), torch.zeros(64, 2, dtype=torch.int64)):
         assert [part.numel() for part in ops.used_slots(slots)] == [0, 0]
         assert ops.count_cells([slots], ids_of(-1), 2).tolist() == [0, 0, 0, 0]
+        assert ops.ids_of_rows([slots], ids_of(-1), 5, 7)[1].tolist() == [False, False]
         for part in ops.ids_between([slots], ids_of(-1), 0, -1):
             assert part.shape == (0,) and part.dtype == torch.int64
 

@@ -57,7 +57,10 @@ HARMLESS = {
     ("fill_new_", "new_rows", "size"),
     *((op, name, "strides") for op, name in [("fill_new_", "new_rows"), ("erase", "moved")]),  # one
     *(("read_scores", "rows", how) for how in ("size", "nothing")),  # any number of rows
-    *((op, "moved", "strides") for op in ("lowest_scores", "count_cells", "ids_between")),  # one
+    *(
+        (op, "moved", "strides")
+        for op in ("lowest_scores", "count_cells", "ids_between", "ids_of_rows")
+    ),  # one
     ("lowest_scores", "scores", "one less"),  # rows [0, 3) do not need the last block
     ("sort_by_owner", "lengths", "dtype"),  # int32 or int64
     ("sort_by_owner", "weights", "dtype"),
@@ -162,6 +165,8 @@ WRONG = [
         {"slots": filled_slots(), "moved": whole(-1, -1)},
         "number of maps = 1, got 2",
     ),
+    ("ids_of_rows", {"first": -1}, "0 <= first <= last, got -1 and 4"),
+    ("ids_of_rows", {"first": 5}, "0 <= first <= last, got 5 and 4"),
     ("count_cells", {"bits": -1}, r"bits in \[0, 16\], got -1"),
     ("count_cells", {"bits": 17}, r"bits in \[0, 16\], got 17"),
     ("count_cells", {"bits": 2**62}, r"bits in \[0, 16\]"),

@@ -116,6 +116,27 @@ def test_peak_memory_of_checkpoints_is_measured_as_the_summary_asks(tmp_path):
     assert all(row["ranks"] == 1 and row["bytes"] == 30_000_000 for row in rows)
 
 
+def test_the_floor_of_scores_touches_the_word_of_each_occurrence():
+    from axes import full_table, raw_ids, tiny
+    from floor import NoFloorError, WordFloor
+    from full_tables import LEAST_RECENT, Stepped
+
+    full = Stepped(tiny(full_table(1000, 0.0)), LEAST_RECENT, 1000).fill(500)
+    ids = raw_ids(torch.randint(500, (200,)))
+    each = torch.arange(1000)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            floor = WordFloor(full.table, [ids])
+        except NoFloorError as error:
+            pytest.skip(str(error))
+        seen, counts = full.table.life.scores.read(each)
+        floor(0, by=1)
+        times = torch.bincount(full.table.id_map.lookup(ids), minlength=1000)
+        now = full.table.life.scores.read(each)
+        assert torch.equal(now[0], seen) and torch.equal(now[1], counts + times)
+
+
 @pytest.mark.parametrize("pooled", [True, False])
 def test_floors_touch_the_rows_that_the_tables_give(pooled):
     from axes import POOLED, SEQUENCE, ranks, raw_ids, tiny
@@ -158,6 +179,20 @@ def test_floors_touch_the_rows_that_the_tables_give(pooled):
         )
 
 
+def test_the_floor_of_an_insertion_writes_every_byte():
+    from floor import NoFloorError, compiled, write_fresh
+
+    try:
+        floors = compiled()
+    except NoFloorError as error:
+        pytest.skip(str(error))
+    memory = torch.zeros(1003, dtype=torch.uint8)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        write_fresh(floors, memory.zero_())
+        assert memory.all()
+
+
 def test_growth_counts_every_tensor_beside_the_rows():
     from bench_growth import bytes_beside
     from contestants import empty_table
@@ -195,6 +230,15 @@ def test_summary_names_goals_that_the_benchmarks_measure(tiny_run, capsys):
     assert len(lookup) > 20
     not_run = [line for line in lookup if line.endswith("not run")]
     assert all("1 threads" in line for line in not_run), not_run
+
+
+def test_summary_names_what_the_growth_benchmark_measures(tiny_run):
+    import summary
+
+    measured = {(row["what"], row.get("against")) for row in tiny_run("bench_growth")[0]["rows"]}
+    goals = [goal.where for goal in summary._growth_goals() if goal.number == "ratio"]
+    assert len(goals) == 6
+    assert {(goal["what"], goal["against"]) for goal in goals} <= measured
 
 
 def test_summary_names_what_the_eviction_benchmark_measures(tiny_run, monkeypatch):

@@ -115,3 +115,30 @@ def verified_anew(path: str) -> bool:
 
 def test_what_is_read_again_is_verified_again(tmp_path: Path) -> None:
     assert on_one(verified_anew, tmp_path)
+
+
+def trained_in_between(path: str) -> bool:
+    model = sharded(case())
+    step(model, [3, 1, 2])
+    save(model, path)
+    expected = held(model)
+    step(model, [1, 4])
+    state = read(state_dict_of(model), path)
+    with pytest.MonkeyPatch.context() as patch:  # no ids are sorted to match rows that are known
+        patch.delattr("torchrec_dyn.storage.canonical_rows.CanonicalRows.read")
+        put(model, state)
+    assert not differences(held(model), expected)
+    state = read(state_dict_of(model), path)
+    model.load_state_dict(state["model"])
+    entry = state["optimizer"]["state"]["collection.embedding_bags.t.weight"]["t.config"].entry
+    assert entry.known_sums() is not None
+    step(model, [1])
+    assert entry.known_sums() is None
+    step(model, [4])
+    with pytest.raises(ValueError, match=r"expected optimizer state of 4 rows"):
+        model.fused_optimizer.load_state_dict(state["optimizer"])
+    return True
+
+
+def test_the_rows_are_matched_again_if_they_changed_before_the_optimizer(tmp_path: Path) -> None:
+    assert on_one(trained_in_between, tmp_path)

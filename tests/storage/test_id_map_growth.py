@@ -236,6 +236,23 @@ def test_growth_is_spread_over_the_ids_that_cause_it():
     id_map.check_invariants()
 
 
+def test_large_batches_leave_no_page_half_moved():
+    """A huge page of outgoing slots is given back as a whole, so a large batch stops at the end of one."""
+    id_map, page, stops = IdMap(), (2 << 20) // SLOT_BYTES, []
+    for held in range(0, 1_500_000, 40_960):
+        id_map.reserve(40_960)
+        ids = torch.arange(held, held + 40_960) * 2654435761
+        ops.insert(ids, torch.arange(held, held + 40_960), ids_of(0, 40_960), *id_map.arrays())
+        id_map.num_ids += 40_960
+        assert id_map.num_ids / id_map.held <= MAX_LOAD
+        assert id_map.held <= most_slots(id_map.num_ids)
+        if id_map.outgoing is not None:
+            stops.append(id_map.moved % page)
+    assert len(stops) >= 5
+    assert max(stops) < 300  # to the end of a run
+    id_map.check_invariants()
+
+
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_pieces_of_a_stretch_are_moved_at_any_thread_count(threads):
     ids = torch.arange(150_000) * 2654435761

@@ -365,6 +365,21 @@ def check_used_slots(before: Arguments, _: Arguments, result: Any) -> None:
     equal(result[1], places - 1, "rows")
 
 
+def draw_ids_of_rows(rng: random.Random) -> Arguments:
+    maps, ids = draw_one_map(rng)
+    first, last = sorted(rng.randrange(2 * len(ids) + 2) for _ in range(2))
+    return {**maps, "first": first, "last": last}
+
+
+def check_ids_of_rows(before: Arguments, _: Arguments, result: Any) -> None:
+    first, last = before["first"], before["last"]
+    (held,) = read_maps(before["slots"], before["moved"], 1)
+    need(0 <= first <= last, "0 <= first <= last")
+    of_rows = {row: i for i, row in held.rows.items()}
+    equal(result[0], whole(*(of_rows.get(row, 0) for row in range(first, last))), "ids")
+    equal(result[1], torch.tensor([row in of_rows for row in range(first, last)]).bool(), "has_id")
+
+
 def draw_count_cells(rng: random.Random) -> Arguments:
     maps, _ = draw_one_map(rng)
     return {**maps, "bits": rng.choice((0, 1, 3, 8, 16))}

@@ -141,6 +141,9 @@ SAMPLES = {
     ],
     "probe_lengths": [lambda: {"slots": filled_slots()[0], "every": 1}],
     "used_slots": [lambda: {"slots": filled_slots()[0]}],
+    "ids_of_rows": [
+        lambda: {"slots": filled_slots()[::-1], "moved": whole(0), "first": 0, "last": 4},
+    ],
     "count_cells": [
         lambda: {"slots": filled_slots()[::-1], "moved": whole(0), "bits": 3},
         lambda: {"slots": [empty(0)], "moved": whole(-1), "bits": 0},

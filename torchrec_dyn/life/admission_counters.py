@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.life.clock import Clock
+from torchrec_dyn.life.eviction_candidates import EvictionCandidates
 from torchrec_dyn.life.expiry import AgeLimit
 from torchrec_dyn.life.scores import SCORE_BYTES, Scores
 from torchrec_dyn.storage import IdMap, OutstandingForwards, RowNumbers, block_shift, run_to_end
 
 # At least a 64th of the counters, or rows, is freed at once, so that searches for the lowest scores are rare.
 FREED_SHARE = 64
+# Candidates listed at once, in such shares. By age: 24 bytes a candidate, so 3 bytes for each counter or row.
+SHARES_AHEAD = 8
 
 
 class AdmissionCounters:
@@ -30,6 +33,7 @@ class AdmissionCounters:
         self.id_map = IdMap(limit)
         self._numbers = RowNumbers(OutstandingForwards())
         self._scores = Scores(block_shift(limit, SCORE_BYTES, device.type), device)
+        self._candidates = EvictionCandidates()
 
     def __len__(self) -> int:
         return self.id_map.num_ids
@@ -98,9 +102,15 @@ class AdmissionCounters:
         surplus = len(self) - limit
         if surplus <= 0:
             return
-        most = max(surplus, limit // FREED_SHARE)
-        ids, _ = self._scores.lowest(self.id_map, self._numbers.high, step + 1, most)
-        self.forget(ids)
+        share = limit // FREED_SHARE
+        most, ahead, high = max(surplus, share), SHARES_AHEAD * share, self._numbers.high
+        self._remove(
+            *self._candidates.lowest(self._scores, self.id_map, high, step + 1, most, ahead)
+        )
+
+    def forget_listed(self) -> None:
+        """Drops the listed candidates. Call it after counters were written other than by a training step."""
+        self._candidates = EvictionCandidates()
 
     def forget(self, ids: Tensor) -> None:
         """Drops counters.
@@ -108,9 +118,11 @@ class AdmissionCounters:
         Args:
             ids: [M] int64, distinct; ids without a counter are skipped.
         """
-        if not (ids.numel() and len(self)):
-            return
-        ids, rows = self.id_map.find(ids)
+        if ids.numel() and len(self):
+            self._remove(*self.id_map.find(ids))
+
+    def _remove(self, ids: Tensor, rows: Tensor) -> None:
+        """Drops counters by id and row."""
         if not ids.numel():
             return
         left = len(self) - rows.numel()

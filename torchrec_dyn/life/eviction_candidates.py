@@ -59,6 +59,27 @@ class EvictionCandidates:
         rest = self._ids[count:], self._rows[count:], self._last_seen[count:]
         self._ids, self._rows, self._last_seen = rest
 
+    def lowest(
+        self, scores: Scores, id_map: IdMap, high: int, before: int, most: int, ahead: int
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the ids and rows of the `most` oldest rows: from the list, or by a search.
+
+        Args:
+            scores: scores of the rows.
+            id_map: id map of the table.
+            high: number of rows ever handed out.
+            before: as `list`.
+            most: the most rows to return.
+            ahead: the most rows to list, for later calls too.
+        """
+        oldest = None
+        if 2 * most <= ahead:
+            oldest = self.oldest(most, scores)
+            if oldest is None:
+                self.list(scores, id_map, high, before, ahead)
+                oldest = self.oldest(most, scores)
+        return oldest or scores.lowest(id_map, high, before, most)
+
     def oldest(self, most: int, scores: Scores) -> tuple[Tensor, Tensor] | None:
         """Returns the ids and rows of the `most` oldest rows of the list; None if it has fewer."""
         examined = most

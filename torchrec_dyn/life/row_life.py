@@ -14,8 +14,9 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import table_key
-from torchrec_dyn.life.admission_counters import FREED_SHARE, AdmissionCounters
+from torchrec_dyn.life.admission_counters import FREED_SHARE, SHARES_AHEAD, AdmissionCounters
 from torchrec_dyn.life.clock import Clock
+from torchrec_dyn.life.count_candidates import CountCandidates
 from torchrec_dyn.life.eviction_candidates import EvictionCandidates
 from torchrec_dyn.life.expiry import AgeLimit
 from torchrec_dyn.life.scores import Scores
@@ -31,8 +32,6 @@ from torchrec_dyn.policies import (
 )
 from torchrec_dyn.storage import IdMap
 
-# Candidates listed at once, in shares of a 64th of the table: 24 bytes a candidate, so 3 bytes a row of it.
-_SHARES_AHEAD = 8
 _SCORED_AT_ONCE = 1 << 20
 
 
@@ -93,7 +92,10 @@ class RowLife:
         self.is_unscored = False
         self._by_count = isinstance(replacement, LeastFrequentlyUsed)
         self._row_limit = row_limit
-        self._candidates = EvictionCandidates()
+        self._candidates = self._no_candidates()
+
+    def _no_candidates(self) -> EvictionCandidates | CountCandidates:
+        return CountCandidates() if self._by_count else EvictionCandidates()
 
     def add_rows(self, ids: Tensor, rows: Tensor, step: int, counts: Tensor | None) -> None:
         """Writes the scores of fresh rows and drops the counters of their ids.
@@ -108,8 +110,20 @@ class RowLife:
         step = max(step, self.clock.present_step)
         counts = torch.zeros_like(rows) if counts is None else counts.clamp(max=MOST_COUNT)
         self.scores.write(rows, torch.full_like(rows, step), counts)
+        if isinstance(self._candidates, CountCandidates):
+            self._candidates.add(ids, counts)
         if self.waiting is not None:
             self.waiting.forget(ids)
+
+    def forget_rows(self, rows: Tensor) -> None:
+        """Marks the rows of removed ids as rows without an id.
+
+        Args:
+            rows: [M] int64.
+        """
+        self.scores.forget(rows)
+        if isinstance(self._candidates, CountCandidates):
+            self._candidates.forget(rows)
 
     def expired(self, step: int, id_map: IdMap, high: int) -> tuple[Tensor, Tensor] | None:
         """Returns the ids and rows expired at `step`, None without an age limit."""
@@ -179,18 +193,12 @@ class RowLife:
     def lowest(self, surplus: int, step: int, id_map: IdMap, high: int) -> tuple[Tensor, Tensor]:
         """Returns the ids and rows to evict for `surplus` new rows; no row was seen in this step.
 
-        At least a 64th of the limit is evicted, so that searches are rare. By age, one search lists
-        candidates for several evictions. By count there is no list, because rows added later may have lower
-        counts than all listed rows.
+        At least a 64th of the limit is evicted, and one search lists candidates for several evictions:
+        searches are rare.
         """
         share = self._row_limit // FREED_SHARE
-        if self._by_count or surplus > share:
-            return self.scores.lowest(id_map, high, step, max(surplus, share), self._by_count)
-        oldest = self._candidates.oldest(share, self.scores)
-        if oldest is None:
-            self._candidates.list(self.scores, id_map, high, step, _SHARES_AHEAD * share)
-            oldest = self._candidates.oldest(share, self.scores)
-        return oldest or self.scores.lowest(id_map, high, step, share)
+        most, ahead = max(surplus, share), SHARES_AHEAD * share
+        return self._candidates.lowest(self.scores, id_map, high, step, most, ahead)
 
     def catch_up(self, step: int, high: int) -> None:
         """Sets `last_seen` of rows loaded without scores to the step, which was loaded after the rows.
@@ -207,7 +215,9 @@ class RowLife:
 
     def forget_listed(self) -> None:
         """Drops the listed candidates. Call it after scores or counters were replaced outside a step."""
-        self._candidates = EvictionCandidates()
+        self._candidates = self._no_candidates()
+        if self.waiting is not None:
+            self.waiting.forget_listed()
         if self._age_limit is not None:
             self._age_limit.forget_listed()
         if self._waiting_age_limit is not None:

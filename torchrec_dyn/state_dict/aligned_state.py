@@ -6,7 +6,7 @@ Legend: M rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -39,7 +39,12 @@ class AlignedState:
             )
         self._entry = entry
         self._runs = runs
-        self._canonical = [pieces.canonical(shard) for shard in pieces.shards]
+        self._known = entry.known_sums()  # None: the rows of the shards may have another order
+
+    @cached_property
+    def _canonical(self) -> list[CanonicalRows]:
+        pieces = self._entry.pieces
+        return [pieces.canonical(shard) for shard in pieces.shards]
 
     def check(self) -> dict[str, int]:
         """Checks the config, and returns the content sums of the state with the present rows of the shards.
@@ -48,6 +53,8 @@ class AlignedState:
             ValueError: if the config is damaged, or of another optimizer.
         """
         self._entry.check_config()
+        if self._known is not None:
+            return self._known
         stretches = [self._stretches(rows) for rows in self._canonical]
         return self._entry.sums_of([((ids, staged) for ids, _, staged in one) for one in stretches])
 
@@ -86,10 +93,13 @@ class AlignedState:
         """Replaces the optimizer state of the shards by the verified load."""
         entry, pieces = self._entry, self._entry.pieces
         cuts = entry.saved_config.get("cuts", pieces.cuts)
-        for shard, rows, stores in zip(
-            pieces.shards, self._canonical, entry.staged or (), strict=True
+        for number, (shard, stores) in enumerate(
+            zip(pieces.shards, entry.staged or (), strict=True)
         ):
-            is_same = all(torch.equal(own, staged) for _, own, staged in self._stretches(rows))
+            is_same = self._known is not None or all(
+                torch.equal(own, staged)
+                for _, own, staged in self._stretches(self._canonical[number])
+            )
             states = []
             for one in named_states(shard):
                 store = stores[one.name]
@@ -98,7 +108,7 @@ class AlignedState:
                     mean = partial(mean_over_cuts, cuts=cuts, columns=columns)
                     store = store.converted(1, torch.float32, mean)
                 if not is_same:
-                    for _, own, staged in self._stretches(rows):
+                    for _, own, staged in self._stretches(self._canonical[number]):
                         one.store.write(own, store.read(staged))
                 store.reserve(shard.weights.capacity)
                 states.append(store if is_same else one.store)

@@ -31,7 +31,7 @@ from torchrec_dyn.state_dict.places import Places, chunks_to_read
 from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource
 from torchrec_dyn.state_dict.staged_rows import StagedRows, commit_rows, put_block
 from torchrec_dyn.storage import RowStore, locked, run_to_end
-from torchrec_dyn.table import DynamicTable, named_states
+from torchrec_dyn.table import DynamicTable, named_states, stamp_of
 
 
 class ModelEntry(TableEntry):
@@ -144,6 +144,9 @@ class ModelEntry(TableEntry):
         # After an interrupt (Ctrl-C) all column shards have the same ids.
         both = zip(self.pieces.shards, self.staged or (), strict=True)
         run_to_end(*(partial(commit_shard, *of_shard) for of_shard in both))
+        for entry in self.session.entries if self.session is not None else ():
+            if isinstance(entry, OptimizerEntry) and entry.pieces.has_shards_of(self.pieces):
+                entry.note_rows(self.places)
         self.staged = self.session = None
         self.renew()  # if the same state dict is loaded again, its tensors are the table's own
 
@@ -163,6 +166,26 @@ class OptimizerEntry(TableEntry):
         "Load the model's state dict only, or give LoadPlanner(allow_partial_load=True)."
     )
     staged: list[dict[str, RowStore]] | None
+    _sums: dict[str, int]  # content sums of this rank's part by the ids of the same load
+    _stamps: list[tuple[int, ...]] | None = (
+        None  # of the shards that have the rows of the same load
+    )
+
+    def note_rows(self, places: Places) -> None:
+        """Notes that the shards have now the rows of the same load.
+
+        Args:
+            places: places of the rows; the state is of the same rows, in the same order.
+        """
+        shards, rows = self.pieces.shards, places.count
+        # Rows that were copied into smaller stores have other numbers.
+        if self.is_verified and all(one.row_numbers.high == rows for one in shards):
+            self._stamps = [stamp_of(one) for one in shards]
+
+    def known_sums(self) -> dict[str, int] | None:
+        """Returns this rank's content sums if the shards still have the rows of the same load, else None."""
+        is_known = self._stamps == [stamp_of(one) for one in self.pieces.shards]
+        return self._sums if is_known else None
 
     @property
     def names(self) -> Sequence[str]:
@@ -191,7 +214,7 @@ class OptimizerEntry(TableEntry):
             widths: number of columns of each saved tensor; of row-wise state, the number of column shards.
         """
         self.places, self.total = places, total
-        self.staged = []
+        self.staged, self._stamps = [], None
         for shard in self.pieces.shards:
             stores = {}
             for one in named_states(shard):
@@ -274,8 +297,10 @@ class OptimizerEntry(TableEntry):
                 f"{pieces.where}: expected optimizer state of {model.places.count} rows here, got that of "
                 f"{self.places.count}. {DAMAGED}"
             )
-        most = max(1, SUMMED_BYTES // (4 * pieces.cuts[-1]))
-        return self.sums_of([staged.id_map.pieces(most) for staged in model.staged or ()])
+        most = SUMMED_BYTES // (4 * pieces.cuts[-1])
+        by_row = [one.id_map.by_row(one.places.count, most) for one in model.staged or ()]
+        self._sums = self.sums_of(by_row)
+        return self._sums
 
     def _model_of(self, others: Sequence[TableEntry], pieces: ShardPieces) -> ModelEntry | None:
         """Returns the load of the same shards' rows if it is not committed yet, else None."""
@@ -299,7 +324,7 @@ class OptimizerEntry(TableEntry):
         """Returns the content sums of this rank's part.
 
         Args:
-            of_shards: for each shard, stretches of its ids and their rows in the staged stores.
+            of_shards: for each shard, stretches of its ids and their rows in the staged stores, ascending.
         """
         pieces, sums = self.pieces, self.small_sums()
         for shard, stores, stretches in zip(
@@ -312,7 +337,7 @@ class OptimizerEntry(TableEntry):
             for ids, rows in stretches:
                 for one in states:
                     first = self._origin(shard, one.is_rowwise)
-                    values = stores[one.name].read(rows)
+                    values = stores[one.name].read_ascending(rows)
                     summed = content_sum(pieces.name, one.name, ids, values, first)
                     sums = add_sums(sums, {one.name: summed})
         return sums

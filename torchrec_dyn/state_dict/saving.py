@@ -115,9 +115,11 @@ class ShardSource(ABC):
         sums: dict[str, int] = {}
         for shard, rows in zip(pieces.shards, self.canonical, strict=True):
             tensors = [one for one in self._tensors_of(shard) if one.is_saved]
-            for ids, places in rows.in_any_order(max(1, SUMMED_BYTES // shard.weights.row_bytes)):
+            most = SUMMED_BYTES // shard.weights.row_bytes
+            for ids, places in rows.by_row(shard.row_numbers.high, most):
                 for one in tensors:
-                    values = ids if one.name == "ids" else read_tensor(shard, one.name, places)
+                    is_ids = one.name == "ids"
+                    values = ids if is_ids else read_tensor(shard, one.name, places, True)
                     summed = content_sum(pieces.name, one.name, ids, values, *one.first)
                     sums = add_sums(sums, {one.name: summed})
         rows = self.canonical[0]

@@ -275,8 +275,9 @@ class StagedRows:
             is_first: True if the shard has the first column: only this shard sums ids, scores and "waiting".
         """
         sums = self.sums if is_first else {}
-        for ids, rows in self.id_map.pieces(max(1, SUMMED_BYTES // self.weights.row_bytes)):
-            held = {"weight": self.weights.read(rows)}
+        most = SUMMED_BYTES // self.weights.row_bytes
+        for ids, rows in self.id_map.by_row(self.places.count, most):
+            held = {"weight": self.weights.read_ascending(rows)}
             if is_first:
                 held["ids"] = ids
                 if self.has_scores:

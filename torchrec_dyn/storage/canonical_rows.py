@@ -120,10 +120,25 @@ class CanonicalRows:
         for start in range(0, self.count, most):
             yield self.read(start, min(self.count, start + most))
 
-    def in_any_order(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields all ids and rows in the order of the slots, which needs no sort, about `most` at a time."""
+    def by_row(self, rows: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields all ids and rows, ascending by row, which needs no sort.
+
+        Args:
+            rows: number of rows of the table, with those that have no id.
+            most: the most ids at a time.
+
+        Raises:
+            RuntimeError: the table has changed since this object was made.
+        """
         self.check_unchanged()
-        yield from self._map.pieces(most)
+        left = self.count
+        for ids, numbers in self._map.by_row(rows, most):
+            left -= ids.numel()
+            yield ids, numbers
+        if left:
+            raise RuntimeError(
+                f"torchrec_dyn bug: {self._where} has ids of rows that it does not have."
+            )
 
     def check_unchanged(self) -> None:
         """Raises RuntimeError if the table has changed since this object was made."""

@@ -29,8 +29,12 @@ _LARGE_GROWTH = 1.25
 _START_LOAD = 9 / 16
 # Statistics of a larger map sample at least this many slots: few enough to take no noticeable time.
 _PROBED = 1 << 18
+# Rows whose ids are listed by one scan of the slots: 9 bytes a row.
+_ROWS_AT_ONCE = 2 << 20
 # Growth moves whole runs of slots, so it may move up to a run of slots more than needed.
 _RUN = 64
+# A huge page of outgoing slots is given back to the system when all of it has moved.
+_PAGE_SLOTS = (2 << 20) // SLOT_BYTES
 
 
 def most_slots(ids: int) -> int:
@@ -145,6 +149,8 @@ class IdMap:
             until = math.ceil((ids - leaving * _START_LOAD) / (MAX_LOAD - _START_LOAD))
             if until > leaving - 8 * _RUN:  # a few slots are not worth two arrays
                 until = leaving
+            elif until - self.moved >= _PAGE_SLOTS // 2:  # a large batch leaves no page half moved
+                until = until // _PAGE_SLOTS * _PAGE_SLOTS
         try:
             self._set_moved(int(ops.move_slots(self.outgoing, self.slots, self.moved, until)))
         except BaseException:
@@ -213,18 +219,27 @@ class IdMap:
         rows = self.lookup(ids)
         return ids[rows >= 0], rows[rows >= 0]
 
-    def pieces(self, most: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields all ids and rows in the order of the slots.
+    def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields all ids and rows of each array of slots, in the order of the slots."""
+        yield from map(ops.used_slots, self.arrays()[0])
+
+    def by_row(self, rows: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the ids of the first rows, and these rows, ascending. The next piece overwrites the rows.
 
         Args:
-            most: about the most ids and rows at a time; None: those of a whole array of slots.
+            rows: number of rows to read.
+            most: the most ids at a time, rounded down to a power of two: a piece then lies in one block.
         """
-        for array in self.arrays()[0]:
-            if most is None or not array.numel():
-                yield ops.used_slots(array)
-            else:
-                step = max(1, most // _LINE_SLOTS) * _LINE_SLOTS
-                yield from map(ops.used_slots, array.split(step))
+        step = 1 << max(1, most).bit_length() - 1
+        numbers = torch.empty(min(rows, step), dtype=torch.int64)
+        for first in range(0, rows, _ROWS_AT_ONCE):
+            last = min(rows, first + _ROWS_AT_ONCE)
+            ids, has_id = ops.ids_of_rows(*self.arrays(), first, last)
+            is_full = bool(has_id.all())
+            for here, used in zip(ids.split(step), has_id.split(step), strict=True):
+                those = torch.arange(first, first + len(here), out=numbers[: len(here)])
+                first += len(here)
+                yield (here, those) if is_full or used.all() else (here[used], those[used])
 
     def contents(self) -> tuple[Tensor, Tensor]:
         """Returns all ids and rows in canonical order.

@@ -60,14 +60,16 @@ class RowNumbers:
         self._release()
         reused = min(count, self._num_free)
         high, num_free = self.high + count - reused, self._num_free - reused
-        rows, rest, whole = [torch.arange(self.high, high)], [], len(self._free)
+        fresh = torch.arange(self.high, high)
+        rows, rest, whole = [fresh], [], len(self._free)
         while reused:
             whole -= 1
             free = self._free[whole]
             rows.append(free[:reused])
             rest = [free[reused:]] if free.numel() > reused else []
             reused -= rows[-1].numel()
-        return Taking(torch.cat(rows[::-1]), high, whole, rest, num_free)
+        taken = torch.cat(rows[::-1]) if len(rows) > 1 else fresh
+        return Taking(taken, high, whole, rest, num_free)
 
     def commit(self, taking: Taking) -> None:
         """Hands out prepared rows; a second call directly after changes nothing.

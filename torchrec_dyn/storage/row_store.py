@@ -144,6 +144,21 @@ class RowStore:
         """
         return ops.gather_rows(rows, self.blocks, self.shift, self.columns, self.dtype)
 
+    def read_ascending(self, rows: Tensor) -> Tensor:
+        """Returns rows: a view, without a copy, if they are neighbours in one block.
+
+        Args:
+            rows: [M] int64, distinct and ascending.
+
+        Returns:
+            [M, columns].
+        """
+        if rows.numel() and int(rows[-1]) - int(rows[0]) == rows.numel() - 1:
+            view = self.within(int(rows[0]), 0, (rows.numel(), self.columns))
+            if view is not None:
+                return view
+        return self.read(rows)
+
     def write(self, rows: Tensor, values: Tensor) -> None:
         """Writes values to rows. If a row is given twice, its last values stay.
 

@@ -47,20 +47,24 @@ def stamp_of(table: DynamicTable) -> tuple[int, ...]:
     return (table.generation, table.edits, table.step, table.id_map.num_ids)
 
 
-def read_tensor(table: DynamicTable, name: str, rows: Tensor) -> Tensor:
+def read_tensor(
+    table: DynamicTable, name: str, rows: Tensor, are_ascending: bool = False
+) -> Tensor:
     """Returns rows of one tensor of the saved form: [M, columns], or [M] for scores.
 
     Args:
         table: the table.
         name: "weight", "last_seen", "count" or the name of an optimizer state.
         rows: [M] int64.
+        are_ascending: True if the rows are distinct and ascend; the result may then be a view.
     """
+    read = RowStore.read_ascending if are_ascending else RowStore.read
     if name == "weight":
-        return table.weights.read(rows)
+        return read(table.weights, rows)
     if table.life is not None and name in ("last_seen", "count"):
         return table.life.scores.read(rows)[0 if name == "last_seen" else 1]
     (store,) = (state.store for state in named_states(table) if state.name == name)
-    return store.read(rows)
+    return read(store, rows)
 
 
 def read_state(table: DynamicTable) -> dict[str, Tensor]:

@@ -40,6 +40,6 @@ class Removal:
         if self._log is not None and self._logged is not None:
             self._log.removed = self._logged
         if self._table.life is not None:
-            self._table.life.scores.forget(self._rows)
+            self._table.life.forget_rows(self._rows)
         self._table.row_numbers.give_back(self._rows)
         self._table.counters.update(self._counted)

@@ -70,7 +70,12 @@ def insert_unseen(
         table.reserve(ids_of_table.numel())
     added = [Addition(*of_table) for of_table in fresh]
     insert_rows(added)
-    ops.fill_new_(rows, new_index, torch.cat([of_table.rows for of_table in added]))
+    ops.fill_new_(rows, new_index, _joined([of_table.rows for of_table in added]))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Returns tensors one after the other; a single tensor is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class Addition:
@@ -122,7 +127,7 @@ def insert_rows(added: Sequence[Addition]) -> None:
 def commit_rows(added: Sequence[Addition], again: bool) -> None:
     """`insert_rows` as an action of `run_to_end`."""
     maps = [of_table.table.id_map for of_table in added]
-    ids, rows = (torch.cat([getattr(a, name) for a in added]) for name in ("ids", "rows"))
+    ids, rows = (_joined([getattr(a, name) for a in added]) for name in ("ids", "rows"))
     offsets = torch.tensor([0, *(of_table.ids.numel() for of_table in added)]).cumsum(0)
     for of_table in added:
         of_table.commit()

@@ -1,0 +1,170 @@
+"""CountCandidates: the next rows to evict by count, listed in advance.
+
+A search over all rows lists more rows than are needed at once, ordered by count, then by mixed id. Counts
+never fall, so of the rows that were not listed, only rows added later may come before the end of the list.
+These are examined at each eviction, beside the front of the list.
+
+Only ids are listed. An eviction looks them up and reads their present scores, so it does not matter what has
+happened to a listed id in the meantime.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.life.scores import Scores
+from torchrec_dyn.policies import MOST_COUNT
+from torchrec_dyn.storage import IdMap
+
+_INT64 = torch.iinfo(torch.int64)
+_NONE = torch.empty(0, dtype=torch.int64)
+
+
+class _Place(NamedTuple):
+    """A place in the order of rows: a count and a mixed id, with the sign bit flipped."""
+
+    occurrences: int
+    mixed: int
+
+
+class _Listed(NamedTuple):
+    """A list of ids. Every row whose present place is up to `end` belongs to one of these ids.
+
+    Attributes:
+        ids: [M] int64, in their order at the search.
+        counts: [M] int64, their counts at the search.
+        found: number of ids that the search found.
+        end: place of the last of these ids; the last place of all if the search found every row.
+        others: more ids, with repeats: ids added since, and ids at the front of earlier evictions.
+        chosen: ids and rows of the last eviction, until they are removed.
+    """
+
+    ids: Tensor
+    counts: Tensor
+    found: int
+    end: _Place
+    others: list[Tensor]
+    chosen: tuple[Tensor, Tensor] = (_NONE, _NONE)
+
+
+class CountCandidates:
+    """A list of rows, ordered by count; rows of equal counts by mixed id, unsigned."""
+
+    def __init__(self) -> None:
+        # Replaced as a whole: an interrupt finds all of a change or nothing.
+        self._listed: _Listed | None = None
+
+    def add(self, ids: Tensor, counts: Tensor) -> None:
+        """Adds fresh rows.
+
+        Args:
+            ids: [M] int64.
+            counts: [M] int64, their counts.
+        """
+        listed = self._listed
+        if listed is None:
+            return
+        others = [*listed.others, ids[_up_to(listed.end, counts, _signed_mixed(ids))]]
+        while len(others) > 1 and others[-1].numel() >= others[-2].numel():
+            others[-2:] = [torch.cat(others[-2:])]
+        # Without evictions the list would grow.
+        is_long = sum(of.numel() for of in others) > listed.found
+        self._listed = None if is_long else listed._replace(others=others)
+
+    def forget(self, rows: Tensor) -> None:
+        """Drops the last rows that `lowest` returned, after their removal; does nothing for other rows.
+
+        Args:
+            rows: [M] int64, the removed rows.
+        """
+        if self._listed is not None and self._listed.chosen[1] is rows:
+            self._listed = self._listed._replace(chosen=(_NONE, _NONE))
+
+    def lowest(
+        self, scores: Scores, id_map: IdMap, high: int, before: int, most: int, ahead: int
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the ids and rows of the `most` lowest rows: from the list, or by a search.
+
+        Args:
+            scores: scores of the rows.
+            id_map: id map of the table.
+            high: number of rows ever handed out.
+            before: step; only rows last seen before it are returned, and rows assigned at it and not seen.
+            most: the most rows to return.
+            ahead: the most rows to list, for later calls too.
+        """
+        lowest = None
+        if 2 * most <= ahead:
+            lowest = self._front(scores, id_map, before, most)
+            if lowest is None:
+                self._list(scores, id_map, high, before, ahead)
+                lowest = self._front(scores, id_map, before, most)
+        return lowest or scores.lowest(id_map, high, before, most, by_count=True)
+
+    def _list(self, scores: Scores, id_map: IdMap, high: int, step: int, most: int) -> None:
+        """Searches all rows, rows seen at `step` too, and lists the lowest rows."""
+        ids, rows = scores.lowest(id_map, high, step + 1, most, by_count=True)
+        _, counts = scores.read(rows)
+        order = ops.oldest_first(ids, counts)
+        ids, counts = ids[order], counts[order]
+        is_whole = ids.numel() < most
+        end = _Place(MOST_COUNT, _INT64.max) if is_whole else _place(ids, counts, most)
+        self._listed = _Listed(ids, counts, ids.numel(), end, [])
+
+    def _front(
+        self, scores: Scores, id_map: IdMap, before: int, most: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Returns the ids and rows of the `most` lowest rows of the list; None if it has fewer."""
+        listed = self._listed
+        if listed is None:
+            return None
+        examined, length = most, listed.ids.numel()
+        while True:
+            is_rest = examined >= length
+            end = listed.end if is_rest else _place(listed.ids, listed.counts, examined)
+            ids = torch.cat([listed.ids[:examined], *listed.others, listed.chosen[0]])
+            rows = id_map.lookup(ids)
+            last_seen, counts = scores.read(rows)
+            mixed = _signed_mixed(ids)
+            # All rows up to `end` are examined; rows beyond it may be higher than rows not examined.
+            is_low = (last_seen >= 0) & _up_to(end, counts, mixed)
+            is_low &= (last_seen < before) | ((last_seen == before) & (counts == 0))
+            low = is_low.nonzero().flatten()
+            order = low[ops.oldest_first(ids[low], counts[low])]
+            ordered = ids[order]
+            is_first = torch.cat([torch.ones(1, dtype=torch.bool), ordered[1:] != ordered[:-1]])
+            chosen = order[is_first[: order.numel()]][:most]
+            if chosen.numel() == most:
+                break
+            if is_rest:
+                return None
+            examined *= 2
+        # Chosen ids are dropped when they are removed, not here: an interrupt may come in between.
+        is_kept = (rows >= 0) & _up_to(listed.end, counts, mixed)
+        is_kept[chosen] = False
+        evicted = ids[chosen], rows[chosen]
+        self._listed = listed._replace(
+            ids=listed.ids[examined:],
+            counts=listed.counts[examined:],
+            others=[ids[is_kept]],
+            chosen=evicted,
+        )
+        return evicted
+
+
+def _place(ids: Tensor, counts: Tensor, number: int) -> _Place:
+    """Returns the place of the `number`th of listed ids."""
+    return _Place(int(counts[number - 1]), int(_signed_mixed(ids[number - 1 : number])))
+
+
+def _signed_mixed(ids: Tensor) -> Tensor:
+    return ops.mix64(ids) ^ _INT64.min
+
+
+def _up_to(end: _Place, counts: Tensor, mixed: Tensor) -> Tensor:
+    """Returns which places are up to `end`, [M] bool."""
+    return (counts < end.occurrences) | ((counts == end.occurrences) & (mixed <= end.mixed))
