@@ -86,6 +86,19 @@ TORCHREC_DYN_BOTH inline void lower(int64_t* word, int64_t number) {
 #endif
 }
 
+// Writes `number` if it is greater than the word.
+TORCHREC_DYN_BOTH inline void raise(int64_t* word, int64_t number) {
+#if defined(__CUDA_ARCH__)
+  atomicMax(reinterpret_cast<long long*>(word), static_cast<long long>(number));
+#else
+  for (int64_t seen = load(word); number > seen;) {
+    const int64_t was = compare_exchange(word, seen, number);
+    if (was == seen) return;
+    seen = was;
+  }
+#endif
+}
+
 // Runs body(i) for i in [0, n).
 template <typename Body>
 void each(const Queue& queue, int64_t n, const Body& body);

@@ -89,6 +89,7 @@ NUMBERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("op", "change", "rule"), NUMBERS)
 def test_numbers_out_of_range_change_nothing(op, change, rule):
     refuses(op, {**SAMPLES[op][0](), **change}, rule)

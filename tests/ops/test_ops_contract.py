@@ -223,6 +223,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("op", "change", "rule"), WRONG, ids=[w[0] for w in WRONG])
 def test_values_out_of_range(op, change, rule):
     sample = {**SAMPLES[op][0](), **change}
