@@ -136,8 +136,8 @@ def test_rows_depend_on_seed_and_name():
         assert (other != rows()).all(1).all()
 
 
-# Kind, low, high, mean, deviation, low and high probability; and the sum of the bits of 31,500 numbers, each number
-# times its place, modulo 2^64.
+# Kind; low, high, mean, deviation, low and high probability; and the sum of the bits of 31,500 numbers,
+# each number times its place, modulo 2^64.
 PINNED = [
     (1, [-0.25, 0.75, 0.0, 1.0, 0.0, 1.0], 252467084026484185),
     (2, [-math.inf, math.inf, 0.0, 1.0, 0.0, 1.0], -6923907988978410),
