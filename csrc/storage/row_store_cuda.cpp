@@ -67,7 +67,7 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
     check_rows("init_rows_", call, rows, 0, device_rows.table.capacity);
     const int64_t turns = (first_column + columns - 1) / kTurnColumns - first_column / kTurnColumns + 1;
     const bool is_whole = first_column % kTurnColumns == 0 && columns % kTurnColumns == 0 &&
-                          device_rows.address_bits % sizeof(FourColumns<T>) == 0;
+                          device_rows.address_bits % (kTurnColumns * sizeof(T)) == 0;
     simt::each(call.queue(), rows.numel() * turns,
                InitRows<T>{const_data<int64_t>(ids), const_data<int64_t>(rows), device_rows.table, initial,
                            static_cast<uint64_t>(key), first_column, Division(turns), is_whole});

@@ -12,8 +12,7 @@
 
 namespace torchrec_dyn {
 
-// Raises `left` to n - i for every row i outside [lowest, end). So `left` says which such row is the first of n; 0:
-// none.
+// Raises `left` to n - i for every row i outside [lowest, end), so that it tells the first such row of n; 0: none.
 struct FindRowOutside {
   const int64_t* rows;
   int64_t n;
@@ -26,13 +25,29 @@ struct FindRowOutside {
   }
 };
 
+// Memory that is read and written at once.
+struct alignas(16) Unit16 {
+  uint64_t words[2];
+};
+
 // A turn is the columns of a row that share a block of Philox: four, less at the ends of a column shard.
 constexpr int64_t kTurnColumns = 4;
 
+// The four numbers of a turn as memory, the first number in the low bits. Written in words, since nvcc makes four
+// stores of a struct of floats.
+TORCHREC_DYN_BOTH inline Unit16 packed(const float (&numbers)[kTurnColumns]) {
+  Unit16 unit;
+  for (int w = 0; w < 2; ++w)
+    unit.words[w] = bits_of_float(numbers[2 * w]) | static_cast<uint64_t>(bits_of_float(numbers[2 * w + 1])) << 32;
+  return unit;
+}
+
 template <typename T>
-struct alignas(kTurnColumns * sizeof(T)) FourColumns {
-  T columns[kTurnColumns];
-};
+TORCHREC_DYN_BOTH inline uint64_t packed(const T (&numbers)[kTurnColumns]) {
+  uint64_t word = 0;
+  for (int c = 0; c < kTurnColumns; ++c) word |= static_cast<uint64_t>(numbers[c].bits) << (16 * c);
+  return word;
+}
 
 template <typename T>
 struct InitRows {
@@ -43,7 +58,7 @@ struct InitRows {
   uint64_t key;
   int64_t first_column;
   Division blocks;  // of Philox in a row
-  bool is_whole;    // every turn is four columns at a multiple of their size
+  bool is_whole;    // every turn is four columns, at a multiple of their size: one store
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const Division::Parts turn = blocks.split(i);
@@ -51,25 +66,21 @@ struct InitRows {
     Philox4 random{};
     if (initial.kind != InitialKind::kConstant)
       random = random_words(key, ids[turn.quotient], static_cast<uint32_t>(block), 0);
-    FourColumns<T> four;
-    for (int c = 0; c < kTurnColumns; ++c) store_nearest(initial_number(initial, random.words[c]), &four.columns[c]);
+    T numbers[kTurnColumns];
+    for (int c = 0; c < kTurnColumns; ++c) store_nearest(initial_number(initial, random.words[c]), &numbers[c]);
     T* row = table.row(rows[turn.quotient]);
     const int64_t begin = block * kTurnColumns - first_column;  // may be less than 0
     if (is_whole) {
-      *reinterpret_cast<FourColumns<T>*>(row + begin) = four;
+      *reinterpret_cast<decltype(packed(numbers))*>(row + begin) = packed(numbers);
       return;
     }
     for (int c = 0; c < kTurnColumns; ++c)
-      if (begin + c >= 0 && begin + c < table.columns) row[begin + c] = four.columns[c];
+      if (begin + c >= 0 && begin + c < table.columns) row[begin + c] = numbers[c];
   }
 };
 
-// Rows are copied in units of 16, 4 or 2 bytes, whatever their type; `columns` of a table counts units here.
-struct alignas(16) Unit16 {
-  uint64_t words[2];
-};
-
-// A turn is a unit of the result.
+// Rows are copied in units of 16, 4 or 2 bytes, whatever their type; `columns` of a table counts units here. A turn is
+// a unit of the result.
 template <typename Unit>
 struct GatherRows {
   const int64_t* rows;

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("device")
 CPU = torch.ops.torchrec_dyn
 
 
-@pytest.mark.parametrize("op", ["init_rows_", "gather_rows", "scatter_rows_", "advise_huge_pages"])
+@pytest.mark.parametrize("op", ["init_rows_", "gather_rows", "scatter_rows_"])
 def test_valid_calls_of_the_fuzzer(op):
     for seed in range(60):
         given = CASES[op].draw(random.Random(seed))
