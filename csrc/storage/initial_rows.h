@@ -108,15 +108,20 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE double far_quantile(double p, double root)
   return p < 0.5 ? -quantile : quantile;
 }
 
-// Converts `word` to a probability strictly inside (0, 1): the middle of its 2^-32 wide cell. Converts from a signed
-// integer, since below AVX-512 there is no conversion of vectors of unsigned integers; the sum is exact.
-TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE double unit_of(uint32_t word) {
-  return (static_cast<double>(static_cast<int32_t>(word ^ 0x80000000u)) + 0x1p31 + 0.5) * 0x1p-32;
+// The middle of the cell [word, word + 1), exactly. Converts from a signed integer, since below AVX-512 there is no
+// conversion of vectors of unsigned integers.
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE double middle_of(uint32_t word) {
+  return static_cast<double>(static_cast<int32_t>(word ^ 0x80000000u)) + (0x1p31 + 0.5);
 }
 
-// The steps of a number of kind kUniform, and of kind kNormal.
+// Converts `word` to a probability strictly inside (0, 1).
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE double unit_of(uint32_t word) { return middle_of(word) * 0x1p-32; }
+
+// A number of kind kUniform; then the steps to a number of kind kNormal.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float uniform_of(const InitialRows& initial, uint32_t word) {
-  return static_cast<float>(initial.low + unit_of(word) * (initial.high - initial.low));
+  // The width of a cell: the factor 2^-32 is exact, unless the product is far too small for a float.
+  const double width = (initial.high - initial.low) * 0x1p-32;
+  return static_cast<float>(initial.low + middle_of(word) * width);
 }
 
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE double probability_of(const InitialRows& initial, uint32_t word) {
