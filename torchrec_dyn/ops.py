@@ -432,13 +432,14 @@ def init_rows_(
 
     Args:
         ids: [M] int64.
-        rows: [M] int64 inside the blocks.
+        rows: [M] int64 inside the blocks, each once.
         blocks: blocks of one table, 2^shift rows each; written.
         shift: binary logarithm of the rows of a block.
         columns: columns of a row in these blocks.
         first_column: number of the first column in the whole table.
         kind: 0 constant, 1 uniform, 2 normal (csrc/storage/initial_rows.h).
-        parameters: low, high, mean, deviation, low probability, high probability.
+        parameters: low, high, mean, deviation, low probability, high probability; for kind 2 the
+            probabilities ascend in [0, 1].
         key: 64-bit key (as int64) of the seed and the table's name.
     """
     _ops.init_rows_.default(ids, rows, blocks, shift, columns, first_column, kind, parameters, key)

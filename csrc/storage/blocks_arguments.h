@@ -78,12 +78,13 @@ constexpr ScalarType scalar_type_of<BFloat16>() {
   return ScalarType::BFloat16;
 }
 
-// A flat list of blocks. Owns the pointers that the views of its tables read.
+// A flat list of blocks. Owns the pointers that the views of its tables read; for kernels of another device the views
+// need a copy of the pointers there.
 template <typename T>
 class BlockList {
  public:
-  BlockList(const char* op, const char* name, const std::vector<Tensor>& blocks)
-      : op_(op), name_(name), blocks_(blocks), pointers_(blocks.size()) {}
+  BlockList(const char* op, const char* name, const std::vector<Tensor>& blocks, DeviceType device = DeviceType::CPU)
+      : op_(op), name_(name), blocks_(blocks), device_(device), pointers_(blocks.size()) {}
 
   // `columns` is 1 for a state with one number per row.
   RowBlocks<T> rows(const TableLayout& table, int64_t columns) {
@@ -91,7 +92,7 @@ class BlockList {
                     table.first_block + table.blocks, " blocks of ", name_, ", got ", blocks_.size(), ".");
     for (int64_t b = 0; b < table.blocks; ++b) {
       const auto place = static_cast<size_t>(table.first_block + b);
-      check_tensor(op_, name_, blocks_[place], scalar_type_of<T>());
+      check_tensor(op_, name_, blocks_[place], scalar_type_of<T>(), device_);
       const int64_t missing = b + 1 == table.blocks ? columns * table.missing : 0;
       check_size(op_, "the elements of a block", (columns << table.shift) - missing, blocks_[place].numel());
       pointers_[place] = static_cast<T*>(blocks_[place].mutable_data_ptr());
@@ -110,10 +111,13 @@ class BlockList {
     return {single.blocks, single.shift, single.capacity};
   }
 
+  const std::vector<T*>& pointers() const { return pointers_; }
+
  private:
   const char* op_;
   const char* name_;
   const std::vector<Tensor>& blocks_;
+  DeviceType device_;
   std::vector<T*> pointers_;
 };
 

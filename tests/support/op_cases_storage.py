@@ -139,6 +139,8 @@ def check_init_rows_(before: Arguments, after: Arguments, _: None) -> None:
     columns, first = before["columns"], before["first_column"]
     need(len(ids) == len(rows), "as many rows as ids")
     need(0 <= before["kind"] <= 2 and len(before["parameters"]) == 6, "kind and six parameters")
+    low, high, mean, deviation, least, most = before["parameters"]
+    need(before["kind"] != 2 or 0 <= least <= most <= 1, "a range of probabilities")
     table = rows_of_blocks(before["blocks"], before["shift"], columns)
     need(all(0 <= row < (0 if table is None else len(table)) for row in rows), "rows in the blocks")
     need(0 <= first < 2**31, "first_column >= 0")
@@ -149,9 +151,6 @@ def check_init_rows_(before: Arguments, after: Arguments, _: None) -> None:
         raise Unjudged("a row of two ids")
     if first > 100 or not np.isfinite(before["parameters"]).all():
         raise Unjudged("not computed here")
-    low, high, mean, deviation, least, most = before["parameters"]
-    if before["kind"] == 2 and not 0 <= least < most <= 1:
-        raise Unjudged("no range of probabilities")
     units = torch.from_numpy(oracle.initial_units(before["key"], ids, first + columns)[:, first:])
     values = torch.full_like(units, low)
     if before["kind"] == 1:
