@@ -20,7 +20,7 @@ NVCC = None if BUILD else shutil.which("nvcc", path=CUDA_BIN) or shutil.which("n
 
 
 def _architectures() -> list[str]:
-    """Returns TORCH_CUDA_ARCH_LIST, as torch reads it: "8.0;9.0+PTX". Else those of this machine's GPUs, or 9.0."""
+    """Returns TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), else what this machine's GPUs are, else 9.0."""
     if named := os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split():
         return named
     gpus = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <numeric>
@@ -11,6 +12,9 @@
 #include "simt.h"
 
 namespace torchrec_dyn::simt {
+
+// How often the host of a GPU would have waited for it: tests/support/pretended_device.py reads it by its name.
+extern "C" [[gnu::used, gnu::visibility("default")]] inline std::atomic<int64_t> torchrec_dyn_host_waits{0};
 
 constexpr int64_t kThreads = 4;  // more than the cores of CI: threads are also interrupted between two instructions
 
@@ -35,10 +39,12 @@ inline void fill_zero(const Queue&, void* memory, int64_t bytes) {
 }
 
 inline void read_back(const Queue&, void* host, const void* memory, int64_t bytes) {
+  torchrec_dyn_host_waits += bytes > 0;
   if (bytes > 0) std::memcpy(host, memory, static_cast<size_t>(bytes));
 }
 
 inline void send(const Queue&, void* memory, const void* host, int64_t bytes) {
+  torchrec_dyn_host_waits += bytes > 0;
   if (bytes > 0) std::memcpy(memory, host, static_cast<size_t>(bytes));
 }
 
