@@ -14,7 +14,9 @@
 namespace torchrec_dyn::simt {
 
 // How often the host of a GPU would have waited for it: tests/support/pretended_device.py reads it by its name.
-extern "C" [[gnu::used, gnu::visibility("default")]] inline std::atomic<int64_t> torchrec_dyn_host_waits{0};
+extern "C" {
+[[gnu::used, gnu::visibility("default")]] inline std::atomic<int64_t> torchrec_dyn_host_waits{0};
+}
 
 constexpr int64_t kThreads = 4;  // more than the cores of CI: threads are also interrupted between two instructions
 
