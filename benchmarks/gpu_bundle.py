@@ -1,13 +1,14 @@
-"""Packs what the tests need on a machine with a GPU and without a network, where gpu_side.sh runs them.
+r"""Packs what the tests need on a machine with a GPU and without a network, where gpu_side.sh runs them.
 
-    pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 -d wheels \
+    pip download --no-deps --only-binary=:all: -d wheels \
+        --python-version 3.12 --platform manylinux_2_28_x86_64 \
         fbgemm-gpu==1.6.0 fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0 tensordict==0.15.3 pyvers==0.2.3
     python benchmarks/gpu_bundle.py wheels bundle
 
-That machine has torch 2.11 for CUDA 13 and the usual tools (pytest, hypothesis, nvcc). torchrec 1.8.0 wants
-the Python files of fbgemm 1.8.0; the libraries that load beside torch 2.11 are those of 1.6.0. All of them are
-440 MB packed. Those with the ops that TorchRec's dists and the tests call take 7 MB as .xz. TBE is not among
-them.
+That machine has torch 2.11 for CUDA 13 and the usual tools (pytest, hypothesis, nvcc). torchrec 1.8.0
+wants the Python files of fbgemm 1.8.0; the libraries that load beside torch 2.11 are those of 1.6.0. All of
+them are 440 MB packed. Those with the ops that TorchRec's dists and the tests call take 7 MB as .xz. TBE is
+not among them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from pathlib import Path
 # The last three are loaded; each finds the libraries that it needs beside it.
 LIBRARIES = ("asmjit", "fbgemm", "fbgemm_gpu_sparse_async_cumsum")
 LOADED = ("fbgemm_gpu_config", "fbgemm_gpu_tbe_utils", "fbgemm_gpu_py")
-# Takes the place of fbgemm_gpu/__init__.py, which would load all libraries. sparse_ops names ops of those that
-# are left out, which nothing here calls: they get a schema.
+# Takes the place of fbgemm_gpu/__init__.py, which would load all libraries. sparse_ops names ops of those
+# that are left out, which nothing here calls: they get a schema.
 INIT = """
 import re
 from pathlib import Path

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <latch>
 #include <numeric>
 #include <thread>
 #include <vector>
@@ -20,14 +21,17 @@ extern "C" {
 
 constexpr int64_t kThreads = 4;  // more than the cores of CI: threads are also interrupted between two instructions
 
-// Neighbours run on different threads, so that conflicts are as frequent as on a GPU.
+// Neighbours run on different threads, which begin together, so that conflicts are as frequent as on a GPU.
 template <typename Body>
 void each(const Queue&, int64_t n, const Body& body) {
+  const int64_t count = std::min(n, kThreads);
+  std::latch begin(std::max<int64_t>(count, 1));
   const auto turns = [&](int64_t first) {
+    begin.arrive_and_wait();
     for (int64_t i = first; i < n; i += kThreads) body(i);
   };
   std::vector<std::thread> threads;
-  for (int64_t first = 1; first < std::min(n, kThreads); ++first) threads.emplace_back(turns, first);
+  for (int64_t first = 1; first < count; ++first) threads.emplace_back(turns, first);
   turns(0);
   for (std::thread& thread : threads) thread.join();
 }
