@@ -56,8 +56,9 @@ COMPILE_ARGS = [
 # The same rules for the bits: no fused multiply-add; IEEE division and square root are nvcc's default.
 CUDA_ARGS = ["-O3", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC"]
 CUDA_ARGS += ["-Xcompiler=-fvisibility=hidden", "-Xcompiler=-ffp-contract=off"]
-# A kernel that spills registers to memory is an error.
-CUDA_ARGS += ["-Xptxas=--warn-on-spills", "-Xptxas=--warning-as-error"]
+# A kernel that spills registers to memory, or keeps an array there, is an error.
+CUDA_ARGS += ["-Xptxas=--warn-on-spills", "-Xptxas=--warn-on-local-memory-usage"]
+CUDA_ARGS += ["-Xptxas=--warning-as-error"]
 
 
 def _code_of(architecture: str) -> str:
