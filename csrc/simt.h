@@ -20,7 +20,6 @@
 
 #if !defined(__CUDACC__)
 #include <atomic>
-#include <thread>
 #endif
 
 namespace torchrec_dyn::simt {
@@ -40,14 +39,6 @@ struct Queue {
   Scratch* scratch;
 };
 
-#if !defined(__CUDACC__)
-// Lets other turns run between a turn's reads and its write, so that conflicts are frequent on few cores.
-inline void let_others_run() {
-  thread_local unsigned calls = 0;
-  if (++calls % 4 == 0) std::this_thread::yield();
-}
-#endif
-
 // Writes `desired` if the word is `expected`. Returns the word as it was.
 TORCHREC_DYN_BOTH inline int64_t compare_exchange(int64_t* word, int64_t expected, int64_t desired) {
 #if defined(__CUDA_ARCH__)
@@ -58,7 +49,6 @@ TORCHREC_DYN_BOTH inline int64_t compare_exchange(int64_t* word, int64_t expecte
   // nvcc's host side, never called; and the race that csrc/sanitize/run expects ThreadSanitizer to find.
   return *word == expected ? (*word = desired, expected) : *word;
 #else
-  let_others_run();
   std::atomic_ref<int64_t>(*word).compare_exchange_strong(expected, desired, std::memory_order_relaxed);
   return expected;
 #endif
