@@ -33,6 +33,8 @@ READING = {
     *(aten.nonzero, aten.masked_select, aten.bincount, aten.repeat_interleave),
     *(aten._unique, aten._unique2, aten.unique_dim, aten.unique_consecutive),
 }
+# Results of our ops that describe other arguments: on the CPU for every device (torchrec_dyn/ops.py).
+HOST_RESULTS = {"collect_new": {2}, "move_slots": {0}}
 COPIES = {aten._to_copy, aten.copy_, aten._copy_from}
 
 
@@ -162,6 +164,11 @@ class PretendedDevice(TorchFunctionMode):
             self._note(self.reads, name)
         if op in COPIES and _is_read(op, given):
             return result
+        if ours and name in HOST_RESULTS:
+            results = [result] if isinstance(result, torch.Tensor) else list(result)
+            for place in {*range(len(results))} - HOST_RESULTS[name]:
+                results[place] = self.of(results[place])
+            return results[0] if isinstance(result, torch.Tensor) else tuple(results)
         return tree_map(lambda value: self._tensor(value, memories), result)
 
     def _tensor(self, value, memories):
