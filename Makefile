@@ -56,11 +56,13 @@ test-deep: build
 
 build: $(VENV)/extension.stamp $(SIMT)
 
-# One wheel for Python >= 3.10 and all trios. setuptools packs what it finds in build/lib*, deleted files too. auditwheel
-# names it by the oldest system library that it runs with; torch's libraries stay outside.
+# One wheel for Python >= 3.10, all trios, and machines with and without GPUs. setuptools packs what it finds in
+# build/lib*, deleted files too. auditwheel names it by the oldest system library that it runs with; torch's libraries
+# stay outside.
+WHEEL_GPUS := 8.0;9.0;10.0;12.0+PTX
 wheel: build
 	rm -rf build/lib* build/bdist* build/wheel dist
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
+	TORCH_CUDA_ARCH_LIST="$(WHEEL_GPUS)" PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude libc10.so --wheel-dir dist build/wheel/*.whl
 
 lint: build docs
@@ -141,6 +143,8 @@ $(VENV)/dependencies.stamp: Makefile | $(BIN)/python
 
 $(VENV)/extension.stamp: $(VENV)/dependencies.stamp setup.py pyproject.toml $(CORE)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps --editable .
+	@readelf --sections --wide torchrec_dyn/_C.abi3.so | grep --quiet nv_fatbin || \
+		echo "make: found no nvcc, so torchrec_dyn._C has no CUDA kernels. Set CUDA_HOME."
 	@touch $@
 
 # The CUDA kernels, compiled by g++ for the tests (csrc/simt.h); it is not part of the wheel.

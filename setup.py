@@ -1,5 +1,6 @@
 """Builds the one extension, torchrec_dyn._C; everything else is said in pyproject.toml."""
 
+import math
 import os
 import re
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
@@ -15,8 +17,14 @@ ROOT = Path(__file__).resolve().parent
 BUILD = os.environ.get("TORCHREC_DYN_BUILD", "")
 CUDA_BIN = f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"
 NVCC = None if BUILD else shutil.which("nvcc", path=CUDA_BIN) or shutil.which("nvcc")
-# As in torch: a list such as "8.0;9.0+PTX". One architecture compiles fast; `make wheel` names all.
-ARCHITECTURES = os.environ.get("TORCH_CUDA_ARCH_LIST", "9.0")
+
+
+def _architectures() -> list[str]:
+    """Returns TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), else what this machine's GPUs are, else 9.0."""
+    if named := os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split():
+        return named
+    gpus = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return [f"{major}.{minor}" for major, minor in sorted(gpus)] or ["9.0"]
 
 
 def _sources() -> list[str]:
@@ -48,8 +56,9 @@ COMPILE_ARGS = [
 # The same rules for the bits: no fused multiply-add; IEEE division and square root are nvcc's default.
 CUDA_ARGS = ["-O3", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC"]
 CUDA_ARGS += ["-Xcompiler=-fvisibility=hidden", "-Xcompiler=-ffp-contract=off"]
-# A kernel that spills registers to memory is an error.
-CUDA_ARGS += ["-Xptxas=--warn-on-spills", "-Xptxas=--warning-as-error"]
+# A kernel that spills registers to memory, or keeps an array there, is an error.
+CUDA_ARGS += ["-Xptxas=--warn-on-spills", "-Xptxas=--warn-on-local-memory-usage"]
+CUDA_ARGS += ["-Xptxas=--warning-as-error"]
 
 
 def _code_of(architecture: str) -> str:
@@ -67,7 +76,7 @@ def _cuda_libraries() -> str:
 
 def _compile_cuda(folder: Path) -> list[str]:
     """Compiles every csrc/**/*.cu whose object is older than what it includes; returns the objects."""
-    codes = [_code_of(one) for one in re.split(r"[; ]+", ARCHITECTURES.strip())]
+    codes = map(_code_of, _architectures())
     command = [str(NVCC), *CUDA_ARGS, *codes, f"-I{ROOT / 'csrc'}"]
 
     def compiled(source: Path) -> str:
@@ -78,7 +87,8 @@ def _compile_cuda(folder: Path) -> list[str]:
         call = [*command, "-MD", "-MF", str(needs), "-c", str(source), "-o", str(target)]
         if target.exists() and made_by.exists() and made_by.read_text() == " ".join(call):
             inputs = needs.read_text().partition(":")[2].replace("\\\n", " ").split()
-            if all(os.path.getmtime(one) <= target.stat().st_mtime for one in inputs):
+            times = [os.path.getmtime(one) if os.path.exists(one) else math.inf for one in inputs]
+            if max(times) <= target.stat().st_mtime:
                 return str(target)
         made_by.unlink(missing_ok=True)
         subprocess.run(call, check=True)
@@ -109,9 +119,7 @@ class BuildCore(BuildExtension):
             extension.library_dirs.append(_cuda_libraries())
             extension.libraries += ["cudart_static", "dl", "rt", "pthread"]
         elif not BUILD:
-            print(
-                "torchrec_dyn: found no nvcc, so the extension has no CUDA kernels. Set CUDA_HOME."
-            )
+            print("torchrec_dyn: found no nvcc, so there are no CUDA kernels. Set CUDA_HOME.")
         super().build_extensions()
 
 

@@ -20,6 +20,7 @@
 
 #if !defined(__CUDACC__)
 #include <atomic>
+#include <thread>
 #endif
 
 namespace torchrec_dyn::simt {
@@ -45,9 +46,14 @@ TORCHREC_DYN_BOTH inline int64_t compare_exchange(int64_t* word, int64_t expecte
   return static_cast<int64_t>(atomicCAS(reinterpret_cast<unsigned long long*>(word),
                                         static_cast<unsigned long long>(expected),
                                         static_cast<unsigned long long>(desired)));
-#elif defined(__CUDACC__)
-  return *word == expected ? (*word = desired, expected) : *word;  // nvcc's host side: never called
+#elif defined(__CUDACC__) || defined(TORCHREC_DYN_PLANTED_RACE)
+  // nvcc's host side, never called; and the race that csrc/sanitize/run expects ThreadSanitizer to find.
+  return *word == expected ? (*word = desired, expected) : *word;
 #else
+#if defined(TORCHREC_DYN_SLOW_TURNS)  // csrc/sanitize/run: other turns run between a turn's reads and its write
+  thread_local unsigned calls = 0;
+  if (++calls % 16 == 0) std::this_thread::yield();
+#endif
   std::atomic_ref<int64_t>(*word).compare_exchange_strong(expected, desired, std::memory_order_relaxed);
   return expected;
 #endif

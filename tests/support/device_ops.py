@@ -6,6 +6,7 @@ An op without such a kernel runs on the CPU.
 """
 
 import functools
+import os
 from pathlib import Path
 
 import torch
@@ -13,7 +14,11 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 
-LIBRARY = Path(__file__).parents[2] / "build/simt/torchrec_dyn_simt.abi3.so"
+# csrc/sanitize/run names the library that it has built.
+LIBRARY = Path(
+    os.environ.get("TORCHREC_DYN_SIMT_LIBRARY")
+    or Path(__file__).parents[2] / "build/simt/torchrec_dyn_simt.abi3.so"
+)
 # Descriptions of a call are on the CPU for every kernel (csrc/library.cpp).
 DESCRIPTIONS = {"table_offsets", "new_offsets", "moved", "layout", "segments", "streams"}
 DESCRIPTIONS |= {"steps", "versions"}
