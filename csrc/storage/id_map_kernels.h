@@ -126,7 +126,7 @@ TORCHREC_DYN_BOTH inline int64_t find_slot(const SlotArray& array, int64_t id) {
   for (int64_t probe = 0; probe < array.capacity; probe += kLineSlots, line = array.next_line(line)) {
     for (int64_t slot = line; slot < line + kLineSlots; ++slot)
       if (array.slots[slot].id == id && !array.slots[slot].is_empty()) return slot;
-    if (empty_in_line(array, line) != 0) return kNoSlot;
+    if (empty_in_line(array.slots + line) != 0) return kNoSlot;
   }
   return kNoSlot;
 }
