@@ -120,11 +120,12 @@ class Workspaces {
     const bool fits = workers <= static_cast<int64_t>(list_.size()) && most.ids <= most_.ids &&
                       most.columns <= most_.columns && senders == senders_;
     if (fits) return list_;
-    most_ = {std::max(most.ids, most_.ids), std::max(most.columns, most_.columns)};
-    senders_ = senders;
-    list_.clear();
+    const PartSize both = {std::max(most.ids, most_.ids), std::max(most.columns, most_.columns)};
+    release();  // if memory is missing, the next call asks only for what it needs
     list_.reserve(static_cast<size_t>(workers));
-    for (int64_t worker = 0; worker < workers; ++worker) list_.emplace_back(most_, is_float, senders);
+    for (int64_t worker = 0; worker < workers; ++worker) list_.emplace_back(both, is_float, senders);
+    most_ = both;
+    senders_ = senders;
     return list_;
   }
 
@@ -132,12 +133,15 @@ class Workspaces {
   void release_large() {
     constexpr size_t kKeptBytes = size_t{16} << 20;
     const size_t bytes = RowRuns::bytes(most_.ids) + most_.columns * 2 * sizeof(float);
-    if (list_.size() * bytes <= kKeptBytes) return;
+    if (list_.size() * bytes > kKeptBytes) release();
+  }
+
+ private:
+  void release() {
     list_.clear();
     most_ = {};
   }
 
- private:
   PartSize most_;
   size_t senders_ = 0;
   std::vector<Workspace> list_;

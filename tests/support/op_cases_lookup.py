@@ -381,7 +381,7 @@ def update(
         keep = {0: one, 1: one - k * decay, 2: one - lr * decay}[int(hyper[5])]
         w[:] = keep * w - k * g
     else:
-        first, second = (np.float32(1.0 - float(b) ** step) for b in (b1, b2))
+        first, second = (np.float32(1.0 - np.float64(b) ** step) for b in (b1, b2))
         m1[:] = b1 * m1 + (one - b1) * g
         m2[:] = b2 * m2 + (one - b2) * (g * g if rule == 3 else mean_square(g))
         w -= lr * (m1 / first / (np.sqrt(m2 / second) + eps) + decay * w)
