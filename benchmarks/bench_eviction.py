@@ -6,7 +6,8 @@ A full table of 64 columns, batches of 4,096 bags of 10 ids. Steps (forward, bac
 with one new id in ten take turns with steps of known ids in the same table. Eviction is amortised, so the
 result is the ratio of the means over several evictions; the median and the worst step are printed too.
 Then: steps under LRU against steps without a policy, rows that expire in every step, steps of a collection
-that logs its statistics, and the bytes per row besides weights and optimizer state.
+that logs its statistics, steps of a table with a marker, and the bytes per row besides weights and
+optimizer state.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from torch import Tensor
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
+from torchrec_dyn.table import moment_of
 
 BATCHES = 32
 WARM_UP = 2
@@ -146,6 +148,28 @@ def run_scores(
             )  # fmt: skip
 
 
+def run_markers(limit: int, workloads: Sequence[Workload], known: Known, clock: str) -> Lines:
+    """Measures steps of a table that records its changes since a marker, against one that records none."""
+    marked, plain = (
+        Stepped(workloads[0], NO_POLICY, limit).fill(workloads[0].rows) for _ in range(2)
+    )
+    moment = moment_of(marked.table)
+    for workload in workloads:
+        batches = known[workload.zipf]
+        contestants = {
+            side: lambda turn, table=table, batches=batches: table.step(batches[turn % BATCHES])
+            for side, table in (("marker", marked), ("no marker", plain))
+        }
+        seconds = measure(contestants, KNOWN_STEPS, WARM_UP, clock)
+        seen = ratio(seconds, "marker", "no marker")
+        print(f"{workload.name:26} {'marker':20} known ids: {spread(seen)} of no marker")
+        yield result(
+            workload.name, torch.get_num_threads(), "known ids", "no marker", seen,
+            policy="marker", in_mean=False, ns_per_id=summary(seconds, workload.ids_per_step),
+        )  # fmt: skip
+    assert moment.log is marked.table.changes
+
+
 def run_statistics(full: Stepped, clock: str) -> Lines:
     """Measures one call of stats()."""
     seconds = measure({"stats": lambda turn: full.table.stats()}, 5, 1, clock)["stats"]
@@ -195,6 +219,8 @@ def run_size(limit: int, arguments: argparse.Namespace) -> Lines:
         del full
         gc.collect()  # the next table needs the memory
     yield from run_expiring(limit, workloads[0], arguments.clock)
+    if arguments.quick or limit == EVICTION_ROWS[0]:
+        yield from run_markers(limit, workloads, known, arguments.clock)
 
 
 def run_logging(workload: Workload, arguments: argparse.Namespace) -> Lines:

@@ -131,11 +131,14 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
       "bag_weights_grad(Tensor grad, Tensor rows, Tensor? offsets, Tensor[] weights, Tensor layout, "
       "Tensor segments, bool mean) -> Tensor");
   // Sums grad [elements] over the ids of each row and applies the optimizer. streams [T, 3]: rounding key,
-  // first column, step. hyper: learning rate, eps, beta1, beta2, weight decay, weight decay mode.
+  // first column, step. hyper: learning rate, eps, beta1, beta2, weight decay, weight decay mode. Sets the bit of each
+  // updated row in marks, blocks [2^shift] uint8 (storage/row_marks.h); a table with 0 blocks in mark_layout [T, 4]
+  // keeps no marks.
   m.def(
       "update_rows_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, "
       "Tensor(a!)[] weights, Tensor(b!)[] momentum1, Tensor(c!)[] momentum2, Tensor layout, Tensor segments, "
-      "Tensor streams, bool mean, int optimizer, float[] hyper, float[] grad_scales, Tensor? senders) -> ()");
+      "Tensor streams, bool mean, int optimizer, float[] hyper, float[] grad_scales, Tensor? senders, "
+      "Tensor(d!)[] marks, Tensor? mark_layout) -> ()");
 }
 
 // An empty Python module: importing torchrec_dyn._C loads this library and with it the ops.

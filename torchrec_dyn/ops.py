@@ -580,8 +580,10 @@ def update_rows_(
     hyper: Sequence[float],
     grad_scales: Sequence[float],
     senders: Tensor | None,
+    marks: Sequence[Tensor] = (),
+    mark_layout: Tensor | None = None,
 ) -> None:
-    """Sums the gradients of each row and applies the optimizer, in place.
+    """Sums the gradients of each row and applies the optimizer, in place. Marks the updated rows.
 
     Args:
         grad: [elements] float32, the gradient of the result of `gather_pool`.
@@ -602,10 +604,13 @@ def update_rows_(
         grad_scales: [T], factor of the summed gradients of each table.
         senders: [N] int32, the rank that sent each id. The summed gradient of a row is divided by the number
             of its distinct senders. -1 for all ids of a table without this division; None: no table has it.
+        marks: blocks [2^shift] uint8 of all tables, one bit for each row (csrc/storage/row_marks.h); written.
+        mark_layout: [T, 4] int64: first block, number of blocks, shift, 1; a table with 0 blocks keeps no
+            marks. None: no table keeps marks.
     """
     _ops.update_rows_.default(
         grad, ids, rows, offsets, bag_weights, weights, momentum1, momentum2, layout, segments,
-        streams, mean, optimizer, hyper, grad_scales, senders,
+        streams, mean, optimizer, hyper, grad_scales, senders, marks, mark_layout,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@
 #include "storage/blocks_arguments.h"
 #include "storage/rounding_cpu.h"
 #include "storage/row_access_cpu.h"
+#include "storage/row_marks.h"
 
 namespace torchrec_dyn {
 namespace {
@@ -81,6 +82,7 @@ struct UpdateTable {
   RowBlocks<float> momentum2;
   Stream stream;
   float grad_scale;  // factor of a row's gradient sum
+  MarkBits marks;    // without blocks: the table keeps no marks
 };
 
 // The floats of one cache line, aligned so that a vector of 512 bits never lies on two lines.
@@ -120,11 +122,12 @@ class Workspaces {
     const bool fits = workers <= static_cast<int64_t>(list_.size()) && most.ids <= most_.ids &&
                       most.columns <= most_.columns && senders == senders_;
     if (fits) return list_;
-    most_ = {std::max(most.ids, most_.ids), std::max(most.columns, most_.columns)};
-    senders_ = senders;
-    list_.clear();
+    const PartSize both = {std::max(most.ids, most_.ids), std::max(most.columns, most_.columns)};
+    release();  // if memory is missing, the next call asks only for what it needs
     list_.reserve(static_cast<size_t>(workers));
-    for (int64_t worker = 0; worker < workers; ++worker) list_.emplace_back(most_, is_float, senders);
+    for (int64_t worker = 0; worker < workers; ++worker) list_.emplace_back(both, is_float, senders);
+    most_ = both;
+    senders_ = senders;
     return list_;
   }
 
@@ -132,12 +135,15 @@ class Workspaces {
   void release_large() {
     constexpr size_t kKeptBytes = size_t{16} << 20;
     const size_t bytes = RowRuns::bytes(most_.ids) + most_.columns * 2 * sizeof(float);
-    if (list_.size() * bytes <= kKeptBytes) return;
+    if (list_.size() * bytes > kKeptBytes) release();
+  }
+
+ private:
+  void release() {
     list_.clear();
     most_ = {};
   }
 
- private:
   PartSize most_;
   size_t senders_ = 0;
   std::vector<Workspace> list_;
@@ -206,6 +212,7 @@ struct Memory {
   T* weights;
   float* momentum1;
   float* momentum2;
+  uint8_t* mark;
   const float* grad;  // of the first position
 };
 
@@ -232,6 +239,12 @@ TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, const UpdateTable<T>&
       float* row = table.momentum2.row(runs[r].row);
       ring[r % kRing].momentum2 = row;
       prefetch_row(row, table.momentum2.columns);
+    }
+  if (table.marks.capacity > 0)
+    for (size_t r = begin; r < end; ++r) {
+      uint8_t* mark = table.marks.byte(runs[r].row);
+      ring[r % kRing].mark = mark;
+      __builtin_prefetch(mark, 1, 2);
     }
   constexpr uint32_t kMostGrads = 8;  // of one row: the other gradients of a popular row are in cache
   const float* last = nullptr;
@@ -284,6 +297,7 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& shared, const Workspace& wor
       if (scale != 1.0f)
         for (int64_t c = 0; c < columns; ++c) sum[c] *= scale;
     }
+    if (table.marks.capacity > 0) mark_bit(memory.mark, run.row);
     T* row = memory.weights;
     float* weight = nullptr;
     if constexpr (sizeof(T) == sizeof(float)) {
@@ -395,11 +409,33 @@ RowBlocks<float> state_rows(BlockList<float>& list, const TableLayout& table, St
   return columns == 0 ? RowBlocks<float>{} : list.rows(table, columns);
 }
 
+// Reads the marks of T tables; empty if no table keeps marks.
+std::vector<TableLayout> read_mark_layout(const char* op, const std::optional<Tensor>& layout, size_t tables) {
+  if (!layout) return {};
+  // No list of blocks: the last block has all its bytes, since its stripes lie all over it.
+  const std::vector<TableLayout> marks = read_layout(op, *layout, {}, true);
+  check_size(op, "the lines of mark_layout", static_cast<int64_t>(tables), static_cast<int64_t>(marks.size()));
+  for (const TableLayout& table : marks)
+    STD_TORCH_CHECK(table.shift >= kLeastMarkShift, op, ": expected a shift of at least ", kLeastMarkShift,
+                    " in mark_layout, got ", table.shift, ".");
+  return marks;
+}
+
+// Checks that every row is absent (-1), or inside its table and inside the marks of its table.
+void check_updated_rows(const char* op, const Bags& bags, std::vector<TableLayout> tables,
+                        const std::vector<TableLayout>& marks, const int64_t* rows) {
+  for (size_t t = 0; t < marks.size(); ++t)
+    if (marks[t].blocks > 0 && marks[t].capacity() < (tables[t].capacity() + 7) / 8)
+      tables[t] = {0, marks[t].blocks, marks[t].shift + 3, 1};
+  check_rows_of_bags(op, bags, tables, rows);
+}
+
 void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, const std::optional<Tensor>& offsets,
                   const std::optional<Tensor>& bag_weights, std::vector<Tensor> weights, std::vector<Tensor> momentum1,
                   std::vector<Tensor> momentum2, const Tensor& layout, const Tensor& segments, const Tensor& streams,
                   bool mean, int64_t optimizer, std::vector<double> hyper, std::vector<double> grad_scales,
-                  const std::optional<Tensor>& senders) {
+                  const std::optional<Tensor>& senders, std::vector<Tensor> marks,
+                  const std::optional<Tensor>& mark_layout) {
   const char* op = "update_rows_";
   check_tensor(op, "grad", grad, ScalarType::Float);
   check_tensor(op, "ids", ids, ScalarType::Long);
@@ -415,7 +451,8 @@ void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, con
   check_size(op, "the elements of streams", 3 * table_count, streams.numel());
   const BagLists bag_lists = read_bags(op, offsets, segments, tables, ids.numel(), grad.numel());
   const Bags bags = bag_lists.view();
-  check_rows_of_bags(op, bags, tables, const_data<int64_t>(rows));
+  const std::vector<TableLayout> mark_tables = read_mark_layout(op, mark_layout, tables.size());
+  check_updated_rows(op, bags, tables, mark_tables, const_data<int64_t>(rows));
   const float* weight = bag_weight_data(op, bag_weights, ids.numel());
   const UpdateRule rule = read_rule(optimizer, hyper);
   check_size(op, "the number of grad_scales", table_count, static_cast<int64_t>(grad_scales.size()));
@@ -426,6 +463,7 @@ void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, con
       .writes(weights)
       .writes(momentum1)
       .writes(momentum2)
+      .writes(marks)
       .reads(grad)
       .reads(ids)
       .reads(rows)
@@ -437,17 +475,19 @@ void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, con
     using T = decltype(zero);
     BlockList<T> weight_list(op, "weights", weights);
     BlockList<float> momentum1_list(op, "momentum1", momentum1), momentum2_list(op, "momentum2", momentum2);
+    BlockList<uint8_t> mark_list(op, "marks", marks);
     const StateWidths widths = state_widths(rule.optimizer);
     std::vector<UpdateTable<T>> update_tables;
     const int64_t* stream = const_data<int64_t>(streams);
     for (const TableLayout& table : tables) {
+      const size_t t = update_tables.size();
       STD_TORCH_CHECK(table.capacity() <= (int64_t{1} << 32), op, ": expected at most 2^32 rows a table, got room for ",
                       table.capacity(), ".");
-      update_tables.push_back({weight_list.rows(table, table.columns),
-                               state_rows(momentum1_list, table, widths.momentum1),
-                               state_rows(momentum2_list, table, widths.momentum2),
-                               Stream{static_cast<uint64_t>(stream[0]), stream[1], stream[2]},
-                               static_cast<float>(grad_scales[update_tables.size()])});
+      update_tables.push_back(
+          {weight_list.rows(table, table.columns), state_rows(momentum1_list, table, widths.momentum1),
+           state_rows(momentum2_list, table, widths.momentum2),
+           Stream{static_cast<uint64_t>(stream[0]), stream[1], stream[2]}, static_cast<float>(grad_scales[t]),
+           mark_tables.empty() ? MarkBits{} : bits_of(mark_list.words(mark_tables[t]))});
       stream += 3;
     }
     const UpdateJob<T> job{

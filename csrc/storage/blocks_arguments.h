@@ -57,6 +57,10 @@ constexpr ScalarType scalar_type_of<float>() {
   return ScalarType::Float;
 }
 template <>
+constexpr ScalarType scalar_type_of<uint8_t>() {
+  return ScalarType::Byte;
+}
+template <>
 constexpr ScalarType scalar_type_of<int32_t>() {
   return ScalarType::Int;
 }

@@ -1,5 +1,7 @@
 // Marks of rows: one 32-bit word for each row, the version with which the row was last marked. One pass over the words
 // lists the rows marked since a version.
+//
+// The update marks the present version by one bit for each row instead: the bits of a table fit a core's cache.
 #pragma once
 
 #include <algorithm>
@@ -30,6 +32,34 @@ inline void mark_rows(MarkBlocks marks, const int64_t* rows, int64_t count, int3
     const std::atomic_ref<int32_t> mark(*marks.word(rows[i]));
     if (mark.load(std::memory_order_relaxed) != version) mark.store(version, std::memory_order_relaxed);
   }
+}
+
+// The bits of the rows of one table, in blocks of 8 * 2^byte_shift rows. The 64 stripes of a block hold the rows with
+// the same low 6 bits. So threads that share the rows of a table by these bits write different bytes, mostly on
+// different cache lines. In its stripe, row r of a block is bit r >> 6.
+constexpr int64_t kLeastMarkShift = 6;  // a stripe has whole bytes
+
+struct MarkBits {
+  uint8_t* const* blocks = nullptr;
+  int64_t byte_shift = kLeastMarkShift;
+  int64_t capacity = 0;  // rows
+
+  TORCHREC_DYN_INLINE uint8_t* byte(int64_t row) const {
+    const int64_t place = row & ((int64_t{8} << byte_shift) - 1);
+    return blocks[row >> (byte_shift + 3)] + ((row & 63) << (byte_shift - kLeastMarkShift)) + (place >> 9);
+  }
+};
+
+TORCHREC_DYN_INLINE MarkBits bits_of(const WordBlocks<uint8_t>& bytes) {
+  return {bytes.blocks, bytes.shift, 8 * bytes.capacity};
+}
+
+// Sets the bit of a row. No other thread writes this byte; one may read it. A branch on whether the bit is set already
+// would be mispredicted.
+TORCHREC_DYN_INLINE void mark_bit(uint8_t* byte, int64_t row) {
+  const std::atomic_ref<uint8_t> bits(*byte);
+  const auto bit = static_cast<uint8_t>(1u << ((row >> 6) & 7));
+  bits.store(bits.load(std::memory_order_relaxed) | bit, std::memory_order_relaxed);
 }
 
 TORCHREC_DYN_INLINE int64_t count_marked(const int32_t* words, int64_t count, int32_t since) {

@@ -87,6 +87,39 @@ def test_memory_errors_reach_python(threads):
         assert f"{op}: {rule}" in errors.get(op, "no error"), errors
 
 
+def updates_after_a_memory_error():
+    """Returns the error of an update too large for the memory, and the row after a small update."""
+    torch.set_num_threads(1)
+    ids = torch.zeros(8 << 20, dtype=torch.int64)
+    common = {
+        "rows": ids,
+        "offsets": None,
+        "bag_weights": None,
+        "mean": False,
+        "grad_scales": [1.0],
+    }
+    table = {"weights": [torch.ones(1, 1)], "layout": torch.tensor([[0, 1, 0, 1]])}
+    many = {"segments": torch.tensor([[0, 0, len(ids), 0, 1]]), "grad": torch.ones(len(ids))}
+    limit_memory(200 * MIB)
+    error = None
+    try:
+        update(common, ids=ids, **table, **many)
+    except MemoryError as raised:
+        error = str(raised)
+    few = {"segments": torch.tensor([[0, 0, 1, 0, 1]]), "grad": torch.ones(1)}
+    update({**common, "rows": ids[:1]}, **table, **few)
+    return error, float(table["weights"][0])
+
+
+@linux
+@plain
+def test_an_update_too_large_for_the_memory_leaves_room_for_smaller_updates():
+    """Workspaces are kept: their size must not be that of the update that failed."""
+    error, weight = call(updates_after_a_memory_error)
+    assert "update_rows_: expected memory for this call" in error
+    assert abs(weight - 0.9) < 1e-6
+
+
 def resident_growth_of_a_wide_table_without_ids():
     given = wide_table(torch.float32)
     columns = 1 << 30

@@ -250,6 +250,25 @@ WRONG = [
         r"senders in \[-1, 1048576\), got -2",
     ),
     ("update_rows_", {"senders": whole(0, 2**20, 0, 0, 0).int()}, r"got -1 to 1048576"),
+    (
+        "update_rows_",
+        {"mark_layout": torch.tensor([[0, 1, 6, 1]])},
+        "lines of mark_layout = 2, got 1",
+    ),
+    (
+        "update_rows_",
+        {"mark_layout": torch.tensor([[0, 0, 5, 1]] * 2)},
+        "shift of at least 6 .*got 5",
+    ),
+    ("update_rows_", {"mark_layout": torch.tensor([[0, 1, 6, 1]] * 2)}, "1 blocks of marks, got 0"),
+    (
+        "update_rows_",
+        {
+            "mark_layout": torch.tensor([[0, 2**31 - 1, 31, 1]] * 2),
+            "marks": [torch.zeros(64, dtype=torch.uint8)],
+        },
+        "2147483647 blocks of marks, got 1",
+    ),
 ]
 
 

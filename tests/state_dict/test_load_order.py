@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch.distributed.checkpoint as dcp
 import workers
 from checkpoint_cases import differences, held, put, quietly, save, state_dict_of, tables_of
 from checkpoint_small import both, case, on_one, read, sharded, step, unsharded
+
+from torchrec_dyn.state_dict.aligned_state import AlignedState
 
 
 def optimizer_first(path: str) -> bool:
@@ -142,3 +145,50 @@ def trained_in_between(path: str) -> bool:
 
 def test_the_rows_are_matched_again_if_they_changed_before_the_optimizer(tmp_path: Path) -> None:
     assert on_one(trained_in_between, tmp_path)
+
+
+def rows_of_another_checkpoint(path: str) -> bool:
+    """Two state dicts of a model share the optimizer's tensors; each is verified before the other's rows."""
+    model, other = sharded(case()), sharded(case())
+    step(model, [1, 2, 3])
+    save(model, f"{path}_one")
+    step(other, [7, 8, 9])
+    save(other, f"{path}_two")
+    one, two = state_dict_of(model), state_dict_of(model)
+    read(one, f"{path}_one")
+    one["model"]["collection.embedding_bags.t.config"].entry.session.verify("test")
+    read({"model": two["model"], "optimizer": one["optimizer"]}, f"{path}_two")
+    model.load_state_dict(two["model"])
+    model.load_state_dict(one["model"])
+    with pytest.raises(ValueError, match="got other rows"):
+        model.fused_optimizer.load_state_dict(one["optimizer"])
+    return True
+
+
+def test_optimizer_state_is_matched_to_rows_of_another_checkpoint(tmp_path: Path) -> None:
+    assert on_one(rows_of_another_checkpoint, tmp_path)
+
+
+def trained_by_another_thread(path: str) -> bool:
+    model = sharded(case())
+    step(model, [1, 2, 3])
+    save(model, path)
+    state = read(state_dict_of(model), path)
+    model.load_state_dict(state["model"])
+    compare = AlignedState.compare
+
+    def train_and_compare(aligned: AlignedState, summed: Mapping[str, int]) -> None:
+        step(model, [4])
+        compare(aligned, summed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AlignedState, "compare", train_and_compare)
+        with pytest.raises(
+            RuntimeError, match="rows that do not change while their optimizer state"
+        ):
+            model.fused_optimizer.load_state_dict(state["optimizer"])
+    return bool(tables_of(model)[0].num_rows == 4)
+
+
+def test_a_step_between_the_check_and_the_commit_of_optimizer_state(tmp_path: Path) -> None:
+    assert on_one(trained_by_another_thread, tmp_path)

@@ -162,7 +162,21 @@ def draw_update_rows_(rng: random.Random) -> Arguments:
         "hyper": [0.1, 1e-8, 0.9, 0.999, weight_decay, float(rng.randrange(3))],
         "grad_scales": [rng.choice((1.0, 2.0, 0.3)) for _ in range(tables)],
         "senders": rng.choice((None, senders)),
+        **draw_marks(rng, batch),
     }
+
+
+def draw_marks(rng: random.Random, batch: Batch) -> Arguments:
+    """Draws bits of some tables, set or not, or no marks at all."""
+    marks: list[Tensor] = []
+    layout = []
+    for table in batch.tables:
+        shift, rows = rng.randint(6, 8), table.blocks << table.shift
+        count = rng.choice((0, -(-rows // (8 << shift))))
+        layout.append([len(marks), count, shift, 1])
+        marks += [torch.tensor(list(rng.randbytes(1 << shift))).byte() for _ in range(count)]
+    mark_layout = torch.tensor(layout, dtype=I64).reshape(-1, 4)
+    return {"marks": marks, "mark_layout": rng.choice((None, mark_layout))}
 
 
 # The rules, and the plain formulas
@@ -281,6 +295,22 @@ def check_bag_weights_grad(before: Arguments, _: Arguments, result: Tensor) -> N
     equal(result, torch.from_numpy(out))
 
 
+def bits_of_tables(given: Arguments) -> list[list[int]]:
+    """Returns the bits of each table by row."""
+    layout, tables = given["mark_layout"], []
+    for table in [] if layout is None else read_layout(layout, len(given["marks"])):
+        need(table.shift >= 6, "whole bytes of 64 stripes")
+        own = given["marks"][table.first : table.first + table.blocks]
+        joined = rows_of_blocks(own, table.shift, 1, torch.uint8)
+        of_block = 8 << table.shift
+        tables.append([])
+        for row in range(0 if joined is None else of_block * table.blocks):
+            block, place = divmod(row, of_block)
+            byte = (block << table.shift) + ((row & 63) << (table.shift - 6)) + (place >> 9)
+            tables[-1].append(int(joined[byte]) >> (place >> 6 & 7) & 1)
+    return tables
+
+
 def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
     grad, ids = grad_of(before), numbers(before["ids"], "ids")
     bags = read_bags(before, len(grad))
@@ -314,6 +344,8 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
     for state in states:
         for own, weight in zip(state or (), bags.weights, strict=False):
             need(own is None or len(own) == len(weight), "state for each row of weights")
+    marks = bits_of_tables(before)
+    need(not marks or len(marks) == len(bags.tables), "marks of each table")
     with np.errstate(all="ignore"):
         rows = sum_gradients(before, bags, grad, of_ids, senders)
         for (table, row), total in rows.items():  # the arrays are views of the tables: written
@@ -323,6 +355,11 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
             if step < 1:
                 raise Unjudged("a step below 1")
             update(before["optimizer"], before["hyper"], step, total, weight, *own)
+    for table, row in rows:
+        if marks and marks[table]:
+            need(row < len(marks[table]), "rows of the table's marks")
+            marks[table][row] = 1
+    assert bits_of_tables(after) == marks
     for t, table in enumerate(bags.tables):
         own = slice(table.first, table.first + table.blocks)
         if bags.weights[t] is None:
@@ -389,7 +426,7 @@ def update(
         keep = {0: one, 1: one - k * decay, 2: one - lr * decay}[int(hyper[5])]
         w[:] = keep * w - k * g
     else:
-        first, second = (np.float32(1.0 - float(b) ** step) for b in (b1, b2))
+        first, second = (np.float32(1.0 - np.float64(b) ** step) for b in (b1, b2))
         m1[:] = b1 * m1 + (one - b1) * g
         m2[:] = b2 * m2 + (one - b2) * (g * g if rule == 3 else mean_square(g))
         w -= lr * (m1 / first / (np.sqrt(m2 / second) + eps) + decay * w)

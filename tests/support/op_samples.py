@@ -57,7 +57,7 @@ def sequence():
     return given
 
 
-def update(optimizer, senders=None, **options):
+def update(optimizer, senders=None, marks=(), mark_layout=None, **options):
     given = pooled(**options)
     state = {0: (0, 0), 1: (2, 0), 2: (1, 0), 3: (2, 2), 4: (2, 1)}[optimizer]
 
@@ -81,7 +81,15 @@ def update(optimizer, senders=None, **options):
         "hyper": [0.1, 1e-8, 0.9, 0.999, 0.0, 0.0],
         "grad_scales": [1.0, 2.0],
         "senders": senders,
+        "marks": list(marks),
+        "mark_layout": mark_layout,
     }
+
+
+def update_with_marks():
+    """Returns an update of a table with marks and one without."""
+    marks = [torch.zeros(64, dtype=torch.uint8)]
+    return update(0, marks=marks, mark_layout=torch.tensor([[0, 1, 6, 1], [1, 0, 6, 1]]))
 
 
 def rows_of_a_table(dtype=torch.float32):
@@ -252,5 +260,6 @@ SAMPLES = {
         *(lambda optimizer=optimizer: update(optimizer) for optimizer in range(5)),
         lambda: update(2, dtype=torch.float16, weighted=True),
         lambda: update(0, senders=torch.tensor([0, 1, 1, -1, -1], dtype=torch.int32)),
+        update_with_marks,
     ],
 }  # fmt: skip

@@ -164,6 +164,8 @@ def _write_rows(
 
     The rows are checked and memory is reserved before this call.
     """
+    if shard.life is not None:
+        shard.life.forget_listed()  # before the first score: an interrupt may come in between
     shard.remove(*shard.id_map.find(change.removed), "erased")
     columns = (shard.first_column, shard.first_column + shard.columns)
     for ids, from_rows in _stretches(staged):
@@ -178,7 +180,6 @@ def _write_rows(
             shard.life.scores.write(rows, *staged.scores.read(from_rows))
         note_changed([shard], rows, torch.tensor([0, rows.numel()]))
     if shard.life is not None:
-        shard.life.forget_listed()
         shard.life.is_unscored = False
         if staged.waiting is not None:
             shard.life.waiting = staged.waiting

@@ -38,7 +38,7 @@ from torchrec_dyn.lookup.gradient_reduction import Reduction, Senders, reduction
 from torchrec_dyn.lookup.table_blocks import TableBlocks, blocks_with_initial_rows
 from torchrec_dyn.lookup.table_lists import TableLists, TrainedTables, list_tables
 from torchrec_dyn.storage import TABLES, ForwardTicket, OutstandingForwards, TableLock, locked
-from torchrec_dyn.table import DynamicTable, find_rows, insert_unseen, note_changed, tokens_of
+from torchrec_dyn.table import DynamicTable, find_rows, insert_unseen, marks_of_update, tokens_of
 
 
 @dataclass
@@ -283,14 +283,15 @@ class TableGroup:
         else:  # tables were frozen in between, or are in another group
             for table in forward.trained.tables:
                 table.own = table.own._replace(edits=table.own.edits + 1)
-        if lists.has_changes:
-            note_changed(self.tables, forward.rows, bags.table_offsets, forward.noted)
+        listed_marks = (
+            marks_of_update(self.tables, forward.noted) if lists.has_changes else ((), None)
+        )
         optimizer, (listed, states) = self.tables[0].optimizer, lists.blocks.rows()
         ops.update_rows_(
             grad, forward.ids, forward.rows, bags.offsets, weights, listed.weights, states[0],
             states[1], listed.layout, bags.segments, forward.streams,
             self._bag_layout.is_mean, optimizer.rule, optimizer.hyper(self.learning_rate),
-            forward.reduction.scales, forward.reduction.senders,
+            forward.reduction.scales, forward.reduction.senders, *listed_marks,
         )  # fmt: skip
 
     def _count_late_grads(self, forward: _Forward, lists: TableLists) -> None:

@@ -90,8 +90,17 @@ class AlignedState:
 
     @locked
     def commit(self) -> None:
-        """Replaces the optimizer state of the shards by the verified load."""
+        """Replaces the optimizer state of the shards by the verified load.
+
+        Raises:
+            RuntimeError: the shards have changed since the state was verified.
+        """
         entry, pieces = self._entry, self._entry.pieces
+        if self._known is not None and entry.known_sums() is None:  # changed by another thread
+            raise RuntimeError(
+                f"{pieces.where}: expected rows that do not change while their optimizer state is loaded, "
+                "got rows that have changed. Load between two steps, in the thread that trains."
+            )
         cuts = entry.saved_config.get("cuts", pieces.cuts)
         for number, (shard, stores) in enumerate(
             zip(pieces.shards, entry.staged or (), strict=True)

@@ -146,7 +146,7 @@ class ModelEntry(TableEntry):
         run_to_end(*(partial(commit_shard, *of_shard) for of_shard in both))
         for entry in self.session.entries if self.session is not None else ():
             if isinstance(entry, OptimizerEntry) and entry.pieces.has_shards_of(self.pieces):
-                entry.note_rows(self.places)
+                entry.note_rows(self)
         self.staged = self.session = None
         self.renew()  # if the same state dict is loaded again, its tensors are the table's own
 
@@ -166,24 +166,24 @@ class OptimizerEntry(TableEntry):
         "Load the model's state dict only, or give LoadPlanner(allow_partial_load=True)."
     )
     staged: list[dict[str, RowStore]] | None
-    _sums: dict[str, int]  # content sums of this rank's part by the ids of the same load
-    _stamps: list[tuple[int, ...]] | None = (
-        None  # of the shards that have the rows of the same load
-    )
+    _model: ModelEntry | None = None  # the load of the rows by whose ids the state was summed
+    _sums: dict[str, int]  # content sums of this rank's part by these ids
+    _stamps: list[tuple[int, ...]] | None = None  # stamps of the shards when they had these rows
 
-    def note_rows(self, places: Places) -> None:
-        """Notes that the shards have now the rows of the same load.
+    def note_rows(self, model: ModelEntry) -> None:
+        """Notes that the shards have the rows of a load now, if the state was summed by its ids.
 
         Args:
-            places: places of the rows; the state is of the same rows, in the same order.
+            model: the load of the rows.
         """
-        shards, rows = self.pieces.shards, places.count
-        # Rows that were copied into smaller stores have other numbers.
-        if self.is_verified and all(one.row_numbers.high == rows for one in shards):
-            self._stamps = [stamp_of(one) for one in shards]
+        shards, rows = self.pieces.shards, model.places.count
+        # The state is in the order of the rows as read: rows copied into smaller stores have other numbers.
+        is_same = self._model is model and all(one.row_numbers.high == rows for one in shards)
+        if self.is_verified and is_same:
+            self._model, self._stamps = None, [stamp_of(one) for one in shards]
 
     def known_sums(self) -> dict[str, int] | None:
-        """Returns this rank's content sums if the shards still have the rows of the same load, else None."""
+        """Returns this rank's content sums if the shards still have the rows of these sums, else None."""
         is_known = self._stamps == [stamp_of(one) for one in self.pieces.shards]
         return self._sums if is_known else None
 
@@ -214,7 +214,7 @@ class OptimizerEntry(TableEntry):
             widths: number of columns of each saved tensor; of row-wise state, the number of column shards.
         """
         self.places, self.total = places, total
-        self.staged, self._stamps = [], None
+        self.staged, self._model, self._stamps = [], None, None
         for shard in self.pieces.shards:
             stores = {}
             for one in named_states(shard):
@@ -299,7 +299,7 @@ class OptimizerEntry(TableEntry):
             )
         most = SUMMED_BYTES // (4 * pieces.cuts[-1])
         by_row = [one.id_map.by_row(one.places.count, most) for one in model.staged or ()]
-        self._sums = self.sums_of(by_row)
+        self._model, self._sums = model, self.sums_of(by_row)
         return self._sums
 
     def _model_of(self, others: Sequence[TableEntry], pieces: ShardPieces) -> ModelEntry | None:

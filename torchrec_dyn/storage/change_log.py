@@ -81,6 +81,7 @@ class ChangeLog:
 
     def moment(self) -> Moment:
         """Starts and returns a moment."""
+        self.changed.settle(self.number)
         self.number, self.token = self.number + 1, object()
         moment = Moment(self, self.number)
         self._moments.add(moment)

@@ -29,8 +29,10 @@ _LARGE_GROWTH = 1.25
 _START_LOAD = 9 / 16
 # Statistics of a larger map sample at least this many slots: few enough to take no noticeable time.
 _PROBED = 1 << 18
-# Rows whose ids are listed by one scan of the slots: 9 bytes a row.
+# Rows whose ids are listed by one scan of the slots, 9 bytes a row. A large table is scanned four times: else
+# the time of its scans would grow with the square of its rows.
 _ROWS_AT_ONCE = 2 << 20
+_MOST_SCANS = 4
 # Growth moves whole runs of slots, so it may move up to a run of slots more than needed.
 _RUN = 64
 # A huge page of outgoing slots is given back to the system when all of it has moved.
@@ -232,8 +234,9 @@ class IdMap:
         """
         step = 1 << max(1, most).bit_length() - 1
         numbers = torch.empty(min(rows, step), dtype=torch.int64)
-        for first in range(0, rows, _ROWS_AT_ONCE):
-            last = min(rows, first + _ROWS_AT_ONCE)
+        at_once = _ROWS_AT_ONCE * max(1, -(-rows // (_MOST_SCANS * _ROWS_AT_ONCE)))
+        for first in range(0, rows, at_once):
+            last = min(rows, first + at_once)
             ids, has_id = ops.ids_of_rows(*self.arrays(), first, last)
             is_full = bool(has_id.all())
             for here, used in zip(ids.split(step), has_id.split(step), strict=True):

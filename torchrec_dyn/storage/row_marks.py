@@ -1,5 +1,8 @@
 """RowMarks: one small number for each row, 0 until the row is marked.
 
+The update of rows marks in its own pass, and with one bit for each row: these bits fit a core's cache. They
+stand for the latest number, and become numbers before the next number is used.
+
 Legend: T tables, N rows in table order, M rows.
 """
 
@@ -13,6 +16,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 
 _BLOCK_ROWS = 1 << 18  # 1 MiB; a small table takes less
+_LEAST_SHIFT = 9  # 64 stripes of bits, of whole bytes
 
 
 class RowMarks:
@@ -24,12 +28,14 @@ class RowMarks:
 
     Attributes:
         blocks: blocks of marks, each [2^shift, 1] int32.
+        bits: for each block the bits of its rows, [2^(shift - 3)] uint8 (csrc/storage/row_marks.h).
         shift: binary logarithm of the rows of a block.
     """
 
     def __init__(self, row_limit: int, device: torch.device) -> None:
-        self.shift = max(4, min(_BLOCK_ROWS, row_limit).bit_length() - 1)
+        self.shift = max(_LEAST_SHIFT, min(_BLOCK_ROWS, row_limit).bit_length() - 1)
         self.blocks: list[Tensor] = []
+        self.bits: list[Tensor] = []
         self._words: list[Tensor] = []  # the same memory as float32, for the op that copies rows
         self._device = device
 
@@ -38,7 +44,9 @@ class RowMarks:
         while len(self.blocks) << self.shift < rows:
             shape = (1 << self.shift, 1)
             block = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            bits = torch.zeros(1 << self.shift - 3, dtype=torch.uint8, device=self._device)
             self._words[len(self.blocks) :] = [block.view(torch.float32)]
+            self.bits[len(self.blocks) :] = [bits]
             self.blocks.append(block)
 
     def read(self, rows: Tensor) -> Tensor:
@@ -67,10 +75,25 @@ class RowMarks:
         """
         write_marks([self], rows, torch.tensor([0, rows.numel()]), [mark])
 
+    def settle(self, mark: int) -> None:
+        """Marks the rows with a bit and clears the bits. Nothing may set bits meanwhile.
+
+        Args:
+            mark: the mark that the bits stand for.
+        """
+        for block, bits in zip(self.blocks, self.bits, strict=False):
+            block.masked_fill_(_flags(bits).unsqueeze(1), mark)
+            bits.zero_()  # after the marks: an interrupt may come between the two
+
     def at_least(self, mark: int) -> Tensor:
-        """Returns a flag for each row in the blocks, [capacity] bool: True if its mark is at least `mark`."""
+        """Returns a flag for each row in the blocks, [capacity] bool: True if its mark is at least `mark`.
+
+        Args:
+            mark: at most the mark that the bits stand for.
+        """
         capacity = len(self.blocks) << self.shift
-        flags = torch.zeros(capacity, dtype=torch.bool, device=self._device)
+        # Bits before numbers: another thread may settle them meanwhile.
+        flags = torch.cat([*map(_flags, self.bits), torch.zeros(0, dtype=torch.bool)])
         flags[ops.changed_rows(self.blocks, self.shift, capacity, mark)] = True
         return flags
 
@@ -82,7 +105,7 @@ class RowMarks:
     @property
     def bytes(self) -> int:
         """Bytes of the blocks."""
-        return sum(block.nbytes for block in self.blocks)
+        return sum(block.nbytes for block in (*self.blocks, *self.bits))
 
 
 def write_marks(
@@ -103,3 +126,20 @@ def write_marks(
         layout.append([len(blocks), count, shift, 1])
         blocks.extend([] if table is None else table.blocks)
     ops.mark_rows_(rows, table_offsets, blocks, torch.tensor(layout), torch.tensor(marks))
+
+
+def list_bits(tables: Sequence[RowMarks | None]) -> tuple[list[Tensor], Tensor]:
+    """Returns the bits of T tables as `ops.update_rows_` takes them: all blocks, and their layout [T, 4]."""
+    blocks: list[Tensor] = []
+    layout = []
+    for table in tables:
+        bits, shift = ([], _LEAST_SHIFT) if table is None else (table.bits, table.shift)
+        layout.append([len(blocks), len(bits), shift - 3, 1])
+        blocks.extend(bits)
+    return blocks, torch.tensor(layout)
+
+
+def _flags(bits: Tensor) -> Tensor:
+    """Returns the bits of a block by row, [rows] bool."""
+    stripes = bits.view(64, -1, 1) >> torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (stripes & 1).permute(1, 2, 0).reshape(-1).bool()

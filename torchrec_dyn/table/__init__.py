@@ -7,7 +7,13 @@ table.
 A call that fails changes nothing; inputs are checked first (`checks`).
 """
 
-from torchrec_dyn.table.changes import moment_of, note_changed, note_replaced, tokens_of
+from torchrec_dyn.table.changes import (
+    marks_of_update,
+    moment_of,
+    note_changed,
+    note_replaced,
+    tokens_of,
+)
 from torchrec_dyn.table.checks import ROW_DTYPES, check_need, check_state, check_step
 from torchrec_dyn.table.contents import (
     named_states,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from torchrec_dyn.storage import ChangeLog, IdMap, Moment, locked, write_marks
+from torchrec_dyn.storage import ChangeLog, IdMap, Moment, list_bits, locked, write_marks
 
 if TYPE_CHECKING:
     from torchrec_dyn.table.table import DynamicTable
@@ -48,27 +48,35 @@ def note_added(table: DynamicTable, rows: Tensor) -> None:
         log.add(rows)
 
 
-def note_changed(
-    tables: Sequence[DynamicTable],
-    rows: Tensor,
-    table_offsets: Tensor,
-    noted: list[object] | None = None,
-) -> None:
+def note_changed(tables: Sequence[DynamicTable], rows: Tensor, table_offsets: Tensor) -> None:
     """Records rows that were written, or whose scores were written.
 
     Args:
         tables: T tables.
         rows: [N] int64 in table order; -1 is skipped. Rows of removed ids may be among them.
         table_offsets: [T + 1] int64, where the rows of each table begin.
-        noted: `tokens_of` the tables at an earlier recording of the same rows, else None. If no moment
-            started since then, this call does nothing.
     """
-    if all(table.changes is None for table in tables) or tokens_of(tables) == noted:
-        return
     logs = [changes_of(table) for table in tables]
-    marks = [None if log is None else log.changed for log in logs]
-    numbers = [0 if log is None else log.number for log in logs]
-    write_marks(marks, rows, table_offsets, numbers)
+    if any(log is not None for log in logs):
+        marks = [None if log is None else log.changed for log in logs]
+        numbers = [0 if log is None else log.number for log in logs]
+        write_marks(marks, rows, table_offsets, numbers)
+
+
+def marks_of_update(
+    tables: Sequence[DynamicTable], noted: list[object] | None
+) -> tuple[Sequence[Tensor], Tensor | None]:
+    """Returns the arguments of `ops.update_rows_` with which the updated rows are recorded.
+
+    Args:
+        tables: T tables.
+        noted: `tokens_of` the tables when the same rows were recorded before, else None. If no moment started
+            since then, nothing is to be recorded.
+    """
+    if tokens_of(tables) == (noted or [None] * len(tables)):
+        return (), None
+    logs = [changes_of(table) for table in tables]
+    return list_bits([None if log is None else log.changed for log in logs])
 
 
 def tokens_of(tables: Sequence[DynamicTable]) -> list[object]:
