@@ -2,8 +2,8 @@
 
 All hold the same number of rows of 64 columns with one number of optimizer state per row. Dynamic tables
 and plain tensors also have an id of 8 bytes per row. Each side returns the time of every part of a save and
-a load. Right before every part, outside its time, the memory that it will need (tables, page cache) is touched:
-the host of a virtual machine would have to back it otherwise, for whichever side is the first to use it.
+a load. Right before every part, outside its time, the memory that it will need (tables, page cache) is
+touched: otherwise the part pays for what the host of a virtual machine takes to back it (bench_growth.py).
 """
 
 from __future__ import annotations
