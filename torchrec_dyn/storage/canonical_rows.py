@@ -195,9 +195,8 @@ class CanonicalRows:
             if listed.first == first and len(listed.ids) == last - first:
                 return listed.ids, listed.has_id
         listed = _Listed(first, *self._map.ids_of_rows(first, last))
-        if (
-            self.count <= _KEPT_ROWS
-        ):  # of a larger map the first rows would be dropped before they are listed again
+        # Of a larger map the first rows would be dropped before they are listed again.
+        if self.count <= _KEPT_ROWS:
             _kept.keep(self._map, self._stamped, listed)
         return listed.ids, listed.has_id
 
