@@ -43,8 +43,9 @@ def filled(ids: list[int]) -> IdMap:
 
 
 def listed(reader: CanonicalRows, most: int = 1000) -> Listed:
-    pieces = [(ids.tolist(), rows.tolist()) for ids, rows in reader.by_row(100, most)]
-    return sum((ids for ids, _ in pieces), []), sum((rows for _, rows in pieces), [])
+    pieces = [torch.stack(piece) for piece in reader.by_row(100, most)]
+    ids, rows = torch.cat(pieces, dim=1).tolist()
+    return ids, rows
 
 
 def test_readers_of_one_moment_share_scans(scans: Scans) -> None:
