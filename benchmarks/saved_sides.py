@@ -2,7 +2,8 @@
 
 All hold the same number of rows of 64 columns with one number of optimizer state per row. Dynamic tables
 and plain tensors also have an id of 8 bytes per row. Each side returns the time of every part of a save and
-a load.
+a load. Right before every part, outside its time, the memory that it will need (tables, page cache) is
+touched: otherwise the part pays for what the host of a virtual machine takes to back it (bench_growth.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from bench_growth import touch_memory
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
@@ -62,8 +64,17 @@ class Side(Protocol):
 
 
 @contextmanager
-def timed(parts: Parts, name: str) -> Iterator[None]:
-    """Measures the body and stores its time as `parts[name]`. Collective."""
+def timed(parts: Parts, name: str, size: int) -> Iterator[None]:
+    """Measures the body and stores its time as `parts[name]`. Collective.
+
+    Args:
+        parts: times by part.
+        name: name of the part.
+        size: bytes of fresh memory that the part needs at most, all ranks together.
+    """
+    if dist.get_rank() == 0:  # for all ranks: what one rank has freed would serve the others, too
+        touch_memory(size)
+    dist.barrier()
     begin, processor = time.perf_counter(), time.process_time()
     yield
     cpu = torch.tensor(time.process_time() - processor, dtype=torch.float64)
@@ -124,9 +135,9 @@ class Saved:
     def save(self, folder: Path, is_synced: bool) -> Parts:
         """Saves as a training job does. Collective."""
         parts: Parts = {}
-        with timed(parts, "state_dict"):
+        with timed(parts, "state_dict", self.bytes // 4):
             state = self.state()
-        with timed(parts, "dcp.save"):
+        with timed(parts, "dcp.save", 2 * self.bytes):
             writer = dcp.FileSystemWriter(folder, sync_files=is_synced)
             dcp.save(state, storage_writer=writer)
         return parts
@@ -134,11 +145,11 @@ class Saved:
     def load(self, folder: Path) -> Parts:
         """Loads as a training job does. Collective."""
         parts: Parts = {}
-        with timed(parts, "state_dict"):
+        with timed(parts, "state_dict", self.bytes // 4):
             state = self.state()
-        with timed(parts, "dcp.load"):
+        with timed(parts, "dcp.load", 2 * self.bytes):
             dcp.load(state, checkpoint_id=folder, planner=self._planner and self._planner())
-        with timed(parts, "load_state_dict"):
+        with timed(parts, "load_state_dict", self.bytes // 4):
             self.take(state)
         return parts
 
@@ -162,7 +173,7 @@ class Plain:
     def save(self, folder: Path, is_synced: bool) -> Parts:
         """Saves with torch.save, which does not sync by itself. Collective."""
         parts: Parts = {}
-        with timed(parts, "torch.save"):
+        with timed(parts, "torch.save", 2 * self.bytes):
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / f"{dist.get_rank()}.pt").open("wb") as file:
                 torch.save(self._state, file)
@@ -174,7 +185,7 @@ class Plain:
     def load(self, folder: Path) -> Parts:
         """Loads into new tensors with torch.load. Collective."""
         parts: Parts = {}
-        with timed(parts, "torch.load"):
+        with timed(parts, "torch.load", 2 * self.bytes):
             self._state = torch.load(folder / f"{dist.get_rank()}.pt")
         return parts
 

@@ -172,3 +172,14 @@ def test_many_ids_are_found_at_any_thread_count(threads):
         rows, absent = ops.lookup(ids, bounds, slots, moved)
         assert torch.equal(rows, torch.arange(30_000))
         assert absent.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("count", [0, 3, 4, 5, 12])
+def test_ids_are_inserted_in_batches(count, monkeypatch):
+    monkeypatch.setattr("torchrec_dyn.storage.id_map._INSERTED_TOGETHER", 4)
+    id_map, ids, rows = IdMap(), torch.arange(count) * 10, torch.arange(count) + 7
+    id_map.reserve(count)
+    id_map.insert(ids, rows)
+    assert id_map.num_ids == count
+    assert torch.equal(id_map.lookup(ids), rows)
+    id_map.check_invariants()

@@ -24,6 +24,9 @@ from torchrec_dyn.optimizers import STATE_NAMES
 OPTIMIZER = "optimizer."
 ROW_TENSORS = ("ids", "weight", "last_seen", "count", *STATE_NAMES)
 SMALL_TENSORS = ("waiting", "clock", "config", "step", OPTIMIZER + "config")
+_CHECKED_TOGETHER = (
+    1 << 15
+)  # ids: their mixed ids stay in the caches, in memory used again and again
 _MODEL_WORDS = f"[{len(MODEL_TENSORS)}] int64"
 _OPTIMIZER_WORDS = f"[{len(OPTIMIZER_TENSORS)}] int64"
 SHAPES = {
@@ -73,9 +76,13 @@ def is_canonical(ids: Tensor) -> bool:
     Args:
         ids: [M] int64.
     """
-    # Flipping the sign bit turns the unsigned order into the signed order.
-    mixed = ops.mix64(ids) ^ torch.iinfo(torch.int64).min
-    return bool((mixed[1:] > mixed[:-1]).all())
+    for begin in range(0, ids.numel(), _CHECKED_TOGETHER):
+        # Flipping the sign bit turns the unsigned order into the signed order.
+        some = ids[begin : begin + _CHECKED_TOGETHER + 1]
+        mixed = ops.mix64(some) ^ torch.iinfo(torch.int64).min
+        if not (mixed[1:] > mixed[:-1]).all():
+            return False
+    return True
 
 
 class RowCheck:

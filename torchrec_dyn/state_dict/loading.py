@@ -298,7 +298,7 @@ class OptimizerEntry(TableEntry):
                 f"{self.places.count}. {DAMAGED}"
             )
         most = SUMMED_BYTES // (4 * pieces.cuts[-1])
-        by_row = [one.id_map.by_row(one.places.count, most) for one in model.staged or ()]
+        by_row = [one.by_row(most) for one in model.staged or ()]
         self._model, self._sums = model, self.sums_of(by_row)
         return self._sums
 

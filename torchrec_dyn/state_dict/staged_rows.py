@@ -8,7 +8,7 @@ Legend: M rows and C columns of a chunk, K times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -122,6 +122,7 @@ class StagedRows:
         self._converted: RowStore | None = None  # the weights converted to another dtype
         self.others: list[Tensor] = []  # rows of ids that belong to other ranks
         self.sums: dict[str, int] = {}  # content sum of "waiting", which is not kept by row
+        self._reader: CanonicalRows | None = None  # of `id_map`, once all ids are there
         self._owns = owns
         self._received: dict[str, int] = {}  # count of received numbers, by tensor
         self._last_step = 0
@@ -229,7 +230,7 @@ class StagedRows:
         Returns:
             The number of rows in the stores, with the rows of `others`.
         """
-        kept = self.id_map.num_ids
+        kept, self._reader = self.id_map.num_ids, None
         if self.places.count - kept <= kept // 8:
             return self.places.count
         ids, rows = self.id_map.contents()
@@ -264,9 +265,19 @@ class StagedRows:
             del left[0]
         self.weights = self._converted
 
+    def by_row(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the ids that belong here and their staged rows, ascending, at most `most` at a time.
+
+        Call it when all ids are staged: the ids are listed once for all calls, up to the rows that
+        storage/canonical_rows.py keeps.
+        """
+        self._reader = self._reader or self.canonical()
+        yield from self._reader.by_row(self.places.count, most)
+
     def canonical(self) -> CanonicalRows:
         """Returns the ids that belong here, and their staged rows, in canonical order."""
-        return CanonicalRows(self.id_map, self.where, lambda: None)
+        id_map = self.id_map
+        return CanonicalRows(id_map, self.where, lambda: id_map.num_ids)
 
     def summed(self, is_first: bool) -> dict[str, int]:
         """Returns the content sums of the rows that belong here, by tensor.
@@ -276,7 +287,7 @@ class StagedRows:
         """
         sums = self.sums if is_first else {}
         most = SUMMED_BYTES // self.weights.row_bytes
-        for ids, rows in self.id_map.by_row(self.places.count, most):
+        for ids, rows in self.by_row(most):
             held = {"weight": self.weights.read_ascending(rows)}
             if is_first:
                 held["ids"] = ids

@@ -2,7 +2,7 @@
 
 Canonical order is the unsigned order of the mixed ids, and tables are saved in it; rows are numbered in
 the order in which their ids were first seen. To avoid a permutation of the whole table, the map is scanned
-once for each window of mixed ids.
+once for each window of mixed ids. What a scan of the slots has found is kept for other readers of the map.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from torchrec_dyn.storage.id_map import IdMap
 
 # A window is found by one scan of the slots and kept for the next tensor: 16 bytes a row.
 _WINDOW_ROWS = 2 << 20
-_KEPT_ROWS = 4 << 20  # of all tables together
+_KEPT_ROWS = 4 << 20  # in windows and lists of all tables together
 _WINDOW_BITS = 12
 _WORD_BITS = 64
 # Mixed ids are counted in at most 2^8 cells, of at least 4096 rows on average. So the reader of a slice reads
@@ -34,6 +36,42 @@ class _Window(NamedTuple):
     begin: int
     ids: Tensor
     rows: Tensor
+
+
+class _Listed(NamedTuple):
+    first: int
+    ids: Tensor  # of the rows from `first` on
+    has_id: Tensor
+
+
+class _Cells:
+    """The places at which the cells of a map begin, shared by its readers.
+
+    Args:
+        id_map: the map.
+        stamped: stamp of the map's contents.
+    """
+
+    def __init__(self, id_map: IdMap, stamped: Any) -> None:
+        self._map = id_map
+        self.stamped = stamped
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """The place of the first id of each cell, and the number of ids."""
+        cells = ops.count_cells(*self._map.arrays(), _WINDOW_BITS)
+        return [0, *cells.cumsum(0).tolist()]
+
+
+# By the number of the map's object, which the cells keep alive.
+_cells: weakref.WeakValueDictionary[int, _Cells] = weakref.WeakValueDictionary()
+
+
+def _cells_of(id_map: IdMap, stamped: Any) -> _Cells:
+    found = _cells.get(id(id_map))
+    if found is None or found.stamped is None or found.stamped != stamped:
+        found = _cells[id(id_map)] = _Cells(id_map, stamped)
+    return found
 
 
 def signed(word: int) -> int:
@@ -68,16 +106,19 @@ class CanonicalRows:
         self._stamp = stamp
         self._stamped = stamp()
         self.count = id_map.num_ids
-        cells = ops.count_cells(*id_map.arrays(), _WINDOW_BITS)
-        self._begins = [0, *cells.cumsum(0).tolist()]
+        self._cells = _cells_of(id_map, self._stamped)
 
     def cells(self, bits: int) -> Tensor:
         """Returns the number of ids in each of 2^bits equal ranges of mixed ids, [2^bits] int64.
 
         Args:
             bits: binary logarithm of the number of ranges, at most 12.
+
+        Raises:
+            RuntimeError: the table has changed since this object was made.
         """
-        begins = torch.tensor(self._begins)
+        self.check_unchanged()
+        begins = torch.tensor(self._cells.begins)
         return begins[:: 1 << (_WINDOW_BITS - bits)].diff()
 
     def from_mixed(self, first: int) -> Tensor:
@@ -132,7 +173,7 @@ class CanonicalRows:
         """
         self.check_unchanged()
         left = self.count
-        for ids, numbers in self._map.by_row(rows, most):
+        for ids, numbers in self._map.by_row(rows, most, self._listed):
             left -= ids.numel()
             yield ids, numbers
         if left:
@@ -149,23 +190,37 @@ class CanonicalRows:
                 "copy.deepcopy(state_dict)."
             )
 
+    def _listed(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        for listed in _kept.of(self._map, self._stamped, _Listed):
+            if listed.first == first and len(listed.ids) == last - first:
+                return listed.ids, listed.has_id
+        listed = _Listed(first, *self._map.ids_of_rows(first, last))
+        # Of a larger map the first rows would be dropped before they are listed again.
+        if self.count <= _KEPT_ROWS:
+            _kept.keep(self._map, self._stamped, listed)
+        return listed.ids, listed.has_id
+
     def _window_at(self, place: int) -> _Window:
-        first = bisect_right(self._begins, place) - 1
-        for window in _kept.windows_of(self._map, self._stamped):
+        begins = self._cells.begins
+        first = bisect_right(begins, place) - 1
+        for window in _kept.of(self._map, self._stamped, _Window):
             if window.begin <= place < window.begin + window.ids.numel():
                 return window
-        last = max(first + 1, bisect_right(self._begins, self._begins[first] + _WINDOW_ROWS) - 1)
+        last = max(first + 1, bisect_right(begins, begins[first] + _WINDOW_ROWS) - 1)
         width = _WORD_BITS - _WINDOW_BITS
         ids, rows = ops.ids_between(
             *self._map.arrays(), signed(first << width), signed((last << width) - 1)
         )
-        window = _Window(self._begins[first], ids, rows)
+        window = _Window(begins[first], ids, rows)
         _kept.keep(self._map, self._stamped, window)
         return window
 
 
-class _KeptWindows:
-    """Windows of all maps that are being read: one window serves all tensors of a table.
+_Scan = TypeVar("_Scan", _Window, _Listed)
+
+
+class _KeptScans:
+    """Windows and lists of all maps that are being read: one scan of a map serves all tensors of a table.
 
     Calls are safe on several threads: a writer may read chunks on all its threads.
     """
@@ -174,32 +229,38 @@ class _KeptWindows:
         # Reentrant: garbage collection may call `leave` on a thread that holds the lock.
         self._lock = threading.RLock()
         self._readers = 0
-        self._kept: list[tuple[IdMap, Any, _Window]] = []
+        self._kept: deque[tuple[IdMap, Any, _Window | _Listed]] = deque()
+        self._rows = 0
 
     def enter(self) -> None:
         with self._lock:
             self._readers += 1
 
     def leave(self) -> None:
-        """Counts a reader less; drops all windows after the last reader."""
+        """Counts a reader less; drops all scans after the last reader."""
         with self._lock:
             self._readers -= 1
             if not self._readers:
                 self._kept.clear()
+                self._rows = 0
 
-    def windows_of(self, id_map: IdMap, stamp: Any) -> list[_Window]:
+    def of(self, id_map: IdMap, stamp: Any, kind: type[_Scan]) -> list[_Scan]:
+        """Returns the scans of one kind of a map with this stamp."""
         with self._lock:
             kept = list(self._kept)
-        return [window for owner, at, window in kept if owner is id_map and at == stamp]
+        return [
+            scan
+            for owner, at, scan in kept
+            if owner is id_map and isinstance(scan, kind) and at == stamp
+        ]
 
-    def keep(self, id_map: IdMap, stamp: Any, window: _Window) -> None:
+    def keep(self, id_map: IdMap, stamp: Any, scan: _Window | _Listed) -> None:
+        """Keeps a scan, and drops the oldest scans if all together have too many rows."""
         with self._lock:
-            self._kept.append((id_map, stamp, window))
-            while len(self._kept) > 1 and self._rows() > _KEPT_ROWS:
-                del self._kept[0]
-
-    def _rows(self) -> int:
-        return sum(window.ids.numel() for _, _, window in self._kept)
+            self._kept.append((id_map, stamp, scan))
+            self._rows += scan.ids.numel()
+            while len(self._kept) > 1 and self._rows > _KEPT_ROWS:
+                self._rows -= self._kept.popleft()[2].ids.numel()
 
 
-_kept = _KeptWindows()
+_kept = _KeptScans()

@@ -6,7 +6,7 @@ Legend: C slots, M ids.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ _LARGE_GROWTH = 1.25
 _START_LOAD = 9 / 16
 # Statistics of a larger map sample at least this many slots: few enough to take no noticeable time.
 _PROBED = 1 << 18
+# Ids that one call inserts: the op orders them by slot, which is fast within the caches of a core (measured:
+# 28 ns an id; 70 for 2 million ids at once).
+_INSERTED_TOGETHER = 1 << 15
 # Rows whose ids are listed by one scan of the slots, 9 bytes a row. A large table is scanned four times: else
 # the time of its scans would grow with the square of its rows.
 _ROWS_AT_ONCE = 2 << 20
@@ -187,7 +190,9 @@ class IdMap:
             ids: [M] int64, distinct and absent; room is reserved.
             rows: [M] int64.
         """
-        self.put(ids, rows, self.num_ids + ids.numel())
+        both = zip(ids.split(_INSERTED_TOGETHER), rows.split(_INSERTED_TOGETHER), strict=True)
+        for some, their_rows in both:
+            self.put(some, their_rows, self.num_ids + some.numel())
 
     def put(self, ids: Tensor, rows: Tensor, num_ids: int, again: bool = False) -> None:
         """Adds ids, for `run_to_end`.
@@ -225,19 +230,29 @@ class IdMap:
         """Yields all ids and rows of each array of slots, in the order of the slots."""
         yield from map(ops.used_slots, self.arrays()[0])
 
-    def by_row(self, rows: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def ids_of_rows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Returns the ids of the rows [first, last), and a mask [last - first] of the rows with an id."""
+        return ops.ids_of_rows(*self.arrays(), first, last)
+
+    def by_row(
+        self,
+        rows: int,
+        most: int,
+        ids_of_rows: Callable[[int, int], tuple[Tensor, Tensor]] | None = None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the ids of the first rows, and these rows, ascending. The next piece overwrites the rows.
 
         Args:
             rows: number of rows to read.
             most: the most ids at a time, rounded down to a power of two: a piece then lies in one block.
+            ids_of_rows: function that returns what this map's `ids_of_rows` returns; None: this map's.
         """
         step = 1 << max(1, most).bit_length() - 1
         numbers = torch.empty(min(rows, step), dtype=torch.int64)
         at_once = _ROWS_AT_ONCE * max(1, -(-rows // (_MOST_SCANS * _ROWS_AT_ONCE)))
         for first in range(0, rows, at_once):
             last = min(rows, first + at_once)
-            ids, has_id = ops.ids_of_rows(*self.arrays(), first, last)
+            ids, has_id = (ids_of_rows or self.ids_of_rows)(first, last)
             is_full = bool(has_id.all())
             for here, used in zip(ids.split(step), has_id.split(step), strict=True):
                 those = torch.arange(first, first + len(here), out=numbers[: len(here)])

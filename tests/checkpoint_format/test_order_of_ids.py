@@ -1,0 +1,21 @@
+"""Ids are checked in batches: their canonical order holds across the batches, too."""
+
+import pytest
+import torch
+
+from torchrec_dyn import ops
+from torchrec_dyn.checkpoint_format import is_canonical, tensor_checks
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 8, 9, 20])
+def test_every_pair_of_neighbours_is_checked(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_checks, "_CHECKED_TOGETHER", 4)
+    mixed = torch.arange(count)
+    mixed[count // 2 :] -= 2**63  # the order is unsigned
+    assert is_canonical(ops.unmix64(mixed))
+    for place in range(count - 1):
+        repeated, swapped = mixed.clone(), mixed.clone()
+        repeated[place] = mixed[place + 1]
+        swapped[[place, place + 1]] = mixed[[place + 1, place]]
+        assert not is_canonical(ops.unmix64(repeated))
+        assert not is_canonical(ops.unmix64(swapped))

@@ -1,0 +1,106 @@
+"""What one scan of a map has found serves all readers of the map as it was then, and no other reader."""
+
+import gc
+
+import pytest
+import torch
+
+from torchrec_dyn import ops
+from torchrec_dyn.storage import CanonicalRows, IdMap, canonical_rows
+
+Listed = tuple[list[int], list[int]]
+
+
+class Scans:
+    """Counts the scans of maps by the named ops."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seen: list[str] = []
+        for name in ("count_cells", "ids_of_rows"):
+            patch.setattr(ops, name, self._counted(name))
+
+    def _counted(self, name: str):
+        real = getattr(ops, name)
+
+        def scan(*arguments):
+            self.seen.append(name)
+            return real(*arguments)
+
+        return scan
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> Scans:
+    gc.collect()  # readers of earlier tests keep scans
+    return Scans(monkeypatch)
+
+
+def filled(ids: list[int]) -> IdMap:
+    id_map = IdMap(100)
+    id_map.reserve(100)
+    id_map.insert(torch.tensor(ids), torch.arange(len(ids)))
+    return id_map
+
+
+def listed(reader: CanonicalRows, most: int = 1000) -> Listed:
+    pieces = [torch.stack(piece) for piece in reader.by_row(100, most)]
+    ids, rows = torch.cat(pieces, dim=1).tolist()
+    return ids, rows
+
+
+def test_readers_of_one_moment_share_scans(scans: Scans) -> None:
+    id_map = filled([30, 10, 20])
+    readers = [CanonicalRows(id_map, "t", lambda: (7,)) for _ in range(2)]
+    assert [listed(reader) for reader in readers] == [([30, 10, 20], [0, 1, 2])] * 2
+    assert listed(readers[1], most=2) == ([30, 10, 20], [0, 1, 2])
+    assert torch.equal(readers[0].cells(8), readers[1].cells(8))
+    assert int(readers[0].cells(8).sum()) == 3
+    assert scans.seen == ["ids_of_rows", "count_cells"]
+
+
+def test_readers_of_a_later_moment_scan_again(scans: Scans) -> None:
+    id_map = filled([30, 10, 20])
+    before = CanonicalRows(id_map, "t", lambda: (7,))
+    assert listed(before) == ([30, 10, 20], [0, 1, 2])
+    assert int(before.cells(8).sum()) == 3
+    id_map.insert(torch.tensor([40]), torch.tensor([3]))
+    after = CanonicalRows(id_map, "t", lambda: (8,))
+    assert listed(after) == ([30, 10, 20, 40], [0, 1, 2, 3])
+    assert int(after.cells(8).sum()) == 4
+
+
+def test_readers_of_other_maps_scan_again(scans: Scans) -> None:
+    maps = [filled([30, 10]), filled([1, 2, 3])]
+    readers = [CanonicalRows(id_map, "t", lambda: (7,)) for id_map in maps]
+    assert [listed(reader) for reader in readers] == [([30, 10], [0, 1]), ([1, 2, 3], [0, 1, 2])]
+    assert [int(reader.cells(8).sum()) for reader in readers] == [2, 3]
+
+
+def test_cells_are_not_counted_after_a_change() -> None:
+    moment = [7]
+    reader = CanonicalRows(filled([30, 10]), "t", lambda: moment[0])
+    moment[0] = 8
+    with pytest.raises(RuntimeError, match="expected the table as it was"):
+        reader.cells(8)
+
+
+def test_lists_are_dropped_with_the_last_reader_and_beyond_the_most_rows(
+    scans: Scans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(canonical_rows, "_KEPT_ROWS", 200)  # a list has 100 rows
+    maps = [filled([30, 10, 20]), filled([1, 2]), filled(list(range(100)))]
+    reader = CanonicalRows(maps[0], "t", lambda: (7,))
+    listed(reader)
+    del reader
+    readers = [CanonicalRows(id_map, "t", lambda: (7,)) for id_map in maps]
+    for number in (0, 1, 0, 1):
+        listed(readers[number])
+    assert len(scans.seen) == 1 + 2
+    for number in (2, 1, 0):
+        listed(readers[number])
+    assert len(scans.seen) == 1 + 2 + 2
+    monkeypatch.setattr(canonical_rows, "_KEPT_ROWS", 99)  # the last map has more ids: not kept
+    readers[2] = CanonicalRows(maps[2], "t", lambda: (8,))
+    listed(readers[2])
+    listed(readers[2])
+    assert len(scans.seen) == 1 + 2 + 2 + 2
