@@ -56,6 +56,10 @@ test-deep: build
 
 build: $(VENV)/extension.stamp $(SIMT)
 
+# pip does not show what setup.py says.
+say_without_cuda = readelf --sections --wide $(1)/_C.abi3.so | grep --quiet nv_fatbin || \
+	echo "make: found no nvcc, so $(1)/_C has no CUDA kernels. For these: make clean, then again with CUDA_HOME=..."
+
 # One wheel for Python >= 3.10, all trios, and machines with and without GPUs. setuptools packs what it finds in
 # build/lib*, deleted files too. auditwheel names it by the oldest system library that it runs with; torch's libraries
 # stay outside.
@@ -64,6 +68,7 @@ wheel: build
 	rm -rf build/lib* build/bdist* build/wheel dist
 	TORCH_CUDA_ARCH_LIST="$(WHEEL_GPUS)" PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude libc10.so --wheel-dir dist build/wheel/*.whl
+	@$(call say_without_cuda,build/lib*/torchrec_dyn)
 
 lint: build docs
 	$(BIN)/ruff check .
@@ -143,8 +148,7 @@ $(VENV)/dependencies.stamp: Makefile | $(BIN)/python
 
 $(VENV)/extension.stamp: $(VENV)/dependencies.stamp setup.py pyproject.toml $(CORE)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps --editable .
-	@readelf --sections --wide torchrec_dyn/_C.abi3.so | grep --quiet nv_fatbin || \
-		echo "make: found no nvcc, so torchrec_dyn._C has no CUDA kernels. Set CUDA_HOME."
+	@$(call say_without_cuda,torchrec_dyn)
 	@touch $@
 
 # The CUDA kernels, compiled by g++ for the tests (csrc/simt.h); it is not part of the wheel.

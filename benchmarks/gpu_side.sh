@@ -17,8 +17,11 @@ build() {
   python3 setup.py -q build_ext --inplace && TORCHREC_DYN_BUILD=simt python3 setup.py -q build_ext --build-lib build/simt &&
     python3 -c 'import torch, torchrec_dyn; print(torch.__version__, torch.cuda.get_device_name(), torchrec_dyn._C.__file__)'
 }
-# Every test that runs on the fixture `device`, on the GPU.
-tests() { $pytest -n 8 -k cuda; }
+# Every test that runs on the fixture `device`, on the GPU. The other one reads how much memory the GPU has left, so it
+# runs alone.
+tests() {
+  $pytest -n 8 -k "cuda and not block_of_a_gpu" && $pytest -k block_of_a_gpu
+}
 # Shared memory is CUB's alone, and races in global memory are ThreadSanitizer's (csrc/sanitize/run).
 memcheck() {
   compute-sanitizer --tool memcheck --error-exitcode 1 $pytest -k "cuda and (id_map or contract or rows)" -x

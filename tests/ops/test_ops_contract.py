@@ -1,9 +1,14 @@
 """Every op: samples pass opcheck, and invalid arguments raise an error in the form of the house rules."""
 
+import random
+
 import pytest
 import torch
+from device_ops import kernels_of
+from fuzz_ops import copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_cases import CASES as FUZZED
 from op_samples import I64, NAMESPACE, SAMPLES, blocks, filled_slots, update, whole
 
 CASES = [(op, make) for op, makes in SAMPLES.items() for make in makes]
@@ -19,6 +24,18 @@ def test_every_op_has_a_sample():
 def test_opcheck(op, make):
     """Checks the schema's written arguments, the fake kernel's shapes and dtypes, and torch.compile."""
     torch.library.opcheck(getattr(torch.ops.torchrec_dyn, op).default, (), make())
+
+
+def test_valid_calls_of_the_fuzzer(device):
+    """The fuzzer itself calls the CPU's kernels; these are the ops that have another one."""
+    for op in kernels_of("simt") - {"advise_huge_pages"}:
+        for seed in range(40):
+            given = FUZZED[op].draw(random.Random(seed))
+            before = copies(given)
+            try:
+                FUZZED[op].check(before, given, getattr(NAMESPACE, op)(**given))
+            except Exception as error:
+                raise AssertionError(f"{op}, seed {seed}, on {device}: {error}") from error
 
 
 # Invalid arguments

@@ -120,10 +120,12 @@ class GrowingMapBesideDict(MapBesideDict):
 class DeviceMapBesideDict(MapBesideDict):
     """As MapBesideDict, with the kernels for GPUs on threads of the CPU; every growth moves all slots."""
 
+    device = "simt"
+
     def __init__(self):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("torchrec_dyn.ops._ops", DeviceOps("simt"))
+        self.patch.setattr("torchrec_dyn.ops._ops", DeviceOps(self.device))
         self.patch.setattr(IdMap, "_grows_in_steps", lambda self, capacity: False)
 
     def teardown(self):
@@ -134,10 +136,18 @@ class DeviceMapBesideDict(MapBesideDict):
         assert self.map.outgoing is None
 
 
+class GpuMapBesideDict(DeviceMapBesideDict):
+    """As DeviceMapBesideDict, on a GPU."""
+
+    device = "cuda"
+
+
 TestMapBesideDict = MapBesideDict.TestCase
 TestMapBesideDict.settings = settings(stateful_step_count=20)
 TestDeviceMapBesideDict = DeviceMapBesideDict.TestCase
 TestDeviceMapBesideDict.settings = settings(stateful_step_count=20)
+TestGpuMapBesideDict = pytest.mark.needs_cuda(GpuMapBesideDict.TestCase)
+TestGpuMapBesideDict.settings = settings(stateful_step_count=20)
 TestTableBesideDict = TableBesideDict.TestCase
 TestGrowingMapBesideDict = GrowingMapBesideDict.TestCase
 TestGrowingMapBesideDict.settings = settings(stateful_step_count=60)

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 ROOT = Path(__file__).resolve().parents[2]
+OURS = ROOT / "torchrec_dyn", ROOT / "tests"  # not .venv, which has torch's files
 HOST = torch.device("cpu")
 CUDA = torch.device("cuda:0")
 aten = torch.ops.aten
@@ -218,7 +219,7 @@ def _place():
     frame, here = sys._getframe(), []
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT) and path != Path(__file__) and path.name != "ops.py":
+        if any(map(path.is_relative_to, OURS)) and path != Path(__file__) and path.name != "ops.py":
             here.append((path.relative_to(ROOT), frame.f_lineno))
         frame = frame.f_back
     package = [one for one in here if one[0].parts[0] == "torchrec_dyn"]

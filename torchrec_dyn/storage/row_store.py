@@ -128,9 +128,12 @@ class RowStore:
         """
         store = RowStore(self.columns, self.shift, self.dtype, self.device)
         store.blocks = list(self.blocks)
-        if self.capacity < len(self.blocks) << self.shift:
-            store.blocks[-1] = self.blocks[-1].clone()
+        is_short = self.capacity < len(self.blocks) << self.shift
+        if is_short:
+            store.blocks.pop()
         store.reserve(self.capacity + rows)
+        if is_short:
+            store.blocks[len(self.blocks) - 1][: len(self.blocks[-1])] = self.blocks[-1]
         return store
 
     def read(self, rows: Tensor) -> Tensor:
