@@ -68,10 +68,12 @@ class ChosenDevice {
 // this stream, so it may be released before the kernels have run.
 class DeviceCall final : public simt::Scratch {
  public:
-  explicit DeviceCall(const Tensor& tensor) : chosen_(tensor), queue_{chosen_.stream(), this} {}
+  explicit DeviceCall(const Tensor& tensor)
+      : device_(tensor.device()), chosen_(tensor), queue_{chosen_.stream(), this} {}
   DeviceCall(const DeviceCall&) = delete;
   DeviceCall& operator=(const DeviceCall&) = delete;
 
+  const Device& device() const { return device_; }
   const simt::Queue& queue() const { return queue_; }
 
   void* take(int64_t bytes) override {
@@ -102,6 +104,7 @@ class DeviceCall final : public simt::Scratch {
   }
 
  private:
+  Device device_;
   ChosenDevice chosen_;
   simt::Queue queue_;
   std::vector<Tensor> taken_;
