@@ -7,10 +7,15 @@ namespace torchrec_dyn::simt {
 
 void exclusive_sum(const Queue& queue, int64_t* words, int64_t n) {
   if (n == 0) return;
+  // All types are named: an older CUB, which counts in int, does not compile.
+  const auto scan = [&](void* memory, size_t& bytes) {
+    check_cuda(cub::DeviceScan::ExclusiveSum<int64_t*, int64_t*, int64_t>(memory, bytes, words, words, n,
+                                                                          stream_of(queue)),
+               "a scan");
+  };
   size_t bytes = 0;
-  check_cuda(cub::DeviceScan::ExclusiveSum(nullptr, bytes, words, words, n, stream_of(queue)), "a scan");
-  void* memory = queue.scratch->take(static_cast<int64_t>(bytes));
-  check_cuda(cub::DeviceScan::ExclusiveSum(memory, bytes, words, words, n, stream_of(queue)), "a scan");
+  scan(nullptr, bytes);
+  scan(queue.scratch->take(static_cast<int64_t>(bytes)), bytes);
 }
 
 void fill_zero(const Queue& queue, void* memory, int64_t bytes) {
