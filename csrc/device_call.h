@@ -90,6 +90,7 @@ class DeviceCall final : public simt::Scratch {
   // A copy of objects of the host.
   template <typename T>
   const T* copy_of(const std::vector<T>& objects) {
+    static_assert(sizeof(T) % sizeof(int64_t) == 0);
     const auto count = static_cast<int64_t>(objects.size());
     T* copy = take_for<T>(count);
     simt::send(queue_, copy, objects.data(), count * static_cast<int64_t>(sizeof(T)));

@@ -37,7 +37,7 @@ inline cudaStream_t stream_of(const Queue& queue) { return static_cast<cudaStrea
 constexpr int64_t kThreadsABlock = 256;
 
 template <typename Body>
-__global__ void __launch_bounds__(kThreadsABlock) each_turn(int64_t n, Body body) {
+__global__ void __launch_bounds__(kThreadsABlock) each_turn(int64_t n, const __grid_constant__ Body body) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreadsABlock;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreadsABlock + threadIdx.x; i < n; i += stride) body(i);
 }
