@@ -61,8 +61,8 @@ inline void check_memory(const char* op, const char* name, const Tensor& tensor)
                   " bytes past it. Call .clone() first.");
 }
 
-// `device`: the CPU, any GPU, or the GPU with this index: kernels cannot read the memory of another one. Descriptions of
-// a call (layout, table_offsets, ...) are on the CPU for every kernel.
+// `device`: the CPU, any GPU, or the GPU with this index: kernels cannot read the memory of another one. Descriptions
+// of a call (layout, table_offsets, ...) are on the CPU for every kernel.
 inline void check_tensor(const char* op, const char* name, const Tensor& tensor, ScalarType type,
                          const Device& device = DeviceType::CPU) {
   STD_TORCH_CHECK(tensor.scalar_type() == type, op, ": expected ", name, " of dtype ", dtype_name(type), ", got ",

@@ -26,9 +26,9 @@ void exclusive_sum(const Queue& queue, int64_t* words, int64_t n) {
   if (n == 0) return;
   // All types are named: an older CUB, which counts in int, does not compile.
   const auto scan = [&](void* memory, size_t& bytes) {
-    check_cuda(cub::DeviceScan::ExclusiveSum<int64_t*, int64_t*, int64_t>(memory, bytes, words, words, n,
-                                                                          stream_of(queue)),
-               "a scan");
+    check_cuda(
+        cub::DeviceScan::ExclusiveSum<int64_t*, int64_t*, int64_t>(memory, bytes, words, words, n, stream_of(queue)),
+        "a scan");
   };
   size_t bytes = 0;
   scan(nullptr, bytes);

@@ -17,9 +17,9 @@ inline SlotArray array_of(const char* op, const char* name, const Tensor& slots,
                   slots.dim(), " dimensions.");
   STD_TORCH_CHECK(slots.size(0) % kLineSlots == 0, op, ": expected ", name, " of shape [C, 2] with C a multiple of ",
                   kLineSlots, ", got C = ", slots.size(0), ". Make them with new_slots.");
-  STD_TORCH_CHECK(device.is_cpu() || reinterpret_cast<uintptr_t>(slots.const_data_ptr()) % sizeof(Slot) == 0,
-                  op, ": expected ", name, " at a multiple of ", sizeof(Slot),
-                  " bytes, got an address 8 bytes past it. ", "Call .clone() first.");
+  STD_TORCH_CHECK(device.is_cpu() || reinterpret_cast<uintptr_t>(slots.const_data_ptr()) % sizeof(Slot) == 0, op,
+                  ": expected ", name, " at a multiple of ", sizeof(Slot), " bytes, got an address 8 bytes past it. ",
+                  "Call .clone() first.");
   return {static_cast<Slot*>(slots.mutable_data_ptr()), slots.size(0)};
 }
 

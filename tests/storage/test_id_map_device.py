@@ -226,5 +226,7 @@ def test_slots_begin_at_a_multiple_of_16_bytes_of_a_gpu():
 def test_tensors_of_two_gpus_are_refused():
     """A kernel that reads the memory of another GPU ends the process's use of CUDA."""
     ids, slots = torch.zeros(1, dtype=torch.int64), torch.zeros(8, 2, dtype=torch.int64)
-    with pytest.raises(RuntimeError, match="lookup: expected slots on GPU 1, as the first tensor, got GPU 0"):
+    with pytest.raises(
+        RuntimeError, match="lookup: expected slots on GPU 1, as the first tensor, got GPU 0"
+    ):
         CPU.lookup(ids.to("cuda:1"), ids_of(0, 1), [slots.to("cuda:0")], WHOLE)
