@@ -89,7 +89,8 @@ class CudaAddressRange final : public AddressRange {
   }
 
   // Kernels of any stream may still use the rows, and cuMemUnmap does not wait for them. Errors are those of a process
-  // that ends, or of a fork, where the driver gives back the memory itself.
+  // that ends, or of a fork, where the driver gives back the memory itself; after the error of a kernel, or while a
+  // CUDA graph is captured, the memory is lost until the process ends.
   ~CudaAddressRange() override {
     const CurrentContext current(context_);
     if (!current.is_set() || cudaDeviceSynchronize() != cudaSuccess) {
