@@ -59,6 +59,8 @@ CUDA_ARGS += ["-Xcompiler=-fvisibility=hidden", "-Xcompiler=-ffp-contract=off"]
 # A kernel that spills registers to memory, or keeps an array there, is an error.
 CUDA_ARGS += ["-Xptxas=--warn-on-spills", "-Xptxas=--warn-on-local-memory-usage"]
 CUDA_ARGS += ["-Xptxas=--warning-as-error"]
+# So is a function of the host that a kernel calls: nvcc only warns, and the call does nothing.
+CUDA_ARGS += ["-Werror=cross-execution-space-call"]
 
 
 def _code_of(architecture: str) -> str:

@@ -68,10 +68,12 @@ class ChosenDevice {
 // this stream, so it may be released before the kernels have run.
 class DeviceCall final : public simt::Scratch {
  public:
-  explicit DeviceCall(const Tensor& tensor) : chosen_(tensor), queue_{chosen_.stream(), this} {}
+  explicit DeviceCall(const Tensor& tensor)
+      : device_(tensor.device()), chosen_(tensor), queue_{chosen_.stream(), this} {}
   DeviceCall(const DeviceCall&) = delete;
   DeviceCall& operator=(const DeviceCall&) = delete;
 
+  const Device& device() const { return device_; }
   const simt::Queue& queue() const { return queue_; }
 
   void* take(int64_t bytes) override {
@@ -88,6 +90,7 @@ class DeviceCall final : public simt::Scratch {
   // A copy of objects of the host.
   template <typename T>
   const T* copy_of(const std::vector<T>& objects) {
+    static_assert(sizeof(T) % sizeof(int64_t) == 0);
     const auto count = static_cast<int64_t>(objects.size());
     T* copy = take_for<T>(count);
     simt::send(queue_, copy, objects.data(), count * static_cast<int64_t>(sizeof(T)));
@@ -102,6 +105,7 @@ class DeviceCall final : public simt::Scratch {
   }
 
  private:
+  Device device_;
   ChosenDevice chosen_;
   simt::Queue queue_;
   std::vector<Tensor> taken_;

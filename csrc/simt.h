@@ -123,8 +123,9 @@ void each(const Queue& queue, int64_t n, const Body& body);
 void exclusive_sum(const Queue& queue, int64_t* words, int64_t n);
 
 void fill_zero(const Queue& queue, void* memory, int64_t bytes);
-// Copies from and to the memory of the host. Both wait until the copy is done.
+// Copies to the memory of the host. Waits for all kernels before it.
 void read_back(const Queue& queue, void* host, const void* memory, int64_t bytes);
+// Copies from the memory of the host, which is free after the call. Does not wait. For kilobytes, in words of 8 bytes.
 void send(const Queue& queue, void* memory, const void* host, int64_t bytes);
 
 }  // namespace torchrec_dyn::simt

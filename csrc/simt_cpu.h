@@ -50,7 +50,6 @@ inline void read_back(const Queue&, void* host, const void* memory, int64_t byte
 }
 
 inline void send(const Queue&, void* memory, const void* host, int64_t bytes) {
-  torchrec_dyn_host_waits += bytes > 0;
   if (bytes > 0) std::memcpy(memory, host, static_cast<size_t>(bytes));
 }
 

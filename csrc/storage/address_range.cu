@@ -26,8 +26,14 @@ Function driver_function(const char* name) {
   return reinterpret_cast<Function>(function);
 }
 
+// nvcc's header renames functions of which there is a second version: the names below are those of the first, as the
+// look-up wants them, and its result is the version of kVersion.
 struct Driver {
 #define TORCHREC_DYN_DRIVER_FUNCTION(name) decltype(&::name) name = driver_function<decltype(&::name)>(#name)
+  TORCHREC_DYN_DRIVER_FUNCTION(cuDevicePrimaryCtxRetain);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuDevicePrimaryCtxRelease);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuCtxPushCurrent);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuCtxPopCurrent);
   TORCHREC_DYN_DRIVER_FUNCTION(cuMemGetAllocationGranularity);
   TORCHREC_DYN_DRIVER_FUNCTION(cuMemAddressReserve);
   TORCHREC_DYN_DRIVER_FUNCTION(cuMemAddressFree);
@@ -52,26 +58,26 @@ void check_driver(CUresult error, const char* where) {
                            "CUDA_LAUNCH_BLOCKING=1 shows it.");
 }
 
-// Makes a device the current one, as long as this object lives; makes its context if there is none.
-class CurrentDevice {
+// Makes the context of a device the current one, as long as this object lives. With cudaSetDevice a thread that never
+// chose a device, such as one that collects garbage, would go back to GPU 0, and make a context there: hundreds of MB.
+class CurrentContext {
  public:
-  explicit CurrentDevice(int32_t device) {
-    is_set_ = cudaGetDevice(&before_) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
-  }
-  ~CurrentDevice() {
-    if (is_set_) cudaSetDevice(before_);
+  explicit CurrentContext(CUcontext context) : is_set_(driver().cuCtxPushCurrent(context) == CUDA_SUCCESS) {}
+  ~CurrentContext() {
+    CUcontext context{};
+    if (is_set_) driver().cuCtxPopCurrent(&context);
   }
   bool is_set() const { return is_set_; }
 
  private:
-  int before_ = 0;
   bool is_set_;
 };
 
 class CudaAddressRange final : public AddressRange {
  public:
   CudaAddressRange(int64_t bytes, int32_t device) : device_(device) {
-    const CurrentDevice current(device_);
+    check_driver(driver().cuDevicePrimaryCtxRetain(&context_, device_), "cuDevicePrimaryCtxRetain");
+    const CurrentContext current(context_);
     size_t page = 0;
     const CUmemAllocationProp kind = memory_kind();
     check_driver(driver().cuMemGetAllocationGranularity(&page, &kind, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
@@ -83,9 +89,10 @@ class CudaAddressRange final : public AddressRange {
   }
 
   // Kernels of any stream may still use the rows, and cuMemUnmap does not wait for them. Errors are those of a process
-  // that ends, or of a fork, where the driver gives back the memory itself.
+  // that ends, or of a fork, where the driver gives back the memory itself; after the error of a kernel, or while a
+  // CUDA graph is captured, the memory is lost until the process ends.
   ~CudaAddressRange() override {
-    const CurrentDevice current(device_);
+    const CurrentContext current(context_);
     if (!current.is_set() || cudaDeviceSynchronize() != cudaSuccess) {
       cudaGetLastError();
       return;
@@ -96,12 +103,13 @@ class CudaAddressRange final : public AddressRange {
       begin = end;
     }
     driver().cuMemAddressFree(address_, static_cast<size_t>(bytes_));
+    driver().cuDevicePrimaryCtxRelease(device_);
   }
 
  protected:
   // One piece of memory a call, whatever its size: growth in large steps makes few pieces.
   int64_t commit_from(int64_t committed, int64_t bytes) override {
-    const CurrentDevice current(device_);
+    const CurrentContext current(context_);
     const int64_t end = whole_pages(bytes, page_);
     const auto size = static_cast<size_t>(end - committed);
     const CUdeviceptr begin = address_ + static_cast<CUdeviceptr>(committed);
@@ -130,6 +138,7 @@ class CudaAddressRange final : public AddressRange {
   }
 
   int32_t device_;
+  CUcontext context_{};
   int64_t page_ = 0;
   CUdeviceptr address_ = 0;
   std::vector<int64_t> ends_;  // of the pieces: each is unmapped as it was mapped

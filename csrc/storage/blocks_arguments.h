@@ -87,7 +87,7 @@ constexpr ScalarType scalar_type_of<BFloat16>() {
 template <typename T>
 class BlockList {
  public:
-  BlockList(const char* op, const char* name, const std::vector<Tensor>& blocks, DeviceType device = DeviceType::CPU)
+  BlockList(const char* op, const char* name, const std::vector<Tensor>& blocks, const Device& device = DeviceType::CPU)
       : op_(op), name_(name), blocks_(blocks), device_(device), pointers_(blocks.size()) {}
 
   // `columns` is 1 for a state with one number per row.
@@ -121,7 +121,7 @@ class BlockList {
   const char* op_;
   const char* name_;
   const std::vector<Tensor>& blocks_;
-  DeviceType device_;
+  Device device_;
   std::vector<T*> pointers_;
 };
 

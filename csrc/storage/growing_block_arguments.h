@@ -60,7 +60,7 @@ class GrowingBlocks {
 
 using ReserveAddresses = std::unique_ptr<AddressRange> (*)(int64_t bytes, int32_t device);
 
-inline Tensor grow_block_in_range(const Tensor& block, int64_t rows, int64_t limit, torch::stable::Device device,
+inline Tensor grow_block_in_range(const Tensor& block, int64_t rows, int64_t limit, const Device& device,
                                   ReserveAddresses reserve) {
   constexpr const char* op = "grow_block";
   constexpr int64_t kMostBytes = int64_t{1} << 47;  // the addresses of a process

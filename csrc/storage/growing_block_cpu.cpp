@@ -7,7 +7,7 @@ namespace torchrec_dyn {
 namespace {
 
 Tensor grow_block(const Tensor& block, int64_t rows, int64_t limit) {
-  return grow_block_in_range(block, rows, limit, torch::stable::Device(DeviceType::CPU), &reserve_cpu_addresses);
+  return grow_block_in_range(block, rows, limit, DeviceType::CPU, &reserve_cpu_addresses);
 }
 
 }  // namespace

@@ -16,8 +16,7 @@ constexpr ReserveAddresses kReserve = &reserve_cuda_addresses;
 #endif
 
 Tensor grow_block(const Tensor& block, int64_t rows, int64_t limit) {
-  const torch::stable::Device device(kDevice, block.get_device_index());
-  return grow_block_in_range(block, rows, limit, device, kReserve);
+  return grow_block_in_range(block, rows, limit, block.device(), kReserve);
 }
 
 }  // namespace

@@ -110,7 +110,10 @@ TORCHREC_DYN_INLINE void prefetch_next_line(const Map& map, int64_t id) {
 // At most one slot holds the id and is not empty, so the places of all matching slots are ORed.
 TORCHREC_DYN_BOTH inline int64_t place_in_line(const Slot* line, int64_t id) {
   int64_t place = 0;
-  for (int64_t s = 0; s < kLineSlots; ++s) place |= line[s].place & -static_cast<int64_t>(line[s].id == id);
+  for (int64_t s = 0; s < kLineSlots; ++s) {
+    const Slot slot = line[s];  // nvcc loads a copy at once
+    place |= slot.place & -static_cast<int64_t>(slot.id == id);
+  }
   return place;
 }
 

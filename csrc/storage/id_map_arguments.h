@@ -10,22 +10,23 @@
 
 namespace torchrec_dyn {
 
-inline SlotArray array_of(const char* op, const char* name, const Tensor& slots, DeviceType device = DeviceType::CPU) {
+inline SlotArray array_of(const char* op, const char* name, const Tensor& slots,
+                          const Device& device = DeviceType::CPU) {
   check_tensor(op, name, slots, ScalarType::Long, device);
   STD_TORCH_CHECK(slots.dim() == 2 && slots.size(1) == 2, op, ": expected ", name, " of shape [C, 2], got ",
                   slots.dim(), " dimensions.");
   STD_TORCH_CHECK(slots.size(0) % kLineSlots == 0, op, ": expected ", name, " of shape [C, 2] with C a multiple of ",
                   kLineSlots, ", got C = ", slots.size(0), ". Make them with new_slots.");
-  STD_TORCH_CHECK(device == DeviceType::CPU || reinterpret_cast<uintptr_t>(slots.const_data_ptr()) % sizeof(Slot) == 0,
-                  op, ": expected ", name, " at a multiple of ", sizeof(Slot),
-                  " bytes, got an address 8 bytes past it. ", "Call .clone() first.");
+  STD_TORCH_CHECK(device.is_cpu() || reinterpret_cast<uintptr_t>(slots.const_data_ptr()) % sizeof(Slot) == 0, op,
+                  ": expected ", name, " at a multiple of ", sizeof(Slot), " bytes, got an address 8 bytes past it. ",
+                  "Call .clone() first.");
   return {static_cast<Slot*>(slots.mutable_data_ptr()), slots.size(0)};
 }
 
 // The maps of T tables. `slots` lists the array of each table, then, in the same order, the outgoing arrays of the maps
 // that grow: their `moved` is not -1. `moved` is on the CPU for every device.
 inline std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>& slots, const Tensor& moved,
-                                       DeviceType device = DeviceType::CPU) {
+                                       const Device& device = DeviceType::CPU) {
   check_tensor(op, "moved", moved, ScalarType::Long);
   const auto tables = static_cast<size_t>(moved.numel());
   const int64_t* done = const_data<int64_t>(moved);

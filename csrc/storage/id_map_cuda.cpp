@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets
   const int64_t tables = moved.numel();
   check_tensor("lookup", "ids", ids, ScalarType::Long, kDevice);
   check_table_offsets("lookup", table_offsets, tables, ids.numel());
-  const std::vector<IdMapView> views = views_of("lookup", slots, moved, kDevice);
+  const std::vector<IdMapView> views = views_of("lookup", slots, moved, ids.device());
   DeviceCall call(ids);
   Tensor rows = new_device_tensor({ids.numel()});
   Tensor absent = new_device_tensor({tables});
@@ -64,10 +64,10 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
             const Tensor& moved) {
   const int64_t tables = moved.numel();
   check_tensor("insert", "new_ids", new_ids, ScalarType::Long, kDevice);
-  check_tensor("insert", "new_rows", new_rows, ScalarType::Long, kDevice);
+  check_tensor("insert", "new_rows", new_rows, ScalarType::Long, new_ids.device());
   check_size("insert", "the number of new_rows", new_ids.numel(), new_rows.numel());
   check_table_offsets("insert", new_offsets, tables, new_ids.numel());
-  const std::vector<IdMapView> views = views_of("insert", slots, moved, kDevice);
+  const std::vector<IdMapView> views = views_of("insert", slots, moved, new_ids.device());
   SeparateMemory().writes(slots).reads(new_ids).reads(new_rows).reads(new_offsets).reads(moved).check("insert");
   const int64_t count = new_ids.numel();
   if (count == 0) return;
@@ -87,8 +87,8 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
 
 void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_rows) {
   check_tensor("fill_new_", "rows", rows, ScalarType::Long, kDevice);
-  check_tensor("fill_new_", "new_index", new_index, ScalarType::Long, kDevice);
-  check_tensor("fill_new_", "new_rows", new_rows, ScalarType::Long, kDevice);
+  check_tensor("fill_new_", "new_index", new_index, ScalarType::Long, rows.device());
+  check_tensor("fill_new_", "new_rows", new_rows, ScalarType::Long, rows.device());
   check_size("fill_new_", "the number of new_index", rows.numel(), new_index.numel());
   SeparateMemory().writes(rows).reads(new_index).reads(new_rows).check("fill_new_");
   if (rows.numel() == 0) return;
@@ -104,7 +104,7 @@ void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_ro
 
 Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) {
   check_tensor("erase", "ids", ids, ScalarType::Long, kDevice);
-  const std::vector<IdMapView> views = views_of("erase", slots, moved, kDevice);
+  const std::vector<IdMapView> views = views_of("erase", slots, moved, ids.device());
   check_size("erase", "the number of maps", 1, static_cast<int64_t>(views.size()));
   SeparateMemory().writes(slots).reads(ids).reads(moved).check("erase");
   const int64_t count = ids.numel();
@@ -132,7 +132,7 @@ Tensor new_slots(const Tensor& slots, int64_t capacity) {
 // Moves all slots at once, wherever `until` is: the map never has two arrays after a call.
 Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until) {
   const SlotArray from = array_of("move_slots", "outgoing", outgoing, kDevice);
-  const SlotArray to = array_of("move_slots", "slots", slots, kDevice);
+  const SlotArray to = array_of("move_slots", "slots", slots, outgoing.device());
   STD_TORCH_CHECK(moved >= 0 && moved <= from.capacity && moved % kLineSlots == 0, "move_slots: expected moved in [0, ",
                   from.capacity, "], a multiple of ", kLineSlots, ", got ", moved, ".");
   STD_TORCH_CHECK(from.capacity <= to.capacity, "move_slots: expected slots for ", from.capacity,

@@ -13,7 +13,7 @@ namespace {
 template <typename T>
 struct DeviceRows {
   DeviceRows(const char* op, DeviceCall& call, const std::vector<Tensor>& blocks, int64_t shift, int64_t columns) {
-    BlockList<T> list(op, "blocks", blocks, kDevice);
+    BlockList<T> list(op, "blocks", blocks, call.device());
     table = list.rows(layout_of_one(op, blocks, shift, columns), columns);
     table.blocks = call.copy_of(list.pointers());
     for (const T* pointer : list.pointers()) address_bits |= reinterpret_cast<uintptr_t>(pointer);
@@ -62,7 +62,7 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
     using T = decltype(zero);
     DeviceCall call(ids);
     const DeviceRows<T> device_rows("init_rows_", call, blocks, shift, columns);
-    check_tensor("init_rows_", "rows", rows, ScalarType::Long, kDevice);
+    check_tensor("init_rows_", "rows", rows, ScalarType::Long, ids.device());
     SeparateMemory().writes(blocks).reads(ids).reads(rows).check("init_rows_");
     check_rows("init_rows_", call, rows, 0, device_rows.table.capacity);
     const int64_t turns = (first_column + columns - 1) / kTurnColumns - first_column / kTurnColumns + 1;
@@ -102,7 +102,7 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
     check_tensor("scatter_rows_", "values", values, scalar_type_of<T>(), kDevice);
     DeviceCall call(values);
     const DeviceRows<T> device_rows("scatter_rows_", call, blocks, shift, columns);
-    check_tensor("scatter_rows_", "rows", rows, ScalarType::Long, kDevice);
+    check_tensor("scatter_rows_", "rows", rows, ScalarType::Long, values.device());
     SeparateMemory().writes(blocks).reads(rows).reads(values).check("scatter_rows_");
     check_rows("scatter_rows_", call, rows, 0, device_rows.table.capacity);
     const int64_t n = rows.numel();

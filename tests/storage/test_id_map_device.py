@@ -220,3 +220,13 @@ def test_slots_begin_at_a_multiple_of_16_bytes_of_a_gpu():
     slots = torch.zeros(17, dtype=torch.int64, device="cuda")[1:].view(8, 2)
     with pytest.raises(RuntimeError, match="lookup: expected slots at a multiple of 16 bytes"):
         CPU.lookup(ids_of(1).cuda(), ids_of(0, 1), [slots], WHOLE)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="has no two GPUs")
+def test_tensors_of_two_gpus_are_refused():
+    """A kernel that reads the memory of another GPU ends the process's use of CUDA."""
+    ids, slots = torch.zeros(1, dtype=torch.int64), torch.zeros(8, 2, dtype=torch.int64)
+    with pytest.raises(
+        RuntimeError, match="lookup: expected slots on GPU 1, as the first tensor, got GPU 0"
+    ):
+        CPU.lookup(ids.to("cuda:1"), ids_of(0, 1), [slots.to("cuda:0")], WHOLE)
