@@ -193,9 +193,7 @@ Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, con
   const Bags bags = lists.view();
   const float* weight = bag_weight_data("gather_pool", bag_weights, rows.numel());
   check_rows_of_bags("gather_pool", bags, tables, const_data<int64_t>(rows));
-  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
-                  "gather_pool: expected an output of dtype float32, float16 or bfloat16, got ", dtype_name(dtype),
-                  ".");
+  check_pooled_type(dtype);
   Tensor out = new_output(elements, dtype);
   dispatch_row_type("gather_pool", weights, [&](auto row_zero) {
     using T = decltype(row_zero);

@@ -9,6 +9,7 @@
 #include "storage/blocks.h"
 #include "storage/initial_rows.h"
 #include "storage/row_types.h"
+#include "storage/row_units.h"
 
 namespace torchrec_dyn {
 
@@ -23,11 +24,6 @@ struct FindRowOutside {
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     if (rows[i] < lowest || rows[i] >= end) simt::raise(left, n - i);
   }
-};
-
-// Memory that is read and written at once.
-struct alignas(16) Unit16 {
-  uint64_t words[2];
 };
 
 // A turn is the columns of a row that share a block of Philox: four, less at the ends of a column shard.

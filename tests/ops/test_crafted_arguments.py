@@ -48,6 +48,7 @@ TILES = [
 ]
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("segments", "rule"), TILES)
 @pytest.mark.parametrize("op", ["gather_pool", "bag_weights_grad", "update_rows_"])
 def test_segments_hold_each_bag_and_fill_each_element_once(op, segments, rule):
@@ -59,6 +60,7 @@ def test_segments_hold_each_bag_and_fill_each_element_once(op, segments, rule):
         refuses(op, sample, rule)
 
 
+@pytest.mark.usefixtures("device")
 def test_any_tiling_gives_each_bag_its_place():
     by_rows = ops.gather_pool(**pool_sample(pooled())).view(2, 5)
     given = pooled() | {"segments": torch.tensor([[1, 2, 2, 0, 2], [0, 0, 2, 4, 3]])}

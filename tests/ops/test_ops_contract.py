@@ -302,6 +302,7 @@ wild = st.sampled_from(
 )
 
 
+@pytest.mark.usefixtures("device")
 @settings(max_examples=300)
 @given(
     which=st.sampled_from(["gather_pool", "bag_weights_grad", "update_rows_"]),
