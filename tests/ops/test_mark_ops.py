@@ -10,6 +10,8 @@ from table_cases import ids_of
 
 from torchrec_dyn import ops
 
+pytestmark = pytest.mark.usefixtures("device")
+
 LAST = 2**31 - 1
 versions = st.sampled_from([0, 1, 2, LAST - 1, LAST])
 
