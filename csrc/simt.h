@@ -59,11 +59,22 @@ TORCHREC_DYN_BOTH inline int64_t compare_exchange(int64_t* word, int64_t expecte
 #endif
 }
 
-TORCHREC_DYN_BOTH inline int64_t load(const int64_t* word) {
+// Word: of 32 or 64 bits.
+template <typename Word>
+TORCHREC_DYN_BOTH inline Word load(const Word* word) {
 #if defined(__CUDACC__)
-  return *static_cast<const volatile int64_t*>(word);
+  return *static_cast<const volatile Word*>(word);
 #else
-  return std::atomic_ref<int64_t>(*const_cast<int64_t*>(word)).load(std::memory_order_relaxed);
+  return std::atomic_ref<Word>(*const_cast<Word*>(word)).load(std::memory_order_relaxed);
+#endif
+}
+
+template <typename Word>
+TORCHREC_DYN_BOTH inline void store(Word* word, Word number) {
+#if defined(__CUDACC__)
+  *static_cast<volatile Word*>(word) = number;
+#else
+  std::atomic_ref<Word>(*word).store(number, std::memory_order_relaxed);
 #endif
 }
 

@@ -89,6 +89,15 @@ NUMBERS = [
     ("insert", {"new_rows": ids_of(3, -1)}, r"rows in \[0, 2\^63 - 1\), got -1"),
     ("fill_new_", {"rows": ids_of(0, -1, -1), "new_index": ids_of(0, 0, 1)}, "new_index < 1"),
     ("touch_scores_", {"rows": ids_of(0, 7, -1, 7, 3, 4)}, "got one outside"),
+    # the first invalid number is named, and before a row outside
+    ("touch_scores_", {"rows": ids_of(0, 7, -1, 7, 3, 4), "times": ids_of(1, 1, 1, 1, -5, 2**32)},
+     r"times in \[1, 2\^32\), got -5"),
+    ("touch_scores_", {"rows": ids_of(0, 7, -1, 8, 3, 0), "times": ids_of(0, 1, 1, 1, 1, 1)},
+     r"times in \[1, 2\^32\), got 0"),
+    ("write_scores_", {"last_seen": ids_of(0, -2), "counts": ids_of(0, -1)}, r"last_seen in .*-2"),
+    ("write_scores_", {"rows": ids_of(11, 12), "counts": ids_of(2**32, 0)}, r"counts in .*4294967296"),
+    ("mark_rows_", {"rows": ids_of(0, 7, -1, 9, 3, 4)}, "rows below 8, the marks of table 0"),
+    ("mark_rows_", {"rows": ids_of(0, 7, -1, 7, 99, 4)}, "rows below 4, the marks of table 2"),
 ]  # fmt: skip
 
 
