@@ -261,7 +261,7 @@ def test_copies_of_a_store_are_stores_of_their_own():
 @pytest.mark.usefixtures("ranges")
 def test_added_blocks_are_not_the_stores(monkeypatch):
     store = filled(RowStore(5, 12, torch.float32, CPU), 300)
-    monkeypatch.setattr(torch.Tensor, "clone", None)  # the last block is copied once, into its range
+    monkeypatch.setattr(torch.Tensor, "clone", None)  # it is copied once, into a range
     added = store.with_added_blocks(10)
     assert holds(added, 300)
     fresh = torch.arange(store.capacity, store.capacity + 10)
