@@ -8,10 +8,10 @@
 
 namespace torchrec_dyn {
 
-inline void check_admission(const Tensor& ids, const Tensor& counts, double probability, DeviceType device) {
+inline void check_admission(const Tensor& ids, const Tensor& counts, double probability, const Device& device) {
   const char* op = "admit_by_chance";
   check_tensor(op, "ids", ids, ScalarType::Long, device);
-  check_tensor(op, "counts", counts, ScalarType::Long, device);
+  check_tensor(op, "counts", counts, ScalarType::Long, ids.device());
   check_size(op, "the number of counts", ids.numel(), counts.numel());
   STD_TORCH_CHECK(probability >= 0.0 && probability <= 1.0, op, ": expected probability in [0, 1], got ", probability,
                   ".");

@@ -31,12 +31,12 @@ void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<
   check_tensor(op, "steps", steps, ScalarType::Long);
   check_size(op, "the number of steps", count, steps.numel());
   if (times) {
-    check_tensor(op, "times", *times, ScalarType::Long, kDevice);
+    check_tensor(op, "times", *times, ScalarType::Long, rows.device());
     check_size(op, "the number of times", rows.numel(), times->numel());
   }
   const int64_t* step = const_data<int64_t>(steps);
   for (int64_t t = 0; t < count; ++t) check_step(step[t]);
-  BlockList<uint64_t> blocks(op, "scores", scores, kDevice);
+  BlockList<uint64_t> blocks(op, "scores", scores, rows.device());
   const auto words = read_word_tables(blocks, layouts, const_data<int64_t>(table_offsets), step);
   SeparateMemory().writes(scores).reads(rows).reads(table_offsets).reads(steps).reads(times).check(op);
   const int64_t n = rows.numel();
@@ -55,13 +55,13 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
                    int64_t shift) {
   const char* op = "write_scores_";
   check_tensor(op, "rows", rows, ScalarType::Long, kDevice);
-  check_tensor(op, "last_seen", last_seen, ScalarType::Long, kDevice);
-  check_tensor(op, "counts", counts, ScalarType::Long, kDevice);
+  check_tensor(op, "last_seen", last_seen, ScalarType::Long, rows.device());
+  check_tensor(op, "counts", counts, ScalarType::Long, rows.device());
   const int64_t n = rows.numel();
   check_size(op, "the number of last_seen", n, last_seen.numel());
   check_size(op, "the number of counts", n, counts.numel());
   STD_TORCH_CHECK(n < (int64_t{1} << 32), op, ": expected fewer than 2^32 rows, got ", n, ".");
-  BlockList<uint64_t> blocks(op, "scores", scores, kDevice);
+  BlockList<uint64_t> blocks(op, "scores", scores, rows.device());
   const ScoreBlocks words = blocks.words(layout_of_one(op, scores, shift, 1));
   SeparateMemory().writes(scores).reads(rows).reads(last_seen).reads(counts).check(op);
   if (n == 0) return;
@@ -82,7 +82,7 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
 std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> scores, int64_t shift) {
   const char* op = "read_scores";
   check_tensor(op, "rows", rows, ScalarType::Long, kDevice);
-  BlockList<uint64_t> blocks(op, "scores", scores, kDevice);
+  BlockList<uint64_t> blocks(op, "scores", scores, rows.device());
   const ScoreBlocks words = blocks.words(layout_of_one(op, scores, shift, 1));
   const int64_t n = rows.numel();
   DeviceCall call(rows);

@@ -75,7 +75,7 @@ inline void check_offsets(const char* op, const int64_t* offsets, int64_t bags, 
 
 // The bags that offsets on any device describe: their contents are not read.
 inline BagLists bags_of_offsets(const char* op, const std::optional<Tensor>& offsets, int64_t ids,
-                                DeviceType device = DeviceType::CPU) {
+                                const Device& device = DeviceType::CPU) {
   BagLists bags;
   bags.count = ids;
   if (!offsets.has_value()) return bags;
@@ -136,7 +136,7 @@ inline BagLists read_bags(const char* op, const std::optional<Tensor>& offsets, 
 }
 
 inline const float* bag_weight_data(const char* op, const std::optional<Tensor>& bag_weights, int64_t ids,
-                                    DeviceType device = DeviceType::CPU) {
+                                    const Device& device = DeviceType::CPU) {
   if (!bag_weights.has_value()) return nullptr;
   check_tensor(op, "bag_weights", *bag_weights, ScalarType::Float, device);
   check_size(op, "the number of bag_weights", ids, bag_weights->numel());

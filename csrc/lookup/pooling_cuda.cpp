@@ -66,8 +66,8 @@ struct BagArguments {
 BagArguments read_arguments(const char* op, const Tensor& rows, const std::optional<Tensor>& offsets,
                             const std::vector<Tensor>& weights, const Tensor& layout, const Tensor& segments, bool mean,
                             int64_t elements) {
-  BagArguments given{op, rows, read_layout(op, layout, weights), bags_of_offsets(op, offsets, rows.numel(), kDevice),
-                     mean};
+  BagArguments given{op, rows, read_layout(op, layout, weights),
+                     bags_of_offsets(op, offsets, rows.numel(), rows.device()), mean};
   read_segments(op, given.lists, segments, given.layout, elements);
   return given;
 }
@@ -89,12 +89,12 @@ void raise_wrong(const DeviceCall& call, const BagArguments& given, const WrongB
   check_rows_inside(given.op, false, given.layout[static_cast<size_t>(segment.table)].capacity());
 }
 
-// Calls launch(bags, turns of units) and raises an error if the bodies find something wrong: a second wait, which can
-// be left to the next number that the host reads anyway (issue 20). They have written a new tensor only.
+// Calls launch(bags, turns of units) and raises an error if the bodies find something wrong: a wait, which can be
+// left to the next number that the host reads anyway (issue 20). They have written a new tensor only.
 template <typename T, typename Launch>
 void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>& weights, const void* outputs,
          uintptr_t element_bytes, const Launch& launch) {
-  BlockList<T> blocks(given.op, "weights", weights, kDevice);
+  BlockList<T> blocks(given.op, "weights", weights, call.device());
   const std::vector<RowBlocks<T>> tables = blocks.rows_of(given.layout);
   const BagLists& lists = given.lists;
   if (lists.count == 0) return raise_wrong(call, given, {lists.offsets != nullptr, 0});  // of the one offset
@@ -118,7 +118,7 @@ Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, con
   check_tensor("gather_pool", "rows", rows, ScalarType::Long, kDevice);
   STD_TORCH_CHECK(elements >= 0, "gather_pool: expected elements >= 0, got ", elements, ".");
   const BagArguments given = read_arguments("gather_pool", rows, offsets, weights, layout, segments, mean, elements);
-  const float* weight = bag_weight_data("gather_pool", bag_weights, rows.numel(), kDevice);
+  const float* weight = bag_weight_data("gather_pool", bag_weights, rows.numel(), rows.device());
   check_pooled_type(dtype);
   DeviceCall call(rows);
   Tensor out = new_device_tensor({elements}, dtype);
@@ -138,7 +138,7 @@ Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, con
 Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& offsets,
                         std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean) {
   check_tensor("bag_weights_grad", "grad", grad, ScalarType::Float, kDevice);
-  check_tensor("bag_weights_grad", "rows", rows, ScalarType::Long, kDevice);
+  check_tensor("bag_weights_grad", "rows", rows, ScalarType::Long, grad.device());
   const BagArguments given =
       read_arguments("bag_weights_grad", rows, offsets, weights, layout, segments, mean, grad.numel());
   DeviceCall call(rows);

@@ -27,7 +27,7 @@ void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Ten
   const int64_t* offset = const_data<int64_t>(table_offsets);
   const int64_t* version = const_data<int64_t>(versions);
   for (int64_t t = 0; t < count; ++t) check_version(version[t]);
-  BlockList<int32_t> blocks(op, "marks", marks, kDevice);
+  BlockList<int32_t> blocks(op, "marks", marks, rows.device());
   const auto words = read_word_tables(blocks, layouts, offset, version);
   SeparateMemory().writes(marks).reads(rows).reads(table_offsets).reads(versions).check(op);
   if (rows.numel() == 0) return;
@@ -45,7 +45,7 @@ void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Ten
 
 Tensor changed_rows(std::vector<Tensor> marks, int64_t shift, int64_t rows, int64_t since) {
   const char* op = "changed_rows";
-  BlockList<int32_t> blocks(op, "marks", marks, kDevice);
+  BlockList<int32_t> blocks(op, "marks", marks, marks.empty() ? Device(kDevice) : marks.front().device());
   const MarkBlocks words = blocks.words(layout_of_one(op, marks, shift, 1));
   check_listed_rows(rows, words.capacity);
   if (marks.empty()) return new_device_tensor({0});

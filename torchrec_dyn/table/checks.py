@@ -38,7 +38,7 @@ def check_shape(table: DynamicTable, dtype: torch.dtype, device: torch.device) -
     if device.type != "cpu":
         raise ValueError(
             f"{table.where}: expected rows on the CPU, got {device}. Keep the collection on the CPU: "
-            "tables on CUDA are not there yet, since only their id maps and rows have kernels."
+            "tables on CUDA are not there yet, since updates and evictions have no kernels."
         )
 
 
