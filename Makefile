@@ -36,6 +36,9 @@ NEWER_TOOLS := hypothesis==6.170.15 matplotlib==3.11.2 sphinx==9.0.4 myst-parser
 
 CORE_FORMATTED := $(wildcard $(addprefix csrc/,*.cpp *.cu *.h */*.cpp */*.cu */*.h))
 CORE := $(filter-out csrc/sanitize/%,$(CORE_FORMATTED))
+DEVICE_CORE := $(filter %.h %_cuda.cpp csrc/library.cpp,$(CORE))
+
+SIMT := build/simt/torchrec_dyn_simt.abi3.so
 
 .PHONY: train test build wheel lint format docs bench bench-ab test-deep sanitize fuzz clones clean
 
@@ -51,14 +54,21 @@ test: build
 test-deep: build
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal --deep --shard $(SHARD) $(ARGS)
 
-build: $(VENV)/extension.stamp
+build: $(VENV)/extension.stamp $(SIMT)
 
-# One wheel for Python >= 3.10 and all trios. setuptools packs what it finds in build/lib*, deleted files too. auditwheel
-# names it by the oldest system library that it runs with; torch's libraries stay outside.
+# pip does not show what setup.py says.
+say_without_cuda = readelf --sections --wide $(1)/_C.abi3.so | grep --quiet nv_fatbin || \
+	echo "make: found no nvcc, so $(1)/_C has no CUDA kernels. For these: make clean, then again with CUDA_HOME=..."
+
+# One wheel for Python >= 3.10, all trios, and machines with and without GPUs. setuptools packs what it finds in
+# build/lib*, deleted files too. auditwheel names it by the oldest system library that it runs with; torch's libraries
+# stay outside.
+WHEEL_GPUS := 8.0;9.0;10.0;12.0+PTX
 wheel: build
 	rm -rf build/lib* build/bdist* build/wheel dist
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
+	TORCH_CUDA_ARCH_LIST="$(WHEEL_GPUS)" PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude libc10.so --wheel-dir dist build/wheel/*.whl
+	@$(call say_without_cuda,build/lib*/torchrec_dyn)
 
 lint: build docs
 	$(BIN)/ruff check .
@@ -138,4 +148,10 @@ $(VENV)/dependencies.stamp: Makefile | $(BIN)/python
 
 $(VENV)/extension.stamp: $(VENV)/dependencies.stamp setup.py pyproject.toml $(CORE)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps --editable .
+	@$(call say_without_cuda,torchrec_dyn)
+	@touch $@
+
+# The CUDA kernels, compiled by g++ for the tests (csrc/simt.h); it is not part of the wheel.
+$(SIMT): $(VENV)/dependencies.stamp setup.py $(DEVICE_CORE)
+	TORCHREC_DYN_BUILD=simt PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --build-lib build/simt
 	@touch $@

@@ -1,18 +1,41 @@
 """Builds the one extension, torchrec_dyn._C; everything else is said in pyproject.toml."""
 
+import math
+import os
 import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-# All of csrc but its programs for sanitizers; setuptools wants paths relative to this file.
 ROOT = Path(__file__).resolve().parent
-SOURCES = sorted(
-    str(path.relative_to(ROOT))
-    for path in ROOT.glob("csrc/**/*.cpp")
-    if path.parent.name != "sanitize"
-)
+# TORCHREC_DYN_BUILD=cpu leaves the CUDA half out; simt makes a library for tests (csrc/simt.h), no extension.
+BUILD = os.environ.get("TORCHREC_DYN_BUILD", "")
+CUDA_BIN = f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"
+NVCC = None if BUILD else shutil.which("nvcc", path=CUDA_BIN) or shutil.which("nvcc")
+
+
+def _architectures() -> list[str]:
+    """Returns TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), else what this machine's GPUs are, else 9.0."""
+    if named := os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split():
+        return named
+    gpus = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return [f"{major}.{minor}" for major, minor in sorted(gpus)] or ["9.0"]
+
+
+def _sources() -> list[str]:
+    """Returns the C++ files of this build, relative to ROOT: never the programs for sanitizers."""
+    every = {str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp")}
+    every -= {path for path in every if path.startswith("csrc/sanitize/")}
+    device = {path for path in every if path.endswith("_cuda.cpp")}
+    if BUILD == "simt":
+        return sorted({*device, "csrc/library.cpp"})
+    return sorted(every if NVCC else every - device)
+
 
 # A wheel built anywhere runs on any x86-64 or aarch64: no -march. Threads come from torch's
 # parallel_for: no OpenMP flag of ours. The stable ABI of torch 2.11 (torch/csrc/stable/version.h)
@@ -27,7 +50,55 @@ COMPILE_ARGS = [
     "-Wextra",
     "-Wno-unused-parameter",
     "-DTORCH_TARGET_VERSION=0x020b000000000000",
+    *(["-DTORCHREC_DYN_SIMT"] if BUILD == "simt" else []),
 ]
+
+# The same rules for the bits: no fused multiply-add; IEEE division and square root are nvcc's default.
+CUDA_ARGS = ["-O3", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC"]
+CUDA_ARGS += ["-Xcompiler=-fvisibility=hidden", "-Xcompiler=-ffp-contract=off"]
+# A kernel that spills registers to memory, or keeps an array there, is an error.
+CUDA_ARGS += ["-Xptxas=--warn-on-spills", "-Xptxas=--warn-on-local-memory-usage"]
+CUDA_ARGS += ["-Xptxas=--warning-as-error"]
+# So is a function of the host that a kernel calls: nvcc only warns, and the call does nothing.
+CUDA_ARGS += ["-Werror=cross-execution-space-call"]
+
+
+def _code_of(architecture: str) -> str:
+    """Returns nvcc's argument for one architecture, such as "9.0" or "12.0+PTX"."""
+    number = architecture.removesuffix("+PTX").replace(".", "")
+    code = f"[sm_{number},compute_{number}]" if architecture.endswith("+PTX") else f"sm_{number}"
+    return f"-gencode=arch=compute_{number},code={code}"
+
+
+def _cuda_libraries() -> str:
+    """Returns the folder of nvcc's libraries. What is called nvcc may be a script that starts nvcc."""
+    call = subprocess.run([str(NVCC), "--dryrun", "x.cu"], capture_output=True, text=True)
+    return re.search(r"TOP=(\S+)", call.stderr)[1] + "/lib64"
+
+
+def _compile_cuda(folder: Path) -> list[str]:
+    """Compiles every csrc/**/*.cu whose object is older than what it includes; returns the objects."""
+    codes = map(_code_of, _architectures())
+    command = [str(NVCC), *CUDA_ARGS, *codes, f"-I{ROOT / 'csrc'}"]
+
+    def compiled(source: Path) -> str:
+        target = folder / source.relative_to(ROOT).with_suffix(".cu.o")
+        made_by = target.with_suffix(".command")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        needs = target.with_suffix(".d")
+        call = [*command, "-MD", "-MF", str(needs), "-c", str(source), "-o", str(target)]
+        if target.exists() and made_by.exists() and made_by.read_text() == " ".join(call):
+            inputs = needs.read_text().partition(":")[2].replace("\\\n", " ").split()
+            times = [os.path.getmtime(one) if os.path.exists(one) else math.inf for one in inputs]
+            if max(times) <= target.stat().st_mtime:
+                return str(target)
+        made_by.unlink(missing_ok=True)
+        subprocess.run(call, check=True)
+        made_by.write_text(" ".join(call))
+        return str(target)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compiled, sorted(ROOT.glob("csrc/**/*.cu"))))
 
 
 # PyPI shows the README without the files beside it: links to them become plain text.
@@ -40,7 +111,18 @@ class BuildCore(BuildExtension):
     def initialize_options(self) -> None:
         """Names the folder, which setuptools else makes anew for every editable install."""
         super().initialize_options()
-        self.build_temp = "build/objects"
+        self.build_temp = "build/objects-simt" if BUILD == "simt" else "build/objects"
+
+    def build_extensions(self) -> None:
+        """Compiles the CUDA half first, if there is a compiler for it."""
+        [extension] = self.extensions
+        if NVCC:
+            extension.extra_objects += _compile_cuda(ROOT / self.build_temp)
+            extension.library_dirs.append(_cuda_libraries())
+            extension.libraries += ["cudart_static", "dl", "rt", "pthread"]
+        elif not BUILD:
+            print("torchrec_dyn: found no nvcc, so there are no CUDA kernels. Set CUDA_HOME.")
+        super().build_extensions()
 
 
 setup(
@@ -48,8 +130,8 @@ setup(
     long_description_content_type="text/markdown",
     ext_modules=[
         CppExtension(
-            "torchrec_dyn._C",
-            SOURCES,
+            "torchrec_dyn_simt" if BUILD == "simt" else "torchrec_dyn._C",
+            _sources(),
             include_dirs=[str(ROOT / "csrc")],
             extra_compile_args={"cxx": COMPILE_ARGS},  # torch adds -DPy_LIMITED_API=0x030A0000
             py_limited_api=True,

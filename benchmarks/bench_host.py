@@ -4,8 +4,9 @@
 
 One rank under DistributedModelParallel: forward and backward of one pooled collection. Sides: stock tables
 with row numbers, dynamic tables, and dynamic tables with AdmitAfter(2) and LeastRecentlyUsed. All ids have
-rows. The clock is the CPU time of the thread, which runs the backward too. Also measured: making and
-sharding. A ratio above 1: more time than the side after the slash.
+rows. The floor of policies is a call that takes a list of all score tensors and touches no row. The clock is
+the CPU time of the thread, which runs the backward too. Also measured: making and sharding. A ratio above 1:
+more time than the side after the slash.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torchrec.distributed.types import ShardingPlan
 from train_sides import CPU, FUSED, raw_ids
 
 import torchrec_dyn as dyn
+from torchrec_dyn import ops
 
 ROWS, DIM = 1000, 4
 DYNAMIC = {
@@ -128,10 +130,25 @@ def steps_of(side: str, case: Host, steps: int) -> Callable[[int], None]:
     return turn
 
 
+def with_list(turn: Callable[[int], None], tables: int, steps: int) -> Callable[[int], None]:
+    """Returns steps of dynamic tables with one more call each, whose list has a tensor of each table."""
+    scores = [torch.zeros(16, 1, dtype=torch.int64) for _ in range(tables)]
+    layout = torch.tensor([[t, 1, 4, 1] for t in range(tables)])
+    no_rows, offsets = torch.empty(0, dtype=torch.int64), torch.zeros(tables + 1, dtype=torch.int64)
+
+    def longer(first: int) -> None:
+        turn(first)
+        for _ in range(steps):
+            ops.touch_scores_(no_rows, offsets, scores, layout, offsets[1:])
+
+    return longer
+
+
 def compared(name: str, case: Host, rounds: int, steps: int) -> list[dict[str, Any]]:
     """Measures all sides of one case: a step, and making and sharding. Returns lines of results."""
     more = {"plan": case.plan, "ranks": 1}
     sides = {side: steps_of(side, case, steps) for side in ("static", *DYNAMIC)}
+    sides["list"] = with_list(steps_of("dynamic", case, steps), case.tables, steps)
     # No collections within a round: their number would depend on the objects of all sides.
     gc.collect()
     gc.disable()
@@ -141,6 +158,7 @@ def compared(name: str, case: Host, rounds: int, steps: int) -> list[dict[str, A
     lines = [
         result(name, 1, "step", "static", ratio(seconds, "dynamic", "static"), **more),
         result(name, 1, "policies", "dynamic", ratio(seconds, "policies", "dynamic"), **more),
+        result(name, 1, "list", "dynamic", ratio(seconds, "list", "dynamic"), **more),
     ]
     sides.clear()
     making = {

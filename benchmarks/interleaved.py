@@ -20,8 +20,24 @@ import torch
 import torchrec_dyn
 
 RESULTS = Path(__file__).parent / "results"
+
+
+class Moment:
+    """A moment of a GPU's stream. The difference of two is the seconds from the second to the first."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    def __sub__(self, begin: Moment) -> float:
+        self._event.synchronize()
+        return begin._event.elapsed_time(self._event) / 1e3
+
+
 # "cpu" is the CPU time of this process, "thread" that of this thread: for one thread on a busy machine.
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time, "thread": time.thread_time}
+CLOCKS: dict[str, Callable[[], Any]] = {
+    "wall": time.perf_counter, "cpu": time.process_time, "thread": time.thread_time, "cuda": Moment,
+}  # fmt: skip
 
 
 def options(description: str | None, threads: Sequence[int]) -> argparse.ArgumentParser:
@@ -167,6 +183,7 @@ def machine() -> dict[str, Any]:
         else os.cpu_count(),
         "simd": torch.backends.cpu.get_cpu_capability(),
         "huge_pages": pages[pages.find("[") + 1 : pages.find("]")] if "[" in pages else pages,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
         "fbgemm": _version("fbgemm-gpu"),
     }

@@ -21,6 +21,7 @@ namespace torchrec_dyn {
 
 using torch::headeronly::DeviceType;
 using torch::headeronly::ScalarType;
+using torch::stable::Device;
 using torch::stable::Tensor;
 
 inline const char* dtype_name(ScalarType type) {
@@ -60,15 +61,19 @@ inline void check_memory(const char* op, const char* name, const Tensor& tensor)
                   " bytes past it. Call .clone() first.");
 }
 
-// `device`: CPU or CUDA. Descriptions of a call (layout, table_offsets, ...) are on the CPU for every kernel.
+// `device`: the CPU, any GPU, or the GPU with this index: kernels cannot read the memory of another one. Descriptions
+// of a call (layout, table_offsets, ...) are on the CPU for every kernel.
 inline void check_tensor(const char* op, const char* name, const Tensor& tensor, ScalarType type,
-                         DeviceType device = DeviceType::CPU) {
+                         const Device& device = DeviceType::CPU) {
   STD_TORCH_CHECK(tensor.scalar_type() == type, op, ": expected ", name, " of dtype ", dtype_name(type), ", got ",
                   dtype_name(tensor.scalar_type()), ". Convert it first.");
-  const bool wants_cpu = device == DeviceType::CPU;
+  const bool wants_cpu = device.is_cpu();
   STD_TORCH_CHECK(wants_cpu ? tensor.is_cpu() : tensor.is_cuda(), op, ": expected ", name, " on ",
                   wants_cpu ? "the CPU" : "the GPU", ", got another device. Move it with ",
                   wants_cpu ? ".cpu()." : ".cuda().");
+  STD_TORCH_CHECK(device.index() == -1 || tensor.get_device_index() == device.index(), op, ": expected ", name,
+                  " on GPU ", device.index(), ", as the first tensor, got GPU ", tensor.get_device_index(),
+                  ". Move it with .cuda(", device.index(), ").");
   STD_TORCH_CHECK(tensor.is_contiguous(), op, ": expected ", name,
                   " to be contiguous, got strides. Call .contiguous() first.");
   check_memory(op, name, tensor);
@@ -133,9 +138,9 @@ T* mutable_data(const Tensor& tensor) {
 // Returns a tensor whose memory is not initialised. The shape and the type are valid, so only memory can be missing:
 // torch's own error says no more than that a call failed.
 inline Tensor new_tensor(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type,
-                         DeviceType device = DeviceType::CPU) {
+                         const Device& device = DeviceType::CPU) {
   try {
-    return torch::stable::empty(shape, type, std::nullopt, torch::stable::Device(device));
+    return torch::stable::empty(shape, type, std::nullopt, device);
   } catch (const std::exception&) {
     throw std::bad_alloc();
   }
@@ -145,15 +150,15 @@ inline Tensor new_tensor(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarT
 // for the tensor.
 template <typename Free>
 Tensor tensor_of(void* memory, torch::headeronly::IntHeaderOnlyArrayRef shape,
-                 torch::headeronly::IntHeaderOnlyArrayRef strides, ScalarType type, const Free& free) {
+                 torch::headeronly::IntHeaderOnlyArrayRef strides, ScalarType type, const Free& free,
+                 const Device& device = DeviceType::CPU) {
   std::shared_ptr<bool> is_freed;
   try {
     is_freed = std::make_shared<bool>(false);
-    return torch::stable::from_blob(memory, shape, strides, torch::stable::Device(DeviceType::CPU), type,
-                                    [free, is_freed](void*) {
-                                      *is_freed = true;
-                                      free();
-                                    });
+    return torch::stable::from_blob(memory, shape, strides, device, type, [free, is_freed](void*) {
+      *is_freed = true;
+      free();
+    });
   } catch (const std::exception&) {  // torch has called the deleter by now, or never will
     if (!is_freed || !*is_freed) free();
     throw std::bad_alloc();

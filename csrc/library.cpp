@@ -1,5 +1,5 @@
 // The table of contents of the core: every op, by rooms, with the shapes of its tensors. The kernels of a room are in
-// its folder, files *_cpu.cpp. A trailing underscore means in place.
+// its folder, files *_cpu.cpp, and for CUDA *_cuda.cpp. A trailing underscore means in place.
 //
 // Legend: T tables of one call, N ids in table order, M new or chosen ids, C slots of a map, B bags, S segments.
 // `slots` [C, 2] int64 is an id map (storage/id_map.h). A list of `slots` holds the slots of T maps, then the outgoing
@@ -10,7 +10,15 @@
 
 #include <torch/csrc/stable/library.h>
 
-STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
+// The library of simt.h's tests has the same ops under another name.
+#if defined(TORCHREC_DYN_SIMT)
+#define TORCHREC_DYN_OPS torchrec_dyn_simt
+#else
+#define TORCHREC_DYN_OPS torchrec_dyn
+#endif
+#define TORCHREC_DYN_LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)  // the macro above is expanded on the way
+
+TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // ---- storage: id maps, canonical order, content sums, rows, marks
 
   // ids [N] -> [N]: the bijection of mix64.h and its inverse.
@@ -33,7 +41,7 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
   m.def("erase(Tensor ids, Tensor(a!)[] slots, Tensor moved) -> Tensor");
   // A map of `capacity` empty slots, on the device of `slots`. Memory is committed where ids are written.
   m.def("new_slots(Tensor slots, int capacity) -> Tensor");
-  // Moves outgoing slots [moved, until), or a few more, into `slots` -> [1] the new `moved`.
+  // Moves outgoing slots [moved, until), or a few more, into `slots` -> [1] the new `moved`. A GPU moves all slots.
   m.def("move_slots(Tensor(a!) outgoing, Tensor(b!) slots, int moved, int until) -> Tensor");
   // -> [3]: number of ids, sum of their probe lengths (storage/id_map.h), the longest probe length; measured on one in
   // `every` runs of 4096 slots.
@@ -56,6 +64,11 @@ STABLE_TORCH_LIBRARY(torchrec_dyn, m) {
 
   // Asks the system for 2 MiB pages for a block of any shape, before the block is first written. Changes no value.
   m.def("advise_huge_pages(Tensor block) -> ()");
+  // block [R, D] of any dtype -> [rows, D]: a block of more rows, the first R as in `block`. If `block` begins
+  // where a result of this op does, and its addresses suffice, the address stays the same and both tensors share
+  // memory. Otherwise the rows are copied to a new range of addresses, for `limit` rows. Other rows are not
+  // initialised. Memory is committed for `rows` rows (storage/address_range.h).
+  m.def("grow_block(Tensor block, int rows, int limit) -> Tensor");
   // Writes the initial rows of ids [M] to rows [M]. parameters: low, high, mean, deviation, low and high
   // probability (storage/initial_rows.h). key: 64 bits made of the seed and the table's name.
   m.def(

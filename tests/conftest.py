@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from device_ops import DeviceOps
 from hypothesis import HealthCheck, settings
 from shards import Shard, part_of, read_shard
 
@@ -66,10 +67,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.needs_cuda)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Runs the test once on each device that there is."""
-    return torch.device(request.param)
+@pytest.fixture(params=["cpu", "simt", pytest.param("cuda", marks=pytest.mark.needs_cuda)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs the test with the kernels of each device that there is; its tensors stay on the CPU."""
+    if request.param != "cpu":
+        monkeypatch.setattr("torchrec_dyn.ops._ops", DeviceOps(request.param))
+    return request.param
 
 
 @pytest.fixture

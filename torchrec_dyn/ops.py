@@ -53,7 +53,7 @@ def lookup(
 
     Returns:
         rows: [N] int64, -1 for an absent id.
-        absent: [T] int64, number of absent ids of each table, repeats included.
+        absent: [T] int64, number of absent ids of each table, repeats included; on the device of `ids`.
     """
     return _ops.lookup.default(ids, table_offsets, slots, moved)
 
@@ -71,7 +71,8 @@ def collect_new(
     Returns:
         new_ids: [M] int64, table after table.
         new_counts: [M] int64, occurrences of each new id.
-        new_offsets: [T + 1] int64; the new ids of table t are new_ids[new_offsets[t] : new_offsets[t + 1]].
+        new_offsets: [T + 1] int64 on the CPU; the new ids of table t are
+            new_ids[new_offsets[t] : new_offsets[t + 1]].
         new_index: [N] int64, position of an absent id in new_ids; -1 for an id with a row.
     """
     return _ops.collect_new.default(ids, rows, table_offsets)
@@ -140,7 +141,8 @@ def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tenso
         until: end of the range: the outgoing slots before this number are moved.
 
     Returns:
-        [1] int64, the new value of `moved`: `until` or a few slots more; C if all slots are moved.
+        [1] int64 on the CPU, the new value of `moved`: `until` or a few slots more; C if all slots are
+            moved. A GPU always moves all slots.
     """
     return _ops.move_slots.default(outgoing, slots, moved, until)
 
@@ -398,6 +400,23 @@ def advise_huge_pages(block: Tensor) -> None:
     _ops.advise_huge_pages.default(block)
 
 
+def grow_block(block: Tensor, rows: int, limit: int) -> Tensor:
+    """Returns a block with more rows; its first rows are those of `block`, other rows are not initialised.
+
+    A block that this op returned keeps its address, and shares memory with the result. Any other block is
+    copied. Memory is committed for `rows` rows; nothing has changed if there is none (MemoryError).
+
+    Args:
+        block: [R, D] of any dtype, contiguous; R may be 0.
+        rows: number of rows of the result, at least R and at least 1.
+        limit: the most rows that the block will ever have; the first call reserves their addresses.
+
+    Returns:
+        [rows, D].
+    """
+    return _ops.grow_block.default(block, rows, limit)
+
+
 def init_rows_(
     ids: Tensor,
     rows: Tensor,
@@ -413,13 +432,14 @@ def init_rows_(
 
     Args:
         ids: [M] int64.
-        rows: [M] int64 inside the blocks.
+        rows: [M] int64 inside the blocks, each once.
         blocks: blocks of one table, 2^shift rows each; written.
         shift: binary logarithm of the rows of a block.
         columns: columns of a row in these blocks.
         first_column: number of the first column in the whole table.
         kind: 0 constant, 1 uniform, 2 normal (csrc/storage/initial_rows.h).
-        parameters: low, high, mean, deviation, low probability, high probability.
+        parameters: low, high, mean, deviation, low probability, high probability; for kind 2 the
+            probabilities ascend in [0, 1].
         key: 64-bit key (as int64) of the seed and the table's name.
     """
     _ops.init_rows_.default(ids, rows, blocks, shift, columns, first_column, kind, parameters, key)
@@ -612,7 +632,7 @@ def _(mixed: Tensor) -> Tensor:
 def _(
     ids: Tensor, table_offsets: Tensor, slots: Sequence[Tensor], moved: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(ids), torch.empty_like(moved)
+    return torch.empty_like(ids), ids.new_empty(moved.shape)
 
 
 @_fake("collect_new")
@@ -638,7 +658,7 @@ def _(slots: Tensor, capacity: int) -> Tensor:
 
 @_fake("move_slots")
 def _(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tensor:
-    return outgoing.new_empty(1)
+    return torch.empty(1, dtype=torch.int64)
 
 
 @_fake("probe_lengths")
@@ -699,6 +719,11 @@ def _(ids: Tensor, counts: Tensor, key: int, step: int, probability: float) -> T
 def _(marks: Sequence[Tensor], shift: int, rows: int, since: int) -> Tensor:
     listed = torch.library.get_ctx().new_dynamic_size()
     return marks[0].new_empty(listed, dtype=torch.int64)
+
+
+@_fake("grow_block")
+def _(block: Tensor, rows: int, limit: int) -> Tensor:
+    return block.new_empty(rows, block.shape[1])
 
 
 @_fake("gather_rows")

@@ -11,6 +11,9 @@
 namespace torchrec_dyn {
 
 constexpr uint64_t kMostOccurrences = uint64_t{1} << 32;
+TORCHREC_DYN_BOTH constexpr bool is_occurrences(int64_t count) {
+  return static_cast<uint64_t>(count) <= kMostOccurrences;
+}
 
 // A number in [0, 1), a multiple of 2^-53. It is made of the word before the words that stochastic rounding draws for
 // the same key, step and id, so the two share no bits even if their keys are equal.

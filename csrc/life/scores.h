@@ -19,6 +19,22 @@ TORCHREC_DYN_BOTH constexpr uint64_t last_seen_of(uint64_t score) { return score
 TORCHREC_DYN_BOTH constexpr uint64_t count_of(uint64_t score) { return score & kMostCount; }
 TORCHREC_DYN_BOTH constexpr bool is_free(uint64_t score) { return last_seen_of(score) == kFreeLastSeen; }
 
+// What the ops accept: numbers of touches; `last_seen`, -1 for a free row; counts.
+TORCHREC_DYN_BOTH constexpr bool is_times(int64_t times) {
+  return times >= 1 && times <= static_cast<int64_t>(kMostCount);
+}
+TORCHREC_DYN_BOTH constexpr bool is_last_seen(int64_t last_seen) {
+  return last_seen >= -1 && last_seen < static_cast<int64_t>(kFreeLastSeen);
+}
+TORCHREC_DYN_BOTH constexpr bool is_count(int64_t count) {
+  return count >= 0 && count <= static_cast<int64_t>(kMostCount);
+}
+
+// The score of such numbers. A free row has no count.
+TORCHREC_DYN_BOTH constexpr uint64_t score_of(int64_t last_seen, int64_t count) {
+  return last_seen < 0 ? kFreeScore : static_cast<uint64_t>(last_seen) << 32 | static_cast<uint64_t>(count);
+}
+
 // The score after `times` more occurrences at `step`; times is at most kMostCount.
 TORCHREC_DYN_BOTH constexpr uint64_t touched(uint64_t score, uint64_t step, uint64_t times = 1) {
   const uint64_t count = count_of(score), room = kMostCount - count;

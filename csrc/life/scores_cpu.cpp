@@ -9,7 +9,7 @@
 
 #include "checks.h"
 #include "kernel.h"
-#include "life/scores.h"
+#include "life/scores_arguments.h"
 #include "mix64.h"
 #include "parallel.h"
 #include "radix_sort.h"
@@ -49,9 +49,7 @@ const int64_t* times_data(const char* op, const std::optional<Tensor>& times, in
   check_tensor(op, "times", *times, ScalarType::Long);
   check_size(op, "the number of times", rows, times->numel());
   const int64_t* often = const_data<int64_t>(*times);
-  for (int64_t i = 0; i < rows; ++i)
-    STD_TORCH_CHECK(often[i] >= 1 && often[i] <= static_cast<int64_t>(kMostCount), op,
-                    ": expected times in [1, 2^32), got ", often[i], ".");
+  for (int64_t i = 0; i < rows; ++i) check_times(often[i]);
   return often;
 }
 
@@ -59,7 +57,7 @@ void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<
                    const Tensor& steps, const std::optional<Tensor>& times) {
   const char* op = "touch_scores_";
   check_tensor(op, "rows", rows, ScalarType::Long);
-  const std::vector<TableLayout> tables = read_layout(op, layout);
+  const std::vector<TableLayout> tables = read_layout(op, layout, scores, true);
   const auto count = static_cast<int64_t>(tables.size());
   check_table_offsets(op, table_offsets, count, rows.numel());
   check_tensor(op, "steps", steps, ScalarType::Long);
@@ -72,14 +70,12 @@ void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<
   BlockList<uint64_t> blocks(op, "scores", scores);
   std::vector<ScoreBlocks> words;
   for (int64_t t = 0; t < count; ++t) {
-    STD_TORCH_CHECK(step[t] >= 0 && step[t] < static_cast<int64_t>(kFreeLastSeen), op,
-                    ": expected steps in [0, 2^32 - 1), got ", step[t], ".");
+    check_step(step[t]);
     words.push_back(blocks.words(tables[static_cast<size_t>(t)]));
     if (tables[static_cast<size_t>(t)].blocks == 0 || offset[t] == offset[t + 1]) continue;
     scored.push_back(t);
     // All rows are checked before the first row is touched: an error changes nothing.
-    const bool inside = all_inside(row + offset[t], offset[t + 1] - offset[t], words.back().capacity);
-    STD_TORCH_CHECK(inside, op, ": expected rows in [-1, rows of the table's scores), got one outside.");
+    check_touched_rows(all_inside(row + offset[t], offset[t + 1] - offset[t], words.back().capacity));
   }
   SeparateMemory().writes(scores).reads(rows).reads(table_offsets).reads(steps).reads(times).check(op);
   const int64_t parts = parts_of(static_cast<int64_t>(scored.size()), rows.numel());
@@ -109,19 +105,12 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
   const int64_t* row = const_data<int64_t>(rows);
   const int64_t* seen = const_data<int64_t>(last_seen);
   const int64_t* count = const_data<int64_t>(counts);
-  for (int64_t i = 0; i < rows.numel(); ++i) {
-    STD_TORCH_CHECK(words.holds(row[i]), op, ": expected rows in [0, ", words.capacity, "), got ", row[i], ".");
-    STD_TORCH_CHECK(seen[i] >= -1 && seen[i] < static_cast<int64_t>(kFreeLastSeen), op,
-                    ": expected last_seen in [-1, 2^32 - 1), got ", seen[i], ".");
-    STD_TORCH_CHECK(count[i] >= 0 && count[i] <= static_cast<int64_t>(kMostCount), op,
-                    ": expected counts in [0, 2^32), got ", count[i], ".");
-  }
+  for (int64_t i = 0; i < rows.numel(); ++i) check_written_score(words.capacity, row[i], seen[i], count[i]);
   SeparateMemory().writes(scores).reads(rows).reads(last_seen).reads(counts).check(op);
   // In order and on one thread: if a row is given twice, its last score stays.
   for (int64_t i = 0; i < rows.numel(); ++i) {
     if (i % kScoreBurst == 0) prefetch_scores(words, row, i, rows.numel());
-    *words.word(row[i]) =
-        seen[i] < 0 ? kFreeScore : static_cast<uint64_t>(seen[i]) << 32 | static_cast<uint64_t>(count[i]);
+    *words.word(row[i]) = score_of(seen[i], count[i]);
   }
 }
 
@@ -182,7 +171,7 @@ std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> s
       count[i] = is_free(score) ? 0 : static_cast<int64_t>(count_of(score));
     }
   });
-  STD_TORCH_CHECK(!outside, op, ": expected rows in [-1, ", words.capacity, "), got one outside.");
+  check_read_rows(!outside, words.capacity);
   return {last_seen, counts};
 }
 

@@ -62,32 +62,34 @@ inline void check_outputs_tile(const char* op, std::vector<Segment> segments, co
   check_size(op, "the elements that the segments cover", elements, end);
 }
 
-// Reads the description of the bags. Checks it against `ids` ids and an output of `elements` elements: the segments
-// hold every bag and fill every element, once. In all, this takes time for each segment and each offset, not for each
-// id.
-inline BagLists read_bags(const char* op, const std::optional<Tensor>& offsets, const Tensor& segments,
-                          const std::vector<TableLayout>& tables, int64_t ids, int64_t elements) {
+// Checks offsets [bags + 1], given in memory of the host.
+inline void check_offsets(const char* op, const int64_t* offsets, int64_t bags, int64_t ids) {
+  STD_TORCH_CHECK(offsets[0] >= 0 && offsets[bags] <= ids, op, ": expected offsets inside the ids [0, ", ids, "], got ",
+                  offsets[0], " to ", offsets[bags], ". Do lengths and values agree?");
+  bool ascends = true;
+  for (int64_t b = 0; b < bags; ++b) ascends &= offsets[b] <= offsets[b + 1];
+  for (int64_t b = 0; b < bags && !ascends; ++b)
+    STD_TORCH_CHECK(offsets[b] <= offsets[b + 1], op, ": expected ascending offsets, got ", offsets[b], " before ",
+                    offsets[b + 1], ". Are there negative lengths?");
+}
+
+// The bags that offsets on any device describe: their contents are not read.
+inline BagLists bags_of_offsets(const char* op, const std::optional<Tensor>& offsets, int64_t ids,
+                                const Device& device = DeviceType::CPU) {
   BagLists bags;
   bags.count = ids;
-  if (offsets.has_value()) {
-    check_tensor(op, "offsets", *offsets, ScalarType::Long);
-    STD_TORCH_CHECK(offsets->numel() >= 1, op, ": expected at least one offset, got none.");
-    bags.offsets = const_data<int64_t>(*offsets);
-    bags.count = offsets->numel() - 1;
-    STD_TORCH_CHECK(bags.offsets[0] >= 0 && bags.offsets[bags.count] <= ids, op,
-                    ": expected offsets inside the ids [0, ", ids, "], got ", bags.offsets[0], " to ",
-                    bags.offsets[bags.count], ". Do lengths and values agree?");
-    bool ascends = true;
-    for (int64_t b = 0; b < bags.count; ++b) ascends &= bags.offsets[b] <= bags.offsets[b + 1];
-    for (int64_t b = 0; b < bags.count && !ascends; ++b)
-      STD_TORCH_CHECK(bags.offsets[b] <= bags.offsets[b + 1], op, ": expected ascending offsets, got ", bags.offsets[b],
-                      " before ", bags.offsets[b + 1], ". Are there negative lengths?");
-    // Bags of one id each are a sequence: the loops over them read no offsets.
-    int64_t alone = 0;
-    if (bags.count == ids)
-      while (alone <= ids && bags.offsets[alone] == alone) ++alone;
-    if (alone == ids + 1) bags.offsets = nullptr;
-  }
+  if (!offsets.has_value()) return bags;
+  check_tensor(op, "offsets", *offsets, ScalarType::Long, device);
+  STD_TORCH_CHECK(offsets->numel() >= 1, op, ": expected at least one offset, got none.");
+  bags.offsets = const_data<int64_t>(*offsets);
+  bags.count = offsets->numel() - 1;
+  return bags;
+}
+
+// Reads the segments of `bags.count` bags. Checks them against an output of `elements` elements: they hold every bag
+// and fill every element, once.
+inline void read_segments(const char* op, BagLists& bags, const Tensor& segments,
+                          const std::vector<TableLayout>& tables, int64_t elements) {
   check_tensor(op, "segments", segments, ScalarType::Long);
   STD_TORCH_CHECK(segments.dim() == 2 && segments.size(1) == 5, op, ": expected segments of shape [S, 5], got ",
                   segments.dim(), " dimensions.");
@@ -114,14 +116,41 @@ inline BagLists read_bags(const char* op, const std::optional<Tensor>& offsets, 
   check_bags_tile(op, bags.segments, bags.count);
   check_outputs_tile(op, bags.segments, tables, elements);
   for (const Segment& segment : bags.segments) bags.first.push_back(bags.first.back() + segment.bags);
+}
+
+// Reads the description of the bags of `ids` ids, and checks all of it. In all, this takes time for each segment and
+// each offset, not for each id.
+inline BagLists read_bags(const char* op, const std::optional<Tensor>& offsets, const Tensor& segments,
+                          const std::vector<TableLayout>& tables, int64_t ids, int64_t elements) {
+  BagLists bags = bags_of_offsets(op, offsets, ids);
+  if (bags.offsets != nullptr) {
+    check_offsets(op, bags.offsets, bags.count, ids);
+    // Bags of one id each are a sequence: the loops over them read no offsets.
+    int64_t alone = 0;
+    if (bags.count == ids)
+      while (alone <= ids && bags.offsets[alone] == alone) ++alone;
+    if (alone == ids + 1) bags.offsets = nullptr;
+  }
+  read_segments(op, bags, segments, tables, elements);
   return bags;
 }
 
-inline const float* bag_weight_data(const char* op, const std::optional<Tensor>& bag_weights, int64_t ids) {
+inline const float* bag_weight_data(const char* op, const std::optional<Tensor>& bag_weights, int64_t ids,
+                                    const Device& device = DeviceType::CPU) {
   if (!bag_weights.has_value()) return nullptr;
-  check_tensor(op, "bag_weights", *bag_weights, ScalarType::Float);
+  check_tensor(op, "bag_weights", *bag_weights, ScalarType::Float, device);
   check_size(op, "the number of bag_weights", ids, bag_weights->numel());
   return const_data<float>(*bag_weights);
+}
+
+inline void check_rows_inside(const char* op, bool inside, int64_t capacity) {
+  STD_TORCH_CHECK(inside, op, ": expected rows in [-1, ", capacity, "), got one outside.");
+}
+
+inline void check_pooled_type(ScalarType dtype) {
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
+                  "gather_pool: expected an output of dtype float32, float16 or bfloat16, got ", dtype_name(dtype),
+                  ".");
 }
 
 // Checks that every row is absent (-1) or inside its table: the hot loops do not check it.
@@ -129,11 +158,12 @@ inline void check_rows_of_bags(const char* op, const Bags& bags, const std::vect
                                const int64_t* rows) {
   for_each_range(bags.total(), 256, [&](int64_t begin, int64_t end) {
     for_bags(bags, begin, end, [&](const Segment& segment, int64_t first, int64_t last) {
-      const auto capacity = static_cast<uint64_t>(tables[static_cast<size_t>(segment.table)].capacity());
+      const int64_t capacity = tables[static_cast<size_t>(segment.table)].capacity();
       const int64_t until = bags.end(last - 1);
       bool inside = true;
-      for (int64_t i = bags.begin(first); i < until; ++i) inside &= static_cast<uint64_t>(rows[i]) + 1 <= capacity;
-      STD_TORCH_CHECK(inside, op, ": expected rows in [-1, ", capacity, "), got one outside.");
+      for (int64_t i = bags.begin(first); i < until; ++i)
+        inside &= static_cast<uint64_t>(rows[i]) + 1 <= static_cast<uint64_t>(capacity);
+      check_rows_inside(op, inside, capacity);
     });
   });
 }

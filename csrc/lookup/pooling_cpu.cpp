@@ -188,14 +188,12 @@ Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, con
                    int64_t elements, ScalarType dtype) {
   check_tensor("gather_pool", "rows", rows, ScalarType::Long);
   STD_TORCH_CHECK(elements >= 0, "gather_pool: expected elements >= 0, got ", elements, ".");
-  const std::vector<TableLayout> tables = read_layout("gather_pool", layout);
+  const std::vector<TableLayout> tables = read_layout("gather_pool", layout, weights);
   const BagLists lists = read_bags("gather_pool", offsets, segments, tables, rows.numel(), elements);
   const Bags bags = lists.view();
   const float* weight = bag_weight_data("gather_pool", bag_weights, rows.numel());
   check_rows_of_bags("gather_pool", bags, tables, const_data<int64_t>(rows));
-  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
-                  "gather_pool: expected an output of dtype float32, float16 or bfloat16, got ", dtype_name(dtype),
-                  ".");
+  check_pooled_type(dtype);
   Tensor out = new_output(elements, dtype);
   dispatch_row_type("gather_pool", weights, [&](auto row_zero) {
     using T = decltype(row_zero);
@@ -244,7 +242,7 @@ Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optio
                         std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean) {
   check_tensor("bag_weights_grad", "grad", grad, ScalarType::Float);
   check_tensor("bag_weights_grad", "rows", rows, ScalarType::Long);
-  const std::vector<TableLayout> tables = read_layout("bag_weights_grad", layout);
+  const std::vector<TableLayout> tables = read_layout("bag_weights_grad", layout, weights);
   const BagLists lists = read_bags("bag_weights_grad", offsets, segments, tables, rows.numel(), grad.numel());
   const Bags bags = lists.view();
   check_rows_of_bags("bag_weights_grad", bags, tables, const_data<int64_t>(rows));

@@ -412,7 +412,8 @@ RowBlocks<float> state_rows(BlockList<float>& list, const TableLayout& table, St
 // Reads the marks of T tables; empty if no table keeps marks.
 std::vector<TableLayout> read_mark_layout(const char* op, const std::optional<Tensor>& layout, size_t tables) {
   if (!layout) return {};
-  const std::vector<TableLayout> marks = read_layout(op, *layout);
+  // No list of blocks: the last block has all its bytes, since its stripes lie all over it.
+  const std::vector<TableLayout> marks = read_layout(op, *layout, {}, true);
   check_size(op, "the lines of mark_layout", static_cast<int64_t>(tables), static_cast<int64_t>(marks.size()));
   for (const TableLayout& table : marks)
     STD_TORCH_CHECK(table.shift >= kLeastMarkShift, op, ": expected a shift of at least ", kLeastMarkShift,
@@ -445,7 +446,7 @@ void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, con
                   ids.numel(), ". Split the batch.");
   STD_TORCH_CHECK(!offsets || offsets->numel() <= int64_t{1} << 32, op, ": expected fewer than 2^32 bags, got ",
                   offsets->numel() - 1, ". Split the batch.");
-  const std::vector<TableLayout> tables = read_layout(op, layout);
+  const std::vector<TableLayout> tables = read_layout(op, layout, weights);
   const auto table_count = static_cast<int64_t>(tables.size());
   check_size(op, "the elements of streams", 3 * table_count, streams.numel());
   const BagLists bag_lists = read_bags(op, offsets, segments, tables, ids.numel(), grad.numel());

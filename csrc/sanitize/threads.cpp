@@ -16,7 +16,7 @@
 #include "sharing.h"
 #include "storage/id_map.h"
 #include "storage/id_map_growth_cpu.h"
-#include "storage/initial_rows.h"
+#include "storage/initial_rows_cpu.h"
 #include "storage/parts_cpu.h"
 #include "storage/rounding_cpu.h"
 

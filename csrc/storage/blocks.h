@@ -1,4 +1,5 @@
-// Rows are stored in blocks of 2^shift rows, so a table grows by appending a block, and no row ever moves.
+// Rows are stored in blocks of 2^shift rows, so a table grows by appending a block, and no row ever moves. The last
+// block of a table may have fewer rows: in an address range it grows in place (docs/decisions/0028).
 //
 // An op over several tables takes one flat list of blocks and `layout` [T, 4] int64, one line for each table:
 //   first block in the list, number of blocks, shift, columns of a row.
@@ -16,8 +17,9 @@ struct TableLayout {
   int64_t blocks;
   int64_t shift;
   int64_t columns;
+  int64_t missing = 0;  // rows that the last block has less than 2^shift
 
-  TORCHREC_DYN_BOTH int64_t capacity() const { return blocks << shift; }
+  TORCHREC_DYN_BOTH int64_t capacity() const { return (blocks << shift) - missing; }
 };
 
 // The rows of one table. Without blocks its capacity is 0, and `row` must not be called.

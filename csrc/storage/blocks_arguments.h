@@ -18,13 +18,24 @@ inline void check_row_shape(const char* op, int64_t shift, int64_t columns) {
                   ": expected shift in [0, 32) and columns in [1, 2^31), got ", shift, " and ", columns, ".");
 }
 
+// The table with the rows that its last block lacks, as BlockList checks them.
+inline TableLayout with_last_block(TableLayout table, const std::vector<Tensor>& blocks, int64_t columns) {
+  const int64_t end = table.first_block + table.blocks, whole = int64_t{1} << table.shift;
+  if (table.blocks == 0 || end > static_cast<int64_t>(blocks.size())) return table;
+  const int64_t elements = blocks[static_cast<size_t>(end - 1)].numel(), rows = elements / columns;
+  if (elements % columns == 0 && rows > 0 && rows < whole) table.missing = whole - rows;
+  return table;
+}
+
 // The layout of a call that takes the blocks of one table only.
 inline TableLayout layout_of_one(const char* op, const std::vector<Tensor>& blocks, int64_t shift, int64_t columns) {
   check_row_shape(op, shift, columns);
-  return {0, static_cast<int64_t>(blocks.size()), shift, columns};
+  return with_last_block({0, static_cast<int64_t>(blocks.size()), shift, columns}, blocks, columns);
 }
 
-inline std::vector<TableLayout> read_layout(const char* op, const Tensor& layout) {
+// `blocks`: the list that the layout describes; its rows have one word if `has_words`, else the layout's columns.
+inline std::vector<TableLayout> read_layout(const char* op, const Tensor& layout, const std::vector<Tensor>& blocks,
+                                            bool has_words = false) {
   check_tensor(op, "layout", layout, ScalarType::Long);
   STD_TORCH_CHECK(layout.dim() == 2 && layout.size(1) == 4, op, ": expected layout of shape [T, 4], got ", layout.dim(),
                   " dimensions.");
@@ -34,7 +45,7 @@ inline std::vector<TableLayout> read_layout(const char* op, const Tensor& layout
     STD_TORCH_CHECK(line[0] >= 0 && line[0] < kMostBlocks && line[1] >= 0 && line[1] < kMostBlocks, op,
                     ": expected a layout of block and count in [0, 2^31), got ", line[0], " and ", line[1], ".");
     check_row_shape(op, line[2], line[3]);
-    tables.push_back({line[0], line[1], line[2], line[3]});
+    tables.push_back(with_last_block({line[0], line[1], line[2], line[3]}, blocks, has_words ? 1 : line[3]));
   }
   return tables;
 }
@@ -71,12 +82,13 @@ constexpr ScalarType scalar_type_of<BFloat16>() {
   return ScalarType::BFloat16;
 }
 
-// A flat list of blocks. Owns the pointers that the views of its tables read.
+// A flat list of blocks. Owns the pointers that the views of its tables read; for kernels of another device the views
+// need a copy of the pointers there.
 template <typename T>
 class BlockList {
  public:
-  BlockList(const char* op, const char* name, const std::vector<Tensor>& blocks)
-      : op_(op), name_(name), blocks_(blocks), pointers_(blocks.size()) {}
+  BlockList(const char* op, const char* name, const std::vector<Tensor>& blocks, const Device& device = DeviceType::CPU)
+      : op_(op), name_(name), blocks_(blocks), device_(device), pointers_(blocks.size()) {}
 
   // `columns` is 1 for a state with one number per row.
   RowBlocks<T> rows(const TableLayout& table, int64_t columns) {
@@ -84,8 +96,9 @@ class BlockList {
                     table.first_block + table.blocks, " blocks of ", name_, ", got ", blocks_.size(), ".");
     for (int64_t b = 0; b < table.blocks; ++b) {
       const auto place = static_cast<size_t>(table.first_block + b);
-      check_tensor(op_, name_, blocks_[place], scalar_type_of<T>());
-      check_size(op_, "the elements of a block", columns << table.shift, blocks_[place].numel());
+      check_tensor(op_, name_, blocks_[place], scalar_type_of<T>(), device_);
+      const int64_t missing = b + 1 == table.blocks ? columns * table.missing : 0;
+      check_size(op_, "the elements of a block", (columns << table.shift) - missing, blocks_[place].numel());
       pointers_[place] = static_cast<T*>(blocks_[place].mutable_data_ptr());
     }
     return {pointers_.data() + table.first_block, table.shift, columns, table.capacity()};
@@ -102,10 +115,13 @@ class BlockList {
     return {single.blocks, single.shift, single.capacity};
   }
 
+  const std::vector<T*>& pointers() const { return pointers_; }
+
  private:
   const char* op_;
   const char* name_;
   const std::vector<Tensor>& blocks_;
+  Device device_;
   std::vector<T*> pointers_;
 };
 

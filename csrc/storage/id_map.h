@@ -38,7 +38,11 @@ TORCHREC_DYN_BOTH constexpr int64_t place_of_row(int64_t row) {
   return static_cast<int64_t>(static_cast<uint64_t>(row) + 1);
 }
 
+#if defined(__CUDACC__)
+struct alignas(16) Slot {  // loads of 16 bytes; CPU kernels take slots at any multiple of 8
+#else
 struct Slot {
+#endif
   int64_t id;
   int64_t place;  // row + 1; 0 in an empty slot
 
@@ -106,7 +110,10 @@ TORCHREC_DYN_INLINE void prefetch_next_line(const Map& map, int64_t id) {
 // At most one slot holds the id and is not empty, so the places of all matching slots are ORed.
 TORCHREC_DYN_BOTH inline int64_t place_in_line(const Slot* line, int64_t id) {
   int64_t place = 0;
-  for (int64_t s = 0; s < kLineSlots; ++s) place |= line[s].place & -static_cast<int64_t>(line[s].id == id);
+  for (int64_t s = 0; s < kLineSlots; ++s) {
+    const Slot slot = line[s];  // nvcc loads a copy at once
+    place |= slot.place & -static_cast<int64_t>(slot.id == id);
+  }
   return place;
 }
 
@@ -180,6 +187,17 @@ TORCHREC_DYN_BOTH inline bool must_stay(const SlotArray& array, int64_t hole, in
   return !follows_in_line && lies_after(hole, array.home(spread_hash(array.slots[slot].id)), slot);
 }
 
+// Removes the id in slot `hole`, and closes the gap: later ids of the run move back.
+TORCHREC_DYN_BOTH inline void close_gap(const SlotArray& array, int64_t hole) {
+  int64_t slot = array.next(hole);
+  for (int64_t probe = 0; probe < array.capacity && !array.slots[slot].is_empty(); ++probe, slot = array.next(slot)) {
+    if (must_stay(array, hole, slot)) continue;
+    array.slots[hole] = array.slots[slot];
+    hole = slot;
+  }
+  array.slots[hole] = Slot{};
+}
+
 // Removes `id` and returns the row it held, or kNoRow. `spread` is spread_hash(id).
 inline int64_t erase_id(const IdMapView& map, int64_t id, uint64_t spread) {
   const SlotArray& array = map.array_of(spread);
@@ -191,13 +209,7 @@ inline int64_t erase_id(const IdMapView& map, int64_t id, uint64_t spread) {
   }
   if (probe == array.capacity) return kNoRow;
   const int64_t row = array.slots[hole].row();
-  int64_t slot = array.next(hole);
-  for (probe = 0; probe < array.capacity && !array.slots[slot].is_empty(); ++probe, slot = array.next(slot)) {
-    if (must_stay(array, hole, slot)) continue;
-    array.slots[hole] = array.slots[slot];
-    hole = slot;
-  }
-  array.slots[hole] = Slot{};
+  close_gap(array, hole);
   return row;
 }
 

@@ -10,18 +10,23 @@
 
 namespace torchrec_dyn {
 
-inline SlotArray array_of(const char* op, const char* name, const Tensor& slots) {
-  check_tensor(op, name, slots, ScalarType::Long);
+inline SlotArray array_of(const char* op, const char* name, const Tensor& slots,
+                          const Device& device = DeviceType::CPU) {
+  check_tensor(op, name, slots, ScalarType::Long, device);
   STD_TORCH_CHECK(slots.dim() == 2 && slots.size(1) == 2, op, ": expected ", name, " of shape [C, 2], got ",
                   slots.dim(), " dimensions.");
   STD_TORCH_CHECK(slots.size(0) % kLineSlots == 0, op, ": expected ", name, " of shape [C, 2] with C a multiple of ",
                   kLineSlots, ", got C = ", slots.size(0), ". Make them with new_slots.");
+  STD_TORCH_CHECK(device.is_cpu() || reinterpret_cast<uintptr_t>(slots.const_data_ptr()) % sizeof(Slot) == 0, op,
+                  ": expected ", name, " at a multiple of ", sizeof(Slot), " bytes, got an address 8 bytes past it. ",
+                  "Call .clone() first.");
   return {static_cast<Slot*>(slots.mutable_data_ptr()), slots.size(0)};
 }
 
 // The maps of T tables. `slots` lists the array of each table, then, in the same order, the outgoing arrays of the maps
-// that grow: their `moved` is not -1.
-inline std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>& slots, const Tensor& moved) {
+// that grow: their `moved` is not -1. `moved` is on the CPU for every device.
+inline std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>& slots, const Tensor& moved,
+                                       const Device& device = DeviceType::CPU) {
   check_tensor(op, "moved", moved, ScalarType::Long);
   const auto tables = static_cast<size_t>(moved.numel());
   const int64_t* done = const_data<int64_t>(moved);
@@ -31,12 +36,12 @@ inline std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>
   views.reserve(tables);
   size_t outgoing = tables;
   for (size_t t = 0; t < tables; ++t) {
-    const SlotArray array = array_of(op, "slots", slots[t]);
+    const SlotArray array = array_of(op, "slots", slots[t], device);
     if (done[t] == -1) {
       views.emplace_back(array);
       continue;
     }
-    const SlotArray old = array_of(op, "slots", slots[outgoing++]);
+    const SlotArray old = array_of(op, "slots", slots[outgoing++], device);
     STD_TORCH_CHECK(done[t] >= 0 && done[t] < old.capacity && done[t] % kLineSlots == 0, op, ": expected moved in [0, ",
                     old.capacity, "), a multiple of ", kLineSlots, ", or -1, got ", done[t], ".");
     views.emplace_back(array, old, done[t]);

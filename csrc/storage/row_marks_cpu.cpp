@@ -10,6 +10,7 @@
 #include "kernel.h"
 #include "parallel.h"
 #include "storage/blocks_arguments.h"
+#include "storage/row_marks_arguments.h"
 
 namespace torchrec_dyn {
 namespace {
@@ -28,7 +29,7 @@ void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Ten
                 const Tensor& versions) {
   const char* op = "mark_rows_";
   check_tensor(op, "rows", rows, ScalarType::Long);
-  const std::vector<TableLayout> tables = read_layout(op, layout);
+  const std::vector<TableLayout> tables = read_layout(op, layout, marks, true);
   const auto count = static_cast<int64_t>(tables.size());
   check_table_offsets(op, table_offsets, count, rows.numel());
   check_tensor(op, "versions", versions, ScalarType::Long);
@@ -39,13 +40,11 @@ void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Ten
   BlockList<int32_t> blocks(op, "marks", marks);
   std::vector<MarkBlocks> words;
   for (int64_t t = 0; t < count; ++t) {
-    STD_TORCH_CHECK(version[t] >= 0 && version[t] <= std::numeric_limits<int32_t>::max(), op,
-                    ": expected versions in [0, 2^31), got ", version[t], ".");
+    check_version(version[t]);
     words.push_back(blocks.words(tables[static_cast<size_t>(t)]));
     const int64_t capacity = words.back().capacity;
     // All rows are checked before the first row is marked: an error changes nothing.
-    STD_TORCH_CHECK(capacity == 0 || are_below(row + offset[t], offset[t + 1] - offset[t], capacity), op,
-                    ": expected rows below ", capacity, ", the marks of table ", t, ", got one above.");
+    check_marked_rows(capacity == 0 || are_below(row + offset[t], offset[t + 1] - offset[t], capacity), capacity, t);
   }
   SeparateMemory().writes(marks).reads(rows).reads(table_offsets).reads(versions).check(op);
   for_each_range(rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
@@ -62,8 +61,7 @@ Tensor changed_rows(std::vector<Tensor> marks, int64_t shift, int64_t rows, int6
   const char* op = "changed_rows";
   BlockList<int32_t> blocks(op, "marks", marks);
   const MarkBlocks table = blocks.words(layout_of_one(op, marks, shift, 1));
-  STD_TORCH_CHECK(rows >= 0 && rows <= table.capacity, op, ": expected rows in [0, ", table.capacity, "], got ", rows,
-                  ".");
+  check_listed_rows(rows, table.capacity);
   if (since > std::numeric_limits<int32_t>::max()) return new_int64(0);
   const auto least = static_cast<int32_t>(std::max<int64_t>(since, std::numeric_limits<int32_t>::min()));
   // Each piece lies in one block. First the number of rows to list in each piece, then the begin of each piece's list,

@@ -6,9 +6,9 @@
 #include "kernel.h"
 #include "output_memory.h"
 #include "parallel.h"
-#include "storage/blocks_arguments.h"
-#include "storage/initial_rows.h"
+#include "storage/initial_rows_cpu.h"
 #include "storage/row_access_cpu.h"
+#include "storage/row_store_arguments.h"
 
 namespace torchrec_dyn {
 namespace {
@@ -16,18 +16,6 @@ namespace {
 constexpr int64_t kGrain = 512;
 constexpr int64_t kBurst = 32;     // rows prefetched together, before their values are computed
 constexpr int64_t kAtOnce = 1024;  // columns computed together, a multiple of kMostRandomWords
-
-InitialRows initial_rows_of(int64_t kind, const std::vector<double>& parameters) {
-  STD_TORCH_CHECK(kind >= 0 && kind <= 2, "init_rows_: expected kind in [0, 2], got ", kind, ".");
-  check_size("init_rows_", "the number of parameters", 6, static_cast<int64_t>(parameters.size()));
-  return {static_cast<InitialKind>(kind),
-          parameters[0],
-          parameters[1],
-          parameters[2],
-          parameters[3],
-          parameters[4],
-          parameters[5]};
-}
 
 TORCHREC_DYN_SIMD bool are_between(const int64_t* rows, int64_t count, int64_t lowest, int64_t end) noexcept {
   int64_t outside = 0;  // a sum, not a branch: the compiler makes vectors of it
@@ -39,18 +27,14 @@ void check_rows(const char* op, const Tensor& rows, int64_t lowest, int64_t capa
   check_tensor(op, "rows", rows, ScalarType::Long);
   const int64_t* row = const_data<int64_t>(rows);
   if (are_between(row, rows.numel(), lowest, capacity)) return;
-  for (int64_t i = 0; i < rows.numel(); ++i)
-    STD_TORCH_CHECK(row[i] >= lowest && row[i] < capacity, op, ": expected rows in [", lowest, ", ", capacity,
-                    "), got ", row[i], ".");
+  for (int64_t i = 0; i < rows.numel(); ++i) check_row(op, row[i], lowest, capacity);
 }
 
 void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> blocks, int64_t shift, int64_t columns,
                 int64_t first_column, int64_t kind, std::vector<double> parameters, int64_t key) {
   check_tensor("init_rows_", "ids", ids, ScalarType::Long);
   check_size("init_rows_", "the number of rows", ids.numel(), rows.numel());
-  STD_TORCH_CHECK(first_column >= 0 && first_column < (int64_t{1} << 31), "init_rows_",
-                  ": expected first_column in [0, 2^31), got ", first_column, ".");
-  const InitialRows initial = initial_rows_of(kind, parameters);
+  const InitialRows initial = initial_rows_of(first_column, kind, parameters);
   dispatch_row_type("init_rows_", blocks, [&](auto zero) {
     using T = decltype(zero);
     BlockList<T> list("init_rows_", "blocks", blocks);
@@ -84,9 +68,7 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
 }
 
 Tensor gather_rows(const Tensor& rows, std::vector<Tensor> blocks, int64_t shift, int64_t columns, ScalarType dtype) {
-  if (!blocks.empty())
-    STD_TORCH_CHECK(blocks.front().scalar_type() == dtype, "gather_rows: expected blocks of dtype ", dtype_name(dtype),
-                    ", got ", dtype_name(blocks.front().scalar_type()), ".");
+  check_gathered_type(blocks, dtype);
   std::optional<Tensor> out;
   dispatch_row_type("gather_rows", dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -113,10 +95,7 @@ Tensor gather_rows(const Tensor& rows, std::vector<Tensor> blocks, int64_t shift
 
 void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor> blocks, int64_t shift,
                    int64_t columns) {
-  check_row_shape("scatter_rows_", shift, columns);
-  const bool has_values = values.numel() % columns == 0 && values.numel() / columns == rows.numel();
-  STD_TORCH_CHECK(has_values, "scatter_rows_: expected the elements of values = ", rows.numel(), " * ", columns,
-                  ", got ", values.numel(), ".");
+  check_scattered_size(rows, values, shift, columns);
   dispatch_row_type("scatter_rows_", blocks, [&](auto zero) {
     using T = decltype(zero);
     check_tensor("scatter_rows_", "values", values, scalar_type_of<T>());
@@ -133,8 +112,7 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
 }
 
 void advise_huge_pages(const Tensor& block) {
-  STD_TORCH_CHECK(block.is_contiguous(), "advise_huge_pages: expected a contiguous block, got strides.");
-  check_memory("advise_huge_pages", "block", block);
+  check_advised_block(block);
   ask_for_huge_pages(block.mutable_data_ptr(), block.numel() * static_cast<int64_t>(block.element_size()));
 }
 

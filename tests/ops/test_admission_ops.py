@@ -9,6 +9,8 @@ from table_cases import ids_of
 
 from torchrec_dyn import ops
 
+pytestmark = pytest.mark.usefixtures("device")
+
 
 def draw_of(key, step, number):
     """Returns an id's draw in [0, 1) at a step: the SplitMix64 word before the words used for rounding."""

@@ -168,6 +168,7 @@ def test_the_ends_of_a_range_are_included(is_growing):
         assert found.tolist() == ids[a : b + 1] and rows.tolist() == list(range(a, b + 1))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("count", [0, 1, 3000, 20_000])
 def test_used_slots_are_listed_in_their_order(count):
     """Fewer and more slots than the op reads at once."""
@@ -193,6 +194,7 @@ def test_ids_are_listed_by_row(threads, is_growing):
         assert torch.equal(has_id, is_used[first:149_000])
 
 
+@pytest.mark.usefixtures("device")
 def test_an_empty_map_has_no_ids():
     for slots in (torch.empty(0, 2, dtype=torch.int64), torch.zeros(64, 2, dtype=torch.int64)):
         assert [part.numel() for part in ops.used_slots(slots)] == [0, 0]

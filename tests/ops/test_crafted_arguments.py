@@ -48,6 +48,7 @@ TILES = [
 ]
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("segments", "rule"), TILES)
 @pytest.mark.parametrize("op", ["gather_pool", "bag_weights_grad", "update_rows_"])
 def test_segments_hold_each_bag_and_fill_each_element_once(op, segments, rule):
@@ -59,6 +60,7 @@ def test_segments_hold_each_bag_and_fill_each_element_once(op, segments, rule):
         refuses(op, sample, rule)
 
 
+@pytest.mark.usefixtures("device")
 def test_any_tiling_gives_each_bag_its_place():
     by_rows = ops.gather_pool(**pool_sample(pooled())).view(2, 5)
     given = pooled() | {"segments": torch.tensor([[1, 2, 2, 0, 2], [0, 0, 2, 4, 3]])}
@@ -84,11 +86,22 @@ NUMBERS = [
     ("update_rows_", adam(streams=streams(step=-1)), "a step of at least 1 in streams, got -1"),
     ("update_rows_", {"hyper": [0.1] * 5 + [0.5]}, r"weight_decay_mode in \[0, 2\], got 0.5"),
     ("update_rows_", {"hyper": [0.1] * 5 + [1e300]}, r"weight_decay_mode in \[0, 2\], got 1e"),
+    ("insert", {"new_rows": ids_of(3, -1)}, r"rows in \[0, 2\^63 - 1\), got -1"),
     ("fill_new_", {"rows": ids_of(0, -1, -1), "new_index": ids_of(0, 0, 1)}, "new_index < 1"),
     ("touch_scores_", {"rows": ids_of(0, 7, -1, 7, 3, 4)}, "got one outside"),
+    # the first invalid number is named, and before a row outside
+    ("touch_scores_", {"rows": ids_of(0, 7, -1, 7, 3, 4), "times": ids_of(1, 1, 1, 1, -5, 2**32)},
+     r"times in \[1, 2\^32\), got -5"),
+    ("touch_scores_", {"rows": ids_of(0, 7, -1, 8, 3, 0), "times": ids_of(0, 1, 1, 1, 1, 1)},
+     r"times in \[1, 2\^32\), got 0"),
+    ("write_scores_", {"last_seen": ids_of(0, -2), "counts": ids_of(0, -1)}, r"last_seen in .*-2"),
+    ("write_scores_", {"rows": ids_of(11, 12), "counts": ids_of(2**32, 0)}, r"counts in .*4294967296"),
+    ("mark_rows_", {"rows": ids_of(0, 7, -1, 9, 3, 4)}, "rows below 8, the marks of table 0"),
+    ("mark_rows_", {"rows": ids_of(0, 7, -1, 7, 99, 4)}, "rows below 4, the marks of table 2"),
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("op", "change", "rule"), NUMBERS)
 def test_numbers_out_of_range_change_nothing(op, change, rule):
     refuses(op, {**SAMPLES[op][0](), **change}, rule)
@@ -100,6 +113,7 @@ def test_a_table_at_step_0_may_have_no_rows_in_the_batch():
     assert torch.isfinite(sample["weights"][0]).all()
 
 
+@pytest.mark.usefixtures("device")
 def test_extreme_numbers_are_right():
     slots = torch.zeros(8192, 2, dtype=torch.int64)
     ops.insert(ids_of(5), ids_of(3), ids_of(0, 1), [slots], WHOLE)
@@ -144,6 +158,7 @@ SHARED = [
 ]
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("op", "target", "other"), SHARED)
 def test_tensors_that_are_written_share_no_memory(op, target, other):
     """Rows that lie in the weights were checked before, and changed by, an update."""
@@ -193,6 +208,7 @@ def test_a_storage_holds_its_tensor():
     assert call(accepted_without_storage) == []
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("op", "name"), BROKEN)
 def test_elements_begin_where_they_may(op, name):
     sample, found = tensors(op)
@@ -267,6 +283,7 @@ def test_a_map_in_a_file_grows_without_its_old_ids(tmp_path):
     assert grow_a_map_of_a_file(tmp_path) == (1 << 18, 1 << 18)
 
 
+@pytest.mark.usefixtures("device")
 def test_places_of_a_damaged_map_move_as_they_are():
     """Adding 1 to the row of place -2^63 overflowed (seen under UBSan)."""
     outgoing = torch.stack([torch.arange(8), torch.full((8,), -(2**63))], 1)

@@ -24,6 +24,8 @@ from torchrec_dyn import ops
 from torchrec_dyn.storage.id_map import IdMap
 from torchrec_dyn.storage.id_map import canonical_order as order_of
 
+pytestmark = pytest.mark.usefixtures("device")
+
 MIXED = {
     0: 0x0,
     1: 0x5692161D100B05E5,

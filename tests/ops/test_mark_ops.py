@@ -10,15 +10,17 @@ from table_cases import ids_of
 
 from torchrec_dyn import ops
 
+pytestmark = pytest.mark.usefixtures("device")
+
 LAST = 2**31 - 1
 versions = st.sampled_from([0, 1, 2, LAST - 1, LAST])
 
 
 def blocks_of(words, shift):
-    """Returns blocks that begin with these words; the rest is version 0."""
+    """Returns blocks that begin with these words; the rest is 0. Later blocks have lower addresses."""
     blocks = torch.zeros(-(-len(words) // (1 << shift)), 1 << shift, 1, dtype=torch.int32)
     blocks.view(-1)[: len(words)] = torch.as_tensor(words, dtype=torch.int32)
-    return list(blocks)
+    return list(blocks.flip(0))[::-1]
 
 
 def words_of(blocks):

@@ -1,10 +1,15 @@
 """Every op: samples pass opcheck, and invalid arguments raise an error in the form of the house rules."""
 
+import random
+
 import pytest
 import torch
+from device_ops import kernels_of
+from fuzz_ops import copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_samples import I64, NAMESPACE, SAMPLES, filled_slots, whole
+from op_cases import CASES as FUZZED
+from op_samples import I64, NAMESPACE, SAMPLES, blocks, filled_slots, update, whole
 
 CASES = [(op, make) for op, makes in SAMPLES.items() for make in makes]
 
@@ -18,7 +23,19 @@ def test_every_op_has_a_sample():
 @pytest.mark.parametrize(("op", "make"), CASES, ids=[op for op, _ in CASES])
 def test_opcheck(op, make):
     """Checks the schema's written arguments, the fake kernel's shapes and dtypes, and torch.compile."""
-    torch.library.opcheck(getattr(NAMESPACE, op).default, (), make())
+    torch.library.opcheck(getattr(torch.ops.torchrec_dyn, op).default, (), make())
+
+
+def test_valid_calls_of_the_fuzzer(device):
+    """The fuzzer itself calls the CPU's kernels; these are the ops that have another one."""
+    for op in kernels_of("simt") - {"advise_huge_pages"}:
+        for seed in range(40):
+            given = FUZZED[op].draw(random.Random(seed))
+            before = copies(given)
+            try:
+                FUZZED[op].check(before, given, getattr(NAMESPACE, op)(**given))
+            except Exception as error:
+                raise AssertionError(f"{op}, seed {seed}, on {device}: {error}") from error
 
 
 # Invalid arguments
@@ -67,9 +84,11 @@ HARMLESS = {
     ("gather_pool", "rows", "size"),  # an id in no bag
     ("bag_weights_grad", "rows", "size"),
     *(("advise_huge_pages", "block", how) for how in ("dtype", "size", "nothing")),
+    ("grow_block", "block", "dtype"),
 }
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("op", "argument", "how"), SPOILT, ids=lambda v: str(v))
 def test_what_is_wrong_is_an_error_that_says_so(op, argument, how):
     sample = SAMPLES[op][0]()
@@ -81,6 +100,9 @@ def test_what_is_wrong_is_an_error_that_says_so(op, argument, how):
         getattr(NAMESPACE, op)(**sample)
 
 
+SHORT_LAST = [*blocks(3)[:2], blocks(3)[2][:1]]
+SHORT_SECOND = [blocks(3)[0], blocks(3)[1][:1], *blocks(2, count=1)]  # of two tables
+SCORES = torch.ones(11, 1, dtype=I64)
 WRONG = [
     ("lookup", {"table_offsets": whole(0, 3, 2)}, "ascending table_offsets, got 3 before 2"),
     ("lookup", {"table_offsets": whole(1, 2, 3)}, "table_offsets to start at 0, got 1"),
@@ -94,6 +116,27 @@ WRONG = [
     ),
     ("insert", {"slots": [torch.empty(0, 2, dtype=I64)] * 2}, "an empty slot for every new id"),
     ("fill_new_", {"new_index": whole(-1, 1)}, "new_index < 1, got a larger one"),
+    ("grow_block", {"rows": 3}, r"rows in \[4, 9\], got 3"),
+    ("grow_block", {"rows": 10}, r"rows in \[4, 9\], got 10"),
+    ("grow_block", {"rows": 0, "block": torch.ones(0, 3)}, r"rows in \[1, 9\], got 0"),
+    ("grow_block", {"limit": 2**62}, r"a limit of at most 2\^47 bytes, got 4611686018427387904"),
+    ("grow_block", {"block": torch.ones(4, 0)}, r"shape \[R, D\] with D > 0, got 2 dim"),
+    ("grow_block", {"block": torch.ones(4)}, r"shape \[R, D\] with D > 0, got 1 dim"),
+    # the last block of a table may have fewer rows, no other block, and states have the same rows
+    ("gather_rows", {"rows": whole(9), "blocks": SHORT_LAST}, r"rows in \[-1, 9\), got 9"),
+    ("gather_rows", {"blocks": SHORT_LAST[::-1]}, "the elements of a block = 12, got 3"),
+    ("touch_scores_", {"scores": list(SCORES.split((4, 3, 4)))}, "rows of the table's scores"),
+    (
+        "changed_rows",
+        {"rows": 8, "marks": [SCORES[:4].int(), SCORES[:3].int()]},
+        r"\[0, 7\], got 8",
+    ),
+    ("gather_pool", {"weights": SHORT_SECOND}, r"rows in \[-1, 5\), got one outside"),
+    (
+        "update_rows_",
+        {**update(2), "weights": SHORT_SECOND, "rows": whole(0, 4, -1, 3, 3)},
+        "the elements of a block = 1, got 4",
+    ),
     ("init_rows_", {"rows": whole(0, 12)}, r"rows in \[0, 12\), got 12"),
     ("init_rows_", {"rows": whole(0, -1)}, r"rows in \[0, 12\), got -1"),
     ("init_rows_", {"kind": 3}, r"kind in \[0, 2\], got 3"),
@@ -246,6 +289,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("op", "change", "rule"), WRONG, ids=[w[0] for w in WRONG])
 def test_values_out_of_range(op, change, rule):
     sample = {**SAMPLES[op][0](), **change}
@@ -258,6 +302,7 @@ wild = st.sampled_from(
 )
 
 
+@pytest.mark.usefixtures("device")
 @settings(max_examples=300)
 @given(
     which=st.sampled_from(["gather_pool", "bag_weights_grad", "update_rows_"]),

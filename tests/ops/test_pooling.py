@@ -44,6 +44,7 @@ def normal_table(columns, name="t", dtype=torch.float32, **options):
     )
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_bags_are_torchs(columns, mode):
@@ -56,6 +57,7 @@ def test_bags_are_torchs(columns, mode):
     assert (got[offsets.diff() == 0] == 0).all()
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [5, 16, 96])
@@ -68,6 +70,7 @@ def test_weighted_bags_and_row_dtypes(columns, dtype, mode):
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("output_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_output_dtypes_round_the_float_result(dtype, output_dtype):
@@ -82,6 +85,7 @@ def test_output_dtypes_round_the_float_result(dtype, output_dtype):
     )
 
 
+@pytest.mark.usefixtures("device")
 def test_every_half_is_read_exactly():
     """All 65536 float16 and bfloat16 patterns, subnormals, infinities and NaN included."""
     patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
@@ -97,6 +101,7 @@ def test_every_half_is_read_exactly():
             assert same.all(), (dtype, out, patterns[~same][:5])
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("columns", [5, 16, 48, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bags_of_one_id_are_rows(columns, dtype):
@@ -112,9 +117,12 @@ def test_bags_of_one_id_are_rows(columns, dtype):
             got = ops.gather_pool(
                 rows, offsets, None, [block], layout, segments, mean, size, torch.float32
             )
-            assert torch.equal(bits(got), bits(expected))
+            assert torch.equal(got.view(300, columns)[:, 3].isnan(), rows == 9)
+            plain = ~expected.isnan()  # the bits of a NaN are the processor's
+            assert torch.equal(bits(got[plain]), bits(expected[plain]))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("offsets", [[0, 1, 2, 2], [0, 0, 1, 3], [0, 0, 0, 0], [1, 2, 3, 3]])
 def test_as_many_bags_as_ids_are_not_always_one_id_each(offsets):
     block, rows = torch.arange(1.0, 65.0).view(4, 16), torch.tensor([2, 0, 3])
@@ -130,6 +138,7 @@ def test_as_many_bags_as_ids_are_not_always_one_id_each(offsets):
     assert torch.equal(no_ids, torch.zeros(48))
 
 
+@pytest.mark.usefixtures("device")
 def test_tables_features_and_widths_side_by_side():
     """Three tables, five features: each feature has its own columns in the output of a bag."""
     tables = [normal_table(4, "a"), normal_table(17, "b"), normal_table(32, "c")]
@@ -147,6 +156,7 @@ def test_tables_features_and_widths_side_by_side():
         torch.testing.assert_close(got.double(), torch.cat(expected, 1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("device")
 @given(
     sizes=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), min_size=3, max_size=3),
     seed=st.integers(0, 100),
@@ -171,6 +181,7 @@ def test_variable_batches_come_rank_by_rank(sizes, seed):
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("device")
 def test_sequences_are_the_rows_of_the_ids():
     tables = [normal_table(20, "a"), normal_table(20, "b")]
     group = make_group(*tables, features=[1, 2], pooling="none")
@@ -181,6 +192,7 @@ def test_sequences_are_the_rows_of_the_ids():
     assert torch.equal(got, torch.cat(rows))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("pooling", ["sum", "mean", "none"])
 @pytest.mark.parametrize("training", [True, False])
 def test_empty_batches(pooling, training):
@@ -215,6 +227,7 @@ def test_threads_do_not_change_the_bits(threads):
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
+@pytest.mark.usefixtures("device")
 def test_a_row_that_is_not_there_counts_in_the_mean():
     """In evaluation an unseen id reads as a row of zeros; it does not make the bag shorter."""
     table = normal_table(4)
@@ -225,6 +238,7 @@ def test_a_row_that_is_not_there_counts_in_the_mean():
     torch.testing.assert_close(got, torch.cat([row / 4, row / 2, 0 * row, 0 * row]))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 @pytest.mark.parametrize("training", [True, False])

@@ -11,6 +11,8 @@ from table_cases import ids_of
 
 from torchrec_dyn import ops
 
+pytestmark = pytest.mark.usefixtures("device")
+
 
 def read(blocks, shift, rows):
     seen, counts = ops.read_scores(ids_of(*rows), blocks, shift)
@@ -107,6 +109,32 @@ def test_scores_are_written_and_read_back():
     ops.write_scores_(ids_of(4, 4, 0), ids_of(8, 9, -1), ids_of(2, 3, 5), blocks, 2)
     assert read(blocks, 2, [4, 0]) == [(9, 3), (-1, 0)]  # last write wins; free: no count
     assert blocks[0][0].item() == -(2**32)
+
+
+@pytest.mark.parametrize("room", [0, 1, 700, 1999, 2000, 2001, 3999, 4000, 4001])
+def test_counts_of_popular_rows_saturate(room):
+    """A count that occurrences at once bring to the largest one stays there, and the step is not changed."""
+    rows = torch.arange(4000) % 2
+    blocks = blocks_of(4, 1)
+    write(blocks, 1, {0: (9, MOST - room), 1: (3, MOST - room), 2: (9, 5)})
+    ops.touch_scores_(rows, ids_of(0, 4000), blocks, ids_of(0, 2, 1, 1).view(1, 4), ids_of(9))
+    count = MOST - room + min(room, 2000)
+    assert read(blocks, 1, [0, 1, 2, 3]) == [(9, count), (9, count), (9, 5), (-1, 0)]
+
+
+def test_the_last_of_many_equal_rows_stays():
+    """Scores that look like marks of positions, and words that are no scores before, included."""
+    draw = torch.Generator().manual_seed(3)
+    rows = torch.randint(0, 60, (3000,), generator=draw)
+    rows[::2] = 7
+    seen = torch.randint(-1, 2, (3000,), generator=draw)
+    counts = torch.randint(0, 3001, (3000,), generator=draw)
+    blocks = list(torch.full((16, 4, 1), -1))
+    ops.write_scores_(rows, seen, counts, blocks, 2)
+    last = {row: i for i, row in enumerate(rows.tolist())}
+    expected = [(seen[i].item(), counts[i].item() * (seen[i].item() >= 0)) for i in last.values()]
+    assert read(blocks, 2, last) == expected
+    assert torch.cat(blocks)[[*{*range(64)} - {*last}]].eq(-1).all()
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])

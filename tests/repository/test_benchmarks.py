@@ -23,8 +23,12 @@ IN_PROCESS = [
     "bench_sweep",
     "bench_serving",
     "bench_host",
+    "bench_gpu",
 ]
-THREADS = {"bench_lookup": ("--threads", "2")}  # with which the goals are stated
+MORE = {
+    "bench_lookup": ("--threads", "2"),  # with which the goals are stated
+    "bench_gpu": ("--device", "cpu"),
+}
 STARTS_PROCESSES = ["bench_train", "bench_checkpoint", "bench_dedup"]
 
 
@@ -54,7 +58,7 @@ def tiny_run(tmp_path_factory):
     def run_once(name: str) -> tuple[dict, Path, str]:
         folder, shown = tmp_path_factory.mktemp(name), io.StringIO()
         with contextlib.redirect_stdout(shown):
-            return run(name, folder, *THREADS.get(name, ())), folder, shown.getvalue()
+            return run(name, folder, *MORE.get(name, ())), folder, shown.getvalue()
 
     return run_once
 
@@ -77,6 +81,55 @@ def test_runs_and_writes(name, tiny_run):
         row["ratio"] for row in written["rows"] if "ratio" in row and row.get("in_mean", True)
     ]
     assert not counted or f"{statistics.geometric_mean(counted):.3f}" in last
+
+
+def test_gpu_goals_are_judged_by_the_slowest_of_the_largest_map():
+    import bench_gpu
+
+    def row(what: str, ids: int, rate: float) -> dict:
+        return {"what": what, "ids": ids, "billions_a_second": rate, "milliseconds": 4.0}
+
+    rows = [row("find", 10, 9.0), row("find", 100, 5.5), row("find", 100, 4.5)]
+    rows += [row("new ids", 100, 0.9), row("growth", 100, 1.0)]
+    assert [line.split(": ")[-1] for line in bench_gpu.judged(rows, 100)] == [
+        "MISSED",
+        "met",
+        "met",
+    ]
+
+
+def test_the_bundle_for_a_gpu_holds_what_torchrec_loads(tmp_path, capsys):
+    """The packages of the GPU's side, with files of this test in place of the wheels."""
+    import tarfile
+    import zipfile
+
+    import gpu_bundle
+
+    names = [f"fbgemm_gpu/{name}.so" for name in (*gpu_bundle.LIBRARIES, *gpu_bundle.LOADED)]
+    wheels = {
+        "torchrec-1.8.0-py3": ["torchrec/__init__.py", "torchrec-1.8.0.dist-info/METADATA"],
+        "tensordict-0.15.3-py3": ["tensordict/__init__.py"],
+        "pyvers-0.2.3-py3": ["pyvers/__init__.py"],
+        "fbgemm_gpu_cpu-1.8.0-cp312": [
+            "fbgemm_gpu/__init__.py",
+            "fbgemm_gpu/docs/target.default.json.py",
+        ],
+        "fbgemm_gpu-1.6.0-cp312": [*names, "fbgemm_gpu/fbgemm_gpu_tbe_training_backward.so"],
+    }
+    for wheel, files in wheels.items():
+        with zipfile.ZipFile(tmp_path / f"{wheel}.whl", "w") as packed:
+            for name in files:
+                packed.writestr(name, wheel)
+    gpu_bundle.main([str(tmp_path), str(tmp_path / "out")])
+    with tarfile.open(tmp_path / "out/site.tar.xz") as packed:
+        init = packed.extractfile("fbgemm_gpu/__init__.py").read().decode()
+        ours = {"torchrec/__init__.py", "tensordict/__init__.py", "pyvers/__init__.py"}
+        assert set(packed.getnames()) == ours | {"fbgemm_gpu/__init__.py", *names}
+    compile(init, "fbgemm_gpu/__init__.py", "exec")
+    assert "'fbgemm_gpu_py'" in init
+    (tmp_path / "torchrec-1.8.0-py3.whl").unlink()
+    with pytest.raises(SystemExit, match=r"expected one wheel of torchrec in .*, got \[\]"):
+        gpu_bundle.main([str(tmp_path), str(tmp_path / "out")])
 
 
 def test_checkpoints_are_measured_on_two_ranks(tmp_path):

@@ -272,13 +272,20 @@ def kernels(suffix: str) -> list[str]:
 
 # The core has these rooms, in this order; the files beside them are their ground. A plain header is
 # for kernels of any device, *_cpu.h for CPU kernels alone, and *_arguments.h checks the tensors of an op.
+# *_launch.cu lists the kernels that nvcc compiles (docs/decisions/0027).
 CORE_ROOMS = ("storage", "life", "ranks", "lookup")
 CORE_TEXTS = {
     path.relative_to(CORE).as_posix(): path.read_text()
     for path in sorted(CORE.rglob("*.*"))
     if path.parent.name != "sanitize"
 }
-KNOWS_TORCH = {"checks.h", "kernel.h", "output_memory.h", "parallel.h"}  # of the ground
+KNOWS_TORCH = {
+    "checks.h",
+    "device_call.h",
+    "kernel.h",
+    "output_memory.h",
+    "parallel.h",
+}  # of the ground
 every_core_file = pytest.mark.parametrize("path", CORE_TEXTS)
 
 
@@ -313,6 +320,14 @@ def test_shared_headers_are_fit_for_any_device(path):
 
 
 @every_core_file
+def test_files_of_nvcc_know_no_torch(path):
+    """torch's headers would take most of their time."""
+    ours, others = core_includes(path)
+    if path.endswith(".cu"):
+        assert not ours & KNOWS_TORCH and not [name for name in others if name.startswith("torch/")]
+
+
+@every_core_file
 def test_functions_of_several_simd_levels_throw_nothing(path):
     """GCC ends the process at an exception of such a function (simd.h)."""
     heads = re.findall(r"TORCHREC_DYN_SIMD ([^{]*?)\{", CORE_TEXTS[path])
@@ -323,7 +338,7 @@ def test_functions_of_several_simd_levels_throw_nothing(path):
 def test_kernels_are_in_rooms(path):
     """A CUDA kernel goes beside its CPU twin, under the same stem."""
     if "m.impl(" in CORE_TEXTS[path]:
-        assert path.split("/")[0] in CORE_ROOMS and path.endswith(("_cpu.cpp", "_cuda.cu"))
+        assert path.split("/")[0] in CORE_ROOMS and path.endswith(("_cpu.cpp", "_cuda.cpp"))
 
 
 def test_library_declares_ops():
@@ -332,7 +347,7 @@ def test_library_declares_ops():
 
 def test_every_op_has_one_cpu_kernel_and_no_kernel_lacks_a_schema():
     assert sorted(kernels("cpu.cpp")) == sorted(declared_ops())
-    assert set(kernels("cuda.cu")) <= set(declared_ops())
+    assert set(kernels("cuda.cpp")) <= set(declared_ops())
 
 
 @pytest.mark.parametrize("op", declared_ops())

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from device_ops import DeviceOps
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -116,14 +117,44 @@ class GrowingMapBesideDict(MapBesideDict):
         self.patch.undo()
 
 
+class DeviceMapBesideDict(MapBesideDict):
+    """As MapBesideDict, with the kernels for GPUs on threads of the CPU; every growth moves all slots."""
+
+    device = "simt"
+
+    def __init__(self):
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr("torchrec_dyn.ops._ops", DeviceOps(self.device))
+        self.patch.setattr(IdMap, "_grows_in_steps", lambda self, capacity: False)
+
+    def teardown(self):
+        self.patch.undo()
+
+    @invariant()
+    def is_one_array(self):
+        assert self.map.outgoing is None
+
+
+class GpuMapBesideDict(DeviceMapBesideDict):
+    """As DeviceMapBesideDict, on a GPU."""
+
+    device = "cuda"
+
+
 TestMapBesideDict = MapBesideDict.TestCase
 TestMapBesideDict.settings = settings(stateful_step_count=20)
+TestDeviceMapBesideDict = DeviceMapBesideDict.TestCase
+TestDeviceMapBesideDict.settings = settings(stateful_step_count=20)
+TestGpuMapBesideDict = pytest.mark.needs_cuda(GpuMapBesideDict.TestCase)
+TestGpuMapBesideDict.settings = settings(stateful_step_count=20)
 TestTableBesideDict = TableBesideDict.TestCase
 TestGrowingMapBesideDict = GrowingMapBesideDict.TestCase
 TestGrowingMapBesideDict.settings = settings(stateful_step_count=60)
 TestTableBesideDict.settings = settings(stateful_step_count=20)
 
 
+@pytest.mark.usefixtures("device")
 def test_ids_of_several_tables_do_not_mix():
     """One op call, three tables: one id has a separate row, or no row, in each table."""
     maps = [IdMap() for _ in range(3)]
@@ -136,6 +167,7 @@ def test_ids_of_several_tables_do_not_mix():
     assert absent.tolist() == [0, 2, 1]
 
 
+@pytest.mark.usefixtures("device")
 def test_many_ids_are_found_at_any_thread_count(threads):
     """The parts of a parallel lookup begin inside tables and span empty tables."""
     ids = torch.arange(30_000) * 977

@@ -29,6 +29,7 @@ def filled(ids):
     return id_map
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("capacity", [68, 100, 128, 4096, 100_004])
 def test_growth_keeps_every_row_at_any_capacity(capacity):
     old = filled(HARD_IDS[:39])
@@ -85,6 +86,7 @@ def test_rows_are_numbered_in_order_of_first_sight():
     assert table.find_or_insert(ids_of(8, 7)).tolist() == [3, 2]
 
 
+@pytest.mark.usefixtures("device")
 def test_a_chosen_capacity_gives_the_oracles_homes():
     old = filled(HARD_IDS[:1])
     grown = ops.new_slots(old.slots, 12348)
@@ -159,6 +161,7 @@ RUNS = {
 }
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("grown", [16, 20, 24, 32])
 @pytest.mark.parametrize("scaled", RUNS.values(), ids=RUNS)
 def test_every_way_to_the_end(scaled, grown):
@@ -288,6 +291,7 @@ def test_a_run_around_the_end_survives_memory_given_back():
     assert torch.equal(rows, everyone)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("call", "rule"),
     [

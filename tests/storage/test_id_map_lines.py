@@ -52,6 +52,7 @@ def test_full_lines_end_no_search_and_one_empty_slot_does(home, further):
         assert look(slots, [wanted]) == [-1]
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("stale", range(4))
 def test_the_id_field_of_an_empty_slot_is_never_asked(stale, at):
@@ -71,6 +72,7 @@ def test_the_id_field_of_an_empty_slot_is_never_asked(stale, at):
     assert not slots[:, 1].any()
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("before", range(9))
 def test_id_zero_is_an_id(before):
     """An empty slot has 0 in its id field; the absent id 0 is not found in any line."""
@@ -87,6 +89,7 @@ def test_id_zero_is_an_id(before):
     assert look(slots, [0, *others]) == [-1, *range(before)]
 
 
+@pytest.mark.usefixtures("device")
 def test_every_slot_of_a_line_is_told_from_the_others():
     """Rows that use all bits: slots that do not match must not change the result."""
     ids = scattered(8, 16, 4)
@@ -125,6 +128,7 @@ def test_many_ids_at_once(count, is_growing, threads):
     assert absent.tolist() == [expected.count(-1)]
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("count", [1, 70, 600])
 def test_full_maps_and_maps_of_one_line_and_of_none(count):
     """The search ends if there is no line after the home, or no line at all."""
@@ -149,6 +153,7 @@ MAPS = {
 }
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("op", MAPS)
 @pytest.mark.parametrize(
     ("capacities", "moved", "rule"),
@@ -166,6 +171,7 @@ def test_maps_of_no_whole_lines_are_refused(op, capacities, moved, rule):
         MAPS[op]([slots_of(capacity) for capacity in capacities], ids_of(moved))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("call", "rule"),
     [
@@ -186,6 +192,7 @@ def test_arrays_of_no_whole_lines_are_refused(call, rule):
         call()
 
 
+@pytest.mark.usefixtures("device")
 def test_a_sample_of_probes_is_some_runs_of_them_all():
     """The sample takes every n-th run of 4,096 slots, from the first run on; the last run may be short."""
     slots = torch.zeros(4096 * 6 + 100, 2, dtype=torch.int64)
@@ -213,6 +220,7 @@ def check_runs(slots):
             walk = (walk + 1) % capacity
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("home", [0, 3, 6, 7])
 @pytest.mark.parametrize("victim", range(5))
 def test_one_of_a_run_goes_and_the_others_stay(home, victim):
@@ -225,6 +233,7 @@ def test_one_of_a_run_goes_and_the_others_stay(home, victim):
     assert int((slots[:, 1] > 0).sum()) == 4
 
 
+@pytest.mark.usefixtures("device")
 def test_every_order_of_a_wrapping_run():
     """Six ids of three homes around the end of the map, erased in each of 720 orders."""
     ids = [*ids_at_home(6, 8, 2), *ids_at_home(7, 8, 2), *ids_at_home(0, 8, 2)]
@@ -259,6 +268,7 @@ def test_small_full_maps_follow_a_dict(steps, capacity):
         check_runs(slots)
 
 
+@pytest.mark.usefixtures("device")
 def test_a_full_map_is_searched_and_erased_without_hanging():
     ids = [i for home in range(8) for i in ids_at_home(home, 8, 1)]
     slots = slots_of(8)
@@ -271,6 +281,7 @@ def test_a_full_map_is_searched_and_erased_without_hanging():
     assert look(slots, ids) == [0, 1, 2, 3, -1, 5, 6, 7]
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("capacity", [4, 8, 12])
 def test_each_id_of_a_full_map_goes_and_the_others_stay(capacity):
     ids = [i for home in range(capacity) for i in ids_at_home(home, capacity, 1)]
@@ -285,6 +296,7 @@ def test_each_id_of_a_full_map_goes_and_the_others_stay(capacity):
             check_runs(slots)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("filled", [*itertools.product([False, True], repeat=4)])
 def test_a_line_with_gaps_keeps_the_slots_around_it(filled):
     """A damaged map has an empty slot before an id of the same line; the first slot is the map's."""
@@ -301,6 +313,7 @@ def test_a_line_with_gaps_keeps_the_slots_around_it(filled):
         assert look(slots, ids) == left
 
 
+@pytest.mark.usefixtures("device")
 def test_repeats_absent_ids_and_empty_maps():
     slots = slots_of(16)
     put(slots, [1, 2])
@@ -309,6 +322,7 @@ def test_repeats_absent_ids_and_empty_maps():
     assert ops.erase(ids_of(), [slots], WHOLE).tolist() == []
 
 
+@pytest.mark.usefixtures("device")
 def test_probe_lengths_shrink_again():
     ids = ids_at_home(5, 32, 10)
     slots = slots_of(32)

@@ -25,6 +25,7 @@ def threads(request: pytest.FixtureRequest) -> object:
     torch.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("device")
 def test_new_ids_are_listed_in_order_of_first_sight(threads: int) -> None:
     ids, rows, offsets = [], [], [0]
     expected: list[dict[int, int]] = []

@@ -21,6 +21,8 @@ from torchrec_dyn.initializers import (
     table_key,
 )
 
+pytestmark = pytest.mark.usefixtures("device")
+
 # Test vectors of Random123: counter, key, result. Source: random123/tests/kat_vectors, philox4x32 10.
 KNOWN_ANSWERS = [
     ([0, 0, 0, 0], 0, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
@@ -132,6 +134,27 @@ def test_rows_depend_on_seed_and_name():
     assert torch.equal(rows(), rows(seed=0, name="t", num_embeddings=77))
     for other in (rows(seed=1), rows(name="u"), rows(seed=-1)):
         assert (other != rows()).all(1).all()
+
+
+# Kind; low, high, mean, deviation, low and high probability; and the sum of the bits of 31,500 numbers,
+# each number times its place, modulo 2^64.
+PINNED = [
+    (1, [-0.25, 0.75, 0.0, 1.0, 0.0, 1.0], 252467084026484185),
+    (2, [-math.inf, math.inf, 0.0, 1.0, 0.0, 1.0], -6923907988978410),
+    (2, [-math.inf, math.inf, 1.0, 2.0, 0.0, 1.0], 197321881295694981),
+    (2, [-0.5, 2.0, 0.5, 1.0, 0.15, 0.95], 311596216924263675),
+    (2, [-99.0, 99.0, 0.0, 1.0, 1e-19, 1e-15], -524375855472355231),
+]
+
+
+@pytest.mark.parametrize(("kind", "parameters", "pinned"), PINNED)
+def test_initial_rows_are_pinned(kind, parameters, pinned):
+    """A run on another machine, or on a GPU, starts with the same rows. Do not change the numbers."""
+    block = torch.empty(512, 63)
+    ids = ids_of(*EXTREME_IDS, *range(500 - len(EXTREME_IDS)))
+    ops.init_rows_(ids, torch.arange(500), [block], 9, 63, 2, kind, parameters, 11)
+    bits = block[:500].flatten().view(torch.int32).to(torch.int64)
+    assert int((bits * torch.arange(1, len(bits) + 1)).sum()) == pinned
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -121,6 +121,13 @@ def a_shift(rng: random.Random) -> int:
     return rng.choice((0, 1, 2, 2, 3, 5))
 
 
+def with_short_last(rng: random.Random, blocks: list[Tensor]) -> list[Tensor]:
+    """Returns the blocks; in some calls the last block has fewer rows."""
+    if blocks and rng.random() < 0.3:
+        blocks[-1] = blocks[-1][: rng.randint(1, len(blocks[-1]))]
+    return blocks
+
+
 def a_width(rng: random.Random) -> int:
     return rng.choice((1, 2, 3, 4, 7, 15, 16, 17, 33, 64, 130))
 
@@ -142,8 +149,13 @@ def rows_of_blocks(
 ) -> Tensor | None:
     """Returns the rows [R, columns] of one table as one tensor; None without blocks."""
     need(0 <= shift < 32 and 1 <= columns < 2**31, "shift in [0, 32) and columns in [1, 2^31)")
-    for block in blocks:
-        need(block.numel() == columns << shift, "blocks of 2^shift rows")
+    for place, block in enumerate(blocks):
+        rows, rest = divmod(block.numel(), columns)
+        is_whole, is_last = rows == 1 << shift, place == len(blocks) - 1
+        need(rest == 0 and rows > 0, "blocks of whole rows")
+        need(
+            is_whole or (is_last and rows < 1 << shift), "blocks of 2^shift rows, the last of fewer"
+        )
         need(block.dtype == (dtype or blocks[0].dtype), "blocks of one dtype")
     return torch.cat([block.reshape(-1, columns) for block in blocks]) if blocks else None
 
@@ -155,10 +167,6 @@ class Layout(NamedTuple):
     blocks: int
     shift: int
     columns: int
-
-    @property
-    def rows(self) -> int:
-        return self.blocks << self.shift
 
 
 def read_layout(layout: Tensor, blocks: int, taken: bool = True) -> list[Layout]:

@@ -20,6 +20,7 @@ from op_cases import (
     size,
     some_ids,
     whole,
+    with_short_last,
 )
 from op_cases_id_map import draw_map, read_maps
 from op_cases_storage import draw_words, words_of_tables
@@ -71,7 +72,7 @@ def draw_one_table(rng: random.Random) -> Arguments:
     """Returns `scores` and `shift` of one table."""
     shift = rng.choice((0, 1, 3, 8))
     scores = [draw_scores(rng, 1 << shift) for _ in range(rng.randrange(4))]
-    return {"scores": scores, "shift": shift}
+    return {"scores": with_short_last(rng, scores), "shift": shift}
 
 
 def words_of(given: Arguments) -> list[int]:
@@ -82,7 +83,7 @@ def words_of(given: Arguments) -> list[int]:
 
 def draw_write_scores_(rng: random.Random) -> Arguments:
     table = draw_one_table(rng)
-    capacity = len(table["scores"]) << table["shift"]
+    capacity = sum(map(len, table["scores"]))
     rows = [rng.randrange(capacity) for _ in range(size(rng, 800))] if capacity else []
     return {
         "rows": whole(*rows),
@@ -105,7 +106,7 @@ def check_write_scores_(before: Arguments, after: Arguments, _: None) -> None:
 
 def draw_read_scores(rng: random.Random) -> Arguments:
     table = draw_one_table(rng)
-    capacity = len(table["scores"]) << table["shift"]
+    capacity = sum(map(len, table["scores"]))
     return {"rows": whole(*(rng.randrange(-1, capacity) for _ in range(size(rng)))), **table}
 
 

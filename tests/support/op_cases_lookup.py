@@ -27,6 +27,7 @@ from op_cases import (
     size,
     some_ids,
     whole,
+    with_short_last,
 )
 from torch import Tensor
 
@@ -47,13 +48,16 @@ class Batch(NamedTuple):
 
 def draw_batch(rng: random.Random) -> Batch:
     dtype, is_wide = rng.choice(FLOATS), rng.random() < 0.05
-    tables, weights = [], []
+    tables, weights, room = [], [], []
     for _ in range(rng.choice((1, 1, 2, 3))):
         shift, columns, count = a_shift(rng), a_width(rng), rng.randrange(4)
         tables.append(Layout(len(weights), count, shift, columns))
-        weights += [numbers_of(rng, (1 << shift, columns), dtype) for _ in range(count)]
+        own = [numbers_of(rng, (1 << shift, columns), dtype) for _ in range(count)]
+        weights += with_short_last(rng, own)
+        room.append(sum(map(len, own)))
     if is_wide:  # a table without rows costs nothing, however wide
         tables.append(Layout(len(weights), 0, 0, rng.choice((2**24, 2**30, 2**31 - 1))))
+        room.append(0)
     usable = [t for t, table in enumerate(tables) if table.columns < 2**20]
     ids = size(rng, 600 if max(tables[t].columns for t in usable) > 40 else 6000)
     is_sequence = rng.random() < 0.3
@@ -69,7 +73,7 @@ def draw_batch(rng: random.Random) -> Batch:
         begin, end = (
             (first, first + count) if is_sequence else (offsets[first], offsets[first + count])
         )
-        rows[begin:end] = [rng.randrange(-1, tables[table].rows) for _ in range(end - begin)]
+        rows[begin:end] = [rng.randrange(-1, room[table]) for _ in range(end - begin)]
     given = {
         "rows": whole(*rows),
         "offsets": None if is_sequence else whole(*offsets),
@@ -133,9 +137,9 @@ def draw_update_rows_(rng: random.Random) -> Arguments:
     def draw_state(kind: int) -> list[Tensor]:
         widths = [(table, table.columns if kind == 2 else 1) for table in batch.tables]
         return [
-            numbers_of(rng, (1 << table.shift, width), torch.float32).abs()
+            numbers_of(rng, (len(block), width), torch.float32).abs()
             for table, width in widths
-            for _ in range(table.blocks if kind else 0)
+            for block in batch.given["weights"][table.first :][: table.blocks if kind else 0]
         ]
 
     tables = len(batch.tables)
@@ -211,6 +215,7 @@ def read_bags(given: Arguments, elements: int) -> Bags:
         rows_of_blocks(given["weights"][t.first : t.first + t.blocks], t.shift, t.columns, dtype)
         for t in tables
     ]
+    room = [0 if own is None else len(own) for own in weights]
     offsets = [*range(len(rows) + 1)]
     if given["offsets"] is not None:
         offsets = numbers(given["offsets"], "offsets")
@@ -237,7 +242,7 @@ def read_bags(given: Arguments, elements: int) -> Bags:
     need(-1 not in owner, "every bag in a segment")
     need(bool(written.all()), "outputs without a hole")
     for table, begin, end, _, _ in bags:
-        need(all(-1 <= row < tables[table].rows for row in rows[begin:end]), "rows of the table")
+        need(all(-1 <= row < room[table] for row in rows[begin:end]), "rows of the table")
     bags.sort(key=lambda bag: bag[4])
     exact = [None if table is None else table.float() for table in weights]
     return Bags([bag[:4] for bag in bags], tables, exact, rows)
@@ -336,6 +341,9 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
     for name, kind in zip(("momentum1", "momentum2"), STATES[before["optimizer"]], strict=True):
         blocks = max((t.first + t.blocks for t in bags.tables), default=0)
         need(kind == 0 or len(before[name]) >= blocks, f"blocks of {name}")
+    for state in states:
+        for own, weight in zip(state or (), bags.weights, strict=False):
+            need(own is None or len(own) == len(weight), "state for each row of weights")
     marks = bits_of_tables(before)
     need(not marks or len(marks) == len(bags.tables), "marks of each table")
     with np.errstate(all="ignore"):

@@ -26,8 +26,11 @@ from op_cases import (
     size,
     some_ids,
     whole,
+    with_short_last,
 )
 from torch import Tensor
+
+from torchrec_dyn import ops
 
 # Content sums
 
@@ -68,6 +71,7 @@ def draw_blocks(rng: random.Random) -> Arguments:
     shift, columns, dtype = a_shift(rng), a_width(rng), rng.choice(FLOATS)
     count = rng.randrange(4)
     blocks = [numbers_of(rng, (1 << shift, columns), dtype) for _ in range(count)]
+    blocks = with_short_last(rng, blocks)
     if not blocks and rng.random() < 0.5:
         columns = rng.choice((2**20, 2**30, 2**31 - 1))
     return {"blocks": blocks, "shift": shift, "columns": columns}
@@ -75,7 +79,7 @@ def draw_blocks(rng: random.Random) -> Arguments:
 
 def draw_rows(rng: random.Random, blocks: Arguments, lowest: int = 0) -> list[int]:
     """Returns rows inside the blocks."""
-    capacity = len(blocks["blocks"]) << blocks["shift"]
+    capacity = sum(map(len, blocks["blocks"]))
     if capacity == 0 and (lowest == 0 or blocks["columns"] > 2**12):
         return []
     return [rng.randrange(lowest, capacity) for _ in range(size(rng, 800))]
@@ -87,6 +91,26 @@ def draw_advise_huge_pages(rng: random.Random) -> Arguments:
 
 def check_advise_huge_pages(before: Arguments, after: Arguments, _: None) -> None:
     equal(after["block"], before["block"])
+
+
+def draw_grow_block(rng: random.Random) -> Arguments:
+    """Half of the blocks are in a range already, of the same limit or a smaller one."""
+    rows, columns = rng.choice((0, 1, 5, 600)), a_width(rng)
+    limit = rows + rng.choice((1, 7, 5000))
+    block = numbers_of(rng, (rows, columns), rng.choice(FLOATS))
+    if rows and rng.random() < 0.5:
+        block = ops.grow_block(block, rows, rng.randint(rows, limit))
+    return {"block": block, "rows": rng.randint(max(1, rows), limit), "limit": limit}
+
+
+def check_grow_block(before: Arguments, after: Arguments, result: Tensor) -> None:
+    block, rows, limit = before["block"], before["rows"], before["limit"]
+    need(block.dim() == 2 and block.shape[1] > 0, "a block [R, D]")
+    need(max(1, len(block)) <= rows <= limit, "rows up to the limit")
+    need(limit * block.shape[1] * block.element_size() <= 2**47, "a limit in bytes")
+    assert result.shape == (rows, block.shape[1]) and result.dtype == block.dtype
+    equal(result[: len(block)], block)
+    result[-1:].view(torch.uint8).fill_(7)  # a fault, if its memory is not committed
 
 
 def draw_init_rows_(rng: random.Random) -> Arguments:
@@ -115,6 +139,8 @@ def check_init_rows_(before: Arguments, after: Arguments, _: None) -> None:
     columns, first = before["columns"], before["first_column"]
     need(len(ids) == len(rows), "as many rows as ids")
     need(0 <= before["kind"] <= 2 and len(before["parameters"]) == 6, "kind and six parameters")
+    low, high, mean, deviation, least, most = before["parameters"]
+    need(before["kind"] != 2 or 0 <= least <= most <= 1, "a range of probabilities")
     table = rows_of_blocks(before["blocks"], before["shift"], columns)
     need(all(0 <= row < (0 if table is None else len(table)) for row in rows), "rows in the blocks")
     need(0 <= first < 2**31, "first_column >= 0")
@@ -125,9 +151,6 @@ def check_init_rows_(before: Arguments, after: Arguments, _: None) -> None:
         raise Unjudged("a row of two ids")
     if first > 100 or not np.isfinite(before["parameters"]).all():
         raise Unjudged("not computed here")
-    low, high, mean, deviation, least, most = before["parameters"]
-    if before["kind"] == 2 and not 0 <= least < most <= 1:
-        raise Unjudged("no range of probabilities")
     units = torch.from_numpy(oracle.initial_units(before["key"], ids, first + columns)[:, first:])
     values = torch.full_like(units, low)
     if before["kind"] == 1:
@@ -198,8 +221,9 @@ def draw_words(rng: random.Random, make: Any) -> Arguments:
     for _ in range(rng.randrange(4)):
         shift, count = a_shift(rng), rng.randrange(4)
         layout.append([len(blocks), count, shift, rng.choice((1, 1, 5))])
-        blocks += [make(1 << shift) for _ in range(count)]
-        capacity = count << shift
+        own = with_short_last(rng, [make(1 << shift) for _ in range(count)])
+        blocks += own
+        capacity = sum(map(len, own))
         rows += [rng.randrange(-1, capacity) for _ in range(size(rng))]
         offsets.append(len(rows))
     return {

@@ -1,10 +1,11 @@
 """Valid arguments of every op, small: functions that return new arguments."""
 
 import torch
+from device_ops import NAMESPACE
 
 from torchrec_dyn import ops
 
-NAMESPACE = torch.ops.torchrec_dyn
+__all__ = ["I64", "NAMESPACE", "SAMPLES", "blocks", "empty", "filled_slots", "update", "whole"]
 I64 = torch.int64
 
 
@@ -219,6 +220,10 @@ SAMPLES = {
         for since in (6, 12)
     ],
     "advise_huge_pages": [lambda: {"block": torch.ones(1 << 20)}],
+    "grow_block": [
+        lambda: {"block": blocks(3)[0], "rows": 5, "limit": 9},
+        lambda: {"block": torch.empty(0, 2, dtype=I64), "rows": 1, "limit": 1},
+    ],
     "init_rows_": [
         lambda kind=kind: {
             "ids": whole(1, 2), "rows": whole(0, 11), **rows_of_a_table(), "kind": kind,

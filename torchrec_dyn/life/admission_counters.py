@@ -32,7 +32,7 @@ class AdmissionCounters:
         self.limit = limit
         self.id_map = IdMap(limit)
         self._numbers = RowNumbers(OutstandingForwards())
-        self._scores = Scores(block_shift(limit, SCORE_BYTES), device)
+        self._scores = Scores(block_shift(limit, SCORE_BYTES, device.type), device)
         self._candidates = EvictionCandidates()
 
     def __len__(self) -> int:

@@ -30,12 +30,12 @@ class TableBlocks:
     layout: Tensor
 
 
-def blocks_of(stores: Sequence[RowStore], most: Sequence[int] | None = None) -> TableBlocks:
-    """Returns the blocks of T stores, one for each table; with `most`, at most so many of each table."""
+def blocks_of(stores: Sequence[RowStore], rows: Sequence[int] | None = None) -> TableBlocks:
+    """Returns the blocks of T stores, one for each table; with `rows`, of so many rows of each table."""
     lines: list[list[int]] = []
     blocks: list[Tensor] = []
     for place, store in enumerate(stores):
-        own = store.blocks if most is None else store.blocks[: most[place]]
+        own = store.blocks if rows is None else store.blocks_of_first(rows[place])
         lines.append([len(blocks), len(own), store.shift, store.columns])
         blocks.extend(own)
     return TableBlocks(blocks, torch.tensor(lines))
@@ -75,15 +75,14 @@ _NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
 
 
 def _list_rows(tables: Sequence[DynamicTable]) -> tuple[TableBlocks, tuple[list[Tensor], ...]]:
-    # A table enlarges its last store last: all stores have the blocks of this store. An interrupt may have
-    # left more in the others.
-    last = [table.states[-1] if table.states else table.weights for table in tables]
-    most = [len(store.blocks) for store in last]
+    # An interrupt may have left more rows in some stores of a table. In ranges, rows of fewer bytes have more
+    # room: memory is committed by the page.
+    rows = [min(store.capacity for store in table.stores) for table in tables]
     states: tuple[list[Tensor], ...] = tuple([] for _ in STATE_NAMES)
-    for table, count in zip(tables, most, strict=True):
+    for table, count in zip(tables, rows, strict=True):
         for place, state in enumerate(table.states):
-            states[place].extend(state.blocks[:count])
-    return blocks_of([table.weights for table in tables], most), states
+            states[place].extend(state.blocks_of_first(count))
+    return blocks_of([table.weights for table in tables], rows), states
 
 
 def blocks_with_initial_rows(
@@ -102,15 +101,12 @@ def blocks_with_initial_rows(
     new_rows: list[Tensor] = []
     for t, unseen_of_table in ranges_of(new_offsets).items():
         table, weights, unseen = tables[t], tables[t].weights, new_ids[unseen_of_table]
-        store = RowStore(weights.columns, weights.shift, weights.dtype, weights.device)
-        store.blocks = list(weights.blocks)
         fresh = torch.arange(weights.capacity, weights.capacity + unseen.numel())
         if table.config.unseen == "initial":
-            store.reserve(weights.capacity + unseen.numel())
-            table.initial_rows.write(unseen, fresh, store)
+            stores[t] = weights.with_added_blocks(unseen.numel())
+            table.initial_rows.write(unseen, fresh, stores[t])
         else:
             fresh = torch.full_like(fresh, -1)
-        stores[t] = store
         new_rows.append(fresh)
     ops.fill_new_(rows, new_index, torch.cat(new_rows))
     return blocks_of(stores)

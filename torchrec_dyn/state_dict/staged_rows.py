@@ -261,7 +261,7 @@ class StagedRows:
             self._converted = converted
         blocks, left = self._converted.blocks, self.weights.blocks
         while left:
-            blocks[len(blocks) - len(left)].copy_(left[0])
+            blocks[len(blocks) - len(left)][: len(left[0])].copy_(left[0])
             del left[0]
         self.weights = self._converted
 

@@ -23,6 +23,7 @@ MAX_LOAD = 0.625
 _FIRST_CAPACITY = 64
 # Small maps double at MAX_LOAD, at once. Large maps grow by a quarter, which bounds the bytes per row to
 # SLOT_BYTES * 1.25 / MAX_LOAD. They grow bit by bit: growth begins at _START_LOAD and ends before MAX_LOAD.
+# On a GPU they grow at once, at MAX_LOAD: one call moves all slots. Both arrays are in memory meanwhile.
 _LARGE_CAPACITY = 1 << 16
 _LARGE_GROWTH = 1.25
 _START_LOAD = 9 / 16
@@ -44,7 +45,7 @@ _PAGE_SLOTS = (2 << 20) // SLOT_BYTES
 def most_slots(ids: int) -> int:
     """Returns the most slots (`IdMap.held`) of a map of `ids` ids, for any order of insertion.
 
-    The bound also holds while the map grows. Planners reserve memory for this number of slots.
+    On the CPU the bound also holds while the map grows. Planners reserve memory for this number of slots.
     """
     needed = int(ids / MAX_LOAD) + 1
     return max(
@@ -54,12 +55,6 @@ def most_slots(ids: int) -> int:
         # ahead. Also, a capacity is rounded up to whole lines.
         int(needed * _LARGE_GROWTH) + _RUN + _LINE_SLOTS,
     )
-
-
-def _fewest_slots(ids: int) -> int:
-    """Returns the least capacity at which a map of `ids` ids does not have to grow yet."""
-    needed = int(ids / MAX_LOAD) + 1
-    return needed if needed < _LARGE_CAPACITY else int(ids / _START_LOAD) + 1
 
 
 def canonical_order(ids: Tensor) -> Tensor:
@@ -78,17 +73,19 @@ class IdMap:
     Args:
         limit: the most ids of the table, None without a limit. The last growth stops at the slots that
             the limit needs. So a full map stays at this size while ids are erased and inserted.
+        device: of the slots; None: torch's default.
 
     Attributes:
         slots: [C, 2] int64: id, row + 1; an empty slot has 0 in place of row + 1.
         outgoing: [C', 2] int64, while the map grows the smaller array from which slots move; else None.
+            None after every call, if the slots are not on the CPU.
         moved: number of outgoing slots that have moved; -1 if `outgoing` is None.
         num_ids: number of ids, and so of slots in use.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, device: torch.device | None = None) -> None:
         self._limit = limit
-        self.slots: Tensor = torch.empty(0, 2, dtype=torch.int64)
+        self.slots: Tensor = torch.empty(0, 2, dtype=torch.int64, device=device)
         self.outgoing: Tensor | None = None
         self.moved: int = -1
         self.num_ids: int = 0
@@ -117,9 +114,9 @@ class IdMap:
         if ids <= self._most_ids():
             return
         factor = 2.0 if self.capacity < _LARGE_CAPACITY else _LARGE_GROWTH
-        capacity = max(_FIRST_CAPACITY, int(self.capacity * factor), _fewest_slots(ids))
+        capacity = max(_FIRST_CAPACITY, int(self.capacity * factor), self._fewest_slots(ids))
         if self._limit is not None and ids <= self._limit:
-            enough = max(_fewest_slots(self._limit), self.capacity + _LINE_SLOTS)
+            enough = max(self._fewest_slots(self._limit), self.capacity + _LINE_SLOTS)
             capacity = min(capacity, enough)
         # No slots are outgoing here: growth ends at MAX_LOAD of the old array, and the new array is larger.
         grown = ops.new_slots(self.slots, -(-capacity // _LINE_SLOTS) * _LINE_SLOTS)
@@ -130,10 +127,19 @@ class IdMap:
         self.outgoing, self.slots, self.moved = self.slots, grown, 0
         self._move_on(ids)
 
+    def _grows_in_steps(self, capacity: int) -> bool:
+        """Returns True if an array of `capacity` slots of this map is moved bit by bit."""
+        return self.slots.is_cpu and capacity >= _LARGE_CAPACITY
+
+    def _fewest_slots(self, ids: int) -> int:
+        """Returns the least capacity at which a map of `ids` ids does not have to grow yet."""
+        needed = int(ids / MAX_LOAD) + 1
+        return int(ids / _START_LOAD) + 1 if self._grows_in_steps(needed) else needed
+
     def _most_ids(self) -> float:
         """Returns the most ids of the map before it must begin to grow."""
-        large = self.capacity >= _LARGE_CAPACITY
-        most = self.capacity * (_START_LOAD if large else MAX_LOAD)
+        in_steps = self._grows_in_steps(self.capacity)
+        most = self.capacity * (_START_LOAD if in_steps else MAX_LOAD)
         if self._limit is not None and most < self._limit <= self.capacity * MAX_LOAD:
             return self._limit
         return most
@@ -144,7 +150,7 @@ class IdMap:
             return
         leaving = self.outgoing.shape[0]
         until = leaving
-        if leaving >= _LARGE_CAPACITY:
+        if self._grows_in_steps(leaving):
             until = math.ceil((ids - leaving * _START_LOAD) / (MAX_LOAD - _START_LOAD))
             if until > leaving - 8 * _RUN:  # a few slots are not worth two arrays
                 until = leaving

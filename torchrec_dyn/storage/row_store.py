@@ -3,6 +3,8 @@
 A table grows by appending a block of 2^shift rows; no row is copied (docs/decisions/0002). A fresh block is
 reserved, not written: Linux commits its pages on first touch, so memory follows the rows in use.
 
+A GPU commits memory at once. There the last block grows in place, in a range of addresses (growing_block.py).
+
 Legend: M rows.
 """
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.storage import growing_block
 from torchrec_dyn.storage.id_map import SLOT_BYTES
 from torchrec_dyn.storage.tokens import BLOCKS
 
@@ -23,13 +26,16 @@ _BLOCK_BYTES = 32 << 20
 _LINE_BYTES = 64
 
 
-def block_shift(row_limit: int, row_bytes: int) -> int:
+def block_shift(row_limit: int, row_bytes: int, device_type: str = "cpu") -> int:
     """Returns the binary logarithm of the rows of a block.
 
     Args:
         row_limit: the most rows of the table; a small table takes one small block.
         row_bytes: bytes of a row's weights.
+        device_type: type of the table's device.
     """
+    if device_type in growing_block.RANGE_DEVICES:
+        return growing_block.range_shift(row_limit, row_bytes)
     rows = max(1, min(_BLOCK_BYTES // max(1, row_bytes), row_limit))
     return max(4, rows.bit_length() - 1)
 
@@ -38,7 +44,7 @@ class RowStore:
     """A store of rows of `columns` numbers.
 
     Attributes:
-        blocks: blocks of rows, each [2^shift, columns] of dtype.
+        blocks: blocks of rows, each [2^shift, columns] of dtype; in ranges the last may have fewer rows.
         shift: binary logarithm of the rows of a block.
         columns: width of a row.
     """
@@ -50,11 +56,15 @@ class RowStore:
         self.device = device
         self.blocks: list[Tensor] = []
         self._spare: list[Tensor] = []
+        self._in_ranges = device.type in growing_block.RANGE_DEVICES
 
     @property
     def capacity(self) -> int:
         """Rows that the blocks can hold."""
-        return len(self.blocks) << self.shift
+        capacity = len(self.blocks) << self.shift
+        if self._in_ranges and self.blocks:
+            capacity -= (1 << self.shift) - len(self.blocks[-1])
+        return capacity
 
     @property
     def row_bytes(self) -> int:
@@ -62,7 +72,13 @@ class RowStore:
         return self.columns * self.dtype.itemsize
 
     def reserve(self, rows: int) -> None:
-        """Appends blocks until `rows` rows fit. Existing rows do not move."""
+        """Appends blocks until `rows` rows fit. Existing rows do not move.
+
+        Raises:
+            MemoryError: if a device has no memory for more rows; the store is then as it was.
+        """
+        if self._in_ranges and self.capacity < rows:
+            self._grow(rows)
         while self.capacity < rows:
             if not self._spare:
                 self._spare = self._several_blocks()
@@ -83,6 +99,42 @@ class RowStore:
         )
         ops.advise_huge_pages(together)
         return list(together.split(block_rows))[::-1]
+
+    def _grow(self, rows: int) -> None:
+        """Makes the last block longer, and appends blocks, until `rows` rows fit."""
+        blocks, whole, missing = list(self.blocks), 1 << self.shift, rows - self.capacity
+        nothing = torch.empty(0, self.columns, dtype=self.dtype, device=self.device)
+        while missing > 0:
+            short = bool(blocks) and len(blocks[-1]) < whole
+            last = blocks.pop() if short else nothing
+            block = growing_block.longer_block(last, min(whole, len(last) + missing), whole)
+            missing -= len(block) - len(last)
+            blocks.append(block)
+        BLOCKS.renew()
+        self.blocks = blocks
+
+    def blocks_of_first(self, rows: int) -> list[Tensor]:
+        """Returns the blocks of the first `rows` rows; in ranges the last block is cut after them."""
+        blocks = self.blocks[: -(-rows >> self.shift)]
+        if self._in_ranges and blocks:
+            blocks[-1] = blocks[-1][: rows - ((len(blocks) - 1) << self.shift)]
+        return blocks
+
+    def with_added_blocks(self, rows: int) -> RowStore:
+        """Returns a store of these rows and room for `rows` more; this store does not change.
+
+        The stores share memory, but for a last block that grows in place: only one store may extend it, so
+        it is copied.
+        """
+        store = RowStore(self.columns, self.shift, self.dtype, self.device)
+        store.blocks = list(self.blocks)
+        is_short = self.capacity < len(self.blocks) << self.shift
+        if is_short:
+            store.blocks.pop()
+        store.reserve(self.capacity + rows)
+        if is_short:
+            store.blocks[len(self.blocks) - 1][: len(self.blocks[-1])] = self.blocks[-1]
+        return store
 
     def read(self, rows: Tensor) -> Tensor:
         """Returns copies of rows.
@@ -168,12 +220,18 @@ class RowStore:
         result.reserve(self.capacity)
         self._spare = []
         BLOCKS.renew()
-        for block in result.blocks:
-            block.copy_(convert(self.blocks.pop(0)))
+        for block in result.blocks[: len(self.blocks)]:
+            rows = self.blocks.pop(0)
+            block[: len(rows)].copy_(convert(rows))
         return result
 
     def reserve_zeros(self, rows: int) -> None:
-        """Fills an empty store with `rows` rows of zeros; memory is committed where rows are written."""
+        """Fills an empty store with `rows` rows of zeros; a CPU commits memory where rows are written."""
+        if self._in_ranges:
+            self.reserve(rows)
+            for block in self.blocks:
+                block.zero_()
+            return
         blocks = -(-rows >> self.shift)
         nothing = torch.empty(0, 2, dtype=torch.int64, device=self.device)
         # A block has at least 16 rows, so the blocks are whole cache lines, or nearly.

@@ -37,8 +37,8 @@ def check_shape(table: DynamicTable, dtype: torch.dtype, device: torch.device) -
         )
     if device.type != "cpu":
         raise ValueError(
-            f"{table.where}: expected rows on the CPU, the only device with kernels so far, got "
-            f"{device}. Keep the collection on the CPU."
+            f"{table.where}: expected rows on the CPU, got {device}. Keep the collection on the CPU: "
+            "tables on CUDA are not there yet, since updates and evictions have no kernels."
         )
 
 

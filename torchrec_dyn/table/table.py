@@ -149,7 +149,7 @@ class DynamicTable:
 
     def reset(self, dtype: torch.dtype, device: torch.device) -> None:
         """Makes the table empty. The new contents are new objects; the old objects do not change."""
-        shift = block_shift(self.row_limit, self.columns * dtype.itemsize)
+        shift = block_shift(self.row_limit, self.columns * dtype.itemsize, device.type)
         self.id_map = IdMap(self.row_limit)
         self.row_numbers = RowNumbers(self.forwards)
         self.weights = RowStore(self.columns, shift, dtype, device)

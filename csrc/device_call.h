@@ -1,0 +1,118 @@
+// One call of an op on a device: the device and stream that torch has chosen, and memory for the call. For files
+// *_cuda.cpp, which are compiled for CUDA and, with TORCHREC_DYN_SIMT, for the tests without a GPU (simt.h).
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include <cstdint>
+#include <vector>
+
+#if !defined(TORCHREC_DYN_SIMT)
+#include <dlfcn.h>
+#endif
+
+#include "checks.h"
+#include "simt.h"
+#if defined(TORCHREC_DYN_SIMT)
+#include "simt_cpu.h"
+#endif
+
+// As STABLE_TORCH_LIBRARY_IMPL, for the kernels of a device. The simt build has a second library of ops, whose tensors
+// are on the CPU (tests/support/device_ops.py).
+#if defined(TORCHREC_DYN_SIMT)
+#define TORCHREC_DYN_DEVICE_KERNELS(m) STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn_simt, CPU, m)
+#else
+#define TORCHREC_DYN_DEVICE_KERNELS(m) STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CUDA, m)
+#endif
+
+namespace torchrec_dyn {
+
+#if defined(TORCHREC_DYN_SIMT)
+constexpr DeviceType kDevice = DeviceType::CPU;
+
+class ChosenDevice {
+ public:
+  explicit ChosenDevice(const Tensor&) {}
+  void* stream() const { return nullptr; }
+};
+#else
+constexpr DeviceType kDevice = DeviceType::CUDA;
+
+// Makes the tensor's device the current one, as long as this object lives.
+class ChosenDevice {
+ public:
+  explicit ChosenDevice(const Tensor& tensor) : index_(tensor.get_device_index()), guard_(index_) {}
+
+  // torch's current stream. libtorch_cuda is not linked, so that the extension loads beside a torch without CUDA; a
+  // tensor on a GPU shows that torch has loaded it.
+  void* stream() const {
+    using Function = AOTITorchError (*)(int32_t, void**);
+    static const auto current = []() -> Function {
+      void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+      return library == nullptr ? nullptr
+                                : reinterpret_cast<Function>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+    }();
+    void* stream = nullptr;
+    STD_TORCH_CHECK(current != nullptr && current(index_, &stream) == AOTI_TORCH_SUCCESS,
+                    "torchrec_dyn: expected a torch with CUDA, got one without a current stream.");
+    return stream;
+  }
+
+ private:
+  int32_t index_;
+  torch::stable::accelerator::DeviceGuard guard_;
+};
+#endif
+
+// Makes the device of a tensor current and gives kernels their queue. torch's allocator keeps the memory of a call for
+// this stream, so it may be released before the kernels have run.
+class DeviceCall final : public simt::Scratch {
+ public:
+  explicit DeviceCall(const Tensor& tensor)
+      : device_(tensor.device()), chosen_(tensor), queue_{chosen_.stream(), this} {}
+  DeviceCall(const DeviceCall&) = delete;
+  DeviceCall& operator=(const DeviceCall&) = delete;
+
+  const Device& device() const { return device_; }
+  const simt::Queue& queue() const { return queue_; }
+
+  void* take(int64_t bytes) override {
+    taken_.push_back(new_tensor({bytes}, ScalarType::Byte, kDevice));
+    return taken_.back().mutable_data_ptr();
+  }
+
+  // Memory for `count` objects, not initialised.
+  template <typename T>
+  T* take_for(int64_t count) {
+    return static_cast<T*>(take(count * static_cast<int64_t>(sizeof(T))));
+  }
+
+  // A copy of objects of the host.
+  template <typename T>
+  const T* copy_of(const std::vector<T>& objects) {
+    static_assert(sizeof(T) % sizeof(int64_t) == 0);
+    const auto count = static_cast<int64_t>(objects.size());
+    T* copy = take_for<T>(count);
+    simt::send(queue_, copy, objects.data(), count * static_cast<int64_t>(sizeof(T)));
+    return copy;
+  }
+
+  // A word of the device, read by the host: waits for all kernels before it.
+  int64_t read(const int64_t* word) const {
+    int64_t value = 0;
+    simt::read_back(queue_, &value, word, sizeof value);
+    return value;
+  }
+
+ private:
+  Device device_;
+  ChosenDevice chosen_;
+  simt::Queue queue_;
+  std::vector<Tensor> taken_;
+};
+
+inline Tensor new_device_tensor(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type = ScalarType::Long) {
+  return new_tensor(shape, type, kDevice);
+}
+
+}  // namespace torchrec_dyn

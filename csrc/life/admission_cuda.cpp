@@ -1,0 +1,31 @@
+// Admission by chance on a device: admission_cpu.cpp for CUDA.
+#include "device_call.h"
+#include "kernel.h"
+#include "life/admission_arguments.h"
+#include "life/admission_kernels.h"
+
+namespace torchrec_dyn {
+namespace {
+
+Tensor admit_by_chance(const Tensor& ids, const Tensor& counts, int64_t key, int64_t step, double probability) {
+  check_admission(ids, counts, probability, kDevice);
+  const int64_t n = ids.numel();
+  DeviceCall call(ids);
+  Tensor admitted = new_device_tensor({n}, ScalarType::Bool);
+  if (n == 0) return admitted;
+  const int64_t* count = const_data<int64_t>(counts);
+  auto* first_bad = call.take_for<int64_t>(1);
+  simt::fill_zero(call.queue(), first_bad, sizeof *first_bad);
+  simt::each(call.queue(), n,
+             AdmitByChance{const_data<int64_t>(ids), count, n, static_cast<uint64_t>(key), step, probability,
+                           mutable_data<bool>(admitted), first_bad});
+  const int64_t bad = call.read(first_bad);  // waits, for the error only
+  if (bad != 0) check_occurrences(call.read(count + n + bad));
+  return admitted;
+}
+
+}  // namespace
+
+TORCHREC_DYN_DEVICE_KERNELS(m) { m.impl(TORCHREC_DYN_KERNEL("admit_by_chance", &admit_by_chance)); }
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,35 @@
+// Checks of the arguments of the ops on scores, for every device.
+#pragma once
+
+#include <cstdint>
+
+#include "checks.h"
+#include "life/scores.h"
+
+namespace torchrec_dyn {
+
+inline void check_step(int64_t step) {
+  STD_TORCH_CHECK(step >= 0 && step < static_cast<int64_t>(kFreeLastSeen),
+                  "touch_scores_: expected steps in [0, 2^32 - 1), got ", step, ".");
+}
+
+inline void check_times(int64_t times) {
+  STD_TORCH_CHECK(is_times(times), "touch_scores_: expected times in [1, 2^32), got ", times, ".");
+}
+
+inline void check_touched_rows(bool are_inside) {
+  STD_TORCH_CHECK(are_inside, "touch_scores_: expected rows in [-1, rows of the table's scores), got one outside.");
+}
+
+inline void check_written_score(int64_t capacity, int64_t row, int64_t last_seen, int64_t count) {
+  const char* op = "write_scores_";
+  STD_TORCH_CHECK(row >= 0 && row < capacity, op, ": expected rows in [0, ", capacity, "), got ", row, ".");
+  STD_TORCH_CHECK(is_last_seen(last_seen), op, ": expected last_seen in [-1, 2^32 - 1), got ", last_seen, ".");
+  STD_TORCH_CHECK(is_count(count), op, ": expected counts in [0, 2^32), got ", count, ".");
+}
+
+inline void check_read_rows(bool are_inside, int64_t capacity) {
+  STD_TORCH_CHECK(are_inside, "read_scores: expected rows in [-1, ", capacity, "), got one outside.");
+}
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,107 @@
+// The scores of rows on a device: of scores_cpu.cpp, the ops that touch, write and read scores by row.
+//
+// What a kernel finds wrong is a word that later kernels of the call look at before they write. So the host reads it
+// once, at the end of a call. Each such wait is marked: it could be left to a later read by the host (issue 20).
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "device_call.h"
+#include "kernel.h"
+#include "life/scores_arguments.h"
+#include "life/scores_kernels.h"
+#include "storage/table_words_arguments.h"
+
+namespace torchrec_dyn {
+namespace {
+
+int64_t* zero_word(DeviceCall& call) {
+  auto* word = call.take_for<int64_t>(1);
+  simt::fill_zero(call.queue(), word, sizeof *word);
+  return word;
+}
+
+void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<Tensor> scores, const Tensor& layout,
+                   const Tensor& steps, const std::optional<Tensor>& times) {
+  const char* op = "touch_scores_";
+  check_tensor(op, "rows", rows, ScalarType::Long, kDevice);
+  const std::vector<TableLayout> layouts = read_layout(op, layout, scores, true);
+  const auto count = static_cast<int64_t>(layouts.size());
+  check_table_offsets(op, table_offsets, count, rows.numel());
+  check_tensor(op, "steps", steps, ScalarType::Long);
+  check_size(op, "the number of steps", count, steps.numel());
+  if (times) {
+    check_tensor(op, "times", *times, ScalarType::Long, rows.device());
+    check_size(op, "the number of times", rows.numel(), times->numel());
+  }
+  const int64_t* step = const_data<int64_t>(steps);
+  for (int64_t t = 0; t < count; ++t) check_step(step[t]);
+  BlockList<uint64_t> blocks(op, "scores", scores, rows.device());
+  const auto words = read_word_tables(blocks, layouts, const_data<int64_t>(table_offsets), step);
+  SeparateMemory().writes(scores).reads(rows).reads(table_offsets).reads(steps).reads(times).check(op);
+  const int64_t n = rows.numel();
+  if (n == 0) return;
+  DeviceCall call(rows);
+  const int64_t* often = times ? const_data<int64_t>(*times) : nullptr;
+  const TouchedRows batch{const_data<int64_t>(rows), often, n, send_word_tables(call, blocks, words), zero_word(call)};
+  simt::each(call.queue(), n, CheckTouchedRows{batch});
+  simt::each(call.queue(), n, TouchScores{batch});
+  const int64_t bad = call.read(batch.bad);  // waits, for the errors only
+  if (bad < -1) check_times(call.read(often + 2 * n + bad));
+  check_touched_rows(bad == 0);
+}
+
+void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& counts, std::vector<Tensor> scores,
+                   int64_t shift) {
+  const char* op = "write_scores_";
+  check_tensor(op, "rows", rows, ScalarType::Long, kDevice);
+  check_tensor(op, "last_seen", last_seen, ScalarType::Long, rows.device());
+  check_tensor(op, "counts", counts, ScalarType::Long, rows.device());
+  const int64_t n = rows.numel();
+  check_size(op, "the number of last_seen", n, last_seen.numel());
+  check_size(op, "the number of counts", n, counts.numel());
+  STD_TORCH_CHECK(n < (int64_t{1} << 32), op, ": expected fewer than 2^32 rows, got ", n, ".");
+  BlockList<uint64_t> blocks(op, "scores", scores, rows.device());
+  const ScoreBlocks words = blocks.words(layout_of_one(op, scores, shift, 1));
+  SeparateMemory().writes(scores).reads(rows).reads(last_seen).reads(counts).check(op);
+  if (n == 0) return;
+  DeviceCall call(rows);
+  const WrittenScores written{const_data<int64_t>(rows),       const_data<int64_t>(last_seen),
+                              const_data<int64_t>(counts),     n,
+                              send_words(call, blocks, words), zero_word(call)};
+  simt::each(call.queue(), n, CheckWrittenScores{written});
+  simt::each(call.queue(), n, FreeScores{written});
+  simt::each(call.queue(), n, ClaimScores{written});
+  simt::each(call.queue(), n, WriteScores{written});
+  const int64_t bad = call.read(written.first_bad);  // waits, for the error only
+  if (bad == 0) return;
+  const auto number = [&](const int64_t* numbers) { return call.read(numbers + n + bad); };
+  check_written_score(words.capacity, number(written.rows), number(written.last_seen), number(written.counts));
+}
+
+std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> scores, int64_t shift) {
+  const char* op = "read_scores";
+  check_tensor(op, "rows", rows, ScalarType::Long, kDevice);
+  BlockList<uint64_t> blocks(op, "scores", scores, rows.device());
+  const ScoreBlocks words = blocks.words(layout_of_one(op, scores, shift, 1));
+  const int64_t n = rows.numel();
+  DeviceCall call(rows);
+  Tensor last_seen = new_device_tensor({n}), counts = new_device_tensor({n});
+  if (n == 0) return {last_seen, counts};
+  int64_t* bad = zero_word(call);
+  simt::each(call.queue(), n,
+             ReadScores{const_data<int64_t>(rows), send_words(call, blocks, words), mutable_data<int64_t>(last_seen),
+                        mutable_data<int64_t>(counts), bad});
+  check_read_rows(call.read(bad) == 0, words.capacity);  // waits, for the error only
+  return {last_seen, counts};
+}
+
+}  // namespace
+
+TORCHREC_DYN_DEVICE_KERNELS(m) {
+  m.impl(TORCHREC_DYN_KERNEL("touch_scores_", &touch_scores_));
+  m.impl(TORCHREC_DYN_KERNEL("write_scores_", &write_scores_));
+  m.impl(TORCHREC_DYN_KERNEL("read_scores", &read_scores));
+}
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,139 @@
+// The bodies of scores (simt.h): touched, written and read by row.
+#pragma once
+
+#include <cstdint>
+
+#include "life/scores.h"
+#include "simt.h"
+#include "storage/table_words.h"
+
+namespace torchrec_dyn {
+
+using ScoreTables = WordTables<uint64_t>;
+
+// The functions of simt.h take signed words.
+TORCHREC_DYN_BOTH inline int64_t* word_of(uint64_t* score) { return reinterpret_cast<int64_t*>(score); }
+
+// The rows of a batch and the scores that they touch.
+struct TouchedRows {
+  const int64_t* rows;
+  const int64_t* times;  // null: each row is touched once
+  int64_t count;
+  ScoreTables tables;
+  // 0; or -1 if a row is outside; or, whatever the rows are, the position of the first invalid number of times
+  // - 2 * count.
+  int64_t* bad;
+};
+
+struct CheckTouchedRows {
+  TouchedRows batch;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (batch.times != nullptr && !is_times(batch.times[i])) simt::lower(batch.bad, i - 2 * batch.count);
+    const int64_t row = batch.rows[i];
+    if (row == -1) return;
+    const ScoreBlocks& words = batch.tables.of(i).words;
+    if (words.capacity > 0 && !words.holds(row)) simt::lower(batch.bad, -1);
+  }
+};
+
+// Each occurrence of a row is a turn. A popular row has turns in every warp, and most of them would lose most rounds of
+// a compare_exchange: their number would grow with the square of the occurrences. So only the first turns of a row do
+// that, until one of them has written the step. The others add to the count, which always succeeds: before a turn adds,
+// it sees that the count has room for all turns of the launch, so no sum of theirs reaches last_seen. With `times`,
+// rows are distinct but for a few (ids that several ranks sent), and every turn exchanges.
+struct TouchScores {
+  TouchedRows batch;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const int64_t row = batch.rows[i];
+    if (row < 0 || *batch.bad != 0) return;
+    const TableWords<uint64_t>& table = batch.tables.of(i);
+    if (table.words.capacity == 0) return;
+    int64_t* word = word_of(table.words.word(row));
+    const auto step = static_cast<uint64_t>(table.now);
+    for (int64_t seen = simt::load(word);;) {
+      const auto score = static_cast<uint64_t>(seen);
+      const bool has_room = count_of(score) + static_cast<uint64_t>(batch.count) <= kMostCount;
+      if (batch.times == nullptr && last_seen_of(score) == step && has_room) return simt::count(word);
+      const uint64_t times = batch.times == nullptr ? 1 : static_cast<uint64_t>(batch.times[i]);
+      const auto next = static_cast<int64_t>(touched(score, step, times));
+      if (next == seen) return;
+      const int64_t was = simt::compare_exchange(word, seen, next);
+      if (was == seen) return;
+      seen = was;
+    }
+  }
+};
+
+// The scores that a call writes. Of equal rows the last one's score stays. The words themselves find it, in three
+// launches: FreeScores makes the rows free; ClaimScores raises each word to the highest of its rows' marks, which are
+// the free score + position + 1; WriteScores writes the score of a row whose mark is still there. A mark is no score,
+// since a free row has count 0, so the turn of an earlier equal row sees that it is not the last one, before and after
+// the score is written. Requires fewer than 2^32 rows.
+struct WrittenScores {
+  const int64_t* rows;
+  const int64_t* last_seen;
+  const int64_t* counts;
+  int64_t count;
+  ScoreBlocks words;
+  int64_t* first_bad;  // 0, or the position of the first invalid row or score - count
+
+  TORCHREC_DYN_BOTH int64_t* word(int64_t i) const { return word_of(words.word(rows[i])); }
+  TORCHREC_DYN_BOTH int64_t mark(int64_t i) const { return static_cast<int64_t>(kFreeScore) + i + 1; }
+};
+
+struct CheckWrittenScores {
+  WrittenScores scores;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const bool is_score = is_last_seen(scores.last_seen[i]) && is_count(scores.counts[i]);
+    if (!is_score || !scores.words.holds(scores.rows[i])) simt::lower(scores.first_bad, i - scores.count);
+  }
+};
+
+struct FreeScores {
+  WrittenScores scores;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (*scores.first_bad == 0) simt::store(scores.word(i), static_cast<int64_t>(kFreeScore));
+  }
+};
+
+struct ClaimScores {
+  WrittenScores scores;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (*scores.first_bad == 0) simt::raise(scores.word(i), scores.mark(i));
+  }
+};
+
+struct WriteScores {
+  WrittenScores scores;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (*scores.first_bad != 0) return;
+    int64_t* word = scores.word(i);
+    if (simt::load(word) != scores.mark(i)) return;
+    simt::store(word, static_cast<int64_t>(score_of(scores.last_seen[i], scores.counts[i])));
+  }
+};
+
+struct ReadScores {
+  const int64_t* rows;
+  ScoreBlocks words;
+  int64_t* last_seen;
+  int64_t* counts;
+  int64_t* bad;  // 0, or -1 if a row is outside
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const int64_t row = rows[i];
+    const bool holds = words.holds(row);
+    if (!holds && row != -1) simt::lower(bad, -1);
+    const uint64_t score = holds ? *words.word(row) : kFreeScore;
+    last_seen[i] = is_free(score) ? -1 : static_cast<int64_t>(last_seen_of(score));
+    counts[i] = is_free(score) ? 0 : static_cast<int64_t>(count_of(score));
+  }
+};
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,165 @@
+// Gather and pool on a device, and the gradient of the bag weights: pooling_cpu.cpp for CUDA.
+#include <algorithm>
+#include <cstring>
+#include <optional>
+
+#include "device_call.h"
+#include "kernel.h"
+#include "lookup/bags_arguments.h"
+#include "lookup/pooling_kernels.h"
+
+namespace torchrec_dyn {
+namespace {
+
+// The segments that have bags, for kernels, but with lists of blocks on the host. `memory`: of the outputs, whose
+// elements have `element_bytes`.
+template <typename T>
+std::vector<DeviceSegment<T>> segments_of(const BagLists& lists, const std::vector<RowBlocks<T>>& tables,
+                                          const std::vector<TableLayout>& layout, const void* memory,
+                                          uintptr_t element_bytes) {
+  std::vector<uintptr_t> row_bits;  // of a table the addresses of its rows together, to see of what they are multiples
+  for (size_t t = 0; t < tables.size(); ++t) {
+    row_bits.push_back(static_cast<uintptr_t>(tables[t].columns) * sizeof(T));
+    for (int64_t b = 0; b < layout[t].blocks; ++b) row_bits[t] |= reinterpret_cast<uintptr_t>(tables[t].blocks[b]);
+  }
+  std::vector<DeviceSegment<T>> all;
+  int64_t turns = 0;
+  for (const Segment& segment : lists.segments) {
+    if (segment.bags == 0) continue;
+    const auto table = static_cast<size_t>(segment.table);
+    const uintptr_t unit_bytes = row_bits[table] % 16 == 0 ? 16 : row_bits[table] % 4 == 0 ? 4 : 2;
+    const uintptr_t columns = unit_bytes / sizeof(T);
+    const auto place = static_cast<uintptr_t>(segment.out_offset) | static_cast<uintptr_t>(segment.out_stride);
+    const uintptr_t bits = reinterpret_cast<uintptr_t>(memory) | place * element_bytes;
+    const Division units(tables[table].columns / static_cast<int64_t>(columns));
+    all.push_back({tables[table], segment.first_bag, turns, segment.out_offset, segment.out_stride, units,
+                   static_cast<int>(columns), bits % std::min<uintptr_t>(16, columns * element_bytes) == 0});
+    turns += segment.bags * units.divisor;
+  }
+  return all;
+}
+
+// Copies segments and their lists of blocks to the device: one send, that waits.
+template <typename T>
+const DeviceSegment<T>* send_segments(DeviceCall& call, std::vector<DeviceSegment<T>> segments,
+                                      const std::vector<T*>& pointers) {
+  const size_t segment_bytes = segments.size() * sizeof segments[0], block_bytes = pointers.size() * sizeof(T*);
+  auto* memory = static_cast<std::byte*>(call.take(static_cast<int64_t>(segment_bytes + block_bytes)));
+  auto* blocks = reinterpret_cast<T**>(memory + segment_bytes);
+  for (DeviceSegment<T>& segment : segments) segment.table.blocks = blocks + (segment.table.blocks - pointers.data());
+  std::vector<std::byte> host(segment_bytes + block_bytes);
+  std::memcpy(host.data(), segments.data(), segment_bytes);
+  if (block_bytes > 0) std::memcpy(host.data() + segment_bytes, pointers.data(), block_bytes);
+  simt::send(call.queue(), memory, host.data(), static_cast<int64_t>(host.size()));
+  return reinterpret_cast<const DeviceSegment<T>*>(memory);
+}
+
+// The checked arguments that both ops take, on the host.
+struct BagArguments {
+  const char* op;
+  const Tensor& rows;
+  std::vector<TableLayout> layout;
+  BagLists lists;
+  bool mean;
+};
+
+BagArguments read_arguments(const char* op, const Tensor& rows, const std::optional<Tensor>& offsets,
+                            const std::vector<Tensor>& weights, const Tensor& layout, const Tensor& segments, bool mean,
+                            int64_t elements) {
+  BagArguments given{op, rows, read_layout(op, layout, weights),
+                     bags_of_offsets(op, offsets, rows.numel(), rows.device()), mean};
+  read_segments(op, given.lists, segments, given.layout, elements);
+  return given;
+}
+
+// Raises the error of what a body has found wrong: the first wrong offset, or the table of the first bag with a row
+// outside.
+void raise_wrong(const DeviceCall& call, const BagArguments& given, const WrongBags& wrong) {
+  const BagLists& lists = given.lists;
+  if (wrong.offsets != 0) {
+    std::vector<int64_t> offsets(static_cast<size_t>(lists.count) + 1);
+    simt::read_back(call.queue(), offsets.data(), lists.offsets,
+                    (lists.count + 1) * static_cast<int64_t>(sizeof(int64_t)));
+    check_offsets(given.op, offsets.data(), lists.count, given.rows.numel());
+  }
+  if (wrong.bags_left == 0) return;
+  const int64_t bag = lists.count - wrong.bags_left;
+  const auto after = std::upper_bound(lists.first.begin(), lists.first.end(), bag);
+  const Segment& segment = lists.segments[static_cast<size_t>(after - lists.first.begin() - 1)];
+  check_rows_inside(given.op, false, given.layout[static_cast<size_t>(segment.table)].capacity());
+}
+
+// Calls launch(bags, turns of units) and raises an error if the bodies find something wrong: a wait, which can be
+// left to the next number that the host reads anyway (issue 20). They have written a new tensor only.
+template <typename T, typename Launch>
+void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>& weights, const void* outputs,
+         uintptr_t element_bytes, const Launch& launch) {
+  BlockList<T> blocks(given.op, "weights", weights, call.device());
+  const std::vector<RowBlocks<T>> tables = blocks.rows_of(given.layout);
+  const BagLists& lists = given.lists;
+  if (lists.count == 0) return raise_wrong(call, given, {lists.offsets != nullptr, 0});  // of the one offset
+  const std::vector<DeviceSegment<T>> segments = segments_of(lists, tables, given.layout, outputs, element_bytes);
+  const DeviceSegment<T>& last = segments.back();
+  const int64_t turns = last.first_turn + (lists.count - last.first_bag) * last.units.divisor;
+  auto* wrong = call.take_for<WrongBags>(1);
+  simt::fill_zero(call.queue(), wrong, sizeof *wrong);
+  launch(
+      DeviceBags<T>{send_segments(call, segments, blocks.pointers()), static_cast<int64_t>(segments.size()),
+                    lists.offsets, lists.count, const_data<int64_t>(given.rows), given.rows.numel(), given.mean, wrong},
+      turns);
+  WrongBags found;
+  simt::read_back(call.queue(), &found, wrong, sizeof found);
+  raise_wrong(call, given, found);
+}
+
+Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
+                   std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean,
+                   int64_t elements, ScalarType dtype) {
+  check_tensor("gather_pool", "rows", rows, ScalarType::Long, kDevice);
+  STD_TORCH_CHECK(elements >= 0, "gather_pool: expected elements >= 0, got ", elements, ".");
+  const BagArguments given = read_arguments("gather_pool", rows, offsets, weights, layout, segments, mean, elements);
+  const float* weight = bag_weight_data("gather_pool", bag_weights, rows.numel(), rows.device());
+  check_pooled_type(dtype);
+  DeviceCall call(rows);
+  Tensor out = new_device_tensor({elements}, dtype);
+  dispatch_row_type("gather_pool", weights, [&](auto row_zero) {
+    using T = decltype(row_zero);
+    dispatch_row_type("gather_pool", dtype, [&](auto out_zero) {
+      using Out = decltype(out_zero);
+      auto* place = mutable_data<Out>(out);
+      run<T>(call, given, weights, place, sizeof(Out), [&](const DeviceBags<T>& bags, int64_t turns) {
+        simt::each(call.queue(), turns, PoolBags<T, Out>{bags, weight, place});
+      });
+    });
+  });
+  return out;
+}
+
+Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& offsets,
+                        std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean) {
+  check_tensor("bag_weights_grad", "grad", grad, ScalarType::Float, kDevice);
+  check_tensor("bag_weights_grad", "rows", rows, ScalarType::Long, grad.device());
+  const BagArguments given =
+      read_arguments("bag_weights_grad", rows, offsets, weights, layout, segments, mean, grad.numel());
+  DeviceCall call(rows);
+  Tensor out = new_device_tensor({rows.numel()}, ScalarType::Float);
+  auto* place = mutable_data<float>(out);
+  const auto* bag_grad = const_data<float>(grad);
+  if (given.lists.count == 0) simt::fill_zero(call.queue(), place, rows.numel() * static_cast<int64_t>(sizeof(float)));
+  dispatch_row_type("bag_weights_grad", weights, [&](auto zero) {
+    using T = decltype(zero);
+    run<T>(call, given, weights, bag_grad, sizeof(float), [&](const DeviceBags<T>& bags, int64_t) {
+      simt::each(call.queue(), std::max(bags.ids, bags.count), DotRows<T>{bags, bag_grad, place});
+    });
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCHREC_DYN_DEVICE_KERNELS(m) {
+  m.impl(TORCHREC_DYN_KERNEL("gather_pool", &gather_pool));
+  m.impl(TORCHREC_DYN_KERNEL("bag_weights_grad", &bag_weights_grad));
+}
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,181 @@
+// The bodies of gather and pool, and of the gradient of the bag weights (simt.h).
+//
+// Same sums as on the CPU (pooling_cpu.cpp): the terms of a bag in their order, one addition each. Bits differ for
+// NaNs alone, of which GPUs have one.
+//
+// One launch serves all tables: a turn finds its segment by a search among the segments, which a warp makes in step and
+// in the L1 cache. A launch for each segment would take some microseconds of the host for each of 26 tables and more,
+// and leave the GPU half empty at the end of each.
+//
+// A body checks the offsets and rows that it reads: an extra pass would read them once more. What is wrong counts as
+// absent, so no turn leaves the memory of the call; the host then reads `wrong`, and drops the result.
+#pragma once
+
+#include <cstdint>
+
+#include "division.h"
+#include "lookup/bags.h"
+#include "simt.h"
+#include "storage/blocks.h"
+#include "storage/id_map.h"
+#include "storage/row_units.h"
+#include "storage/table_of.h"
+
+namespace torchrec_dyn {
+
+// A segment with bags (bags.h), for kernels.
+template <typename T>
+struct DeviceSegment {
+  RowBlocks<T> table;
+  int64_t first_bag;
+  int64_t first_turn;
+  int64_t out_offset;
+  int64_t out_stride;
+  Division units;    // of a row
+  int unit_columns;  // of the largest unit of 16, 4 or 2 bytes that divides rows and addresses of blocks
+  bool is_whole;     // outputs are at multiples of the size of `unit_columns` numbers, or of 16 bytes
+};
+
+// What a body finds wrong; 0 at first.
+struct WrongBags {
+  int64_t offsets;    // 1: some are
+  int64_t bags_left;  // bags from the first bag on that has a row outside its table
+};
+
+// The bags of a call, as kernels read them.
+template <typename T>
+struct DeviceBags {
+  const DeviceSegment<T>* segments;  // ordered by first bag and first turn
+  int64_t segment_count;             // > 0
+  const int64_t* offsets;            // null for sequences
+  int64_t count;
+  const int64_t* rows;
+  int64_t ids;
+  bool mean;
+  WrongBags* wrong;
+
+  struct Range {
+    int64_t begin;
+    int64_t end;
+  };
+
+  // The ids of a bag; none if its offsets are wrong.
+  TORCHREC_DYN_BOTH Range range(int64_t bag) const {
+    if (offsets == nullptr) return {bag, bag + 1};
+    const Range bounds{offsets[bag], offsets[bag + 1]};
+    if (bounds.begin >= 0 && bounds.begin <= bounds.end && bounds.end <= ids) return bounds;
+    simt::raise(&wrong->offsets, 1);
+    return {0, 0};
+  }
+  TORCHREC_DYN_BOTH void note_row_outside(int64_t bag) const { simt::raise(&wrong->bags_left, count - bag); }
+};
+
+// -1 is inside, and absent.
+template <typename T>
+TORCHREC_DYN_BOTH inline bool is_inside(const RowBlocks<T>& table, int64_t row) {
+  return static_cast<uint64_t>(row) + 1 <= static_cast<uint64_t>(table.capacity);
+}
+template <typename T>
+TORCHREC_DYN_BOTH inline bool is_present(const RowBlocks<T>& table, int64_t row) {
+  return static_cast<uint64_t>(row) < static_cast<uint64_t>(table.capacity);
+}
+
+// A turn is a unit of columns of a bag.
+template <typename T, typename Out>
+struct PoolBags {
+  DeviceBags<T> bags;
+  const float* bag_weights;  // or null
+  Out* out;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const DeviceSegment<T> segment =
+        bags.segments[table_of(i, bags.segment_count, [this](int64_t s) { return bags.segments[s].first_turn; })];
+    const Division::Parts turn = segment.units.split(i - segment.first_turn);
+    constexpr int kMost = kMostUnitBytes / static_cast<int>(sizeof(T));
+    if (segment.unit_columns == kMost) return pool<kMost>(segment, turn.quotient, turn.remainder);
+    if constexpr (sizeof(T) == 2)
+      if (segment.unit_columns == 2) return pool<2>(segment, turn.quotient, turn.remainder);
+    pool<1>(segment, turn.quotient, turn.remainder);
+  }
+
+  template <int kColumns>
+  TORCHREC_DYN_BOTH void pool(const DeviceSegment<T>& segment, int64_t place, int64_t unit) const {
+    constexpr int kAhead = 4;  // units that are read before the first is added
+    const int64_t bag = segment.first_bag + place;
+    const int64_t column = unit * kColumns;
+    const typename DeviceBags<T>::Range ids = bags.range(bag);
+    float sums[kColumns] = {};
+    uint64_t highest = 0;  // row + 1; of a row below -1 larger than any table
+    for (int64_t next = ids.begin; next < ids.end; next += kAhead) {
+      int64_t rows[kAhead];
+      float weights[kAhead];
+      ColumnUnit<T, kColumns> units[kAhead];
+      for (int a = 0; a < kAhead; ++a) rows[a] = next + a < ids.end ? bags.rows[next + a] : kNoRow;
+      for (int a = 0; a < kAhead; ++a) {
+        highest = greater_of(highest, static_cast<uint64_t>(rows[a]) + 1);
+        if (!is_present(segment.table, rows[a])) continue;
+        weights[a] = bag_weights == nullptr ? 1.0f : bag_weights[next + a];
+        units[a] = load_unit<T, kColumns>(segment.table.row(rows[a]) + column);
+      }
+      for (int a = 0; a < kAhead; ++a) {
+        if (!is_present(segment.table, rows[a])) continue;
+        float values[kColumns];
+        to_floats<T, kColumns>(units[a], values);
+        for (int c = 0; c < kColumns; ++c) sums[c] += weights[a] * values[c];
+      }
+    }
+    if (highest > static_cast<uint64_t>(segment.table.capacity)) bags.note_row_outside(bag);
+    if (bags.mean && ids.end > ids.begin)
+      for (int c = 0; c < kColumns; ++c) sums[c] /= static_cast<float>(ids.end - ids.begin);
+    store_columns(sums, segment.is_whole, out + segment.out_offset + place * segment.out_stride + column);
+  }
+};
+
+// A turn is an id, and a pair of offsets: as many turns as the larger of their numbers. An id alone sums over its
+// columns, as the CPU does: a sum of doubles depends on the order.
+template <typename T>
+struct DotRows {
+  DeviceBags<T> bags;
+  const float* grad;
+  float* out;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (bags.offsets != nullptr && i < bags.count) bags.range(i);
+    if (i >= bags.ids) return;
+    out[i] = 0.0f;
+    // Right if the offsets ascend; else the result is dropped.
+    const int64_t bag =
+        bags.offsets == nullptr ? i : table_of(i, bags.count, [this](int64_t b) { return bags.offsets[b]; });
+    const typename DeviceBags<T>::Range ids = bags.range(bag);
+    if (i < ids.begin || i >= ids.end) return;
+    const DeviceSegment<T> segment =
+        bags.segments[table_of(bag, bags.segment_count, [this](int64_t s) { return bags.segments[s].first_bag; })];
+    const int64_t row = bags.rows[i];
+    if (!is_inside(segment.table, row)) bags.note_row_outside(bag);
+    if (!is_present(segment.table, row)) return;
+    const T* weights = segment.table.row(row);
+    const float* bag_grad = grad + segment.out_offset + (bag - segment.first_bag) * segment.out_stride;
+    const double sum = dot(segment, weights, bag_grad);
+    out[i] = static_cast<float>(bags.mean ? sum / static_cast<double>(ids.end - ids.begin) : sum);
+  }
+
+  TORCHREC_DYN_BOTH double dot(const DeviceSegment<T>& segment, const T* row, const float* bag_grad) const {
+    constexpr int kMost = kMostUnitBytes / static_cast<int>(sizeof(T));
+    if (segment.unit_columns == kMost) return dot_units<kMost>(segment, row, bag_grad);
+    return dot_units<1>(segment, row, bag_grad);
+  }
+
+  template <int kColumns>
+  TORCHREC_DYN_BOTH double dot_units(const DeviceSegment<T>& segment, const T* row, const float* bag_grad) const {
+    double sum = 0.0;
+    for (int64_t column = 0; column < segment.table.columns; column += kColumns) {
+      float numbers[kColumns], factors[kColumns];
+      load_columns(row + column, true, numbers);
+      load_columns(bag_grad + column, segment.is_whole, factors);
+      for (int c = 0; c < kColumns; ++c) sum += static_cast<double>(factors[c]) * numbers[c];
+    }
+    return sum;
+  }
+};
+
+}  // namespace torchrec_dyn

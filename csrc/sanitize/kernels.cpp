@@ -1,0 +1,76 @@
+// The bodies of CUDA kernels on the threads of the simt build (simt.h), on data where turns of one launch meet at the
+// same words. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by `run`; a third time with
+// TORCHREC_DYN_PLANTED_RACE, which makes compare_exchange a plain store: ThreadSanitizer must report it.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "philox.h"
+#include "sharing.h"
+#include "simt_cpu.h"
+#include "storage/id_map_kernels.h"
+
+namespace torchrec_dyn {
+namespace {
+
+const simt::Queue kQueue{nullptr, nullptr};
+
+// Ids that repeat often, and the ends of int64.
+std::vector<int64_t> some_ids(int64_t n, int64_t distinct) {
+  std::vector<int64_t> ids{std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()};
+  for (int64_t i = 2; i < n; ++i) ids.push_back(random_words(1, i, 0, 0).words[0] % distinct - distinct / 2);
+  return ids;
+}
+
+void mix_and_unmix() {
+  const std::vector<int64_t> ids = some_ids(10001, 3000);
+  std::vector<uint64_t> given(ids.begin(), ids.end()), mixed(ids.size()), back(ids.size());
+  const auto n = static_cast<int64_t>(ids.size());
+  simt::each(kQueue, n, MixIds{given.data(), mixed.data()});
+  simt::each(kQueue, n, UnmixIds{mixed.data(), back.data()});
+  check(back == given, "unmix64 is the inverse of mix64");
+  check(mixed[1] == mix64(given[1]), "mix64 is the CPU's");
+}
+
+// Every function of simt.h that accesses a word: turns claim places of a full array, count each place's attempts, and
+// lower one word to the first turn that found a place taken.
+struct MeetAtWords {
+  int64_t* places;
+  int64_t* attempts;
+  int64_t* first_conflict;
+  int64_t count;
+
+  void operator()(int64_t i) const {
+    int64_t place = (i / 8) % count;
+    for (int64_t step = 0; step < count; ++step, place = (place + 1) % count) {
+      simt::add(&attempts[place], 1);
+      if (simt::load(&places[place]) == 0 && simt::compare_exchange(&places[place], 0, i + 1) == 0) return;
+      simt::lower(first_conflict, i);
+    }
+  }
+};
+
+void meet_at_words() {
+  constexpr int64_t kCount = 4099;
+  std::vector<int64_t> places(kCount), attempts(kCount);
+  int64_t first_conflict = kCount;
+  simt::each(kQueue, kCount, MeetAtWords{places.data(), attempts.data(), &first_conflict, kCount});
+  std::ranges::sort(places);
+  for (int64_t i = 0; i < kCount; ++i) check(places[static_cast<size_t>(i)] == i + 1, "every turn has a place");
+  check(std::ranges::min(attempts) > 0, "every place is counted");
+  check(std::reduce(attempts.begin(), attempts.end()) >= kCount, "every attempt is counted");
+  check(first_conflict < 8, "the first conflict is the lowest one");
+}
+
+}  // namespace
+}  // namespace torchrec_dyn
+
+int main() {
+  using namespace torchrec_dyn;
+  mix_and_unmix();
+  meet_at_words();
+  std::puts("kernels: ok");
+}

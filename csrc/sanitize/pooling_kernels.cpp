@@ -1,0 +1,82 @@
+// The bodies of gather and pool (simt.h) on the threads of the simt build, where turns read the same rows and report
+// the same wrong bags. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by `run`.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <limits>
+#include <vector>
+
+#include "lookup/pooling_kernels.h"
+#include "philox.h"
+#include "sharing.h"
+#include "simt_cpu.h"
+
+namespace torchrec_dyn {
+namespace {
+
+const simt::Queue kQueue{nullptr, nullptr};
+
+// One table of rows in blocks of 64, bags of 0 to 6 ids, one output for each bag.
+template <typename T>
+void pool_bags(int columns, int unit_columns) {
+  constexpr int64_t kBags = 1500, kRows = 300, kShift = 6;
+  const auto width = static_cast<size_t>(columns);
+  std::vector<Unit16> memory((kRows / 64 + 1) * 64 * width * sizeof(T) / sizeof(Unit16) + 1);
+  auto* numbers = reinterpret_cast<T*>(memory.data());
+  std::vector<T*> blocks;
+  for (int64_t b = 0; b <= kRows / 64; ++b) blocks.push_back(numbers + b * 64 * columns);
+  for (int64_t i = 0; i < kRows * columns; ++i) store_nearest(static_cast<float>(i % 2039), &numbers[i]);
+  std::vector<int64_t> offsets{0}, rows;
+  for (int64_t b = 0; b < kBags; ++b) offsets.push_back(offsets.back() + random_words(4, b, 0, 0).words[0] % 7);
+  const int64_t ids = offsets.back();
+  for (int64_t i = 0; i < ids; ++i) rows.push_back(random_words(5, i, 0, 0).words[0] % (kRows + 1) - 1);
+
+  const DeviceSegment<T> segment{
+      {blocks.data(), kShift, columns, kRows}, 0, 0, 0, columns, Division(columns / unit_columns), unit_columns, true};
+  WrongBags wrong{};
+  const DeviceBags<T> bags{&segment, 1, offsets.data(), kBags, rows.data(), ids, false, &wrong};
+  std::vector<Unit16> outputs(kBags * width * sizeof(float) / sizeof(Unit16) + 1);
+  auto* out = reinterpret_cast<float*>(outputs.data());
+  const int64_t turns = kBags * segment.units.divisor;
+  simt::each(kQueue, turns, PoolBags<T, float>{bags, nullptr, out});
+  check(wrong.offsets == 0 && wrong.bags_left == 0, "nothing is wrong");
+  std::vector<float> products(static_cast<size_t>(ids));
+  simt::each(kQueue, std::max(ids, kBags), DotRows<T>{bags, out, products.data()});
+  for (int64_t bag = 0; bag < kBags; ++bag) {
+    std::vector<float> sums(width);
+    for (int64_t i = offsets[static_cast<size_t>(bag)]; i < offsets[static_cast<size_t>(bag) + 1]; ++i) {
+      double product = 0.0;
+      if (const int64_t row = rows[static_cast<size_t>(i)]; row >= 0)
+        for (size_t c = 0; c < width; ++c) {
+          const float number = to_float(segment.table.row(row)[c]);
+          sums[c] += number;
+          product += static_cast<double>(out[static_cast<size_t>(bag) * width + c]) * number;
+        }
+      check(products[static_cast<size_t>(i)] == static_cast<float>(product), "a product is that of its row and bag");
+    }
+    check(std::equal(sums.begin(), sums.end(), out + static_cast<size_t>(bag) * width),
+          "a bag has the sum of its rows");
+  }
+
+  rows[static_cast<size_t>(offsets[900])] = kRows;
+  rows[static_cast<size_t>(offsets[1200])] = std::numeric_limits<int64_t>::min();
+  simt::each(kQueue, turns, PoolBags<T, float>{bags, nullptr, out});
+  const auto first = std::upper_bound(offsets.begin(), offsets.end(), offsets[900]) - offsets.begin() - 1;
+  check(wrong.offsets == 0 && kBags - wrong.bags_left == first, "the first bag with a row outside is found");
+  for (size_t b = 100; b < 1000; b += 3) offsets[b] = std::numeric_limits<int64_t>::max() - static_cast<int64_t>(b);
+  simt::each(kQueue, turns, PoolBags<T, float>{bags, nullptr, out});
+  simt::each(kQueue, std::max(ids, kBags), DotRows<T>{bags, out, products.data()});
+  check(wrong.offsets == 1, "wrong offsets are seen");
+}
+
+}  // namespace
+}  // namespace torchrec_dyn
+
+int main() {
+  using namespace torchrec_dyn;
+  pool_bags<float>(12, 4);
+  pool_bags<float>(5, 1);
+  pool_bags<Float16>(16, 8);
+  pool_bags<BFloat16>(6, 2);
+  std::puts("pooling_kernels: ok");
+}

@@ -1,0 +1,78 @@
+// The bodies of single rows (simt.h) on the threads of the simt build, where turns meet at the same rows. Built with
+// ThreadSanitizer, and with AddressSanitizer and UBSan, by `run`.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <numeric>
+#include <unordered_map>
+#include <vector>
+
+#include "philox.h"
+#include "sharing.h"
+#include "simt_cpu.h"
+#include "storage/row_store_kernels.h"
+
+namespace torchrec_dyn {
+namespace {
+
+const simt::Queue kQueue{nullptr, nullptr};
+constexpr int64_t kIds = 6000;
+
+// Rows in blocks of 64: written at once, some of them often, and read back. Of equal rows the last one's values stay.
+template <typename T>
+void write_rows(int64_t columns) {
+  constexpr int64_t kRows = 1000, kShift = 6;
+  std::vector<std::vector<T>> memory(kRows / 64 + 1, std::vector<T>(static_cast<size_t>(columns) << kShift));
+  std::vector<T*> blocks;
+  for (std::vector<T>& block : memory) blocks.push_back(block.data());
+  const RowBlocks<T> table{blocks.data(), kShift, columns, kRows};
+  const Division units(columns);
+  std::vector<int64_t> rows, ids;
+  for (int64_t i = 0; i < kIds; ++i) ids.push_back(static_cast<int64_t>(mix64(static_cast<uint64_t>(i))));
+  for (int64_t i = 0; i < kIds; ++i) rows.push_back(random_words(3, i, 0, 0).words[0] % (i % 2 == 0 ? kRows : 10));
+  int64_t left = 0;
+  simt::each(kQueue, kIds, FindRowOutside{rows.data(), kIds, 0, kRows, &left});
+  check(left == 0, "every row is inside");
+  simt::each(kQueue, kIds, FindRowOutside{rows.data(), kIds, 0, 10, &left});
+  const auto outside = std::ranges::find_if(rows, [](int64_t row) { return row >= 10; });
+  check(left == rows.end() - outside, "the first row outside is found");
+
+  const InitialRows normal{InitialKind::kNormal, -3.0, 3.0, 0.0, 1.0, 0.001, 0.999};
+  std::vector<int64_t> all(kRows);
+  std::iota(all.begin(), all.end(), int64_t{0});
+  const Division turns((columns + kTurnColumns - 1) / kTurnColumns);
+  simt::each(kQueue, kRows * turns.divisor,
+             InitRows<T>{ids.data(), all.data(), table, normal, 5, 0, turns, columns % kTurnColumns == 0});
+  for (int64_t row = 0; row < kRows; ++row)
+    for (int64_t c = 0; c < columns; ++c) {
+      T expected{};
+      const Philox4 random = random_words(5, ids[static_cast<size_t>(row)], static_cast<uint32_t>(c / kTurnColumns), 0);
+      store_nearest(initial_number(normal, random.words[c % kTurnColumns]), &expected);
+      check(to_float(table.row(row)[c]) == to_float(expected), "every number of a row is its initial one");
+    }
+
+  std::vector<T> values(static_cast<size_t>(kIds * columns)), out(values.size());
+  for (size_t i = 0; i < values.size(); ++i) store_nearest(static_cast<float>(i % 2039), &values[i]);
+  std::vector<int64_t> last(2 * kIds), places(kIds);
+  simt::each(kQueue, kIds, FindLastPositions{rows.data(), last.data(), 2 * kIds, places.data()});
+  simt::each(kQueue, kIds * columns,
+             ScatterRows<T>{rows.data(), last.data(), places.data(), values.data(), table, units});
+  simt::each(kQueue, kIds * columns, GatherRows<T>{rows.data(), table, units, out.data()});
+  std::unordered_map<int64_t, int64_t> last_of;
+  for (int64_t i = 0; i < kIds; ++i) last_of[rows[static_cast<size_t>(i)]] = i;
+  for (int64_t i = 0; i < kIds; ++i)
+    for (int64_t c = 0; c < columns; ++c)
+      check(to_float(out[static_cast<size_t>(i * columns + c)]) ==
+                to_float(values[static_cast<size_t>(last_of[rows[static_cast<size_t>(i)]] * columns + c)]),
+            "of equal rows the last values stay");
+}
+
+}  // namespace
+}  // namespace torchrec_dyn
+
+int main() {
+  using namespace torchrec_dyn;
+  write_rows<float>(5);
+  write_rows<Float16>(8);
+  std::puts("row_kernels: ok");
+}

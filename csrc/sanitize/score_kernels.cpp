@@ -1,0 +1,137 @@
+// The bodies of scores and marks (simt.h) on the threads of the simt build, where turns meet at the same rows. Built
+// with ThreadSanitizer, and with AddressSanitizer and UBSan, by `run`.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <unordered_map>
+#include <vector>
+
+#include "life/scores_kernels.h"
+#include "philox.h"
+#include "sharing.h"
+#include "simt_cpu.h"
+#include "storage/row_marks_kernels.h"
+
+namespace torchrec_dyn {
+namespace {
+
+const simt::Queue kQueue{nullptr, nullptr};
+constexpr int64_t kBatch = 6000, kRows = 600, kShift = 6;
+
+// The words of one table in blocks of 64.
+template <typename Word>
+struct Memory {
+  explicit Memory(Word word) : blocks(kRows / 64 + 1, std::vector<Word>(64, word)) {
+    for (std::vector<Word>& block : blocks) pointers.push_back(block.data());
+  }
+  WordBlocks<Word> words() const { return {pointers.data(), kShift, kRows}; }
+
+  std::vector<std::vector<Word>> blocks;
+  std::vector<Word*> pointers;
+};
+
+// Every second row is one of four, -1 among them.
+std::vector<int64_t> popular_rows() {
+  std::vector<int64_t> rows;
+  for (int64_t i = 0; i < kBatch; ++i) rows.push_back(random_words(3, i, 0, 0).words[0] % (i % 2 == 0 ? kRows : 4));
+  for (int64_t& row : rows) row = row == 3 ? -1 : row;
+  return rows;
+}
+
+// Two tables, the second without scores. `before`: the count of every row.
+void touch_rows(bool has_times, uint64_t before) {
+  constexpr uint64_t kStep = 0xFFFFFFFE;
+  Memory<uint64_t> scores(uint64_t{7} << 32 | before);
+  const std::vector<int64_t> rows = popular_rows();
+  const int64_t scored = kBatch - 1000;
+  std::vector<int64_t> times;
+  std::unordered_map<int64_t, uint64_t> sums;
+  for (int64_t i = 0; i < kBatch; ++i) {
+    times.push_back(has_times ? 1 + i : 1);
+    if (i < scored) sums[rows[static_cast<size_t>(i)]] += static_cast<uint64_t>(times.back());
+  }
+  const std::vector<TableWords<uint64_t>> tables = {{0, scores.words(), kStep}, {scored, {nullptr, 0, 0}, 9}};
+  int64_t bad = 0;
+  const TouchedRows batch{rows.data(), has_times ? times.data() : nullptr, kBatch, {tables.data(), 2}, &bad};
+  simt::each(kQueue, kBatch, CheckTouchedRows{batch});
+  check(bad == 0, "all rows are inside");
+  simt::each(kQueue, kBatch, TouchScores{batch});
+  for (int64_t row = 0; row < kRows; ++row)
+    check(*scores.words().word(row) == (sums.contains(row) ? kStep << 32 | std::min(kMostCount, before + sums[row])
+                                                           : uint64_t{7} << 32 | before),
+          "every occurrence of a row is counted once");
+}
+
+void write_rows() {
+  Memory<uint64_t> scores(~uint64_t{0});  // not a score: every word is a mark at first
+  std::vector<int64_t> rows = popular_rows(), seen, counts;
+  for (int64_t& row : rows) row = std::max<int64_t>(row, 0);
+  for (int64_t i = 0; i < kBatch; ++i) {
+    seen.push_back(i % 7 - 1);
+    counts.push_back(i + 1);
+  }
+  int64_t first_bad = 0;
+  const WrittenScores written{rows.data(), seen.data(), counts.data(), kBatch, scores.words(), &first_bad};
+  simt::each(kQueue, kBatch, CheckWrittenScores{written});
+  simt::each(kQueue, kBatch, FreeScores{written});
+  simt::each(kQueue, kBatch, ClaimScores{written});
+  simt::each(kQueue, kBatch, WriteScores{written});
+  check(first_bad == 0, "every score is valid");
+  std::unordered_map<int64_t, size_t> last;
+  for (size_t i = 0; i < rows.size(); ++i) last[rows[i]] = i;
+  for (const auto& [row, i] : last)
+    check(*scores.words().word(row) == score_of(seen[i], counts[i]), "of equal rows the last score stays");
+  std::vector<int64_t> read_seen(kBatch), read_counts(kBatch);
+  int64_t bad = 0;
+  simt::each(kQueue, kBatch, ReadScores{rows.data(), scores.words(), read_seen.data(), read_counts.data(), &bad});
+  for (size_t i = 0; i < rows.size(); ++i)
+    check(bad == 0 && read_seen[i] == seen[last[rows[i]]] &&
+              read_counts[i] == (read_seen[i] < 0 ? 0 : counts[last[rows[i]]]),
+          "scores are read as they were written");
+  seen[4000] = -2, counts[3000] = int64_t{1} << 32, rows[5000] = kRows;
+  simt::each(kQueue, kBatch, CheckWrittenScores{written});
+  check(first_bad == 3000 - kBatch, "the first invalid score is found");
+}
+
+// Two tables of the same rows, the second without marks.
+void mark_and_list() {
+  constexpr int32_t kVersion = 5;
+  Memory<int32_t> marks(2);
+  const std::vector<int64_t> rows = popular_rows();
+  const int64_t marked = kBatch - 5000;
+  const std::vector<TableWords<int32_t>> tables = {{0, marks.words(), kVersion}, {marked, {nullptr, 0, 0}, 9}};
+  int64_t first_bad = 0;
+  const MarkTables both{tables.data(), 2};
+  simt::each(kQueue, kBatch, CheckMarkedRows{rows.data(), kBatch, both, &first_bad});
+  check(first_bad == 0, "all rows are below the capacity");
+  simt::each(kQueue, kBatch, MarkRows{rows.data(), both, &first_bad});
+  std::vector<int64_t> expected(rows.begin(), rows.begin() + marked);
+  std::ranges::sort(expected);
+  expected.erase(std::unique(expected.begin(), expected.end()), expected.end());
+  std::erase(expected, -1);
+
+  constexpr int64_t kPieces = (kRows + kMarkTurn - 1) / kMarkTurn;
+  std::vector<uint32_t> bits(kPieces);
+  std::vector<int64_t> places(kPieces + 1);
+  const MarkedRows found{marks.words(), kRows, kMarkTurn, kPieces, bits.data(), places.data()};
+  simt::each(kQueue, kPieces + 1, FlagMarked{found, kVersion});
+  simt::exclusive_sum(kQueue, places.data(), kPieces + 1);
+  std::vector<int64_t> list(static_cast<size_t>(places.back()));
+  simt::each(kQueue, kPieces, ListMarked{found, list.data()});
+  check(list == expected, "the rows that were marked are listed");
+}
+
+}  // namespace
+}  // namespace torchrec_dyn
+
+int main() {
+  using namespace torchrec_dyn;
+  touch_rows(false, 0);
+  touch_rows(false, kMostCount - kBatch - 1000);  // room for the turns at first, and for some rows not at the end
+  touch_rows(false, kMostCount - 2);
+  touch_rows(true, 0);
+  touch_rows(true, kMostCount - 100000);
+  write_rows();
+  mark_and_list();
+  std::puts("score_kernels: ok");
+}

@@ -1,0 +1,56 @@
+// The simt build of simt.h: kernels on threads of the CPU, for tests.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <latch>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "simt.h"
+
+namespace torchrec_dyn::simt {
+
+// How often the host of a GPU would have waited for it: tests/support/pretended_device.py reads it by its name.
+extern "C" {
+[[gnu::used, gnu::visibility("default")]] inline std::atomic<int64_t> torchrec_dyn_host_waits{0};
+}
+
+constexpr int64_t kThreads = 4;  // more than the cores of CI: threads are also interrupted between two instructions
+
+// Neighbours run on different threads, which begin together, so that conflicts are as frequent as on a GPU.
+template <typename Body>
+void each(const Queue&, int64_t n, const Body& body) {
+  const int64_t count = std::min(n, kThreads);
+  std::latch begin(std::max<int64_t>(count, 1));
+  const auto turns = [&](int64_t first) {
+    begin.arrive_and_wait();
+    for (int64_t i = first; i < n; i += kThreads) body(i);
+  };
+  std::vector<std::thread> threads;
+  for (int64_t first = 1; first < count; ++first) threads.emplace_back(turns, first);
+  turns(0);
+  for (std::thread& thread : threads) thread.join();
+}
+
+inline void exclusive_sum(const Queue&, int64_t* words, int64_t n) {
+  std::exclusive_scan(words, words + n, words, int64_t{0});
+}
+
+inline void fill_zero(const Queue&, void* memory, int64_t bytes) {
+  if (bytes > 0) std::memset(memory, 0, static_cast<size_t>(bytes));
+}
+
+inline void read_back(const Queue&, void* host, const void* memory, int64_t bytes) {
+  torchrec_dyn_host_waits += bytes > 0;
+  if (bytes > 0) std::memcpy(host, memory, static_cast<size_t>(bytes));
+}
+
+inline void send(const Queue&, void* memory, const void* host, int64_t bytes) {
+  if (bytes > 0) std::memcpy(memory, host, static_cast<size_t>(bytes));
+}
+
+}  // namespace torchrec_dyn::simt

@@ -1,0 +1,59 @@
+// What simt.h declares beside `each`, for CUDA: copies, and CUB's algorithms.
+#include <cub/device/device_scan.cuh>
+
+#include <algorithm>
+#include <cstring>
+
+#include "simt_cuda.h"
+
+namespace torchrec_dyn::simt {
+
+namespace {
+
+constexpr int64_t kWord = sizeof(int64_t);
+
+// Words that are arguments of a kernel, of which there are at most 4 KiB. A copy from memory of the host that is not
+// pinned would have to wait for all kernels before it.
+struct StoreWords {
+  int64_t words[480];
+  int64_t* to;
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const { to[i] = words[i]; }
+};
+
+}  // namespace
+
+void exclusive_sum(const Queue& queue, int64_t* words, int64_t n) {
+  if (n == 0) return;
+  // All types are named: an older CUB, which counts in int, does not compile.
+  const auto scan = [&](void* memory, size_t& bytes) {
+    check_cuda(
+        cub::DeviceScan::ExclusiveSum<int64_t*, int64_t*, int64_t>(memory, bytes, words, words, n, stream_of(queue)),
+        "a scan");
+  };
+  size_t bytes = 0;
+  scan(nullptr, bytes);
+  scan(queue.scratch->take(static_cast<int64_t>(bytes)), bytes);
+}
+
+void fill_zero(const Queue& queue, void* memory, int64_t bytes) {
+  if (bytes > 0) check_cuda(cudaMemsetAsync(memory, 0, static_cast<size_t>(bytes), stream_of(queue)), "a fill");
+}
+
+void read_back(const Queue& queue, void* host, const void* memory, int64_t bytes) {
+  if (bytes == 0) return;
+  check_cuda(cudaMemcpyAsync(host, memory, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream_of(queue)),
+             "a copy to the host");
+  check_cuda(cudaStreamSynchronize(stream_of(queue)), "a copy to the host");
+}
+
+void send(const Queue& queue, void* memory, const void* host, int64_t bytes) {
+  StoreWords part;
+  for (int64_t sent = 0, size = 0; sent < bytes; sent += size) {
+    size = std::min(bytes - sent, static_cast<int64_t>(sizeof part.words));
+    std::memcpy(part.words, static_cast<const char*>(host) + sent, static_cast<size_t>(size));
+    part.to = static_cast<int64_t*>(memory) + sent / kWord;
+    each(queue, size / kWord, part);
+  }
+}
+
+}  // namespace torchrec_dyn::simt

@@ -1,0 +1,153 @@
+// Address ranges of a GPU, by the virtual memory functions of CUDA's driver. Its library is not linked, so that the
+// extension loads on machines without a driver: the functions are looked up when the first range is made.
+#include "storage/address_range.h"
+
+#include <cuda.h>
+
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "simt_cuda.h"
+
+namespace torchrec_dyn {
+namespace {
+
+template <typename Function>
+Function driver_function(const char* name) {
+  constexpr unsigned kVersion = 12000;
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  simt::check_cuda(cudaGetDriverEntryPointByVersion(name, &function, kVersion, cudaEnableDefault, &found), name);
+  if (found != cudaDriverEntryPointSuccess)
+    throw std::runtime_error(std::string("torchrec_dyn: expected a CUDA driver with ") + name +
+                             ", got an older one. Install a newer driver.");
+  return reinterpret_cast<Function>(function);
+}
+
+// nvcc's header renames functions of which there is a second version: the names below are those of the first, as the
+// look-up wants them, and its result is the version of kVersion.
+struct Driver {
+#define TORCHREC_DYN_DRIVER_FUNCTION(name) decltype(&::name) name = driver_function<decltype(&::name)>(#name)
+  TORCHREC_DYN_DRIVER_FUNCTION(cuDevicePrimaryCtxRetain);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuDevicePrimaryCtxRelease);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuCtxPushCurrent);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuCtxPopCurrent);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuMemGetAllocationGranularity);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuMemAddressReserve);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuMemAddressFree);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuMemCreate);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuMemRelease);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuMemMap);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuMemUnmap);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuMemSetAccess);
+#undef TORCHREC_DYN_DRIVER_FUNCTION
+};
+
+const Driver& driver() {
+  static const Driver functions;
+  return functions;
+}
+
+void check_driver(CUresult error, const char* where) {
+  if (error == CUDA_SUCCESS) return;
+  if (error == CUDA_ERROR_OUT_OF_MEMORY) throw std::bad_alloc();
+  throw std::runtime_error(std::string("torchrec_dyn: expected ") + where + " to succeed on the GPU, got CUDA error " +
+                           std::to_string(static_cast<int>(error)) + ". An earlier kernel may be the cause; " +
+                           "CUDA_LAUNCH_BLOCKING=1 shows it.");
+}
+
+// Makes the context of a device the current one, as long as this object lives. With cudaSetDevice a thread that never
+// chose a device, such as one that collects garbage, would go back to GPU 0, and make a context there: hundreds of MB.
+class CurrentContext {
+ public:
+  explicit CurrentContext(CUcontext context) : is_set_(driver().cuCtxPushCurrent(context) == CUDA_SUCCESS) {}
+  ~CurrentContext() {
+    CUcontext context{};
+    if (is_set_) driver().cuCtxPopCurrent(&context);
+  }
+  bool is_set() const { return is_set_; }
+
+ private:
+  bool is_set_;
+};
+
+class CudaAddressRange final : public AddressRange {
+ public:
+  CudaAddressRange(int64_t bytes, int32_t device) : device_(device) {
+    check_driver(driver().cuDevicePrimaryCtxRetain(&context_, device_), "cuDevicePrimaryCtxRetain");
+    const CurrentContext current(context_);
+    size_t page = 0;
+    const CUmemAllocationProp kind = memory_kind();
+    check_driver(driver().cuMemGetAllocationGranularity(&page, &kind, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+                 "cuMemGetAllocationGranularity");
+    page_ = static_cast<int64_t>(page);
+    bytes_ = whole_pages(bytes, page_);
+    check_driver(driver().cuMemAddressReserve(&address_, static_cast<size_t>(bytes_), 0, 0, 0), "cuMemAddressReserve");
+    begin_ = reinterpret_cast<void*>(address_);
+  }
+
+  // Kernels of any stream may still use the rows, and cuMemUnmap does not wait for them. Errors are those of a process
+  // that ends, or of a fork, where the driver gives back the memory itself; after the error of a kernel, or while a
+  // CUDA graph is captured, the memory is lost until the process ends.
+  ~CudaAddressRange() override {
+    const CurrentContext current(context_);
+    if (!current.is_set() || cudaDeviceSynchronize() != cudaSuccess) {
+      cudaGetLastError();
+      return;
+    }
+    int64_t begin = 0;
+    for (const int64_t end : ends_) {
+      driver().cuMemUnmap(address_ + static_cast<CUdeviceptr>(begin), static_cast<size_t>(end - begin));
+      begin = end;
+    }
+    driver().cuMemAddressFree(address_, static_cast<size_t>(bytes_));
+    driver().cuDevicePrimaryCtxRelease(device_);
+  }
+
+ protected:
+  // One piece of memory a call, whatever its size: growth in large steps makes few pieces.
+  int64_t commit_from(int64_t committed, int64_t bytes) override {
+    const CurrentContext current(context_);
+    const int64_t end = whole_pages(bytes, page_);
+    const auto size = static_cast<size_t>(end - committed);
+    const CUdeviceptr begin = address_ + static_cast<CUdeviceptr>(committed);
+    ends_.reserve(ends_.size() + 1);  // so that nothing fails after the piece has its address
+    const CUmemAllocationProp kind = memory_kind();
+    CUmemGenericAllocationHandle piece{};
+    check_driver(driver().cuMemCreate(&piece, size, &kind, 0), "cuMemCreate");
+    const CUresult mapped = driver().cuMemMap(begin, size, 0, piece, 0);
+    driver().cuMemRelease(piece);  // the mapping keeps the memory, until it is unmapped
+    check_driver(mapped, "cuMemMap");
+    const CUmemAccessDesc access{kind.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    const CUresult opened = driver().cuMemSetAccess(begin, size, &access, 1);
+    if (opened != CUDA_SUCCESS) driver().cuMemUnmap(begin, size);
+    check_driver(opened, "cuMemSetAccess");
+    ends_.push_back(end);
+    return end;
+  }
+
+ private:
+  CUmemAllocationProp memory_kind() const {
+    CUmemAllocationProp kind{};
+    kind.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    kind.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    kind.location.id = device_;
+    return kind;
+  }
+
+  int32_t device_;
+  CUcontext context_{};
+  int64_t page_ = 0;
+  CUdeviceptr address_ = 0;
+  std::vector<int64_t> ends_;  // of the pieces: each is unmapped as it was mapped
+};
+
+}  // namespace
+
+std::unique_ptr<AddressRange> reserve_cuda_addresses(int64_t bytes, int32_t device) {
+  return std::make_unique<CudaAddressRange>(bytes, device);
+}
+
+}  // namespace torchrec_dyn

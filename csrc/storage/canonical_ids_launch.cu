@@ -1,0 +1,5 @@
+#include "simt_cuda.h"
+#include "storage/canonical_ids_kernels.h"
+
+TORCHREC_DYN_LAUNCH(torchrec_dyn::FlagUsed);
+TORCHREC_DYN_LAUNCH(torchrec_dyn::ListUsed);

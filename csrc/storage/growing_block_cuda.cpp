@@ -1,0 +1,26 @@
+// grow_block on a device: growing_block_cpu.cpp for CUDA.
+#include "device_call.h"
+#include "kernel.h"
+#include "storage/growing_block_arguments.h"
+#if defined(TORCHREC_DYN_SIMT)
+#include "storage/address_range_cpu.h"
+#endif
+
+namespace torchrec_dyn {
+namespace {
+
+#if defined(TORCHREC_DYN_SIMT)
+constexpr ReserveAddresses kReserve = &reserve_cpu_addresses;
+#else
+constexpr ReserveAddresses kReserve = &reserve_cuda_addresses;
+#endif
+
+Tensor grow_block(const Tensor& block, int64_t rows, int64_t limit) {
+  return grow_block_in_range(block, rows, limit, block.device(), kReserve);
+}
+
+}  // namespace
+
+TORCHREC_DYN_DEVICE_KERNELS(m) { m.impl(TORCHREC_DYN_KERNEL("grow_block", &grow_block)); }
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,182 @@
+// The ops of the id map on a device: id_map_cpu.cpp for CUDA.
+//
+// What a kernel finds wrong is a word that later kernels of the call look at before they write. So the host reads words
+// once at most, at the end of a call. Each such wait is marked: it could be left to a later read by the host.
+#include <algorithm>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include "device_call.h"
+#include "kernel.h"
+#include "storage/id_map_arguments.h"
+#include "storage/id_map_kernels.h"
+
+namespace torchrec_dyn {
+namespace {
+
+template <typename Body>
+Tensor each_id(const char* op, const Tensor& ids) {
+  check_tensor(op, "ids", ids, ScalarType::Long, kDevice);
+  const DeviceCall call(ids);
+  Tensor out = new_device_tensor({ids.numel()});
+  simt::each(call.queue(), ids.numel(), Body{const_data<uint64_t>(ids), mutable_data<uint64_t>(out)});
+  return out;
+}
+
+Tensor mix64_ids(const Tensor& ids) { return each_id<MixIds>("mix64", ids); }
+
+Tensor unmix64_ids(const Tensor& mixed) { return each_id<UnmixIds>("unmix64", mixed); }
+
+// Words of the device, all 0.
+int64_t* zeros(DeviceCall& call, int64_t count) {
+  auto* words = call.take_for<int64_t>(count);
+  simt::fill_zero(call.queue(), words, count * static_cast<int64_t>(sizeof(int64_t)));
+  return words;
+}
+
+// The maps on the device. offsets [tables + 1]: where the ids of each table begin.
+TableMaps send_maps(DeviceCall& call, const std::vector<IdMapView>& views, const int64_t* offsets) {
+  std::vector<TableMap> maps;
+  maps.reserve(views.size());
+  for (size_t t = 0; t < views.size(); ++t) maps.push_back({views[t], offsets[t]});
+  return {call.copy_of(maps), static_cast<int64_t>(maps.size())};
+}
+
+std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets, std::vector<Tensor> slots,
+                                  const Tensor& moved) {
+  const int64_t tables = moved.numel();
+  check_tensor("lookup", "ids", ids, ScalarType::Long, kDevice);
+  check_table_offsets("lookup", table_offsets, tables, ids.numel());
+  const std::vector<IdMapView> views = views_of("lookup", slots, moved, ids.device());
+  DeviceCall call(ids);
+  Tensor rows = new_device_tensor({ids.numel()});
+  Tensor absent = new_device_tensor({tables});
+  simt::fill_zero(call.queue(), absent.mutable_data_ptr(), tables * static_cast<int64_t>(sizeof(int64_t)));
+  if (ids.numel() == 0) return {rows, absent};
+  const TableMaps maps = send_maps(call, views, const_data<int64_t>(table_offsets));
+  simt::each(call.queue(), ids.numel(),
+             FindRows{const_data<int64_t>(ids), maps, mutable_data<int64_t>(rows), mutable_data<int64_t>(absent)});
+  return {rows, absent};
+}
+
+void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_offsets, std::vector<Tensor> slots,
+            const Tensor& moved) {
+  const int64_t tables = moved.numel();
+  check_tensor("insert", "new_ids", new_ids, ScalarType::Long, kDevice);
+  check_tensor("insert", "new_rows", new_rows, ScalarType::Long, new_ids.device());
+  check_size("insert", "the number of new_rows", new_ids.numel(), new_rows.numel());
+  check_table_offsets("insert", new_offsets, tables, new_ids.numel());
+  const std::vector<IdMapView> views = views_of("insert", slots, moved, new_ids.device());
+  SeparateMemory().writes(slots).reads(new_ids).reads(new_rows).reads(new_offsets).reads(moved).check("insert");
+  const int64_t count = new_ids.numel();
+  if (count == 0) return;
+  DeviceCall call(new_ids);
+  const int64_t* id = const_data<int64_t>(new_ids);
+  const int64_t* row = const_data<int64_t>(new_rows);
+  const TableMaps maps = send_maps(call, views, const_data<int64_t>(new_offsets));
+  int64_t* found = zeros(call, 2);  // the first bad row, the ids without a slot
+  simt::each(call.queue(), count, CheckRows{row, count, found});
+  simt::each(call.queue(), count, InsertIds{id, row, maps, found, found + 1});
+  int64_t wrong[2];
+  simt::read_back(call.queue(), wrong, found, sizeof wrong);  // waits, for the errors only
+  if (wrong[0] != 0)
+    STD_TORCH_CHECK(false, "insert: expected rows in [0, 2^63 - 1), got ", call.read(row + count + wrong[0]), ".");
+  STD_TORCH_CHECK(wrong[1] == 0, "insert: expected an empty slot for every new id, got a full map. Grow it first.");
+}
+
+void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_rows) {
+  check_tensor("fill_new_", "rows", rows, ScalarType::Long, kDevice);
+  check_tensor("fill_new_", "new_index", new_index, ScalarType::Long, rows.device());
+  check_tensor("fill_new_", "new_rows", new_rows, ScalarType::Long, rows.device());
+  check_size("fill_new_", "the number of new_index", rows.numel(), new_index.numel());
+  SeparateMemory().writes(rows).reads(new_index).reads(new_rows).check("fill_new_");
+  if (rows.numel() == 0) return;
+  DeviceCall call(rows);
+  const int64_t* index = const_data<int64_t>(new_index);
+  int64_t* bad = zeros(call, 1);
+  simt::each(call.queue(), rows.numel(), CheckNewIndex{index, new_rows.numel(), bad});
+  simt::each(call.queue(), rows.numel(),
+             FillNew{index, const_data<int64_t>(new_rows), bad, mutable_data<int64_t>(rows)});
+  // Waits, for the error only.
+  STD_TORCH_CHECK(call.read(bad) == 0, "fill_new_: expected new_index < ", new_rows.numel(), ", got a larger one.");
+}
+
+Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) {
+  check_tensor("erase", "ids", ids, ScalarType::Long, kDevice);
+  const std::vector<IdMapView> views = views_of("erase", slots, moved, ids.device());
+  check_size("erase", "the number of maps", 1, static_cast<int64_t>(views.size()));
+  SeparateMemory().writes(slots).reads(ids).reads(moved).check("erase");
+  const int64_t count = ids.numel();
+  DeviceCall call(ids);
+  Tensor rows = new_device_tensor({count});
+  const LeavingIds leaving{const_data<int64_t>(ids), count, views[0], call.take_for<int64_t>(count)};
+  simt::each(call.queue(), count, FindLeaving{leaving, mutable_data<int64_t>(rows)});
+  simt::each(call.queue(), count, MarkLeaving{leaving});
+  simt::each(call.queue(), count, FirstOfRun{leaving, mutable_data<int64_t>(rows)});
+  simt::each(call.queue(), count, CloseGaps{leaving});
+  return rows;
+}
+
+Tensor new_slots(const Tensor& slots, int64_t capacity) {
+  array_of("new_slots", "slots", slots, kDevice);
+  STD_TORCH_CHECK(capacity >= kLineSlots && capacity < (int64_t{1} << 48) && capacity % kLineSlots == 0,
+                  "new_slots: expected a capacity in [", kLineSlots, ", 2^48), a multiple of ", kLineSlots, ", got ",
+                  capacity, ".");
+  const DeviceCall call(slots);
+  Tensor made = new_device_tensor({capacity, 2});
+  simt::fill_zero(call.queue(), made.mutable_data_ptr(), capacity * static_cast<int64_t>(sizeof(Slot)));
+  return made;
+}
+
+// Moves all slots at once, wherever `until` is: the map never has two arrays after a call.
+Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until) {
+  const SlotArray from = array_of("move_slots", "outgoing", outgoing, kDevice);
+  const SlotArray to = array_of("move_slots", "slots", slots, outgoing.device());
+  STD_TORCH_CHECK(moved >= 0 && moved <= from.capacity && moved % kLineSlots == 0, "move_slots: expected moved in [0, ",
+                  from.capacity, "], a multiple of ", kLineSlots, ", got ", moved, ".");
+  STD_TORCH_CHECK(from.capacity <= to.capacity, "move_slots: expected slots for ", from.capacity,
+                  " outgoing ones, got ", to.capacity, ".");
+  SeparateMemory().writes(outgoing).writes(slots).check("move_slots");
+  Tensor moved_now = new_int64(1);  // `moved` of other ops is on the CPU, too
+  int64_t& end = mutable_data<int64_t>(moved_now)[0] = moved;
+  if (std::min(until, from.capacity) <= moved) return moved_now;
+  DeviceCall call(slots);
+  int64_t* left_out = zeros(call, 1);
+  // Slots before `moved` are empty, or hold ids that wrap around the end.
+  simt::each(call.queue(), from.capacity, MoveSlots{from, to, left_out});
+  // Waits, for the error only: the ids of a map that does not fit stay in `outgoing`.
+  STD_TORCH_CHECK(call.read(left_out) == 0, "move_slots: expected an empty slot for every id, got a full map.");
+  simt::fill_zero(call.queue(), from.slots, from.capacity * static_cast<int64_t>(sizeof(Slot)));
+  end = from.capacity;
+  return moved_now;
+}
+
+Tensor probe_lengths(const Tensor& slots, int64_t every) {
+  const SlotArray array = array_of("probe_lengths", "slots", slots, kDevice);
+  STD_TORCH_CHECK(every >= 1, "probe_lengths: expected every >= 1, got ", every, ".");
+  const int64_t runs = (array.capacity + kProbeRun - 1) / kProbeRun;
+  every = std::min(every, std::max<int64_t>(runs, 1));  // a longer interval reads the first run alone, too
+  const DeviceCall call(slots);
+  Tensor lengths = new_device_tensor({3});
+  auto* length = mutable_data<int64_t>(lengths);
+  simt::fill_zero(call.queue(), length, 3 * static_cast<int64_t>(sizeof(int64_t)));
+  simt::each(call.queue(), (runs + every - 1) / every * kProbeTurns, SumProbeLengths{array, every, length});
+  return lengths;
+}
+
+}  // namespace
+
+TORCHREC_DYN_DEVICE_KERNELS(m) {
+  m.impl(TORCHREC_DYN_KERNEL("mix64", &mix64_ids));
+  m.impl(TORCHREC_DYN_KERNEL("unmix64", &unmix64_ids));
+  m.impl(TORCHREC_DYN_KERNEL("lookup", &lookup));
+  m.impl(TORCHREC_DYN_KERNEL("insert", &insert));
+  m.impl(TORCHREC_DYN_KERNEL("fill_new_", &fill_new_));
+  m.impl(TORCHREC_DYN_KERNEL("erase", &erase));
+  m.impl(TORCHREC_DYN_KERNEL("new_slots", &new_slots));
+  m.impl(TORCHREC_DYN_KERNEL("move_slots", &move_slots));
+  m.impl(TORCHREC_DYN_KERNEL("probe_lengths", &probe_lengths));
+}
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,265 @@
+// The bodies of the id map (simt.h).
+//
+// An insert claims a slot: the turn whose compare_exchange writes the place of an empty slot owns the slot and then
+// writes its id. Turns of that launch read places only, and a place that is not 0 stays so. Ids are distinct and
+// absent, so no turn compares ids. Slots depend on the order of the turns; the contents of the map do not.
+//
+// Ids are removed in four launches, since turns that move slots must not meet turns that search:
+//   FindLeaving  finds the slot and the row of each id;
+//   MarkLeaving  writes a mark in place of the row: of equal ids, the first one's;
+//   FirstOfRun   keeps, of the marks of each run (the slots between two empty slots), the first;
+//   CloseGaps    removes the marked ids of each run one by one, by the rule of the CPU. A run has one turn.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <limits>
+
+#include "mix64.h"
+#include "simt.h"
+#include "storage/id_map.h"
+#include "storage/table_of.h"
+
+namespace torchrec_dyn {
+
+struct MixIds {
+  const uint64_t* in;
+  uint64_t* out;
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const { out[i] = mix64(in[i]); }
+};
+
+struct UnmixIds {
+  const uint64_t* in;
+  uint64_t* out;
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const { out[i] = unmix64(in[i]); }
+};
+
+// The map of one table of a call.
+struct TableMap {
+  IdMapView map;
+  int64_t begin;  // where the ids of the table begin
+};
+
+struct TableMaps {
+  const TableMap* maps;
+  int64_t tables;
+
+  TORCHREC_DYN_BOTH int64_t table_of(int64_t i) const {
+    return torchrec_dyn::table_of(i, tables, [this](int64_t table) { return maps[table].begin; });
+  }
+};
+
+struct FindRows {
+  const int64_t* ids;
+  TableMaps maps;
+  int64_t* rows;
+  int64_t* absent;  // by tables
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const int64_t table = maps.table_of(i);
+    const int64_t row = find_row(maps.maps[table].map, ids[i], spread_hash(ids[i]));
+    rows[i] = row;
+    if (row == kNoRow) simt::count(absent + table);
+  }
+};
+
+// Inserts `id`, which must be absent, in the first empty slot from its home on. Returns false if there is none.
+TORCHREC_DYN_BOTH inline bool claim_slot(const SlotArray& array, int64_t id, int64_t place) {
+  int64_t line = array.home(spread_hash(id));
+  for (int64_t probe = 0; probe < array.capacity; probe += kLineSlots, line = array.next_line(line)) {
+    unsigned empty = 0;
+    for (int64_t s = 0; s < kLineSlots; ++s)
+      empty |= static_cast<unsigned>(simt::load(&array.slots[line + s].place) == 0) << s;
+    for (; empty != 0; empty &= empty - 1) {
+      Slot& slot = array.slots[line + std::countr_zero(empty)];
+      if (simt::compare_exchange(&slot.place, 0, place) != 0) continue;  // another turn was faster
+      slot.id = id;
+      return true;
+    }
+  }
+  return false;
+}
+
+// The rows that an insert takes.
+struct CheckRows {
+  const int64_t* rows;
+  int64_t count;
+  int64_t* first_bad;  // 0, or the position of the first bad row - count
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (rows[i] < 0 || rows[i] == std::numeric_limits<int64_t>::max()) simt::lower(first_bad, i - count);
+  }
+};
+
+struct InsertIds {
+  const int64_t* ids;
+  const int64_t* rows;
+  TableMaps maps;
+  const int64_t* first_bad;  // of CheckRows
+  int64_t* left_out;         // number of ids without a slot
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (*first_bad != 0) return;
+    const IdMapView& map = maps.maps[maps.table_of(i)].map;
+    if (!claim_slot(map.array_of(spread_hash(ids[i])), ids[i], place_of_row(rows[i]))) simt::count(left_out);
+  }
+};
+
+struct MoveSlots {
+  SlotArray from;
+  SlotArray to;
+  int64_t* left_out;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const Slot slot = from.slots[i];
+    if (!slot.is_empty() && !claim_slot(to, slot.id, slot.place)) simt::count(left_out);
+  }
+};
+
+// The place of a slot whose id is removed: kLeaving + the position of the id in the call. No row has such a place.
+constexpr int64_t kLeaving = std::numeric_limits<int64_t>::min();
+constexpr int64_t kNoSlot = -1;
+
+// The slot of `id`, or kNoSlot. As find_row.
+TORCHREC_DYN_BOTH inline int64_t find_slot(const SlotArray& array, int64_t id) {
+  int64_t line = array.home(spread_hash(id));
+  for (int64_t probe = 0; probe < array.capacity; probe += kLineSlots, line = array.next_line(line)) {
+    for (int64_t slot = line; slot < line + kLineSlots; ++slot)
+      if (array.slots[slot].id == id && !array.slots[slot].is_empty()) return slot;
+    if (empty_in_line(array.slots + line) != 0) return kNoSlot;
+  }
+  return kNoSlot;
+}
+
+// The ids that a call removes from one map.
+struct LeavingIds {
+  const int64_t* ids;
+  int64_t count;
+  IdMapView map;
+  int64_t* slots;  // of the ids, or kNoSlot
+
+  // A copy: a number in [0, 1] would index the arguments of a kernel in memory, not in registers.
+  TORCHREC_DYN_BOTH SlotArray array_of(int64_t i) const {
+    return spread_hash(ids[i]) >= map.frontier ? map.arrays[1] : map.arrays[0];
+  }
+  TORCHREC_DYN_BOTH bool is_leaving(const Slot& slot) const { return slot.place < kLeaving + count; }
+};
+
+struct FindLeaving {
+  LeavingIds leaving;
+  int64_t* rows;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const SlotArray array = leaving.array_of(i);
+    const int64_t slot = find_slot(array, leaving.ids[i]);
+    leaving.slots[i] = slot;
+    rows[i] = slot == kNoSlot ? kNoRow : array.slots[slot].row();
+  }
+};
+
+struct MarkLeaving {
+  LeavingIds leaving;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const int64_t slot = leaving.slots[i];
+    if (slot != kNoSlot) simt::lower(&leaving.array_of(i).slots[slot].place, kLeaving + i);
+  }
+};
+
+struct FirstOfRun {
+  LeavingIds leaving;
+  int64_t* rows;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const int64_t slot = leaving.slots[i];
+    if (slot == kNoSlot) return;
+    const SlotArray array = leaving.array_of(i);
+    if (array.slots[slot].place != kLeaving + i) {  // an earlier id is equal
+      rows[i] = kNoRow;
+      leaving.slots[i] = kNoSlot;
+    } else if (!is_first(array, slot)) {
+      leaving.slots[i] = kNoSlot;
+    }
+  }
+
+  // True if no marked slot lies before `slot` in its run; in a full map, whose run has no beginning, if no marked slot
+  // has a lower number.
+  TORCHREC_DYN_BOTH bool is_first(const SlotArray& array, int64_t slot) const {
+    bool is_first = true;
+    int64_t before = slot;
+    for (int64_t probe = 1; probe < array.capacity; ++probe) {
+      before = (before == 0 ? array.capacity : before) - 1;
+      if (array.slots[before].is_empty()) return is_first;
+      if (!leaving.is_leaving(array.slots[before])) continue;
+      if (before < slot) return false;
+      is_first = false;
+    }
+    return true;
+  }
+};
+
+struct CloseGaps {
+  LeavingIds leaving;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    int64_t slot = leaving.slots[i];
+    if (slot == kNoSlot) return;
+    const SlotArray array = leaving.array_of(i);
+    // Counted first: gaps that are closed leave empty slots inside the run.
+    int64_t left = 0;
+    for (int64_t end = slot; left < array.capacity && !array.slots[end].is_empty(); end = array.next(end)) ++left;
+    for (; left > 0; --left, slot = array.next(slot))
+      while (leaving.is_leaving(array.slots[slot])) close_gap(array, slot);
+  }
+};
+
+// Probe lengths are measured in whole runs of slots. A turn reads every kProbeTurns-th slot of one run, so that turns
+// side by side read slots side by side.
+constexpr int64_t kProbeRun = 4096;
+constexpr int64_t kProbeTurns = 32;
+
+struct SumProbeLengths {
+  SlotArray array;
+  int64_t every;     // one in `every` runs is read
+  int64_t* lengths;  // [3]: number of ids, sum of their probe lengths, the longest
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const int64_t begin = i / kProbeTurns * every * kProbeRun;
+    const int64_t end = lesser_of(array.capacity, begin + kProbeRun);
+    int64_t ids = 0, sum = 0, longest = 0;
+    for (int64_t slot = begin + i % kProbeTurns; slot < end; slot += kProbeTurns) {
+      if (array.slots[slot].is_empty()) continue;
+      const int64_t length = probe_length(array, slot);
+      ++ids;
+      sum += length;
+      longest = greater_of(longest, length);
+    }
+    if (ids == 0) return;
+    simt::add(lengths, ids);
+    simt::add(lengths + 1, sum);
+    simt::raise(lengths + 2, longest);
+  }
+};
+
+struct CheckNewIndex {
+  const int64_t* new_index;
+  int64_t new_rows;  // number of them
+  int64_t* bad;      // 0, or -1 if a number is too large
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (new_index[i] >= new_rows) simt::lower(bad, -1);
+  }
+};
+
+struct FillNew {
+  const int64_t* new_index;
+  const int64_t* new_rows;
+  const int64_t* bad;  // of CheckNewIndex
+  int64_t* rows;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (*bad == 0 && new_index[i] >= 0) rows[i] = new_rows[new_index[i]];
+  }
+};
+
+}  // namespace torchrec_dyn

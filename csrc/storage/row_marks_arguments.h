@@ -1,0 +1,26 @@
+// Checks of the arguments of the ops on marks, for every device.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "checks.h"
+
+namespace torchrec_dyn {
+
+inline void check_version(int64_t version) {
+  STD_TORCH_CHECK(version >= 0 && version <= std::numeric_limits<int32_t>::max(),
+                  "mark_rows_: expected versions in [0, 2^31), got ", version, ".");
+}
+
+// `capacity`: of the table's marks.
+inline void check_marked_rows(bool are_below, int64_t capacity, int64_t table) {
+  STD_TORCH_CHECK(are_below, "mark_rows_: expected rows below ", capacity, ", the marks of table ", table,
+                  ", got one above.");
+}
+
+inline void check_listed_rows(int64_t rows, int64_t capacity) {
+  STD_TORCH_CHECK(rows >= 0 && rows <= capacity, "changed_rows: expected rows in [0, ", capacity, "], got ", rows, ".");
+}
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,73 @@
+// The marks of rows on a device: row_marks_cpu.cpp for CUDA.
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "device_call.h"
+#include "kernel.h"
+#include "storage/row_marks_arguments.h"
+#include "storage/row_marks_kernels.h"
+#include "storage/table_words_arguments.h"
+
+namespace torchrec_dyn {
+namespace {
+
+constexpr auto kWord = static_cast<int64_t>(sizeof(int64_t));
+
+void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Tensor> marks, const Tensor& layout,
+                const Tensor& versions) {
+  const char* op = "mark_rows_";
+  check_tensor(op, "rows", rows, ScalarType::Long, kDevice);
+  const std::vector<TableLayout> layouts = read_layout(op, layout, marks, true);
+  const auto count = static_cast<int64_t>(layouts.size());
+  check_table_offsets(op, table_offsets, count, rows.numel());
+  check_tensor(op, "versions", versions, ScalarType::Long);
+  check_size(op, "the number of versions", count, versions.numel());
+  const int64_t* row = const_data<int64_t>(rows);
+  const int64_t* offset = const_data<int64_t>(table_offsets);
+  const int64_t* version = const_data<int64_t>(versions);
+  for (int64_t t = 0; t < count; ++t) check_version(version[t]);
+  BlockList<int32_t> blocks(op, "marks", marks, rows.device());
+  const auto words = read_word_tables(blocks, layouts, offset, version);
+  SeparateMemory().writes(marks).reads(rows).reads(table_offsets).reads(versions).check(op);
+  if (rows.numel() == 0) return;
+  DeviceCall call(rows);
+  const MarkTables tables = send_word_tables(call, blocks, words);
+  auto* first_bad = call.take_for<int64_t>(1);
+  simt::fill_zero(call.queue(), first_bad, kWord);
+  simt::each(call.queue(), rows.numel(), CheckMarkedRows{row, rows.numel(), tables, first_bad});
+  simt::each(call.queue(), rows.numel(), MarkRows{row, tables, first_bad});
+  const int64_t bad = call.read(first_bad);  // waits, for the error only
+  if (bad == 0) return;
+  const int64_t table = table_of(rows.numel() + bad, count, [&](int64_t t) { return offset[t]; });
+  check_marked_rows(false, words[static_cast<size_t>(table)].words.capacity, table);
+}
+
+Tensor changed_rows(std::vector<Tensor> marks, int64_t shift, int64_t rows, int64_t since) {
+  const char* op = "changed_rows";
+  BlockList<int32_t> blocks(op, "marks", marks, marks.empty() ? Device(kDevice) : marks.front().device());
+  const MarkBlocks words = blocks.words(layout_of_one(op, marks, shift, 1));
+  check_listed_rows(rows, words.capacity);
+  if (marks.empty()) return new_device_tensor({0});
+  DeviceCall call(marks.front());
+  if (rows == 0 || since > std::numeric_limits<int32_t>::max()) return new_device_tensor({0});
+  const auto least = static_cast<int32_t>(std::max<int64_t>(since, std::numeric_limits<int32_t>::min()));
+  const int64_t piece = std::min(kMarkTurn, int64_t{1} << shift);
+  const int64_t pieces = (rows + piece - 1) / piece;
+  const MarkedRows found{send_words(call, blocks, words),   rows, piece, pieces, call.take_for<uint32_t>(pieces),
+                         call.take_for<int64_t>(pieces + 1)};
+  simt::each(call.queue(), pieces + 1, FlagMarked{found, least});
+  simt::exclusive_sum(call.queue(), found.places, pieces + 1);
+  Tensor listed = new_device_tensor({call.read(found.places + pieces)});  // a wait: the result has this length
+  simt::each(call.queue(), pieces, ListMarked{found, mutable_data<int64_t>(listed)});
+  return listed;
+}
+
+}  // namespace
+
+TORCHREC_DYN_DEVICE_KERNELS(m) {
+  m.impl(TORCHREC_DYN_KERNEL("mark_rows_", &mark_rows_));
+  m.impl(TORCHREC_DYN_KERNEL("changed_rows", &changed_rows));
+}
+
+}  // namespace torchrec_dyn

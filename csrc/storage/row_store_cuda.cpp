@@ -1,0 +1,136 @@
+// Single rows on a device: row_store_cpu.cpp for CUDA.
+#include <optional>
+
+#include "device_call.h"
+#include "kernel.h"
+#include "storage/row_store_arguments.h"
+#include "storage/row_store_kernels.h"
+
+namespace torchrec_dyn {
+namespace {
+
+// The blocks of one table, for the kernels of a call.
+template <typename T>
+struct DeviceRows {
+  DeviceRows(const char* op, DeviceCall& call, const std::vector<Tensor>& blocks, int64_t shift, int64_t columns) {
+    BlockList<T> list(op, "blocks", blocks, call.device());
+    table = list.rows(layout_of_one(op, blocks, shift, columns), columns);
+    table.blocks = call.copy_of(list.pointers());
+    for (const T* pointer : list.pointers()) address_bits |= reinterpret_cast<uintptr_t>(pointer);
+  }
+
+  RowBlocks<T> table;
+  uintptr_t address_bits = 0;  // of all blocks together, to see of what they are multiples
+};
+
+// Waits for the device, so that nothing is written if a row is outside. The wait can be deferred to the next number
+// that the host reads anyway, once kernels may write nothing after an error (issue 20).
+void check_rows(const char* op, DeviceCall& call, const Tensor& rows, int64_t lowest, int64_t capacity) {
+  if (rows.numel() == 0) return;
+  const int64_t* row = const_data<int64_t>(rows);
+  auto* left = call.take_for<int64_t>(1);
+  simt::fill_zero(call.queue(), left, sizeof *left);
+  simt::each(call.queue(), rows.numel(), FindRowOutside{row, rows.numel(), lowest, capacity, left});
+  if (const int64_t outside = call.read(left); outside > 0)
+    check_row(op, call.read(row + rows.numel() - outside), lowest, capacity);
+}
+
+// Calls body(Unit{}) with the largest unit in which rows are copied from and to these addresses.
+template <typename T, typename Body>
+void dispatch_unit(const DeviceRows<T>& rows, const void* memory, const Body& body) {
+  const auto row_bytes = static_cast<uintptr_t>(rows.table.columns) * sizeof(T);
+  const uintptr_t bits = rows.address_bits | reinterpret_cast<uintptr_t>(memory) | row_bytes;
+  if (bits % 16 == 0) return body(Unit16{});
+  if (bits % 4 == 0) return body(uint32_t{});
+  return body(uint16_t{});
+}
+
+// The rows of a table as units.
+template <typename Unit, typename T>
+RowBlocks<Unit> in_units(const RowBlocks<T>& table) {
+  const auto row_bytes = table.columns * static_cast<int64_t>(sizeof(T));
+  return {reinterpret_cast<Unit* const*>(table.blocks), table.shift, row_bytes / static_cast<int64_t>(sizeof(Unit)),
+          table.capacity};
+}
+
+void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> blocks, int64_t shift, int64_t columns,
+                int64_t first_column, int64_t kind, std::vector<double> parameters, int64_t key) {
+  check_tensor("init_rows_", "ids", ids, ScalarType::Long, kDevice);
+  check_size("init_rows_", "the number of rows", ids.numel(), rows.numel());
+  const InitialRows initial = initial_rows_of(first_column, kind, parameters);
+  dispatch_row_type("init_rows_", blocks, [&](auto zero) {
+    using T = decltype(zero);
+    DeviceCall call(ids);
+    const DeviceRows<T> device_rows("init_rows_", call, blocks, shift, columns);
+    check_tensor("init_rows_", "rows", rows, ScalarType::Long, ids.device());
+    SeparateMemory().writes(blocks).reads(ids).reads(rows).check("init_rows_");
+    check_rows("init_rows_", call, rows, 0, device_rows.table.capacity);
+    const int64_t turns = (first_column + columns - 1) / kTurnColumns - first_column / kTurnColumns + 1;
+    const bool is_whole = first_column % kTurnColumns == 0 && columns % kTurnColumns == 0 &&
+                          device_rows.address_bits % (kTurnColumns * sizeof(T)) == 0;
+    simt::each(call.queue(), rows.numel() * turns,
+               InitRows<T>{const_data<int64_t>(ids), const_data<int64_t>(rows), device_rows.table, initial,
+                           static_cast<uint64_t>(key), first_column, Division(turns), is_whole});
+  });
+}
+
+Tensor gather_rows(const Tensor& rows, std::vector<Tensor> blocks, int64_t shift, int64_t columns, ScalarType dtype) {
+  check_gathered_type(blocks, dtype);
+  std::optional<Tensor> out;
+  dispatch_row_type("gather_rows", dtype, [&](auto zero) {
+    using T = decltype(zero);
+    check_tensor("gather_rows", "rows", rows, ScalarType::Long, kDevice);
+    DeviceCall call(rows);
+    const DeviceRows<T> device_rows("gather_rows", call, blocks, shift, columns);
+    check_rows("gather_rows", call, rows, -1, device_rows.table.capacity);
+    out = new_device_tensor({rows.numel(), columns}, dtype);
+    dispatch_unit(device_rows, out->const_data_ptr(), [&](auto unit) {
+      using Unit = decltype(unit);
+      const RowBlocks<Unit> table = in_units<Unit>(device_rows.table);
+      simt::each(call.queue(), rows.numel() * table.columns,
+                 GatherRows<Unit>{const_data<int64_t>(rows), table, Division(table.columns), mutable_data<Unit>(*out)});
+    });
+  });
+  return *out;
+}
+
+void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor> blocks, int64_t shift,
+                   int64_t columns) {
+  check_scattered_size(rows, values, shift, columns);
+  dispatch_row_type("scatter_rows_", blocks, [&](auto zero) {
+    using T = decltype(zero);
+    check_tensor("scatter_rows_", "values", values, scalar_type_of<T>(), kDevice);
+    DeviceCall call(values);
+    const DeviceRows<T> device_rows("scatter_rows_", call, blocks, shift, columns);
+    check_tensor("scatter_rows_", "rows", rows, ScalarType::Long, values.device());
+    SeparateMemory().writes(blocks).reads(rows).reads(values).check("scatter_rows_");
+    check_rows("scatter_rows_", call, rows, 0, device_rows.table.capacity);
+    const int64_t n = rows.numel();
+    const int64_t size = (2 * n + kLineSlots - 1) / kLineSlots * kLineSlots;
+    auto* last = call.take_for<int64_t>(size);
+    auto* places = call.take_for<int64_t>(n);
+    simt::fill_zero(call.queue(), last, size * static_cast<int64_t>(sizeof *last));
+    simt::each(call.queue(), n, FindLastPositions{const_data<int64_t>(rows), last, size, places});
+    dispatch_unit(device_rows, values.const_data_ptr(), [&](auto unit) {
+      using Unit = decltype(unit);
+      const RowBlocks<Unit> table = in_units<Unit>(device_rows.table);
+      simt::each(call.queue(), n * table.columns,
+                 ScatterRows<Unit>{const_data<int64_t>(rows), last, places, const_data<Unit>(values), table,
+                                   Division(table.columns)});
+    });
+  });
+}
+
+// Pages of a device are 2 MiB already.
+void advise_huge_pages(const Tensor& block) { check_advised_block(block); }
+
+}  // namespace
+
+TORCHREC_DYN_DEVICE_KERNELS(m) {
+  m.impl(TORCHREC_DYN_KERNEL("advise_huge_pages", &advise_huge_pages));
+  m.impl(TORCHREC_DYN_KERNEL("init_rows_", &init_rows_));
+  m.impl(TORCHREC_DYN_KERNEL("gather_rows", &gather_rows));
+  m.impl(TORCHREC_DYN_KERNEL("scatter_rows_", &scatter_rows_));
+}
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,137 @@
+// The bodies of single rows (simt.h): initial rows, reads and writes by row.
+#pragma once
+
+#include <cstdint>
+
+#include "division.h"
+#include "mix64.h"
+#include "simt.h"
+#include "storage/blocks.h"
+#include "storage/initial_rows.h"
+#include "storage/row_types.h"
+#include "storage/row_units.h"
+
+namespace torchrec_dyn {
+
+// Raises `left` to n - i for every row i outside [lowest, end), so that it tells the first such row of n; 0: none.
+struct FindRowOutside {
+  const int64_t* rows;
+  int64_t n;
+  int64_t lowest;
+  int64_t end;
+  int64_t* left;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (rows[i] < lowest || rows[i] >= end) simt::raise(left, n - i);
+  }
+};
+
+// A turn is the columns of a row that share a block of Philox: four, less at the ends of a column shard.
+constexpr int64_t kTurnColumns = 4;
+
+// The four numbers of a turn as memory, the first number in the low bits. Written in words, since nvcc makes four
+// stores of a struct of floats.
+TORCHREC_DYN_BOTH inline Unit16 packed(const float (&numbers)[kTurnColumns]) {
+  Unit16 unit;
+  for (int w = 0; w < 2; ++w)
+    unit.words[w] = bits_of_float(numbers[2 * w]) | static_cast<uint64_t>(bits_of_float(numbers[2 * w + 1])) << 32;
+  return unit;
+}
+
+template <typename T>
+TORCHREC_DYN_BOTH inline uint64_t packed(const T (&numbers)[kTurnColumns]) {
+  uint64_t word = 0;
+  for (int c = 0; c < kTurnColumns; ++c) word |= static_cast<uint64_t>(numbers[c].bits) << (16 * c);
+  return word;
+}
+
+template <typename T>
+struct InitRows {
+  const int64_t* ids;
+  const int64_t* rows;
+  RowBlocks<T> table;
+  InitialRows initial;
+  uint64_t key;
+  int64_t first_column;
+  Division blocks;  // of Philox in a row
+  bool is_whole;    // every turn is four columns, at a multiple of their size: one store
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const Division::Parts turn = blocks.split(i);
+    const int64_t block = first_column / kTurnColumns + turn.remainder;
+    Philox4 random{};
+    if (initial.kind != InitialKind::kConstant)
+      random = random_words(key, ids[turn.quotient], static_cast<uint32_t>(block), 0);
+    T numbers[kTurnColumns];
+    for (int c = 0; c < kTurnColumns; ++c) store_nearest(initial_number(initial, random.words[c]), &numbers[c]);
+    T* row = table.row(rows[turn.quotient]);
+    const int64_t begin = block * kTurnColumns - first_column;  // may be less than 0
+    if (is_whole) {
+      *reinterpret_cast<decltype(packed(numbers))*>(row + begin) = packed(numbers);
+      return;
+    }
+    for (int c = 0; c < kTurnColumns; ++c)
+      if (begin + c >= 0 && begin + c < table.columns) row[begin + c] = numbers[c];
+  }
+};
+
+// Rows are copied in units of 16, 4 or 2 bytes, whatever their type; `columns` of a table counts units here. A turn is
+// a unit of the result.
+template <typename Unit>
+struct GatherRows {
+  const int64_t* rows;
+  RowBlocks<Unit> table;
+  Division units;  // of a row
+  Unit* out;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const Division::Parts turn = units.split(i);
+    const int64_t row = rows[turn.quotient];
+    out[i] = row < 0 ? Unit{} : table.row(row)[turn.remainder];
+  }
+};
+
+// The last position of each row of a call, as position + 1 in an open-addressing map; 0: an empty place. A place keeps
+// its row once it is claimed, and other turns only raise the position in it. `size` is a multiple of kLineSlots and
+// above the number of positions, so every search ends.
+struct FindLastPositions {
+  const int64_t* rows;
+  int64_t* last;
+  int64_t size;
+  int64_t* places;  // of each position in `last`
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const int64_t row = rows[i];
+    int64_t place = home_slot(spread_hash(row), size);
+    while (true) {
+      int64_t seen = simt::load(&last[place]);
+      if (seen == 0) seen = simt::compare_exchange(&last[place], 0, i + 1);
+      if (seen == 0) break;
+      if (rows[seen - 1] == row) {
+        simt::raise(&last[place], i + 1);
+        break;
+      }
+      place = place + 1 < size ? place + 1 : 0;
+    }
+    places[i] = place;
+  }
+};
+
+// A turn is a unit of the values.
+template <typename Unit>
+struct ScatterRows {
+  const int64_t* rows;
+  const int64_t* last;
+  const int64_t* places;
+  const Unit* values;
+  RowBlocks<Unit> table;
+  Division units;  // of a row
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const Division::Parts turn = units.split(i);
+    if (last[places[turn.quotient]] != turn.quotient + 1) return;
+    table.row(rows[turn.quotient])[turn.remainder] = values[i];
+  }
+};
+
+}  // namespace torchrec_dyn

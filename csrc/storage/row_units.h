@@ -1,0 +1,112 @@
+// Neighbouring columns of a row as one piece of memory: GPUs read and write 16 bytes at once.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "both_devices.h"
+#include "storage/row_types.h"
+
+namespace torchrec_dyn {
+
+constexpr int kMostUnitBytes = 16;
+
+// Memory that is read and written at once.
+struct alignas(kMostUnitBytes) Unit16 {
+  uint64_t words[2];
+};
+
+template <int kBytes>
+struct UnitOf;
+template <>
+struct UnitOf<2> {
+  using Type = uint16_t;
+};
+template <>
+struct UnitOf<4> {
+  using Type = uint32_t;
+};
+template <>
+struct UnitOf<8> {
+  using Type = uint64_t;
+};
+template <>
+struct UnitOf<16> {
+  using Type = Unit16;
+};
+
+// kColumns columns of a row as they are in memory. Requires an address that is a multiple of their size.
+template <typename T, int kColumns>
+using ColumnUnit = typename UnitOf<kColumns* static_cast<int>(sizeof(T))>::Type;
+
+template <typename T, int kColumns>
+TORCHREC_DYN_BOTH inline ColumnUnit<T, kColumns> load_unit(const T* from) {
+  return *reinterpret_cast<const ColumnUnit<T, kColumns>*>(from);
+}
+
+template <typename T, int kColumns>
+TORCHREC_DYN_BOTH inline void to_floats(const ColumnUnit<T, kColumns>& unit, float (&to)[kColumns]) {
+  T numbers[kColumns];
+  std::memcpy(numbers, &unit, sizeof unit);
+  for (int c = 0; c < kColumns; ++c) to[c] = to_float(numbers[c]);
+}
+
+TORCHREC_DYN_BOTH inline uint64_t bits_of(float number) { return bits_of_float(number); }
+template <typename T>
+TORCHREC_DYN_BOTH inline uint64_t bits_of(T number) {
+  return number.bits;
+}
+
+// As memory, the first number in the low bits.
+template <typename T>
+TORCHREC_DYN_BOTH inline uint64_t word_of(const T* numbers, int count) {
+  uint64_t word = 0;
+  for (int c = 0; c < count; ++c) word |= bits_of(numbers[c]) << (8 * static_cast<int>(sizeof(T)) * c);
+  return word;
+}
+
+// One store, where nvcc makes one for each word of a struct.
+TORCHREC_DYN_BOTH inline void store_unit(const Unit16& unit, void* to) {
+#if defined(__CUDA_ARCH__)
+  __stwb(static_cast<ulonglong2*>(to), make_ulonglong2(unit.words[0], unit.words[1]));
+#else
+  *static_cast<Unit16*>(to) = unit;
+#endif
+}
+
+// Rounds kColumns numbers to nearest. `is_whole`: `to` is a multiple of their size, or of 16 bytes.
+template <typename T, int kColumns>
+TORCHREC_DYN_BOTH inline void store_columns(const float (&from)[kColumns], bool is_whole, T* to) {
+  constexpr int kWord = 8 / static_cast<int>(sizeof(T));  // numbers in a word
+  T numbers[kColumns];
+  for (int c = 0; c < kColumns; ++c) store_nearest(from[c], &numbers[c]);
+  if (!is_whole) {
+    for (int c = 0; c < kColumns; ++c) to[c] = numbers[c];
+  } else if constexpr (kColumns < 2 * kWord) {
+    using Unit = ColumnUnit<T, kColumns>;
+    *reinterpret_cast<Unit*>(to) = static_cast<Unit>(word_of(numbers, kColumns));
+  } else {
+    for (int c = 0; c < kColumns; c += 2 * kWord) {
+      Unit16 unit;
+      for (int w = 0; w < 2; ++w) unit.words[w] = word_of(numbers + c + w * kWord, kWord);
+      store_unit(unit, to + c);
+    }
+  }
+}
+
+// The numbers of kColumns columns. `is_whole`: as for store_columns.
+template <typename T, int kColumns>
+TORCHREC_DYN_BOTH inline void load_columns(const T* from, bool is_whole, float (&to)[kColumns]) {
+  constexpr int kOnce = lesser_of(kColumns, kMostUnitBytes / static_cast<int>(sizeof(T)));
+  if (!is_whole) {
+    for (int c = 0; c < kColumns; ++c) to[c] = to_float(from[c]);
+    return;
+  }
+  for (int c = 0; c < kColumns; c += kOnce) {
+    float numbers[kOnce];
+    to_floats<T, kOnce>(load_unit<T, kOnce>(from + c), numbers);
+    for (int k = 0; k < kOnce; ++k) to[c + k] = numbers[k];
+  }
+}
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,35 @@
+"""Where the host waits for a GPU in scores, marks and admission, seen on a pretended one."""
+
+import pytest
+import torch
+from device_ops import DESCRIPTIONS
+from op_samples import SAMPLES
+from pretended_device import PretendedDevice
+
+from torchrec_dyn import ops
+
+OPS = (
+    "touch_scores_",
+    "write_scores_",
+    "read_scores",
+    "admit_by_chance",
+    "mark_rows_",
+    "changed_rows",
+)
+
+
+def sent(device, value):
+    if isinstance(value, list):
+        return [sent(device, one) for one in value]
+    return device.of(value.clone()) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_where_the_host_waits(op):
+    """Once, at the end: it reads whether all was right, or the length of the list of changed_rows."""
+    sample = SAMPLES[op][0]()
+    with PretendedDevice() as device:
+        given = {k: v if k in DESCRIPTIONS else sent(device, v) for k, v in sample.items()}
+        getattr(ops, op)(**given)
+        assert [note.op for note in device.reads] == [op]
+        assert device.mixed == [] and device.without_kernel == []

@@ -1,0 +1,169 @@
+"""Gather and pool, and the gradient of the bag weights: each device gives the CPU's bits."""
+
+import random
+
+import pytest
+import torch
+from fuzz_ops import copies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from op_cases import CASES, FLOATS
+from op_samples import NAMESPACE
+from pretended_device import PretendedDevice
+from table_cases import bits, ids_of, random_bags
+
+from torchrec_dyn import ops
+
+CPU = torch.ops.torchrec_dyn
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("op", ["gather_pool", "bag_weights_grad"])
+def test_valid_calls_of_the_fuzzer(op):
+    for seed in range(60):
+        drawn = CASES[op].draw(random.Random(seed))
+        before = copies(drawn)
+        result = getattr(NAMESPACE, op)(**drawn)
+        CASES[op].check(before, drawn, result)
+
+
+def shifted(tensor, elements):
+    """Returns a copy whose memory begins `elements` elements behind a multiple of 64 bytes."""
+    memory = torch.empty(tensor.numel() + elements, dtype=tensor.dtype)
+    return memory[elements:].view(tensor.shape).copy_(tensor)
+
+
+def tables_of(widths, dtype, offset):
+    """Returns blocks of four rows, three a table, and their layout."""
+    layout = torch.tensor([[3 * t, 3, 2, width] for t, width in enumerate(widths)])
+    blocks = [shifted(torch.randn(4, w).to(dtype), offset) for w in widths for _ in range(3)]
+    return blocks, layout
+
+
+def assert_same(got, expected):
+    """NaN is NaN, whatever its bits: a GPU has one, x86 keeps the sign and the payload."""
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(bits(got.nan_to_num(0.0)), bits(expected.nan_to_num(0.0)))
+
+
+def check_call(widths, dtype, output, *, offset=0, grad_offset=0, mean=False, weighted=False):
+    """Compares both ops with the CPU: a feature of 9 bags for each table, side by side."""
+    blocks, layout = tables_of(widths, dtype, offset)
+    blocks[0][0, 0], blocks[0][1, 0] = float("inf"), -0.0
+    count, width = 9, sum(widths)
+    _, offsets = random_bags(len(widths), bags=count * len(widths), longest=9, pool=2)
+    rows = torch.randint(-1, 12, (int(offsets[-1]) + 2,))  # two ids in no bag
+    places = [sum(widths[:t]) for t in range(len(widths))]
+    segments = torch.tensor([[t, count * t, count, places[t], width] for t in range(len(widths))])
+    factors = torch.randn(len(rows)) if weighted else None
+    given = (rows, offsets, factors, blocks, layout, segments, mean, count * width, output)
+    assert_same(ops.gather_pool(*given), CPU.gather_pool(*given))
+    grad = shifted(torch.randn(count * width), grad_offset)
+    given = (grad, rows, offsets, blocks, layout, segments, mean)
+    assert_same(ops.bag_weights_grad(*given), CPU.bag_weights_grad(*given))
+
+
+WIDTHS = [[64], [8, 16, 32], [17], [2, 64, 34], [6, 4, 10], [12, 1, 4, 20]]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("output", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_bits_are_the_cpus_at_all_widths(dtype, output):
+    """Rows and outputs that are multiples of 16, 8, 4 or 2 bytes, in one call."""
+    for widths in WIDTHS:
+        check_call(widths, dtype, output, mean=True, weighted=True)
+        check_call(widths, dtype, output)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_bits_are_the_cpus_at_all_addresses(dtype):
+    for offset in (1, 2, 4, 8):
+        check_call([8, 16], dtype, torch.float32, offset=offset, weighted=True)
+        check_call([8, 16], dtype, torch.float32, grad_offset=offset, mean=True)
+
+
+@pytest.mark.usefixtures("device")
+def test_no_bags_and_one_offset():
+    """No turn reads the offset: the host does."""
+    blocks, layout = tables_of([4], torch.float32, 0)
+    nothing, rows = torch.empty(0, 5, dtype=torch.int64), ids_of(0, 99)
+    given = (None, blocks, layout, nothing, False, 0, torch.float32)
+    assert ops.gather_pool(rows, ids_of(2), *given).shape == (0,)
+    grads = ops.bag_weights_grad(torch.empty(0), rows, ids_of(1), blocks, layout, nothing, False)
+    assert grads.tolist() == [0.0, 0.0]
+    for wrong in (-1, 3):
+        with pytest.raises(RuntimeError, match=rf"inside the ids \[0, 2\], got {wrong} to {wrong}"):
+            ops.gather_pool(rows, ids_of(wrong), *given)
+
+
+def second_of_two(**change):
+    """Returns valid arguments of two tables, with 12 and 8 rows, two bags of two ids each."""
+    weights = [torch.ones(4, 3) for _ in range(5)]
+    return {
+        "rows": ids_of(11, 0, -1, 3, 7, 0, -1, 2),
+        "offsets": ids_of(0, 2, 4, 6, 8),
+        "weights": weights,
+        "layout": torch.tensor([[0, 3, 2, 3], [3, 2, 2, 3]]),
+        "segments": torch.tensor([[0, 0, 2, 0, 6], [1, 2, 2, 3, 6], [0, 4, 0, 0, 3]]),
+        "mean": False,
+    } | change
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"rows": ids_of(11, 0, -1, 3, 8, 0, 90, 2)}, r"rows in \[-1, 8\), got one outside"),
+        ({"rows": ids_of(11, 0, -1, 12, 8, 0, -9, 2)}, r"rows in \[-1, 12\), got one outside"),
+        ({"rows": ids_of(11, 0, -1, 3, 7, 0, -1, -(2**63))}, r"rows in \[-1, 8\)"),
+        ({"rows": ids_of(2**63 - 1, 0, -1, 3, 7, 0, -1, 0)}, r"rows in \[-1, 12\)"),
+        ({"offsets": ids_of(0, 2, 2**62, 6, 8)}, "ascending offsets, got 4611686018427387904 before 6"),
+        ({"offsets": ids_of(0, 2, -5, 6, 8)}, "ascending offsets, got 2 before -5"),
+        ({"offsets": ids_of(0, 2, 4, 6, 9)}, r"offsets inside the ids \[0, 8\], got 0 to 9"),
+        ({"offsets": ids_of(-3, 9, 4, 6, 8)}, r"offsets inside the ids \[0, 8\], got -3 to 8"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("op", ["gather_pool", "bag_weights_grad"])
+def test_the_first_fault_is_named(op, change, rule):
+    """Of two faults the error names the first, with the capacity of its own table."""
+    more = {"gather_pool": {"bag_weights": None, "elements": 12, "dtype": torch.float32}}
+    own = more.get(op, {"grad": torch.ones(12)})
+    getattr(NAMESPACE, op)(**second_of_two(), **own)
+    with pytest.raises(RuntimeError, match=f"{op}: expected {rule}"):
+        getattr(NAMESPACE, op)(**second_of_two(**change), **own)
+
+
+wild = st.sampled_from([-(2**63), -2, -1, 0, 1, 4, 5, 8, 9, 12, 2**32, 2**62, 2**63 - 1])
+
+
+@pytest.mark.usefixtures("device")
+@settings(max_examples=60)
+@given(offsets=st.lists(wild, min_size=5, max_size=5), rows=st.lists(wild, min_size=8, max_size=8))
+def test_wild_offsets_and_rows_raise_the_cpus_error(offsets, rows):
+    given = second_of_two(rows=ids_of(*rows), offsets=ids_of(*offsets))
+    own = {"bag_weights": None, "elements": 12, "dtype": torch.float32}
+
+    def outcome(library, op, more):
+        try:
+            return getattr(library, op)(**given, **more).tolist()
+        except RuntimeError as error:
+            return str(error).split("\n")[0]
+
+    for op, more in (("gather_pool", own), ("bag_weights_grad", {"grad": torch.ones(12)})):
+        assert outcome(NAMESPACE, op, more) == outcome(CPU, op, more)
+
+
+def test_where_the_host_waits_for_pooling():
+    """Once a call: it reads whether all was right."""
+    with PretendedDevice() as device:
+        given = second_of_two()
+        for name in ("rows", "offsets"):
+            given[name] = device.of(given[name])
+        given["weights"] = [device.of(block) for block in given["weights"]]
+        own = {"bag_weights": None, "elements": 12, "dtype": torch.float32}
+        out = ops.gather_pool(**given, **own)
+        ops.bag_weights_grad(grad=out, **given)
+        assert [note.op for note in device.reads] == ["gather_pool", "bag_weights_grad"]
+        assert device.mixed == [] and device.without_kernel == []

@@ -1,0 +1,101 @@
+"""The tool of tests/support/pretended_device.py notes what a GPU would make slow or refuse."""
+
+import pytest
+import torch
+from pretended_device import CUDA, PretendedDevice, PretendedTensor
+
+from torchrec_dyn import ops
+
+I64 = torch.int64
+
+
+@pytest.fixture
+def device():
+    with PretendedDevice() as device:
+        yield device
+
+
+def ops_of(notes):
+    return [note.op for note in notes]
+
+
+def test_tensors_say_cuda_and_compute_on_the_cpu(device):
+    made = torch.arange(6, device="cuda:0").view(2, 3)
+    assert isinstance(made, PretendedTensor) and made.device == CUDA and made.is_cuda
+    made[1] += torch.ones(3, dtype=I64, device=CUDA)
+    made.mul_(2)
+    assert isinstance(made.sum(0), PretendedTensor)
+    assert made.memory.tolist() == [[0, 2, 4], [8, 10, 12]]
+    assert (
+        torch.ones(2).to("cuda").device == torch.ones(2).cuda().device == made.to("cuda:0").device
+    )
+    assert torch.tensor([1], device="cuda").device == torch.zeros_like(made).device == CUDA
+    assert made.to(torch.float32).device == CUDA and made.new_empty(3).device == CUDA
+    assert torch.empty(3).device == torch.device("cpu") and not isinstance(
+        torch.empty(3), PretendedTensor
+    )
+    assert device.reads == device.mixed == device.without_kernel == []
+
+
+READS = {
+    "item": lambda t: t[0].item(),
+    "int": lambda t: int(t[0]),
+    "bool": lambda t: bool(t[0] > 0),
+    "tolist": lambda t: t.tolist(),
+    "cpu": lambda t: t.cpu(),
+    "to": lambda t: t.to("cpu"),
+    "to, by name": lambda t: t.to(device="cpu", dtype=torch.float32),
+    "copy_": lambda t: torch.empty(2, dtype=I64).copy_(t),
+    "nonzero": lambda t: t.nonzero(),
+    "mask": lambda t: t[t > 0],
+    "written mask": lambda t: t.__setitem__(t > 0, t.new_tensor(3)),
+    "masked_select": lambda t: t.masked_select(t > 0),
+    "unique": lambda t: torch.unique(t),
+    "equal": lambda t: torch.equal(t, t.clone()),
+    "repeat_interleave": lambda t: t.repeat_interleave(t),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_every_read_by_the_host_is_noted(device, read):
+    numbers = torch.tensor([1, 2], device=CUDA)
+    READS[read](numbers)
+    assert len(device.reads) == 1, device.reads
+    assert device.reads[0].place.startswith("tests/ops/test_pretended_device.py:")
+    assert device.mixed == []
+
+
+def test_numpy_is_refused_as_on_a_gpu(device):
+    with pytest.raises((TypeError, RuntimeError), match="numpy"):
+        torch.tensor([1, 2], device=CUDA).numpy()
+
+
+def test_what_does_not_wait_is_not_noted(device):
+    numbers = torch.tensor([1, 2], device=CUDA)
+    torch.repeat_interleave(numbers, numbers, output_size=3)
+    numbers.copy_(torch.tensor([3, 4]))
+    assert (numbers[numbers - 3] + 1).memory.tolist() == [4, 5]
+    assert device.reads == device.mixed == []
+
+
+def test_tensors_of_two_devices_in_one_op_are_noted(device):
+    there = torch.tensor([1, 2], device=CUDA)
+    there + torch.tensor(1)  # torch sends a number along
+    assert device.mixed == []
+    there + torch.tensor([1, 2])
+    torch.cat([torch.tensor([1, 2]), there])
+    assert ops_of(device.mixed) == ["add.Tensor", "cat"]
+    device.forget()
+    slots, offsets, moved = torch.empty(0, 2, dtype=I64), torch.tensor([0, 2]), torch.tensor([-1])
+    ops.lookup(there, offsets, [device.of(slots)], moved)
+    assert device.mixed == []  # descriptions are on the CPU
+    ops.lookup(there, offsets, [slots], moved)
+    ops.lookup(there, offsets.cuda(), [device.of(slots)], moved)
+    assert ops_of(device.mixed) == ["lookup", "lookup"]
+
+
+def test_ops_without_a_kernel_are_noted(device):
+    assert ops.mix64(torch.tensor([1], device=CUDA)).device == CUDA
+    assert device.without_kernel == []
+    ops.content_sum(device.of(torch.ones(1, dtype=I64)), torch.ones(1, 2, device=CUDA), 0, 0)
+    assert ops_of(device.without_kernel) == ["content_sum"]

@@ -1,0 +1,82 @@
+"""Where the host waits for a GPU in an id map and in rows, seen on a pretended one."""
+
+import pytest
+import torch
+from pretended_device import CUDA, PretendedDevice
+
+from torchrec_dyn import ops
+from torchrec_dyn.storage.id_map import IdMap
+from torchrec_dyn.storage.row_store import RowStore
+
+I64 = torch.int64
+
+
+@pytest.fixture
+def device():
+    with PretendedDevice() as device:
+        yield device
+
+
+def ids_of(count, first=0):
+    """Returns distinct ids, the ends of int64 among them."""
+    return ops.unmix64(torch.arange(first, first + count, dtype=I64) * -(2**40) - first)
+
+
+def on(device, ids):
+    return device.of(ids.clone())
+
+
+def noted(device):
+    """Returns the reads since the last call; nothing else may be noted."""
+    reads = [note.op for note in device.reads]
+    assert device.mixed == [] and device.without_kernel == [], device.mixed + device.without_kernel
+    device.forget()
+    return reads
+
+
+def test_where_the_host_waits_for_an_id_map(device):
+    """More waits than these are a slip: each costs about as long as a kernel."""
+    id_map = IdMap(device=CUDA)
+    ids, rows = ids_of(100), torch.arange(100)
+    id_map.reserve(100)
+    assert noted(device) == []
+    id_map.insert(on(device, ids), on(device, rows))
+    assert noted(device) == ["insert"]  # reads whether all was right
+    assert id_map.lookup(on(device, ids)).memory.tolist() == rows.tolist()
+    assert noted(device) == []
+    more, more_rows = ids_of(400, 100), torch.arange(100, 500)
+    capacity = id_map.capacity
+    id_map.reserve(400)
+    assert id_map.capacity > capacity
+    assert noted(device) == ["move_slots"]
+    id_map.insert(on(device, more), on(device, more_rows))
+    device.forget()
+    id_map.remove(on(device, ids[:50]), 450)
+    assert noted(device) == []
+    found = id_map.lookup(on(device, torch.cat([ids, more])))
+    assert found.memory.tolist() == [-1] * 50 + list(range(50, 500))
+
+
+def test_where_the_host_waits_for_new_ids(device):
+    id_map, ids = IdMap(device=CUDA), ids_of(100)
+    offsets = torch.tensor([0, 200])
+    asked = on(device, torch.cat([ids, ids]))
+    found, _ = ops.lookup(asked, offsets, *id_map.arrays())
+    device.forget()
+    new, _, new_offsets, new_index = ops.collect_new(asked, found, offsets)
+    assert noted(device) == ["collect_new"]  # reads numbers of new ids
+    assert new_offsets.tolist() == [0, 100] and torch.equal(new.memory, ids)
+    ops.fill_new_(found, new_index, on(device, torch.arange(100)))
+    assert noted(device) == ["fill_new_"]
+    assert found.memory.tolist() == [*range(100), *range(100)]
+
+
+def test_where_the_host_waits_for_rows(device):
+    store = RowStore(5, 4, torch.float32, CUDA)
+    store.reserve(40)
+    assert noted(device) == []
+    rows, values = torch.tensor([39, 0, 17, 39]), torch.randn(4, 5)
+    store.write(on(device, rows), on(device, values))
+    assert noted(device) == ["scatter_rows_"]  # reads whether all rows are inside
+    assert torch.equal(store.read(on(device, rows)).memory, values[[3, 1, 2, 3]])
+    assert noted(device) == ["gather_rows"]

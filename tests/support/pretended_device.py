@@ -1,0 +1,227 @@
+"""A device for tests of host code without a GPU: its tensors say cuda:0, and their memory is on the CPU.
+
+    with PretendedDevice() as device:
+        store = RowStore(4, 4, torch.float32, torch.device("cuda:0"))
+        ...
+    assert device.reads == []
+
+Our ops run on the kernels of the simt build (csrc/simt.h), other ops on those of torch for the CPU. It shows
+what a GPU makes slow or refuses: reads by the host, which wait for all kernels before them, tensors of two
+devices in one op, and ops of ours that have no kernel for CUDA.
+"""
+
+import ctypes
+import functools
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from device_ops import DESCRIPTIONS, LIBRARY, kernels_of, simt_library
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ROOT / "torchrec_dyn", ROOT / "tests"  # not .venv, which has torch's files
+HOST = torch.device("cpu")
+CUDA = torch.device("cuda:0")
+aten = torch.ops.aten
+# The shape of their result depends on the contents of their arguments, or their result is a number of Python.
+READING = {
+    *(aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.allclose),
+    *(aten.nonzero, aten.masked_select, aten.bincount, aten.repeat_interleave),
+    *(aten._unique, aten._unique2, aten.unique_dim, aten.unique_consecutive),
+}
+# Results of our ops that describe other arguments: on the CPU for every device (torchrec_dyn/ops.py).
+HOST_RESULTS = {"collect_new": {2}, "move_slots": {0}}
+COPIES = {aten._to_copy, aten.copy_, aten._copy_from}
+
+
+@functools.cache
+def cuda_guard():
+    """Returns a function that sets or unsets torch's guard for CUDA, which indexing needs."""
+    torch_folder = Path(torch.__file__).parent
+    if torch.backends.cuda.is_built():
+        return lambda is_set: torch._C._ensureCUDADeviceGuardSet()
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/cuda_guard.so"
+        command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include"]
+        command += [str(Path(__file__).with_name("cuda_guard.cpp")), "-o", library]
+        subprocess.run([*command, f"-L{torch_folder}/lib", "-lc10"], check=True)
+        return ctypes.CDLL(library).set_cuda_guard
+
+
+class Note(NamedTuple):
+    op: str
+    place: str  # file and line of the package, or else of the test
+
+
+class PretendedTensor(torch.Tensor):
+    """A tensor of the pretended device; `memory` is the tensor on the CPU."""
+
+    @staticmethod
+    def __new__(cls, memory, device):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            memory.shape,
+            strides=memory.stride(),
+            storage_offset=memory.storage_offset(),
+            dtype=memory.dtype,
+            device=CUDA,
+        )
+
+    def __init__(self, memory, device):
+        self.memory = memory
+        self.notes = device
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        values, _ = tree_flatten((args, kwargs))
+        [notes, *_] = (value.notes for value in values if isinstance(value, PretendedTensor))
+        return notes.run(func, args, kwargs or {})
+
+    def __repr__(self):
+        return f"PretendedTensor({self.memory})"
+
+
+class PretendedDevice(TorchFunctionMode):
+    """While entered, tensors for CUDA are pretended ones; notes what the device's owner should know.
+
+    Attributes:
+        reads: waits of the host for the device, in order.
+        mixed: calls with tensors of both devices.
+        without_kernel: calls of our ops that have no kernel for CUDA.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.reads, self.mixed, self.without_kernel = [], [], []
+        simt_library()
+        self._waits = ctypes.c_int64.in_dll(ctypes.CDLL(str(LIBRARY)), "torchrec_dyn_host_waits")
+
+    def __enter__(self):
+        cuda_guard()(True)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        cuda_guard()(False)
+
+    def of(self, memory):
+        """Returns the tensor of this device that has this memory."""
+        return PretendedTensor(memory, self)
+
+    def forget(self):
+        """Drops all notes."""
+        for notes in (self.reads, self.mixed, self.without_kernel):
+            notes.clear()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Changes calls for which torch wants a real device: those that name it, and two more."""
+        kwargs = dict(kwargs or {})
+        is_here = bool(args) and isinstance(args[0], PretendedTensor)
+        if is_here and func is torch.Tensor.tolist:
+            return args[0].cpu().tolist()
+        if is_here and func is torch.Tensor.new_tensor and not kwargs.get("device"):
+            return self.of(args[0].memory.new_tensor(*args[1:], **kwargs))
+        moves = func in (torch.Tensor.to, torch.Tensor.cuda)
+        named = [one for one in args if isinstance(one, torch.device) or (moves and _is_cuda(one))]
+        if not any(map(_is_cuda, [*named, kwargs.get("device")])) and func is not torch.Tensor.cuda:
+            return func(*args, **kwargs)
+        if moves and is_here:  # is on its device already; another dtype may be named too
+            args = [value for value in args if not _is_cuda(value)]
+            kwargs.pop("device", None)
+            return args[0].to(*args[1:], **kwargs) if args[1:] or kwargs else args[0]
+        if func is torch.Tensor.cuda:
+            return self.of(args[0].clone())
+        args = [HOST if _is_cuda(value) else value for value in args]
+        if "device" in kwargs:
+            kwargs["device"] = HOST
+        return self.of(func(*args, **kwargs))
+
+    def run(self, func, args, kwargs):
+        """Runs an op that has an argument on this device."""
+        op, name = func.overloadpacket, func.name().split("::")[1]
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        ours = func.namespace == "torchrec_dyn"
+        if op not in COPIES and any(_is_elsewhere(ours, *item) for item in given.items()):
+            self._note(self.mixed, name)
+        if _is_read(op, given):
+            self._note(self.reads, name)
+        memories = {}  # the tensor of each memory: an op in place returns its argument
+        args, kwargs = tree_map(lambda value: _sent(value, memories), (args, kwargs))
+        if ours and op.__name__ in kernels_of("simt"):
+            func = getattr(simt_library(), op.__name__).default
+        elif ours:
+            self._note(self.without_kernel, name)
+        waits = self._waits.value
+        result = func(*args, **kwargs)
+        for _ in range(self._waits.value - waits):
+            self._note(self.reads, name)
+        if op in COPIES and _is_read(op, given):
+            return result
+        if ours and name in HOST_RESULTS:
+            results = [result] if isinstance(result, torch.Tensor) else list(result)
+            for place in {*range(len(results))} - HOST_RESULTS[name]:
+                results[place] = self.of(results[place])
+            return results[0] if isinstance(result, torch.Tensor) else tuple(results)
+        return tree_map(lambda value: self._tensor(value, memories), result)
+
+    def _tensor(self, value, memories):
+        if not isinstance(value, torch.Tensor):
+            return value
+        return memories[id(value)] if id(value) in memories else self.of(value)
+
+    def _note(self, notes, op):
+        notes.append(Note(op, _place()))
+
+
+def _is_cuda(value):
+    if isinstance(value, str):
+        return value.startswith("cuda")
+    return isinstance(value, torch.device) and value.type == "cuda"
+
+
+def _is_elsewhere(ours, argument, value):
+    """Returns True for tensors on the other device than an op needs. torch sends numbers along."""
+    tensors = [one for one in tree_flatten(value)[0] if isinstance(one, torch.Tensor)]
+    if ours and argument in DESCRIPTIONS:
+        return any(isinstance(one, PretendedTensor) for one in tensors)
+    return any(not isinstance(one, PretendedTensor) and (ours or one.dim()) for one in tensors)
+
+
+def _is_read(op, given):
+    """Returns True if the host waits for an op of torch."""
+    if op in (aten.index, aten.index_put, aten.index_put_):
+        masks = [one for one in given["indices"] if one is not None]
+        return any(one.dtype in (torch.bool, torch.uint8) for one in masks)
+    if op is aten._to_copy:
+        return given.get("device") is not None and not _is_cuda(given["device"])
+    if op is aten.copy_:
+        return not isinstance(given["self"], PretendedTensor)
+    return op in READING and given.get("output_size") is None
+
+
+def _sent(value, memories):
+    if isinstance(value, PretendedTensor):
+        memories[id(value.memory)] = value
+        return value.memory
+    return HOST if _is_cuda(value) else value
+
+
+def _place():
+    """Returns the innermost line of the package below `ops`, or else of the caller."""
+    frame, here = sys._getframe(), []
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if any(map(path.is_relative_to, OURS)) and path != Path(__file__) and path.name != "ops.py":
+            here.append((path.relative_to(ROOT), frame.f_lineno))
+        frame = frame.f_back
+    package = [one for one in here if one[0].parts[0] == "torchrec_dyn"]
+    path, line = [*package, *here, (Path("?"), 0)][0]
+    return f"{path}:{line}"

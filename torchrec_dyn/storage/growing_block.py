@@ -1,0 +1,61 @@
+"""Blocks of a GPU: each in a range of addresses, where it grows in place (docs/decisions/0028).
+
+Addresses are reserved for all rows that a block will ever have. Memory is committed by the page as rows
+come. It is not torch's memory, so memory that torch keeps for later may be missing here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+
+# Types of devices whose blocks are in ranges.
+RANGE_DEVICES = {"cuda"}
+# Upper bound of a range: few blocks for the memory of any GPU, and addresses for 4,000 stores.
+_RANGE_BYTES = 32 << 30
+# A GPU commits memory in pages of 2 MiB. A block of one page needs no range.
+_PAGE_BYTES = 2 << 20
+# Upper bound of the memory that is committed before rows need it.
+_AHEAD_BYTES = 256 << 20
+
+
+def range_shift(row_limit: int, row_bytes: int) -> int:
+    """Returns the binary logarithm of the rows of a block: up to the limit, if a range can hold so many.
+
+    Args:
+        row_limit: the most rows of the table.
+        row_bytes: bytes of a row's weights.
+    """
+    most = max(1, _RANGE_BYTES // max(1, row_bytes))
+    return max(4, min((row_limit - 1).bit_length(), most.bit_length() - 1, 31))
+
+
+def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
+    """Returns the block with at least `rows` rows, and a few more, so that growth is rare.
+
+    A block that this function returned keeps its address. The memory of new rows is not initialised.
+
+    Args:
+        block: [R, D], 0 <= R < limit.
+        rows: number of rows that must fit, in (R, limit].
+        limit: rows of a whole block.
+
+    Raises:
+        MemoryError: if there is no memory for `rows` rows; the block is then as it was.
+    """
+    row_bytes = block.shape[1] * block.itemsize
+    if limit * row_bytes <= _PAGE_BYTES and len(block) == 0:
+        return block.new_empty(limit, block.shape[1])
+    ahead = min(max(block.nbytes // 8, _PAGE_BYTES), _AHEAD_BYTES)
+    for wanted in (max(rows * row_bytes, block.nbytes + ahead), rows * row_bytes):
+        pages = -(-wanted // _PAGE_BYTES)
+        try:
+            return ops.grow_block(block, min(limit, pages * _PAGE_BYTES // row_bytes), limit)
+        except MemoryError:
+            torch.cuda.empty_cache()  # does nothing before CUDA is used
+    raise MemoryError(
+        f"RowStore: expected {rows * row_bytes - block.nbytes} more bytes of memory on {block.device}, got "
+        "none; no row has changed. Free memory, or use smaller tables."
+    )
