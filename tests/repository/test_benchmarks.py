@@ -302,7 +302,7 @@ def test_summary_names_what_the_eviction_benchmark_measures(tiny_run, monkeypatc
 
     written = tiny_run("bench_eviction")[0]["rows"]
     goals = summary._eviction_goals()
-    assert len(goals) == 10
+    assert len(goals) == 12
     assert [goal for goal in goals if summary.seen_of(goal, {"eviction": written}) is None] == []
 
 

@@ -104,3 +104,20 @@ def test_lists_are_dropped_with_the_last_reader_and_beyond_the_most_rows(
     listed(readers[2])
     listed(readers[2])
     assert len(scans.seen) == 1 + 2 + 2 + 2
+
+
+def test_scans_of_a_map_without_readers_are_dropped() -> None:
+    """Also while another map is read: else each abandoned load would keep its map alive."""
+    gc.collect()
+    still_read = CanonicalRows(filled([1]), "t", lambda: (1,))
+    listed(still_read)
+    before = len(canonical_rows._kept._held)
+    for _ in range(3):
+        listed(CanonicalRows(filled([30, 10]), "u", lambda: (7,)))
+    gc.collect()
+    kept = canonical_rows._kept
+    assert len(kept._held) == before
+    assert len(kept._order) == sum(len(held.scans) for held in kept._held.values())
+    assert kept._rows == sum(
+        scan.ids.numel() for held in kept._held.values() for _, scan in held.scans
+    )

@@ -99,8 +99,7 @@ class CanonicalRows:
     """
 
     def __init__(self, id_map: IdMap, where: str, stamp: Callable[[], Any]) -> None:
-        _kept.enter()
-        weakref.finalize(self, _kept.leave)
+        _kept.enter(self, id_map)
         self._map = id_map
         self._where = where
         self._stamp = stamp
@@ -219,48 +218,60 @@ class CanonicalRows:
 _Scan = TypeVar("_Scan", _Window, _Listed)
 
 
+class _Held(NamedTuple):
+    readers: set[object]
+    scans: list[tuple[Any, _Window | _Listed]]  # stamps and scans, oldest first
+
+
 class _KeptScans:
-    """Windows and lists of all maps that are being read: one scan of a map serves all tensors of a table.
+    """Windows and lists of the maps that are being read: one scan of a map serves all tensors of a table.
 
     Calls are safe on several threads: a writer may read chunks on all its threads.
     """
 
     def __init__(self) -> None:
-        # Reentrant: garbage collection may call `leave` on a thread that holds the lock.
+        # Reentrant: garbage collection may call `_leave` on a thread that holds the lock.
         self._lock = threading.RLock()
-        self._readers = 0
-        self._kept: deque[tuple[IdMap, Any, _Window | _Listed]] = deque()
+        self._held: dict[
+            int, _Held
+        ] = {}  # by the number of the map's object, which its readers keep alive
+        self._order: deque[int] = deque()  # the maps of all scans, oldest first
         self._rows = 0
 
-    def enter(self) -> None:
+    def enter(self, reader: object, id_map: IdMap) -> None:
+        """Keeps scans of the map as long as a reader of it lives."""
+        key, token = id(id_map), object()
+        # First: an interrupt in between leaves no reader behind.
+        weakref.finalize(reader, self._leave, key, token)
         with self._lock:
-            self._readers += 1
+            self._held.setdefault(key, _Held(set(), [])).readers.add(token)
 
-    def leave(self) -> None:
-        """Counts a reader less; drops all scans after the last reader."""
+    def _leave(self, key: int, token: object) -> None:
+        """Drops the scans of a map after its last reader."""
         with self._lock:
-            self._readers -= 1
-            if not self._readers:
-                self._kept.clear()
-                self._rows = 0
+            held = self._held.get(key)
+            if held is None:
+                return
+            held.readers.discard(token)
+            if not held.readers:
+                del self._held[key]
+                self._rows -= sum(scan.ids.numel() for _, scan in held.scans)
+                self._order = deque(other for other in self._order if other != key)
 
     def of(self, id_map: IdMap, stamp: Any, kind: type[_Scan]) -> list[_Scan]:
         """Returns the scans of one kind of a map with this stamp."""
         with self._lock:
-            kept = list(self._kept)
-        return [
-            scan
-            for owner, at, scan in kept
-            if owner is id_map and isinstance(scan, kind) and at == stamp
-        ]
+            scans = list(self._held[id(id_map)].scans)
+        return [scan for at, scan in scans if isinstance(scan, kind) and at == stamp]
 
     def keep(self, id_map: IdMap, stamp: Any, scan: _Window | _Listed) -> None:
         """Keeps a scan, and drops the oldest scans if all together have too many rows."""
         with self._lock:
-            self._kept.append((id_map, stamp, scan))
+            self._held[id(id_map)].scans.append((stamp, scan))
+            self._order.append(id(id_map))
             self._rows += scan.ids.numel()
-            while len(self._kept) > 1 and self._rows > _KEPT_ROWS:
-                self._rows -= self._kept.popleft()[2].ids.numel()
+            while len(self._order) > 1 and self._rows > _KEPT_ROWS:
+                self._rows -= self._held[self._order.popleft()].scans.pop(0)[1].ids.numel()
 
 
 _kept = _KeptScans()

@@ -43,8 +43,8 @@ def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
         limit: rows of a whole block.
 
     Raises:
-        MemoryError: if there is no memory for `rows` rows; the block is then as it was. A block of at most one
-            page is torch's memory, and without memory for it torch's error is raised.
+        MemoryError: if there is no memory for `rows` rows; the block is then as it was. A block of at most
+            one page is torch's memory: without memory for it torch's error is raised.
     """
     row_bytes = block.shape[1] * block.itemsize
     if limit * row_bytes <= _PAGE_BYTES and len(block) == 0:
