@@ -87,6 +87,14 @@ class DeviceCall final : public simt::Scratch {
     return static_cast<T*>(take(count * static_cast<int64_t>(sizeof(T))));
   }
 
+  // Memory for `count` objects, all bytes 0.
+  template <typename T>
+  T* zeros(int64_t count) {
+    T* objects = take_for<T>(count);
+    simt::fill_zero(queue_, objects, count * static_cast<int64_t>(sizeof(T)));
+    return objects;
+  }
+
   // A copy of objects of the host.
   template <typename T>
   const T* copy_of(const std::vector<T>& objects) {

@@ -14,8 +14,7 @@ Tensor admit_by_chance(const Tensor& ids, const Tensor& counts, int64_t key, int
   Tensor admitted = new_device_tensor({n}, ScalarType::Bool);
   if (n == 0) return admitted;
   const int64_t* count = const_data<int64_t>(counts);
-  auto* first_bad = call.take_for<int64_t>(1);
-  simt::fill_zero(call.queue(), first_bad, sizeof *first_bad);
+  auto* first_bad = call.zeros<int64_t>(1);
   simt::each(call.queue(), n,
              AdmitByChance{const_data<int64_t>(ids), count, n, static_cast<uint64_t>(key), step, probability,
                            mutable_data<bool>(admitted), first_bad});

@@ -56,12 +56,8 @@ const int64_t* times_data(const char* op, const std::optional<Tensor>& times, in
 void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<Tensor> scores, const Tensor& layout,
                    const Tensor& steps, const std::optional<Tensor>& times) {
   const char* op = "touch_scores_";
-  check_tensor(op, "rows", rows, ScalarType::Long);
-  const std::vector<TableLayout> tables = read_layout(op, layout, scores, true);
+  const auto tables = read_word_layout(op, rows, table_offsets, scores, layout, "steps", steps);
   const auto count = static_cast<int64_t>(tables.size());
-  check_table_offsets(op, table_offsets, count, rows.numel());
-  check_tensor(op, "steps", steps, ScalarType::Long);
-  check_size(op, "the number of steps", count, steps.numel());
   const int64_t* row = const_data<int64_t>(rows);
   const int64_t* offset = const_data<int64_t>(table_offsets);
   const int64_t* step = const_data<int64_t>(steps);

@@ -15,21 +15,11 @@
 namespace torchrec_dyn {
 namespace {
 
-int64_t* zero_word(DeviceCall& call) {
-  auto* word = call.take_for<int64_t>(1);
-  simt::fill_zero(call.queue(), word, sizeof *word);
-  return word;
-}
-
 void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<Tensor> scores, const Tensor& layout,
                    const Tensor& steps, const std::optional<Tensor>& times) {
   const char* op = "touch_scores_";
-  check_tensor(op, "rows", rows, ScalarType::Long, kDevice);
-  const std::vector<TableLayout> layouts = read_layout(op, layout, scores, true);
+  const auto layouts = read_word_layout(op, rows, table_offsets, scores, layout, "steps", steps, kDevice);
   const auto count = static_cast<int64_t>(layouts.size());
-  check_table_offsets(op, table_offsets, count, rows.numel());
-  check_tensor(op, "steps", steps, ScalarType::Long);
-  check_size(op, "the number of steps", count, steps.numel());
   if (times) {
     check_tensor(op, "times", *times, ScalarType::Long, rows.device());
     check_size(op, "the number of times", rows.numel(), times->numel());
@@ -43,7 +33,8 @@ void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<
   if (n == 0) return;
   DeviceCall call(rows);
   const int64_t* often = times ? const_data<int64_t>(*times) : nullptr;
-  const TouchedRows batch{const_data<int64_t>(rows), often, n, send_word_tables(call, blocks, words), zero_word(call)};
+  const TouchedRows batch{const_data<int64_t>(rows), often, n, send_word_tables(call, blocks, words),
+                          call.zeros<int64_t>(1)};
   simt::each(call.queue(), n, CheckTouchedRows{batch});
   simt::each(call.queue(), n, TouchScores{batch});
   const int64_t bad = call.read(batch.bad);  // waits, for the errors only
@@ -68,7 +59,7 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
   DeviceCall call(rows);
   const WrittenScores written{const_data<int64_t>(rows),       const_data<int64_t>(last_seen),
                               const_data<int64_t>(counts),     n,
-                              send_words(call, blocks, words), zero_word(call)};
+                              send_words(call, blocks, words), call.zeros<int64_t>(1)};
   simt::each(call.queue(), n, CheckWrittenScores{written});
   simt::each(call.queue(), n, FreeScores{written});
   simt::each(call.queue(), n, ClaimScores{written});
@@ -88,7 +79,7 @@ std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> s
   DeviceCall call(rows);
   Tensor last_seen = new_device_tensor({n}), counts = new_device_tensor({n});
   if (n == 0) return {last_seen, counts};
-  int64_t* bad = zero_word(call);
+  auto* bad = call.zeros<int64_t>(1);
   simt::each(call.queue(), n,
              ReadScores{const_data<int64_t>(rows), send_words(call, blocks, words), mutable_data<int64_t>(last_seen),
                         mutable_data<int64_t>(counts), bad});

@@ -101,8 +101,7 @@ void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>&
   const std::vector<DeviceSegment<T>> segments = segments_of(lists, tables, given.layout, outputs, element_bytes);
   const DeviceSegment<T>& last = segments.back();
   const int64_t turns = last.first_turn + (lists.count - last.first_bag) * last.units.divisor;
-  auto* wrong = call.take_for<WrongBags>(1);
-  simt::fill_zero(call.queue(), wrong, sizeof *wrong);
+  auto* wrong = call.zeros<WrongBags>(1);
   launch(
       DeviceBags<T>{send_segments(call, segments, blocks.pointers()), static_cast<int64_t>(segments.size()),
                     lists.offsets, lists.count, const_data<int64_t>(given.rows), given.rows.numel(), given.mean, wrong},

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "checks.h"
@@ -47,6 +48,20 @@ inline std::vector<TableLayout> read_layout(const char* op, const Tensor& layout
     check_row_shape(op, line[2], line[3]);
     tables.push_back(with_last_block({line[0], line[1], line[2], line[3]}, blocks, has_words ? 1 : line[3]));
   }
+  return tables;
+}
+
+// Reads the layout of words (scores or marks) of T tables, one number `now` for each table; checks these and the rows.
+inline std::vector<TableLayout> read_word_layout(const char* op, const Tensor& rows, const Tensor& table_offsets,
+                                                 const std::vector<Tensor>& words, const Tensor& layout,
+                                                 const char* name, const Tensor& now,
+                                                 const Device& device = DeviceType::CPU) {
+  check_tensor(op, "rows", rows, ScalarType::Long, device);
+  std::vector<TableLayout> tables = read_layout(op, layout, words, true);
+  const auto count = static_cast<int64_t>(tables.size());
+  check_table_offsets(op, table_offsets, count, rows.numel());
+  check_tensor(op, name, now, ScalarType::Long);
+  check_size(op, (std::string("the number of ") + name).c_str(), count, now.numel());
   return tables;
 }
 

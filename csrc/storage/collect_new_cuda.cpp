@@ -29,8 +29,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const 
     std::fill(new_offset, new_offset + tables + 1, int64_t{0});
     return {new_device_tensor({0}), new_device_tensor({0}), new_offsets, new_index};
   }
-  auto* words = call.take_for<int64_t>(3 * count);
-  simt::fill_zero(call.queue(), words, 3 * count * kWord);
+  auto* words = call.zeros<int64_t>(3 * count);
   const NewIds found{const_data<int64_t>(ids),
                      const_data<int64_t>(rows),
                      call.copy_of(std::vector<int64_t>(offsets, offsets + tables + 1)),

@@ -28,13 +28,6 @@ Tensor mix64_ids(const Tensor& ids) { return each_id<MixIds>("mix64", ids); }
 
 Tensor unmix64_ids(const Tensor& mixed) { return each_id<UnmixIds>("unmix64", mixed); }
 
-// Words of the device, all 0.
-int64_t* zeros(DeviceCall& call, int64_t count) {
-  auto* words = call.take_for<int64_t>(count);
-  simt::fill_zero(call.queue(), words, count * static_cast<int64_t>(sizeof(int64_t)));
-  return words;
-}
-
 // The maps on the device. offsets [tables + 1]: where the ids of each table begin.
 TableMaps send_maps(DeviceCall& call, const std::vector<IdMapView>& views, const int64_t* offsets) {
   std::vector<TableMap> maps;
@@ -75,7 +68,7 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   const int64_t* id = const_data<int64_t>(new_ids);
   const int64_t* row = const_data<int64_t>(new_rows);
   const TableMaps maps = send_maps(call, views, const_data<int64_t>(new_offsets));
-  int64_t* found = zeros(call, 2);  // the first bad row, the ids without a slot
+  auto* found = call.zeros<int64_t>(2);  // the first bad row, the ids without a slot
   simt::each(call.queue(), count, CheckRows{row, count, found});
   simt::each(call.queue(), count, InsertIds{id, row, maps, found, found + 1});
   int64_t wrong[2];
@@ -94,7 +87,7 @@ void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_ro
   if (rows.numel() == 0) return;
   DeviceCall call(rows);
   const int64_t* index = const_data<int64_t>(new_index);
-  int64_t* bad = zeros(call, 1);
+  auto* bad = call.zeros<int64_t>(1);
   simt::each(call.queue(), rows.numel(), CheckNewIndex{index, new_rows.numel(), bad});
   simt::each(call.queue(), rows.numel(),
              FillNew{index, const_data<int64_t>(new_rows), bad, mutable_data<int64_t>(rows)});
@@ -142,7 +135,7 @@ Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, in
   int64_t& end = mutable_data<int64_t>(moved_now)[0] = moved;
   if (std::min(until, from.capacity) <= moved) return moved_now;
   DeviceCall call(slots);
-  int64_t* left_out = zeros(call, 1);
+  auto* left_out = call.zeros<int64_t>(1);
   // Slots before `moved` are empty, or hold ids that wrap around the end.
   simt::each(call.queue(), from.capacity, MoveSlots{from, to, left_out});
   // Waits, for the error only: the ids of a map that does not fit stay in `outgoing`.

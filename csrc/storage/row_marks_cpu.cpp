@@ -28,12 +28,8 @@ TORCHREC_DYN_SIMD int64_t count_changed(const int32_t* words, int64_t count, int
 void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Tensor> marks, const Tensor& layout,
                 const Tensor& versions) {
   const char* op = "mark_rows_";
-  check_tensor(op, "rows", rows, ScalarType::Long);
-  const std::vector<TableLayout> tables = read_layout(op, layout, marks, true);
+  const auto tables = read_word_layout(op, rows, table_offsets, marks, layout, "versions", versions);
   const auto count = static_cast<int64_t>(tables.size());
-  check_table_offsets(op, table_offsets, count, rows.numel());
-  check_tensor(op, "versions", versions, ScalarType::Long);
-  check_size(op, "the number of versions", count, versions.numel());
   const int64_t* row = const_data<int64_t>(rows);
   const int64_t* offset = const_data<int64_t>(table_offsets);
   const int64_t* version = const_data<int64_t>(versions);

@@ -12,17 +12,11 @@
 namespace torchrec_dyn {
 namespace {
 
-constexpr auto kWord = static_cast<int64_t>(sizeof(int64_t));
-
 void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Tensor> marks, const Tensor& layout,
                 const Tensor& versions) {
   const char* op = "mark_rows_";
-  check_tensor(op, "rows", rows, ScalarType::Long, kDevice);
-  const std::vector<TableLayout> layouts = read_layout(op, layout, marks, true);
+  const auto layouts = read_word_layout(op, rows, table_offsets, marks, layout, "versions", versions, kDevice);
   const auto count = static_cast<int64_t>(layouts.size());
-  check_table_offsets(op, table_offsets, count, rows.numel());
-  check_tensor(op, "versions", versions, ScalarType::Long);
-  check_size(op, "the number of versions", count, versions.numel());
   const int64_t* row = const_data<int64_t>(rows);
   const int64_t* offset = const_data<int64_t>(table_offsets);
   const int64_t* version = const_data<int64_t>(versions);
@@ -33,8 +27,7 @@ void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Ten
   if (rows.numel() == 0) return;
   DeviceCall call(rows);
   const MarkTables tables = send_word_tables(call, blocks, words);
-  auto* first_bad = call.take_for<int64_t>(1);
-  simt::fill_zero(call.queue(), first_bad, kWord);
+  auto* first_bad = call.zeros<int64_t>(1);
   simt::each(call.queue(), rows.numel(), CheckMarkedRows{row, rows.numel(), tables, first_bad});
   simt::each(call.queue(), rows.numel(), MarkRows{row, tables, first_bad});
   const int64_t bad = call.read(first_bad);  // waits, for the error only

@@ -28,8 +28,7 @@ struct DeviceRows {
 void check_rows(const char* op, DeviceCall& call, const Tensor& rows, int64_t lowest, int64_t capacity) {
   if (rows.numel() == 0) return;
   const int64_t* row = const_data<int64_t>(rows);
-  auto* left = call.take_for<int64_t>(1);
-  simt::fill_zero(call.queue(), left, sizeof *left);
+  auto* left = call.zeros<int64_t>(1);
   simt::each(call.queue(), rows.numel(), FindRowOutside{row, rows.numel(), lowest, capacity, left});
   if (const int64_t outside = call.read(left); outside > 0)
     check_row(op, call.read(row + rows.numel() - outside), lowest, capacity);
@@ -107,9 +106,8 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
     check_rows("scatter_rows_", call, rows, 0, device_rows.table.capacity);
     const int64_t n = rows.numel();
     const int64_t size = (2 * n + kLineSlots - 1) / kLineSlots * kLineSlots;
-    auto* last = call.take_for<int64_t>(size);
+    auto* last = call.zeros<int64_t>(size);
     auto* places = call.take_for<int64_t>(n);
-    simt::fill_zero(call.queue(), last, size * static_cast<int64_t>(sizeof *last));
     simt::each(call.queue(), n, FindLastPositions{const_data<int64_t>(rows), last, size, places});
     dispatch_unit(device_rows, values.const_data_ptr(), [&](auto unit) {
       using Unit = decltype(unit);

@@ -1,4 +1,4 @@
-"""What one scan of a map has found serves all readers of the map as it was then, and no other reader."""
+"""The result of one scan of a map serves all readers of the map with the same stamp, and no other reader."""
 
 import gc
 
