@@ -8,6 +8,8 @@
 #include <latch>
 #include <numeric>
 #include <thread>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "simt.h"
@@ -38,6 +40,17 @@ void each(const Queue&, int64_t n, const Body& body) {
 
 inline void exclusive_sum(const Queue&, int64_t* words, int64_t n) {
   std::exclusive_scan(words, words + n, words, int64_t{0});
+}
+
+inline Pairs sort_pairs(const Queue&, Pairs pairs, int64_t n, int first_bit, int end_bit) {
+  const int above = 64 - end_bit;
+  const auto bits = [=](uint64_t key) { return key << above >> above >> first_bit; };
+  if (n == 0 || end_bit == first_bit) return pairs;
+  std::vector<std::pair<uint64_t, int64_t>> both;
+  for (int64_t i = 0; i < n; ++i) both.emplace_back(pairs.keys[i], pairs.values[i]);
+  std::ranges::stable_sort(both, {}, [&](const auto& pair) { return bits(pair.first); });
+  for (int64_t i = 0; i < n; ++i) std::tie(pairs.keys[i], pairs.values[i]) = both[static_cast<size_t>(i)];
+  return pairs;
 }
 
 inline void fill_zero(const Queue&, void* memory, int64_t bytes) {

@@ -65,6 +65,24 @@ void meet_at_words() {
   check(first_conflict < 8, "the first conflict is the lowest one");
 }
 
+void sort_by_some_bits() {
+  constexpr int64_t kCount = 1000;
+  std::vector<uint64_t> keys;
+  for (int64_t i = 0; i < kCount; ++i) keys.push_back(random_words(2, i, 0, 0).words[0] | uint64_t{1} << 63);
+  std::vector<int64_t> places(kCount);
+  std::iota(places.begin(), places.end(), 0);
+  const std::vector<uint64_t> given = keys;
+  const simt::Pairs sorted = simt::sort_pairs(kQueue, {keys.data(), places.data()}, kCount, 3, 7);
+  const auto bits = [](uint64_t key) { return key >> 3 & 15; };
+  for (int64_t i = 0; i < kCount; ++i) {
+    check(sorted.keys[i] == given[static_cast<size_t>(sorted.values[i])], "values move with their keys");
+    if (i == 0) continue;
+    check(bits(sorted.keys[i - 1]) <= bits(sorted.keys[i]), "keys ascend by their bits");
+    check(bits(sorted.keys[i - 1]) < bits(sorted.keys[i]) || sorted.values[i - 1] < sorted.values[i],
+          "pairs with equal bits stay in their order");
+  }
+}
+
 }  // namespace
 }  // namespace torchrec_dyn
 
@@ -72,5 +90,6 @@ int main() {
   using namespace torchrec_dyn;
   mix_and_unmix();
   meet_at_words();
+  sort_by_some_bits();
   std::puts("kernels: ok");
 }
