@@ -35,7 +35,7 @@ from axes import (
     tiny,
 )
 from bench_growth import bytes_beside, touch_memory
-from floor import NoFloorError, WordFloor
+from floor import BitFloor, NoFloorError, WordFloor
 from full_tables import LEAST_RECENT, NO_POLICY, Stepped, cases, expiring, steps_of
 from interleaved import finish, measure, options, quartiles, ratio, result, spread, summary
 from torch import Tensor
@@ -127,29 +127,44 @@ def run_scores(
             side: lambda turn, table=table, batches=batches: table.step(batches[turn % BATCHES])
             for side, table in (("LRU", full), ("no policy", plain))
         }
-        try:
-            floor = WordFloor(full.table, batches)
-        except NoFloorError as error:
-            print(error, file=sys.stderr)
-        else:
-            contestants["floor"] = lambda turn, floor=floor, batches=batches: (
-                plain.step(batches[turn % BATCHES]),
-                floor(turn),
-            )
+        contestants |= with_floor(WordFloor, full, plain, batches)
         seconds = measure(contestants, KNOWN_STEPS, WARM_UP, arguments.clock)
-        for side, policy in (("LRU", "LRU"), ("floor", "one word an id")):
-            if side not in seconds:
-                continue
-            seen = ratio(seconds, side, "no policy")
-            print(f"{workload.name:26} {policy:20} known ids: {spread(seen)} of no policy")
-            yield result(
-                workload.name, torch.get_num_threads(), "known ids", "no policy", seen,
-                policy=policy, in_mean=False, ns_per_id=summary(seconds, workload.ids_per_step),
-            )  # fmt: skip
+        sides = {"LRU": "LRU", "floor": "one word an id"}
+        yield from against(workload, sides, "no policy", seconds)
+
+
+def with_floor(
+    kind: type[WordFloor | BitFloor], full: Stepped, plain: Stepped, batches: list[Tensor]
+) -> dict[str, Any]:
+    """Returns a contestant "floor": a step of `plain`, then the floor of its ids. None without a compiler."""
+    try:
+        floor = kind(full.table, batches)
+    except NoFloorError as error:
+        print(error, file=sys.stderr)
+        return {}
+    return {"floor": lambda turn: (plain.step(batches[turn % BATCHES]), floor(turn))}
+
+
+def against(
+    workload: Workload, sides: dict[str, str], base: str, seconds: dict[str, list[float]]
+) -> Lines:
+    """Prints and returns the result lines of sides, by the names of their lines, against `base`."""
+    for side, policy in sides.items():
+        if side not in seconds:
+            continue
+        seen = ratio(seconds, side, base)
+        print(f"{workload.name:26} {policy:20} known ids: {spread(seen)} of {base}")
+        yield result(
+            workload.name, torch.get_num_threads(), "known ids", base, seen,
+            policy=policy, in_mean=False, ns_per_id=summary(seconds, workload.ids_per_step),
+        )  # fmt: skip
 
 
 def run_markers(limit: int, workloads: Sequence[Workload], known: Known, clock: str) -> Lines:
-    """Measures steps of a table that records its changes since a marker, against one that records none."""
+    """Measures steps of a table that records its changes since a marker, against one that records none.
+
+    Also measures the floor of what markers cost: a step that records none, and one random bit an id.
+    """
     marked, plain = (
         Stepped(workloads[0], NO_POLICY, limit).fill(workloads[0].rows) for _ in range(2)
     )
@@ -160,13 +175,10 @@ def run_markers(limit: int, workloads: Sequence[Workload], known: Known, clock: 
             side: lambda turn, table=table, batches=batches: table.step(batches[turn % BATCHES])
             for side, table in (("marker", marked), ("no marker", plain))
         }
+        contestants |= with_floor(BitFloor, marked, plain, batches)
         seconds = measure(contestants, KNOWN_STEPS, WARM_UP, clock)
-        seen = ratio(seconds, "marker", "no marker")
-        print(f"{workload.name:26} {'marker':20} known ids: {spread(seen)} of no marker")
-        yield result(
-            workload.name, torch.get_num_threads(), "known ids", "no marker", seen,
-            policy="marker", in_mean=False, ns_per_id=summary(seconds, workload.ids_per_step),
-        )  # fmt: skip
+        sides = {"marker": "marker", "floor": "one bit an id"}
+        yield from against(workload, sides, "no marker", seconds)
     assert moment.log is marked.table.changes
 
 

@@ -159,4 +159,15 @@ void word_floor(const int64_t* rows, const int64_t* offsets, char* const* blocks
   });
 }
 
+// Sets the bit of each row of one table. Thread t takes rows[offsets[t], offsets[t + 1]); no two threads have rows of
+// the same line.
+void bit_floor(const int64_t* rows, const int64_t* offsets, uint8_t* bits, int64_t ahead, int64_t threads) {
+  on_threads(threads, threads, [&](int64_t thread, int64_t, int64_t) {
+    visit_ahead(
+        offsets[thread], offsets[thread + 1], ahead,
+        [&](int64_t i) ALWAYS_INLINE { __builtin_prefetch(bits + (rows[i] >> 3), 1, 2); },
+        [&](int64_t i) { bits[rows[i] >> 3] |= static_cast<uint8_t>(1u << (rows[i] & 7)); });
+  });
+}
+
 }  // extern "C"

@@ -6,7 +6,7 @@ The first use compiles them for this machine. They take row numbers, and the blo
 tables (on huge pages). "read" adds the rows into a register. "copy" writes them to a new tensor, page faults
 included, as any forward that returns every row must do. "probe" reads the slot of each id. "update" reads the
 gradient and reads and writes row and state of each id, in the order of the batch. "fresh" writes memory that
-no one has written before. "word" adds a number to the score of each id's row.
+no one has written before. "word" adds a number to the score of each id's row. "bit" sets a bit for each row.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def compiled() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
     loaded.gather_floor.restype = ctypes.c_uint64
     loaded.probe_floor.restype = loaded.update_floor.restype = None
-    loaded.fresh_floor.restype = loaded.word_floor.restype = None
+    loaded.fresh_floor.restype = loaded.word_floor.restype = loaded.bit_floor.restype = None
     return loaded
 
 
@@ -186,19 +186,11 @@ class WordFloor:
 
     def __init__(self, table: DynamicTable, ids: Sequence[Tensor]) -> None:
         self._floor = compiled().word_floor
-        self._threads = torch.get_num_threads()
         store = table.life.scores.store
-        self._held, self._shift = (
-            store.blocks,
-            store.shift,
-        )  # keeps the memory of the pointers below
-        self._blocks = _pointers(store.blocks)
-        self._batches = [self._parts(table.id_map.lookup(batch)) for batch in ids]
-
-    def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the rows of each thread, by whole lines of words in their order, and where they begin."""
-        parts = [rows[rows // 8 % self._threads == thread] for thread in range(self._threads)]
-        return torch.cat(parts), torch.tensor([0, *(part.numel() for part in parts)]).cumsum(0)
+        # The blocks are kept for the pointers.
+        self._held, self._shift, self._blocks = store.blocks, store.shift, _pointers(store.blocks)
+        self._threads = torch.get_num_threads()
+        self._batches = [_by_lines(table.id_map.lookup(b), 8, self._threads) for b in ids]
 
     def __call__(self, turn: int, by: int = 0, ahead: int = AHEAD) -> None:
         """Adds `by` to the words of a batch; 0 writes every word as it was."""
@@ -207,6 +199,38 @@ class WordFloor:
             _pointer(rows), _pointer(offsets), _pointer(self._blocks), ctypes.c_int64(self._shift),
             ctypes.c_uint64(by), ctypes.c_int64(ahead), ctypes.c_int64(self._threads),
         )  # fmt: skip
+
+
+class BitFloor:
+    """Sets the bit of each id's row in bits of its own, for as many threads as torch has now.
+
+    Args:
+        table: any table.
+        ids: batches, each [N] int64 raw ids, all known.
+
+    Raises:
+        NoFloorError: the floor does not compile.
+    """
+
+    def __init__(self, table: DynamicTable, ids: Sequence[Tensor]) -> None:
+        self._floor = compiled().bit_floor
+        self.bits = torch.zeros(table.weights.capacity // 8 + 1, dtype=torch.uint8)
+        self._threads = torch.get_num_threads()
+        self._batches = [_by_lines(table.id_map.lookup(b), 512, self._threads) for b in ids]
+
+    def __call__(self, turn: int, ahead: int = AHEAD) -> None:
+        """Sets the bits of a batch."""
+        rows, offsets = self._batches[turn % len(self._batches)]
+        self._floor(
+            _pointer(rows), _pointer(offsets), _pointer(self.bits), ctypes.c_int64(ahead),
+            ctypes.c_int64(self._threads),
+        )  # fmt: skip
+
+
+def _by_lines(rows: Tensor, rows_of_line: int, threads: int) -> tuple[Tensor, Tensor]:
+    """Returns the rows of each thread, by whole cache lines in their order, and where they begin."""
+    parts = [rows[rows // rows_of_line % threads == thread] for thread in range(threads)]
+    return torch.cat(parts), torch.tensor([0, *(part.numel() for part in parts)]).cumsum(0)
 
 
 def _grad_places(offsets: Tensor, bag: int | None, columns: int) -> Tensor:

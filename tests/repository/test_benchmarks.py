@@ -169,9 +169,9 @@ def test_peak_memory_of_checkpoints_is_measured_as_the_summary_asks(tmp_path):
     assert all(row["ranks"] == 1 and row["bytes"] == 30_000_000 for row in rows)
 
 
-def test_the_floor_of_scores_touches_the_word_of_each_occurrence():
+def test_the_floors_of_life_touch_the_word_or_bit_of_each_occurrence():
     from axes import full_table, raw_ids, tiny
-    from floor import NoFloorError, WordFloor
+    from floor import BitFloor, NoFloorError, WordFloor
     from full_tables import LEAST_RECENT, Stepped
 
     full = Stepped(tiny(full_table(1000, 0.0)), LEAST_RECENT, 1000).fill(500)
@@ -180,7 +180,7 @@ def test_the_floor_of_scores_touches_the_word_of_each_occurrence():
     for threads in (1, 2):
         torch.set_num_threads(threads)
         try:
-            floor = WordFloor(full.table, [ids])
+            floor, bits = WordFloor(full.table, [ids]), BitFloor(full.table, [ids])
         except NoFloorError as error:
             pytest.skip(str(error))
         seen, counts = full.table.life.scores.read(each)
@@ -188,6 +188,9 @@ def test_the_floor_of_scores_touches_the_word_of_each_occurrence():
         times = torch.bincount(full.table.id_map.lookup(ids), minlength=1000)
         now = full.table.life.scores.read(each)
         assert torch.equal(now[0], seen) and torch.equal(now[1], counts + times)
+        bits(0)
+        is_set = (bits.bits[each // 8] >> (each % 8)) & 1
+        assert torch.equal(is_set.bool(), times > 0)
 
 
 @pytest.mark.parametrize("pooled", [True, False])
