@@ -31,9 +31,11 @@ def find_rows(maps: MapList, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor
 
     Returns:
         rows: [N] int64, -1 for an absent id.
-        absent: [T] int64, number of absent ids of each table, repeats counted.
+        absent: [T] int64 on the CPU, number of absent ids of each table, repeats counted. On a GPU this is
+            the one number that the host waits for in a step of known ids.
     """
-    return ops.lookup(ids, table_offsets, *maps.arrays())
+    rows, absent = ops.lookup(ids, table_offsets, *maps.arrays())
+    return rows, absent.cpu()
 
 
 def ranges_of(new_offsets: Tensor) -> dict[int, slice]:
