@@ -13,8 +13,9 @@ namespace torchrec_dyn {
 
 // Turns of one launch, if there are not more units in a row: as many as run at once on a large GPU.
 constexpr int64_t kMostSumTurns = int64_t{1} << 18;
-// The words that turns add to: one word alone would get all their additions one after the other.
-constexpr int64_t kPartialSums = 1024;
+// The words that turns add to: one word alone would get all their additions one after the other. An odd number, so that
+// turns of several threads of the simt build meet at a word.
+constexpr int64_t kPartialSums = 1023;
 
 // A turn sums one unit of columns of the rows of its group: every `groups`-th row. So it needs the keys of few columns,
 // and neighbouring turns read neighbouring memory.
