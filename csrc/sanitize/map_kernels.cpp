@@ -65,7 +65,7 @@ void erase(const SlotArray& array, const Words& ids, Words& rows) {
 void find(const SlotArray& array, const Words& ids, const std::unordered_map<int64_t, int64_t>& rows_of) {
   const TableMap map{IdMapView(array), 0};
   Words rows(ids.size()), absent(1);
-  simt::each(kQueue, size_of(ids), FindRows{ids.data(), {&map, 1}, rows.data(), absent.data()});
+  simt::each(kQueue, size_of(ids), FindRows{ids.data(), {&map, 1}, nullptr, rows.data(), absent.data()});
   for (size_t i = 0; i < ids.size(); ++i) {
     const auto known = rows_of.find(ids[i]);
     check(rows[i] == (known == rows_of.end() ? kNoRow : known->second), "the map finds what the oracle finds");

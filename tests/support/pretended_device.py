@@ -36,6 +36,8 @@ READING = {
 }
 # Results of our ops that describe other arguments: on the CPU for every device (torchrec_dyn/ops.py).
 HOST_RESULTS = {"collect_new": {2}, "move_slots": {0}}
+# Descriptions that may be on the device, too; the host does not look at them there.
+ON_EITHER = {("lookup", "table_offsets")}
 COPIES = {aten._to_copy, aten.copy_, aten._copy_from}
 
 
@@ -149,7 +151,8 @@ class PretendedDevice(TorchFunctionMode):
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         ours = func.namespace == "torchrec_dyn"
-        if op not in COPIES and any(_is_elsewhere(ours, *item) for item in given.items()):
+        others = {key: value for key, value in given.items() if (name, key) not in ON_EITHER}
+        if op not in COPIES and any(_is_elsewhere(ours, *item) for item in others.items()):
             self._note(self.mixed, name)
         if _is_read(op, given):
             self._note(self.reads, name)
@@ -159,6 +162,8 @@ class PretendedDevice(TorchFunctionMode):
             func = getattr(simt_library(), op.__name__).default
         elif ours:
             self._note(self.without_kernel, name)
+        if name == "lookup" and isinstance(given["table_offsets"], PretendedTensor):
+            args = (args[0], _ascending(args[1], len(args[0])), *args[2:])
         waits = self._waits.value
         result = func(*args, **kwargs)
         for _ in range(self._waits.value - waits):
@@ -179,6 +184,14 @@ class PretendedDevice(TorchFunctionMode):
 
     def _note(self, notes, op):
         notes.append(Note(op, _place()))
+
+
+def _ascending(table_offsets, ids):
+    """Returns valid offsets: for wrong ones other offsets, since a GPU's kernel returns anything for these."""
+    is_right = table_offsets[0] == 0 and table_offsets[-1] == ids
+    if is_right and (table_offsets.diff() >= 0).all():
+        return table_offsets
+    return torch.tensor([0] * (len(table_offsets) - 1) + [ids])
 
 
 def _is_cuda(value):

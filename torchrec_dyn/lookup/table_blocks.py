@@ -38,7 +38,7 @@ def blocks_of(stores: Sequence[RowStore], rows: Sequence[int] | None = None) -> 
         own = store.blocks if rows is None else store.blocks_of_first(rows[place])
         lines.append([len(blocks), len(own), store.shift, store.columns])
         blocks.extend(own)
-    return TableBlocks(blocks, torch.tensor(lines))
+    return TableBlocks(blocks, torch.tensor(lines, device="cpu"))
 
 
 class BlockLists:
@@ -101,7 +101,8 @@ def blocks_with_initial_rows(
     new_rows: list[Tensor] = []
     for t, unseen_of_table in ranges_of(new_offsets).items():
         table, weights, unseen = tables[t], tables[t].weights, new_ids[unseen_of_table]
-        fresh = torch.arange(weights.capacity, weights.capacity + unseen.numel())
+        end = weights.capacity + unseen.numel()
+        fresh = torch.arange(weights.capacity, end, device=rows.device)
         if table.config.unseen == "initial":
             stores[t] = weights.with_added_blocks(unseen.numel())
             table.initial_rows.write(unseen, fresh, stores[t])

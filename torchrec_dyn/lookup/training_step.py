@@ -71,6 +71,7 @@ def take_step(
     ids: Tensor,
     table_offsets: Tensor,
     times: Tensor | None = None,
+    found: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, int]:
     """Runs one training step of all tables and returns the rows of the batch.
 
@@ -83,6 +84,7 @@ def take_step(
         table_offsets: [T + 1] int64, where the ids of each table begin.
         times: [N] int64, number of occurrences that each id stands for, in batches that hold each distinct
             id once; None for 1 each.
+        found: the result of `find_rows` for this batch, if the caller has it and no table's rows expire.
 
     Returns:
         rows: [N] int64, -1 for an id that was not admitted.
@@ -106,7 +108,7 @@ def take_step(
             expired[number] = old
             if old.ids.numel():
                 id_map.remove(old.ids, old.num_ids - old.ids.numel())
-        batch = _decide(trained, ids, table_offsets, times)
+        batch = _decide(trained, ids, table_offsets, times, found)
         parts = [
             _TableStep(
                 number,
@@ -203,11 +205,15 @@ def _occurrences(
 
 
 def _decide(
-    trained: TrainedTables, ids: Tensor, table_offsets: Tensor, times: Tensor | None
+    trained: TrainedTables,
+    ids: Tensor,
+    table_offsets: Tensor,
+    times: Tensor | None,
+    found: tuple[Tensor, Tensor] | None,
 ) -> _Batch:
     """Looks ids up, decides admission, checks every table's room and reserves memory."""
     tables = trained.tables
-    rows, absent = find_rows(trained.maps, ids, table_offsets)
+    rows, absent = found or find_rows(trained.maps, ids, table_offsets)
     unseen, new_index = dict[int, _Unseen](), _NONE
     if any(absent.tolist()):
         new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)

@@ -38,6 +38,27 @@ def find_rows(maps: MapList, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor
     return rows, absent.cpu()
 
 
+def find_rows_and_read(
+    maps: MapList, ids: Tensor, table_offsets: Tensor, words: Tensor
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Finds the rows of ids on a GPU whose `table_offsets` are there, too, and reads words with the counts.
+
+    Args:
+        maps: maps of T tables.
+        ids: [N] int64 in table order.
+        table_offsets: [T + 1] int64 on the device of `ids`. Not checked: if they are wrong, drop the results.
+        words: [W] int64 on the device of `ids`.
+
+    Returns:
+        rows: as `find_rows`.
+        absent: as `find_rows`.
+        words: [W], as numbers.
+    """
+    rows, absent = ops.lookup(ids, table_offsets, *maps.arrays())
+    absent, read = torch.cat([absent, words]).cpu().split([absent.numel(), words.numel()])
+    return rows, absent, read.tolist()
+
+
 def ranges_of(new_offsets: Tensor) -> dict[int, slice]:
     """Returns the range of each table's new ids of `ops.collect_new`, by number of the table; none is empty.
 
