@@ -97,11 +97,12 @@ class PretendedDevice(TorchFunctionMode):
         reads: waits of the host for the device, in order.
         mixed: calls with tensors of both devices.
         without_kernel: calls of our ops that have no kernel for CUDA.
+        recorded: tensors and streams of `record_stream`.
     """
 
     def __init__(self):
         super().__init__()
-        self.reads, self.mixed, self.without_kernel = [], [], []
+        self.reads, self.mixed, self.without_kernel, self.recorded = [], [], [], []
         simt_library()
         self._waits = ctypes.c_int64.in_dll(ctypes.CDLL(str(LIBRARY)), "torchrec_dyn_host_waits")
 
@@ -119,12 +120,16 @@ class PretendedDevice(TorchFunctionMode):
 
     def forget(self):
         """Drops all notes."""
-        for notes in (self.reads, self.mixed, self.without_kernel):
+        for notes in (self.reads, self.mixed, self.without_kernel, self.recorded):
             notes.clear()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Changes calls for which torch wants a real device: those that name it, and two more."""
         kwargs = dict(kwargs or {})
+        if func is torch.device:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.record_stream:
+            return self.recorded.append(args)
         is_here = bool(args) and isinstance(args[0], PretendedTensor)
         if is_here and func is torch.Tensor.tolist:
             return args[0].cpu().tolist()
@@ -238,3 +243,26 @@ def _place():
     package = [one for one in here if one[0].parts[0] == "torchrec_dyn"]
     path, line = [*package, *here, (Path("?"), 0)][0]
     return f"{path}:{line}"
+
+
+def run_lookups_backward(output, seed=0):
+    """Runs the backward of each lookup in the graph of an output of a collection, with random gradients.
+
+    Autograd's engine wants a real device. Works for tensors of the CPU, too: the same seed is the same gradients.
+
+    Returns:
+        The gradients of bag weights, in the order of the lookups; None for a lookup without them.
+    """
+    tensors = output if isinstance(output, dict) else {"": output}
+    nodes, found = [tensors[key].values().grad_fn for key in sorted(tensors)], []
+    for node in nodes:
+        if node is not None and node not in found:
+            found.append(node)
+            nodes += [before for before, _ in node.next_functions]
+    draw = torch.Generator().manual_seed(seed)
+    returned = []
+    for node in found:
+        if hasattr(node, "lookup"):
+            grad = torch.randn(node.lookup.bags.elements, generator=draw)
+            returned.append(node.apply(grad.to(node.lookup.ids.device))[1])
+    return returned
