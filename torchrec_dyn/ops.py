@@ -16,6 +16,12 @@ import torchrec_dyn._C  # noqa: F401  (loads the library that registers the ops)
 _ops = torch.ops.torchrec_dyn
 
 
+def has_cuda_kernels() -> bool:
+    """Returns True if this build of the extension has kernels for CUDA."""
+    has: bool = torch._C._dispatch_has_kernel_for_dispatch_key("torchrec_dyn::lookup", "CUDA")
+    return has
+
+
 def mix64(ids: Tensor) -> Tensor:
     """Returns the mixed ids: a bijection of 64-bit words.
 

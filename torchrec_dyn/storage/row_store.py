@@ -156,7 +156,8 @@ class RowStore:
         Returns:
             [M, columns].
         """
-        if rows.numel() and int(rows[-1]) - int(rows[0]) == rows.numel() - 1:
+        # On a GPU to see whether they are costs a wait, and a copy little.
+        if rows.is_cpu and rows.numel() and int(rows[-1]) - int(rows[0]) == rows.numel() - 1:
             view = self.within(int(rows[0]), 0, (rows.numel(), self.columns))
             if view is not None:
                 return view
@@ -202,7 +203,7 @@ class RowStore:
             count = min(end - row, (1 << self.shift) - place)
             piece = values[row - first_row : row - first_row + count]
             into = self.blocks[block][place : place + count, columns]
-            if into.data_ptr() != piece.data_ptr():
+            if into.device != piece.device or into.data_ptr() != piece.data_ptr():
                 into.copy_(piece)
             row += count
 

@@ -108,12 +108,21 @@ class Addition:
         table: the table, with room reserved.
         ids: [M] int64, distinct and absent.
         counts: [M] int64, occurrences of the ids; None outside training.
+        num_waiting: number of ids that have an admission counter; None: they are counted when the rows are
+            given to the ids.
     """
 
-    def __init__(self, table: DynamicTable, ids: Tensor, counts: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        table: DynamicTable,
+        ids: Tensor,
+        counts: Tensor | None = None,
+        num_waiting: int | None = None,
+    ) -> None:
         self.table = table
         self.ids = ids
         self._counts = counts
+        self._num_waiting = num_waiting
         self._taking: Taking = table.row_numbers.prepare(ids.numel())
         self._num_ids = table.id_map.num_ids + ids.numel()
         self._own = table.own._replace(edits=table.own.edits + 1)
@@ -127,12 +136,17 @@ class Addition:
         """The rows, [M] int64."""
         return self._taking.rows
 
-    def commit(self) -> None:
-        """Gives the rows to the ids, but for the slots of the map; a second call changes nothing."""
+    def commit(self, again: bool) -> None:
+        """Gives the rows to the ids, but for the slots of the map.
+
+        Args:
+            again: True if the rows may have been given already; such a call changes nothing then.
+        """
         table = self.table
         table.row_numbers.commit(self._taking)
         if table.life is not None:
-            table.life.add_rows(self.ids, self.rows, table.step, self._counts)
+            num_waiting = None if again else self._num_waiting
+            table.life.add_rows(self.ids, self.rows, table.step, self._counts, num_waiting)
         note_added(table, self.rows)
         table.own, table.id_map.num_ids = self._own, self._num_ids
         table.counters["inserted"] = self._inserted
@@ -151,9 +165,10 @@ def commit_rows(added: Sequence[Addition], again: bool) -> None:
     """`insert_rows` as an action of `run_to_end`."""
     maps = [of_table.table.id_map for of_table in added]
     ids, rows = (_joined([getattr(a, name) for a in added]) for name in ("ids", "rows"))
-    offsets = torch.tensor([0, *(of_table.ids.numel() for of_table in added)]).cumsum(0)
+    counts = [0, *(of_table.ids.numel() for of_table in added)]
+    offsets = torch.tensor(counts, device="cpu").cumsum(0)
     for of_table in added:
-        of_table.commit()
+        of_table.commit(again)
     arrays = arrays_of(maps)
     if not again or bool((ops.lookup(ids, offsets, *arrays)[0] < 0).any()):
         ops.insert(ids, rows, offsets, *arrays)
