@@ -171,17 +171,12 @@ def test_a_device_trains_as_the_cpu_does(device, name):
     assert_same(states(there), states(here))
 
 
-# Errors of these ops are read at once so far.
-AT_ONCE = {"gather_pool", "bag_weights_grad", "update_rows_", "touch_scores_", "init_rows_", "insert", "fill_new_",
-           "write_scores_", "read_scores", "admit_by_chance"}  # fmt: skip
-
-
 def waits(device, call):
     """Returns where the host waits for the device during a call."""
     device.forget()
     call()
     assert device.mixed == []
-    return [note for note in device.reads if note.op not in AT_ONCE]
+    return list(device.reads)
 
 
 def step_of(module, ids):
