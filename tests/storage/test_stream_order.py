@@ -1,4 +1,4 @@
-"""Calls on several streams of a GPU wait for each other; with fakes, in place of torch's streams and events."""
+"""Calls on several streams of a GPU wait for each other; with fakes of torch's streams and events."""
 
 import pytest
 import torch

@@ -86,6 +86,9 @@ class PretendedTensor(torch.Tensor):
         [notes, *_] = (value.notes for value in values if isinstance(value, PretendedTensor))
         return notes.run(func, args, kwargs or {})
 
+    def record_stream(self, stream):
+        self.notes.recorded.append((self, stream))
+
     def __repr__(self):
         return f"PretendedTensor({self.memory})"
 
@@ -133,8 +136,6 @@ class PretendedDevice(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.device:
             return func(*args, **kwargs)
-        if func is torch.Tensor.record_stream:
-            return self.recorded.append(args)
         is_here = bool(args) and isinstance(args[0], PretendedTensor)
         if is_here and func is torch.Tensor.tolist:
             return args[0].cpu().tolist()
@@ -197,7 +198,7 @@ class PretendedDevice(TorchFunctionMode):
 
 
 def _ascending(table_offsets, ids):
-    """Returns valid offsets: for wrong ones other offsets, since a GPU's kernel returns anything for these."""
+    """Returns valid offsets; others for wrong ones, for which a GPU's kernel returns anything."""
     is_right = table_offsets[0] == 0 and table_offsets[-1] == ids
     if is_right and (table_offsets.diff() >= 0).all():
         return table_offsets
@@ -253,7 +254,7 @@ def _place():
 def run_lookups_backward(output, seed=0):
     """Runs the backward of each lookup in the graph of an output of a collection, with random gradients.
 
-    Autograd's engine wants a real device. Works for tensors of the CPU, too: the same seed is the same gradients.
+    Autograd's engine wants a real device. Runs on the CPU, too; the same seed gives the same gradients.
 
     Returns:
         The gradients of bag weights, in the order of the lookups; None for a lookup without them.

@@ -56,7 +56,9 @@ def part_of(is_chosen: Tensor, ids: Tensor, table_offsets: Tensor) -> BatchPart:
     """
     sizes = table_offsets.diff()
     ends = torch.cat([table_offsets[:1], sizes[is_chosen].cumsum(0)])
-    chosen, of_tables = (numbers.to(ids.device, non_blocking=True) for numbers in (is_chosen, sizes))
+    chosen, of_tables = (
+        numbers.to(ids.device, non_blocking=True) for numbers in (is_chosen, sizes)
+    )
     mask = chosen.repeat_interleave(of_tables, output_size=ids.numel())
     if ids.is_cpu:
         return BatchPart(mask, ids[mask], ends)

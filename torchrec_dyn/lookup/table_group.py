@@ -266,8 +266,8 @@ class TableGroup:
     ) -> tuple[Tensor, Tensor] | None:
         """Returns the result of `find_rows`, and reads the counts at the same time.
 
-        Returns None and leaves the counts alone if they are read, or if a step does not begin by looking up all
-        ids: then tables are frozen beside others, or rows expire.
+        Returns None and leaves the counts alone if they are read, or if a step does not begin by looking up
+        all ids: then tables are frozen beside others, or rows expire.
         """
         is_first = trained is None or not (trained.ageing or lists.frozen_maps)
         if counts.are_read or not is_first:

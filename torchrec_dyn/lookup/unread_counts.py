@@ -18,8 +18,8 @@ class UnreadCounts:
     """The number of ids of each feature, which the host reads when it first needs it.
 
     Args:
-        words: [W] int64 on the GPU: where the ids of each feature begin, [F], the end of the last feature, and
-            further numbers for `check`.
+        words: [W] int64 on the GPU: where the ids of each feature begin, [F], the end of the last feature,
+            and further numbers for `check`.
         features: F.
         check: raises ValueError if the batch is not valid. It gets the counts [F] and the further numbers.
 

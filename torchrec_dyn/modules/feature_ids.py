@@ -1,7 +1,7 @@
 """Reads a KeyedJaggedTensor: checks it and selects the ids of chosen features, in a chosen order.
 
-The lengths of a batch on a GPU are checked when the host first reads their sums: with the first numbers of the
-lookup (lookup/unread_counts.py), or earlier, where a caller needs the sums.
+The lengths of a batch on a GPU are checked when the host first reads their sums: with the first numbers of
+the lookup (lookup/unread_counts.py), or earlier, where a caller needs the sums.
 
 Legend: F features read, N ids.
 """
@@ -131,6 +131,8 @@ class FeatureReader:
     def __call__(self, features: KeyedJaggedTensor) -> FeatureIds:
         """Checks a batch and returns the ids of the collection's features.
 
+        The lengths of a batch on a GPU are checked when the counts are read.
+
         Args:
             features: the user's batch; it may have further features and any order of keys.
 
@@ -142,7 +144,7 @@ class FeatureReader:
         if keys != known:
             positions = self._find(keys)
             self._found = (list(keys), positions)
-        read = checked_features(features, self._weighted, self._collection)
+        read = _read_features(features, self._weighted, self._collection)
         return read if positions is None else read.select(positions)
 
     def _find(self, keys: Sequence[str]) -> list[int] | None:
@@ -166,6 +168,14 @@ def checked_features(features: KeyedJaggedTensor, weighted: bool, where: str) ->
     Raises:
         ValueError: if a dtype, a shape or a length is wrong.
     """
+    read = _read_features(features, weighted, where)
+    if isinstance(read.given_counts, UnreadCounts):
+        read.given_counts.get()
+    return read
+
+
+def _read_features(features: KeyedJaggedTensor, weighted: bool, where: str) -> FeatureIds:
+    """As `checked_features`, but lengths on a GPU are checked when the counts are read."""
     ids, weights = features.values(), features.weights_or_none() if weighted else None
     if ids.dtype != torch.int64:
         raise ValueError(
@@ -201,9 +211,7 @@ def checked_features(features: KeyedJaggedTensor, weighted: bool, where: str) ->
     else:
         counts = [int(part.sum()) for part in torch.split(lengths, batch_sizes)]
     _check_sums(where, ids.numel(), counts, (least, most))
-    return FeatureIds(
-        ids, lengths, weights, batch_sizes, counts, most if least == most else None
-    )
+    return FeatureIds(ids, lengths, weights, batch_sizes, counts, most if least == most else None)
 
 
 def _check_sums(where: str, ids: int, counts: Sequence[int], bounds: Sequence[int]) -> None:

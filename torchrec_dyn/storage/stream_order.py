@@ -1,4 +1,4 @@
-"""StreamOrder: the calls that use the tables of a collection run on a GPU in the order in which they were made.
+"""StreamOrder: the calls that use the tables of a collection run on a GPU in the order of the calls.
 
 A call puts kernels into the current stream of its thread. Kernels of another stream may run before or beside
 them. So a call waits for the last call on another stream, on the GPU: the host does not wait.
@@ -48,9 +48,9 @@ class StreamOrder:
 
 
 def keep_in_use(*tensors: Tensor | None) -> None:
-    """Tells torch that kernels of the current stream use tensors: their memory is not reused before these end.
+    """Keeps the memory of tensors from other use until the present kernels of the current stream have run.
 
-    Needed for a tensor of another stream's memory, which may be dropped while its kernels wait.
+    Needed where a tensor may be dropped early that another stream has allocated.
 
     Args:
         tensors: tensors on any device; None is skipped.
