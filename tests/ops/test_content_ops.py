@@ -180,6 +180,7 @@ def test_used_slots_are_listed_in_their_order(count):
     assert torch.equal(ids, used[:, 0]) and torch.equal(rows, used[:, 1] - 1)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("is_growing", [False, True])
 def test_ids_are_listed_by_row(threads, is_growing):
     """More slots than a thread reads at once; a third of the rows has no id."""
