@@ -1,8 +1,10 @@
 """The rows with the lowest scores, against a plain sort."""
 
+from unittest import mock
+
 import pytest
 import torch
-from device_ops import DeviceOps
+from device_ops import CPU, DeviceOps
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import GOLDEN, WORD, signed
@@ -19,7 +21,8 @@ class Scored:
     def __init__(self, ids, rows, seen, counts, shift=6, is_growing=False, spare=0):
         """Builds the map and the scores; each argument of the rows is [N] int64."""
         self.ids, self.rows_of, self.seen, self.counts = ids, rows, seen, counts
-        self.slots, self.moved = a_map(ids, rows, is_growing)
+        with mock.patch.object(ops, "_ops", CPU):  # a GPU moves all slots at once
+            self.slots, self.moved = a_map(ids, rows, is_growing)
         self.shift = shift
         self.blocks = blocks_of(max(rows.tolist(), default=0) + 1 + spare, shift)
         ops.write_scores_(rows, seen, counts, self.blocks, shift)
@@ -104,10 +107,9 @@ def test_the_lowest_are_those_of_a_plain_sort(data):
         )
 
 
-@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("is_growing", [False, True])
 @pytest.mark.parametrize("span", [1, 5, 3000, FREE])
-def test_many_rows_at_any_thread_count(threads, is_growing, span):
+def test_many_rows_at_any_thread_count(threads, device, is_growing, span):
     """Several parts of slots and of rows; all rows tie, or many, few or none of them."""
     draw = torch.Generator().manual_seed(span)
     ids = (torch.arange(9000) - 4500) * 2654435761
@@ -117,7 +119,7 @@ def test_many_rows_at_any_thread_count(threads, is_growing, span):
     for by_count in (False, True):
         for before, most in ((span // 2, 4000), (FREE, 140), (FREE, 8999), (FREE, 9000), (1, 10)):
             expected = scored.expected(by_count, before, most)
-            for number in (1, 2, 4):
+            for number in (1, 2, 4) if device == "cpu" else (1,):
                 threads(number)
                 assert scored.same(scored.lowest(by_count, before, most), expected)
 
@@ -151,10 +153,9 @@ MIXED = {
 }
 
 
-@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("is_growing", [False, True])
 @pytest.mark.parametrize("mixed", MIXED)
-def test_many_ties_are_cut_by_mixed_id_however_these_lie(threads, mixed, is_growing):
+def test_many_ties_are_cut_by_mixed_id_however_these_lie(threads, device, mixed, is_growing):
     """Half of the rows tie, with no row or half of the rows below; or a quarter ties and is taken whole."""
     ids = ops.unmix64(MIXED[mixed](torch.arange(2 * MANY)))
     rows = torch.randperm(2 * MANY, generator=torch.Generator().manual_seed(1))
@@ -164,10 +165,10 @@ def test_many_ties_are_cut_by_mixed_id_however_these_lie(threads, mixed, is_grow
         ordered = scored.expected(by_count, 9, 2 * MANY)
         for most in mosts:
             found = []
-            for number in (1, 2):
+            for number in (1, 2) if device == "cpu" else (1,):
                 threads(number)
                 found.append(scored.lowest(by_count, 9, most))
-            assert torch.equal(found[0], found[1])
+            assert torch.equal(found[0], found[-1])
             assert scored.same(found[0], ordered[:most])
 
 
