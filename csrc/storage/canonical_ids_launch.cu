@@ -3,3 +3,4 @@
 
 TORCHREC_DYN_LAUNCH(torchrec_dyn::FlagUsed);
 TORCHREC_DYN_LAUNCH(torchrec_dyn::ListUsed);
+TORCHREC_DYN_LAUNCH(torchrec_dyn::WriteIdsOfRows);

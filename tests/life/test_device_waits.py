@@ -12,6 +12,8 @@ OPS = (
     "touch_scores_",
     "write_scores_",
     "read_scores",
+    "lowest_scores",
+    "oldest_first",
     "admit_by_chance",
     "mark_rows_",
     "changed_rows",
@@ -26,7 +28,7 @@ def sent(device, value):
 
 @pytest.mark.parametrize("op", OPS)
 def test_where_the_host_waits(op):
-    """Once, at the end: it reads whether all was right, or the length of the list of changed_rows."""
+    """Once: it reads whether all was right; or the length of a list (lowest_scores, changed_rows)."""
     sample = SAMPLES[op][0]()
     with PretendedDevice() as device:
         given = {k: v if k in DESCRIPTIONS else sent(device, v) for k, v in sample.items()}
