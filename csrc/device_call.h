@@ -5,6 +5,8 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <vector>
 
 #if !defined(TORCHREC_DYN_SIMT)
@@ -12,6 +14,7 @@
 #endif
 
 #include "checks.h"
+#include "device_errors.h"
 #include "simt.h"
 #if defined(TORCHREC_DYN_SIMT)
 #include "simt_cpu.h"
@@ -64,6 +67,19 @@ class ChosenDevice {
 };
 #endif
 
+// Takes the error that kernels of the current GPU have reported, and raises it. Waits for all of its streams.
+inline void raise_device_error() {
+  int64_t record[kErrorWords];
+  simt::take_error(record);
+  if (record[0] != 0) reinterpret_cast<RaiseError>(record[0])(record + 1);
+}
+
+// True if TORCHREC_DYN_SYNC_ERRORS=1. It is read at each call: a user may set it in a running program.
+inline bool raises_errors_at_once() {
+  const char* value = std::getenv("TORCHREC_DYN_SYNC_ERRORS");
+  return value != nullptr && std::strcmp(value, "1") == 0;
+}
+
 // Makes the device of a tensor current and gives kernels their queue. torch's allocator keeps the memory of a call for
 // this stream, so it may be released before the kernels have run.
 class DeviceCall final : public simt::Scratch {
@@ -103,6 +119,14 @@ class DeviceCall final : public simt::Scratch {
     T* copy = take_for<T>(count);
     simt::send(queue_, copy, objects.data(), count * static_cast<int64_t>(sizeof(T)));
     return copy;
+  }
+
+  // Where kernels of this call report errors, which `raise` raises later on the host.
+  ErrorReport errors(RaiseError raise) const { return {simt::error_record(), reinterpret_cast<int64_t>(raise)}; }
+
+  // The last line of a call whose kernels report errors.
+  void finish() const {
+    if (raises_errors_at_once()) raise_device_error();
   }
 
   // A word of the device, read by the host: waits for all kernels before it.

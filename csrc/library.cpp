@@ -25,7 +25,13 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   m.def("mix64(Tensor ids) -> Tensor");
   m.def("unmix64(Tensor mixed) -> Tensor");
 
-  // ids [N], table_offsets [T + 1] -> rows [N] (-1 where absent), absent [T] (number of absent ids of each table).
+  // Raises the first error that ops have found on the GPU of `like` since the last such call (device_errors.h); waits
+  // for this GPU. Does nothing on the CPU.
+  m.def("raise_errors(Tensor like) -> ()");
+
+  // ids [N], table_offsets [T + 1] -> rows [N] (-1 where absent), absent [T] (number of absent ids of each table). On a
+  // GPU with an error to raise the first of these numbers is below 0, by -2^63 too low: the lookup of a step is where
+  // the host reads anyway.
   m.def("lookup(Tensor ids, Tensor table_offsets, Tensor[] slots, Tensor moved) -> (Tensor rows, Tensor absent)");
   // The distinct absent ids: new_ids [M] in order of first sight, new_counts [M] their occurrences,
   // new_offsets [T + 1] where the new ids of each table begin, new_index [N] the place of an absent id in new_ids,

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "device_errors.h"
 #include "simt.h"
 
 namespace torchrec_dyn::simt {
@@ -60,6 +61,18 @@ inline void fill_zero(const Queue&, void* memory, int64_t bytes) {
 inline void read_back(const Queue&, void* host, const void* memory, int64_t bytes) {
   torchrec_dyn_host_waits += bytes > 0;
   if (bytes > 0) std::memcpy(host, memory, static_cast<size_t>(bytes));
+}
+
+// The simt build is one GPU.
+inline int64_t* error_record() {
+  static int64_t record[kErrorWords] = {};
+  return record;
+}
+
+inline void take_error(int64_t (&record)[kErrorWords]) {
+  ++torchrec_dyn_host_waits;
+  std::memcpy(record, error_record(), sizeof record);
+  std::memset(error_record(), 0, sizeof record);
 }
 
 inline void send(const Queue&, void* memory, const void* host, int64_t bytes) {

@@ -1,9 +1,10 @@
-// What simt.h declares beside `each`, for CUDA: copies, and CUB's algorithms.
+// What simt.h and device_errors.h declare beside `each`, for CUDA: copies, the record of errors, and CUB's algorithms.
 #include <cub/device/device_scan.cuh>
 
 #include <algorithm>
 #include <cstring>
 
+#include "device_errors.h"
 #include "simt_cuda.h"
 
 namespace torchrec_dyn::simt {
@@ -19,6 +20,9 @@ struct StoreWords {
   int64_t* to;
   TORCHREC_DYN_BOTH void operator()(int64_t i) const { to[i] = words[i]; }
 };
+
+// Zeros when CUDA loads the kernels: each GPU has its own.
+__device__ int64_t error_words[kErrorWords];
 
 }  // namespace
 
@@ -44,6 +48,24 @@ void read_back(const Queue& queue, void* host, const void* memory, int64_t bytes
   check_cuda(cudaMemcpyAsync(host, memory, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream_of(queue)),
              "a copy to the host");
   check_cuda(cudaStreamSynchronize(stream_of(queue)), "a copy to the host");
+}
+
+int64_t* error_record() {
+  void* record = nullptr;
+  check_cuda(cudaGetSymbolAddress(&record, error_words), "the address of the record of errors");
+  return static_cast<int64_t*>(record);
+}
+
+void take_error(int64_t (&record)[kErrorWords]) {
+  // Twice: a kernel that another thread has launched in between may just be writing the record. A record of zeros is
+  // not cleared, which would lose the error of such a kernel.
+  for (int look = 0; look < 2; ++look) {
+    check_cuda(cudaDeviceSynchronize(), "a wait for all kernels");
+    check_cuda(cudaMemcpyFromSymbol(record, error_words, sizeof record), "a copy to the host");
+    if (record[0] == 0) return;
+  }
+  const int64_t none[kErrorWords] = {};
+  check_cuda(cudaMemcpyToSymbol(error_words, none, sizeof none), "a copy from the host");
 }
 
 void send(const Queue& queue, void* memory, const void* host, int64_t bytes) {

@@ -72,6 +72,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Runs the test with the kernels of each device that there is; its tensors stay on the CPU."""
     if request.param != "cpu":
         monkeypatch.setattr("torchrec_dyn.ops._ops", DeviceOps(request.param))
+        monkeypatch.setenv(
+            "TORCHREC_DYN_SYNC_ERRORS", "1"
+        )  # errors as on the CPU: by the call itself
     return request.param
 
 

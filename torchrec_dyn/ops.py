@@ -46,6 +46,18 @@ def unmix64(mixed: Tensor) -> Tensor:
     return _ops.unmix64.default(mixed)
 
 
+def raise_errors(like: Tensor) -> None:
+    """Raises the first error that ops have found on a GPU since the last such call; waits for the GPU.
+
+    Ops on a GPU do not wait to see whether the contents of their arguments are valid
+    (csrc/device_errors.h). On the CPU each op raises its own errors, and this does nothing.
+
+    Args:
+        like: any tensor on the GPU; not read.
+    """
+    _ops.raise_errors.default(like)
+
+
 def lookup(
     ids: Tensor, table_offsets: Tensor, slots: Sequence[Tensor], moved: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -59,7 +71,8 @@ def lookup(
 
     Returns:
         rows: [N] int64, -1 for an absent id.
-        absent: [T] int64, number of absent ids of each table, repeats included; on the device of `ids`.
+        absent: [T] int64, number of absent ids of each table, repeats included; on the device of `ids`. On a
+            GPU the sign bit of absent[0] is set if `raise_errors` has an error to raise.
     """
     return _ops.lookup.default(ids, table_offsets, slots, moved)
 
@@ -761,11 +774,11 @@ def _(grad, rows, offsets, weights, layout, segments, mean) -> Tensor:  # type: 
 
 
 def _returns_nothing(*arguments: object) -> None:
-    """Returns None, as the fake kernel of ops that only write in place."""
+    """Returns None, as the fake kernel of ops that only write in place or raise."""
 
 
 for _in_place in (
     *("insert", "fill_new_", "touch_scores_", "write_scores_", "mark_rows_", "advise_huge_pages"),
-    *("init_rows_", "scatter_rows_", "update_rows_"),
+    *("init_rows_", "scatter_rows_", "update_rows_", "raise_errors"),
 ):
     _fake(_in_place)(_returns_nothing)

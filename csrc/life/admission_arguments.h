@@ -21,4 +21,6 @@ inline void check_occurrences(int64_t count) {
   STD_TORCH_CHECK(is_occurrences(count), "admit_by_chance: expected counts in [0, 2^32], got ", count, ".");
 }
 
+inline void raise_occurrences_error(const int64_t* words) { check_occurrences(words[0]); }
+
 }  // namespace torchrec_dyn

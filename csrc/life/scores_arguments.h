@@ -21,6 +21,11 @@ inline void check_touched_rows(bool are_inside) {
   STD_TORCH_CHECK(are_inside, "touch_scores_: expected rows in [-1, rows of the table's scores), got one outside.");
 }
 
+inline void raise_touch_error(const int64_t* words) {
+  check_times(words[0]);
+  check_touched_rows(false);
+}
+
 inline void check_written_score(int64_t capacity, int64_t row, int64_t last_seen, int64_t count) {
   const char* op = "write_scores_";
   STD_TORCH_CHECK(row >= 0 && row < capacity, op, ": expected rows in [0, ", capacity, "), got ", row, ".");
@@ -28,9 +33,13 @@ inline void check_written_score(int64_t capacity, int64_t row, int64_t last_seen
   STD_TORCH_CHECK(is_count(count), op, ": expected counts in [0, 2^32), got ", count, ".");
 }
 
+inline void raise_written_error(const int64_t* words) { check_written_score(words[0], words[1], words[2], words[3]); }
+
 inline void check_read_rows(bool are_inside, int64_t capacity) {
   STD_TORCH_CHECK(are_inside, "read_scores: expected rows in [-1, ", capacity, "), got one outside.");
 }
+
+inline void raise_read_error(const int64_t* words) { check_read_rows(false, words[0]); }
 
 inline void check_lowest(int64_t capacity, int64_t rows, int64_t most) {
   const char* op = "lowest_scores";
@@ -49,5 +58,7 @@ inline void check_ids_to_order(const Tensor& ids, const Tensor& last_seen, const
 inline void check_order_key(int64_t last_seen) {
   STD_TORCH_CHECK(is_order_key(last_seen), "oldest_first: expected last_seen in [0, 2^32), got ", last_seen, ".");
 }
+
+inline void raise_order_error(const int64_t* words) { check_order_key(words[0]); }
 
 }  // namespace torchrec_dyn

@@ -1,7 +1,6 @@
 // The scores of rows on a device: scores_cpu.cpp for CUDA.
 //
-// What a kernel finds wrong is a word that later kernels of the call look at before they write. So the host reads it
-// once, at the end of a call. Each such wait is marked: it could be left to a later read by the host (issue 20).
+// What a kernel finds wrong is a word that later kernels of the call look at before they write, and report.
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -33,13 +32,12 @@ void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<
   if (n == 0) return;
   DeviceCall call(rows);
   const int64_t* often = times ? const_data<int64_t>(*times) : nullptr;
-  const TouchedRows batch{const_data<int64_t>(rows), often, n, send_word_tables(call, blocks, words),
-                          call.zeros<int64_t>(1)};
+  const TouchedRows batch{
+      const_data<int64_t>(rows),     often, n, send_word_tables(call, blocks, words), call.zeros<int64_t>(1),
+      call.errors(raise_touch_error)};
   simt::each(call.queue(), n, CheckTouchedRows{batch});
   simt::each(call.queue(), n, TouchScores{batch});
-  const int64_t bad = call.read(batch.bad);  // waits, for the errors only
-  if (bad < -1) check_times(call.read(often + 2 * n + bad));
-  check_touched_rows(bad == 0);
+  call.finish();
 }
 
 void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& counts, std::vector<Tensor> scores,
@@ -57,17 +55,14 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
   SeparateMemory().writes(scores).reads(rows).reads(last_seen).reads(counts).check(op);
   if (n == 0) return;
   DeviceCall call(rows);
-  const WrittenScores written{const_data<int64_t>(rows),       const_data<int64_t>(last_seen),
-                              const_data<int64_t>(counts),     n,
-                              send_words(call, blocks, words), call.zeros<int64_t>(1)};
+  const WrittenScores written{
+      const_data<int64_t>(rows),       const_data<int64_t>(last_seen), const_data<int64_t>(counts),     n,
+      send_words(call, blocks, words), call.zeros<int64_t>(1),         call.errors(raise_written_error)};
   simt::each(call.queue(), n, CheckWrittenScores{written});
   simt::each(call.queue(), n, FreeScores{written});
   simt::each(call.queue(), n, ClaimScores{written});
   simt::each(call.queue(), n, WriteScores{written});
-  const int64_t bad = call.read(written.first_bad);  // waits, for the error only
-  if (bad == 0) return;
-  const auto number = [&](const int64_t* numbers) { return call.read(numbers + n + bad); };
-  check_written_score(words.capacity, number(written.rows), number(written.last_seen), number(written.counts));
+  call.finish();
 }
 
 std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> scores, int64_t shift) {
@@ -79,11 +74,10 @@ std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> s
   DeviceCall call(rows);
   Tensor last_seen = new_device_tensor({n}), counts = new_device_tensor({n});
   if (n == 0) return {last_seen, counts};
-  auto* bad = call.zeros<int64_t>(1);
   simt::each(call.queue(), n,
              ReadScores{const_data<int64_t>(rows), send_words(call, blocks, words), mutable_data<int64_t>(last_seen),
-                        mutable_data<int64_t>(counts), bad});
-  check_read_rows(call.read(bad) == 0, words.capacity);  // waits, for the error only
+                        mutable_data<int64_t>(counts), call.errors(raise_read_error)});
+  call.finish();
   return {last_seen, counts};
 }
 
@@ -101,9 +95,9 @@ Tensor oldest_first(const Tensor& ids, const Tensor& last_seen) {
   places = simt::sort_pairs(call.queue(), places, n);
   simt::each(call.queue(), n, ReadOrderKeys{seen, places});
   places = simt::sort_pairs(call.queue(), places, n, 0, kOrderKeyBits);
-  simt::each(call.queue(), n, WriteOrder{places, mutable_data<int64_t>(order)});
-  const int64_t bad = call.read(first_bad);  // waits, for the error only
-  if (bad != 0) check_order_key(call.read(seen + n + bad));
+  simt::each(call.queue(), n,
+             WriteOrder{places, mutable_data<int64_t>(order), seen, n, first_bad, call.errors(raise_order_error)});
+  call.finish();
   return order;
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "device_errors.h"
 #include "life/scores.h"
 #include "mix64.h"
 #include "simt.h"
@@ -24,6 +25,7 @@ struct TouchedRows {
   // 0; or -1 if a row is outside; or, whatever the rows are, the position of the first invalid number of times
   // - 2 * count.
   int64_t* bad;
+  ErrorReport error;  // 1, or the first invalid number of times
 };
 
 struct CheckTouchedRows {
@@ -47,8 +49,12 @@ struct TouchScores {
   TouchedRows batch;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (const int64_t bad = *batch.bad; bad != 0) {
+      if (i == 0) batch.error.report(bad < -1 ? batch.times[2 * batch.count + bad] : 1);
+      return;
+    }
     const int64_t row = batch.rows[i];
-    if (row < 0 || *batch.bad != 0) return;
+    if (row < 0) return;
     const TableWords<uint64_t>& table = batch.tables.of(i);
     if (table.words.capacity == 0) return;
     int64_t* word = word_of(table.words.word(row));
@@ -79,6 +85,7 @@ struct WrittenScores {
   int64_t count;
   ScoreBlocks words;
   int64_t* first_bad;  // 0, or the position of the first invalid row or score - count
+  ErrorReport error;   // capacity, row, last_seen, count
 
   TORCHREC_DYN_BOTH int64_t* word(int64_t i) const { return word_of(words.word(rows[i])); }
   TORCHREC_DYN_BOTH int64_t mark(int64_t i) const { return static_cast<int64_t>(kFreeScore) + i + 1; }
@@ -97,7 +104,10 @@ struct FreeScores {
   WrittenScores scores;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (*scores.first_bad == 0) simt::store(scores.word(i), static_cast<int64_t>(kFreeScore));
+    if (*scores.first_bad == 0) return simt::store(scores.word(i), static_cast<int64_t>(kFreeScore));
+    if (i != 0) return;
+    const int64_t bad = scores.count + *scores.first_bad;
+    scores.error.report(scores.words.capacity, scores.rows[bad], scores.last_seen[bad], scores.counts[bad]);
   }
 };
 
@@ -125,12 +135,12 @@ struct ReadScores {
   ScoreBlocks words;
   int64_t* last_seen;
   int64_t* counts;
-  int64_t* bad;  // 0, or -1 if a row is outside
+  ErrorReport error;  // capacity
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const int64_t row = rows[i];
     const bool holds = words.holds(row);
-    if (!holds && row != -1) simt::lower(bad, -1);
+    if (!holds && row != -1) error.report(words.capacity);
     const uint64_t score = holds ? *words.word(row) : kFreeScore;
     last_seen[i] = is_free(score) ? -1 : static_cast<int64_t>(last_seen_of(score));
     counts[i] = is_free(score) ? 0 : static_cast<int64_t>(count_of(score));
@@ -164,8 +174,15 @@ struct ReadOrderKeys {
 struct WriteOrder {
   simt::Pairs places;
   int64_t* order;
+  const int64_t* last_seen;
+  int64_t count;
+  const int64_t* first_bad;
+  ErrorReport errors;
 
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const { order[i] = places.values[i]; }
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    order[i] = places.values[i];
+    if (i == 0 && *first_bad != 0) errors.report(last_seen[count + *first_bad]);
+  }
 };
 
 }  // namespace torchrec_dyn

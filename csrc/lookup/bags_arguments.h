@@ -147,6 +147,13 @@ inline void check_rows_inside(const char* op, bool inside, int64_t capacity) {
   STD_TORCH_CHECK(inside, op, ": expected rows in [-1, ", capacity, "), got one outside.");
 }
 
+// The error of ReportWrongBags.
+inline void raise_wrong_bags(const int64_t* words) {
+  const auto* op = reinterpret_cast<const char*>(words[0]);
+  if (words[1] != 0) check_offsets(op, words + 2, 1, words[4]);
+  check_rows_inside(op, false, words[2]);
+}
+
 inline void check_pooled_type(ScalarType dtype) {
   STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
                   "gather_pool: expected an output of dtype float32, float16 or bfloat16, got ", dtype_name(dtype),

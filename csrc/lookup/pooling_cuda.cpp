@@ -39,19 +39,27 @@ std::vector<DeviceSegment<T>> segments_of(const BagLists& lists, const std::vect
   return all;
 }
 
-// Copies segments and their lists of blocks to the device: one send, that waits.
+// What a body reads beside ids, rows and offsets.
 template <typename T>
-const DeviceSegment<T>* send_segments(DeviceCall& call, std::vector<DeviceSegment<T>> segments,
-                                      const std::vector<T*>& pointers) {
-  const size_t segment_bytes = segments.size() * sizeof segments[0], block_bytes = pointers.size() * sizeof(T*);
-  auto* memory = static_cast<std::byte*>(call.take(static_cast<int64_t>(segment_bytes + block_bytes)));
-  auto* blocks = reinterpret_cast<T**>(memory + segment_bytes);
+struct SentBags {
+  WrongBags* wrong;
+  const DeviceSegment<T>* segments;
+};
+
+// Copies segments and their lists of blocks to the device, with `wrong`: one send, that does not wait.
+template <typename T>
+SentBags<T> send_bags(DeviceCall& call, const WrongBags& wrong, std::vector<DeviceSegment<T>> segments,
+                      const std::vector<T*>& pointers) {
+  const size_t segment_bytes = segments.size() * sizeof(DeviceSegment<T>), block_bytes = pointers.size() * sizeof(T*);
+  std::vector<std::byte> host(sizeof wrong + segment_bytes + block_bytes);
+  auto* memory = static_cast<std::byte*>(call.take(static_cast<int64_t>(host.size())));
+  auto* blocks = reinterpret_cast<T**>(memory + sizeof wrong + segment_bytes);
   for (DeviceSegment<T>& segment : segments) segment.table.blocks = blocks + (segment.table.blocks - pointers.data());
-  std::vector<std::byte> host(segment_bytes + block_bytes);
-  std::memcpy(host.data(), segments.data(), segment_bytes);
-  if (block_bytes > 0) std::memcpy(host.data() + segment_bytes, pointers.data(), block_bytes);
+  std::memcpy(host.data(), &wrong, sizeof wrong);
+  if (segment_bytes > 0) std::memcpy(host.data() + sizeof wrong, segments.data(), segment_bytes);
+  if (block_bytes > 0) std::memcpy(host.data() + sizeof wrong + segment_bytes, pointers.data(), block_bytes);
   simt::send(call.queue(), memory, host.data(), static_cast<int64_t>(host.size()));
-  return reinterpret_cast<const DeviceSegment<T>*>(memory);
+  return {reinterpret_cast<WrongBags*>(memory), reinterpret_cast<const DeviceSegment<T>*>(memory + sizeof wrong)};
 }
 
 // The checked arguments that both ops take, on the host.
@@ -72,43 +80,31 @@ BagArguments read_arguments(const char* op, const Tensor& rows, const std::optio
   return given;
 }
 
-// Raises the error of what a body has found wrong: the first wrong offset, or the table of the first bag with a row
-// outside.
-void raise_wrong(const DeviceCall& call, const BagArguments& given, const WrongBags& wrong) {
-  const BagLists& lists = given.lists;
-  if (wrong.offsets != 0) {
-    std::vector<int64_t> offsets(static_cast<size_t>(lists.count) + 1);
-    simt::read_back(call.queue(), offsets.data(), lists.offsets,
-                    (lists.count + 1) * static_cast<int64_t>(sizeof(int64_t)));
-    check_offsets(given.op, offsets.data(), lists.count, given.rows.numel());
-  }
-  if (wrong.bags_left == 0) return;
-  const int64_t bag = lists.count - wrong.bags_left;
-  const auto after = std::upper_bound(lists.first.begin(), lists.first.end(), bag);
-  const Segment& segment = lists.segments[static_cast<size_t>(after - lists.first.begin() - 1)];
-  check_rows_inside(given.op, false, given.layout[static_cast<size_t>(segment.table)].capacity());
-}
-
-// Calls launch(bags, turns of units) and raises an error if the bodies find something wrong: a wait, which can be
-// left to the next number that the host reads anyway (issue 20). They have written a new tensor only.
+// Calls launch(bags, turns of units) and reports what the bodies find wrong. They write a new tensor only.
 template <typename T, typename Launch>
 void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>& weights, const void* outputs,
          uintptr_t element_bytes, const Launch& launch) {
   BlockList<T> blocks(given.op, "weights", weights, call.device());
   const std::vector<RowBlocks<T>> tables = blocks.rows_of(given.layout);
   const BagLists& lists = given.lists;
-  if (lists.count == 0) return raise_wrong(call, given, {lists.offsets != nullptr, 0});  // of the one offset
+  if (lists.count == 0 && lists.offsets == nullptr) return;
   const std::vector<DeviceSegment<T>> segments = segments_of(lists, tables, given.layout, outputs, element_bytes);
-  const DeviceSegment<T>& last = segments.back();
-  const int64_t turns = last.first_turn + (lists.count - last.first_bag) * last.units.divisor;
-  auto* wrong = call.zeros<WrongBags>(1);
-  launch(
-      DeviceBags<T>{send_segments(call, segments, blocks.pointers()), static_cast<int64_t>(segments.size()),
-                    lists.offsets, lists.count, const_data<int64_t>(given.rows), given.rows.numel(), given.mean, wrong},
-      turns);
-  WrongBags found;
-  simt::read_back(call.queue(), &found, wrong, sizeof found);
-  raise_wrong(call, given, found);
+  // Without bags no turn reads the one offset.
+  const SentBags<T> sent = send_bags(call, WrongBags{lists.count == 0, 0}, segments, blocks.pointers());
+  const DeviceBags<T> bags{sent.segments,
+                           static_cast<int64_t>(segments.size()),
+                           lists.offsets,
+                           lists.count,
+                           const_data<int64_t>(given.rows),
+                           given.rows.numel(),
+                           given.mean,
+                           sent.wrong};
+  if (lists.count > 0) {
+    const DeviceSegment<T>& last = segments.back();
+    launch(bags, last.first_turn + (lists.count - last.first_bag) * last.units.divisor);
+  }
+  simt::each(call.queue(), 1, ReportWrongBags<T>{bags, given.op, call.errors(raise_wrong_bags)});
+  call.finish();
 }
 
 Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,

@@ -8,11 +8,14 @@
 // and leave the GPU half empty at the end of each.
 //
 // A body checks the offsets and rows that it reads: an extra pass would read them once more. What is wrong counts as
-// absent, so no turn leaves the memory of the call; the host then reads `wrong`, and drops the result.
+// absent, so no turn leaves the memory of the call. A launch of one turn follows (ReportWrongBags): no turn of the
+// first launch knows whether it has found the first error. Its cost is that of the memset of `wrong`, which is sent
+// with the segments instead.
 #pragma once
 
 #include <cstdint>
 
+#include "device_errors.h"
 #include "division.h"
 #include "lookup/bags.h"
 #include "simt.h"
@@ -38,7 +41,7 @@ struct DeviceSegment {
 
 // What a body finds wrong; 0 at first.
 struct WrongBags {
-  int64_t offsets;    // 1: some are
+  int64_t offsets;    // 1: some are, or may be
   int64_t bags_left;  // bags from the first bag on that has a row outside its table
 };
 
@@ -68,6 +71,31 @@ struct DeviceBags {
     return {0, 0};
   }
   TORCHREC_DYN_BOTH void note_row_outside(int64_t bag) const { simt::raise(&wrong->bags_left, count - bag); }
+};
+
+// The CPU's error: of the offsets, or else of the first bag with a row outside. Has one turn.
+template <typename T>
+struct ReportWrongBags {
+  DeviceBags<T> bags;
+  const char* op;     // in the memory of the host
+  ErrorReport error;  // op, 1, two offsets, the end of their range; or op, 0, capacity of the table
+
+  TORCHREC_DYN_BOTH void operator()(int64_t) const {
+    if (bags.wrong->offsets != 0) report_offsets();
+    if (bags.wrong->bags_left == 0) return;
+    const int64_t bag = bags.count - bags.wrong->bags_left;
+    const int64_t segment = table_of(bag, bags.segment_count, [this](int64_t s) { return bags.segments[s].first_bag; });
+    error.report(reinterpret_cast<int64_t>(op), 0, bags.segments[segment].table.capacity);
+  }
+
+  TORCHREC_DYN_BOTH void report_offsets() const {
+    const auto name = reinterpret_cast<int64_t>(op);
+    const int64_t first = bags.offsets[0], last = bags.offsets[bags.count];
+    if (first < 0 || last > bags.ids) return error.report(name, 1, first, last, bags.ids);
+    for (int64_t b = 0; b < bags.count; ++b)
+      if (bags.offsets[b] > bags.offsets[b + 1])
+        return error.report(name, 1, bags.offsets[b], bags.offsets[b + 1], INT64_MAX);
+  }
 };
 
 // -1 is inside, and absent.

@@ -46,10 +46,12 @@ Words repeated(uint64_t seed, const Words& ids) {
 
 void insert(const SlotArray& array, const Words& ids, const Words& rows) {
   const TableMap map{IdMapView(array), 0};
-  Words wrong(2);
-  simt::each(kQueue, size_of(ids), CheckRows{rows.data(), size_of(ids), wrong.data()});
-  simt::each(kQueue, size_of(ids), InsertIds{ids.data(), rows.data(), {&map, 1}, &wrong[0], &wrong[1]});
-  check(wrong == Words(2), "every id finds a slot");
+  int64_t first_bad = 0;
+  Words error(kErrorWords);
+  simt::each(kQueue, size_of(ids), CheckRows{rows.data(), size_of(ids), &first_bad});
+  simt::each(kQueue, size_of(ids),
+             InsertIds{ids.data(), rows.data(), size_of(ids), {&map, 1}, &first_bad, {error.data(), 1}});
+  check(first_bad == 0 && error == Words(kErrorWords), "every id finds a slot");
 }
 
 void erase(const SlotArray& array, const Words& ids, Words& rows) {
@@ -65,7 +67,10 @@ void erase(const SlotArray& array, const Words& ids, Words& rows) {
 void find(const SlotArray& array, const Words& ids, const std::unordered_map<int64_t, int64_t>& rows_of) {
   const TableMap map{IdMapView(array), 0};
   Words rows(ids.size()), absent(1);
-  simt::each(kQueue, size_of(ids), FindRows{ids.data(), {&map, 1}, rows.data(), absent.data()});
+  int64_t error = 1;
+  simt::each(kQueue, size_of(ids), FindRows{ids.data(), {&map, 1}, rows.data(), absent.data(), &error});
+  check(absent[0] < 0, "an error is passed on");
+  absent[0] -= kErrorMark;
   for (size_t i = 0; i < ids.size(); ++i) {
     const auto known = rows_of.find(ids[i]);
     check(rows[i] == (known == rows_of.end() ? kNoRow : known->second), "the map finds what the oracle finds");

@@ -34,6 +34,7 @@ void pool_bags(int columns, int unit_columns) {
   const DeviceSegment<T> segment{
       {blocks.data(), kShift, columns, kRows}, 0, 0, 0, columns, Division(columns / unit_columns), unit_columns, true};
   WrongBags wrong{};
+  int64_t error[kErrorWords] = {};
   const DeviceBags<T> bags{&segment, 1, offsets.data(), kBags, rows.data(), ids, false, &wrong};
   std::vector<Unit16> outputs(kBags * width * sizeof(float) / sizeof(Unit16) + 1);
   auto* out = reinterpret_cast<float*>(outputs.data());
@@ -58,15 +59,24 @@ void pool_bags(int columns, int unit_columns) {
           "a bag has the sum of its rows");
   }
 
+  const ReportWrongBags<T> report{bags, "", {error, 1}};
+  simt::each(kQueue, 1, report);
+  check(error[0] == 0, "nothing is reported");
   rows[static_cast<size_t>(offsets[900])] = kRows;
   rows[static_cast<size_t>(offsets[1200])] = std::numeric_limits<int64_t>::min();
   simt::each(kQueue, turns, PoolBags<T, float>{bags, nullptr, out});
   const auto first = std::upper_bound(offsets.begin(), offsets.end(), offsets[900]) - offsets.begin() - 1;
   check(wrong.offsets == 0 && kBags - wrong.bags_left == first, "the first bag with a row outside is found");
+  simt::each(kQueue, 1, report);
+  check(error[0] == 1 && error[2] == 0 && error[3] == kRows, "the capacity of its table is reported");
+  error[0] = 0;
   for (size_t b = 100; b < 1000; b += 3) offsets[b] = std::numeric_limits<int64_t>::max() - static_cast<int64_t>(b);
   simt::each(kQueue, turns, PoolBags<T, float>{bags, nullptr, out});
   simt::each(kQueue, std::max(ids, kBags), DotRows<T>{bags, out, products.data()});
   check(wrong.offsets == 1, "wrong offsets are seen");
+  simt::each(kQueue, 1, report);
+  check(error[0] == 1 && error[2] == 1 && error[3] == offsets[100] && error[4] == offsets[101],
+        "the first descent is reported");
 }
 
 }  // namespace

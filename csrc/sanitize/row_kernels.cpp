@@ -30,19 +30,24 @@ void write_rows(int64_t columns) {
   std::vector<int64_t> rows, ids;
   for (int64_t i = 0; i < kIds; ++i) ids.push_back(static_cast<int64_t>(mix64(static_cast<uint64_t>(i))));
   for (int64_t i = 0; i < kIds; ++i) rows.push_back(random_words(3, i, 0, 0).words[0] % (i % 2 == 0 ? kRows : 10));
-  int64_t left = 0;
-  simt::each(kQueue, kIds, FindRowOutside{rows.data(), kIds, 0, kRows, &left});
+  int64_t left = 0, error[kErrorWords] = {};
+  const GivenRows given{rows.data(), kIds, 0, kRows, &left, "", {error, 1}};
+  simt::each(kQueue, kIds, FindRowOutside{given});
   check(left == 0, "every row is inside");
-  simt::each(kQueue, kIds, FindRowOutside{rows.data(), kIds, 0, 10, &left});
-  const auto outside = std::ranges::find_if(rows, [](int64_t row) { return row >= 10; });
-  check(left == rows.end() - outside, "the first row outside is found");
 
   const InitialRows normal{InitialKind::kNormal, -3.0, 3.0, 0.0, 1.0, 0.001, 0.999};
   std::vector<int64_t> all(kRows);
   std::iota(all.begin(), all.end(), int64_t{0});
   const Division turns((columns + kTurnColumns - 1) / kTurnColumns);
   simt::each(kQueue, kRows * turns.divisor,
-             InitRows<T>{ids.data(), all.data(), table, normal, 5, 0, turns, columns % kTurnColumns == 0});
+             InitRows<T>{ids.data(),
+                         {all.data(), kRows, 0, kRows, &left, "", {error, 1}},
+                         table,
+                         normal,
+                         5,
+                         0,
+                         turns,
+                         columns % kTurnColumns == 0});
   for (int64_t row = 0; row < kRows; ++row)
     for (int64_t c = 0; c < columns; ++c) {
       T expected{};
@@ -55,9 +60,8 @@ void write_rows(int64_t columns) {
   for (size_t i = 0; i < values.size(); ++i) store_nearest(static_cast<float>(i % 2039), &values[i]);
   std::vector<int64_t> last(2 * kIds), places(kIds);
   simt::each(kQueue, kIds, FindLastPositions{rows.data(), last.data(), 2 * kIds, places.data()});
-  simt::each(kQueue, kIds * columns,
-             ScatterRows<T>{rows.data(), last.data(), places.data(), values.data(), table, units});
-  simt::each(kQueue, kIds * columns, GatherRows<T>{rows.data(), table, units, out.data()});
+  simt::each(kQueue, kIds * columns, ScatterRows<T>{given, last.data(), places.data(), values.data(), table, units});
+  simt::each(kQueue, kIds * columns, GatherRows<T>{given, table, units, out.data()});
   std::unordered_map<int64_t, int64_t> last_of;
   for (int64_t i = 0; i < kIds; ++i) last_of[rows[static_cast<size_t>(i)]] = i;
   for (int64_t i = 0; i < kIds; ++i)
@@ -65,6 +69,15 @@ void write_rows(int64_t columns) {
       check(to_float(out[static_cast<size_t>(i * columns + c)]) ==
                 to_float(values[static_cast<size_t>(last_of[rows[static_cast<size_t>(i)]] * columns + c)]),
             "of equal rows the last values stay");
+
+  const auto outside = std::ranges::find_if(rows, [](int64_t row) { return row >= 10; });
+  const GivenRows wrong{rows.data(), kIds, 0, 10, &left, "", {error, 1}};
+  check(error[0] == 0, "nothing is wrong");
+  simt::each(kQueue, kIds, FindRowOutside{wrong});
+  check(left == rows.end() - outside, "the first row outside is found");
+  simt::each(kQueue, kIds * columns, GatherRows<T>{wrong, table, units, out.data()});
+  check(error[0] == 1 && error[2] == *outside, "it is reported");
+  check(std::ranges::all_of(out, [](T number) { return to_float(number) == 0.0f; }), "no row is read then");
 }
 
 }  // namespace

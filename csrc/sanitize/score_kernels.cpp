@@ -21,6 +21,16 @@ namespace {
 const simt::Queue kQueue{nullptr, nullptr};
 constexpr int64_t kBatch = 6000, kRows = 600, kShift = 6;
 
+int64_t error[kErrorWords];  // of all kernels here
+const ErrorReport kReport{error, 1};
+
+// Returns true if `words` were reported, and forgets them.
+bool reported(const std::vector<int64_t>& words) {
+  const bool is_equal = error[0] == 1 && std::equal(words.begin(), words.end(), error + 1);
+  std::ranges::fill(error, 0);
+  return is_equal;
+}
+
 // The words of one table in blocks of 64.
 template <typename Word>
 struct Memory {
@@ -55,7 +65,7 @@ void touch_rows(bool has_times, uint64_t before) {
   }
   const std::vector<TableWords<uint64_t>> tables = {{0, scores.words(), kStep}, {scored, {nullptr, 0, 0}, 9}};
   int64_t bad = 0;
-  const TouchedRows batch{rows.data(), has_times ? times.data() : nullptr, kBatch, {tables.data(), 2}, &bad};
+  const TouchedRows batch{rows.data(), has_times ? times.data() : nullptr, kBatch, {tables.data(), 2}, &bad, kReport};
   simt::each(kQueue, kBatch, CheckTouchedRows{batch});
   check(bad == 0, "all rows are inside");
   simt::each(kQueue, kBatch, TouchScores{batch});
@@ -63,6 +73,11 @@ void touch_rows(bool has_times, uint64_t before) {
     check(*scores.words().word(row) == (sums.contains(row) ? kStep << 32 | std::min(kMostCount, before + sums[row])
                                                            : uint64_t{7} << 32 | before),
           "every occurrence of a row is counted once");
+  if (!has_times) return;
+  times[4000] = 0, times[3000] = -3;
+  simt::each(kQueue, kBatch, CheckTouchedRows{batch});
+  simt::each(kQueue, kBatch, TouchScores{batch});
+  check(reported({-3}), "the first invalid number of times is reported");
 }
 
 void write_rows() {
@@ -74,7 +89,7 @@ void write_rows() {
     counts.push_back(i + 1);
   }
   int64_t first_bad = 0;
-  const WrittenScores written{rows.data(), seen.data(), counts.data(), kBatch, scores.words(), &first_bad};
+  const WrittenScores written{rows.data(), seen.data(), counts.data(), kBatch, scores.words(), &first_bad, kReport};
   simt::each(kQueue, kBatch, CheckWrittenScores{written});
   simt::each(kQueue, kBatch, FreeScores{written});
   simt::each(kQueue, kBatch, ClaimScores{written});
@@ -85,15 +100,20 @@ void write_rows() {
   for (const auto& [row, i] : last)
     check(*scores.words().word(row) == score_of(seen[i], counts[i]), "of equal rows the last score stays");
   std::vector<int64_t> read_seen(kBatch), read_counts(kBatch);
-  int64_t bad = 0;
-  simt::each(kQueue, kBatch, ReadScores{rows.data(), scores.words(), read_seen.data(), read_counts.data(), &bad});
+  const ReadScores read{rows.data(), scores.words(), read_seen.data(), read_counts.data(), kReport};
+  simt::each(kQueue, kBatch, read);
+  check(error[0] == 0, "nothing is wrong");
   for (size_t i = 0; i < rows.size(); ++i)
-    check(bad == 0 && read_seen[i] == seen[last[rows[i]]] &&
-              read_counts[i] == (read_seen[i] < 0 ? 0 : counts[last[rows[i]]]),
+    check(read_seen[i] == seen[last[rows[i]]] && read_counts[i] == (read_seen[i] < 0 ? 0 : counts[last[rows[i]]]),
           "scores are read as they were written");
   seen[4000] = -2, counts[3000] = int64_t{1} << 32, rows[5000] = kRows;
   simt::each(kQueue, kBatch, CheckWrittenScores{written});
-  check(first_bad == 3000 - kBatch, "the first invalid score is found");
+  simt::each(kQueue, kBatch, FreeScores{written});
+  check(first_bad == 3000 - kBatch && reported({kRows, rows[3000], seen[3000], counts[3000]}),
+        "the first invalid score is reported");
+  std::ranges::fill(rows, -2);
+  simt::each(kQueue, kBatch, read);
+  check(reported({kRows}), "of turns that report at the same time one does");
 }
 
 using Pair = std::pair<uint64_t, int64_t>;  // mixed id, row
@@ -171,7 +191,7 @@ void order_ids() {
   places = simt::sort_pairs(kQueue, places, kBatch);
   simt::each(kQueue, kBatch, ReadOrderKeys{seen.data(), places});
   places = simt::sort_pairs(kQueue, places, kBatch, 0, kOrderKeyBits);
-  simt::each(kQueue, kBatch, WriteOrder{places, order.data()});
+  simt::each(kQueue, kBatch, WriteOrder{places, order.data(), seen.data(), kBatch, &first_bad, kReport});
   const auto key = [&](int64_t i) { return Pair(seen[static_cast<size_t>(i)], i * 77 % kBatch); };
   check(first_bad == 0 && std::ranges::is_sorted(order, {}, key), "ids are ordered by last_seen, then by mixed id");
   seen[40] = -1, seen[30] = int64_t{1} << 32;
@@ -190,7 +210,9 @@ void mark_and_list() {
   const MarkTables both{tables.data(), 2};
   simt::each(kQueue, kBatch, CheckMarkedRows{rows.data(), kBatch, both, &first_bad});
   check(first_bad == 0, "all rows are below the capacity");
-  simt::each(kQueue, kBatch, MarkRows{rows.data(), both, &first_bad});
+  const MarkRows mark{rows.data(), kBatch, both, &first_bad, kReport};
+  simt::each(kQueue, kBatch, mark);
+  check(error[0] == 0, "nothing is wrong");
   std::vector<int64_t> expected(rows.begin(), rows.begin() + marked);
   std::ranges::sort(expected);
   expected.erase(std::unique(expected.begin(), expected.end()), expected.end());
@@ -205,6 +227,9 @@ void mark_and_list() {
   std::vector<int64_t> list(static_cast<size_t>(places.back()));
   simt::each(kQueue, kPieces, ListMarked{found, list.data()});
   check(list == expected, "the rows that were marked are listed");
+  first_bad = -kBatch;
+  simt::each(kQueue, kBatch, mark);
+  check(reported({kRows, 0}), "the table of the first bad row is reported");
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "checks.h"
@@ -48,5 +49,26 @@ inline std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>
   }
   return views;
 }
+
+constexpr bool is_row_to_insert(int64_t row) { return row >= 0 && row < std::numeric_limits<int64_t>::max(); }
+
+inline void check_inserted_row(int64_t row) {
+  STD_TORCH_CHECK(is_row_to_insert(row), "insert: expected rows in [0, 2^63 - 1), got ", row, ".");
+}
+
+inline void check_inserted(bool has_slots) {
+  STD_TORCH_CHECK(has_slots, "insert: expected an empty slot for every new id, got a full map. Grow it first.");
+}
+
+inline void raise_insert_error(const int64_t* words) {
+  check_inserted_row(words[0]);
+  check_inserted(false);
+}
+
+inline void check_new_index(bool is_below, int64_t new_rows) {
+  STD_TORCH_CHECK(is_below, "fill_new_: expected new_index < ", new_rows, ", got a larger one.");
+}
+
+inline void raise_new_index_error(const int64_t* words) { check_new_index(false, words[0]); }
 
 }  // namespace torchrec_dyn

@@ -83,9 +83,7 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   const int64_t* id = const_data<int64_t>(new_ids);
   const int64_t* row = const_data<int64_t>(new_rows);
   const int64_t* offset = const_data<int64_t>(new_offsets);
-  for (int64_t i = 0; i < new_rows.numel(); ++i)
-    STD_TORCH_CHECK(row[i] >= 0 && row[i] < std::numeric_limits<int64_t>::max(),
-                    "insert: expected rows in [0, 2^63 - 1), got ", row[i], ".");
+  for (int64_t i = 0; i < new_rows.numel(); ++i) check_inserted_row(row[i]);
   SeparateMemory().writes(slots).reads(new_ids).reads(new_rows).reads(new_offsets).reads(moved).check("insert");
   const std::unique_ptr<uint64_t[]> spreads = spread_hashes(id, new_ids.numel(), on_all_threads);
   Parts parts(offset, part_bits_of(offset, maps), spreads.get(), on_all_threads);
@@ -99,7 +97,7 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
         full |= !insert_absent(map, id[i], row[i], spreads[static_cast<size_t>(i)]);
       },
       on_all_threads);
-  STD_TORCH_CHECK(!full, "insert: expected an empty slot for every new id, got a full map. Grow it first.");
+  check_inserted(!full);
 }
 
 void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_rows) {
@@ -118,7 +116,7 @@ void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_ro
     for (int64_t i = begin; i < end; ++i) inside &= index[i] < fresh;
     if (!inside) outside = true;
   });
-  STD_TORCH_CHECK(!outside, "fill_new_: expected new_index < ", fresh, ", got a larger one.");
+  check_new_index(!outside, fresh);
   for_each_range(rows.numel(), kFillGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       if (index[i] >= 0) row[i] = fresh_row[index[i]];

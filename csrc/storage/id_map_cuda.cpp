@@ -1,7 +1,6 @@
 // The ops of the id map on a device: id_map_cpu.cpp for CUDA.
 //
-// What a kernel finds wrong is a word that later kernels of the call look at before they write. So the host reads words
-// once at most, at the end of a call. Each such wait is marked: it could be left to a later read by the host.
+// What a kernel finds wrong is a word that later kernels of the call look at before they write, and report.
 #include <algorithm>
 #include <limits>
 #include <tuple>
@@ -49,7 +48,8 @@ std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets
   if (ids.numel() == 0) return {rows, absent};
   const TableMaps maps = send_maps(call, views, const_data<int64_t>(table_offsets));
   simt::each(call.queue(), ids.numel(),
-             FindRows{const_data<int64_t>(ids), maps, mutable_data<int64_t>(rows), mutable_data<int64_t>(absent)});
+             FindRows{const_data<int64_t>(ids), maps, mutable_data<int64_t>(rows), mutable_data<int64_t>(absent),
+                      simt::error_record()});
   return {rows, absent};
 }
 
@@ -68,14 +68,10 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   const int64_t* id = const_data<int64_t>(new_ids);
   const int64_t* row = const_data<int64_t>(new_rows);
   const TableMaps maps = send_maps(call, views, const_data<int64_t>(new_offsets));
-  auto* found = call.zeros<int64_t>(2);  // the first bad row, the ids without a slot
-  simt::each(call.queue(), count, CheckRows{row, count, found});
-  simt::each(call.queue(), count, InsertIds{id, row, maps, found, found + 1});
-  int64_t wrong[2];
-  simt::read_back(call.queue(), wrong, found, sizeof wrong);  // waits, for the errors only
-  if (wrong[0] != 0)
-    STD_TORCH_CHECK(false, "insert: expected rows in [0, 2^63 - 1), got ", call.read(row + count + wrong[0]), ".");
-  STD_TORCH_CHECK(wrong[1] == 0, "insert: expected an empty slot for every new id, got a full map. Grow it first.");
+  auto* first_bad = call.zeros<int64_t>(1);
+  simt::each(call.queue(), count, CheckRows{row, count, first_bad});
+  simt::each(call.queue(), count, InsertIds{id, row, count, maps, first_bad, call.errors(raise_insert_error)});
+  call.finish();
 }
 
 void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_rows) {
@@ -86,13 +82,12 @@ void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_ro
   SeparateMemory().writes(rows).reads(new_index).reads(new_rows).check("fill_new_");
   if (rows.numel() == 0) return;
   DeviceCall call(rows);
-  const int64_t* index = const_data<int64_t>(new_index);
-  auto* bad = call.zeros<int64_t>(1);
-  simt::each(call.queue(), rows.numel(), CheckNewIndex{index, new_rows.numel(), bad});
-  simt::each(call.queue(), rows.numel(),
-             FillNew{index, const_data<int64_t>(new_rows), bad, mutable_data<int64_t>(rows)});
-  // Waits, for the error only.
-  STD_TORCH_CHECK(call.read(bad) == 0, "fill_new_: expected new_index < ", new_rows.numel(), ", got a larger one.");
+  const CheckNewIndex check{const_data<int64_t>(new_index), new_rows.numel(), call.zeros<int64_t>(1)};
+  simt::each(call.queue(), rows.numel(), check);
+  simt::each(
+      call.queue(), rows.numel(),
+      FillNew{check, const_data<int64_t>(new_rows), mutable_data<int64_t>(rows), call.errors(raise_new_index_error)});
+  call.finish();
 }
 
 Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) {

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "device_errors.h"
 #include "mix64.h"
 #include "simt.h"
 #include "storage/id_map.h"
@@ -53,13 +54,15 @@ struct FindRows {
   const int64_t* ids;
   TableMaps maps;
   int64_t* rows;
-  int64_t* absent;  // by tables
+  int64_t* absent;              // by tables
+  const int64_t* error_record;  // of the GPU
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const int64_t table = maps.table_of(i);
     const int64_t row = find_row(maps.maps[table].map, ids[i], spread_hash(ids[i]));
     rows[i] = row;
     if (row == kNoRow) simt::count(absent + table);
+    if (i == 0 && simt::load(error_record) != 0) simt::add(absent, kErrorMark);
   }
 };
 
@@ -94,14 +97,18 @@ struct CheckRows {
 struct InsertIds {
   const int64_t* ids;
   const int64_t* rows;
+  int64_t count;
   TableMaps maps;
   const int64_t* first_bad;  // of CheckRows
-  int64_t* left_out;         // number of ids without a slot
+  ErrorReport error;         // the first bad row, or 0 if there is no slot
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (*first_bad != 0) return;
+    if (*first_bad != 0) {
+      if (i == 0) error.report(rows[count + *first_bad]);
+      return;
+    }
     const IdMapView& map = maps.maps[maps.table_of(i)].map;
-    if (!claim_slot(map.array_of(spread_hash(ids[i])), ids[i], place_of_row(rows[i]))) simt::count(left_out);
+    if (!claim_slot(map.array_of(spread_hash(ids[i])), ids[i], place_of_row(rows[i]))) error.report(0);
   }
 };
 
@@ -252,13 +259,15 @@ struct CheckNewIndex {
 };
 
 struct FillNew {
-  const int64_t* new_index;
+  CheckNewIndex check;
   const int64_t* new_rows;
-  const int64_t* bad;  // of CheckNewIndex
   int64_t* rows;
+  ErrorReport error;  // number of new rows
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (*bad == 0 && new_index[i] >= 0) rows[i] = new_rows[new_index[i]];
+    if (i == 0 && *check.bad != 0) error.report(check.new_rows);
+    const int64_t* new_index = check.new_index;
+    if (*check.bad == 0 && new_index[i] >= 0) rows[i] = new_rows[new_index[i]];
   }
 };
 

@@ -29,11 +29,9 @@ void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Ten
   const MarkTables tables = send_word_tables(call, blocks, words);
   auto* first_bad = call.zeros<int64_t>(1);
   simt::each(call.queue(), rows.numel(), CheckMarkedRows{row, rows.numel(), tables, first_bad});
-  simt::each(call.queue(), rows.numel(), MarkRows{row, tables, first_bad});
-  const int64_t bad = call.read(first_bad);  // waits, for the error only
-  if (bad == 0) return;
-  const int64_t table = table_of(rows.numel() + bad, count, [&](int64_t t) { return offset[t]; });
-  check_marked_rows(false, words[static_cast<size_t>(table)].words.capacity, table);
+  simt::each(call.queue(), rows.numel(),
+             MarkRows{row, rows.numel(), tables, first_bad, call.errors(raise_marked_error)});
+  call.finish();
 }
 
 Tensor changed_rows(std::vector<Tensor> marks, int64_t shift, int64_t rows, int64_t since) {

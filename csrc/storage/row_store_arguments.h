@@ -47,6 +47,10 @@ inline void check_row(const char* op, int64_t row, int64_t lowest, int64_t capac
                   ".");
 }
 
+inline void raise_row_error(const int64_t* words) {
+  check_row(reinterpret_cast<const char*>(words[0]), words[1], words[2], words[3]);
+}
+
 inline void check_advised_block(const Tensor& block) {
   STD_TORCH_CHECK(block.is_contiguous(), "advise_huge_pages: expected a contiguous block, got strides.");
   check_memory("advise_huge_pages", "block", block);

@@ -23,15 +23,13 @@ struct DeviceRows {
   uintptr_t address_bits = 0;  // of all blocks together, to see of what they are multiples
 };
 
-// Waits for the device, so that nothing is written if a row is outside. The wait can be deferred to the next number
-// that the host reads anyway, once kernels may write nothing after an error (issue 20).
-void check_rows(const char* op, DeviceCall& call, const Tensor& rows, int64_t lowest, int64_t capacity) {
-  if (rows.numel() == 0) return;
-  const int64_t* row = const_data<int64_t>(rows);
-  auto* left = call.zeros<int64_t>(1);
-  simt::each(call.queue(), rows.numel(), FindRowOutside{row, rows.numel(), lowest, capacity, left});
-  if (const int64_t outside = call.read(left); outside > 0)
-    check_row(op, call.read(row + rows.numel() - outside), lowest, capacity);
+// The rows of a call, for kernels that look whether all are inside before they write.
+GivenRows find_row_outside(const char* op, DeviceCall& call, const Tensor& rows, int64_t lowest, int64_t capacity) {
+  const int64_t n = rows.numel();
+  const GivenRows given{const_data<int64_t>(rows),   n, lowest, capacity, call.zeros<int64_t>(1), op,
+                        call.errors(raise_row_error)};
+  simt::each(call.queue(), n, FindRowOutside{given});
+  return given;
 }
 
 // Calls body(Unit{}) with the largest unit in which rows are copied from and to these addresses.
@@ -63,13 +61,14 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
     const DeviceRows<T> device_rows("init_rows_", call, blocks, shift, columns);
     check_tensor("init_rows_", "rows", rows, ScalarType::Long, ids.device());
     SeparateMemory().writes(blocks).reads(ids).reads(rows).check("init_rows_");
-    check_rows("init_rows_", call, rows, 0, device_rows.table.capacity);
+    const GivenRows given = find_row_outside("init_rows_", call, rows, 0, device_rows.table.capacity);
     const int64_t turns = (first_column + columns - 1) / kTurnColumns - first_column / kTurnColumns + 1;
     const bool is_whole = first_column % kTurnColumns == 0 && columns % kTurnColumns == 0 &&
                           device_rows.address_bits % (kTurnColumns * sizeof(T)) == 0;
     simt::each(call.queue(), rows.numel() * turns,
-               InitRows<T>{const_data<int64_t>(ids), const_data<int64_t>(rows), device_rows.table, initial,
-                           static_cast<uint64_t>(key), first_column, Division(turns), is_whole});
+               InitRows<T>{const_data<int64_t>(ids), given, device_rows.table, initial, static_cast<uint64_t>(key),
+                           first_column, Division(turns), is_whole});
+    call.finish();
   });
 }
 
@@ -81,14 +80,15 @@ Tensor gather_rows(const Tensor& rows, std::vector<Tensor> blocks, int64_t shift
     check_tensor("gather_rows", "rows", rows, ScalarType::Long, kDevice);
     DeviceCall call(rows);
     const DeviceRows<T> device_rows("gather_rows", call, blocks, shift, columns);
-    check_rows("gather_rows", call, rows, -1, device_rows.table.capacity);
+    const GivenRows given = find_row_outside("gather_rows", call, rows, -1, device_rows.table.capacity);
     out = new_device_tensor({rows.numel(), columns}, dtype);
     dispatch_unit(device_rows, out->const_data_ptr(), [&](auto unit) {
       using Unit = decltype(unit);
       const RowBlocks<Unit> table = in_units<Unit>(device_rows.table);
       simt::each(call.queue(), rows.numel() * table.columns,
-                 GatherRows<Unit>{const_data<int64_t>(rows), table, Division(table.columns), mutable_data<Unit>(*out)});
+                 GatherRows<Unit>{given, table, Division(table.columns), mutable_data<Unit>(*out)});
     });
+    call.finish();
   });
   return *out;
 }
@@ -103,7 +103,7 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
     const DeviceRows<T> device_rows("scatter_rows_", call, blocks, shift, columns);
     check_tensor("scatter_rows_", "rows", rows, ScalarType::Long, values.device());
     SeparateMemory().writes(blocks).reads(rows).reads(values).check("scatter_rows_");
-    check_rows("scatter_rows_", call, rows, 0, device_rows.table.capacity);
+    const GivenRows given = find_row_outside("scatter_rows_", call, rows, 0, device_rows.table.capacity);
     const int64_t n = rows.numel();
     const int64_t size = (2 * n + kLineSlots - 1) / kLineSlots * kLineSlots;
     auto* last = call.zeros<int64_t>(size);
@@ -113,9 +113,9 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
       using Unit = decltype(unit);
       const RowBlocks<Unit> table = in_units<Unit>(device_rows.table);
       simt::each(call.queue(), n * table.columns,
-                 ScatterRows<Unit>{const_data<int64_t>(rows), last, places, const_data<Unit>(values), table,
-                                   Division(table.columns)});
+                 ScatterRows<Unit>{given, last, places, const_data<Unit>(values), table, Division(table.columns)});
     });
+    call.finish();
   });
 }
 

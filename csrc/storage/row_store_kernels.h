@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "device_errors.h"
 #include "division.h"
 #include "mix64.h"
 #include "simt.h"
@@ -13,16 +14,30 @@
 
 namespace torchrec_dyn {
 
-// Raises `left` to n - i for every row i outside [lowest, end), so that it tells the first such row of n; 0: none.
-struct FindRowOutside {
+// The rows of a call, that must be in [lowest, end).
+struct GivenRows {
   const int64_t* rows;
   int64_t n;
   int64_t lowest;
   int64_t end;
-  int64_t* left;
+  int64_t* left;      // 0, or n - position of the first row outside
+  const char* op;     // in the memory of the host
+  ErrorReport error;  // op, row, lowest, end
+
+  // True if a row is outside; turn 0 reports it. For launches after FindRowOutside.
+  TORCHREC_DYN_BOTH bool has_outside(int64_t i) const {
+    if (*left == 0) return false;
+    if (i == 0) error.report(reinterpret_cast<int64_t>(op), rows[n - *left], lowest, end);
+    return true;
+  }
+};
+
+struct FindRowOutside {
+  GivenRows given;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (rows[i] < lowest || rows[i] >= end) simt::raise(left, n - i);
+    const int64_t row = given.rows[i];
+    if (row < given.lowest || row >= given.end) simt::raise(given.left, given.n - i);
   }
 };
 
@@ -48,7 +63,7 @@ TORCHREC_DYN_BOTH inline uint64_t packed(const T (&numbers)[kTurnColumns]) {
 template <typename T>
 struct InitRows {
   const int64_t* ids;
-  const int64_t* rows;
+  GivenRows given;
   RowBlocks<T> table;
   InitialRows initial;
   uint64_t key;
@@ -57,6 +72,7 @@ struct InitRows {
   bool is_whole;    // every turn is four columns, at a multiple of their size: one store
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (given.has_outside(i)) return;
     const Division::Parts turn = blocks.split(i);
     const int64_t block = first_column / kTurnColumns + turn.remainder;
     Philox4 random{};
@@ -64,7 +80,7 @@ struct InitRows {
       random = random_words(key, ids[turn.quotient], static_cast<uint32_t>(block), 0);
     T numbers[kTurnColumns];
     for (int c = 0; c < kTurnColumns; ++c) store_nearest(initial_number(initial, random.words[c]), &numbers[c]);
-    T* row = table.row(rows[turn.quotient]);
+    T* row = table.row(given.rows[turn.quotient]);
     const int64_t begin = block * kTurnColumns - first_column;  // may be less than 0
     if (is_whole) {
       *reinterpret_cast<decltype(packed(numbers))*>(row + begin) = packed(numbers);
@@ -76,18 +92,18 @@ struct InitRows {
 };
 
 // Rows are copied in units of 16, 4 or 2 bytes, whatever their type; `columns` of a table counts units here. A turn is
-// a unit of the result.
+// a unit of the result. All are zeros if a row is outside.
 template <typename Unit>
 struct GatherRows {
-  const int64_t* rows;
+  GivenRows given;
   RowBlocks<Unit> table;
   Division units;  // of a row
   Unit* out;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const Division::Parts turn = units.split(i);
-    const int64_t row = rows[turn.quotient];
-    out[i] = row < 0 ? Unit{} : table.row(row)[turn.remainder];
+    const int64_t row = given.rows[turn.quotient];
+    out[i] = given.has_outside(i) || row < 0 ? Unit{} : table.row(row)[turn.remainder];
   }
 };
 
@@ -120,7 +136,7 @@ struct FindLastPositions {
 // A turn is a unit of the values.
 template <typename Unit>
 struct ScatterRows {
-  const int64_t* rows;
+  GivenRows given;
   const int64_t* last;
   const int64_t* places;
   const Unit* values;
@@ -128,9 +144,10 @@ struct ScatterRows {
   Division units;  // of a row
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (given.has_outside(i)) return;
     const Division::Parts turn = units.split(i);
     if (last[places[turn.quotient]] != turn.quotient + 1) return;
-    table.row(rows[turn.quotient])[turn.remainder] = values[i];
+    table.row(given.rows[turn.quotient])[turn.remainder] = values[i];
   }
 };
 

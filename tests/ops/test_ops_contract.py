@@ -85,6 +85,7 @@ HARMLESS = {
     ("bag_weights_grad", "rows", "size"),
     *(("advise_huge_pages", "block", how) for how in ("dtype", "size", "nothing")),
     ("grow_block", "block", "dtype"),
+    *(("raise_errors", "like", how) for how in ("dtype", "strides", "size", "nothing")),
 }
 
 

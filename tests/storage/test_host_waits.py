@@ -41,7 +41,7 @@ def test_where_the_host_waits_for_an_id_map(device):
     id_map.reserve(100)
     assert noted(device) == []
     id_map.insert(on(device, ids), on(device, rows))
-    assert noted(device) == ["insert"]  # reads whether all was right
+    assert noted(device) == []
     assert id_map.lookup(on(device, ids)).memory.tolist() == rows.tolist()
     assert noted(device) == []
     more, more_rows = ids_of(400, 100), torch.arange(100, 500)
@@ -70,7 +70,7 @@ def test_where_the_host_waits_for_new_ids(device):
     assert noted(device) == ["collect_new"]  # reads numbers of new ids
     assert new_offsets.tolist() == [0, 100] and torch.equal(new.memory, ids)
     ops.fill_new_(found, new_index, on(device, torch.arange(100)))
-    assert noted(device) == ["fill_new_"]
+    assert noted(device) == []
     assert found.memory.tolist() == [*range(100), *range(100)]
 
 
@@ -80,6 +80,6 @@ def test_where_the_host_waits_for_rows(device):
     assert noted(device) == []
     rows, values = torch.tensor([39, 0, 17, 39]), torch.randn(4, 5)
     store.write(on(device, rows), on(device, values))
-    assert noted(device) == ["scatter_rows_"]  # reads whether all rows are inside
+    assert noted(device) == []
     assert torch.equal(store.read(on(device, rows)).memory, values[[3, 1, 2, 3]])
-    assert noted(device) == ["gather_rows"]
+    assert noted(device) == []

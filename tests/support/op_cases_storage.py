@@ -85,6 +85,14 @@ def draw_rows(rng: random.Random, blocks: Arguments, lowest: int = 0) -> list[in
     return [rng.randrange(lowest, capacity) for _ in range(size(rng, 800))]
 
 
+def draw_raise_errors(rng: random.Random) -> Arguments:
+    return {"like": torch.ones(rng.choice((0, 1, 7)))}
+
+
+def check_raise_errors(before: Arguments, after: Arguments, _: None) -> None:
+    equal(after["like"], before["like"])
+
+
 def draw_advise_huge_pages(rng: random.Random) -> Arguments:
     return {"block": torch.ones(rng.choice((0, 1, 7, 2**19 + 3, 2**20)))}
 

@@ -115,6 +115,11 @@ class PretendedDevice(TorchFunctionMode):
         super().__exit__(*error)
         ops.has_cuda_kernels = has_cuda_kernels
         cuda_guard()(False)
+        try:  # an error of this device must not be raised by the next test
+            simt_library().raise_errors(torch.empty(0))
+        except RuntimeError:
+            if error[0] is None:
+                raise
 
     def of(self, memory):
         """Returns the tensor of this device that has this memory."""

@@ -267,7 +267,11 @@ class IdMap:
         Returns:
             ids: [M] int64.
             rows: [M] int64.
+
+        Raises:
+            RuntimeError: on a GPU, an earlier op had invalid arguments: no save hides the error.
         """
+        ops.raise_errors(self.slots)
         ids, rows = (torch.cat(parts) for parts in zip(*self.pieces(), strict=True))
         order = canonical_order(ids)
         return ids[order], rows[order]

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from torchrec_dyn.table.table import DynamicTable
 
 
+_COUNT_BITS = 2**63 - 1  # all but the sign bit, which marks an error
+
+
 def find_rows(maps: MapList, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Finds the rows of ids.
 
@@ -33,9 +36,25 @@ def find_rows(maps: MapList, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor
         rows: [N] int64, -1 for an absent id.
         absent: [T] int64 on the CPU, number of absent ids of each table, repeats counted. On a GPU this is
             the one number that the host waits for in a step of known ids.
+
+    Raises:
+        RuntimeError: on a GPU, an earlier op had invalid arguments (csrc/device_errors.h).
     """
     rows, absent = ops.lookup(ids, table_offsets, *maps.arrays())
-    return rows, absent.cpu()
+    return rows, _unmarked(absent.cpu(), ids)
+
+
+def _unmarked(absent: Tensor, ids: Tensor) -> Tensor:
+    """Returns numbers of absent ids; on a GPU, raises the error that their sign marks.
+
+    Args:
+        absent: [T] int64 of `ops.lookup`, on the CPU.
+        ids: the ids of the lookup.
+    """
+    if ids.is_cuda and min(absent.tolist(), default=0) < 0:
+        ops.raise_errors(ids)
+        return absent & _COUNT_BITS  # another thread has raised the error
+    return absent
 
 
 def ranges_of(new_offsets: Tensor) -> dict[int, slice]:
