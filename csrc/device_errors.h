@@ -2,8 +2,8 @@
 //
 // The host does not wait for each call to know whether all was right. A GPU has one record in its memory, all zeros if
 // there is no error. A kernel that finds an error writes the record, unless it holds an earlier one, and its call
-// writes nothing else to the arguments. A lookup passes the word to the host with its counts of absent ids, which the
-// host reads anyway (FindRows); the host then takes the record and raises the error (storage/raise_errors_cuda.cpp).
+// writes nothing to its arguments. A lookup marks its counts of absent ids, which the host reads anyway (FindRows), if
+// there is an error; the host then takes the record and raises the error (storage/raise_errors_cuda.cpp).
 // With TORCHREC_DYN_SYNC_ERRORS=1 each call waits for its kernels and raises their error (DeviceCall::finish).
 #pragma once
 
@@ -24,8 +24,7 @@ struct ErrorReport {
   int64_t* record;  // [kErrorWords] of the GPU: 0 or the address of a RaiseError; then its words
   int64_t raise;    // the address of a RaiseError
 
-  // Returns without effect if there is an earlier error. In one launch any number of turns may report: one of them
-  // does.
+  // Does nothing if there is an earlier error. Of several turns that report at the same time, one does.
   template <typename... Words>
   TORCHREC_DYN_BOTH void report(Words... words) const {
     static_assert(sizeof...(words) < kErrorWords);
@@ -42,7 +41,7 @@ namespace simt {
 
 // The record of the current GPU.
 int64_t* error_record();
-// Waits for all streams of the current GPU, copies its record to the host and clears it.
+// Waits for all streams of the current GPU, copies its record to the host, and clears it if it holds an error.
 void take_error(int64_t (&record)[kErrorWords]);
 
 }  // namespace simt

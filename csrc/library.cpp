@@ -107,8 +107,8 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // rows [M] (-1 and free rows read as -1, 0) -> last_seen [M], counts [M].
   m.def("read_scores(Tensor rows, Tensor[] scores, int shift) -> (Tensor last_seen, Tensor counts)");
   // The `most` lowest rows of one map by count or last_seen, then by mixed id, unsigned, among rows [0, rows) with
-  // last_seen < before (or = before and count 0); all of these if there are fewer -> ids [K], rows [K] in the order of
-  // the slots.
+  // last_seen < before (or = before and count 0); all of these if there are fewer -> ids [K], rows [K], on the CPU in
+  // the order of the slots, on a GPU by mixed id, unsigned.
   m.def(
       "lowest_scores(Tensor[] slots, Tensor moved, Tensor[] scores, int shift, int rows, bool by_count, int before, "
       "int most) -> (Tensor ids, Tensor rows)");

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "both_devices.h"
 
@@ -59,7 +60,7 @@ TORCHREC_DYN_BOTH inline int64_t compare_exchange(int64_t* word, int64_t expecte
 #endif
 }
 
-// Word: of 32 or 64 bits.
+// Word: of 1, 4 or 8 bytes.
 template <typename Word>
 TORCHREC_DYN_BOTH inline Word load(const Word* word) {
 #if defined(__CUDACC__)
@@ -78,20 +79,22 @@ TORCHREC_DYN_BOTH inline void store(Word* word, Word number) {
 #endif
 }
 
-// Adds to the word. Returns the word as it was.
-TORCHREC_DYN_BOTH inline int64_t add(int64_t* word, int64_t number) {
+// Adds to the word, of 32 or 64 bits. Returns the word as it was.
+template <typename Word>
+TORCHREC_DYN_BOTH inline Word add(Word* word, std::type_identity_t<Word> number) {
 #if defined(__CUDA_ARCH__)
-  return static_cast<int64_t>(
-      atomicAdd(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(number)));
+  using Unsigned = std::conditional_t<sizeof(Word) == 4, unsigned, unsigned long long>;
+  return static_cast<Word>(atomicAdd(reinterpret_cast<Unsigned*>(word), static_cast<Unsigned>(number)));
 #elif defined(__CUDACC__)
   return (*word += number) - number;
 #else
-  return std::atomic_ref<int64_t>(*word).fetch_add(number, std::memory_order_relaxed);
+  return std::atomic_ref<Word>(*word).fetch_add(number, std::memory_order_relaxed);
 #endif
 }
 
 // Adds 1 to a word that many turns count in. Threads of a warp that do so at the same time add once together.
-TORCHREC_DYN_BOTH inline void count(int64_t* word) {
+template <typename Word>
+TORCHREC_DYN_BOTH inline void count(Word* word) {
 #if defined(__CUDA_ARCH__)
   const unsigned together = __match_any_sync(__activemask(), reinterpret_cast<unsigned long long>(word));
   if (static_cast<int>(threadIdx.x % 32) == __ffs(static_cast<int>(together)) - 1) add(word, __popc(together));

@@ -57,9 +57,14 @@ int64_t* error_record() {
 }
 
 void take_error(int64_t (&record)[kErrorWords]) {
+  // Twice: a kernel that another thread has launched in between may just be writing the record. A record of zeros is
+  // not cleared, which would lose the error of such a kernel.
+  for (int look = 0; look < 2; ++look) {
+    check_cuda(cudaDeviceSynchronize(), "a wait for all kernels");
+    check_cuda(cudaMemcpyFromSymbol(record, error_words, sizeof record), "a copy to the host");
+    if (record[0] == 0) return;
+  }
   const int64_t none[kErrorWords] = {};
-  check_cuda(cudaDeviceSynchronize(), "a wait for all kernels");
-  check_cuda(cudaMemcpyFromSymbol(record, error_words, sizeof record), "a copy to the host");
   check_cuda(cudaMemcpyToSymbol(error_words, none, sizeof none), "a copy from the host");
 }
 

@@ -341,7 +341,8 @@ def lowest_scores(
         most: maximum number of ids to return.
 
     Returns:
-        ids: [K] int64 in the order of the slots, so that erasing them accesses memory in ascending order.
+        ids: [K] int64. On the CPU in the order of the slots, so that erasing them accesses memory in
+            ascending order; on a GPU by mixed id, unsigned.
         rows: [K] int64.
     """
     return _ops.lowest_scores.default(slots, moved, scores, shift, rows, by_count, before, most)
@@ -695,7 +696,7 @@ def _(slots: Tensor) -> tuple[Tensor, Tensor]:
 
 @_fake("ids_of_rows")
 def _(slots: Sequence[Tensor], moved: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-    ids = moved.new_empty(last - first)
+    ids = slots[0].new_empty(last - first)
     return ids, ids.bool()
 
 
@@ -723,7 +724,7 @@ def _(rows: Tensor, scores: Sequence[Tensor], shift: int) -> tuple[Tensor, Tenso
 @_fake("lowest_scores")
 def _(slots, moved, scores, shift, rows, by_count, before, most) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
     found = torch.library.get_ctx().new_dynamic_size()
-    return moved.new_empty(found), moved.new_empty(found)
+    return slots[0].new_empty(found), slots[0].new_empty(found)
 
 
 @_fake("oldest_first")

@@ -17,13 +17,12 @@
 #include "mix64.h"
 #include "parallel.h"
 #include "ranks/owner.h"
+#include "ranks/owners_arguments.h"
 #include "simd.h"
 
 namespace torchrec_dyn {
 namespace {
 
-constexpr const char* kOp = "sort_by_owner";
-constexpr int64_t kMostRanks = 1 << 20;
 constexpr int64_t kGrain = 8192;  // ids and bags of a piece
 
 TORCHREC_DYN_SIMD void owners_of_range(const uint64_t* ids, int64_t begin, int64_t end, uint64_t ranks,
@@ -60,8 +59,7 @@ std::vector<Piece> cut(const Length* lengths, int64_t bags, int64_t ids) {
     pieces.push_back({bag, last, begin, begin + static_cast<int64_t>(sum)});
     begin = pieces.back().end;
   }
-  STD_TORCH_CHECK(fits && begin == ids, kOp, ": expected lengths of at least 0 that add up to the ", ids,
-                  " ids, got others. Lengths and ids are of two batches.");
+  check_lengths_fit(fits && begin == ids, ids);
   return pieces;
 }
 
@@ -133,25 +131,15 @@ Sorting counted(const Tensor& ids, const Tensor& lengths, int64_t ranks, const T
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> sort_by_owner(const Tensor& ids, const Tensor& lengths,
                                                          std::optional<Tensor> weights, int64_t ranks, bool positions) {
-  check_tensor(kOp, "ids", ids, ScalarType::Long);
-  const bool is_int = lengths.scalar_type() == ScalarType::Int;
-  check_tensor(kOp, "lengths", lengths, is_int ? ScalarType::Int : ScalarType::Long);
-  ScalarType type = ScalarType::Float;
-  if (weights) {
-    const ScalarType got = weights->scalar_type();
-    if (got == ScalarType::Double || got == ScalarType::Half || got == ScalarType::BFloat16) type = got;
-    check_tensor(kOp, "weights", *weights, type);
-    check_size(kOp, "the number of weights", ids.numel(), weights->numel());
-  }
-  STD_TORCH_CHECK(ranks >= 1 && ranks <= kMostRanks, kOp, ": expected ranks in [1, ", kMostRanks, "], got ", ranks,
-                  ".");
+  const ScalarType type = check_sorted_batch(ids, lengths, weights, ranks, DeviceType::CPU);
   const int64_t count = ids.numel();
   Tensor sorted_lengths = new_tensor({ranks * lengths.numel()}, lengths.scalar_type());
   Tensor sorted_ids = new_int64(count);
   Tensor sorted_weights = new_tensor({weights ? count : 0}, type);
   Tensor places = new_int64(positions ? count : 0);
-  const Sorting sorting = is_int ? counted<int32_t>(ids, lengths, ranks, sorted_lengths)
-                                 : counted<int64_t>(ids, lengths, ranks, sorted_lengths);
+  const Sorting sorting = lengths.scalar_type() == ScalarType::Int
+                              ? counted<int32_t>(ids, lengths, ranks, sorted_lengths)
+                              : counted<int64_t>(ids, lengths, ranks, sorted_lengths);
   sorting.move<int64_t>(ids, sorted_ids);
   if (weights && type == ScalarType::Float) sorting.move<uint32_t>(*weights, sorted_weights);
   if (weights && type == ScalarType::Double) sorting.move<uint64_t>(*weights, sorted_weights);

@@ -20,6 +20,8 @@
 #include "parallel.h"
 #include "radix_sort.h"
 #include "simd.h"
+#include "storage/canonical_ids_arguments.h"
+#include "storage/cells.h"
 #include "storage/id_map.h"
 #include "storage/id_map_arguments.h"
 
@@ -33,9 +35,6 @@ struct MixedRow {
 
 // Slots that are read together: few enough for arrays on the stack.
 constexpr int64_t kSlotRun = 4096;
-
-// The cell of a mixed id: its top `bits` bits; `bits` is 0 to 63.
-TORCHREC_DYN_INLINE uint64_t cell_of(uint64_t mixed, int bits) { return mixed >> 1 >> (63 - bits); }
 
 // The cells of `count` slots, up to kSlotRun; for an empty slot, the number after the last cell.
 TORCHREC_DYN_INLINE void cells_of_slots(const Slot* slots, int64_t count, int bits, uint32_t* cells) {
@@ -108,14 +107,6 @@ void sort_bucket(const Buckets& buckets, MixedRow* ids, size_t count) {
   if (count - run > 1) std::sort(ids + run, ids + count, by_mixed);
 }
 
-constexpr int64_t kMostCellBits = 16;
-
-IdMapView one_map(const char* op, const std::vector<Tensor>& slots, const Tensor& moved) {
-  const std::vector<IdMapView> maps = views_of(op, slots, moved);
-  check_size(op, "the number of maps", 1, static_cast<int64_t>(maps.size()));
-  return maps[0];
-}
-
 TORCHREC_DYN_SIMD void find_cells(const Slot* slots, int64_t count, int bits, uint32_t* cells) noexcept {
   cells_of_slots(slots, count, bits, cells);
 }
@@ -126,10 +117,8 @@ TORCHREC_DYN_SIMD void find_inside(const Slot* slots, int64_t count, uint64_t fi
 }
 
 Tensor count_cells(std::vector<Tensor> slots, const Tensor& moved, int64_t bits) {
-  const char* op = "count_cells";
-  const IdMapView map = one_map(op, slots, moved);
-  STD_TORCH_CHECK(bits >= 0 && bits <= kMostCellBits, op, ": expected bits in [0, ", kMostCellBits, "], got ", bits,
-                  ".");
+  const IdMapView map = one_map("count_cells", slots, moved);
+  check_cell_bits(bits);
   const auto cells = size_t{1} << bits;
   Tensor counts = new_int64(static_cast<int64_t>(cells));
   auto* total = mutable_data<uint64_t>(counts);

@@ -1,8 +1,11 @@
-// The ids of one map on a device: of canonical_ids_cpu.cpp, the list in the order of the slots.
+// The ids of one map on a device: canonical_ids_cpu.cpp for CUDA.
+#include <bit>
 #include <tuple>
+#include <vector>
 
 #include "device_call.h"
 #include "kernel.h"
+#include "storage/canonical_ids_arguments.h"
 #include "storage/canonical_ids_kernels.h"
 #include "storage/id_map_arguments.h"
 
@@ -22,8 +25,65 @@ std::tuple<Tensor, Tensor> used_slots(const Tensor& slots) {
   return {ids, rows};
 }
 
+std::tuple<Tensor, Tensor> ids_of_rows(std::vector<Tensor> slots, const Tensor& moved, int64_t first, int64_t last) {
+  const char* op = "ids_of_rows";
+  const std::vector<IdMapView> maps = views_of(op, slots, moved, slots.empty() ? kDevice : slots.front().device());
+  check_size(op, "the number of maps", 1, static_cast<int64_t>(maps.size()));
+  STD_TORCH_CHECK(0 <= first && first <= last, op, ": expected 0 <= first <= last, got ", first, " and ", last, ".");
+  const int64_t rows = last - first;
+  DeviceCall call(slots.front());
+  Tensor ids = new_device_tensor({rows}), has_id = new_device_tensor({rows}, ScalarType::Bool);
+  auto* id = mutable_data<int64_t>(ids);
+  auto* flag = static_cast<uint8_t*>(has_id.mutable_data_ptr());
+  simt::fill_zero(call.queue(), id, rows * static_cast<int64_t>(sizeof *id));
+  simt::fill_zero(call.queue(), flag, rows);
+  for (int a = 0; a < (maps[0].is_growing() ? 2 : 1); ++a)
+    simt::each(call.queue(), maps[0].arrays[a].capacity, WriteIdsOfRows{maps[0].arrays[a], first, rows, id, flag});
+  return {ids, has_id};
+}
+
+// All slots must be on the device of the first.
+IdMapView one_device_map(const char* op, const std::vector<Tensor>& slots, const Tensor& moved) {
+  return one_map(op, slots, moved, slots.empty() ? Device(kDevice) : slots.front().device());
+}
+
+Tensor count_cells(std::vector<Tensor> slots, const Tensor& moved, int64_t bits) {
+  const AllSlots all(one_device_map("count_cells", slots, moved));
+  check_cell_bits(bits);
+  const DeviceCall call(slots.front());
+  Tensor counts = new_device_tensor({int64_t{1} << bits});
+  auto* count = mutable_data<int64_t>(counts);
+  simt::fill_zero(call.queue(), count, counts.numel() * static_cast<int64_t>(sizeof(int64_t)));
+  simt::each(call.queue(), all.count, CountCells{all, static_cast<int>(bits), count});
+  return counts;
+}
+
+std::tuple<Tensor, Tensor> ids_between(std::vector<Tensor> slots, const Tensor& moved, int64_t first, int64_t last) {
+  const AllSlots all(one_device_map("ids_between", slots, moved));
+  const auto from = static_cast<uint64_t>(first), to = static_cast<uint64_t>(last);
+  DeviceCall call(slots.front());
+  if (from > to) return {new_device_tensor({0}), new_device_tensor({0})};
+  const int64_t lines = all.count / kLineSlots;
+  const IdsInside found{all, from, to - from, call.take_for<int64_t>(lines + 1)};
+  simt::each(call.queue(), lines + 1, CountInside{found});
+  simt::exclusive_sum(call.queue(), found.places, lines + 1);
+  const int64_t count = call.read(found.places + lines);  // a wait: the result has this length
+  Tensor ids = new_device_tensor({count}), rows = new_device_tensor({count});
+  const simt::Pairs listed{mutable_data<uint64_t>(ids), mutable_data<int64_t>(rows)};
+  simt::each(call.queue(), lines, ListInside{found, listed.keys, listed.values});
+  const simt::Pairs sorted =
+      simt::sort_pairs(call.queue(), listed, count, 0, static_cast<int>(std::bit_width(found.span)));
+  simt::each(call.queue(), count, UnmixSorted{sorted, from, listed.keys, listed.values});
+  return {ids, rows};
+}
+
 }  // namespace
 
-TORCHREC_DYN_DEVICE_KERNELS(m) { m.impl(TORCHREC_DYN_KERNEL("used_slots", &used_slots)); }
+TORCHREC_DYN_DEVICE_KERNELS(m) {
+  m.impl(TORCHREC_DYN_KERNEL("used_slots", &used_slots));
+  m.impl(TORCHREC_DYN_KERNEL("ids_of_rows", &ids_of_rows));
+  m.impl(TORCHREC_DYN_KERNEL("count_cells", &count_cells));
+  m.impl(TORCHREC_DYN_KERNEL("ids_between", &ids_between));
+}
 
 }  // namespace torchrec_dyn

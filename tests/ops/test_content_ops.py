@@ -1,13 +1,16 @@
 """Ops for checkpoints, against plain Python: content sums, and ids in canonical order."""
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from device_ops import CPU
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import EXTREME_IDS, WORD, canonical_order, mix64, signed, unmix64
+from pretended_device import PretendedDevice
 from raw_maps import a_map
 from table_cases import hard_ids, ids_of
 
@@ -17,6 +20,7 @@ HARDEST_IDS = [*EXTREME_IDS, *(unmix64(word) for word in (0, 1, 2**63, WORD - 2,
 some_ids = hard_ids | st.sampled_from(HARDEST_IDS)
 words = st.sampled_from([0, 1, 2**63 - 1, 2**63, WORD - 1]) | st.integers(0, WORD - 1)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64]
+CPU = torch.ops.torchrec_dyn
 UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint32}
 
 
@@ -56,6 +60,7 @@ def random_ids(count, seed=0):
     return ids
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [0, 1, 2, 3, 4, 5, 16, 33, 100])
 @pytest.mark.parametrize("rows", [0, 1, 7, 300])
@@ -67,6 +72,7 @@ def test_the_content_sum_is_the_formula(rows, columns, dtype):
         assert found.item() == summed(ids, values, first_column, key)
 
 
+@pytest.mark.usefixtures("device")
 def test_the_content_sum_is_pinned():
     """Saved tables have content sums, so the formula must not change."""
     values = torch.tensor([[1.0, -0.0, float("nan")], [3.0, 4.5, -1e-40]])
@@ -79,6 +85,7 @@ def test_the_content_sum_is_pinned():
 PINNED = [9077391385525461398, 458308185774751996, -6951060773069009852]
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(5, 4999), (700, 37), (513, 2)])
 def test_the_sums_of_parts_add_up(rows, columns, dtype):
@@ -97,6 +104,7 @@ def test_the_sums_of_parts_add_up(rows, columns, dtype):
         assert torch.equal(parts, whole)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_bit_changes_the_sum(dtype):
     values = random_values(4, 5, dtype)
@@ -109,6 +117,17 @@ def test_one_bit_changes_the_sum(dtype):
     assert len(seen | {ops.content_sum(ids, values, 0, 3).item()}) == 8 * len(raw) + 1
     swapped = ids[[1, 0, 2, 3]]
     assert ops.content_sum(swapped, values, 0, 3) != ops.content_sum(ids, values, 0, 3)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(300_000, 1), (40_000, 40), (2, 600_001)])
+def test_content_sums_are_the_cpus_at_all_addresses(rows, columns, dtype):
+    """More rows, and more columns, than a launch has turns; memory at multiples of 16 bytes and of less."""
+    ids, memory = random_ids(rows), random_values(1, rows * columns + 4, dtype)[0]
+    for first in (0, 1, 2, 4):
+        given = (ids, memory[first : first + rows * columns].view(rows, columns), 3, 9)
+        assert torch.equal(ops.content_sum(*given), CPU.content_sum(*given))
 
 
 def test_not_a_number_and_minus_zero_are_their_bits():
@@ -129,6 +148,7 @@ def test_content_sums_are_equal_on_any_number_of_threads(threads, columns, dtype
     assert len(sums) == 1
 
 
+@pytest.mark.usefixtures("device")
 @given(
     ids=st.lists(some_ids, max_size=200, unique=True),
     is_growing=st.booleans(),
@@ -143,6 +163,7 @@ def test_every_id_is_in_its_cell(ids, is_growing, bits):
     assert torch.equal(counts, expected)
 
 
+@pytest.mark.usefixtures("device")
 @given(
     ids=st.lists(some_ids, max_size=200, unique=True),
     is_growing=st.booleans(),
@@ -158,6 +179,7 @@ def test_ids_of_a_range_come_in_canonical_order(ids, is_growing, ends):
         assert rows.tolist() == [row_of[number] for number in found.tolist()]
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("is_growing", [False, True])
 def test_the_ends_of_a_range_are_included(is_growing):
     ids = [unmix64(word) for word in (0, 1, 2**63 - 1, 2**63, WORD - 2, WORD - 1)]
@@ -180,11 +202,13 @@ def test_used_slots_are_listed_in_their_order(count):
     assert torch.equal(ids, used[:, 0]) and torch.equal(rows, used[:, 1] - 1)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("is_growing", [False, True])
 def test_ids_are_listed_by_row(threads, is_growing):
     """More slots than a thread reads at once; a third of the rows has no id."""
     ids, rows = random_ids(100_000), torch.randperm(150_000)[:100_000]
-    slots, moved = a_map(ids, rows, is_growing)
+    with mock.patch.object(ops, "_ops", CPU):  # a GPU moves all slots at once
+        slots, moved = a_map(ids, rows, is_growing)
     expected, is_used = torch.zeros(150_000, dtype=torch.int64), torch.zeros(150_000, dtype=bool)
     expected[rows], is_used[rows] = ids, True
     for number, first in itertools.product((1, 3), (0, 999)):
@@ -219,7 +243,9 @@ SPREADS = {
 @pytest.mark.parametrize("is_growing", [False, True])
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("count", [63, 64, 5000, 150_000])
-def test_many_ids_are_sorted_exactly_on_any_number_of_threads(threads, count, spread, is_growing):
+def test_many_ids_are_sorted_exactly_on_any_number_of_threads(
+    device, threads, count, spread, is_growing
+):
     """More than one bucket, and buckets whose mixed ids are equal in all bits that the sort uses."""
     mixed = SPREADS[spread](torch.Generator().manual_seed(0), count).unique()
     ids = ops.unmix64(mixed)[torch.randperm(len(mixed))]
@@ -228,10 +254,26 @@ def test_many_ids_are_sorted_exactly_on_any_number_of_threads(threads, count, sp
     slots, moved = a_map(ids, torch.arange(len(ids)), is_growing)
     middle = expected[len(ids) // 3], expected[len(ids) // 2]
     cells = torch.bincount(ops.mix64(ids) >> 48 & 0xFFFF, minlength=1 << 16)
-    for number in (1, 2, 3):
+    for number in (1, 2, 3) if device == "cpu" else (1,):
         threads(number)
         found, rows = ops.ids_between(slots, moved, 0, -1)
         assert torch.equal(found, expected) and torch.equal(rows, flipped.indices)
         some, _ = ops.ids_between(slots, moved, *(ops.mix64(end.view(1)).item() for end in middle))
         assert torch.equal(some, expected[len(ids) // 3 : len(ids) // 2 + 1])
         assert torch.equal(ops.count_cells(slots, moved, 16), cells)
+
+
+def test_the_host_waits_for_the_size_of_a_range_only():
+    slots, moved = a_map(random_ids(100), torch.arange(100))
+    values = random_values(100, 4, torch.float32)
+    with PretendedDevice() as device:
+        slots = [device.of(one) for one in slots]
+        cells = ops.count_cells(slots, moved, 2)
+        summed = ops.content_sum(device.of(random_ids(100)), device.of(values), 0, 0)
+        assert device.reads == []
+        ids, rows = ops.ids_between(slots, moved, 0, -1)
+        assert [note.op for note in device.reads] == ["ids_between"]
+        made = (cells, summed, ids, rows)
+        assert device.mixed == [] and all(one.is_cuda for one in made)
+        ops.advise_huge_pages(device.of(values))
+        assert device.without_kernel == []

@@ -230,6 +230,8 @@ WRONG = [
         "lengths of at least 0 that add up to the 4 ids",
     ),
     ("sort_by_owner", {"lengths": whole(2**63 - 1, 2**63 - 1, 6)}, "lengths of at least 0"),
+    ("sort_by_owner", {"lengths": whole(4, 4, 4)}, "lengths of at least 0"),
+    ("sort_by_owner", {"lengths": whole(1, 1, 1)}, "lengths of at least 0"),
     ("sort_by_owner", {"lengths": torch.ones(3)}, "lengths of dtype int64, got float32"),
     ("sort_by_owner", {"weights": whole(1, 2, 3, 4)}, "weights of dtype float32, got int64"),
     ("sort_by_owner", {"weights": torch.ones(3)}, "the number of weights = 4, got 3"),

@@ -345,9 +345,13 @@ def test_library_declares_ops():
     assert len(declared_ops()) == len(set(declared_ops())) > 5
 
 
-def test_every_op_has_one_cpu_kernel_and_no_kernel_lacks_a_schema():
+# Ops without a CUDA kernel.
+CPU_ONLY = ["update_rows_", "lowest_scores", "oldest_first", "ids_of_rows"]
+
+
+def test_every_op_has_one_kernel_for_each_device():
     assert sorted(kernels("cpu.cpp")) == sorted(declared_ops())
-    assert set(kernels("cuda.cpp")) <= set(declared_ops())
+    assert sorted([*kernels("cuda.cpp"), *CPU_ONLY]) == sorted(declared_ops())
 
 
 @pytest.mark.parametrize("op", declared_ops())

@@ -9,6 +9,8 @@ from torchrec_dyn import ops
 from torchrec_dyn.ranks import ids_per_rank
 from torchrec_dyn.sharding.input_dists import sorted_by_owner
 
+pytestmark = pytest.mark.usefixtures("device")
+
 
 def a_batch(bags: list[int], most: int, weighted: bool, dtype: torch.dtype) -> KeyedJaggedTensor:
     """Returns three features of these numbers of bags, of 0 to `most` ids each."""

@@ -23,6 +23,9 @@ from device_ops import DESCRIPTIONS, LIBRARY, kernels_of, simt_library
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from torchrec_dyn import ops
+
+has_cuda_kernels = ops.has_cuda_kernels
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ROOT / "torchrec_dyn", ROOT / "tests"  # not .venv, which has torch's files
 HOST = torch.device("cpu")
@@ -111,10 +114,12 @@ class PretendedDevice(TorchFunctionMode):
 
     def __enter__(self):
         cuda_guard()(True)
+        ops.has_cuda_kernels = lambda: True  # the kernels of the simt build
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
+        ops.has_cuda_kernels = has_cuda_kernels
         cuda_guard()(False)
         try:  # an error of this device must not be raised by the next test
             simt_library().raise_errors(torch.empty(0))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 
+CPU = torch.ops.torchrec_dyn
 WHOLE = ids_of(-1)  # `moved` of a single map that is not growing
 
 
@@ -37,13 +38,16 @@ def a_map(
     is_growing: bool = False,
     room: float = 1.7,
 ) -> tuple[list[Tensor], Tensor]:
-    """Returns (slots, moved) of a map that holds the ids; half of the slots of a growing map are moved."""
-    slots = [ops.new_slots(torch.empty(0, 2, dtype=torch.int64), int(room * len(ids)) // 4 * 4 + 8)]
-    ops.insert(torch.as_tensor(ids), torch.as_tensor(rows), ids_of(0, len(ids)), slots, WHOLE)
+    """Returns (slots, moved) of a map that holds the ids; half of the slots of a growing map are moved.
+
+    The CPU makes it for every device: a GPU moves all slots at once, so a map made there never grows.
+    """
+    slots = [CPU.new_slots(torch.empty(0, 2, dtype=torch.int64), int(room * len(ids)) // 4 * 4 + 8)]
+    CPU.insert(torch.as_tensor(ids), torch.as_tensor(rows), ids_of(0, len(ids)), slots, WHOLE)
     if not is_growing:
         return slots, WHOLE
-    grown = ops.new_slots(slots[0], len(slots[0]) + 4)
-    moved = ops.move_slots(slots[0], grown, 0, len(slots[0]) // 2)
+    grown = CPU.new_slots(slots[0], len(slots[0]) + 4)
+    moved = CPU.move_slots(slots[0], grown, 0, len(slots[0]) // 2)
     if moved.item() == len(slots[0]):  # one run to the end
         return [grown], WHOLE
     return [grown, *slots], moved

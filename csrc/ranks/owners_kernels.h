@@ -1,0 +1,74 @@
+// The bodies of sort_by_owner (simt.h). The owners are keys of a stable sort of the positions. The number of ids of an
+// owner and bag is counted beside it, so long bags cost no more than short ones.
+#pragma once
+
+#include <cstdint>
+
+#include "mix64.h"
+#include "ranks/owner.h"
+#include "simt.h"
+#include "storage/table_of.h"
+
+namespace torchrec_dyn {
+
+// The lengths as words to sum; invalid lengths as 0. Has bags + 1 turns: the sums then end with the number of ids.
+template <typename Length>
+struct ReadLengths {
+  const Length* lengths;
+  int64_t bags;
+  int64_t ids;
+  int64_t* begins;  // [bags + 1]
+  int64_t* bad;     // 0, or -1 if lengths and ids do not fit together
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const int64_t length = i < bags ? lengths[i] : 0;
+    const bool fits = length >= 0 && length <= ids;
+    if (!fits) simt::lower(bad, -1);
+    begins[i] = fits ? length : 0;
+  }
+};
+
+// Has count + 1 turns: the last one checks the sum of the lengths. Requires a bag if there are ids.
+template <typename Length>
+struct FindOwners {
+  const uint64_t* ids;
+  int64_t count;
+  const int64_t* begins;  // [bags + 1]; the last one is `count`, else the result is dropped
+  int64_t bags;
+  uint64_t ranks;
+  uint64_t ids_per_rank;
+  simt::Pairs owners;      // owner and position of each id
+  Length* sorted_lengths;  // [ranks * bags], 0 at first
+  int64_t* bad;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (i == count) {
+      if (begins[bags] != count) simt::lower(bad, -1);
+      return;
+    }
+    const uint64_t owner = owner_of(mix64(ids[i]), ranks, ids_per_rank);
+    owners.keys[i] = owner;
+    owners.values[i] = i;
+    const int64_t bag = table_of(i, bags, [this](int64_t b) { return begins[b]; });
+    simt::count(sorted_lengths + static_cast<int64_t>(owner) * bags + bag);
+  }
+};
+
+template <typename Weight>
+struct MoveToOwners {
+  const int64_t* order;  // positions by owner
+  const int64_t* ids;
+  const Weight* weights;  // or null
+  int64_t* sorted_ids;
+  Weight* sorted_weights;
+  int64_t* where;  // or null
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const int64_t from = order[i];
+    sorted_ids[i] = ids[from];
+    if (weights != nullptr) sorted_weights[i] = weights[from];
+    if (where != nullptr) where[from] = i;
+  }
+};
+
+}  // namespace torchrec_dyn
