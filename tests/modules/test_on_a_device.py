@@ -316,3 +316,15 @@ def test_a_batch_of_another_device_is_an_error(device):
     with pytest.raises(ValueError, match="on cpu, where the rows are, got a tensor on cuda:0"):
         pooled()(batch(3, CUDA))
     assert_same(states(module), before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_torch_raises_its_error_and_nothing_changes():
+    module = pooled()
+    train(module, "cpu", steps=2)
+    before = states(module)
+    with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
+        module.to("cuda", torch.float16)
+    assert_same(states(module), before)
+    with pytest.raises(ValueError, match="expected"):
+        train(dyn.DynamicEmbeddingBagCollection(configs(EmbeddingBagConfig), device="cuda"), "cpu")

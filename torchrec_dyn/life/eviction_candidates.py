@@ -94,7 +94,8 @@ class EvictionCandidates:
 
     def oldest(self, most: int, scores: Scores) -> Reading[tuple[Tensor, Tensor] | None]:
         """Returns the ids and rows of the `most` oldest rows of the list; None if it has fewer."""
-        examined = most
+        # Of a GPU all rows are examined at once: each further round would be a wait.
+        examined = most if self._rows.is_cpu else max(most, len(self._rows))
         while examined < 2 * len(self._rows):
             places = places_of(
                 self._is_unchanged(examined, scores), most
