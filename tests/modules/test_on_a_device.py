@@ -238,7 +238,7 @@ def test_the_host_waits_four_times_at_most_with_a_policy(device, policy, count):
         reads = waits(device, step_of(module, torch.arange(9) + 570 + 5 * step))
         if not any(name in note.place for note in reads for name in RARE):
             ordinary.append(len(reads))
-    assert len(ordinary) > 2 and max(ordinary) <= 4, ordinary
+    assert len(ordinary) > 1 and max(ordinary) <= 4, ordinary
 
 
 @pytest.mark.parametrize("name", ["two groups", "half", "counts", "expires"])
