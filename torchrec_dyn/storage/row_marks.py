@@ -16,6 +16,8 @@ from torch import Tensor
 from torchrec_dyn import ops
 
 _BLOCK_ROWS = 1 << 18  # 1 MiB; a small table takes less
+# Of a table at its limit on a GPU, about: each block of a call costs host time.
+_MOST_BLOCKS = 16
 _LEAST_SHIFT = 9  # 64 stripes of bits, of whole bytes
 
 
@@ -33,7 +35,8 @@ class RowMarks:
     """
 
     def __init__(self, row_limit: int, device: torch.device) -> None:
-        self.shift = max(_LEAST_SHIFT, min(_BLOCK_ROWS, row_limit).bit_length() - 1)
+        most = _BLOCK_ROWS if device.type == "cpu" else max(_BLOCK_ROWS, row_limit // _MOST_BLOCKS)
+        self.shift = max(_LEAST_SHIFT, min(most, row_limit).bit_length() - 1)
         self.blocks: list[Tensor] = []
         self.bits: list[Tensor] = []
         self._words: list[Tensor] = []  # the same memory as float32, for the op that copies rows
