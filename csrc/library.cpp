@@ -31,7 +31,7 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
 
   // ids [N], table_offsets [T + 1] -> rows [N] (-1 where absent), absent [T] (number of absent ids of each table). On a
   // GPU with an error to raise the first of these numbers is below 0, by -2^63 too low: the lookup of a step is where
-  // the host reads anyway.
+  // the host reads anyway. There table_offsets may be on the GPU, too: then they are not checked.
   m.def("lookup(Tensor ids, Tensor table_offsets, Tensor[] slots, Tensor moved) -> (Tensor rows, Tensor absent)");
   // The distinct absent ids: new_ids [M] in order of first sight, new_counts [M] their occurrences,
   // new_offsets [T + 1] where the new ids of each table begin, new_index [N] the place of an absent id in new_ids,
@@ -107,8 +107,8 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // rows [M] (-1 and free rows read as -1, 0) -> last_seen [M], counts [M].
   m.def("read_scores(Tensor rows, Tensor[] scores, int shift) -> (Tensor last_seen, Tensor counts)");
   // The `most` lowest rows of one map by count or last_seen, then by mixed id, unsigned, among rows [0, rows) with
-  // last_seen < before (or = before and count 0); all of these if there are fewer -> ids [K], rows [K] in the order of
-  // the slots.
+  // last_seen < before (or = before and count 0); all of these if there are fewer -> ids [K], rows [K], on the CPU in
+  // the order of the slots, on a GPU by mixed id, unsigned.
   m.def(
       "lowest_scores(Tensor[] slots, Tensor moved, Tensor[] scores, int shift, int rows, bool by_count, int before, "
       "int most) -> (Tensor ids, Tensor rows)");

@@ -60,7 +60,7 @@ TORCHREC_DYN_BOTH inline int64_t compare_exchange(int64_t* word, int64_t expecte
 #endif
 }
 
-// Word: of 32 or 64 bits.
+// Word: of 1, 4 or 8 bytes.
 template <typename Word>
 TORCHREC_DYN_BOTH inline Word load(const Word* word) {
 #if defined(__CUDACC__)

@@ -16,6 +16,12 @@ import torchrec_dyn._C  # noqa: F401  (loads the library that registers the ops)
 _ops = torch.ops.torchrec_dyn
 
 
+def has_cuda_kernels() -> bool:
+    """Returns True if this build of the extension has kernels for CUDA."""
+    has: bool = torch._C._dispatch_has_kernel_for_dispatch_key("torchrec_dyn::lookup", "CUDA")
+    return has
+
+
 def mix64(ids: Tensor) -> Tensor:
     """Returns the mixed ids: a bijection of 64-bit words.
 
@@ -60,6 +66,8 @@ def lookup(
     Args:
         ids: [N] int64 in table order.
         table_offsets: [T + 1] int64; the ids of table t are ids[table_offsets[t] : table_offsets[t + 1]].
+            With ids on a GPU they may be there, too. Then they are not checked; a caller who finds wrong ones
+            drops the results.
         slots: [C, 2] int64 each: the slots of T maps, then the outgoing slots of each map that grows.
         moved: [T] int64, number of moved outgoing slots; -1 for a map that does not grow.
 
@@ -333,7 +341,8 @@ def lowest_scores(
         most: maximum number of ids to return.
 
     Returns:
-        ids: [K] int64 in the order of the slots, so that erasing them accesses memory in ascending order.
+        ids: [K] int64. On the CPU in the order of the slots, so that erasing them accesses memory in
+            ascending order; on a GPU by mixed id, unsigned.
         rows: [K] int64.
     """
     return _ops.lowest_scores.default(slots, moved, scores, shift, rows, by_count, before, most)
@@ -687,7 +696,7 @@ def _(slots: Tensor) -> tuple[Tensor, Tensor]:
 
 @_fake("ids_of_rows")
 def _(slots: Sequence[Tensor], moved: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-    ids = moved.new_empty(last - first)
+    ids = slots[0].new_empty(last - first)
     return ids, ids.bool()
 
 
@@ -715,7 +724,7 @@ def _(rows: Tensor, scores: Sequence[Tensor], shift: int) -> tuple[Tensor, Tenso
 @_fake("lowest_scores")
 def _(slots, moved, scores, shift, rows, by_count, before, most) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
     found = torch.library.get_ctx().new_dynamic_size()
-    return moved.new_empty(found), moved.new_empty(found)
+    return slots[0].new_empty(found), slots[0].new_empty(found)
 
 
 @_fake("oldest_first")

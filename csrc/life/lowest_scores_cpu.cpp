@@ -8,6 +8,7 @@
 
 #include "checks.h"
 #include "kernel.h"
+#include "life/scores_arguments.h"
 #include "parallel.h"
 #include "storage/blocks_arguments.h"
 #include "storage/id_map_arguments.h"
@@ -181,13 +182,8 @@ std::tuple<Tensor, Tensor> lowest_scores(std::vector<Tensor> slots, const Tensor
   check_size(op, "the number of maps", 1, static_cast<int64_t>(maps.size()));
   BlockList<uint64_t> blocks(op, "scores", scores);
   const ScoreBlocks words = blocks.words(layout_of_one(op, scores, shift, 1));
-  STD_TORCH_CHECK(rows >= 0 && rows <= words.capacity, op, ": expected rows in [0, ", words.capacity, "], got ", rows,
-                  ".");
-  STD_TORCH_CHECK(most >= 0, op, ": expected most >= 0, got ", most, ".");
-  // A row last seen at `before` with count 0 was assigned for this step, and qualifies. Free rows never qualify.
-  const int64_t last = std::clamp(before, int64_t{0}, static_cast<int64_t>(kFreeLastSeen));
-  const uint64_t end = before < 0 ? 0 : std::min((static_cast<uint64_t>(last) << 32) + 1, kFreeScore);
-  return find_lowest(maps[0], {words, rows, by_count, end}, static_cast<uint64_t>(most));
+  check_lowest(words.capacity, rows, most);
+  return find_lowest(maps[0], {words, rows, by_count, end_of_scores(before)}, static_cast<uint64_t>(most));
 }
 
 }  // namespace

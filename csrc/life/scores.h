@@ -30,9 +30,20 @@ TORCHREC_DYN_BOTH constexpr bool is_count(int64_t count) {
   return count >= 0 && count <= static_cast<int64_t>(kMostCount);
 }
 
+// What oldest_first sorts by: last_seen or counts.
+constexpr int kOrderKeyBits = 32;
+TORCHREC_DYN_BOTH constexpr bool is_order_key(int64_t key) { return key >= 0 && key >> kOrderKeyBits == 0; }
+
 // The score of such numbers. A free row has no count.
 TORCHREC_DYN_BOTH constexpr uint64_t score_of(int64_t last_seen, int64_t count) {
   return last_seen < 0 ? kFreeScore : static_cast<uint64_t>(last_seen) << 32 | static_cast<uint64_t>(count);
+}
+
+// The end of the words that qualify for eviction before the step `before`: a row last seen at `before` with count 0 was
+// assigned for this step, and qualifies. Free rows never qualify.
+TORCHREC_DYN_BOTH constexpr uint64_t end_of_scores(int64_t before) {
+  if (before < 0) return 0;
+  return before < static_cast<int64_t>(kFreeLastSeen) ? (static_cast<uint64_t>(before) << 32) + 1 : kFreeScore;
 }
 
 // The score after `times` more occurrences at `step`; times is at most kMostCount.

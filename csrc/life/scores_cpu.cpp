@@ -113,18 +113,13 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
 // Sorts by (last_seen, unsigned mixed id): first by the high halves of the mixed ids; then each run of equal high
 // halves, which is short, by the whole mixed ids; then by last_seen, which keeps the order of equal steps.
 Tensor oldest_first(const Tensor& ids, const Tensor& last_seen) {
-  const char* op = "oldest_first";
-  check_tensor(op, "ids", ids, ScalarType::Long);
-  check_tensor(op, "last_seen", last_seen, ScalarType::Long);
-  check_size(op, "the number of last_seen", ids.numel(), last_seen.numel());
-  STD_TORCH_CHECK(ids.numel() < (int64_t{1} << 32), op, ": expected fewer than 2^32 ids, got ", ids.numel(), ".");
+  check_ids_to_order(ids, last_seen, DeviceType::CPU);
   const auto count = static_cast<size_t>(ids.numel());
   const uint64_t* id = const_data<uint64_t>(ids);
   const int64_t* seen = const_data<int64_t>(last_seen);
   SortableWords by_mixed(count + 1), by_age(count + 1);
   for (size_t i = 0; i < count; ++i) {
-    STD_TORCH_CHECK(seen[i] >= 0 && seen[i] < (int64_t{1} << 32), op, ": expected last_seen in [0, 2^32), got ",
-                    seen[i], ".");
+    check_order_key(seen[i]);
     by_mixed.push_if(true, (mix64(id[i]) & ~kLowHalf) | i);
   }
   by_mixed.sort_by_high_word();

@@ -1,4 +1,4 @@
-// The scores of rows on a device: of scores_cpu.cpp, the ops that touch, write and read scores by row.
+// The scores of rows on a device: scores_cpu.cpp for CUDA.
 //
 // What a kernel finds wrong is a word that later kernels of the call look at before they write, and report.
 #include <optional>
@@ -81,11 +81,32 @@ std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> s
   return {last_seen, counts};
 }
 
+// Sorts by mixed id, then by last_seen, which keeps the order of equal steps.
+Tensor oldest_first(const Tensor& ids, const Tensor& last_seen) {
+  check_ids_to_order(ids, last_seen, kDevice);
+  const int64_t n = ids.numel();
+  DeviceCall call(ids);
+  Tensor order = new_device_tensor({n});
+  if (n == 0) return order;
+  const int64_t* seen = const_data<int64_t>(last_seen);
+  auto* first_bad = call.zeros<int64_t>(1);
+  simt::Pairs places{call.take_for<uint64_t>(n), call.take_for<int64_t>(n)};
+  simt::each(call.queue(), n, MixToOrder{const_data<uint64_t>(ids), seen, n, places, first_bad});
+  places = simt::sort_pairs(call.queue(), places, n);
+  simt::each(call.queue(), n, ReadOrderKeys{seen, places});
+  places = simt::sort_pairs(call.queue(), places, n, 0, kOrderKeyBits);
+  simt::each(call.queue(), n,
+             WriteOrder{places, mutable_data<int64_t>(order), seen, n, first_bad, call.errors(raise_order_error)});
+  call.finish();
+  return order;
+}
+
 }  // namespace
 
 TORCHREC_DYN_DEVICE_KERNELS(m) {
   m.impl(TORCHREC_DYN_KERNEL("touch_scores_", &touch_scores_));
   m.impl(TORCHREC_DYN_KERNEL("write_scores_", &write_scores_));
+  m.impl(TORCHREC_DYN_KERNEL("oldest_first", &oldest_first));
   m.impl(TORCHREC_DYN_KERNEL("read_scores", &read_scores));
 }
 

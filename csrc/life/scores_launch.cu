@@ -8,3 +8,6 @@ TORCHREC_DYN_LAUNCH(torchrec_dyn::FreeScores);
 TORCHREC_DYN_LAUNCH(torchrec_dyn::ClaimScores);
 TORCHREC_DYN_LAUNCH(torchrec_dyn::WriteScores);
 TORCHREC_DYN_LAUNCH(torchrec_dyn::ReadScores);
+TORCHREC_DYN_LAUNCH(torchrec_dyn::MixToOrder);
+TORCHREC_DYN_LAUNCH(torchrec_dyn::ReadOrderKeys);
+TORCHREC_DYN_LAUNCH(torchrec_dyn::WriteOrder);

@@ -68,7 +68,7 @@ void find(const SlotArray& array, const Words& ids, const std::unordered_map<int
   const TableMap map{IdMapView(array), 0};
   Words rows(ids.size()), absent(1);
   int64_t error = 1;
-  simt::each(kQueue, size_of(ids), FindRows{ids.data(), {&map, 1}, rows.data(), absent.data(), &error});
+  simt::each(kQueue, size_of(ids), FindRows{ids.data(), {&map, 1}, nullptr, rows.data(), absent.data(), &error});
   check(absent[0] < 0, "an error is passed on");
   absent[0] -= kErrorMark;
   for (size_t i = 0; i < ids.size(); ++i) {
@@ -81,6 +81,14 @@ void find(const SlotArray& array, const Words& ids, const std::unordered_map<int
   simt::exclusive_sum(kQueue, places.data(), size_of(places));
   check(places.back() == static_cast<int64_t>(rows_of.size()), "the map holds what the oracle holds");
   simt::each(kQueue, array.capacity, ListUsed{array, places.data(), used.data(), used_rows.data()});
+  int64_t rows_end = 0;
+  for (const auto& [id, row] : rows_of) rows_end = std::max(rows_end, row + 1);
+  Words by_row(static_cast<size_t>(rows_end));
+  std::vector<uint8_t> has_id(by_row.size());
+  simt::each(kQueue, array.capacity, WriteIdsOfRows{array, 0, rows_end, by_row.data(), has_id.data()});
+  for (const auto& [id, row] : rows_of)
+    check(has_id[static_cast<size_t>(row)] == 1 && by_row[static_cast<size_t>(row)] == id, "each row has its id");
+  check(std::ranges::count(has_id, 1) == size_of(used), "no other row has an id");
   Words lengths(3);
   simt::each(kQueue, kProbeTurns, SumProbeLengths{array, 1, lengths.data()});
   check(lengths[0] == places.back() && lengths[2] <= array.capacity, "probe lengths are those of the ids");

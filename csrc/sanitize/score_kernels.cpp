@@ -1,11 +1,14 @@
-// The bodies of scores and marks (simt.h) on the threads of the simt build, where turns meet at the same rows. Built
-// with ThreadSanitizer, and with AddressSanitizer and UBSan, by `run`.
+// The bodies of scores, evictions and marks (simt.h) on the threads of the simt build, where turns meet at the same
+// rows. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by `run`.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "life/lowest_scores_kernels.h"
 #include "life/scores_kernels.h"
 #include "philox.h"
 #include "sharing.h"
@@ -113,6 +116,89 @@ void write_rows() {
   check(reported({kRows}), "of turns that report at the same time one does");
 }
 
+using Pair = std::pair<uint64_t, int64_t>;  // mixed id, row
+
+// As lowest_scores_cuda.cpp, for ids in slots in the order of their rows.
+std::vector<Pair> find_lowest(const ScoredRows& table, SlotArray array, int64_t most) {
+  std::vector<KeyCut> cuts = {{0, most}};
+  for (int64_t shift = (kDigits - 1) * kDigitBits; shift >= 0; shift -= kDigitBits) {
+    std::vector<int64_t> counts(kDigitCopies * kDigitValues), sums(kDigitValues + 1);
+    const KeyCut cut = cuts.back();
+    simt::each(kQueue, kRows, CountKeys{table, &cut, shift, counts.data()});
+    simt::each(kQueue, kDigitValues + 1, AddCopies{counts.data(), sums.data()});
+    simt::exclusive_sum(kQueue, sums.data(), kDigitValues + 1);
+    simt::each(kQueue, kDigitValues, ChooseDigit{sums.data(), shift, &cut, &cuts.emplace_back()});
+  }
+  std::vector<int64_t> words(kRows / LowestMarks::kRows + 1), places(2 * kMixedBins + 1);
+  const LowestMarks marks{words.data(), kRows};
+  simt::each(kQueue, kRows, MarkLowest{table, &cuts.back(), marks});
+  simt::each(kQueue, array.capacity, CountMixed{array, marks, places.data()});
+  simt::exclusive_sum(kQueue, places.data(), 2 * kMixedBins + 1);
+  LowestCounts found{};
+  simt::each(kQueue, kMixedBins, ChooseMixed{places.data(), &cuts.back(), &found});
+  const int64_t listed = found.below + found.ties, count = found.below + std::min(found.ties, found.needed);
+  std::vector<uint64_t> keys(static_cast<size_t>(listed));
+  std::vector<int64_t> values(keys.size()), ties_before(keys.size());
+  simt::Pairs list{keys.data(), values.data()};
+  simt::each(kQueue, array.capacity, ListLowest{array, marks, found.last, places.data(), listed, list});
+  list = simt::sort_pairs(kQueue, list, listed);
+  simt::each(kQueue, listed, FlagTies{list.values, ties_before.data()});
+  simt::exclusive_sum(kQueue, ties_before.data(), listed);
+  std::vector<int64_t> ids(static_cast<size_t>(count)), rows(ids.size());
+  simt::each(kQueue, listed, WriteLowest{list, ties_before.data(), found.needed, count, ids.data(), rows.data()});
+  std::vector<Pair> lowest;
+  for (size_t i = 0; i < ids.size(); ++i) lowest.emplace_back(mix64(static_cast<uint64_t>(ids[i])), rows[i]);
+  return lowest;
+}
+
+// Rows share words of marks, keys and bins of mixed ids. Every seventh row is free and has no id.
+void evict_rows() {
+  Memory<uint64_t> scores(kFreeScore);
+  std::vector<Slot> slots;
+  for (int64_t row = 0; row < kRows; ++row) {
+    const bool is_used = row % 7 != 0;
+    slots.push_back(is_used ? Slot{static_cast<int64_t>(unmix64(static_cast<uint64_t>(row * row))), row + 1} : Slot{});
+    if (is_used) *scores.words().word(row) = score_of(row % 5, row % 3);
+  }
+  for (const bool by_count : {false, true}) {
+    const ScoredRows table{scores.words(), kRows, by_count, end_of_scores(4)};
+    std::vector<std::tuple<uint64_t, uint64_t, int64_t>> all;
+    for (int64_t row = 0; row < kRows; ++row)
+      if (table.word(row) < table.end)
+        all.emplace_back(table.key(table.word(row)), static_cast<uint64_t>(row * row), row);
+    std::ranges::sort(all);
+    for (const size_t most : {size_t{1}, size_t{100}, all.size(), all.size() + 9}) {
+      std::vector<Pair> expected;
+      for (size_t i = 0; i < std::min(most, all.size()); ++i)
+        expected.emplace_back(std::get<1>(all[i]), std::get<2>(all[i]));
+      std::ranges::sort(expected);
+      check(find_lowest(table, {slots.data(), kRows}, static_cast<int64_t>(most)) == expected,
+            "the lowest rows are those of a plain sort");
+    }
+  }
+}
+
+void order_ids() {
+  std::vector<uint64_t> ids, keys(kBatch);
+  std::vector<int64_t> seen, values(kBatch), order(kBatch);
+  for (int64_t i = 0; i < kBatch; ++i) {
+    ids.push_back(unmix64(static_cast<uint64_t>(i * 77 % kBatch)));
+    seen.push_back(i % 9);
+  }
+  int64_t first_bad = 0;
+  simt::Pairs places{keys.data(), values.data()};
+  simt::each(kQueue, kBatch, MixToOrder{ids.data(), seen.data(), kBatch, places, &first_bad});
+  places = simt::sort_pairs(kQueue, places, kBatch);
+  simt::each(kQueue, kBatch, ReadOrderKeys{seen.data(), places});
+  places = simt::sort_pairs(kQueue, places, kBatch, 0, kOrderKeyBits);
+  simt::each(kQueue, kBatch, WriteOrder{places, order.data(), seen.data(), kBatch, &first_bad, kReport});
+  const auto key = [&](int64_t i) { return Pair(seen[static_cast<size_t>(i)], i * 77 % kBatch); };
+  check(first_bad == 0 && std::ranges::is_sorted(order, {}, key), "ids are ordered by last_seen, then by mixed id");
+  seen[40] = -1, seen[30] = int64_t{1} << 32;
+  simt::each(kQueue, kBatch, MixToOrder{ids.data(), seen.data(), kBatch, places, &first_bad});
+  check(first_bad == 30 - kBatch, "the first invalid last_seen is found");
+}
+
 // Two tables of the same rows, the second without marks.
 void mark_and_list() {
   constexpr int32_t kVersion = 5;
@@ -157,6 +243,8 @@ int main() {
   touch_rows(true, 0);
   touch_rows(true, kMostCount - 100000);
   write_rows();
+  evict_rows();
+  order_ids();
   mark_and_list();
   std::puts("score_kernels: ok");
 }

@@ -25,6 +25,23 @@ std::tuple<Tensor, Tensor> used_slots(const Tensor& slots) {
   return {ids, rows};
 }
 
+std::tuple<Tensor, Tensor> ids_of_rows(std::vector<Tensor> slots, const Tensor& moved, int64_t first, int64_t last) {
+  const char* op = "ids_of_rows";
+  const std::vector<IdMapView> maps = views_of(op, slots, moved, slots.empty() ? kDevice : slots.front().device());
+  check_size(op, "the number of maps", 1, static_cast<int64_t>(maps.size()));
+  STD_TORCH_CHECK(0 <= first && first <= last, op, ": expected 0 <= first <= last, got ", first, " and ", last, ".");
+  const int64_t rows = last - first;
+  DeviceCall call(slots.front());
+  Tensor ids = new_device_tensor({rows}), has_id = new_device_tensor({rows}, ScalarType::Bool);
+  auto* id = mutable_data<int64_t>(ids);
+  auto* flag = static_cast<uint8_t*>(has_id.mutable_data_ptr());
+  simt::fill_zero(call.queue(), id, rows * static_cast<int64_t>(sizeof *id));
+  simt::fill_zero(call.queue(), flag, rows);
+  for (int a = 0; a < (maps[0].is_growing() ? 2 : 1); ++a)
+    simt::each(call.queue(), maps[0].arrays[a].capacity, WriteIdsOfRows{maps[0].arrays[a], first, rows, id, flag});
+  return {ids, has_id};
+}
+
 // All slots must be on the device of the first.
 IdMapView one_device_map(const char* op, const std::vector<Tensor>& slots, const Tensor& moved) {
   return one_map(op, slots, moved, slots.empty() ? Device(kDevice) : slots.front().device());
@@ -64,6 +81,7 @@ std::tuple<Tensor, Tensor> ids_between(std::vector<Tensor> slots, const Tensor& 
 
 TORCHREC_DYN_DEVICE_KERNELS(m) {
   m.impl(TORCHREC_DYN_KERNEL("used_slots", &used_slots));
+  m.impl(TORCHREC_DYN_KERNEL("ids_of_rows", &ids_of_rows));
   m.impl(TORCHREC_DYN_KERNEL("count_cells", &count_cells));
   m.impl(TORCHREC_DYN_KERNEL("ids_between", &ids_between));
 }

@@ -30,6 +30,23 @@ struct ListUsed {
   }
 };
 
+// Writes each id to the place of its row. A damaged map may have two ids of one row: either of them is written.
+struct WriteIdsOfRows {
+  SlotArray array;
+  int64_t first;  // row
+  int64_t rows;   // number of them
+  int64_t* ids;
+  uint8_t* has_id;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const Slot slot = array.slots[i];
+    const uint64_t place = static_cast<uint64_t>(slot.row()) - static_cast<uint64_t>(first);
+    if (place >= static_cast<uint64_t>(rows)) return;  // another row, or the -1 of an empty slot
+    simt::store(ids + place, slot.id);
+    simt::store(has_id + place, uint8_t{1});
+  }
+};
+
 // The slots of a map, as of one array: its slots, then the outgoing slots if it grows. Both are whole lines.
 struct AllSlots {
   SlotArray arrays[2];

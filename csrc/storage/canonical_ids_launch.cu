@@ -3,6 +3,7 @@
 
 TORCHREC_DYN_LAUNCH(torchrec_dyn::FlagUsed);
 TORCHREC_DYN_LAUNCH(torchrec_dyn::ListUsed);
+TORCHREC_DYN_LAUNCH(torchrec_dyn::WriteIdsOfRows);
 TORCHREC_DYN_LAUNCH(torchrec_dyn::CountCells);
 TORCHREC_DYN_LAUNCH(torchrec_dyn::CountInside);
 TORCHREC_DYN_LAUNCH(torchrec_dyn::ListInside);

@@ -12,10 +12,13 @@ OPS = (
     "touch_scores_",
     "write_scores_",
     "read_scores",
+    "lowest_scores",
+    "oldest_first",
     "admit_by_chance",
     "mark_rows_",
     "changed_rows",
 )
+LISTS = ("lowest_scores", "changed_rows")
 
 
 def sent(device, value):
@@ -26,10 +29,10 @@ def sent(device, value):
 
 @pytest.mark.parametrize("op", OPS)
 def test_where_the_host_waits(op):
-    """changed_rows reads the length of its list. Errors wait for the next read (test_device_errors.py)."""
+    """The length of a list is read. Errors wait for the next read (test_device_errors.py)."""
     sample = SAMPLES[op][0]()
     with PretendedDevice() as device:
         given = {k: v if k in DESCRIPTIONS else sent(device, v) for k, v in sample.items()}
         getattr(ops, op)(**given)
-        assert [note.op for note in device.reads] == [one for one in ["changed_rows"] if one == op]
+        assert [note.op for note in device.reads] == [one for one in LISTS if one == op]
         assert device.mixed == [] and device.without_kernel == []

@@ -8,6 +8,7 @@ from life_cases import EVICTIONS, living_table, model_of
 from table_cases import ids_of, make_group
 
 import torchrec_dyn as dyn
+from torchrec_dyn.storage import read
 
 LIMIT, SHARE = 640, 10  # a list has 80 rows
 
@@ -59,9 +60,9 @@ def test_a_list_is_cut_before_the_present_step():
     table.assign(ids_of(*range(20, 30)), torch.zeros(10, 4))
     oldest = table.life._candidates
     oldest.list(table.life.scores, table.id_map, table.row_numbers.high, 1, 80)
-    assert oldest.oldest(1, table.life.scores) is None
+    assert read(oldest.oldest(1, table.life.scores)) is None
     oldest.list(table.life.scores, table.id_map, table.row_numbers.high, 2, 80)
-    assert sorted(oldest.oldest(30, table.life.scores)[0].tolist()) == list(range(30))
+    assert sorted(read(oldest.oldest(30, table.life.scores))[0].tolist()) == list(range(30))
 
 
 def test_counters_are_dropped_from_the_list(monkeypatch):

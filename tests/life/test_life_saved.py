@@ -132,7 +132,7 @@ def test_a_loaded_step_never_goes_behind_the_scores():
 def test_no_row_is_handed_out_twice(events):
     """Rows are taken, freed in parts, withheld while a forward is open; freed rows are reused first."""
     forwards, held, free, waiting = OutstandingForwards(), [], set(), set()
-    numbers, opened = RowNumbers(forwards), []
+    numbers, opened = RowNumbers(forwards, torch.device("cpu")), []
     for takes, count, opens in events:
         if opens and forwards.numbers:
             opened.clear()

@@ -9,6 +9,7 @@ from table_cases import hard_ids, ids_of
 
 from torchrec_dyn import ops
 
+pytestmark = pytest.mark.usefixtures("device")
 steps = st.sampled_from([0, 1, 2, 2**31, 2**32 - 1]) | st.integers(0, 2**32 - 1)
 
 

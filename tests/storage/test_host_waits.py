@@ -55,6 +55,9 @@ def test_where_the_host_waits_for_an_id_map(device):
     assert noted(device) == []
     found = id_map.lookup(on(device, torch.cat([ids, more])))
     assert found.memory.tolist() == [-1] * 50 + list(range(50, 500))
+    listed, has_id = ops.ids_of_rows(*id_map.arrays(), 40, 100)
+    assert noted(device) == []
+    assert torch.equal(listed.memory[has_id.memory], ids[50:])
 
 
 def test_where_the_host_waits_for_new_ids(device):

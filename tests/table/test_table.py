@@ -202,7 +202,7 @@ def test_a_change_that_fails_leaves_the_table(change, monkeypatch):
         raise MemoryError
 
     if change == "device":
-        with pytest.raises(ValueError, match="expected rows on the CPU"):
+        with pytest.raises(ValueError, match="expected rows on cpu or cuda, got meta"):
             table.convert(device="meta")
     else:
         monkeypatch.setattr("torchrec_dyn.storage.row_store.RowStore.reserve", no_memory)

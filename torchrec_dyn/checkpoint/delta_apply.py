@@ -136,6 +136,7 @@ def _sums_replaced(change: TableChange) -> tuple[Sums, Sums]:
 
 def _rows_replaced(shard: DynamicTable, staged: StagedRows, removed: Tensor) -> IdMap:
     """Returns a map of the ids of a shard whose rows a delta removes or rewrites."""
+    removed = removed.to(shard.device)
     ids = torch.cat([removed, *(some for some, _ in _stretches(staged))])
     rows = shard.id_map.lookup(ids)
     return map_of(ids[rows >= 0], rows[rows >= 0])
@@ -166,7 +167,7 @@ def _write_rows(
     """
     if shard.life is not None:
         shard.life.forget_listed()  # before the first score: an interrupt may come in between
-    shard.remove(*shard.id_map.find(change.removed), "erased")
+    shard.remove(*shard.id_map.find(change.removed.to(shard.device)), "erased")
     columns = (shard.first_column, shard.first_column + shard.columns)
     for ids, from_rows in _stretches(staged):
         rows = _rows_of(shard, ids)
@@ -178,7 +179,7 @@ def _write_rows(
             one.store.write(rows, values)
         if shard.life is not None:
             shard.life.scores.write(rows, *staged.scores.read(from_rows))
-        note_changed([shard], rows, torch.tensor([0, rows.numel()]))
+        note_changed([shard], rows, torch.tensor([0, rows.numel()], device="cpu"))
     if shard.life is not None:
         shard.life.is_unscored = False
         if staged.waiting is not None:

@@ -28,7 +28,7 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import Run, Share, runs_of, share_of
-from torchrec_dyn.storage import CanonicalRows, IdMap, Moment
+from torchrec_dyn.storage import CanonicalRows, IdMap, Moment, to_host
 from torchrec_dyn.table import moment_of, stamp_of
 from torchrec_dyn.whole_model import ModelTable, saved_forms, tables_of
 
@@ -234,7 +234,8 @@ def _removed_rows(table: ModelTable, marked: _Marked) -> CanonicalRows | None:
         return None
     moment = marked.moments[0]  # all column shards removed the same ids
     ids = moment.log.removed_ids(moment, pieces.shards[0].id_map)
-    return CanonicalRows(map_of(ids, torch.arange(ids.numel())), pieces.where, lambda: None)
+    removed = map_of(ids, torch.arange(ids.numel(), device=ids.device))
+    return CanonicalRows(removed, pieces.where, lambda: None)
 
 
 def _share(table: ModelTable, rows: CanonicalRows | None) -> Share | None:
@@ -257,7 +258,7 @@ def _removed_ids(
 
 
 def _reader(rows: CanonicalRows, run: Run) -> Any:
-    return lambda start, stop: rows.read(run.here + start, run.here + stop)[0]
+    return lambda start, stop: to_host(rows.read(run.here + start, run.here + stop)[0])
 
 
 def map_of(ids: Tensor, rows: Tensor) -> IdMap:
@@ -267,7 +268,7 @@ def map_of(ids: Tensor, rows: Tensor) -> IdMap:
         ids: [M] int64, distinct.
         rows: [M] int64, the rows of the ids.
     """
-    made = IdMap(ids.numel())
+    made = IdMap(ids.numel(), ids.device)
     made.reserve(ids.numel())
     made.insert(ids, rows)
     return made

@@ -44,6 +44,9 @@ def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column
     """
     columns = values.reshape(ids.numel(), -1) if ids.numel() else values.new_empty(0, 1)
     key = table_key(0, table, f"sum {name}")
+    ids = ids.to(
+        values.device
+    )  # a state dict may have been loaded onto another device than its table
     return unsigned(int(ops.content_sum(ids, columns.contiguous(), first_column, key)))
 
 
@@ -57,8 +60,9 @@ def sum_of_small(table: str, name: str, saved: Tensor) -> int:
     """
     rows = saved.t() if name == "clock" else saved if saved.dim() == 2 else saved.reshape(-1, 1)
     rows = rows.to(torch.int64)
-    ids = rows[:, 0].contiguous() if name == "waiting" else torch.arange(len(rows))
-    return content_sum(table, name, ids, rows)
+    if name == "waiting":
+        return content_sum(table, name, rows[:, 0].contiguous(), rows)
+    return content_sum(table, name, torch.arange(len(rows), device=rows.device), rows)
 
 
 def add_sums(*sums: Mapping[str, int]) -> dict[str, int]:
@@ -77,7 +81,7 @@ def as_words(sums: Mapping[str, int], order: tuple[str, ...]) -> Tensor:
     Returns:
         [len(order)] int64.
     """
-    return torch.tensor([signed(sums.get(name, 0)) for name in order])
+    return torch.tensor([signed(sums.get(name, 0)) for name in order], device="cpu")
 
 
 def from_words(words: Tensor, order: tuple[str, ...]) -> dict[str, int]:

@@ -5,6 +5,8 @@ Legend: M ids, Q waiting ids.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,12 +14,34 @@ from torchrec_dyn.life.clock import Clock
 from torchrec_dyn.life.eviction_candidates import EvictionCandidates
 from torchrec_dyn.life.expiry import AgeLimit
 from torchrec_dyn.life.scores import SCORE_BYTES, Scores
-from torchrec_dyn.storage import IdMap, OutstandingForwards, RowNumbers, block_shift, run_to_end
+from torchrec_dyn.storage import (
+    IdMap,
+    OutstandingForwards,
+    Reading,
+    RowNumbers,
+    block_shift,
+    places_of,
+    run_to_end,
+)
 
 # At least a 64th of the counters, or rows, is freed at once, so that searches for the lowest scores are rare.
 FREED_SHARE = 64
 # Candidates listed at once, in such shares. By age: 24 bytes a candidate, so 3 bytes for each counter or row.
 SHARES_AHEAD = 8
+
+
+class Drop(NamedTuple):
+    """A prepared drop of counters.
+
+    Attributes:
+        ids: [M] int64, the ids.
+        rows: [M] int64, the rows of their counters.
+        left: number of counters afterwards.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    left: int
 
 
 class AdmissionCounters:
@@ -30,10 +54,11 @@ class AdmissionCounters:
 
     def __init__(self, limit: int, device: torch.device) -> None:
         self.limit = limit
-        self.id_map = IdMap(limit)
-        self._numbers = RowNumbers(OutstandingForwards())
+        self.id_map = IdMap(limit, device)
+        self._numbers = RowNumbers(OutstandingForwards(), device)
         self._scores = Scores(block_shift(limit, SCORE_BYTES, device.type), device)
-        self._candidates = EvictionCandidates()
+        self._device = device
+        self._candidates = EvictionCandidates(device)
 
     def __len__(self) -> int:
         return self.id_map.num_ids
@@ -55,11 +80,25 @@ class AdmissionCounters:
             ids: [M] int64.
             since: step; ids last seen before it have the count 0.
         """
-        last_seen, counts = self._scores.read(self.id_map.lookup(ids))
-        return counts.masked_fill_(last_seen < since, 0)
+        return self.waiting(ids, since)[0]
 
-    def expired(self, age_limit: AgeLimit, step: int, clock: Clock) -> Tensor:
-        """Returns the waiting ids expired at `step`, [M] int64; drops nothing.
+    def waiting(self, ids: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
+        """Returns the counts of ids, as `counts`, and a mask of the ids last seen at `since` or later.
+
+        Args:
+            ids: [M] int64.
+            since: step.
+
+        Returns:
+            counts: [M] int64.
+            is_waiting: [M] bool.
+        """
+        last_seen, counts = self._scores.read(self.id_map.lookup(ids))
+        is_waiting = last_seen >= max(0, since)
+        return counts.masked_fill_(~is_waiting, 0), is_waiting
+
+    def expired(self, age_limit: AgeLimit, step: int, clock: Clock) -> Reading[Drop]:
+        """Returns the drop of the counters expired at `step`; drops nothing.
 
         Args:
             age_limit: age limit of these counters only.
@@ -67,23 +106,30 @@ class AdmissionCounters:
             clock: clock of the table.
         """
         high = self._numbers.high
-        return age_limit.expired(step, clock, self._scores, self.id_map, high)[0]
+        ids, rows = yield from age_limit.expired(step, clock, self._scores, self.id_map, high)
+        return self._drop_of(ids, rows)
 
-    def write(self, ids: Tensor, last_seen: Tensor, counts: Tensor) -> None:
+    def write(
+        self, ids: Tensor, last_seen: Tensor, counts: Tensor, num_new: int | None = None
+    ) -> None:
         """Writes the counters of ids, with or without a counter so far.
 
         Args:
             ids: [M] int64, distinct.
             last_seen: [M] int64, steps.
             counts: [M] int64.
+            num_new: number of ids without a counter so far; None: they are counted here, which waits for a
+                GPU.
         """
         rows = self.id_map.lookup(ids)
         is_new = rows < 0
-        new_ids = ids[is_new]
-        self.reserve(new_ids.numel())
-        taking = self._numbers.prepare(new_ids.numel())
-        num_ids = len(self) + new_ids.numel()
-        rows[is_new] = taking.rows
+        num_new = int(is_new.sum()) if num_new is None else num_new
+        new = places_of(is_new, num_new)
+        new_ids = ids[new]
+        self.reserve(num_new)
+        taking = self._numbers.prepare(num_new)
+        num_ids = len(self) + num_new
+        rows[new] = taking.rows
 
         def commit(again: bool) -> None:
             self._numbers.commit(taking)
@@ -92,8 +138,8 @@ class AdmissionCounters:
 
         run_to_end(commit)
 
-    def shrink(self, step: int, limit: int) -> None:
-        """Drops the counters above a limit, ids seen longest ago first.
+    def surplus(self, step: int, limit: int) -> Reading[Drop | None]:
+        """Returns the drop of the counters above a limit, ids seen longest ago first; None if none is above.
 
         Args:
             step: the present training step.
@@ -101,36 +147,42 @@ class AdmissionCounters:
         """
         surplus = len(self) - limit
         if surplus <= 0:
-            return
+            return None
         share = limit // FREED_SHARE
         most, ahead, high = max(surplus, share), SHARES_AHEAD * share, self._numbers.high
-        self._remove(
-            *self._candidates.lowest(self._scores, self.id_map, high, step + 1, most, ahead)
-        )
+        lowest = self._candidates.lowest(self._scores, self.id_map, high, step + 1, most, ahead)
+        return self._drop_of(*(yield from lowest))
 
     def forget_listed(self) -> None:
         """Drops the listed candidates. Call it after counters were written other than by a training step."""
-        self._candidates = EvictionCandidates()
+        self._candidates = EvictionCandidates(self._device)
 
-    def forget(self, ids: Tensor) -> None:
+    def forget(self, ids: Tensor, count: int | None = None) -> None:
         """Drops counters.
 
         Args:
             ids: [M] int64, distinct; ids without a counter are skipped.
+            count: number of ids with a counter; None: they are counted here, which waits for a GPU.
         """
-        if ids.numel() and len(self):
-            self._remove(*self.id_map.find(ids))
-
-    def _remove(self, ids: Tensor, rows: Tensor) -> None:
-        """Drops counters by id and row."""
-        if not ids.numel():
+        if not ids.numel() or not len(self) or count == 0:
             return
-        left = len(self) - rows.numel()
+        rows = self.id_map.lookup(ids)
+        has_counter = rows >= 0
+        places = places_of(has_counter, int(has_counter.sum()) if count is None else count)
+        self.drop(self._drop_of(ids[places], rows[places]))
+
+    def _drop_of(self, ids: Tensor, rows: Tensor) -> Drop:
+        return Drop(ids, rows, len(self) - rows.numel())
+
+    def drop(self, prepared: Drop) -> None:
+        """Drops counters; a second call directly after changes nothing."""
+        if not prepared.ids.numel():
+            return
 
         def commit(_: bool) -> None:
-            self.id_map.remove(ids, left)
-            self._scores.forget(rows)
-            self._numbers.give_back(rows)
+            self.id_map.remove(prepared.ids, prepared.left)
+            self._scores.forget(prepared.rows)
+            self._numbers.give_back(prepared.rows)
 
         run_to_end(commit)
 

@@ -65,7 +65,7 @@ class Clock:
         """
         if not self._steps:
             return torch.where(steps < 0, -1, 0)
-        first_steps, times = self.export()
+        first_steps, times = self.export().to(steps.device)
         place = torch.searchsorted(first_steps, steps, right=True) - 1
         return torch.where(steps < 0, -1, times[place.clamp(min=0)])
 
@@ -76,9 +76,10 @@ class Clock:
             self._steps, self._times = self._steps[dropped:], self._times[dropped:]
 
     def export(self) -> Tensor:
-        """Returns first steps and their times, [2, K] int64."""
+        """Returns first steps and their times, [2, K] int64 on the CPU."""
         times = self._times[: len(self._steps)]
-        return torch.tensor([self._steps.tolist(), times.tolist()], dtype=torch.int64)
+        both = [self._steps.tolist(), times.tolist()]
+        return torch.tensor(both, dtype=torch.int64, device="cpu")
 
     @classmethod
     def load(cls, saved: Tensor) -> Clock:

@@ -18,17 +18,16 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.life.scores import Scores
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.storage import IdMap
+from torchrec_dyn.storage import IdMap, Reading, places_of
 
 _INT64 = torch.iinfo(torch.int64)
-_NONE = torch.empty(0, dtype=torch.int64)
 
 
 class _Place(NamedTuple):
     """A place in the order of rows: a count and a mixed id, with the sign bit flipped."""
 
-    occurrences: int
-    mixed: int
+    occurrences: Tensor | int
+    mixed: Tensor | int
 
 
 class _Listed(NamedTuple):
@@ -39,7 +38,8 @@ class _Listed(NamedTuple):
         counts: [M] int64, their counts at the search.
         found: number of ids that the search found.
         end: place of the last of these ids; the last place of all if the search found every row.
-        others: more ids, with repeats: ids added since, and ids at the front of earlier evictions.
+        others: more ids, with repeats: ids added since, and ids at the front of earlier evictions. Ids beyond
+            `end` may be among them.
         chosen: ids and rows of the last eviction, until they are removed.
     """
 
@@ -48,13 +48,19 @@ class _Listed(NamedTuple):
     found: int
     end: _Place
     others: list[Tensor]
-    chosen: tuple[Tensor, Tensor] = (_NONE, _NONE)
+    chosen: tuple[Tensor, Tensor]
 
 
 class CountCandidates:
-    """A list of rows, ordered by count; rows of equal counts by mixed id, unsigned."""
+    """A list of rows, ordered by count; rows of equal counts by mixed id, unsigned.
 
-    def __init__(self) -> None:
+    Args:
+        device: device of the table.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        self._none_chosen = (nothing, nothing)
         # Replaced as a whole: an interrupt finds all of a change or nothing.
         self._listed: _Listed | None = None
 
@@ -68,7 +74,11 @@ class CountCandidates:
         listed = self._listed
         if listed is None:
             return
-        others = [*listed.others, ids[_up_to(listed.end, counts, _signed_mixed(ids))]]
+        if (
+            ids.is_cpu
+        ):  # elsewhere to know their number costs a wait; the next eviction drops the others
+            ids = ids[_up_to(listed.end, counts, _signed_mixed(ids))]
+        others = [*listed.others, ids]
         while len(others) > 1 and others[-1].numel() >= others[-2].numel():
             others[-2:] = [torch.cat(others[-2:])]
         # Without evictions the list would grow.
@@ -82,11 +92,11 @@ class CountCandidates:
             rows: [M] int64, the removed rows.
         """
         if self._listed is not None and self._listed.chosen[1] is rows:
-            self._listed = self._listed._replace(chosen=(_NONE, _NONE))
+            self._listed = self._listed._replace(chosen=self._none_chosen)
 
     def lowest(
         self, scores: Scores, id_map: IdMap, high: int, before: int, most: int, ahead: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Reading[tuple[Tensor, Tensor]]:
         """Returns the ids and rows of the `most` lowest rows: from the list, or by a search.
 
         Args:
@@ -99,10 +109,10 @@ class CountCandidates:
         """
         lowest = None
         if 2 * most <= ahead:
-            lowest = self._front(scores, id_map, before, most)
+            lowest = yield from self._front(scores, id_map, before, most)
             if lowest is None:
                 self._list(scores, id_map, high, before, ahead)
-                lowest = self._front(scores, id_map, before, most)
+                lowest = yield from self._front(scores, id_map, before, most)
         return lowest or scores.lowest(id_map, high, before, most, by_count=True)
 
     def _list(self, scores: Scores, id_map: IdMap, high: int, step: int, most: int) -> None:
@@ -113,16 +123,18 @@ class CountCandidates:
         ids, counts = ids[order], counts[order]
         is_whole = ids.numel() < most
         end = _Place(MOST_COUNT, _INT64.max) if is_whole else _place(ids, counts, most)
-        self._listed = _Listed(ids, counts, ids.numel(), end, [])
+        self._listed = _Listed(ids, counts, ids.numel(), end, [], self._none_chosen)
 
     def _front(
         self, scores: Scores, id_map: IdMap, before: int, most: int
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> Reading[tuple[Tensor, Tensor] | None]:
         """Returns the ids and rows of the `most` lowest rows of the list; None if it has fewer."""
         listed = self._listed
         if listed is None:
             return None
-        examined, length = most, listed.ids.numel()
+        length = listed.ids.numel()
+        # Of a GPU all rows are examined at once: each further round would be a wait.
+        examined = most if listed.ids.is_cpu else max(most, length)
         while True:
             is_rest = examined >= length
             end = listed.end if is_rest else _place(listed.ids, listed.counts, examined)
@@ -133,24 +145,25 @@ class CountCandidates:
             # All rows up to `end` are examined; rows beyond it may be higher than rows not examined.
             is_low = (last_seen >= 0) & _up_to(end, counts, mixed)
             is_low &= (last_seen < before) | ((last_seen == before) & (counts == 0))
-            low = is_low.nonzero().flatten()
-            order = low[ops.oldest_first(ids[low], counts[low])]
-            ordered = ids[order]
-            is_first = torch.cat([torch.ones(1, dtype=torch.bool), ordered[1:] != ordered[:-1]])
-            chosen = order[is_first[: order.numel()]][:most]
-            if chosen.numel() == most:
+            # Repeats are neighbours in this order: rows that are not low have one count, the highest.
+            order = ops.oldest_first(ids, counts.masked_fill(~is_low, MOST_COUNT))
+            ordered, is_first = ids[order], is_low[order]
+            is_first[1:] &= ordered[1:] != ordered[:-1]
+            is_chosen = is_first & (is_first.cumsum(0) <= most)
+            # Chosen ids are dropped when they are removed, not here: an interrupt may come in between.
+            is_kept = ((rows >= 0) & _up_to(listed.end, counts, mixed))[order] & ~is_chosen
+            num_chosen, num_kept = yield torch.stack((is_chosen.sum(), is_kept.sum()))
+            if num_chosen == most:
                 break
             if is_rest:
                 return None
             examined *= 2
-        # Chosen ids are dropped when they are removed, not here: an interrupt may come in between.
-        is_kept = (rows >= 0) & _up_to(listed.end, counts, mixed)
-        is_kept[chosen] = False
+        chosen = order[places_of(is_chosen, most)]
         evicted = ids[chosen], rows[chosen]
         self._listed = listed._replace(
             ids=listed.ids[examined:],
             counts=listed.counts[examined:],
-            others=[ids[is_kept]],
+            others=[ordered[places_of(is_kept, num_kept)]],
             chosen=evicted,
         )
         return evicted
@@ -158,7 +171,7 @@ class CountCandidates:
 
 def _place(ids: Tensor, counts: Tensor, number: int) -> _Place:
     """Returns the place of the `number`th of listed ids."""
-    return _Place(int(counts[number - 1]), int(_signed_mixed(ids[number - 1 : number])))
+    return _Place(counts[number - 1], _signed_mixed(ids[number - 1 : number])[0])
 
 
 def _signed_mixed(ids: Tensor) -> Tensor:
@@ -167,4 +180,5 @@ def _signed_mixed(ids: Tensor) -> Tensor:
 
 def _up_to(end: _Place, counts: Tensor, mixed: Tensor) -> Tensor:
     """Returns which places are up to `end`, [M] bool."""
-    return (counts < end.occurrences) | ((counts == end.occurrences) & (mixed <= end.mixed))
+    is_lower = torch.lt(counts, end.occurrences)
+    return is_lower | (torch.eq(counts, end.occurrences) & torch.le(mixed, end.mixed))

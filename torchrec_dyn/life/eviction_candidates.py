@@ -12,16 +12,21 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.life.scores import Scores
-from torchrec_dyn.storage import IdMap
-
-_NONE = torch.empty(0, dtype=torch.int64)
+from torchrec_dyn.storage import IdMap, Reading, places_of
 
 
 class EvictionCandidates:
-    """A list of rows, ordered by `last_seen`; rows of the same step by mixed id, unsigned."""
+    """A list of rows, ordered by `last_seen`; rows of the same step by mixed id, unsigned.
 
-    def __init__(self) -> None:
-        self._ids, self._rows, self._last_seen = _NONE, _NONE, _NONE
+    Args:
+        device: device of the table.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        self._ids, self._rows, self._last_seen = nothing, nothing, nothing
+        # `last_seen` on the host: each step asks for places in it.
+        self._seen_at = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def list(self, scores: Scores, id_map: IdMap, high: int, before: int, most: int) -> None:
         """Searches all rows and lists the oldest rows.
@@ -36,32 +41,39 @@ class EvictionCandidates:
         """
         ids, rows = scores.lowest(id_map, high, before, most)
         last_seen, _ = scores.read(rows)
+        order = ops.oldest_first(ids, last_seen)
+        last_seen = last_seen[order]
+        seen_at = last_seen.cpu()
         # Rows assigned at `before` itself are last and left out: more such rows may be assigned later.
-        order = ops.oldest_first(ids, last_seen)[: int((last_seen < before).sum())]
-        self._ids, self._rows, self._last_seen = ids[order], rows[order], last_seen[order]
+        count = int(torch.searchsorted(seen_at, before))
+        order = order[:count]
+        self._ids, self._rows = ids[order], rows[order]
+        self._last_seen, self._seen_at = last_seen[:count], seen_at[:count]
 
     def seen_before(self, step: int) -> int:
         """Returns the number of listed rows whose `last_seen` was below `step` when they were listed."""
         # Most tables have an empty list at most steps, and a training step asks each of them.
-        return int(torch.searchsorted(self._last_seen, step)) if len(self._last_seen) else 0
+        return int(torch.searchsorted(self._seen_at, step)) if len(self._seen_at) else 0
 
-    def front(self, count: int, scores: Scores) -> tuple[Tensor, Tensor]:
+    def front(self, count: int, scores: Scores) -> Reading[tuple[Tensor, Tensor]]:
         """Returns the ids and rows of the first `count` listed rows, without rows seen since the search."""
         if not count:
-            return _NONE, _NONE
-        places = self._places(count, scores)
+            return self._ids[:0], self._rows[:0]
+        is_unchanged = self._is_unchanged(count, scores)
+        [found] = yield is_unchanged.sum(0, keepdim=True)
+        places = places_of(is_unchanged, found)
         return self._ids[places], self._rows[places]
 
     def drop(self, count: int) -> None:
         """Removes the first `count` rows from the list."""
         if not count:
             return
-        rest = self._ids[count:], self._rows[count:], self._last_seen[count:]
-        self._ids, self._rows, self._last_seen = rest
+        rest = self._ids[count:], self._rows[count:], self._last_seen[count:], self._seen_at[count:]
+        self._ids, self._rows, self._last_seen, self._seen_at = rest
 
     def lowest(
         self, scores: Scores, id_map: IdMap, high: int, before: int, most: int, ahead: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Reading[tuple[Tensor, Tensor]]:
         """Returns the ids and rows of the `most` oldest rows: from the list, or by a search.
 
         Args:
@@ -74,26 +86,28 @@ class EvictionCandidates:
         """
         oldest = None
         if 2 * most <= ahead:
-            oldest = self.oldest(most, scores)
+            oldest = yield from self.oldest(most, scores)
             if oldest is None:
                 self.list(scores, id_map, high, before, ahead)
-                oldest = self.oldest(most, scores)
+                oldest = yield from self.oldest(most, scores)
         return oldest or scores.lowest(id_map, high, before, most)
 
-    def oldest(self, most: int, scores: Scores) -> tuple[Tensor, Tensor] | None:
+    def oldest(self, most: int, scores: Scores) -> Reading[tuple[Tensor, Tensor] | None]:
         """Returns the ids and rows of the `most` oldest rows of the list; None if it has fewer."""
-        examined = most
+        # Of a GPU all rows are examined at once: each further round would be a wait.
+        examined = most if self._rows.is_cpu else max(most, len(self._rows))
         while examined < 2 * len(self._rows):
-            places = self._places(examined, scores)
-            if places.numel() >= most:
-                oldest = self._ids[places[:most]], self._rows[places[:most]]
-                self.drop(
-                    int(places[0])
-                )  # rows evicted, erased or seen since, which are skipped for ever
+            places = places_of(
+                self._is_unchanged(examined, scores), most
+            )  # ends with -1 if too few
+            first, last = yield torch.stack((places[0], places[-1]))
+            if last >= 0:
+                oldest = self._ids[places], self._rows[places]
+                self.drop(first)  # rows evicted, erased or seen since, which are skipped for ever
                 return oldest
             examined *= 2
         return None
 
-    def _places(self, count: int, scores: Scores) -> Tensor:
+    def _is_unchanged(self, count: int, scores: Scores) -> Tensor:
         last_seen, _ = scores.read(self._rows[:count])
-        return (last_seen == self._last_seen[:count]).nonzero().flatten()
+        return last_seen == self._last_seen[:count]

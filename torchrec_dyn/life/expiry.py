@@ -11,13 +11,14 @@ Legend: M expired rows.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from torchrec_dyn.life.clock import Clock
 from torchrec_dyn.life.eviction_candidates import EvictionCandidates
 from torchrec_dyn.life.scores import Scores
 from torchrec_dyn.policies import ExpireAfter
-from torchrec_dyn.storage import IdMap
+from torchrec_dyn.storage import IdMap, Reading
 
 # One search serves a 16th of the lifetime of a row.
 _AHEAD_SHARE = 16
@@ -28,11 +29,13 @@ class AgeLimit:
 
     Args:
         policy: policy with an age in steps or in the clock's unit.
+        device: device of the table.
     """
 
-    def __init__(self, policy: ExpireAfter) -> None:
+    def __init__(self, policy: ExpireAfter, device: torch.device) -> None:
         self._policy = policy
-        self._candidates = EvictionCandidates()
+        self._device = device
+        self._candidates = EvictionCandidates(device)
         self._listed_until = 0  # every row last seen before this step is listed or was removed
 
     def horizon(self, step: int, clock: Clock) -> int:
@@ -45,7 +48,7 @@ class AgeLimit:
 
     def expired(
         self, step: int, clock: Clock, scores: Scores, id_map: IdMap, high: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Reading[tuple[Tensor, Tensor]]:
         """Returns the expired rows and their ids; removes nothing.
 
         Args:
@@ -66,11 +69,11 @@ class AgeLimit:
             until = max(horizon, min(step - 1, ahead))
             self._candidates.list(scores, id_map, high, until, high)
             self._listed_until = until
-        return self._candidates.front(self._candidates.seen_before(horizon), scores)
+        return (yield from self._candidates.front(self._candidates.seen_before(horizon), scores))
 
     def forget_listed(self) -> None:
         """Drops the list. Call it after scores were written other than by a training step."""
-        self._candidates, self._listed_until = EvictionCandidates(), 0
+        self._candidates, self._listed_until = EvictionCandidates(self._device), 0
 
     def drop_expired(self, step: int, clock: Clock) -> None:
         """Drops the rows expired at `step` from the list. Call it after they were removed."""

@@ -14,7 +14,12 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import table_key
-from torchrec_dyn.life.admission_counters import FREED_SHARE, SHARES_AHEAD, AdmissionCounters
+from torchrec_dyn.life.admission_counters import (
+    FREED_SHARE,
+    SHARES_AHEAD,
+    AdmissionCounters,
+    Drop,
+)
 from torchrec_dyn.life.clock import Clock
 from torchrec_dyn.life.count_candidates import CountCandidates
 from torchrec_dyn.life.eviction_candidates import EvictionCandidates
@@ -30,7 +35,7 @@ from torchrec_dyn.policies import (
     most_counters,
     replacement_of,
 )
-from torchrec_dyn.storage import IdMap
+from torchrec_dyn.storage import IdMap, Reading, joined_pair, places_of
 
 _SCORED_AT_ONCE = 1 << 20
 
@@ -39,12 +44,22 @@ class Decision(NamedTuple):
     """The admission of ids without a row.
 
     Attributes:
-        admitted: [M] bool, None if all are admitted.
         counts: [M] int64, occurrences of each id; with counters, also the occurrences in earlier steps.
+        num_admitted: number of admitted ids, K.
+        admitted: [K] int64, places of the admitted ids, ascending; None if all are admitted.
+        refused: [M - K] int64, places of the refused ids, ascending; None if all are admitted.
+        refused_occurrences: number of occurrences of the refused ids in this step.
+        num_waiting: number of admitted ids that have a counter.
+        num_new: number of refused ids that have no counter.
     """
 
-    admitted: Tensor | None
     counts: Tensor
+    num_admitted: int
+    admitted: Tensor | None = None
+    refused: Tensor | None = None
+    refused_occurrences: int = 0
+    num_waiting: int = 0
+    num_new: int = 0
 
 
 class RowLife:
@@ -84,20 +99,31 @@ class RowLife:
         self._admission = config.admission
         self._admission_key = table_key(config.seed, name, "admission")
         age_limit, replacement = age_limit_of(config.eviction), replacement_of(config.eviction)
-        self._age_limit = None if age_limit is None else AgeLimit(age_limit)
-        self._waiting_age_limit = None if age_limit is None else AgeLimit(age_limit)
+        self._age_limit = None if age_limit is None else AgeLimit(age_limit, device)
+        self._waiting_age_limit = None if age_limit is None else AgeLimit(age_limit, device)
+        self._expired_waiting: Drop | None = None
         self.ages = age_limit is not None
         self.is_timed = age_limit is not None and age_limit.time is not None
         self.replaces = replacement is not None
         self.is_unscored = False
         self._by_count = isinstance(replacement, LeastFrequentlyUsed)
         self._row_limit = row_limit
+        self._device = device
         self._candidates = self._no_candidates()
 
     def _no_candidates(self) -> EvictionCandidates | CountCandidates:
-        return CountCandidates() if self._by_count else EvictionCandidates()
+        if self._by_count:
+            return CountCandidates(self._device)
+        return EvictionCandidates(self._device)
 
-    def add_rows(self, ids: Tensor, rows: Tensor, step: int, counts: Tensor | None) -> None:
+    def add_rows(
+        self,
+        ids: Tensor,
+        rows: Tensor,
+        step: int,
+        counts: Tensor | None,
+        num_waiting: int | None = None,
+    ) -> None:
         """Writes the scores of fresh rows and drops the counters of their ids.
 
         Args:
@@ -105,6 +131,8 @@ class RowLife:
             rows: [M] int64.
             step: step of the table: the present step in training, else the last step.
             counts: [M] int64; None for rows assigned outside training, which were never seen.
+            num_waiting: number of ids that have a counter; None: they are counted here, which waits for a
+                GPU.
         """
         # A score is never older than the present time: a new time begins at the next step.
         step = max(step, self.clock.present_step)
@@ -113,7 +141,7 @@ class RowLife:
         if isinstance(self._candidates, CountCandidates):
             self._candidates.add(ids, counts)
         if self.waiting is not None:
-            self.waiting.forget(ids)
+            self.waiting.forget(ids, num_waiting)
 
     def forget_rows(self, rows: Tensor) -> None:
         """Marks the rows of removed ids as rows without an id.
@@ -125,30 +153,38 @@ class RowLife:
         if isinstance(self._candidates, CountCandidates):
             self._candidates.forget(rows)
 
-    def expired(self, step: int, id_map: IdMap, high: int) -> tuple[Tensor, Tensor] | None:
-        """Returns the ids and rows expired at `step`, None without an age limit."""
+    def expired(self, step: int, id_map: IdMap, high: int) -> Reading[tuple[Tensor, Tensor] | None]:
+        """Returns the ids and rows expired at `step`, None without an age limit; removes nothing.
+
+        Prepares the drop of the expired counters, too: a search may run out of memory, so it is made here,
+        before the step changes anything.
+        """
         if self._age_limit is None:
             return None
-        if self.waiting is not None and self._waiting_age_limit is not None:
-            # Any search is made here, before the step changes anything: a search may run out of memory.
-            self.waiting.expired(self._waiting_age_limit, step, self.clock)
-        return self._age_limit.expired(step, self.clock, self.scores, id_map, high)
+        of_rows = self._age_limit.expired(step, self.clock, self.scores, id_map, high)
+        if self.waiting is None or self._waiting_age_limit is None:
+            return (yield from of_rows)
+        of_waiting = self.waiting.expired(self._waiting_age_limit, step, self.clock)
+        expired, self._expired_waiting = yield from joined_pair(of_rows, of_waiting)
+        return expired
 
     def drop_expired(self, step: int) -> None:
         """Drops the rows expired at `step` from the candidates. Call it after they were removed.
 
-        Also drops the counters of waiting ids expired at `step`.
+        Also drops the counters of waiting ids that `expired` has found at `step`. A second call directly
+        after changes nothing.
         """
         self.is_unscored = False
         if self.waiting is not None and self._waiting_age_limit is not None:
-            ids = self.waiting.expired(self._waiting_age_limit, step, self.clock)
-            self.waiting.forget(ids)
+            if self._expired_waiting is not None:
+                self.waiting.drop(self._expired_waiting)
+                self._expired_waiting = None
             self._waiting_age_limit.drop_expired(step, self.clock)
         if self._age_limit is not None:
             self._age_limit.drop_expired(step, self.clock)
             self.clock.forget_before(self._age_limit.horizon(step, self.clock))
 
-    def admit(self, ids: Tensor, occurrences: Tensor, step: int) -> Decision:
+    def admit(self, ids: Tensor, occurrences: Tensor, step: int) -> Reading[Decision]:
         """Decides the admission of ids without a row; writes nothing.
 
         Args:
@@ -156,41 +192,56 @@ class RowLife:
             occurrences: [M] int64, in this step.
             step: the training step.
         """
+        counts, is_waiting = occurrences, None
         if self.waiting is not None and isinstance(self._admission, AdmitAfter):
             age_limit = self._age_limit
             since = 0 if age_limit is None else age_limit.horizon(step, self.clock)
-            counts = (occurrences + self.waiting.counts(ids, since)).clamp_(max=MOST_COUNT)
-            return Decision(counts >= self._admission.count, counts)
-        if isinstance(self._admission, AdmitWithProbability):
+            before, is_waiting = self.waiting.waiting(ids, since)
+            counts = (occurrences + before).clamp_(max=MOST_COUNT)
+            is_admitted = counts >= self._admission.count
+        elif isinstance(self._admission, AdmitWithProbability):
             chance = self._admission.p
-            drawn = ops.admit_by_chance(ids, occurrences, self._admission_key, step, chance)
-            return Decision(drawn, occurrences)
-        if isinstance(self._admission, Never):
-            return Decision(torch.zeros_like(ids, dtype=torch.bool), occurrences)
-        return Decision(None, occurrences)
+            is_admitted = ops.admit_by_chance(ids, occurrences, self._admission_key, step, chance)
+        elif isinstance(self._admission, Never):
+            is_admitted = torch.zeros_like(ids, dtype=torch.bool)
+        else:
+            return Decision(occurrences, ids.numel())
+        numbers = [is_admitted.sum(), occurrences.masked_fill(is_admitted, 0).sum()]
+        if is_waiting is not None:
+            is_new = ~(is_admitted | is_waiting)
+            numbers += [(is_admitted & is_waiting).sum(), is_new.sum()]
+        admitted, occurred, *of_counters = yield torch.stack(numbers)
+        places = places_of(is_admitted, admitted), places_of(~is_admitted, len(ids) - admitted)
+        return Decision(counts, admitted, *places, occurred, *of_counters)
 
-    def refuse(self, ids: Tensor, counts: Tensor, step: int) -> None:
+    def refuse(self, ids: Tensor, counts: Tensor, step: int, num_new: int | None) -> None:
         """Writes the counters of refused ids.
 
         Args:
             ids: [M] int64, distinct.
             counts: [M] int64, the counts that `admit` returned.
             step: the training step.
+            num_new: number of ids without a counter so far; None: they are counted here, which waits for a
+                GPU.
         """
         if self.waiting is not None:
-            self.waiting.write(ids, torch.full_like(ids, step), counts)
+            self.waiting.write(ids, torch.full_like(ids, step), counts, num_new)
 
-    def drop_surplus_counters(self, step: int, rows: int) -> None:
-        """Drops the counters above their limit.
+    def surplus_counters(self, step: int, rows: int) -> Reading[Drop | None]:
+        """Returns the drop of the counters above their limit, None if none is above; drops nothing.
 
         Args:
             step: the present training step.
             rows: number of rows in use before this step.
         """
-        if self.waiting is not None:
-            self.waiting.shrink(step, most_counters(self._admission, self._row_limit, rows))
+        if self.waiting is None:
+            return None
+        most = most_counters(self._admission, self._row_limit, rows)
+        return (yield from self.waiting.surplus(step, most))
 
-    def lowest(self, surplus: int, step: int, id_map: IdMap, high: int) -> tuple[Tensor, Tensor]:
+    def lowest(
+        self, surplus: int, step: int, id_map: IdMap, high: int
+    ) -> Reading[tuple[Tensor, Tensor]]:
         """Returns the ids and rows to evict for `surplus` new rows; no row was seen in this step.
 
         At least a 64th of the limit is evicted, and one search lists candidates for several evictions:
@@ -198,7 +249,7 @@ class RowLife:
         """
         share = self._row_limit // FREED_SHARE
         most, ahead = max(surplus, share), SHARES_AHEAD * share
-        return self._candidates.lowest(self.scores, id_map, high, step, most, ahead)
+        return (yield from self._candidates.lowest(self.scores, id_map, high, step, most, ahead))
 
     def catch_up(self, step: int, high: int) -> None:
         """Sets `last_seen` of rows loaded without scores to the step, which was loaded after the rows.
@@ -208,9 +259,9 @@ class RowLife:
             high: number of rows ever handed out.
         """
         for start in range(0, high if self.is_unscored else 0, _SCORED_AT_ONCE):
-            rows = torch.arange(start, min(high, start + _SCORED_AT_ONCE))
+            rows = torch.arange(start, min(high, start + _SCORED_AT_ONCE), device=self._device)
             last_seen, counts = self.scores.read(rows)
-            in_use = last_seen >= 0
+            in_use = (last_seen >= 0).nonzero().flatten()
             self.scores.write(rows[in_use], torch.full_like(rows, step)[in_use], counts[in_use])
 
     def forget_listed(self) -> None:
@@ -249,8 +300,8 @@ class RowLife:
             rows: [R] int64, rows of the table's ids in canonical order.
 
         Returns:
-            "last_seen" [R] int64 in steps, "count" [R] int64, "clock" [2, K] int64 (first steps and their
-            times) and, with counters, "waiting" [3, Q] int64 (ids, last_seen, counts).
+            "last_seen" [R] int64 in steps, "count" [R] int64, "clock" [2, K] int64 on the CPU (first steps
+            and their times) and, with counters, "waiting" [3, Q] int64 (ids, last_seen, counts).
         """
         last_seen, counts = self.scores.read(rows)
         state = {"last_seen": last_seen, "count": counts, "clock": self.clock.export()}
@@ -271,7 +322,8 @@ class RowLife:
             self.clock = Clock.load(state["clock"])
         now = torch.full_like(rows, max(step, self.clock.present_step))
         never = torch.zeros_like(rows)
-        self.scores.write(rows, state.get("last_seen", now), state.get("count", never))
+        saved = [state.get("last_seen", now), state.get("count", never)]
+        self.scores.write(rows, *(scores.to(self._device) for scores in saved))
         self.is_unscored = "last_seen" not in state
         if self.waiting is not None and "waiting" in state:
-            self.waiting.write(*state["waiting"].contiguous())
+            self.waiting.write(*state["waiting"].to(self._device).contiguous())

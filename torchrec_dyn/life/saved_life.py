@@ -26,15 +26,16 @@ def last_step(state: Mapping[str, Tensor]) -> int:
         state: as `RowLife.export` returns it. Assigned rows (count 0) and new times may belong to the step
             after the last step.
     """
-    known = [torch.zeros(1, dtype=torch.int64)]
+    known = []
     if "last_seen" in state:
-        was_seen = state.get("count", torch.ones_like(state["last_seen"])) > 0
-        known += [state["last_seen"][was_seen], state["last_seen"] - 1]
+        last_seen = state["last_seen"]
+        was_seen = state.get("count", torch.ones_like(last_seen)) > 0
+        known.append(torch.where(was_seen, last_seen, last_seen - 1))
     if "waiting" in state:
         known.append(state["waiting"][1])
     if "clock" in state:
         known.append(state["clock"][0] - 1)
-    return int(torch.cat(known).max())
+    return max((int(steps.max()) for steps in known if steps.numel()), default=0)
 
 
 def check_life(where: str, state: Mapping[str, Tensor], ids: Tensor) -> None:
@@ -62,7 +63,7 @@ def check_life(where: str, state: Mapping[str, Tensor], ids: Tensor) -> None:
         raise ValueError(f"{where}: expected ascending steps and times in clock, got others.")
     if torch.unique(waiting[0]).numel() != waiting.shape[1]:
         raise ValueError(f"{where}: expected distinct ids in waiting, got repeated ones.")
-    if bool(torch.isin(waiting[0], ids).any()):
+    if bool(torch.isin(waiting[0], ids.to(waiting.device)).any()):
         raise ValueError(f"{where}: expected ids without a row in waiting, got ids with a row.")
 
 

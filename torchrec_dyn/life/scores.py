@@ -74,7 +74,7 @@ class Scores:
             by_count: True to compare counts, False to compare last_seen.
 
         Returns:
-            ids: [M] int64, in the order of their slots.
+            ids: [M] int64, in the order of `ops.lowest_scores`: use the set of them only.
             rows: [M] int64.
         """
         slots, moved = id_map.arrays()

@@ -38,7 +38,7 @@ def blocks_of(stores: Sequence[RowStore], rows: Sequence[int] | None = None) -> 
         own = store.blocks if rows is None else store.blocks_of_first(rows[place])
         lines.append([len(blocks), len(own), store.shift, store.columns])
         blocks.extend(own)
-    return TableBlocks(blocks, torch.tensor(lines))
+    return TableBlocks(blocks, torch.tensor(lines, device="cpu"))
 
 
 class BlockLists:
@@ -88,12 +88,12 @@ def _list_rows(tables: Sequence[DynamicTable]) -> tuple[TableBlocks, tuple[list[
 def blocks_with_initial_rows(
     tables: Sequence[DynamicTable], ids: Tensor, rows: Tensor, table_offsets: Tensor
 ) -> TableBlocks:
-    """Returns the blocks of the tables and, for one forward, added blocks with initial rows of unseen ids.
+    """Returns the blocks of the tables and, for one forward, initial rows of unseen ids.
 
     Args:
-        tables: T tables; they do not change. A table whose `unseen` is "zeros" gets no added blocks.
+        tables: T tables; they do not change. A table whose `unseen` is "zeros" gets no initial rows.
         ids: [N] int64 in table order.
-        rows: [N] int64, -1 for an unseen id. Written in place: -1 becomes the row in the added blocks.
+        rows: [N] int64, -1 for an unseen id. Written in place: rows in the returned blocks.
         table_offsets: [T + 1] int64, where the ids of each table begin.
     """
     new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
@@ -101,12 +101,22 @@ def blocks_with_initial_rows(
     new_rows: list[Tensor] = []
     for t, unseen_of_table in ranges_of(new_offsets).items():
         table, weights, unseen = tables[t], tables[t].weights, new_ids[unseen_of_table]
-        fresh = torch.arange(weights.capacity, weights.capacity + unseen.numel())
-        if table.config.unseen == "initial":
-            stores[t] = weights.with_added_blocks(unseen.numel())
-            table.initial_rows.write(unseen, fresh, stores[t])
+        if table.config.unseen != "initial":
+            new_rows.append(torch.full_like(unseen, -1))
+            continue
+        if weights.grows_in_place:
+            # Addresses behind its last block are for rows to come. A copy of the batch's rows costs little more
+            # than to pool them.
+            begin, end = table_offsets[t : t + 2].tolist()
+            found, first = rows[begin:end], end - begin
+            stores[t] = weights.with_copies(found, unseen.numel())
+            copies = torch.arange(first, device=rows.device)
+            found.copy_(torch.where(found < 0, -1, copies))
         else:
-            fresh = torch.full_like(fresh, -1)
+            first = weights.capacity
+            stores[t] = weights.with_added_blocks(unseen.numel())
+        fresh = torch.arange(first, first + unseen.numel(), device=rows.device)
+        table.initial_rows.write(unseen, fresh, stores[t])
         new_rows.append(fresh)
     ops.fill_new_(rows, new_index, torch.cat(new_rows))
     return blocks_of(stores)

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.life import NO_STEP, Decision
+from torchrec_dyn.life import NO_STEP, Decision, Drop
 from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.storage import run_to_end
+from torchrec_dyn.storage import Reading, read_together, run_to_end
 from torchrec_dyn.table import (
     Addition,
     DynamicTable,
@@ -54,16 +54,19 @@ class _Unseen(NamedTuple):
         ids: [M] int64.
         occurrences: [M] int64, in this batch.
         decision: admission of these ids.
-        num_admitted: number of ids that get a row.
     """
 
     ids: Tensor
     occurrences: Tensor
     decision: Decision
-    num_admitted: int
+
+    @property
+    def num_admitted(self) -> int:
+        """Number of ids that get a row."""
+        return self.decision.num_admitted
 
 
-_NO_UNSEEN = _Unseen(_NONE, _NONE, Decision(None, _NONE), 0)
+_NO_UNSEEN = _Unseen(_NONE, _NONE, Decision(_NONE, 0))
 
 
 def take_step(
@@ -71,6 +74,7 @@ def take_step(
     ids: Tensor,
     table_offsets: Tensor,
     times: Tensor | None = None,
+    found: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, int]:
     """Runs one training step of all tables and returns the rows of the batch.
 
@@ -83,6 +87,7 @@ def take_step(
         table_offsets: [T + 1] int64, where the ids of each table begin.
         times: [N] int64, number of occurrences that each id stands for, in batches that hold each distinct
             id once; None for 1 each.
+        found: the result of `find_rows` for this batch, if the caller has it and no table's rows expire.
 
     Returns:
         rows: [N] int64, -1 for an id that was not admitted.
@@ -100,22 +105,24 @@ def take_step(
             check_step(tables[number], tables[number].step + 1)
     expired: dict[int, _Expired] = {}  # removed from the maps, to be put back if the step fails
     try:
-        for number in trained.ageing:
-            id_map = tables[number].id_map
-            old = _expired(tables[number])
+        ageing = [tables[number] for number in trained.ageing]
+        of_ageing = read_together([_expired(table) for table in ageing])
+        for number, table, old in zip(trained.ageing, ageing, of_ageing, strict=True):
             expired[number] = old
             if old.ids.numel():
-                id_map.remove(old.ids, old.num_ids - old.ids.numel())
-        batch = _decide(trained, ids, table_offsets, times)
-        parts = [
-            _TableStep(
-                number,
-                tables[number],
-                expired.get(number) or _nothing_expired(tables[number]),
-                batch.unseen.get(number, _NO_UNSEEN),
-            )
-            for number in batch.special
-        ]
+                table.id_map.remove(old.ids, old.num_ids - old.ids.numel())
+        batch = _decide(trained, ids, table_offsets, times, found)
+        parts = read_together(
+            [
+                _TableStep.prepare(
+                    number,
+                    tables[number],
+                    expired.get(number) or _nothing_expired(tables[number]),
+                    batch.unseen.get(number, _NO_UNSEEN),
+                )
+                for number in batch.special
+            ]
+        )
         counted = tally.counted.after(*_occurrences(trained, batch, table_offsets, times))
         listed, steps = trained.blocks.scores(), trained.first_steps + counted.steps
         watched = {part.number for part in parts if part.acts}
@@ -138,14 +145,15 @@ def take_step(
         actions: list[Callable[[bool], object]] = [count, *(part.begin for part in parts), touch]
         if trained.has_changes:
             actions.append(lambda _: note_changed(tables, batch.rows, table_offsets))
-        actions += (part.evict for part in parts if part.surplus > 0)
+        if any(part.surplus > 0 for part in parts):
+            actions.append(lambda _: _evict(parts))
         if batch.unseen:
             actions += (part.prepare_rows for part in parts)
             actions.append(add_rows)
-            actions += (part.count_refused for part in parts if part.admitted is not None)
-        for part in parts:
-            if part.has_waiting:
-                actions += (part.note_waiting, part.drop_counters)
+            actions += (part.count_refused for part in parts)
+        if any(part.has_waiting for part in parts):
+            actions += (part.note_waiting for part in parts)
+            actions.append(lambda _: _drop_counters(parts))
         run_to_end(*actions)
     except BaseException:
         for number, old in expired.items():
@@ -153,7 +161,8 @@ def take_step(
         raise
     if not batch.unseen:
         return batch.rows, 0
-    ops.fill_new_(batch.rows, batch.new_index, torch.cat([part.new_rows() for part in parts]))
+    new_rows = [part.new_rows(part.added) for part in parts if part.added is not None]
+    ops.fill_new_(batch.rows, batch.new_index, torch.cat(new_rows))
     return batch.rows, sum(part.refused for part in parts)
 
 
@@ -203,38 +212,54 @@ def _occurrences(
 
 
 def _decide(
-    trained: TrainedTables, ids: Tensor, table_offsets: Tensor, times: Tensor | None
+    trained: TrainedTables,
+    ids: Tensor,
+    table_offsets: Tensor,
+    times: Tensor | None,
+    found: tuple[Tensor, Tensor] | None,
 ) -> _Batch:
     """Looks ids up, decides admission, checks every table's room and reserves memory."""
     tables = trained.tables
-    rows, absent = find_rows(trained.maps, ids, table_offsets)
+    rows, absent = found or find_rows(trained.maps, ids, table_offsets)
     unseen, new_index = dict[int, _Unseen](), _NONE
     if any(absent.tolist()):
         new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
         if times is not None:
             is_new = new_index >= 0
             counts = torch.zeros_like(counts).index_add_(0, new_index[is_new], times[is_new])
-        unseen = {
-            number: _decide_admission(tables[number], new_ids[of_table], counts[of_table])
-            for number, of_table in ranges_of(new_offsets).items()
-        }
-    # A batch has at most as many distinct rows as ids, so for most batches they need not be counted.
-    crowded: set[int] = set()
+        ranges = ranges_of(new_offsets)
+        decisions = [
+            _decide_admission(tables[number], new_ids[of_table], counts[of_table])
+            for number, of_table in ranges.items()
+        ]
+        unseen = dict(zip(ranges, read_together(decisions), strict=True))
+    # Distinct rows of the tables that may be too small. A batch has at most as many distinct rows as ids, so
+    # for most batches they need not be counted.
+    crowded: dict[int, int] = {}
     if ids.numel() > trained.least_limit:
         sizes = table_offsets[1:] - table_offsets[:-1]  # a fifth of the time of `diff`
-        crowded = set((sizes > trained.row_limits).nonzero().flatten().tolist())
-    for number in sorted(crowded | unseen.keys()):
+        numbers = (sizes > trained.row_limits).nonzero().flatten().tolist()
+        ends = table_offsets.tolist()
+        counts_of = read_together([_num_distinct(rows[ends[t] : ends[t + 1]]) for t in numbers])
+        crowded = dict(zip(numbers, counts_of, strict=True))
+    for number in sorted(crowded.keys() | unseen.keys()):
         new = unseen.get(number, _NO_UNSEEN)
         tables[number].check_room(new.num_admitted)
         if number in crowded:
-            begin, end = table_offsets[number : number + 2].tolist()
-            of_table = rows[begin:end]
-            need = torch.unique(of_table[of_table >= 0]).numel() + new.num_admitted
-            check_need(tables[number], need)
+            check_need(tables[number], crowded[number] + new.num_admitted)
     special = sorted({*trained.watched, *trained.ageing, *unseen})
     for number in special:
         _reserve(tables[number], unseen.get(number, _NO_UNSEEN))
     return _Batch(rows, absent, unseen, special, new_index)
+
+
+def _num_distinct(rows: Tensor) -> Reading[int]:
+    """Returns the number of distinct rows, without -1."""
+    ordered = rows.sort().values
+    is_first = ordered >= 0
+    is_first[1:] &= ordered[1:] != ordered[:-1]
+    [count] = yield is_first.sum(0, keepdim=True)
+    return count
 
 
 class _Expired(NamedTuple):
@@ -251,10 +276,11 @@ class _Expired(NamedTuple):
     num_ids: int
 
 
-def _expired(table: DynamicTable) -> _Expired:
+def _expired(table: DynamicTable) -> Reading[_Expired]:
     """Returns the expired ids of a table with an age limit and removes nothing."""
     assert table.life is not None
-    expired = table.life.expired(table.step + 1, table.id_map, table.row_numbers.high)
+    high = table.row_numbers.high
+    expired = yield from table.life.expired(table.step + 1, table.id_map, high)
     return _Expired(*(expired or (_NONE, _NONE)), table.id_map.num_ids)
 
 
@@ -272,12 +298,11 @@ def _are_touched(tables: Sequence[DynamicTable], rows: Tensor, table_offsets: Te
     return False
 
 
-def _decide_admission(table: DynamicTable, ids: Tensor, occurrences: Tensor) -> _Unseen:
-    decision = Decision(None, occurrences)
-    if table.life is not None and ids.numel():
-        decision = table.life.admit(ids, occurrences, table.step + 1)
-    admitted = ids.numel() if decision.admitted is None else int(decision.admitted.sum())
-    return _Unseen(ids, occurrences, decision, admitted)
+def _decide_admission(table: DynamicTable, ids: Tensor, occurrences: Tensor) -> Reading[_Unseen]:
+    decision = Decision(occurrences, ids.numel())
+    if table.life is not None:
+        decision = yield from table.life.admit(ids, occurrences, table.step + 1)
+    return _Unseen(ids, occurrences, decision)
 
 
 def _reserve(table: DynamicTable, unseen: _Unseen) -> None:
@@ -293,42 +318,35 @@ def _surplus(table: DynamicTable, unseen: _Unseen) -> int:
 
 
 class _TableStep:
-    """The part of a step that changes one table, beside its counted forwards. Preparing it changes nothing.
+    """The part of a step that changes one table, beside its counted forwards; `prepare` makes it.
 
-    The methods are actions of `run_to_end`, in their order here.
-
-    Args:
-        number: number of the table in its group.
-        table: the table.
-        expired: its expired ids, removed from the map.
-        unseen: the ids without a row.
+    The methods with one argument that is not named are actions of `run_to_end`, in their order here.
 
     Attributes:
         number: number of the table in its group.
         acts: True if rows or counters of the table change: its policies may act in the next step, too.
         surplus: number of rows to evict; 0 or less if none.
-        admitted: [M] bool, the admitted ids of `unseen`; None if all are admitted.
         has_waiting: True if the table counts waiting ids.
         refused: number of occurrences of refused ids.
         added: rows of the admitted ids; None before `prepare_rows`, and without unseen ids.
     """
 
     def __init__(
-        self, number: int, table: DynamicTable, expired: _Expired, unseen: _Unseen
+        self,
+        number: int,
+        table: DynamicTable,
+        expired: _Expired,
+        unseen: _Unseen,
+        removal: Removal | None,
     ) -> None:
         self.number = number
         self._table = table
         self._unseen = unseen
         self._step = table.step + 1
-        self._expired = None
-        if expired.ids.numel():
-            self._expired = Removal(table, expired.ids, expired.rows, "evicted_expired")
+        self._expired = removal
         self.surplus = _surplus(table, unseen)
         self.added: Addition | None = None
-        self.admitted = unseen.decision.admitted
-        self.refused = 0
-        if self.admitted is not None:
-            self.refused = int(unseen.occurrences[~self.admitted].sum())
+        self.refused = unseen.decision.refused_occurrences
         self._all_refused = table.counters["refused"] + self.refused
         self._rows_before = expired.num_ids
         self._num_waiting = table.num_waiting
@@ -336,6 +354,25 @@ class _TableStep:
         self._counters_dropped = table.counters["counters_dropped"]
         self.has_waiting = table.life is not None and table.life.waiting is not None
         self.acts = bool(unseen.ids.numel() or expired.ids.numel() or self.surplus > 0)
+
+    @classmethod
+    def prepare(
+        cls, number: int, table: DynamicTable, expired: _Expired, unseen: _Unseen
+    ) -> Reading[_TableStep]:
+        """Prepares the part and changes nothing.
+
+        Args:
+            number: number of the table in its group.
+            table: the table.
+            expired: its expired ids, removed from the map.
+            unseen: the ids without a row.
+        """
+        removal = None
+        if expired.ids.numel():
+            removal = yield from Removal.prepare(
+                table, expired.ids, expired.rows, "evicted_expired"
+            )
+        return cls(number, table, expired, unseen, removal)
 
     def begin(self, _: bool) -> None:
         """Counts refused ids, frees the rows of the expired ids, and drops the expired counters."""
@@ -349,43 +386,71 @@ class _TableStep:
                 expired = self._num_waiting - table.num_waiting
                 table.counters["counters_expired"] = self._counters_expired + expired
 
-    def evict(self, _: bool) -> None:
-        """Evicts the lowest rows of a full table."""
+    def evicted(self) -> Reading[Removal | None]:
+        """Returns the removal of the lowest rows of a full table; None if it has room."""
         table, surplus = self._table, _surplus(self._table, self._unseen)
-        if table.life is not None and surplus > 0:
-            lowest = table.life.lowest(surplus, self._step, table.id_map, table.row_numbers.high)
-            table.remove(*lowest, "evicted_full")
+        if table.life is None or surplus <= 0:
+            return None
+        high = table.row_numbers.high
+        lowest = yield from table.life.lowest(surplus, self._step, table.id_map, high)
+        return (yield from Removal.prepare(table, *lowest, "evicted_full"))
 
     def prepare_rows(self, _: bool) -> None:
         """Prepares rows for the admitted ids."""
-        ids, counts = self._unseen.ids, self._unseen.decision.counts
-        if self.admitted is not None:
-            ids, counts = ids[self.admitted], counts[self.admitted]
+        ids, decision = self._unseen.ids, self._unseen.decision
+        counts, admitted = decision.counts, decision.admitted
+        if admitted is not None:
+            ids, counts = ids[admitted], counts[admitted]
         if self._unseen.ids.numel():
-            self.added = Addition(self._table, ids, counts)
+            self.added = Addition(self._table, ids, counts, decision.num_waiting)
 
-    def count_refused(self, _: bool) -> None:
+    def count_refused(self, again: bool) -> None:
         """Writes the counters of the refused ids."""
-        life, admitted = self._table.life, self.admitted
-        if life is not None and admitted is not None:
-            counts = self._unseen.decision.counts
-            life.refuse(self._unseen.ids[~admitted], counts[~admitted], self._step)
+        life, decision = self._table.life, self._unseen.decision
+        if life is not None and decision.refused is not None:
+            ids, counts = self._unseen.ids[decision.refused], decision.counts[decision.refused]
+            life.refuse(ids, counts, self._step, None if again else decision.num_new)
 
     def note_waiting(self, _: bool) -> None:
         """Notes the number of counters before `drop_counters`."""
         self._num_waiting = self._table.num_waiting
 
-    def drop_counters(self, _: bool) -> None:
-        """Drops the counters above their limit."""
+    def surplus_counters(self) -> Reading[Drop | None]:
+        """Returns the drop of the counters above their limit; None if none is above."""
+        life = self._table.life
+        if life is None:
+            return None
+        return (yield from life.surplus_counters(self._step, self._rows_before))
+
+    def drop_counters(self, surplus: Drop | None) -> None:
+        """Drops and counts the counters above their limit."""
         table = self._table
-        if table.life is not None:
-            table.life.drop_surplus_counters(self._step, self._rows_before)
+        if table.life is not None and table.life.waiting is not None:
+            if surplus is not None:
+                table.life.waiting.drop(surplus)
             dropped = self._num_waiting - table.num_waiting
             table.counters["counters_dropped"] = self._counters_dropped + dropped
 
-    def new_rows(self) -> Tensor:
+    def new_rows(self, added: Addition) -> Tensor:
         """Returns the rows of all ids of `unseen`, [M] int64, -1 for a refused id."""
-        if self.added is None or self.admitted is None:
-            return _NONE if self.added is None else self.added.rows
+        admitted = self._unseen.decision.admitted
+        if admitted is None:
+            return added.rows
         rows = torch.full_like(self._unseen.ids, -1)
-        return rows.masked_scatter_(self.admitted, self.added.rows)
+        rows[admitted] = added.rows
+        return rows
+
+
+def _evict(parts: Sequence[_TableStep]) -> None:
+    """Evicts the lowest rows of full tables; a second call directly after finishes the first."""
+    for removal in read_together([part.evicted() for part in parts if part.surplus > 0]):
+        if removal is not None:
+            removal.commit()
+
+
+def _drop_counters(parts: Sequence[_TableStep]) -> None:
+    """Drops the counters above their limits; a second call directly after finishes the first."""
+    counting = [part for part in parts if part.has_waiting]
+    drops = read_together([part.surplus_counters() for part in counting])
+    for part, drop in zip(counting, drops, strict=True):
+        part.drop_counters(drop)

@@ -80,7 +80,10 @@ class AlignedState:
                 end = min(run.rows, begin + most)
                 ids, own = rows.read(run.here + begin, run.here + end)
                 places = self._entry.places.within(run.place + begin, run.place + end)
-                staged = [torch.arange(row, row + high - low) for low, high, row in places]
+                staged = [
+                    torch.arange(row, row + high - low, device=own.device)
+                    for low, high, row in places
+                ]
                 yield ids, own, torch.cat(staged)
 
     @property

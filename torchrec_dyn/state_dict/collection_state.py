@@ -150,7 +150,8 @@ def _stage_whole(entry: ModelEntry, saved: Mapping[str, Any]) -> None:
             rows = saved[name]
             step = max(1, CHUNK_BYTES // max(1, rows[:1].nbytes))
             for start in range(0, mine.numel(), step):
-                entry.receive(name, (start, 0), rows[mine[start : start + step]])
+                some = mine[start : start + step].to(rows.device)
+                entry.receive(name, (start, 0), rows[some])
 
 
 def save_optimizer_state(pieces: ShardPieces) -> dict[str, SavedTensor]:

@@ -83,6 +83,7 @@ class ModelEntry(TableEntry):
                 (shard.first_column, shard.columns),
                 dtype,
                 shard.weights.shift,
+                shard.device,
                 shard.row_limit,
                 pieces.owns if pieces.ranks > 1 else None,
                 _most_waiting(shard),

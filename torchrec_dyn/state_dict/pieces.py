@@ -108,7 +108,7 @@ class ShardPieces:
             ids: [M] int64.
         """
         if not self.layout.rows_are_spread:
-            return torch.full(ids.shape, bool(self.shards))
+            return torch.full(ids.shape, bool(self.shards), device=ids.device)
         return torch.eq(
             owners(ids.contiguous(), self.ranks), -1 if self.part is None else self.part
         )

@@ -35,12 +35,12 @@ from torchrec_dyn.checkpoint_format import (
 from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict.pieces import ShardPieces
 from torchrec_dyn.state_dict.places import Run, Share, runs_of
-from torchrec_dyn.storage import CELL_BITS, CanonicalRows, cell_bits
+from torchrec_dyn.storage import CELL_BITS, CanonicalRows, cell_bits, to_host
 from torchrec_dyn.table import DynamicTable, named_states, read_tensor, stamp_of
 
 _Reader = Callable[[int, int], Tensor]
 _Whole = tuple[tuple[int, ...], torch.dtype]  # columns and dtype of a whole tensor by row
-_NO_CLOCK = torch.empty(2, 0, dtype=torch.int64)
+_NO_CLOCK = torch.empty(2, 0, dtype=torch.int64, device="cpu")
 _WAITING_ROWS = CHUNK_BYTES // 24
 
 
@@ -218,7 +218,7 @@ class ModelSource(ShardSource):
         assert self._waiting is not None and life is not None and life.waiting is not None
         with self.pieces.lock:
             ids, rows = self._waiting.read(start, stop)
-            return torch.stack([ids, *life.waiting.read(rows)], dim=1)
+            return to_host(torch.stack([ids, *life.waiting.read(rows)], dim=1))
 
 
 class OptimizerSource(ShardSource):
@@ -240,7 +240,7 @@ class OptimizerSource(ShardSource):
             )
         }
         config = to_bytes(optimizer_config(optimizer, cuts))
-        small = {"step": torch.tensor(known[0].step), "config": config}
+        small = {"step": torch.tensor(known[0].step, device="cpu"), "config": config}
         return {**self._by_row(known, wholes), **self._not_by_row(known, small)}
 
     def _tensors_of(self, shard: DynamicTable) -> list[_RowTensor]:
@@ -303,7 +303,7 @@ def _cells_tensor(counts: Tensor, is_saved: bool, entry: Any) -> SavedTensor:
 
 
 def _no_numbers(start: int, stop: int) -> Tensor:
-    return torch.empty(stop - start, 0, dtype=torch.uint8)
+    return torch.empty(stop - start, 0, dtype=torch.uint8, device="cpu")
 
 
 def _shifted(run: Run, read: _Reader) -> _Reader:
@@ -312,11 +312,11 @@ def _shifted(run: Run, read: _Reader) -> _Reader:
 
 
 def _reader_of(rows: CanonicalRows, run: Run, shard: DynamicTable, name: str) -> _Reader:
-    """Returns a reader of rows [start, stop) of a run, for one tensor of a shard."""
+    """Returns a reader of rows [start, stop) of a run, on the CPU, for one tensor of a shard."""
 
     def read(start: int, stop: int) -> Tensor:
         with shard.lock:
             ids, places = rows.read(start, stop)
-            return ids if name == "ids" else read_tensor(shard, name, places)
+            return to_host(ids if name == "ids" else read_tensor(shard, name, places))
 
     return _shifted(run, read)

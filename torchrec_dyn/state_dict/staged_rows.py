@@ -90,6 +90,7 @@ class StagedRows:
         columns: first column of the shard, and its number of columns.
         dtype: dtype of the saved rows.
         shift: binary logarithm of the number of rows of a block of the table.
+        device: device of the table, where rows are staged.
         limit: limit of the table, for its id map.
         owns: function that returns for ids [M] a mask, [M] bool, of the ids that belong here; None: all ids.
         counters: limit of the waiting ids; None if ids do not wait.
@@ -103,17 +104,18 @@ class StagedRows:
         columns: tuple[int, int],
         dtype: torch.dtype,
         shift: int,
+        device: torch.device,
         limit: int,
         owns: Callable[[Tensor], Tensor] | None,
         counters: int | None,
     ) -> None:
-        device = torch.device("cpu")
         self.name = name
         self.where = where
         self.places = places
         self.first_column = columns[0]
         self._limit = limit
-        self.id_map = IdMap(limit)
+        self._device = device
+        self.id_map = IdMap(limit, device)
         self.id_map.reserve(places.count)
         self.weights = RowStore(columns[1], shift, dtype, device)
         self.weights.reserve(places.count)
@@ -162,12 +164,12 @@ class StagedRows:
             )
         first, last = ops.mix64(ids[[0, -1]]).tolist()
         self._ends.append((place, unsigned(first), unsigned(last)))
-        rows = torch.arange(row, row + ids.numel())
+        rows = torch.arange(row, row + ids.numel(), device=ids.device)
         if self._owns is not None:
             mine = self._owns(ids)
-            self.others.append(rows[~mine])
+            self.others.append(rows[~mine].to(self._device))
             ids, rows = ids[mine], rows[mine]
-        self.id_map.insert(ids, rows)
+        self.id_map.insert(ids.to(self._device), rows.to(self._device))
 
     def _receive_scores(self, name: str, values: Tensor, row: int) -> None:
         most = NO_STEP - 1 if name == "last_seen" else MOST_COUNT
@@ -177,7 +179,8 @@ class StagedRows:
             )
         if not self.scores.store.blocks:
             self.scores.store.reserve_zeros(self.places.count)
-        rows = torch.arange(row, row + values.numel())
+        values = values.to(self._device)
+        rows = torch.arange(row, row + values.numel(), device=self._device)
         last_seen, counts = self.scores.read(rows)
         if name == "last_seen":
             self.scores.write(rows, values, counts)
@@ -202,7 +205,7 @@ class StagedRows:
         if last_seen.numel():
             self._last_step = max(self._last_step, int(last_seen.max()))
         if self.waiting is not None:
-            self.waiting.write(ids, last_seen, counts)
+            self.waiting.write(*(one.to(self._device) for one in (ids, last_seen, counts)))
 
     def check_complete(self) -> None:
         """Raises ValueError if numbers are missing or ids are not in canonical order."""
@@ -238,13 +241,13 @@ class StagedRows:
             self.weights.columns, self.weights.shift, self.weights.dtype, self.weights.device
         )
         scores = Scores(self.weights.shift, self.weights.device)
-        here = torch.arange(kept)
+        here = torch.arange(kept, device=self._device)
         weights.reserve(kept)
         weights.write(here, self.weights.read(rows))
         if self.has_scores:
             scores.store.reserve_zeros(kept)
             scores.write(here, *self.scores.read(rows))
-        id_map = IdMap(self._limit)
+        id_map = IdMap(self._limit, self._device)
         id_map.reserve(kept)
         id_map.insert(ids, here)
         self.id_map, self.weights, self.scores, self.others = id_map, weights, scores, []
@@ -307,7 +310,8 @@ class StagedRows:
         """Returns the last training step recorded in scores and counters (life/saved_life.py)."""
         last = self._last_step
         for start in range(0, self.places.count if self.has_scores else 0, _READ_AT_ONCE):
-            rows = torch.arange(start, min(self.places.count, start + _READ_AT_ONCE))
+            stop = min(self.places.count, start + _READ_AT_ONCE)
+            rows = torch.arange(start, stop, device=self._device)
             last_seen, counts = self.scores.read(rows)
             last = max(last, last_step({"last_seen": last_seen, "count": counts}))
         return last
@@ -350,9 +354,10 @@ def _swap(
     before, shift, device = table.id_map, table.weights.shift, table.device
     table.reset(table.dtype, device)
     table.id_map, table.weights = staged.id_map, staged.weights
-    table.row_numbers = RowNumbers(table.forwards)
+    table.row_numbers = RowNumbers(table.forwards, device)
     table.row_numbers.high = rows
-    table.row_numbers.give_back(torch.cat([torch.empty(0, dtype=torch.int64), *staged.others]))
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    table.row_numbers.give_back(torch.cat([nothing, *staged.others]))
     states = [RowStore(state.columns, shift, state.dtype, device) for state in table.states]
     for state in states:
         state.reserve_zeros(rows)

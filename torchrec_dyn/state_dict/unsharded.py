@@ -79,7 +79,7 @@ def optimizer_tensors(table: DynamicTable) -> dict[str, Tensor]:
     """Returns the tensors of a table for the optimizer's state dict, copied; all columns are one shard."""
     ids, rows = table.id_map.contents()
     saved = {one.name: one.store.read(rows) for one in named_states(table)}
-    saved["step"] = torch.tensor(table.step)
+    saved["step"] = torch.tensor(table.step, device="cpu")
     config = optimizer_config(table.optimizer, [0, table.columns])
     return _sealed(table.name, saved, config, OPTIMIZER_TENSORS, ids)
 

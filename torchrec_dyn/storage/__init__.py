@@ -13,6 +13,8 @@ from torchrec_dyn.storage.canonical_rows import (
     unsigned,
 )
 from torchrec_dyn.storage.change_log import ChangeLog, Moment
+from torchrec_dyn.storage.host_copies import CROSSING_BYTES, on_device, to_host
+from torchrec_dyn.storage.host_reads import Reading, joined_pair, places_of, read, read_together
 from torchrec_dyn.storage.id_map import (
     SLOT_BYTES,
     IdMap,
@@ -27,5 +29,6 @@ from torchrec_dyn.storage.open_forwards import ForwardTicket, OutstandingForward
 from torchrec_dyn.storage.row_marks import list_bits, write_marks
 from torchrec_dyn.storage.row_numbers import RowNumbers, Taking
 from torchrec_dyn.storage.row_store import RowStore, block_shift
+from torchrec_dyn.storage.stream_order import keep_in_use
 from torchrec_dyn.storage.table_lock import TableLock, locked
 from torchrec_dyn.storage.tokens import BLOCKS, TABLES

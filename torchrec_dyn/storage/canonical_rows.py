@@ -108,7 +108,7 @@ class CanonicalRows:
         self._cells = _cells_of(id_map, self._stamped)
 
     def cells(self, bits: int) -> Tensor:
-        """Returns the number of ids in each of 2^bits equal ranges of mixed ids, [2^bits] int64.
+        """Returns the number of ids in each of 2^bits equal ranges of mixed ids, [2^bits] int64 on the CPU.
 
         Args:
             bits: binary logarithm of the number of ranges, at most 12.
@@ -117,7 +117,7 @@ class CanonicalRows:
             RuntimeError: the table has changed since this object was made.
         """
         self.check_unchanged()
-        begins = torch.tensor(self._cells.begins)
+        begins = torch.tensor(self._cells.begins, device="cpu")
         return begins[:: 1 << (_WINDOW_BITS - bits)].diff()
 
     def from_mixed(self, first: int) -> Tensor:
@@ -152,7 +152,7 @@ class CanonicalRows:
             start += ids[-1].numel()
         if len(ids) == 1:
             return ids[0], rows[0]
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64, device=self._map.slots.device)
         return torch.cat([nothing, *ids]), torch.cat([nothing, *rows])
 
     def stretches(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:

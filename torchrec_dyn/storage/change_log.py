@@ -18,11 +18,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from torchrec_dyn.storage.host_reads import Reading, places_of, read
 from torchrec_dyn.storage.id_map import IdMap
 from torchrec_dyn.storage.row_marks import RowMarks
 
 _SLOTS_AT_ONCE = 1 << 20
-_NO_IDS = torch.empty(0, dtype=torch.int64)
 
 
 class Moment:
@@ -101,7 +101,7 @@ class ChangeLog:
         self.changed.write(rows, self.number)
         self.added.write(rows, self.number)
 
-    def with_removed(self, ids: Tensor, rows: Tensor) -> list[_Removed]:
+    def with_removed(self, ids: Tensor, rows: Tensor) -> Reading[list[_Removed]]:
         """Returns `removed` as it must be when these ids are removed, and changes nothing.
 
         Args:
@@ -112,8 +112,12 @@ class ChangeLog:
         removed = [piece for piece in self.removed if piece.at >= min(moments, default=0)]
         added = self.added.read(rows)
         is_kept = added < max(moments, default=0)  # other ids were added after the latest moment
-        if bool(is_kept.any()):
-            removed.append(_Removed(self.number, ids[is_kept], added[is_kept]))
+        num_kept = 0
+        if rows.numel():
+            [num_kept] = yield is_kept.sum(0, keepdim=True)
+        if num_kept:
+            kept = places_of(is_kept, num_kept)
+            removed.append(_Removed(self.number, ids[kept], added[kept]))
         # Many steps remove a few ids each. Pieces are joined, so that their number stays small.
         while len(removed) > 1 and _are_joined(*removed[-2:]):
             first, last = removed.pop(-2), removed.pop()
@@ -121,22 +125,27 @@ class ChangeLog:
             removed.append(_Removed(first.at, ids, added))
         return removed
 
-    def replace_all(self, ids: Tensor, rows: Tensor, high: int) -> None:
+    def replace_all(self, ids: Tensor, rows: Tensor, high: int, device: torch.device) -> None:
         """Records that all former ids were removed, and that all present ids were added.
 
         Args:
             ids: [M] int64, the former ids.
             rows: [M] int64, the former rows of these ids.
             high: number of rows handed out now.
+            device: device of the table now.
         """
-        changed = RowMarks(self._row_limit, self._device)
-        added = RowMarks(self._row_limit, self._device)
+        changed = RowMarks(self._row_limit, device)
+        added = RowMarks(self._row_limit, device)
         for marks in (changed, added):
             # Rows of the former ids keep their marks: the replacement may still be interrupted and undone.
             marks.reserve(max(high, self.added.capacity))
             marks.fill(self.number)
-        removed = self.with_removed(ids, rows)
+        removed = [
+            _Removed(piece.at, piece.ids.to(device), piece.added.to(device))
+            for piece in read(self.with_removed(ids, rows))
+        ]
         self.removed, self.changed, self.added = removed, changed, added
+        self._device = device
 
     def changed_rows(self, since: Moment, id_map: IdMap) -> tuple[Tensor, Tensor]:
         """Returns the ids whose row changed, or was given to the id, since a moment, in any order.
@@ -150,7 +159,7 @@ class ChangeLog:
             rows: [M] int64, the rows of these ids.
         """
         has_changed = self.changed.at_least(since.number)
-        found = [_NO_IDS.reshape(0, 2)]
+        found = [torch.empty(0, 2, dtype=torch.int64, device=self._device)]
         for array in id_map.arrays()[0]:
             for slots in array.split(_SLOTS_AT_ONCE):
                 used = slots[slots[:, 1] != 0]
@@ -170,7 +179,8 @@ class ChangeLog:
         """
         pieces = [piece for piece in self.removed if piece.at >= since.number]
         # No id occurs twice: an id added before the moment is removed after it only once.
-        ids = torch.cat([_NO_IDS, *(piece.ids[piece.added < since.number] for piece in pieces)])
+        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+        ids = torch.cat([nothing, *(piece.ids[piece.added < since.number] for piece in pieces)])
         return ids[id_map.lookup(ids) < 0]
 
     @property

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.storage.stream_order import keep_in_use
 from torchrec_dyn.storage.tokens import SLOTS
 
 # A slot is an id and a row, 8 bytes each.
@@ -29,8 +30,8 @@ _LARGE_GROWTH = 1.25
 _START_LOAD = 9 / 16
 # Statistics of a larger map sample at least this many slots: few enough to take no noticeable time.
 _PROBED = 1 << 18
-# Ids that one call inserts: the op orders them by slot, which is fast within the caches of a core (measured:
-# 28 ns an id; 70 for 2 million ids at once).
+# Ids that one call inserts on the CPU: the op orders them by slot, which is fast within the caches of a core
+# (measured: 28 ns an id; 70 for 2 million ids at once).
 _INSERTED_TOGETHER = 1 << 15
 # Rows whose ids are listed by one scan of the slots, 9 bytes a row. A large table is scanned four times: else
 # the time of its scans would grow with the square of its rows.
@@ -169,6 +170,8 @@ class IdMap:
         assert self.outgoing is not None
         SLOTS.renew()
         is_last = moved == self.outgoing.shape[0]
+        if is_last:
+            keep_in_use(self.outgoing)  # another stream may have allocated it
         self.outgoing, self.moved = (None, -1) if is_last else (self.outgoing, moved)
 
     def arrays(self) -> tuple[list[Tensor], Tensor]:
@@ -181,7 +184,7 @@ class IdMap:
         Args:
             ids: [M] int64.
         """
-        return ops.lookup(ids, torch.tensor([0, ids.numel()]), *self.arrays())[0]
+        return ops.lookup(ids, _offsets_of(ids), *self.arrays())[0]
 
     def insert(self, ids: Tensor, rows: Tensor) -> None:
         """Adds ids.
@@ -190,7 +193,8 @@ class IdMap:
             ids: [M] int64, distinct and absent; room is reserved.
             rows: [M] int64.
         """
-        both = zip(ids.split(_INSERTED_TOGETHER), rows.split(_INSERTED_TOGETHER), strict=True)
+        most = _INSERTED_TOGETHER if ids.is_cpu else max(1, ids.numel())
+        both = zip(ids.split(most), rows.split(most), strict=True)
         for some, their_rows in both:
             self.put(some, their_rows, self.num_ids + some.numel())
 
@@ -204,7 +208,7 @@ class IdMap:
             again: True if all ids may be in the map already, and `num_ids` may be wrong.
         """
         if not again or not ids.numel() or int(self.lookup(ids[:1])) < 0:
-            ops.insert(ids, rows, torch.tensor([0, ids.numel()]), *self.arrays())
+            ops.insert(ids, rows, _offsets_of(ids), *self.arrays())
         self.num_ids = num_ids
 
     def remove(self, ids: Tensor, num_ids: int) -> None:
@@ -224,7 +228,8 @@ class IdMap:
             ids: [M] int64.
         """
         rows = self.lookup(ids)
-        return ids[rows >= 0], rows[rows >= 0]
+        places = (rows >= 0).nonzero().flatten()
+        return ids[places], rows[places]
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields all ids and rows of each array of slots, in the order of the slots."""
@@ -248,7 +253,7 @@ class IdMap:
             ids_of_rows: function that returns what this map's `ids_of_rows` returns; None: this map's.
         """
         step = 1 << max(1, most).bit_length() - 1
-        numbers = torch.empty(min(rows, step), dtype=torch.int64)
+        numbers = torch.empty(min(rows, step), dtype=torch.int64, device=self.slots.device)
         at_once = _ROWS_AT_ONCE * max(1, -(-rows // (_MOST_SCANS * _ROWS_AT_ONCE)))
         for first in range(0, rows, at_once):
             last = min(rows, first + at_once)
@@ -312,6 +317,11 @@ class IdMap:
             raise RuntimeError("torchrec_dyn bug: an id of an IdMap cannot be reached from home.")
 
 
+def _offsets_of(ids: Tensor) -> Tensor:
+    """Returns the `table_offsets` of the ids of one table."""
+    return torch.tensor([0, ids.numel()], device="cpu")
+
+
 def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
     """Returns maps in the form that the ops take.
 
@@ -324,7 +334,8 @@ def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
     """
     slots = [id_map.slots for id_map in maps]
     slots += [id_map.outgoing for id_map in maps if id_map.outgoing is not None]
-    return slots, torch.tensor([id_map.moved for id_map in maps], dtype=torch.int64)
+    moved = [id_map.moved for id_map in maps]
+    return slots, torch.tensor(moved, dtype=torch.int64, device="cpu")
 
 
 class MapList:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torchrec_dyn import ops
 
 _BLOCK_ROWS = 1 << 18  # 1 MiB; a small table takes less
+# Of a table at its limit on a GPU, about: each block of a call costs host time.
+_MOST_BLOCKS = 16
 _LEAST_SHIFT = 9  # 64 stripes of bits, of whole bytes
 
 
@@ -33,7 +35,8 @@ class RowMarks:
     """
 
     def __init__(self, row_limit: int, device: torch.device) -> None:
-        self.shift = max(_LEAST_SHIFT, min(_BLOCK_ROWS, row_limit).bit_length() - 1)
+        most = _BLOCK_ROWS if device.type == "cpu" else max(_BLOCK_ROWS, row_limit // _MOST_BLOCKS)
+        self.shift = max(_LEAST_SHIFT, min(most, row_limit).bit_length() - 1)
         self.blocks: list[Tensor] = []
         self.bits: list[Tensor] = []
         self._words: list[Tensor] = []  # the same memory as float32, for the op that copies rows
@@ -73,7 +76,7 @@ class RowMarks:
             rows: [M] int64.
             mark: the mark of all these rows.
         """
-        write_marks([self], rows, torch.tensor([0, rows.numel()]), [mark])
+        write_marks([self], rows, torch.tensor([0, rows.numel()], device="cpu"), [mark])
 
     def settle(self, mark: int) -> None:
         """Marks the rows with a bit and clears the bits. Nothing may set bits meanwhile.
@@ -93,8 +96,10 @@ class RowMarks:
         """
         capacity = len(self.blocks) << self.shift
         # Bits before numbers: another thread may settle them meanwhile.
-        flags = torch.cat([*map(_flags, self.bits), torch.zeros(0, dtype=torch.bool)])
-        flags[ops.changed_rows(self.blocks, self.shift, capacity, mark)] = True
+        nothing = torch.zeros(0, dtype=torch.bool, device=self._device)
+        flags = torch.cat([*map(_flags, self.bits), nothing])
+        if capacity:
+            flags[ops.changed_rows(self.blocks, self.shift, capacity, mark)] = True
         return flags
 
     @property
@@ -125,7 +130,8 @@ def write_marks(
         count, shift = (0, 0) if table is None else (len(table.blocks), table.shift)
         layout.append([len(blocks), count, shift, 1])
         blocks.extend([] if table is None else table.blocks)
-    ops.mark_rows_(rows, table_offsets, blocks, torch.tensor(layout), torch.tensor(marks))
+    described = torch.tensor(layout, device="cpu"), torch.tensor(marks, device="cpu")
+    ops.mark_rows_(rows, table_offsets, blocks, *described)
 
 
 def list_bits(tables: Sequence[RowMarks | None]) -> tuple[list[Tensor], Tensor]:
@@ -136,7 +142,7 @@ def list_bits(tables: Sequence[RowMarks | None]) -> tuple[list[Tensor], Tensor]:
         bits, shift = ([], _LEAST_SHIFT) if table is None else (table.bits, table.shift)
         layout.append([len(blocks), len(bits), shift - 3, 1])
         blocks.extend(bits)
-    return blocks, torch.tensor(layout)
+    return blocks, torch.tensor(layout, device="cpu")
 
 
 def _flags(bits: Tensor) -> Tensor:

@@ -36,14 +36,21 @@ class Taking(NamedTuple):
 class RowNumbers:
     """The row numbers of a table, handed out in the order 0, 1, 2, ..., freed rows first.
 
+    All counts are numbers of the host, so that nothing here waits for a GPU.
+
+    Args:
+        forwards: the open forwards of the table.
+        device: device of the rows.
+
     Attributes:
         high: number of rows ever handed out; every row below it is in use, free or withheld.
         held_back: withheld rows that were freed together, each with the number of the latest forward that was
             open then. The next call may release some of them.
     """
 
-    def __init__(self, forwards: OutstandingForwards) -> None:
+    def __init__(self, forwards: OutstandingForwards, device: torch.device) -> None:
         self.high = 0
+        self._device = device
         self.forwards = forwards
         self._free: list[Tensor] = []  # each tensor: rows that were freed together
         self._num_free = 0
@@ -60,7 +67,7 @@ class RowNumbers:
         self._release()
         reused = min(count, self._num_free)
         high, num_free = self.high + count - reused, self._num_free - reused
-        fresh = torch.arange(self.high, high)
+        fresh = torch.arange(self.high, high, device=self._device)
         rows, rest, whole = [fresh], [], len(self._free)
         while reused:
             whole -= 1
@@ -102,7 +109,8 @@ class RowNumbers:
     def withheld(self) -> Tensor:
         """Returns the withheld rows, [M] int64."""
         self._release()
-        return torch.cat([torch.empty(0, dtype=torch.int64), *(rows for _, rows in self.held_back)])
+        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+        return torch.cat([nothing, *(rows for _, rows in self.held_back)])
 
     def _release(self) -> None:
         free: list[Tensor] = []

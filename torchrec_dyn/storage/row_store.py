@@ -47,6 +47,7 @@ class RowStore:
         blocks: blocks of rows, each [2^shift, columns] of dtype; in ranges the last may have fewer rows.
         shift: binary logarithm of the rows of a block.
         columns: width of a row.
+        grows_in_place: True if the last block grows in a range of addresses (growing_block.py).
     """
 
     def __init__(self, columns: int, shift: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -56,13 +57,13 @@ class RowStore:
         self.device = device
         self.blocks: list[Tensor] = []
         self._spare: list[Tensor] = []
-        self._in_ranges = device.type in growing_block.RANGE_DEVICES
+        self.grows_in_place = device.type in growing_block.RANGE_DEVICES
 
     @property
     def capacity(self) -> int:
         """Rows that the blocks can hold."""
         capacity = len(self.blocks) << self.shift
-        if self._in_ranges and self.blocks:
+        if self.grows_in_place and self.blocks:
             capacity -= (1 << self.shift) - len(self.blocks[-1])
         return capacity
 
@@ -77,7 +78,7 @@ class RowStore:
         Raises:
             MemoryError: if a device has no memory for more rows; the store is then as it was.
         """
-        if self._in_ranges and self.capacity < rows:
+        if self.grows_in_place and self.capacity < rows:
             self._grow(rows)
         while self.capacity < rows:
             if not self._spare:
@@ -116,24 +117,31 @@ class RowStore:
     def blocks_of_first(self, rows: int) -> list[Tensor]:
         """Returns the blocks of the first `rows` rows; in ranges the last block is cut after them."""
         blocks = self.blocks[: -(-rows >> self.shift)]
-        if self._in_ranges and blocks:
+        if self.grows_in_place and blocks:
             blocks[-1] = blocks[-1][: rows - ((len(blocks) - 1) << self.shift)]
         return blocks
 
     def with_added_blocks(self, rows: int) -> RowStore:
         """Returns a store of these rows and room for `rows` more; this store does not change.
 
-        The stores share memory, but for a last block that grows in place: only one store may extend it, so
-        it is copied.
+        The stores share memory. Not for a store that grows in place: only one store may extend its last block.
         """
         store = RowStore(self.columns, self.shift, self.dtype, self.device)
         store.blocks = list(self.blocks)
-        is_short = self.capacity < len(self.blocks) << self.shift
-        if is_short:
-            store.blocks.pop()
         store.reserve(self.capacity + rows)
-        if is_short:
-            store.blocks[len(self.blocks) - 1][: len(self.blocks[-1])] = self.blocks[-1]
+        return store
+
+    def with_copies(self, rows: Tensor, added: int) -> RowStore:
+        """Returns a store of copies of some rows, numbered from 0 on, and room for more.
+
+        Args:
+            rows: [M] int64; -1 becomes a row of zeros.
+            added: number of rows after the copies.
+        """
+        block = self.read(torch.cat([rows, rows.new_full((added,), -1)]))
+        shift = max(1, len(block) - 1).bit_length()
+        store = RowStore(self.columns, shift, self.dtype, self.device)
+        store.blocks = [block]
         return store
 
     def read(self, rows: Tensor) -> Tensor:
@@ -156,7 +164,8 @@ class RowStore:
         Returns:
             [M, columns].
         """
-        if rows.numel() and int(rows[-1]) - int(rows[0]) == rows.numel() - 1:
+        # On a GPU to see whether they are costs a wait, and a copy little.
+        if rows.is_cpu and rows.numel() and int(rows[-1]) - int(rows[0]) == rows.numel() - 1:
             view = self.within(int(rows[0]), 0, (rows.numel(), self.columns))
             if view is not None:
                 return view
@@ -202,7 +211,7 @@ class RowStore:
             count = min(end - row, (1 << self.shift) - place)
             piece = values[row - first_row : row - first_row + count]
             into = self.blocks[block][place : place + count, columns]
-            if into.data_ptr() != piece.data_ptr():
+            if into.device != piece.device or into.data_ptr() != piece.data_ptr():
                 into.copy_(piece)
             row += count
 
@@ -227,7 +236,7 @@ class RowStore:
 
     def reserve_zeros(self, rows: int) -> None:
         """Fills an empty store with `rows` rows of zeros; a CPU commits memory where rows are written."""
-        if self._in_ranges:
+        if self.grows_in_place:
             self.reserve(rows)
             for block in self.blocks:
                 block.zero_()

@@ -100,4 +100,4 @@ def note_replaced(table: DynamicTable, id_map: IdMap) -> None:
     """
     log = changes_of(table)
     if log is not None:
-        log.replace_all(*id_map.contents(), table.row_numbers.high)
+        log.replace_all(*id_map.contents(), table.row_numbers.high, table.device)

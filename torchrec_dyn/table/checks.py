@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchrec_dyn import ops
 from torchrec_dyn.life import NO_STEP, check_life
 from torchrec_dyn.table.contents import NamedState
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_shape(table: DynamicTable, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ValueError unless a table supports its shape, this dtype and this device."""
+def check_shape(table: DynamicTable) -> None:
+    """Raises ValueError unless a table supports its shape."""
     for field in ("num_embeddings", "embedding_dim", "columns", "row_limit"):
         if getattr(table, field) < 1:
             raise ValueError(
@@ -30,16 +31,42 @@ def check_shape(table: DynamicTable, dtype: torch.dtype, device: torch.device) -
             f"{table.where}: expected columns inside [0, {table.embedding_dim}), got "
             f"[{table.first_column}, {table.first_column + table.columns})."
         )
+
+
+def checked_device(where: str, dtype: torch.dtype, device: torch.device | str) -> torch.device:
+    """Returns a device with its index; raises ValueError unless tables support it, and this dtype.
+
+    Args:
+        where: the table, for messages.
+        dtype: dtype of the rows.
+        device: device of the rows.
+    """
     if dtype not in ROW_DTYPES:
         raise ValueError(
-            f"{table.where}: expected rows of float32, float16 or bfloat16, got {dtype}. "
+            f"{where}: expected rows of float32, float16 or bfloat16, got {dtype}. "
             "Set data_type of the table's config."
         )
-    if device.type != "cpu":
+    device = torch.device(device)
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
         raise ValueError(
-            f"{table.where}: expected rows on the CPU, got {device}. Keep the collection on the CPU: "
-            "tables on CUDA are not there yet, since updates and evictions have no kernels."
+            f"{where}: expected rows on cpu or cuda, got {device}. Keep the collection on the CPU."
         )
+    if not ops.has_cuda_kernels():
+        raise ValueError(
+            f"{where}: expected rows on the CPU, since torchrec_dyn was built without CUDA "
+            f"kernels, got {device}. Build it where nvcc is installed, or keep the collection on the CPU."
+        )
+    try:
+        return torch.empty(0, device=device).device
+    # A torch without CUDA raises AssertionError.
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{where}: expected a device that torch can use, got {device}: {why}. Install a build of "
+            "torch with CUDA on a machine with a GPU, or keep the collection on the CPU."
+        ) from error
 
 
 def _rank() -> int:

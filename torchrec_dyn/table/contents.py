@@ -5,16 +5,16 @@ Legend: R rows, D columns of the table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn.life import BY_ROW, last_step
+from torchrec_dyn.life import BY_ROW, LIFE, last_step
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.storage import RowStore, locked
+from torchrec_dyn.storage import CROSSING_BYTES, RowStore, locked, on_device
 from torchrec_dyn.table.changes import note_replaced
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def read_state(table: DynamicTable) -> dict[str, Tensor]:
     for named in named_states(table):
         values = named.store.read(rows)
         state[named.name] = values.flatten() if named.is_rowwise else values
-    state["step"] = torch.tensor(table.step)
+    state["step"] = torch.tensor(table.step, device="cpu")
     return state if table.life is None else {**state, **table.life.export(rows)}
 
 
@@ -95,26 +95,81 @@ def state_for_copy(table: DynamicTable) -> dict[str, Tensor]:
     return state
 
 
-def write_state(table: DynamicTable, state: Mapping[str, Tensor]) -> None:
-    """Fills an empty table; missing parts of the saved form get the values of a new table.
+class Contents(NamedTuple):
+    """The contents of a table, on any device, to be written into a table of another device or dtype.
+
+    Attributes:
+        ids: [R] int64.
+        step: number of training forwards.
+        rows: functions that return rows [start, stop), by tensor: "weight" and the optimizer states.
+        life: the tensors of `RowLife.export`; each may be missing.
+    """
+
+    ids: Tensor
+    step: int
+    rows: dict[str, Callable[[int, int], Tensor]]
+    life: dict[str, Tensor]
+
+
+def given_state(state: Mapping[str, Tensor]) -> Contents:
+    """Returns the contents of a saved form.
+
+    Args:
+        state: as `read_state` returns it, in any order of ids; may lack all but "ids" and "weight".
+    """
+
+    def reader(values: Tensor) -> Callable[[int, int], Tensor]:
+        return lambda start, stop: values[start:stop]
+
+    by_row = {
+        name: reader(values) for name, values in state.items() if name not in ("ids", "step", *LIFE)
+    }
+    life = {name: values for name, values in state.items() if name in LIFE}
+    step = int(state["step"]) if "step" in state else 0
+    return Contents(state["ids"], step, by_row, life)
+
+
+def stored_state(table: DynamicTable) -> Contents:
+    """Returns the contents of a table in canonical order; its rows are read when they are asked for."""
+    ids, rows = table.id_map.contents()
+
+    def reader(store: RowStore) -> Callable[[int, int], Tensor]:
+        return lambda start, stop: store.read(rows[start:stop])
+
+    by_row = {"weight": reader(table.weights)}
+    by_row |= {named.name: reader(named.store) for named in named_states(table)}
+    return Contents(ids, table.step, by_row, {} if table.life is None else table.life.export(rows))
+
+
+def write_state(table: DynamicTable, contents: Contents) -> None:
+    """Fills an empty table; missing parts of the contents get the values of a new table.
 
     Args:
         table: a table without rows.
-        state: as `read_state` returns it, in any order of ids.
+        contents: contents on any device.
     """
-    ids = state["ids"].contiguous()
-    table.step = max(int(state["step"]) if "step" in state else 0, last_step(state))
+    ids = contents.ids.to(table.device).contiguous()
+    table.step = max(contents.step, last_step(contents.life))
     table.reserve(ids.numel())
     rows = table.row_numbers.take(ids.numel())
     table.id_map.insert(ids, rows)
-    table.weights.write(rows, state["weight"])
+    _write_rows(table.weights, rows, contents.rows["weight"])
     for named in named_states(table):
-        if named.name in state:
-            named.store.write(rows, state[named.name].reshape(ids.numel(), named.store.columns))
+        if named.name in contents.rows:
+            _write_rows(named.store, rows, contents.rows[named.name])
         else:
             named.store.zero(rows)
     if table.life is not None:
-        table.life.load(state, rows, table.step)
+        table.life.load(contents.life, rows, table.step)
+
+
+def _write_rows(store: RowStore, rows: Tensor, read: Callable[[int, int], Tensor]) -> None:
+    """Writes numbers of rows into a store, some at a time: they may be on another device."""
+    most = max(1, CROSSING_BYTES // store.row_bytes)
+    for start in range(0, rows.numel(), most):
+        some = rows[start : start + most]
+        values = read(start, start + some.numel()).reshape(some.numel(), store.columns)
+        store.write(some, on_device(values, store.device))
 
 
 def without_optimizer(state: Mapping[str, Tensor], optimizer: RowOptimizer) -> dict[str, Tensor]:
@@ -131,20 +186,20 @@ def without_optimizer(state: Mapping[str, Tensor], optimizer: RowOptimizer) -> d
 
 
 def replace_contents(
-    table: DynamicTable, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    table: DynamicTable, contents: Contents, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Replaces the contents of a table by a saved form; if this fails, the table has not changed.
+    """Replaces the contents of a table; if this fails, the table has not changed.
 
     Args:
         table: the table.
-        state: as `read_state` returns it, checked.
+        contents: the new contents, checked; they may be those of this table.
         dtype: new dtype of the rows.
         device: new device of the rows.
     """
     with replaced_whole(table):
         before = table.id_map
         table.reset(dtype, device)
-        write_state(table, state)
+        write_state(table, contents)
         note_replaced(table, before)
 
 

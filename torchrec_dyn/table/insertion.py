@@ -57,6 +57,30 @@ def _unmarked(absent: Tensor, ids: Tensor) -> Tensor:
     return absent
 
 
+def find_rows_and_read(
+    maps: MapList, ids: Tensor, table_offsets: Tensor, words: Tensor
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Finds the rows of ids on a GPU whose `table_offsets` are there, too, and reads words with the counts.
+
+    Args:
+        maps: maps of T tables.
+        ids: [N] int64 in table order.
+        table_offsets: [T + 1] int64 on the device of `ids`. Not checked: if they are wrong, drop the results.
+        words: [W] int64 on the device of `ids`.
+
+    Returns:
+        rows: as `find_rows`.
+        absent: as `find_rows`.
+        words: [W], as numbers.
+
+    Raises:
+        RuntimeError: as `find_rows`.
+    """
+    rows, absent = ops.lookup(ids, table_offsets, *maps.arrays())
+    absent, read = torch.cat([absent, words]).cpu().split([absent.numel(), words.numel()])
+    return rows, _unmarked(absent, ids), read.tolist()
+
+
 def ranges_of(new_offsets: Tensor) -> dict[int, slice]:
     """Returns the range of each table's new ids of `ops.collect_new`, by number of the table; none is empty.
 
@@ -106,12 +130,21 @@ class Addition:
         table: the table, with room reserved.
         ids: [M] int64, distinct and absent.
         counts: [M] int64, occurrences of the ids; None outside training.
+        num_waiting: number of ids that have an admission counter; None: they are counted when the rows are
+            given to the ids.
     """
 
-    def __init__(self, table: DynamicTable, ids: Tensor, counts: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        table: DynamicTable,
+        ids: Tensor,
+        counts: Tensor | None = None,
+        num_waiting: int | None = None,
+    ) -> None:
         self.table = table
         self.ids = ids
         self._counts = counts
+        self._num_waiting = num_waiting
         self._taking: Taking = table.row_numbers.prepare(ids.numel())
         self._num_ids = table.id_map.num_ids + ids.numel()
         self._own = table.own._replace(edits=table.own.edits + 1)
@@ -125,12 +158,17 @@ class Addition:
         """The rows, [M] int64."""
         return self._taking.rows
 
-    def commit(self) -> None:
-        """Gives the rows to the ids, but for the slots of the map; a second call changes nothing."""
+    def commit(self, again: bool) -> None:
+        """Gives the rows to the ids, but for the slots of the map.
+
+        Args:
+            again: True if the rows may have been given already; such a call changes nothing then.
+        """
         table = self.table
         table.row_numbers.commit(self._taking)
         if table.life is not None:
-            table.life.add_rows(self.ids, self.rows, table.step, self._counts)
+            num_waiting = None if again else self._num_waiting
+            table.life.add_rows(self.ids, self.rows, table.step, self._counts, num_waiting)
         note_added(table, self.rows)
         table.own, table.id_map.num_ids = self._own, self._num_ids
         table.counters["inserted"] = self._inserted
@@ -149,9 +187,10 @@ def commit_rows(added: Sequence[Addition], again: bool) -> None:
     """`insert_rows` as an action of `run_to_end`."""
     maps = [of_table.table.id_map for of_table in added]
     ids, rows = (_joined([getattr(a, name) for a in added]) for name in ("ids", "rows"))
-    offsets = torch.tensor([0, *(of_table.ids.numel() for of_table in added)]).cumsum(0)
+    counts = [0, *(of_table.ids.numel() for of_table in added)]
+    offsets = torch.tensor(counts, device="cpu").cumsum(0)
     for of_table in added:
-        of_table.commit()
+        of_table.commit(again)
     arrays = arrays_of(maps)
     if not again or bool((ops.lookup(ids, offsets, *arrays)[0] < 0).any()):
         ops.insert(ids, rows, offsets, *arrays)

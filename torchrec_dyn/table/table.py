@@ -30,15 +30,24 @@ from torchrec_dyn.storage import (
     TableLock,
     block_shift,
     locked,
-    run_to_end,
+    read,
 )
 from torchrec_dyn.table.changes import note_all_changed, note_changed
-from torchrec_dyn.table.checks import check_ids, check_room, check_rows, check_shape, check_state
+from torchrec_dyn.table.checks import (
+    check_ids,
+    check_room,
+    check_rows,
+    check_shape,
+    check_state,
+    checked_device,
+)
 from torchrec_dyn.table.contents import (
+    given_state,
     named_states,
     read_state,
     replace_contents,
     state_for_copy,
+    stored_state,
     write_state,
 )
 from torchrec_dyn.table.freed_rows import Removal
@@ -99,12 +108,13 @@ class DynamicTable:
         self.generation = 0
         self.own = OwnNumbers(Tally(1), 0, 0, 0, dict.fromkeys(COUNTED, 0))
         self.changes: ChangeLog | None = None
-        check_shape(self, dtype, torch.device(device))
+        check_shape(self)
+        device = checked_device(self.where, dtype, device)
         given = config.initializer or initializer or default_initializer(num_embeddings)
         self.start_as(for_dimension(given, embedding_dim))
         self.rounding_key = table_key(config.seed, name, "rounding")
         self.forwards = OutstandingForwards()
-        self.reset(dtype, torch.device(device))
+        self.reset(dtype, device)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What groups of tables have listed is valid as long as no attribute changes. `own` is not listed.
@@ -150,8 +160,8 @@ class DynamicTable:
     def reset(self, dtype: torch.dtype, device: torch.device) -> None:
         """Makes the table empty. The new contents are new objects; the old objects do not change."""
         shift = block_shift(self.row_limit, self.columns * dtype.itemsize, device.type)
-        self.id_map = IdMap(self.row_limit)
-        self.row_numbers = RowNumbers(self.forwards)
+        self.id_map = IdMap(self.row_limit, device)
+        self.row_numbers = RowNumbers(self.forwards, device)
         self.weights = RowStore(self.columns, shift, dtype, device)
         self.states = tuple(
             RowStore(columns, shift, STATE_DTYPE, device)
@@ -215,7 +225,7 @@ class DynamicTable:
         Args:
             ids: [M] int64, repeats allowed.
         """
-        offsets = torch.tensor([0, ids.numel()])
+        offsets = torch.tensor([0, ids.numel()], device="cpu")
         rows, _ = find_rows(MapList([self.id_map]), ids, offsets)
         insert_unseen([self], ids, rows, offsets)
         return rows
@@ -231,7 +241,7 @@ class DynamicTable:
 
         As `torchrec_dyn.lookup_rows`, for this table's rows and columns on this rank.
         """
-        rows = self.id_map.lookup(check_ids(f"{self.where}.lookup", ids))
+        rows = self.id_map.lookup(self._ids_here(ids, "lookup"))
         return self.weights.read(rows), rows >= 0
 
     @locked
@@ -240,12 +250,12 @@ class DynamicTable:
 
         As `torchrec_dyn.assign_rows`, for this table's columns on this rank.
         """
-        ids = check_ids(f"{self.where}.assign", ids)
+        ids = self._ids_here(ids, "assign")
         check_rows(self, rows, ids.numel(), "assign")
         self.count_edit()
         found = self.find_or_insert(ids)
-        note_changed([self], found, torch.tensor([0, ids.numel()]))
-        self.weights.write(found, rows.detach())
+        note_changed([self], found, torch.tensor([0, ids.numel()], device="cpu"))
+        self.weights.write(found, rows.detach().to(self.device))
 
     @locked
     def erase(self, ids: Tensor) -> int:
@@ -253,8 +263,7 @@ class DynamicTable:
 
         As `torchrec_dyn.erase_rows`, for this table's rows on this rank.
         """
-        ids = check_ids(f"{self.where}.erase", ids)
-        ids = torch.unique(ids)
+        ids = torch.unique(self._ids_here(ids, "erase"))
         self.count_edit()
         if self.life is not None and self.life.waiting is not None:
             self.life.waiting.forget(ids)
@@ -274,26 +283,24 @@ class DynamicTable:
             rows: [M] int64, the rows of these ids.
             cause: name of the counter of `stats` that counts these ids.
         """
-        removal, left = Removal(self, ids, rows, cause), self.num_rows - rows.numel()
-
-        def commit(_: bool) -> None:
-            self.id_map.remove(ids, left)
-            removal.free_rows()
-
-        run_to_end(commit)
+        read(Removal.prepare(self, ids, rows, cause)).commit()
         return rows.numel()
 
     @locked
     def last_seen(self, ids: Tensor) -> Tensor:
         """Returns the last occurrence of ids. As `torchrec_dyn.read_last_seen`, for the rows on this rank."""
         life = self._life_for("last_seen")
-        return life.last_seen(self.id_map.lookup(check_ids(f"{self.where}.last_seen", ids)))
+        return life.last_seen(self.id_map.lookup(self._ids_here(ids, "last_seen")))
 
     @locked
     def count(self, ids: Tensor) -> Tensor:
         """Returns the counts of ids. As `torchrec_dyn.read_counts`, for the rows on this rank."""
-        ids = check_ids(f"{self.where}.count", ids)
+        ids = self._ids_here(ids, "count")
         return self._life_for("count").counts(ids, self.id_map.lookup(ids))
+
+    def _ids_here(self, ids: Tensor, method: str) -> Tensor:
+        """Returns checked ids of any device on the device of the table."""
+        return check_ids(f"{self.where}.{method}", ids).to(self.device)
 
     def _life_for(self, method: str) -> RowLife:
         if self.life is None:
@@ -336,18 +343,17 @@ class DynamicTable:
                 required; other missing parts get the values of a new table.
         """
         check_state(f"{self.where}.load_state", state, self.columns, named_states(self))
-        replace_contents(self, state, self.dtype, self.device)
+        replace_contents(self, given_state(state), self.dtype, self.device)
 
     @locked
     def convert(
         self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> None:
         """Changes the dtype or device of the rows; ids and optimizer state stay."""
-        dtype, device = dtype or self.dtype, torch.device(device or self.device)
-        if dtype == self.dtype and device == self.device:
-            return
-        check_shape(self, dtype, device)
-        replace_contents(self, read_state(self), dtype, device)
+        dtype = dtype or self.dtype
+        device = checked_device(self.where, dtype, device or self.device)
+        if dtype != self.dtype or device != self.device:
+            replace_contents(self, stored_state(self), dtype, device)
 
     @locked
     def __getstate__(self) -> dict[str, Any]:
@@ -356,11 +362,13 @@ class DynamicTable:
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
         fields["own"] = self.own.moved_to(Tally(1), 0)  # copied under the lock
         state = state_for_copy(self)
-        return {"fields": fields, "dtype": self.dtype, "device": self.device, "state": state}
+        return {"fields": fields, "dtype": self.dtype, "state": state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["fields"])
         self.forwards = OutstandingForwards()  # a copy has no graphs
         self.changes = None  # and no moments
-        self.reset(state["dtype"], state["device"])
-        write_state(self, state["state"])
+        contents = state["state"]
+        # The device of the tensors, which `torch.load(map_location=)` may have moved.
+        self.reset(state["dtype"], contents["ids"].device)
+        write_state(self, given_state(contents))

@@ -1,0 +1,100 @@
+"""Tables with policies on a pretended device: the contents of tables of the CPU, and few waits of the host."""
+
+import pytest
+import torch
+from device_twins import DeviceTwins
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from life_cases import ADMISSIONS, EVICTIONS, EVERY_LIFE
+from oracle import EXTREME_IDS
+from pretended_device import PretendedDevice
+from table_cases import CROWDED_IDS, ids_of
+
+LIMIT = 8
+POOL = [*EXTREME_IDS[:4], *range(3, 14), *CROWDED_IDS[:4]]
+batches = st.lists(st.sampled_from(POOL), max_size=8)
+steps = st.tuples(st.just("step"), st.lists(batches, min_size=2, max_size=2))
+calls = st.one_of(
+    steps,
+    steps,
+    steps,
+    st.tuples(st.just("erase"), batches),
+    st.tuples(st.just("assign"), batches),
+    st.tuples(st.just("time"), st.integers(0, 9)),
+    st.tuples(st.sampled_from(["reload", "move", "deepcopy", "pickle", "mark"]), st.none()),
+)
+
+
+def run(twins, program):
+    time = 0
+    for call, given_ in program:
+        if call == "step":
+            twins.step(*given_)
+        elif call == "erase":
+            [(one, two), *_] = twins.each(lambda table: table.erase(ids_of(*given_)))
+            assert one == two
+        elif call == "assign":
+            ids = ids_of(*dict.fromkeys(given_))
+            rows = torch.arange(4.0 * len(ids)).view(-1, 4)
+            room = min(table.row_limit - table.num_rows for table in twins.tables)
+            if len(ids) <= room or all(table.life.replaces for table in twins.tables):
+                twins.each(lambda table: table.assign(ids, rows))
+        elif call == "time":
+            time += given_
+            twins.each(lambda table: table.set_time(time))
+        elif call == "reload":
+            twins.reload()
+        elif call == "move":
+            twins.move_away_and_back()
+        elif call == "mark":
+            twins.mark()
+        else:
+            twins.copy(call)
+        twins.device.reads.clear()
+    twins.compare()
+
+
+@settings(max_examples=25)
+@given(
+    lives=st.lists(st.sampled_from(EVERY_LIFE[1:]), min_size=2, max_size=2),
+    program=st.lists(calls, max_size=20),
+)
+def test_the_same_calls_give_the_same_tables(lives, program):
+    with PretendedDevice() as device:
+        run(DeviceTwins(device, *lives, limit=LIMIT), program)
+
+
+# What the host waits for in a step that evicts or counts: the counts of absent ids; the number of new ids; how many
+# are admitted; which candidates have not been seen since they were listed, and so expire or are evicted.
+ABSENT, NEW, ADMITTED, LISTED = "_to_copy", "collect_new", "_to_copy", "_to_copy"
+WAITS = {
+    ("none", "all"): [ABSENT, NEW],
+    ("lru", "all"): [ABSENT, NEW, LISTED],
+    ("lfu", "all"): [ABSENT, NEW, LISTED],
+    ("none", "count"): [ABSENT, NEW, ADMITTED],
+    ("none", "chance"): [ABSENT, NEW, ADMITTED],
+    ("lru", "count"): [ABSENT, NEW, ADMITTED, LISTED],
+    ("steps", "all"): [LISTED, ABSENT, NEW],
+    ("steps, lru", "all"): [LISTED, ABSENT, NEW, LISTED],
+}
+
+
+@pytest.mark.parametrize("tables", [1, 5])
+@pytest.mark.parametrize("life", WAITS, ids=", ".join)
+def test_waits_of_a_step_do_not_depend_on_the_number_of_tables(life, tables):
+    """A search for candidates and the growth of a map wait once more for each table; both are rare."""
+    with PretendedDevice() as device:
+        twins, most, known, rare = DeviceTwins(device, *[life] * tables, limit=128), [], [], []
+        for step in range(24):
+            fresh = list(range(step * 10, step * 10 + 10)) * 2
+            twins.step(*[fresh] * tables)
+            waits = twins.waits()
+            if {"lowest_scores", "move_slots"} & {*waits}:
+                rare.append(waits)
+            else:
+                most = max(most, waits, key=len)
+            twins.step(*[fresh[:5]] * tables)
+            known = max(known, twins.waits(), key=len)
+        print(len(rare), most, known)
+        assert most == WAITS[life] and len(rare) < 30
+        assert len(known) <= 1 + (LISTED in WAITS[life][:1] and life[0] == "steps")

@@ -1,0 +1,33 @@
+"""Copies between a GPU and the host, of at most some chunks of rows at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Rows that cross between a GPU and the host at a time: the copy is fast, and little memory is held twice.
+CROSSING_BYTES = 64 << 20
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Returns values on a device; the same tensor if they are there already.
+
+    Args:
+        values: a tensor of any shape, dtype and device.
+        device: the device.
+    """
+    return to_host(values) if device.type == "cpu" else values.to(device)
+
+
+def to_host(values: Tensor) -> Tensor:
+    """Returns values on the CPU; the same tensor if they are there already.
+
+    From a GPU they are copied into pinned memory, which torch keeps for the next copy.
+
+    Args:
+        values: a tensor of any shape, dtype and device.
+    """
+    if values.is_cpu or not torch.cuda.is_available():
+        return values.cpu()
+    pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    return pinned.copy_(values)
