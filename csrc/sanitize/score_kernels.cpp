@@ -118,7 +118,7 @@ void write_rows() {
 
 using Pair = std::pair<uint64_t, int64_t>;  // mixed id, row
 
-// As lowest_scores_cuda.cpp, for ids in slots in the order of their rows.
+// As life/lowest_scores_cuda.cpp, for ids in slots in the order of their rows.
 std::vector<Pair> find_lowest(const ScoredRows& table, SlotArray array, int64_t most) {
   std::vector<KeyCut> cuts = {{0, most}};
   for (int64_t shift = (kDigits - 1) * kDigitBits; shift >= 0; shift -= kDigitBits) {
@@ -167,7 +167,7 @@ void evict_rows() {
       if (table.word(row) < table.end)
         all.emplace_back(table.key(table.word(row)), static_cast<uint64_t>(row * row), row);
     std::ranges::sort(all);
-    for (const size_t most : {size_t{1}, size_t{100}, all.size(), all.size() + 9}) {
+    for (const size_t most : {size_t{1}, size_t{200}, all.size(), all.size() + 9}) {
       std::vector<Pair> expected;
       for (size_t i = 0; i < std::min(most, all.size()); ++i)
         expected.emplace_back(std::get<1>(all[i]), std::get<2>(all[i]));
