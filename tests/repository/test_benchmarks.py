@@ -98,40 +98,6 @@ def test_gpu_goals_are_judged_by_the_slowest_of_the_largest_map():
     ]
 
 
-def test_the_bundle_for_a_gpu_holds_what_torchrec_loads(tmp_path, capsys):
-    """The packages of the GPU's side, with files of this test in place of the wheels."""
-    import tarfile
-    import zipfile
-
-    import gpu_bundle
-
-    names = [f"fbgemm_gpu/{name}.so" for name in (*gpu_bundle.LIBRARIES, *gpu_bundle.LOADED)]
-    wheels = {
-        "torchrec-1.8.0-py3": ["torchrec/__init__.py", "torchrec-1.8.0.dist-info/METADATA"],
-        "tensordict-0.15.3-py3": ["tensordict/__init__.py"],
-        "pyvers-0.2.3-py3": ["pyvers/__init__.py"],
-        "fbgemm_gpu_cpu-1.8.0-cp312": [
-            "fbgemm_gpu/__init__.py",
-            "fbgemm_gpu/docs/target.default.json.py",
-        ],
-        "fbgemm_gpu-1.6.0-cp312": [*names, "fbgemm_gpu/fbgemm_gpu_tbe_training_backward.so"],
-    }
-    for wheel, files in wheels.items():
-        with zipfile.ZipFile(tmp_path / f"{wheel}.whl", "w") as packed:
-            for name in files:
-                packed.writestr(name, wheel)
-    gpu_bundle.main([str(tmp_path), str(tmp_path / "out")])
-    with tarfile.open(tmp_path / "out/site.tar.xz") as packed:
-        init = packed.extractfile("fbgemm_gpu/__init__.py").read().decode()
-        ours = {"torchrec/__init__.py", "tensordict/__init__.py", "pyvers/__init__.py"}
-        assert set(packed.getnames()) == ours | {"fbgemm_gpu/__init__.py", *names}
-    compile(init, "fbgemm_gpu/__init__.py", "exec")
-    assert "'fbgemm_gpu_py'" in init
-    (tmp_path / "torchrec-1.8.0-py3.whl").unlink()
-    with pytest.raises(SystemExit, match=r"expected one wheel of torchrec in .*, got \[\]"):
-        gpu_bundle.main([str(tmp_path), str(tmp_path / "out")])
-
-
 def test_checkpoints_are_measured_on_two_ranks(tmp_path):
     more = ["--world", "2", "--folder", str(tmp_path), "--only", "speed"]
     rows = run("bench_checkpoint", tmp_path, *more)["rows"]

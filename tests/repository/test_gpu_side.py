@@ -1,0 +1,97 @@
+"""What gpu_side.sh needs on a machine with a GPU: the packed libraries, and the script itself."""
+
+import re
+import struct
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks/gpu_side.sh"
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def fat_binary(entries: list[tuple[int, int, bytes]]) -> bytes:
+    """Entries: kind (1: PTX, 2: machine code), GPU, contents."""
+    packed = b""
+    for kind, gpu, content in entries:
+        content += bytes(-len(content) % 8)
+        packed += struct.pack("<HHIQ12xI32x", kind, 257, 64, len(content), gpu) + content
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(packed)) + packed
+
+
+def library(fat: bytes) -> bytes:
+    """An ELF file with sections: none, data, .nv_fatbin, names."""
+    names = b"\0.data\0.nv_fatbin\0.shstrtab\0"
+    contents = {".data": struct.pack("<IHHQ", 0xBA55ED50, 1, 16, 8), ".nv_fatbin": fat}
+    body, headers = b"", [bytes(64)]
+    for name, content in {**contents, ".shstrtab": names}.items():
+        at = names.index(name.encode())
+        headers.append(struct.pack("<II16xQQ24x", at, 1, 64 + len(body), len(content)))
+        body += content
+    elf = b"\x7fELF" + bytes(36) + struct.pack("<Q10xHHH", 64 + len(body), 64, 4, 3)
+    assert len(elf) == 64
+    return elf + body + b"".join(headers)
+
+
+def test_a_library_keeps_the_kernels_of_one_gpu():
+    from gpu_kernels import kernels_for
+
+    kernels = [(2, 80, b"eighty"), (2, 90, b"ninety and more"), (1, 90, b"text"), (2, 100, b"x")]
+    more = [(2, 100, b"y" * 50), (2, 90, b"z")]
+    gap = bytes(24)
+    whole = library(fat_binary(kernels) + gap + fat_binary(more))
+    thin = kernels_for(whole, "9.0")
+    first, last = fat_binary([kernels[1]]), fat_binary([more[1]])
+    rest = [
+        bytes(len(fat_binary(each)) - len(kept)) for each, kept in ((kernels, first), (more, last))
+    ]
+    assert thin == library(first + rest[0] + gap + last + rest[1])
+    assert kernels_for(thin, "9.0") == thin
+    with pytest.raises(ValueError, match=r"expected kernels for 75, got \{"):
+        kernels_for(whole, "7.5")
+    assert kernels_for(library(b""), "9.0") == library(b"")
+
+
+def test_the_bundle_holds_what_torchrec_and_tbe_load(tmp_path):
+    """With files of this test in place of the wheels."""
+    import gpu_bundle
+
+    names = [f"fbgemm_gpu/{name}.so" for name in (*gpu_bundle.LIBRARIES, *gpu_bundle.LOADED)]
+    tbe = [f"fbgemm_gpu/{name}.so" for name in (*gpu_bundle.TBE_LIBRARIES, *gpu_bundle.TBE_LOADED)]
+    wheels = {
+        "torchrec-1.8.0-py3": ["torchrec/__init__.py", "torchrec-1.8.0.dist-info/METADATA"],
+        "tensordict-0.15.3-py3": ["tensordict/__init__.py"],
+        "pyvers-0.2.3-py3": ["pyvers/__init__.py"],
+        "fbgemm_gpu_cpu-1.8.0-cp312": [
+            "fbgemm_gpu/__init__.py",
+            "fbgemm_gpu/docs/target.default.json.py",
+        ],
+        "fbgemm_gpu-1.6.0-cp312": [*names, *tbe, "fbgemm_gpu/fbgemm_gpu_tbe_inference.so"],
+    }
+    for wheel, files in wheels.items():
+        with zipfile.ZipFile(tmp_path / f"{wheel}.whl", "w") as packed:
+            for name in files:
+                kernels = fat_binary([(2, 80, b"of an A100"), (2, 90, b"of an H100")])
+                packed.writestr(name, library(kernels))
+    gpu_bundle.main([str(tmp_path), str(tmp_path / "out")])
+    with tarfile.open(tmp_path / "out/site.tar.xz") as packed:
+        init = packed.extractfile("fbgemm_gpu/__init__.py").read().decode()
+        ours = {"torchrec/__init__.py", "tensordict/__init__.py", "pyvers/__init__.py"}
+        assert set(packed.getnames()) == ours | {"fbgemm_gpu/__init__.py", *names}
+    with tarfile.open(tmp_path / "out/tbe.tar.xz") as packed:
+        assert packed.getnames() == sorted(tbe)
+        kept = packed.extractfile(tbe[0]).read()
+        assert b"of an A100" not in kept and b"of an H100" in kept
+    compile(init, "fbgemm_gpu/__init__.py", "exec")
+    loaded = re.search(r"for name in (\(.*\)):", init)[1]
+    assert loaded.index("tbe_utils") < loaded.index("tbe_training") < loaded.index("fbgemm_gpu_py")
+    (tmp_path / "torchrec-1.8.0-py3.whl").unlink()
+    with pytest.raises(SystemExit, match=r"expected one wheel of torchrec in .*, got \[\]"):
+        gpu_bundle.main([str(tmp_path), str(tmp_path / "out")])
