@@ -1,7 +1,7 @@
 """Libraries with CUDA kernels for one kind of GPU: the kernels for all others are taken out.
 
-FBGEMM's libraries have each kernel once for every kind of GPU, not packed. So two thirds of a library are of no
-use to one machine. CUDA's nvprune takes them out of objects, but not out of libraries.
+FBGEMM's libraries have each kernel once for every kind of GPU, not packed. So two thirds of a library are of
+no use to one machine. CUDA's nvprune takes them out of objects, but not out of libraries.
 
 Source: fatbinary_section.h of CUDA for the fat binary; its entries as `cuobjdump --list-elf` lists them.
 """
@@ -39,8 +39,8 @@ def _places(library: bytearray) -> Iterator[tuple[int, int]]:
 def kernels_for(library: bytes, gpu: str) -> bytes:
     """Returns a library whose fat binaries have machine code for one kind of GPU only.
 
-    Each fat binary keeps its address. Zeros take the place of the entries that are dropped, so the library keeps
-    its size, and packs small.
+    Each fat binary keeps its address. Zeros take the place of the entries that are dropped, so the library
+    keeps its size, and packs small.
 
     Args:
         library: an ELF file of 64 bits; without kernels it is returned as it is.
