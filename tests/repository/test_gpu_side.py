@@ -1,7 +1,9 @@
 """What gpu_side.sh needs on a machine with a GPU: the packed libraries, and the script itself."""
 
 import re
+import shutil
 import struct
+import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
@@ -95,3 +97,62 @@ def test_the_bundle_holds_what_torchrec_and_tbe_load(tmp_path):
     (tmp_path / "torchrec-1.8.0-py3.whl").unlink()
     with pytest.raises(SystemExit, match=r"expected one wheel of torchrec in .*, got \[\]"):
         gpu_bundle.main([str(tmp_path), str(tmp_path / "out")])
+
+
+@pytest.fixture
+def side(tmp_path):
+    """Runs the script in a folder of its own, with programs of this test in place of the real ones."""
+    (tmp_path / "benchmarks").mkdir()
+    shutil.copy(SCRIPT, tmp_path / "benchmarks")
+    for name in ("site", "tbe"):
+        with tarfile.open(tmp_path / f"{name}.tar.xz", "w:xz") as packed:
+            packed.add(__file__, f"{name}.py")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    table = "tables rows MB AUC NE\nfull 9 1 0.70 0.9\nblock 9 1 0.7 0.9\nmult 9 1 0.7 0.9"
+
+    def run(*steps: str, refused: str = "nothing", table_of_cuda: str = table):
+        fake = f"""#!/bin/bash
+case "$*" in
+  *{refused}*) exit 1;;
+  *"--device cpu"*) echo "{table}"; exit;;
+  *"--device cuda"*) echo "{table_of_cuda}"; exit;;
+esac
+echo "$*"
+"""
+        for name in ("python3", "compute-sanitizer", "nvidia-smi"):
+            (programs / name).write_text(fake)
+            (programs / name).chmod(0o755)
+        command = ["bash", str(tmp_path / "benchmarks/gpu_side.sh"), str(tmp_path), "out", *steps]
+        path = {"PATH": f"{programs}:/usr/bin:/bin"}
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=path)
+
+    return run
+
+
+def test_the_script_runs_every_step_and_names_those_that_failed(side, tmp_path):
+    done = side()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].endswith(": all steps passed")
+    logs = {path.stem: path.read_text() for path in (tmp_path / "out").iterdir()}
+    assert set(logs) == {"build", "golden", "tests", "memcheck", "initcheck", "train", "bench"}
+    assert logs["tests"].count("-m needs_cuda") == 2 and "--tool initcheck" in logs["initcheck"]
+    assert {path.name for path in (tmp_path / "build/gpu_site").iterdir()} == {"site.py", "tbe.py"}
+    done = side(refused='"-m pytest"')
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1].endswith(": failed: golden tests memcheck initcheck")
+    assert "bench_gpu.py" in (tmp_path / "out/bench.log").read_text()
+
+
+def test_the_script_compares_training_on_both_devices(side):
+    lines = ["tables rows MB AUC NE", "full 9 1 0.70 0.9", "block 9 1 0.7 0.9", "mult 9 1 0.7 0.9"]
+    for changed in ("full 8 1 0.70 0.9", "full 9 1 0.60 0.9", ""):
+        other = "\n".join([lines[0], changed, *lines[2:]] if changed else lines[:1])
+        done = side("train", table_of_cuda=other)
+        assert done.returncode == 1 and done.stdout.splitlines()[-1].endswith(": failed: train")
+
+
+def test_the_script_refuses_words_that_are_no_steps(side):
+    done = side("bench", "all")
+    assert done.returncode == 2 and "expected steps of build golden" in done.stderr
+    assert "got all" in done.stderr
