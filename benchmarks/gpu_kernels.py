@@ -3,7 +3,7 @@
 FBGEMM's libraries have each kernel once for every kind of GPU, not packed. So two thirds of a library are of
 no use to one machine. CUDA's nvprune takes them out of objects, but not out of libraries.
 
-Source: fatbinary_section.h of CUDA for the fat binary; its entries as `cuobjdump --list-elf` lists them.
+Source: CUDA's header fatbinary_section for the fat binary; its entries as `cuobjdump --list-elf` lists them.
 """
 
 from __future__ import annotations

@@ -1,23 +1,29 @@
 #!/usr/bin/env bash
-# The tests and benchmarks of a machine with a GPU and without a network, in the root of this repository:
+# The tests and benchmarks of a machine with a GPU, in the root of this repository (docs/gpu.md):
 #   benchmarks/gpu_side.sh BUNDLE OUT [build golden tests memcheck initcheck train bench]
-# BUNDLE: the folder that benchmarks/gpu_bundle.py wrote. OUT: folder for logs and results. The last words choose steps;
-# without them all run. Each step writes OUT/<step>.log; a step that fails does not stop the others. The last line names
-# those that failed.
+# BUNDLE: the folder that benchmarks/gpu_bundle.py wrote, for a machine without a network; "installed": python3 has the
+# packages. OUT: folder for logs and results. The last words choose steps; without them all run. Each step writes
+# OUT/<step>.log; a step that fails does not stop the others. The last line names those that failed.
 set -uo pipefail
 every=(build golden tests memcheck initcheck train bench)
 [ $# -ge 2 ] || { echo "gpu_side: expected BUNDLE OUT [${every[*]}], got: $*" >&2; exit 2; }
-bundle=$(realpath "$1") out=$(realpath -m "$2")
+bundle=$1
+[ "$bundle" = installed ] || bundle=$(realpath "$bundle") || exit 2
+out=$(realpath -m "$2")
 shift 2
 steps=("${@:-${every[@]}}")
 for step in "${steps[@]}"; do
   [[ " ${every[*]} " == *" $step "* ]] || { echo "gpu_side: expected steps of ${every[*]}, got $step" >&2; exit 2; }
 done
 cd "$(dirname "$0")/.." || exit 2
-mkdir -p "$out" build/gpu_site
-tar xJf "$bundle/site.tar.xz" -C build/gpu_site || exit 2
-if [ -e "$bundle/tbe.tar.xz" ]; then tar xJf "$bundle/tbe.tar.xz" -C build/gpu_site || exit 2; fi
-export PYTHONPATH=$PWD/build/gpu_site:$PWD TORCHREC_DYN_ANY_VERSION=1 PYTHONUNBUFFERED=1
+mkdir -p "$out"
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+if [ "$bundle" != installed ]; then
+  mkdir -p build/gpu_site
+  tar xJf "$bundle/site.tar.xz" -C build/gpu_site || exit 2
+  if [ -e "$bundle/tbe.tar.xz" ]; then tar xJf "$bundle/tbe.tar.xz" -C build/gpu_site || exit 2; fi
+  export PYTHONPATH=$PWD/build/gpu_site:$PWD TORCHREC_DYN_ANY_VERSION=1
+fi
 rooms=(tests/ops tests/storage tests/life tests/table tests/lookup tests/modules tests/layers)
 pytest=(python3 -m pytest -q -p no:cacheprovider --override-ini=addopts= --continue-on-collection-errors -m needs_cuda)
 

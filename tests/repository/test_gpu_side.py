@@ -111,7 +111,12 @@ def side(tmp_path):
     programs.mkdir()
     table = "tables rows MB AUC NE\nfull 9 1 0.70 0.9\nblock 9 1 0.7 0.9\nmult 9 1 0.7 0.9"
 
-    def run(*steps: str, refused: str = "nothing", table_of_cuda: str = table):
+    def run(
+        *steps: str,
+        bundle: str = str(tmp_path),
+        refused: str = "nothing",
+        table_of_cuda: str = table,
+    ):
         fake = f"""#!/bin/bash
 case "$*" in
   *{refused}*) exit 1;;
@@ -123,7 +128,7 @@ echo "$*"
         for name in ("python3", "compute-sanitizer", "nvidia-smi"):
             (programs / name).write_text(fake)
             (programs / name).chmod(0o755)
-        command = ["bash", str(tmp_path / "benchmarks/gpu_side.sh"), str(tmp_path), "out", *steps]
+        command = ["bash", str(tmp_path / "benchmarks/gpu_side.sh"), bundle, "out", *steps]
         path = {"PATH": f"{programs}:/usr/bin:/bin"}
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=path)
 
@@ -156,3 +161,9 @@ def test_the_script_refuses_words_that_are_no_steps(side):
     done = side("bench", "all")
     assert done.returncode == 2 and "expected steps of build golden" in done.stderr
     assert "got all" in done.stderr
+
+
+def test_the_script_needs_no_bundle_where_the_packages_are_installed(side, tmp_path):
+    assert side("bench", bundle="installed").returncode == 0
+    assert not (tmp_path / "build").exists()
+    assert side("bench", bundle="missing").returncode == 2
