@@ -10,7 +10,7 @@ wants the Python files of fbgemm 1.8.0; the libraries that load beside torch 2.1
 them are 440 MB packed. Two files are written, with kernels for one kind of GPU (--gpu):
 
 - site.tar.xz: packages, and the libraries with the ops that TorchRec's dists and the tests call; 6 MB.
-- tbe.tar.xz: the libraries of FBGEMM's TBE, to which bench_gpu.py compares; 48 MB.
+- tbe.tar.xz: the libraries of FBGEMM's TBE, to which bench_gpu.py compares; 45 MB.
 """
 
 from __future__ import annotations
