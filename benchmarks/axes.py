@@ -164,3 +164,28 @@ SERVING = tuple(
 )
 SERVING_BATCHES = (1, 32, 512)
 SHARED_ROWS = 4_000_000
+
+# bench_gpu.py: sizes of maps, and steps of about GPU_IDS_A_STEP ids. One axis changes at a time.
+GPU_IDS = (1_000_000, 10_000_000, 100_000_000)
+GPU_IDS_A_STEP = 2_621_440  # 8 tables, 32,768 bags of 10 ids
+GPU_ZIPF = (0.0, 1.05)
+
+
+def gpu_step(dim: int = 64, bag: int = 10, rows: int = 1_000_000, zipf: float = 0.0) -> Workload:
+    """Returns a workload of bench_gpu.py. With 100M rows it has one table, for two sides must fit."""
+    tables = 8 if rows < 100_000_000 else 1
+    name = f"{tables} x {rows // 1_000_000}M x {dim}, bag {bag}, "
+    name += f"zipf{zipf:g}" if zipf else "uniform"
+    return Workload(name, tables, rows, dim, GPU_IDS_A_STEP // (tables * bag), bag, zipf)
+
+
+# Both distributions use the same tables.
+GPU_STEPS = tuple(
+    tuple(gpu_step(**axis, zipf=zipf) for zipf in GPU_ZIPF)
+    for axis in (
+        {}, {"dim": 32}, {"dim": 128}, {"dim": 256}, {"bag": 1}, {"bag": 50},
+        {"rows": 10_000_000}, {"rows": 100_000_000},
+    )
+)  # fmt: skip
+GPU_HALF = tuple(tuple(gpu_step(dim=dim, zipf=zipf) for zipf in GPU_ZIPF) for dim in (64, 128))
+GPU_HOST = Workload("host-10-tables", tables=10, rows=64, batch=64, bag=1)

@@ -1,12 +1,14 @@
-"""Id maps and rows on a GPU: find, new ids, growth and gather, beside floors of plain torch on the same card.
+"""Training on a GPU: steps beside FBGEMM's TBE, id maps beside floors of plain torch on the same card.
 
-    python benchmarks/bench_gpu.py [--rounds 9] [--device cpu --quick]
+    python benchmarks/bench_gpu.py [--rounds 9] [--only maps steps host] [--device cpu --quick]
 
-Floors, measured in turn with ours:
+Steps (gpu_steps.py): forward, update (backward and row-wise Adagrad) and both, of an unsharded collection.
+Maps and rows, one op or a few, with floors that are measured in turn with ours:
 
 - random lines: torch.take of one word of the home line of every id.
 - random pairs: index_copy_ of an id and a row to random places, and for new ids of their rows.
 - fill and copy: zeros for the grown slots, and a copy of the old ones.
+- read of slots and scores: sums over both.
 - bare gather: torch.index_select of the same rows.
 
 Times are those of CUDA events, so launches and waits of the host are in them. `--device cpu` tests that the
@@ -16,26 +18,22 @@ benchmark runs: it calls the kernels for CPUs and writes to results/tmp.
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from axes import Workload, ranks, raw_ids
-from interleaved import RESULTS, finish, measure, options, ratio, result, spread
+from axes import GPU_IDS, GPU_IDS_A_STEP, GPU_ZIPF, Workload, ranks, raw_ids
+from gpu_cases import Case, compared
+from gpu_steps import host_times, steps
+from interleaved import RESULTS, finish, options, write_results
+from summary import gpu_goals, print_goals
 from torch import Tensor
 
 from torchrec_dyn import ops
 
-IDS = (1_000_000, 10_000_000, 100_000_000)
-ZIPF = (0.0, 1.05)
-BATCH = 2_621_440  # ids of a step: 8 tables, 32,768 bags of 10 ids
 LOAD = 0.625
 WIDTHS = (32, 64, 128, 256)
 GATHERED_ROWS = 1 << 23
 DTYPES = (torch.float32, torch.float16)
-# Bounds on ours with the most ids (IDS): 10^9 ids a second, or milliseconds.
-GOALS = {"find": ("at_least", 5.0), "new ids": ("at_least", 0.8), "growth": ("at_most", 5.0)}
 I64 = torch.int64
 NORMAL = [-1.0, 1.0, 0.0, 0.01, 0.0, 1.0]
 
@@ -59,34 +57,6 @@ def home_words(ids: Tensor, slots: Tensor) -> Tensor:
     return (ops.mix64(ids) & (2**62 - 1)) % (slots.shape[0] // 4) * 8
 
 
-Case = dict[str, Any]
-
-
-def compared(
-    what: str, against: str, ours: Callable[[], object], floor: Callable[[], object],
-    arguments: argparse.Namespace, before: Callable[[int], None] | None = None, **workload: Any
-) -> Case:  # fmt: skip
-    """Measures ours and its floor in turn; returns the line of results, and prints it."""
-    seconds = measure(
-        {"ours": lambda _: ours(), "floor": lambda _: floor()},
-        arguments.rounds,
-        clock=arguments.clock,
-        before=before,
-    )
-    ours_seconds = statistics.median(seconds["ours"])
-    name = ", ".join(f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}"
-                     for key, value in workload.items())  # fmt: skip
-    seen = ratio(seconds, "ours", "floor")
-    rate = workload["batch"] / ours_seconds / 1e9
-    print(
-        f"{what:8} {name}: {ours_seconds * 1e3:.3f} ms, {rate:.3f} G/s; {against} x {spread(seen)}"
-    )
-    return result(
-        name, 1, what, against, seen, **workload,
-        milliseconds=ours_seconds * 1e3, billions_a_second=rate,
-    )  # fmt: skip
-
-
 def finds(count: int, batch: int, arguments: argparse.Namespace) -> Iterator[Case]:
     """Measures lookups of known ids."""
     device = arguments.device
@@ -96,13 +66,14 @@ def finds(count: int, batch: int, arguments: argparse.Namespace) -> Iterator[Cas
         drawn = ranks(Workload("", tables=1, rows=count, batch=batch, bag=1, zipf=zipf), 1, seed=0)
         ids = raw_ids(drawn[0].to(device))
         offsets, words, flat = offsets_of(ids), home_words(ids, slots), slots.view(-1)
-        return compared(
-            "find", "random lines",
-            lambda: ops.lookup(ids, offsets, [slots], moved), lambda: torch.take(flat, words),
-            arguments, ids=count, batch=batch, zipf=zipf,
-        )  # fmt: skip
+        sides = {
+            "ours": lambda _: ops.lookup(ids, offsets, [slots], moved),
+            "random lines": lambda _: torch.take(flat, words),
+        }
+        [case] = compared("find", sides, batch, arguments, ids=count, zipf=zipf)
+        return case
 
-    yield from map(one, ZIPF)
+    yield from map(one, GPU_ZIPF)
 
 
 def new_ids(count: int, batch: int, arguments: argparse.Namespace) -> Iterator[Case]:
@@ -132,16 +103,13 @@ def new_ids(count: int, batch: int, arguments: argparse.Namespace) -> Iterator[C
     def restore(turn: int) -> None:
         slots.copy_(kept)
 
-    yield compared(
-        "insert", "random pairs",
-        lambda: ops.insert(ids, rows, offsets, [slots], moved),
-        lambda: slots.index_copy_(0, places, pairs),
-        arguments, restore, ids=count, batch=batch,
-    )  # fmt: skip
-    yield compared(
-        "new ids", "random pairs and rows", step, write_pairs_and_rows,
-        arguments, restore, ids=count, batch=batch,
-    )  # fmt: skip
+    inserts = {
+        "ours": lambda _: ops.insert(ids, rows, offsets, [slots], moved),
+        "random pairs": lambda _: slots.index_copy_(0, places, pairs),
+    }
+    yield from compared("insert", inserts, batch, arguments, restore, ids=count)
+    whole = {"ours": lambda _: step(), "random pairs and rows": lambda _: write_pairs_and_rows()}
+    yield from compared("new ids", whole, batch, arguments, restore, ids=count)
 
 
 def growth(count: int, arguments: argparse.Namespace) -> Iterator[Case]:
@@ -150,14 +118,38 @@ def growth(count: int, arguments: argparse.Namespace) -> Iterator[Case]:
     slots, capacity = kept.clone(), kept.shape[0]
     grown = capacity // 16 * 5 * 4  # whole lines
 
-    def fill_and_copy() -> None:
+    def restore(turn: int) -> None:
+        slots.copy_(kept)
+
+    def fill_and_copy(turn: int) -> None:
         slots.new_zeros(grown, 2)[:capacity] = slots
 
-    yield compared(
-        "growth", "fill and copy",
-        lambda: ops.move_slots(slots, ops.new_slots(slots, grown), 0, capacity), fill_and_copy,
-        arguments, lambda turn: slots.copy_(kept), ids=count, batch=count,
-    )  # fmt: skip
+    sides = {
+        "ours": lambda _: ops.move_slots(slots, ops.new_slots(slots, grown), 0, capacity),
+        "fill and copy": fill_and_copy,
+    }
+    yield from compared("growth", sides, count, arguments, restore, ids=count)
+
+
+def evictions(count: int, arguments: argparse.Namespace) -> Iterator[Case]:
+    """Measures the search for the least recently used 64th of all ids, and their removal from the map."""
+    kept = filled_slots(raw_ids(torch.arange(count, device=arguments.device)))
+    slots, moved, shift = kept.clone(), torch.tensor([-1]), (count - 1).bit_length()
+    now = 1 << 20  # last_seen in the upper 32 bits, counts of 0 in the lower
+    scores = torch.randint(1, now, (1 << shift, 1), device=arguments.device) << 32
+
+    def restore(turn: int) -> None:
+        slots.copy_(kept)
+
+    def evict(turn: int) -> None:
+        ids, _ = ops.lowest_scores([slots], moved, [scores], shift, count, False, now, count // 64)
+        ops.erase(ids, [slots], moved)
+
+    sides = {
+        "ours": evict,
+        "read of slots and scores": lambda _: (slots.sum(), scores[:count].sum()),
+    }
+    yield from compared("eviction of a 64th", sides, count // 64, arguments, restore, ids=count)
 
 
 def gathers(count: int, batch: int, arguments: argparse.Namespace) -> Iterator[Case]:
@@ -167,36 +159,37 @@ def gathers(count: int, batch: int, arguments: argparse.Namespace) -> Iterator[C
 
     def one(dtype: torch.dtype, width: int) -> Case:
         block = torch.zeros(count, width, dtype=dtype, device=arguments.device)
-        return compared(
-            "gather", "bare gather",
-            lambda: ops.gather_rows(rows, [block], shift, width, dtype),
-            lambda: torch.index_select(block, 0, rows),
-            arguments, rows=count, batch=batch, width=width, dtype=str(dtype).split(".")[1],
-        )  # fmt: skip
+        sides = {
+            "ours": lambda _: ops.gather_rows(rows, [block], shift, width, dtype),
+            "bare gather": lambda _: torch.index_select(block, 0, rows),
+        }
+        kind = str(dtype).split(".")[1]
+        [case] = compared("gather", sides, batch, arguments, rows=count, width=width, dtype=kind)
+        return case
 
     yield from (one(dtype, width) for dtype in DTYPES for width in WIDTHS)
 
 
-def judged(rows: list[Case], most: int) -> list[str]:
-    """Returns a line for each goal, with the slowest measurement of the largest map."""
-    lines = []
-    for what, (kind, bound) in GOALS.items():
-        seen = [row for row in rows if row["what"] == what and row["ids"] == most]
-        if kind == "at_least":
-            number = min(row["billions_a_second"] for row in seen)
-            met, text = number >= bound, f">= {bound} G ids/s, got {number:.3f}"
-        else:
-            number = max(row["milliseconds"] for row in seen)
-            met, text = number <= bound, f"<= {bound} ms, got {number:.3f}"
-        lines.append(f"{what}: goal {text}: {'met' if met else 'MISSED'}")
-    return lines
+def maps(arguments: argparse.Namespace) -> Iterator[Case]:
+    """Measures ops of id maps and rows."""
+    batch = 500 if arguments.quick else GPU_IDS_A_STEP
+    for count in [1_000] if arguments.quick else sorted(arguments.ids):
+        yield from finds(count, batch, arguments)
+        yield from new_ids(count, batch, arguments)
+        yield from growth(count, arguments)
+        yield from evictions(count, arguments)
+    yield from gathers(1 << 9 if arguments.quick else GATHERED_ROWS, batch, arguments)
+
+
+PARTS = {"maps": maps, "steps": steps, "host": host_times}
 
 
 def main(words: list[str] | None = None) -> None:
     """Runs all cases."""
     parser = options(__doc__, [1])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--ids", type=int, nargs="+", default=list(IDS))
+    parser.add_argument("--ids", type=int, nargs="+", default=list(GPU_IDS))
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     arguments = parser.parse_args(words)
     if arguments.device == "cuda":
         if not torch.cuda.is_available():
@@ -206,16 +199,14 @@ def main(words: list[str] | None = None) -> None:
         arguments.clock = "cuda"
     elif arguments.results is None:
         arguments.results = RESULTS / "tmp" / "cpu"
-    sizes = [1_000] if arguments.quick else sorted(arguments.ids)
-    batch = 500 if arguments.quick else BATCH
     rows: list[Case] = []
-    for count in sizes:
-        rows += finds(count, batch, arguments)
-        rows += new_ids(count, batch, arguments)
-        rows += growth(count, arguments)
-    rows += gathers(1 << 9 if arguments.quick else GATHERED_ROWS, batch, arguments)
-    if sizes[-1] == IDS[-1]:
-        print("\n".join(judged(rows, sizes[-1])))
+    for part in arguments.only:
+        rows += PARTS[part](arguments)
+        write_results("gpu", rows, arguments.results or RESULTS / "tmp")  # a later part may fail
+    if arguments.device == "cuda":
+        print_goals(gpu_goals(), {"gpu": rows})
+    else:
+        print("The goals are those of a GPU. Nothing here was measured on one.")
     finish("gpu", rows, arguments)
 
 

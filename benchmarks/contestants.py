@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from axes import Workload, raw_ids
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
@@ -24,24 +24,31 @@ OPTIMIZER = RowOptimizer(OptimizerKind.EXACT_ROWWISE_ADAGRAD, LEARNING_RATE, EPS
 
 
 def static_tables(
-    workload: Workload, huge_pages: bool = False
+    workload: Workload,
+    huge_pages: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """Returns FBGEMM's CPU tables; every row and every optimizer state is written.
+    """Returns FBGEMM's tables; every row and every optimizer state is written.
 
     Args:
         workload: sizes of the tables.
         huge_pages: True to move them to 2 MiB pages; dynamic tables request such pages, FBGEMM does not.
+        dtype: float32 or float16, of the rows; outputs are float32.
+        device: "cpu" or "cuda".
     """
+    place = (EmbeddingLocation.HOST, ComputeDevice.CPU)
+    if device == "cuda":
+        place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
     tables = SplitTableBatchedEmbeddingBagsCodegen(
-        [
-            (workload.rows, workload.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
-            for _ in range(workload.tables)
-        ],
+        [(workload.rows, workload.dim, *place) for _ in range(workload.tables)],
+        weights_precision=SparseType.from_dtype(dtype),
+        output_dtype=SparseType.FP32,
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         learning_rate=LEARNING_RATE,
         eps=EPS,
         pooling_mode=PoolingMode.SUM if workload.pooled else PoolingMode.NONE,
-        device=torch.device("cpu"),
+        device=torch.device(device),
     )
     if huge_pages:
         for held in (tables.weights_host, tables.momentum1_host):

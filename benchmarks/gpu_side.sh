@@ -1,38 +1,86 @@
 #!/usr/bin/env bash
-# The tests and benchmarks of a machine with a GPU and without a network, in the root of this repository:
-#   benchmarks/gpu_side.sh BUNDLE OUT [build tests memcheck bench]
-# BUNDLE: the folder that benchmarks/gpu_bundle.py wrote. OUT: folder for logs and results. The last words choose steps;
-# without them all run. Each step writes OUT/<step>.log; a step that fails does not stop the others.
+# The tests and benchmarks of a machine with a GPU, in the root of this repository (docs/gpu.md):
+#   benchmarks/gpu_side.sh BUNDLE OUT [build golden tests memcheck initcheck train bench]
+# BUNDLE: the folder that benchmarks/gpu_bundle.py wrote, for a machine without a network; "installed": python3 has the
+# packages. OUT: folder for logs and results. The last words choose steps; without them all run. Each step writes
+# OUT/<step>.log; a step that fails does not stop the others. The last line names those that failed.
 set -uo pipefail
-bundle=$(realpath "$1") out=$(realpath -m "$2")
-cd "$(dirname "$0")/.."
+every=(build golden tests memcheck initcheck train bench)
+[ $# -ge 2 ] || { echo "gpu_side: expected BUNDLE OUT [${every[*]}], got: $*" >&2; exit 2; }
+bundle=$1
+[ "$bundle" = installed ] || bundle=$(realpath "$bundle") || exit 2
+out=$(realpath -m "$2")
 shift 2
-steps=${*:-build tests memcheck bench}
-mkdir -p "$out" build/gpu_site
-tar xJf "$bundle/site.tar.xz" -C build/gpu_site || exit 1
-export PYTHONPATH=$PWD/build/gpu_site:$PWD TORCHREC_DYN_ANY_VERSION=1 PYTHONUNBUFFERED=1
-pytest="python3 -m pytest -q -p no:cacheprovider --override-ini=addopts= tests/ops tests/storage tests/table"
+steps=("${@:-${every[@]}}")
+for step in "${steps[@]}"; do
+  [[ " ${every[*]} " == *" $step "* ]] || { echo "gpu_side: expected steps of ${every[*]}, got $step" >&2; exit 2; }
+done
+cd "$(dirname "$0")/.." || exit 2
+mkdir -p "$out"
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+if [ "$bundle" != installed ]; then
+  mkdir -p build/gpu_site
+  tar xJf "$bundle/site.tar.xz" -C build/gpu_site || exit 2
+  if [ -e "$bundle/tbe.tar.xz" ]; then tar xJf "$bundle/tbe.tar.xz" -C build/gpu_site || exit 2; fi
+  export PYTHONPATH=$PWD/build/gpu_site:$PWD TORCHREC_DYN_ANY_VERSION=1
+fi
+rooms=(tests/ops tests/storage tests/life tests/table tests/lookup tests/modules tests/layers)
+pytest=(python3 -m pytest -q -p no:cacheprovider --override-ini=addopts= --continue-on-collection-errors -m needs_cuda)
+
+# Without a GPU, or kernels for it, all tests that need them would be skipped.
+has_kernels() {
+  python3 - <<'END'
+import torch, torchrec_dyn
+kernels = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+assert any(name.startswith("torchrec_dyn::") for name in kernels), "expected CUDA kernels in the extension, got none"
+print(torch.__version__, torch.cuda.get_device_name(), torchrec_dyn._C.__file__)
+END
+}
 
 build() {
+  nvidia-smi
   python3 setup.py -q build_ext --inplace && TORCHREC_DYN_BUILD=simt python3 setup.py -q build_ext --build-lib build/simt &&
-    python3 -c 'import torch, torchrec_dyn; print(torch.__version__, torch.cuda.get_device_name(), torchrec_dyn._C.__file__)'
+    has_kernels
+}
+# The bits that are pinned for all devices.
+golden() {
+  has_kernels && "${pytest[@]}" -n 4 tests/ops/test_hash_golden.py tests/storage/test_initializers.py \
+    tests/ops/test_admission_ops.py tests/ops/test_content_ops.py tests/ops/test_row_rounding.py tests/ops/test_row_update.py
 }
 # Every test that runs on the fixture `device`, on the GPU. The other one reads how much memory the GPU has left, so it
 # runs alone.
 tests() {
-  $pytest -n 8 -k "cuda and not block_of_a_gpu" && $pytest -k block_of_a_gpu
+  local failed=0
+  has_kernels || return
+  "${pytest[@]}" -n 8 -k "not block_of_a_gpu" "${rooms[@]}" || failed=1
+  "${pytest[@]}" -k block_of_a_gpu tests/storage || failed=1
+  return "$failed"
 }
-# Shared memory is CUB's alone, and races in global memory are ThreadSanitizer's (csrc/sanitize/run).
-memcheck() {
-  compute-sanitizer --tool memcheck --error-exitcode 1 $pytest -k "cuda and (id_map or contract or rows)" -x
+# Each tensor has memory of its own, so that no access beyond a tensor hits the next one unseen. Shared memory is CUB's
+# alone, so racecheck has nothing to see; races in global memory are ThreadSanitizer's (csrc/sanitize/run).
+sanitized() {
+  has_kernels && PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 1 \
+    "${pytest[@]}" -x -k "id_map or contract or rows or row_update or scores" tests/ops tests/storage
 }
-bench() { python3 benchmarks/bench_gpu.py --rounds 9 --results "$out"; }
+memcheck() { sanitized memcheck; }
+initcheck() { sanitized initcheck; }
+# The same model on both devices: equal rows, and AUCs that differ by rounding only.
+train() {
+  has_kernels || return
+  for device in cpu cuda; do
+    python3 examples/mixed_dimensions.py --device "$device" --kinds full block mult | tee "$out/train.$device" || return
+  done
+  paste "$out/train.cpu" "$out/train.cuda" | awk 'NR > 1 && ($2 != $7 || ($4 - $9) ^ 2 > 1e-4) { print "differs: " $0; bad = 1 }
+    END { exit bad || NR < 4 }'
+}
+bench() { has_kernels && python3 benchmarks/bench_gpu.py --rounds 9 --results "$out"; }
 
-failed=
-for step in $steps; do
+failed=()
+for step in "${steps[@]}"; do
   echo "== $step: $(date +%T)"
-  $step >"$out/$step.log" 2>&1 || failed="$failed $step"
+  "$step" >"$out/$step.log" 2>&1 || failed+=("$step")
   tail --lines 5 "$out/$step.log"
 done
-echo "== $(date +%T): ${failed:+failed:$failed}${failed:-all steps passed}"
-[ -z "$failed" ]
+rm -f "$out"/train.cpu "$out"/train.cuda
+echo "== $(date +%T): ${failed[*]:+failed: }${failed[*]:-all steps passed}"
+[ ${#failed[@]} -eq 0 ]

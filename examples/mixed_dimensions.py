@@ -91,7 +91,7 @@ def train_and_evaluate(kind: str, options: argparse.Namespace) -> dict[str, floa
             dense_arch_layer_sizes=[64, options.dim],
             over_arch_layer_sizes=[128, 64, 1],
         )
-    )
+    ).to(options.device)
     dense = [one for one in model.parameters() if not one.is_meta]
     adam = torch.optim.Adam(dense, lr=options.dense_lr)
     source = StreamSource(
@@ -104,7 +104,7 @@ def train_and_evaluate(kind: str, options: argparse.Namespace) -> dict[str, floa
     )
 
     def run(clicks: Clicks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        batch = clicks.to_batch()
+        batch = clicks.to_batch().to(options.device)
         batch.sparse_features = ids_for(kind, batch.sparse_features, options.buckets)
         loss, (_, logits, labels) = model(batch)
         return loss, logits, labels
@@ -116,7 +116,7 @@ def train_and_evaluate(kind: str, options: argparse.Namespace) -> dict[str, floa
     model.eval()
     with torch.no_grad():
         held_out = [run(clicks)[1:] for clicks in source.evaluation()]
-    logits, labels = (torch.cat(parts) for parts in zip(*held_out, strict=True))
+    logits, labels = (torch.cat(parts).cpu() for parts in zip(*held_out, strict=True))
     rows, held = held_by(collection)
     truth, said = labels.numpy().astype(np.int64), logits.sigmoid().numpy()
     return {
@@ -142,6 +142,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=rate, default=0.1, help="learning rate of the rows")
     parser.add_argument("--dense-lr", type=rate, default=0.002, help="of the dense part (Adam)")
     parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     return parser.parse_args(arguments)
 

@@ -83,53 +83,70 @@ def test_runs_and_writes(name, tiny_run):
     assert not counted or f"{statistics.geometric_mean(counted):.3f}" in last
 
 
-def test_gpu_goals_are_judged_by_the_slowest_of_the_largest_map():
-    import bench_gpu
+def test_the_gpu_benchmark_measures_every_side_and_judges_no_cpu(tiny_run, monkeypatch, capsys):
+    import axes
 
-    def row(what: str, ids: int, rate: float) -> dict:
-        return {"what": what, "ids": ids, "billions_a_second": rate, "milliseconds": 4.0}
+    monkeypatch.setattr(axes, "GPU_IDS", (1_000,))  # the size of --quick
+    import summary
 
-    rows = [row("find", 10, 9.0), row("find", 100, 5.5), row("find", 100, 4.5)]
-    rows += [row("new ids", 100, 0.9), row("growth", 100, 1.0)]
-    assert [line.split(": ")[-1] for line in bench_gpu.judged(rows, 100)] == [
-        "MISSED",
-        "met",
-        "met",
-    ]
+    written, folder, shown = tiny_run("bench_gpu")
+    goals = summary.gpu_goals()
+    assert len(goals) == 17
+    seen = [summary.seen_of(goal, {"gpu": written["rows"]}) for goal in goals]
+    assert None not in seen
+    sides = {(row["what"], row.get("against")) for row in written["rows"]}
+    for what, others in {
+        "forward": ["TBE", "bare gather", "random lines"],
+        "update": ["TBE", "TBE, deterministic"],
+        "step": ["TBE", "TBE, deterministic"],
+        "host": ["TBE"],
+    }.items():
+        assert {(what, other) for other in others} == {side for side in sides if side[0] == what}
+    assert "Nothing here was measured on one." in shown and " met" not in shown
+    summary.main(["--results", str(folder)])
+    assert "gpu" not in capsys.readouterr().out
 
 
-def test_the_bundle_for_a_gpu_holds_what_torchrec_loads(tmp_path, capsys):
-    """The packages of the GPU's side, with files of this test in place of the wheels."""
-    import tarfile
-    import zipfile
+def test_the_sides_of_a_gpu_do_the_same_work():
+    from axes import gpu_step, raw_ids, tiny
+    from gpu_sides import Batches, Sides
 
-    import gpu_bundle
+    workload = tiny(gpu_step(bag=2))
+    sides, batches = Sides(workload, torch.float32, "cpu", True), Batches(workload, "cpu")
+    pooled = {name: run(1) for name, run in sides.forwards(batches).items()}
+    rows = batches.rows[1].view(workload.tables, workload.batch, workload.bag)
+    for t, table in enumerate(sides.dynamic.local_tables().values()):
+        assert table.stats()["rows"] == workload.rows
+        held, is_known = table.lookup(raw_ids(rows[t]).flatten())
+        assert is_known.all()
+        mine = pooled["ours"][:, t * workload.dim : (t + 1) * workload.dim]
+        torch.testing.assert_close(mine, held.view(*rows[t].shape, -1).sum(1))
+    gathered = sides.floors(batches)["bare gather"](1).view(workload.tables, workload.batch, -1)
+    torch.testing.assert_close(gathered.transpose(0, 1).flatten(1), pooled["TBE"])
+    assert not torch.are_deterministic_algorithms_enabled()
 
-    names = [f"fbgemm_gpu/{name}.so" for name in (*gpu_bundle.LIBRARIES, *gpu_bundle.LOADED)]
-    wheels = {
-        "torchrec-1.8.0-py3": ["torchrec/__init__.py", "torchrec-1.8.0.dist-info/METADATA"],
-        "tensordict-0.15.3-py3": ["tensordict/__init__.py"],
-        "pyvers-0.2.3-py3": ["pyvers/__init__.py"],
-        "fbgemm_gpu_cpu-1.8.0-cp312": [
-            "fbgemm_gpu/__init__.py",
-            "fbgemm_gpu/docs/target.default.json.py",
-        ],
-        "fbgemm_gpu-1.6.0-cp312": [*names, "fbgemm_gpu/fbgemm_gpu_tbe_training_backward.so"],
-    }
-    for wheel, files in wheels.items():
-        with zipfile.ZipFile(tmp_path / f"{wheel}.whl", "w") as packed:
-            for name in files:
-                packed.writestr(name, wheel)
-    gpu_bundle.main([str(tmp_path), str(tmp_path / "out")])
-    with tarfile.open(tmp_path / "out/site.tar.xz") as packed:
-        init = packed.extractfile("fbgemm_gpu/__init__.py").read().decode()
-        ours = {"torchrec/__init__.py", "tensordict/__init__.py", "pyvers/__init__.py"}
-        assert set(packed.getnames()) == ours | {"fbgemm_gpu/__init__.py", *names}
-    compile(init, "fbgemm_gpu/__init__.py", "exec")
-    assert "'fbgemm_gpu_py'" in init
-    (tmp_path / "torchrec-1.8.0-py3.whl").unlink()
-    with pytest.raises(SystemExit, match=r"expected one wheel of torchrec in .*, got \[\]"):
-        gpu_bundle.main([str(tmp_path), str(tmp_path / "out")])
+
+def test_the_gpu_benchmark_leaves_out_what_is_not_there(monkeypatch, capsys):
+    import gpu_steps
+    from axes import GPU_STEPS, gpu_step
+
+    def no_library(workload, **more):
+        raise AttributeError("no such op\nof this library")
+
+    monkeypatch.setattr("gpu_sides.static_tables", no_library)
+    monkeypatch.setattr(gpu_steps, "GPU_STEPS", GPU_STEPS[:1])
+    monkeypatch.setattr(gpu_steps, "GPU_HALF", ())
+    arguments = SimpleNamespace(device="cpu", quick=True, rounds=1, clock="wall")
+    rows = [*gpu_steps.steps(arguments), *gpu_steps.host_times(arguments)]
+    assert capsys.readouterr().out.count("TBE is left out: no such op\n") == 2
+    against = {"bare gather", "random lines", None}
+    assert {row.get("against") for row in rows} == against
+    assert {row["what"] for row in rows} == {"bytes a row", "forward", "update", "step", "host"}
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (50 * 10**9, 139 * 10**9))
+    most = gpu_step(rows=100_000_000)
+    assert gpu_steps.lacks_memory(most, torch.float32, "cuda")
+    assert not gpu_steps.lacks_memory(most, torch.float16, "cuda")
+    assert capsys.readouterr().out.startswith(f"{most.name} is left out: it needs ")
 
 
 def test_checkpoints_are_measured_on_two_ranks(tmp_path):
