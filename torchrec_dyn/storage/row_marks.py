@@ -19,6 +19,21 @@ _BLOCK_ROWS = 1 << 18  # 1 MiB; a small table takes less
 _LEAST_SHIFT = 9  # 64 stripes of bits, of whole bytes
 
 
+def marks_bytes(rows: int, row_limit: int) -> int:
+    """Returns the bytes of the marks of a table of `rows` rows.
+
+    Args:
+        rows: number of rows in use.
+        row_limit: the most rows of the table.
+    """
+    shift = _shift(row_limit)
+    return (-(-rows >> shift) << shift) * 4 + (-(-rows >> shift) << shift - 3)
+
+
+def _shift(row_limit: int) -> int:
+    return max(_LEAST_SHIFT, min(_BLOCK_ROWS, row_limit).bit_length() - 1)
+
+
 class RowMarks:
     """An int32 for each row of a table, in blocks that never move.
 
@@ -33,7 +48,7 @@ class RowMarks:
     """
 
     def __init__(self, row_limit: int, device: torch.device) -> None:
-        self.shift = max(_LEAST_SHIFT, min(_BLOCK_ROWS, row_limit).bit_length() - 1)
+        self.shift = _shift(row_limit)
         self.blocks: list[Tensor] = []
         self.bits: list[Tensor] = []
         self._words: list[Tensor] = []  # the same memory as float32, for the op that copies rows
