@@ -108,16 +108,16 @@ def test_a_table_in_ranges_commits_what_its_parts_cost(monkeypatch):
         assert held <= price <= 1.3 * held + 2 * PAGE
 
 
-def test_marks_cost_what_a_change_log_holds():
-    log = ChangeLog(700_000, CPU)
-    log.reserve(300_001)
-    sizes = [
-        table_size(300_001, 8, torch.float32, ADAM, device, 700_000, deltas=True)
-        for device in ("cpu", "cuda")
-    ]
-    assert {one.marks for one in sizes} == {log.bytes}
-    plain = table_size(300_001, 8, torch.float32, ADAM, "cuda", 700_000)
-    assert plain.marks == 0 and sizes[1].total == plain.total + log.bytes
+@pytest.mark.parametrize("limit", [700, 700_000, 20_000_000])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_marks_cost_what_a_change_log_holds(device, limit):
+    rows = limit // 2 + 1
+    log = ChangeLog(limit, torch.device("cpu" if device == "cpu" else "meta"))
+    log.reserve(rows)
+    size = table_size(rows, 8, torch.float32, ADAM, device, limit, deltas=True)
+    plain = table_size(rows, 8, torch.float32, ADAM, device, limit)
+    assert size.marks == log.bytes and plain.marks == 0
+    assert size.total == plain.total + log.bytes
 
 
 # The planner

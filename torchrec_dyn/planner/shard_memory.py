@@ -96,7 +96,7 @@ def table_size(
         id_map=most_slots(rows, device_type) * SLOT_BYTES,
         scores=store(SCORE_BYTES) if has_life else 0,
         counters=waiting,
-        marks=2 * marks_bytes(rows, limit) if deltas else 0,
+        marks=2 * marks_bytes(rows, limit, device_type) if deltas else 0,
     )
 
 

@@ -16,22 +16,28 @@ from torch import Tensor
 from torchrec_dyn import ops
 
 _BLOCK_ROWS = 1 << 18  # 1 MiB; a small table takes less
+# Of a table at its limit on a GPU, about: each block of a call costs host time.
+_MOST_BLOCKS = 16
 _LEAST_SHIFT = 9  # 64 stripes of bits, of whole bytes
 
 
-def marks_bytes(rows: int, row_limit: int) -> int:
+def marks_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
     """Returns the bytes of the marks of a table of `rows` rows.
 
     Args:
         rows: number of rows in use.
         row_limit: the most rows of the table.
+        device_type: type of the table's device.
     """
-    shift = _shift(row_limit)
-    return (-(-rows >> shift) << shift) * 4 + (-(-rows >> shift) << shift - 3)
+    shift = _shift(row_limit, device_type)
+    blocks = -(-rows >> shift)
+    return blocks * ((4 << shift) + (1 << shift - 3))
 
 
-def _shift(row_limit: int) -> int:
-    return max(_LEAST_SHIFT, min(_BLOCK_ROWS, row_limit).bit_length() - 1)
+def _shift(row_limit: int, device_type: str) -> int:
+    """Returns the binary logarithm of the rows of a block."""
+    most = _BLOCK_ROWS if device_type == "cpu" else max(_BLOCK_ROWS, row_limit // _MOST_BLOCKS)
+    return max(_LEAST_SHIFT, min(most, row_limit).bit_length() - 1)
 
 
 class RowMarks:
@@ -48,7 +54,7 @@ class RowMarks:
     """
 
     def __init__(self, row_limit: int, device: torch.device) -> None:
-        self.shift = _shift(row_limit)
+        self.shift = _shift(row_limit, device.type)
         self.blocks: list[Tensor] = []
         self.bits: list[Tensor] = []
         self._words: list[Tensor] = []  # the same memory as float32, for the op that copies rows
