@@ -145,10 +145,6 @@ class RowOptimizer:
         """Returns the width of each optimizer state for rows of `columns` columns."""
         return tuple(1 if rowwise else columns for rowwise in self.state_is_rowwise)
 
-    def state_bytes(self, columns: int) -> int:
-        """Returns the bytes of optimizer state for a row of `columns` columns."""
-        return sum(self.state_columns(columns)) * STATE_DTYPE.itemsize
-
     def hyper(self, learning_rate: float) -> list[float]:
         """Returns the hyper-parameters of `ops.update_rows_` at the current learning rate."""
         return [

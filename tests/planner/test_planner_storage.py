@@ -41,7 +41,6 @@ from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import DynamicStorageEstimator, make_planner, table_bytes
 from torchrec_dyn.ranks.routing import config_of_share, row_limit
 from torchrec_dyn.storage.id_map import MAX_LOAD, SLOT_BYTES, IdMap, most_slots
-from torchrec_dyn.storage.row_store import block_shift
 from torchrec_dyn.table.table import DynamicTable
 
 ROWS, DIM = 3000, 64
@@ -281,23 +280,6 @@ def test_estimating_again_changes_nothing():
     assert [option.total_storage for option in found] == once
 
 
-def test_a_gpu_holds_whole_blocks_of_rows():
-    module = DynamicEmbeddingBagCollection([pooled()])
-    key = ("user", "table_wise")
-    sharder = DynamicEmbeddingBagCollectionSharder()
-    found, plain = (
-        options(estimator(topology("cuda")), module, sharder, device="cuda")[key].shards[0].storage
-        for estimator in (DynamicStorageEstimator, EmbeddingStorageEstimator)
-    )
-    block = 1 << block_shift(ROWS, DIM * 4)
-    assert ROWS % block
-    rows = math.ceil(ROWS / block) * block
-    assert (found.hbm - plain.hbm, found.ddr) == (
-        (rows - ROWS) * DIM * 4 + most_slots(ROWS) * SLOT_BYTES,
-        0,
-    )
-
-
 def test_expected_rows_price_a_generous_limit():
     sharder = DynamicEmbeddingBagCollectionSharder()
     generous = DynamicEmbeddingBagCollection([pooled(num_embeddings=2**45)])
@@ -434,27 +416,6 @@ def test_the_counters_of_a_batch_over_the_limit_are_all_that_is_left_out():
     }
     assert table.stats()["bytes"] <= price[COUNTERS + batch]
     assert price[COUNTERS + batch] - price[COUNTERS] < 64 * batch
-
-
-def test_a_gpu_holds_whole_blocks_of_scores_and_counters():
-    key = ("user", "table_wise")
-    with_life, without = (
-        options(DynamicStorageEstimator(topology("cuda")), collection(one), SHARDER, device="cuda")[
-            key
-        ]
-        .shards[0]
-        .storage
-        for one in (POLICIES["counters"], None)
-    )
-
-    def in_blocks(rows, row_bytes):
-        block = 1 << block_shift(rows, row_bytes)
-        assert rows % block
-        return -(-rows // block) * block
-
-    scores = in_blocks(ROWS, DIM * 4) + in_blocks(COUNTERS, 8)
-    assert with_life.hbm - without.hbm == 8 * scores + most_slots(COUNTERS) * SLOT_BYTES
-    assert with_life.ddr == without.ddr == 0
 
 
 def test_expected_rows_do_not_hide_counters():

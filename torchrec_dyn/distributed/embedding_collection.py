@@ -112,6 +112,7 @@ class ShardedDynamicEmbeddingCollection(
             env,
             fused_params,
             list(SEQUENCE_SHARDINGS),
+            device,
             module_fqn,
         )
         _check_widths(setup.layouts, setup.plan, setup.where)

@@ -92,6 +92,7 @@ class ShardedDynamicEmbeddingBagCollection(
             env,
             fused_params,
             list(POOLED_SHARDINGS),
+            device,
             module_fqn,
         )
         super().__init__(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
+from torchrec.distributed.types import ParameterSharding, ShardingEnv
 
 from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.distributed.table_move import move_table
@@ -94,8 +94,7 @@ def _described(
     """Returns a plan in plain values, so that ranks can compare their plans.
 
     Raises:
-        ValueError: if the collection cannot be moved without its feature processors, or `wrapped` raises it,
-            or the model uses 2D parallelism.
+        ValueError: if the collection cannot be moved without its feature processors, or `wrapped` raises it.
     """
     if wrapped is not None:
         wrapped()
@@ -103,10 +102,6 @@ def _described(
         raise ValueError(
             "expected a collection without feature processors, got one inside a feature-processed module, "
             "which depends on the plan. Reshard the feature-processed module."
-        )
-    if isinstance(env, ShardingEnv2D):
-        raise ValueError(
-            "expected a model without 2D parallelism, got a model with several copies of its tables."
         )
     described = []
     for table, sharding in sorted(changed.items()):

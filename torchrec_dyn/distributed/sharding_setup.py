@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.types import ParameterSharding, ShardingEnv
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_dyn.config import DynamicTableConfig
@@ -65,6 +65,7 @@ def set_up(
     env: ShardingEnv,
     fused_params: Mapping[str, Any] | None,
     sharding_types: Sequence[str],
+    device: torch.device | None,
     module_fqn: str | None,
 ) -> ShardingSetup:
     """Checks the plan, the optimizers and the names of the tables, before anything is built.
@@ -77,17 +78,15 @@ def set_up(
         env: the ranks.
         fused_params: the sharder's `fused_params`.
         sharding_types: the types that the collection supports.
+        device: device of the rows; None: cpu.
         module_fqn: path of the collection in the model.
 
     Raises:
-        ValueError: if there is no process group, or the plan, an optimizer or a table's name is not valid.
+        ValueError: if there is no process group, or the model is in a DMPCollection, or the device, the plan,
+            an optimizer or a table's name is not valid.
     """
     where = f"{type(module).__name__}('{module_fqn}')" if module_fqn else type(module).__name__
-    if env.process_group is None:
-        raise ValueError(
-            f"{where}: expected a process group, got none, as from TorchRec's shard_quant_model. Serve the "
-            "tables with torchrec_dyn.serving."
-        )
+    _check_surroundings(env, device, where)
     layouts = table_layouts(configs, plan, env, sharding_types, where)
     for_our_kernel = checked_plan(plan, where)
     held: Any = getattr(module, holder)
@@ -107,6 +106,28 @@ def set_up(
     frozen = {name for name, table in tables.items() if table.is_frozen}
     unsharded = module.without_rows()
     return ShardingSetup(where, configs, for_our_kernel, layouts, dynamic, view, unsharded, frozen)
+
+
+def _check_surroundings(env: ShardingEnv, device: torch.device | None, where: str) -> None:
+    """Raises ValueError unless collections can be sharded over these ranks with rows on this device."""
+    if env.process_group is None:
+        raise ValueError(
+            f"{where}: expected a process group, got none, as from TorchRec's shard_quant_model. Serve the "
+            "tables with torchrec_dyn.serving."
+        )
+    if isinstance(env, ShardingEnv2D):
+        # docs/decisions/0029: TorchRec would not even find the rows, and its replicas would drift apart.
+        raise ValueError(
+            f"{where}: expected DistributedModelParallel, got TorchRec's DMPCollection (2D parallelism). Its "
+            "sync averages rows by their position, and replicas of a dynamic table have an id at different "
+            "positions. Use DistributedModelParallel over all ranks."
+        )
+    if device is not None and device.type != "cpu":
+        raise ValueError(
+            f"{where}: expected rows of a sharded collection on the CPU, got {device}. Shard with "
+            "device=torch.device('cpu'): sharding on CUDA comes with the next step. Unsharded collections "
+            "train on CUDA."
+        )
 
 
 _tables_of_model: weakref.WeakKeyDictionary[ShardingEnv, dict[str, str]] = (

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from torchrec_dyn.layers.row_pooling import pooled_rows
+
 Input: TypeAlias = Tensor | JaggedTensor
 
 
@@ -242,7 +244,16 @@ def shares(weights: Tensor, lengths: Tensor) -> Tensor:
     bag = torch.repeat_interleave(
         torch.arange(lengths.numel(), device=weights.device), lengths, output_size=weights.numel()
     )
-    total = weights.new_zeros(lengths.numel()).index_add(0, bag, weights)
+    total = _sums_by_bag(weights, bag, lengths)
     is_zero = (total == 0)[bag]
     # A divisor of zero would make the gradient NaN even where the quotient is not used.
     return torch.where(is_zero, 0.0, weights / total.where(total != 0, 1.0)[bag])
+
+
+def _sums_by_bag(weights: Tensor, bag: Tensor, lengths: Tensor) -> Tensor:
+    """Returns the sum of the weights of each bag, [B] float32; the same bits on every device."""
+    if weights.is_cpu:
+        return weights.new_zeros(lengths.numel()).index_add(0, bag, weights)
+    # On CUDA `index_add` adds in any order. Segments of rows are added in order, segments of numbers in
+    # another order than on the CPU; so each weight is a row of one column.
+    return pooled_rows(weights.unsqueeze(1), lengths, None, False).squeeze(1)

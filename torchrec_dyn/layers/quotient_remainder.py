@@ -19,8 +19,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     get_embedding_names_by_table,
-    process_pooled_embeddings,
-    reorder_inverse_indices,
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -36,6 +34,7 @@ from torchrec_dyn.modules import (
     dynamic_config_by_table,
     initializer_of,
     number_by_table,
+    outputs_by_sample,
 )
 
 PairOp = Literal["mult", "add", "concat"]
@@ -406,11 +405,11 @@ class PooledPairs(nn.Module):
                 self._outputs, lengths, weights, strict=True
             )
         ]
-        inverse = reorder_inverse_indices(features.inverse_indices_or_none(), self._features)
+        inverse = features.inverse_indices_or_none()
         return KeyedTensor(
             keys=self._names,
             length_per_key=self._columns,
-            values=process_pooled_embeddings(pooled, inverse),
+            values=outputs_by_sample(pooled, inverse, self._features),
         )
 
 

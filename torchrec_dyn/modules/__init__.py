@@ -21,6 +21,7 @@ from torchrec_dyn.modules.optimizer_choice import (
     merged_fused_params,
 )
 from torchrec_dyn.modules.optimizer_state import saved_states
+from torchrec_dyn.modules.sample_outputs import outputs_by_sample
 from torchrec_dyn.modules.table_configs import (
     check_id,
     check_size,

@@ -14,8 +14,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, pooling_type_
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     get_embedding_names_by_table,
-    process_pooled_embeddings,
-    reorder_inverse_indices,
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -24,6 +22,7 @@ from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules.collection_tables import UnshardedCollection, unsharded_tables
 from torchrec_dyn.modules.feature_ids import FeatureReader
+from torchrec_dyn.modules.sample_outputs import outputs_by_sample
 from torchrec_dyn.modules.table_configs import checked_configs
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 
@@ -104,9 +103,7 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
             pooled = list(torch.split(pooled[0], self._columns, dim=1))
         if inverse_indices is not None or len(pooled) > 1:
             names = [name for names in self._feature_names for name in names]
-            pooled = [
-                process_pooled_embeddings(pooled, reorder_inverse_indices(inverse_indices, names))
-            ]
+            pooled = [outputs_by_sample(pooled, inverse_indices, names)]
         return KeyedTensor(
             keys=self._embedding_names, length_per_key=self._columns, values=pooled[0]
         )

@@ -161,5 +161,4 @@ def _features_and_ranks(collection: Collection) -> tuple[dict[str, int], int]:
         configs = [table.config for table in collection.unsharded_lookup.tables]
         return {config.name: len(config.feature_names) for config in configs}, 1
     features = {name: len(collection.table(name).features) for name in table_names(collection)}
-    # With 2D parallelism, the ranks of one copy of the tables: only their batches read this copy.
     return features, collection._env.world_size

@@ -5,15 +5,90 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
-from torchrec.distributed.planner.types import ShardEstimator
+from torchrec.distributed.planner.types import (
+    PlannerError,
+    PlannerErrorType,
+    ShardEstimator,
+    ShardingOption,
+)
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_dyn.planner.balance import EvenLoad
 from torchrec_dyn.planner.measured import MeasuredConstraints
 from torchrec_dyn.planner.storage import DynamicStorageEstimator
+
+_MOST_TABLES = 8  # in a message
+_GIB = 1 << 30
+_NO_ROOM = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
+
+
+class _PricedPlanner(EmbeddingShardingPlanner):
+    """TorchRec's planner. If no plan fits the memory, its error lists the largest tables.
+
+    Args:
+        topology: the devices.
+        enumerator: the enumerator of sharding options.
+        **options: other arguments of EmbeddingShardingPlanner.
+    """
+
+    def __init__(self, topology: Topology, enumerator: EmbeddingEnumerator, **options: Any) -> None:
+        super().__init__(topology=topology, enumerator=enumerator, **options)
+        self._priced_by = topology, enumerator
+
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """Returns a plan.
+
+        Args:
+            module: the model.
+            sharders: the sharders of its collections.
+
+        Raises:
+            PlannerError: if no plan fits.
+        """
+        try:
+            return super().plan(module, sharders)
+        except PlannerError as error:
+            if error.error_type not in _NO_ROOM:
+                raise
+            topology, enumerator = self._priced_by
+            tables = _largest_tables(enumerator.enumerate(module, sharders), topology)
+            raise PlannerError(f"{error}\n{tables}", error.error_type) from error
+
+
+def _largest_tables(options: list[ShardingOption], topology: Topology) -> str:
+    """Returns the bytes of the largest tables and the ways to make them fit, for an error."""
+    memory = "ddr" if topology.compute_device == "cpu" else "hbm"
+    least: dict[str, tuple[int, int, str]] = {}
+    for option in options:
+        sizes = [getattr(shard.storage, memory) for shard in option.shards]
+        one = (max(sizes), sum(sizes), option.sharding_type)
+        least[option.name] = min(least.get(option.name, one), one)
+    largest = sorted(least.items(), key=lambda item: -item[1][1])
+    lines = [
+        f"  '{name}': {total / _GIB:,.2f} GiB in all, {shard / _GIB:,.2f} GiB in a shard under {kind}"
+        for name, (shard, total, kind) in largest[:_MOST_TABLES]
+    ]
+    if len(largest) > _MOST_TABLES:
+        rest = sum(total for _, (_, total, _) in largest[_MOST_TABLES:])
+        lines.append(f"  {len(largest) - _MOST_TABLES} other tables: {rest / _GIB:,.2f} GiB in all")
+    room = getattr(topology.devices[0].storage, memory) / _GIB
+    head = (
+        f"make_planner: expected tables that fit into {room:,.2f} GiB of {memory}_cap on each of "
+        f"{topology.world_size} ranks, less what TorchRec reserves, got, under the sharding type with the "
+        "smallest shards:"
+    )
+    remedy = (
+        f"If a rank has more memory, set Topology({memory}_cap=bytes). If a table will have fewer rows than "
+        "num_embeddings, set expected_rows={name: rows}. Else allow row_wise or column_wise in its "
+        "constraints, use more ranks, smaller dtypes, or a row-wise optimizer. `python -m torchrec_dyn size` "
+        "prints the parts of a table."
+    )
+    return "\n".join([head, *lines, remedy])
 
 
 def make_planner(
@@ -21,18 +96,21 @@ def make_planner(
     batch_size: int = BATCH_SIZE,
     constraints: Mapping[str, ParameterConstraints] | None = None,
     expected_rows: Mapping[str, int] | None = None,
+    deltas: bool = False,
     **options: Any,
 ) -> EmbeddingShardingPlanner:
     """Returns TorchRec's planner, with storage priced by DynamicStorageEstimator.
 
     Plans are rated by their slowest rank, as in TorchRec. With measured constraints (`constraints_from`)
-    they are also rated by their fullest rank, see EvenLoad.
+    they are also rated by their fullest rank, see EvenLoad. If no plan fits the memory, the PlannerError also
+    lists the largest tables.
 
     Args:
         topology: the devices.
         batch_size: samples per rank.
         constraints: constraints by table name. GRID is offered only for tables whose constraints name it.
         expected_rows: expected rows by table name, see DynamicStorageEstimator.
+        deltas: True if deltas of the model are exported, see DynamicStorageEstimator.
         **options: other arguments of EmbeddingShardingPlanner, except `enumerator`.
     """
     by_table = None if constraints is None else dict(constraints)
@@ -40,9 +118,9 @@ def make_planner(
         options.setdefault("performance_model", EvenLoad(topology))
     estimators: list[ShardEstimator] = [
         EmbeddingPerfEstimator(topology, by_table),
-        DynamicStorageEstimator(topology, by_table, expected_rows=expected_rows),
+        DynamicStorageEstimator(topology, by_table, expected_rows=expected_rows, deltas=deltas),
     ]
-    return EmbeddingShardingPlanner(
+    return _PricedPlanner(
         topology=topology,
         batch_size=batch_size,
         enumerator=EmbeddingEnumerator(topology, batch_size, by_table, estimators),

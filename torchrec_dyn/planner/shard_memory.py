@@ -7,9 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from torchrec_dyn.life import SCORE_BYTES
-from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer
 from torchrec_dyn.ranks import row_limit
-from torchrec_dyn.storage import SLOT_BYTES, block_shift, most_slots
+from torchrec_dyn.storage import (
+    SLOT_BYTES,
+    block_shift,
+    marks_bytes,
+    most_slots,
+    most_store_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,7 @@ class TableSize:
         id_map: bytes of the id map.
         scores: bytes of the scores of the rows; 0 without a policy.
         counters: bytes of the counters of waiting ids, with their map.
+        marks: bytes of the marks of changed rows; 0 without deltas.
     """
 
     weights: int
@@ -29,11 +36,13 @@ class TableSize:
     id_map: int
     scores: int
     counters: int
+    marks: int = 0
 
     @property
     def total(self) -> int:
         """Bytes of the shard."""
-        return self.weights + self.optimizer_state + self.id_map + self.scores + self.counters
+        rows = self.weights + self.optimizer_state + self.scores + self.marks
+        return rows + self.id_map + self.counters
 
 
 def table_size(
@@ -45,14 +54,17 @@ def table_size(
     limit: int | None = None,
     has_life: bool = False,
     counters: int = 0,
+    deltas: bool = False,
 ) -> TableSize:
     """Returns an upper bound of the bytes of a DynamicTable with `rows` rows, part by part.
 
     On the CPU the weights and the optimizer state are exact, because memory is committed when a row is
-    first written. On other devices whole blocks of rows are counted. The id map is counted with its largest
-    size up to this number of ids, growth included: 2 / MAX_LOAD slots per row while it is small,
-    1.25 / MAX_LOAD later. The map of counters is counted in the same way. Not included: withheld rows,
-    counters above their limit before the surplus of a batch is dropped, and the lists of rows to evict next.
+    first written. A GPU commits pages of 2 MiB, and an eighth (at most 256 MiB) more than a store needs. The
+    id map is counted with its largest size up to this number of ids, growth included: 2 / MAX_LOAD slots per
+    row while it is small, 1.25 / MAX_LOAD later. A GPU has old and new slots in memory while a map grows:
+    3 / MAX_LOAD, later 2.25 / MAX_LOAD. The map of counters is counted in the same way. Not included:
+    withheld rows, counters above their limit before the surplus of a batch is dropped, the lists of rows to
+    evict next, and the removed ids that deltas need.
 
     Args:
         rows: number of ids with a row.
@@ -63,26 +75,29 @@ def table_size(
         limit: the table's row limit, which decides the size of its blocks; None: `rows`.
         has_life: True if any policy is set, so that each row has a score.
         counters: maximum number of waiting ids in this shard.
+        deltas: True if deltas are exported (`checkpoint.mark`), so that each row has two marks.
     """
-    shift = block_shift(rows if limit is None else limit, columns * dtype.itemsize)
-    held = _held_rows(rows, shift, device_type)
+    limit = rows if limit is None else limit
+    shift = block_shift(limit, columns * dtype.itemsize, device_type)
+
+    def store(row_bytes: int) -> int:
+        return most_store_bytes(rows, row_bytes, shift, device_type)
+
+    states = optimizer.state_columns(columns)
     waiting = 0
     if counters:
-        shift = block_shift(counters, SCORE_BYTES)
-        waiting = most_slots(counters) * SLOT_BYTES
-        waiting += _held_rows(counters, shift, device_type) * SCORE_BYTES
+        # The counters of a table have at most its limit, or the number that the user chose.
+        shift_of_counters = block_shift(max(counters, limit), SCORE_BYTES, device_type)
+        waiting = most_slots(counters, device_type) * SLOT_BYTES
+        waiting += most_store_bytes(counters, SCORE_BYTES, shift_of_counters, device_type)
     return TableSize(
-        weights=held * columns * dtype.itemsize,
-        optimizer_state=held * optimizer.state_bytes(columns),
-        id_map=most_slots(rows) * SLOT_BYTES,
-        scores=held * SCORE_BYTES if has_life else 0,
+        weights=store(columns * dtype.itemsize),
+        optimizer_state=sum(store(width * STATE_DTYPE.itemsize) for width in states),
+        id_map=most_slots(rows, device_type) * SLOT_BYTES,
+        scores=store(SCORE_BYTES) if has_life else 0,
         counters=waiting,
+        marks=2 * marks_bytes(rows, limit, device_type) if deltas else 0,
     )
-
-
-def _held_rows(rows: int, shift: int, device_type: str) -> int:
-    """Returns the rows with committed memory if `rows` rows in blocks of 2^shift rows are in use."""
-    return rows if device_type == "cpu" else -(-rows >> shift) << shift
 
 
 def table_bytes(
@@ -94,9 +109,12 @@ def table_bytes(
     limit: int | None = None,
     has_life: bool = False,
     counters: int = 0,
+    deltas: bool = False,
 ) -> int:
     """Returns `table_size(...).total`: an upper bound of the bytes of a shard, from the same arguments."""
-    return table_size(rows, columns, dtype, optimizer, device_type, limit, has_life, counters).total
+    return table_size(
+        rows, columns, dtype, optimizer, device_type, limit, has_life, counters, deltas
+    ).total
 
 
 def print_size(

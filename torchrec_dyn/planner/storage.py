@@ -70,6 +70,7 @@ class DynamicStorageEstimator(ShardEstimator):
             rows than `num_embeddings`: the limit reserves no memory, so it need not be priced. It
             replaces the expected rows of the constraints, not their counters. The default of
             AdmitAfter.counters follows these rows.
+        deltas: True to price the marks of rows, for models of which deltas are exported.
 
     Raises:
         ValueError: if an expected number of rows is below 1; in `estimate`, if it is above the
@@ -83,7 +84,9 @@ class DynamicStorageEstimator(ShardEstimator):
         pipeline_type: PipelineType = PipelineType.NONE,
         run_embedding_at_peak_memory: bool = False,
         expected_rows: Mapping[str, int] | None = None,
+        deltas: bool = False,
     ) -> None:
+        self._deltas = deltas
         self._device_type: str = topology.compute_device
         self._constraints = dict(constraints or {})
         self._expected_rows = dict(expected_rows or {})
@@ -130,6 +133,7 @@ class DynamicStorageEstimator(ShardEstimator):
                 share.limit,
                 share.has_life,
                 share.counters,
+                self._deltas,
             )
             on_cpu = self._device_type == "cpu"
             table = Storage(hbm=0 if on_cpu else held, ddr=held if on_cpu else 0)

@@ -11,14 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch.distributed as dist
-from torchrec.distributed.comm import get_local_size, get_topology_group_world_size
+from torchrec.distributed.comm import get_topology_group_world_size
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import (
     EnumerableShardingSpec,
     ParameterSharding,
     ShardingEnv,
-    ShardingEnv2D,
     ShardingType,
     ShardMetadata,
 )
@@ -88,8 +86,6 @@ class TableLayout:
 
 def node_size(env: ShardingEnv) -> int:
     """Returns the number of ranks of a node, as TorchRec computes it."""
-    if isinstance(env, ShardingEnv2D):
-        return env.node_group_size or get_local_size(env.world_size)
     return get_topology_group_world_size(env.world_size)
 
 
@@ -194,12 +190,10 @@ def _shards_and_ranks(
         raise ValueError(
             f"{where}: expected a rank for each of {len(spec.shards)} shards, got ranks {ranks}."
         )
-    two_dimensional = isinstance(env, ShardingEnv2D)
-    world_size = dist.get_world_size() if two_dimensional else env.world_size
-    outside = [rank for rank in ranks if not 0 <= rank < world_size]
+    outside = [rank for rank in ranks if not 0 <= rank < env.world_size]
     if outside:
         raise ValueError(
-            f"{where}: expected ranks from 0 to {world_size - 1}, got {outside}. "
+            f"{where}: expected ranks from 0 to {env.world_size - 1}, got {outside}. "
             "Make the plan for the ranks of this run."
         )
     for shard in spec.shards:
@@ -228,14 +222,9 @@ def _check_ranges(ranges: list[tuple[int, int]], total: int, what: str, where: s
 
 def _check_row_ranks(ranks: list[int], kind: str, env: ShardingEnv, where: str) -> None:
     """Raises ValueError if TorchRec would use other ranks for the row shards than the plan."""
-    two_dimensional = isinstance(env, ShardingEnv2D)
     rows_over = SHARDING_TRAITS[kind].rows_over
     if rows_over == "world":
-        if two_dimensional:
-            is_valid = len(ranks) == env.world_size
-        else:
-            is_valid = sorted(ranks) == list(range(env.world_size))
-        if not is_valid:
+        if sorted(ranks) != list(range(env.world_size)):
             raise ValueError(
                 f"{where}: expected one row shard on each of {env.world_size} ranks under "
                 f"{kind}, got ranks {ranks}."
@@ -243,9 +232,7 @@ def _check_row_ranks(ranks: list[int], kind: str, env: ShardingEnv, where: str) 
     elif rows_over == "node":
         size = node_size(env)
         first = ranks[0] // size * size
-        if len(ranks) != size or (
-            not two_dimensional and ranks != list(range(first, first + size))
-        ):
+        if ranks != list(range(first, first + size)):
             raise ValueError(
                 f"{where}: expected the row shards of {kind} on the {size} ranks of one node "
                 f"in order, got ranks {ranks}."

@@ -17,36 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.lookup import repeat_rows
 
 _MOST_IDS = 2**31 - 1  # in a batch; a count is at most the number of ids
-
-
-class _Expand(torch.autograd.Function):
-    """Repeats rows; sums the gradients of repeats in the order of the batch.
-
-    Not `index_select`: its backward sums in the dtype of the gradients, and in half precision a sum of many
-    gradients stops growing.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.rows = rows.shape[0]
-        ctx.save_for_backward(places)
-        return rows.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        sums = torch.zeros(ctx.rows, grad.shape[1], device=grad.device)
-        sums.index_add_(0, places, grad.to(torch.float32).contiguous())
-        return sums.to(grad.dtype), None
 
 
 @dataclass(frozen=True)
@@ -61,8 +40,7 @@ class Expansion:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Expands [U, columns] rows to [N, columns]."""
-        expanded: Tensor = _Expand.apply(rows, self.places)
-        return expanded
+        return repeat_rows(rows, self.places)
 
 
 class SendOnce:

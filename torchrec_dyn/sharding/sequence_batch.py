@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from torchrec_dyn.lookup import repeat_rows
+
 
 @dataclass(frozen=True)
 class Restoration:
@@ -41,7 +43,7 @@ class Restoration:
         if self.inverse is not None:
             bags = self.inverse[self.features.index(feature)]
             picked = _positions(lengths, bags)
-            lengths, values = lengths[bags], values.index_select(0, picked)
+            lengths, values = lengths[bags], repeat_rows(values, picked)
             ids = None if ids is None else ids[picked]
         return JaggedTensor(values=values, lengths=lengths, weights=ids)
 

@@ -26,9 +26,9 @@ from torchrec_dyn.storage.id_map import (
 from torchrec_dyn.storage.initial_rows import InitialRows
 from torchrec_dyn.storage.interrupts import run_to_end
 from torchrec_dyn.storage.open_forwards import ForwardTicket, OutstandingForwards
-from torchrec_dyn.storage.row_marks import list_bits, write_marks
+from torchrec_dyn.storage.row_marks import list_bits, marks_bytes, write_marks
 from torchrec_dyn.storage.row_numbers import RowNumbers, Taking
-from torchrec_dyn.storage.row_store import RowStore, block_shift
+from torchrec_dyn.storage.row_store import RowStore, block_shift, most_store_bytes
 from torchrec_dyn.storage.stream_order import keep_in_use
 from torchrec_dyn.storage.table_lock import TableLock, locked
 from torchrec_dyn.storage.tokens import BLOCKS, TABLES

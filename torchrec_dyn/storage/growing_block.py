@@ -32,6 +32,25 @@ def range_shift(row_limit: int, row_bytes: int) -> int:
     return max(4, min((row_limit - 1).bit_length(), most.bit_length() - 1, 31))
 
 
+def most_bytes(rows: int, row_bytes: int, limit: int) -> int:
+    """Returns the most memory that `longer_block` commits for a block of `rows` rows, however it grew.
+
+    Args:
+        rows: rows in use, at most `limit`.
+        row_bytes: bytes of a row.
+        limit: rows of a whole block.
+    """
+    used, whole = rows * row_bytes, limit * row_bytes
+    if whole <= _PAGE_BYTES or not rows:
+        return whole if rows else 0
+    return -(-min(used + _ahead(used), whole) // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _ahead(used: int) -> int:
+    """Returns the bytes to commit beyond `used` bytes."""
+    return min(max(used // 8, _PAGE_BYTES), _AHEAD_BYTES)
+
+
 def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
     """Returns the block with at least `rows` rows, and a few more, so that growth is rare.
 
@@ -49,8 +68,8 @@ def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
     row_bytes = block.shape[1] * block.itemsize
     if limit * row_bytes <= _PAGE_BYTES and len(block) == 0:
         return block.new_empty(limit, block.shape[1])
-    ahead = min(max(block.nbytes // 8, _PAGE_BYTES), _AHEAD_BYTES)
-    for wanted in (max(rows * row_bytes, block.nbytes + ahead), rows * row_bytes):
+    most = block.nbytes + _ahead(block.nbytes)
+    for wanted in (max(rows * row_bytes, most), rows * row_bytes):
         pages = -(-wanted // _PAGE_BYTES)
         try:
             return ops.grow_block(block, min(limit, pages * _PAGE_BYTES // row_bytes), limit)

@@ -43,12 +43,22 @@ _RUN = 64
 _PAGE_SLOTS = (2 << 20) // SLOT_BYTES
 
 
-def most_slots(ids: int) -> int:
-    """Returns the most slots (`IdMap.held`) of a map of `ids` ids, for any order of insertion.
+def most_slots(ids: int, device_type: str = "cpu") -> int:
+    """Returns the most slots in memory of a map of up to `ids` ids, for any order of insertion.
 
-    On the CPU the bound also holds while the map grows. Planners reserve memory for this number of slots.
+    The bound also holds while the map grows. Planners reserve memory for this number of slots.
+
+    Args:
+        ids: number of ids.
+        device_type: type of the slots' device. Off the CPU a map that grows has its old and its new slots in
+            memory for a moment.
     """
     needed = int(ids / MAX_LOAD) + 1
+    if device_type != "cpu":
+        # A map grows if it has fewer slots than needed: to 2 or 1.25 times as many, or to those needed.
+        small = min(needed, _LARGE_CAPACITY)
+        most = max(3 * small, small + needed, needed + int(needed * _LARGE_GROWTH))
+        return max(_FIRST_CAPACITY, most + _LINE_SLOTS)
     return max(
         _FIRST_CAPACITY,
         2 * min(needed, _LARGE_CAPACITY),

@@ -21,6 +21,25 @@ _MOST_BLOCKS = 16
 _LEAST_SHIFT = 9  # 64 stripes of bits, of whole bytes
 
 
+def marks_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
+    """Returns the bytes of the marks of a table of `rows` rows.
+
+    Args:
+        rows: number of rows in use.
+        row_limit: the most rows of the table.
+        device_type: type of the table's device.
+    """
+    shift = _shift(row_limit, device_type)
+    blocks = -(-rows >> shift)
+    return blocks * ((4 << shift) + (1 << shift - 3))
+
+
+def _shift(row_limit: int, device_type: str) -> int:
+    """Returns the binary logarithm of the rows of a block."""
+    most = _BLOCK_ROWS if device_type == "cpu" else max(_BLOCK_ROWS, row_limit // _MOST_BLOCKS)
+    return max(_LEAST_SHIFT, min(most, row_limit).bit_length() - 1)
+
+
 class RowMarks:
     """An int32 for each row of a table, in blocks that never move.
 
@@ -35,8 +54,7 @@ class RowMarks:
     """
 
     def __init__(self, row_limit: int, device: torch.device) -> None:
-        most = _BLOCK_ROWS if device.type == "cpu" else max(_BLOCK_ROWS, row_limit // _MOST_BLOCKS)
-        self.shift = max(_LEAST_SHIFT, min(most, row_limit).bit_length() - 1)
+        self.shift = _shift(row_limit, device.type)
         self.blocks: list[Tensor] = []
         self.bits: list[Tensor] = []
         self._words: list[Tensor] = []  # the same memory as float32, for the op that copies rows

@@ -40,6 +40,22 @@ def block_shift(row_limit: int, row_bytes: int, device_type: str = "cpu") -> int
     return max(4, rows.bit_length() - 1)
 
 
+def most_store_bytes(rows: int, row_bytes: int, shift: int, device_type: str = "cpu") -> int:
+    """Returns the most bytes of a store of `rows` rows. Planners reserve this memory.
+
+    Args:
+        rows: number of rows in use.
+        row_bytes: bytes of a row of this store.
+        shift: binary logarithm of the rows of a block.
+        device_type: type of the table's device. A CPU commits memory where rows are written.
+    """
+    if device_type not in growing_block.RANGE_DEVICES:
+        return rows * row_bytes
+    whole, (blocks, rest) = 1 << shift, divmod(rows, 1 << shift)
+    of_block = growing_block.most_bytes(whole, row_bytes, whole)
+    return blocks * of_block + growing_block.most_bytes(rest, row_bytes, whole)
+
+
 class RowStore:
     """A store of rows of `columns` numbers.
 
