@@ -1,8 +1,8 @@
 // The backward of a lookup on the CPU: dedupe the rows of a batch, sum their gradients, update in place.
 //
 // A task owns the rows of one table whose low bits equal its part number. So no two tasks touch the same row, and one
-// thread sums the gradients of a row in the order of the batch. Rows are updated in the order in which they first occur
-// in the batch: most rows occur once, and the gradient of the row's bag is then in cache.
+// thread sums the gradients of a row, in the order of row_update.h. Rows are updated in the order in which they first
+// occur in the batch: most rows occur once, and the gradient of the row's bag is then in cache.
 #include <algorithm>
 #include <limits>
 #include <memory>
@@ -165,25 +165,53 @@ struct Runs {
   bool is_scaled() const { return job.bag_weights || !job.places.scale.empty(); }
 };
 
-// Adds up scale * grad over positions [begin, end), in their order: kParts * 16 columns from `column` on.
+// Adds up scale * grad over positions [begin, end), piece by piece (row_update.h): kParts * 16 columns from `column` on.
 template <int64_t kParts, typename T>
 TORCHREC_DYN_INLINE void sum_lanes(const Runs<T>& all, const uint32_t* begin, const uint32_t* end, int64_t column,
                                    float* out) {
   Floats16 sums[kParts];
-  Floats16 grads;
-  for (int64_t p = 0; p < kParts; ++p) {
-    load(all.grad_at(*begin) + column + p * kLanes, grads);
-    sums[p] = all.scale_at(*begin) * grads;
-  }
-  for (const uint32_t* position = begin + 1; position < end; ++position) {
-    const float scale = all.scale_at(*position);
-    const float* grad = all.grad_at(*position) + column;
+  Floats16 lanes;
+  for (const uint32_t* piece = begin; piece < end;) {
+    const uint32_t* const piece_end = end - piece > kPieceIds ? piece + kPieceIds : end;
     for (int64_t p = 0; p < kParts; ++p) {
-      load(grad + p * kLanes, grads);
-      sums[p] += scale * grads;
+      load(all.grad_at(*piece) + column + p * kLanes, lanes);
+      sums[p] = all.scale_at(*piece) * lanes;
     }
+    for (const uint32_t* position = piece + 1; position < piece_end; ++position) {
+      const float scale = all.scale_at(*position);
+      const float* grad = all.grad_at(*position) + column;
+      for (int64_t p = 0; p < kParts; ++p) {
+        load(grad + p * kLanes, lanes);
+        sums[p] += scale * lanes;
+      }
+    }
+    for (int64_t p = 0; p < kParts; ++p) {
+      if (piece != begin) {
+        load(out + p * kLanes, lanes);
+        sums[p] = lanes + sums[p];
+      }
+      store(sums[p], out + p * kLanes);
+    }
+    piece = piece_end;
   }
-  for (int64_t p = 0; p < kParts; ++p) store(sums[p], out + p * kLanes);
+}
+
+// The same for the last columns, of which there are fewer than 16.
+template <typename T>
+TORCHREC_DYN_INLINE void sum_columns(const Runs<T>& all, const uint32_t* begin, const uint32_t* end, int64_t column,
+                                     int64_t columns, float* out) {
+  float sums[kLanes];
+  for (const uint32_t* piece = begin; piece < end;) {
+    const uint32_t* const piece_end = end - piece > kPieceIds ? piece + kPieceIds : end;
+    float* const to = piece == begin ? out : sums;
+    for (const uint32_t* position = piece; position < piece_end; ++position) {
+      const float scale = all.scale_at(*position);
+      const float* grad = all.grad_at(*position) + column;
+      for (int64_t c = 0; c < columns; ++c) to[c] = position == piece ? scale * grad[c] : to[c] + scale * grad[c];
+    }
+    for (int64_t c = 0; to != out && c < columns; ++c) out[c] += sums[c];
+    piece = piece_end;
+  }
 }
 
 template <typename T>
@@ -192,11 +220,7 @@ TORCHREC_DYN_INLINE void sum_grads(const Runs<T>& all, const uint32_t* begin, co
   int64_t c = 0;
   for (; columns - c >= 4 * kLanes; c += 4 * kLanes) sum_lanes<4>(all, begin, end, c, out + c);
   for (; columns - c >= kLanes; c += kLanes) sum_lanes<1>(all, begin, end, c, out + c);
-  for (const uint32_t* position = begin; c < columns && position < end; ++position) {
-    const float scale = all.scale_at(*position);
-    const float* grad = all.grad_at(*position);
-    for (int64_t i = c; i < columns; ++i) out[i] = position == begin ? scale * grad[i] : out[i] + scale * grad[i];
-  }
+  if (c < columns) sum_columns(all, begin, end, c, columns - c, out + c);
 }
 
 // Runs are prefetched kAhead runs before their update, kBurst at a time: a row is usually on a new page, and the fewer
