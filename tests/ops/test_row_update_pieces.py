@@ -29,6 +29,7 @@ def batch(draw, times, bags):
     return rows, torch.cat([ids_of(0), cuts, ids_of(len(rows))])
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("mean", "weighted", "sent", "scale"),
     [(False, False, False, 1.0), (True, False, False, 0.3), (False, True, True, 1.0),
@@ -42,7 +43,7 @@ def test_long_runs_are_summed_in_pieces(mean, weighted, sent, scale):
     grad = torch.randn(bags, 2 * COLUMNS, generator=draw)
     factors = torch.randn(len(rows), generator=draw) if weighted else None
     senders = torch.randint(-1, 40, (len(rows),), generator=draw).int() if sent else None
-    weights = [torch.zeros(8, COLUMNS) for _ in TIMES]  # the new row is -1 * sum, as SGD's rate is 1
+    weights = [torch.zeros(8, COLUMNS) for _ in TIMES]  # SGD's rate is 1: rows become -1 * sum
     ops.update_rows_(
         grad.view(-1), torch.arange(len(rows)), rows, offsets, factors, weights, [], [],
         torch.tensor([[0, 1, 3, COLUMNS], [1, 1, 3, COLUMNS]]),
