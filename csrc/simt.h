@@ -129,6 +129,18 @@ TORCHREC_DYN_BOTH inline void raise(int64_t* word, int64_t number) {
 #endif
 }
 
+// Sets bits of a byte.
+TORCHREC_DYN_BOTH inline void set_bits(uint8_t* byte, uint8_t bits) {
+#if defined(__CUDA_ARCH__)  // in the word around the byte, whose other bytes stay as they are
+  const auto past = reinterpret_cast<uintptr_t>(byte) % sizeof(unsigned);
+  atomicOr(reinterpret_cast<unsigned*>(byte - past), static_cast<unsigned>(bits) << (8 * past));
+#elif defined(__CUDACC__)
+  *byte = static_cast<uint8_t>(*byte | bits);
+#else
+  std::atomic_ref<uint8_t>(*byte).fetch_or(bits, std::memory_order_relaxed);
+#endif
+}
+
 // Runs body(i) for i in [0, n).
 template <typename Body>
 void each(const Queue& queue, int64_t n, const Body& body);

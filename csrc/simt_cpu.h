@@ -14,6 +14,7 @@
 
 #include "device_errors.h"
 #include "simt.h"
+#include "simt_tiles.h"
 
 namespace torchrec_dyn::simt {
 
@@ -37,6 +38,11 @@ void each(const Queue&, int64_t n, const Body& body) {
   for (int64_t first = 1; first < count; ++first) threads.emplace_back(turns, first);
   turns(0);
   for (std::thread& thread : threads) thread.join();
+}
+
+template <typename Body>
+void tiles(const Queue& queue, int64_t n, const Body& body) {
+  each(queue, n, body);
 }
 
 inline void exclusive_sum(const Queue&, int64_t* words, int64_t n) {

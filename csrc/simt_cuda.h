@@ -1,4 +1,5 @@
-// The CUDA build of simt.h, for files *_launch.cu: each TORCHREC_DYN_LAUNCH(Body) compiles one kernel.
+// The CUDA build of simt.h, for files *_launch.cu: each TORCHREC_DYN_LAUNCH(Body) compiles one kernel, and
+// each TORCHREC_DYN_LAUNCH_TILES(Body) one kernel of tiles.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,6 +8,7 @@
 #include <string>
 
 #include "simt.h"
+#include "simt_tiles.h"
 
 namespace torchrec_dyn::simt {
 
@@ -42,12 +44,32 @@ __global__ void __launch_bounds__(kThreadsABlock) each_turn(int64_t n, const __g
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreadsABlock + threadIdx.x; i < n; i += stride) body(i);
 }
 
+constexpr int64_t kTilesABlock = 8;
+constexpr int64_t kTileThreads = kTilesABlock * kTileLanes;
+
+template <typename Body>
+__global__ void __launch_bounds__(kTileThreads, 5) each_tile(int64_t n, const __grid_constant__ Body body) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kTilesABlock;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kTilesABlock + threadIdx.x / kTileLanes; i < n; i += stride)
+    body(i);
+}
+
+inline unsigned blocks_for(int64_t n, int64_t items_a_block) {
+  constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
+  return static_cast<unsigned>(lesser_of((n + items_a_block - 1) / items_a_block, kMostBlocks));
+}
+
 template <typename Body>
 void each(const Queue& queue, int64_t n, const Body& body) {
-  constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
   if (n <= 0) return;
-  const int64_t blocks = lesser_of((n + kThreadsABlock - 1) / kThreadsABlock, kMostBlocks);
-  each_turn<<<static_cast<unsigned>(blocks), kThreadsABlock, 0, stream_of(queue)>>>(n, body);
+  each_turn<<<blocks_for(n, kThreadsABlock), kThreadsABlock, 0, stream_of(queue)>>>(n, body);
+  check_cuda(cudaGetLastError(), "a launch");
+}
+
+template <typename Body>
+void tiles(const Queue& queue, int64_t n, const Body& body) {
+  if (n <= 0) return;
+  each_tile<<<blocks_for(n, kTilesABlock), kTileThreads, 0, stream_of(queue)>>>(n, body);
   check_cuda(cudaGetLastError(), "a launch");
 }
 
@@ -55,3 +77,5 @@ void each(const Queue& queue, int64_t n, const Body& body) {
 
 #define TORCHREC_DYN_LAUNCH(Body) \
   template void torchrec_dyn::simt::each<Body>(const torchrec_dyn::simt::Queue&, int64_t, const Body&)
+#define TORCHREC_DYN_LAUNCH_TILES(Body) \
+  template void torchrec_dyn::simt::tiles<Body>(const torchrec_dyn::simt::Queue&, int64_t, const Body&)

@@ -10,6 +10,12 @@
 //                      (torch's ADAMW is this rule: its decay is decoupled)
 //   PARTIAL_ROWWISE_ADAM  as ADAM, with one m2 for each row, from mean(g^2) in place of g^2
 // Source: FBGEMM fbgemm_gpu/codegen/genscript/optimizers.py, the CUDA rules (its CPU rules leave out parts).
+//
+// The gradient of a row is the sum over its ids in the batch, each gradient of a bag times the weight of the id (and
+// 1 / length for the mean). The order of additions is the same on every device (docs/decisions/0004): a piece is
+// kPieceIds ids of the row that follow each other in the batch, whoever sent them, and the last piece the rest; each
+// piece is summed in order, then the sums of the pieces in order. The total is then multiplied once, by the factor of
+// the table divided by the distinct senders of the row.
 #pragma once
 
 #include <cmath>
@@ -18,6 +24,8 @@
 #include "simd.h"
 
 namespace torchrec_dyn {
+
+constexpr int64_t kPieceIds = 256;
 
 // The numbers are `rule` in torchrec_dyn/optimizers.py.
 enum class Optimizer : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3, kPartialRowwiseAdam = 4 };

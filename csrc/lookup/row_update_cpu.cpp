@@ -1,36 +1,27 @@
 // The backward of a lookup on the CPU: dedupe the rows of a batch, sum their gradients, update in place.
 //
 // A task owns the rows of one table whose low bits equal its part number. So no two tasks touch the same row, and one
-// thread sums the gradients of a row in the order of the batch. Rows are updated in the order in which they first occur
-// in the batch: most rows occur once, and the gradient of the row's bag is then in cache.
+// thread sums the gradients of a row, in the order of row_update.h. Rows are updated in the order in which they first
+// occur in the batch: most rows occur once, and the gradient of the row's bag is then in cache.
 #include <algorithm>
-#include <limits>
 #include <memory>
 #include <span>
 
 #include "kernel.h"
 #include "lookup/bags.h"
-#include "lookup/bags_arguments.h"
 #include "lookup/row_runs_cpu.h"
 #include "lookup/row_update.h"
+#include "lookup/row_update_arguments.h"
 #include "lookup/senders.h"
 #include "lookup/senders_arguments.h"
+#include "lookup/updated_table.h"
 #include "parallel.h"
 #include "simd.h"
-#include "storage/blocks_arguments.h"
 #include "storage/rounding_cpu.h"
 #include "storage/row_access_cpu.h"
-#include "storage/row_marks.h"
 
 namespace torchrec_dyn {
 namespace {
-
-// The arguments of stochastic rounding and bias correction: one line of `streams` [T, 3] int64.
-struct Stream {
-  uint64_t rounding_key;
-  int64_t first_column;
-  int64_t step;
-};
 
 // The gradient of each id: its bag's place in grad, and its scale.
 struct GradPlaces {
@@ -73,16 +64,6 @@ struct UpdateJob {
   const float* bag_weights;  // or null
   const Senders& senders;
   const UpdateRule& rule;
-};
-
-template <typename T>
-struct UpdateTable {
-  RowBlocks<T> weights;
-  RowBlocks<float> momentum1;
-  RowBlocks<float> momentum2;
-  Stream stream;
-  float grad_scale;  // factor of a row's gradient sum
-  MarkBits marks;    // without blocks: the table keeps no marks
 };
 
 // The floats of one cache line, aligned so that a vector of 512 bits never lies on two lines.
@@ -153,7 +134,7 @@ class Workspaces {
 template <typename T>
 struct Runs {
   const UpdateJob<T>& job;
-  const UpdateTable<T>& table;
+  const UpdatedTable<T>& table;
   std::span<const Run> runs;
   const uint32_t* positions;
 
@@ -165,25 +146,54 @@ struct Runs {
   bool is_scaled() const { return job.bag_weights || !job.places.scale.empty(); }
 };
 
-// Adds up scale * grad over positions [begin, end), in their order: kParts * 16 columns from `column` on.
+// Adds up scale * grad over positions [begin, end), piece by piece (row_update.h): kParts * 16 columns from
+// `column` on.
 template <int64_t kParts, typename T>
 TORCHREC_DYN_INLINE void sum_lanes(const Runs<T>& all, const uint32_t* begin, const uint32_t* end, int64_t column,
                                    float* out) {
   Floats16 sums[kParts];
-  Floats16 grads;
-  for (int64_t p = 0; p < kParts; ++p) {
-    load(all.grad_at(*begin) + column + p * kLanes, grads);
-    sums[p] = all.scale_at(*begin) * grads;
-  }
-  for (const uint32_t* position = begin + 1; position < end; ++position) {
-    const float scale = all.scale_at(*position);
-    const float* grad = all.grad_at(*position) + column;
+  Floats16 lanes;
+  for (const uint32_t* piece = begin; piece < end;) {
+    const uint32_t* const piece_end = end - piece > kPieceIds ? piece + kPieceIds : end;
     for (int64_t p = 0; p < kParts; ++p) {
-      load(grad + p * kLanes, grads);
-      sums[p] += scale * grads;
+      load(all.grad_at(*piece) + column + p * kLanes, lanes);
+      sums[p] = all.scale_at(*piece) * lanes;
     }
+    for (const uint32_t* position = piece + 1; position < piece_end; ++position) {
+      const float scale = all.scale_at(*position);
+      const float* grad = all.grad_at(*position) + column;
+      for (int64_t p = 0; p < kParts; ++p) {
+        load(grad + p * kLanes, lanes);
+        sums[p] += scale * lanes;
+      }
+    }
+    for (int64_t p = 0; p < kParts; ++p) {
+      if (piece != begin) {
+        load(out + p * kLanes, lanes);
+        sums[p] = lanes + sums[p];
+      }
+      store(sums[p], out + p * kLanes);
+    }
+    piece = piece_end;
   }
-  for (int64_t p = 0; p < kParts; ++p) store(sums[p], out + p * kLanes);
+}
+
+// The same for the last columns, of which there are fewer than 16.
+template <typename T>
+TORCHREC_DYN_INLINE void sum_columns(const Runs<T>& all, const uint32_t* begin, const uint32_t* end, int64_t column,
+                                     int64_t columns, float* out) {
+  float sums[kLanes];
+  for (const uint32_t* piece = begin; piece < end;) {
+    const uint32_t* const piece_end = end - piece > kPieceIds ? piece + kPieceIds : end;
+    float* const to = piece == begin ? out : sums;
+    for (const uint32_t* position = piece; position < piece_end; ++position) {
+      const float scale = all.scale_at(*position);
+      const float* grad = all.grad_at(*position) + column;
+      for (int64_t c = 0; c < columns; ++c) to[c] = position == piece ? scale * grad[c] : to[c] + scale * grad[c];
+    }
+    for (int64_t c = 0; to != out && c < columns; ++c) out[c] += sums[c];
+    piece = piece_end;
+  }
 }
 
 template <typename T>
@@ -192,11 +202,7 @@ TORCHREC_DYN_INLINE void sum_grads(const Runs<T>& all, const uint32_t* begin, co
   int64_t c = 0;
   for (; columns - c >= 4 * kLanes; c += 4 * kLanes) sum_lanes<4>(all, begin, end, c, out + c);
   for (; columns - c >= kLanes; c += kLanes) sum_lanes<1>(all, begin, end, c, out + c);
-  for (const uint32_t* position = begin; c < columns && position < end; ++position) {
-    const float scale = all.scale_at(*position);
-    const float* grad = all.grad_at(*position);
-    for (int64_t i = c; i < columns; ++i) out[i] = position == begin ? scale * grad[i] : out[i] + scale * grad[i];
-  }
+  if (c < columns) sum_columns(all, begin, end, c, columns - c, out + c);
 }
 
 // Runs are prefetched kAhead runs before their update, kBurst at a time: a row is usually on a new page, and the fewer
@@ -218,7 +224,7 @@ struct Memory {
 
 // Prefetches the memory of runs [begin, end) into L2, and writes its addresses to the ring.
 template <typename T>
-TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, const UpdateTable<T>& table, size_t begin, size_t end,
+TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, const UpdatedTable<T>& table, size_t begin, size_t end,
                                        Memory<T>* ring) {
   const int64_t columns = table.weights.columns;
   end = std::min(end, all.runs.size());
@@ -265,10 +271,9 @@ template <typename T>
 TORCHREC_DYN_INLINE void update_runs(const Runs<T>& shared, const Workspace& workspace) {
   const Runs<T> all = shared;  // copies: the compiler sees that no store changes them
   const UpdateJob<T> job = all.job;
-  const UpdateTable<T> table = all.table;
+  const UpdatedTable<T> table = all.table;
   const std::span<const Run> runs = all.runs;
   const int64_t columns = table.weights.columns;
-  const BiasCorrection correction = bias_correction(job.rule, table.stream.step);
   float* const sum = workspace.sum.get();
   float* const values = workspace.lines.get()->floats;  // of a row shorter than float32
   std::fill(workspace.last_row.get(), workspace.last_row.get() + workspace.senders, 0u);
@@ -316,7 +321,7 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& shared, const Workspace& wor
       square = row_square(job.rule, grad, weight, columns);
       squared = grad;
     }
-    update_row(job.rule, correction, square, grad, weight, memory.momentum1, memory.momentum2, columns);
+    update_row(job.rule, table.correction, square, grad, weight, memory.momentum1, memory.momentum2, columns);
     if constexpr (sizeof(T) != sizeof(float))
       store_row(table.stream.rounding_key, table.stream.step, table.stream.first_column, job.ids[*begin], values,
                 columns, row);
@@ -353,7 +358,7 @@ PartSize largest_part(const Bags& bags, const std::vector<TableLayout>& tables) 
 }
 
 template <typename T>
-void run_part(const UpdateJob<T>& job, const UpdateTable<T>& table, int64_t table_index, int shift, int64_t part,
+void run_part(const UpdateJob<T>& job, const UpdatedTable<T>& table, int64_t table_index, int shift, int64_t part,
               Workspace& workspace) {
   const int64_t mask = (int64_t{1} << shift) - 1;
   RowRuns& rows = workspace.rows;
@@ -374,60 +379,16 @@ int part_shift(int64_t tables, int64_t ids) {
   return shift;
 }
 
-UpdateRule read_rule(int64_t optimizer, const std::vector<double>& hyper) {
-  constexpr auto kLast = static_cast<int64_t>(kLastOptimizer);
-  STD_TORCH_CHECK(optimizer >= 0 && optimizer <= kLast, "update_rows_: expected optimizer in [0, ", kLast, "], got ",
-                  optimizer, ".");
-  check_size("update_rows_", "the number of hyper-parameters", 6, static_cast<int64_t>(hyper.size()));
-  const double mode = hyper[5];
-  STD_TORCH_CHECK(mode == 0.0 || mode == 1.0 || mode == 2.0, "update_rows_: expected weight_decay_mode in [0, 2], got ",
-                  mode, ".");
-  return {static_cast<Optimizer>(optimizer), static_cast<WeightDecay>(static_cast<int64_t>(mode)),
-          static_cast<float>(hyper[0]),      static_cast<float>(hyper[1]),
-          static_cast<float>(hyper[2]),      static_cast<float>(hyper[3]),
-          static_cast<float>(hyper[4])};
-}
-
-// streams [T, 3]. A table without rows in the batch may be at step 0: it has not been trained yet.
-void check_streams(const char* op, const Tensor& streams, const UpdateRule& rule, const Bags& bags,
-                   const int64_t* rows) {
-  const bool counts_steps = state_widths(rule.optimizer).momentum2 != StateWidth::kNone;  // divides by 1 - beta^step
+// Checks the steps of the tables that have rows in the batch.
+void check_steps(const char* op, const Tensor& streams, const UpdateArguments& read, const Bags& bags,
+                 const int64_t* rows) {
   const int64_t* stream = const_data<int64_t>(streams);
-  for (int64_t table = 0; table < streams.numel() / 3; ++table, stream += 3) {
-    STD_TORCH_CHECK(stream[1] >= 0 && stream[1] < (int64_t{1} << 31), op,
-                    ": expected a first column in [0, 2^31) in streams, got ", stream[1], ".");
-    if (!counts_steps || stream[2] >= 1) continue;
-    for_segments_of(bags, table, [&](int64_t begin, int64_t end) {
-      STD_TORCH_CHECK(std::all_of(rows + begin, rows + end, [](int64_t row) { return row < 0; }), op,
-                      ": expected a step of at least 1 in streams, got ", stream[2], ".");
+  for (size_t t = 0; t < read.tables.size(); ++t, stream += 3) {
+    if (may_have_rows(read.rule, stream[2])) continue;
+    for_segments_of(bags, static_cast<int64_t>(t), [&](int64_t begin, int64_t end) {
+      check_step(op, std::all_of(rows + begin, rows + end, [](int64_t row) { return row < 0; }), stream[2]);
     });
   }
-}
-
-RowBlocks<float> state_rows(BlockList<float>& list, const TableLayout& table, StateWidth width) {
-  const int64_t columns = state_columns(width, table.columns);
-  return columns == 0 ? RowBlocks<float>{} : list.rows(table, columns);
-}
-
-// Reads the marks of T tables; empty if no table keeps marks.
-std::vector<TableLayout> read_mark_layout(const char* op, const std::optional<Tensor>& layout, size_t tables) {
-  if (!layout) return {};
-  // No list of blocks: the last block has all its bytes, since its stripes lie all over it.
-  const std::vector<TableLayout> marks = read_layout(op, *layout, {}, true);
-  check_size(op, "the lines of mark_layout", static_cast<int64_t>(tables), static_cast<int64_t>(marks.size()));
-  for (const TableLayout& table : marks)
-    STD_TORCH_CHECK(table.shift >= kLeastMarkShift, op, ": expected a shift of at least ", kLeastMarkShift,
-                    " in mark_layout, got ", table.shift, ".");
-  return marks;
-}
-
-// Checks that every row is absent (-1), or inside its table and inside the marks of its table.
-void check_updated_rows(const char* op, const Bags& bags, std::vector<TableLayout> tables,
-                        const std::vector<TableLayout>& marks, const int64_t* rows) {
-  for (size_t t = 0; t < marks.size(); ++t)
-    if (marks[t].blocks > 0 && marks[t].capacity() < (tables[t].capacity() + 7) / 8)
-      tables[t] = {0, marks[t].blocks, marks[t].shift + 3, 1};
-  check_rows_of_bags(op, bags, tables, rows);
 }
 
 void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, const std::optional<Tensor>& offsets,
@@ -437,71 +398,32 @@ void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, con
                   const std::optional<Tensor>& senders, std::vector<Tensor> marks,
                   const std::optional<Tensor>& mark_layout) {
   const char* op = "update_rows_";
-  check_tensor(op, "grad", grad, ScalarType::Float);
-  check_tensor(op, "ids", ids, ScalarType::Long);
-  check_tensor(op, "rows", rows, ScalarType::Long);
-  check_tensor(op, "streams", streams, ScalarType::Long);
-  check_size(op, "the number of rows", ids.numel(), rows.numel());
-  STD_TORCH_CHECK(ids.numel() < std::numeric_limits<uint32_t>::max(), op, ": expected fewer than 2^32 - 1 ids, got ",
-                  ids.numel(), ". Split the batch.");
-  STD_TORCH_CHECK(!offsets || offsets->numel() <= int64_t{1} << 32, op, ": expected fewer than 2^32 bags, got ",
-                  offsets->numel() - 1, ". Split the batch.");
-  const std::vector<TableLayout> tables = read_layout(op, layout, weights);
-  const auto table_count = static_cast<int64_t>(tables.size());
-  check_size(op, "the elements of streams", 3 * table_count, streams.numel());
-  const BagLists bag_lists = read_bags(op, offsets, segments, tables, ids.numel(), grad.numel());
-  const Bags bags = bag_lists.view();
-  const std::vector<TableLayout> mark_tables = read_mark_layout(op, mark_layout, tables.size());
-  check_updated_rows(op, bags, tables, mark_tables, const_data<int64_t>(rows));
-  const float* weight = bag_weight_data(op, bag_weights, ids.numel());
-  const UpdateRule rule = read_rule(optimizer, hyper);
-  check_size(op, "the number of grad_scales", table_count, static_cast<int64_t>(grad_scales.size()));
+  const UpdateCall call{grad,      ids,       rows,        offsets,  bag_weights, weights,
+                        momentum1, momentum2, layout,      segments, streams,     mean,
+                        optimizer, hyper,     grad_scales, senders,  marks,       mark_layout};
+  const UpdateArguments read = read_update(op, call, DeviceType::CPU, true);
+  const Bags bags = read.bags.view();
+  const auto* row = const_data<int64_t>(rows);
+  check_rows_of_bags(op, bags, updated_rows(read), row);
   const Senders sent = read_senders(op, senders, ids.numel());
+  check_steps(op, streams, read, bags, row);
   const GradPlaces places = find_grad_places(bags, ids.numel(), mean);
-  check_streams(op, streams, rule, bags, const_data<int64_t>(rows));
-  SeparateMemory()
-      .writes(weights)
-      .writes(momentum1)
-      .writes(momentum2)
-      .writes(marks)
-      .reads(grad)
-      .reads(ids)
-      .reads(rows)
-      .reads(offsets)
-      .reads(bag_weights)
-      .reads(senders)
-      .check(op);
   dispatch_row_type(op, weights, [&](auto zero) {
     using T = decltype(zero);
-    BlockList<T> weight_list(op, "weights", weights);
-    BlockList<float> momentum1_list(op, "momentum1", momentum1), momentum2_list(op, "momentum2", momentum2);
-    BlockList<uint8_t> mark_list(op, "marks", marks);
-    const StateWidths widths = state_widths(rule.optimizer);
-    std::vector<UpdateTable<T>> update_tables;
-    const int64_t* stream = const_data<int64_t>(streams);
-    for (const TableLayout& table : tables) {
-      const size_t t = update_tables.size();
-      STD_TORCH_CHECK(table.capacity() <= (int64_t{1} << 32), op, ": expected at most 2^32 rows a table, got room for ",
-                      table.capacity(), ".");
-      update_tables.push_back(
-          {weight_list.rows(table, table.columns), state_rows(momentum1_list, table, widths.momentum1),
-           state_rows(momentum2_list, table, widths.momentum2),
-           Stream{static_cast<uint64_t>(stream[0]), stream[1], stream[2]}, static_cast<float>(grad_scales[t]),
-           mark_tables.empty() ? MarkBits{} : bits_of(mark_list.words(mark_tables[t]))});
-      stream += 3;
-    }
-    const UpdateJob<T> job{
-        bags, places, const_data<float>(grad), const_data<int64_t>(ids), const_data<int64_t>(rows), weight, sent, rule};
+    const UpdatedTables<T> updated(op, call, read, DeviceType::CPU);
+    const UpdateJob<T> job{bags, places,   const_data<float>(grad), const_data<int64_t>(ids), row, read.bag_weights,
+                           sent, read.rule};
+    const auto table_count = static_cast<int64_t>(read.tables.size());
     const int shift = part_shift(table_count, ids.numel());
     const int64_t tasks = table_count << shift;
     const int64_t workers = worker_count(tasks);
-    const PartSize most = largest_part(bags, tables);
+    const PartSize most = largest_part(bags, read.tables);
     thread_local Workspaces kept;  // one for each row type
     std::vector<Workspace>& workspaces =
         kept.of(workers, most, sizeof(T) == sizeof(float), sent.of_id ? static_cast<size_t>(sent.ranks) + 1 : 0);
     for_each_task_of(workers, tasks, [&](int64_t task, int64_t worker) {
       const int64_t table = task >> shift;
-      run_part(job, update_tables[static_cast<size_t>(table)], table, shift, task & ((int64_t{1} << shift) - 1),
+      run_part(job, updated.tables[static_cast<size_t>(table)], table, shift, task & ((int64_t{1} << shift) - 1),
                workspaces[static_cast<size_t>(worker)]);
     });
     kept.release_large();

@@ -12,6 +12,9 @@ struct Senders {
   int32_t ranks = 0;               // larger than every sender
 };
 
+// On a CPU every task keeps one number for each sender.
+constexpr int32_t kMostSenders = 1 << 20;
+
 // Counts the distinct senders of each row, one row after another; -1 counts as a sender.
 class SenderCount {
  public:

@@ -10,21 +10,30 @@
 
 namespace torchrec_dyn {
 
-inline Senders read_senders(const char* op, const std::optional<Tensor>& senders, int64_t ids) {
-  if (!senders.has_value()) return {};
-  check_tensor(op, "senders", *senders, ScalarType::Int);
+inline const int32_t* sender_data(const char* op, const std::optional<Tensor>& senders, int64_t ids,
+                                  const Device& device = DeviceType::CPU) {
+  if (!senders.has_value()) return nullptr;
+  check_tensor(op, "senders", *senders, ScalarType::Int, device);
   check_size(op, "the number of senders", ids, senders->numel());
-  const auto* sender = const_data<int32_t>(*senders);
+  return const_data<int32_t>(*senders);
+}
+
+// Checks senders, given in memory of the host. Returns the highest; -1 if there is none.
+inline int32_t check_senders(const char* op, const int32_t* sender, int64_t ids) {
   int32_t lowest = -1;
   int32_t highest = -1;
   for (int64_t i = 0; i < ids; ++i) {
     lowest = std::min(lowest, sender[i]);
     highest = std::max(highest, sender[i]);
   }
-  constexpr int32_t kMost = 1 << 20;  // every task keeps one number for each sender
-  STD_TORCH_CHECK(lowest == -1 && highest < kMost, op, ": expected senders in [-1, ", kMost, "), got ", lowest, " to ",
-                  highest, ".");
-  return {sender, highest + 1};
+  STD_TORCH_CHECK(lowest == -1 && highest < kMostSenders, op, ": expected senders in [-1, ", kMostSenders, "), got ",
+                  lowest, " to ", highest, ".");
+  return highest;
+}
+
+inline Senders read_senders(const char* op, const std::optional<Tensor>& senders, int64_t ids) {
+  const int32_t* sender = sender_data(op, senders, ids);
+  return sender == nullptr ? Senders{} : Senders{sender, check_senders(op, sender, ids) + 1};
 }
 
 }  // namespace torchrec_dyn

@@ -44,7 +44,7 @@ struct MarkBits {
   int64_t byte_shift = kLeastMarkShift;
   int64_t capacity = 0;  // rows
 
-  TORCHREC_DYN_INLINE uint8_t* byte(int64_t row) const {
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE uint8_t* byte(int64_t row) const {
     const int64_t place = row & ((int64_t{8} << byte_shift) - 1);
     return blocks[row >> (byte_shift + 3)] + ((row & 63) << (byte_shift - kLeastMarkShift)) + (place >> 9);
   }
@@ -54,12 +54,16 @@ TORCHREC_DYN_INLINE MarkBits bits_of(const WordBlocks<uint8_t>& bytes) {
   return {bytes.blocks, bytes.shift, 8 * bytes.capacity};
 }
 
+// The bit of a row in its byte.
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE uint8_t mark_of(int64_t row) {
+  return static_cast<uint8_t>(1u << ((row >> 6) & 7));
+}
+
 // Sets the bit of a row. No other thread writes this byte; one may read it. A branch on whether the bit is set already
 // would be mispredicted.
 TORCHREC_DYN_INLINE void mark_bit(uint8_t* byte, int64_t row) {
   const std::atomic_ref<uint8_t> bits(*byte);
-  const auto bit = static_cast<uint8_t>(1u << ((row >> 6) & 7));
-  bits.store(bits.load(std::memory_order_relaxed) | bit, std::memory_order_relaxed);
+  bits.store(bits.load(std::memory_order_relaxed) | mark_of(row), std::memory_order_relaxed);
 }
 
 TORCHREC_DYN_INLINE int64_t count_marked(const int32_t* words, int64_t count, int32_t since) {

@@ -8,6 +8,8 @@ import torch
 from torchrec_dyn import ops
 from torchrec_dyn.optimizers import RULES, STATE_NAMES, OptimizerKind, RowOptimizer
 
+pytestmark = pytest.mark.usefixtures("device")
+
 COLUMNS = 3
 every_kind = pytest.mark.parametrize("kind", OptimizerKind, ids=lambda kind: kind.name)
 

@@ -18,6 +18,8 @@ from torch.nn.functional import embedding_bag
 from torchrec_dyn.initializers import Normal
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 
+pytestmark = pytest.mark.usefixtures("device")
+
 KINDS = list(OptimizerKind)
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 WITH_DECAY = [

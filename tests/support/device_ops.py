@@ -21,7 +21,7 @@ LIBRARY = Path(
 )
 # Descriptions of a call are on the CPU for every kernel (csrc/library.cpp).
 DESCRIPTIONS = {"table_offsets", "new_offsets", "moved", "layout", "segments", "streams"}
-DESCRIPTIONS |= {"steps", "versions"}
+DESCRIPTIONS |= {"steps", "versions", "mark_layout"}
 CPU = torch.ops.torchrec_dyn
 
 

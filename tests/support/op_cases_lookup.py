@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 import random
 from typing import Any, NamedTuple
 
@@ -377,8 +379,9 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
 def sum_gradients(
     given: Arguments, bags: Bags, grad: np.ndarray, of_ids: np.ndarray | None, senders: Any
 ) -> dict[tuple[int, int], np.ndarray]:
-    """Returns the summed gradient of each row, by (table, row), in the order of the batch."""
-    totals: dict[tuple[int, int], np.ndarray] = {}
+    """Returns the summed gradient of each row, by (table, row): pieces of 256 ids in order, each in order."""
+    pieces: dict[tuple[int, int], list[np.ndarray]] = {}
+    counts: dict[tuple[int, int], int] = {}
     sent: dict[tuple[int, int], set[int]] = {}
     one = np.float32(1)
     for table, begin, end, place in bags.lines:
@@ -390,8 +393,13 @@ def sum_gradients(
             scale = one if of_ids is None else of_ids[i]
             scale = scale * (one / np.float32(end - begin)) if given["mean"] else scale
             part = scale * bag_grad
-            totals[key] = totals[key] + part if key in totals else part
+            counts[key] = counts.get(key, 0) + 1
+            if counts[key] % 256 == 1:
+                pieces.setdefault(key, []).append(part)
+            else:
+                pieces[key][-1] = pieces[key][-1] + part
             sent.setdefault(key, set()).add(senders[i] if senders else -1)
+    totals = {key: functools.reduce(operator.add, sums) for key, sums in pieces.items()}
     for key in totals:
         scale = np.float32(given["grad_scales"][key[0]])
         scale = scale / np.float32(len(sent[key])) if senders is not None else scale

@@ -1,0 +1,182 @@
+// The arguments of update_rows_, checked and read for every device.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "checks.h"
+#include "lookup/bags_arguments.h"
+#include "lookup/row_update.h"
+#include "lookup/updated_table.h"
+#include "storage/blocks_arguments.h"
+#include "storage/row_marks.h"
+
+namespace torchrec_dyn {
+
+// The arguments in the order of the schema.
+struct UpdateCall {
+  const Tensor& grad;
+  const Tensor& ids;
+  const Tensor& rows;
+  const std::optional<Tensor>& offsets;
+  const std::optional<Tensor>& bag_weights;
+  const std::vector<Tensor>& weights;
+  const std::vector<Tensor>& momentum1;
+  const std::vector<Tensor>& momentum2;
+  const Tensor& layout;
+  const Tensor& segments;
+  const Tensor& streams;
+  bool mean;
+  int64_t optimizer;
+  const std::vector<double>& hyper;
+  const std::vector<double>& grad_scales;
+  const std::optional<Tensor>& senders;
+  const std::vector<Tensor>& marks;
+  const std::optional<Tensor>& mark_layout;
+};
+
+// What the host has read of the arguments.
+struct UpdateArguments {
+  std::vector<TableLayout> tables;
+  std::vector<TableLayout> marks;  // empty: no table keeps marks
+  BagLists bags;
+  const float* bag_weights;  // or null
+  UpdateRule rule;
+};
+
+inline UpdateRule read_rule(int64_t optimizer, const std::vector<double>& hyper) {
+  constexpr auto kLast = static_cast<int64_t>(kLastOptimizer);
+  STD_TORCH_CHECK(optimizer >= 0 && optimizer <= kLast, "update_rows_: expected optimizer in [0, ", kLast, "], got ",
+                  optimizer, ".");
+  check_size("update_rows_", "the number of hyper-parameters", 6, static_cast<int64_t>(hyper.size()));
+  const double mode = hyper[5];
+  STD_TORCH_CHECK(mode == 0.0 || mode == 1.0 || mode == 2.0, "update_rows_: expected weight_decay_mode in [0, 2], got ",
+                  mode, ".");
+  return {static_cast<Optimizer>(optimizer), static_cast<WeightDecay>(static_cast<int64_t>(mode)),
+          static_cast<float>(hyper[0]),      static_cast<float>(hyper[1]),
+          static_cast<float>(hyper[2]),      static_cast<float>(hyper[3]),
+          static_cast<float>(hyper[4])};
+}
+
+// Reads the marks of T tables; empty if no table keeps marks.
+inline std::vector<TableLayout> read_mark_layout(const char* op, const std::optional<Tensor>& layout, size_t tables) {
+  if (!layout) return {};
+  // No list of blocks: the last block has all its bytes, since its stripes lie all over it.
+  const std::vector<TableLayout> marks = read_layout(op, *layout, {}, true);
+  check_size(op, "the lines of mark_layout", static_cast<int64_t>(tables), static_cast<int64_t>(marks.size()));
+  for (const TableLayout& table : marks)
+    STD_TORCH_CHECK(table.shift >= kLeastMarkShift, op, ": expected a shift of at least ", kLeastMarkShift,
+                    " in mark_layout, got ", table.shift, ".");
+  return marks;
+}
+
+// streams [T, 3]: rounding key, first column, step.
+inline void check_streams(const char* op, const Tensor& streams, size_t tables) {
+  check_size(op, "the elements of streams", 3 * static_cast<int64_t>(tables), streams.numel());
+  const int64_t* stream = const_data<int64_t>(streams);
+  for (size_t table = 0; table < tables; ++table, stream += 3)
+    STD_TORCH_CHECK(stream[1] >= 0 && stream[1] < (int64_t{1} << 31), op,
+                    ": expected a first column in [0, 2^31) in streams, got ", stream[1], ".");
+}
+
+// A table without rows in the batch may be at step 0: it has not been trained yet.
+inline bool may_have_rows(const UpdateRule& rule, int64_t step) {
+  const bool counts_steps = state_widths(rule.optimizer).momentum2 != StateWidth::kNone;  // divides by 1 - beta^step
+  return !counts_steps || step >= 1;
+}
+inline void check_step(const char* op, bool is_valid, int64_t step) {
+  STD_TORCH_CHECK(is_valid, op, ": expected a step of at least 1 in streams, got ", step, ".");
+}
+
+// Checks all arguments but the contents of ids, rows and senders, and of offsets unless `reads_offsets`.
+inline UpdateArguments read_update(const char* op, const UpdateCall& call, const Device& device, bool reads_offsets) {
+  const int64_t ids = call.ids.numel();
+  check_tensor(op, "grad", call.grad, ScalarType::Float, device);
+  check_tensor(op, "ids", call.ids, ScalarType::Long, device);
+  check_tensor(op, "rows", call.rows, ScalarType::Long, device);
+  check_tensor(op, "streams", call.streams, ScalarType::Long);
+  check_size(op, "the number of rows", ids, call.rows.numel());
+  STD_TORCH_CHECK(ids < std::numeric_limits<uint32_t>::max(), op, ": expected fewer than 2^32 - 1 ids, got ", ids,
+                  ". Split the batch.");
+  STD_TORCH_CHECK(!call.offsets || call.offsets->numel() <= int64_t{1} << 32, op,
+                  ": expected fewer than 2^32 bags, got ", call.offsets->numel() - 1, ". Split the batch.");
+  UpdateArguments read;
+  read.tables = read_layout(op, call.layout, call.weights);
+  check_streams(op, call.streams, read.tables.size());
+  if (reads_offsets) {
+    read.bags = read_bags(op, call.offsets, call.segments, read.tables, ids, call.grad.numel());
+  } else {
+    read.bags = bags_of_offsets(op, call.offsets, ids, device);
+    read_segments(op, read.bags, call.segments, read.tables, call.grad.numel());
+  }
+  read.marks = read_mark_layout(op, call.mark_layout, read.tables.size());
+  read.bag_weights = bag_weight_data(op, call.bag_weights, ids, device);
+  read.rule = read_rule(call.optimizer, call.hyper);
+  check_size(op, "the number of grad_scales", static_cast<int64_t>(read.tables.size()),
+             static_cast<int64_t>(call.grad_scales.size()));
+  SeparateMemory()
+      .writes(call.weights)
+      .writes(call.momentum1)
+      .writes(call.momentum2)
+      .writes(call.marks)
+      .reads(call.grad)
+      .reads(call.ids)
+      .reads(call.rows)
+      .reads(call.offsets)
+      .reads(call.bag_weights)
+      .reads(call.senders)
+      .check(op);
+  return read;
+}
+
+// The tables with the capacities that rows must be below: the marks of a table may have fewer rows.
+inline std::vector<TableLayout> updated_rows(const UpdateArguments& read) {
+  std::vector<TableLayout> tables = read.tables;
+  for (size_t t = 0; t < read.marks.size(); ++t)
+    if (const TableLayout& marks = read.marks[t]; marks.blocks > 0 && marks.capacity() < (tables[t].capacity() + 7) / 8)
+      tables[t] = {0, marks.blocks, marks.shift + 3, 1};
+  return tables;
+}
+
+// The tables of a call, and the pointers that they read. T: the element type of rows.
+template <typename T>
+struct UpdatedTables {
+  UpdatedTables(const char* op, const UpdateCall& call, const UpdateArguments& read, const Device& device)
+      : weights(op, "weights", call.weights, device),
+        momentum1(op, "momentum1", call.momentum1, device),
+        momentum2(op, "momentum2", call.momentum2, device),
+        marks(op, "marks", call.marks, device) {
+    const StateWidths widths = state_widths(read.rule.optimizer);
+    const int64_t* stream = const_data<int64_t>(call.streams);
+    for (const TableLayout& table : read.tables) {
+      const size_t t = tables.size();
+      STD_TORCH_CHECK(table.capacity() <= (int64_t{1} << 32), op, ": expected at most 2^32 rows a table, got room for ",
+                      table.capacity(), ".");
+      tables.push_back({weights.rows(table, table.columns), states(momentum1, table, widths.momentum1),
+                        states(momentum2, table, widths.momentum2),
+                        read.marks.empty() ? MarkBits{} : bits_of(marks.words(read.marks[t])),
+                        Stream{static_cast<uint64_t>(stream[0]), stream[1], stream[2]},
+                        bias_correction(read.rule, stream[2]), static_cast<float>(call.grad_scales[t])});
+      stream += 3;
+    }
+  }
+  UpdatedTables(const UpdatedTables&) = delete;
+  UpdatedTables& operator=(const UpdatedTables&) = delete;
+
+  BlockList<T> weights;
+  BlockList<float> momentum1;
+  BlockList<float> momentum2;
+  BlockList<uint8_t> marks;
+  std::vector<UpdatedTable<T>> tables;
+
+ private:
+  static RowBlocks<float> states(BlockList<float>& list, const TableLayout& table, StateWidth width) {
+    const int64_t columns = state_columns(width, table.columns);
+    return columns == 0 ? RowBlocks<float>{} : list.rows(table, columns);
+  }
+};
+
+}  // namespace torchrec_dyn
