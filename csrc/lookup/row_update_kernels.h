@@ -210,7 +210,7 @@ TORCHREC_DYN_BOTH inline int add_terms(const Terms& terms, const Chunk& chunk, C
     }
     simt::each_lane([&](int lane) {
       const int columns = chunk.count(lane);
-      LaneColumns read[kAhead];
+      LaneColumns read[kAhead] = {};
       for (int a = 0; a < kAhead; ++a) {
         const float* row = chunk.of_lane(rows[a], lane);
         for (int c = 0; c < kLaneColumns; ++c)
