@@ -84,6 +84,18 @@ def test_bits_are_the_cpus_at_all_widths(optimizer, dtype):
                 assert torch.equal(bits(got), bits(want)), (name, widths)
 
 
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("rows", [ids_of(0, 1, 2), ids_of(0, 0, 0)])
+def test_signs_of_zeros(rows):
+    """A sum begins with its first gradient, not with 0: -0 stays -0."""
+    given = update(0) | {"rows": rows, "ids": rows, "offsets": None, "grad": torch.full((9,), -0.0)}
+    given |= {"weights": [torch.full((4, 3), -0.0)], "layout": torch.tensor([[0, 1, 2, 3]])}
+    given |= {"segments": torch.tensor([[0, 0, 3, 0, 3]]), "streams": ids_of(1, 0, 1).view(1, 3)}
+    ops.update_rows_(**given | {"grad_scales": [1.0], "bag_weights": None})
+    for row in range(4):  # -0 - -0 is 0
+        assert (torch.signbit(given["weights"][0][row]) == (row not in rows)).all()
+
+
 def outcome(library, sample):
     try:
         library.update_rows_(**sample)
