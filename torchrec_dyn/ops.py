@@ -66,6 +66,8 @@ def lookup(
     Args:
         ids: [N] int64 in table order.
         table_offsets: [T + 1] int64; the ids of table t are ids[table_offsets[t] : table_offsets[t + 1]].
+            With ids on a GPU they may be there, too. Then they are not checked; a caller who finds wrong ones
+            drops the results.
         slots: [C, 2] int64 each: the slots of T maps, then the outgoing slots of each map that grows.
         moved: [T] int64, number of moved outgoing slots; -1 for a map that does not grow.
 

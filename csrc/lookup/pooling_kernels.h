@@ -81,7 +81,7 @@ struct ReportWrongBags {
   ErrorReport error;  // op, 1, two offsets, the end of their range; or op, 0, capacity of the table
 
   TORCHREC_DYN_BOTH void operator()(int64_t) const {
-    if (bags.wrong->offsets != 0) report_offsets();
+    if (bags.wrong->offsets != 0) return report_offsets();
     if (bags.wrong->bags_left == 0) return;
     const int64_t bag = bags.count - bags.wrong->bags_left;
     const int64_t segment = table_of(bag, bags.segment_count, [this](int64_t s) { return bags.segments[s].first_bag; });

@@ -53,12 +53,18 @@ struct TableMaps {
 struct FindRows {
   const int64_t* ids;
   TableMaps maps;
+  const int64_t* begins;  // where the ids of each table begin; null: as `maps` says. Not checked: the table is in range
   int64_t* rows;
   int64_t* absent;              // by tables
   const int64_t* error_record;  // of the GPU
 
+  TORCHREC_DYN_BOTH int64_t table_of(int64_t i) const {
+    if (begins == nullptr) return maps.table_of(i);
+    return torchrec_dyn::table_of(i, maps.tables, [this](int64_t table) { return begins[table]; });
+  }
+
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    const int64_t table = maps.table_of(i);
+    const int64_t table = table_of(i);
     const int64_t row = find_row(maps.maps[table].map, ids[i], spread_hash(ids[i]));
     rows[i] = row;
     if (row == kNoRow) simt::count(absent + table);

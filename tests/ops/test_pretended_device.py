@@ -90,8 +90,11 @@ def test_tensors_of_two_devices_in_one_op_are_noted(device):
     ops.lookup(there, offsets, [device.of(slots)], moved)
     assert device.mixed == []  # descriptions are on the CPU
     ops.lookup(there, offsets, [slots], moved)
-    ops.lookup(there, offsets.cuda(), [device.of(slots)], moved)
+    ops.lookup(there, offsets, [device.of(slots)], moved.cuda())
     assert ops_of(device.mixed) == ["lookup", "lookup"]
+    device.forget()
+    rows, absent = ops.lookup(there, offsets.cuda(), [device.of(slots)], moved)
+    assert device.mixed == device.reads == [] and rows.device == absent.device == CUDA
 
 
 def test_ops_without_a_kernel_are_noted(device, monkeypatch):

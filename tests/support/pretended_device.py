@@ -39,6 +39,8 @@ READING = {
 }
 # Results of our ops that describe other arguments: on the CPU for every device (torchrec_dyn/ops.py).
 HOST_RESULTS = {"collect_new": {2}, "move_slots": {0}}
+# Descriptions that may be on the device, too; the host does not look at them there.
+ON_EITHER = {("lookup", "table_offsets")}
 COPIES = {aten._to_copy, aten.copy_, aten._copy_from}
 
 
@@ -87,6 +89,9 @@ class PretendedTensor(torch.Tensor):
         [notes, *_] = (value.notes for value in values if isinstance(value, PretendedTensor))
         return notes.run(func, args, kwargs or {})
 
+    def record_stream(self, stream):
+        self.notes.recorded.append((self, stream))
+
     def __repr__(self):
         return f"PretendedTensor({self.memory})"
 
@@ -98,11 +103,12 @@ class PretendedDevice(TorchFunctionMode):
         reads: waits of the host for the device, in order.
         mixed: calls with tensors of both devices.
         without_kernel: calls of our ops that have no kernel for CUDA.
+        recorded: tensors and streams of `record_stream`.
     """
 
     def __init__(self):
         super().__init__()
-        self.reads, self.mixed, self.without_kernel = [], [], []
+        self.reads, self.mixed, self.without_kernel, self.recorded = [], [], [], []
         simt_library()
         self._waits = ctypes.c_int64.in_dll(ctypes.CDLL(str(LIBRARY)), "torchrec_dyn_host_waits")
 
@@ -127,12 +133,14 @@ class PretendedDevice(TorchFunctionMode):
 
     def forget(self):
         """Drops all notes."""
-        for notes in (self.reads, self.mixed, self.without_kernel):
+        for notes in (self.reads, self.mixed, self.without_kernel, self.recorded):
             notes.clear()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Changes calls for which torch wants a real device: those that name it, and two more."""
         kwargs = dict(kwargs or {})
+        if func is torch.device:
+            return func(*args, **kwargs)
         is_here = bool(args) and isinstance(args[0], PretendedTensor)
         if is_here and func is torch.Tensor.tolist:
             return args[0].cpu().tolist()
@@ -159,7 +167,8 @@ class PretendedDevice(TorchFunctionMode):
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         ours = func.namespace == "torchrec_dyn"
-        if op not in COPIES and any(_is_elsewhere(ours, *item) for item in given.items()):
+        others = {key: value for key, value in given.items() if (name, key) not in ON_EITHER}
+        if op not in COPIES and any(_is_elsewhere(ours, *item) for item in others.items()):
             self._note(self.mixed, name)
         if _is_read(op, given):
             self._note(self.reads, name)
@@ -169,6 +178,8 @@ class PretendedDevice(TorchFunctionMode):
             func = getattr(simt_library(), op.__name__).default
         elif ours:
             self._note(self.without_kernel, name)
+        if name == "lookup" and isinstance(given["table_offsets"], PretendedTensor):
+            args = (args[0], _ascending(args[1], len(args[0])), *args[2:])
         waits = self._waits.value
         result = func(*args, **kwargs)
         for _ in range(self._waits.value - waits):
@@ -189,6 +200,14 @@ class PretendedDevice(TorchFunctionMode):
 
     def _note(self, notes, op):
         notes.append(Note(op, _place()))
+
+
+def _ascending(table_offsets, ids):
+    """Returns valid offsets; others for wrong ones, for which a GPU's kernel returns anything."""
+    is_right = table_offsets[0] == 0 and table_offsets[-1] == ids
+    if is_right and (table_offsets.diff() >= 0).all():
+        return table_offsets
+    return torch.tensor([0] * (len(table_offsets) - 1) + [ids])
 
 
 def _is_cuda(value):
@@ -235,3 +254,26 @@ def _place():
     package = [one for one in here if one[0].parts[0] == "torchrec_dyn"]
     path, line = [*package, *here, (Path("?"), 0)][0]
     return f"{path}:{line}"
+
+
+def run_lookups_backward(output, seed=0):
+    """Runs the backward of each lookup in the graph of an output of a collection, with random gradients.
+
+    Autograd's engine wants a real device. Runs on the CPU, too; the same seed gives the same gradients.
+
+    Returns:
+        The gradients of bag weights, in the order of the lookups; None for a lookup without them.
+    """
+    tensors = output if isinstance(output, dict) else {"": output}
+    nodes, found = [tensors[key].values().grad_fn for key in sorted(tensors)], []
+    for node in nodes:
+        if node is not None and node not in found:
+            found.append(node)
+            nodes += [before for before, _ in node.next_functions]
+    draw = torch.Generator().manual_seed(seed)
+    returned = []
+    for node in found:
+        if hasattr(node, "lookup"):
+            grad = torch.randn(node.lookup.bags.elements, generator=draw)
+            returned.append(node.apply(grad.to(node.lookup.ids.device))[1])
+    return returned

@@ -89,7 +89,7 @@ def one_bag(name: str, ids: Tensor) -> KeyedJaggedTensor:
         name: name of the feature.
         ids: [K] int64.
     """
-    lengths = torch.tensor([ids.numel()], device=ids.device)
+    lengths = torch.full((1,), ids.numel(), device=ids.device)
     return KeyedJaggedTensor([name], ids, lengths=lengths, stride=1)
 
 

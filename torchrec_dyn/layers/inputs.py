@@ -149,13 +149,14 @@ def _bags(source: Input, values: Tensor, where: str) -> tuple[Tensor, Tensor | N
         if of_bags is not None:
             return _bags_with_holes(offsets.long(), of_bags.long(), values, where)
         lengths = offsets.diff().long()
-    least = int(lengths.min()) if lengths.numel() else 0
+    least = most = total = 0
+    if lengths.numel():  # one read of a GPU
+        least, most, total = torch.stack([*torch.aminmax(lengths), lengths.sum()]).tolist()
     # If no length exceeds the number of ids, the sum of the lengths cannot overflow.
-    most = int(lengths.max()) if lengths.numel() else 0
-    if least < 0 or most > values.numel() or int(lengths.sum()) != values.numel():
+    if least < 0 or most > values.numel() or total != values.numel():
         raise ValueError(
             f"{where}: expected lengths >= 0 that add up to the {values.numel()} ids, "
-            f"got a minimum of {least} and a sum of {int(lengths.sum())}."
+            f"got a minimum of {least} and a sum of {total}."
         )
     return lengths, None, None
 
@@ -164,9 +165,8 @@ def _bags_with_holes(
     offsets: Tensor, lengths: Tensor, values: Tensor, where: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     room = offsets.diff()
-    if not bool(((lengths >= 0) & (lengths <= room)).all()) or not (
-        int(offsets[0]) >= 0 and int(offsets[-1]) <= values.numel()
-    ):
+    are_inside = ((lengths >= 0) & (lengths <= room)).all() & (offsets[0] >= 0)
+    if not bool(are_inside & (offsets[-1] <= values.numel())):
         raise ValueError(
             f"{where}: expected bags of a nested tensor that do not overlap and are within its "
             f"{values.numel()} values, got offsets {offsets.tolist()} and lengths {lengths.tolist()}."

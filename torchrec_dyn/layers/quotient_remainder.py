@@ -320,7 +320,9 @@ class QuotientRemainderIds(nn.Module):
             group: KeyedJaggedTensor(
                 keys=names,
                 values=torch.cat(values[group]),
-                lengths=torch.tensor(lengths[group], device=read.ids.device),
+                lengths=torch.tensor(lengths[group], device="cpu").to(
+                    read.ids.device, non_blocking=True
+                ),
                 stride=1,
             )
             for group, names in keys.items()

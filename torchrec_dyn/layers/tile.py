@@ -55,7 +55,8 @@ class TileReader(nn.Module):
         )
         in_bag = torch.arange(len(ids), device=device) - bag_begins(bags.lengths)[bag]
         places = bag * self._tile_length + in_bag
-        if bool((in_bag >= self._tile_length).any()):
+        # Of a GPU the host reads the positions at once: one wait, whether ids are left out or not.
+        if not ids.is_cpu or bool((in_bag >= self._tile_length).any()):
             kept = (in_bag < self._tile_length).nonzero().squeeze(1)
             ids, places = ids[kept], places[kept]
             of_ids = None if of_ids is None else of_ids[kept]

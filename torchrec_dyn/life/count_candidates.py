@@ -132,7 +132,9 @@ class CountCandidates:
         listed = self._listed
         if listed is None:
             return None
-        examined, length = most, listed.ids.numel()
+        length = listed.ids.numel()
+        # Of a GPU all rows are examined at once: each further round would be a wait.
+        examined = most if listed.ids.is_cpu else max(most, length)
         while True:
             is_rest = examined >= length
             end = listed.end if is_rest else _place(listed.ids, listed.counts, examined)

@@ -21,9 +21,9 @@ class Bags:
     """The description of one batch for the ops (csrc/lookup/bags.h).
 
     Attributes:
-        table_offsets: [T + 1] int64, where the ids of each table begin.
-        offsets: [bags + 1] int64, or None for sequences.
-        segments: [S, 5] int64.
+        table_offsets: [T + 1] int64 on the CPU, where the ids of each table begin.
+        offsets: [bags + 1] int64 on the device of the ids, or None for sequences.
+        segments: [S, 5] int64 on the CPU.
         elements: number of elements of the output.
         shape: shape of the output.
     """
@@ -67,10 +67,10 @@ class BagLayout:
     def table_offsets(
         self, offsets: Tensor, ids: int, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor:
-        """Returns the begin of each table's ids, [T + 1] int64.
+        """Returns the begin of each table's ids, [T + 1] int64 on the CPU.
 
         Args:
-            offsets: [bags + 1] int64, where each bag begins in the ids.
+            offsets: [bags + 1] int64 on any device, where each bag begins in the ids.
             ids: N.
             batch_sizes: [F][ranks] bags of each feature and rank, or None if all features have the same
                 number of bags.
@@ -99,24 +99,38 @@ class BagLayout:
                     f"{[list(sizes) for sizes in batch_sizes]}."
                 )
         # Checked here, before any id is inserted: the ops check only after the insertion.
-        if bool((offsets[1:] < offsets[:-1]).any()):
+        descends = (offsets[1:] < offsets[:-1]).any().view(1)
+        begins = offsets[self._first_bags(bags, batch_sizes).to(offsets.device)]
+        words = torch.cat([begins, descends]).cpu()  # one read of a GPU
+        table_offsets, (first, *_, last, is_wrong) = words[:-1], words.tolist()
+        if is_wrong:
             raise ValueError(
                 "lookup: expected ascending offsets, got descending ones. Are there negative lengths?"
             )
-        first, last = int(offsets[0]), int(offsets[-1])
         if (first, last) != (0, ids):
             raise ValueError(
                 f"lookup: expected offsets from 0 to {ids}, the number of ids, got {first} to "
                 f"{last}. Do lengths and values agree?"
             )
-        return self._of_tables(offsets, batch_sizes)
+        return table_offsets
+
+    def begins_of_tables(self, begins: Tensor) -> Tensor:
+        """Returns the begin of each table's ids, [T + 1] int64 on the device of `begins`.
+
+        Args:
+            begins: [F + 1] int64, the begin of each feature's ids, and the end of the last.
+        """
+        if len(self._first_feature) == self._features + 1:  # each table has one feature
+            return begins
+        # Not waited for: the copy is in the order of the stream.
+        return begins[torch.tensor(self._first_feature).to(begins.device, non_blocking=True)]
 
     def describe(
         self,
         offsets: Tensor,
         ids: int,
         batch_sizes: Sequence[Sequence[int]] | None,
-        is_checked: bool = False,
+        counts: Sequence[int] | None = None,
     ) -> Bags:
         """Returns the description of one batch.
 
@@ -124,33 +138,40 @@ class BagLayout:
             offsets: [bags + 1] int64, where each bag begins in the ids.
             ids: N.
             batch_sizes: as `table_offsets`.
-            is_checked: True if the caller has checked that offsets ascend from 0 to N, and the number of
-                bags. (The ops check again before they read memory.)
+            counts: [F] number of ids of each feature, if the caller has checked that offsets ascend from 0
+                to N, and the number of bags; else None. (The ops check again before they read memory.)
 
         Raises:
-            ValueError: as `table_offsets`, unless `is_checked`.
+            ValueError: as `table_offsets`, if `counts` is None.
         """
-        if is_checked:
-            table_offsets = self._of_tables(offsets, batch_sizes)
-        else:
+        if counts is None:
             table_offsets = self.table_offsets(offsets, ids, batch_sizes)
+        elif offsets.is_cpu:
+            table_offsets = offsets[self._first_bags(offsets.numel() - 1, batch_sizes)]
+        else:
+            begins = list(accumulate(counts, initial=0))
+            table_offsets = torch.tensor([begins[f] for f in self._first_feature], device="cpu")
         if self._is_sequence:
             return self._sequence(table_offsets, ids)
         if batch_sizes is not None:
             return self._variable(table_offsets, offsets, batch_sizes)
-        batch, _, segments = self._cached
+        batch, _, segments = self._of_batch((offsets.numel() - 1) // self._features)
         shape = (batch, self._width)
         return Bags(table_offsets, offsets, segments, batch * self._width, shape)
 
-    def _of_tables(self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
-        if batch_sizes is not None:
-            first_bag = list(accumulate((sum(sizes) for sizes in batch_sizes), initial=0))
-            return offsets[torch.tensor([first_bag[feature] for feature in self._first_feature])]
-        batch = (offsets.numel() - 1) // self._features
+    def _first_bags(self, bags: int, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
+        """Returns the first bag of each table, and the number of bags, [T + 1] int64 on the CPU."""
+        if batch_sizes is None:
+            return self._of_batch(bags // self._features)[1]
+        first_bag = list(accumulate((sum(sizes) for sizes in batch_sizes), initial=0))
+        return torch.tensor([first_bag[feature] for feature in self._first_feature], device="cpu")
+
+    def _of_batch(self, batch: int) -> tuple[int, Tensor, Tensor]:
+        """Returns B, the first bag of each table and the segments of batches of B bags per feature."""
         if self._cached[0] != batch:
-            first_bags = torch.tensor(self._first_feature) * batch
+            first_bags = torch.tensor(self._first_feature, device="cpu") * batch
             self._cached = (batch, first_bags, self._regular_segments(batch))
-        return offsets[self._cached[1]]
+        return self._cached
 
     def _regular_segments(self, batch: int) -> Tensor:
         first_column = accumulate((self._columns[t] for t in self._table_of), initial=0)
@@ -158,7 +179,8 @@ class BagLayout:
             [
                 [t, f * batch, batch, c, self._width]
                 for f, (t, c) in enumerate(zip(self._table_of, first_column, strict=False))
-            ]
+            ],
+            device="cpu",
         )
 
     def _sequence(self, table_offsets: Tensor, ids: int) -> Bags:
@@ -183,4 +205,4 @@ class BagLayout:
                 lines.append([table, next_bag[feature], bags, place, columns])
                 next_bag[feature] += bags
                 place += bags * columns
-        return Bags(table_offsets, offsets, torch.tensor(lines), place, (place,))
+        return Bags(table_offsets, offsets, torch.tensor(lines, device="cpu"), place, (place,))

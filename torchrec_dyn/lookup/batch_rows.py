@@ -50,14 +50,21 @@ def part_of(is_chosen: Tensor, ids: Tensor, table_offsets: Tensor) -> BatchPart:
     """Returns the part of a batch that belongs to chosen tables.
 
     Args:
-        is_chosen: [T] bool.
+        is_chosen: [T] bool on the CPU.
         ids: [N] int64 in table order.
-        table_offsets: [T + 1] int64, where the ids of each table begin.
+        table_offsets: [T + 1] int64 on the CPU, where the ids of each table begin.
     """
     sizes = table_offsets.diff()
-    mask = is_chosen.repeat_interleave(sizes)
     ends = torch.cat([table_offsets[:1], sizes[is_chosen].cumsum(0)])
-    return BatchPart(mask, ids[mask], ends)
+    chosen, of_tables = (
+        numbers.to(ids.device, non_blocking=True) for numbers in (is_chosen, sizes)
+    )
+    mask = chosen.repeat_interleave(of_tables, output_size=ids.numel())
+    if ids.is_cpu:
+        return BatchPart(mask, ids[mask], ends)
+    # Not by the mask: the host would read how many ids it selects.
+    parts = zip(ids.split(sizes.tolist()), is_chosen.tolist(), strict=True)
+    return BatchPart(mask, torch.cat([part for part, is_chosen in parts if is_chosen]), ends)
 
 
 def rows_in_training(
@@ -65,14 +72,15 @@ def rows_in_training(
     ids: Tensor,
     table_offsets: Tensor,
     times: Tensor | None = None,
+    found: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, int]:
     """Runs one training step of trained tables and returns the rows of the batch.
 
     As `take_step`, but all tables may be without a life. Then every unseen id gets a row.
     """
     if trained.with_life:
-        return take_step(trained, ids, table_offsets, times)
-    rows, absent = find_rows(trained.maps, ids, table_offsets)
+        return take_step(trained, ids, table_offsets, times, found)
+    rows, absent = found or find_rows(trained.maps, ids, table_offsets)
     is_known = not any(absent.tolist())
     if not is_known:
         insert_unseen(trained.tables, ids, rows, table_offsets)

@@ -76,20 +76,23 @@ def reduction_of(
     ]
     if all(config.gradient != "mean_over_senders" for config in configs):
         return Reduction(scales, None)
-    ranks = _sender_of_each_id(offsets, senders.bags)
+    ranks = _sender_of_each_id(offsets, senders.bags, int(table_offsets[-1]))
     for config, (begin, end) in zip(configs, pairwise(table_offsets.tolist()), strict=True):
         if config.gradient != "mean_over_senders":
             ranks[begin:end] = -1
     return Reduction(scales, ranks)
 
 
-def _sender_of_each_id(offsets: Tensor, bags: Sequence[Sequence[int]]) -> Tensor:
-    """Returns the rank that sent each id, [N] int32.
+def _sender_of_each_id(offsets: Tensor, bags: Sequence[Sequence[int]], ids: int) -> Tensor:
+    """Returns the rank that sent each id, [N] int32 on the device of `offsets`.
 
     Args:
         offsets: [bags + 1] int64.
         bags: [F][ranks] bags of each feature and rank.
+        ids: N.
     """
-    ranks = torch.arange(len(bags[0]) if bags else 0, dtype=torch.int32)
-    of_bags = ranks.repeat(len(bags)).repeat_interleave(torch.tensor(bags).flatten().long())
-    return of_bags.repeat_interleave(offsets.diff())
+    ranks = torch.arange(len(bags[0]) if bags else 0, dtype=torch.int32, device="cpu")
+    sizes = torch.tensor(bags, device="cpu").flatten().long()
+    of_bags = ranks.repeat(len(bags)).repeat_interleave(sizes)
+    of_bags = of_bags.to(offsets.device, non_blocking=True)
+    return of_bags.repeat_interleave(offsets.diff(), output_size=ids)

@@ -37,8 +37,23 @@ from torchrec_dyn.lookup.batch_rows import BatchRows, part_of, rows_beside_froze
 from torchrec_dyn.lookup.gradient_reduction import Reduction, Senders, reduction_of
 from torchrec_dyn.lookup.table_blocks import TableBlocks, blocks_with_initial_rows
 from torchrec_dyn.lookup.table_lists import TableLists, TrainedTables, list_tables
-from torchrec_dyn.storage import TABLES, ForwardTicket, OutstandingForwards, TableLock, locked
-from torchrec_dyn.table import DynamicTable, find_rows, insert_unseen, marks_of_update, tokens_of
+from torchrec_dyn.lookup.unread_counts import UnreadCounts
+from torchrec_dyn.storage import (
+    TABLES,
+    ForwardTicket,
+    OutstandingForwards,
+    TableLock,
+    keep_in_use,
+    locked,
+)
+from torchrec_dyn.table import (
+    DynamicTable,
+    find_rows,
+    find_rows_and_read,
+    insert_unseen,
+    marks_of_update,
+    tokens_of,
+)
 
 
 @dataclass
@@ -100,6 +115,11 @@ class TableGroup:
         """The lock of the tables: a forward holds it, and a backward while it updates rows."""
         return self.tables[0].lock
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the tables."""
+        return self.tables[0].device
+
     def __call__(
         self,
         ids: Tensor,
@@ -108,7 +128,7 @@ class TableGroup:
         *,
         training: bool,
         batch_sizes: Sequence[Sequence[int]] | None = None,
-        counts: Sequence[int] | None = None,
+        counts: Sequence[int] | UnreadCounts | None = None,
         senders: Senders | None = None,
         times: Tensor | None = None,
     ) -> Tensor:
@@ -123,7 +143,7 @@ class TableGroup:
                 `unseen` says.
             batch_sizes: [F][ranks] bags of each feature and rank, for variable batches.
             counts: [F] number of ids of each feature, from a caller that has checked the offsets (they are
-                not checked again before ids are inserted); else None.
+                not checked again before ids are inserted), or that checks them with the counts; else None.
             senders: senders of the batch, if a table's gradients are not the mean over the ranks.
             times: [N] int64, at least 1, number of occurrences that each id of a table with a life stands
                 for; None for 1 each.
@@ -137,11 +157,14 @@ class TableGroup:
             RuntimeError: a table is full, or memory is out; no table has changed.
         """
         ids, offsets, weights = self._check_input(ids, offsets, weights)
+        given = (ids, offsets, weights, training, batch_sizes, counts, senders, times)
         # Not `locked`: a wrapper that passes any arguments takes three times as long as the lock.
         with self.tables[0].lock:
-            return self._look_up(
-                ids, offsets, weights, training, batch_sizes, counts, senders, times
-            )
+            if ids.is_cpu:
+                return self._look_up(*given)
+            with self.lock.streams.turn(ids.device):
+                keep_in_use(ids, offsets, weights)
+                return self._look_up(*given)
 
     def _look_up(
         self,
@@ -150,16 +173,17 @@ class TableGroup:
         weights: Tensor | None,
         training: bool,
         batch_sizes: Sequence[Sequence[int]] | None,
-        counts: Sequence[int] | None,
+        counts: Sequence[int] | UnreadCounts | None,
         senders: Senders | None,
         times: Tensor | None,
     ) -> Tensor:
-        bags = self._bag_layout.describe(
-            offsets, ids.numel(), batch_sizes, is_checked=counts is not None
-        )
         lists = self._current()
         trained = lists.trained if training else None
-        rows, shown, missing = self._rows(ids, bags, lists, training, times)
+        found = None
+        if isinstance(counts, UnreadCounts):
+            found, counts = self._find_and_count(ids, counts, lists, trained), counts.get()
+        bags = self._bag_layout.describe(offsets, ids.numel(), batch_sizes, counts)
+        rows, shown, missing = self._rows(ids, bags, lists, training, times, found)
         blocks, _ = lists.blocks.rows()
         if missing and lists.shows_initial:
             shown = shown.clone() if trained else shown
@@ -198,6 +222,7 @@ class TableGroup:
         if self.has_life or trained is None:
             return
         ids, offsets, _ = self._check_input(ids, offsets, None)
+        keep_in_use(ids, offsets)
         table_offsets = self._bag_layout.table_offsets(offsets, ids.numel(), None)
         if lists.frozen_maps is not None:
             _, ids, table_offsets = part_of(lists.is_trained, ids, table_offsets)
@@ -218,6 +243,13 @@ class TableGroup:
             raise self._misfit(f"[{ids.numel()}] floating point weights, got {_kind(weights)}.")
         if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1:
             raise self._misfit(f"offsets [F * B + 1] of int64 or int32, got {_kind(offsets)}.")
+        on_cpu = self.device.type == "cpu"
+        for tensor in (ids, offsets, weights):
+            if tensor is not None and tensor.is_cpu != on_cpu:
+                raise self._misfit(
+                    f"ids, offsets and weights on {self.device}, where the rows are, got a tensor on "
+                    f"{tensor.device}. Move the batch, or the collection, with .to(...)."
+                )
         return ids.contiguous(), offsets.to(torch.int64).contiguous(), weights
 
     def _misfit(self, what: str) -> ValueError:
@@ -226,20 +258,42 @@ class TableGroup:
 
     def _anchored(self) -> Tensor:
         if self._anchor is None:
-            self._anchor = torch.zeros((), requires_grad=True)
+            self._anchor = torch.zeros((), requires_grad=True, device="cpu")
         return self._anchor
 
+    def _find_and_count(
+        self, ids: Tensor, counts: UnreadCounts, lists: TableLists, trained: TrainedTables | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Returns the result of `find_rows`, and reads the counts at the same time.
+
+        Returns None and leaves the counts alone if they are read, or if a step does not begin by looking up
+        all ids: then tables are frozen beside others, or rows expire.
+        """
+        is_first = trained is None or not (trained.ageing or lists.frozen_maps)
+        if counts.are_read or not is_first:
+            return None
+        begins = self._bag_layout.begins_of_tables(counts.begins)
+        rows, absent, words = find_rows_and_read(lists.maps, ids, begins, counts.words)
+        counts.take(words)
+        return rows, absent
+
     def _rows(
-        self, ids: Tensor, bags: Bags, lists: TableLists, training: bool, times: Tensor | None
+        self,
+        ids: Tensor,
+        bags: Bags,
+        lists: TableLists,
+        training: bool,
+        times: Tensor | None,
+        found: tuple[Tensor, Tensor] | None,
     ) -> BatchRows:
         """Runs the training step of the trained tables and returns the rows of ids."""
         offsets, trained = bags.table_offsets, lists.trained
         if not training or trained is None:
-            rows, absent = find_rows(lists.maps, ids, offsets)
+            rows, absent = found or find_rows(lists.maps, ids, offsets)
             return BatchRows(rows, rows, sum(absent.tolist()))
         if lists.frozen_maps is not None:
             return rows_beside_frozen(lists, ids, offsets, times)
-        rows, refused = rows_in_training(trained, ids, offsets, times)
+        rows, refused = rows_in_training(trained, ids, offsets, times, found)
         return BatchRows(rows, rows, refused)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -295,11 +349,16 @@ class TableGroup:
         )  # fmt: skip
 
     def _count_late_grads(self, forward: _Forward, lists: TableLists) -> None:
+        tables, late = list[DynamicTable](), list[Tensor]()
         for t in [t for t, numbers in enumerate(lists.row_numbers) if numbers.held_back]:
-            table = self.tables[t]
-            begin, end = forward.bags.table_offsets[t : t + 2].tolist()
-            late = torch.isin(forward.rows[begin:end], table.row_numbers.withheld()).sum()
-            table.counters["late_grads"] += int(late)
+            withheld = self.tables[t].row_numbers.withheld()
+            if withheld.numel():
+                begin, end = forward.bags.table_offsets[t : t + 2].tolist()
+                tables.append(self.tables[t])
+                late.append(torch.isin(forward.rows[begin:end], withheld).sum())
+        if late:
+            for table, count in zip(tables, torch.stack(late).tolist(), strict=True):
+                table.counters["late_grads"] += count
 
 
 def _pool(forward: _Forward, weights: Tensor | None) -> Tensor:
@@ -335,8 +394,12 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @not_compiled
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
-        with ctx.lookup.group.tables[0].lock:
-            return _Lookup.update(ctx, grad)
+        lock = ctx.lookup.group.tables[0].lock
+        with lock:
+            if grad.is_cpu:
+                return _Lookup.update(ctx, grad)
+            with lock.streams.turn(grad.device):
+                return _Lookup.update(ctx, grad)
 
     @staticmethod
     def update(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:

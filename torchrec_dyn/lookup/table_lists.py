@@ -48,7 +48,7 @@ class TrainedTables:
         self.tally = tally_of(tables)
         self.maps, self.blocks = maps, blocks
         steps = [table.own.step for table in tables]
-        self.first_steps = torch.tensor(steps)
+        self.first_steps = torch.tensor(steps, device="cpu")
         self.with_life = [t for t, life in enumerate(lives) if life is not None]
         self.most_steps = max((steps[t] for t in self.with_life), default=0)
         self.ageing = [t for t, life in enumerate(lives) if life is not None and life.ages]
@@ -56,7 +56,7 @@ class TrainedTables:
             table.row_limit if life is not None and life.replaces else _NO_LIMIT
             for table, life in zip(tables, lives, strict=True)
         ]
-        self.row_limits, self.least_limit = torch.tensor(limits), min(limits)
+        self.row_limits, self.least_limit = torch.tensor(limits, device="cpu"), min(limits)
         self.has_changes = any(table.changes is not None for table in tables)
         self.watched = set(self.with_life)
 
@@ -123,9 +123,9 @@ def list_tables(tables: Sequence[DynamicTable]) -> TableLists:
         row_numbers=[table.row_numbers for table in tables],
         maps=maps,
         blocks=blocks,
-        streams=torch.tensor(streams),
-        stepping=torch.tensor([[0, 0, int(trains)] for trains in is_trained]),
-        is_trained=torch.tensor(is_trained),
+        streams=torch.tensor(streams, device="cpu"),
+        stepping=torch.tensor([[0, 0, int(trains)] for trains in is_trained], device="cpu"),
+        is_trained=torch.tensor(is_trained, device="cpu"),
         trained=trained,
         frozen_maps=MapList(frozen) if frozen else None,
         shows_initial=any(table.config.unseen == "initial" for table in tables),

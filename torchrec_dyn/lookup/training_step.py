@@ -74,6 +74,7 @@ def take_step(
     ids: Tensor,
     table_offsets: Tensor,
     times: Tensor | None = None,
+    found: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, int]:
     """Runs one training step of all tables and returns the rows of the batch.
 
@@ -86,6 +87,7 @@ def take_step(
         table_offsets: [T + 1] int64, where the ids of each table begin.
         times: [N] int64, number of occurrences that each id stands for, in batches that hold each distinct
             id once; None for 1 each.
+        found: the result of `find_rows` for this batch, if the caller has it and no table's rows expire.
 
     Returns:
         rows: [N] int64, -1 for an id that was not admitted.
@@ -109,7 +111,7 @@ def take_step(
             expired[number] = old
             if old.ids.numel():
                 table.id_map.remove(old.ids, old.num_ids - old.ids.numel())
-        batch = _decide(trained, ids, table_offsets, times)
+        batch = _decide(trained, ids, table_offsets, times, found)
         parts = read_together(
             [
                 _TableStep.prepare(
@@ -210,11 +212,15 @@ def _occurrences(
 
 
 def _decide(
-    trained: TrainedTables, ids: Tensor, table_offsets: Tensor, times: Tensor | None
+    trained: TrainedTables,
+    ids: Tensor,
+    table_offsets: Tensor,
+    times: Tensor | None,
+    found: tuple[Tensor, Tensor] | None,
 ) -> _Batch:
     """Looks ids up, decides admission, checks every table's room and reserves memory."""
     tables = trained.tables
-    rows, absent = find_rows(trained.maps, ids, table_offsets)
+    rows, absent = found or find_rows(trained.maps, ids, table_offsets)
     unseen, new_index = dict[int, _Unseen](), _NONE
     if any(absent.tolist()):
         new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
@@ -227,23 +233,33 @@ def _decide(
             for number, of_table in ranges.items()
         ]
         unseen = dict(zip(ranges, read_together(decisions), strict=True))
-    # A batch has at most as many distinct rows as ids, so for most batches they need not be counted.
-    crowded: set[int] = set()
+    # Distinct rows of the tables that may be too small. A batch has at most as many distinct rows as ids, so
+    # for most batches they need not be counted.
+    crowded: dict[int, int] = {}
     if ids.numel() > trained.least_limit:
         sizes = table_offsets[1:] - table_offsets[:-1]  # a fifth of the time of `diff`
-        crowded = set((sizes > trained.row_limits).nonzero().flatten().tolist())
-    for number in sorted(crowded | unseen.keys()):
+        numbers = (sizes > trained.row_limits).nonzero().flatten().tolist()
+        ends = table_offsets.tolist()
+        counts_of = read_together([_num_distinct(rows[ends[t] : ends[t + 1]]) for t in numbers])
+        crowded = dict(zip(numbers, counts_of, strict=True))
+    for number in sorted(crowded.keys() | unseen.keys()):
         new = unseen.get(number, _NO_UNSEEN)
         tables[number].check_room(new.num_admitted)
         if number in crowded:
-            begin, end = table_offsets[number : number + 2].tolist()
-            of_table = rows[begin:end]
-            need = torch.unique(of_table[of_table >= 0]).numel() + new.num_admitted
-            check_need(tables[number], need)
+            check_need(tables[number], crowded[number] + new.num_admitted)
     special = sorted({*trained.watched, *trained.ageing, *unseen})
     for number in special:
         _reserve(tables[number], unseen.get(number, _NO_UNSEEN))
     return _Batch(rows, absent, unseen, special, new_index)
+
+
+def _num_distinct(rows: Tensor) -> Reading[int]:
+    """Returns the number of distinct rows, without -1."""
+    ordered = rows.sort().values
+    is_first = ordered >= 0
+    is_first[1:] &= ordered[1:] != ordered[:-1]
+    [count] = yield is_first.sum(0, keepdim=True)
+    return count
 
 
 class _Expired(NamedTuple):

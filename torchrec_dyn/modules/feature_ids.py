@@ -1,5 +1,8 @@
 """Reads a KeyedJaggedTensor: checks it and selects the ids of chosen features, in a chosen order.
 
+The lengths of a batch on a GPU are checked when the host first reads their sums: with the first numbers of
+the lookup (lookup/unread_counts.py), or earlier, where a caller needs the sums.
+
 Legend: F features read, N ids.
 """
 
@@ -7,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_dyn.lookup import UnreadCounts
 
 
 @dataclass(frozen=True)
@@ -24,16 +29,28 @@ class FeatureIds:
         lengths: [sum of batch_sizes], number of ids of each bag.
         weights: [N] float, weights of the ids; None if bags have no weights.
         batch_sizes: [F], number of bags of each feature.
-        counts: [F], number of ids of each feature.
-        bag: number of ids of every bag if it is the same for all bags, else None.
+        given_counts: `counts`, or how to read them.
+        bag: number of ids of every bag if it is known to be the same for all bags, else None.
+        given_offsets: `offsets()`, if they were made to read the counts.
     """
 
     ids: Tensor
     lengths: Tensor
     weights: Tensor | None
     batch_sizes: list[int]
-    counts: list[int]
+    given_counts: list[int] | UnreadCounts
     bag: int | None
+    given_offsets: Tensor | None = None
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of ids of each feature, [F].
+
+        Raises:
+            ValueError: if they had to be read from a GPU, and a length is wrong.
+        """
+        given = self.given_counts
+        return given.get() if isinstance(given, UnreadCounts) else given
 
     @property
     def varies(self) -> bool:
@@ -45,16 +62,18 @@ class FeatureIds:
 
         Do not write to it: batches of equal bags share one tensor.
         """
-        bags, device = self.lengths.numel(), self.lengths.device
+        if self.given_offsets is not None:
+            return self.given_offsets
         if self.bag is not None:
-            return _equal_offsets(bags, self.bag, device)
-        offsets = torch.zeros(bags + 1, dtype=torch.int64, device=device)
-        torch.cumsum(self.lengths, 0, out=offsets[1:])
-        return offsets
+            return _equal_offsets(self.lengths.numel(), self.bag, self.lengths.device)
+        return _offsets_of(self.lengths)
 
     def feature_offsets(self) -> Tensor:
         """Returns the begin of each feature and the end of the last feature, [F + 1] int64."""
-        return torch.tensor([0, *accumulate(self.counts)], device=self.ids.device)
+        if isinstance(self.given_counts, UnreadCounts):
+            return self.given_counts.begins
+        begins = torch.tensor([0, *accumulate(self.counts)], device="cpu")
+        return begins.to(self.ids.device, non_blocking=True)
 
     def select(self, positions: Sequence[int]) -> FeatureIds:
         """Returns the features at these positions; a position may be repeated."""
@@ -63,9 +82,15 @@ class FeatureIds:
             lengths=_picked(self.lengths, self.batch_sizes, positions),
             weights=None if self.weights is None else _picked(self.weights, self.counts, positions),
             batch_sizes=[self.batch_sizes[i] for i in positions],
-            counts=[self.counts[i] for i in positions],
+            given_counts=[self.counts[i] for i in positions],
             bag=self.bag,
         )
+
+
+def _offsets_of(lengths: Tensor) -> Tensor:
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
 
 
 @lru_cache(maxsize=8)
@@ -106,6 +131,8 @@ class FeatureReader:
     def __call__(self, features: KeyedJaggedTensor) -> FeatureIds:
         """Checks a batch and returns the ids of the collection's features.
 
+        The lengths of a batch on a GPU are checked when the counts are read.
+
         Args:
             features: the user's batch; it may have further features and any order of keys.
 
@@ -117,7 +144,7 @@ class FeatureReader:
         if keys != known:
             positions = self._find(keys)
             self._found = (list(keys), positions)
-        read = checked_features(features, self._weighted, self._collection)
+        read = _read_features(features, self._weighted, self._collection)
         return read if positions is None else read.select(positions)
 
     def _find(self, keys: Sequence[str]) -> list[int] | None:
@@ -141,6 +168,14 @@ def checked_features(features: KeyedJaggedTensor, weighted: bool, where: str) ->
     Raises:
         ValueError: if a dtype, a shape or a length is wrong.
     """
+    read = _read_features(features, weighted, where)
+    if isinstance(read.given_counts, UnreadCounts):
+        read.given_counts.get()
+    return read
+
+
+def _read_features(features: KeyedJaggedTensor, weighted: bool, where: str) -> FeatureIds:
+    """As `checked_features`, but lengths on a GPU are checked when the counts are read."""
     ids, weights = features.values(), features.weights_or_none() if weighted else None
     if ids.dtype != torch.int64:
         raise ValueError(
@@ -163,7 +198,11 @@ def checked_features(features: KeyedJaggedTensor, weighted: bool, where: str) ->
             f"{where}: expected {sum(batch_sizes)} lengths for {len(batch_sizes)} features "
             f"of {batch_sizes} bags, got {lengths.numel()}."
         )
-    # No length may exceed the number of ids: so sums do not overflow, and offsets ascend.
+    weights = None if weights is None else weights.float()
+    if lengths.numel() and not lengths.is_cpu:
+        offsets = _offsets_of(lengths)
+        unread = _unread_counts(lengths, offsets, batch_sizes, where, ids.numel())
+        return FeatureIds(ids, lengths, weights, batch_sizes, unread, None, offsets)
     least, most = (int(bound) for bound in torch.aminmax(lengths)) if lengths.numel() else (0, 0)
     if least == most:
         counts = [most * bags for bags in batch_sizes]
@@ -171,16 +210,37 @@ def checked_features(features: KeyedJaggedTensor, weighted: bool, where: str) ->
         counts = lengths.reshape(len(batch_sizes), -1).sum(1).tolist()
     else:
         counts = [int(part.sum()) for part in torch.split(lengths, batch_sizes)]
-    if least < 0 or most > ids.numel() or sum(counts) != ids.numel():
+    _check_sums(where, ids.numel(), counts, (least, most))
+    return FeatureIds(ids, lengths, weights, batch_sizes, counts, most if least == most else None)
+
+
+def _check_sums(where: str, ids: int, counts: Sequence[int], bounds: Sequence[int]) -> None:
+    """Raises ValueError unless the lengths of a batch are valid.
+
+    Args:
+        where: the collection, for messages.
+        ids: N.
+        counts: [F], sum of the lengths of each feature.
+        bounds: the least and the greatest length.
+    """
+    least, most = bounds
+    # No length may exceed the number of ids: so sums do not overflow, and offsets ascend.
+    if least < 0 or most > ids or sum(counts) != ids:
         raise ValueError(
-            f"{where}: expected lengths that are not negative and add up to the {ids.numel()} ids, "
+            f"{where}: expected lengths that are not negative and add up to the {ids} ids, "
             f"got a minimum of {least} and a sum of {sum(counts)}."
         )
-    return FeatureIds(
-        ids,
-        lengths,
-        None if weights is None else weights.float(),
-        batch_sizes,
-        counts,
-        most if least == most else None,
-    )
+
+
+def _unread_counts(
+    lengths: Tensor, offsets: Tensor, batch_sizes: list[int], where: str, ids: int
+) -> UnreadCounts:
+    """Returns the counts of a batch on a GPU, with the check of its lengths."""
+    features = len(batch_sizes)
+    if len(set(batch_sizes)) == 1:
+        begins = offsets[:: batch_sizes[0]]
+    else:
+        bags = torch.tensor([0, *accumulate(batch_sizes)], device="cpu")
+        begins = offsets[bags.to(offsets.device, non_blocking=True)]
+    words = torch.cat([begins, lengths.min().view(1), lengths.max().view(1)])
+    return UnreadCounts(words, features, partial(_check_sums, where, ids))

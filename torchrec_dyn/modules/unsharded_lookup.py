@@ -90,7 +90,7 @@ class UnshardedLookup:
             a single tensor [B, sum of D]: then no copy is needed to join the outputs.
         """
         varies = features.varies
-        outputs: list[Tensor] = [torch.empty(0)] * len(features.counts)
+        outputs: list[Tensor] = [torch.empty(0)] * len(features.batch_sizes)
         for group in self._current_groups():
             chosen = features if group.positions is None else features.select(group.positions)
             output = group.tables(
@@ -99,7 +99,7 @@ class UnshardedLookup:
                 chosen.weights,
                 training=training,
                 batch_sizes=[[size] for size in chosen.batch_sizes] if varies else None,
-                counts=chosen.counts,
+                counts=chosen.given_counts,
             )
             if varies:
                 sizes = [
@@ -120,12 +120,13 @@ class UnshardedLookup:
 
     def sequences(self, features: FeatureIds, training: bool) -> list[Tensor]:
         """Looks up without pooling; returns one tensor [ids of the feature, D] per feature."""
-        outputs: list[Tensor] = [torch.empty(0)] * len(features.counts)
+        outputs: list[Tensor] = [torch.empty(0)] * len(features.batch_sizes)
         for group in self._current_groups():
             chosen = features if group.positions is None else features.select(group.positions)
             # In a sequence the bag of an id does not matter: each feature is passed as one bag.
             offsets = chosen.feature_offsets()
-            output = group.tables(chosen.ids, offsets, training=training, counts=chosen.counts)
+            counts = chosen.given_counts
+            output = group.tables(chosen.ids, offsets, training=training, counts=counts)
             parts = torch.split(output, chosen.counts)
             if group.positions is None:
                 return list(parts)

@@ -127,6 +127,7 @@ class UnshardedTable(nn.Module):
             initializer=initializer_of(self.config, self.dynamic),
             device=self.device,
         )
+        self.device = table.device  # with the number of the GPU, which its name may lack
         table.lock = self.lock
         if before is not None:
             table.start_as(before.initializer)  # a loaded checkpoint may have set it
@@ -232,7 +233,8 @@ class UnshardedTable(nn.Module):
             if device == _META:
                 self._table = None
             elif (dtype, device) != (self._table.dtype, self.device):
-                self._table.convert(dtype=dtype, device=device)
+                with self.lock.streams.turn(device):  # later calls wait until the rows are there
+                    self._table.convert(dtype=dtype, device=device)
         self.device = device
         if dtype != self.weight.dtype:
             self.weight.data = torch.empty(self.weight.shape, dtype=dtype, device=_META)

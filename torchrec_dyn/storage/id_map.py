@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.storage.stream_order import keep_in_use
 from torchrec_dyn.storage.tokens import SLOTS
 
 # A slot is an id and a row, 8 bytes each.
@@ -169,6 +170,8 @@ class IdMap:
         assert self.outgoing is not None
         SLOTS.renew()
         is_last = moved == self.outgoing.shape[0]
+        if is_last:
+            keep_in_use(self.outgoing)  # another stream may have allocated it
         self.outgoing, self.moved = (None, -1) if is_last else (self.outgoing, moved)
 
     def arrays(self) -> tuple[list[Tensor], Tensor]:

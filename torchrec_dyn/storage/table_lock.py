@@ -14,14 +14,21 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from torchrec_dyn.storage.stream_order import StreamOrder
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 class TableLock(RLock):  # type: ignore[misc]  # typeshed: final; CPython: a base class
-    """A reentrant lock. A copy and an unpickled lock are new; copies of its tables share the new lock."""
+    """A reentrant lock. A copy and an unpickled lock are new; copies of its tables share the new lock.
+
+    Attributes:
+        streams: order of the calls that hold the lock, for tables on a GPU.
+    """
 
     def __init__(self) -> None:
+        self.streams = StreamOrder()
         _every_lock[id(self)] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -39,12 +46,16 @@ _Owner = TypeVar("_Owner", bound=_Locked)
 def locked(
     method: Callable[Concatenate[_Owner, _P], _T],
 ) -> Callable[Concatenate[_Owner, _P], _T]:
-    """Returns a method that holds `self.lock` while it runs."""
+    """Returns a method that holds `self.lock` while it runs, and uses `self.device`, if any, in its turn."""
 
     @wraps(method)
     def with_lock(self: _Owner, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         with self.lock:
-            return method(self, *args, **kwargs)
+            device = getattr(self, "device", None)
+            if device is None or device.type == "cpu":
+                return method(self, *args, **kwargs)
+            with self.lock.streams.turn(device):
+                return method(self, *args, **kwargs)
 
     return with_lock
 

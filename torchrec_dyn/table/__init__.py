@@ -28,6 +28,7 @@ from torchrec_dyn.table.insertion import (
     Addition,
     commit_rows,
     find_rows,
+    find_rows_and_read,
     insert_rows,
     insert_unseen,
     ranges_of,

@@ -57,6 +57,30 @@ def _unmarked(absent: Tensor, ids: Tensor) -> Tensor:
     return absent
 
 
+def find_rows_and_read(
+    maps: MapList, ids: Tensor, table_offsets: Tensor, words: Tensor
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Finds the rows of ids on a GPU whose `table_offsets` are there, too, and reads words with the counts.
+
+    Args:
+        maps: maps of T tables.
+        ids: [N] int64 in table order.
+        table_offsets: [T + 1] int64 on the device of `ids`. Not checked: if they are wrong, drop the results.
+        words: [W] int64 on the device of `ids`.
+
+    Returns:
+        rows: as `find_rows`.
+        absent: as `find_rows`.
+        words: [W], as numbers.
+
+    Raises:
+        RuntimeError: as `find_rows`.
+    """
+    rows, absent = ops.lookup(ids, table_offsets, *maps.arrays())
+    absent, read = torch.cat([absent, words]).cpu().split([absent.numel(), words.numel()])
+    return rows, _unmarked(absent, ids), read.tolist()
+
+
 def ranges_of(new_offsets: Tensor) -> dict[int, slice]:
     """Returns the range of each table's new ids of `ops.collect_new`, by number of the table; none is empty.
 

@@ -1,0 +1,60 @@
+"""Descriptions of a batch whose offsets are on a pretended GPU: by one read of the host at most."""
+
+import pytest
+import torch
+from pretended_device import CUDA, PretendedDevice
+
+from torchrec_dyn import DynamicTableConfig
+from torchrec_dyn.lookup.bag_layout import BagLayout
+from torchrec_dyn.lookup.batch_rows import part_of
+from torchrec_dyn.lookup.gradient_reduction import Senders, reduction_of
+
+OFFSETS = torch.tensor([0, 2, 2, 3, 7, 7, 9])
+COUNTS = [2, 5, 2]
+
+
+@pytest.fixture
+def device():
+    with PretendedDevice() as device:
+        yield device
+
+
+@pytest.mark.parametrize("sizes", [None, [[1, 0], [2, 1], [0, 2]]])
+@pytest.mark.parametrize("pooling", ["sum", "none"])
+def test_bags_are_described_as_on_the_cpu(device, pooling, sizes):
+    layout = BagLayout([4, 4], [1, 2], pooling)
+    here = layout.describe(OFFSETS, 9, sizes)
+    for counts, reads in ((None, 1), (COUNTS, 0)):
+        device.forget()
+        there = layout.describe(OFFSETS.to(CUDA), 9, sizes, counts)
+        assert device.mixed == [] and len(device.reads) == reads
+        for name in ("table_offsets", "segments"):
+            assert torch.equal(getattr(there, name), getattr(here, name)), name
+        assert (there.elements, there.shape) == (here.elements, here.shape)
+
+
+@pytest.mark.parametrize("wrong", [[0, 3, 2, 3], [0, 1, 2, 2], [1, 1, 2, 3]])
+def test_wrong_offsets_are_refused_as_on_the_cpu(device, wrong):
+    layout, offsets = BagLayout([4], [1], "sum"), torch.tensor(wrong)
+    with pytest.raises(ValueError, match="expected") as of_cpu:
+        layout.describe(offsets, 3, None)
+    with pytest.raises(ValueError) as of_device:
+        layout.describe(offsets.to(CUDA), 3, None)
+    assert str(of_device.value) == str(of_cpu.value)
+
+
+def test_parts_and_senders_of_a_batch_need_no_read(device):
+    ids, bounds = torch.arange(9), torch.tensor([0, 2, 7, 9])
+    chosen = torch.tensor([True, False, True])
+    configs = [DynamicTableConfig(gradient=mode) for mode in ("sum", "mean_over_senders", "sum")]
+    senders = Senders([[1, 1], [1, 1], [2, 0]], 2)
+    here = part_of(chosen, ids, bounds), reduction_of(configs, OFFSETS, bounds, senders)
+    there = (
+        part_of(chosen, ids.to(CUDA), bounds),
+        reduction_of(configs, OFFSETS.to(CUDA), bounds, senders),
+    )
+    assert device.reads == device.mixed == []
+    for got, expected in zip(there[0], here[0], strict=True):
+        assert torch.equal(getattr(got, "memory", got), expected)
+    assert there[1].scales == here[1].scales
+    assert torch.equal(there[1].senders.memory, here[1].senders)

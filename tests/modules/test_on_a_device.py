@@ -1,0 +1,330 @@
+"""Unsharded modules on a pretended GPU: the bits of the CPU, and how often the host waits in a step."""
+
+import copy
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from pretended_device import CUDA, PretendedDevice, PretendedTensor, run_lookups_backward
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import DataType, PoolingType
+
+import torchrec_dyn as dyn
+
+NAMES = ("a", "b", "c")
+SPREAD = 2**58 + 1  # ids of both signs
+
+
+@pytest.fixture
+def device():
+    torch.__future__.set_overwrite_module_params_on_conversion(
+        True
+    )  # for parameters of dense layers
+    with PretendedDevice() as device:
+        yield device
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def configs(kind, count=2, columns=4, dtype=DataType.FP32, limit=1000, **options):
+    """Returns configs of tables a, b, ..., each with a feature of its name; table a also has feature c."""
+    names = [chr(ord("a") + t) if t < 2 else f"t{t}" for t in range(count)]
+    features = [[name] for name in names]
+    features[0].append("c")
+    return [
+        kind(name=name, embedding_dim=columns, num_embeddings=limit, feature_names=of_table, data_type=dtype,
+             **options)
+        for name, of_table in zip(names, features, strict=True)
+    ]  # fmt: skip
+
+
+def fused(optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD):
+    return {"optimizer": optimizer, "learning_rate": 0.1}
+
+
+def pooled(**options):
+    return dyn.DynamicEmbeddingBagCollection(
+        configs(EmbeddingBagConfig), fused_params=fused(), **options
+    )
+
+
+def two_groups():
+    tables = configs(EmbeddingBagConfig)
+    tables[1].pooling = PoolingType.MEAN
+    tables[1].embedding_dim = 8
+    return dyn.DynamicEmbeddingBagCollection(tables, is_weighted=True, fused_params=fused())
+
+
+def half_rows():
+    tables = configs(EmbeddingConfig, dtype=DataType.FP16)
+    return dyn.DynamicEmbeddingCollection(
+        tables, need_indices=True, fused_params=fused(EmbOptimType.ADAM)
+    )
+
+
+def with_policies(**policies):
+    options = dyn.DynamicTableConfig(**policies)
+    tables = configs(EmbeddingBagConfig, limit=24)
+    return dyn.DynamicEmbeddingBagCollection(tables, dynamic=options, fused_params=fused())
+
+
+def partly_frozen():
+    options = dyn.DynamicTableConfig(unseen="initial")
+    made = pooled(dynamic=options)
+    made.table("b").freeze()
+    return made
+
+
+MODULES = {
+    "pooled": pooled,
+    "two groups": two_groups,
+    "half": half_rows,
+    "replaces": lambda: with_policies(eviction=dyn.LeastRecentlyUsed()),
+    "counts": lambda: with_policies(
+        admission=dyn.AdmitAfter(2), eviction=dyn.LeastFrequentlyUsed()
+    ),
+    "expires": lambda: with_policies(eviction=dyn.ExpireAfter(steps=2)),
+    "frozen": partly_frozen,
+    "block": lambda: dyn.BlockEmbeddingBagCollection(
+        configs(EmbeddingBagConfig, columns=8), 4, fused_params=fused()
+    ),
+    "quotient-remainder": lambda: dyn.QuotientRemainderEmbeddingBagCollection(
+        configs(EmbeddingBagConfig), 5, fused_params=fused(), is_weighted=True
+    ),
+}
+
+
+def batch(step, device, varies=False):
+    """Returns a batch of features c, a, b: 3 bags each, with `varies` 1 to 3 bags."""
+    draw = torch.Generator().manual_seed(step)
+    sizes = [1, 3, 2] if varies else [3, 3, 3]
+    lengths = torch.randint(0, 4, (sum(sizes),), generator=draw)
+    ids = (torch.randint(0, 12, (int(lengths.sum()),), generator=draw) + step) * SPREAD
+    weights = torch.rand(len(ids), generator=draw).to(device).requires_grad_()
+    ids, lengths = ids.to(device), lengths.to(device)
+    if not varies:
+        return KeyedJaggedTensor(["c", "a", "b"], ids, weights, lengths)
+    inverse = torch.stack([torch.tensor([2, 0, 1, 0]) % size for size in sizes]).to(device)
+    return KeyedJaggedTensor(
+        ["c", "a", "b"], ids, weights, lengths,
+        stride_per_key_per_rank=[[size] for size in sizes], inverse_indices=(["c", "a", "b"], inverse),
+    )  # fmt: skip
+
+
+def values_of(output):
+    """Returns all numbers of an output on the CPU, in one tensor."""
+    if isinstance(output, dict):
+        jagged = output.values()
+        parts = [part for one in jagged for part in (one.values(), one.lengths().float())]
+    else:
+        parts = [output.values()]
+    return torch.cat([on_cpu(part).flatten() for part in parts])
+
+
+def on_cpu(tensor):
+    return (tensor.memory if isinstance(tensor, PretendedTensor) else tensor).detach()
+
+
+def train(module, device, steps=6, varies=False):
+    """Returns the outputs of training steps, and of evaluation."""
+    outputs = []
+    for step in range(steps):
+        output = module(batch(step, device, varies))
+        of_weights = run_lookups_backward(output, seed=step)
+        outputs += [values_of(output), *(on_cpu(grad) for grad in of_weights if grad is not None)]
+    module.eval()
+    outputs.append(values_of(module(batch(steps, device, varies))))
+    module.train()
+    return outputs
+
+
+def states(module):
+    """Returns all tensors of a module and of its optimizer, on the CPU."""
+    kept = {"model": module.state_dict()}
+    if hasattr(module, "fused_optimizer"):
+        kept["optimizer"] = module.fused_optimizer.state_dict()
+    leaves, found = [kept], {}
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, dict):
+            leaves += leaf.values()
+        elif isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+            found[number] = on_cpu(leaf)
+    return found
+
+
+def assert_same(got, expected):
+    assert len(got) == len(expected)
+    keys = expected if isinstance(expected, dict) else range(len(expected))
+    for key in keys:
+        assert torch.equal(got[key], expected[key]), key
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.filterwarnings("ignore:.*inverse")
+def test_a_device_trains_as_the_cpu_does(device, name):
+    torch.manual_seed(0)
+    here = MODULES[name]()
+    there = copy.deepcopy(here).to("cuda")
+    for varies in (False, name in ("pooled", "two groups")):
+        assert_same(train(there, CUDA, varies=varies), train(here, "cpu", varies=varies))
+    assert device.mixed == []
+    assert_same(states(there), states(here))
+
+
+def waits(device, call):
+    """Returns where the host waits for the device during a call."""
+    device.forget()
+    call()
+    assert device.mixed == []
+    return list(device.reads)
+
+
+def step_of(module, ids):
+    """Returns a training step on these ids, each in a bag of its own, for every feature of a module."""
+    tables = module.table_configs()
+    keys = [name for config in tables for name in config.feature_names]
+    lengths = torch.ones(len(ids) * len(keys), dtype=torch.int32)
+    features = KeyedJaggedTensor(keys, ids.repeat(len(keys)), lengths=lengths).to(CUDA)
+
+    def step():
+        run_lookups_backward(module(features))
+
+    return step
+
+
+@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("kind", ["pooled", "sequence"])
+def test_the_host_waits_once_in_a_step_and_twice_with_new_ids(device, kind, count):
+    collection, config = {
+        "pooled": (dyn.DynamicEmbeddingBagCollection, EmbeddingBagConfig),
+        "sequence": (dyn.DynamicEmbeddingCollection, EmbeddingConfig),
+    }[kind]
+    module = collection(configs(config, count), device="cuda", fused_params=fused())
+    step = step_of(module, torch.arange(5))
+    for _ in range(2):
+        reads = waits(device, step)
+    assert [note.op for note in reads] == ["_to_copy"], (
+        reads
+    )  # numbers of absent ids, and of all ids
+    reads = waits(device, step_of(module, torch.arange(3, 9)))
+    assert [note.op for note in reads] == ["_to_copy", "collect_new"], reads
+
+
+POLICIES = {
+    "replaces": (590, {"eviction": dyn.LeastRecentlyUsed()}),
+    "replaces by count": (590, {"eviction": dyn.LeastFrequentlyUsed()}),
+    "expires": (640, {"eviction": dyn.ExpireAfter(steps=3)}),
+    "counts": (640, {"admission": dyn.AdmitAfter(2)}),
+    "both": (590, {"admission": dyn.AdmitAfter(2), "eviction": dyn.LeastRecentlyUsed()}),
+    "by chance": (640, {"admission": dyn.AdmitWithProbability(0.5)}),
+}
+# A search over all rows, and growth, wait once more for each table. Both are rare.
+RARE = ("life/eviction_candidates.py", "life/count_candidates.py", "storage/id_map.py")
+TABLES = [(policy, 1) for policy in POLICIES] + [("both", 20), ("expires", 20)]
+
+
+@pytest.mark.parametrize(("policy", "count"), TABLES)
+def test_the_host_waits_four_times_at_most_with_a_policy(device, policy, count):
+    limit, options = POLICIES[policy]
+    module = dyn.DynamicEmbeddingBagCollection(
+        configs(EmbeddingBagConfig, count, limit=limit),
+        device="cuda",
+        dynamic=dyn.DynamicTableConfig(**options),
+        fused_params=fused(),
+    )
+    for _ in range(2):
+        step_of(module, torch.arange(580))()
+    ordinary = []
+    for step in range(6):
+        reads = waits(device, step_of(module, torch.arange(9) + 570 + 5 * step))
+        if not any(name in note.place for note in reads for name in RARE):
+            ordinary.append(len(reads))
+    assert len(ordinary) > 1 and max(ordinary) <= 4, ordinary
+
+
+@pytest.mark.parametrize("name", ["two groups", "half", "counts", "expires"])
+def test_trained_modules_move_between_devices(device, name):
+    here = MODULES[name]()
+    train(here, "cpu")
+    there = copy.deepcopy(here).to("cuda")
+    assert_same(states(there), states(here))
+    back = copy.deepcopy(there).cpu()
+    assert_same(states(back), states(here))
+    expected = train(here, "cpu"), states(here)
+    for moved, place in ((there, CUDA), (back, "cpu")):
+        assert_same(train(moved, place), expected[0])
+        assert_same(states(moved), expected[1])
+    loaded = MODULES[name]()
+    loaded.load_state_dict(there.state_dict())
+    loaded.fused_optimizer.load_state_dict(there.fused_optimizer.state_dict())
+    assert_same(states(loaded), states(here))
+
+
+def test_a_module_of_the_meta_device_can_be_made_on_a_device(device):
+    made = dyn.DynamicEmbeddingBagCollection(
+        configs(EmbeddingBagConfig), device="meta", fused_params=fused()
+    )
+    made.to_empty(device="cuda")
+    here = pooled()
+    assert_same(train(made, CUDA), train(here, "cpu"))
+    with pytest.raises(ValueError, match="expected a real device, got meta"):
+        made.to("meta")
+
+
+def test_a_handle_reads_and_edits_rows_of_a_device(device):
+    here = pooled()
+    there = copy.deepcopy(here).to("cuda")
+    ids, rows = torch.arange(3) * SPREAD, torch.arange(12.0).view(3, 4)
+    for module, place in ((here, "cpu"), (there, CUDA)):
+        train(module, place, steps=2)
+        module.table("a").assign(ids.to(place), rows.to(place))
+        assert module.table("a").erase(ids[:1].to(place)) == 1
+    numbers, found = there.table("a").lookup(ids.to(CUDA))
+    assert found.tolist() == [False, True, True]
+    assert torch.equal(on_cpu(numbers)[1:], rows[1:])
+    assert there.table("a").stats() == here.table("a").stats()
+    assert_same(states(there), states(here))
+
+
+WRONG = {
+    "too few": torch.tensor([1, 1, 0, 0, 0, 0, 0, 0, 0]),
+    "negative": torch.tensor([3, -1, 1, 0, 0, 0, 0, 0, 0]),
+    "overflow": torch.tensor([2**62, 2**62, 2**62, 2**62, 3, 0, 0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("lengths", WRONG)
+@pytest.mark.parametrize("name", ["pooled", "two groups", "half", "replaces", "expires", "frozen"])
+def test_wrong_lengths_change_nothing(device, name, lengths):
+    module = MODULES[name]()
+    wrong = KeyedJaggedTensor(["c", "a", "b"], torch.arange(3), torch.ones(3), WRONG[lengths])
+    with pytest.raises(ValueError, match="expected lengths") as of_cpu:
+        module(wrong)
+    train(module.to("cuda"), CUDA, steps=3)
+    before = states(module)
+    with pytest.raises(ValueError) as of_device:
+        module(wrong.to(CUDA))
+    assert str(of_device.value) == str(of_cpu.value)
+    assert_same(states(module), before)
+
+
+def test_a_batch_of_another_device_is_an_error(device):
+    module = pooled().to("cuda")
+    train(module, CUDA, steps=1)
+    before = states(module)
+    with pytest.raises(ValueError, match="where the rows are, got a tensor on cpu"):
+        module(batch(3, "cpu"))
+    with pytest.raises(ValueError, match="on cpu, where the rows are, got a tensor on cuda:0"):
+        pooled()(batch(3, CUDA))
+    assert_same(states(module), before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_torch_raises_its_error_and_nothing_changes():
+    module = pooled()
+    train(module, "cpu", steps=2)
+    before = states(module)
+    with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
+        module.to("cuda", torch.float16)
+    assert_same(states(module), before)
+    with pytest.raises(ValueError, match="expected"):
+        train(dyn.DynamicEmbeddingBagCollection(configs(EmbeddingBagConfig), device="cuda"), "cpu")

@@ -1,0 +1,64 @@
+"""StreamOrder: the calls that use the tables of a collection run on a GPU in the order of the calls.
+
+A call puts kernels into the current stream of its thread. Kernels of another stream may run before or beside
+them. So a call waits for the last call on another stream, on the GPU: the host does not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class StreamOrder:
+    """The order of the calls of one collection. Its owner is the collection's lock, which callers hold."""
+
+    def __init__(self) -> None:
+        self._stream: Any = None  # of the last call
+        self._done: Any = None  # event at the end of the last call
+        self._runs = False
+
+    @contextmanager
+    def turn(self, device: torch.device) -> Iterator[None]:
+        """Runs one call: its kernels run after those of all earlier calls.
+
+        Args:
+            device: device of the tables. Nothing happens for a device without streams, and for a call inside
+                another call's turn.
+        """
+        if self._runs or not _has_streams(device):
+            yield
+            return
+        stream = torch.cuda.current_stream(device)
+        if self._done is not None and stream != self._stream:
+            stream.wait_event(self._done)
+        self._runs = True
+        try:
+            yield
+        finally:  # also after an error: kernels may have started
+            self._runs = False
+            if self._stream is None or self._stream.device != stream.device:
+                self._done = torch.cuda.Event()  # an event belongs to a GPU
+            self._done.record(stream)
+            self._stream = stream
+
+
+def keep_in_use(*tensors: Tensor | None) -> None:
+    """Keeps the memory of tensors from other use until the present kernels of the current stream have run.
+
+    Needed where a tensor may be dropped early that another stream has allocated.
+
+    Args:
+        tensors: tensors on any device; None is skipped.
+    """
+    for tensor in tensors:
+        if tensor is not None and _has_streams(tensor.device):
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _has_streams(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_initialized()
