@@ -80,7 +80,9 @@ def scored_of(scores, **options):
 # Keys near the bounds of the bins that count keys: 2048 single keys, then digits of 11 bits; on a GPU, digits only.
 keys = st.one_of(
     st.integers(0, 3),
-    st.sampled_from([2046, 2047, 2048, 2049, 4095, 2**21, 2**21 + 1, 2**22, 2**31, FREE - 2, FREE - 1]),
+    st.sampled_from(
+        [2046, 2047, 2048, 2049, 4095, 2**21, 2**21 + 1, 2**22, 2**31, FREE - 2, FREE - 1]
+    ),
     st.integers(0, FREE - 1),
 )
 

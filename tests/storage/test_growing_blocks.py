@@ -259,16 +259,15 @@ def test_copies_of_a_store_are_stores_of_their_own():
 
 
 @pytest.mark.usefixtures("ranges")
-def test_added_blocks_are_not_the_stores(monkeypatch):
+@pytest.mark.parametrize("added", [1, 2, 5])
+def test_copies_of_rows_have_room_for_more(added):
     store = filled(RowStore(5, 12, torch.float32, CPU), 300)
-    monkeypatch.setattr(torch.Tensor, "clone", None)  # it is copied once, into a range
-    added = store.with_added_blocks(10)
-    assert holds(added, 300)
-    fresh = torch.arange(store.capacity, store.capacity + 10)
-    added.write(fresh, torch.full((10, 5), 7.0))
-    rows = store.capacity + 10
-    filled(store, rows)
-    assert added.read(fresh).eq(7).all() and holds(store, rows)
+    rows = torch.tensor([7, -1, 299])
+    copies = store.with_copies(rows, added)
+    fresh = torch.arange(3, 3 + added)
+    copies.write(fresh, torch.full((added, 5), 7.0))
+    assert torch.equal(copies.read(torch.arange(3)), store.read(rows))
+    assert copies.read(fresh).eq(7).all() and holds(store, 300)
 
 
 @pytest.mark.usefixtures("ranges")

@@ -94,17 +94,19 @@ class EvictionCandidates:
 
     def oldest(self, most: int, scores: Scores) -> Reading[tuple[Tensor, Tensor] | None]:
         """Returns the ids and rows of the `most` oldest rows of the list; None if it has fewer."""
-        # Of a GPU all rows are examined at once: each further round would be a wait.
-        examined = most if self._rows.is_cpu else max(most, len(self._rows))
-        while examined < 2 * len(self._rows):
-            places = places_of(
-                self._is_unchanged(examined, scores), most
-            )  # ends with -1 if too few
+        # The rows of the last call may still be in front. Of a GPU all rows are examined at once: each
+        # further round would be a wait.
+        examined = 2 * most if self._rows.is_cpu else len(self._rows)
+        while most <= len(self._rows):
+            # Ends with -1 if too few are unchanged.
+            places = places_of(self._is_unchanged(examined, scores), most)
             first, last = yield torch.stack((places[0], places[-1]))
             if last >= 0:
                 oldest = self._ids[places], self._rows[places]
                 self.drop(first)  # rows evicted, erased or seen since, which are skipped for ever
                 return oldest
+            if examined >= len(self._rows):
+                break
             examined *= 2
         return None
 

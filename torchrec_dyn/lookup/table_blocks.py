@@ -105,8 +105,8 @@ def blocks_with_initial_rows(
             new_rows.append(torch.full_like(unseen, -1))
             continue
         if weights.grows_in_place:
-            # Addresses behind its last block are for rows to come. A copy of the batch's rows costs little more
-            # than to pool them.
+            # Addresses behind its last row are for rows to come. A copy of the batch's rows costs little more
+            # than their pooling.
             begin, end = table_offsets[t : t + 2].tolist()
             found, first = rows[begin:end], end - begin
             stores[t] = weights.with_copies(found, unseen.numel())

@@ -124,7 +124,7 @@ class RowStore:
     def with_added_blocks(self, rows: int) -> RowStore:
         """Returns a store of these rows and room for `rows` more; this store does not change.
 
-        The stores share memory. Not for a store that grows in place: only one store may extend its last block.
+        The stores share memory. Not for a store that grows in place: only one may extend its last block.
         """
         store = RowStore(self.columns, self.shift, self.dtype, self.device)
         store.blocks = list(self.blocks)
