@@ -67,10 +67,8 @@ class ChosenDevice {
 };
 #endif
 
-// Takes the error that kernels of the current GPU have reported, and raises it. Waits for all of its streams.
-inline void raise_device_error() {
-  int64_t record[kErrorWords];
-  simt::take_error(record);
+// Raises the error of a record that simt::take_error has copied; does nothing if there is none.
+inline void raise_device_error(const int64_t (&record)[kErrorWords]) {
   if (record[0] != 0) reinterpret_cast<RaiseError>(record[0])(record + 1);
 }
 
@@ -126,7 +124,10 @@ class DeviceCall final : public simt::Scratch {
 
   // The last line of a call whose kernels report errors.
   void finish() const {
-    if (raises_errors_at_once()) raise_device_error();
+    if (!raises_errors_at_once()) return;
+    int64_t record[kErrorWords];
+    simt::take_error(record);
+    raise_device_error(record);
   }
 
   // A word of the device, read by the host: waits for all kernels before it.

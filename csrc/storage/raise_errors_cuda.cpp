@@ -10,8 +10,10 @@ namespace {
 
 void raise_errors(const Tensor& like) {
   const ChosenDevice chosen(like);
+  int64_t record[kErrorWords];
+  simt::take_error(record);  // not in the block below: its own errors are CUDA's, which no call of ours has found
   try {
-    raise_device_error();
+    raise_device_error(record);
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(std::string(error.what()) +
                              " An earlier call on this GPU has found this: it has written nothing, later calls have "
