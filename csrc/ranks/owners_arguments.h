@@ -33,4 +33,6 @@ inline void check_lengths_fit(bool fits, int64_t ids) {
                   " ids, got others. Lengths and ids are of two batches.");
 }
 
+inline void raise_lengths_error(const int64_t* words) { check_lengths_fit(false, words[0]); }
+
 }  // namespace torchrec_dyn

@@ -56,11 +56,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sort_by_owner(const Tensor& ids, cons
     using Weight = decltype(zero);
     const Weight* weight = weights ? const_data<Weight>(*weights) : nullptr;
     int64_t* where = positions ? mutable_data<int64_t>(places) : nullptr;
-    simt::each(call.queue(), count,
-               MoveToOwners<Weight>{order, const_data<int64_t>(ids), weight, mutable_data<int64_t>(sorted_ids),
-                                    mutable_data<Weight>(sorted_weights), where});
+    simt::each(
+        call.queue(), count + 1,
+        MoveToOwners<Weight>{count, order, const_data<int64_t>(ids), weight, mutable_data<int64_t>(sorted_ids),
+                             mutable_data<Weight>(sorted_weights), where, bad, call.errors(raise_lengths_error)});
   });
-  check_lengths_fit(call.read(bad) == 0, count);  // waits, for the error only
+  call.finish();
   return {sorted_ids, sorted_lengths, sorted_weights, places};
 }
 

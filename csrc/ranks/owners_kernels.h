@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "device_errors.h"
 #include "mix64.h"
 #include "ranks/owner.h"
 #include "simt.h"
@@ -54,16 +55,25 @@ struct FindOwners {
   }
 };
 
+// Has count + 1 turns: the last one reports lengths that do not fit. The ids then are in some order: lengths by owner
+// still add up to `count`, since each id was counted once.
 template <typename Weight>
 struct MoveToOwners {
+  int64_t count;
   const int64_t* order;  // positions by owner
   const int64_t* ids;
   const Weight* weights;  // or null
   int64_t* sorted_ids;
   Weight* sorted_weights;
-  int64_t* where;  // or null
+  int64_t* where;      // or null
+  const int64_t* bad;  // of FindOwners
+  ErrorReport error;   // count
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (i == count) {
+      if (*bad != 0) error.report(count);
+      return;
+    }
     const int64_t from = order[i];
     sorted_ids[i] = ids[from];
     if (weights != nullptr) sorted_weights[i] = weights[from];

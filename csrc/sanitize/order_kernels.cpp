@@ -103,9 +103,11 @@ void sort_by_owner(bool in_one_bag, int64_t ranks) {
   simt::each(kQueue, count + 1,
              FindOwners<Length>{words, count, begins.data(), bags, owners, share, pairs, sorted_lengths.data(), &bad});
   const simt::Pairs sorted = simt::sort_pairs(kQueue, pairs, count);
-  simt::each(kQueue, count,
-             MoveToOwners<uint64_t>{sorted.values, ids.data(), words, sorted_ids.data(), keys.data(), where.data()});
-  check(bad == 0, "the lengths add up");
+  int64_t error[kErrorWords] = {};
+  const MoveToOwners<uint64_t> move{count,       sorted.values, ids.data(), words,     sorted_ids.data(),
+                                    keys.data(), where.data(),  &bad,       {error, 1}};
+  simt::each(kQueue, count + 1, move);
+  check(bad == 0 && error[0] == 0, "the lengths add up");
 
   Words next(static_cast<size_t>(ranks));  // the place of the next id of each owner
   for (uint64_t word : std::vector<uint64_t>(words, words + count))
@@ -125,6 +127,8 @@ void sort_by_owner(bool in_one_bag, int64_t ranks) {
   lengths.back() = -1;
   simt::each(kQueue, bags + 1, ReadLengths<Length>{lengths.data(), bags, count, begins.data(), &bad});
   check(bad != 0, "a negative length is found");
+  move(count);
+  check(error[0] == 1 && error[1] == count, "it is reported");
 }
 
 }  // namespace
