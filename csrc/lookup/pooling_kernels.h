@@ -18,6 +18,7 @@
 #include "device_errors.h"
 #include "division.h"
 #include "lookup/bags.h"
+#include "lookup/wrong_offsets_kernels.h"
 #include "simt.h"
 #include "storage/blocks.h"
 #include "storage/id_map.h"
@@ -81,20 +82,12 @@ struct ReportWrongBags {
   ErrorReport error;  // op, 1, two offsets, the end of their range; or op, 0, capacity of the table
 
   TORCHREC_DYN_BOTH void operator()(int64_t) const {
-    if (bags.wrong->offsets != 0) return report_offsets();
+    if (bags.wrong->offsets != 0)
+      return report_wrong_offsets(error, bags.offsets, bags.count, bags.ids, reinterpret_cast<int64_t>(op), 1);
     if (bags.wrong->bags_left == 0) return;
     const int64_t bag = bags.count - bags.wrong->bags_left;
     const int64_t segment = table_of(bag, bags.segment_count, [this](int64_t s) { return bags.segments[s].first_bag; });
     error.report(reinterpret_cast<int64_t>(op), 0, bags.segments[segment].table.capacity);
-  }
-
-  TORCHREC_DYN_BOTH void report_offsets() const {
-    const auto name = reinterpret_cast<int64_t>(op);
-    const int64_t first = bags.offsets[0], last = bags.offsets[bags.count];
-    if (first < 0 || last > bags.ids) return error.report(name, 1, first, last, bags.ids);
-    for (int64_t b = 0; b < bags.count; ++b)
-      if (bags.offsets[b] > bags.offsets[b + 1])
-        return error.report(name, 1, bags.offsets[b], bags.offsets[b + 1], INT64_MAX);
   }
 };
 

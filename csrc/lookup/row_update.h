@@ -27,6 +27,10 @@ namespace torchrec_dyn {
 
 constexpr int64_t kPieceIds = 256;
 
+// An error in the contents of an update, as kernels report it (device_errors.h): the first word. Then follow two
+// offsets and the end of their range; the rows of a table; the lowest and the highest sender; a step.
+enum class WrongContents : int64_t { kOffsets, kRows, kSenders, kStep };
+
 // The numbers are `rule` in torchrec_dyn/optimizers.py.
 enum class Optimizer : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3, kPartialRowwiseAdam = 4 };
 constexpr Optimizer kLastOptimizer = Optimizer::kPartialRowwiseAdam;

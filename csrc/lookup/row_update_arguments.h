@@ -10,6 +10,7 @@
 #include "checks.h"
 #include "lookup/bags_arguments.h"
 #include "lookup/row_update.h"
+#include "lookup/senders_arguments.h"
 #include "lookup/updated_table.h"
 #include "storage/blocks_arguments.h"
 #include "storage/row_marks.h"
@@ -89,6 +90,22 @@ inline bool may_have_rows(const UpdateRule& rule, int64_t step) {
 }
 inline void check_step(const char* op, bool is_valid, int64_t step) {
   STD_TORCH_CHECK(is_valid, op, ": expected a step of at least 1 in streams, got ", step, ".");
+}
+
+// The error of ReportWrongUpdate.
+inline void raise_wrong_update(const int64_t* words) {
+  const char* op = "update_rows_";
+  const int64_t* numbers = words + 1;
+  switch (static_cast<WrongContents>(words[0])) {
+    case WrongContents::kOffsets:
+      return check_offsets(op, numbers, 1, numbers[2]);
+    case WrongContents::kRows:
+      return check_rows_inside(op, false, numbers[0]);
+    case WrongContents::kSenders:
+      return check_sender_range(op, numbers[0], numbers[1]);
+    case WrongContents::kStep:
+      return check_step(op, false, numbers[0]);
+  }
 }
 
 // Checks all arguments but the contents of ids, rows and senders, and of offsets unless `reads_offsets`.

@@ -3,7 +3,6 @@
 #include <bit>
 #include <cstring>
 #include <optional>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -59,7 +58,7 @@ uint64_t key_tables(const UpdateArguments& read, const Tensor& streams, std::vec
   uint64_t end = 0;
   for (size_t t = 0; t < updated.size(); ++t) {
     const int64_t capacity = updated[t].capacity(), step = const_data<int64_t>(streams)[3 * t + 2];
-    keyed.push_back({end, capacity, read.tables[t].columns, may_have_rows(read.rule, step)});
+    keyed.push_back({end, capacity, read.tables[t].columns, step, may_have_rows(read.rule, step)});
     end += static_cast<uint64_t>(capacity);
   }
   return end;
@@ -73,30 +72,6 @@ int64_t most_columns(const UpdateArguments& read) {
         segment.bags > 0 && table.capacity() > 0)
       most = std::max(most, table.columns);
   return most;
-}
-
-// Raises the error of what the bodies have found wrong: as on the CPU offsets come first, then rows, senders, steps.
-void raise_wrong(const char* op, const DeviceCall& call, const UpdateCall& given, const UpdateArguments& read,
-                 const WrongUpdate& wrong) {
-  const BagLists& bags = read.bags;
-  const auto copy = [&](const auto* numbers, int64_t count) {
-    std::vector<std::decay_t<decltype(*numbers)>> host(static_cast<size_t>(count));
-    simt::read_back(call.queue(), host.data(), numbers, count * static_cast<int64_t>(sizeof *numbers));
-    return host;
-  };
-  if (wrong.offsets != 0) check_offsets(op, copy(bags.offsets, bags.count + 1).data(), bags.count, given.ids.numel());
-  if (wrong.bags_left != 0) {
-    const int64_t bag = bags.count - wrong.bags_left;
-    const auto after = std::upper_bound(bags.first.begin(), bags.first.end(), bag);
-    const Segment& segment = bags.segments[static_cast<size_t>(after - bags.first.begin() - 1)];
-    check_rows_inside(op, false, updated_rows(read)[static_cast<size_t>(segment.table)].capacity());
-  }
-  if (wrong.senders != 0)
-    check_senders(op, copy(const_data<int32_t>(*given.senders), given.ids.numel()).data(), given.ids.numel());
-  if (wrong.tables_left != 0) {
-    const auto table = static_cast<int64_t>(read.tables.size()) - wrong.tables_left;
-    check_step(op, false, const_data<int64_t>(given.streams)[3 * table + 2]);
-  }
 }
 
 // Returns the distinct senders of each row, at the place where the row begins.
@@ -160,9 +135,8 @@ void update(const char* op, const UpdateCall& given, const UpdateArguments& read
                 UpdateRows<T>{grads, tables, read.rule, state_widths(read.rule.optimizer),
                               const_data<int64_t>(given.ids), distinct});
   }
-  WrongUpdate found;
-  simt::read_back(call.queue(), &found, wrong, sizeof found);  // waits, for the errors only
-  if (found.any != 0) raise_wrong(op, call, given, read, found);
+  simt::each(call.queue(), 1, ReportWrongUpdate{ids, call.errors(raise_wrong_update)});
+  call.finish();
 }
 
 void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, const std::optional<Tensor>& offsets,

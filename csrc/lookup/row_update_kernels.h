@@ -10,15 +10,17 @@
 //   UpdateRows   for each row the sum of its first piece, plus the sums of the others; then its update
 //
 // Most rows have one id in a batch: the gradient of its bag then goes to registers, not through memory of the call. No
-// body writes to the tables if anything is wrong; the host reads `wrong` at the end of the call.
+// body writes to the tables if anything is wrong: ReportWrongUpdate then reports the CPU's error.
 #pragma once
 
 #include <cstdint>
 
+#include "device_errors.h"
 #include "lookup/bags.h"
 #include "lookup/row_update.h"
 #include "lookup/senders.h"
 #include "lookup/updated_table.h"
+#include "lookup/wrong_offsets_kernels.h"
 #include "simt_tiles.h"
 #include "storage/blocks.h"
 #include "storage/rounding.h"
@@ -43,6 +45,7 @@ struct KeyedTable {
   uint64_t first_key;
   int64_t capacity;  // rows of the batch are below
   int64_t columns;
+  int64_t step;
   int64_t may_have_rows;  // 0 or 1
 };
 
@@ -115,6 +118,35 @@ struct KeyIds {
     if (table.may_have_rows == 0) return ids.note(&ids.wrong->tables_left, ids.table_count - t);
     keys[i] = table.first_key + static_cast<uint64_t>(row);
     values[i] = value_of(bag, i);
+  }
+};
+
+// The CPU's error: of the offsets, else of the rows, the senders or the steps. Has one turn.
+struct ReportWrongUpdate {
+  UpdatedIds ids;
+  ErrorReport error;  // WrongContents and its numbers
+
+  TORCHREC_DYN_BOTH void operator()(int64_t) const {
+    const WrongUpdate& wrong = *ids.wrong;
+    const Bags& bags = ids.bags;
+    if (wrong.offsets != 0)
+      return report_wrong_offsets(error, bags.offsets, bags.count, ids.count, WrongContents::kOffsets);
+    if (wrong.bags_left != 0) {
+      const KeyedTable& table = ids.tables[ids.segment_of(bags.count - wrong.bags_left).table];
+      return error.report(WrongContents::kRows, table.capacity);
+    }
+    if (wrong.senders != 0) return report_senders();
+    if (wrong.tables_left != 0)
+      error.report(WrongContents::kStep, ids.tables[ids.table_count - wrong.tables_left].step);
+  }
+
+  TORCHREC_DYN_BOTH void report_senders() const {
+    int32_t lowest = -1, highest = -1;
+    for (int64_t i = 0; i < ids.count; ++i) {
+      lowest = lesser_of(lowest, ids.senders[i]);
+      highest = greater_of(highest, ids.senders[i]);
+    }
+    error.report(WrongContents::kSenders, lowest, highest);
   }
 };
 

@@ -2,6 +2,7 @@
 #include "simt_cuda.h"
 
 TORCHREC_DYN_LAUNCH(torchrec_dyn::KeyIds);
+TORCHREC_DYN_LAUNCH(torchrec_dyn::ReportWrongUpdate);
 TORCHREC_DYN_LAUNCH(torchrec_dyn::KeySenders);
 TORCHREC_DYN_LAUNCH(torchrec_dyn::CountSenders);
 TORCHREC_DYN_LAUNCH_TILES(torchrec_dyn::SumPieces);

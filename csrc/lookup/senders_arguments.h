@@ -18,6 +18,12 @@ inline const int32_t* sender_data(const char* op, const std::optional<Tensor>& s
   return const_data<int32_t>(*senders);
 }
 
+// `lowest` and `highest`: of all senders and -1.
+inline void check_sender_range(const char* op, int64_t lowest, int64_t highest) {
+  STD_TORCH_CHECK(lowest == -1 && highest < kMostSenders, op, ": expected senders in [-1, ", kMostSenders, "), got ",
+                  lowest, " to ", highest, ".");
+}
+
 // Checks senders, given in memory of the host. Returns the highest; -1 if there is none.
 inline int32_t check_senders(const char* op, const int32_t* sender, int64_t ids) {
   int32_t lowest = -1;
@@ -26,8 +32,7 @@ inline int32_t check_senders(const char* op, const int32_t* sender, int64_t ids)
     lowest = std::min(lowest, sender[i]);
     highest = std::max(highest, sender[i]);
   }
-  STD_TORCH_CHECK(lowest == -1 && highest < kMostSenders, op, ": expected senders in [-1, ", kMostSenders, "), got ",
-                  lowest, " to ", highest, ".");
+  check_sender_range(op, lowest, highest);
   return highest;
 }
 

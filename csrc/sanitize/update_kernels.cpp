@@ -48,7 +48,7 @@ void update_rows(int64_t columns) {
                                   0.5f};
   const UpdateRule rule{Optimizer::kRowwiseAdagrad, WeightDecay::kNone, 0.1f, 1e-8f, 0.9f, 0.999f, 0.0f};
   const Segment segment{0, 0, kBags, 0, columns};
-  const KeyedTable keyed{0, kRows, columns, 1};
+  const KeyedTable keyed{0, kRows, columns, 1, 1};
   WrongUpdate wrong{};
   const UpdatedIds ids{{&segment, nullptr, 1, offsets.data(), kBags},
                        &keyed,
@@ -65,7 +65,9 @@ void update_rows(int64_t columns) {
   constexpr int64_t kLines = (kIds - 1) / kPieceIds;
   std::vector<float> pieces(static_cast<size_t>(kLines) * width);
   const SortedGrads grads{{ids, keys.data(), values.data()}, grad.data(), pieces.data(), columns};
+  int64_t error[kErrorWords] = {};
   const auto run = [&] {
+    error[0] = 0;
     simt::each(kQueue, kIds, KeyIds{ids, keys.data(), values.data()});
     simt::sort_pairs(kQueue, {keys.data(), values.data()}, kIds);
     simt::each(kQueue, kIds, KeySenders{grads.sorted, sender_keys.data()});
@@ -74,9 +76,10 @@ void update_rows(int64_t columns) {
     simt::tiles(kQueue, kLines, SumPieces{grads});
     simt::tiles(kQueue, kIds,
                 UpdateRows<float>{grads, &table, rule, state_widths(rule.optimizer), names.data(), distinct.data()});
+    simt::each(kQueue, 1, ReportWrongUpdate{ids, {error, 1}});
   };
   run();
-  check(wrong.any == 0, "nothing is wrong");
+  check(wrong.any == 0 && error[0] == 0, "nothing is wrong");
   for (int64_t row = 0; row < kRows; ++row) {
     std::vector<float> total, piece;
     std::set<int32_t> sent;
@@ -113,9 +116,12 @@ void update_rows(int64_t columns) {
   for (size_t i = 100; i < 1000; i += 3) senders[i] = std::numeric_limits<int32_t>::max();
   run();
   check(kBags - wrong.bags_left == 200 && wrong.senders == 1, "the first bag with a row outside is found");
+  check(error[0] == 1 && error[1] == static_cast<int64_t>(WrongContents::kRows) && error[2] == kRows, "it is reported");
   for (size_t b = 100; b < 1000; b += 3) offsets[b] = std::numeric_limits<int64_t>::max() - static_cast<int64_t>(b);
   run();
   check(wrong.offsets == 1 && weights == before, "wrong offsets are seen, and nothing is written");
+  check(error[1] == static_cast<int64_t>(WrongContents::kOffsets) && error[2] == offsets[100] && error[3] == 202,
+        "the first two wrong offsets are reported");
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from device_ops import DESCRIPTIONS
-from op_samples import SAMPLES, whole
+from op_samples import SAMPLES, update, whole
 from pretended_device import CUDA, PretendedDevice
 
 from torchrec_dyn import ops
@@ -34,6 +34,14 @@ WRONG = [
     ("gather_pool", {"offsets": whole(0, 2, 1, 4, 6)}),
     ("bag_weights_grad", {"rows": whole(FAR, -2, -1, 3, 3)}),
     ("bag_weights_grad", {"offsets": whole(0, 4, 3, 4, 1)}),
+    ("update_rows_", {"offsets": whole(0, 2, 1, 0, 5), "rows": whole(9, 0, 0, 0, 0)}),
+    ("update_rows_", {"offsets": whole(-1, 2, 1, 4, 6)}),
+    ("update_rows_", {"rows": whole(0, -2, 0, 9, 0), "senders": whole(0, -7, 3, 1, 2).int()}),
+    ("update_rows_", {"senders": whole(0, -7, 3, 2**20, 2).int()}),
+    ("update_rows_", update(3) | {"streams": whole(1, 0, -4, 2, 0, 0).view(2, 3)}),
+    ("sort_by_owner", {"lengths": whole(4, -1, 1)}),
+    ("sort_by_owner", {"lengths": whole(1, 1, 1), "weights": None}),
+    ("sort_by_owner", {"ids": whole(), "lengths": whole(0, 1), "weights": None}),
 ]
 
 

@@ -73,7 +73,7 @@ def drawn_update(seed, optimizer, dtype, widths, ids):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("optimizer", range(5))
 def test_bits_are_the_cpus_at_all_widths(optimizer, dtype):
-    """One to three chunks of columns a row; pieces that begin anywhere in the sorted ids."""
+    """One to three slices of columns a row; pieces that begin anywhere in the sorted ids."""
     for seed, widths in enumerate([[1, 64], [15, 17], [63, 65], [130, 3], [16, 128]]):
         given = drawn_update(seed, optimizer, dtype, widths, ids=1200)
         expected = copies(given)
@@ -173,7 +173,7 @@ def test_no_ids_and_no_bags():
 
 
 def test_where_the_host_waits_for_an_update():
-    """Once a call: it reads whether all was right."""
+    """Never: the next lookup raises its errors (test_device_errors.py)."""
     described = ("layout", "segments", "streams", "mark_layout")
     with PretendedDevice() as device:
         given = drawn_update(1, 4, torch.float16, [4, 6], ids=300)
@@ -183,5 +183,4 @@ def test_where_the_host_waits_for_an_update():
             elif name in WRITTEN:
                 given[name] = [device.of(block) for block in value]
         ops.update_rows_(**given)
-        assert [note.op for note in device.reads] == ["update_rows_"]
-        assert device.mixed == [] and device.without_kernel == []
+        assert device.reads == device.mixed == device.without_kernel == []
