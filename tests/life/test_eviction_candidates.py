@@ -4,10 +4,12 @@ import random
 
 import pytest
 import torch
+from interrupts import interrupted
 from life_cases import EVICTIONS, living_table, model_of
 from table_cases import ids_of, make_group
 
 import torchrec_dyn as dyn
+from torchrec_dyn.life.eviction_candidates import EvictionCandidates
 from torchrec_dyn.storage import read
 
 LIMIT, SHARE = 640, 10  # a list has 80 rows
@@ -63,6 +65,24 @@ def test_a_list_is_cut_before_the_present_step():
     assert read(oldest.oldest(1, table.life.scores)) is None
     oldest.list(table.life.scores, table.id_map, table.row_numbers.high, 2, 80)
     assert sorted(read(oldest.oldest(30, table.life.scores))[0].tolist()) == list(range(30))
+
+
+def test_an_interrupt_leaves_all_of_a_list_or_nothing():
+    table = living_table(EVICTIONS["lru"], None, LIMIT)
+    group, scores, at = make_group(table), table.life.scores, 1
+    for ids in (range(20), range(20, 60)):
+        group(ids_of(*ids), torch.tensor([0, len(ids)]), training=True)
+
+    def listed(before):
+        oldest.list(scores, table.id_map, table.row_numbers.high, before, 80)
+
+    hit = True
+    while hit:
+        oldest = EvictionCandidates(table.device)
+        listed(2)  # 20 rows
+        hit = interrupted(lambda: listed(3), at)  # 60 rows
+        assert sorted(read(oldest.oldest(20, scores))[0].tolist()) == list(range(20))
+        at += 1
 
 
 def test_counters_are_dropped_from_the_list(monkeypatch):

@@ -1,6 +1,8 @@
 """Unsharded modules on a pretended GPU: the bits of the CPU, and how often the host waits in a step."""
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
 import torchrec_dyn as dyn
+from torchrec_dyn.checkpoint import mark
 
 NAMES = ("a", "b", "c")
 SPREAD = 2**58 + 1  # ids of both signs
@@ -242,6 +245,32 @@ def test_the_host_waits_four_times_at_most_with_a_policy(device, policy, count):
     assert len(ordinary) > 1 and max(ordinary) <= 4, ordinary
 
 
+def test_the_host_waits_seven_times_at_most_with_several_policies(device):
+    """Twice more while changes are recorded: for the ids that expire, and for those that are evicted."""
+    options = dyn.DynamicTableConfig(
+        admission=dyn.AdmitAfter(3, counters=256),
+        eviction=(dyn.ExpireAfter(steps=45), dyn.LeastRecentlyUsed()),
+    )
+    module = dyn.DynamicEmbeddingBagCollection(
+        configs(EmbeddingBagConfig, 1, limit=480),
+        device="cuda",
+        dynamic=options,
+        fused_params=fused(),
+    )
+    ordinary, marker = {False: [], True: []}, None
+    for step in range(80):
+        if step == 70:
+            marker = mark(module)
+        once, new = torch.arange(12) * SPREAD + step, torch.arange(12) + 12 * step
+        ids = torch.cat([once, new, (new - 12).clamp(min=0), (new - 36).clamp(min=0)])
+        reads = waits(device, step_of(module, ids))
+        if step > 60 and not any(name in note.place for note in reads for name in RARE):
+            ordinary[marker is not None].append(len(reads))
+    stats = module.table("a").stats()
+    assert max(ordinary[False]) == 7 and max(ordinary[True]) <= 9, ordinary
+    assert stats["evicted_full"] > 0 and stats["counters_dropped"] > 0
+
+
 @pytest.mark.parametrize("name", ["two groups", "half", "counts", "expires"])
 def test_trained_modules_move_between_devices(device, name):
     here = MODULES[name]()
@@ -258,6 +287,28 @@ def test_trained_modules_move_between_devices(device, name):
     loaded.load_state_dict(there.state_dict())
     loaded.fused_optimizer.load_state_dict(there.fused_optimizer.state_dict())
     assert_same(states(loaded), states(here))
+
+
+class PicklerToCpu(pickle.Pickler):
+    """Pickles tensors of the pretended device as `torch.load(map_location="cpu")` reads them."""
+
+    def reducer_override(self, value):
+        moved = isinstance(value, PretendedTensor)
+        return value.memory.__reduce_ex__(4) if moved else NotImplemented
+
+
+def test_a_module_that_was_unpickled_on_the_cpu_lives_there(device):
+    there = MODULES["pooled"]().to("cuda")
+    train(there, CUDA, steps=2)
+    file = io.BytesIO()
+    PicklerToCpu(file).dump(there)
+    here = pickle.loads(file.getvalue())
+    device.forget()
+    here.half().float()  # a conversion without a device
+    assert here.table("a").lookup(torch.arange(3))[0].is_cpu
+    train(here, "cpu", steps=1)
+    for table in here.unsharded_lookup.tables:
+        assert table.device.type == table.rows().device.type == "cpu"
 
 
 def test_a_module_of_the_meta_device_can_be_made_on_a_device(device):

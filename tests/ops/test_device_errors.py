@@ -7,7 +7,7 @@ from op_samples import SAMPLES, update, whole
 from pretended_device import CUDA, PretendedDevice
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage import MapList
+from torchrec_dyn.storage import CanonicalRows, MapList
 from torchrec_dyn.storage.id_map import IdMap
 from torchrec_dyn.table.insertion import find_rows
 
@@ -161,6 +161,16 @@ def test_contents_are_not_read_after_an_error(device):
     with pytest.raises(RuntimeError, match="got -5"):
         id_map.contents()
     assert sorted(id_map.contents()[0].memory.tolist()) == [5, 6]
+
+
+def test_rows_are_not_listed_after_an_error(device):
+    """Checkpoints and deltas read the list."""
+    id_map = Lookup(device).id_map
+    call(device, *WRONG[0])
+    with pytest.raises(RuntimeError, match="got -5"):
+        CanonicalRows(id_map, "t", lambda: None)
+    ids, _ = CanonicalRows(id_map, "t", lambda: None).read(0, 2)
+    assert sorted(ids.memory.tolist()) == [5, 6]
 
 
 def test_counts_are_right_where_another_thread_has_raised_the_error(device, monkeypatch):

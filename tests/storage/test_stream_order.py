@@ -1,19 +1,23 @@
 """Calls on several streams of a GPU wait for each other; with fakes of torch's streams and events."""
 
+import copy
+
 import pytest
 import torch
 from pretended_device import CUDA, PretendedDevice, run_lookups_backward
 from torchrec import EmbeddingConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
+from torchrec_dyn.checkpoint import apply_delta, delta_apply, export_delta, mark
 from torchrec_dyn.storage.stream_order import StreamOrder
 
 
-class Stream:
-    device = CUDA
+OTHER_GPU = torch.device("cuda:1")
 
-    def __init__(self, name, log):
-        self.name, self.log = name, log
+
+class Stream:
+    def __init__(self, name, log, device=CUDA):
+        self.name, self.log, self.device = name, log, device
 
     def wait_event(self, event):
         self.log.append(f"{self.name} waits for {event.stream.name}")
@@ -35,8 +39,12 @@ class Cuda:
         self.streams = {name: Stream(name, self.log) for name in "AB"}
         self.current = "A"
         monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-        monkeypatch.setattr("torch.cuda.current_stream", lambda _: self.streams[self.current])
+        monkeypatch.setattr("torch.cuda.current_stream", self._stream)
         monkeypatch.setattr("torch.cuda.Event", Event)
+
+    def _stream(self, device):
+        other = Stream("other GPU", self.log, OTHER_GPU)
+        return other if device == OTHER_GPU else self.streams[self.current]
 
     def on(self, name):
         """Makes a stream the current one and forgets what has happened."""
@@ -72,6 +80,42 @@ def test_a_call_waits_for_the_last_call_of_another_stream(cuda):
     log = cuda.on("B")
     with order.turn(torch.device("cpu")):
         assert log == []
+
+
+def test_rows_that_move_to_another_gpu_are_read_after_the_last_call(cuda):
+    order = StreamOrder()
+    with order.turn(CUDA):
+        pass
+    log = cuda.on("B")
+    with order.turn(OTHER_GPU), order.turn(CUDA):
+        log.append("rows are read")
+    assert log == [
+        *("other GPU waits for A", "B waits for A", "rows are read"),
+        *("event of B", "event of other GPU"),
+    ]
+
+
+def test_a_delta_is_applied_in_a_turn(cuda, tmp_path, monkeypatch):
+    config = EmbeddingConfig(name="a", embedding_dim=4, num_embeddings=1000, feature_names=["a"])
+    fused = {"optimizer": "EXACT_SGD", "learning_rate": 0.1}
+    log, summary, write = cuda.log, delta_apply.ModelSource.summary, delta_apply._write_rows
+    monkeypatch.setattr(
+        delta_apply.ModelSource, "summary", lambda self: log.append("reads") or summary(self)
+    )
+    monkeypatch.setattr(
+        delta_apply, "_write_rows", lambda *asked: log.append("writes") or write(*asked)
+    )
+    with PretendedDevice():
+        module = dyn.DynamicEmbeddingCollection([config], device="cuda", fused_params=fused)
+        module.table("a").assign(torch.arange(5), torch.ones(5, 4))
+        replica, marker = copy.deepcopy(module), mark(module)
+        module.table("a").assign(torch.arange(3, 9), torch.zeros(6, 4))
+        export_delta(module, tmp_path / "delta", marker)
+        replica.table("a").erase(torch.arange(100, 101))  # the last call on this stream
+        cuda.on("B")
+        apply_delta(replica, tmp_path / "delta")
+        assert log[:2] == ["B waits for A", "reads"] and log[-2:] == ["writes", "event of B"], log
+        assert replica.table("a").num_rows == 9
 
 
 def test_every_use_of_tables_is_a_turn(cuda):

@@ -125,12 +125,13 @@ def _check_ends(
 
 def _sums_replaced(change: TableChange) -> tuple[Sums, Sums]:
     """Sums the rows of the copy on this rank that the delta removes or rewrites."""
-    maps = tuple(
-        _rows_replaced(shard, staged, change.removed) for shard, staged, _ in change.shards
-    )
-    some = replace(change.table.pieces, maps=maps)
-    model = ModelSource(some, None).summary()
-    optimizer = OptimizerSource(some, None).summary()
+    with change.table.pieces.turn():
+        maps = tuple(
+            _rows_replaced(shard, staged, change.removed) for shard, staged, _ in change.shards
+        )
+        some = replace(change.table.pieces, maps=maps)
+        model = ModelSource(some, None).summary()
+        optimizer = OptimizerSource(some, None).summary()
     return ({} if model is None else model.sums, {} if optimizer is None else optimizer.sums)
 
 
@@ -146,14 +147,14 @@ def _reserve(changes: Sequence[TableChange]) -> None:
     """Reserves memory for the ids without a row in the shards, also above the limits of the shards."""
     for change in changes:
         for shard, staged, _ in change.shards:
-            with shard.lock:
+            with shard.lock.turn(shard.device):
                 parts = [ids for ids, _ in _stretches(staged)]
                 shard.reserve(sum(int((shard.id_map.lookup(ids) < 0).sum()) for ids in parts))
 
 
 def _write(changes: Sequence[TableChange]) -> None:
     for change in changes:
-        with change.table.pieces.lock:
+        with change.table.pieces.turn():
             for shard, staged, states in change.shards:
                 _write_rows(shard, staged, states, change)
 

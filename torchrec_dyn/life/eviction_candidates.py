@@ -47,8 +47,9 @@ class EvictionCandidates:
         # Rows assigned at `before` itself are last and left out: more such rows may be assigned later.
         count = int(torch.searchsorted(seen_at, before))
         order = order[:count]
-        self._ids, self._rows = ids[order], rows[order]
-        self._last_seen, self._seen_at = last_seen[:count], seen_at[:count]
+        listed = ids[order], rows[order], last_seen[:count], seen_at[:count]
+        # At once: an interrupt finds all of the list or nothing.
+        self._ids, self._rows, self._last_seen, self._seen_at = listed
 
     def seen_before(self, step: int) -> int:
         """Returns the number of listed rows whose `last_seen` was below `step` when they were listed."""

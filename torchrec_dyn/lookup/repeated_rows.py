@@ -62,8 +62,8 @@ def sums_by_place(values: Tensor, places: Tensor, count: int) -> Tensor:
     sorted_places, order = torch.sort(places, stable=True)
     bounds = torch.arange(count + 1, dtype=places.dtype, device=places.device)
     offsets = torch.searchsorted(sorted_places, bounds)
-    layout = torch.tensor([[0, 1, (number - 1).bit_length(), columns]])
-    segments = torch.tensor([[0, 0, count, 0, columns]])
+    layout = torch.tensor([[0, 1, (number - 1).bit_length(), columns]], device="cpu")
+    segments = torch.tensor([[0, 0, count, 0, columns]], device="cpu")
     sums = ops.gather_pool(
         order, offsets, None, [values], layout, segments, False, count * columns, values.dtype
     )

@@ -44,7 +44,7 @@ from torchrec_dyn.table import (
     ranges_of,
 )
 
-_NONE = torch.empty(0, dtype=torch.int64)
+_NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class _Unseen(NamedTuple):

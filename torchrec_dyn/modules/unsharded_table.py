@@ -331,6 +331,8 @@ class UnshardedTable(nn.Module):
         state = dict(state)
         carried = state.pop("_carried")
         super().__setstate__(state)
+        if self._table is not None:
+            self.device = self._table.device  # `torch.load(map_location=)` may have moved the rows
         self._put_placeholder(**carried)
 
     def extra_repr(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,10 @@ class ShardPieces:
     def lock(self) -> TableLock:
         """The lock of the shards."""
         return self.shards[0].lock if self.shards else TableLock()
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Returns a context that holds the lock of the shards and uses their device in its turn."""
+        return self.lock.turn(self.shards[0].device) if self.shards else nullcontext()
 
     @property
     def part(self) -> int | None:

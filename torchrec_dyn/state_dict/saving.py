@@ -216,7 +216,7 @@ class ModelSource(ShardSource):
     def _read_waiting(self, start: int, stop: int) -> Tensor:
         life = self.pieces.shards[0].life
         assert self._waiting is not None and life is not None and life.waiting is not None
-        with self.pieces.lock:
+        with self.pieces.turn():
             ids, rows = self._waiting.read(start, stop)
             return to_host(torch.stack([ids, *life.waiting.read(rows)], dim=1))
 
@@ -273,7 +273,7 @@ def saved_tensors(
     def summarize() -> list[ShardSummary | None]:
         summaries: list[ShardSummary | None] = []
         for pieces in tables:
-            with pieces.lock:
+            with pieces.turn():
                 made = make(pieces)
                 summaries += [source.summary() for source in made]
             sources.extend(made)
@@ -315,7 +315,7 @@ def _reader_of(rows: CanonicalRows, run: Run, shard: DynamicTable, name: str) ->
     """Returns a reader of rows [start, stop) of a run, on the CPU, for one tensor of a shard."""
 
     def read(start: int, stop: int) -> Tensor:
-        with shard.lock:
+        with shard.lock.turn(shard.device):
             ids, places = rows.read(start, stop)
             return to_host(ids if name == "ids" else read_tensor(shard, name, places))
 

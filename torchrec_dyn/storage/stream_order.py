@@ -20,7 +20,7 @@ class StreamOrder:
     def __init__(self) -> None:
         self._stream: Any = None  # of the last call
         self._done: Any = None  # event at the end of the last call
-        self._runs = False
+        self._devices: tuple[torch.device, ...] = ()  # of the calls that run, one inside the other
 
     @contextmanager
     def turn(self, device: torch.device) -> Iterator[None]:
@@ -28,19 +28,20 @@ class StreamOrder:
 
         Args:
             device: device of the tables. Nothing happens for a device without streams, and for a call inside
-                another call's turn.
+                another call's turn on this device.
         """
-        if self._runs or not _has_streams(device):
+        outer = self._devices
+        if device in outer or not _has_streams(device):
             yield
             return
         stream = torch.cuda.current_stream(device)
         if self._done is not None and stream != self._stream:
             stream.wait_event(self._done)
-        self._runs = True
         try:
+            self._devices = (*outer, device)
             yield
         finally:  # also after an error: kernels may have started
-            self._runs = False
+            self._devices = outer
             if self._stream is None or self._stream.device != stream.device:
                 self._done = torch.cuda.Event()  # an event belongs to a GPU
             self._done.record(stream)

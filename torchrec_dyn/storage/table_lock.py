@@ -10,9 +10,12 @@ from __future__ import annotations
 import os
 import weakref
 from _thread import RLock
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
 
 from torchrec_dyn.storage.stream_order import StreamOrder
 
@@ -30,6 +33,16 @@ class TableLock(RLock):  # type: ignore[misc]  # typeshed: final; CPython: a bas
     def __init__(self) -> None:
         self.streams = StreamOrder()
         _every_lock[id(self)] = self
+
+    @contextmanager
+    def turn(self, device: torch.device) -> Iterator[None]:
+        """Holds the lock; the kernels of the tables on a GPU run after those of all earlier calls.
+
+        Args:
+            device: device of the tables.
+        """
+        with self, self.streams.turn(device):
+            yield
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TableLock, ()
