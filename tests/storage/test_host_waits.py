@@ -5,6 +5,7 @@ import torch
 from pretended_device import CUDA, PretendedDevice
 
 from torchrec_dyn import ops
+from torchrec_dyn.storage import places_of
 from torchrec_dyn.storage.id_map import IdMap
 from torchrec_dyn.storage.row_store import RowStore
 
@@ -83,3 +84,12 @@ def test_where_the_host_waits_for_rows(device):
     assert noted(device) == []
     assert torch.equal(store.read(on(device, rows)).memory, values[[3, 1, 2, 3]])
     assert noted(device) == []
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_places_of_a_mask_are_the_same_on_every_device(device, count):
+    mask = torch.tensor([False, True, True, False, True])
+    expected = [1, 2, 4, -1][:count]
+    assert places_of(mask, count).tolist() == expected
+    there = places_of(device.of(mask), count)
+    assert noted(device) == [] and there.memory.tolist() == expected

@@ -11,7 +11,6 @@ import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import apply_delta, delta_apply, export_delta, mark
 from torchrec_dyn.storage.stream_order import StreamOrder
 
-
 OTHER_GPU = torch.device("cuda:1")
 
 

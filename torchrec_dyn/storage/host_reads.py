@@ -75,4 +75,12 @@ def places_of(mask: Tensor, count: int) -> Tensor:
     Returns:
         [count] int64; -1 after the last place if the mask has fewer.
     """
+    if mask.is_cpu:  # where `nonzero_static` takes 11 microseconds, `nonzero` 3
+        places = mask.nonzero().flatten()
+        missing = count - places.numel()
+        return (
+            places[:count]
+            if missing <= 0
+            else torch.nn.functional.pad(places, (0, missing), value=-1)
+        )
     return torch.nonzero_static(mask, size=count).flatten()
