@@ -197,13 +197,14 @@ def _verify(tables: Sequence[ModelTable], changes: Sequence[TableChange]) -> Non
 
 def _checked(change: TableChange) -> tuple[Sums, Sums]:
     """Checks and sums this rank's part."""
+    pieces = change.table.pieces
     summed = change.model.check(), change.optimizer.check([change.model])
     for one in change.model.staged or ():
-        if bool((one.id_map.lookup(change.removed) >= 0).any()):
+        if bool((one.id_map.lookup(change.removed.to(pieces.device)) >= 0).any()):
             raise ValueError(
                 f"{change.where}: expected removed ids without a row, got removed ids with a row. {DAMAGED}"
             )
-        if change.table.pieces.has_life and one.id_map.num_ids and not one.has_scores:
+        if pieces.has_life and one.id_map.num_ids and not one.has_scores:
             raise ValueError(
                 f"{change.where}: expected a delta of a table with a policy as the copy has, got a delta "
                 "without scores. Give both models the same DynamicTableConfig."

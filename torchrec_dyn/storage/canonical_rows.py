@@ -96,9 +96,13 @@ class CanonicalRows:
         id_map: the map.
         where: the table, for messages.
         stamp: function that returns a value; it changes whenever the table changes.
+
+    Raises:
+        RuntimeError: on a GPU, an earlier op had invalid arguments: no save hides the error.
     """
 
     def __init__(self, id_map: IdMap, where: str, stamp: Callable[[], Any]) -> None:
+        ops.raise_errors(id_map.slots)
         _kept.enter(self, id_map)
         self._map = id_map
         self._where = where

@@ -10,9 +10,12 @@ from __future__ import annotations
 import os
 import weakref
 from _thread import RLock
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
 
 from torchrec_dyn.storage.stream_order import StreamOrder
 
@@ -40,6 +43,11 @@ class _Locked(Protocol):
     def lock(self) -> TableLock: ...
 
 
+class _OnDevice(_Locked, Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+
 _Owner = TypeVar("_Owner", bound=_Locked)
 
 
@@ -58,6 +66,13 @@ def locked(
                 return method(self, *args, **kwargs)
 
     return with_lock
+
+
+@contextmanager
+def turn_of(owner: _OnDevice) -> Iterator[None]:
+    """Runs code as a method of an object that is `locked`."""
+    with owner.lock, owner.lock.streams.turn(owner.device):
+        yield
 
 
 # A child process has only the thread that forked. If another thread held a lock at the fork, the child would

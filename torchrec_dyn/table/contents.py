@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrec_dyn.life import BY_ROW, LIFE, last_step
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.storage import CROSSING_BYTES, RowStore, locked, on_device
+from torchrec_dyn.storage import CROSSING_BYTES, CanonicalRows, RowStore, locked, on_device
 from torchrec_dyn.table.changes import note_replaced
 
 if TYPE_CHECKING:
@@ -118,15 +118,17 @@ def given_state(state: Mapping[str, Tensor]) -> Contents:
         state: as `read_state` returns it, in any order of ids; may lack all but "ids" and "weight".
     """
 
-    def reader(values: Tensor) -> Callable[[int, int], Tensor]:
-        return lambda start, stop: values[start:stop]
-
     by_row = {
-        name: reader(values) for name, values in state.items() if name not in ("ids", "step", *LIFE)
+        name: given_rows(values) for name, values in state.items() if name not in ("ids", "step", *LIFE)
     }
     life = {name: values for name, values in state.items() if name in LIFE}
     step = int(state["step"]) if "step" in state else 0
     return Contents(state["ids"], step, by_row, life)
+
+
+def given_rows(values: Tensor) -> Callable[[int, int], Tensor]:
+    """Returns a function that returns rows [start, stop) of a tensor."""
+    return lambda start, stop: values[start:stop]
 
 
 def stored_state(table: DynamicTable) -> Contents:
@@ -170,6 +172,28 @@ def _write_rows(store: RowStore, rows: Tensor, read: Callable[[int, int], Tensor
         some = rows[start : start + most]
         values = read(start, start + some.numel()).reshape(some.numel(), store.columns)
         store.write(some, on_device(values, store.device))
+
+
+def loaded_states(table: DynamicTable, state: Mapping[str, Tensor]) -> tuple[RowStore, ...]:
+    """Returns new stores of a table's optimizer state; the table does not change.
+
+    Args:
+        table: the table.
+        state: optimizer state by name, in the canonical order of the table's ids, on any device.
+    """
+    stores = []
+    for named in named_states(table):
+        store = RowStore(named.store.columns, named.store.shift, named.store.dtype, table.device)
+        store.reserve(named.store.capacity)
+        stores.append(store)
+    rows_here = CanonicalRows(table.id_map, table.where, lambda: stamp_of(table))
+    start = 0
+    for _, rows in rows_here.stretches(max(1, CROSSING_BYTES // table.weights.row_bytes)):
+        end = start + rows.numel()
+        for named, store in zip(named_states(table), stores, strict=True):
+            _write_rows(store, rows, given_rows(state[named.name][start:end]))
+        start = end
+    return tuple(stores)
 
 
 def without_optimizer(state: Mapping[str, Tensor], optimizer: RowOptimizer) -> dict[str, Tensor]:
