@@ -39,7 +39,7 @@ IN_ORDER = (
     "Apply every delta once and in order, to a copy whose model and optimizer were loaded from the "
     "checkpoint that was saved when the marker was made."
 )
-_NONE = torch.empty(0, dtype=torch.int64)
+_NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 Sums = Mapping[str, int]
 
 
@@ -197,14 +197,13 @@ def _verify(tables: Sequence[ModelTable], changes: Sequence[TableChange]) -> Non
 
 def _checked(change: TableChange) -> tuple[Sums, Sums]:
     """Checks and sums this rank's part."""
-    pieces = change.table.pieces
     summed = change.model.check(), change.optimizer.check([change.model])
     for one in change.model.staged or ():
-        if bool((one.id_map.lookup(change.removed.to(pieces.device)) >= 0).any()):
+        if bool((one.id_map.lookup(change.removed.to(one.id_map.slots.device)) >= 0).any()):
             raise ValueError(
                 f"{change.where}: expected removed ids without a row, got removed ids with a row. {DAMAGED}"
             )
-        if pieces.has_life and one.id_map.num_ids and not one.has_scores:
+        if change.table.pieces.has_life and one.id_map.num_ids and not one.has_scores:
             raise ValueError(
                 f"{change.where}: expected a delta of a table with a policy as the copy has, got a delta "
                 "without scores. Give both models the same DynamicTableConfig."

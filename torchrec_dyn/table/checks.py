@@ -171,7 +171,7 @@ def check_optimizer_state(
         rows: number of rows.
         states: the table's optimizer states.
     """
-    step = state.get("step", torch.tensor(0))
+    step = state.get("step", torch.tensor(0, device="cpu"))
     if step.numel() != 1 or not 0 <= int(step) < 1 << 62:
         raise ValueError(f"{where}: expected a step >= 0, got {step.tolist()}.")
     for named in states:
