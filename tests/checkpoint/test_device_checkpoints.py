@@ -229,3 +229,12 @@ def test_static_tables_of_a_device_become_dynamic_there(device, tmp_path, kind):
         assert other.device == CUDA and same_state(on_host(other.export_state()), table.export_state())
         assert torch.equal(plain.export_state()["weight"].cpu(), table.export_state()["weight"])
     assert device.mixed == [] and device.without_kernel == []
+
+
+def test_no_save_hides_an_error_of_the_device(device):
+    _, there = twins()
+    table = there.tables()["plain"]
+    table.weights.read(torch.tensor([10**6]).to(CUDA))  # its error is raised later
+    with pytest.raises(RuntimeError, match="expected rows"):
+        mark(there)
+    mark(there)
