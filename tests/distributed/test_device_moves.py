@@ -22,8 +22,13 @@ from torchrec_dyn.distributed.trained_rows import copy_trained_rows
 from torchrec_dyn.distributed.whole_table import WholeTable
 from torchrec_dyn.optimizers import OptimizerKind
 from torchrec_dyn.ranks import Piece, TableLayout
-from torchrec_dyn.state_dict import load_optimizer_state, load_tables, save_optimizer_state
-from torchrec_dyn.state_dict import save_tables, whole_pieces
+from torchrec_dyn.state_dict import (
+    load_optimizer_state,
+    load_tables,
+    save_optimizer_state,
+    save_tables,
+    whole_pieces,
+)
 from torchrec_dyn.storage import RowStore
 from torchrec_dyn.table import contents
 

@@ -140,16 +140,17 @@ def given_state(state: Mapping[str, Tensor]) -> Contents:
     Args:
         state: as `read_state` returns it, in any order of ids; may lack all but "ids" and "weight".
     """
-
     by_row = {
-        name: given_rows(values) for name, values in state.items() if name not in ("ids", "step", *LIFE)
+        name: _reader_of(values)
+        for name, values in state.items()
+        if name not in ("ids", "step", *LIFE)
     }
     life = {name: values for name, values in state.items() if name in LIFE}
     step = int(state["step"]) if "step" in state else 0
     return Contents(state["ids"], step, by_row, life)
 
 
-def given_rows(values: Tensor) -> Callable[[int, int], Tensor]:
+def _reader_of(values: Tensor) -> Callable[[int, int], Tensor]:
     """Returns a function that returns rows [start, stop) of a tensor."""
     return lambda start, stop: values[start:stop]
 
@@ -214,7 +215,7 @@ def loaded_states(table: DynamicTable, state: Mapping[str, Tensor]) -> tuple[Row
     for _, rows in rows_here.stretches(max(1, CROSSING_BYTES // table.weights.row_bytes)):
         end = start + rows.numel()
         for named, store in zip(named_states(table), stores, strict=True):
-            _write_rows(store, rows, given_rows(state[named.name][start:end]))
+            _write_rows(store, rows, _reader_of(state[named.name][start:end]))
         start = end
     return tuple(stores)
 
