@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from life_cases import living_table
 from pretended_device import CUDA, PretendedDevice, run_lookups_backward
 from torchrec import EmbeddingConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
+from torchrec_dyn.checkpoint_format import table_config
+from torchrec_dyn.state_dict import ModelSource, OptimizerSource, saved_tensors, whole_pieces
 from torchrec_dyn.storage.stream_order import StreamOrder
 
 
@@ -107,3 +110,20 @@ def test_every_use_of_tables_is_a_turn(cuda):
             )
             # The outgoing slots of a map are dropped: the stream that still moves ids may not own them.
             assert (name == "growth") == any(len(one) == 64 for one, _ in device.recorded), name
+
+
+def test_saves_and_their_reads_of_rows_take_turns(cuda):
+    with PretendedDevice():
+        table = living_table(dyn.LeastRecentlyUsed(), dyn.AdmitAfter(2), device="cuda")
+        table.assign(torch.arange(9), torch.ones(9, 4))
+        log = cuda.on("B")
+        pieces = whole_pieces(
+            table, "t", table, table_config("t", 4, 5, table.dtype, dyn.Constant(0))
+        )
+        sources = [ModelSource(pieces, None), OptimizerSource(pieces, None)]
+        for tensors in saved_tensors(None, "save", [pieces], lambda _: sources):
+            assert log[0] == "B waits for A"
+            for name in ("weight", "waiting", "momentum1"):
+                cuda.on("AB"[cuda.current == "A"])
+                if name in tensors and tensors[name].local():
+                    assert "waits for" in log[0], name
