@@ -251,7 +251,10 @@ def test_impossible_collections() -> None:
     for wrong, message in (
         (nn.Linear(2, 2), "expected an unsharded EmbeddingBagCollection .* got Linear"),
         (from_static(ebc()), "got DynamicEmbeddingBagCollection"),
-        (ebc(device=torch.device("meta")), "expected rows on the CPU, got meta"),
+        (
+            ebc(device=torch.device("meta")),
+            "expected the rows of all tables on one real device, got meta",
+        ),
         (ebc().double(), "expected rows of float32, .* got torch.float64"),
     ):
         with pytest.raises(ValueError, match=message):

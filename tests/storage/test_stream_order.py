@@ -4,11 +4,14 @@ import copy
 
 import pytest
 import torch
+from life_cases import living_table
 from pretended_device import CUDA, PretendedDevice, run_lookups_backward
 from torchrec import EmbeddingConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import apply_delta, delta_apply, export_delta, mark
+from torchrec_dyn.checkpoint_format import table_config
+from torchrec_dyn.state_dict import ModelSource, OptimizerSource, saved_tensors, whole_pieces
 from torchrec_dyn.storage.stream_order import StreamOrder
 
 OTHER_GPU = torch.device("cuda:1")
@@ -150,3 +153,18 @@ def test_every_use_of_tables_is_a_turn(cuda):
             )
             # The outgoing slots of a map are dropped: the stream that still moves ids may not own them.
             assert (name == "growth") == any(len(one) == 64 for one, _ in device.recorded), name
+
+
+def test_saves_and_their_reads_of_rows_take_turns(cuda):
+    with PretendedDevice():
+        table = living_table(dyn.LeastRecentlyUsed(), dyn.AdmitAfter(2), device="cuda")
+        table.assign(torch.arange(9), torch.ones(9, 4))
+        log = cuda.on("B")
+        pieces = whole_pieces(
+            table, "t", table, table_config("t", 4, 5, table.dtype, dyn.Constant(0))
+        )
+        sources = [ModelSource(pieces, None), OptimizerSource(pieces, None)]
+        model, _ = saved_tensors(None, "save", [pieces], lambda _: sources)
+        assert log[0] == "B waits for A"
+        cuda.on("A")
+        assert len(model["weight"].local()) == 1 and log[0] == "A waits for B"

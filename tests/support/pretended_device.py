@@ -144,6 +144,8 @@ class PretendedDevice(TorchFunctionMode):
         is_here = bool(args) and isinstance(args[0], PretendedTensor)
         if is_here and func is torch.Tensor.tolist:
             return args[0].cpu().tolist()
+        if is_here and func is torch.Tensor.data_ptr:
+            return args[0].memory.data_ptr()
         if is_here and func is torch.Tensor.new_tensor and not kwargs.get("device"):
             return self.of(args[0].memory.new_tensor(*args[1:], **kwargs))
         moves = func in (torch.Tensor.to, torch.Tensor.cuda)

@@ -33,7 +33,7 @@ from torchrec_dyn.checkpoint_format import (
 from torchrec_dyn.life import Clock
 from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import ModelSource, OptimizerSource, StagedRows
-from torchrec_dyn.storage import IdMap, RowStore
+from torchrec_dyn.storage import IdMap, RowStore, turn_of
 from torchrec_dyn.table import Addition, DynamicTable, insert_rows, named_states, note_changed
 from torchrec_dyn.whole_model import ModelTable, saved_forms, tables_of
 
@@ -125,7 +125,7 @@ def _check_ends(
 
 def _sums_replaced(change: TableChange) -> tuple[Sums, Sums]:
     """Sums the rows of the copy on this rank that the delta removes or rewrites."""
-    with change.table.pieces.turn():
+    with turn_of(change.table.pieces):
         maps = tuple(
             _rows_replaced(shard, staged, change.removed) for shard, staged, _ in change.shards
         )
@@ -147,14 +147,14 @@ def _reserve(changes: Sequence[TableChange]) -> None:
     """Reserves memory for the ids without a row in the shards, also above the limits of the shards."""
     for change in changes:
         for shard, staged, _ in change.shards:
-            with shard.lock.turn(shard.device):
+            with turn_of(shard):
                 parts = [ids for ids, _ in _stretches(staged)]
                 shard.reserve(sum(int((shard.id_map.lookup(ids) < 0).sum()) for ids in parts))
 
 
 def _write(changes: Sequence[TableChange]) -> None:
     for change in changes:
-        with change.table.pieces.turn():
+        with turn_of(change.table.pieces):
             for shard, staged, states in change.shards:
                 _write_rows(shard, staged, states, change)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchrec_dyn.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from torchrec_dyn.checkpoint_format import open_checkpoint
 from torchrec_dyn.ranks import agree, gather_results, run_together
+from torchrec_dyn.storage import to_host
 from torchrec_dyn.table import ROW_DTYPES
 from torchrec_dyn.whole_model import (
     Collection,
@@ -53,7 +54,7 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
         ValueError: if there is no such table.
         RuntimeError: if ids were removed during the call, or a rank failed; no new file is left.
     """
-    ids = read_ids(collection, table)
+    ids = to_host(read_ids(collection, table))
     held, where = tables_in(collection)[table], f"export_rows(table='{table}')"
     of_ranks = agree(held.group, where, value=[one.config.seed for one in held.pieces.shards])
     seed = next(seeds[0] for seeds in of_ranks if seeds)
@@ -84,7 +85,7 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
                         "Export while the collection is not trained or edited."
                     )
                 assert writer is not None
-                writer.write(rows)
+                writer.write(to_host(rows))
 
             _on_first_rank(held, where, write)
         _on_first_rank(held, where, lambda: writer.finish() if writer else None)

@@ -19,13 +19,13 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     MODEL_NAMES,
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
-    SUMMED_BYTES,
     add_sums,
     as_words,
     check_config_is_whole,
     compare_sums,
     content_sum,
     from_words,
+    rows_summed,
     sum_of_small,
 )
 from torchrec_dyn.checkpoint_format.file_names import file_inside

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.initializers import table_key
 from torchrec_dyn.optimizers import STATE_NAMES
-from torchrec_dyn.storage import signed, unsigned
+from torchrec_dyn.storage import CROSSING_BYTES, signed, unsigned
 
 # The tensors of a table in the order of their sums, in the model's and in the optimizer's state dict.
 MODEL_TENSORS = ("ids", "weight", "last_seen", "count", "waiting", "clock", "config")
@@ -24,9 +24,20 @@ OPTIMIZER_TENSORS = (*STATE_NAMES, "step", "config")
 # All tensor names of a table in the model's state dict; the last two tensors are not summed.
 MODEL_NAMES = (*MODEL_TENSORS, "checksum", "cells")
 # Bytes of rows that are copied and summed at a time: they stay in the caches, in memory used again and again.
-SUMMED_BYTES = 4 << 20
+# The host waits for each sum of a GPU, so a GPU sums as many rows as cross to the host at a time.
+_SUMMED_BYTES = {"cpu": 4 << 20}
 # The end of every message about damage.
 DAMAGED = "The checkpoint is damaged; use an earlier checkpoint."
+
+
+def rows_summed(row_bytes: int, device: torch.device) -> int:
+    """Returns the number of rows that are copied and summed at a time.
+
+    Args:
+        row_bytes: bytes of a row.
+        device: device of the rows.
+    """
+    return max(1, _SUMMED_BYTES.get(device.type, CROSSING_BYTES) // row_bytes)
 
 
 def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column: int = 0) -> int:

@@ -41,12 +41,14 @@ class Part(NamedTuple):
         read: function that returns rows [start, stop) of the block.
         is_saved: True if this rank saves the block; False if the block is for copies and another rank saves
             it.
+        block: the numbers of the block, if they are in memory; None: they are read.
     """
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
     read: Callable[[int, int], Tensor]
     is_saved: bool = True
+    block: Tensor | None = None
 
 
 class _Held:
@@ -77,23 +79,29 @@ class _Held:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
         self.check_readable()
-        return _Held([_copied(part) for part in self.parts], None)
+        return _Held(
+            [_part_of(part.offset, _copied(part), part.is_saved) for part in self.parts], None
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _held_again, (_blocks_of(self),)
 
 
 def _whole(part: Part) -> Tensor:
-    return part.read(0, part.size[0] if part.size else 1).reshape(part.size)
+    return _copied(part) if part.block is None else part.block
 
 
-def _copied(part: Part) -> Part:
-    block = torch.empty(part.size, dtype=_dtype_of(part), device="cpu")
-    for start, stop in row_ranges(part.size, block.dtype):
-        block[start:stop] = part.read(start, stop)
-    if not part.size:
-        block.copy_(part.read(0, 1))
-    return _part_of(part.offset, block, part.is_saved)
+def _copied(part: Part) -> Tensor:
+    return _filled(torch.empty(part.size, dtype=_dtype_of(part), device="cpu"), part)
+
+
+def _filled(into: Tensor, part: Part) -> Tensor:
+    """Copies a part into a tensor, a chunk at a time: its rows may be on a GPU without memory for a copy."""
+    if part.block is not None or not part.size:
+        return into.copy_(part.read(0, 1) if part.block is None else part.block)
+    for start, stop in row_ranges(part.size, into.dtype):
+        into[start:stop] = part.read(start, stop)
+    return into
 
 
 def _dtype_of(part: Part) -> torch.dtype:
@@ -104,7 +112,7 @@ def _part_of(offset: tuple[int, ...], block: Tensor, is_saved: bool) -> Part:
     def read(start: int, stop: int) -> Tensor:
         return block[start:stop] if block.dim() else block
 
-    return Part(offset, tuple(block.shape), read, is_saved)
+    return Part(offset, tuple(block.shape), read, is_saved, block)
 
 
 _Block = tuple[tuple[int, ...], Tensor, bool]
@@ -285,10 +293,11 @@ def numbers_of(value: Tensor) -> Tensor:
     """
     if not isinstance(value, SavedTensor):
         return value
+    value._held.check_readable()
     made, copied = torch.empty(value.shape, dtype=value.dtype, device="cpu"), 0
-    for offset, block in value.local():
-        made[tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))] = block
-        copied += block.numel()
+    for part in value.parts:
+        block = tuple(slice(o, o + n) for o, n in zip(part.offset, part.size, strict=True))
+        copied += _filled(made[block], part).numel()
     if copied != made.numel():
         raise ValueError(
             f"SavedTensor: expected a tensor that this rank holds completely, got {copied} of "

@@ -33,7 +33,7 @@ def copy_trained_rows(
     """
     for shard in shards:
         shard.start_as(source.initializer)  # a loaded checkpoint may have set it
-    state = state_for_copy(source)
+    state = state_for_copy(source, on_host=True)
     if not state["ids"].numel() and not int(state["step"]) and source.time is None:
         return
     parts = owners(state["ids"], layout.row_ranks) if layout.rows_are_spread else None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchrec_dyn.distributed.id_exchange import IdExchange
 from torchrec_dyn.ranks import Piece, TableLayout, agree, run_together
-from torchrec_dyn.storage import TableLock, canonical_order, run_to_end
+from torchrec_dyn.storage import TableLock, canonical_order, run_to_end, to_host
 from torchrec_dyn.table import DynamicTable
 
 _T = TypeVar("_T")
@@ -66,7 +66,7 @@ class WholeTable:
 
     def ids(self) -> Tensor:
         """Returns all ids of the table, [R] int64 in unsigned order of mix64(id), on every rank."""
-        held = [shard.ids() for shard in self._first_shards]
+        held = [to_host(shard.ids()) for shard in self._first_shards]
         mine = torch.cat([torch.empty(0, dtype=torch.int64), *held])
         counts = self._agree("ids", value=mine.numel())
         parts = []
@@ -87,7 +87,8 @@ class WholeTable:
         rows, found = self._do(
             "lookup", lambda: read_rows(self._shards, exchange.arrived, self._dtype)
         )
-        return exchange.return_rows(rows), exchange.return_numbers(found)
+        returned = exchange.return_rows(to_host(rows)), exchange.return_numbers(to_host(found))
+        return returned[0].to(ids.device), returned[1].to(ids.device)
 
     def last_seen(self, ids: Tensor) -> Tensor:
         """Returns each id's last occurrence in training. As `torchrec_dyn.read_last_seen`."""
@@ -100,7 +101,7 @@ class WholeTable:
     def assign(self, ids: Tensor, rows: Tensor) -> None:
         """Writes rows by id, on all column shards. As `torchrec_dyn.assign_rows`."""
         exchange = self._send("assign", ids, rows)
-        arrived = exchange.send_rows(rows.detach().to(self._dtype))
+        arrived = exchange.send_rows(to_host(rows.detach().to(self._dtype)))
 
         def write() -> None:
             parts = arrived.split([shard.columns for shard in self._shards], 1)
@@ -160,7 +161,7 @@ class WholeTable:
         if rows is not None:
             fault = fault or _fault_of_rows(rows, ids.numel(), self._embedding_dim)
         self._agree(verb, ValueError(fault) if fault else None)
-        return IdExchange(ids.detach().contiguous(), self._layout, self._group, pieces)
+        return IdExchange(to_host(ids.detach().contiguous()), self._layout, self._group, pieces)
 
     def _first_numbers(
         self, verb: str, ids: Tensor, read: Callable[[DynamicTable, Tensor], Tensor]
@@ -168,8 +169,9 @@ class WholeTable:
         """Returns one number for each id, read from the shards with the first columns."""
         exchange = self._send(verb, ids, pieces=[self._first])
         arrived, shards = exchange.arrived, self._first_shards
-        numbers = self._do(verb, lambda: [read(shard, arrived) for shard in shards])
-        return exchange.return_numbers(torch.cat([torch.empty(0, dtype=torch.int64), *numbers]))
+        numbers = self._do(verb, lambda: [to_host(read(shard, arrived)) for shard in shards])
+        returned = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *numbers])
+        return exchange.return_numbers(returned).to(ids.device)
 
     def _do(self, verb: str, work: Callable[[], _T]) -> _T:
         """Runs this rank's part of a call, locked; an exception of any rank is raised on every rank."""
@@ -244,8 +246,8 @@ def _fault_of_ids(ids: Tensor) -> str:
         return f"expected ids as a tensor, got {type(ids).__name__}."
     if ids.dtype != torch.int64:
         return f"expected ids of dtype int64, got {ids.dtype}. Convert with ids.long()."
-    if ids.device.type != "cpu":
-        return f"expected ids on the CPU, got {ids.device}. Convert with ids.cpu()."
+    if ids.is_meta:
+        return "expected ids on a real device, got meta."
     return "" if ids.dim() == 1 else f"expected ids [M], got {list(ids.shape)}."
 
 
@@ -256,4 +258,4 @@ def _fault_of_rows(rows: Tensor, count: int, embedding_dim: int) -> str:
         return f"expected rows [{count}, {embedding_dim}], got {list(rows.shape)}."
     if not rows.is_floating_point():
         return f"expected floating point rows, got {rows.dtype}."
-    return "" if rows.device.type == "cpu" else f"expected rows on the CPU, got {rows.device}."
+    return "expected rows on a real device, got meta." if rows.is_meta else ""

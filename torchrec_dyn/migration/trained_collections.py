@@ -57,7 +57,7 @@ def from_static(
     start with optimizer state 0, for any `initial_accumulator_value`.
 
     Args:
-        collection: unsharded collection on the CPU; not changed.
+        collection: unsharded collection on the CPU or a GPU, where the rows will be too; not changed.
         optimizer: the optimizer that trained the collection: plain, or TorchRec's keyed, wrapped or combined
             optimizer; None: fresh optimizer state, except for rows trained by an optimizer in backward.
         dynamic: options of the tables, one DynamicTableConfig for all tables or a dict by table name.
@@ -78,15 +78,16 @@ def from_static(
     weights: dict[str, Tensor] = {
         name: table.weight for name, table in tables_by_name(collection).items()
     }
+    device = next(iter(weights.values())).device
     limits = _checked_limits(collection, num_embeddings)
     for config in configs_of(collection):
-        _check_weight(weights[config.name], config, f"{where}(table='{config.name}')")
+        _check_weight(weights[config.name], config, device, f"{where}(table='{config.name}')")
     kind = EmbeddingBagConfig if isinstance(collection, EmbeddingBagCollection) else EmbeddingConfig
     configs = [
         _config(one, limits[one.name], weights[one.name].dtype)
         for one in checked_configs(configs_of(collection), kind, where, dynamic)
     ]
-    made = empty_counterpart(collection, configs, "cpu", dynamic, fused_params)
+    made = empty_counterpart(collection, configs, device, dynamic, fused_params)
     tables: dict[str, UnshardedTable] = tables_by_name(made)
     whole_rule = "optimizer" in (fused_params or {})
     filled: list[tuple[DynamicTable, Tensor, SavedMoments]] = []
@@ -123,15 +124,16 @@ def _checked_limits(collection: Any, wished: Mapping[str, int] | None) -> dict[s
     return limits
 
 
-def _check_weight(weight: Tensor, config: Any, where: str) -> None:
+def _check_weight(weight: Tensor, config: Any, device: torch.device, where: str) -> None:
     shape = (config.num_embeddings, config.embedding_dim)
     if tuple(weight.shape) != shape:
         raise ValueError(
             f"{where}: expected a weight {list(shape)} as its config says, got {list(weight.shape)}."
         )
-    if weight.device.type != "cpu":
+    if weight.is_meta or weight.device != device:
         raise ValueError(
-            f"{where}: expected rows on the CPU, got {weight.device}. Move the collection with .cpu()."
+            f"{where}: expected the rows of all tables on one real device, got {weight.device}. Move the "
+            "collection with .to(device)."
         )
     if weight.dtype not in ROW_DTYPES:
         raise ValueError(
@@ -174,17 +176,19 @@ def put_rows(
 
     Args:
         table: one column shard.
-        ids: [M] int64, distinct ids without a row.
+        ids: [M] int64, distinct ids without a row; they, rows and states may be on any device.
         weight: [M, C].
         states: optimizer state by name, [M, C] or one number per row; missing states start at 0.
     """
     table.reserve(ids.numel())
     rows = table.row_numbers.take(ids.numel())
+    ids = ids.to(table.device)
     table.id_map.insert(ids, rows)
-    table.weights.write(rows, weight)
+    table.weights.write(rows, weight.to(table.device))
     for one in named_states(table):
         if one.name in states:
-            one.store.write(rows, states[one.name].reshape(ids.numel(), one.store.columns))
+            values = states[one.name].reshape(ids.numel(), one.store.columns)
+            one.store.write(rows, values.to(table.device))
         else:
             one.store.zero(rows)
     if table.life is not None:

@@ -14,7 +14,6 @@ from threading import get_ident
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import numbers_of
-from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.state_dict import checked_optimizer_state, optimizer_tensors
@@ -105,9 +104,4 @@ def _save(table: UnshardedTable) -> dict[str, Tensor]:
 def _load(table: UnshardedTable, saved: Mapping[str, Tensor]) -> None:
     rows = table.rows()
     loaded = {name: numbers_of(tensor) for name, tensor in saved.items()}
-    # The model's state dict, which is loaded first, has the scores. If it had none, the present scores are
-    # placeholders: they are left out, and load_state sets them to the loaded step.
-    state = {**rows.export_state(), **checked_optimizer_state(rows, loaded)}
-    if rows.life is not None and rows.life.is_unscored:
-        state = {name: tensor for name, tensor in state.items() if name not in BY_ROW}
-    rows.load_state(state)
+    rows.load_optimizer_state(checked_optimizer_state(rows, loaded))

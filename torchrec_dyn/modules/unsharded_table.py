@@ -132,7 +132,7 @@ class UnshardedTable(nn.Module):
         if before is not None:
             table.start_as(before.initializer)  # a loaded checkpoint may have set it
         if before is not None and (before.num_rows or before.life is not None):
-            state = state_for_copy(before)
+            state = state_for_copy(before, on_host=True)
             if before.optimizer.kind != optimizer.kind:
                 state = without_optimizer(state, before.optimizer)
             table.load_state(state)

@@ -91,6 +91,11 @@ class AlignedState:
         """The lock of the shards."""
         return self._entry.lock
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the shards."""
+        return self._entry.device
+
     @locked
     def commit(self) -> None:
         """Replaces the optimizer state of the shards by the verified load.

@@ -73,6 +73,11 @@ class TableEntry(ABC):
         return self.pieces.lock
 
     @property
+    def device(self) -> torch.device:
+        """The device of the shards."""
+        return self.pieces.device
+
+    @property
     @abstractmethod
     def names(self) -> Sequence[str]:
         """Names of the tensors by row that the table can use."""

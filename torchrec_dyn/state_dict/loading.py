@@ -14,7 +14,6 @@ from torchrec_dyn.checkpoint_format import (
     DAMAGED,
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
-    SUMMED_BYTES,
     SavedTensor,
     add_sums,
     check_config,
@@ -22,6 +21,7 @@ from torchrec_dyn.checkpoint_format import (
     content_sum,
     numbers_of,
     optimizer_config,
+    rows_summed,
     saved_initializer,
 )
 from torchrec_dyn.initializers import Initializer
@@ -298,7 +298,7 @@ class OptimizerEntry(TableEntry):
                 f"{pieces.where}: expected optimizer state of {model.places.count} rows here, got that of "
                 f"{self.places.count}. {DAMAGED}"
             )
-        most = SUMMED_BYTES // (4 * pieces.cuts[-1])
+        most = rows_summed(4 * pieces.cuts[-1], pieces.device)
         by_row = [one.by_row(most) for one in model.staged or ()]
         self._model, self._sums = model, self.sums_of(by_row)
         return self._sums

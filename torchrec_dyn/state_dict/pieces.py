@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import TableLayout, owners
+from torchrec_dyn.ranks import Piece, TableLayout, owners
 from torchrec_dyn.state_dict.places import Places, Share, ranges_of_part, saved_cells, share_of
 from torchrec_dyn.storage import CanonicalRows, IdMap, TableLock
 from torchrec_dyn.table import DynamicTable, stamp_of
@@ -57,9 +56,10 @@ class ShardPieces:
         """The lock of the shards."""
         return self.shards[0].lock if self.shards else TableLock()
 
-    def turn(self) -> AbstractContextManager[None]:
-        """Returns a context that holds the lock of the shards and uses their device in its turn."""
-        return self.lock.turn(self.shards[0].device) if self.shards else nullcontext()
+    @property
+    def device(self) -> torch.device:
+        """The device of the shards."""
+        return self.shards[0].device if self.shards else torch.device("cpu")
 
     @property
     def part(self) -> int | None:
@@ -82,10 +82,9 @@ class ShardPieces:
     @property
     def cuts(self) -> list[int]:
         """The first column of each column shard of the table, and the end of the last."""
-        return [
-            *(piece.first_column for piece in self.layout.pieces),
-            self.config["embedding_dim"],
-        ]
+        pieces = self.layout.pieces
+        end = pieces[-1].first_column + pieces[-1].columns
+        return [*(piece.first_column for piece in pieces), end]
 
     @property
     def columns(self) -> list[tuple[int, int]]:
@@ -138,3 +137,29 @@ class ShardPieces:
         if self.part is None:
             return Places([])
         return Places(ranges_of_part(saved_cells(saved, total), total, self.part, self.ranks))
+
+
+def whole_pieces(
+    table: DynamicTable, where: str, collection: object, config: dict[str, Any]
+) -> ShardPieces:
+    """Returns the pieces of an unsharded table: one shard, in one process.
+
+    Args:
+        table: the table.
+        where: the table, for messages.
+        collection: object that stays the same when the rows are replaced.
+        config: `saved_config.table_config` of the table.
+    """
+    return ShardPieces(
+        table.name,
+        where,
+        TableLayout((Piece(0, table.embedding_dim, (0,)),), False),
+        [table],
+        collection,
+        0,
+        None,  # type: ignore[arg-type]  # the group of one rank is never used
+        config,
+        table.optimizer,
+        table.life is not None,
+        table.life is not None and table.life.waiting is not None,
+    )

@@ -21,13 +21,13 @@ from torchrec_dyn.checkpoint_format import (
     CHUNK_BYTES,
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
-    SUMMED_BYTES,
     Part,
     SavedTensor,
     add_sums,
     as_words,
     content_sum,
     optimizer_config,
+    rows_summed,
     sum_of_small,
     to_bytes,
     whole_tensor,
@@ -35,7 +35,7 @@ from torchrec_dyn.checkpoint_format import (
 from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict.pieces import ShardPieces
 from torchrec_dyn.state_dict.places import Run, Share, runs_of
-from torchrec_dyn.storage import CELL_BITS, CanonicalRows, cell_bits, to_host
+from torchrec_dyn.storage import CELL_BITS, CanonicalRows, cell_bits, to_host, turn_of
 from torchrec_dyn.table import DynamicTable, named_states, read_tensor, stamp_of
 
 _Reader = Callable[[int, int], Tensor]
@@ -115,7 +115,7 @@ class ShardSource(ABC):
         sums: dict[str, int] = {}
         for shard, rows in zip(pieces.shards, self.canonical, strict=True):
             tensors = [one for one in self._tensors_of(shard) if one.is_saved]
-            most = SUMMED_BYTES // shard.weights.row_bytes
+            most = rows_summed(shard.weights.row_bytes, shard.device)
             for ids, places in rows.by_row(shard.row_numbers.high, most):
                 for one in tensors:
                     is_ids = one.name == "ids"
@@ -216,7 +216,7 @@ class ModelSource(ShardSource):
     def _read_waiting(self, start: int, stop: int) -> Tensor:
         life = self.pieces.shards[0].life
         assert self._waiting is not None and life is not None and life.waiting is not None
-        with self.pieces.turn():
+        with turn_of(self.pieces):
             ids, rows = self._waiting.read(start, stop)
             return to_host(torch.stack([ids, *life.waiting.read(rows)], dim=1))
 
@@ -273,7 +273,7 @@ def saved_tensors(
     def summarize() -> list[ShardSummary | None]:
         summaries: list[ShardSummary | None] = []
         for pieces in tables:
-            with pieces.turn():
+            with turn_of(pieces):
                 made = make(pieces)
                 summaries += [source.summary() for source in made]
             sources.extend(made)
@@ -315,7 +315,7 @@ def _reader_of(rows: CanonicalRows, run: Run, shard: DynamicTable, name: str) ->
     """Returns a reader of rows [start, stop) of a run, on the CPU, for one tensor of a shard."""
 
     def read(start: int, stop: int) -> Tensor:
-        with shard.lock.turn(shard.device):
+        with turn_of(shard):
             ids, places = rows.read(start, stop)
             return to_host(ids if name == "ids" else read_tensor(shard, name, places))
 

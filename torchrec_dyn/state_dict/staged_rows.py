@@ -17,16 +17,23 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
-    SUMMED_BYTES,
     add_sums,
     content_sum,
     is_canonical,
+    rows_summed,
 )
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import NO_STEP, AdmissionCounters, Clock, RowLife, Scores, last_step
 from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.state_dict.places import Places
-from torchrec_dyn.storage import CanonicalRows, IdMap, RowNumbers, RowStore, unsigned
+from torchrec_dyn.storage import (
+    CROSSING_BYTES,
+    CanonicalRows,
+    IdMap,
+    RowNumbers,
+    RowStore,
+    unsigned,
+)
 from torchrec_dyn.table import DynamicTable, note_replaced, replaced_whole
 
 _READ_AT_ONCE = 1 << 20
@@ -243,7 +250,9 @@ class StagedRows:
         scores = Scores(self.weights.shift, self.weights.device)
         here = torch.arange(kept, device=self._device)
         weights.reserve(kept)
-        weights.write(here, self.weights.read(rows))
+        most = max(1, CROSSING_BYTES // weights.row_bytes)
+        for some, from_rows in zip(here.split(most), rows.split(most), strict=True):
+            weights.write(some, self.weights.read(from_rows))
         if self.has_scores:
             scores.store.reserve_zeros(kept)
             scores.write(here, *self.scores.read(rows))
@@ -289,7 +298,7 @@ class StagedRows:
             is_first: True if the shard has the first column: only this shard sums ids, scores and "waiting".
         """
         sums = self.sums if is_first else {}
-        most = SUMMED_BYTES // self.weights.row_bytes
+        most = rows_summed(self.weights.row_bytes, self._device)
         for ids, rows in self.by_row(most):
             held = {"weight": self.weights.read_ascending(rows)}
             if is_first:

@@ -24,6 +24,7 @@ from torchrec_dyn.checkpoint_format import (
     content_sum,
     from_bytes,
     mean_over_cuts,
+    numbers_of,
     optimizer_config,
     saved_initializer,
     sum_of_small,
@@ -31,20 +32,26 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import BY_ROW, LIFE
+from torchrec_dyn.state_dict.pieces import whole_pieces
+from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource, ShardSource
 from torchrec_dyn.storage import cell_bits, locked
 from torchrec_dyn.table import DynamicTable, named_states
 
 _SMALL = ("waiting", "clock", "step", "config")
+# The order in a state dict, hence in files.
+_LAST = ("clock", "waiting", "step", "config", "checksum", "cells")
 
 
 @locked
-def model_tensors(table: DynamicTable, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the tensors of a table for the model's state dict, copied.
+def model_tensors(table: DynamicTable, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Returns the tensors of a table for the model's state dict, copied to the CPU.
 
     Args:
         table: the table with its rows.
         config: `saved_config.table_config` of the table.
     """
+    if table.device.type != "cpu":
+        return _by_chunks(ModelSource(whole_pieces(table, table.where, table, config), None))
     ids, rows = table.id_map.contents()
     saved = {"weight": table.weights.read(rows), "ids": ids}
     if table.life is not None:
@@ -77,12 +84,24 @@ def empty_model_tensors(
 
 @locked
 def optimizer_tensors(table: DynamicTable) -> dict[str, Tensor]:
-    """Returns the tensors of a table for the optimizer's state dict, copied; all columns are one shard."""
+    """Returns the tensors of a table for the optimizer's state dict, copied to the CPU.
+
+    All columns are one shard.
+    """
+    if table.device.type != "cpu":
+        return _by_chunks(OptimizerSource(whole_pieces(table, table.where, table, {}), None))
     ids, rows = table.id_map.contents()
     saved = {one.name: one.store.read(rows) for one in named_states(table)}
     saved["step"] = torch.tensor(table.step, device="cpu")
     config = optimizer_config(table.optimizer, [0, table.columns])
     return _sealed(table.name, saved, config, OPTIMIZER_TENSORS, ids)
+
+
+def _by_chunks(source: ShardSource) -> dict[str, Tensor]:
+    """Returns the tensors of a source, read and summed in chunks: a GPU may lack memory for a second copy."""
+    tensors = source.tensors([source.summary()])
+    names = [*(name for name in tensors if name not in _LAST), *_LAST]
+    return {name: numbers_of(tensors[name]) for name in names if name in tensors}
 
 
 def checked_model_state(

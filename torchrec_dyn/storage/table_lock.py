@@ -34,16 +34,6 @@ class TableLock(RLock):  # type: ignore[misc]  # typeshed: final; CPython: a bas
         self.streams = StreamOrder()
         _every_lock[id(self)] = self
 
-    @contextmanager
-    def turn(self, device: torch.device) -> Iterator[None]:
-        """Holds the lock; the kernels of the tables on a GPU run after those of all earlier calls.
-
-        Args:
-            device: device of the tables.
-        """
-        with self, self.streams.turn(device):
-            yield
-
     def __reduce__(self) -> tuple[Any, ...]:
         return TableLock, ()
 
@@ -51,6 +41,11 @@ class TableLock(RLock):  # type: ignore[misc]  # typeshed: final; CPython: a bas
 class _Locked(Protocol):
     @property
     def lock(self) -> TableLock: ...
+
+
+class _OnDevice(_Locked, Protocol):
+    @property
+    def device(self) -> torch.device: ...
 
 
 _Owner = TypeVar("_Owner", bound=_Locked)
@@ -71,6 +66,13 @@ def locked(
                 return method(self, *args, **kwargs)
 
     return with_lock
+
+
+@contextmanager
+def turn_of(owner: _OnDevice) -> Iterator[None]:
+    """Runs code as a method of an object that is `locked`."""
+    with owner.lock, owner.lock.streams.turn(owner.device):
+        yield
 
 
 # A child process has only the thread that forked. If another thread held a lock at the fork, the child would

@@ -151,21 +151,38 @@ def check_state(
     """
     if "ids" not in state or "weight" not in state:
         raise ValueError(f"{where}: expected ids and weight, got {sorted(state)}.")
-    step = state.get("step", torch.tensor(0, device="cpu"))
-    if step.numel() != 1 or not 0 <= int(step) < 1 << 62:
-        raise ValueError(f"{where}: expected a step >= 0, got {step.tolist()}.")
     ids = state["ids"]
     check_ids(where, ids)
     if torch.unique(ids).numel() != ids.numel():
         raise ValueError(f"{where}: expected distinct ids, got repeated ones.")
-    expected: dict[str, tuple[int, ...]] = {"weight": (ids.numel(), columns)}
-    for named in states:
-        one_row = () if named.is_rowwise else (named.store.columns,)
-        expected[named.name] = (ids.numel(), *one_row)
-    for name, shape in expected.items():
-        if name in state and tuple(state[name].shape) != shape:
-            raise ValueError(
-                f"{where}: expected {name} of shape {list(shape)}, got "
-                f"{list(state[name].shape)}. Was it saved from another table or optimizer?"
-            )
+    _check_shape_of(where, "weight", state["weight"], (ids.numel(), columns))
+    check_optimizer_state(where, state, ids.numel(), states)
     check_life(where, state, ids)
+
+
+def check_optimizer_state(
+    where: str, state: Mapping[str, Tensor], rows: int, states: Sequence[NamedState]
+) -> None:
+    """Raises ValueError unless optimizer state and step fit a table; each may be missing.
+
+    Args:
+        where: the table, for messages.
+        state: optimizer state by name, and "step".
+        rows: number of rows.
+        states: the table's optimizer states.
+    """
+    step = state.get("step", torch.tensor(0, device="cpu"))
+    if step.numel() != 1 or not 0 <= int(step) < 1 << 62:
+        raise ValueError(f"{where}: expected a step >= 0, got {step.tolist()}.")
+    for named in states:
+        if named.name in state:
+            one_row = () if named.is_rowwise else (named.store.columns,)
+            _check_shape_of(where, named.name, state[named.name], (rows, *one_row))
+
+
+def _check_shape_of(where: str, name: str, saved: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(saved.shape) != shape:
+        raise ValueError(
+            f"{where}: expected {name} of shape {list(shape)}, got "
+            f"{list(saved.shape)}. Was it saved from another table or optimizer?"
+        )

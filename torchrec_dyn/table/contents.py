@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrec_dyn.life import BY_ROW, LIFE, last_step
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.storage import CROSSING_BYTES, RowStore, locked, on_device
+from torchrec_dyn.storage import CROSSING_BYTES, CanonicalRows, RowStore, locked, on_device, to_host
 from torchrec_dyn.table.changes import note_replaced
 
 if TYPE_CHECKING:
@@ -67,29 +67,52 @@ def read_tensor(
     return read(store, rows)
 
 
-def read_state(table: DynamicTable) -> dict[str, Tensor]:
+def read_state(table: DynamicTable, on_host: bool = False) -> dict[str, Tensor]:
     """Returns a copy of the contents in canonical order.
+
+    Args:
+        table: the table.
+        on_host: True for a copy on the CPU, which a GPU has no memory for perhaps; False for a copy on the
+            device of the table.
 
     Returns:
         "ids" [R] int64, "weight" [R, D], each optimizer state [R, D] or [R] float32, "step" [], and
         the tensors of `RowLife.export` for a table with a life.
     """
     ids, rows = table.id_map.contents()
-    state = {"ids": ids, "weight": table.weights.read(rows)}
+    read = _read_to_host if on_host else RowStore.read
+    state = {"ids": ids, "weight": read(table.weights, rows)}
     for named in named_states(table):
-        values = named.store.read(rows)
+        values = read(named.store, rows)
         state[named.name] = values.flatten() if named.is_rowwise else values
     state["step"] = torch.tensor(table.step, device="cpu")
-    return state if table.life is None else {**state, **table.life.export(rows)}
+    if table.life is not None:
+        state |= table.life.export(rows)
+    return {name: to_host(values) for name, values in state.items()} if on_host else state
+
+
+def _read_to_host(store: RowStore, rows: Tensor) -> Tensor:
+    """Returns copies of rows on the CPU, read some at a time on a GPU."""
+    if rows.is_cpu:
+        return store.read(rows)
+    values = torch.empty(rows.numel(), store.columns, dtype=store.dtype, device="cpu")
+    most = max(1, CROSSING_BYTES // store.row_bytes)
+    for some, into in zip(rows.split(most), values.split(most), strict=True):
+        into.copy_(to_host(store.read(some)))
+    return values
 
 
 @locked
-def state_for_copy(table: DynamicTable) -> dict[str, Tensor]:
+def state_for_copy(table: DynamicTable, on_host: bool = False) -> dict[str, Tensor]:
     """Returns `read_state`; if the rows were loaded without scores, without their scores.
 
     So the copy treats these scores as missing, as this table does.
+
+    Args:
+        table: the table.
+        on_host: as in `read_state`.
     """
-    state = read_state(table)
+    state = read_state(table, on_host)
     if table.life is not None and table.life.is_unscored:
         return {name: tensor for name, tensor in state.items() if name not in BY_ROW}
     return state
@@ -117,16 +140,19 @@ def given_state(state: Mapping[str, Tensor]) -> Contents:
     Args:
         state: as `read_state` returns it, in any order of ids; may lack all but "ids" and "weight".
     """
-
-    def reader(values: Tensor) -> Callable[[int, int], Tensor]:
-        return lambda start, stop: values[start:stop]
-
     by_row = {
-        name: reader(values) for name, values in state.items() if name not in ("ids", "step", *LIFE)
+        name: _reader_of(values)
+        for name, values in state.items()
+        if name not in ("ids", "step", *LIFE)
     }
     life = {name: values for name, values in state.items() if name in LIFE}
     step = int(state["step"]) if "step" in state else 0
     return Contents(state["ids"], step, by_row, life)
+
+
+def _reader_of(values: Tensor) -> Callable[[int, int], Tensor]:
+    """Returns a function that returns rows [start, stop) of a tensor."""
+    return lambda start, stop: values[start:stop]
 
 
 def stored_state(table: DynamicTable) -> Contents:
@@ -170,6 +196,28 @@ def _write_rows(store: RowStore, rows: Tensor, read: Callable[[int, int], Tensor
         some = rows[start : start + most]
         values = read(start, start + some.numel()).reshape(some.numel(), store.columns)
         store.write(some, on_device(values, store.device))
+
+
+def loaded_states(table: DynamicTable, state: Mapping[str, Tensor]) -> tuple[RowStore, ...]:
+    """Returns new stores of a table's optimizer state; the table does not change.
+
+    Args:
+        table: the table.
+        state: optimizer state by name, in the canonical order of the table's ids, on any device.
+    """
+    stores = []
+    for named in named_states(table):
+        store = RowStore(named.store.columns, named.store.shift, named.store.dtype, table.device)
+        store.reserve(named.store.capacity)
+        stores.append(store)
+    rows_here = CanonicalRows(table.id_map, table.where, lambda: stamp_of(table))
+    start = 0
+    for _, rows in rows_here.stretches(max(1, CROSSING_BYTES // table.weights.row_bytes)):
+        end = start + rows.numel()
+        for named, store in zip(named_states(table), stores, strict=True):
+            _write_rows(store, rows, _reader_of(state[named.name][start:end]))
+        start = end
+    return tuple(stores)
 
 
 def without_optimizer(state: Mapping[str, Tensor], optimizer: RowOptimizer) -> dict[str, Tensor]:

@@ -35,6 +35,7 @@ from torchrec_dyn.storage import (
 from torchrec_dyn.table.changes import note_all_changed, note_changed
 from torchrec_dyn.table.checks import (
     check_ids,
+    check_optimizer_state,
     check_room,
     check_rows,
     check_shape,
@@ -43,9 +44,11 @@ from torchrec_dyn.table.checks import (
 )
 from torchrec_dyn.table.contents import (
     given_state,
+    loaded_states,
     named_states,
     read_state,
     replace_contents,
+    replaced_whole,
     state_for_copy,
     stored_state,
     write_state,
@@ -344,6 +347,22 @@ class DynamicTable:
         """
         check_state(f"{self.where}.load_state", state, self.columns, named_states(self))
         replace_contents(self, given_state(state), self.dtype, self.device)
+
+    @locked
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Replaces optimizer state and step of the present rows; if this fails, nothing has changed.
+
+        Args:
+            state: the optimizer states by name, in the canonical order of the ids, and "step".
+        """
+        where, states = f"{self.where}.load_optimizer_state", named_states(self)
+        check_optimizer_state(where, state, self.id_map.num_ids, states)
+        stores = loaded_states(self, state)
+        with replaced_whole(self):
+            self.replace_states(stores)
+            self.step = max(0 if self.life is None else self.step, int(state["step"]))
+        if self.life is not None:
+            self.life.catch_up(self.step, self.row_numbers.high)
 
     @locked
     def convert(

@@ -16,12 +16,12 @@ from torchrec_dyn.distributed import (
 )
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, UnshardedCollection, UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import Piece, TableLayout
 from torchrec_dyn.state_dict import (
     ModelSource,
     OptimizerSource,
     ShardPieces,
     saved_tensors,
+    whole_pieces,
 )
 
 ShardedCollection = ShardedDynamicEmbeddingBagCollection | ShardedDynamicEmbeddingCollection
@@ -134,20 +134,8 @@ def _collections(model: nn.Module) -> list[tuple[str, Collection]]:
 
 
 def _unsharded(key: str, table: UnshardedTable) -> ModelTable:
-    config, rows = table.config, table.rows()
-    pieces = ShardPieces(
-        config.name,
-        table.where,
-        TableLayout((Piece(0, config.embedding_dim, (0,)),), False),
-        [rows],
-        table,
-        0,
-        None,  # type: ignore[arg-type]  # the group of one rank is never used
-        table.saved_config(),
-        rows.optimizer,
-        table.dynamic.has_life,
-        table.dynamic.counts_waiting,
-    )
+    rows = table.rows()
+    pieces = whole_pieces(rows, table.where, table, table.saved_config())
     return ModelTable(key, pieces, rows.optimizer)
 
 

@@ -1,0 +1,248 @@
+"""Tables on a pretended GPU are saved and loaded as tables of the CPU: the same bytes, in chunks."""
+
+import copy
+import hashlib
+import random
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from delta_cases import NAMES, Model
+from device_twins import on_host
+from pretended_device import CUDA, PretendedDevice, run_lookups_backward
+from static_collections import OPTIMIZERS, batch, ebc, loss_of
+from table_cases import same_state
+from torch.utils._pytree import tree_map_only
+from torchrec import KeyedJaggedTensor
+
+import torchrec_dyn as dyn
+from torchrec_dyn import checkpoint, serving
+from torchrec_dyn.checkpoint import LoadPlanner, apply_delta, export_delta, mark
+from torchrec_dyn.checkpoint_format import content_sums, saved_tensor
+from torchrec_dyn.migration import from_static, load_static
+from torchrec_dyn.storage import RowStore
+from torchrec_dyn.table import contents
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+SPREAD = 2**58 + 1  # ids of both signs
+
+
+@pytest.fixture
+def device():
+    with PretendedDevice() as device:
+        yield device
+
+
+@pytest.fixture
+def read_at_once(monkeypatch):
+    """Makes chunks small: 256 bytes. Returns the bytes of rows that were read at once on the device."""
+    monkeypatch.setattr(saved_tensor, "CHUNK_BYTES", 256)
+    for module in (content_sums, contents):
+        monkeypatch.setattr(module, "CROSSING_BYTES", 256)
+    sizes, read = [], RowStore.read
+
+    def counted(store, rows):
+        if not rows.is_cpu:
+            sizes.append(len(rows) * store.row_bytes)
+        return read(store, rows)
+
+    monkeypatch.setattr(RowStore, "read", counted)
+    return sizes
+
+
+def train(model, place, steps):
+    """Runs training steps with 40 ids a table; tables with a small limit get few."""
+    for step in steps:
+        draw = torch.Generator().manual_seed(step)
+        for collection, names in ((model.pooled, NAMES[:3]), (model.sequence, NAMES[3:])):
+            most = [4 if name in ("lru", "timed") else 40 for name in names]
+            ids = [torch.randint(0, 30, (count,), generator=draw) * SPREAD + step for count in most]
+            features = KeyedJaggedTensor(
+                [f"f_{name}" for name in names], torch.cat(ids), lengths=torch.tensor(most)
+            )
+            run_lookups_backward(collection(features.to(torch.device(place))), seed=step)
+
+
+def twins():
+    """Returns a trained model on the CPU, and its twin on the device."""
+    here = Model("ADAMW")
+    train(here, "cpu", range(3))
+    there = copy.deepcopy(here).to("cuda")
+    for model, place in ((here, "cpu"), (there, CUDA)):
+        train(model, place, range(3, 5))
+    return here, there
+
+
+def states(model):
+    return {name: on_host(state) for name, state in model.states().items()}
+
+
+def assert_same(one, other):
+    expected, got = states(one), states(other)
+    for name, state in expected.items():
+        assert same_state(got[name], state), name
+
+
+def both(model):
+    """Returns the state dicts of a model and of its optimizers."""
+    optimizers = {
+        name: getattr(model, name).fused_optimizer.state_dict() for name in ("pooled", "sequence")
+    }
+    return {"model": model.state_dict(), "optimizers": optimizers}
+
+
+def load(model, path):
+    state = both(model)
+    dcp.load(state, checkpoint_id=path, planner=LoadPlanner(), no_dist=True)
+    put(model, state)
+
+
+def put(model, state):
+    model.load_state_dict(state["model"])
+    for name, one in state["optimizers"].items():
+        getattr(model, name).fused_optimizer.load_state_dict(one)
+
+
+def moved_to_device(static):
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        return copy.deepcopy(static).to("cuda")
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def sums_of(path):
+    """Returns a hash of each file of a checkpoint but its metadata, which name the call."""
+    files = sorted(path.glob("*.distcp")) if path.is_dir() else [path]
+    assert files
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+
+
+def test_a_checkpoint_of_a_device_has_the_bytes_of_the_cpus(device, tmp_path, read_at_once):
+    here, there = twins()
+    dcp.save(both(here), checkpoint_id=tmp_path / "here", no_dist=True)
+    waiting = dcp.async_save(both(there), checkpoint_id=tmp_path / "there", no_dist=True)
+    assert 0 < max(read_at_once) <= 512  # optimizer state of float16 rows is twice as wide
+    train(there, CUDA, range(5, 6))  # the copy is on the host
+    waiting.result()
+    assert sums_of(tmp_path / "there") == sums_of(tmp_path / "here")
+    for model in (there, Model("ADAMW")):
+        load(model, tmp_path / "there")
+        assert_same(here, model)
+    assert device.mixed == [] and device.without_kernel == []
+
+
+def test_state_dicts_on_the_device_can_be_loaded(device):
+    """As torch.load(map_location="cuda") returns them."""
+    here, there = twins()
+    moved = tree_map_only(
+        torch.Tensor, lambda one: one if one.is_meta else one.to(CUDA), both(here)
+    )
+    fresh = Model("ADAMW")
+    for model in (there, fresh):
+        put(model, moved)
+        assert_same(here, model)
+    assert device.mixed == []
+
+
+def test_a_damaged_load_changes_nothing(device):
+    here, there = twins()
+    before, state = states(there), both(here)
+    weight = state["model"]["pooled.embedding_bags.plain.weight"]
+    moment = state["optimizers"]["pooled"]["state"]["embedding_bags.plain.weight"]
+    for damaged in (weight, moment["plain.momentum1"], moment["plain.step"]):
+        damaged += 1
+        with pytest.raises((RuntimeError, ValueError), match=r"content sum|damaged state"):
+            put(there, state)
+        damaged -= 1
+        assert all(same_state(states(there)[name], one) for name, one in before.items())
+
+
+def test_deltas_of_a_device_have_the_bytes_of_the_cpus(device, tmp_path, read_at_once):
+    here, there = twins()
+    copies = [copy.deepcopy(model) for model in (here, there)]
+    read_at_once.clear()
+    for name, model, place in (("here", here, "cpu"), ("there", there, CUDA)):
+        marker = mark(model)
+        model.pooled.table("plain").erase((torch.arange(5) * SPREAD).to(place))
+        train(model, place, range(7, 9))
+        export_delta(model, tmp_path / name, marker)
+    assert sums_of(tmp_path / "there") == sums_of(tmp_path / "here")
+    assert 0 < max(read_at_once) <= 512  # optimizer state of float16 rows is twice as wide
+    for model in copies:
+        apply_delta(model, tmp_path / "there")
+        assert_same(here, model)
+        with pytest.raises(ValueError, match="it was applied already"):
+            apply_delta(model, tmp_path / "here")
+    assert_same(here, there)
+    assert device.mixed == [] and device.without_kernel == []
+
+
+def test_rows_of_a_device_are_written_and_read_as_files(device, tmp_path):
+    here, there = twins()
+    for name, model in (("here", here), ("there", there)):
+        checkpoint.export_rows(model.pooled, "plain", tmp_path / name)
+    assert sums_of(tmp_path / "there") == sums_of(tmp_path / "here")
+    fresh = [Model("ADAMW"), Model("ADAMW").to("cuda")]
+    for model in fresh:
+        rows = here.tables()["plain"].num_rows
+        assert checkpoint.import_rows(model.pooled, "plain", tmp_path / "there") == rows
+    assert_same(*fresh)
+    assert device.mixed == []
+
+
+def test_a_model_on_a_device_is_served(device, tmp_path):
+    here, there = twins()
+    folders = []
+    for name, model, place in (("here", here, "cpu"), ("there", there, CUDA)):
+        marker, folder = mark(model), tmp_path / name
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "saved", no_dist=True)
+        serving.build(folder / "saved", folder / "served")
+        train(model, place, range(7, 9))
+        export_delta(model, folder / "delta", marker)
+        serving.apply_delta(folder / "served", folder / "delta")
+        folders.append(folder / "served")
+    one, other = (
+        sorted(file for file in folder.rglob("*") if file.is_file()) for folder in folders
+    )
+    contents_of = [
+        [file.read_bytes() for file in files if "rows" in file.name] for files in (one, other)
+    ]
+    assert contents_of[0] and contents_of[0] == contents_of[1]
+
+
+@pytest.mark.parametrize("kind", ["EXACT_ROWWISE_ADAGRAD", "ADAM"])
+def test_static_tables_of_a_device_become_dynamic_there(device, tmp_path, kind):
+    torch.manual_seed(1)
+    static = ebc()
+    optimizer = OPTIMIZERS[kind](static.parameters())
+    loss_of(static, batch(static, random.Random(2))).backward()
+    optimizer.step()
+    there = moved_to_device(static)
+    of_there = OPTIMIZERS[kind](there.parameters())
+    for one, other in zip(static.parameters(), there.parameters(), strict=True):
+        of_there.state[other] = {
+            name: value.to(CUDA) if value.dim() else value
+            for name, value in optimizer.state[one].items()
+        }
+    dcp.save(static.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    dynamic, made = from_static(static, optimizer), from_static(there, of_there)
+    loaded = dyn.DynamicEmbeddingBagCollection(static.embedding_bag_configs()).to("cuda")
+    load_static(loaded, tmp_path, with_optimizer=False)
+    for name, table in dynamic.local_tables().items():
+        other, plain = made.local_tables()[name], loaded.local_tables()[name]
+        assert other.device == CUDA and same_state(
+            on_host(other.export_state()), table.export_state()
+        )
+        assert torch.equal(plain.export_state()["weight"].cpu(), table.export_state()["weight"])
+    assert device.mixed == [] and device.without_kernel == []
+
+
+def test_no_save_hides_an_error_of_the_device(device):
+    _, there = twins()
+    table = there.tables()["plain"]
+    table.weights.read(torch.tensor([10**6]).to(CUDA))  # its error is raised later
+    with pytest.raises(RuntimeError, match="expected rows"):
+        mark(there)
+    mark(there)

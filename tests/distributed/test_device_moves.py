@@ -1,0 +1,172 @@
+"""Tables of a sharded collection on a pretended GPU, by one rank: rows are sent from the host, in chunks.
+
+Sharded collections on a GPU are in tests/sharding.
+"""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from device_twins import on_host
+from life_cases import living_table
+from pretended_device import CUDA, PretendedDevice
+from table_cases import same_state
+
+import torchrec_dyn as dyn
+from torchrec_dyn.checkpoint_format import content_sums, saved_tensor, table_config
+from torchrec_dyn.distributed.table_move import move_table
+from torchrec_dyn.distributed.trained_rows import copy_trained_rows
+from torchrec_dyn.distributed.whole_table import WholeTable
+from torchrec_dyn.optimizers import OptimizerKind
+from torchrec_dyn.ranks import Piece, TableLayout
+from torchrec_dyn.state_dict import (
+    load_optimizer_state,
+    load_tables,
+    save_optimizer_state,
+    save_tables,
+    whole_pieces,
+)
+from torchrec_dyn.storage import RowStore
+from torchrec_dyn.table import contents
+
+SPREAD = 2**58 + 1  # ids of both signs
+LIVES = dyn.LeastRecentlyUsed(), dyn.AdmitAfter(2)
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def device():
+    with PretendedDevice() as device:
+        yield device
+    assert device.mixed == [] and device.without_kernel == []
+
+
+@pytest.fixture
+def read_at_once(monkeypatch):
+    """Makes chunks small: 320 bytes. Returns the bytes of rows that were read at once on the device."""
+    monkeypatch.setattr(saved_tensor, "CHUNK_BYTES", 320)
+    for module in (content_sums, contents):
+        monkeypatch.setattr(module, "CROSSING_BYTES", 320)
+    sizes, read = [], RowStore.read
+
+    def counted(store, rows):
+        if not rows.is_cpu:
+            sizes.append(len(rows) * store.row_bytes)
+        return read(store, rows)
+
+    monkeypatch.setattr(RowStore, "read", counted)
+    return sizes
+
+
+def table(place, first=0, columns=5):
+    """Returns a table of 5 columns, or one column shard of it."""
+    options = {"kind": OptimizerKind.PARTIAL_ROWWISE_ADAM, "embedding_dim": 5, "device": place}
+    return living_table(*LIVES, first_column=first, columns=columns, **options)
+
+
+def filled(place):
+    """Returns a table of 60 rows with optimizer state, scores and waiting ids."""
+    made = table("cpu")
+    made.assign(torch.arange(80) * SPREAD, torch.arange(400.0).view(80, 5) / 7)
+    made.erase(torch.arange(20, 40) * SPREAD)
+    state, ones = made.export_state(), torch.ones(60)
+    state |= {"momentum1": ones[:, None] * torch.arange(5) / 3, "momentum2": ones.cumsum(0) / 7}
+    state |= {"count": ones.long(), "last_seen": torch.arange(60) % 9, "step": torch.tensor(9)}
+    made.load_state({**state, "waiting": torch.tensor([[1, -7], [3, 4], [1, 1]])})
+    made.convert(device=place)
+    return made
+
+
+def pieces_of(group, *shards):
+    first = shards[0]
+    config = table_config("t", 5, 5, first.dtype, first.initializer)
+    layout = TableLayout(tuple(Piece(one.first_column, one.columns, (0,)) for one in shards), False)
+    whole = whole_pieces(first, "t", object(), config)
+    return replace(whole, group=group, layout=layout, shards=list(shards))
+
+
+def halves(place):
+    return table(place, 0, 2), table(place, 2, 3)
+
+
+def state_of(*shards):
+    return [on_host(one.export_state()) for one in shards]
+
+
+def assert_same(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        assert same_state(one, other)
+
+
+def test_a_table_moves_to_other_shards(device, group, read_at_once):
+    found = {}
+    for place in ("cpu", CUDA):
+        before, after = filled(place), halves(place)
+        read_at_once.clear()
+        move_table(pieces_of(group, before), pieces_of(group, *after), "move")
+        if place == CUDA:
+            assert 0 < max(read_at_once) <= 320
+        whole = table(place)
+        move_table(pieces_of(group, *after), pieces_of(group, whole), "move")
+        found[place] = state_of(before, *after, whole)
+    assert_same(found[CUDA], found["cpu"])
+    assert same_state(found["cpu"][0], found["cpu"][-1])
+
+
+def test_copies_of_a_state_dict_are_on_the_host(device, group, read_at_once):
+    here, there = filled("cpu"), filled(CUDA)
+    saved = []
+    for one in (here, there):
+        pieces, state = pieces_of(group, one), {}
+        read_at_once.clear()
+        save_tables(state, "", [pieces], "c")
+        both = copy.deepcopy(state), save_optimizer_state(pieces)
+        both = pickle.loads(pickle.dumps(both))
+        assert max(read_at_once, default=0) <= 320
+        saved.append([[block for _, block in one.local()] for of in both for one in of.values()])
+    assert all(block.is_cpu for blocks in saved[1] for block in blocks)
+    assert str(saved[0]) == str(saved[1])
+    for place in ("cpu", CUDA):
+        loaded = table(place)
+        pieces = pieces_of(group, loaded)
+        load_tables(dict(both[0]), "", [pieces], "c", [])
+        load_optimizer_state(pieces, both[1])
+        assert_same(state_of(loaded), state_of(here))
+
+
+def test_rows_on_the_device_are_read_and_edited_by_id(device, group):
+    seen = []
+    for place in ("cpu", CUDA):
+        shards = halves(place)
+        move_table(pieces_of(group, filled(place)), pieces_of(group, *shards), "move")
+        pieces = pieces_of(group, *shards)
+        whole = WholeTable("t", pieces.layout, shards, 5, torch.float32, group)
+        ids = torch.tensor([3 * SPREAD, 21 * SPREAD, 5]).to(place)
+        whole.assign(ids[1:], torch.ones(2, 5).to(place))
+        assert whole.erase(ids[:1]) == 1
+        answers = [*whole.lookup(ids), whole.count(ids), whole.last_seen(ids)]
+        assert {one.device for one in answers} == {torch.device(place)}
+        seen.append([*(one.cpu() for one in answers), whole.ids()])
+        assert torch.equal(whole.lookup(ids.cpu())[0], answers[0].cpu())
+    for one, other in zip(*seen, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_rows_trained_before_sharding_are_copied_through_the_host(device, group, read_at_once):
+    found = []
+    for place in ("cpu", CUDA):
+        source, shards = filled(place), halves(place)
+        read_at_once.clear()
+        copy_trained_rows(source, shards, pieces_of(group, *shards).layout, 0)
+        assert max(read_at_once, default=0) <= 320
+        found.append(state_of(*shards))
+    assert_same(*found)
