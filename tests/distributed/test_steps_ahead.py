@@ -1,6 +1,8 @@
 """Steps that a prefetching pipeline takes ahead are kept with their batch, in its context."""
 
+import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -110,6 +112,55 @@ CASES = {
 )
 def test_a_step_is_taken_once_and_used_by_its_batch(name: str, form: str) -> None:
     workers.run(one_batch_after_the_other, CASES[name], form, world_size=2)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors in a context, other than those of our steps, which the forward records."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, KeyedJaggedTensor):
+        names = ("_values", "_weights", "_lengths", "_offsets")
+        return tensors_in([getattr(value, name) for name in names])
+    if dataclasses.is_dataclass(value):
+        return tensors_in(vars(value))
+    if isinstance(value, dict):
+        value = list(value.values())
+    return (
+        [one for part in value for one in tensors_in(part)]
+        if isinstance(value, (list, tuple))
+        else []
+    )
+
+
+def record(case: Case) -> list[str]:
+    """Asserts that a context records all its tensors on a stream; returns the names of its parts."""
+    one, recorded = Batches(case, ""), set[int]()
+    ctx, _ = one.sent(0)
+
+    def note(tensor: torch.Tensor, stream: Any) -> None:
+        recorded.add(tensor.untyped_storage().data_ptr())
+
+    with mock.patch.object(torch.Tensor, "record_stream", note):
+        ctx.record_stream(mock.sentinel.stream)
+    parts = {name: tensors_in(part) for name, part in vars(ctx).items()}
+    for name, tensors in parts.items():
+        for tensor in tensors:
+            assert tensor.untyped_storage().data_ptr() in recorded or not tensor.numel(), name
+    return sorted(name for name, tensors in parts.items() if tensors)
+
+
+@pytest.mark.parametrize("variable", [False, True])
+@pytest.mark.parametrize("name", ["pooled", "sequences"])
+def test_contexts_record_their_tensors(name: str, variable: bool) -> None:
+    """A pipeline hands contexts from the stream that sends ids to the streams of lookups."""
+    table = dataclasses.replace(CASES[name].tables[0], pooling="MEAN")
+    case = dataclasses.replace(CASES[name], tables=[table], variable=variable)
+    expected = {
+        "pooled": {"divisor", *(["inverse_indices"] if variable else [])},
+        "sequences": {"expansions", "sharding_contexts", *(["restoration"] if variable else [])},
+    }[name]
+    for parts in workers.run(record, case, world_size=2):
+        assert expected <= {*parts}
 
 
 def fail_between(case: Case) -> None:
