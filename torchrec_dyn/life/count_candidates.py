@@ -132,7 +132,7 @@ class CountCandidates:
         listed = self._listed
         if listed is None:
             return None
-        # A search of another stream listed them.
+        # A search of another stream may have listed them.
         keep_in_use(listed.ids, listed.counts, *listed.others, *listed.chosen)
         length = listed.ids.numel()
         # Of a GPU all rows are examined at once: each further round would be a wait.

@@ -109,8 +109,7 @@ class EvictionCandidates:
         return None
 
     def _is_unchanged(self, count: int, scores: Scores) -> Tensor:
-        keep_in_use(
-            self._ids, self._rows, self._last_seen
-        )  # a search of another stream listed them
+        # A search of another stream may have listed them.
+        keep_in_use(self._ids, self._rows, self._last_seen)
         last_seen, _ = scores.read(self._rows[:count])
         return last_seen == self._last_seen[:count]

@@ -6,7 +6,8 @@ op call each, over all tables of the group.
 Forward:
 1. Check the input and describe its bags (bag_layout.py).
 2. Find the row of each id (batch_rows.py). In training this counts a step, and unseen ids get rows in all
-   tables or in none. For tables with policies, training_step.py lists the order.
+   tables or in none. For tables with policies, training_step.py lists the order. A pipeline that prefetches
+   on a GPU has taken their step before (step_ahead.py).
 3. For ids still without a row: make initial rows for this forward, if the table's `unseen` is "initial".
 4. Gather the rows and pool them by bag.
 
