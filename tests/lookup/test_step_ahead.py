@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from life_cases import ADMISSIONS, EVERY_LIFE, EVICTIONS, living_table
 from pretended_device import CUDA, PretendedDevice, run_lookups_backward
-from table_cases import ids_of, make_group, same_state
+from table_cases import ids_of, make_group, make_table, same_state
 
 from torchrec_dyn.initializers import Constant
 from torchrec_dyn.optimizers import OptimizerKind
@@ -312,6 +312,17 @@ def test_on_a_device_only_the_step_waits_for_reads(device, monkeypatch):
         assert torch.equal(last.detach().memory, expected)
     for got, state in zip(piped.states(), plain.states(), strict=True):
         assert same_state({name: part.cpu() for name, part in got.items()}, state)
+
+
+def test_prefetched_ids_of_known_counts_wait_once(device):
+    """Tables without a life insert when they are prefetched; the counts of the batch are not read again."""
+    table = make_table(device=CUDA)
+    ids, offsets = ids_of(3, 4).to(CUDA), ids_of(0, 1, 2).to(CUDA)
+    for inserted in (True, False):
+        device.forget()
+        make_group(table).prefetch(ids, offsets, counts=[2])
+        assert len(device.reads) == 1 + inserted and device.mixed == []
+    assert table.num_rows == 2
 
 
 class Lookup:

@@ -214,7 +214,7 @@ class TableGroup:
         return output.view(bags.shape)
 
     @locked
-    def prefetch(self, ids: Tensor, offsets: Tensor) -> None:
+    def prefetch(self, ids: Tensor, offsets: Tensor, counts: Sequence[int] | None = None) -> None:
         """Gives rows to unseen ids ahead of the training forward of the same batch.
 
         Does nothing if a table has a life: then the forwards decide which ids get rows, in the order of the
@@ -223,6 +223,7 @@ class TableGroup:
         Args:
             ids: [N] int64, feature-major.
             offsets: [F * B + 1] integer, where each bag begins in ids.
+            counts: as in a forward.
         """
         lists = self._current()
         trained = lists.trained
@@ -230,7 +231,10 @@ class TableGroup:
             return
         ids, offsets, _ = self._check_input(ids, offsets, None)
         keep_in_use(ids, offsets)
-        table_offsets = self._bag_layout.table_offsets(offsets, ids.numel(), None)
+        if counts is None:
+            table_offsets = self._bag_layout.table_offsets(offsets, ids.numel(), None)
+        else:
+            table_offsets = self._bag_layout.offsets_of_tables(counts)
         if lists.frozen_maps is not None:
             _, ids, table_offsets = part_of(lists.is_trained, ids, table_offsets)
         rows, absent = find_rows(trained.maps, ids, table_offsets)

@@ -216,9 +216,9 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         Does nothing if a table has a life: then the step of the batch decides which ids get rows.
         """
         if self.training:
-            # One offset per feature is enough: only the table of an id matters, not its bag.
-            offsets = torch.tensor(features.offset_per_key(), device=features.device())
-            self._group.prefetch(features.values(), offsets)
+            self._group.prefetch(
+                features.values(), features.offsets(), counts=features.length_per_key()
+            )
 
     def take_step_ahead(self, features: KeyedJaggedTensor) -> StepAhead | None:
         """Takes the training step of a batch now and returns it, for the forward of the batch.
