@@ -53,9 +53,11 @@ READ = {
     ],
     f"{_PACKAGE}.sharding.grid_sharding.GridPooledEmbeddingDist": ["_callbacks"],
     f"{_PACKAGE}.embedding_lookup.GroupedPooledEmbeddingsLookup": [
-        "_dummy_embs_tensor", "_emb_modules",
+        "_dummy_embs_tensor", "_emb_modules", "_feature_splits",
     ],
-    f"{_PACKAGE}.embedding_lookup.GroupedEmbeddingsLookup": ["_dummy_embs_tensor", "_emb_modules"],
+    f"{_PACKAGE}.embedding_lookup.GroupedEmbeddingsLookup": [
+        "_dummy_embs_tensor", "_emb_modules", "_feature_splits",
+    ],
     f"{_PACKAGE}.model_parallel.DistributedModelParallel": ["_env"],
     f"{_PACKAGE}.embedding.EmbeddingCollectionAwaitable": ["_awaitables_per_sharding"],
 }  # fmt: skip

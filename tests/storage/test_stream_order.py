@@ -168,3 +168,31 @@ def test_saves_and_their_reads_of_rows_take_turns(cuda):
         assert log[0] == "B waits for A"
         cuda.on("A")
         assert len(model["weight"].local()) == 1 and log[0] == "A waits for B"
+
+
+@pytest.mark.parametrize("policy", [dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()])
+def test_lists_made_on_one_stream_are_kept_for_the_other(cuda, policy):
+    """Candidates for eviction, and free rows: a step of the other stream uses them and drops some."""
+    config = EmbeddingConfig(name="a", embedding_dim=4, num_embeddings=640, feature_names=["a"])
+    with PretendedDevice() as device:
+        module = dyn.DynamicEmbeddingCollection(
+            [config], device="cuda", dynamic=dyn.DynamicTableConfig(eviction=policy)
+        )
+
+        def step(first, count):
+            ids = torch.arange(first, first + count, device="cuda")
+            lengths = torch.ones(count, dtype=torch.int64, device="cuda")
+            module(KeyedJaggedTensor(["a"], ids, lengths=lengths))
+
+        with pytest.warns(UserWarning, match="expected an optimizer"):
+            step(0, 640)
+        step(1000, 3)  # lists candidates, and frees ten rows: seven are left
+        table = module.local_tables()["a"]
+        lists = table.life._candidates
+        listed = lists._listed.ids if isinstance(policy, dyn.LeastFrequentlyUsed) else lists._rows
+        (free,) = table.row_numbers._free
+        cuda.on("B")
+        device.forget()
+        step(2000, 20)
+        kept = [one for one, stream in device.recorded if stream is cuda.streams["B"]]
+        assert any(one is listed for one in kept) and any(one is free for one in kept)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
+from torchrec_dyn.sharding import compute_kernel
 from torchrec_dyn.table.table import DynamicTable
 
 # Name of a pipeline -> TorchRec's class, its options, True if it needs the shims.
@@ -162,6 +164,17 @@ def train(run: Run, name: str) -> dict[str, Any]:
         result["states"] = states_of(run, model)
         result["stats"] = {key: table.stats() for key, table in tables_of(run, model).items()}
     return result
+
+
+def train_with_steps_ahead(run: Run) -> dict[str, Any]:
+    """Trains through a prefetching pipeline that takes steps ahead, as on CUDA; returns as `train`."""
+    with steps_ahead():
+        return train(run, "prefetch")
+
+
+def steps_ahead() -> Any:
+    """Returns a context in which prefetching takes the steps of tables with a life on the CPU, too."""
+    return mock.patch.object(compute_kernel, "STEPS_AHEAD_ON", {"cpu", "cuda"})
 
 
 def evaluate(run: Run, name: str) -> int:

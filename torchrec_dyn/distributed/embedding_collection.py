@@ -38,11 +38,14 @@ from torchrec_dyn.sharding import (
     Expansion,
     Restoration,
     SendOnce,
+    StepsAhead,
     outputs_by_column,
     pad_batch,
     remove_stale_forwards,
     sequences_in_order,
     set_senders,
+    take_steps_ahead,
+    use_steps_ahead,
 )
 from torchrec_dyn.storage import ForwardTicket
 
@@ -57,11 +60,13 @@ class SequenceContext(EmbeddingCollectionContext):
         sent: ticket that is open from sending the ids to their lookup; None before.
         expansions: for each sharding type, repeats the rows of ids sent once; empty if every occurrence was
             sent.
+        steps_ahead: the training steps of the batch that were taken when it was prefetched.
     """
 
     restoration: Restoration | None = None
     sent: ForwardTicket | None = None
     expansions: list[Expansion] = field(default_factory=list)
+    steps_ahead: StepsAhead = field(default_factory=dict)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Records for the allocator that a stream uses the tensors of this context."""
@@ -173,9 +178,28 @@ class ShardedDynamicEmbeddingCollection(
         return super().input_dist(ctx, features)
 
     @not_compiled
+    def prefetch(
+        self,
+        dist_input: KJTList,
+        forward_stream: torch.Stream | None = None,
+        ctx: SequenceContext | None = None,
+    ) -> None:
+        """Inserts rows for the ids that arrived, or takes the step of tables with a life, before the forward.
+
+        Args:
+            dist_input: the ids that arrived.
+            forward_stream: not used; the forward keeps what it uses.
+            ctx: the state of the forward, which keeps the steps; None: no steps are taken.
+        """
+        super().prefetch(dist_input, forward_stream, ctx)
+        if ctx is not None:
+            take_steps_ahead(self._lookups, dist_input, ctx.steps_ahead)
+
+    @not_compiled
     def compute(self, ctx: SequenceContext, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
         set_senders(self._lookups, ctx.sharding_contexts)
+        use_steps_ahead(self._lookups, ctx.steps_ahead)
         return super().compute(ctx, dist_input)
 
     @not_compiled
@@ -193,6 +217,7 @@ class ShardedDynamicEmbeddingCollection(
         if ctx.sent is not None:
             ctx.sent.close()
         set_senders(self._lookups, ctx.sharding_contexts)
+        use_steps_ahead(self._lookups, ctx.steps_ahead)
         return self._finished(super().compute_and_output_dist(ctx, input), ctx)
 
     def create_context(self) -> SequenceContext:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,11 +34,14 @@ from torchrec_dyn.sharding import (
     POOLED_SHARDINGS,
     BatchCheck,
     MeanDivisor,
+    StepsAhead,
     divide,
     pooled_in_order,
     pooled_sharding,
     remove_stale_forwards,
     set_senders,
+    take_steps_ahead,
+    use_steps_ahead,
 )
 from torchrec_dyn.storage import ForwardTicket
 
@@ -49,9 +52,11 @@ class PooledContext(EmbeddingBagCollectionContext):
 
     Attributes:
         sent: ticket that is open from sending the ids to their lookup; None before.
+        steps_ahead: the training steps of the batch that were taken when it was prefetched.
     """
 
     sent: ForwardTicket | None = None
+    steps_ahead: StepsAhead = field(default_factory=dict)
 
 
 class ShardedDynamicEmbeddingBagCollection(
@@ -170,9 +175,28 @@ class ShardedDynamicEmbeddingBagCollection(
         return super().input_dist(ctx, features)
 
     @not_compiled
+    def prefetch(
+        self,
+        dist_input: KJTList,
+        forward_stream: torch.Stream | None = None,
+        ctx: PooledContext | None = None,
+    ) -> None:
+        """Inserts rows for the ids that arrived, or takes the step of tables with a life, before the forward.
+
+        Args:
+            dist_input: the ids that arrived.
+            forward_stream: not used; the forward keeps what it uses.
+            ctx: the state of the forward, which keeps the steps; None: no steps are taken.
+        """
+        super().prefetch(dist_input, forward_stream, ctx)
+        if ctx is not None:
+            take_steps_ahead(self._lookups, dist_input, ctx.steps_ahead)
+
+    @not_compiled
     def compute(self, ctx: PooledContext, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
         set_senders(self._lookups, ctx.sharding_contexts)
+        use_steps_ahead(self._lookups, ctx.steps_ahead)
         return super().compute(ctx, dist_input)
 
     def accept_unweighted_batches(self) -> None:
@@ -192,6 +216,7 @@ class ShardedDynamicEmbeddingBagCollection(
         if ctx.sent is not None:
             ctx.sent.close()
         set_senders(self._lookups, ctx.sharding_contexts)
+        use_steps_ahead(self._lookups, ctx.steps_ahead)
         return self._finished(super().compute_and_output_dist(ctx, input), ctx)
 
     def create_context(self) -> PooledContext:

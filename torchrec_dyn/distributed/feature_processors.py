@@ -156,6 +156,15 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
             )
         return self._embedding_bag_collection.send(ctx, features)
 
+    def prefetch(
+        self,
+        dist_input: KJTList,
+        forward_stream: torch.Stream | None = None,
+        ctx: Any = None,
+    ) -> None:
+        """Prefetches as the collection does."""
+        self._embedding_bag_collection.prefetch(dist_input, forward_stream, ctx)
+
     def preprocess_input(
         self, args: list[_Argument], kwargs: Mapping[str, _Argument]
     ) -> tuple[list[_Argument], Mapping[str, _Argument]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.life.scores import Scores
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.storage import IdMap, Reading, places_of
+from torchrec_dyn.storage import IdMap, Reading, keep_in_use, places_of
 
 _INT64 = torch.iinfo(torch.int64)
 
@@ -132,6 +132,8 @@ class CountCandidates:
         listed = self._listed
         if listed is None:
             return None
+        # A search of another stream may have listed them.
+        keep_in_use(listed.ids, listed.counts, *listed.others, *listed.chosen)
         length = listed.ids.numel()
         # Of a GPU all rows are examined at once: each further round would be a wait.
         examined = most if listed.ids.is_cpu else max(most, length)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.life.scores import Scores
-from torchrec_dyn.storage import IdMap, Reading, places_of
+from torchrec_dyn.storage import IdMap, Reading, keep_in_use, places_of
 
 
 class EvictionCandidates:
@@ -112,5 +112,7 @@ class EvictionCandidates:
         return None
 
     def _is_unchanged(self, count: int, scores: Scores) -> Tensor:
+        # A search of another stream may have listed them.
+        keep_in_use(self._ids, self._rows, self._last_seen)
         last_seen, _ = scores.read(self._rows[:count])
         return last_seen == self._last_seen[:count]

@@ -125,6 +125,15 @@ class BagLayout:
         # Not waited for: the copy is in the order of the stream.
         return begins[torch.tensor(self._first_feature).to(begins.device, non_blocking=True)]
 
+    def offsets_of_tables(self, counts: Sequence[int]) -> Tensor:
+        """Returns the begin of each table's ids, [T + 1] int64 on the CPU.
+
+        Args:
+            counts: [F] number of ids of each feature.
+        """
+        begins = list(accumulate(counts, initial=0))
+        return torch.tensor([begins[f] for f in self._first_feature], device="cpu")
+
     def describe(
         self,
         offsets: Tensor,
@@ -149,8 +158,7 @@ class BagLayout:
         elif offsets.is_cpu:
             table_offsets = offsets[self._first_bags(offsets.numel() - 1, batch_sizes)]
         else:
-            begins = list(accumulate(counts, initial=0))
-            table_offsets = torch.tensor([begins[f] for f in self._first_feature], device="cpu")
+            table_offsets = self.offsets_of_tables(counts)
         if self._is_sequence:
             return self._sequence(table_offsets, ids)
         if batch_sizes is not None:

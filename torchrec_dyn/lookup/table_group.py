@@ -6,7 +6,8 @@ op call each, over all tables of the group.
 Forward:
 1. Check the input and describe its bags (bag_layout.py).
 2. Find the row of each id (batch_rows.py). In training this counts a step, and unseen ids get rows in all
-   tables or in none. For tables with policies, training_step.py lists the order.
+   tables or in none. For tables with policies, training_step.py lists the order. A pipeline that prefetches
+   on a GPU has taken their step before (step_ahead.py).
 3. For ids still without a row: make initial rows for this forward, if the table's `unseen` is "initial".
 4. Gather the rows and pool them by bag.
 
@@ -35,6 +36,7 @@ from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling
 from torchrec_dyn.lookup.batch_rows import BatchRows, part_of, rows_beside_frozen, rows_in_training
 from torchrec_dyn.lookup.gradient_reduction import Reduction, Senders, reduction_of
+from torchrec_dyn.lookup.step_ahead import StepAhead, TakenStep
 from torchrec_dyn.lookup.table_blocks import TableBlocks, blocks_with_initial_rows
 from torchrec_dyn.lookup.table_lists import TableLists, TrainedTables, list_tables
 from torchrec_dyn.lookup.unread_counts import UnreadCounts
@@ -131,6 +133,7 @@ class TableGroup:
         counts: Sequence[int] | UnreadCounts | None = None,
         senders: Senders | None = None,
         times: Tensor | None = None,
+        ahead: StepAhead | None = None,
     ) -> Tensor:
         """Returns the pooled rows of ids.
 
@@ -147,6 +150,8 @@ class TableGroup:
             senders: senders of the batch, if a table's gradients are not the mean over the ranks.
             times: [N] int64, at least 1, number of occurrences that each id of a table with a life stands
                 for; None for 1 each.
+            ahead: the step of this batch, if it was taken ahead. Evaluation does not use it. If a table was
+                loaded or converted since, the step is taken again.
 
         Returns:
             Pooled: [B, sum of D over features]. Pooled with batch_sizes: one dimension; for each rank in
@@ -157,13 +162,15 @@ class TableGroup:
             RuntimeError: a table is full, or memory is out; no table has changed.
         """
         ids, offsets, weights = self._check_input(ids, offsets, weights)
-        given = (ids, offsets, weights, training, batch_sizes, counts, senders, times)
+        given = (ids, offsets, weights, training, batch_sizes, counts, senders, times, ahead)
         # Not `locked`: a wrapper that passes any arguments takes three times as long as the lock.
         with self.tables[0].lock:
             if ids.is_cpu:
                 return self._look_up(*given)
             with self.lock.streams.turn(ids.device):
                 keep_in_use(ids, offsets, weights)
+                if ahead is not None:
+                    ahead.keep_in_use()
                 return self._look_up(*given)
 
     def _look_up(
@@ -176,6 +183,7 @@ class TableGroup:
         counts: Sequence[int] | UnreadCounts | None,
         senders: Senders | None,
         times: Tensor | None,
+        ahead: StepAhead | None,
     ) -> Tensor:
         lists = self._current()
         trained = lists.trained if training else None
@@ -183,31 +191,30 @@ class TableGroup:
         if isinstance(counts, UnreadCounts):
             found, counts = self._find_and_count(ids, counts, lists, trained), counts.get()
         bags = self._bag_layout.describe(offsets, ids.numel(), batch_sizes, counts)
-        rows, shown, missing = self._rows(ids, bags, lists, training, times, found)
+        if ahead is not None and trained is not None and ahead.is_of(lists):
+            step = ahead.now(lists, ids, bags.table_offsets)
+        else:
+            step = self._take_step(ids, bags.table_offsets, lists, training, times, found)
+            ahead = None
+        (rows, shown, missing), streams, noted = step
         blocks, _ = lists.blocks.rows()
         if missing and lists.shows_initial:
             shown = shown.clone() if trained else shown
             blocks = blocks_with_initial_rows(self.tables, ids, shown, bags.table_offsets)
-        streams, noted = None, None
-        if trained is not None:
-            steps = trained.tally.counted.steps
-            streams = torch.add(lists.streams, lists.stepping, alpha=steps)
-            if trained.with_life and lists.has_changes:
-                noted = tokens_of(self.tables)
         forward = _Forward(
             self, ids, rows, shown, bags, blocks, trained, streams, lists.generations, noted,
             reduction_of(lists.configs, offsets, bags.table_offsets, senders),
         )  # fmt: skip
         wants_weight_grad = weights is not None and weights.requires_grad
         if torch.is_grad_enabled() and (trained or wants_weight_grad):
-            forward.ticket = ForwardTicket(self._forwards)
+            forward.ticket = ahead.ticket if ahead else ForwardTicket(self._forwards)
             output = _Lookup.apply(self._anchored() if trained else None, weights, forward)
         else:
             output = _pool(forward, weights)
         return output.view(bags.shape)
 
     @locked
-    def prefetch(self, ids: Tensor, offsets: Tensor) -> None:
+    def prefetch(self, ids: Tensor, offsets: Tensor, counts: Sequence[int] | None = None) -> None:
         """Gives rows to unseen ids ahead of the training forward of the same batch.
 
         Does nothing if a table has a life: then the forwards decide which ids get rows, in the order of the
@@ -216,6 +223,7 @@ class TableGroup:
         Args:
             ids: [N] int64, feature-major.
             offsets: [F * B + 1] integer, where each bag begins in ids.
+            counts: as in a forward.
         """
         lists = self._current()
         trained = lists.trained
@@ -223,12 +231,41 @@ class TableGroup:
             return
         ids, offsets, _ = self._check_input(ids, offsets, None)
         keep_in_use(ids, offsets)
-        table_offsets = self._bag_layout.table_offsets(offsets, ids.numel(), None)
+        if counts is None:
+            table_offsets = self._bag_layout.table_offsets(offsets, ids.numel(), None)
+        else:
+            table_offsets = self._bag_layout.offsets_of_tables(counts)
         if lists.frozen_maps is not None:
             _, ids, table_offsets = part_of(lists.is_trained, ids, table_offsets)
         rows, absent = find_rows(trained.maps, ids, table_offsets)
         if any(absent.tolist()):
             insert_unseen(trained.tables, ids, rows, table_offsets)
+
+    @locked
+    def take_step_ahead(
+        self, ids: Tensor, counts: Sequence[int], times: Tensor | None = None
+    ) -> StepAhead | None:
+        """Takes the training step of a batch now; the forward of the batch gets the result.
+
+        Args:
+            ids: [N] int64, feature-major.
+            counts: [F] number of ids of each feature.
+            times: as in a forward.
+
+        Returns:
+            The step; None if all tables are frozen.
+
+        Raises:
+            ValueError, RuntimeError: as a forward; no table has changed.
+        """
+        lists = self._current()
+        if lists.trained is None:
+            return None
+        keep_in_use(ids, times)
+        table_offsets = self._bag_layout.offsets_of_tables(counts)
+        taken = self._take_step(ids.contiguous(), table_offsets, lists, True, times, None)
+        ticket = ForwardTicket(self._forwards)
+        return StepAhead(taken, lists.is_trained, lists.generations, ticket)
 
     def replace_tables(self, tables: Sequence[DynamicTable]) -> None:
         """Uses other tables with the settings of the present ones."""
@@ -277,24 +314,28 @@ class TableGroup:
         counts.take(words)
         return rows, absent
 
-    def _rows(
+    def _take_step(
         self,
         ids: Tensor,
-        bags: Bags,
+        table_offsets: Tensor,
         lists: TableLists,
         training: bool,
         times: Tensor | None,
         found: tuple[Tensor, Tensor] | None,
-    ) -> BatchRows:
-        """Runs the training step of the trained tables and returns the rows of ids."""
-        offsets, trained = bags.table_offsets, lists.trained
+    ) -> TakenStep:
+        """Runs the training step of the trained tables, and finds the rows of ids."""
+        trained = lists.trained
         if not training or trained is None:
-            rows, absent = found or find_rows(lists.maps, ids, offsets)
-            return BatchRows(rows, rows, sum(absent.tolist()))
+            rows, absent = found or find_rows(lists.maps, ids, table_offsets)
+            return TakenStep(BatchRows(rows, rows, sum(absent.tolist())))
         if lists.frozen_maps is not None:
-            return rows_beside_frozen(lists, ids, offsets, times)
-        rows, refused = rows_in_training(trained, ids, offsets, times, found)
-        return BatchRows(rows, rows, refused)
+            batch = rows_beside_frozen(lists, ids, table_offsets, times)
+        else:
+            rows, refused = rows_in_training(trained, ids, table_offsets, times, found)
+            batch = BatchRows(rows, rows, refused)
+        streams = torch.add(lists.streams, lists.stepping, alpha=trained.tally.counted.steps)
+        scored = trained.with_life and lists.has_changes
+        return TakenStep(batch, streams, tokens_of(self.tables) if scored else None)
 
     def __getstate__(self) -> dict[str, Any]:
         # Blocks are much larger than the rows in use. A copy does not hold them: it lists its own tables. And

@@ -15,7 +15,14 @@ from torchrec_dyn.sharding.compute_kernel import (
     KernelOptions,
     TableOptions,
 )
-from torchrec_dyn.sharding.grouped_lookups import PooledLookup, SequenceLookup, set_senders
+from torchrec_dyn.sharding.grouped_lookups import (
+    PooledLookup,
+    SequenceLookup,
+    StepsAhead,
+    set_senders,
+    take_steps_ahead,
+    use_steps_ahead,
+)
 from torchrec_dyn.sharding.input_dists import remove_stale_forwards
 from torchrec_dyn.sharding.mean_pooling import MeanDivisor, divide
 from torchrec_dyn.sharding.output_order import (

@@ -15,13 +15,17 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.lookup import Senders, TableGroup, asks_for_senders
+from torchrec_dyn.lookup import Senders, StepAhead, TableGroup, asks_for_senders
 from torchrec_dyn.modules import DynamicOptimizer, initializer_of, row_dtype
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.sharding.send_once import counts_of
 from torchrec_dyn.table import DynamicTable
 
 OPTIONS_KEY = "torchrec_dyn"
+# Types of devices on which prefetching takes the steps of tables with a life: there the host waits where it
+# reads. On the CPU nothing is gained, and without steps ahead the calls between two batches (erase, freeze,
+# save) find the tables as after the first of the two.
+STEPS_AHEAD_ON = {"cuda"}
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         ids_are_sent_once: True if a rank sends each id once per table; weights, if any, are then counts.
         bags_of_ranks: sender layout of the next batch: the number of bags of each feature from each sender,
             in the order of the batch. Not used if the number of bags varies by feature.
+        step_ahead: the step of the next batch, if it was taken ahead; the next forward uses it up.
     """
 
     def __init__(self, config: GroupedEmbeddingConfig, device: torch.device | None) -> None:
@@ -111,6 +116,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         self.ids_are_sent_once = False
         self._asks_for_senders = asks_for_senders([table.config for table in self.tables])
         self.bags_of_ranks: Sequence[int] = ()
+        self.step_ahead: StepAhead | None = None
         pooling: Any = config.pooling.name.lower()
         if pooling == "mean" and options.tables[shards[0].name].rows_are_spread:
             pooling = "sum"  # of this rank's rows; divided after the output dist (mean_pooling.py)
@@ -165,6 +171,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         Raises:
             ValueError: if the collection is weighted and the features have no weights.
         """
+        ahead, self.step_ahead = self.step_ahead, None
         weights = features.weights_or_none() if self._config.is_weighted else None
         if self._config.is_weighted and weights is None:
             raise ValueError(
@@ -182,6 +189,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             counts=features.length_per_key(),
             senders=self._senders(features) if self.training and self._asks_for_senders else None,
             times=self._times(features) if self.training else None,
+            ahead=ahead,
         )
         if self.training and torch.is_grad_enabled() and not output.requires_grad:
             # All tables of this kernel are frozen, but another rank may train tables, and backward is
@@ -203,11 +211,26 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         return Senders(bags, len(bags[0]) if get_gradient_division() else 1)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """Inserts rows for unseen ids now, so that the next forward finds them."""
+        """Inserts rows for unseen ids now, so that the next forward finds them.
+
+        Does nothing if a table has a life: then the step of the batch decides which ids get rows.
+        """
         if self.training:
-            # One offset per feature is enough: only the table of an id matters, not its bag.
-            offsets = torch.tensor(features.offset_per_key(), device=features.device())
-            self._group.prefetch(features.values(), offsets)
+            self._group.prefetch(
+                features.values(), features.offsets(), counts=features.length_per_key()
+            )
+
+    def take_step_ahead(self, features: KeyedJaggedTensor) -> StepAhead | None:
+        """Takes the training step of a batch now and returns it, for the forward of the batch.
+
+        Returns None, and does nothing, if the forward is to take the step: in evaluation, without a life, on
+        devices where nothing is gained, and if all tables are frozen.
+        """
+        wanted = self.training and self._group.has_life
+        if not wanted or self._group.device.type not in STEPS_AHEAD_ON:
+            return None
+        counts = features.length_per_key()
+        return self._group.take_step_ahead(features.values(), counts, self._times(features))
 
     # Methods that TorchRec's lookups and collections call on any kernel. State dicts of the kernel contain no
     # rows, and there is no cache of rows.

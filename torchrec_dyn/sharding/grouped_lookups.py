@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,11 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_dyn.lookup import StepAhead
 from torchrec_dyn.sharding.compute_kernel import DynamicKernel
+
+# The steps of one batch that were taken ahead of its forward.
+StepsAhead: TypeAlias = dict[DynamicKernel, StepAhead]
 
 
 class PooledLookup(GroupedPooledEmbeddingsLookup):
@@ -107,6 +111,38 @@ class SequenceLookup(GroupedEmbeddingsLookup):
 def _prefetch(kernels: Iterable[Any], features: Sequence[KeyedJaggedTensor]) -> None:
     for kernel, of_kernel in zip(kernels, features, strict=True):
         kernel.prefetch(of_kernel)
+
+
+def take_steps_ahead(
+    lookups: Iterable[nn.Module], features: Iterable[KeyedJaggedTensor], steps: StepsAhead
+) -> None:
+    """Takes the training steps of a batch that may be taken before its forward (compute_kernel.py).
+
+    Args:
+        lookups: one per sharding type.
+        features: the ids that arrived, one batch per lookup.
+        steps: the steps taken of this batch; the steps of further kernels are added.
+    """
+    for lookup, of_lookup in zip(lookups, features, strict=True):
+        assert isinstance(lookup, (PooledLookup, SequenceLookup))
+        of_kernels = of_lookup.split(lookup._feature_splits)
+        for kernel, of_kernel in zip(lookup._emb_modules, of_kernels, strict=True):
+            assert isinstance(kernel, DynamicKernel)
+            if kernel not in steps and (step := kernel.take_step_ahead(of_kernel)) is not None:
+                steps[kernel] = step
+
+
+def use_steps_ahead(lookups: Iterable[nn.Module], steps: StepsAhead) -> None:
+    """Hands the steps of a batch to its forward. A second forward of the batch takes steps of its own.
+
+    Args:
+        lookups: one per sharding type.
+        steps: the steps taken of this batch; they are removed.
+    """
+    for lookup in lookups:
+        assert isinstance(lookup, (PooledLookup, SequenceLookup))
+        for kernel in lookup._emb_modules:
+            kernel.step_ahead = steps.pop(kernel, None)
 
 
 class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):

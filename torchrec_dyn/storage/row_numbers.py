@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.storage.open_forwards import OutstandingForwards
+from torchrec_dyn.storage.stream_order import keep_in_use
 
 
 class Taking(NamedTuple):
@@ -72,6 +73,7 @@ class RowNumbers:
         while reused:
             whole -= 1
             free = self._free[whole]
+            keep_in_use(free)  # another stream may have freed these rows
             rows.append(free[:reused])
             rest = [free[reused:]] if free.numel() > reused else []
             reused -= rows[-1].numel()
@@ -109,6 +111,7 @@ class RowNumbers:
     def withheld(self) -> Tensor:
         """Returns the withheld rows, [M] int64."""
         self._release()
+        keep_in_use(*(rows for _, rows in self.held_back))  # as in `prepare`
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
         return torch.cat([nothing, *(rows for _, rows in self.held_back)])
 

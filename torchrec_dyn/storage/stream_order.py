@@ -51,7 +51,8 @@ class StreamOrder:
 def keep_in_use(*tensors: Tensor | None) -> None:
     """Keeps the memory of tensors from other use until the present kernels of the current stream have run.
 
-    Needed where a tensor may be dropped early that another stream has allocated.
+    Needed where a tensor may be dropped early that another stream has allocated: memory that is dropped is
+    free for that stream at once, and kernels of this stream may still read it.
 
     Args:
         tensors: tensors on any device; None is skipped.

@@ -1,0 +1,335 @@
+"""Training steps taken ahead of their forwards, as prefetching pipelines on CUDA take them."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from life_cases import ADMISSIONS, EVERY_LIFE, EVICTIONS, living_table
+from pretended_device import CUDA, PretendedDevice, run_lookups_backward
+from table_cases import ids_of, make_group, make_table, same_state
+
+from torchrec_dyn.initializers import Constant
+from torchrec_dyn.optimizers import OptimizerKind
+from torchrec_dyn.table import moment_of
+
+LIMIT = 8
+NOT_OF_THE_STREAM = {"bytes", "withheld", "late_grads", "probe_length_mean", "probe_length_max"}
+batches = st.lists(st.lists(st.integers(0, 20), max_size=LIMIT), min_size=2, max_size=2)
+
+
+class Trained:
+    """Two tables and their group, trained by batches of one list of ids for each table."""
+
+    def __init__(self, *lives, **options):
+        options = {"limit": LIMIT, "unseen": "initial"} | options
+        self.tables = [
+            living_table(EVICTIONS[eviction], ADMISSIONS[admission], name=f"t{n}", **options)
+            for n, (eviction, admission) in enumerate(lives)
+        ]
+        self.group = make_group(*self.tables)
+
+    def ahead(self, lists):
+        ids = ids_of(*(number for of_table in lists for number in of_table))
+        return self.group.take_step_ahead(ids.to(self.group.device), [len(one) for one in lists])
+
+    def forward(self, lists, ahead=None, training=True):
+        """Returns the rows of the ids: all bags have one id, and the shorter list empty bags."""
+        longest = max(map(len, lists))
+        lengths = [int(i < len(one)) for one in lists for i in range(longest)]
+        ids = ids_of(*(number for of_table in lists for number in of_table))
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        place, counts = self.group.device, [len(one) for one in lists]
+        return self.group(
+            ids.to(place), offsets.to(place), training=training, counts=counts, ahead=ahead
+        )
+
+    def states(self):
+        return [table.export_state() for table in self.tables]
+
+    def counts(self):
+        return [
+            {key: count for key, count in table.stats().items() if key not in NOT_OF_THE_STREAM}
+            for table in self.tables
+        ]
+
+
+def check_equal(one, other):
+    for got, expected in zip(one.states(), other.states(), strict=True):
+        assert same_state(got, expected)
+    assert one.counts() == other.counts()
+
+
+def learn(output):
+    if output.requires_grad and output.numel():
+        (output * torch.arange(output.numel()).view_as(output)).sum().backward()
+
+
+def fits(trained, lists):
+    """Returns True if no batch fails: tables that do not evict may be full."""
+    distinct = [len({*of_table}) for of_table in lists]
+    pairs = zip(trained.tables, distinct, strict=True)
+    return all(t.life.replaces or t.num_rows + n <= t.row_limit for t, n in pairs)
+
+
+@settings(max_examples=25)
+@given(
+    lives=st.lists(st.sampled_from(EVERY_LIFE[1:]), min_size=2, max_size=2),
+    program=st.lists(st.tuples(batches, st.integers(0, 3)), max_size=12),
+)
+def test_a_pipeline_that_steps_ahead_trains_as_a_plain_loop(lives, program):
+    """The step of a batch is taken before the backward of the batch before; time is set in between."""
+    plain, piped = Trained(*lives), Trained(*lives)
+    program = [(lists, time) for lists, time in program if any(lists)]
+    time, last = 0, None
+    for lists, passed in program:
+        if not fits(plain, lists):
+            break
+        time += passed
+        for trained in (plain, piped):
+            for table in trained.tables:
+                table.set_time(time)
+        ahead = piped.ahead(lists)
+        if last is not None:
+            learn(last)
+        expected, last = plain.forward(lists), piped.forward(lists, ahead)
+        assert torch.equal(last, expected)
+        learn(expected)
+    if last is not None:
+        learn(last)
+    check_equal(piped, plain)
+
+
+LIVES = [("lru", "count"), ("none", "all")]
+FIRST, SECOND = [[1, 2, 2, 3], [1, 2]], [[2, 9, 9], [5]]
+
+
+@pytest.fixture
+def pair():
+    """Two equal groups after a first batch."""
+    made = Trained(*LIVES), Trained(*LIVES)
+    for one in made:
+        for _ in range(2):
+            learn(one.forward(FIRST))
+    return made
+
+
+def test_a_batch_without_a_forward_counts_and_holds_no_rows(pair):
+    plain, piped = pair
+    ahead = piped.ahead(SECOND)
+    assert piped.tables[0].stats()["step"] == 3 and len(piped.tables[0].forwards) == 1
+    del ahead
+    assert len(piped.tables[0].forwards) == 0
+    plain.forward(SECOND)
+    gc.collect()
+    check_equal(piped, plain)
+
+
+def test_two_forwards_of_a_batch_are_two_steps(pair):
+    plain, piped = pair
+    ahead = piped.ahead(SECOND)
+    for given_ahead in (ahead, None):
+        learn(piped.forward(SECOND, given_ahead))
+        learn(plain.forward(SECOND))
+    check_equal(piped, plain)
+
+
+def test_evaluation_between_changes_nothing_and_uses_no_step(pair):
+    plain, piped = pair
+    ahead = piped.ahead(SECOND)
+    with torch.no_grad():
+        piped.forward([[1, 77], [1]], training=False)
+        read = piped.forward(SECOND, ahead, training=False)
+    assert torch.equal(read, piped.forward(SECOND, training=False))
+    learn(piped.forward(SECOND, ahead))
+    learn(plain.forward(SECOND))
+    check_equal(piped, plain)
+
+
+def test_a_forward_without_gradients_ends_the_step(pair):
+    _, piped = pair
+    ahead = piped.ahead(SECOND)
+    with torch.no_grad():
+        piped.forward(SECOND, ahead)
+    del ahead
+    assert len(piped.tables[0].forwards) == 0
+
+
+def test_a_save_between_is_of_the_state_after_the_step(pair):
+    plain, piped = pair
+    ahead = piped.ahead(SECOND)
+    saved, expected = piped.states(), plain.forward(SECOND)
+    for got, state in zip(saved, plain.states(), strict=True):
+        assert same_state(got, state)
+    learn(piped.forward(SECOND, ahead))
+    learn(expected)
+    check_equal(piped, plain)
+
+
+def test_a_table_frozen_between_is_read_and_not_updated(pair):
+    _, piped = pair
+    ahead = piped.ahead(SECOND)
+    piped.tables[0].is_frozen = True
+    before = piped.states()
+    output = piped.forward(SECOND, ahead)
+    assert output.requires_grad
+    learn(output)
+    after = piped.states()
+    assert same_state(after[0], before[0])
+    assert not torch.equal(after[1]["weight"], before[1]["weight"])
+    assert after[1]["step"] == before[1]["step"]  # the step was counted when it was taken
+
+
+def test_a_table_unfrozen_between_trains_from_the_next_batch_on(pair):
+    _, piped = pair
+    piped.tables[0].is_frozen = True
+    ahead, before = piped.ahead(SECOND), piped.states()
+    piped.tables[0].is_frozen = False
+    learn(piped.forward(SECOND, ahead))
+    assert same_state(piped.states()[0], before[0])
+    learn(piped.forward(SECOND, piped.ahead(SECOND)))
+    assert piped.states()[0]["step"] == before[0]["step"] + 1
+
+
+def test_tables_frozen_at_the_step_or_at_the_forward(pair):
+    _, piped = pair
+    ahead = piped.ahead(SECOND)
+    for table in piped.tables:
+        table.is_frozen = True
+    before = piped.states()
+    assert piped.ahead(SECOND) is None
+    piped.tables[0].erase(ids_of(2))  # evaluation does not find it, as the step did
+    before[0] = piped.states()[0]
+    output = piped.forward(SECOND, ahead)
+    assert torch.equal(output, piped.forward(SECOND, training=False))
+    learn(output)
+    assert all(map(same_state, piped.states(), before))
+
+
+def test_loaded_tables_take_the_step_again(pair):
+    plain, piped = pair
+    states = [{name: part.clone() for name, part in state.items()} for state in plain.states()]
+    ahead = piped.ahead(SECOND)
+    for trained in pair:
+        for table, state in zip(trained.tables, states, strict=True):
+            table.load_state(state)
+    outputs = [plain.forward(SECOND), piped.forward(SECOND, ahead)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        learn(output)
+    for got, expected in zip(piped.states(), plain.states(), strict=True):
+        assert same_state(got, expected)
+
+
+def test_an_erased_row_is_kept_for_the_forward():
+    """Its id gets another row with the next batch; the late gradient changes neither."""
+    [life, *_] = LIVES
+    piped = Trained(("lru", "all"), life, initializer=Constant(1.0), kind=OptimizerKind.EXACT_SGD)
+    table = piped.tables[0]
+    ahead = piped.ahead([[1, 2], []])
+    assert table.erase(ids_of(1)) == 1
+    table.find_or_insert(ids_of(50, 51))  # they must not get the erased row
+    assert table.stats()["withheld"] == 1
+    output = piped.forward([[1, 2], []], ahead)
+    assert output[:, :4].tolist() == [[1.0] * 4] * 2
+    learn(output)
+    assert table.stats()["late_grads"] == 1
+    assert table.lookup(ids_of(50, 51))[0].tolist() == [[1.0] * 4] * 2
+    assert not table.lookup(ids_of(1))[1].item()
+
+
+def test_changes_since_a_moment_between_step_and_forward(pair):
+    """The update records its rows, although the step recorded them too: that was before the moment."""
+    _, piped = pair
+    early = [moment_of(table) for table in piped.tables]
+    ahead = piped.ahead(SECOND)
+    table = piped.tables[0]
+    late = moment_of(table)
+    learn(piped.forward(SECOND, ahead))
+    changed, _ = late.log.changed_rows(late, table.id_map)
+    assert sorted(changed.tolist()) == [2, 9]
+    del early
+
+
+def test_another_batch_is_refused(pair):
+    _, piped = pair
+    text = r"expected the batch that was prefetched, of 4 ids, got 6 ids\. Use one context"
+    with pytest.raises(ValueError, match=text):
+        piped.forward(FIRST, piped.ahead(SECOND))
+
+
+@pytest.fixture
+def device():
+    with PretendedDevice() as device:
+        yield device
+
+
+class Stream:
+    """A fake of a stream of torch, that notes the waits of all streams."""
+
+    device = CUDA
+
+    def __init__(self, name, waits):
+        self.name, self.waits = name, waits
+
+    def wait_event(self, event):
+        self.waits.append((self.name, event.stream.name))
+
+
+class Event:
+    def record(self, stream):
+        self.stream = stream
+
+
+def test_on_a_device_only_the_step_waits_for_reads(device, monkeypatch):
+    """The forward has no reads, waits for the step's stream, and keeps the memory of the step's rows."""
+    waits = []
+    prefetching, training = Stream("prefetching", waits), Stream("training", waits)
+    current = [training]
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda _: current[-1])
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    plain, piped = Trained(*LIVES, unseen="zeros"), Trained(*LIVES, unseen="zeros", device=CUDA)
+    last, expected = None, None
+    for lists in (FIRST, FIRST, SECOND, FIRST, [[4, 5, 6, 7, 8], [3]], FIRST):
+        device.forget()
+        waits.clear()
+        current.append(prefetching)
+        ahead = piped.ahead(lists)
+        assert device.reads != [] and waits == [("prefetching", "training")] * (last is not None)
+        current.pop()
+        waits.clear()
+        if last is not None:
+            run_lookups_backward({"": Lookup(last)})
+            run_lookups_backward({"": Lookup(expected)})
+        device.forget()
+        last, expected = piped.forward(lists, ahead), plain.forward(lists)
+        assert device.reads == device.mixed == device.without_kernel == []
+        assert waits == [("training", "prefetching")]
+        rows = ahead.taken.rows.read
+        assert any(tensor is rows and stream is training for tensor, stream in device.recorded)
+        assert torch.equal(last.detach().memory, expected)
+    for got, state in zip(piped.states(), plain.states(), strict=True):
+        assert same_state({name: part.cpu() for name, part in got.items()}, state)
+
+
+def test_prefetched_ids_of_known_counts_wait_once(device):
+    """Tables without a life insert when they are prefetched; the counts of the batch are not read again."""
+    table = make_table(device=CUDA)
+    ids, offsets = ids_of(3, 4).to(CUDA), ids_of(0, 1, 2).to(CUDA)
+    for inserted in (True, False):
+        device.forget()
+        make_group(table).prefetch(ids, offsets, counts=[2])
+        assert len(device.reads) == 1 + inserted and device.mixed == []
+    assert table.num_rows == 2
+
+
+class Lookup:
+    """An output as `run_lookups_backward` takes it."""
+
+    def __init__(self, output):
+        self.output = output
+
+    def values(self):
+        return self.output
