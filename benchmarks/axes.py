@@ -190,7 +190,7 @@ GPU_STEPS = tuple(
 GPU_HALF = tuple(tuple(gpu_step(dim=dim, zipf=zipf) for zipf in GPU_ZIPF) for dim in (64, 128))
 GPU_HOST = Workload("host-10-tables", tables=10, rows=64, batch=64, bag=1)
 
-# bench_gpu_train.py, end to end: `batch` is the batch of one rank. Workloads of equal tables share their models.
+# bench_gpu_train.py: as TRAIN, with larger batches.
 GPU_TRAIN = tuple(
     replace(one, name=f"{one.name}-{'zipf1.05' if zipf else 'uniform'}", zipf=zipf)
     for one in (

@@ -195,7 +195,7 @@ def work(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> N
             if plan not in arguments.plans or other not in arguments.against:
                 continue
             chosen = family if other == "static" else family[:1]
-            # Managed collision: one eviction per round, so rounds are long. Otherwise some tenths of a second.
+            # Managed collision: one eviction per round, so rounds are long.
             steps, rounds = 4, arguments.rounds
             if other == "managed":
                 steps, rounds = MCH_INTERVAL, min(rounds, 2)

@@ -1,4 +1,4 @@
-"""The floor of bench_train.py and bench_gpu_train.py: a sharded TorchRec collection whose lookups take no time.
+"""The floor of training end to end: a sharded TorchRec collection whose lookups take no time.
 
 Model, plan, batches and dists are those of the static side. A lookup returns constant rows in the shape of
 its output, and its backward drops the gradient. So what remains is the time of TorchRec, gloo and the head.

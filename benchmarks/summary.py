@@ -218,7 +218,7 @@ def gpu_goals() -> list[Goal]:
 
 
 def gpu_train_goals() -> list[Goal]:
-    """Returns the goals of bench_gpu_train.py on one GPU: a step of the other side / a step of ours, in time."""
+    """Returns the goals of bench_gpu_train.py on one GPU: step of the other side / step of ours."""
     bounds = [  # our side, the other, pipeline
         ("dynamic", "static", "sparse_dist", 0.85),
         ("dynamic", "static", "prefetch", 0.9),

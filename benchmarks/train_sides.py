@@ -1,4 +1,4 @@
-"""The contestants of bench_train.py and bench_gpu_train.py: one small click model over sharded tables of several kinds.
+"""The contestants of training end to end: one small click model over sharded tables of several kinds.
 
 All sides start with equal rows and the same dense part and train on the same clicks, so their losses agree,
 but for the floor: its rows do not change (free_lookups.py).
