@@ -189,3 +189,14 @@ GPU_STEPS = tuple(
 )  # fmt: skip
 GPU_HALF = tuple(tuple(gpu_step(dim=dim, zipf=zipf) for zipf in GPU_ZIPF) for dim in (64, 128))
 GPU_HOST = Workload("host-10-tables", tables=10, rows=64, batch=64, bag=1)
+
+# bench_gpu_train.py: as TRAIN, with larger batches.
+GPU_TRAIN = tuple(
+    replace(one, name=f"{one.name}-{'zipf1.05' if zipf else 'uniform'}", zipf=zipf)
+    for one in (
+        Workload("gpu-train-10hot", batch=32_768),
+        Workload("gpu-train-onehot", tables=26, batch=32_768, bag=1),
+        Workload("gpu-train-sequence", tables=4, batch=8192, bag=50, pooled=False),
+    )
+    for zipf in GPU_ZIPF
+)

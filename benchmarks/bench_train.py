@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from axes import TRAIN, Workload, tiny
 from interleaved import finish, measure, options, quartiles, ratio, summary
-from torch import multiprocessing
-from train_sides import MCH_INTERVAL, PLANS, Stream, clicks, sharded, trainer
+from torch import Tensor, multiprocessing
+from train_sides import MCH_INTERVAL, PLANS, Setting, Stream, clicks, sharded, trainer
 
 HEADING = (
     f"{'workload':23} {'ranks':>5} {'plan':12} {'other':8} {'ours ms':>8} {'other ms':>8} {'floor ms':>8}  "
@@ -67,39 +67,54 @@ def above_floor(
 
 
 def contest(
-    workloads: Sequence[Workload], plan: str, other: str, rounds: int
+    workloads: Sequence[Workload],
+    setting: Setting,
+    sides: tuple[str, str],
+    steps: int,
+    rounds: int,
 ) -> Iterator[dict[str, Any]]:
-    """Trains the dynamic side, the side `other` and the floor in turn; yields the lines of the table.
+    """Trains our side, the other side and the floor in turn; yields the lines of the table.
 
     Collective. The workloads have equal tables, so one model of each side is enough.
+
+    Args:
+        workloads: the workloads.
+        setting: plan, device and pipeline of all sides.
+        sides: our side and the other.
+        steps: steps of one turn.
+        rounds: measured rounds.
     """
-    names = ("dynamic", other, "floor")
-    models = {name: sharded(name, workloads[0], plan) for name in names}
+    names = (*sides, "floor")
+    models = {name: sharded(name, workloads[0], setting) for name in names}
     streams = {name: Stream() for name in names}
-    trainers = {name: trainer(models[name], streams[name]) for name in names}
+    trainers = {name: trainer(models[name], streams[name], setting) for name in names}
     for workload in workloads:
-        yield _line(workload, plan, other, rounds, streams, trainers)
+        yield _line(workload, setting, sides, steps, rounds, streams, trainers)
 
 
 def _line(
     workload: Workload,
-    plan: str,
-    other: str,
+    setting: Setting,
+    sides: tuple[str, str],
+    steps: int,
     rounds: int,
     streams: dict[str, Stream],
-    trainers: dict[str, Callable[[], float]],
+    trainers: dict[str, Callable[[], Tensor]],
 ) -> dict[str, Any]:
-    # Managed collision: one eviction per round, so rounds are long. Otherwise some tenths of a second.
-    steps, rounds = (MCH_INTERVAL, min(rounds, 2)) if other == "managed" else (4, rounds)
+    ours, other = sides
     losses: dict[str, list[float]] = {name: [] for name in streams}
     processor: dict[str, list[float]] = {name: [] for name in streams}
 
     def in_turn(name: str) -> Callable[[int], None]:
-        streams[name].batches = clicks(workload, name)
+        streams[name].batches = clicks(workload, name, setting.device)
 
         def turn(_: int) -> None:
             begin = time.process_time()
-            losses[name].extend(trainers[name]() for _ in range(steps))
+            # All steps are launched before the host reads a loss: reading waits for the GPU.
+            trained = [trainers[name]() for _ in range(steps)]
+            losses[name].extend(map(float, trained))
+            if setting.device.type == "cuda":
+                torch.cuda.synchronize(setting.device)  # the backward of the last step
             processor[name].append(time.process_time() - begin)
             dist.barrier()
 
@@ -108,26 +123,27 @@ def _line(
     seconds = measure({name: in_turn(name) for name in streams}, rounds, warm_up=1)
     # Equal losses prove that both sides did the same work; otherwise the times cannot be compared.
     torch.testing.assert_close(
-        torch.tensor(losses["dynamic"]), torch.tensor(losses[other]), rtol=1e-3, atol=1e-4
+        torch.tensor(losses[ours]), torch.tensor(losses[other]), rtol=1e-3, atol=1e-4
     )
     for name, values in processor.items():
         total = torch.tensor(values[-rounds:])
         dist.all_reduce(total)
         processor[name] = total.tolist()
-    median, low, high = ratio(seconds, other, "dynamic")
-    share = above_floor(seconds, "dynamic", other)
+    median, low, high = ratio(seconds, other, ours)
+    share = above_floor(seconds, ours, other)
     return {
         "workload": workload.name,
         "ranks": dist.get_world_size(),
         "threads": torch.get_num_threads(),
-        "plan": plan,
+        "plan": setting.plan,
+        "side": ours,
         "against": other,
         "ratio": median,
         "ratio_quartiles": [low, high],
         "above_floor": share[0],
         "above_floor_quartiles": share[1:],
-        "cpu_ratio": ratio(processor, other, "dynamic")[0],
-        "cpu_above_floor": above_floor(processor, "dynamic", other)[0],
+        "cpu_ratio": ratio(processor, other, ours)[0],
+        "cpu_above_floor": above_floor(processor, ours, other)[0],
         "ns_per_step": summary(seconds, steps),
     }
 
@@ -136,7 +152,7 @@ def as_text(line: dict[str, Any]) -> str:
     """Formats one line of the table."""
     other = line["against"]
     ours, theirs, floor = (
-        line["ns_per_step"][name]["median_ns"] / 1e6 for name in ("dynamic", other, "floor")
+        line["ns_per_step"][name]["median_ns"] / 1e6 for name in (line["side"], other, "floor")
     )
 
     def shown(name: str) -> str:
@@ -179,7 +195,11 @@ def work(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> N
             if plan not in arguments.plans or other not in arguments.against:
                 continue
             chosen = family if other == "static" else family[:1]
-            for line in contest(chosen, plan, other, arguments.rounds):
+            # Managed collision: one eviction per round, so rounds are long.
+            steps, rounds = 4, arguments.rounds
+            if other == "managed":
+                steps, rounds = MCH_INTERVAL, min(rounds, 2)
+            for line in contest(chosen, Setting(plan), ("dynamic", other), steps, rounds):
                 lines.append(line)
                 if rank == 0:
                     print(as_text(line), flush=True)

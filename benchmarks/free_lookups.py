@@ -1,4 +1,4 @@
-"""The floor of bench_train.py: a sharded TorchRec collection whose lookups take no time.
+"""The floor of training end to end: a sharded TorchRec collection whose lookups take no time.
 
 Model, plan, batches and dists are those of the static side. A lookup returns constant rows in the shape of
 its output, and its backward drops the gradient. So what remains is the time of TorchRec, gloo and the head.
@@ -48,7 +48,8 @@ class FreeKernel(nn.Module):
         """Returns [B, D of all features] for bags, [N, D] for sequences."""
         count = features.values().numel() if self._is_sequence else features.stride()
         if len(self._rows) < count:
-            self._rows = torch.full((count, self._width), self._value)
+            shape, device = (count, self._width), features.values().device
+            self._rows = torch.full(shape, self._value, device=device)
         output: Tensor = _Constant.apply(self._anchor, self._rows[:count])
         return output
 

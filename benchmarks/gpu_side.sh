@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The tests and benchmarks of a machine with a GPU, in the root of this repository (docs/gpu.md):
-#   benchmarks/gpu_side.sh BUNDLE OUT [build golden tests memcheck initcheck train bench]
+#   benchmarks/gpu_side.sh BUNDLE OUT [build golden first tests memcheck initcheck train bench bench_train]
 # BUNDLE: the folder that benchmarks/gpu_bundle.py wrote, for a machine without a network; "installed": python3 has the
 # packages. OUT: folder for logs and results. The last words choose steps; without them all run. Each step writes
 # OUT/<step>.log; a step that fails does not stop the others. The last line names those that failed.
 set -uo pipefail
-every=(build golden tests memcheck initcheck train bench)
+every=(build golden first tests memcheck initcheck train bench bench_train)
 [ $# -ge 2 ] || { echo "gpu_side: expected BUNDLE OUT [${every[*]}], got: $*" >&2; exit 2; }
 bundle=$1
 [ "$bundle" = installed ] || bundle=$(realpath "$bundle") || exit 2
@@ -25,6 +25,7 @@ if [ "$bundle" != installed ]; then
   export PYTHONPATH=$PWD/build/gpu_site:$PWD TORCHREC_DYN_ANY_VERSION=1
 fi
 rooms=(tests/ops tests/storage tests/life tests/table tests/lookup tests/modules tests/layers)
+rooms+=(tests/ranks tests/sharding tests/distributed tests/state_dict tests/checkpoint tests/migration)
 pytest=(python3 -m pytest -q -p no:cacheprovider --override-ini=addopts= --continue-on-collection-errors -m needs_cuda)
 
 # Without a GPU, or kernels for it, all tests that need them would be skipped.
@@ -47,6 +48,8 @@ golden() {
   has_kernels && "${pytest[@]}" -n 4 tests/ops/test_hash_golden.py tests/storage/test_initializers.py \
     tests/ops/test_admission_ops.py tests/ops/test_content_ops.py tests/ops/test_row_rounding.py tests/ops/test_row_update.py
 }
+# What other tests rely on, and only a GPU can show (docs/gpu.md).
+first() { has_kernels && "${pytest[@]}" tests/sharding/test_first_on_a_gpu.py; }
 # Every test that runs on the fixture `device`, on the GPU. The other one reads how much memory the GPU has left, so it
 # runs alone.
 tests() {
@@ -64,16 +67,24 @@ sanitized() {
 }
 memcheck() { sanitized memcheck; }
 initcheck() { sanitized initcheck; }
-# The same model on both devices: equal rows, and AUCs that differ by rounding only.
+# The same models on both devices: equal rows, and AUCs that differ by rounding only. The second is sharded: nccl at
+# world size 1.
 train() {
   has_kernels || return
   for device in cpu cuda; do
     python3 examples/mixed_dimensions.py --device "$device" --kinds full block mult | tee "$out/train.$device" || return
   done
   paste "$out/train.cpu" "$out/train.cuda" | awk 'NR > 1 && ($2 != $7 || ($4 - $9) ^ 2 > 1e-4) { print "differs: " $0; bad = 1 }
-    END { exit bad || NR < 4 }'
+    END { exit bad || NR < 4 }' || return
+  for device in cpu cuda; do
+    python3 examples/train_dlrm.py --device "$device" --world-size 1 --json "$out/dlrm.$device" || return
+  done
+  diff <(grep '"C[0-9]' "$out/dlrm.cpu") <(grep '"C[0-9]' "$out/dlrm.cuda") &&
+    grep --no-filename '"auc"' "$out/dlrm.cpu" "$out/dlrm.cuda" | awk '{ sub(",", ""); auc[NR] = $2 }
+      END { exit NR != 2 || (auc[1] - auc[2]) ^ 2 > 1e-4 }'
 }
 bench() { has_kernels && python3 benchmarks/bench_gpu.py --rounds 9 --results "$out"; }
+bench_train() { has_kernels && python3 benchmarks/bench_gpu_train.py --rounds 9 --results "$out"; }
 
 failed=()
 for step in "${steps[@]}"; do
@@ -81,6 +92,6 @@ for step in "${steps[@]}"; do
   "$step" >"$out/$step.log" 2>&1 || failed+=("$step")
   tail --lines 5 "$out/$step.log"
 done
-rm -f "$out"/train.cpu "$out"/train.cuda
+rm -f "$out"/train.cpu "$out"/train.cuda "$out"/dlrm.cpu "$out"/dlrm.cuda
 echo "== $(date +%T): ${failed[*]:+failed: }${failed[*]:-all steps passed}"
 [ ${#failed[@]} -eq 0 ]

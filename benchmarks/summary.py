@@ -17,6 +17,7 @@ from axes import (
     FULL_ZIPF,
     GPU_HOST,
     GPU_IDS,
+    GPU_TRAIN,
     GPU_ZIPF,
     GROWTH_ROWS,
     HALF,
@@ -216,6 +217,25 @@ def gpu_goals() -> list[Goal]:
     ]
 
 
+def gpu_train_goals() -> list[Goal]:
+    """Returns the goals of bench_gpu_train.py on one GPU: step of the other side / step of ours."""
+    bounds = [  # our side, the other, pipeline
+        ("dynamic", "static", "sparse_dist", 0.85),
+        ("dynamic", "static", "prefetch", 0.9),
+        ("policies", "static", "prefetch", 0.85),
+    ]
+    goals = []
+    for workload in GPU_TRAIN:
+        for ours, other, pipeline, bound in bounds:
+            where = {"workload": workload.name, "side": ours, "against": other}
+            where |= {"pipeline": pipeline, "ranks": 1}
+            goals.append(Goal("gpu_train", where, at_least=bound))
+    where = {"side": "dynamic", "against": "managed", "pipeline": "sparse_dist", "ranks": 1}
+    pooled = [one for one in GPU_TRAIN if one.pooled and not one.zipf]
+    more = [Goal("gpu_train", {"workload": one.name, **where}, at_least=1.0) for one in pooled]
+    return [*goals, *more]
+
+
 def seen_of(
     goal: Goal, results: dict[str, list[dict[str, Any]]]
 ) -> tuple[float, float, float] | None:
@@ -263,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = {}
     for path in sorted(folder.glob("*.json")):
         file = json.loads(path.read_text())
-        if path.stem == "gpu" and file["gpu"] == "none":  # a try on a CPU
+        if path.stem in ("gpu", "gpu_train") and file["gpu"] == "none":  # a try on a CPU
             continue
         results[path.stem] = file["rows"]
         header = ("date", "commit", "cpu", "cores", "simd", "torch", "fbgemm", "clock")
@@ -278,6 +298,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     if "gpu" in results:
         goals += gpu_goals()
+    if "gpu_train" in results:
+        goals += gpu_train_goals()
     print_goals(goals, results)
 
 

@@ -1,4 +1,4 @@
-"""The contestants of bench_train.py: one small click model over sharded tables of several kinds.
+"""The contestants of training end to end: one small click model over sharded tables of several kinds.
 
 All sides start with equal rows and the same dense part and train on the same clicks, so their losses agree,
 but for the floor: its rows do not change (free_lookups.py).
@@ -33,6 +33,7 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
+from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import (
@@ -52,6 +53,31 @@ FIRST_VALUE = 0.01  # initial value of every row, so that it does not matter whi
 FLOOR_ROWS = 1_000  # a table of the floor; ids are scaled, so that their owners are the same
 MCH_INTERVAL = 10  # steps between two evictions of managed collision
 CPU = torch.device("cpu")
+PIPELINES: dict[str, Any] = {
+    "sparse_dist": TrainPipelineSparseDist,
+    "prefetch": PrefetchTrainPipelineSparseDist,
+}
+DYNAMIC = {  # a table has twice as many rows as ids, so no id is evicted
+    "dynamic": dyn.DynamicTableConfig(initializer=dyn.Constant(FIRST_VALUE)),
+    "policies": dyn.DynamicTableConfig(
+        initializer=dyn.Constant(FIRST_VALUE), eviction=dyn.LeastRecentlyUsed()
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how the models of all sides are sharded and trained.
+
+    Attributes:
+        plan: one of PLANS.
+        device: device of this rank.
+        pipeline: a name of PIPELINES.
+    """
+
+    plan: str
+    device: torch.device = CPU
+    pipeline: str = "sparse_dist"
 
 
 @dataclass
@@ -63,14 +89,18 @@ class Clicks(Pipelineable):
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Clicks:
         """Returns the batch on the device."""
-        return Clicks(self.features.to(device, non_blocking), self.labels.to(device))
+        labels = self.labels.to(device, non_blocking=non_blocking)
+        return Clicks(self.features.to(device, non_blocking), labels)
 
     def record_stream(self, stream: Any) -> None:
-        """Does nothing: there are no streams on the CPU."""
+        """Keeps the memory of the batch until a stream of a GPU has read it."""
+        self.features.record_stream(stream)
+        if self.labels.is_cuda:
+            self.labels.record_stream(stream)
 
     def pin_memory(self) -> Clicks:
-        """Returns self: pinned memory is not needed on the CPU."""
-        return self
+        """Returns the batch in pinned memory, which is copied to a GPU beside other work."""
+        return Clicks(self.features.pin_memory(), self.labels.pin_memory())
 
 
 class Head(nn.Module):
@@ -124,15 +154,19 @@ def features(workload: Workload, ids: Tensor, bag: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys, ids, lengths=torch.full((ids.numel() // bag,), bag))
 
 
-def clicks(workload: Workload, side: str) -> list[Clicks]:
-    """Returns this rank's batches, with the ids of a side: raw ids, or row numbers of static tables."""
+def clicks(workload: Workload, side: str, device: torch.device = CPU) -> list[Clicks]:
+    """Returns this rank's batches, with the ids of a side: raw ids, or row numbers of static tables.
+
+    The batches are on the host, for a GPU in pinned memory.
+    """
     generator = torch.Generator().manual_seed(dist.get_rank())
     batches = []
     for rows in ranks(workload, batches=8, seed=dist.get_rank()):
         labels = torch.randint(2, (workload.batch,), generator=generator).float()
         ids = rows * FLOOR_ROWS // workload.rows if side == "floor" else rows
         ids = ids if side in ("static", "floor") else raw_ids(rows)
-        batches.append(Clicks(features(workload, ids, workload.bag), labels))
+        batch = Clicks(features(workload, ids, workload.bag), labels)
+        batches.append(batch if device.type == "cpu" else batch.pin_memory())
     return batches
 
 
@@ -160,16 +194,15 @@ def _configs(workload: Workload, rows: float, **first: float) -> list[Any]:
     ]
 
 
-def _collection(side: str, workload: Workload) -> tuple[nn.Module, Any]:
+def _collection(side: str, workload: Workload, device: torch.device) -> tuple[nn.Module, Any]:
     """Returns the collection of a side and its sharder."""
     meta, fused, pooled = torch.device("meta"), dict(FUSED), workload.pooled
-    if side == "dynamic":
-        rows = dyn.DynamicTableConfig(initializer=dyn.Constant(FIRST_VALUE))
+    if side in DYNAMIC:
         configs = _configs(workload, 2.0 * workload.rows)
         kind = dyn.DynamicEmbeddingBagCollection if pooled else dyn.DynamicEmbeddingCollection
         sharder: Any = dyn.DynamicEmbeddingCollectionSharder
         sharder = dyn.DynamicEmbeddingBagCollectionSharder if pooled else sharder
-        return kind(configs, device=meta, dynamic=rows), sharder(fused_params=fused)
+        return kind(configs, device=meta, dynamic=DYNAMIC[side]), sharder(fused_params=fused)
     first = {"weight_init_min": FIRST_VALUE, "weight_init_max": FIRST_VALUE}
     if side != "managed":
         configs = _configs(workload, FLOOR_ROWS if side == "floor" else workload.rows, **first)
@@ -179,10 +212,11 @@ def _collection(side: str, workload: Workload) -> tuple[nn.Module, Any]:
         return EmbeddingCollection(configs, device=meta), EmbeddingCollectionSharder(fused)
     # Some room: ranks get unequal parts of the ids, and the last place of each rank is not for an id.
     configs = _configs(workload, 1.05 * workload.rows, **first)
+    managed_module = ManagedCollisionOnCpu if device.type == "cpu" else MCHManagedCollisionModule
     modules = {
-        config.name: ManagedCollisionOnCpu(
+        config.name: managed_module(
             zch_size=config.num_embeddings,
-            device=CPU,
+            device=device,
             eviction_policy=LFU_EvictionPolicy(),
             eviction_interval=MCH_INTERVAL,
         )
@@ -203,39 +237,43 @@ def _plan(kind: str, table: int, world: int) -> Any:
     return column_wise(ranks=list(range(world)), compute_kernel="fused")
 
 
-def sharded(side: str, workload: Workload, kind: str) -> DistributedModelParallel:
+def sharded(side: str, workload: Workload, setting: Setting) -> DistributedModelParallel:
     """Returns the sharded model of a side; all ids have rows.
 
     Args:
-        side: "dynamic", "static", "managed" or "floor".
+        side: "dynamic", "policies", "static", "managed" or "floor".
         workload: the workload.
-        kind: one of PLANS.
+        setting: plan and device.
     """
     world = dist.get_world_size()
     torch.manual_seed(0)
-    collection, sharder = _collection(side, workload)
+    collection, sharder = _collection(side, workload, setting.device)
     plan = construct_module_sharding_plan(
         collection,
-        {f"t{t}": _plan(kind, t, world) for t in range(workload.tables)},
+        {f"t{t}": _plan(setting.plan, t, world) for t in range(workload.tables)},
         sharder=sharder,
         local_size=world,
         world_size=world,
-        device_type="cpu",
+        device_type=setting.device.type,
     )
+    whole = ClickModel(collection, workload)
+    whole.head.to(setting.device)  # drawn on the CPU, so that it is the same for all devices
     model = DistributedModelParallel(
-        ClickModel(collection, workload),
-        device=CPU,
+        whole,
+        device=setting.device,
         plan=ShardingPlan({"sparse": plan}),
         sharders=[sharder],
     )
     if side == "floor":
         make_lookups_free(model.module.sparse, FIRST_VALUE)
     elif side != "static":
-        _show_all_ids(model, workload)
+        _show_all_ids(model, workload, setting.device)
     return model
 
 
-def _show_all_ids(model: DistributedModelParallel, workload: Workload) -> None:
+def _show_all_ids(
+    model: DistributedModelParallel, workload: Workload, device: torch.device
+) -> None:
     """Inserts every id, by forwards over batches of the usual size.
 
     Managed collision sizes its history by its first batch and admits at intervals, so the number of batches
@@ -249,7 +287,8 @@ def _show_all_ids(model: DistributedModelParallel, workload: Workload) -> None:
         for call in range(calls):
             rows = (torch.arange(share) + (call * world + rank) * share) % workload.rows
             ids = raw_ids(rows).repeat(workload.tables)
-            rows_of_ids = model.module.sparse(features(workload, ids, workload.bag))
+            batch = features(workload, ids, workload.bag).to(device)
+            rows_of_ids = model.module.sparse(batch)
             (rows_of_ids[0] if isinstance(rows_of_ids, tuple) else rows_of_ids).values()
 
 
@@ -272,10 +311,12 @@ class Stream:
         return self.batches[self._read % len(self.batches)]
 
 
-def trainer(model: DistributedModelParallel, stream: Stream) -> Callable[[], float]:
+def trainer(
+    model: DistributedModelParallel, stream: Stream, setting: Setting
+) -> Callable[[], Tensor]:
     """Returns a function over a train pipeline; each call trains one step and returns the loss."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     sgd = KeyedOptimizerWrapper(dense, lambda some: torch.optim.SGD(some, lr=0.01))
     optimizer = CombinedOptimizer([model.fused_optimizer, sgd])
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
-    return lambda: float(pipeline.progress(stream))
+    pipeline = PIPELINES[setting.pipeline](model, optimizer, setting.device)
+    return lambda: pipeline.progress(stream)

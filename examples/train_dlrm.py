@@ -3,6 +3,7 @@
     python examples/train_dlrm.py                                  # synthetic clicks, 2 processes
     python examples/train_dlrm.py --data day_0.gz --plan row_wise  # the Criteo click log
     torchrun --standalone --nproc-per-node 4 examples/train_dlrm.py
+    python examples/train_dlrm.py --device cuda                    # a process a GPU, one GPU too
 
 Only `make_model` and `make_sharders` use dynamic tables, in place of TorchRec's tables. Everything else
 is plain TorchRec: its DLRM, planner, DistributedModelParallel, train pipeline and optimizers.
@@ -24,6 +25,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from parts.click_source import FileSource, StreamSource
 from parts.clicks import CATEGORICAL_NAMES, NUM_INTEGERS, Clicks
 from parts.criteo import BadLine
+from parts.devices import backend_for, device_of_process
 from parts.lockstep import AnotherRankFailed, in_step
 from parts.options import hide_notes_to_developers, parse_options, start_processes
 from parts.plans import make_plan, plan_as_text
@@ -38,7 +40,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_dyn as dyn
 
-DEVICE = torch.device("cpu")
 EMB_OPTIM_TYPES = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -48,7 +49,7 @@ EMB_OPTIM_TYPES = {
 }
 
 
-def make_model(options: argparse.Namespace) -> DLRMTrain:
+def make_model(options: argparse.Namespace, device: torch.device) -> DLRMTrain:
     """Returns DLRM with one dynamic table per categorical. `max_rows` reserves no memory."""
     tables = [
         EmbeddingBagConfig(
@@ -65,7 +66,7 @@ def make_model(options: argparse.Namespace) -> DLRMTrain:
         dense_in_features=NUM_INTEGERS,
         dense_arch_layer_sizes=[64, options.dim],
         over_arch_layer_sizes=[128, 64, 1],
-        dense_device=DEVICE,
+        dense_device=device,
     )
     return DLRMTrain(model)
 
@@ -98,7 +99,7 @@ def make_source(options: argparse.Namespace, rank: int) -> FileSource | StreamSo
 
 
 def run_batches(
-    pipeline: TrainPipelineSparseDist, clicks: Iterator[Clicks]
+    pipeline: TrainPipelineSparseDist, clicks: Iterator[Clicks], device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Runs the model on the clicks, with all ranks in step. Trains it if it is in training mode.
 
@@ -108,12 +109,14 @@ def run_batches(
         labels: [B].
     """
     batches = (part.to_batch() for part in in_step(clicks))
+    if device.type == "cuda":
+        batches = (batch.pin_memory() for batch in batches)  # copied beside other work
     with suppress(StopIteration):  # the pipeline raises it after the last batch
         while True:
             yield pipeline.progress(batches)
 
 
-def work(options: argparse.Namespace) -> None:
+def work(options: argparse.Namespace, device: torch.device) -> None:
     """Does the work of one process: plan, train, evaluate, report.
 
     Raises:
@@ -121,20 +124,20 @@ def work(options: argparse.Namespace) -> None:
     """
     rank = dist.get_rank()
     torch.manual_seed(options.seed)
-    model = make_model(options)
+    model = make_model(options, device)
     sharders = make_sharders(options)
     plan = make_plan(
-        options.plan, model, sharders, CATEGORICAL_NAMES, options.dim, options.batch_size
+        options.plan, model, sharders, CATEGORICAL_NAMES, options.dim, options.batch_size, device
     )
-    model = DistributedModelParallel(model, device=DEVICE, plan=plan, sharders=sharders)
-    pipeline = TrainPipelineSparseDist(model, make_optimizer(model, options.dense_lr), DEVICE)
+    model = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
+    pipeline = TrainPipelineSparseDist(model, make_optimizer(model, options.dense_lr), device)
     source = make_source(options, rank)
     if rank == 0:
         print(plan_as_text(plan), flush=True)
 
     progress = Progress(model, CATEGORICAL_NAMES, options.steps)
     model.train()
-    for loss, _, labels in run_batches(pipeline, source.training()):
+    for loss, _, labels in run_batches(pipeline, source.training(), device):
         progress.step(loss, labels)
     progress.close()
 
@@ -142,14 +145,16 @@ def work(options: argparse.Namespace) -> None:
     with torch.no_grad():
         held_out = [
             (labels, logits.sigmoid())
-            for _, logits, labels in run_batches(pipeline, source.evaluation())
+            for _, logits, labels in run_batches(pipeline, source.evaluation(), device)
         ]
     if progress.steps == 0 or not held_out:
         raise BadLine(
             f"{options.data}: expected clicks for each of {options.world_size} ranks, to train on "
             "and to hold out, got too few. Use a longer file."
         )
-    labels, probabilities = (torch.cat(parts).numpy() for parts in zip(*held_out, strict=True))
+    labels, probabilities = (
+        torch.cat(parts).cpu().numpy() for parts in zip(*held_out, strict=True)
+    )
     results = collect_results(model, plan, progress, labels, probabilities)
     if rank == 0:
         print(results_as_text(results), flush=True)
@@ -163,9 +168,10 @@ def main() -> int:
     if "RANK" not in os.environ:
         return start_processes(__file__, sys.argv[1:], options.world_size)
     hide_notes_to_developers()
-    dist.init_process_group("gloo")
+    device = device_of_process(options.device)
+    dist.init_process_group(backend_for(device))
     try:
-        work(options)
+        work(options, device)
     except BadLine as error:
         print(f"\ntrain_dlrm.py: {error}", file=sys.stderr)
         return 1

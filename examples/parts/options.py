@@ -9,6 +9,8 @@ import sys
 import warnings
 from pathlib import Path
 
+import torch
+from parts.devices import missing_for_cuda
 from parts.plans import CHOICES
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -46,13 +48,21 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     model.add_argument("--dense-lr", type=rate, default=0.002, help="of the dense part (Adam)")
     model.add_argument("--seed", type=seed, default=0, help="of stream, rows and dense weights")
     where = parser.add_argument_group("processes")
+    where.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU each")
     where.add_argument("--plan", choices=CHOICES, default="mixed", help="how tables are sharded")
     where.add_argument(
-        "--world-size", type=positive, help="processes to start (default: 2, or torchrun's number)"
+        "--world-size",
+        type=positive,
+        help="processes to start (default: torchrun's number, else 2, with cuda one a GPU)",
     )
     where.add_argument("--json", type=new_file, metavar="OUT", help="also write the results there")
     options = parser.parse_args(arguments)
-    options.world_size = agreed_world_size(parser, options.world_size, default=2)
+    default = 2 if options.device == "cpu" else max(1, torch.cuda.device_count())
+    options.world_size = agreed_world_size(parser, options.world_size, default)
+    if options.device == "cuda":
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", options.world_size))
+        if missing := missing_for_cuda(here):
+            parser.error(f"--device cuda: expected {missing}. See docs/guide/install.md.")
     if options.data is None and options.steps is None:
         options.steps = STEPS_OF_STREAM
     return options

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.comm import get_local_size
@@ -26,6 +27,7 @@ TYPES = [
     ShardingType.GRID_SHARD.value,
 ]
 CHOICES = [*TYPES, "mixed", "auto"]
+CPU = torch.device("cpu")
 SCREEN = 100  # columns of the text output
 
 
@@ -36,6 +38,7 @@ def make_plan(
     tables: list[str],
     dim: int,
     batch_size: int,
+    device: torch.device = CPU,
 ) -> ShardingPlan:
     """Returns a plan of TorchRec's planner. Collective.
 
@@ -47,6 +50,7 @@ def make_plan(
         tables: names of the tables.
         dim: embedding dimension of the tables; column-wise types cut it into halves.
         batch_size: clicks per rank.
+        device: device of this rank.
     """
     types = TYPES[:3] if choice == "mixed" else [choice]
     constraints = {
@@ -56,9 +60,16 @@ def make_plan(
         for position, table in enumerate(tables)
     }
     world_size = dist.get_world_size()
+    # The planner takes a GPU for one with 32 GB, so it is told.
+    memory = None
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
     planner = EmbeddingShardingPlanner(
         topology=Topology(
-            world_size=world_size, local_world_size=get_local_size(world_size), compute_device="cpu"
+            world_size=world_size,
+            local_world_size=get_local_size(world_size),
+            compute_device=device.type,
+            hbm_cap=memory,
         ),
         batch_size=batch_size,
         constraints=None if choice == "auto" else constraints,

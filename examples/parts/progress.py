@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import torch
 import torch.distributed as dist
 from parts.ranks import gather, rows_here
 from torch import Tensor, nn
@@ -30,8 +31,9 @@ class Progress:
         self._timed_samples = 0
         self.steps = 0
         self.samples = 0  # of all ranks
-        self.loss = float("nan")  # of the last step, on this rank
-        self._clicked = 0.0
+        # Tensors on the device of the model; the host reads them rarely, since a read waits for a GPU.
+        self._loss = torch.tensor(float("nan"))  # of the last step, on this rank
+        self._clicked = torch.tensor(0)  # on this rank
 
     def step(self, loss: Tensor, labels: Tensor) -> None:
         """Counts one step. Collective every LOOK_EVERY steps.
@@ -49,8 +51,8 @@ class Progress:
             self._seconds = now - self._first_step_ended
         self.steps += 1
         self.samples += samples
-        self.loss = float(loss)
-        self._clicked += float(labels.sum()) * dist.get_world_size()
+        self._loss = loss
+        self._clicked = self._clicked.to(labels.device) + labels.sum()
         self._bar.update()
         if self.steps % LOOK_EVERY == 0:
             rows = [sum(here.values()) for here in gather(rows_here(self._model, self._tables))]
@@ -60,6 +62,11 @@ class Progress:
             )
 
     @property
+    def loss(self) -> float:
+        """Loss of the last step on this rank."""
+        return float(self._loss)
+
+    @property
     def samples_per_second(self) -> float:
         """Samples per second over all ranks, from the end of the first step."""
         return self._timed_samples / self._seconds if self._seconds else float("nan")
@@ -67,7 +74,8 @@ class Progress:
     @property
     def click_rate(self) -> float:
         """Share of clicked samples on this rank."""
-        return self._clicked / self.samples if self.samples else float("nan")
+        clicked = float(self._clicked) * dist.get_world_size()
+        return clicked / self.samples if self.samples else float("nan")
 
     def close(self) -> None:
         """Closes the progress bar."""

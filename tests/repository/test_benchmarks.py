@@ -6,6 +6,7 @@ import functools
 import importlib
 import io
 import json
+import logging
 import statistics
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cuda_stream_shims import cuda_stream_shims
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 IN_PROCESS = [
@@ -29,7 +31,7 @@ MORE = {
     "bench_lookup": ("--threads", "2"),  # with which the goals are stated
     "bench_gpu": ("--device", "cpu"),
 }
-STARTS_PROCESSES = ["bench_train", "bench_checkpoint", "bench_dedup"]
+STARTS_PROCESSES = ["bench_train", "bench_gpu_train", "bench_checkpoint", "bench_dedup"]
 
 
 @pytest.fixture(autouse=True)
@@ -369,6 +371,39 @@ def test_training_is_measured_as_the_summary_asks(tmp_path):
     (row,) = rows
     assert row["ratio"] > 0
     assert {*row["ns_per_step"]} == {"dynamic", "static", "floor"}
+
+
+def test_training_on_gpus_is_measured_as_the_summary_asks(tmp_path, monkeypatch, caplog, capsys):
+    """On the CPU, whose numbers it judges by no goal; pipelines of CUDA with the shims of the tests."""
+    import summary
+
+    for name in ("torchrec", "torch.fx"):  # the benchmark changes their levels
+        caplog.set_level(logging.ERROR, logger=name)
+    for name, value in {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    names = ["gpu-train-10hot-uniform", "gpu-train-sequence-zipf1.05"]
+    more = ["--device", "cpu", "--pipelines", "sparse_dist", "prefetch", "--only", *names]
+    with cuda_stream_shims():
+        rows = run("bench_gpu_train", tmp_path, *more)["rows"]
+    goals = [goal for goal in summary.gpu_train_goals() if goal.where["workload"] in names]
+    assert len(goals) == 3 + 1 + 3
+    assert None not in [summary.seen_of(goal, {"gpu_train": rows}) for goal in goals]
+    sides = {(row["side"], row["against"], row["pipeline"]) for row in rows}
+    assert len(sides) == 5 and len(rows) == 5 + 4
+    for row in rows:
+        assert set(row["ns_per_step"]) == {row["side"], row["against"], "floor"}
+    shown = capsys.readouterr().out
+    assert "Nothing here was measured on one." in shown and " met" not in shown
+    summary.main(["--results", str(tmp_path)])
+    assert "gpu" not in capsys.readouterr().out
+
+
+def test_training_on_gpus_names_the_gpus_that_are_missing(monkeypatch):
+    import bench_gpu_train
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(SystemExit, match="expected a GPU for each of 2 ranks, got 1"):
+        bench_gpu_train.main(["--world", "2"])
 
 
 @pytest.mark.parametrize("pooled", [True, False])

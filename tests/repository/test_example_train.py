@@ -5,10 +5,12 @@ import json
 import re
 
 import pytest
+import torch
 from another_process import run_program, without_fbgemm_warning
 from example_criteo_files import EXAMPLES, learnable_lines, write
 from forked import run_script
 
+from parts.devices import backend_for, device_of_process  # isort: skip
 from parts.options import parse_options  # isort: skip
 
 SCRIPT = str(EXAMPLES / "train_dlrm.py")
@@ -105,6 +107,47 @@ def test_a_file_too_short_for_the_ranks_is_named(tmp_path):
     assert ended.codes == [1, 1]
     assert "expected clicks for each of 2 ranks" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_without_a_gpu_the_error_says_what_is_missing(monkeypatch, capsys):
+    """Each round mends what the error of the last one names."""
+
+    def said(*more: str) -> str:
+        with pytest.raises(SystemExit, match="2"):
+            parse_options(["--device", "cuda", *more])
+        return capsys.readouterr().err
+
+    kernels = set()
+    monkeypatch.setattr(
+        "torch._C._dispatch_has_kernel_for_dispatch_key", lambda op, key: (op, key) in kernels
+    )
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert "expected a build of torch with CUDA, got torch " in said()
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    assert "expected a GPU for each of 1 processes, got 0. See docs/guide/install.md." in said()
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    assert "expected a GPU for each of 4 processes, got 3" in said("--world-size", "4")
+    assert "expected a build of fbgemm-gpu with kernels for CUDA" in said()
+    kernels.add(("fbgemm::permute_2D_sparse_data", "CUDA"))
+    assert "expected a build of torchrec_dyn with kernels for CUDA" in said()
+    kernels.add(("torchrec_dyn::lookup", "CUDA"))
+    assert parse_options(["--device", "cuda"]).world_size == 3  # a process a GPU
+    assert parse_options([]).world_size == 2
+    # Nodes of two processes each.
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert parse_options(["--device", "cuda"]).world_size == 8
+
+
+def test_each_process_has_its_gpu_and_both_backends(monkeypatch):
+    used = []
+    monkeypatch.setattr("torch.cuda.set_device", used.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    device = device_of_process("cuda")
+    assert used == [device] == [torch.device("cuda:1")]
+    assert backend_for(device) == "cpu:gloo,cuda:nccl"
+    assert backend_for(device_of_process("cpu")) == "gloo" and len(used) == 1
 
 
 @pytest.mark.parametrize(

@@ -111,15 +111,22 @@ def side(tmp_path):
     programs.mkdir()
     table = "tables rows MB AUC NE\nfull 9 1 0.70 0.9\nblock 9 1 0.7 0.9\nmult 9 1 0.7 0.9"
 
+    def results(auc: str, rows: int) -> str:
+        return f'{{\\n "auc": {auc},\\n "rows_per_table": {{\\n  "C1": {rows}\\n }}\\n}}'
+
     def run(
         *steps: str,
         bundle: str = str(tmp_path),
         refused: str = "nothing",
         table_of_cuda: str = table,
+        auc_of_cuda: str = "0.8",
+        rows_of_cuda: int = 5,
     ):
         fake = f"""#!/bin/bash
 case "$*" in
   *{refused}*) exit 1;;
+  *train_dlrm.py*"--device cpu"*) echo -e '{results("0.8", 5)}' > "${{@: -1}}"; exit;;
+  *train_dlrm.py*) echo -e '{results(auc_of_cuda, rows_of_cuda)}' > "${{@: -1}}"; exit;;
   *"--device cpu"*) echo "{table}"; exit;;
   *"--device cuda"*) echo "{table_of_cuda}"; exit;;
 esac
@@ -140,13 +147,15 @@ def test_the_script_runs_every_step_and_names_those_that_failed(side, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith(": all steps passed")
     logs = {path.stem: path.read_text() for path in (tmp_path / "out").iterdir()}
-    assert set(logs) == {"build", "golden", "tests", "memcheck", "initcheck", "train", "bench"}
+    steps = {"build", "golden", "first", "tests", "memcheck", "initcheck"}
+    assert set(logs) == steps | {"train", "bench", "bench_train"}
     assert logs["tests"].count("-m needs_cuda") == 2 and "--tool initcheck" in logs["initcheck"]
     assert {path.name for path in (tmp_path / "build/gpu_site").iterdir()} == {"site.py", "tbe.py"}
     done = side(refused='"-m pytest"')
     assert done.returncode == 1
-    assert done.stdout.splitlines()[-1].endswith(": failed: golden tests memcheck initcheck")
+    assert done.stdout.splitlines()[-1].endswith(": failed: golden first tests memcheck initcheck")
     assert "bench_gpu.py" in (tmp_path / "out/bench.log").read_text()
+    assert "bench_gpu_train.py" in (tmp_path / "out/bench_train.log").read_text()
 
 
 def test_the_script_compares_training_on_both_devices(side):
@@ -154,6 +163,14 @@ def test_the_script_compares_training_on_both_devices(side):
     for changed in ("full 8 1 0.70 0.9", "full 9 1 0.60 0.9", ""):
         other = "\n".join([lines[0], changed, *lines[2:]] if changed else lines[:1])
         done = side("train", table_of_cuda=other)
+        assert done.returncode == 1 and done.stdout.splitlines()[-1].endswith(": failed: train")
+
+
+def test_the_script_compares_sharded_training_on_both_devices(side):
+    assert side("train").returncode == 0
+    assert side("train", auc_of_cuda="0.805").returncode == 0
+    for changed in ({"auc_of_cuda": "0.82"}, {"rows_of_cuda": 6}, {"refused": "train_dlrm"}):
+        done = side("train", **changed)
         assert done.returncode == 1 and done.stdout.splitlines()[-1].endswith(": failed: train")
 
 
