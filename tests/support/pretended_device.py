@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torchrec_dyn import ops
 
 has_cuda_kernels = ops.has_cuda_kernels
+current_stream = torch.cuda.current_stream
+run_backward = torch.autograd._engine_run_backward
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ROOT / "torchrec_dyn", ROOT / "tests"  # not .venv, which has torch's files
 HOST = torch.device("cpu")
@@ -46,16 +48,26 @@ COPIES = {aten._to_copy, aten.copy_, aten._copy_from}
 
 @functools.cache
 def cuda_guard():
-    """Returns a function that sets or unsets torch's guard for CUDA, which indexing needs."""
+    """Returns a function that sets or unsets torch's guard and hooks for CUDA: see cuda_guard.cpp."""
     torch_folder = Path(torch.__file__).parent
     if torch.backends.cuda.is_built():
         return lambda is_set: torch._C._ensureCUDADeviceGuardSet()
-    with tempfile.TemporaryDirectory() as folder:
-        library = f"{folder}/cuda_guard.so"
-        command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include"]
-        command += [str(Path(__file__).with_name("cuda_guard.cpp")), "-o", library]
-        subprocess.run([*command, f"-L{torch_folder}/lib", "-lc10"], check=True)
-        return ctypes.CDLL(library).set_cuda_guard
+    source = Path(__file__).with_name("cuda_guard.cpp")
+    library = LIBRARY.with_name(f"cuda_guard-{torch.__version__}.so")  # built once, for all processes
+    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include"]
+            command += [str(source), "-o", f"{folder}/it.so", f"-L{torch_folder}/lib"]
+            subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
+            Path(folder, "it.so").replace(library)
+    return ctypes.CDLL(str(library)).set_cuda_guard
+
+
+class _Stream:
+    """Stands for torch's current stream."""
+
+    def synchronize(self):
+        """Does nothing: the read before it, or after it, is noted."""
 
 
 class Note(NamedTuple):
@@ -96,6 +108,18 @@ class PretendedTensor(torch.Tensor):
         return f"PretendedTensor({self.memory})"
 
 
+class _Reentered(TorchFunctionMode):
+    """Enters a device again where torch has left it."""
+
+    def __init__(self, device):
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """As the device."""
+        return self._device.__torch_function__(func, types, args, kwargs)
+
+
 class PretendedDevice(TorchFunctionMode):
     """While entered, tensors for CUDA are pretended ones; notes what the device's owner should know.
 
@@ -115,11 +139,15 @@ class PretendedDevice(TorchFunctionMode):
     def __enter__(self):
         cuda_guard()(True)
         ops.has_cuda_kernels = lambda: True  # the kernels of the simt build
+        torch.cuda.current_stream = lambda device=None: _Stream()
+        torch.autograd._engine_run_backward = self._run_backward
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
         ops.has_cuda_kernels = has_cuda_kernels
+        torch.cuda.current_stream = current_stream
+        torch.autograd._engine_run_backward = run_backward
         cuda_guard()(False)
         try:  # an error of this device must not be raised by the next test
             simt_library().raise_errors(torch.empty(0))
@@ -192,6 +220,14 @@ class PretendedDevice(TorchFunctionMode):
                 results[place] = self.of(results[place])
             return results[0] if isinstance(result, torch.Tensor) else tuple(results)
         return tree_map(lambda value: self._tensor(value, memories), result)
+
+    def _run_backward(self, *args, **kwargs):
+        """Runs the engine in this thread: its threads for GPUs were started without this device, or not at all.
+
+        Calls of Python's functions of torch leave this mode; nodes of the graph need it.
+        """
+        with torch.autograd.set_multithreading_enabled(False), _Reentered(self):
+            return run_backward(*args, **kwargs)
 
     def _tensor(self, value, memories):
         if not isinstance(value, torch.Tensor):

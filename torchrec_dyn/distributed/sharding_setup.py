@@ -122,12 +122,6 @@ def _check_surroundings(env: ShardingEnv, device: torch.device | None, where: st
             "sync averages rows by their position, and replicas of a dynamic table have an id at different "
             "positions. Use DistributedModelParallel over all ranks."
         )
-    if device is not None and device.type != "cpu":
-        raise ValueError(
-            f"{where}: expected rows of a sharded collection on the CPU, got {device}. Shard with "
-            "device=torch.device('cpu'): sharding on CUDA comes with the next step. Unsharded collections "
-            "train on CUDA."
-        )
 
 
 _tables_of_model: weakref.WeakKeyDictionary[ShardingEnv, dict[str, str]] = (
