@@ -12,24 +12,28 @@ devices in one op, and ops of ours that have no kernel for CUDA.
 
 import ctypes
 import functools
+import importlib.util
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from device_ops import DESCRIPTIONS, LIBRARY, kernels_of, simt_library
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from torchrec_dyn import ops
+from torchrec_dyn.ranks import host_group
 
-has_cuda_kernels = ops.has_cuda_kernels
-current_stream = torch.cuda.current_stream
 run_backward = torch.autograd._engine_run_backward
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ROOT / "torchrec_dyn", ROOT / "tests"  # not .venv, which has torch's files
+TORCHREC = Path(importlib.util.find_spec("torchrec").origin).parent
 HOST = torch.device("cpu")
 CUDA = torch.device("cuda:0")
 aten = torch.ops.aten
@@ -61,6 +65,32 @@ def cuda_guard():
             subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
             Path(folder, "it.so").replace(library)
     return ctypes.CDLL(str(library)).set_cuda_guard
+
+
+@functools.cache
+def fbgemm_gradients():
+    """Registers the gradients for CUDA of ops of fbgemm; its libraries for the CPU do not have them."""
+    if torch.backends.cuda.is_built():
+        return None
+    kernels = torch.library.Library("fbgemm", "IMPL")
+    kernels.impl("permute_pooled_embs_auto_grad_split", _Permuted.apply, "AutogradCUDA")
+    return kernels  # kept: they are dropped with it
+
+
+class _Permuted(torch.autograd.Function):
+    """Pooled embeddings in another order."""
+
+    @staticmethod
+    def forward(ctx, pooled, *order):
+        ctx.order = order
+        return torch.ops.fbgemm.permute_pooled_embs_split(pooled, *order)
+
+    @staticmethod
+    def backward(ctx, grad):
+        widths, places, inverse_widths, inverse_places = ctx.order
+        permute = torch.ops.fbgemm.permute_pooled_embs_split
+        order = inverse_widths, inverse_places, widths, places
+        return permute(grad.contiguous(), *order), None, None, None, None
 
 
 class _Stream:
@@ -138,16 +168,22 @@ class PretendedDevice(TorchFunctionMode):
 
     def __enter__(self):
         cuda_guard()(True)
-        ops.has_cuda_kernels = lambda: True  # the kernels of the simt build
-        torch.cuda.current_stream = lambda device=None: _Stream()
-        torch.autograd._engine_run_backward = self._run_backward
+        fbgemm_gradients()
+        self._patches = ExitStack()
+        for owner, name, replacement in (
+            (ops, "has_cuda_kernels", lambda: True),  # the kernels of the simt build
+            (torch.cuda, "current_stream", lambda device=None: _Stream()),
+            (torch.cuda, "set_device", lambda device: None),
+            (torch.autograd, "_engine_run_backward", self._run_backward),
+        ):
+            self._patches.enter_context(mock.patch.object(owner, name, replacement))
+        if not torch.backends.cuda.is_built():
+            self._patches.callback(self._kernels()._destroy)
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        ops.has_cuda_kernels = has_cuda_kernels
-        torch.cuda.current_stream = current_stream
-        torch.autograd._engine_run_backward = run_backward
+        self._patches.close()
         cuda_guard()(False)
         try:  # an error of this device must not be raised by the next test
             simt_library().raise_errors(torch.empty(0))
@@ -170,6 +206,8 @@ class PretendedDevice(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **kwargs)
         is_here = bool(args) and isinstance(args[0], PretendedTensor)
+        if func is torch.Tensor.pin_memory:
+            return args[0]
         if is_here and func is torch.Tensor.tolist:
             return args[0].cpu().tolist()
         if is_here and func is torch.Tensor.new_tensor and not kwargs.get("device"):
@@ -187,7 +225,8 @@ class PretendedDevice(TorchFunctionMode):
         args = [HOST if _is_cuda(value) else value for value in args]
         if "device" in kwargs:
             kwargs["device"] = HOST
-        return self.of(func(*args, **kwargs))
+        made = func(*args, **kwargs)
+        return self.of(made.detach()).requires_grad_(made.requires_grad)
 
     def run(self, func, args, kwargs):
         """Runs an op that has an argument on this device."""
@@ -208,6 +247,8 @@ class PretendedDevice(TorchFunctionMode):
             self._note(self.without_kernel, name)
         if name == "lookup" and isinstance(given["table_offsets"], PretendedTensor):
             args = (args[0], _ascending(args[1], len(args[0])), *args[2:])
+        if func.namespace == "c10d":  # the memory is on the CPU; NCCL's groups do not send it
+            args = [_for_host(value) for value in args]
         waits = self._waits.value
         result = func(*args, **kwargs)
         for _ in range(self._waits.value - waits):
@@ -220,6 +261,17 @@ class PretendedDevice(TorchFunctionMode):
                 results[place] = self.of(results[place])
             return results[0] if isinstance(result, torch.Tensor) else tuple(results)
         return tree_map(lambda value: self._tensor(value, memories), result)
+
+    def _kernels(self):
+        """Returns kernels for CUDA of ops that C++ calls, where this mode does not see them."""
+        kernels = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+
+        def empty(size, **options):
+            options.pop("device", None)
+            return self.of(torch.empty(size, **{k: v for k, v in options.items() if v is not None}))
+
+        kernels.impl("empty.memory_format", empty, "CUDA")
+        return kernels
 
     def _run_backward(self, *args, **kwargs):
         """Runs the engine in this thread: its threads for GPUs were started without this device, or not at all.
@@ -279,15 +331,24 @@ def _sent(value, memories):
     return HOST if _is_cuda(value) else value
 
 
+def _for_host(value):
+    """Returns the group for the CPU of a process group."""
+    if not isinstance(value, torch.ScriptObject) or "ProcessGroup" not in str(value._type()):
+        return value
+    return host_group(dist.ProcessGroup.unbox(value)).boxed()
+
+
 def _place():
-    """Returns the innermost line of the package below `ops`, or else of the caller."""
+    """Returns the innermost line of the package below `ops`, or of TorchRec, or else of the caller."""
     frame, here = sys._getframe(), []
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if any(map(path.is_relative_to, OURS)) and path != Path(__file__) and path.name != "ops.py":
             here.append((path.relative_to(ROOT), frame.f_lineno))
+        elif path.is_relative_to(TORCHREC):
+            here.append((path.relative_to(TORCHREC.parent), frame.f_lineno))
         frame = frame.f_back
-    package = [one for one in here if one[0].parts[0] == "torchrec_dyn"]
+    package = [one for one in here if one[0].parts[0] in ("torchrec_dyn", "torchrec")]
     path, line = [*package, *here, (Path("?"), 0)][0]
     return f"{path}:{line}"
 
