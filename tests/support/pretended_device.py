@@ -249,6 +249,8 @@ class PretendedDevice(TorchFunctionMode):
             args = (args[0], _ascending(args[1], len(args[0])), *args[2:])
         if func.namespace == "c10d":  # the memory is on the CPU; NCCL's groups do not send it
             args = [_for_host(value) for value in args]
+        if name == "keyed_jagged_index_select_dim1":  # fbgemm has it for CUDA only
+            func = _select_segments
         waits = self._waits.value
         result = func(*args, **kwargs)
         for _ in range(self._waits.value - waits):
@@ -329,6 +331,17 @@ def _sent(value, memories):
         memories[id(value.memory)] = value
         return value.memory
     return HOST if _is_cuda(value) else value
+
+
+def _select_segments(
+    values, lengths, offsets, indices, batch_size, weights=None, selected_lengths_sum=None
+):
+    """As the op of fbgemm, for one key."""
+    assert batch_size == len(lengths)
+    lengths, *selected = torch.ops.fbgemm.permute_1D_sparse_data(
+        indices, lengths, values, weights, selected_lengths_sum
+    )
+    return [selected[0], lengths, *(selected[1:] if weights is not None else [])]
 
 
 def _for_host(value):
