@@ -74,7 +74,22 @@ def fbgemm_gradients():
         return None
     kernels = torch.library.Library("fbgemm", "IMPL")
     kernels.impl("permute_pooled_embs_auto_grad_split", _Permuted.apply, "AutogradCUDA")
+    kernels.impl("batch_index_select_dim0", _select_rows, "AutogradCUDA")
     return kernels  # kept: they are dropped with it
+
+
+def _select_rows(
+    inputs, indices, input_num_indices, input_rows, input_columns, permute_output_dim_0_1=False
+):
+    """As the op of fbgemm: rows of several matrices that lie in one tensor."""
+    sizes = [rows * columns for rows, columns in zip(input_rows, input_columns, strict=True)]
+    parts = zip(
+        inputs.split(sizes), indices.split(input_num_indices), input_columns, strict=True
+    )
+    selected = [part.view(-1, columns)[places] for part, places, columns in parts]
+    if permute_output_dim_0_1:
+        return torch.cat(selected, 1).flatten()
+    return torch.cat([one.flatten() for one in selected])
 
 
 class _Permuted(torch.autograd.Function):
