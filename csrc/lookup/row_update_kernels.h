@@ -164,22 +164,22 @@ struct CountSenders {
   }
 };
 
-// A tile has a chunk of columns in registers.
+// A tile has a slice of columns in registers.
 constexpr int kLaneColumns = 4;
-constexpr uint32_t kChunkColumns = kTileLanes * kLaneColumns;
+constexpr uint32_t kSliceColumns = kTileLanes * kLaneColumns;
 
 struct LaneColumns {
   float numbers[kLaneColumns];
 };
-using ChunkSums = simt::PerLane<LaneColumns>;
+using SliceSums = simt::PerLane<LaneColumns>;
 
-struct Chunk {
+struct Slice {
   uint32_t first;
   uint32_t columns;  // of the row: below 2^31
 
   // Lane l has columns first + l, first + l + 16, ...: as many as this.
   TORCHREC_DYN_BOTH int count(int lane) const {
-    const int left = static_cast<int>(lesser_of(columns - first, kChunkColumns)) - lane;
+    const int left = static_cast<int>(lesser_of(columns - first, kSliceColumns)) - lane;
     return (left + kTileLanes - 1) / kTileLanes;
   }
   // The first column of a lane; the next is kTileLanes columns further.
@@ -198,7 +198,7 @@ struct Terms {
 };
 
 // Adds the terms in the order of the lanes. Returns how many there were.
-TORCHREC_DYN_BOTH inline int add_terms(const Terms& terms, const Chunk& chunk, ChunkSums& sums) {
+TORCHREC_DYN_BOTH inline int add_terms(const Terms& terms, const Slice& slice, SliceSums& sums) {
   constexpr int kAhead = 4;  // terms that are read before the first is added
   const int count = simt::count_lanes(terms.are_given);
   for (int term = 0; term < count; term += kAhead) {
@@ -209,10 +209,10 @@ TORCHREC_DYN_BOTH inline int add_terms(const Terms& terms, const Chunk& chunk, C
       factors[a] = simt::from_lane(terms.factors, term + a);
     }
     simt::each_lane([&](int lane) {
-      const int columns = chunk.count(lane);
-      LaneColumns read[kAhead];
+      const int columns = slice.count(lane);
+      LaneColumns read[kAhead] = {};
       for (int a = 0; a < kAhead; ++a) {
-        const float* row = chunk.of_lane(rows[a], lane);
+        const float* row = slice.of_lane(rows[a], lane);
         for (int c = 0; c < kLaneColumns; ++c)
           if (term + a < count && c < columns) read[a].numbers[c] = row[c * kTileLanes];
       }
@@ -235,14 +235,8 @@ struct SortedGrads {
 
   TORCHREC_DYN_BOTH int64_t place_of_piece(int64_t k) const { return (k / kPieceIds - 1) * piece_columns; }
 
-  TORCHREC_DYN_BOTH static void clear(ChunkSums& sums) {
-    simt::each_lane([&](int lane) {
-      for (int c = 0; c < kLaneColumns; ++c) sums[lane].numbers[c] = -0.0f;  // any x is -0 + x, also -0
-    });
-  }
-
   // Sums the gradients of the row that has place k, from there on: of one piece, or of all.
-  TORCHREC_DYN_BOTH void sum(int64_t k, bool one_piece, const Chunk& chunk, ChunkSums& sums) const {
+  TORCHREC_DYN_BOTH void sum(int64_t k, bool one_piece, const Slice& slice, SliceSums& sums) const {
     static_assert(kPieceIds % kTileLanes == 0);
     simt::each_lane([&](int lane) {
       for (int c = 0; c < kLaneColumns; ++c) sums[lane].numbers[c] = -0.0f;  // any x is -0 + x, also -0
@@ -250,7 +244,7 @@ struct SortedGrads {
     const uint64_t key = sorted.keys[k];
     Terms terms;
     int step = 1;
-    for (int64_t first = k;;) {  // ids of the first piece, then pieces
+    for (int64_t first = k;;) {  // ids of the first piece, then sums of pieces
       terms.memory = step == 1 ? grad : pieces;
       simt::each_lane([&](int lane) {
         const int64_t place = first + lane * step;
@@ -259,7 +253,7 @@ struct SortedGrads {
         terms.factors[lane] = 1.0f;
         if (terms.are_given[lane] && step == 1) term_of(sorted.values[place], terms.places[lane], terms.factors[lane]);
       });
-      if (add_terms(terms, chunk, sums) < kTileLanes) return;
+      if (add_terms(terms, slice, sums) < kTileLanes) return;
       first += kTileLanes * step;
       if (first == k + kPieceIds) {
         if (one_piece) return;
@@ -292,13 +286,13 @@ struct SumPieces {
     const int64_t past = (from - sorted.begin_of(from)) % kPieceIds;
     const int64_t begin = past == 0 ? from : from + kPieceIds - past;
     if (begin >= ids.count || sorted.keys[begin] != key) return;
-    Chunk chunk{0, static_cast<uint32_t>(ids.tables[ids.table_of_key(key)].columns)};
-    for (; chunk.first < chunk.columns; chunk.first += kChunkColumns) {
-      ChunkSums sums;
-      grads.sum(begin, true, chunk, sums);
+    Slice slice{0, static_cast<uint32_t>(ids.tables[ids.table_of_key(key)].columns)};
+    for (; slice.first < slice.columns; slice.first += kSliceColumns) {
+      SliceSums sums;
+      grads.sum(begin, true, slice, sums);
       simt::each_lane([&](int lane) {
-        const int columns = chunk.count(lane);
-        float* to = chunk.of_lane(grads.pieces + grads.place_of_piece(begin), lane);
+        const int columns = slice.count(lane);
+        float* to = slice.of_lane(grads.pieces + grads.place_of_piece(begin), lane);
         for (int c = 0; c < kLaneColumns; ++c)
           if (c < columns) to[c * kTileLanes] = sums[lane].numbers[c];
       });
@@ -338,26 +332,26 @@ struct UpdateRows {
     float state = 0.0f;  // read before the barrier of sum_of_lanes
     if (is_rowwise) state = widths.momentum1 == StateWidth::kRow ? *row.momentum1 : *row.momentum2;
     float square = 0.0f;
-    ChunkSums sums;
+    SliceSums sums;
     for (int pass = is_rowwise ? 0 : 1; pass < 2; ++pass) {  // the first pass for the square alone
       simt::PerLane<float> squares;
       simt::each_lane([&](int lane) { squares[lane] = 0.0f; });
-      Chunk chunk{0, static_cast<uint32_t>(table.weights.columns)};
-      for (; chunk.first < chunk.columns; chunk.first += kChunkColumns) {
-        const bool is_kept = is_rowwise && pass == 1 && chunk.columns <= kChunkColumns;  // from the first pass
-        if (!is_kept) sum(k, scale, chunk, sums);
+      Slice slice{0, static_cast<uint32_t>(table.weights.columns)};
+      for (; slice.first < slice.columns; slice.first += kSliceColumns) {
+        const bool is_kept = is_rowwise && pass == 1 && slice.columns <= kSliceColumns;  // from the first pass
+        if (!is_kept) sum(k, scale, slice, sums);
         if (pass == 0)
-          add_squares(row, chunk, sums, squares);
+          add_squares(row, slice, sums, squares);
         else
-          update(table, row, chunk, sums, square, state);
+          update(table, row, slice, sums, square, state);
       }
-      if (pass == 0) square = simt::sum_of_lanes(squares) / static_cast<float>(chunk.columns);
+      if (pass == 0) square = simt::sum_of_lanes(squares) / static_cast<float>(slice.columns);
     }
     mark(table.marks, number);
   }
 
-  TORCHREC_DYN_BOTH void sum(int64_t k, float scale, const Chunk& chunk, ChunkSums& sums) const {
-    grads.sum(k, false, chunk, sums);
+  TORCHREC_DYN_BOTH void sum(int64_t k, float scale, const Slice& slice, SliceSums& sums) const {
+    grads.sum(k, false, slice, sums);
     simt::each_lane([&](int lane) {
       for (int c = 0; c < kLaneColumns; ++c) sums[lane].numbers[c] *= scale;
     });
@@ -370,11 +364,11 @@ struct UpdateRows {
   }
 
   // As mean_square, before its last sum.
-  TORCHREC_DYN_BOTH void add_squares(const UpdatedRow<T>& row, const Chunk& chunk, const ChunkSums& sums,
+  TORCHREC_DYN_BOTH void add_squares(const UpdatedRow<T>& row, const Slice& slice, const SliceSums& sums,
                                      simt::PerLane<float>& squares) const {
     simt::each_lane([&](int lane) {
-      const int columns = chunk.count(lane);
-      const T* weights = chunk.of_lane(row.weights, lane);
+      const int columns = slice.count(lane);
+      const T* weights = slice.of_lane(row.weights, lane);
       for (int c = 0; c < kLaneColumns; ++c) {
         if (c >= columns) continue;
         float value = sums[lane].numbers[c];
@@ -386,41 +380,41 @@ struct UpdateRows {
 
   // Each lane updates its columns as if they were a row: update_row treats each column alone. `state`: of the row,
   // before the update.
-  TORCHREC_DYN_BOTH void update(const UpdatedTable<T>& table, const UpdatedRow<T>& row, const Chunk& chunk,
-                                const ChunkSums& sums, float square, float state) const {
+  TORCHREC_DYN_BOTH void update(const UpdatedTable<T>& table, const UpdatedRow<T>& row, const Slice& slice,
+                                const SliceSums& sums, float square, float state) const {
     simt::each_lane([&](int lane) {
-      const int columns = chunk.count(lane);
-      T* const own = chunk.of_lane(row.weights, lane);
+      const int columns = slice.count(lane);
+      T* const own = slice.of_lane(row.weights, lane);
       LaneColumns weights = {}, momentum1 = {}, momentum2 = {};  // lanes have numbers beyond the row, too
       for (int c = 0; c < kLaneColumns; ++c)
         if (c < columns) weights.numbers[c] = to_float(own[c * kTileLanes]);
-      load_state(widths.momentum1, row.momentum1, state, lane, chunk, momentum1);
-      load_state(widths.momentum2, row.momentum2, state, lane, chunk, momentum2);
+      load_state(widths.momentum1, row.momentum1, state, lane, slice, momentum1);
+      load_state(widths.momentum2, row.momentum2, state, lane, slice, momentum2);
       update_row(rule, table.correction, square, sums[lane].numbers, weights.numbers, momentum1.numbers,
                  momentum2.numbers, kLaneColumns);
       for (int c = 0; c < kLaneColumns; ++c)
         if (c < columns)
-          store_weight(weights.numbers[c], row.draws, table.stream.first_column + chunk.first + lane + c * kTileLanes,
+          store_weight(weights.numbers[c], row.draws, table.stream.first_column + slice.first + lane + c * kTileLanes,
                        &own[c * kTileLanes]);
-      store_state(widths.momentum1, momentum1, lane, chunk, row.momentum1);
-      store_state(widths.momentum2, momentum2, lane, chunk, row.momentum2);
+      store_state(widths.momentum1, momentum1, lane, slice, row.momentum1);
+      store_state(widths.momentum2, momentum2, lane, slice, row.momentum2);
     });
   }
 
   TORCHREC_DYN_BOTH static void load_state(StateWidth width, const float* memory, float state, int lane,
-                                           const Chunk& chunk, LaneColumns& to) {
+                                           const Slice& slice, LaneColumns& to) {
     if (width == StateWidth::kRow) to.numbers[0] = state;
     if (width != StateWidth::kColumns) return;
     for (int c = 0; c < kLaneColumns; ++c)
-      if (c < chunk.count(lane)) to.numbers[c] = chunk.of_lane(memory, lane)[c * kTileLanes];
+      if (c < slice.count(lane)) to.numbers[c] = slice.of_lane(memory, lane)[c * kTileLanes];
   }
 
-  TORCHREC_DYN_BOTH static void store_state(StateWidth width, const LaneColumns& from, int lane, const Chunk& chunk,
+  TORCHREC_DYN_BOTH static void store_state(StateWidth width, const LaneColumns& from, int lane, const Slice& slice,
                                             float* memory) {
-    if (width == StateWidth::kRow && lane == 0 && chunk.first == 0) *memory = from.numbers[0];
+    if (width == StateWidth::kRow && lane == 0 && slice.first == 0) *memory = from.numbers[0];
     if (width != StateWidth::kColumns) return;
     for (int c = 0; c < kLaneColumns; ++c)
-      if (c < chunk.count(lane)) chunk.of_lane(memory, lane)[c * kTileLanes] = from.numbers[c];
+      if (c < slice.count(lane)) slice.of_lane(memory, lane)[c * kTileLanes] = from.numbers[c];
   }
 
   // `column`: of the table.

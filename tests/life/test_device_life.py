@@ -64,7 +64,7 @@ def test_the_same_calls_give_the_same_tables(lives, program):
         run(DeviceTwins(device, *lives, limit=LIMIT), program)
 
 
-# What the host waits for in a step that evicts or counts: the counts of absent ids; the number of new ids; how
+# What the host waits for in a step that evicts or counts: counts of absent ids; the number of new ids; how
 # many are admitted; which candidates have not been seen since they were listed, and so expire or are evicted.
 ABSENT, NEW, ADMITTED, LISTED = "_to_copy", "collect_new", "_to_copy", "_to_copy"
 WAITS = {
@@ -87,9 +87,8 @@ def test_waits_of_a_step_do_not_depend_on_the_number_of_tables(life, tables=3):
         twins.step(*[range(630)] * tables)
         twins.waits()
         for first in range(1000, 1090, 10):
-            batch = [*range(first, first + 10)] * (
-                1 + first // 10 % 2
-            )  # half of them are not admitted
+            times = 1 + first // 10 % 2  # AdmitAfter(2) refuses half of them
+            batch = [*range(first, first + 10)] * times
             twins.step(*[batch] * tables)
             new.append(twins.waits())
             twins.step(*[range(500, 520)] * tables)

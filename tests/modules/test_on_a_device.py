@@ -94,7 +94,8 @@ MODULES = {
 
 
 def batch(step, device, varies=False):
-    """Returns a batch of features c, a, b: 3 bags each, with `varies` 1 to 3 bags."""
+    """Returns a batch of features a, c, b, or c, a, b: 3 bags each, with `varies` 1 to 3 bags."""
+    keys = ["a", "c", "b"] if step % 3 else ["c", "a", "b"]
     draw = torch.Generator().manual_seed(step)
     sizes = [1, 3, 2] if varies else [3, 3, 3]
     lengths = torch.randint(0, 4, (sum(sizes),), generator=draw)
@@ -102,11 +103,11 @@ def batch(step, device, varies=False):
     weights = torch.rand(len(ids), generator=draw).to(device).requires_grad_()
     ids, lengths = ids.to(device), lengths.to(device)
     if not varies:
-        return KeyedJaggedTensor(["c", "a", "b"], ids, weights, lengths)
+        return KeyedJaggedTensor(keys, ids, weights, lengths)
     inverse = torch.stack([torch.tensor([2, 0, 1, 0]) % size for size in sizes]).to(device)
     return KeyedJaggedTensor(
-        ["c", "a", "b"], ids, weights, lengths,
-        stride_per_key_per_rank=[[size] for size in sizes], inverse_indices=(["c", "a", "b"], inverse),
+        keys, ids, weights, lengths,
+        stride_per_key_per_rank=[[size] for size in sizes], inverse_indices=(keys, inverse),
     )  # fmt: skip
 
 
@@ -266,6 +267,14 @@ def test_a_module_of_the_meta_device_can_be_made_on_a_device(device):
     made.to_empty(device="cuda")
     here = pooled()
     assert_same(train(made, CUDA), train(here, "cpu"))
+    made = dyn.DynamicEmbeddingBagCollection(
+        configs(EmbeddingBagConfig), device="cuda", fused_params=fused()
+    )
+    assert_same(train(made, CUDA, steps=1), train(pooled(), "cpu", steps=1))
+    tables = made.local_tables()
+    before = [table.generation for table in tables.values()]
+    made.to("cuda").cuda()  # is there already
+    assert [table.generation for table in tables.values()] == before
     with pytest.raises(ValueError, match="expected a real device, got meta"):
         made.to("meta")
 
@@ -296,7 +305,7 @@ WRONG = {
 @pytest.mark.parametrize("name", ["pooled", "two groups", "half", "replaces", "expires", "frozen"])
 def test_wrong_lengths_change_nothing(device, name, lengths):
     module = MODULES[name]()
-    wrong = KeyedJaggedTensor(["c", "a", "b"], torch.arange(3), torch.ones(3), WRONG[lengths])
+    wrong = KeyedJaggedTensor(["a", "c", "b"], torch.arange(3), torch.ones(3), WRONG[lengths])
     with pytest.raises(ValueError, match="expected lengths") as of_cpu:
         module(wrong)
     train(module.to("cuda"), CUDA, steps=3)
@@ -327,4 +336,4 @@ def test_without_a_gpu_torch_raises_its_error_and_nothing_changes():
         module.to("cuda", torch.float16)
     assert_same(states(module), before)
     with pytest.raises(ValueError, match="expected"):
-        train(dyn.DynamicEmbeddingBagCollection(configs(EmbeddingBagConfig), device="cuda"), "cpu")
+        train(pooled(device="cuda"), "cpu")

@@ -20,7 +20,6 @@ HARDEST_IDS = [*EXTREME_IDS, *(unmix64(word) for word in (0, 1, 2**63, WORD - 2,
 some_ids = hard_ids | st.sampled_from(HARDEST_IDS)
 words = st.sampled_from([0, 1, 2**63 - 1, 2**63, WORD - 1]) | st.integers(0, WORD - 1)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64]
-CPU = torch.ops.torchrec_dyn
 UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint32}
 
 

@@ -18,8 +18,7 @@ from torch.nn.functional import embedding_bag
 from torchrec_dyn.initializers import Normal
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 
-pytestmark = pytest.mark.usefixtures("device")
-
+on_devices = pytest.mark.usefixtures("device")
 KINDS = list(OptimizerKind)
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 WITH_DECAY = [
@@ -55,6 +54,7 @@ def dense_step(rows, ids, offsets, mode, weights, upstream):
     rows.update(place, leaf.grad)
 
 
+@on_devices
 @pytest.mark.parametrize(("mode", "columns"), [("sum", 13), ("mean", 32), ("weighted", 33)])
 @pytest.mark.parametrize("rule", ALL_RULES, ids=lambda r: f"{r.kind.name}-{r.weight_decay_mode}")
 def test_twelve_steps_are_the_formulas(rule, columns, mode):
@@ -79,6 +79,7 @@ def test_twelve_steps_are_the_formulas(rule, columns, mode):
     assert state["step"].item() == rows.step == 12
 
 
+@on_devices
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("name", ["EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"])
 def test_ten_steps_are_fbgemms(name, pooling):
@@ -107,6 +108,7 @@ def test_ten_steps_are_fbgemms(name, pooling):
     )
 
 
+@on_devices
 @every_kind
 def test_sequences_learn_as_bags_of_one(kind):
     tables = [learning_table(RowOptimizer(kind, 0.1)) for _ in range(2)]
@@ -119,6 +121,7 @@ def test_sequences_learn_as_bags_of_one(kind):
     assert same_state(tables[0].export_state(), tables[1].export_state())
 
 
+@on_devices
 def test_torch_sgd_and_adam_agree():
     """If every row is in every batch, the classes of torch.optim are an oracle too."""
     for kind, make in (
@@ -141,6 +144,7 @@ def test_torch_sgd_and_adam_agree():
         torch.testing.assert_close(table.lookup(POOL)[0], dense.detach(), rtol=1e-4, atol=1e-5)
 
 
+@on_devices
 @pytest.mark.parametrize("kind", [OptimizerKind.ADAM, OptimizerKind.PARTIAL_ROWWISE_ADAM])
 def test_steps_count_training_forwards_also_empty_ones(kind):
     """Each training forward is one step of each table; a backward uses the step of its forward."""
@@ -162,6 +166,7 @@ def test_steps_count_training_forwards_also_empty_ones(kind):
     torch.testing.assert_close(table.lookup(POOL)[0].double(), rows.weight, rtol=1e-5, atol=1e-6)
 
 
+@on_devices
 def test_the_learning_rate_is_read_at_the_backward():
     table = learning_table(RowOptimizer(OptimizerKind.EXACT_SGD, 0.1))
     group, before = make_group(table), table.lookup(POOL[:1])[0]
@@ -174,6 +179,7 @@ def test_the_learning_rate_is_read_at_the_backward():
     )
 
 
+@on_devices
 @every_kind
 def test_column_shards_learn_as_the_whole(kind):
     """Bit-equal if the columns of a row share no moment."""
@@ -196,6 +202,7 @@ def test_column_shards_learn_as_the_whole(kind):
         assert torch.equal(joined, whole.lookup(POOL)[0])
 
 
+@on_devices
 @every_kind
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_wild_gradients_reach_their_rows_only(kind, value):
@@ -212,6 +219,7 @@ def test_wild_gradients_reach_their_rows_only(kind, value):
     assert after[1].isfinite().all()
 
 
+@on_devices
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_tables_of_a_group_learn_as_alone(pooling):
     """The outputs of several features are interleaved; bags are long, so each gradient is read often."""
@@ -306,6 +314,7 @@ def test_each_row_learns_as_if_alone(rule, dtype, is_weighted, columns):
         assert same_state(row, alone.export_state()), number
 
 
+@on_devices
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("columns", [5, 16, 100])
 def test_sums_are_made_in_the_order_of_the_batch(is_weighted, columns):
@@ -325,6 +334,7 @@ def test_sums_are_made_in_the_order_of_the_batch(is_weighted, columns):
         assert torch.equal(after, row - 0.5 * total)
 
 
+@on_devices
 @pytest.mark.parametrize(
     "rule",
     [
@@ -354,6 +364,7 @@ def test_a_wild_row_reaches_no_moment(rule, wild, order):
     assert not table.lookup(ids_of(1))[0].isfinite().any()
 
 
+@on_devices
 @every_rule
 def test_threads_do_not_change_the_bits_where_most_rows_are_named_once(rule, threads):
     """If the batch is cut into parts, several threads square the gradient of one bag, each for its rows."""

@@ -122,7 +122,7 @@ INITIAL = {"first_column": 1, "parameters": [-1.0, 1.0, 0.0, 1.0, 0.0, 1.0], "ke
 SAMPLES = {
     "mix64": [lambda: {"ids": whole(0, -1, 5)}, lambda: {"ids": whole()}],
     "unmix64": [lambda: {"mixed": whole(0, -1, 5)}],
-    "raise_errors": [lambda: {"like": torch.ones(2)}, lambda: {"like": whole()}],
+    "raise_errors": [lambda: {"like": torch.empty(0)}, lambda: {"like": whole()}],
     "lookup": [
         lambda: {"ids": whole(5, 9, 5), "table_offsets": whole(0, 2, 3), **two_maps()},
         lambda: {"ids": whole(), "table_offsets": whole(0), "slots": [], "moved": whole()},

@@ -232,9 +232,9 @@ class PretendedDevice(TorchFunctionMode):
         if not any(map(_is_cuda, [*named, kwargs.get("device")])) and func is not torch.Tensor.cuda:
             return func(*args, **kwargs)
         if moves and is_here:  # is on its device already; another dtype may be named too
-            args = [value for value in args if not _is_cuda(value)]
+            dtypes = [value for value in args if isinstance(value, torch.dtype)]
             kwargs.pop("device", None)
-            return args[0].to(*args[1:], **kwargs) if args[1:] or kwargs else args[0]
+            return args[0].to(*dtypes, **kwargs) if dtypes or kwargs else args[0]
         if func is torch.Tensor.cuda:
             return self.of(args[0].clone())
         args = [HOST if _is_cuda(value) else value for value in args]

@@ -9,8 +9,6 @@ from table_cases import ids_of, make_table, same_state
 
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
-from torchrec_dyn.lookup.batch_rows import rows_in_training
-from torchrec_dyn.lookup.table_lists import list_tables
 from torchrec_dyn.optimizers import OptimizerKind
 from torchrec_dyn.table import contents, moment_of
 
@@ -72,21 +70,26 @@ def test_ids_and_rows_of_any_device_are_read_and_written(device):
 
 def test_tables_do_not_follow_torchs_default_device():
     """Nor do descriptions of calls, which are on the CPU for every device."""
-    ids, rows, offsets = torch.arange(300), torch.ones(300, 4), torch.tensor([0, 300])
+    ids, rows = torch.arange(300), torch.ones(300, 4)
     with torch.device("meta"):
-        lives = dyn.LeastRecentlyUsed(), dyn.AdmitAfter(2)
-        table = living_table(*lives, limit=200)
-        for some in (ids, ids[:150], ids[50:], ids):
-            rows_in_training(list_tables([table]).trained, some, offsets.clamp(max=len(some)))
+        table = living_table(dyn.ExpireAfter(time=3), dyn.AdmitAfter(2))
+        table.assign(ids[:200], rows[:200])
         moment = moment_of(table)
-        table.assign(ids[:100], rows[:100])
+        table.set_time(5)
+        table.assign(ids[100:], rows[100:])
         table.erase(ids[:3])
+        assert [len(ids) for ids in changes_since(moment, table)] == [200, 3]
+        assert table.last_seen(ids).max() == 5 and table.count(ids).max() == 0
         state = table.export_state()
         table.convert(torch.float16)
         table.load_state(state)
-        assert len(moment.log.changed_rows(moment, table.id_map)[0]) == table.num_rows
-    assert table.stats()["evicted_full"] > 0 and same_state(
-        table.export_state(), {**state, "weight": state["weight"].half()}
+        state["weight"] = state["weight"].half()
+        assert same_state(table.export_state(), state)
+
+
+def changes_since(moment, table):
+    return moment.log.changed_rows(moment, table.id_map)[0], moment.log.removed_ids(
+        moment, table.id_map
     )
 
 
@@ -110,7 +113,5 @@ def test_a_device_that_cannot_be_used_is_refused_before_anything_changes(where, 
 
 def test_a_build_without_cuda_kernels_says_so(monkeypatch):
     monkeypatch.setattr(ops, "has_cuda_kernels", lambda: False)
-    with pytest.raises(
-        ValueError, match="was built without CUDA kernels, got cuda. Build it where nvcc"
-    ):
+    with pytest.raises(ValueError, match="built without CUDA kernels, got cuda"):
         make_table(device="cuda")

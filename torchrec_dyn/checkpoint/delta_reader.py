@@ -39,7 +39,7 @@ IN_ORDER = (
     "Apply every delta once and in order, to a copy whose model and optimizer were loaded from the "
     "checkpoint that was saved when the marker was made."
 )
-_NONE = torch.empty(0, dtype=torch.int64)
+_NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 Sums = Mapping[str, int]
 
 
@@ -199,7 +199,7 @@ def _checked(change: TableChange) -> tuple[Sums, Sums]:
     """Checks and sums this rank's part."""
     summed = change.model.check(), change.optimizer.check([change.model])
     for one in change.model.staged or ():
-        if bool((one.id_map.lookup(change.removed) >= 0).any()):
+        if bool((one.id_map.lookup(change.removed.to(one.id_map.slots.device)) >= 0).any()):
             raise ValueError(
                 f"{change.where}: expected removed ids without a row, got removed ids with a row. {DAMAGED}"
             )

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchrec_dyn.storage import to_host
+
 _DTYPES = {
     "I64": torch.int64,
     "F32": torch.float32,
@@ -187,7 +189,7 @@ class SafetensorsWriter:
         Args:
             values: [M, ...], whole rows of the present tensor, in its dtype.
         """
-        numbers = values.contiguous().flatten().view(torch.uint8)
+        numbers = to_host(values).contiguous().flatten().view(torch.uint8)
         self._missing -= numbers.numel()
         self._file.write(numbers.numpy().data)
 

@@ -219,7 +219,7 @@ def _check_room(
         return
     absent = []
     for first, last in _chunks(count, 8):
-        ids = torch.empty(last - first, dtype=torch.int64)
+        ids = torch.empty(last - first, dtype=torch.int64, device="cpu")
 
         def read(ids: Tensor = ids, first: int = first, last: int = last) -> None:
             ids.copy_(read_ids(first, last))
@@ -228,7 +228,9 @@ def _check_room(
         if table.group is not None:
             dist.broadcast(ids, dist.get_global_rank(table.group, 0), group=table.group)
         ids = ids[table.pieces.owns(ids)]
-        absent += [ids[torch.eq(one.id_map.lookup(ids), -1)] for one in first_shard]
+        for one in first_shard:
+            own = ids.to(one.device)
+            absent.append(own[torch.eq(one.id_map.lookup(own), -1)])
 
     def check() -> None:
         for one in first_shard:

@@ -242,7 +242,7 @@ def _open_table(
 def _read_config(
     where: str, tensors: Mapping[str, ChunkedTensor], fields: tuple[str, ...]
 ) -> dict[str, Any]:
-    nothing = torch.empty(0, dtype=torch.uint8)
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
     saved = tensors["config"].whole() if "config" in tensors else nothing
     config = saved_config.from_bytes(where, saved)
     if any(field not in config for field in fields):

@@ -102,7 +102,7 @@ class ChunkedTensor:
         Raises:
             ValueError: if the files do not match the metadata.
         """
-        found = torch.zeros(last - first, self._columns, dtype=self.dtype)
+        found = torch.zeros(last - first, self._columns, dtype=self.dtype, device="cpu")
         missing = found.numel()
         begin = bisect_left(self._starts, first - self._longest + 1)
         end = bisect_left(self._starts, last)
@@ -131,7 +131,7 @@ class ChunkedTensor:
             into.copy_(self._unpacked[number][row : row + len(into)])
             return
         assert chunk.numbers_at is not None
-        part = into if into.is_contiguous() else torch.empty(into.shape, dtype=self.dtype)
+        part = into if into.is_contiguous() else into.new_empty(into.shape)
         size = part.numel() * self.dtype.itemsize
         with self._open(chunk) as file:
             file.seek(chunk.numbers_at + row * chunk.shape[1] * self.dtype.itemsize)

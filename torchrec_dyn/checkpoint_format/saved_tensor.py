@@ -88,7 +88,7 @@ def _whole(part: Part) -> Tensor:
 
 
 def _copied(part: Part) -> Part:
-    block = torch.empty(part.size, dtype=_dtype_of(part))
+    block = torch.empty(part.size, dtype=_dtype_of(part), device="cpu")
     for start, stop in row_ranges(part.size, block.dtype):
         block[start:stop] = part.read(start, stop)
     if not part.size:
@@ -285,7 +285,7 @@ def numbers_of(value: Tensor) -> Tensor:
     """
     if not isinstance(value, SavedTensor):
         return value
-    made, copied = torch.empty(value.shape, dtype=value.dtype), 0
+    made, copied = torch.empty(value.shape, dtype=value.dtype, device="cpu"), 0
     for offset, block in value.local():
         made[tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))] = block
         copied += block.numel()

@@ -97,7 +97,7 @@ class RowCheck:
 
     def __init__(self, table: str) -> None:
         self._table = table
-        self._last = torch.empty(0, dtype=torch.int64)
+        self._last = torch.empty(0, dtype=torch.int64, device="cpu")
         self.sums: dict[str, int] = {}
 
     def add(self, rows: Mapping[str, Tensor]) -> bool:

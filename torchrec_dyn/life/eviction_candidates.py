@@ -94,7 +94,9 @@ class EvictionCandidates:
 
     def oldest(self, most: int, scores: Scores) -> Reading[tuple[Tensor, Tensor] | None]:
         """Returns the ids and rows of the `most` oldest rows of the list; None if it has fewer."""
-        examined = 2 * most  # the rows of the last call may still be in front
+        # The rows of the last call may still be in front. Of a GPU all rows are examined at once: each
+        # further round would be a wait.
+        examined = 2 * most if self._rows.is_cpu else len(self._rows)
         while most <= len(self._rows):
             # Ends with -1 if too few are unchanged.
             places = places_of(self._is_unchanged(examined, scores), most)

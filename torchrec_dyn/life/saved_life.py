@@ -54,8 +54,8 @@ def check_life(where: str, state: Mapping[str, Tensor], ids: Tensor) -> None:
                 f"{where}: expected {name} {_SHAPES[name]} of int64 for {ids.numel()} rows, got "
                 f"{list(saved.shape)} of {saved.dtype}."
             )
-    waiting = state.get("waiting", torch.empty(3, 0, dtype=torch.int64))
-    clock = state.get("clock", torch.empty(2, 0, dtype=torch.int64))
+    waiting = state.get("waiting", torch.empty(3, 0, dtype=torch.int64, device="cpu"))
+    clock = state.get("clock", torch.empty(2, 0, dtype=torch.int64, device="cpu"))
     _check_range(where, "last_seen", NO_STEP - 1, state.get("last_seen"), waiting[1])
     _check_range(where, "count", MOST_COUNT, state.get("count"), waiting[2])
     _check_range(where, "clock", torch.iinfo(torch.int64).max, clock)

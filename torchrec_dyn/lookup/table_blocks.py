@@ -111,7 +111,7 @@ def blocks_with_initial_rows(
             found, first = rows[begin:end], end - begin
             stores[t] = weights.with_copies(found, unseen.numel())
             copies = torch.arange(first, device=rows.device)
-            found.copy_(torch.where(found < 0, -1, copies))
+            found.copy_(copies.masked_fill_(found < 0, -1))
         else:
             first = weights.capacity
             stores[t] = weights.with_added_blocks(unseen.numel())

@@ -164,6 +164,6 @@ def _resized(value: Tensor, name: str, saved: Any) -> Tensor | None:
         is_right = saved.size == value.size() and saved.properties.dtype == value.dtype
         if is_right and not isinstance(value, SavedTensor):
             return None
-        return torch.empty(saved.size, dtype=saved.properties.dtype)
+        return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
     size = (2, 0) if name == "clock" else (0, *value.shape[1:])
-    return torch.empty(size, dtype=value.dtype)
+    return torch.empty(size, dtype=value.dtype, device="cpu")

@@ -150,7 +150,7 @@ class TableEntry(ABC):
             place = place_of_block(store, origin, self.places, offset, size)
             if place is not None and store.dtype == dtype:
                 return place
-        return torch.empty(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device="cpu")
 
     def receive(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
         """Stages a block that was read.

@@ -160,7 +160,7 @@ def ranges_of_part(
         return [(0, total)]
     block, width = ids_per_rank(ranks), (1 << 64) // len(cells)
     first, last = part * block // width, ((part + 1) * block - 1) // width
-    begins = [0, *torch.tensor(cells, dtype=torch.int64).cumsum(0).tolist()]
+    begins = [0, *torch.tensor(cells, dtype=torch.int64, device="cpu").cumsum(0).tolist()]
     # The last S places may hold ids after the last range, of any part.
     return [(begins[first], begins[last + 1]), (max(0, total - ranks), total)]
 

@@ -64,9 +64,10 @@ def empty_model_tensors(
         has_life: True if the table has a policy.
         has_waiting: True if ids wait for admission.
     """
-    ids = torch.empty(0, dtype=torch.int64)
+    ids = torch.empty(0, dtype=torch.int64, device="cpu")
     dtype = getattr(torch, config["rows"])
-    saved = {"weight": torch.empty(0, config["embedding_dim"], dtype=dtype), "ids": ids}
+    weight = torch.empty(0, config["embedding_dim"], dtype=dtype, device="cpu")
+    saved = {"weight": weight, "ids": ids}
     if has_life:
         saved |= {"last_seen": ids, "count": ids, "clock": ids.view(2, 0)}
     if has_waiting:
@@ -192,7 +193,8 @@ def _sealed(
     sums = _sums(table, saved, ids, order)
     # The chunks of "cells" are an index of sharded tables. Unsharded tables save the tensor too, so that the
     # names are the same.
-    cells = torch.empty(ids.numel() + (1 << cell_bits(ids.numel())), 0, dtype=torch.uint8)
+    places = ids.numel() + (1 << cell_bits(ids.numel()))
+    cells = torch.empty(places, 0, dtype=torch.uint8, device="cpu")
     return {**saved, "checksum": as_words(sums, order), "cells": cells}
 
 

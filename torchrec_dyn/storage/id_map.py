@@ -263,14 +263,16 @@ class IdMap:
             ids_of_rows: function that returns what this map's `ids_of_rows` returns; None: this map's.
         """
         step = 1 << max(1, most).bit_length() - 1
-        numbers = torch.empty(min(rows, step), dtype=torch.int64, device=self.slots.device)
+        places = torch.arange(min(rows, step), device=self.slots.device)
+        numbers = torch.empty_like(places)
         at_once = _ROWS_AT_ONCE * max(1, -(-rows // (_MOST_SCANS * _ROWS_AT_ONCE)))
         for first in range(0, rows, at_once):
             last = min(rows, first + at_once)
             ids, has_id = (ids_of_rows or self.ids_of_rows)(first, last)
             is_full = bool(has_id.all())
             for here, used in zip(ids.split(step), has_id.split(step), strict=True):
-                those = torch.arange(first, first + len(here), out=numbers[: len(here)])
+                those = numbers[: len(here)]
+                torch.add(places[: len(here)], first, out=those)
                 first += len(here)
                 yield (here, those) if is_full or used.all() else (here[used], those[used])
 

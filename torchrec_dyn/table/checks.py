@@ -151,7 +151,7 @@ def check_state(
     """
     if "ids" not in state or "weight" not in state:
         raise ValueError(f"{where}: expected ids and weight, got {sorted(state)}.")
-    step = state.get("step", torch.tensor(0))
+    step = state.get("step", torch.tensor(0, device="cpu"))
     if step.numel() != 1 or not 0 <= int(step) < 1 << 62:
         raise ValueError(f"{where}: expected a step >= 0, got {step.tolist()}.")
     ids = state["ids"]

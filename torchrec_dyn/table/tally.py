@@ -57,7 +57,7 @@ class Tally:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        zeros = torch.zeros(size + 1, dtype=torch.int64)
+        zeros = torch.zeros(size + 1, dtype=torch.int64, device="cpu")
         self.counted = Counted(0, zeros, zeros[1:])
         self.edits = 0
 
