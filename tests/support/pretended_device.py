@@ -31,6 +31,7 @@ from torchrec_dyn import ops
 from torchrec_dyn.ranks import host_group
 
 run_backward = torch.autograd._engine_run_backward
+_patches = []  # of the devices that are entered; not in a device, which copies of its tensors copy
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ROOT / "torchrec_dyn", ROOT / "tests"  # not .venv, which has torch's files
 TORCHREC = Path(importlib.util.find_spec("torchrec").origin).parent
@@ -184,21 +185,22 @@ class PretendedDevice(TorchFunctionMode):
     def __enter__(self):
         cuda_guard()(True)
         fbgemm_gradients()
-        self._patches = ExitStack()
+        patches = ExitStack()
+        _patches.append(patches)
         for owner, name, replacement in (
             (ops, "has_cuda_kernels", lambda: True),  # the kernels of the simt build
             (torch.cuda, "current_stream", lambda device=None: _Stream()),
             (torch.cuda, "set_device", lambda device: None),
             (torch.autograd, "_engine_run_backward", self._run_backward),
         ):
-            self._patches.enter_context(mock.patch.object(owner, name, replacement))
+            patches.enter_context(mock.patch.object(owner, name, replacement))
         if not torch.backends.cuda.is_built():
-            self._patches.callback(self._kernels()._destroy)
+            patches.callback(self._kernels()._destroy)
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        self._patches.close()
+        _patches.pop().close()
         cuda_guard()(False)
         try:  # an error of this device must not be raised by the next test
             simt_library().raise_errors(torch.empty(0))

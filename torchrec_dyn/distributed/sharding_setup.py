@@ -19,6 +19,7 @@ from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules import (
     DEFAULT_FUSED_PARAMS,
@@ -121,6 +122,17 @@ def _check_surroundings(env: ShardingEnv, device: torch.device | None, where: st
             f"{where}: expected DistributedModelParallel, got TorchRec's DMPCollection (2D parallelism). Its "
             "sync averages rows by their position, and replicas of a dynamic table have an id at different "
             "positions. Use DistributedModelParallel over all ranks."
+        )
+    place = device if device is not None else torch.device("cpu")
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"{where}: expected rows of a sharded collection on cpu or cuda, got {place}. Pass one of these "
+            "as the device of DistributedModelParallel; rows are made when training first sees their ids."
+        )
+    if place.type == "cuda" and not ops.has_cuda_kernels():
+        raise ValueError(
+            f"{where}: expected rows on the CPU, since torchrec_dyn was built without CUDA kernels, got "
+            f"{place}. Build it where nvcc is installed, or shard with device=torch.device('cpu')."
         )
 
 
