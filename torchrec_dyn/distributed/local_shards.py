@@ -82,6 +82,7 @@ class LocalShards:
         self._dynamic = setup.dynamic
         self._optimizers = setup.view.optimizers
         self._env = env
+        self._device = setup.device
         self.frozen = set(setup.frozen)
         self._initializers: dict[str, Initializer] = {}  # from trained rows or checkpoints
         self._kernels = list(_kernels_of(lookups))
@@ -273,6 +274,7 @@ class LocalShards:
             self._configs[name],
             self._group,
             self.frozen,
+            self._device,
         )
 
 

@@ -46,6 +46,7 @@ class ShardingSetup:
         view: the module that TorchRec shards in place of the collection.
         unsharded: the collection without its rows, to be sharded again.
         frozen: names of the frozen tables.
+        device: the device of the rows.
     """
 
     where: str
@@ -56,6 +57,7 @@ class ShardingSetup:
     view: ShardableView
     unsharded: nn.Module
     frozen: set[str]
+    device: torch.device
 
 
 def set_up(
@@ -106,7 +108,10 @@ def set_up(
     dynamic = {name: table.dynamic for name, table in tables.items()}
     frozen = {name for name, table in tables.items() if table.is_frozen}
     unsharded = module.without_rows()
-    return ShardingSetup(where, configs, for_our_kernel, layouts, dynamic, view, unsharded, frozen)
+    place = device if device is not None else torch.device("cpu")
+    return ShardingSetup(
+        where, configs, for_our_kernel, layouts, dynamic, view, unsharded, frozen, place
+    )
 
 
 def _check_surroundings(env: ShardingEnv, device: torch.device | None, where: str) -> None:

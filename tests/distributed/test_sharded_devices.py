@@ -1,0 +1,139 @@
+"""Sharded collections on a device: edits, policies, resharding and feature processors have the CPU's bits."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import workers
+from pretended_device import CUDA, PretendedDevice
+from processed_training import processed
+from sharded_cases import FUSED_PARAMS, Case, Table, usual_plan
+from sharded_training import batches, collection_of
+from sharded_twins import ShardedTwins, group_for_cuda
+
+import torchrec_dyn as dyn
+from torchrec_dyn.ranks import agree, host_group
+
+KINDS = ["table_wise", "row_wise", "column_wise"]
+
+
+def case_of(kinds=KINDS, pooled=True, config=None, **options):
+    plans = {kind: usual_plan(kind, 8, 2, 2) for kind in kinds}
+    tables = [Table(kind, [kind], plans[kind], config=config) for kind in kinds]
+    return Case(tables, pooled=pooled, fused_params=FUSED_PARAMS, **options)
+
+
+def on_cpu(value):
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def edit(twins):
+    """Makes the same edits of both models, and compares the results."""
+    rank = dist.get_rank()
+    for table in twins.case.tables:
+        results = []
+        for collection, place in zip(twins.collections, (torch.device("cpu"), CUDA), strict=True):
+            handle = collection.table(table.name)
+            ids = torch.arange(6, device=place) * 3 + 100 * rank
+            handle.assign(ids, torch.ones(6, 8, device=place) * (rank + 1))
+            erased = handle.erase(ids[:2])
+            found = handle.whole.lookup(ids)
+            assert {one.device for one in (*found, handle.ids(), handle.whole.ids())} == {place}
+            assert {one.device for one in handle.lookup(ids)} == {place}
+            results.append([erased, *found, *handle.lookup(ids), handle.ids(), handle.whole.ids()])
+            results[-1] += [handle.whole.num_rows, handle.stats()["rows"], handle.columns]
+            if table.config is not None:
+                results[-1] += [handle.whole.last_seen(ids), handle.count(ids)]
+                collection.set_time(5)
+        for ours, theirs in zip(*results, strict=True):
+            ours, theirs = on_cpu(ours), on_cpu(theirs)
+            is_same = ours == theirs if not isinstance(ours, torch.Tensor) else torch.equal(ours, theirs)
+            assert is_same, f"{table.name}: {ours}, on the device {theirs}"
+
+
+def move(twins):
+    """Moves all tables to other ranks."""
+    for model, collection in zip(twins.models, twins.collections, strict=True):
+        plan = {
+            table.name: usual_plan(kind, 8, 2, 2, 1)
+            for table, kind in zip(twins.case.tables, [*KINDS[1:], KINDS[0]], strict=True)
+        }
+        model.sharders[0].reshard(collection, plan, model._env, model.device)
+
+
+def freeze(twins):
+    for collection in twins.collections:
+        collection.table(twins.case.tables[0].name).freeze()
+
+
+def evaluate(twins):
+    for model in twins.models:
+        model.eval()
+    twins.forward(batches(twins.case, 9)[0][dist.get_rank()])
+    for model in twins.models:
+        model.train()
+
+
+def prefetch(twins):
+    """Gives rows to the ids of the next batch, as a pipeline does."""
+    batch = batches(twins.case, 1)[0][dist.get_rank()]
+    for collection, place in zip(twins.collections, (torch.device("cpu"), CUDA), strict=True):
+        context = collection.create_context()
+        arrived = collection.input_dist(context, batch.to(place)).wait().wait()
+        collection.prefetch(arrived, None, context)
+        context.sent.close()
+
+
+ACTIONS = {"edits": edit, "moves": move, "freezes": freeze, "evaluates": evaluate, "prefetches": prefetch}
+LIVES = {
+    "recent": dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed()),
+    "expires": dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(steps=1), admission=dyn.AdmitAfter(2)),
+}  # fmt: skip
+
+
+def train_and_act(case, action, trains_first=False):
+    def trained(collection):
+        if trains_first:
+            collection(batches(case, 7)[1])
+        return collection
+
+    with PretendedDevice() as device:
+        twins = ShardedTwins(device, case, wrap=trained)
+        twins.train(0)
+        if action is not None:
+            ACTIONS[action](twins)
+        twins.train(1)
+        twins.check_notes()
+        return twins.compare()
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("pooled", [True, False])
+def test_an_action_between_steps_has_the_result_of_the_cpu(action, pooled):
+    assert sum(workers.run(train_and_act, case_of(pooled=pooled), action, world_size=2)) > 0
+
+
+@pytest.mark.parametrize("action", [None, "edits", "moves"])
+@pytest.mark.parametrize("life", LIVES)
+def test_tables_with_policies_train_on_a_device(life, action):
+    case = case_of(pooled=life == "expires", config=LIVES[life], dedup=life != "expires")
+    assert sum(workers.run(train_and_act, case, action, world_size=2)) > 0
+
+
+def test_rows_trained_on_the_cpu_are_copied_to_a_device():
+    assert sum(workers.run(train_and_act, case_of(), None, True, world_size=2)) > 0
+
+
+def agree_beside_cuda():
+    """Returns the answers of an agreement over a group that sends no tensors of the CPU."""
+    group = group_for_cuda()
+    host = host_group(group)
+    assert host is not group and host is host_group(group)
+    assert host_group(host) is host and host_group(dist.group.WORLD) is dist.group.WORLD
+    assert dist.get_process_group_ranks(host) == dist.get_process_group_ranks(group)
+    with pytest.raises(ValueError, match=r"^here\(rank=1\): expected it, got none"):
+        agree(group, "here", ValueError("expected it, got none") if dist.get_rank() else None)
+    return agree(group, "here", value=dist.get_rank())
+
+
+def test_ranks_agree_over_a_group_for_gpus():
+    assert workers.run(agree_beside_cuda, world_size=2) == [[0, 1]] * 2
