@@ -1,5 +1,7 @@
 """Sharded collections on a device: edits, policies, resharding and feature processors have the CPU's bits."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,7 +48,9 @@ def edit(twins):
                 collection.set_time(5)
         for ours, theirs in zip(*results, strict=True):
             ours, theirs = on_cpu(ours), on_cpu(theirs)
-            is_same = ours == theirs if not isinstance(ours, torch.Tensor) else torch.equal(ours, theirs)
+            is_same = (
+                ours == theirs if not isinstance(ours, torch.Tensor) else torch.equal(ours, theirs)
+            )
             assert is_same, f"{table.name}: {ours}, on the device {theirs}"
 
 
@@ -83,7 +87,13 @@ def prefetch(twins):
         context.sent.close()
 
 
-ACTIONS = {"edits": edit, "moves": move, "freezes": freeze, "evaluates": evaluate, "prefetches": prefetch}
+ACTIONS = {
+    "edits": edit,
+    "moves": move,
+    "freezes": freeze,
+    "evaluates": evaluate,
+    "prefetches": prefetch,
+}
 LIVES = {
     "recent": dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed()),
     "expires": dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(steps=1), admission=dyn.AdmitAfter(2)),
@@ -137,3 +147,34 @@ def agree_beside_cuda():
 
 def test_ranks_agree_over_a_group_for_gpus():
     assert workers.run(agree_beside_cuda, world_size=2) == [[0, 1]] * 2
+
+
+def train_processed():
+    """Trains position weights, too; DDP does not average their gradients here."""
+    case = case_of(["table_wise", "row_wise"], weighted=True)
+    # Parameters that move become new ones: a tensor of the CPU does not get the memory of the device.
+    overwrites = mock.patch.object(
+        torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True
+    )
+    with PretendedDevice() as device, overwrites:
+        twins = ShardedTwins(
+            device,
+            case,
+            wrap=lambda collection: processed(case, collection, "collection"),
+            sharder=lambda: dyn.DynamicFeatureProcessedEmbeddingBagCollectionSharder(FUSED_PARAMS),
+        )
+        for step in range(2):
+            twins.train(step)
+        grads = [
+            {name: on_cpu(weight.grad) for name, weight in model.named_parameters()}
+            for model in twins.models
+        ]
+        assert grads[0].keys() == grads[1].keys() and grads[0]
+        for name, grad in grads[0].items():
+            assert torch.equal(grad, grads[1][name]), name
+        twins.check_notes()
+        return twins.compare()
+
+
+def test_feature_processors_train_on_a_device():
+    assert sum(workers.run(train_processed, world_size=2)) > 0

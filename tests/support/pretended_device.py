@@ -58,7 +58,9 @@ def cuda_guard():
     if torch.backends.cuda.is_built():
         return lambda is_set: torch._C._ensureCUDADeviceGuardSet()
     source = Path(__file__).with_name("cuda_guard.cpp")
-    library = LIBRARY.with_name(f"cuda_guard-{torch.__version__}.so")  # built once, for all processes
+    library = LIBRARY.with_name(
+        f"cuda_guard-{torch.__version__}.so"
+    )  # built once, for all processes
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include"]
@@ -84,9 +86,7 @@ def _select_rows(
 ):
     """As the op of fbgemm: rows of several matrices that lie in one tensor."""
     sizes = [rows * columns for rows, columns in zip(input_rows, input_columns, strict=True)]
-    parts = zip(
-        inputs.split(sizes), indices.split(input_num_indices), input_columns, strict=True
-    )
+    parts = zip(inputs.split(sizes), indices.split(input_num_indices), input_columns, strict=True)
     selected = [part.view(-1, columns)[places] for part, places, columns in parts]
     if permute_output_dim_0_1:
         return torch.cat(selected, 1).flatten()
@@ -220,7 +220,7 @@ class PretendedDevice(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Changes calls for which torch wants a real device: those that name it, and two more."""
         kwargs = dict(kwargs or {})
-        if func is torch.device:
+        if func in (torch.device, torch._C._nn._parse_to):
             return func(*args, **kwargs)
         is_here = bool(args) and isinstance(args[0], PretendedTensor)
         if func is torch.Tensor.pin_memory:

@@ -61,6 +61,7 @@ class ShardedTwins:
                 device=place,
                 plan=ShardingPlan(plan),
                 sharders=[sharder_of(case) if sharder is None else sharder()],
+                init_data_parallel=False,  # DDP's reducer wants a real device
             )
             for group, place in ((dist.group.WORLD, torch.device("cpu")), (group_for_cuda(), CUDA))
         ]
