@@ -9,7 +9,7 @@ import workers
 from pretended_device import CUDA, PretendedDevice
 from processed_training import processed
 from sharded_cases import FUSED_PARAMS, Case, Table, usual_plan
-from sharded_training import batches, collection_of
+from sharded_training import batches
 from sharded_twins import ShardedTwins, group_for_cuda
 
 import torchrec_dyn as dyn
@@ -178,3 +178,25 @@ def train_processed():
 
 def test_feature_processors_train_on_a_device():
     assert sum(workers.run(train_processed, world_size=2)) > 0
+
+
+def waits_of_step(case):
+    """Returns the lines at which the host waits in a step whose ids are known."""
+    with PretendedDevice() as device:
+        twins = ShardedTwins(device, case)
+        twins.train(0)
+        twins.train(0)
+        device.forget()
+        twins.train(0)
+        return [
+            note.place for note in device.reads if note.op not in ("sort_by_owner", "update_rows_")
+        ]
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_the_host_waits_for_the_lengths_for_torchrec_and_for_new_ids(kind):
+    for places in workers.run(waits_of_step, case_of([kind]), world_size=2):
+        ours = [place.split(":")[0] for place in places if not place.startswith("torchrec/")]
+        expected = ["torchrec_dyn/lookup/unread_counts.py", "torchrec_dyn/table/insertion.py"]
+        assert ours in (expected, expected[:1]), places  # a rank without the table does not look up
+        assert len(places) - len(ours) <= 3 + (kind == "row_wise"), places

@@ -1,4 +1,4 @@
-"""Sharded collections refuse devices that tables do not support, and TorchRec's 2D parallelism, before anything is built."""
+"""Sharded collections refuse wrong devices and TorchRec's 2D parallelism, before anything is built."""
 
 from unittest import mock
 
@@ -21,11 +21,11 @@ def refuse_device(pooled, device):
     case = case_of(pooled)
     plan = ShardingPlan({"collection": {"t": case.tables[0].plan}})
     model = Holder(collection_of(case))
-    with mock.patch("torchrec_dyn.ops.has_cuda_kernels", lambda: False):
-        with pytest.raises(ValueError) as caught:
-            DistributedModelParallel(
-                model, device=torch.device(device), plan=plan, sharders=[sharder_of(case)]
-            )
+    without = mock.patch("torchrec_dyn.ops.has_cuda_kernels", lambda: False)
+    with without, pytest.raises(ValueError) as caught:
+        DistributedModelParallel(
+            model, device=torch.device(device), plan=plan, sharders=[sharder_of(case)]
+        )
     return str(caught.value)
 
 

@@ -283,7 +283,7 @@ class PretendedDevice(TorchFunctionMode):
 
     def _kernels(self):
         """Returns kernels for CUDA of ops that C++ calls, where this mode does not see them."""
-        kernels = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+        kernels = torch.library.Library("aten", "IMPL")
 
         def empty(size, **options):
             options.pop("device", None)
@@ -293,7 +293,7 @@ class PretendedDevice(TorchFunctionMode):
         return kernels
 
     def _run_backward(self, *args, **kwargs):
-        """Runs the engine in this thread: its threads for GPUs were started without this device, or not at all.
+        """Runs the engine in this thread: its threads for GPUs may have been started without this device.
 
         Calls of Python's functions of torch leave this mode; nodes of the graph need it.
         """

@@ -1,4 +1,4 @@
-"""Trains a sharded collection on the CPU and its twin on a pretended device, in the processes of one group."""
+"""Trains a sharded collection on the CPU and its twin on a pretended device, in one process group."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class ShardedTableHandle:
         process_group: the ranks.
         frozen: names of the frozen tables of the collection, on every rank; `freeze` and `unfreeze` change
             this set.
-        device: device of the rows, and of the tensors that the methods return; arguments may be on any device.
+        device: device of the rows and of the tensors that methods return; arguments may be on any device.
 
     Attributes:
         features: names of the features that read the table.

@@ -37,7 +37,7 @@ class WholeTable:
         embedding_dim: number of columns, D.
         dtype: dtype of the rows.
         group: the ranks; it sends tensors of the CPU.
-        device: device of the rows, and of the tensors that the methods return; arguments may be on any device.
+        device: device of the rows and of the tensors that methods return; arguments may be on any device.
     """
 
     def __init__(
