@@ -13,6 +13,7 @@ from sharded_training import batches
 from sharded_twins import ShardedTwins, group_for_cuda
 
 import torchrec_dyn as dyn
+from torchrec_dyn import ops
 from torchrec_dyn.ranks import agree, host_group
 
 KINDS = ["table_wise", "row_wise", "column_wise"]
@@ -200,3 +201,23 @@ def test_the_host_waits_for_the_lengths_for_torchrec_and_for_new_ids(kind):
         expected = ["torchrec_dyn/lookup/unread_counts.py", "torchrec_dyn/table/insertion.py"]
         assert ours in (expected, expected[:1]), places  # a rank without the table does not look up
         assert len(places) - len(ours) <= 3 + (kind == "row_wise"), places
+
+
+def save_after_an_error():
+    with PretendedDevice() as device:
+        twins = ShardedTwins(device, case_of())
+        twins.train(0)
+        if dist.get_rank():  # an op that finds a wrong position, and does not wait to say so
+            numbers = [
+                torch.zeros(2, dtype=torch.int64),
+                torch.tensor([0, 9]),
+                torch.zeros(1).long(),
+            ]
+            ops.fill_new_(*map(device.of, numbers))
+        with pytest.raises((RuntimeError, ValueError), match=r"rank=1\).*fill_new_"):
+            twins.models[1].state_dict()
+        return len(twins.models[1].state_dict())
+
+
+def test_a_save_raises_the_errors_of_earlier_ops_on_all_ranks():
+    assert min(workers.run(save_after_an_error, world_size=2)) > 0

@@ -6,7 +6,7 @@ sharding types, and the rows and columns of each table on each rank. `routing` c
 """
 
 from torchrec_dyn.ranks.agreement import agree, gather_results, run_together
-from torchrec_dyn.ranks.host_group import host_group
+from torchrec_dyn.ranks.groups import host_group
 from torchrec_dyn.ranks.layout import (
     SHARDING_TRAITS,
     SPREAD_SHARDINGS,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torchrec_dyn.ranks.host_group import host_group
+from torchrec_dyn.ranks.groups import host_group
 
 T = TypeVar("T")
 

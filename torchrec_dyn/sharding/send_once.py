@@ -94,8 +94,8 @@ class SendOnce:
             shards = enumerate(self._table_of)
             places = torch.cat([parts[t] + (begins[shard] - first[t]) for shard, t in shards])
         of_features = [0] * len(features.keys())
-        for first, count in zip(self._first_feature, sent, strict=False):
-            of_features[first] = count
+        for feature, count in zip(self._first_feature, sent, strict=False):
+            of_features[feature] = count
         once = KeyedJaggedTensor(
             keys=features.keys(),
             values=ids,
