@@ -1,4 +1,4 @@
-"""Sharded collections refuse GPUs and TorchRec's 2D parallelism, before anything is built."""
+"""Sharded collections refuse wrong devices and TorchRec's 2D parallelism, before anything is built."""
 
 from unittest import mock
 
@@ -17,25 +17,28 @@ def case_of(pooled):
     return Case([table], pooled=pooled, fused_params=FUSED_PARAMS)
 
 
-def refuse_gpu(pooled, device):
+def refuse_device(pooled, device):
     case = case_of(pooled)
     plan = ShardingPlan({"collection": {"t": case.tables[0].plan}})
     model = Holder(collection_of(case))
-    with pytest.raises(ValueError) as caught:
+    without = mock.patch("torchrec_dyn.ops.has_cuda_kernels", lambda: False)
+    with without, pytest.raises(ValueError) as caught:
         DistributedModelParallel(
             model, device=torch.device(device), plan=plan, sharders=[sharder_of(case)]
         )
     return str(caught.value)
 
 
-@pytest.mark.parametrize("pooled, device", [(True, "cuda:0"), (False, "cuda"), (True, "meta")])
-def test_sharding_on_a_gpu_is_refused(pooled, device):
-    (text,) = workers.run(refuse_gpu, pooled, device, world_size=1)
-    assert (
-        f"('collection'): expected rows of a sharded collection on the CPU, got {device}." in text
-    )
-    assert "Shard with device=torch.device('cpu')" in text
-    assert text.endswith("Unsharded collections train on CUDA.")
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_gpu_is_refused_without_kernels(pooled):
+    (text,) = workers.run(refuse_device, pooled, "cuda:0", world_size=1)
+    assert "('collection'): expected rows on the CPU, since torchrec_dyn was built without" in text
+    assert text.endswith("or shard with device=torch.device('cpu').")
+
+
+def test_other_devices_are_refused():
+    (text,) = workers.run(refuse_device, True, "meta", world_size=1)
+    assert "('collection'): expected rows of a sharded collection on cpu or cuda, got meta." in text
 
 
 def refuse_move_to_gpu():
@@ -50,9 +53,9 @@ def refuse_move_to_gpu():
     return str(caught.value)
 
 
-def test_resharding_to_a_gpu_is_refused():
+def test_resharding_to_another_device_is_refused():
     (text,) = workers.run(refuse_move_to_gpu, world_size=1)
-    assert "expected rows of a sharded collection on the CPU, got cuda." in text
+    assert ".reshard: expected the device of the collection, cpu, got cuda." in text
 
 
 def refuse_replicas(pooled):

@@ -22,7 +22,9 @@ def whole_of(copy: int, rows_are_spread: bool) -> WholeTable:
         if rank in piece.ranks
     ]
     layout = TableLayout(tuple(pieces), rows_are_spread)
-    return WholeTable("here", layout, shards, 4, torch.float32, dist.group.WORLD)
+    return WholeTable(
+        "here", layout, shards, 4, torch.float32, dist.group.WORLD, torch.device("cpu")
+    )
 
 
 def edit_copies(rows_are_spread: bool) -> tuple[list[int], int, int | float, int]:

@@ -1,15 +1,53 @@
-// A device guard for CUDA that does nothing, for a torch without CUDA (pretended_device.py).
+// A device guard and hooks for CUDA that do nothing, for a torch without CUDA (pretended_device.py).
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <cstring>
 
 namespace {
 
-struct NoDevices final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
-  c10::DeviceIndex deviceCount() const noexcept override { return 0; }
+const c10::Device DEVICE(c10::DeviceType::CUDA, 0);
+
+c10::Stream stream() { return c10::Stream(c10::Stream::DEFAULT, DEVICE); }
+
+// One GPU with one stream, whose work is always done.
+struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  c10::Device getDevice() const override { return DEVICE; }
+  c10::Device exchangeDevice(c10::Device) const override { return DEVICE; }
+  c10::Stream getStream(c10::Device) const noexcept override { return stream(); }
+  c10::Stream getNewStream(c10::Device, int) const override { return stream(); }
+  c10::Stream exchangeStream(c10::Stream) const noexcept override { return stream(); }
+  void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
 };
+
+// The autograd engine asks for an accelerator.
+struct Hooks final : at::CUDAHooksInterface {
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  int getNumGPUs() const override { return 1; }
+};
+
+// torch creates its hooks once, before this library is loaded. They have no members, so the first word, which
+// points to the virtual functions, is all of them.
+void set_hooks(bool set) {
+  static_assert(sizeof(Hooks) == sizeof(void*) && sizeof(at::CUDAHooksInterface) == sizeof(void*));
+  static void* const hooks = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
+  static const at::CUDAHooksInterface stock;
+  static const Hooks ours;
+  std::memcpy(hooks, set ? static_cast<const void*>(&ours) : static_cast<const void*>(&stock), sizeof(void*));
+}
 
 }  // namespace
 
 extern "C" void set_cuda_guard(bool set) {
-  static const NoDevices guard;
+  static const Guard guard;
+  set_hooks(set);
   c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(set ? &guard : nullptr);
 }

@@ -12,22 +12,29 @@ devices in one op, and ops of ours that have no kernel for CUDA.
 
 import ctypes
 import functools
+import importlib.util
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from device_ops import DESCRIPTIONS, LIBRARY, kernels_of, simt_library
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from torchrec_dyn import ops
+from torchrec_dyn.ranks import host_group
 
-has_cuda_kernels = ops.has_cuda_kernels
+run_backward = torch.autograd._engine_run_backward
+_patches = []  # of the devices that are entered; not in a device, which copies of its tensors copy
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ROOT / "torchrec_dyn", ROOT / "tests"  # not .venv, which has torch's files
+TORCHREC = Path(importlib.util.find_spec("torchrec").origin).parent
 HOST = torch.device("cpu")
 CUDA = torch.device("cuda:0")
 aten = torch.ops.aten
@@ -46,16 +53,67 @@ COPIES = {aten._to_copy, aten.copy_, aten._copy_from}
 
 @functools.cache
 def cuda_guard():
-    """Returns a function that sets or unsets torch's guard for CUDA, which indexing needs."""
+    """Returns a function that sets or unsets torch's guard and hooks for CUDA: see cuda_guard.cpp."""
     torch_folder = Path(torch.__file__).parent
     if torch.backends.cuda.is_built():
         return lambda is_set: torch._C._ensureCUDADeviceGuardSet()
-    with tempfile.TemporaryDirectory() as folder:
-        library = f"{folder}/cuda_guard.so"
-        command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include"]
-        command += [str(Path(__file__).with_name("cuda_guard.cpp")), "-o", library]
-        subprocess.run([*command, f"-L{torch_folder}/lib", "-lc10"], check=True)
-        return ctypes.CDLL(library).set_cuda_guard
+    source = Path(__file__).with_name("cuda_guard.cpp")
+    library = LIBRARY.with_name(
+        f"cuda_guard-{torch.__version__}.so"
+    )  # built once, for all processes
+    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include"]
+            command += [str(source), "-o", f"{folder}/it.so", f"-L{torch_folder}/lib"]
+            subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
+            Path(folder, "it.so").replace(library)
+    return ctypes.CDLL(str(library)).set_cuda_guard
+
+
+@functools.cache
+def fbgemm_gradients():
+    """Registers the gradients for CUDA of ops of fbgemm; its libraries for the CPU do not have them."""
+    if torch.backends.cuda.is_built():
+        return None
+    kernels = torch.library.Library("fbgemm", "IMPL")
+    kernels.impl("permute_pooled_embs_auto_grad_split", _Permuted.apply, "AutogradCUDA")
+    kernels.impl("batch_index_select_dim0", _select_rows, "AutogradCUDA")
+    return kernels  # kept: they are dropped with it
+
+
+def _select_rows(
+    inputs, indices, input_num_indices, input_rows, input_columns, permute_output_dim_0_1=False
+):
+    """As the op of fbgemm: rows of several matrices that lie in one tensor."""
+    sizes = [rows * columns for rows, columns in zip(input_rows, input_columns, strict=True)]
+    parts = zip(inputs.split(sizes), indices.split(input_num_indices), input_columns, strict=True)
+    selected = [part.view(-1, columns)[places] for part, places, columns in parts]
+    if permute_output_dim_0_1:
+        return torch.cat(selected, 1).flatten()
+    return torch.cat([one.flatten() for one in selected])
+
+
+class _Permuted(torch.autograd.Function):
+    """Pooled embeddings in another order."""
+
+    @staticmethod
+    def forward(ctx, pooled, *order):
+        ctx.order = order
+        return torch.ops.fbgemm.permute_pooled_embs_split(pooled, *order)
+
+    @staticmethod
+    def backward(ctx, grad):
+        widths, places, inverse_widths, inverse_places = ctx.order
+        permute = torch.ops.fbgemm.permute_pooled_embs_split
+        order = inverse_widths, inverse_places, widths, places
+        return permute(grad.contiguous(), *order), None, None, None, None
+
+
+class _Stream:
+    """Stands for torch's current stream."""
+
+    def synchronize(self):
+        """Does nothing: the read before it, or after it, is noted."""
 
 
 class Note(NamedTuple):
@@ -96,6 +154,18 @@ class PretendedTensor(torch.Tensor):
         return f"PretendedTensor({self.memory})"
 
 
+class _Reentered(TorchFunctionMode):
+    """Enters a device again where torch has left it."""
+
+    def __init__(self, device):
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """As the device."""
+        return self._device.__torch_function__(func, types, args, kwargs)
+
+
 class PretendedDevice(TorchFunctionMode):
     """While entered, tensors for CUDA are pretended ones; notes what the device's owner should know.
 
@@ -114,12 +184,23 @@ class PretendedDevice(TorchFunctionMode):
 
     def __enter__(self):
         cuda_guard()(True)
-        ops.has_cuda_kernels = lambda: True  # the kernels of the simt build
+        fbgemm_gradients()
+        patches = ExitStack()
+        _patches.append(patches)
+        for owner, name, replacement in (
+            (ops, "has_cuda_kernels", lambda: True),  # the kernels of the simt build
+            (torch.cuda, "current_stream", lambda device=None: _Stream()),
+            (torch.cuda, "set_device", lambda device: None),
+            (torch.autograd, "_engine_run_backward", self._run_backward),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, replacement))
+        if not torch.backends.cuda.is_built():
+            patches.callback(self._kernels()._destroy)
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        ops.has_cuda_kernels = has_cuda_kernels
+        _patches.pop().close()
         cuda_guard()(False)
         try:  # an error of this device must not be raised by the next test
             simt_library().raise_errors(torch.empty(0))
@@ -139,9 +220,11 @@ class PretendedDevice(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Changes calls for which torch wants a real device: those that name it, and two more."""
         kwargs = dict(kwargs or {})
-        if func is torch.device:
+        if func in (torch.device, torch._C._nn._parse_to):
             return func(*args, **kwargs)
         is_here = bool(args) and isinstance(args[0], PretendedTensor)
+        if func is torch.Tensor.pin_memory:
+            return args[0]
         if is_here and func is torch.Tensor.tolist:
             return args[0].cpu().tolist()
         if is_here and func is torch.Tensor.data_ptr:
@@ -161,7 +244,8 @@ class PretendedDevice(TorchFunctionMode):
         args = [HOST if _is_cuda(value) else value for value in args]
         if "device" in kwargs:
             kwargs["device"] = HOST
-        return self.of(func(*args, **kwargs))
+        made = func(*args, **kwargs)
+        return self.of(made.detach()).requires_grad_(made.requires_grad)
 
     def run(self, func, args, kwargs):
         """Runs an op that has an argument on this device."""
@@ -182,6 +266,10 @@ class PretendedDevice(TorchFunctionMode):
             self._note(self.without_kernel, name)
         if name == "lookup" and isinstance(given["table_offsets"], PretendedTensor):
             args = (args[0], _ascending(args[1], len(args[0])), *args[2:])
+        if func.namespace == "c10d":  # the memory is on the CPU; NCCL's groups do not send it
+            args = [_for_host(value) for value in args]
+        if name == "keyed_jagged_index_select_dim1":  # fbgemm has it for CUDA only
+            func = _select_segments
         waits = self._waits.value
         result = func(*args, **kwargs)
         for _ in range(self._waits.value - waits):
@@ -194,6 +282,25 @@ class PretendedDevice(TorchFunctionMode):
                 results[place] = self.of(results[place])
             return results[0] if isinstance(result, torch.Tensor) else tuple(results)
         return tree_map(lambda value: self._tensor(value, memories), result)
+
+    def _kernels(self):
+        """Returns kernels for CUDA of ops that C++ calls, where this mode does not see them."""
+        kernels = torch.library.Library("aten", "IMPL")
+
+        def empty(size, **options):
+            options.pop("device", None)
+            return self.of(torch.empty(size, **{k: v for k, v in options.items() if v is not None}))
+
+        kernels.impl("empty.memory_format", empty, "CUDA")
+        return kernels
+
+    def _run_backward(self, *args, **kwargs):
+        """Runs the engine in this thread: its threads for GPUs may have been started without this device.
+
+        Calls of Python's functions of torch leave this mode; nodes of the graph need it.
+        """
+        with torch.autograd.set_multithreading_enabled(False), _Reentered(self):
+            return run_backward(*args, **kwargs)
 
     def _tensor(self, value, memories):
         if not isinstance(value, torch.Tensor):
@@ -245,15 +352,35 @@ def _sent(value, memories):
     return HOST if _is_cuda(value) else value
 
 
+def _select_segments(
+    values, lengths, offsets, indices, batch_size, weights=None, selected_lengths_sum=None
+):
+    """As the op of fbgemm, for one key."""
+    assert batch_size == len(lengths)
+    lengths, *selected = torch.ops.fbgemm.permute_1D_sparse_data(
+        indices, lengths, values, weights, selected_lengths_sum
+    )
+    return [selected[0], lengths, *(selected[1:] if weights is not None else [])]
+
+
+def _for_host(value):
+    """Returns the group for the CPU of a process group."""
+    if not isinstance(value, torch.ScriptObject) or "ProcessGroup" not in str(value._type()):
+        return value
+    return host_group(dist.ProcessGroup.unbox(value)).boxed()
+
+
 def _place():
-    """Returns the innermost line of the package below `ops`, or else of the caller."""
+    """Returns the innermost line of the package below `ops`, or of TorchRec, or else of the caller."""
     frame, here = sys._getframe(), []
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if any(map(path.is_relative_to, OURS)) and path != Path(__file__) and path.name != "ops.py":
             here.append((path.relative_to(ROOT), frame.f_lineno))
+        elif path.is_relative_to(TORCHREC):
+            here.append((path.relative_to(TORCHREC.parent), frame.f_lineno))
         frame = frame.f_back
-    package = [one for one in here if one[0].parts[0] == "torchrec_dyn"]
+    package = [one for one in here if one[0].parts[0] in ("torchrec_dyn", "torchrec")]
     path, line = [*package, *here, (Path("?"), 0)][0]
     return f"{path}:{line}"
 

@@ -91,6 +91,9 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         plan = table_name_to_parameter_sharding
         if spread := _spread_tables(plan):
             _check_sends_positions(processors, spread, self._where)
+        if not any(weight.is_meta for weight in processors.parameters()):
+            processors.to(device)  # TorchRec resets weights that it moves, also trained ones
+            device = next((weight.device for weight in processors.parameters()), device)
         super().__init__(module, plan, cast(Any, ebc_sharder), env, device, module_fqn)
         self._embedding_bag_collection.accept_unweighted_batches()
         self._longest = _longest_bags(processors)

@@ -3,6 +3,8 @@
 Every rank sends any ids, to every chosen piece of the table. If rows are spread, each id is sent to its owner
 in the piece, as in a batch.
 
+All tensors are on the CPU: these calls are rare, and a group of gloo sends them.
+
 Legend: M ids of this rank's caller, K ids sent to this rank, C columns on this rank, D columns of the table.
 """
 

@@ -18,7 +18,7 @@ from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import time_fault
 from torchrec_dyn.modules import check_not_gathered, initializer_of, row_dtype
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import agree
+from torchrec_dyn.ranks import agree, host_group
 from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
 from torchrec_dyn.state_dict import ShardPieces, load_tables, save_tables
 from torchrec_dyn.storage import ForwardTicket, OutstandingForwards, TableLock
@@ -82,6 +82,7 @@ class LocalShards:
         self._dynamic = setup.dynamic
         self._optimizers = setup.view.optimizers
         self._env = env
+        self._device = setup.device
         self.frozen = set(setup.frozen)
         self._initializers: dict[str, Initializer] = {}  # from trained rows or checkpoints
         self._kernels = list(_kernels_of(lookups))
@@ -250,9 +251,10 @@ class LocalShards:
 
     @property
     def _group(self) -> dist.ProcessGroup:
+        """The group for tensors of the CPU."""
         group = self._env.process_group
         assert isinstance(group, dist.ProcessGroup)
-        return group
+        return host_group(group)
 
     def _by_name(self) -> dict[str, list[DynamicTable]]:
         shards: dict[str, list[DynamicTable]] = {name: [] for name in self._configs}
@@ -272,6 +274,7 @@ class LocalShards:
             self._configs[name],
             self._group,
             self.frozen,
+            self._device,
         )
 
 

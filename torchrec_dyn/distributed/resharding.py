@@ -55,7 +55,8 @@ def reshard(
             are no feature processors.
 
     Raises:
-        ValueError: on every rank, if the plan is not valid or differs between ranks, if the sharder changes
+        ValueError: on every rank, if the plan is not valid or differs between ranks, if the device is of
+            another type than the collection's, if the sharder changes
             a table's optimizer, if a batch was sent and not looked up yet, or if a forward of a table that
             moves is open; nothing has changed then.
         RuntimeError: on every rank, if some rank could not move its rows; nothing has changed then.
@@ -72,6 +73,12 @@ def reshard(
             )
     if not changed:
         return
+    if device is not None and device.type != collection._device.type:
+        raise ValueError(
+            f"{call}: expected the device of the collection, {collection._device.type}, got {device}. Tables "
+            "move between ranks, not between devices: save the model, and load it where it is sharded on the "
+            "other device."
+        )
     plan = {**collection.module_sharding_plan, **changed}
     made = run_together(group, call, lambda: _shard_again(sharder, collection, plan, env, device))
     new: LocalShards = made._shards

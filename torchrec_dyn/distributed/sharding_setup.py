@@ -19,6 +19,7 @@ from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules import (
     DEFAULT_FUSED_PARAMS,
@@ -45,6 +46,7 @@ class ShardingSetup:
         view: the module that TorchRec shards in place of the collection.
         unsharded: the collection without its rows, to be sharded again.
         frozen: names of the frozen tables.
+        device: the device of the rows.
     """
 
     where: str
@@ -55,6 +57,7 @@ class ShardingSetup:
     view: ShardableView
     unsharded: nn.Module
     frozen: set[str]
+    device: torch.device
 
 
 def set_up(
@@ -105,7 +108,10 @@ def set_up(
     dynamic = {name: table.dynamic for name, table in tables.items()}
     frozen = {name for name, table in tables.items() if table.is_frozen}
     unsharded = module.without_rows()
-    return ShardingSetup(where, configs, for_our_kernel, layouts, dynamic, view, unsharded, frozen)
+    place = device if device is not None else torch.device("cpu")
+    return ShardingSetup(
+        where, configs, for_our_kernel, layouts, dynamic, view, unsharded, frozen, place
+    )
 
 
 def _check_surroundings(env: ShardingEnv, device: torch.device | None, where: str) -> None:
@@ -122,11 +128,16 @@ def _check_surroundings(env: ShardingEnv, device: torch.device | None, where: st
             "sync averages rows by their position, and replicas of a dynamic table have an id at different "
             "positions. Use DistributedModelParallel over all ranks."
         )
-    if device is not None and device.type != "cpu":
+    place = device if device is not None else torch.device("cpu")
+    if place.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"{where}: expected rows of a sharded collection on the CPU, got {device}. Shard with "
-            "device=torch.device('cpu'): sharding on CUDA comes with the next step. Unsharded collections "
-            "train on CUDA."
+            f"{where}: expected rows of a sharded collection on cpu or cuda, got {place}. Pass one of these "
+            "as the device of DistributedModelParallel; rows are made when training first sees their ids."
+        )
+    if place.type == "cuda" and not ops.has_cuda_kernels():
+        raise ValueError(
+            f"{where}: expected rows on the CPU, since torchrec_dyn was built without CUDA kernels, got "
+            f"{place}. Build it where nvcc is installed, or shard with device=torch.device('cpu')."
         )
 
 

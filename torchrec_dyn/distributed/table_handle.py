@@ -33,6 +33,7 @@ class ShardedTableHandle:
         process_group: the ranks.
         frozen: names of the frozen tables of the collection, on every rank; `freeze` and `unfreeze` change
             this set.
+        device: device of the rows and of the tensors that methods return; arguments may be on any device.
 
     Attributes:
         features: names of the features that read the table.
@@ -48,14 +49,15 @@ class ShardedTableHandle:
         config: BaseEmbeddingConfig,
         process_group: dist.ProcessGroup,
         frozen: set[str],
+        device: torch.device,
     ) -> None:
         self.name = name
         self._frozen = frozen
         self.features = tuple(config.feature_names)
         self._shards = list(shards)
-        self._dtype = row_dtype(config)
+        self._dtype, self._device = row_dtype(config), device
         self.whole = WholeTable(
-            where, layout, self._shards, config.embedding_dim, self._dtype, process_group
+            where, layout, self._shards, config.embedding_dim, self._dtype, process_group, device
         )
 
     def update_from(self, other: ShardedTableHandle) -> None:
@@ -77,22 +79,28 @@ class ShardedTableHandle:
 
     def ids(self) -> Tensor:
         """Returns the ids on this rank, [R] int64 in unsigned order of mix64(id)."""
-        return self._shards[0].ids() if self._shards else torch.empty(0, dtype=torch.int64)
+        if self._shards:
+            return self._shards[0].ids()
+        return torch.empty(0, dtype=torch.int64, device=self._device)
 
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Reads rows by id. As `torchrec_dyn.lookup_rows`, for this rank's shard: rows are [M, C]."""
-        return read_rows(self._shards, ids, self._dtype)
+        return read_rows(self._shards, ids, self._dtype, self._device)
 
     def last_seen(self, ids: Tensor) -> Tensor:
         """Returns the step or time of each id's last occurrence in training.
 
         As `torchrec_dyn.read_last_seen`, for this rank's shard.
         """
-        return self._shards[0].last_seen(ids) if self._shards else torch.full_like(ids, -1)
+        if self._shards:
+            return self._shards[0].last_seen(ids)
+        return torch.full_like(ids, -1, device=self._device)
 
     def count(self, ids: Tensor) -> Tensor:
         """Returns each id's number of occurrences. As `torchrec_dyn.read_counts`, for this rank's shard."""
-        return self._shards[0].count(ids) if self._shards else torch.zeros_like(ids)
+        if self._shards:
+            return self._shards[0].count(ids)
+        return torch.zeros_like(ids, device=self._device)
 
     def stats(self) -> dict[str, int | float]:
         """Returns the counts of this rank's shard; if there are several column shards, of the first."""

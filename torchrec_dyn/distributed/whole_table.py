@@ -36,7 +36,8 @@ class WholeTable:
         shards: this rank's column shards in column order; may be empty.
         embedding_dim: number of columns, D.
         dtype: dtype of the rows.
-        group: the ranks.
+        group: the ranks; it sends tensors of the CPU.
+        device: device of the rows and of the tensors that methods return; arguments may be on any device.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class WholeTable:
         embedding_dim: int,
         dtype: torch.dtype,
         group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
         self._where = where
         self._layout = layout
@@ -54,6 +56,7 @@ class WholeTable:
         self._embedding_dim = embedding_dim
         self._dtype = dtype
         self._group = group
+        self._device = device
         self._first = layout.pieces[0]
         holds_first = dist.get_rank(group) in self._first.ranks
         self._first_shards = self._shards[:1] if holds_first else []
@@ -79,16 +82,16 @@ class WholeTable:
             if rank in self._first.ranks:
                 parts.append(part)
         together = torch.cat([mine[:0], *parts])
-        return together[canonical_order(together)]
+        return together[canonical_order(together)].to(self._device)
 
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Reads rows by id. As `torchrec_dyn.lookup_rows`."""
         exchange = self._send("lookup", ids)
         rows, found = self._do(
-            "lookup", lambda: read_rows(self._shards, exchange.arrived, self._dtype)
+            "lookup", lambda: read_rows(self._shards, exchange.arrived, self._dtype, self._device)
         )
         returned = exchange.return_rows(to_host(rows)), exchange.return_numbers(to_host(found))
-        return returned[0].to(ids.device), returned[1].to(ids.device)
+        return returned[0].to(self._device), returned[1].to(self._device)
 
     def last_seen(self, ids: Tensor) -> Tensor:
         """Returns each id's last occurrence in training. As `torchrec_dyn.read_last_seen`."""
@@ -171,7 +174,7 @@ class WholeTable:
         arrived, shards = exchange.arrived, self._first_shards
         numbers = self._do(verb, lambda: [to_host(read(shard, arrived)) for shard in shards])
         returned = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *numbers])
-        return exchange.return_numbers(returned).to(ids.device)
+        return exchange.return_numbers(returned).to(self._device)
 
     def _do(self, verb: str, work: Callable[[], _T]) -> _T:
         """Runs this rank's part of a call, locked; an exception of any rank is raised on every rank."""
@@ -199,7 +202,7 @@ def _edit_all(edits: Sequence[Callable[[], _T]]) -> list[_T]:
 
 
 def read_rows(
-    shards: Sequence[DynamicTable], ids: Tensor, dtype: torch.dtype
+    shards: Sequence[DynamicTable], ids: Tensor, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Reads rows of one rank's shards of a table and changes nothing. Not collective.
 
@@ -207,14 +210,15 @@ def read_rows(
         shards: shards of the table in column order; may be empty.
         ids: [K] int64.
         dtype: dtype of the rows.
+        device: device of the rows and of the results.
 
     Returns:
         rows: [K, C] in column order; zeros for an id without a row.
         found: [K] bool, True if the id has a row here.
     """
     if not shards:
-        not_found = torch.zeros(ids.numel(), dtype=torch.bool)
-        return torch.empty(ids.numel(), 0, dtype=dtype), not_found
+        not_found = torch.zeros(ids.numel(), dtype=torch.bool, device=device)
+        return torch.empty(ids.numel(), 0, dtype=dtype, device=device), not_found
     with shards[0].lock:  # all column shards at one moment
         read = [shard.lookup(ids) for shard in shards]
     return torch.cat([rows for rows, _ in read], dim=1), read[0][1]
@@ -247,7 +251,7 @@ def _fault_of_ids(ids: Tensor) -> str:
     if ids.dtype != torch.int64:
         return f"expected ids of dtype int64, got {ids.dtype}. Convert with ids.long()."
     if ids.is_meta:
-        return "expected ids on a real device, got meta."
+        return "expected ids with values, got ids on the meta device."
     return "" if ids.dim() == 1 else f"expected ids [M], got {list(ids.shape)}."
 
 
@@ -256,6 +260,6 @@ def _fault_of_rows(rows: Tensor, count: int, embedding_dim: int) -> str:
         return f"expected rows as a tensor, got {type(rows).__name__}."
     if tuple(rows.shape) != (count, embedding_dim):
         return f"expected rows [{count}, {embedding_dim}], got {list(rows.shape)}."
-    if not rows.is_floating_point():
-        return f"expected floating point rows, got {rows.dtype}."
-    return "expected rows on a real device, got meta." if rows.is_meta else ""
+    if rows.is_meta:
+        return "expected rows with values, got rows on the meta device."
+    return "" if rows.is_floating_point() else f"expected floating point rows, got {rows.dtype}."

@@ -189,7 +189,7 @@ def _check_times(times: Tensor, ids: int) -> None:
     if times.dtype != torch.int64 or times.shape != (ids,):
         got = f"{list(times.shape)} of {times.dtype}"
         raise ValueError(f"take_step: expected [{ids}] int64 times, one for each id, got {got}.")
-    least, most = (int(bound) for bound in times.aminmax()) if ids else (1, 1)
+    least, most = torch.stack(times.aminmax()).tolist() if ids else (1, 1)
     if least < 1 or most > MOST_COUNT:
         raise ValueError(f"take_step: expected times in [1, 2^32), got {least} to {most}.")
 
@@ -203,11 +203,13 @@ def _occurrences(
         return table_offsets, absent
     # A table without a life counts each sent id once, whatever the other tables of its group are.
     seen, of_ids = table_offsets.diff(), torch.cat([times.new_zeros(1), times.cumsum(0)])
-    seen[trained.with_life] = of_ids[table_offsets].diff()[trained.with_life]
-    if absent is not None:
+    of_tables = of_ids[table_offsets.to(times.device, non_blocking=True)].diff().cpu()
+    seen[trained.with_life] = of_tables[trained.with_life]
+    numbers = [number for number in trained.with_life if number in batch.unseen]
+    if absent is not None and numbers:
         absent = absent.clone()
-        for number in set(trained.with_life) & batch.unseen.keys():
-            absent[number] = batch.unseen[number].occurrences.sum()
+        sums = torch.stack([batch.unseen[number].occurrences.sum() for number in numbers])
+        absent[numbers] = sums.to(absent.device)
     return torch.cat([table_offsets[:1], seen.cumsum(0)]), absent
 
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from torchrec_dyn.ranks.groups import host_group
+
 T = TypeVar("T")
 
 
@@ -38,7 +40,7 @@ def agree(
         return [value]
     mine = (call, isinstance(fault, ValueError), None if fault is None else str(fault), value)
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)
+    dist.all_gather_object(gathered, mine, group=host_group(group))
     for rank, (other_call, is_value_error, text, _) in enumerate(gathered):
         if text is not None:
             error = ValueError if is_value_error else RuntimeError

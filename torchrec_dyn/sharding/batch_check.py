@@ -56,9 +56,11 @@ class BatchCheck:
         if not is_usual:
             self._check_names(keys)
         has_weights = features.weights_or_none() is not None
-        checked_features(
+        read = checked_features(
             features, self._weighted and (self.needs_weights or has_weights), self.where
         )
+        # TorchRec would add up the lengths again, and wait for a GPU.
+        features._length_per_key = read.counts
         if self._weighted and has_weights and torch.is_grad_enabled():
             self._check_weights_need_no_gradient(features.weights())
         varies = self._pooled and features.variable_stride_per_key()

@@ -60,21 +60,22 @@ class SumOverRanks(nn.Module):
             embedding_dims: [F] widths; needed if batch sizes vary by feature.
         """
         if batch_size_per_rank_per_feature is None or embedding_dims is None:
-            if self._gloo_fails_at(input_splits):
+            if self._gloo_fails_at(input_splits, local_embs.device):
                 return self._sum(local_embs, input_splits)
             return self._even(local_embs, input_splits=input_splits)
         sizes = [
             sum(bags * width for bags, width in zip(of_rank, embedding_dims, strict=True))
             for of_rank in batch_size_per_rank_per_feature
         ]
-        if self._gloo_fails_at(sizes):
+        if self._gloo_fails_at(sizes, local_embs.device):
             awaitable = self._sum(local_embs.view(-1, 1), sizes)
             awaitable.callbacks.append(torch.flatten)
             return awaitable
         return self._by_feature(local_embs, batch_size_per_rank_per_feature, embedding_dims)
 
-    def _gloo_fails_at(self, sizes: list[int] | None) -> bool:
-        return len(set(sizes or [])) > 1 and dist.get_backend(self._pg) == "gloo"
+    def _gloo_fails_at(self, sizes: list[int] | None, device: torch.device) -> bool:
+        # A group may have a backend for each device ("cpu:gloo,cuda:nccl").
+        return len(set(sizes or [])) > 1 and self._pg._get_backend(device).name() == "gloo"
 
     def _sum(self, partial_bags: Tensor, sizes: list[int] | None) -> PooledEmbeddingsAwaitable:
         ranks, width = self._pg.size(), partial_bags.shape[1]

@@ -93,12 +93,16 @@ class SendOnce:
             parts = places.split([sizes[shard] for shard in self._shard_of])
             shards = enumerate(self._table_of)
             places = torch.cat([parts[t] + (begins[shard] - first[t]) for shard, t in shards])
+        of_features = [0] * len(features.keys())
+        for feature, count in zip(self._first_feature, sent, strict=False):
+            of_features[feature] = count
         once = KeyedJaggedTensor(
             keys=features.keys(),
             values=ids,
             weights=as_weights(counts) if self._counted else None,
-            lengths=self._lengths(features, sent),
+            lengths=self._lengths(features, of_features),
             stride=features.stride(),
+            length_per_key=of_features,
         )
         return once, Expansion(places)
 
@@ -122,7 +126,7 @@ class SendOnce:
         bounds = list(accumulate((sizes[shard] for shard in self._shard_of), initial=0))
         # The op lists the distinct ids without a row (-1). Here all ids get -1.
         found, counts, offsets, places = ops.collect_new(
-            ids.contiguous(), torch.full_like(ids, -1), torch.tensor(bounds, device=ids.device)
+            ids.contiguous(), torch.full_like(ids, -1), torch.tensor(bounds, device="cpu")
         )
         return found, counts, offsets.diff().tolist(), places
 
@@ -130,14 +134,17 @@ class SendOnce:
         parts = of_tables.split(list(sizes))
         return torch.cat([parts[table] for table in self._table_of])
 
-    def _lengths(self, features: KeyedJaggedTensor, sent: Sequence[int]) -> Tensor:
-        """Spreads the ids over the bags; the owner uses only their table and the sender, not their bag."""
+    def _lengths(self, features: KeyedJaggedTensor, counts: Sequence[int]) -> Tensor:
+        """Spreads the ids over the bags; the owner uses only their table and the sender, not their bag.
+
+        Args:
+            features: the batch.
+            counts: [F] number of ids to send for each feature.
+        """
         batch, device = features.stride(), features.device()
-        lengths = features.lengths().new_zeros(len(features.keys()), batch)
-        each = torch.tensor(sent, device=device).unsqueeze(1)
+        each = torch.tensor(counts, device="cpu").to(device, non_blocking=True).unsqueeze(1)
         spread = each // batch + (torch.arange(batch, device=device) < each % batch)
-        lengths[self._first_feature[:-1]] = spread.to(lengths.dtype)
-        return lengths.flatten()
+        return spread.to(features.lengths().dtype).flatten()
 
 
 def as_weights(counts: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import (
     CHUNK_BYTES,
     MODEL_TENSORS,
@@ -89,6 +90,8 @@ class ShardSource(ABC):
     def __init__(self, pieces: ShardPieces, entry: Any) -> None:
         self.pieces = pieces
         self._entry = entry
+        for shard in pieces.shards[:1]:
+            ops.raise_errors(shard.id_map.slots)  # of earlier ops on a GPU: no save hides them
         self.canonical = [pieces.canonical(shard) for shard in pieces.shards]
 
     @abstractmethod

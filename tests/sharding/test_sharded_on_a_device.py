@@ -1,0 +1,42 @@
+"""Sharded collections on a device train with the bits of the CPU, under every plan."""
+
+import pytest
+import workers
+from sharded_cases import Case, Table, usual_plan
+from sharded_twins import train_twins
+
+import torchrec_dyn as dyn
+
+SEQUENCE_PLANS = ["table_wise", "row_wise", "column_wise"]
+PLANS = [*SEQUENCE_PLANS, "table_row_wise", "table_column_wise", "grid_shard"]
+
+
+def tables(plans, **options):
+    """Returns a table of two features for each plan; one feature belongs to all of them."""
+    return [
+        Table(plan, [plan, "shared"], usual_plan(plan, 8, 2, 2, turn), **options)
+        for turn, plan in enumerate(plans)
+    ]
+
+
+def averaged(gradient):
+    return dyn.DynamicTableConfig(gradient=gradient)
+
+
+CASES = {
+    "pooled": Case(tables(PLANS)),
+    "of mean": Case(tables(PLANS, pooling="MEAN"), batch_sizes=[3, 5]),
+    "weighted": Case(tables(PLANS), weighted=True, batch_sizes=[4, 0]),
+    "of variable batches": Case(tables(PLANS, pooling="MEAN"), variable=True),
+    "of sequences": Case(tables(SEQUENCE_PLANS), pooled=False, batch_sizes=[4, 0]),
+    "of variable sequences": Case(tables(SEQUENCE_PLANS), pooled=False, variable=True),
+    "of each id once": Case(tables(SEQUENCE_PLANS), pooled=False, dedup=True),
+    "by senders": Case(tables(PLANS, config=averaged("mean_over_senders"))),
+    "by sums": Case(tables(["row_wise"], config=averaged("sum")), variable=True),
+    "in half precision": Case(tables(PLANS), qcomm="FP16"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_collection_trains_on_a_device_with_the_bits_of_the_cpu(name):
+    assert sum(workers.run(train_twins, CASES[name], world_size=2)) > 0
