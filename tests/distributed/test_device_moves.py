@@ -149,14 +149,16 @@ def test_rows_on_the_device_are_read_and_edited_by_id(device, group):
         shards = halves(place)
         move_table(pieces_of(group, filled(place)), pieces_of(group, *shards), "move")
         pieces = pieces_of(group, *shards)
-        whole = WholeTable("t", pieces.layout, shards, 5, torch.float32, group)
+        where = torch.device(place)
+        whole = WholeTable("t", pieces.layout, shards, 5, torch.float32, group, where)
         ids = torch.tensor([3 * SPREAD, 21 * SPREAD, 5]).to(place)
         whole.assign(ids[1:], torch.ones(2, 5).to(place))
         assert whole.erase(ids[:1]) == 1
         answers = [*whole.lookup(ids), whole.count(ids), whole.last_seen(ids)]
-        assert {one.device for one in answers} == {torch.device(place)}
-        seen.append([*(one.cpu() for one in answers), whole.ids()])
-        assert torch.equal(whole.lookup(ids.cpu())[0], answers[0].cpu())
+        answers.append(whole.ids())
+        assert {one.device for one in answers} == {where}
+        seen.append([one.cpu() for one in answers])
+        assert torch.equal(whole.lookup(ids.cpu())[0].cpu(), answers[0].cpu())
     for one, other in zip(*seen, strict=True):
         assert torch.equal(one, other)
 
