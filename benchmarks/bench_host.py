@@ -164,7 +164,8 @@ def compared(name: str, case: Host, rounds: int, steps: int) -> list[dict[str, A
     making = {
         side: lambda _, side=side: made(side, case) and None for side in ("static", "dynamic")
     }
-    seconds = measure(making, 3, warm_up=0, clock="thread", before=lambda _: gc.collect() and None)
+    most = min(rounds, 3)
+    seconds = measure(making, most, 0, clock="thread", before=lambda _: gc.collect() and None)
     more |= {"ns_per_step": summary(seconds, 1)}
     seen = ratio(seconds, "dynamic", "static")
     return [*lines, result(name, 1, "make and shard", "static", seen, **more)]
