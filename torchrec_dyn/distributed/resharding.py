@@ -122,8 +122,8 @@ def _shard_again(
     present = collection._shards.device
     if device is not None and device.type != present.type:
         raise ValueError(
-            f"expected the device of the collection, {present.type}, got {device}. Tables move between ranks, "
-            "not between devices: save the model, and load it where it is sharded on the other device."
+            f"expected the device of the collection, {present.type}, got {device}. Tables move between "
+            "ranks, not between devices: save the model, and load it where it is sharded on the other device."
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first sharding has shown the same warnings
