@@ -9,12 +9,14 @@ import workers
 from pretended_device import CUDA, PretendedDevice
 from processed_training import processed
 from sharded_cases import FUSED_PARAMS, Case, Table, usual_plan
-from sharded_training import batches
+from sharded_training import batches, collection_of, sharder_of
 from sharded_twins import ShardedTwins, group_for_cuda
+from torchrec.distributed.types import ShardingEnv
 
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
 from torchrec_dyn.ranks import agree, host_group
+from torchrec_dyn.table import DynamicTable
 
 KINDS = ["table_wise", "row_wise", "column_wise"]
 
@@ -148,6 +150,46 @@ def agree_beside_cuda():
 
 def test_ranks_agree_over_a_group_for_gpus():
     assert workers.run(agree_beside_cuda, world_size=2) == [[0, 1]] * 2
+
+
+def agree_beside_a_group_of_one():
+    dist.new_group([0])
+    return agree(group_for_cuda.__wrapped__(), "here", value=dist.get_rank())
+
+
+def test_ranks_in_different_numbers_of_groups_agree():
+    answers = workers.run(agree_beside_a_group_of_one, world_size=2, group_timeout=8)
+    assert answers == [[0, 1]] * 2
+
+
+def shard_for_gpus(case):
+    assert dist.group.WORLD is not None
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    env.process_group = group_for_cuda.__wrapped__()
+    plan = {table.name: table.plan for table in case.tables}
+    return sharder_of(case).shard(collection_of(case), plan, env, torch.device("cpu"))
+
+
+def read_here():
+    collection = shard_for_gpus(case_of(["row_wise"]))
+    return dist.get_rank() or collection.table("row_wise").ids().tolist()
+
+
+def test_one_rank_alone_reads_a_table_over_a_group_for_gpus():
+    assert workers.run(read_here, world_size=2, group_timeout=8) == [[], 1]
+
+
+def fail_to_list_ids():
+    whole = shard_for_gpus(case_of(["row_wise"])).table("row_wise").whole
+    broken = mock.Mock(side_effect=ValueError("expected ids of this rank, got none"))
+    listed = broken if dist.get_rank() else DynamicTable.ids
+    text = r"ids\(rank=1\): expected ids of this rank, got none"
+    with mock.patch.object(DynamicTable, "ids", listed), pytest.raises(ValueError, match=text):
+        whole.ids()
+
+
+def test_an_error_while_ids_are_listed_is_raised_on_all_ranks():
+    workers.run(fail_to_list_ids, world_size=2, group_timeout=8)
 
 
 def train_processed():

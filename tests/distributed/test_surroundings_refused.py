@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 import workers
 from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand
-from sharded_training import Holder, collection_of, shard, sharder_of
+from sharded_training import Holder, collection_of, sharder_of
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 
 def case_of(pooled):
@@ -43,19 +43,21 @@ def test_other_devices_are_refused():
 
 def refuse_move_to_gpu():
     case = case_of(True)
-    model = shard(case, collection_of(case))
-    collection, rows = model.module.collection, model.module.collection.table("t").num_rows
+    plan, sharder = {"t": case.tables[0].plan}, sharder_of(case)
+    assert dist.group.WORLD is not None
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    collection = sharder.shard(collection_of(case), plan, env)  # device: None, the CPU
+    place = torch.device("cuda" if dist.get_rank() else "cpu")
     with pytest.raises(ValueError) as caught:
-        sharder_of(case).reshard(
-            collection, {"t": case.tables[0].plan}, model._env, torch.device("cuda")
-        )
-    assert collection.table("t").num_rows == rows
+        sharder.reshard(collection, plan, env, place)
+    assert collection.table("t").num_rows == 0
+    sharder.reshard(collection, plan, env, torch.device("cpu"))
     return str(caught.value)
 
 
-def test_resharding_to_another_device_is_refused():
-    (text,) = workers.run(refuse_move_to_gpu, world_size=1)
-    assert ".reshard: expected the device of the collection, cpu, got cuda." in text
+def test_resharding_to_another_device_on_one_rank_is_refused_on_all():
+    for text in workers.run(refuse_move_to_gpu, world_size=2):
+        assert ".reshard(rank=1): expected the device of the collection, cpu, got cuda." in text
 
 
 def refuse_replicas(pooled):

@@ -69,6 +69,7 @@ class LocalShards:
         frozen: names of the frozen tables, the same on every rank. Code that changes this set must also set
             `is_frozen` of the shards.
         batches: the batches whose ids were sent and not looked up yet.
+        device: the device of the rows.
     """
 
     def __init__(
@@ -82,13 +83,17 @@ class LocalShards:
         self._dynamic = setup.dynamic
         self._optimizers = setup.view.optimizers
         self._env = env
-        self._device = setup.device
+        self.device = setup.device
         self.frozen = set(setup.frozen)
         self._initializers: dict[str, Initializer] = {}  # from trained rows or checkpoints
         self._kernels = list(_kernels_of(lookups))
         self._tables = self._by_name()
         self._share(TableLock())
         self._handles: dict[str, ShardedTableHandle] = {}
+        if isinstance(env.process_group, dist.ProcessGroup):
+            host_group(
+                env.process_group
+            )  # now, on all ranks: later one rank alone may ask for a handle
 
     # Called by the collection.
 
@@ -274,7 +279,7 @@ class LocalShards:
             self._configs[name],
             self._group,
             self.frozen,
-            self._device,
+            self.device,
         )
 
 

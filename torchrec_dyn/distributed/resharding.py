@@ -73,12 +73,6 @@ def reshard(
             )
     if not changed:
         return
-    if device is not None and device.type != collection._device.type:
-        raise ValueError(
-            f"{call}: expected the device of the collection, {collection._device.type}, got {device}. Tables "
-            "move between ranks, not between devices: save the model, and load it where it is sharded on the "
-            "other device."
-        )
     plan = {**collection.module_sharding_plan, **changed}
     made = run_together(group, call, lambda: _shard_again(sharder, collection, plan, env, device))
     new: LocalShards = made._shards
@@ -125,13 +119,19 @@ def _shard_again(
     env: ShardingEnv,
     device: torch.device | None,
 ) -> Any:
+    present = collection._shards.device
+    if device is not None and device.type != present.type:
+        raise ValueError(
+            f"expected the device of the collection, {present.type}, got {device}. Tables move between "
+            "ranks, not between devices: save the model, and load it where it is sharded on the other device."
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first sharding has shown the same warnings
         made = sharder.shard(
             collection._shards.unsharded,
             plan,
             env,
-            device if device is not None else collection._device,
+            device if device is not None else present,
             collection._module_fqn,
         )
     before, after = collection._shards.optimizer_of, made._shards.optimizer_of

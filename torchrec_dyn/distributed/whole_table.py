@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_dyn.distributed.id_exchange import IdExchange
-from torchrec_dyn.ranks import Piece, TableLayout, agree, run_together
+from torchrec_dyn.ranks import Piece, TableLayout, agree, gather_results, run_together
 from torchrec_dyn.storage import TableLock, canonical_order, run_to_end, to_host
 from torchrec_dyn.table import DynamicTable
 
@@ -69,9 +69,14 @@ class WholeTable:
 
     def ids(self) -> Tensor:
         """Returns all ids of the table, [R] int64 in unsigned order of mix64(id), on every rank."""
-        held = [to_host(shard.ids()) for shard in self._first_shards]
+        held: list[Tensor] = []
+
+        def read() -> int:
+            held.extend(to_host(shard.ids()) for shard in self._first_shards)
+            return sum(ids.numel() for ids in held)
+
+        counts = gather_results(self._group, f"{self._where}.ids", read)
         mine = torch.cat([torch.empty(0, dtype=torch.int64), *held])
-        counts = self._agree("ids", value=mine.numel())
         parts = []
         for rank, count in enumerate(counts):
             if not count:

@@ -23,11 +23,14 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         return group
     if group not in _made:
         backend: Any = group._get_backend(group._device_types[0])
+        ranks = dist.get_process_group_ranks(group)
         made = dist.new_group(
-            dist.get_process_group_ranks(group),
+            ranks,
             timeout=getattr(getattr(backend, "options", None), "_timeout", None),
             backend="gloo",
-            use_local_synchronization=True,  # other ranks need not call
+            # Other ranks need not call. Of all ranks it must be False: the name of a local group has the
+            # number of groups of the rank, and ranks with different numbers would wait for each other.
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
         assert isinstance(made, dist.ProcessGroup)
         _made[group] = made
