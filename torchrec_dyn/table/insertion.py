@@ -41,17 +41,17 @@ def find_rows(maps: MapList, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor
         RuntimeError: on a GPU, an earlier op had invalid arguments (csrc/device_errors.h).
     """
     rows, absent = ops.lookup(ids, table_offsets, *maps.arrays())
-    return rows, _unmarked(absent.cpu(), ids)
+    return rows, absent if ids.is_cpu else _unmarked(absent.cpu(), ids)
 
 
 def _unmarked(absent: Tensor, ids: Tensor) -> Tensor:
-    """Returns numbers of absent ids; on a GPU, raises the error that their sign marks.
+    """Returns a GPU's numbers of absent ids; raises the error that their sign marks.
 
     Args:
         absent: [T] int64 of `ops.lookup`, on the CPU.
         ids: the ids of the lookup.
     """
-    if ids.is_cuda and min(absent.tolist(), default=0) < 0:
+    if min(absent.tolist(), default=0) < 0:
         ops.raise_errors(ids)
         return absent & _COUNT_BITS  # another thread has raised the error
     return absent
