@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage import MapList, Taking, arrays_of, run_to_end
+from torchrec_dyn.storage import MapList, Taking, arrays_of, host_numbers, run_to_end
 from torchrec_dyn.table.changes import note_added
 
 if TYPE_CHECKING:
@@ -187,8 +187,7 @@ def commit_rows(added: Sequence[Addition], again: bool) -> None:
     """`insert_rows` as an action of `run_to_end`."""
     maps = [of_table.table.id_map for of_table in added]
     ids, rows = (_joined([getattr(a, name) for a in added]) for name in ("ids", "rows"))
-    counts = [0, *(of_table.ids.numel() for of_table in added)]
-    offsets = torch.tensor(counts, device="cpu").cumsum(0)
+    offsets = host_numbers([0, *(of_table.ids.numel() for of_table in added)]).cumsum(0)
     for of_table in added:
         of_table.commit(again)
     arrays = arrays_of(maps)
