@@ -125,7 +125,7 @@ class AdmissionCounters:
         is_new = rows < 0
         num_new = int(is_new.sum()) if num_new is None else num_new
         new = places_of(is_new, num_new)
-        new_ids = ids[new]
+        new_ids = ids.index_select(0, new)
         self.reserve(num_new)
         taking = self._numbers.prepare(num_new)
         num_ids = len(self) + num_new
@@ -169,7 +169,7 @@ class AdmissionCounters:
         rows = self.id_map.lookup(ids)
         has_counter = rows >= 0
         places = places_of(has_counter, int(has_counter.sum()) if count is None else count)
-        self.drop(self._drop_of(ids[places], rows[places]))
+        self.drop(self._drop_of(ids.index_select(0, places), rows.index_select(0, places)))
 
     def _drop_of(self, ids: Tensor, rows: Tensor) -> Drop:
         return Drop(ids, rows, len(self) - rows.numel())

@@ -154,7 +154,7 @@ class CountCandidates:
             is_chosen = is_first & (is_first.cumsum(0) <= most)
             # Chosen ids are dropped when they are removed, not here: an interrupt may come in between.
             is_kept = ((rows >= 0) & _up_to(listed.end, counts, mixed))[order] & ~is_chosen
-            num_chosen, num_kept = yield torch.stack((is_chosen.sum(), is_kept.sum()))
+            num_chosen, num_kept = yield is_chosen.count_nonzero(), is_kept.count_nonzero()
             if num_chosen == most:
                 break
             if is_rest:

@@ -61,7 +61,7 @@ class EvictionCandidates:
         if not count:
             return self._ids[:0], self._rows[:0]
         is_unchanged = self._is_unchanged(count, scores)
-        [found] = yield is_unchanged.sum(0, keepdim=True)
+        [found] = yield [is_unchanged.count_nonzero()]
         places = places_of(is_unchanged, found)
         return self._ids[places], self._rows[places]
 
@@ -101,7 +101,7 @@ class EvictionCandidates:
         while most <= len(self._rows):
             # Ends with -1 if too few are unchanged.
             places = places_of(self._is_unchanged(examined, scores), most)
-            first, last = yield torch.stack((places[0], places[-1]))
+            first, last = yield places[0], places[-1]
             if last >= 0:
                 oldest = self._ids[places], self._rows[places]
                 self.drop(first)  # rows evicted, erased or seen since, which are skipped for ever

@@ -206,13 +206,14 @@ class RowLife:
             is_admitted = torch.zeros_like(ids, dtype=torch.bool)
         else:
             return Decision(occurrences, ids.numel())
-        numbers = [is_admitted.sum(), occurrences.masked_fill(is_admitted, 0).sum()]
+        numbers = [is_admitted.count_nonzero(), occurrences.masked_fill(is_admitted, 0).sum()]
         if is_waiting is not None:
-            is_new = ~(is_admitted | is_waiting)
-            numbers += [(is_admitted & is_waiting).sum(), is_new.sum()]
-        admitted, occurred, *of_counters = yield torch.stack(numbers)
-        places = places_of(is_admitted, admitted), places_of(~is_admitted, len(ids) - admitted)
-        return Decision(counts, admitted, *places, occurred, *of_counters)
+            numbers += [(is_admitted & is_waiting).count_nonzero(), is_waiting.count_nonzero()]
+        admitted, occurred, *of_counters = yield numbers
+        refused = ids.numel() - admitted
+        both, waiting = of_counters or (0, 0)
+        places = places_of(is_admitted, admitted), places_of(~is_admitted, refused)
+        return Decision(counts, admitted, *places, occurred, both, refused - (waiting - both))
 
     def refuse(self, ids: Tensor, counts: Tensor, step: int, num_new: int | None) -> None:
         """Writes the counters of refused ids.

@@ -99,11 +99,13 @@ class BagLayout:
                     f"{[list(sizes) for sizes in batch_sizes]}."
                 )
         # Checked here, before any id is inserted: the ops check only after the insertion.
-        descends = (offsets[1:] < offsets[:-1]).any().view(1)
-        begins = offsets[self._first_bags(bags, batch_sizes).to(offsets.device)]
-        words = torch.cat([begins, descends]).cpu()  # one read of a GPU
-        table_offsets, (first, *_, last, is_wrong) = words[:-1], words.tolist()
-        if is_wrong:
+        descends = (offsets[1:] < offsets[:-1]).any()
+        table_offsets = offsets[self._first_bags(bags, batch_sizes).to(offsets.device)]
+        if not offsets.is_cpu:  # one read of a GPU
+            words = torch.cat([table_offsets, descends.view(1)]).cpu()
+            table_offsets, descends = words[:-1], words[-1]
+        first, *_, last = table_offsets.tolist()
+        if descends:
             raise ValueError(
                 "lookup: expected ascending offsets, got descending ones. Are there negative lengths?"
             )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.optimizers import STATE_NAMES
-from torchrec_dyn.storage import BLOCKS, RowStore
+from torchrec_dyn.storage import BLOCKS, RowStore, host_numbers
 from torchrec_dyn.table import DynamicTable, ranges_of
 
 
@@ -38,7 +38,7 @@ def blocks_of(stores: Sequence[RowStore], rows: Sequence[int] | None = None) -> 
         own = store.blocks if rows is None else store.blocks_of_first(rows[place])
         lines.append([len(blocks), len(own), store.shift, store.columns])
         blocks.extend(own)
-    return TableBlocks(blocks, torch.tensor(lines, device="cpu"))
+    return TableBlocks(blocks, host_numbers(lines))
 
 
 class BlockLists:

@@ -20,7 +20,7 @@ Legend: T tables, N ids, M distinct ids without a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -112,17 +112,17 @@ def take_step(
             if old.ids.numel():
                 table.id_map.remove(old.ids, old.num_ids - old.ids.numel())
         batch = _decide(trained, ids, table_offsets, times, found)
-        parts = read_together(
-            [
-                _TableStep.prepare(
-                    number,
-                    tables[number],
-                    expired.get(number) or _nothing_expired(tables[number]),
-                    batch.unseen.get(number, _NO_UNSEEN),
-                )
-                for number in batch.special
-            ]
-        )
+        removals = _removals(tables, expired)
+        parts = [
+            _TableStep(
+                number,
+                tables[number],
+                expired.get(number) or _nothing_expired(tables[number]),
+                batch.unseen.get(number, _NO_UNSEEN),
+                removals.get(number),
+            )
+            for number in batch.special
+        ]
         counted = tally.counted.after(*_occurrences(trained, batch, table_offsets, times))
         listed, steps = trained.blocks.scores(), trained.first_steps + counted.steps
         watched = {part.number for part in parts if part.acts}
@@ -260,7 +260,7 @@ def _num_distinct(rows: Tensor) -> Reading[int]:
     ordered = rows.sort().values
     is_first = ordered >= 0
     is_first[1:] &= ordered[1:] != ordered[:-1]
-    [count] = yield is_first.sum(0, keepdim=True)
+    [count] = yield [is_first.count_nonzero()]
     return count
 
 
@@ -284,6 +284,18 @@ def _expired(table: DynamicTable) -> Reading[_Expired]:
     high = table.row_numbers.high
     expired = yield from table.life.expired(table.step + 1, table.id_map, high)
     return _Expired(*(expired or (_NONE, _NONE)), table.id_map.num_ids)
+
+
+def _removals(
+    tables: Sequence[DynamicTable], expired: Mapping[int, _Expired]
+) -> dict[int, Removal]:
+    """Returns the prepared removals of expired ids, by number of the table."""
+    some = {number: old for number, old in expired.items() if old.ids.numel()}
+    prepared = [
+        Removal.prepare(tables[number], old.ids, old.rows, "evicted_expired")
+        for number, old in some.items()
+    ]
+    return dict(zip(some, read_together(prepared), strict=True))
 
 
 def _nothing_expired(table: DynamicTable) -> _Expired:
@@ -320,9 +332,16 @@ def _surplus(table: DynamicTable, unseen: _Unseen) -> int:
 
 
 class _TableStep:
-    """The part of a step that changes one table, beside its counted forwards; `prepare` makes it.
+    """The part of a step that changes one table, beside its counted forwards. Making it changes nothing.
 
     The methods with one argument that is not named are actions of `run_to_end`, in their order here.
+
+    Args:
+        number: number of the table in its group.
+        table: the table.
+        expired: its expired ids, removed from the map.
+        unseen: the ids without a row.
+        removal: the removal of the expired ids; None if there are none.
 
     Attributes:
         number: number of the table in its group.
@@ -357,25 +376,6 @@ class _TableStep:
         self.has_waiting = table.life is not None and table.life.waiting is not None
         self.acts = bool(unseen.ids.numel() or expired.ids.numel() or self.surplus > 0)
 
-    @classmethod
-    def prepare(
-        cls, number: int, table: DynamicTable, expired: _Expired, unseen: _Unseen
-    ) -> Reading[_TableStep]:
-        """Prepares the part and changes nothing.
-
-        Args:
-            number: number of the table in its group.
-            table: the table.
-            expired: its expired ids, removed from the map.
-            unseen: the ids without a row.
-        """
-        removal = None
-        if expired.ids.numel():
-            removal = yield from Removal.prepare(
-                table, expired.ids, expired.rows, "evicted_expired"
-            )
-        return cls(number, table, expired, unseen, removal)
-
     def begin(self, _: bool) -> None:
         """Counts refused ids, frees the rows of the expired ids, and drops the expired counters."""
         table = self._table
@@ -402,7 +402,7 @@ class _TableStep:
         ids, decision = self._unseen.ids, self._unseen.decision
         counts, admitted = decision.counts, decision.admitted
         if admitted is not None:
-            ids, counts = ids[admitted], counts[admitted]
+            ids, counts = ids.index_select(0, admitted), counts.index_select(0, admitted)
         if self._unseen.ids.numel():
             self.added = Addition(self._table, ids, counts, decision.num_waiting)
 
@@ -410,7 +410,8 @@ class _TableStep:
         """Writes the counters of the refused ids."""
         life, decision = self._table.life, self._unseen.decision
         if life is not None and decision.refused is not None:
-            ids, counts = self._unseen.ids[decision.refused], decision.counts[decision.refused]
+            both = self._unseen.ids, decision.counts
+            ids, counts = (values.index_select(0, decision.refused) for values in both)
             life.refuse(ids, counts, self._step, None if again else decision.num_new)
 
     def note_waiting(self, _: bool) -> None:

@@ -114,7 +114,7 @@ class ChangeLog:
         is_kept = added < max(moments, default=0)  # other ids were added after the latest moment
         num_kept = 0
         if rows.numel():
-            [num_kept] = yield is_kept.sum(0, keepdim=True)
+            [num_kept] = yield [is_kept.count_nonzero()]
         if num_kept:
             kept = places_of(is_kept, num_kept)
             removed.append(_Removed(self.number, ids[kept], added[kept]))

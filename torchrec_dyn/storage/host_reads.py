@@ -1,12 +1,13 @@
 """Readings: computations that need numbers of a GPU on the host. The host waits once for many of them.
 
-A reading is a generator. It yields a tensor of numbers and is sent these numbers as a list; its return value
-is its result. The tables of a step run their readings together: one copy brings the numbers of all.
+A reading is a generator. It yields tensors of one number each and is sent these numbers; its return value is
+its result. The tables of a step run their readings together: one copy brings the numbers of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 
 _Result = TypeVar("_Result")
 _Other = TypeVar("_Other")
-# Yields [K] int64 and is sent K numbers.
-Reading: TypeAlias = Generator[Tensor, list[int], _Result]
+# Yields tensors [] int64 of one device, at least one, and is sent their numbers.
+Reading: TypeAlias = Generator[Sequence[Tensor], Sequence[int], _Result]
 
 
 def read(reading: Reading[_Result]) -> _Result:
@@ -23,7 +24,11 @@ def read(reading: Reading[_Result]) -> _Result:
     try:
         asked = next(reading)
         while True:
-            asked = reading.send(asked.tolist())
+            if asked[0].is_cpu:  # nothing to wait for
+                numbers = [number.item() for number in asked]
+            else:
+                numbers = torch.stack(list(asked)).tolist()
+            asked = reading.send(numbers)
     except StopIteration as end:
         result: _Result = end.value
         return result
@@ -31,26 +36,24 @@ def read(reading: Reading[_Result]) -> _Result:
 
 def joined(readings: Sequence[Reading[_Result]]) -> Reading[list[_Result]]:
     """Returns a reading that runs several side by side and returns their results, in their order."""
-    results: dict[int, _Result] = {}
-    numbers: dict[int, list[int]] = {}
-    running = dict(enumerate(readings))
+    results: list[Any] = [None] * len(readings)
+    running = [(place, reading, 0) for place, reading in enumerate(readings)]
+    numbers: Iterator[int] = iter(())
     while True:
-        asked: dict[int, Tensor] = {}
-        for place, reading in list(running.items()):
+        asking: list[tuple[int, Reading[_Result], int]] = []
+        asked: list[Tensor] = []
+        for place, reading, count in running:
             try:
                 # A generator that has not started accepts nothing but `next`.
-                asked[place] = reading.send(numbers[place]) if numbers else next(reading)
+                of_one = reading.send(list(islice(numbers, count))) if count else next(reading)
             except StopIteration as end:
                 results[place] = end.value
-                del running[place]
+            else:
+                asking.append((place, reading, len(of_one)))
+                asked += of_one
         if not asked:
-            return [results[place] for place in range(len(readings))]
-        tensors = list(asked.values())
-        read_numbers = iter((yield tensors[0] if len(tensors) == 1 else torch.cat(tensors)))
-        numbers = {
-            place: [next(read_numbers) for _ in range(len(of_one))]
-            for place, of_one in asked.items()
-        }
+            return results
+        numbers, running = iter((yield asked)), asking
 
 
 def joined_pair(one: Reading[_Result], other: Reading[_Other]) -> Reading[tuple[_Result, _Other]]:
@@ -78,9 +81,7 @@ def places_of(mask: Tensor, count: int) -> Tensor:
     if mask.is_cpu:  # where `nonzero_static` takes 11 microseconds, `nonzero` 3
         places = mask.nonzero().flatten()
         missing = count - places.numel()
-        return (
-            places[:count]
-            if missing <= 0
-            else torch.nn.functional.pad(places, (0, missing), value=-1)
-        )
+        if missing > 0:
+            return torch.nn.functional.pad(places, (0, missing), value=-1)
+        return places[:count] if missing else places
     return torch.nonzero_static(mask, size=count).flatten()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.storage.host_copies import host_numbers
 from torchrec_dyn.storage.stream_order import keep_in_use
 from torchrec_dyn.storage.tokens import SLOTS
 
@@ -331,7 +332,7 @@ class IdMap:
 
 def _offsets_of(ids: Tensor) -> Tensor:
     """Returns the `table_offsets` of the ids of one table."""
-    return torch.tensor([0, ids.numel()], device="cpu")
+    return host_numbers([0, ids.numel()])
 
 
 def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
@@ -346,8 +347,7 @@ def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
     """
     slots = [id_map.slots for id_map in maps]
     slots += [id_map.outgoing for id_map in maps if id_map.outgoing is not None]
-    moved = [id_map.moved for id_map in maps]
-    return slots, torch.tensor(moved, dtype=torch.int64, device="cpu")
+    return slots, host_numbers([id_map.moved for id_map in maps])
 
 
 class MapList:

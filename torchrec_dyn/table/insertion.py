@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage import MapList, Taking, arrays_of, run_to_end
+from torchrec_dyn.storage import MapList, Taking, arrays_of, host_numbers, run_to_end
 from torchrec_dyn.table.changes import note_added
 
 if TYPE_CHECKING:
@@ -41,17 +41,17 @@ def find_rows(maps: MapList, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor
         RuntimeError: on a GPU, an earlier op had invalid arguments (csrc/device_errors.h).
     """
     rows, absent = ops.lookup(ids, table_offsets, *maps.arrays())
-    return rows, _unmarked(absent.cpu(), ids)
+    return rows, absent if ids.is_cpu else _unmarked(absent.cpu(), ids)
 
 
 def _unmarked(absent: Tensor, ids: Tensor) -> Tensor:
-    """Returns numbers of absent ids; on a GPU, raises the error that their sign marks.
+    """Returns a GPU's numbers of absent ids; raises the error that their sign marks.
 
     Args:
         absent: [T] int64 of `ops.lookup`, on the CPU.
         ids: the ids of the lookup.
     """
-    if ids.is_cuda and min(absent.tolist(), default=0) < 0:
+    if min(absent.tolist(), default=0) < 0:
         ops.raise_errors(ids)
         return absent & _COUNT_BITS  # another thread has raised the error
     return absent
@@ -187,8 +187,7 @@ def commit_rows(added: Sequence[Addition], again: bool) -> None:
     """`insert_rows` as an action of `run_to_end`."""
     maps = [of_table.table.id_map for of_table in added]
     ids, rows = (_joined([getattr(a, name) for a in added]) for name in ("ids", "rows"))
-    counts = [0, *(of_table.ids.numel() for of_table in added)]
-    offsets = torch.tensor(counts, device="cpu").cumsum(0)
+    offsets = host_numbers([0, *(of_table.ids.numel() for of_table in added)]).cumsum(0)
     for of_table in added:
         of_table.commit(again)
     arrays = arrays_of(maps)
