@@ -25,7 +25,7 @@ def read(reading: Reading[_Result]) -> _Result:
         asked = next(reading)
         while True:
             if asked[0].is_cpu:  # nothing to wait for
-                numbers = [number.item() for number in asked]
+                numbers = [int(number) for number in asked]
             else:
                 numbers = torch.stack(list(asked)).tolist()
             asked = reading.send(numbers)
