@@ -172,7 +172,7 @@ class ShardedDynamicEmbeddingCollection(
         """
         features = self._check_batch(features)
         ctx.sent = self._shards.open_batch()
-        ctx.sending_stream = stream_on(self._device)
+        ctx.sending_stream = stream_on(features.device())
         features, ctx.restoration = pad_batch(features)
         if self._has_uninitialized_input_dist:
             # An interrupted first batch may have created some dists.

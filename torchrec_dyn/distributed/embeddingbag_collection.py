@@ -169,7 +169,7 @@ class ShardedDynamicEmbeddingBagCollection(
             features: a batch that `checked_batch` returned.
         """
         ctx.sent = self._shards.open_batch()
-        ctx.sending_stream = stream_on(self._device)
+        ctx.sending_stream = stream_on(features.device())
         self._prepare_dists(features)
         remove_stale_forwards(self._input_dists)
         if self._mean.is_needed:
