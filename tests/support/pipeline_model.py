@@ -137,9 +137,10 @@ class Head(nn.Module):
         parts = [batch.dense, pooled.values()]
         for jagged in sequences.values():
             bags = len(jagged.lengths())
-            bag = torch.repeat_interleave(torch.arange(bags), jagged.lengths())
-            summed = torch.zeros(bags, DIM).index_add(0, bag, jagged.values())
-            parts.append(summed[torch.arange(len(batch.labels)) % bags])
+            place = batch.dense.device
+            bag = torch.repeat_interleave(torch.arange(bags, device=place), jagged.lengths())
+            summed = torch.zeros(bags, DIM, device=place).index_add(0, bag, jagged.values())
+            parts.append(summed[torch.arange(len(batch.labels), device=place) % bags])
         if beside is not None:
             parts.append(beside.values())
         logits = self.last(torch.tanh(self.hidden(torch.cat(parts, dim=1)))).squeeze(1)
@@ -213,9 +214,9 @@ def sharded_model(run: Run, **options: Any) -> Any:
     }
     if run.beside:
         plan["beside"] = {"beside_0": usual_plan("table_wise", DIM, world, local)}
+    options.setdefault("device", torch.device("cpu"))
     model = DistributedModelParallel(
         ClickModel(run, run.dynamic),
-        device=torch.device("cpu"),
         plan=ShardingPlan(plan),
         sharders=[
             dyn.DynamicEmbeddingBagCollectionSharder(),

@@ -116,7 +116,7 @@ def make_pipeline(run: Run, name: str, model: Any, **options: Any) -> Any:
     """Returns a pipeline over a model."""
     kind, usual, _ = PIPELINES[name]
     return getattr(train_pipelines, kind)(
-        model, optimizer_of(run, model), torch.device("cpu"), **usual, **options
+        model, optimizer_of(run, model), model.device, **usual, **options
     )
 
 

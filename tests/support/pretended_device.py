@@ -174,10 +174,14 @@ class PretendedDevice(TorchFunctionMode):
         mixed: calls with tensors of both devices.
         without_kernel: calls of our ops that have no kernel for CUDA.
         recorded: tensors and streams of `record_stream`.
+
+    Args:
+        streams: stand-ins for streams (stand_in_streams.py); None: one stream for everything.
     """
 
-    def __init__(self):
+    def __init__(self, streams=None):
         super().__init__()
+        self.streams = streams
         self.reads, self.mixed, self.without_kernel, self.recorded = [], [], [], []
         simt_library()
         self._waits = ctypes.c_int64.in_dll(ctypes.CDLL(str(LIBRARY)), "torchrec_dyn_host_waits")
@@ -196,6 +200,12 @@ class PretendedDevice(TorchFunctionMode):
             (torch.autograd, "_engine_run_backward", self._run_backward),
         ):
             patches.enter_context(mock.patch.object(owner, name, replacement))
+        if self.streams is not None:
+            patches.enter_context(self.streams.installed())
+        elif torch.cuda.current_stream.__module__ == "torch.cuda":  # not a test's own
+            patches.enter_context(
+                mock.patch.object(torch.cuda, "current_stream", lambda device=None: _Stream())
+            )
         if not torch.backends.cuda.is_built():
             patches.callback(self._kernels()._destroy)
         return super().__enter__()
@@ -210,9 +220,16 @@ class PretendedDevice(TorchFunctionMode):
             if error[0] is None:
                 raise
 
+    def here(self):
+        """Returns a context in which a thread that did not enter the device uses it."""
+        return _Reentered(self)
+
     def of(self, memory):
         """Returns the tensor of this device that has this memory."""
-        return PretendedTensor(memory, self)
+        made = PretendedTensor(memory, self)
+        if self.streams is not None:
+            self.streams.write(made)
+        return made
 
     def forget(self):
         """Drops all notes."""
@@ -260,6 +277,8 @@ class PretendedDevice(TorchFunctionMode):
             self._note(self.mixed, name)
         if _is_read(op, given):
             self._note(self.reads, name)
+        if self.streams is not None:
+            self.streams.use(func, given, _place)
         memories = {}  # the tensor of each memory: an op in place returns its argument
         args, kwargs = tree_map(lambda value: _sent(value, memories), (args, kwargs))
         if ours and op.__name__ in kernels_of("simt"):

@@ -47,7 +47,7 @@ from torchrec_dyn.sharding import (
     take_steps_ahead,
     use_steps_ahead,
 )
-from torchrec_dyn.storage import ForwardTicket
+from torchrec_dyn.storage import ForwardTicket, stream_on, wait_for_stream
 
 
 @dataclass
@@ -58,6 +58,7 @@ class SequenceContext(EmbeddingCollectionContext):
         restoration: turns the outputs of the padded batch into the outputs of the user's batch; None if no
             padding was needed.
         sent: ticket that is open from sending the ids to their lookup; None before.
+        sending_stream: the stream that sends and receives the ids; None on the CPU.
         expansions: for each sharding type, repeats the rows of ids sent once; empty if every occurrence was
             sent.
         steps_ahead: the training steps of the batch that were taken when it was prefetched.
@@ -65,6 +66,7 @@ class SequenceContext(EmbeddingCollectionContext):
 
     restoration: Restoration | None = None
     sent: ForwardTicket | None = None
+    sending_stream: Any = None
     expansions: list[Expansion] = field(default_factory=list)
     steps_ahead: StepsAhead = field(default_factory=dict)
 
@@ -170,6 +172,7 @@ class ShardedDynamicEmbeddingCollection(
         """
         features = self._check_batch(features)
         ctx.sent = self._shards.open_batch()
+        ctx.sending_stream = stream_on(features.device())
         features, ctx.restoration = pad_batch(features)
         if self._has_uninitialized_input_dist:
             # An interrupted first batch may have created some dists.
@@ -216,6 +219,7 @@ class ShardedDynamicEmbeddingCollection(
         """Looks up the ids that arrived and sends rows back."""
         if ctx.sent is not None:
             ctx.sent.close()
+        wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
         set_senders(self._lookups, ctx.sharding_contexts)
         use_steps_ahead(self._lookups, ctx.steps_ahead)
         return self._finished(super().compute_and_output_dist(ctx, input), ctx)

@@ -43,7 +43,7 @@ from torchrec_dyn.sharding import (
     take_steps_ahead,
     use_steps_ahead,
 )
-from torchrec_dyn.storage import ForwardTicket
+from torchrec_dyn.storage import ForwardTicket, stream_on, wait_for_stream
 
 
 @dataclass
@@ -52,10 +52,12 @@ class PooledContext(EmbeddingBagCollectionContext):
 
     Attributes:
         sent: ticket that is open from sending the ids to their lookup; None before.
+        sending_stream: the stream that sends and receives the ids; None on the CPU.
         steps_ahead: the training steps of the batch that were taken when it was prefetched.
     """
 
     sent: ForwardTicket | None = None
+    sending_stream: Any = None
     steps_ahead: StepsAhead = field(default_factory=dict)
 
 
@@ -167,6 +169,7 @@ class ShardedDynamicEmbeddingBagCollection(
             features: a batch that `checked_batch` returned.
         """
         ctx.sent = self._shards.open_batch()
+        ctx.sending_stream = stream_on(features.device())
         self._prepare_dists(features)
         remove_stale_forwards(self._input_dists)
         if self._mean.is_needed:
@@ -215,6 +218,7 @@ class ShardedDynamicEmbeddingBagCollection(
         """Looks up the ids that arrived and sends pooled outputs back."""
         if ctx.sent is not None:
             ctx.sent.close()
+        wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
         set_senders(self._lookups, ctx.sharding_contexts)
         use_steps_ahead(self._lookups, ctx.steps_ahead)
         return self._finished(super().compute_and_output_dist(ctx, input), ctx)

@@ -44,6 +44,7 @@ from torchrec_dyn.distributed.resharding import reshard
 from torchrec_dyn.distributed.sharders import DynamicEmbeddingBagCollectionSharder
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection
 from torchrec_dyn.ranks import SPREAD_SHARDINGS
+from torchrec_dyn.storage import wait_for_stream
 
 Processors: TypeAlias = nn.ModuleDict | FeatureProcessorsCollection
 _Argument = TypeVar("_Argument")
@@ -167,6 +168,12 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     ) -> None:
         """Prefetches as the collection does."""
         self._embedding_bag_collection.prefetch(dist_input, forward_stream, ctx)
+
+    @not_compiled
+    def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[KeyedTensor]:
+        """Computes weights, looks up the ids that arrived and sends pooled outputs back."""
+        wait_for_stream(ctx.sending_stream)  # the processors read the ids
+        return super().compute_and_output_dist(ctx, input)
 
     def preprocess_input(
         self, args: list[_Argument], kwargs: Mapping[str, _Argument]

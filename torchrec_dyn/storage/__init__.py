@@ -29,6 +29,6 @@ from torchrec_dyn.storage.open_forwards import ForwardTicket, OutstandingForward
 from torchrec_dyn.storage.row_marks import list_bits, marks_bytes, write_marks
 from torchrec_dyn.storage.row_numbers import RowNumbers, Taking
 from torchrec_dyn.storage.row_store import RowStore, block_shift, most_store_bytes
-from torchrec_dyn.storage.stream_order import keep_in_use
+from torchrec_dyn.storage.stream_order import keep_in_use, stream_on, wait_for_stream
 from torchrec_dyn.storage.table_lock import TableLock, locked, turn_of
 from torchrec_dyn.storage.tokens import BLOCKS, TABLES

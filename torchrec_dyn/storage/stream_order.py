@@ -48,6 +48,24 @@ class StreamOrder:
             self._stream = stream
 
 
+def stream_on(device: torch.device) -> Any:
+    """Returns the current stream; None on a device without streams."""
+    return torch.cuda.current_stream(device) if _has_streams(device) else None
+
+
+def wait_for_stream(stream: Any) -> None:
+    """Makes the current stream wait, on the GPU, for all work that another stream has now.
+
+    Args:
+        stream: what `stream_on` returned.
+    """
+    if stream is None:
+        return
+    current = torch.cuda.current_stream(stream.device)
+    if current != stream:
+        current.wait_stream(stream)
+
+
 def keep_in_use(*tensors: Tensor | None) -> None:
     """Keeps the memory of tensors from other use until the present kernels of the current stream have run.
 
