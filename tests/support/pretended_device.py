@@ -191,9 +191,6 @@ class PretendedDevice(TorchFunctionMode):
         fbgemm_gradients()
         patches = ExitStack()
         _patches.append(patches)
-        if not torch.cuda.is_initialized():  # else a test has stand-ins for streams that note more
-            stream = mock.patch.object(torch.cuda, "current_stream", lambda device=None: _Stream())
-            patches.enter_context(stream)
         for owner, name, replacement in (
             (ops, "has_cuda_kernels", lambda: True),  # the kernels of the simt build
             (torch.cuda, "set_device", lambda device: None),
