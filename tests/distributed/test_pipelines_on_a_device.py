@@ -39,9 +39,13 @@ def on_cpu(run: str, ahead: bool) -> Any:
     return workers.run(device_pipelines.train_on_cpu, RUNS[run], ahead, world_size=2)
 
 
-# Without policies those that differ most: no overlap, rows inserted ahead, lookups ahead of a backward.
-CASES = [(name, "with policies") for name in TRAINING]
-CASES += [(name, "plain") for name in ("base", "prefetch", "semi_sync")]
+EVERYDAY = {("sparse_dist", "with policies"), ("semi_sync", "with policies")}
+EVERYDAY |= {("prefetch", "with policies"), ("prefetch", "plain")}
+CASES = [
+    pytest.param(name, run, marks=[] if (name, run) in EVERYDAY else [pytest.mark.deep])
+    for name in TRAINING
+    for run in RUNS
+]
 
 
 @pytest.mark.parametrize(("pipeline", "run"), CASES)
@@ -65,7 +69,7 @@ def test_trains_as_a_plain_loop_on_the_cpu(pipeline: str, run: str) -> None:
     assert (late > 0) == (run == "with policies" and pipeline in ("prefetch", "semi_sync"))
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [pytest.param("plain", marks=pytest.mark.deep), "with policies"])
 def test_evaluates_as_a_plain_loop_on_the_cpu(run: str) -> None:
     unseen = workers.run(device_pipelines.evaluate_on_device, RUNS[run], world_size=2)
     assert min(unseen) > 0

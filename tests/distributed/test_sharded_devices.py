@@ -120,12 +120,12 @@ def train_and_act(case, action, trains_first=False):
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("pooled", [True, pytest.param(False, marks=pytest.mark.deep)])
 def test_an_action_between_steps_has_the_result_of_the_cpu(action, pooled):
     assert sum(workers.run(train_and_act, case_of(pooled=pooled), action, world_size=2)) > 0
 
 
-@pytest.mark.parametrize("action", [None, "edits", "moves"])
+@pytest.mark.parametrize("action", [pytest.param(None, marks=pytest.mark.deep), "edits", "moves"])
 @pytest.mark.parametrize("life", LIVES)
 def test_tables_with_policies_train_on_a_device(life, action):
     case = case_of(pooled=life == "expires", config=LIVES[life], dedup=life != "expires")
