@@ -123,14 +123,20 @@ def run_scores(
     plain = Stepped(workloads[0], NO_POLICY, full.table.row_limit).fill(workloads[0].rows)
     for workload in workloads:
         batches = known[workload.zipf]
-        contestants = {
-            side: lambda turn, table=table, batches=batches: table.step(batches[turn % BATCHES])
-            for side, table in (("LRU", full), ("no policy", plain))
-        }
-        contestants |= with_floor(WordFloor, full, plain, batches)
+        contestants = stepping({"LRU": full, "no policy": plain}, batches) | with_floor(
+            WordFloor, full, plain, batches
+        )
         seconds = measure(contestants, KNOWN_STEPS, WARM_UP, arguments.clock)
         sides = {"LRU": "LRU", "floor": "one word an id"}
         yield from against(workload, sides, "no policy", seconds)
+
+
+def stepping(tables: dict[str, Stepped], batches: list[Tensor]) -> dict[str, Any]:
+    """Returns contestants: a step of each table, in turn with each of the batches."""
+    return {
+        side: lambda turn, table=table: table.step(batches[turn % BATCHES])
+        for side, table in tables.items()
+    }
 
 
 def with_floor(
@@ -171,11 +177,9 @@ def run_markers(limit: int, workloads: Sequence[Workload], known: Known, clock: 
     moment = moment_of(marked.table)
     for workload in workloads:
         batches = known[workload.zipf]
-        contestants = {
-            side: lambda turn, table=table, batches=batches: table.step(batches[turn % BATCHES])
-            for side, table in (("marker", marked), ("no marker", plain))
-        }
-        contestants |= with_floor(BitFloor, marked, plain, batches)
+        contestants = stepping({"marker": marked, "no marker": plain}, batches) | with_floor(
+            BitFloor, marked, plain, batches
+        )
         seconds = measure(contestants, KNOWN_STEPS, WARM_UP, clock)
         sides = {"marker": "marker", "floor": "one bit an id"}
         yield from against(workload, sides, "no marker", seconds)

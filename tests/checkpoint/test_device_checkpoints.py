@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from delta_cases import NAMES, Model
-from device_twins import on_host
+from device_twins import on_host, small_chunks
 from pretended_device import CUDA, PretendedDevice, run_lookups_backward
 from static_collections import OPTIMIZERS, batch, ebc, loss_of
 from table_cases import same_state
@@ -18,10 +18,7 @@ from torchrec import KeyedJaggedTensor
 import torchrec_dyn as dyn
 from torchrec_dyn import checkpoint, serving
 from torchrec_dyn.checkpoint import LoadPlanner, apply_delta, export_delta, mark
-from torchrec_dyn.checkpoint_format import content_sums, saved_tensor
 from torchrec_dyn.migration import from_static, load_static
-from torchrec_dyn.storage import RowStore
-from torchrec_dyn.table import contents
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -36,19 +33,8 @@ def device():
 
 @pytest.fixture
 def read_at_once(monkeypatch):
-    """Makes chunks small: 256 bytes. Returns the bytes of rows that were read at once on the device."""
-    monkeypatch.setattr(saved_tensor, "CHUNK_BYTES", 256)
-    for module in (content_sums, contents):
-        monkeypatch.setattr(module, "CROSSING_BYTES", 256)
-    sizes, read = [], RowStore.read
-
-    def counted(store, rows):
-        if not rows.is_cpu:
-            sizes.append(len(rows) * store.row_bytes)
-        return read(store, rows)
-
-    monkeypatch.setattr(RowStore, "read", counted)
-    return sizes
+    """Returns the bytes of rows that were read at once on the device; chunks have 256 bytes."""
+    return small_chunks(monkeypatch, 256)
 
 
 def train(model, place, steps):

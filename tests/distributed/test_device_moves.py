@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from device_twins import on_host
+from device_twins import on_host, small_chunks
 from life_cases import living_table
 from pretended_device import CUDA, PretendedDevice
 from table_cases import same_state
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint_format import content_sums, saved_tensor, table_config
+from torchrec_dyn.checkpoint_format import table_config
 from torchrec_dyn.distributed.table_move import move_table
 from torchrec_dyn.distributed.trained_rows import copy_trained_rows
 from torchrec_dyn.distributed.whole_table import WholeTable
@@ -29,8 +29,6 @@ from torchrec_dyn.state_dict import (
     save_tables,
     whole_pieces,
 )
-from torchrec_dyn.storage import RowStore
-from torchrec_dyn.table import contents
 
 SPREAD = 2**58 + 1  # ids of both signs
 LIVES = dyn.LeastRecentlyUsed(), dyn.AdmitAfter(2)
@@ -52,19 +50,8 @@ def device():
 
 @pytest.fixture
 def read_at_once(monkeypatch):
-    """Makes chunks small: 320 bytes. Returns the bytes of rows that were read at once on the device."""
-    monkeypatch.setattr(saved_tensor, "CHUNK_BYTES", 320)
-    for module in (content_sums, contents):
-        monkeypatch.setattr(module, "CROSSING_BYTES", 320)
-    sizes, read = [], RowStore.read
-
-    def counted(store, rows):
-        if not rows.is_cpu:
-            sizes.append(len(rows) * store.row_bytes)
-        return read(store, rows)
-
-    monkeypatch.setattr(RowStore, "read", counted)
-    return sizes
+    """Returns the bytes of rows that were read at once on the device; chunks have 320 bytes."""
+    return small_chunks(monkeypatch, 320)
 
 
 def table(place, first=0, columns=5):

@@ -1,4 +1,4 @@
-"""What gpu_side.sh needs on a machine with a GPU: the packed libraries, and the script itself."""
+"""The libraries that are packed for a machine with a GPU, and gpu_side.sh, which runs there."""
 
 import re
 import shutil

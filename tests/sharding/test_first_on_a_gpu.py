@@ -1,4 +1,4 @@
-"""What a GPU must show first: extremes of the mixer, the order of a routed batch, a find beside an insert.
+"""The first tests for a GPU: extremes of the mixer, the order of a routed batch, a find beside an insert.
 
 Without a GPU the CUDA kernels run in the simt build, on the memory of the CPU and without streams.
 """

@@ -108,7 +108,7 @@ def test_lists_are_dropped_with_the_last_reader_and_beyond_the_most_rows(
 
 def test_scans_of_a_map_without_readers_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while another map is read: else each abandoned load would keep its map alive."""
-    # Scans of its own: a test that interrupts a scan may have left a number of rows that is too low.
+    # Scans of its own: a test that interrupts a scan may have left one that is not in the order.
     monkeypatch.setattr(canonical_rows, "_kept", canonical_rows._KeptScans())
     still_read = CanonicalRows(filled([1]), "t", lambda: (1,))
     listed(still_read)

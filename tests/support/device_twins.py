@@ -8,9 +8,11 @@ from life_cases import ADMISSIONS, COUNTS, EVICTIONS, living_table
 from pretended_device import CUDA
 from table_cases import ids_of, same_state
 
+from torchrec_dyn.checkpoint_format import content_sums, saved_tensor
 from torchrec_dyn.lookup.batch_rows import rows_in_training
 from torchrec_dyn.lookup.table_lists import list_tables
-from torchrec_dyn.table import moment_of
+from torchrec_dyn.storage import RowStore
+from torchrec_dyn.table import contents, moment_of
 
 # A search for candidates, and the growth of a map, wait once more for each table.
 RARE = {"lowest_scores", "move_slots"}
@@ -105,3 +107,19 @@ class DeviceTwins:
         is_rare = RARE & {*noted, *(note.op for note in self.device.without_kernel)}
         self.device.forget()
         return None if is_rare else noted
+
+
+def small_chunks(monkeypatch, size):
+    """Makes chunks of `size` bytes. Returns the list of bytes of rows that are read at once on a device."""
+    monkeypatch.setattr(saved_tensor, "CHUNK_BYTES", size)
+    for module in (content_sums, contents):
+        monkeypatch.setattr(module, "CROSSING_BYTES", size)
+    sizes, read = [], RowStore.read
+
+    def counted(store, rows):
+        if not rows.is_cpu:
+            sizes.append(len(rows) * store.row_bytes)
+        return read(store, rows)
+
+    monkeypatch.setattr(RowStore, "read", counted)
+    return sizes

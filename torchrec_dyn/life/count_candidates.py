@@ -74,9 +74,8 @@ class CountCandidates:
         listed = self._listed
         if listed is None:
             return
-        if (
-            ids.is_cpu
-        ):  # elsewhere to know their number costs a wait; the next eviction drops the others
+        # Elsewhere to know their number costs a wait; the next eviction drops the others.
+        if ids.is_cpu:
             ids = ids[_up_to(listed.end, counts, _signed_mixed(ids))]
         others = [*listed.others, ids]
         while len(others) > 1 and others[-1].numel() >= others[-2].numel():

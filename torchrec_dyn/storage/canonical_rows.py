@@ -236,11 +236,14 @@ class _KeptScans:
     def __init__(self) -> None:
         # Reentrant: garbage collection may call `_leave` on a thread that holds the lock.
         self._lock = threading.RLock()
-        self._held: dict[
-            int, _Held
-        ] = {}  # by the number of the map's object, which its readers keep alive
-        self._order: deque[int] = deque()  # the maps of all scans, oldest first
-        self._rows = 0
+        # By the number of the map's object, which its readers keep alive.
+        self._held: dict[int, _Held] = {}
+        self._order: deque[tuple[int, int]] = deque()  # map and rows of all scans, oldest first
+
+    @property
+    def _rows(self) -> int:
+        """The rows of all scans. Not a number of its own: an interrupt in `keep` would leave it wrong."""
+        return sum(rows for _, rows in self._order)
 
     def enter(self, reader: object, id_map: IdMap) -> None:
         """Keeps scans of the map as long as a reader of it lives."""
@@ -259,8 +262,7 @@ class _KeptScans:
             held.readers.discard(token)
             if not held.readers:
                 del self._held[key]
-                self._rows -= sum(scan.ids.numel() for _, scan in held.scans)
-                self._order = deque(other for other in self._order if other != key)
+                self._order = deque(other for other in self._order if other[0] != key)
 
     def of(self, id_map: IdMap, stamp: Any, kind: type[_Scan]) -> list[_Scan]:
         """Returns the scans of one kind of a map with this stamp."""
@@ -272,10 +274,9 @@ class _KeptScans:
         """Keeps a scan, and drops the oldest scans if all together have too many rows."""
         with self._lock:
             self._held[id(id_map)].scans.append((stamp, scan))
-            self._order.append(id(id_map))
-            self._rows += scan.ids.numel()
+            self._order.append((id(id_map), scan.ids.numel()))
             while len(self._order) > 1 and self._rows > _KEPT_ROWS:
-                self._rows -= self._held[self._order.popleft()].scans.pop(0)[1].ids.numel()
+                self._held[self._order.popleft()[0]].scans.pop(0)
 
 
 _kept = _KeptScans()
