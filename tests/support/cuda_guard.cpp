@@ -1,4 +1,4 @@
-// A device guard and hooks for CUDA that do nothing, for a torch without CUDA (pretended_device.py).
+// A device guard and hooks for CUDA that do nothing, for a torch that has no CUDA or no GPU (pretended_device.py).
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -34,20 +34,22 @@ struct Hooks final : at::CUDAHooksInterface {
   int getNumGPUs() const override { return 1; }
 };
 
-// torch creates its hooks once, before this library is loaded. They have no members, so the first word, which
-// points to the virtual functions, is all of them.
+// torch creates its hooks once, before this library is loaded. They have no members, nor have those of a torch with
+// CUDA, so the first word, which points to the virtual functions, is all of them.
 void set_hooks(bool set) {
   static_assert(sizeof(Hooks) == sizeof(void*) && sizeof(at::CUDAHooksInterface) == sizeof(void*));
   static void* const hooks = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
-  static const at::CUDAHooksInterface stock;
+  static void* const of_torch = *static_cast<void**>(hooks);
   static const Hooks ours;
-  std::memcpy(hooks, set ? static_cast<const void*>(&ours) : static_cast<const void*>(&stock), sizeof(void*));
+  std::memcpy(hooks, set ? static_cast<const void*>(&ours) : &of_torch, sizeof(void*));
 }
 
 }  // namespace
 
 extern "C" void set_cuda_guard(bool set) {
   static const Guard guard;
+  static auto& registered = c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)];
+  static const auto* const of_torch = registered.load();
   set_hooks(set);
-  c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(set ? &guard : nullptr);
+  registered.store(set ? &guard : of_torch);
 }

@@ -55,7 +55,7 @@ COPIES = {aten._to_copy, aten.copy_, aten._copy_from}
 def cuda_guard():
     """Returns a function that sets or unsets torch's guard and hooks for CUDA: see cuda_guard.cpp."""
     torch_folder = Path(torch.__file__).parent
-    if torch.backends.cuda.is_built():
+    if torch.cuda.is_available():
         return lambda is_set: torch._C._ensureCUDADeviceGuardSet()
     source = Path(__file__).with_name("cuda_guard.cpp")
     library = LIBRARY.with_name(
@@ -73,7 +73,7 @@ def cuda_guard():
 @functools.cache
 def fbgemm_gradients():
     """Registers the gradients for CUDA of ops of fbgemm; its libraries for the CPU do not have them."""
-    if torch.backends.cuda.is_built():
+    if torch._C._dispatch_has_kernel_for_dispatch_key("fbgemm::permute_pooled_embs_split", "CUDA"):
         return None
     kernels = torch.library.Library("fbgemm", "IMPL")
     kernels.impl("permute_pooled_embs_auto_grad_split", _Permuted.apply, "AutogradCUDA")
