@@ -47,6 +47,8 @@ train: build
 	$(BIN)/python examples/train_dlrm.py --world-size $(PROCESSES) $(ARGS)
 
 # Two processes side by side, each with process groups of its own, take file after file. ARGS="-n 0": one process.
+# Both have two threads, which must not spin while they wait: they would take the cores from each other.
+test test-deep: export OMP_WAIT_POLICY = passive
 test: build
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -120,7 +120,8 @@ def test_a_load(life, every):
     assert runs > 3
 
 
-def test_the_state_dict_of_the_optimizer():
+@at_one_place_in(7)
+def test_the_state_dict_of_the_optimizer(every):
     """Tensors made by an interrupted call are in no later state dict."""
     training = Training(LIVES["plain"])
 
@@ -135,7 +136,7 @@ def test_the_state_dict_of_the_optimizer():
     def call(model):
         model.fused_optimizer.state_dict()
 
-    assert check_every_place(lambda: training.after(3), call, check) > 20
+    assert check_every_place(lambda: training.after(3), call, check, every) > 20
 
 
 def test_the_growth_of_a_large_map():
