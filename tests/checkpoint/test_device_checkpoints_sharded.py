@@ -173,6 +173,8 @@ def filled_from_static(folder):
         made = ShardedTwins(device, Case(tables), wrap=lambda _: from_static(static, optimizer))
         loaded = ShardedTwins(device, Case(tables))
         for model in loaded.models:
+            with pytest.raises(ValueError, match="load_static: expected a collection .* not the model"):
+                load_static(model, folder)
             load_static(model.module.collection, folder, with_optimizer=False)
         for twins in (made, loaded):
             for table, weight in zip(tables, static.parameters(), strict=True):
