@@ -1,4 +1,4 @@
-"""Tables on several pretended GPUs are saved with the CPU's bytes, and load what CPUs saved, and the other way."""
+"""Tables on several pretended GPUs: saved with the bytes of CPUs, loaded from CPUs and on CPUs."""
 
 import pickle
 import random
@@ -173,7 +173,9 @@ def filled_from_static(folder):
         made = ShardedTwins(device, Case(tables), wrap=lambda _: from_static(static, optimizer))
         loaded = ShardedTwins(device, Case(tables))
         for model in loaded.models:
-            with pytest.raises(ValueError, match="load_static: expected a collection .* not the model"):
+            with pytest.raises(
+                ValueError, match=r"load_static: expected a collection .* not the model"
+            ):
                 load_static(model, folder)
             load_static(model.module.collection, folder, with_optimizer=False)
         for twins in (made, loaded):

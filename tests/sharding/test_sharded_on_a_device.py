@@ -12,7 +12,7 @@ PLANS = [*SEQUENCE_PLANS, "table_row_wise", "table_column_wise", "grid_shard"]
 
 
 def tables(plans, world=2, **options):
-    """Returns a table of two features for each plan, on nodes of 2 ranks; one feature belongs to all of them."""
+    """Returns a table of two features for each plan, on nodes of 2 ranks; all have one feature in common."""
     return [
         Table(plan, [plan, "shared"], usual_plan(plan, 8, world, 2, turn), **options)
         for turn, plan in enumerate(plans)

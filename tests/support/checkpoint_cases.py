@@ -131,9 +131,7 @@ def batch(case: Case, step: int, rank: int, world: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(case.features(), torch.cat(values), lengths=torch.cat(lengths))
 
 
-def train(
-    model: Any, setup: Setup, steps: Iterable[int], place: str = "cpu"
-) -> list[torch.Tensor]:
+def train(model: Any, setup: Setup, steps: Iterable[int], place: str = "cpu") -> list[torch.Tensor]:
     """Trains a model on a device; returns this rank's outputs of every step."""
     case, outputs = setup.case(), []
     rank, world = (dist.get_rank(), setup.world) if setup.world else (0, 1)

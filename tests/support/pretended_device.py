@@ -390,7 +390,7 @@ def _for_host(value):
 
 @functools.cache
 def _named(file):
-    """Returns the name of a source file for notes, and True if it is the package's or TorchRec's; else None."""
+    """Returns the name of a source file for notes, and True if it is not a test's; None: it is not noted."""
     path = Path(file)
     if path.is_relative_to(TORCHREC):
         return path.relative_to(TORCHREC.parent), True
