@@ -8,11 +8,12 @@ import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from pretended_device import CUDA, PretendedDevice, PretendedTensor, run_lookups_backward
-from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import mark
+from torchrec_dyn.modules import UnshardedTable
 
 NAMES = ("a", "b", "c")
 SPREAD = 2**58 + 1  # ids of both signs
@@ -77,6 +78,22 @@ def partly_frozen():
     return made
 
 
+class SingleTables(torch.nn.Module):
+    """Modules of one table each, for features of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = dyn.DynamicEmbedding(4, 1000, name="rows", fused_params=fused(), padding_idx=0)
+        self.bags = dyn.DynamicEmbeddingBag(
+            4, 1000, name="bags", mode="mean", is_weighted=True, fused_params=fused()
+        )
+
+    def forward(self, batch):
+        bags = self.bags(batch["b"])
+        bags = JaggedTensor(bags, lengths=torch.ones_like(bags[:, 0], dtype=torch.int64))
+        return {"a": self.rows(batch["a"]), "b": bags}
+
+
 MODULES = {
     "pooled": pooled,
     "two groups": two_groups,
@@ -93,7 +110,9 @@ MODULES = {
     "quotient-remainder": lambda: dyn.QuotientRemainderEmbeddingBagCollection(
         configs(EmbeddingBagConfig), 5, fused_params=fused(), is_weighted=True
     ),
+    "single": SingleTables,
 }
+UNPICKLED = ["two groups", "expires", "frozen", "block", "quotient-remainder", "single"]
 
 
 def batch(step, device, varies=False):
@@ -289,26 +308,50 @@ def test_trained_modules_move_between_devices(device, name):
     assert_same(states(loaded), states(here))
 
 
-class PicklerToCpu(pickle.Pickler):
-    """Pickles tensors of the pretended device as `torch.load(map_location="cpu")` reads them."""
+class PicklerTo(pickle.Pickler):
+    """Pickles tensors as `torch.load(map_location=)` reads them: all of them are on one device."""
+
+    def __init__(self, file, place):
+        super().__init__(file)
+        self.place = place
 
     def reducer_override(self, value):
-        moved = isinstance(value, PretendedTensor)
-        return value.memory.__reduce_ex__(4) if moved else NotImplemented
+        if self.place == "cpu" and isinstance(value, torch.nn.Parameter):
+            return (torch.nn.Parameter, (on_cpu(value), value.requires_grad))
+        if self.place == "cpu" and isinstance(value, PretendedTensor):
+            return value.memory.__reduce_ex__(4)
+        if self.place == CUDA and type(value) is torch.Tensor and not value.is_meta:
+            return (there_again, value.__reduce_ex__(4)[:2])
+        return NotImplemented
 
 
-def test_a_module_that_was_unpickled_on_the_cpu_lives_there(device):
-    there = MODULES["pooled"]().to("cuda")
-    train(there, CUDA, steps=2)
+def there_again(rebuild, args):
+    return rebuild(*args).to(CUDA)
+
+
+def unpickled(module, place):
     file = io.BytesIO()
-    PicklerToCpu(file).dump(there)
-    here = pickle.loads(file.getvalue())
-    device.forget()
-    here.half().float()  # a conversion without a device
-    assert here.table("a").lookup(torch.arange(3))[0].is_cpu
-    train(here, "cpu", steps=1)
-    for table in here.unsharded_lookup.tables:
-        assert table.device.type == table.rows().device.type == "cpu"
+    PicklerTo(file, place).dump(module)
+    return pickle.loads(file.getvalue())
+
+
+@pytest.mark.parametrize("name", UNPICKLED)
+def test_a_module_lives_where_it_was_unpickled(device, name):
+    here = MODULES[name]()
+    train(here, "cpu", steps=2)
+    there = copy.deepcopy(here).to("cuda")
+    moved = [(unpickled(one, place), place) for one, place in ((there, "cpu"), (here, CUDA))]
+    for one, _ in moved:
+        one.half().float()  # a conversion without a device
+    here.half().float()
+    expected = train(here, "cpu", steps=2), states(here)
+    for one, place in moved:
+        for module in one.modules():
+            if isinstance(module, UnshardedTable):
+                assert module.device == module.rows().device == torch.device(place)
+        assert_same(train(one, place, steps=2), expected[0])
+        assert_same(states(one), expected[1])
+    assert device.mixed == []
 
 
 def test_a_module_of_the_meta_device_can_be_made_on_a_device(device):

@@ -131,16 +131,16 @@ def batch(case: Case, step: int, rank: int, world: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(case.features(), torch.cat(values), lengths=torch.cat(lengths))
 
 
-def train(model: Any, setup: Setup, steps: Iterable[int]) -> list[torch.Tensor]:
-    """Trains a model; returns this rank's outputs of every step."""
+def train(model: Any, setup: Setup, steps: Iterable[int], place: str = "cpu") -> list[torch.Tensor]:
+    """Trains a model on a device; returns this rank's outputs of every step."""
     case, outputs = setup.case(), []
     rank, world = (dist.get_rank(), setup.world) if setup.world else (0, 1)
     holder = getattr(model, "module", model)
     for step in steps:
         holder.collection.set_time(3 * step)
         mine = batch(case, step, rank, world)
-        out = outputs_by_name(case, model(mine))
-        grads = [_grad(case, mine, name, out[name], step, setup) for name in out]
+        out = outputs_by_name(case, model(mine.to(torch.device(place))))
+        grads = [_grad(case, mine, name, out[name], step, setup).to(place) for name in out]
         torch.autograd.backward(list(out.values()), grads)
         outputs += [out[name].detach().clone() for name in sorted(out)]
     return outputs

@@ -388,19 +388,28 @@ def _for_host(value):
     return host_group(dist.ProcessGroup.unbox(value)).boxed()
 
 
+@functools.cache
+def _named(file):
+    """Returns the name of a source file for notes, and True if it is not a test's; None: it is not noted."""
+    path = Path(file)
+    if path.is_relative_to(TORCHREC):
+        return path.relative_to(TORCHREC.parent), True
+    if not any(map(path.is_relative_to, OURS)) or path == Path(__file__) or path.name == "ops.py":
+        return None
+    return path.relative_to(ROOT), path.is_relative_to(OURS[0])
+
+
 def _place():
     """Returns the innermost line of the package below `ops`, or of TorchRec, or else of the caller."""
-    frame, here = sys._getframe(), []
+    frame, caller = sys._getframe(), "?:0"
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if any(map(path.is_relative_to, OURS)) and path != Path(__file__) and path.name != "ops.py":
-            here.append((path.relative_to(ROOT), frame.f_lineno))
-        elif path.is_relative_to(TORCHREC):
-            here.append((path.relative_to(TORCHREC.parent), frame.f_lineno))
+        if named := _named(frame.f_code.co_filename):
+            path, is_of_package = named
+            if is_of_package:
+                return f"{path}:{frame.f_lineno}"
+            caller = f"{path}:{frame.f_lineno}" if caller == "?:0" else caller
         frame = frame.f_back
-    package = [one for one in here if one[0].parts[0] in ("torchrec_dyn", "torchrec")]
-    path, line = [*package, *here, (Path("?"), 0)][0]
-    return f"{path}:{line}"
+    return caller
 
 
 def run_lookups_backward(output, seed=0):

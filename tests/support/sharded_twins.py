@@ -97,6 +97,7 @@ class ShardedTwins:
             on_cpu, on_device = (one._shards.shards_of(table.name) for one in self.collections)
             assert len(on_cpu) == len(on_device)
             for shard, twin in zip(on_cpu, on_device, strict=True):
+                assert twin.device == twin.id_map.slots.device == CUDA, table.name
                 state = {name: value.cpu() for name, value in twin.export_state().items()}
                 assert same_state(shard.export_state(), state), table.name
                 rows += shard.num_rows

@@ -53,7 +53,7 @@ def load_static(
         ValueError: on every rank, if the checkpoint does not fit; nothing has changed then.
         RuntimeError: on every rank, if one rank failed in another way; nothing has changed then.
     """
-    tables = tables_in(collection, fqn)
+    tables = tables_in(collection, fqn, "load_static")
     group = next(iter(tables.values())).group
 
     def find() -> list[_StaticTable]:

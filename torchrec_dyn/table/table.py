@@ -385,6 +385,8 @@ class DynamicTable:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["fields"])
+        # A new tally, on the CPU: `torch.load(map_location=)` may have moved the copied one.
+        self.own = self.own._replace(tally=Tally(1))
         self.forwards = OutstandingForwards()  # a copy has no graphs
         self.changes = None  # and no moments
         contents = state["state"]

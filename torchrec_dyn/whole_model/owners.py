@@ -48,7 +48,7 @@ def owner_ranks(collection: Collection, table: str, ids: Tensor) -> Tensor:
     _check("owner_ranks", ids)
     if ids.dim() != 1:
         raise ValueError(f"owner_ranks.ids: expected ids [M], got {list(ids.shape)}.")
-    tables = tables_in(collection)
+    tables = tables_in(collection, call="owner_ranks")
     if table not in tables:
         raise ValueError(
             f"owner_ranks.table: expected a table of the collection, {sorted(tables)}, got '{table}'."

@@ -100,13 +100,24 @@ def tables_of(model: nn.Module, call: str) -> list[ModelTable]:
     return tables
 
 
-def tables_in(collection: Collection, path: str = "") -> dict[str, ModelTable]:
+def tables_in(
+    collection: Collection, path: str = "", call: str = "tables_in"
+) -> dict[str, ModelTable]:
     """Returns the tables of one collection by name, in the collection's order; not collective.
 
     Args:
         collection: the collection, sharded or not.
         path: path of the collection in its model, for the keys.
+        call: name of the calling function for error messages.
+
+    Raises:
+        ValueError: if `collection` is something else, such as a whole model.
     """
+    if not isinstance(collection, Collection):
+        raise ValueError(
+            f"{call}: expected a collection of dynamic tables, got {type(collection).__name__}. "
+            "Pass the collection itself, not the model."
+        )
     holder = "embedding_bags" if isinstance(collection, _POOLED) else "embeddings"
     prefix = f"{path}.{holder}." if path else f"{holder}."
     if isinstance(collection, ShardedCollection):
