@@ -63,6 +63,15 @@ def fully_sharded() -> Trained:
     return loop(model, optimizer, model), states_of(RUN, model)
 
 
+def deferred() -> Trained:
+    """Trains in a pipeline that was made before the dense part was given to DistributedDataParallel."""
+    model = sharded_model(RUN, init_data_parallel=False, init_parameters=False)
+    pipeline = make_pipeline(RUN, "sparse_dist", model)
+    model.init_data_parallel()
+    outputs = drain(pipeline, batches(RUN))
+    return [float(loss) for loss, _ in outputs], states_of(RUN, model)
+
+
 class Stream(torch.cpu.Stream):
     """TorchRec reads the device of a stream."""
 
@@ -89,9 +98,10 @@ def staged() -> Trained:
     return losses, states_of(RUN, model)
 
 
-def test_staged_pipeline_trains_as_a_plain_loop_bit_for_bit() -> None:
+@pytest.mark.parametrize("train", [staged, deferred])
+def test_trains_as_a_plain_loop_bit_for_bit(train: Any) -> None:
     for got, expected in zip(
-        workers.run(staged, world_size=2), workers.run(plainly, world_size=2), strict=True
+        workers.run(train, world_size=2), workers.run(plainly, world_size=2), strict=True
     ):
         assert got[0] == expected[0] and len(got[0]) == RUN.steps
         check_same_states(got[1], expected[1])

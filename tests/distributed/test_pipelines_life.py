@@ -37,7 +37,11 @@ OF_THE_STREAM = ["ids", "last_seen", "count", "waiting", "step"]
 def trained(by_node: bool, pipeline: str) -> Any:
     world, local = (4, 2) if by_node else (2, 2)
     run = BY_NODE if by_node else FULL
-    own: dict[str, Any] = {"ahead": train_ahead, "steps": pipeline_runs.train_with_steps_ahead}
+    own: dict[str, Any] = {
+        "ahead": train_ahead,
+        "steps": pipeline_runs.train_with_steps_ahead,
+        "pause": pipeline_runs.pause_with_steps_ahead,
+    }
     arguments = (run,) if pipeline in own else (run, pipeline)
     function = own.get(pipeline, pipeline_runs.train)
     return workers.run(function, *arguments, world_size=world, local_size=local, timeout=300)
@@ -113,6 +117,13 @@ def test_steps_taken_when_prefetching_change_no_result(by_node: bool) -> None:
         check_same(got, expected)
         late += late_grads(got)
     assert late > 0
+
+
+def test_a_pause_between_a_step_and_its_forward_changes_no_result() -> None:
+    """The pipeline is detached, and other batches are evaluated; later batches are of another iterator."""
+    for got, expected in zip(trained(False, "pause"), trained(False, "base"), strict=True):
+        assert got["losses"] == expected["losses"]
+        check_same(got, expected)
 
 
 @PLANS

@@ -23,6 +23,7 @@ from pipeline_runs import (
 from pretended_device import CUDA, PretendedDevice
 from sharded_twins import group_for_cuda
 from stand_in_streams import Streams
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import ShardingEnv
 
 
@@ -108,8 +109,18 @@ def device_with_streams() -> Iterator[PretendedDevice]:
     overwrites = mock.patch.object(
         torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True
     )
-    with PretendedDevice(Streams()) as device, overwrites, no_fallback():
+    # Storages of the device cannot be resized.
+    clears = mock.patch.object(KeyedJaggedTensor, "clear_storage", _overwrite)
+    with PretendedDevice(Streams()) as device, overwrites, clears, no_fallback():
         yield device
+
+
+def _overwrite(features: KeyedJaggedTensor) -> int:
+    """Makes the tensors of a batch useless, where TorchRec frees their memory."""
+    for part in (features._values, features._lengths, features._offsets):
+        if part is not None:
+            part.fill_(-3)
+    return 0
 
 
 def model_on_device(run: Run) -> Any:
@@ -145,7 +156,7 @@ def train_on_device(run: Run, name: str) -> dict[str, Any]:
         }
 
 
-def evaluate_on_device(run: Run) -> int:
+def evaluate_on_device(run: Run, name: str) -> int:
     """Trains on the device, and evaluates other batches through a pipeline, which must change nothing.
 
     Returns:
@@ -159,7 +170,7 @@ def evaluate_on_device(run: Run) -> int:
         before = _contents(run, model)
         with torch.no_grad():
             expected = [model(batch.to(CUDA))[1] for batch in source]
-        pipeline = make_pipeline(run, "eval", model)
+        pipeline = make_pipeline(run, name, model)
         got = drain(pipeline, source)
         check_pipelined(run, pipeline)
         assert len(got) == run.steps

@@ -27,6 +27,8 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.streamable import Pipelineable
 
 import torchrec_dyn as dyn
@@ -78,6 +80,8 @@ class Run:
         lives: policies that the dynamic tables take in turn.
         drift: distance between the new ids of two consecutive steps; below 300, the ids are used again later.
         dedup: True if sequence collections send each id once.
+        processed: True if position weights weight the ids of the pooled tables.
+        without_ids: the step whose batch has no ids; None: no step.
     """
 
     pooled: Sequence[str]
@@ -95,6 +99,8 @@ class Run:
     lives: Sequence[dict[str, Any]] = ()
     drift: int = 10_000
     dedup: bool = False
+    processed: bool = False
+    without_ids: int | None = None
     fused_params: dict[str, Any] = field(
         default_factory=lambda: {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
     )
@@ -169,8 +175,11 @@ class ClickModel(nn.Module):
         ]
         if dynamic:
             self.pooled: Any = dyn.DynamicEmbeddingBagCollection(
-                pooled, dynamic=run.options("pooled"), fused_params=run.fused_params
+                pooled, run.processed, dynamic=run.options("pooled"), fused_params=run.fused_params
             )
+            if run.processed:
+                weights = PositionWeightedModuleCollection(dict.fromkeys(FEATURES, run.longest_bag))
+                self.pooled = FeatureProcessedEmbeddingBagCollection(self.pooled, weights)
             self.sequences: Any = dyn.DynamicEmbeddingCollection(
                 sequences, dynamic=run.options("sequences"), fused_params=run.fused_params
             )
@@ -220,6 +229,7 @@ def sharded_model(run: Run, **options: Any) -> Any:
         plan=ShardingPlan(plan),
         sharders=[
             dyn.DynamicEmbeddingBagCollectionSharder(),
+            dyn.DynamicFeatureProcessedEmbeddingBagCollectionSharder(),
             dyn.DynamicEmbeddingCollectionSharder(use_index_dedup=run.dedup),
             EmbeddingBagCollectionSharder(fused_params=dict(run.fused_params)),
             EmbeddingCollectionSharder(fused_params=dict(run.fused_params)),
@@ -239,6 +249,8 @@ def _batch(run: Run, step: int, rank: int) -> Clicks:
     generator = torch.Generator().manual_seed(100 * step + rank)
     bags = [BATCH - number if run.variable else BATCH for number in range(len(FEATURES))]
     lengths = torch.randint(run.longest_bag + 1, (sum(bags) + BATCH,), generator=generator)
+    if step == run.without_ids:
+        lengths.zero_()
     large = int(lengths[: sum(bags)].sum())
     known = _ids_at(run, step)
     ids = known[torch.randint(known.numel(), (large,), generator=generator)]

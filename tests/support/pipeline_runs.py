@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from cuda_stream_shims import cuda_stream_shims
 from pipeline_model import Clicks, Run, batches, sharded_model
-from torchrec.distributed.train_pipeline import train_pipelines
+from torchrec.distributed.train_pipeline import experimental_pipelines, train_pipelines
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
@@ -27,7 +27,7 @@ PIPELINES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "sparse_dist": ("TrainPipelineSparseDist", {}, False),
     "sparse_dist_late_enqueue": (
         "TrainPipelineSparseDist",
-        {"enqueue_batch_after_forward": True},
+        {"enqueue_batch_after_forward": True, "free_features_storage_early": True},
         False,
     ),
     "lite": ("TrainPipelineSparseDistLite", {}, False),
@@ -52,10 +52,18 @@ PIPELINES: dict[str, tuple[str, dict[str, Any], bool]] = {
     ),
 }
 
+# TorchRec's experimental pipelines that take a table of ours for any other, as `PIPELINES`.
+EXPERIMENTAL: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "hybrid": ("TrainEvalHybridPipelineBase", {}, False),
+    "copy_thread": ("TrainPipelineSparseDistT", {}, False),
+    "stash": ("TrainPipelineSparseDistEmbStash", {"site_fqn": "head"}, True),
+    "prefetch_ems": ("TrainPipelinePrefetchEMS", {"site_fqn": "head"}, True),
+}
+
 # TorchRec 1.7 has no such option.
 HAS_LOOKUP_PREFETCH = (
     "enable_embedding_lookup_prefetch"
-    in inspect.signature(train_pipelines.TrainPipelineFusedSparseDist).parameters
+    in inspect.signature(train_pipelines.EvalPipelineFusedSparseDist).parameters
 )
 
 State = dict[str, dict[str, torch.Tensor]]
@@ -114,10 +122,9 @@ def no_fallback() -> Iterator[None]:
 
 def make_pipeline(run: Run, name: str, model: Any, **options: Any) -> Any:
     """Returns a pipeline over a model."""
-    kind, usual, _ = PIPELINES[name]
-    return getattr(train_pipelines, kind)(
-        model, optimizer_of(run, model), model.device, **usual, **options
-    )
+    kind, usual, _ = (PIPELINES | EXPERIMENTAL)[name]
+    home = train_pipelines if name in PIPELINES else experimental_pipelines
+    return getattr(home, kind)(model, optimizer_of(run, model), model.device, **usual, **options)
 
 
 def drain(pipeline: Any, source: list[Clicks]) -> list[Any]:
@@ -136,6 +143,8 @@ def check_pipelined(run: Run, pipeline: Any) -> None:
     expected = {"pooled": "EmbeddingBagCollection", "sequences": "EmbeddingCollection"}
     if run.dynamic:
         expected = {name: f"Dynamic{kind}" for name, kind in expected.items()}
+    if run.processed:
+        expected["pooled"] = "DynamicFeatureProcessedEmbeddingBagCollection"
     if run.beside:
         expected["beside"] = "EmbeddingBagCollection"
     assert names == {name: f"Sharded{kind}" for name, kind in expected.items()}
@@ -258,12 +267,19 @@ def _erase(run: Run, model: Any, ids: torch.Tensor) -> None:
             assert getattr(model.module, name).table(table).erase(mine()) > 0
 
 
+def pause_with_steps_ahead(run: Run) -> dict[str, Any]:
+    """Runs `train_with_pause` in a prefetching pipeline that takes steps ahead, as on CUDA."""
+    with steps_ahead():
+        return train_with_pause(run, "prefetch")
+
+
 def train_with_pause(run: Run, name: str) -> dict[str, Any]:
-    """Trains a step, evaluates with the pipeline detached, and continues to train."""
+    """Trains a step, evaluates with the pipeline detached, and continues to train, on two iterators."""
     with shims_for(name):
         model = sharded_model(run)
         pipeline = make_pipeline(run, name, model)
-        left = iter(batches(run))
+        source = batches(run)
+        left = iter(source[:-1])
         outputs = [pipeline.progress(left)]
         bare = pipeline.detach()
         bare.eval()
@@ -274,5 +290,9 @@ def train_with_pause(run: Run, name: str) -> dict[str, Any]:
         # With sparse_dist TorchRec would send the batches in flight again, into contexts that are already
         # filled. TorchRec's own sequence collections fail then too.
         pipeline.attach(bare, sparse_dist=False)
-        outputs += drain(pipeline, left)
-    return {"losses": [float(loss) for loss, _ in outputs], "states": states_of(run, model)}
+        outputs += drain(pipeline, left) + drain(pipeline, source[-1:])
+    return {
+        "losses": [float(loss) for loss, _ in outputs],
+        "states": states_of(run, model),
+        "stats": {key: table.stats() for key, table in tables_of(run, model).items()},
+    }

@@ -30,6 +30,7 @@ from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
 from torchrec_dyn.distributed.outside_graphs import ForwardOutsideGraphs
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
+from torchrec_dyn.distributed.stages import BatchOnItsWay, Stages
 from torchrec_dyn.modules import DynamicEmbeddingCollection
 from torchrec_dyn.ranks import SHARDING_TRAITS, TableLayout
 from torchrec_dyn.sharding import (
@@ -38,37 +39,26 @@ from torchrec_dyn.sharding import (
     Expansion,
     Restoration,
     SendOnce,
-    StepsAhead,
     outputs_by_column,
     pad_batch,
     remove_stale_forwards,
     sequences_in_order,
-    set_senders,
-    take_steps_ahead,
-    use_steps_ahead,
 )
-from torchrec_dyn.storage import ForwardTicket, stream_on, wait_for_stream
 
 
 @dataclass
-class SequenceContext(EmbeddingCollectionContext):
+class SequenceContext(BatchOnItsWay, EmbeddingCollectionContext):
     """State of one forward, from input dist to output dist.
 
     Attributes:
         restoration: turns the outputs of the padded batch into the outputs of the user's batch; None if no
             padding was needed.
-        sent: ticket that is open from sending the ids to their lookup; None before.
-        sending_stream: the stream that sends and receives the ids; None on the CPU.
         expansions: for each sharding type, repeats the rows of ids sent once; empty if every occurrence was
             sent.
-        steps_ahead: the training steps of the batch that were taken when it was prefetched.
     """
 
     restoration: Restoration | None = None
-    sent: ForwardTicket | None = None
-    sending_stream: Any = None
     expansions: list[Expansion] = field(default_factory=list)
-    steps_ahead: StepsAhead = field(default_factory=dict)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Records for the allocator that a stream uses the tensors of this context."""
@@ -80,7 +70,7 @@ class SequenceContext(EmbeddingCollectionContext):
 
 
 class ShardedDynamicEmbeddingCollection(
-    ForwardOutsideGraphs, ShardedTables, ShardedEmbeddingCollection
+    ForwardOutsideGraphs, Stages, ShardedTables, ShardedEmbeddingCollection
 ):
     """A `DynamicEmbeddingCollection` whose tables are on several ranks.
 
@@ -171,8 +161,7 @@ class ShardedDynamicEmbeddingCollection(
             ValueError: if a feature is missing or the tensors do not match each other.
         """
         features = self._check_batch(features)
-        ctx.sent = self._shards.open_batch()
-        ctx.sending_stream = stream_on(features.device())
+        self._open(ctx, features.device())
         features, ctx.restoration = pad_batch(features)
         if self._has_uninitialized_input_dist:
             # An interrupted first batch may have created some dists.
@@ -180,56 +169,9 @@ class ShardedDynamicEmbeddingCollection(
         remove_stale_forwards(self._input_dists)
         return super().input_dist(ctx, features)
 
-    @not_compiled
-    def prefetch(
-        self,
-        dist_input: KJTList,
-        forward_stream: torch.Stream | None = None,
-        ctx: SequenceContext | None = None,
-    ) -> None:
-        """Inserts rows for the ids that arrived, or takes the step of tables with a life, before the forward.
-
-        Args:
-            dist_input: the ids that arrived.
-            forward_stream: not used; the forward keeps what it uses.
-            ctx: the state of the forward, which keeps the steps; None: no steps are taken.
-        """
-        super().prefetch(dist_input, forward_stream, ctx)
-        if ctx is not None:
-            take_steps_ahead(self._lookups, dist_input, ctx.steps_ahead)
-
-    @not_compiled
-    def compute(self, ctx: SequenceContext, dist_input: KJTList) -> list[Tensor]:
-        """Looks up the ids that arrived."""
-        set_senders(self._lookups, ctx.sharding_contexts)
-        use_steps_ahead(self._lookups, ctx.steps_ahead)
-        return super().compute(ctx, dist_input)
-
-    @not_compiled
-    def output_dist(
-        self, ctx: SequenceContext, output: list[Tensor]
-    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Sends rows back to the senders of their ids."""
-        return self._finished(super().output_dist(ctx, output), ctx)
-
-    @not_compiled
-    def compute_and_output_dist(
-        self, ctx: SequenceContext, input: KJTList
-    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Looks up the ids that arrived and sends rows back."""
-        if ctx.sent is not None:
-            ctx.sent.close()
-        wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
-        set_senders(self._lookups, ctx.sharding_contexts)
-        use_steps_ahead(self._lookups, ctx.steps_ahead)
-        return self._finished(super().compute_and_output_dist(ctx, input), ctx)
-
     def create_context(self) -> SequenceContext:
         """Creates the state of one forward."""
         return SequenceContext()
-
-    def reset_parameters(self) -> None:
-        """Does nothing: a row is initialised when its id is first seen."""
 
     @property
     def unsharded_module_type(self) -> type[nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,40 +29,26 @@ from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
 from torchrec_dyn.distributed.outside_graphs import ForwardOutsideGraphs
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
+from torchrec_dyn.distributed.stages import BatchOnItsWay, Stages
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection
 from torchrec_dyn.sharding import (
     POOLED_SHARDINGS,
     BatchCheck,
     MeanDivisor,
-    StepsAhead,
     divide,
     pooled_in_order,
     pooled_sharding,
     remove_stale_forwards,
-    set_senders,
-    take_steps_ahead,
-    use_steps_ahead,
 )
-from torchrec_dyn.storage import ForwardTicket, stream_on, wait_for_stream
 
 
 @dataclass
-class PooledContext(EmbeddingBagCollectionContext):
-    """State of one forward, from input dist to output dist.
-
-    Attributes:
-        sent: ticket that is open from sending the ids to their lookup; None before.
-        sending_stream: the stream that sends and receives the ids; None on the CPU.
-        steps_ahead: the training steps of the batch that were taken when it was prefetched.
-    """
-
-    sent: ForwardTicket | None = None
-    sending_stream: Any = None
-    steps_ahead: StepsAhead = field(default_factory=dict)
+class PooledContext(BatchOnItsWay, EmbeddingBagCollectionContext):
+    """State of one forward, from input dist to output dist."""
 
 
 class ShardedDynamicEmbeddingBagCollection(
-    ForwardOutsideGraphs, ShardedTables, ShardedEmbeddingBagCollection
+    ForwardOutsideGraphs, Stages, ShardedTables, ShardedEmbeddingBagCollection
 ):
     """A `DynamicEmbeddingBagCollection` whose tables are on several ranks.
 
@@ -168,8 +154,7 @@ class ShardedDynamicEmbeddingBagCollection(
             ctx: the state of this forward.
             features: a batch that `checked_batch` returned.
         """
-        ctx.sent = self._shards.open_batch()
-        ctx.sending_stream = stream_on(features.device())
+        self._open(ctx, features.device())
         self._prepare_dists(features)
         remove_stale_forwards(self._input_dists)
         if self._mean.is_needed:
@@ -177,58 +162,13 @@ class ShardedDynamicEmbeddingBagCollection(
                 ctx.divisor = self._mean(features)
         return super().input_dist(ctx, features)
 
-    @not_compiled
-    def prefetch(
-        self,
-        dist_input: KJTList,
-        forward_stream: torch.Stream | None = None,
-        ctx: PooledContext | None = None,
-    ) -> None:
-        """Inserts rows for the ids that arrived, or takes the step of tables with a life, before the forward.
-
-        Args:
-            dist_input: the ids that arrived.
-            forward_stream: not used; the forward keeps what it uses.
-            ctx: the state of the forward, which keeps the steps; None: no steps are taken.
-        """
-        super().prefetch(dist_input, forward_stream, ctx)
-        if ctx is not None:
-            take_steps_ahead(self._lookups, dist_input, ctx.steps_ahead)
-
-    @not_compiled
-    def compute(self, ctx: PooledContext, dist_input: KJTList) -> list[Tensor]:
-        """Looks up the ids that arrived."""
-        set_senders(self._lookups, ctx.sharding_contexts)
-        use_steps_ahead(self._lookups, ctx.steps_ahead)
-        return super().compute(ctx, dist_input)
-
     def accept_unweighted_batches(self) -> None:
         """Accepts batches without weights: feature processors compute the weights on the owners."""
         self._check_batch.needs_weights = False
 
-    @not_compiled
-    def output_dist(self, ctx: PooledContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """Sends pooled outputs back to the ranks of their batches."""
-        return self._finished(super().output_dist(ctx, output), ctx)
-
-    @not_compiled
-    def compute_and_output_dist(
-        self, ctx: PooledContext, input: KJTList
-    ) -> LazyAwaitable[KeyedTensor]:
-        """Looks up the ids that arrived and sends pooled outputs back."""
-        if ctx.sent is not None:
-            ctx.sent.close()
-        wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
-        set_senders(self._lookups, ctx.sharding_contexts)
-        use_steps_ahead(self._lookups, ctx.steps_ahead)
-        return self._finished(super().compute_and_output_dist(ctx, input), ctx)
-
     def create_context(self) -> PooledContext:
         """Creates the state of one forward."""
         return PooledContext()
-
-    def reset_parameters(self) -> None:
-        """Does nothing: a row is initialised when its id is first seen."""
 
     @property
     def unsharded_module_type(self) -> type[nn.Module]:

@@ -19,8 +19,8 @@ from torchrec_dyn.sharding.grouped_lookups import (
     PooledLookup,
     SequenceLookup,
     StepsAhead,
+    prefetch,
     set_senders,
-    take_steps_ahead,
     use_steps_ahead,
 )
 from torchrec_dyn.sharding.input_dists import remove_stale_forwards

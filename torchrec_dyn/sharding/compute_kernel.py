@@ -210,26 +210,27 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             bags = [list(self.bags_of_ranks)] * len(features.keys())
         return Senders(bags, len(bags[0]) if get_gradient_division() else 1)
 
-    def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """Inserts rows for unseen ids now, so that the next forward finds them.
+    def prefetch(self, features: KeyedJaggedTensor, keeps_step: bool) -> StepAhead | None:
+        """Prepares the forward of a batch: inserts rows for unseen ids, or takes the training step.
 
-        Does nothing if a table has a life: then the step of the batch decides which ids get rows.
+        If a table has a life, the step of the batch decides which ids get rows. It is taken now where this
+        gains time.
+
+        Args:
+            features: as in a forward.
+            keeps_step: True if the caller keeps a step for the forward of the batch; if False, none is taken.
+
+        Returns:
+            The step that was taken; None: the forward takes it.
         """
-        if self.training:
-            self._group.prefetch(
-                features.values(), features.offsets(), counts=features.length_per_key()
-            )
-
-    def take_step_ahead(self, features: KeyedJaggedTensor) -> StepAhead | None:
-        """Takes the training step of a batch now and returns it, for the forward of the batch.
-
-        Returns None, and does nothing, if the forward is to take the step: in evaluation, without a life, on
-        devices where nothing is gained, and if all tables are frozen.
-        """
-        wanted = self.training and self._group.has_life
-        if not wanted or self._group.device.type not in STEPS_AHEAD_ON:
+        if not self.training:
             return None
         counts = features.length_per_key()
+        if not self._group.has_life:
+            self._group.prefetch(features.values(), features.offsets(), counts=counts)
+            return None
+        if not keeps_step or self._group.device.type not in STEPS_AHEAD_ON:
+            return None
         return self._group.take_step_ahead(features.values(), counts, self._times(features))
 
     # Methods that TorchRec's lookups and collections call on any kernel. State dicts of the kernel contain no

@@ -34,12 +34,6 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
 
     node_size: int = 1
 
-    def prefetch(
-        self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None
-    ) -> None:
-        """Inserts rows for unseen ids before the forward that needs them."""
-        _prefetch(self._emb_modules, sparse_features.split(self._feature_splits))
-
     def _create_embedding_kernel(
         self,
         config: GroupedEmbeddingConfig,
@@ -91,12 +85,6 @@ class SequenceLookup(GroupedEmbeddingsLookup):
         for kernel in self._emb_modules:
             kernel.ids_are_sent_once = True
 
-    def prefetch(
-        self, sparse_features: KeyedJaggedTensor, forward_stream: torch.Stream | None = None
-    ) -> None:
-        """Inserts rows for unseen ids before the forward that needs them."""
-        _prefetch(self._emb_modules, sparse_features.split(self._feature_splits))
-
     def _create_embedding_kernel(
         self,
         config: GroupedEmbeddingConfig,
@@ -108,27 +96,27 @@ class SequenceLookup(GroupedEmbeddingsLookup):
         return DynamicKernel(config, device)
 
 
-def _prefetch(kernels: Iterable[Any], features: Sequence[KeyedJaggedTensor]) -> None:
-    for kernel, of_kernel in zip(kernels, features, strict=True):
-        kernel.prefetch(of_kernel)
-
-
-def take_steps_ahead(
-    lookups: Iterable[nn.Module], features: Iterable[KeyedJaggedTensor], steps: StepsAhead
+def prefetch(
+    lookups: Iterable[nn.Module],
+    features: Iterable[KeyedJaggedTensor],
+    steps: StepsAhead | None,
 ) -> None:
-    """Takes the training steps of a batch that may be taken before its forward (compute_kernel.py).
+    """Prepares the forward of a batch: inserts rows for unseen ids, or takes training steps.
 
     Args:
         lookups: one per sharding type.
         features: the ids that arrived, one batch per lookup.
-        steps: the steps taken of this batch; the steps of further kernels are added.
+        steps: the steps taken of this batch; the steps of further kernels are added. None: no steps are
+            taken.
     """
     for lookup, of_lookup in zip(lookups, features, strict=True):
         assert isinstance(lookup, (PooledLookup, SequenceLookup))
         of_kernels = of_lookup.split(lookup._feature_splits)
         for kernel, of_kernel in zip(lookup._emb_modules, of_kernels, strict=True):
             assert isinstance(kernel, DynamicKernel)
-            if kernel not in steps and (step := kernel.take_step_ahead(of_kernel)) is not None:
+            keeps_step = steps is not None and kernel not in steps
+            step = kernel.prefetch(of_kernel, keeps_step)
+            if steps is not None and step is not None:
                 steps[kernel] = step
 
 

@@ -1,0 +1,102 @@
+"""The stages of a sharded forward, as far as they are the same for pooled and for sequence collections.
+
+A pipeline calls the stages of a batch at different times and on different streams. The context of the batch
+carries from one stage to the next what the stages have in common.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.types import LazyAwaitable, ShardedModule
+
+from torchrec_dyn.compilers import not_compiled
+from torchrec_dyn.distributed.local_shards import LocalShards
+from torchrec_dyn.sharding import StepsAhead, prefetch, set_senders, use_steps_ahead
+from torchrec_dyn.storage import ForwardTicket, stream_on, wait_for_stream
+
+
+@dataclass
+class BatchOnItsWay:
+    """Mixin for TorchRec's contexts: our state of one forward, from input dist to output dist.
+
+    Attributes:
+        sent: ticket that is open from sending the ids to their lookup; None before.
+        sending_stream: the stream that sends and receives the ids; None on the CPU.
+        steps_ahead: the training steps of the batch that were taken when it was prefetched.
+    """
+
+    sent: ForwardTicket | None = None
+    sending_stream: Any = None
+    steps_ahead: StepsAhead = field(default_factory=dict)
+
+
+class Stages(ShardedModule[Any, Any, Any, Any]):
+    """Mixin for TorchRec's sharded collections: the stages after the input dist. List it before these."""
+
+    _lookups: list[Any]
+    _shards: LocalShards
+
+    @not_compiled
+    def prefetch(
+        self,
+        dist_input: KJTList,
+        forward_stream: torch.Stream | None = None,
+        ctx: BatchOnItsWay | None = None,
+    ) -> None:
+        """Inserts rows for the ids that arrived, or takes the step of tables with a life, before the forward.
+
+        Args:
+            dist_input: the ids that arrived.
+            forward_stream: not used; the forward keeps what it uses.
+            ctx: the state of the forward, which keeps the steps; None: no steps are taken.
+        """
+        prefetch(self._lookups, dist_input, None if ctx is None else ctx.steps_ahead)
+
+    @not_compiled
+    def compute(self, ctx: Any, dist_input: KJTList) -> list[Tensor]:
+        """Looks up the ids that arrived."""
+        self._look_up_next(ctx)
+        output: list[Tensor] = super().compute(ctx, dist_input)
+        return output
+
+    @not_compiled
+    def output_dist(self, ctx: Any, output: list[Tensor]) -> LazyAwaitable[Any]:
+        """Sends outputs back to the ranks of their batches."""
+        return self._finished(super().output_dist(ctx, output), ctx)
+
+    @not_compiled
+    def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[Any]:
+        """Looks up the ids that arrived and sends outputs back."""
+        if ctx.sent is not None:
+            ctx.sent.close()
+        wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
+        self._look_up_next(ctx)
+        return self._finished(super().compute_and_output_dist(ctx, input), ctx)
+
+    def reset_parameters(self) -> None:
+        """Does nothing: a row is initialised when its id is first seen."""
+
+    def _open(self, ctx: BatchOnItsWay, device: torch.device) -> None:
+        """Begins to send the ids of a batch.
+
+        Args:
+            ctx: the state of the forward.
+            device: device of the batch.
+        """
+        ctx.sent = self._shards.open_batch()
+        ctx.sending_stream = stream_on(device)
+
+    @abstractmethod
+    def _finished(self, awaitable: LazyAwaitable[Any], ctx: Any) -> LazyAwaitable[Any]:
+        """Adds to TorchRec's output dist what the outputs still need."""
+
+    def _look_up_next(self, ctx: Any) -> None:
+        """Makes a batch the one that the kernels look up next."""
+        set_senders(self._lookups, ctx.sharding_contexts)
+        use_steps_ahead(self._lookups, ctx.steps_ahead)
