@@ -1,5 +1,7 @@
 """Tables with policies on a pretended device: contents as on the CPU, and few waits of the host."""
 
+from unittest import mock
+
 import pytest
 import torch
 from device_twins import DeviceTwins
@@ -9,6 +11,8 @@ from life_cases import EVERY_LIFE
 from oracle import EXTREME_IDS
 from pretended_device import PretendedDevice
 from table_cases import CROWDED_IDS, ids_of
+
+from torchrec_dyn.storage import change_log
 
 LIMIT = 8
 POOL = [*EXTREME_IDS[:4], *range(3, 14), *CROWDED_IDS[:4]]
@@ -60,12 +64,14 @@ def run(twins, program):
     program=st.lists(calls, max_size=20),
 )
 def test_the_same_calls_give_the_same_tables(lives, program):
-    with PretendedDevice() as device:
+    few = mock.patch.object(change_log, "_LEAST_UNSIFTED", 2)  # the log is sifted at some calls
+    with few, PretendedDevice() as device:
         run(DeviceTwins(device, *lives, limit=LIMIT), program)
 
 
 # What the host waits for in a step that evicts or counts: counts of absent ids; the number of new ids; how
 # many are admitted; which candidates have not been seen since they were listed, and so expire or are evicted.
+# The candidates that expire are read with the first counts. Then ids of the batch may be absent that were not.
 ABSENT, NEW, ADMITTED, LISTED = "_to_copy", "collect_new", "_to_copy", "_to_copy"
 WAITS = {
     ("none", "all"): [ABSENT, NEW],
@@ -73,7 +79,7 @@ WAITS = {
     ("lfu", "all"): [ABSENT, NEW, LISTED],
     ("none", "count"): [ABSENT, NEW, ADMITTED],
     ("lru", "count"): [ABSENT, NEW, ADMITTED, LISTED],
-    ("steps", "all"): [LISTED, ABSENT, NEW],
+    ("steps", "all"): [ABSENT, NEW, ABSENT],
 }
 
 

@@ -10,8 +10,12 @@ A step of a batch runs in this order:
    end of the step.
 5. Count the step, free the rows of the expired ids, and drop the expired counters.
 6. Score the rows found, so that none of them is evicted by this step.
-7. Evict the lowest rows of tables that are full.
-8. Give rows to the admitted ids, and count the refused ids. Drop the counters above their limit.
+7. Drop the counters of the admitted ids, and count the refused ids.
+8. Evict the lowest rows of tables that are full, and drop the counters above their limit.
+9. Give rows to the admitted ids.
+
+The host waits for a GPU four times at most, beside searches and growth: for the absent and the expired ids
+(found_rows.py), the new ids, their admission, and the rows and counters of 8.
 
 Decisions depend only on the ids and their order in time, so all column shards of a table decide the same.
 
@@ -22,16 +26,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.life import NO_STEP, Decision, Drop
+from torchrec_dyn.lookup.found_rows import (
+    Expired,
+    FoundRows,
+    expired_of,
+    find_first,
+    nothing_expired,
+)
 from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.storage import Reading, read_together, run_to_end
+from torchrec_dyn.storage import Reading, joined, joined_pair, read, read_together, run_to_end
 from torchrec_dyn.table import (
     Addition,
     DynamicTable,
@@ -39,9 +50,9 @@ from torchrec_dyn.table import (
     check_need,
     check_step,
     commit_rows,
-    find_rows,
     note_changed,
     ranges_of,
+    reading_absent,
 )
 
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -65,6 +76,13 @@ class _Unseen(NamedTuple):
         """Number of ids that get a row."""
         return self.decision.num_admitted
 
+    def at(self, places: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the ids at some places and their counts; at all places without `places`."""
+        ids, counts = self.ids, self.decision.counts
+        if places is None:
+            return ids, counts
+        return ids.index_select(0, places), counts.index_select(0, places)
+
 
 _NO_UNSEEN = _Unseen(_NONE, _NONE, Decision(_NONE, 0))
 
@@ -74,7 +92,7 @@ def take_step(
     ids: Tensor,
     table_offsets: Tensor,
     times: Tensor | None = None,
-    found: tuple[Tensor, Tensor] | None = None,
+    found: FoundRows | None = None,
 ) -> tuple[Tensor, int]:
     """Runs one training step of all tables and returns the rows of the batch.
 
@@ -87,7 +105,7 @@ def take_step(
         table_offsets: [T + 1] int64, where the ids of each table begin.
         times: [N] int64, number of occurrences that each id stands for, in batches that hold each distinct
             id once; None for 1 each.
-        found: the result of `find_rows` for this batch, if the caller has it and no table's rows expire.
+        found: the rows of this batch, if the caller has found them.
 
     Returns:
         rows: [N] int64, -1 for an id that was not admitted.
@@ -103,21 +121,27 @@ def take_step(
     if trained.most_steps + tally.counted.steps + 1 >= NO_STEP:
         for number in trained.with_life:
             check_step(tables[number], tables[number].step + 1)
-    expired: dict[int, _Expired] = {}  # removed from the maps, to be put back if the step fails
+    expired: dict[int, Expired] = {}  # removed from the maps, to be put back if the step fails
     try:
         ageing = [tables[number] for number in trained.ageing]
-        of_ageing = read_together([_expired(table) for table in ageing])
+        if found is None and not ids.is_cpu:
+            found = find_first(trained.maps, ids, table_offsets, ageing)
+        if found is None:
+            of_ageing = read_together([expired_of(table) for table in ageing])
+        else:
+            of_ageing = found.expired
         for number, table, old in zip(trained.ageing, ageing, of_ageing, strict=True):
             expired[number] = old
             if old.ids.numel():
                 table.id_map.remove(old.ids, old.num_ids - old.ids.numel())
+                found = None  # rows of removed ids may be among the rows
         batch = _decide(trained, ids, table_offsets, times, found)
         removals = _removals(tables, expired)
         parts = [
             _TableStep(
                 number,
                 tables[number],
-                expired.get(number) or _nothing_expired(tables[number]),
+                expired.get(number) or nothing_expired(tables[number]),
                 batch.unseen.get(number, _NO_UNSEEN),
                 removals.get(number),
             )
@@ -145,15 +169,13 @@ def take_step(
         actions: list[Callable[[bool], object]] = [count, *(part.begin for part in parts), touch]
         if trained.has_changes:
             actions.append(lambda _: note_changed(tables, batch.rows, table_offsets))
-        if any(part.surplus > 0 for part in parts):
-            actions.append(lambda _: _evict(parts))
+        if any(part.has_waiting for part in parts):
+            actions += (part.count_waiting for part in parts if part.has_waiting)
+        if any(part.surplus > 0 or part.has_waiting for part in parts):
+            actions.append(lambda _: _make_room(parts))
         if batch.unseen:
             actions += (part.prepare_rows for part in parts)
             actions.append(add_rows)
-            actions += (part.count_refused for part in parts)
-        if any(part.has_waiting for part in parts):
-            actions += (part.note_waiting for part in parts)
-            actions.append(lambda _: _drop_counters(parts))
         run_to_end(*actions)
     except BaseException:
         for number, old in expired.items():
@@ -171,7 +193,7 @@ class _Batch(NamedTuple):
 
     Attributes:
         rows: [N] int64, -1 for an id without a row.
-        absent: [T] int64, number of ids without a row, repeats counted.
+        absent: [T] int64, number of ids without a row, repeats counted; None if every id has a row.
         unseen: the distinct ids without a row of each table that has some, by number of the table.
         special: numbers of the tables to look at one by one, ascending.
         new_index: [N] int64, the place of an id without a row in the list of all tables' distinct ids without
@@ -179,7 +201,7 @@ class _Batch(NamedTuple):
     """
 
     rows: Tensor
-    absent: Tensor
+    absent: Tensor | None
     unseen: dict[int, _Unseen]
     special: list[int]
     new_index: Tensor
@@ -198,7 +220,7 @@ def _occurrences(
     trained: TrainedTables, batch: _Batch, table_offsets: Tensor, times: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the arguments of `Counted.after` for a batch."""
-    absent = batch.absent if batch.unseen else None
+    absent = batch.absent
     if times is None:
         return table_offsets, absent
     # A table without a life counts each sent id once, whatever the other tables of its group are.
@@ -218,13 +240,15 @@ def _decide(
     ids: Tensor,
     table_offsets: Tensor,
     times: Tensor | None,
-    found: tuple[Tensor, Tensor] | None,
+    found: FoundRows | None,
 ) -> _Batch:
     """Looks ids up, decides admission, checks every table's room and reserves memory."""
     tables = trained.tables
-    rows, absent = found or find_rows(trained.maps, ids, table_offsets)
-    unseen, new_index = dict[int, _Unseen](), _NONE
-    if any(absent.tolist()):
+    rows, absent = found[:2] if found else ops.lookup(ids, table_offsets, *trained.maps.arrays())
+    ranges, new_index = dict[int, slice](), _NONE
+    decisions, counted = list[Reading[_Unseen]](), list[Reading[int]]()
+    # A GPU's numbers after the removal of expired ids are read later, with the decisions.
+    if not absent.is_cpu or any(absent.tolist()):
         new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
         if times is not None:
             is_new = new_index >= 0
@@ -234,16 +258,23 @@ def _decide(
             _decide_admission(tables[number], new_ids[of_table], counts[of_table])
             for number, of_table in ranges.items()
         ]
-        unseen = dict(zip(ranges, read_together(decisions), strict=True))
     # Distinct rows of the tables that may be too small. A batch has at most as many distinct rows as ids, so
     # for most batches they need not be counted.
-    crowded: dict[int, int] = {}
+    numbers: list[int] = []
     if ids.numel() > trained.least_limit:
         sizes = table_offsets[1:] - table_offsets[:-1]  # a fifth of the time of `diff`
         numbers = (sizes > trained.row_limits).nonzero().flatten().tolist()
         ends = table_offsets.tolist()
-        counts_of = read_together([_num_distinct(rows[ends[t] : ends[t + 1]]) for t in numbers])
-        crowded = dict(zip(numbers, counts_of, strict=True))
+        counted = [_num_distinct(rows[ends[t] : ends[t + 1]]) for t in numbers]
+    unseen, crowded = dict[int, _Unseen](), dict[int, int]()
+    if ranges or numbers:
+        parts: list[Reading[Any]] = [joined(decisions), joined(counted)]
+        if ranges and not absent.is_cpu:
+            parts.append(reading_absent(absent, ids))
+        decided, distinct, *later = read(joined(parts))
+        unseen = dict(zip(ranges, decided, strict=True))
+        crowded = dict(zip(numbers, distinct, strict=True))
+        absent = later[0] if later else absent
     for number in sorted(crowded.keys() | unseen.keys()):
         new = unseen.get(number, _NO_UNSEEN)
         tables[number].check_room(new.num_admitted)
@@ -252,7 +283,7 @@ def _decide(
     special = sorted({*trained.watched, *trained.ageing, *unseen})
     for number in special:
         _reserve(tables[number], unseen.get(number, _NO_UNSEEN))
-    return _Batch(rows, absent, unseen, special, new_index)
+    return _Batch(rows, absent if unseen else None, unseen, special, new_index)
 
 
 def _num_distinct(rows: Tensor) -> Reading[int]:
@@ -264,31 +295,7 @@ def _num_distinct(rows: Tensor) -> Reading[int]:
     return count
 
 
-class _Expired(NamedTuple):
-    """The expired ids of a table.
-
-    Attributes:
-        ids: [M] int64.
-        rows: [M] int64.
-        num_ids: number of ids of the table with these ids.
-    """
-
-    ids: Tensor
-    rows: Tensor
-    num_ids: int
-
-
-def _expired(table: DynamicTable) -> Reading[_Expired]:
-    """Returns the expired ids of a table with an age limit and removes nothing."""
-    assert table.life is not None
-    high = table.row_numbers.high
-    expired = yield from table.life.expired(table.step + 1, table.id_map, high)
-    return _Expired(*(expired or (_NONE, _NONE)), table.id_map.num_ids)
-
-
-def _removals(
-    tables: Sequence[DynamicTable], expired: Mapping[int, _Expired]
-) -> dict[int, Removal]:
+def _removals(tables: Sequence[DynamicTable], expired: Mapping[int, Expired]) -> dict[int, Removal]:
     """Returns the prepared removals of expired ids, by number of the table."""
     some = {number: old for number, old in expired.items() if old.ids.numel()}
     prepared = [
@@ -296,10 +303,6 @@ def _removals(
         for number, old in some.items()
     ]
     return dict(zip(some, read_together(prepared), strict=True))
-
-
-def _nothing_expired(table: DynamicTable) -> _Expired:
-    return _Expired(_NONE, _NONE, table.id_map.num_ids)
 
 
 def _are_touched(tables: Sequence[DynamicTable], rows: Tensor, table_offsets: Tensor) -> bool:
@@ -356,7 +359,7 @@ class _TableStep:
         self,
         number: int,
         table: DynamicTable,
-        expired: _Expired,
+        expired: Expired,
         unseen: _Unseen,
         removal: Removal | None,
     ) -> None:
@@ -374,6 +377,7 @@ class _TableStep:
         self._counters_expired = table.counters["counters_expired"]
         self._counters_dropped = table.counters["counters_dropped"]
         self.has_waiting = table.life is not None and table.life.waiting is not None
+        self._admitted = unseen.at(unseen.decision.admitted)
         self.acts = bool(unseen.ids.numel() or expired.ids.numel() or self.surplus > 0)
 
     def begin(self, _: bool) -> None:
@@ -388,8 +392,21 @@ class _TableStep:
                 expired = self._num_waiting - table.num_waiting
                 table.counters["counters_expired"] = self._counters_expired + expired
 
-    def evicted(self) -> Reading[Removal | None]:
-        """Returns the removal of the lowest rows of a full table; None if it has room."""
+    def count_waiting(self, again: bool) -> None:
+        """Drops the counters of the admitted ids, writes those of the refused ids, and notes their number."""
+        life, decision = self._table.life, self._unseen.decision
+        assert life is not None
+        life.forget_counters(self._admitted[0], None if again else decision.num_waiting)
+        if decision.refused is not None:
+            refused = self._unseen.at(decision.refused)
+            life.refuse(*refused, self._step, None if again else decision.num_new)
+        self._num_waiting = self._table.num_waiting
+
+    def above(self) -> Reading[tuple[Removal | None, Drop | None]]:
+        """Returns the lowest rows of a full table, and the counters above their limit; None for none."""
+        return joined_pair(self._lowest_rows(), self._lowest_counters())
+
+    def _lowest_rows(self) -> Reading[Removal | None]:
         table, surplus = self._table, _surplus(self._table, self._unseen)
         if table.life is None or surplus <= 0:
             return None
@@ -397,42 +414,27 @@ class _TableStep:
         lowest = yield from table.life.lowest(surplus, self._step, table.id_map, high)
         return (yield from Removal.prepare(table, *lowest, "evicted_full"))
 
-    def prepare_rows(self, _: bool) -> None:
-        """Prepares rows for the admitted ids."""
-        ids, decision = self._unseen.ids, self._unseen.decision
-        counts, admitted = decision.counts, decision.admitted
-        if admitted is not None:
-            ids, counts = ids.index_select(0, admitted), counts.index_select(0, admitted)
-        if self._unseen.ids.numel():
-            self.added = Addition(self._table, ids, counts, decision.num_waiting)
-
-    def count_refused(self, again: bool) -> None:
-        """Writes the counters of the refused ids."""
-        life, decision = self._table.life, self._unseen.decision
-        if life is not None and decision.refused is not None:
-            both = self._unseen.ids, decision.counts
-            ids, counts = (values.index_select(0, decision.refused) for values in both)
-            life.refuse(ids, counts, self._step, None if again else decision.num_new)
-
-    def note_waiting(self, _: bool) -> None:
-        """Notes the number of counters before `drop_counters`."""
-        self._num_waiting = self._table.num_waiting
-
-    def surplus_counters(self) -> Reading[Drop | None]:
-        """Returns the drop of the counters above their limit; None if none is above."""
+    def _lowest_counters(self) -> Reading[Drop | None]:
         life = self._table.life
         if life is None:
             return None
         return (yield from life.surplus_counters(self._step, self._rows_before))
 
-    def drop_counters(self, surplus: Drop | None) -> None:
-        """Drops and counts the counters above their limit."""
+    def make_room(self, rows: Removal | None, counters: Drop | None) -> None:
+        """Removes and counts the rows and counters above the limits."""
         table = self._table
+        if rows is not None:
+            rows.commit()
         if table.life is not None and table.life.waiting is not None:
-            if surplus is not None:
-                table.life.waiting.drop(surplus)
+            if counters is not None:
+                table.life.waiting.drop(counters)
             dropped = self._num_waiting - table.num_waiting
             table.counters["counters_dropped"] = self._counters_dropped + dropped
+
+    def prepare_rows(self, _: bool) -> None:
+        """Prepares rows for the admitted ids."""
+        if self._unseen.ids.numel():
+            self.added = Addition(self._table, *self._admitted)
 
     def new_rows(self, added: Addition) -> Tensor:
         """Returns the rows of all ids of `unseen`, [M] int64, -1 for a refused id."""
@@ -444,16 +446,8 @@ class _TableStep:
         return rows
 
 
-def _evict(parts: Sequence[_TableStep]) -> None:
-    """Evicts the lowest rows of full tables; a second call directly after finishes the first."""
-    for removal in read_together([part.evicted() for part in parts if part.surplus > 0]):
-        if removal is not None:
-            removal.commit()
-
-
-def _drop_counters(parts: Sequence[_TableStep]) -> None:
-    """Drops the counters above their limits; a second call directly after finishes the first."""
-    counting = [part for part in parts if part.has_waiting]
-    drops = read_together([part.surplus_counters() for part in counting])
-    for part, drop in zip(counting, drops, strict=True):
-        part.drop_counters(drop)
+def _make_room(parts: Sequence[_TableStep]) -> None:
+    """Lowers full tables and counters to their limits; a second call directly after finishes the first."""
+    acting = [part for part in parts if part.surplus > 0 or part.has_waiting]
+    for part, surplus in zip(acting, read_together([part.above() for part in acting]), strict=True):
+        part.make_room(*surplus)
