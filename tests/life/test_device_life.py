@@ -71,7 +71,7 @@ def test_the_same_calls_give_the_same_tables(lives, program):
 
 # What the host waits for in a step that evicts or counts: counts of absent ids; the number of new ids; how
 # many are admitted; which candidates have not been seen since they were listed, and so expire or are evicted.
-# The candidates that expire are read with the first counts. Then ids of the batch may be absent that were not.
+# The candidates that expire are read with the first counts; then more ids of the batch may be absent.
 ABSENT, NEW, ADMITTED, LISTED = "_to_copy", "collect_new", "_to_copy", "_to_copy"
 WAITS = {
     ("none", "all"): [ABSENT, NEW],
