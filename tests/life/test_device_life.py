@@ -17,7 +17,9 @@ from torchrec_dyn.storage import change_log
 LIMIT = 8
 POOL = [*EXTREME_IDS[:4], *range(3, 14), *CROWDED_IDS[:4]]
 batches = st.lists(st.sampled_from(POOL), max_size=8)
-steps = st.tuples(st.just("step"), st.lists(batches, min_size=2, max_size=2))
+steps = st.tuples(
+    st.sampled_from(["step", "step of two each"]), st.lists(batches, min_size=2, max_size=2)
+)
 calls = st.one_of(
     steps,
     steps,
@@ -32,8 +34,8 @@ calls = st.one_of(
 def run(twins, program):
     time = 0
     for call, given_ in program:
-        if call == "step":
-            twins.step(*given_)
+        if call.startswith("step"):
+            twins.step(*given_, times=call != "step")
         elif call == "erase":
             [(one, two), *_] = twins.each(lambda table: table.erase(ids_of(*given_)))
             assert one == two
@@ -95,11 +97,11 @@ def test_waits_of_a_step_do_not_depend_on_the_number_of_tables(life, tables=3):
         for first in range(1000, 1090, 10):
             times = 1 + first // 10 % 2  # AdmitAfter(2) refuses half of them
             batch = [*range(first, first + 10)] * times
-            twins.step(*[batch] * tables)
+            twins.step(*[batch] * tables, times=life[0] == "steps")
             new.append(twins.waits())
             twins.step(*[range(500, 520)] * tables)
             known.append(twins.waits())
-            twins.step(*[range(500, 520)] * tables)
+            twins.step(*[range(500, 520)] * tables, times=True)
             known.append(twins.waits())
         often = [waits for waits in new if waits is not None]
         assert max(often, key=len) == WAITS[life] and len(often) > 2

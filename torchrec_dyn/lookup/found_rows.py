@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn.lookup.unread_counts import UnreadCounts
 from torchrec_dyn.storage import MapList, Reading, joined, read
 from torchrec_dyn.table import DynamicTable, finding_rows
 
@@ -39,11 +38,13 @@ class FoundRows(NamedTuple):
         rows: [N] int64, -1 for an absent id. Rows of expired ids may be among them.
         absent: [T] int64 on the CPU, number of absent ids of each table, repeats counted.
         expired: the expired ids of each table with an age limit.
+        beside: the result of what was read beside these.
     """
 
     rows: Tensor
     absent: Tensor
     expired: list[Expired]
+    beside: Any
 
 
 def expired_of(table: DynamicTable) -> Reading[Expired]:
@@ -63,27 +64,25 @@ def find_first(
     maps: MapList,
     ids: Tensor,
     table_offsets: Tensor,
-    ageing: Sequence[DynamicTable] = (),
-    counts: UnreadCounts | None = None,
+    ageing: Sequence[DynamicTable],
+    beside: Reading[Any],
 ) -> FoundRows:
-    """Finds the rows of a batch on a GPU, and the expired ids, and reads the counts of the batch.
+    """Finds the rows of a batch on a GPU, and the expired ids, and reads numbers of the batch with them.
 
     Args:
         maps: maps of T tables.
         ids: [N] int64 in table order.
-        table_offsets: [T + 1] int64; with `counts` on the device of `ids`.
+        table_offsets: [T + 1] int64, on the CPU or on the device of `ids`.
         ageing: tables with an age limit.
-        counts: counts that the host has not read.
+        beside: reading of numbers of the batch. It may raise an error: nothing has changed then.
 
     Raises:
-        ValueError: the batch is not valid.
         RuntimeError: an earlier op had invalid arguments (csrc/device_errors.h).
     """
     parts: list[Reading[Any]] = [
         finding_rows(maps, ids, table_offsets),
         joined([expired_of(table) for table in ageing]),
+        beside,
     ]
-    if counts is not None:
-        parts.append(counts.reading())
-    (rows, absent), expired, *_ = read(joined(parts))
-    return FoundRows(rows, absent, expired)
+    (rows, absent), *others = read(joined(parts))
+    return FoundRows(rows, absent, *others)

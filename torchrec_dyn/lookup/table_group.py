@@ -310,7 +310,7 @@ class TableGroup:
             return None
         begins = self._bag_layout.begins_of_tables(counts.begins)
         ageing = [] if trained is None else [trained.tables[number] for number in trained.ageing]
-        return find_first(lists.maps, ids, begins, ageing, counts)
+        return find_first(lists.maps, ids, begins, ageing, counts.reading())
 
     def _take_step(
         self,

@@ -42,7 +42,7 @@ from torchrec_dyn.lookup.found_rows import (
 )
 from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.storage import Reading, joined, joined_pair, read, read_together, run_to_end
+from torchrec_dyn.storage import Reading, read, read_together, run_to_end
 from torchrec_dyn.table import (
     Addition,
     DynamicTable,
@@ -115,8 +115,6 @@ def take_step(
         ValueError: `times` of a wrong shape, dtype or range; no table has changed.
         RuntimeError: a table is full, or memory is out; no table has changed.
     """
-    if times is not None:
-        _check_times(times, ids.numel())
     tables, tally = trained.tables, trained.tally
     if trained.most_steps + tally.counted.steps + 1 >= NO_STEP:
         for number in trained.with_life:
@@ -124,8 +122,13 @@ def take_step(
     expired: dict[int, Expired] = {}  # removed from the maps, to be put back if the step fails
     try:
         ageing = [tables[number] for number in trained.ageing]
-        if found is None and not ids.is_cpu:
-            found = find_first(trained.maps, ids, table_offsets, ageing)
+        occurrences = table_offsets
+        if not ids.is_cpu and found is None:
+            counting = _occurrences(trained, ids, table_offsets, times)
+            found = find_first(trained.maps, ids, table_offsets, ageing, counting)
+            occurrences = found.beside
+        elif times is not None:
+            occurrences = read(_occurrences(trained, ids, table_offsets, times))
         if found is None:
             of_ageing = read_together([expired_of(table) for table in ageing])
         else:
@@ -147,7 +150,7 @@ def take_step(
             )
             for number in batch.special
         ]
-        counted = tally.counted.after(*_occurrences(trained, batch, table_offsets, times))
+        counted = tally.counted.after(occurrences, batch.absent)
         listed, steps = trained.blocks.scores(), trained.first_steps + counted.steps
         watched = {part.number for part in parts if part.acts}
 
@@ -207,32 +210,27 @@ class _Batch(NamedTuple):
     new_index: Tensor
 
 
-def _check_times(times: Tensor, ids: int) -> None:
-    if times.dtype != torch.int64 or times.shape != (ids,):
+def _occurrences(
+    trained: TrainedTables, ids: Tensor, table_offsets: Tensor, times: Tensor | None
+) -> Reading[Tensor]:
+    """Returns the first occurrence of each table's ids, and the end, [T + 1] int64; checks `times`."""
+    if times is None:
+        return table_offsets
+    if times.dtype != torch.int64 or times.shape != ids.shape:
         got = f"{list(times.shape)} of {times.dtype}"
-        raise ValueError(f"take_step: expected [{ids}] int64 times, one for each id, got {got}.")
-    least, most = torch.stack(times.aminmax()).tolist() if ids else (1, 1)
+        raise ValueError(
+            f"take_step: expected {list(ids.shape)} int64 times, one for each id, got {got}."
+        )
+    bounds = times.aminmax() if ids.numel() else (times.new_ones(()), times.new_ones(()))
+    of_ids = torch.cat([times.new_zeros(1), times.cumsum(0)])
+    of_tables = of_ids[table_offsets.to(times.device, non_blocking=True)].diff()
+    least, most, *numbers = yield [*bounds, of_tables]
     if least < 1 or most > MOST_COUNT:
         raise ValueError(f"take_step: expected times in [1, 2^32), got {least} to {most}.")
-
-
-def _occurrences(
-    trained: TrainedTables, batch: _Batch, table_offsets: Tensor, times: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the arguments of `Counted.after` for a batch."""
-    absent = batch.absent
-    if times is None:
-        return table_offsets, absent
     # A table without a life counts each sent id once, whatever the other tables of its group are.
-    seen, of_ids = table_offsets.diff(), torch.cat([times.new_zeros(1), times.cumsum(0)])
-    of_tables = of_ids[table_offsets.to(times.device, non_blocking=True)].diff().cpu()
-    seen[trained.with_life] = of_tables[trained.with_life]
-    numbers = [number for number in trained.with_life if number in batch.unseen]
-    if absent is not None and numbers:
-        absent = absent.clone()
-        sums = torch.stack([batch.unseen[number].occurrences.sum() for number in numbers])
-        absent[numbers] = sums.to(absent.device)
-    return torch.cat([table_offsets[:1], seen.cumsum(0)]), absent
+    seen = table_offsets.diff()
+    seen[trained.with_life] = torch.tensor(numbers, device="cpu")[trained.with_life]
+    return torch.cat([table_offsets[:1], seen.cumsum(0)])
 
 
 def _decide(
@@ -245,14 +243,19 @@ def _decide(
     """Looks ids up, decides admission, checks every table's room and reserves memory."""
     tables = trained.tables
     rows, absent = found[:2] if found else ops.lookup(ids, table_offsets, *trained.maps.arrays())
-    ranges, new_index = dict[int, slice](), _NONE
-    decisions, counted = list[Reading[_Unseen]](), list[Reading[int]]()
+    ranges: dict[int, slice] = {}
+    new_index = _NONE
+    # Annotated, not subscripted calls: a step would make the types of the readings anew, which takes 10 us.
+    decisions: list[Reading[_Unseen]] = []
+    counted: list[Reading[int]] = []
     # A GPU's numbers after the removal of expired ids are read later, with the decisions.
     if not absent.is_cpu or any(absent.tolist()):
         new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
         if times is not None:
-            is_new = new_index >= 0
-            counts = torch.zeros_like(counts).index_add_(0, new_index[is_new], times[is_new])
+            # Ids with a row add to a number behind the last: to select the others, the host would wait.
+            last = counts.numel()
+            places = new_index.masked_fill(new_index < 0, last)
+            counts = times.new_zeros(last + 1).index_add_(0, places, times)[:last]
         ranges = ranges_of(new_offsets)
         decisions = [
             _decide_admission(tables[number], new_ids[of_table], counts[of_table])
@@ -266,15 +269,23 @@ def _decide(
         numbers = (sizes > trained.row_limits).nonzero().flatten().tolist()
         ends = table_offsets.tolist()
         counted = [_num_distinct(rows[ends[t] : ends[t + 1]]) for t in numbers]
-    unseen, crowded = dict[int, _Unseen](), dict[int, int]()
+    unseen: dict[int, _Unseen] = {}
+    crowded: dict[int, int] = {}
     if ranges or numbers:
-        parts: list[Reading[Any]] = [joined(decisions), joined(counted)]
+        # Tables with a life count the occurrences of absent ids.
+        lives = [number for number in trained.with_life if times is not None and number in ranges]
+        sums = [_sum(counts[ranges[number]]) for number in lives]
+        parts: list[Reading[Any]] = [*decisions, *counted, *sums]
         if ranges and not absent.is_cpu:
             parts.append(reading_absent(absent, ids))
-        decided, distinct, *later = read(joined(parts))
-        unseen = dict(zip(ranges, decided, strict=True))
-        crowded = dict(zip(numbers, distinct, strict=True))
-        absent = later[0] if later else absent
+        results = iter(read_together(parts))
+        unseen = {number: next(results) for number in ranges}
+        crowded = {number: next(results) for number in numbers}
+        occurred = [next(results) for _ in lives]
+        absent = next(results, absent)
+        if lives:
+            absent = absent.clone()
+            absent[lives] = torch.tensor(occurred, device="cpu")
     for number in sorted(crowded.keys() | unseen.keys()):
         new = unseen.get(number, _NO_UNSEEN)
         tables[number].check_room(new.num_admitted)
@@ -284,6 +295,11 @@ def _decide(
     for number in special:
         _reserve(tables[number], unseen.get(number, _NO_UNSEEN))
     return _Batch(rows, absent if unseen else None, unseen, special, new_index)
+
+
+def _sum(numbers: Tensor) -> Reading[int]:
+    [total] = yield [numbers.sum()]
+    return total
 
 
 def _num_distinct(rows: Tensor) -> Reading[int]:
@@ -402,11 +418,8 @@ class _TableStep:
             life.refuse(*refused, self._step, None if again else decision.num_new)
         self._num_waiting = self._table.num_waiting
 
-    def above(self) -> Reading[tuple[Removal | None, Drop | None]]:
-        """Returns the lowest rows of a full table, and the counters above their limit; None for none."""
-        return joined_pair(self._lowest_rows(), self._lowest_counters())
-
-    def _lowest_rows(self) -> Reading[Removal | None]:
+    def lowest_rows(self) -> Reading[Removal | None]:
+        """Returns the removal of the lowest rows of a full table; None if it has room."""
         table, surplus = self._table, _surplus(self._table, self._unseen)
         if table.life is None or surplus <= 0:
             return None
@@ -414,22 +427,18 @@ class _TableStep:
         lowest = yield from table.life.lowest(surplus, self._step, table.id_map, high)
         return (yield from Removal.prepare(table, *lowest, "evicted_full"))
 
-    def _lowest_counters(self) -> Reading[Drop | None]:
-        life = self._table.life
-        if life is None:
-            return None
-        return (yield from life.surplus_counters(self._step, self._rows_before))
+    def lowest_counters(self) -> Reading[Drop | None]:
+        """Returns the drop of the counters above their limit; None if none is above."""
+        assert self._table.life is not None
+        return (yield from self._table.life.surplus_counters(self._step, self._rows_before))
 
-    def make_room(self, rows: Removal | None, counters: Drop | None) -> None:
-        """Removes and counts the rows and counters above the limits."""
+    def drop_counters(self, surplus: Drop | None) -> None:
+        """Drops and counts the counters above their limit."""
         table = self._table
-        if rows is not None:
-            rows.commit()
-        if table.life is not None and table.life.waiting is not None:
-            if counters is not None:
-                table.life.waiting.drop(counters)
-            dropped = self._num_waiting - table.num_waiting
-            table.counters["counters_dropped"] = self._counters_dropped + dropped
+        if surplus is not None and table.life is not None and table.life.waiting is not None:
+            table.life.waiting.drop(surplus)
+        dropped = self._num_waiting - table.num_waiting
+        table.counters["counters_dropped"] = self._counters_dropped + dropped
 
     def prepare_rows(self, _: bool) -> None:
         """Prepares rows for the admitted ids."""
@@ -448,6 +457,13 @@ class _TableStep:
 
 def _make_room(parts: Sequence[_TableStep]) -> None:
     """Lowers full tables and counters to their limits; a second call directly after finishes the first."""
-    acting = [part for part in parts if part.surplus > 0 or part.has_waiting]
-    for part, surplus in zip(acting, read_together([part.above() for part in acting]), strict=True):
-        part.make_room(*surplus)
+    full = [part for part in parts if part.surplus > 0]
+    counting = [part for part in parts if part.has_waiting]
+    readings: list[Reading[Any]] = [part.lowest_rows() for part in full]
+    readings += [part.lowest_counters() for part in counting]
+    lowest = read_together(readings)
+    for removal in lowest[: len(full)]:
+        if removal is not None:
+            removal.commit()
+    for part, drop in zip(counting, lowest[len(full) :], strict=True):
+        part.drop_counters(drop)

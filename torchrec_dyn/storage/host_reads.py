@@ -15,7 +15,7 @@ from torch import Tensor
 
 _Result = TypeVar("_Result")
 _Other = TypeVar("_Other")
-# Yields int64 tensors of one device, at least one: [] each, on a GPU also [K]. Their numbers are sent to it.
+# Yields int64 tensors [] or [K] of one device, at least one, and is sent their numbers.
 Reading: TypeAlias = Generator[Sequence[Tensor], Sequence[int], _Result]
 
 
@@ -25,7 +25,9 @@ def read(reading: Reading[_Result]) -> _Result:
         asked = next(reading)
         while True:
             if asked[0].is_cpu:  # nothing to wait for
-                numbers = [int(number) for number in asked]
+                numbers: list[int] = []
+                for tensor in asked:
+                    numbers += tensor.tolist() if tensor.dim() else (int(tensor),)
             else:
                 numbers = torch.hstack(list(asked)).tolist()
             asked = reading.send(numbers)

@@ -62,12 +62,14 @@ def finding_rows(
 
 
 def reading_absent(absent: Tensor, ids: Tensor) -> Reading[Tensor]:
-    """Returns a GPU's numbers of absent ids; raises the error that their sign marks.
+    """Returns numbers of absent ids on the CPU; raises the error that the sign of a GPU's numbers marks.
 
     Args:
         absent: [T] int64 of `ops.lookup`.
         ids: the ids of the lookup.
     """
+    if absent.is_cpu:
+        return absent
     numbers = yield [absent]
     if min(numbers, default=0) < 0:
         ops.raise_errors(ids)  # if another thread has raised the error, nothing is raised
