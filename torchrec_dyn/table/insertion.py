@@ -56,7 +56,13 @@ def find_rows(maps: MapList, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor
 def finding_rows(
     maps: MapList, ids: Tensor, table_offsets: Tensor
 ) -> Reading[tuple[Tensor, Tensor]]:
-    """`find_rows` as a reading of a GPU. The offsets may be there, too; then they are not checked."""
+    """Returns what `find_rows` returns, as a reading of a GPU.
+
+    Args:
+        maps: maps of T tables.
+        ids: [N] int64 in table order.
+        table_offsets: [T + 1] int64. They may be on the GPU, too: then they are not checked.
+    """
     rows, absent = ops.lookup(ids, table_offsets, *maps.arrays())
     return rows, (yield from reading_absent(absent, ids))
 
