@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 )
 from life_cases import ADMISSIONS, EVICTIONS, living_table
 from oracle import EXTREME_IDS
+from pretended_device import PretendedDevice
 from table_cases import CROWDED_IDS, ids_of, make_group, make_table, same_state
 
 from torchrec_dyn.optimizers import OptimizerKind
@@ -203,6 +204,25 @@ def test_what_nobody_asks_for_is_not_kept():
     gc.collect()
     table.assign(ids_of(1), torch.ones(1, 4))
     assert table.changes is None
+
+
+def test_what_nobody_asks_for_is_rarely_sifted_out_on_a_device():
+    """The host waits for the number of ids to keep: once in 12,500 removed ids, an eighth of the limit."""
+    with PretendedDevice() as device:
+        table = make_table(num_embeddings=100_000, device="cuda")
+        table.find_or_insert(device.of(torch.arange(10)))
+        moment = moment_of(table)
+        before = moment.log.bytes
+        for first in range(1000, 50_000, 1000):
+            fresh = device.of(torch.arange(first, first + 1000))
+            table.find_or_insert(fresh)
+            rows, device.reads[:] = table.id_map.lookup(fresh), []
+            table.remove(fresh, rows, "erased")
+            assert len(device.reads) == (first // 1000 % 13 == 0)
+            assert moment.log.bytes <= before + 13_000 * (8 + 4)
+        table.erase(device.of(torch.arange(4)))
+        removed = moment.log.removed_ids(moment, table.id_map)
+        assert sorted(removed.cpu().tolist()) == [0, 1, 2, 3]
 
 
 def test_rows_of_an_update_are_changed(threads):

@@ -38,14 +38,20 @@ class DeviceTwins:
         self.device, self.tables, self.twins = device, made("cpu"), made("cuda")
         self.moments = None
 
-    def step(self, *lists):
-        """Takes one training step of all tables, and compares which ids have rows."""
+    def step(self, *lists, times=False):
+        """Takes one training step of all tables, and compares which ids have rows.
+
+        Args:
+            lists: ids of each table.
+            times: True to say that each id stands for two occurrences.
+        """
         ids = ids_of(*(number for of_table in lists for number in of_table))
         offsets = torch.tensor([0, *map(len, lists)]).cumsum(0)
         found = []
         for tables, sent in ((self.tables, ids), (self.twins, self.device.of(ids.clone()))):
+            twice = torch.full_like(sent, 2) if times else None
             try:
-                rows, refused = rows_in_training(list_tables(tables).trained, sent, offsets)
+                rows, refused = rows_in_training(list_tables(tables).trained, sent, offsets, twice)
                 memory = getattr(rows, "memory", rows)  # not `.cpu()`, which would be noted
                 found.append(((memory >= 0).tolist(), int(refused)))
             except RuntimeError as error:  # a full table

@@ -80,8 +80,9 @@ class CountCandidates:
         others = [*listed.others, ids]
         while len(others) > 1 and others[-1].numel() >= others[-2].numel():
             others[-2:] = [torch.cat(others[-2:])]
-        # Without evictions the list would grow.
-        is_long = sum(of.numel() for of in others) > listed.found
+        # Without evictions the list would grow. Elsewhere rows beyond its end are on it, too.
+        most = listed.found if ids.is_cpu else 2 * listed.found
+        is_long = sum(of.numel() for of in others) > most
         self._listed = None if is_long else listed._replace(others=others)
 
     def forget(self, rows: Tensor) -> None:

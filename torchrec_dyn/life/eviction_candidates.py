@@ -90,7 +90,8 @@ class EvictionCandidates:
             oldest = yield from self.oldest(most, scores)
             if oldest is None:
                 self.list(scores, id_map, high, before, ahead)
-                oldest = yield from self.oldest(most, scores)
+                if most <= len(self._rows):  # nothing was seen since the search
+                    oldest = self._ids[:most], self._rows[:most]
         return oldest or scores.lowest(id_map, high, before, most)
 
     def oldest(self, most: int, scores: Scores) -> Reading[tuple[Tensor, Tensor] | None]:

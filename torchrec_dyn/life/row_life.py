@@ -116,32 +116,23 @@ class RowLife:
             return CountCandidates(self._device)
         return EvictionCandidates(self._device)
 
-    def add_rows(
-        self,
-        ids: Tensor,
-        rows: Tensor,
-        step: int,
-        counts: Tensor | None,
-        num_waiting: int | None = None,
-    ) -> None:
-        """Writes the scores of fresh rows and drops the counters of their ids.
+    def add_rows(self, ids: Tensor, rows: Tensor, step: int, counts: Tensor | None) -> None:
+        """Writes the scores of fresh rows. Outside training drops the counters of their ids, too.
 
         Args:
             ids: [M] int64.
             rows: [M] int64.
             step: step of the table: the present step in training, else the last step.
             counts: [M] int64; None for rows assigned outside training, which were never seen.
-            num_waiting: number of ids that have a counter; None: they are counted here, which waits for a
-                GPU.
         """
+        if counts is None and self.waiting is not None:
+            self.waiting.forget(ids)
         # A score is never older than the present time: a new time begins at the next step.
         step = max(step, self.clock.present_step)
         counts = torch.zeros_like(rows) if counts is None else counts.clamp(max=MOST_COUNT)
         self.scores.write(rows, torch.full_like(rows, step), counts)
         if isinstance(self._candidates, CountCandidates):
             self._candidates.add(ids, counts)
-        if self.waiting is not None:
-            self.waiting.forget(ids, num_waiting)
 
     def forget_rows(self, rows: Tensor) -> None:
         """Marks the rows of removed ids as rows without an id.
@@ -214,6 +205,16 @@ class RowLife:
         both, waiting = of_counters or (0, 0)
         places = places_of(is_admitted, admitted), places_of(~is_admitted, refused)
         return Decision(counts, admitted, *places, occurred, both, refused - (waiting - both))
+
+    def forget_counters(self, ids: Tensor, num_waiting: int | None) -> None:
+        """Drops the counters of admitted ids.
+
+        Args:
+            ids: [M] int64, distinct.
+            num_waiting: number of ids with a counter; None: they are counted here, which waits for a GPU.
+        """
+        if self.waiting is not None:
+            self.waiting.forget(ids, num_waiting)
 
     def refuse(self, ids: Tensor, counts: Tensor, step: int, num_new: int | None) -> None:
         """Writes the counters of refused ids.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchrec_dyn.lookup.found_rows import FoundRows
 from torchrec_dyn.lookup.table_lists import TableLists, TrainedTables
 from torchrec_dyn.lookup.training_step import take_step
 from torchrec_dyn.table import find_rows, insert_unseen
@@ -72,7 +73,7 @@ def rows_in_training(
     ids: Tensor,
     table_offsets: Tensor,
     times: Tensor | None = None,
-    found: tuple[Tensor, Tensor] | None = None,
+    found: FoundRows | None = None,
 ) -> tuple[Tensor, int]:
     """Runs one training step of trained tables and returns the rows of the batch.
 
@@ -80,7 +81,7 @@ def rows_in_training(
     """
     if trained.with_life:
         return take_step(trained, ids, table_offsets, times, found)
-    rows, absent = found or find_rows(trained.maps, ids, table_offsets)
+    rows, absent = found[:2] if found else find_rows(trained.maps, ids, table_offsets)
     is_known = not any(absent.tolist())
     if not is_known:
         insert_unseen(trained.tables, ids, rows, table_offsets)

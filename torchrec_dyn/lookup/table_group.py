@@ -35,6 +35,7 @@ from torchrec_dyn import ops
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling
 from torchrec_dyn.lookup.batch_rows import BatchRows, part_of, rows_beside_frozen, rows_in_training
+from torchrec_dyn.lookup.found_rows import FoundRows, find_first
 from torchrec_dyn.lookup.gradient_reduction import Reduction, Senders, reduction_of
 from torchrec_dyn.lookup.step_ahead import StepAhead, TakenStep
 from torchrec_dyn.lookup.table_blocks import TableBlocks, blocks_with_initial_rows
@@ -51,7 +52,6 @@ from torchrec_dyn.storage import (
 from torchrec_dyn.table import (
     DynamicTable,
     find_rows,
-    find_rows_and_read,
     insert_unseen,
     marks_of_update,
     tokens_of,
@@ -300,19 +300,17 @@ class TableGroup:
 
     def _find_and_count(
         self, ids: Tensor, counts: UnreadCounts, lists: TableLists, trained: TrainedTables | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Returns the result of `find_rows`, and reads the counts at the same time.
+    ) -> FoundRows | None:
+        """Finds the rows of a batch, and reads the counts at the same time.
 
         Returns None and leaves the counts alone if they are read, or if a step does not begin by looking up
-        all ids: then tables are frozen beside others, or rows expire.
+        all ids: then tables are frozen beside others.
         """
-        is_first = trained is None or not (trained.ageing or lists.frozen_maps)
-        if counts.are_read or not is_first:
+        if counts.are_read or (trained is not None and lists.frozen_maps is not None):
             return None
         begins = self._bag_layout.begins_of_tables(counts.begins)
-        rows, absent, words = find_rows_and_read(lists.maps, ids, begins, counts.words)
-        counts.take(words)
-        return rows, absent
+        ageing = [] if trained is None else [trained.tables[number] for number in trained.ageing]
+        return find_first(lists.maps, ids, begins, ageing, counts.reading())
 
     def _take_step(
         self,
@@ -321,12 +319,12 @@ class TableGroup:
         lists: TableLists,
         training: bool,
         times: Tensor | None,
-        found: tuple[Tensor, Tensor] | None,
+        found: FoundRows | None,
     ) -> TakenStep:
         """Runs the training step of the trained tables, and finds the rows of ids."""
         trained = lists.trained
         if not training or trained is None:
-            rows, absent = found or find_rows(lists.maps, ids, table_offsets)
+            rows, absent = found[:2] if found else find_rows(lists.maps, ids, table_offsets)
             return TakenStep(BatchRows(rows, rows, sum(absent.tolist())))
         if lists.frozen_maps is not None:
             batch = rows_beside_frozen(lists, ids, table_offsets, times)

@@ -10,8 +10,12 @@ A step of a batch runs in this order:
    end of the step.
 5. Count the step, free the rows of the expired ids, and drop the expired counters.
 6. Score the rows found, so that none of them is evicted by this step.
-7. Evict the lowest rows of tables that are full.
-8. Give rows to the admitted ids, and count the refused ids. Drop the counters above their limit.
+7. Drop the counters of the admitted ids, and count the refused ids.
+8. Evict the lowest rows of tables that are full, and drop the counters above their limit.
+9. Give rows to the admitted ids.
+
+The host waits for a GPU four times at most, beside searches and growth: for the absent and the expired ids
+(found_rows.py), the new ids, their admission, and the rows and counters of 8.
 
 Decisions depend only on the ids and their order in time, so all column shards of a table decide the same.
 
@@ -22,16 +26,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.life import NO_STEP, Decision, Drop
+from torchrec_dyn.lookup.found_rows import (
+    Expired,
+    FoundRows,
+    expired_of,
+    find_first,
+    nothing_expired,
+)
 from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.storage import Reading, read_together, run_to_end
+from torchrec_dyn.storage import Reading, read, read_together, run_to_end
 from torchrec_dyn.table import (
     Addition,
     DynamicTable,
@@ -39,9 +50,9 @@ from torchrec_dyn.table import (
     check_need,
     check_step,
     commit_rows,
-    find_rows,
     note_changed,
     ranges_of,
+    reading_absent,
 )
 
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -65,6 +76,13 @@ class _Unseen(NamedTuple):
         """Number of ids that get a row."""
         return self.decision.num_admitted
 
+    def at(self, places: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the ids at some places and their counts; at all places without `places`."""
+        ids, counts = self.ids, self.decision.counts
+        if places is None:
+            return ids, counts
+        return ids.index_select(0, places), counts.index_select(0, places)
+
 
 _NO_UNSEEN = _Unseen(_NONE, _NONE, Decision(_NONE, 0))
 
@@ -74,7 +92,7 @@ def take_step(
     ids: Tensor,
     table_offsets: Tensor,
     times: Tensor | None = None,
-    found: tuple[Tensor, Tensor] | None = None,
+    found: FoundRows | None = None,
 ) -> tuple[Tensor, int]:
     """Runs one training step of all tables and returns the rows of the batch.
 
@@ -87,7 +105,7 @@ def take_step(
         table_offsets: [T + 1] int64, where the ids of each table begin.
         times: [N] int64, number of occurrences that each id stands for, in batches that hold each distinct
             id once; None for 1 each.
-        found: the result of `find_rows` for this batch, if the caller has it and no table's rows expire.
+        found: the rows of this batch, if the caller has found them.
 
     Returns:
         rows: [N] int64, -1 for an id that was not admitted.
@@ -97,33 +115,42 @@ def take_step(
         ValueError: `times` of a wrong shape, dtype or range; no table has changed.
         RuntimeError: a table is full, or memory is out; no table has changed.
     """
-    if times is not None:
-        _check_times(times, ids.numel())
     tables, tally = trained.tables, trained.tally
     if trained.most_steps + tally.counted.steps + 1 >= NO_STEP:
         for number in trained.with_life:
             check_step(tables[number], tables[number].step + 1)
-    expired: dict[int, _Expired] = {}  # removed from the maps, to be put back if the step fails
+    expired: dict[int, Expired] = {}  # removed from the maps, to be put back if the step fails
     try:
         ageing = [tables[number] for number in trained.ageing]
-        of_ageing = read_together([_expired(table) for table in ageing])
+        occurrences = table_offsets
+        if not ids.is_cpu and found is None:
+            counting = _occurrences(trained, ids, table_offsets, times)
+            found = find_first(trained.maps, ids, table_offsets, ageing, counting)
+            occurrences = found.beside
+        elif times is not None:
+            occurrences = read(_occurrences(trained, ids, table_offsets, times))
+        if found is None:
+            of_ageing = read_together([expired_of(table) for table in ageing])
+        else:
+            of_ageing = found.expired
         for number, table, old in zip(trained.ageing, ageing, of_ageing, strict=True):
             expired[number] = old
             if old.ids.numel():
                 table.id_map.remove(old.ids, old.num_ids - old.ids.numel())
+                found = None  # rows of removed ids may be among the rows
         batch = _decide(trained, ids, table_offsets, times, found)
         removals = _removals(tables, expired)
         parts = [
             _TableStep(
                 number,
                 tables[number],
-                expired.get(number) or _nothing_expired(tables[number]),
+                expired.get(number) or nothing_expired(tables[number]),
                 batch.unseen.get(number, _NO_UNSEEN),
                 removals.get(number),
             )
             for number in batch.special
         ]
-        counted = tally.counted.after(*_occurrences(trained, batch, table_offsets, times))
+        counted = tally.counted.after(occurrences, batch.absent)
         listed, steps = trained.blocks.scores(), trained.first_steps + counted.steps
         watched = {part.number for part in parts if part.acts}
 
@@ -145,15 +172,13 @@ def take_step(
         actions: list[Callable[[bool], object]] = [count, *(part.begin for part in parts), touch]
         if trained.has_changes:
             actions.append(lambda _: note_changed(tables, batch.rows, table_offsets))
-        if any(part.surplus > 0 for part in parts):
-            actions.append(lambda _: _evict(parts))
+        if any(part.has_waiting for part in parts):
+            actions += (part.count_waiting for part in parts if part.has_waiting)
+        if any(part.surplus > 0 or part.has_waiting for part in parts):
+            actions.append(lambda _: _make_room(parts))
         if batch.unseen:
             actions += (part.prepare_rows for part in parts)
             actions.append(add_rows)
-            actions += (part.count_refused for part in parts)
-        if any(part.has_waiting for part in parts):
-            actions += (part.note_waiting for part in parts)
-            actions.append(lambda _: _drop_counters(parts))
         run_to_end(*actions)
     except BaseException:
         for number, old in expired.items():
@@ -171,7 +196,7 @@ class _Batch(NamedTuple):
 
     Attributes:
         rows: [N] int64, -1 for an id without a row.
-        absent: [T] int64, number of ids without a row, repeats counted.
+        absent: [T] int64, number of ids without a row, repeats counted; None if every id has a row.
         unseen: the distinct ids without a row of each table that has some, by number of the table.
         special: numbers of the tables to look at one by one, ascending.
         new_index: [N] int64, the place of an id without a row in the list of all tables' distinct ids without
@@ -179,38 +204,33 @@ class _Batch(NamedTuple):
     """
 
     rows: Tensor
-    absent: Tensor
+    absent: Tensor | None
     unseen: dict[int, _Unseen]
     special: list[int]
     new_index: Tensor
 
 
-def _check_times(times: Tensor, ids: int) -> None:
-    if times.dtype != torch.int64 or times.shape != (ids,):
+def _occurrences(
+    trained: TrainedTables, ids: Tensor, table_offsets: Tensor, times: Tensor | None
+) -> Reading[Tensor]:
+    """Returns the first occurrence of each table's ids, and the end, [T + 1] int64; checks `times`."""
+    if times is None:
+        return table_offsets
+    if times.dtype != torch.int64 or times.shape != ids.shape:
         got = f"{list(times.shape)} of {times.dtype}"
-        raise ValueError(f"take_step: expected [{ids}] int64 times, one for each id, got {got}.")
-    least, most = torch.stack(times.aminmax()).tolist() if ids else (1, 1)
+        raise ValueError(
+            f"take_step: expected {list(ids.shape)} int64 times, one for each id, got {got}."
+        )
+    bounds = times.aminmax() if ids.numel() else (times.new_ones(()), times.new_ones(()))
+    of_ids = torch.cat([times.new_zeros(1), times.cumsum(0)])
+    of_tables = of_ids[table_offsets.to(times.device, non_blocking=True)].diff()
+    least, most, *numbers = yield [*bounds, of_tables]
     if least < 1 or most > MOST_COUNT:
         raise ValueError(f"take_step: expected times in [1, 2^32), got {least} to {most}.")
-
-
-def _occurrences(
-    trained: TrainedTables, batch: _Batch, table_offsets: Tensor, times: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the arguments of `Counted.after` for a batch."""
-    absent = batch.absent if batch.unseen else None
-    if times is None:
-        return table_offsets, absent
     # A table without a life counts each sent id once, whatever the other tables of its group are.
-    seen, of_ids = table_offsets.diff(), torch.cat([times.new_zeros(1), times.cumsum(0)])
-    of_tables = of_ids[table_offsets.to(times.device, non_blocking=True)].diff().cpu()
-    seen[trained.with_life] = of_tables[trained.with_life]
-    numbers = [number for number in trained.with_life if number in batch.unseen]
-    if absent is not None and numbers:
-        absent = absent.clone()
-        sums = torch.stack([batch.unseen[number].occurrences.sum() for number in numbers])
-        absent[numbers] = sums.to(absent.device)
-    return torch.cat([table_offsets[:1], seen.cumsum(0)]), absent
+    seen = table_offsets.diff()
+    seen[trained.with_life] = torch.tensor(numbers, device="cpu")[trained.with_life]
+    return torch.cat([table_offsets[:1], seen.cumsum(0)])
 
 
 def _decide(
@@ -218,32 +238,54 @@ def _decide(
     ids: Tensor,
     table_offsets: Tensor,
     times: Tensor | None,
-    found: tuple[Tensor, Tensor] | None,
+    found: FoundRows | None,
 ) -> _Batch:
     """Looks ids up, decides admission, checks every table's room and reserves memory."""
     tables = trained.tables
-    rows, absent = found or find_rows(trained.maps, ids, table_offsets)
-    unseen, new_index = dict[int, _Unseen](), _NONE
-    if any(absent.tolist()):
+    rows, absent = found[:2] if found else ops.lookup(ids, table_offsets, *trained.maps.arrays())
+    ranges: dict[int, slice] = {}
+    new_index = _NONE
+    # Annotated, not subscripted calls: a step would make the types of the readings anew, which takes 10 us.
+    decisions: list[Reading[_Unseen]] = []
+    counted: list[Reading[int]] = []
+    # A GPU's numbers after the removal of expired ids are read later, with the decisions.
+    if not absent.is_cpu or any(absent.tolist()):
         new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
         if times is not None:
-            is_new = new_index >= 0
-            counts = torch.zeros_like(counts).index_add_(0, new_index[is_new], times[is_new])
+            # Ids with a row add to a number behind the last: to select the others, the host would wait.
+            last = counts.numel()
+            places = new_index.masked_fill(new_index < 0, last)
+            counts = times.new_zeros(last + 1).index_add_(0, places, times)[:last]
         ranges = ranges_of(new_offsets)
         decisions = [
             _decide_admission(tables[number], new_ids[of_table], counts[of_table])
             for number, of_table in ranges.items()
         ]
-        unseen = dict(zip(ranges, read_together(decisions), strict=True))
     # Distinct rows of the tables that may be too small. A batch has at most as many distinct rows as ids, so
     # for most batches they need not be counted.
-    crowded: dict[int, int] = {}
+    numbers: list[int] = []
     if ids.numel() > trained.least_limit:
         sizes = table_offsets[1:] - table_offsets[:-1]  # a fifth of the time of `diff`
         numbers = (sizes > trained.row_limits).nonzero().flatten().tolist()
         ends = table_offsets.tolist()
-        counts_of = read_together([_num_distinct(rows[ends[t] : ends[t + 1]]) for t in numbers])
-        crowded = dict(zip(numbers, counts_of, strict=True))
+        counted = [_num_distinct(rows[ends[t] : ends[t + 1]]) for t in numbers]
+    unseen: dict[int, _Unseen] = {}
+    crowded: dict[int, int] = {}
+    if ranges or numbers:
+        # Tables with a life count the occurrences of absent ids.
+        lives = [number for number in trained.with_life if times is not None and number in ranges]
+        sums = [_sum(counts[ranges[number]]) for number in lives]
+        parts: list[Reading[Any]] = [*decisions, *counted, *sums]
+        if ranges and not absent.is_cpu:
+            parts.append(reading_absent(absent, ids))
+        results = iter(read_together(parts))
+        unseen = {number: next(results) for number in ranges}
+        crowded = {number: next(results) for number in numbers}
+        occurred = [next(results) for _ in lives]
+        absent = next(results, absent)
+        if lives:
+            absent = absent.clone()
+            absent[lives] = torch.tensor(occurred, device="cpu")
     for number in sorted(crowded.keys() | unseen.keys()):
         new = unseen.get(number, _NO_UNSEEN)
         tables[number].check_room(new.num_admitted)
@@ -252,7 +294,12 @@ def _decide(
     special = sorted({*trained.watched, *trained.ageing, *unseen})
     for number in special:
         _reserve(tables[number], unseen.get(number, _NO_UNSEEN))
-    return _Batch(rows, absent, unseen, special, new_index)
+    return _Batch(rows, absent if unseen else None, unseen, special, new_index)
+
+
+def _sum(numbers: Tensor) -> Reading[int]:
+    [total] = yield [numbers.sum()]
+    return total
 
 
 def _num_distinct(rows: Tensor) -> Reading[int]:
@@ -264,31 +311,7 @@ def _num_distinct(rows: Tensor) -> Reading[int]:
     return count
 
 
-class _Expired(NamedTuple):
-    """The expired ids of a table.
-
-    Attributes:
-        ids: [M] int64.
-        rows: [M] int64.
-        num_ids: number of ids of the table with these ids.
-    """
-
-    ids: Tensor
-    rows: Tensor
-    num_ids: int
-
-
-def _expired(table: DynamicTable) -> Reading[_Expired]:
-    """Returns the expired ids of a table with an age limit and removes nothing."""
-    assert table.life is not None
-    high = table.row_numbers.high
-    expired = yield from table.life.expired(table.step + 1, table.id_map, high)
-    return _Expired(*(expired or (_NONE, _NONE)), table.id_map.num_ids)
-
-
-def _removals(
-    tables: Sequence[DynamicTable], expired: Mapping[int, _Expired]
-) -> dict[int, Removal]:
+def _removals(tables: Sequence[DynamicTable], expired: Mapping[int, Expired]) -> dict[int, Removal]:
     """Returns the prepared removals of expired ids, by number of the table."""
     some = {number: old for number, old in expired.items() if old.ids.numel()}
     prepared = [
@@ -296,10 +319,6 @@ def _removals(
         for number, old in some.items()
     ]
     return dict(zip(some, read_together(prepared), strict=True))
-
-
-def _nothing_expired(table: DynamicTable) -> _Expired:
-    return _Expired(_NONE, _NONE, table.id_map.num_ids)
 
 
 def _are_touched(tables: Sequence[DynamicTable], rows: Tensor, table_offsets: Tensor) -> bool:
@@ -356,7 +375,7 @@ class _TableStep:
         self,
         number: int,
         table: DynamicTable,
-        expired: _Expired,
+        expired: Expired,
         unseen: _Unseen,
         removal: Removal | None,
     ) -> None:
@@ -374,6 +393,7 @@ class _TableStep:
         self._counters_expired = table.counters["counters_expired"]
         self._counters_dropped = table.counters["counters_dropped"]
         self.has_waiting = table.life is not None and table.life.waiting is not None
+        self._admitted = unseen.at(unseen.decision.admitted)
         self.acts = bool(unseen.ids.numel() or expired.ids.numel() or self.surplus > 0)
 
     def begin(self, _: bool) -> None:
@@ -388,7 +408,17 @@ class _TableStep:
                 expired = self._num_waiting - table.num_waiting
                 table.counters["counters_expired"] = self._counters_expired + expired
 
-    def evicted(self) -> Reading[Removal | None]:
+    def count_waiting(self, again: bool) -> None:
+        """Drops the counters of the admitted ids, writes those of the refused ids, and notes their number."""
+        life, decision = self._table.life, self._unseen.decision
+        assert life is not None
+        life.forget_counters(self._admitted[0], None if again else decision.num_waiting)
+        if decision.refused is not None:
+            refused = self._unseen.at(decision.refused)
+            life.refuse(*refused, self._step, None if again else decision.num_new)
+        self._num_waiting = self._table.num_waiting
+
+    def lowest_rows(self) -> Reading[Removal | None]:
         """Returns the removal of the lowest rows of a full table; None if it has room."""
         table, surplus = self._table, _surplus(self._table, self._unseen)
         if table.life is None or surplus <= 0:
@@ -397,42 +427,23 @@ class _TableStep:
         lowest = yield from table.life.lowest(surplus, self._step, table.id_map, high)
         return (yield from Removal.prepare(table, *lowest, "evicted_full"))
 
-    def prepare_rows(self, _: bool) -> None:
-        """Prepares rows for the admitted ids."""
-        ids, decision = self._unseen.ids, self._unseen.decision
-        counts, admitted = decision.counts, decision.admitted
-        if admitted is not None:
-            ids, counts = ids.index_select(0, admitted), counts.index_select(0, admitted)
-        if self._unseen.ids.numel():
-            self.added = Addition(self._table, ids, counts, decision.num_waiting)
-
-    def count_refused(self, again: bool) -> None:
-        """Writes the counters of the refused ids."""
-        life, decision = self._table.life, self._unseen.decision
-        if life is not None and decision.refused is not None:
-            both = self._unseen.ids, decision.counts
-            ids, counts = (values.index_select(0, decision.refused) for values in both)
-            life.refuse(ids, counts, self._step, None if again else decision.num_new)
-
-    def note_waiting(self, _: bool) -> None:
-        """Notes the number of counters before `drop_counters`."""
-        self._num_waiting = self._table.num_waiting
-
-    def surplus_counters(self) -> Reading[Drop | None]:
+    def lowest_counters(self) -> Reading[Drop | None]:
         """Returns the drop of the counters above their limit; None if none is above."""
-        life = self._table.life
-        if life is None:
-            return None
-        return (yield from life.surplus_counters(self._step, self._rows_before))
+        assert self._table.life is not None
+        return (yield from self._table.life.surplus_counters(self._step, self._rows_before))
 
     def drop_counters(self, surplus: Drop | None) -> None:
         """Drops and counts the counters above their limit."""
         table = self._table
-        if table.life is not None and table.life.waiting is not None:
-            if surplus is not None:
-                table.life.waiting.drop(surplus)
-            dropped = self._num_waiting - table.num_waiting
-            table.counters["counters_dropped"] = self._counters_dropped + dropped
+        if surplus is not None and table.life is not None and table.life.waiting is not None:
+            table.life.waiting.drop(surplus)
+        dropped = self._num_waiting - table.num_waiting
+        table.counters["counters_dropped"] = self._counters_dropped + dropped
+
+    def prepare_rows(self, _: bool) -> None:
+        """Prepares rows for the admitted ids."""
+        if self._unseen.ids.numel():
+            self.added = Addition(self._table, *self._admitted)
 
     def new_rows(self, added: Addition) -> Tensor:
         """Returns the rows of all ids of `unseen`, [M] int64, -1 for a refused id."""
@@ -444,16 +455,15 @@ class _TableStep:
         return rows
 
 
-def _evict(parts: Sequence[_TableStep]) -> None:
-    """Evicts the lowest rows of full tables; a second call directly after finishes the first."""
-    for removal in read_together([part.evicted() for part in parts if part.surplus > 0]):
+def _make_room(parts: Sequence[_TableStep]) -> None:
+    """Lowers full tables and counters to their limits; a second call directly after finishes the first."""
+    full = [part for part in parts if part.surplus > 0]
+    counting = [part for part in parts if part.has_waiting]
+    readings: list[Reading[Any]] = [part.lowest_rows() for part in full]
+    readings += [part.lowest_counters() for part in counting]
+    lowest = read_together(readings)
+    for removal in lowest[: len(full)]:
         if removal is not None:
             removal.commit()
-
-
-def _drop_counters(parts: Sequence[_TableStep]) -> None:
-    """Drops the counters above their limits; a second call directly after finishes the first."""
-    counting = [part for part in parts if part.has_waiting]
-    drops = read_together([part.surplus_counters() for part in counting])
-    for part, drop in zip(counting, drops, strict=True):
+    for part, drop in zip(counting, lowest[len(full) :], strict=True):
         part.drop_counters(drop)

@@ -13,6 +13,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from torchrec_dyn.storage import Reading, read
+
 
 class UnreadCounts:
     """The number of ids of each feature, which the host reads when it first needs it.
@@ -54,17 +56,11 @@ class UnreadCounts:
         Raises:
             ValueError: the batch is not valid.
         """
-        return self._counts if self._counts is not None else self.take(self.words.tolist())
+        return self._counts if self._counts is not None else read(self.reading())
 
-    def take(self, numbers: Sequence[int]) -> list[int]:
-        """Returns the counts, [F], from `words` that the host has read together with other numbers.
-
-        Args:
-            numbers: [W], the numbers in `words`.
-
-        Raises:
-            ValueError: the batch is not valid.
-        """
+    def reading(self) -> Reading[list[int]]:
+        """`get` as a reading, for counts that the host does not know."""
+        numbers = yield [self.words]
         begins = numbers[: self._features + 1]
         counts = [end - begin for begin, end in pairwise(begins)]
         self._check(counts, numbers[self._features + 1 :])

@@ -14,7 +14,14 @@ from torchrec_dyn.storage.canonical_rows import (
 )
 from torchrec_dyn.storage.change_log import ChangeLog, Moment
 from torchrec_dyn.storage.host_copies import CROSSING_BYTES, host_numbers, on_device, to_host
-from torchrec_dyn.storage.host_reads import Reading, joined_pair, places_of, read, read_together
+from torchrec_dyn.storage.host_reads import (
+    Reading,
+    joined,
+    joined_pair,
+    places_of,
+    read,
+    read_together,
+)
 from torchrec_dyn.storage.id_map import (
     SLOT_BYTES,
     IdMap,

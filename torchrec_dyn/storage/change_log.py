@@ -4,6 +4,7 @@ A table keeps a log only while a moment is held (table/changes.py). Moments are 
 A row has two marks: the number of the latest moment before its last change, and the number of the latest
 moment before its id was added. For a removed id the numbers of its addition and its removal are kept if a
 moment in use lies between them. So the log never holds more removed ids than the table held at those moments.
+A GPU's log may hold some more: the host waits where it sifts them out, so it does that rarely.
 
 Changes depend only on the ids and their order in time, so all column shards of a table log the same.
 
@@ -23,6 +24,9 @@ from torchrec_dyn.storage.id_map import IdMap
 from torchrec_dyn.storage.row_marks import RowMarks
 
 _SLOTS_AT_ONCE = 1 << 20
+# Ids in a GPU's log that are not sifted yet: 48 KiB, or 1.5 bytes for each row of the limit.
+_LEAST_UNSIFTED = 1 << 12
+_UNSIFTED_SHARE = 8
 
 
 class Moment:
@@ -45,11 +49,13 @@ class _Removed(NamedTuple):
         at: the moment number of the removal.
         ids: [M] int64.
         added: [M] int32, the moment number at which each id was added.
+        is_sifted: True if a moment lay between addition and removal of each of these ids.
     """
 
     at: int
     ids: Tensor
     added: Tensor
+    is_sifted: bool = False
 
 
 class ChangeLog:
@@ -64,7 +70,7 @@ class ChangeLog:
         token: an object that identifies this log and this number.
         changed: for each row the moment number at which it last changed.
         added: for each row the moment number at which its id was added.
-        removed: the removed ids.
+        removed: the removed ids; those that are not sifted are last.
     """
 
     def __init__(self, row_limit: int, device: torch.device) -> None:
@@ -110,19 +116,20 @@ class ChangeLog:
         """
         moments = [moment.number for moment in self._moments]
         removed = [piece for piece in self.removed if piece.at >= min(moments, default=0)]
-        added = self.added.read(rows)
-        is_kept = added < max(moments, default=0)  # other ids were added after the latest moment
-        num_kept = 0
         if rows.numel():
-            [num_kept] = yield [is_kept.count_nonzero()]
-        if num_kept:
-            kept = places_of(is_kept, num_kept)
-            removed.append(_Removed(self.number, ids[kept], added[kept]))
-        # Many steps remove a few ids each. Pieces are joined, so that their number stays small.
-        while len(removed) > 1 and _are_joined(*removed[-2:]):
-            first, last = removed.pop(-2), removed.pop()
-            ids, added = torch.cat([first.ids, last.ids]), torch.cat([first.added, last.added])
-            removed.append(_Removed(first.at, ids, added))
+            _append(removed, _Removed(self.number, ids, self.added.read(rows)))
+        unsifted = [piece for piece in removed if not piece.is_sifted]
+        most = 0 if rows.is_cpu else max(_LEAST_UNSIFTED, self._row_limit // _UNSIFTED_SHARE)
+        if sum(piece.ids.numel() for piece in unsifted) > most:
+            # Other ids were added after the latest moment before their removal.
+            latest = [max((m for m in moments if m <= of.at), default=0) for of in unsifted]
+            kept = [of.added < moment for of, moment in zip(unsifted, latest, strict=True)]
+            counts = yield [is_kept.count_nonzero() for is_kept in kept]
+            del removed[-len(unsifted) :]
+            for piece, is_kept, count in zip(unsifted, kept, counts, strict=True):
+                places = places_of(is_kept, count)
+                sifted = _Removed(piece.at, piece.ids[places], piece.added[places], is_sifted=True)
+                _append(removed, sifted)
         return removed
 
     def replace_all(self, ids: Tensor, rows: Tensor, high: int, device: torch.device) -> None:
@@ -141,7 +148,7 @@ class ChangeLog:
             marks.reserve(max(high, self.added.capacity))
             marks.fill(self.number)
         removed = [
-            _Removed(piece.at, piece.ids.to(device), piece.added.to(device))
+            piece._replace(ids=piece.ids.to(device), added=piece.added.to(device))
             for piece in read(self.with_removed(ids, rows))
         ]
         self.removed, self.changed, self.added = removed, changed, added
@@ -190,5 +197,16 @@ class ChangeLog:
         return self.changed.bytes + self.added.bytes + removed
 
 
+def _append(pieces: list[_Removed], last: _Removed) -> None:
+    """Appends a piece that is not empty. Joins pieces: many steps remove a few ids each."""
+    if last.ids.numel():
+        pieces.append(last)
+    while len(pieces) > 1 and _are_joined(*pieces[-2:]):
+        last, first = pieces.pop(), pieces.pop()
+        ids, added = torch.cat([first.ids, last.ids]), torch.cat([first.added, last.added])
+        pieces.append(last._replace(ids=ids, added=added))
+
+
 def _are_joined(first: _Removed, last: _Removed) -> bool:
-    return first.at == last.at and first.ids.numel() <= 2 * last.ids.numel()
+    is_alike = (first.at, first.is_sifted) == (last.at, last.is_sifted)
+    return is_alike and first.ids.numel() <= 2 * last.ids.numel()

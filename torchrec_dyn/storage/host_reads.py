@@ -1,7 +1,7 @@
 """Readings: computations that need numbers of a GPU on the host. The host waits once for many of them.
 
-A reading is a generator. It yields tensors of one number each and is sent these numbers; its return value is
-its result. The tables of a step run their readings together: one copy brings the numbers of all.
+A reading is a generator. It yields tensors and is sent their numbers; its return value is its result. The
+tables of a step run their readings together: one copy brings the numbers of all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 _Result = TypeVar("_Result")
 _Other = TypeVar("_Other")
-# Yields tensors [] int64 of one device, at least one, and is sent their numbers.
+# Yields int64 tensors [] or [K] of one device, at least one, and is sent their numbers.
 Reading: TypeAlias = Generator[Sequence[Tensor], Sequence[int], _Result]
 
 
@@ -25,9 +25,11 @@ def read(reading: Reading[_Result]) -> _Result:
         asked = next(reading)
         while True:
             if asked[0].is_cpu:  # nothing to wait for
-                numbers = [int(number) for number in asked]
+                numbers: list[int] = []
+                for tensor in asked:
+                    numbers += tensor.tolist() if tensor.dim() else (int(tensor),)
             else:
-                numbers = torch.stack(list(asked)).tolist()
+                numbers = torch.hstack(list(asked)).tolist()
             asked = reading.send(numbers)
     except StopIteration as end:
         result: _Result = end.value
@@ -49,7 +51,7 @@ def joined(readings: Sequence[Reading[_Result]]) -> Reading[list[_Result]]:
             except StopIteration as end:
                 results[place] = end.value
             else:
-                asking.append((place, reading, len(of_one)))
+                asking.append((place, reading, sum(tensor.numel() for tensor in of_one)))
                 asked += of_one
         if not asked:
             return results

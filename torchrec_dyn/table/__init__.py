@@ -28,10 +28,11 @@ from torchrec_dyn.table.insertion import (
     Addition,
     commit_rows,
     find_rows,
-    find_rows_and_read,
+    finding_rows,
     insert_rows,
     insert_unseen,
     ranges_of,
+    reading_absent,
 )
 from torchrec_dyn.table.table import DynamicTable
 from torchrec_dyn.table.tally import tally_of

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage import MapList, Taking, arrays_of, host_numbers, run_to_end
+from torchrec_dyn.storage import (
+    MapList,
+    Reading,
+    Taking,
+    arrays_of,
+    host_numbers,
+    read,
+    run_to_end,
+)
 from torchrec_dyn.table.changes import note_added
 
 if TYPE_CHECKING:
@@ -40,45 +48,38 @@ def find_rows(maps: MapList, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor
     Raises:
         RuntimeError: on a GPU, an earlier op had invalid arguments (csrc/device_errors.h).
     """
-    rows, absent = ops.lookup(ids, table_offsets, *maps.arrays())
-    return rows, absent if ids.is_cpu else _unmarked(absent.cpu(), ids)
+    if ids.is_cpu:
+        return ops.lookup(ids, table_offsets, *maps.arrays())
+    return read(finding_rows(maps, ids, table_offsets))
 
 
-def _unmarked(absent: Tensor, ids: Tensor) -> Tensor:
-    """Returns a GPU's numbers of absent ids; raises the error that their sign marks.
-
-    Args:
-        absent: [T] int64 of `ops.lookup`, on the CPU.
-        ids: the ids of the lookup.
-    """
-    if min(absent.tolist(), default=0) < 0:
-        ops.raise_errors(ids)
-        return absent & _COUNT_BITS  # another thread has raised the error
-    return absent
-
-
-def find_rows_and_read(
-    maps: MapList, ids: Tensor, table_offsets: Tensor, words: Tensor
-) -> tuple[Tensor, Tensor, list[int]]:
-    """Finds the rows of ids on a GPU whose `table_offsets` are there, too, and reads words with the counts.
+def finding_rows(
+    maps: MapList, ids: Tensor, table_offsets: Tensor
+) -> Reading[tuple[Tensor, Tensor]]:
+    """Returns what `find_rows` returns, as a reading of a GPU.
 
     Args:
         maps: maps of T tables.
         ids: [N] int64 in table order.
-        table_offsets: [T + 1] int64 on the device of `ids`. Not checked: if they are wrong, drop the results.
-        words: [W] int64 on the device of `ids`.
-
-    Returns:
-        rows: as `find_rows`.
-        absent: as `find_rows`.
-        words: [W], as numbers.
-
-    Raises:
-        RuntimeError: as `find_rows`.
+        table_offsets: [T + 1] int64. They may be on the GPU, too: then they are not checked.
     """
     rows, absent = ops.lookup(ids, table_offsets, *maps.arrays())
-    absent, read = torch.cat([absent, words]).cpu().split([absent.numel(), words.numel()])
-    return rows, _unmarked(absent, ids), read.tolist()
+    return rows, (yield from reading_absent(absent, ids))
+
+
+def reading_absent(absent: Tensor, ids: Tensor) -> Reading[Tensor]:
+    """Returns numbers of absent ids on the CPU; raises the error that the sign of a GPU's numbers marks.
+
+    Args:
+        absent: [T] int64 of `ops.lookup`.
+        ids: the ids of the lookup.
+    """
+    if absent.is_cpu:
+        return absent
+    numbers = yield [absent]
+    if min(numbers, default=0) < 0:
+        ops.raise_errors(ids)  # if another thread has raised the error, nothing is raised
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu") & _COUNT_BITS
 
 
 def ranges_of(new_offsets: Tensor) -> dict[int, slice]:
@@ -129,22 +130,14 @@ class Addition:
     Args:
         table: the table, with room reserved.
         ids: [M] int64, distinct and absent.
-        counts: [M] int64, occurrences of the ids; None outside training.
-        num_waiting: number of ids that have an admission counter; None: they are counted when the rows are
-            given to the ids.
+        counts: [M] int64, occurrences of the ids; None outside training. In training the ids have no
+            admission counters any more.
     """
 
-    def __init__(
-        self,
-        table: DynamicTable,
-        ids: Tensor,
-        counts: Tensor | None = None,
-        num_waiting: int | None = None,
-    ) -> None:
+    def __init__(self, table: DynamicTable, ids: Tensor, counts: Tensor | None = None) -> None:
         self.table = table
         self.ids = ids
         self._counts = counts
-        self._num_waiting = num_waiting
         self._taking: Taking = table.row_numbers.prepare(ids.numel())
         self._num_ids = table.id_map.num_ids + ids.numel()
         self._own = table.own._replace(edits=table.own.edits + 1)
@@ -158,17 +151,12 @@ class Addition:
         """The rows, [M] int64."""
         return self._taking.rows
 
-    def commit(self, again: bool) -> None:
-        """Gives the rows to the ids, but for the slots of the map.
-
-        Args:
-            again: True if the rows may have been given already; such a call changes nothing then.
-        """
+    def commit(self) -> None:
+        """Gives the rows to the ids, but for the slots of the map; a second call changes nothing."""
         table = self.table
         table.row_numbers.commit(self._taking)
         if table.life is not None:
-            num_waiting = None if again else self._num_waiting
-            table.life.add_rows(self.ids, self.rows, table.step, self._counts, num_waiting)
+            table.life.add_rows(self.ids, self.rows, table.step, self._counts)
         note_added(table, self.rows)
         table.own, table.id_map.num_ids = self._own, self._num_ids
         table.counters["inserted"] = self._inserted
@@ -189,7 +177,7 @@ def commit_rows(added: Sequence[Addition], again: bool) -> None:
     ids, rows = (_joined([getattr(a, name) for a in added]) for name in ("ids", "rows"))
     offsets = host_numbers([0, *(of_table.ids.numel() for of_table in added)]).cumsum(0)
     for of_table in added:
-        of_table.commit(again)
+        of_table.commit()
     arrays = arrays_of(maps)
     if not again or bool((ops.lookup(ids, offsets, *arrays)[0] < 0).any()):
         ops.insert(ids, rows, offsets, *arrays)

@@ -1,0 +1,88 @@
+"""FoundRows: what a step on a GPU reads first, in one wait: absent ids, expired ids, and its batch's counts.
+
+Legend: T tables, N ids, M expired ids of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn.storage import MapList, Reading, joined, read
+from torchrec_dyn.table import DynamicTable, finding_rows
+
+_NONE = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+class Expired(NamedTuple):
+    """The expired ids of a table.
+
+    Attributes:
+        ids: [M] int64.
+        rows: [M] int64.
+        num_ids: number of ids of the table with these ids.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    num_ids: int
+
+
+class FoundRows(NamedTuple):
+    """The rows of a batch on a GPU before a step has changed anything.
+
+    Attributes:
+        rows: [N] int64, -1 for an absent id. Rows of expired ids may be among them.
+        absent: [T] int64 on the CPU, number of absent ids of each table, repeats counted.
+        expired: the expired ids of each table with an age limit.
+        beside: the result of what was read beside these.
+    """
+
+    rows: Tensor
+    absent: Tensor
+    expired: list[Expired]
+    beside: Any
+
+
+def expired_of(table: DynamicTable) -> Reading[Expired]:
+    """Returns the expired ids of a table with an age limit and removes nothing."""
+    assert table.life is not None
+    high = table.row_numbers.high
+    expired = yield from table.life.expired(table.step + 1, table.id_map, high)
+    return Expired(*(expired or (_NONE, _NONE)), table.id_map.num_ids)
+
+
+def nothing_expired(table: DynamicTable) -> Expired:
+    """Returns no ids."""
+    return Expired(_NONE, _NONE, table.id_map.num_ids)
+
+
+def find_first(
+    maps: MapList,
+    ids: Tensor,
+    table_offsets: Tensor,
+    ageing: Sequence[DynamicTable],
+    beside: Reading[Any],
+) -> FoundRows:
+    """Finds the rows of a batch on a GPU, and the expired ids, and reads numbers of the batch with them.
+
+    Args:
+        maps: maps of T tables.
+        ids: [N] int64 in table order.
+        table_offsets: [T + 1] int64, on the CPU or on the device of `ids`.
+        ageing: tables with an age limit.
+        beside: reading of numbers of the batch. It may raise an error: nothing has changed then.
+
+    Raises:
+        RuntimeError: an earlier op had invalid arguments (csrc/device_errors.h).
+    """
+    parts: list[Reading[Any]] = [
+        finding_rows(maps, ids, table_offsets),
+        joined([expired_of(table) for table in ageing]),
+        beside,
+    ]
+    (rows, absent), *others = read(joined(parts))
+    return FoundRows(rows, absent, *others)
