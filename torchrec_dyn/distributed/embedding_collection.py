@@ -44,8 +44,8 @@ from torchrec_dyn.sharding import (
     remove_stale_forwards,
     sequences_in_order,
     set_senders,
+    steps_ahead_in_use,
     take_steps_ahead,
-    use_steps_ahead,
 )
 from torchrec_dyn.storage import ForwardTicket, stream_on, wait_for_stream
 
@@ -202,8 +202,8 @@ class ShardedDynamicEmbeddingCollection(
     def compute(self, ctx: SequenceContext, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
         set_senders(self._lookups, ctx.sharding_contexts)
-        use_steps_ahead(self._lookups, ctx.steps_ahead)
-        return super().compute(ctx, dist_input)
+        with steps_ahead_in_use(ctx.steps_ahead):
+            return super().compute(ctx, dist_input)
 
     @not_compiled
     def output_dist(
@@ -221,8 +221,8 @@ class ShardedDynamicEmbeddingCollection(
             ctx.sent.close()
         wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
         set_senders(self._lookups, ctx.sharding_contexts)
-        use_steps_ahead(self._lookups, ctx.steps_ahead)
-        return self._finished(super().compute_and_output_dist(ctx, input), ctx)
+        with steps_ahead_in_use(ctx.steps_ahead):
+            return self._finished(super().compute_and_output_dist(ctx, input), ctx)
 
     def create_context(self) -> SequenceContext:
         """Creates the state of one forward."""

@@ -40,8 +40,8 @@ from torchrec_dyn.sharding import (
     pooled_sharding,
     remove_stale_forwards,
     set_senders,
+    steps_ahead_in_use,
     take_steps_ahead,
-    use_steps_ahead,
 )
 from torchrec_dyn.storage import ForwardTicket, stream_on, wait_for_stream
 
@@ -199,8 +199,8 @@ class ShardedDynamicEmbeddingBagCollection(
     def compute(self, ctx: PooledContext, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
         set_senders(self._lookups, ctx.sharding_contexts)
-        use_steps_ahead(self._lookups, ctx.steps_ahead)
-        return super().compute(ctx, dist_input)
+        with steps_ahead_in_use(ctx.steps_ahead):
+            return super().compute(ctx, dist_input)
 
     def accept_unweighted_batches(self) -> None:
         """Accepts batches without weights: feature processors compute the weights on the owners."""
@@ -220,8 +220,8 @@ class ShardedDynamicEmbeddingBagCollection(
             ctx.sent.close()
         wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
         set_senders(self._lookups, ctx.sharding_contexts)
-        use_steps_ahead(self._lookups, ctx.steps_ahead)
-        return self._finished(super().compute_and_output_dist(ctx, input), ctx)
+        with steps_ahead_in_use(ctx.steps_ahead):
+            return self._finished(super().compute_and_output_dist(ctx, input), ctx)
 
     def create_context(self) -> PooledContext:
         """Creates the state of one forward."""

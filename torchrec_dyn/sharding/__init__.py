@@ -20,8 +20,8 @@ from torchrec_dyn.sharding.grouped_lookups import (
     SequenceLookup,
     StepsAhead,
     set_senders,
+    steps_ahead_in_use,
     take_steps_ahead,
-    use_steps_ahead,
 )
 from torchrec_dyn.sharding.input_dists import remove_stale_forwards
 from torchrec_dyn.sharding.mean_pooling import MeanDivisor, divide
