@@ -1,4 +1,4 @@
-"""A rank that has no memory for its part of a collective call: every rank raises, and none waits for another."""
+"""A rank without memory for its part of a collective call: every rank raises, and no rank waits."""
 
 import sys
 from functools import partial
@@ -96,7 +96,9 @@ def fail_calls(kind, folder):
         "import_rows": partial(import_rows, collection, "t", f"{folder}/rows"),
     }
     failed = {name: fail_in_turn(call) for name, call in calls.items()}
-    for got, expected in zip((*whole.lookup(ids), whole.ids()), (*before[0], before[1]), strict=True):
+    for got, expected in zip(
+        (*whole.lookup(ids), whole.ids()), (*before[0], before[1]), strict=True
+    ):
         assert torch.equal(got, expected)
     failed["erase"] = fail_in_turn(partial(handle.erase, ids))
     assert whole.num_rows == 0
