@@ -9,7 +9,7 @@ chunks in memory.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,8 +74,14 @@ def exchange_chunks(
 
     wanted = gather_results(group, call, want)
     routes = _Routes(of_ranks, wanted, dist.get_rank(group))
+    arrived: list[Callable[[], None]] = []  # the blocks of the last round, to be received
+
+    def receive() -> None:
+        while arrived:
+            arrived.pop()()
 
     def read(number: int) -> Tensor:
+        receive()
         blocks = [torch.empty(0, dtype=torch.uint8, device="cpu")]
         if number < len(items):
             name, item = items[number]
@@ -86,8 +92,9 @@ def exchange_chunks(
 
     for number in range(max(map(len, of_ranks))):
         received = exchange(group, call, partial(read, number), *routes.sizes(saved, number))
-        receive = partial(_receive, entry, saved, routes.received(number), received)
-        run_together(group, call, receive)
+        arrived.append(partial(_receive, entry, saved, routes.received(number), received))
+        del received
+    run_together(group, call, receive)
 
 
 def _block(name: str, chunk: ChunkStorageMetadata) -> _Block:

@@ -163,5 +163,6 @@ def commit_state(entry: OptimizerEntry, call: str) -> None:
 
     runs = runs_of(gather_results(pieces.group, call, share), pieces.part)
     aligned = run_together(pieces.group, call, lambda: AlignedState(entry, runs))
-    aligned.compare(add_sums(*gather_results(pieces.group, call, aligned.check)))
+    sums = gather_results(pieces.group, call, aligned.check)
+    run_together(pieces.group, call, lambda: aligned.compare(add_sums(*sums)))
     run_together(pieces.group, call, aligned.commit)
