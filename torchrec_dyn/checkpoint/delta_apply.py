@@ -73,7 +73,7 @@ def _sums_before(
     Raises:
         ValueError: unless the delta begins at these sums.
     """
-    before = [
+    before: list[tuple[Sums, Sums]] = [
         (from_words(model, MODEL_TENSORS), from_words(optimizer, OPTIMIZER_TENSORS))
         for model, optimizer in words
     ]

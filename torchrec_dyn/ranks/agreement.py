@@ -122,7 +122,12 @@ def exchange(
         # As bytes: backends differ in the dtypes that they can send.
         return received, received.view(torch.uint8), sent.view(torch.uint8), sent.element_size()
 
-    received, *both, size = run_together(group, call, prepare)
-    sizes = [[count * size for count in counts] for counts in (receive_sizes, send_sizes)]
-    dist.all_to_all_single(*both, *sizes, group=group)
+    received, into, sent, size = run_together(group, call, prepare)
+    dist.all_to_all_single(
+        into,
+        sent,
+        [count * size for count in receive_sizes],
+        [count * size for count in send_sizes],
+        group=group,
+    )
     return received
