@@ -43,9 +43,9 @@ def edit(model, setup: Setup, round_: int) -> None:
 def sums_of(model) -> list:
     """The content sums of all tables, by name."""
     tables = model_tables.tables_of(model, "test")
-    forms = model_tables.saved_forms(tables, "test")
+    sums = model_tables.saved_sums(tables, "test")
     return sorted(
-        (t.name, f.sums[0].tolist(), f.sums[1].tolist()) for t, f in zip(tables, forms, strict=True)
+        (t.name, *(words.tolist() for words in pair)) for t, pair in zip(tables, sums, strict=True)
     )
 
 

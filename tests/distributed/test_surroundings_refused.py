@@ -1,15 +1,21 @@
 """Sharded collections refuse wrong devices and TorchRec's 2D parallelism, before anything is built."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import workers
+from processed_training import position_weights, processed
 from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand
 from sharded_training import Holder, collection_of, sharder_of
+from sharded_twins import group_for_cuda
+from torch.distributed import distributed_c10d
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+import torchrec_dyn as dyn
 
 
 def case_of(pooled):
@@ -17,28 +23,58 @@ def case_of(pooled):
     return Case([table], pooled=pooled, fused_params=FUSED_PARAMS)
 
 
-def refuse_device(pooled, device):
-    case = case_of(pooled)
+def refuse_device(form, device):
+    case = replace(case_of(form != "sequences"), weighted=form == "processed")
     plan = ShardingPlan({"collection": {"t": case.tables[0].plan}})
-    model = Holder(collection_of(case))
+    collection, sharders = collection_of(case), [sharder_of(case)]
+    if form == "processed":
+        collection = processed(case, collection, "collection")
+        sharders = [dyn.DynamicFeatureProcessedEmbeddingBagCollectionSharder(FUSED_PARAMS)]
+    weights = [weight.tolist() for weight in position_weights(collection).values()]
     without = mock.patch("torchrec_dyn.ops.has_cuda_kernels", lambda: False)
     with without, pytest.raises(ValueError) as caught:
         DistributedModelParallel(
-            model, device=torch.device(device), plan=plan, sharders=[sharder_of(case)]
+            Holder(collection), device=torch.device(device), plan=plan, sharders=sharders
         )
+    assert [weight.tolist() for weight in position_weights(collection).values()] == weights
     return str(caught.value)
 
 
-@pytest.mark.parametrize("pooled", [True, False])
-def test_a_gpu_is_refused_without_kernels(pooled):
-    (text,) = workers.run(refuse_device, pooled, "cuda:0", world_size=1)
+@pytest.mark.parametrize("form", ["pooled", "sequences", "processed"])
+def test_a_gpu_is_refused_without_kernels(form):
+    (text,) = workers.run(refuse_device, form, "cuda:0", world_size=1)
     assert "('collection'): expected rows on the CPU, since torchrec_dyn was built without" in text
     assert text.endswith("or shard with device=torch.device('cpu').")
 
 
-def test_other_devices_are_refused():
-    (text,) = workers.run(refuse_device, True, "meta", world_size=1)
+@pytest.mark.parametrize("form", ["pooled", "processed"])
+def test_other_devices_are_refused(form):
+    (text,) = workers.run(refuse_device, form, "meta", world_size=1)
     assert "('collection'): expected rows of a sharded collection on cpu or cuda, got meta." in text
+
+
+def refuse_groups():
+    """Groups for GPUs only: one of some ranks, one of all ranks in another order."""
+    case, texts = case_of(True), []
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    group_for_cuda()
+    for group in (
+        dist.new_group([0], backend="only_cuda"),
+        distributed_c10d._new_group_with_tag([1, 0], backend="only_cuda", sort_ranks=False),
+    ):
+        env.process_group = group if isinstance(group, dist.ProcessGroup) else None
+        with pytest.raises(ValueError) as caught:
+            sharder_of(case).shard(collection_of(case), {"t": case.tables[0].plan}, env)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_groups_beside_which_no_group_for_the_host_can_be_made_are_refused():
+    (some, turned), (_, also_turned) = workers.run(refuse_groups, world_size=2)
+    expected = "expected a backend for tensors of the CPU, or all 2 ranks in order, got backend"
+    assert some.startswith(f"process group of ranks [0]: {expected}")
+    assert turned == also_turned and turned.startswith(f"process group of ranks [1, 0]: {expected}")
+    assert turned.endswith("Create the group with backend='cpu:gloo,cuda:nccl'.")
 
 
 def refuse_move_to_gpu():

@@ -35,7 +35,7 @@ from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import ModelSource, OptimizerSource, StagedRows
 from torchrec_dyn.storage import IdMap, RowStore, turn_of
 from torchrec_dyn.table import Addition, DynamicTable, insert_rows, named_states, note_changed
-from torchrec_dyn.whole_model import ModelTable, saved_forms, tables_of
+from torchrec_dyn.whole_model import ModelTable, saved_sums, tables_of
 
 
 def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -53,21 +53,30 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
         ValueError: on every rank, if the delta is torn or damaged, or does not begin at the present contents
             of the copy (an earlier delta is missing, or this delta was applied already). Nothing has changed
             then.
+        RuntimeError: on every rank, if some rank fails in another way, as without memory. If it failed while
+            it wrote rows, some rows have changed: load the copy again.
     """
     tables = tables_of(model, CALL)
     changes = read_delta(tables, path)
-    before = [
-        (from_words(form.sums[0], MODEL_TENSORS), from_words(form.sums[1], OPTIMIZER_TENSORS))
-        for form in saved_forms(tables, CALL)
-    ]
-    run_together(tables[0].group, CALL, lambda: _check_begins(changes, before))
+    words = saved_sums(tables, CALL)
+    before = run_together(tables[0].group, CALL, lambda: _sums_before(changes, words))
     _verify_result(tables, changes, before)
     run_together(tables[0].group, CALL, lambda: _reserve(changes))
     run_together(tables[0].group, CALL, lambda: _write(changes))
 
 
-def _check_begins(changes: Sequence[TableChange], before: Sequence[tuple[Sums, Sums]]) -> None:
-    """Raises ValueError unless the delta begins at the contents of the copy."""
+def _sums_before(
+    changes: Sequence[TableChange], words: Sequence[tuple[Tensor, Tensor]]
+) -> list[tuple[Sums, Sums]]:
+    """Returns the content sums of the copy from their words.
+
+    Raises:
+        ValueError: unless the delta begins at these sums.
+    """
+    before: list[tuple[Sums, Sums]] = [
+        (from_words(model, MODEL_TENSORS), from_words(optimizer, OPTIMIZER_TENSORS))
+        for model, optimizer in words
+    ]
     for change, sums in zip(changes, before, strict=True):
         base, result = _words(change.saved, "base"), _words(change.saved, "result")
         for which, names in enumerate(change.compared):
@@ -81,6 +90,7 @@ def _check_begins(changes: Sequence[TableChange], before: Sequence[tuple[Sums, S
                         f"{' and ends at the sum of the copy: it was applied already' if is_end else ''}. "
                         f"{IN_ORDER}"
                     )
+    return before
 
 
 def _words(saved: SavedTable, when: str) -> tuple[Sums, Sums]:

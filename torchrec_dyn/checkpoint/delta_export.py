@@ -30,7 +30,7 @@ from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import Run, Share, runs_of, share_of
 from torchrec_dyn.storage import CanonicalRows, IdMap, Moment, to_host
 from torchrec_dyn.table import moment_of, stamp_of
-from torchrec_dyn.whole_model import ModelTable, saved_forms, tables_of
+from torchrec_dyn.whole_model import ModelTable, saved_forms, saved_sums, tables_of
 
 _CALL = "export_delta"
 
@@ -76,8 +76,7 @@ def mark(model: nn.Module) -> Marker:
     """
     tables = tables_of(model, "mark")
     moments = _begin(tables, "mark")
-    forms = saved_forms(tables, "mark")
-    return _marker(tables, moments, [form.sums for form in forms])
+    return _marker(tables, moments, saved_sums(tables, "mark"))
 
 
 def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) -> Marker:
@@ -99,15 +98,13 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
             converted, or loaded with another config, after the marker.
     """
     tables = tables_of(model, _CALL)
-    run_together(tables[0].group, _CALL, lambda: _check(tables, path, since))
-    before = [since._tables[table.name] for table in tables]
-    stamps = _stamps(tables)
-    moments = _begin(tables, _CALL)
-    results = [form.sums for form in saved_forms(tables, _CALL)]
-    for table, marked, result in zip(tables, before, results, strict=True):
-        _check_configs(table, marked.sums, result)
-    state = _state_dict(tables, before, results)
     group = tables[0].group
+    stamps = run_together(group, _CALL, lambda: _checked_stamps(tables, path, since))
+    before = [since._tables[table.name] for table in tables]
+    moments = _begin(tables, _CALL)
+    results = saved_sums(tables, _CALL)
+    run_together(group, _CALL, lambda: _check_configs(tables, before, results))
+    state = _state_dict(tables, before, results)
     run_together(group, _CALL, lambda: _check_unchanged(tables, stamps))
     dcp.save(state, checkpoint_id=path, process_group=group, no_dist=group is None)
     return _marker(tables, moments, results)
@@ -131,7 +128,10 @@ def _marker(
     return Marker({table.name: _Marked(begun, words) for table, begun, words in of_tables})
 
 
-def _check(tables: Sequence[ModelTable], path: str | os.PathLike[str], since: Marker) -> None:
+def _checked_stamps(
+    tables: Sequence[ModelTable], path: str | os.PathLike[str], since: Marker
+) -> list[list[tuple[int, ...]]]:
+    """Returns `_stamps` after checking the arguments of `export_delta`."""
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
@@ -155,6 +155,7 @@ def _check(tables: Sequence[ModelTable], path: str | os.PathLike[str], since: Ma
                 "of another table, or from before the table was copied, moved, sharded or given another "
                 "optimizer. Save a full checkpoint and call mark again."
             )
+    return _stamps(tables)
 
 
 def _stamps(tables: Sequence[ModelTable]) -> list[list[tuple[int, ...]]]:
@@ -175,16 +176,20 @@ def _check_unchanged(tables: Sequence[ModelTable], stamps: list[list[tuple[int, 
 
 
 def _check_configs(
-    table: ModelTable, base: tuple[Tensor, Tensor], result: tuple[Tensor, Tensor]
+    tables: Sequence[ModelTable],
+    before: Sequence[_Marked],
+    results: Sequence[tuple[Tensor, Tensor]],
 ) -> None:
     """Raises ValueError if the configs of a table have changed since the marker."""
-    for words, now, order in zip(base, result, (MODEL_TENSORS, OPTIMIZER_TENSORS), strict=True):
-        if from_words(words, order)["config"] != from_words(now, order)["config"]:
-            raise ValueError(
-                f"export_delta(table={table.name!r}): expected a table with the row dtype, initializer and "
-                "optimizer of the marker, got a table that was converted, or loaded with another config. "
-                "Save a full checkpoint and call mark again."
-            )
+    orders = MODEL_TENSORS, OPTIMIZER_TENSORS
+    for table, marked, result in zip(tables, before, results, strict=True):
+        for words, now, order in zip(marked.sums, result, orders, strict=True):
+            if from_words(words, order)["config"] != from_words(now, order)["config"]:
+                raise ValueError(
+                    f"export_delta(table={table.name!r}): expected a table with the row dtype, initializer "
+                    "and optimizer of the marker, got a table that was converted, or loaded with another "
+                    "config. Save a full checkpoint and call mark again."
+                )
 
 
 def _state_dict(
@@ -200,22 +205,29 @@ def _state_dict(
         group, _CALL, lambda: [_share(*one) for one in zip(tables, removed, strict=True)]
     )
     forms = saved_forms(changed, _CALL)
-    model: dict[str, Tensor] = {}
-    optimizer: dict[str, dict[str, Tensor]] = {}
-    for number, (table, form) in enumerate(zip(tables, forms, strict=True)):
-        saves = table.pieces.rank == 0
-        words = [
-            {"base": whole_tensor(base, saves, None), "result": whole_tensor(result, saves, None)}
-            for base, result in zip(before[number].sums, results[number], strict=True)
-        ]
-        ids = _removed_ids(table, removed[number], [of_rank[number] for of_rank in shares])
-        of_model = {**form.model, **words[0], "removed": ids}
-        model |= {f"{table.key}.{name}": one for name, one in of_model.items()}
-        of_optimizer = {**form.optimizer, **words[1]}
-        optimizer[f"{table.key}.weight"] = {
-            f"{table.name}.{name}": one for name, one in of_optimizer.items()
-        }
-    return {"model": model, "optimizer": {"state": optimizer}}
+
+    def join() -> dict[str, Any]:
+        model: dict[str, Tensor] = {}
+        optimizer: dict[str, dict[str, Tensor]] = {}
+        for number, (table, form) in enumerate(zip(tables, forms, strict=True)):
+            saves = table.pieces.rank == 0
+            words = [
+                {
+                    "base": whole_tensor(base, saves, None),
+                    "result": whole_tensor(result, saves, None),
+                }
+                for base, result in zip(before[number].sums, results[number], strict=True)
+            ]
+            ids = _removed_ids(table, removed[number], [of_rank[number] for of_rank in shares])
+            of_model = {**form.model, **words[0], "removed": ids}
+            model |= {f"{table.key}.{name}": one for name, one in of_model.items()}
+            of_optimizer = {**form.optimizer, **words[1]}
+            optimizer[f"{table.key}.weight"] = {
+                f"{table.name}.{name}": one for name, one in of_optimizer.items()
+            }
+        return {"model": model, "optimizer": {"state": optimizer}}
+
+    return run_together(group, _CALL, join)
 
 
 def _changed(table: ModelTable, marked: _Marked) -> ModelTable:

@@ -175,8 +175,10 @@ def _read(
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         fault = ValueError(f"expected a delta that can be read, got {first!r}. {DAMAGED}")
-        if isinstance(first, ValueError):
+        if isinstance(first, (ValueError, MemoryError, torch.OutOfMemoryError)):
             fault = first
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        fault = error
     except Exception as error:
         fault = ValueError(f"expected a delta that can be read, got {error!r}. {DAMAGED}")
     agree(group, CALL, fault)

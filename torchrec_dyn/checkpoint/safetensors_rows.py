@@ -35,6 +35,7 @@ T = TypeVar("T")
 
 _CHUNK_BYTES = 32 << 20
 _FORMAT = "torchrec_dyn_rows_1"
+_NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 _ROWS = ("rows", "weight")  # the names that the tensor of rows may have in a file
 
 
@@ -54,8 +55,9 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
         ValueError: if there is no such table.
         RuntimeError: if ids were removed during the call, or a rank failed; no new file is left.
     """
-    ids = to_host(read_ids(collection, table))
+    listed = read_ids(collection, table)
     held, where = tables_in(collection)[table], f"export_rows(table='{table}')"
+    ids = run_together(held.group, where, lambda: to_host(listed))
     of_ranks = agree(held.group, where, value=[one.config.seed for one in held.pieces.shards])
     seed = next(seeds[0] for seeds in of_ranks if seeds)
     no_rows, _ = lookup_rows(collection, table, ids[:0])
@@ -149,8 +151,7 @@ def import_rows(collection: Collection, table: str, path: str | os.PathLike[str]
         ValueError: on every rank, if the file does not match the table; nothing has changed then.
         RuntimeError: on every rank, if the table has no room for the new ids; nothing has changed then.
     """
-    no_ids = torch.empty(0, dtype=torch.int64)
-    no_rows, _ = lookup_rows(collection, table, no_ids)
+    no_rows, _ = lookup_rows(collection, table, _NO_IDS)
     held, where = tables_in(collection)[table], f"import_rows(table='{table}')"
     reader: SafetensorsReader | None = None
 
@@ -167,7 +168,7 @@ def import_rows(collection: Collection, table: str, path: str | os.PathLike[str]
             return reader.rows(entry, first, last)
 
         _check_room(held, where, count, partial(read, "ids"))
-        part = no_ids, no_rows
+        part = _NO_IDS, no_rows
         for first, last in _chunks(count, 8 + no_rows.shape[1] * 4):
 
             def read_part(first: int = first, last: int = last) -> None:
@@ -218,20 +219,24 @@ def _check_room(
     tight = [one for one in first_shard if one.num_rows + count > one.row_limit]
     if not any(agree(table.group, where, value=bool(tight))):
         return
-    absent = []
+    absent: list[Tensor] = []
     for first, last in _chunks(count, 8):
-        ids = torch.empty(last - first, dtype=torch.int64, device="cpu")
 
-        def read(ids: Tensor = ids, first: int = first, last: int = last) -> None:
-            ids.copy_(read_ids(first, last))
+        def read(first: int = first, last: int = last) -> Tensor:
+            if table.pieces.rank == 0:
+                return read_ids(first, last)
+            return torch.empty(last - first, dtype=torch.int64, device="cpu")
 
-        _on_first_rank(table, where, read)
+        ids = run_together(table.group, where, read)
         if table.group is not None:
             dist.broadcast(ids, dist.get_global_rank(table.group, 0), group=table.group)
-        ids = ids[table.pieces.owns(ids)]
-        for one in first_shard:
-            own = ids.to(one.device)
-            absent.append(own[torch.eq(one.id_map.lookup(own), -1)])
+
+        def find(ids: Tensor = ids) -> None:
+            for one in first_shard:
+                own = ids[table.pieces.owns(ids)].to(one.device)
+                absent.append(own[torch.eq(one.id_map.lookup(own), -1)])
+
+        run_together(table.group, where, find)
 
     def check() -> None:
         for one in first_shard:

@@ -9,7 +9,8 @@ chunks in memory.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchrec_dyn.checkpoint_format import SavedTensor
-from torchrec_dyn.ranks import agree, gather_results
+from torchrec_dyn.ranks import exchange, gather_results, run_together
 from torchrec_dyn.state_dict import TableEntry
 
 
@@ -73,28 +74,27 @@ def exchange_chunks(
 
     wanted = gather_results(group, call, want)
     routes = _Routes(of_ranks, wanted, dist.get_rank(group))
-    fault: Exception | None = None
+    arrived: list[Callable[[], None]] = []  # the blocks of the last round, to be received
+
+    def receive() -> None:
+        while arrived:
+            arrived.pop()()
+
+    def read(number: int) -> Tensor:
+        receive()
+        blocks = [torch.empty(0, dtype=torch.uint8, device="cpu")]
+        if number < len(items):
+            name, item = items[number]
+            chunk = saved[name].__get_tensor_shard__(item.index)
+            sent = routes.sent(number)
+            blocks += [_bytes(chunk[block.within(chunks[number])]) for block in sent]
+        return torch.cat(blocks)
+
     for number in range(max(map(len, of_ranks))):
-        # After a fault the other ranks must not wait: the rounds continue, with bytes that are not used.
-        messages = []
-        try:
-            if number < len(items):
-                name, item = items[number]
-                chunk = saved[name].__get_tensor_shard__(item.index)
-                messages = [
-                    _bytes(chunk[block.within(chunks[number])]) for block in routes.sent(number)
-                ]
-        except Exception as error:
-            fault, messages = fault or error, []
-        send_sizes, receive_sizes = routes.sizes(saved, number)
-        sent = torch.cat(messages) if messages else torch.zeros(sum(send_sizes), dtype=torch.uint8)
-        received = torch.empty(sum(receive_sizes), dtype=torch.uint8)
-        dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
-        try:
-            _receive(entry, saved, routes.received(number), received)
-        except Exception as error:
-            fault = fault or error
-    agree(group, call, fault)
+        received = exchange(group, call, partial(read, number), *routes.sizes(saved, number))
+        arrived.append(partial(_receive, entry, saved, routes.received(number), received))
+        del received
+    run_together(group, call, receive)
 
 
 def _block(name: str, chunk: ChunkStorageMetadata) -> _Block:

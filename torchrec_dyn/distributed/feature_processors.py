@@ -42,6 +42,7 @@ from torchrec_dyn.distributed.embeddingbag_collection import ShardedDynamicEmbed
 from torchrec_dyn.distributed.outside_graphs import ForwardOutsideGraphs
 from torchrec_dyn.distributed.resharding import reshard
 from torchrec_dyn.distributed.sharders import DynamicEmbeddingBagCollectionSharder
+from torchrec_dyn.distributed.sharding_setup import check_surroundings
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection
 from torchrec_dyn.ranks import SPREAD_SHARDINGS
 from torchrec_dyn.storage import wait_for_stream
@@ -92,6 +93,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         plan = table_name_to_parameter_sharding
         if spread := _spread_tables(plan):
             _check_sends_positions(processors, spread, self._where)
+        check_surroundings(env, device, self._where)  # before the processors move
         if not any(weight.is_meta for weight in processors.parameters()):
             processors.to(device)  # TorchRec resets weights that it moves, also trained ones
             device = next((weight.device for weight in processors.parameters()), device)

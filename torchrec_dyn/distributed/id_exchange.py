@@ -10,22 +10,34 @@ Legend: M ids of this rank's caller, K ids sent to this rank, C columns on this 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_dyn.ranks import Piece, TableLayout, owners
+from torchrec_dyn.ranks import (
+    Piece,
+    TableLayout,
+    exchange,
+    gather_results,
+    owners,
+    run_together,
+)
 
 
 class IdExchange:
-    """The ids of one call, on the ranks that hold them. The constructor is collective.
+    """The ids of one call, on the ranks that hold them. The constructor and all methods are collective.
+
+    If this rank's part of a method fails on some rank, the method raises on every rank; see `ranks.agree`.
 
     Args:
-        ids: [M] int64, repeats allowed; M may differ between ranks.
+        call: table and method, the same on every rank.
+        ids: function that returns this rank's ids, [M] int64 on the CPU, repeats allowed; M may differ
+            between ranks.
         layout: the pieces of the table and their ranks.
         group: the ranks.
+        device: device of the tensors that `return_rows` and `return_numbers` return.
         pieces: the chosen pieces, in column order; None: all.
 
     Attributes:
@@ -34,78 +46,97 @@ class IdExchange:
 
     def __init__(
         self,
-        ids: Tensor,
+        call: str,
+        ids: Callable[[], Tensor],
         layout: TableLayout,
         group: dist.ProcessGroup,
+        device: torch.device,
         pieces: Sequence[Piece] | None = None,
     ) -> None:
-        self._group = group
+        self._call, self._group, self._device = call, group, device
         self._rank = dist.get_rank(group)
         asked = layout.pieces if pieces is None else pieces
         world = range(dist.get_world_size(group))
         self._asked = asked
-        self._count = ids.numel()
         self._pieces = [[piece for piece in asked if rank in piece.ranks] for rank in world]
         self._widths = [sum(piece.columns for piece in held) for held in self._pieces]
-        by_part = _positions_by_part(ids, layout)
-        # All pieces on a rank have the same range of mixed ids, so one list of positions serves all of them.
-        self._positions = [
-            by_part[held[0].ranks.index(rank)] if held else torch.empty(0, dtype=torch.int64)
-            for rank, held in zip(world, self._pieces, strict=True)
-        ]
-        sent = torch.tensor([positions.numel() for positions in self._positions])
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        self._sent: list[int] = sent.tolist()
-        self._received: list[int] = received.tolist()
-        self.arrived = self._all_to_all(ids[torch.cat(self._positions)], self._sent, self._received)
+        by_rank: list[Tensor] = []
 
-    def send_rows(self, rows: Tensor) -> Tensor:
-        """Sends the row of each id to the ranks that hold the id, to each rank its columns. Collective.
+        def route() -> list[int]:
+            mine = ids()
+            by_part = _positions_by_part(mine, layout)
+            # All pieces on a rank have the same range of mixed ids: one list of positions serves all of them.
+            self._positions = [
+                by_part[held[0].ranks.index(rank)] if held else torch.empty(0, dtype=torch.int64)
+                for rank, held in zip(world, self._pieces, strict=True)
+            ]
+            self._count = mine.numel()
+            by_rank.append(mine[torch.cat(self._positions)])
+            return [positions.numel() for positions in self._positions]
+
+        sent = gather_results(group, call, route)
+        self._sent: list[int] = sent[self._rank]
+        self._received: list[int] = [of_rank[self._rank] for of_rank in sent]
+        self.arrived = self._exchange(by_rank.pop, self._sent, self._received)
+
+    def send_rows(self, rows: Callable[[], Tensor]) -> Tensor:
+        """Sends the row of each id to the ranks that hold the id, to each rank its columns.
 
         Args:
-            rows: [M, D], the rows of this rank's ids.
+            rows: function that returns the rows of this rank's ids, [M, D] on the CPU.
 
         Returns:
             [K, C], the rows of `arrived`, in column order.
         """
-        messages = [
-            torch.cat([rows[positions, _columns(piece)] for piece in held], 1).flatten()
-            for positions, held in zip(self._positions, self._pieces, strict=True)
-            if held
-        ]
+
+        def messages() -> Tensor:
+            given = rows()
+            return torch.cat(
+                [
+                    torch.cat([given[positions, _columns(piece)] for piece in held], 1).flatten()
+                    for positions, held in zip(self._positions, self._pieces, strict=True)
+                    if held
+                ]
+            )
+
         width = self._widths[self._rank]
         sizes = [m * columns for m, columns in zip(self._sent, self._widths, strict=True)]
-        got = self._all_to_all(torch.cat(messages), sizes, [k * width for k in self._received])
-        return got.view(self.arrived.numel(), width)
+        got = self._exchange(messages, sizes, [k * width for k in self._received])
+        return got.view(sum(self._received), width)
 
-    def return_rows(self, rows: Tensor) -> Tensor:
-        """Sends the rows of `arrived` back to the senders of the ids. Collective.
+    def return_rows(self, rows: Callable[[], Tensor]) -> Tensor:
+        """Sends the rows of `arrived` back to the senders of the ids.
 
         Args:
-            rows: [K, C], in column order.
+            rows: function that returns these rows, [K, C] in column order, on the CPU.
 
         Returns:
             [M, D], in the order of this rank's ids and in the dtype of `rows`.
         """
         width = self._widths[self._rank]
         sizes = [m * columns for m, columns in zip(self._sent, self._widths, strict=True)]
-        got = self._all_to_all(rows.flatten(), [k * width for k in self._received], sizes)
-        stitched = rows.new_zeros(self._count, sum(piece.columns for piece in self._asked))
-        for rank, answer in enumerate(got.split(sizes)):
-            positions, held = self._positions[rank], self._pieces[rank]
-            by_piece = answer.view(positions.numel(), self._widths[rank]).split(
-                [piece.columns for piece in held], 1
-            )
-            for piece, columns in zip(held, by_piece, strict=True):
-                stitched[positions, _columns(piece)] = columns
-        return stitched
+        send_sizes = [k * width for k in self._received]
+        got = self._exchange(lambda: rows().flatten(), send_sizes, sizes)
 
-    def return_numbers(self, numbers: Tensor) -> Tensor:
-        """Sends one number per id back to the senders; only ranks of the first piece send. Collective.
+        def stitch() -> Tensor:
+            stitched = got.new_zeros(self._count, sum(piece.columns for piece in self._asked))
+            for rank, answer in enumerate(got.split(sizes)):
+                positions, held = self._positions[rank], self._pieces[rank]
+                by_piece = answer.view(positions.numel(), self._widths[rank]).split(
+                    [piece.columns for piece in held], 1
+                )
+                for piece, columns in zip(held, by_piece, strict=True):
+                    stitched[positions, _columns(piece)] = columns
+            return stitched.to(self._device)
+
+        return run_together(self._group, self._call, stitch)
+
+    def return_numbers(self, numbers: Callable[[], Tensor]) -> Tensor:
+        """Sends one number per id back to the senders; only ranks of the first piece send.
 
         Args:
-            numbers: [K], one number for each id of `arrived`; ignored on ranks without the first piece.
+            numbers: function that returns one number for each id of `arrived`, [K] on the CPU; ranks without
+                the first piece return any tensor of the same dtype.
 
         Returns:
             [M], in the order of this rank's ids and in the dtype of `numbers`.
@@ -113,26 +144,19 @@ class IdExchange:
         first = self._asked[0].ranks
         send_sizes = self._received if self._rank in first else [0] * len(self._received)
         receive_sizes = [m if rank in first else 0 for rank, m in enumerate(self._sent)]
-        got = self._all_to_all(numbers[: sum(send_sizes)], send_sizes, receive_sizes)
-        stitched = torch.zeros(self._count, dtype=numbers.dtype)
-        stitched[torch.cat([self._positions[rank] for rank in sorted(first)])] = got
-        return stitched
+        got = self._exchange(lambda: numbers()[: sum(send_sizes)], send_sizes, receive_sizes)
 
-    def _all_to_all(
-        self, sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+        def stitch() -> Tensor:
+            stitched = got.new_zeros(self._count)
+            stitched[torch.cat([self._positions[rank] for rank in sorted(first)])] = got
+            return stitched.to(self._device)
+
+        return run_together(self._group, self._call, stitch)
+
+    def _exchange(
+        self, make: Callable[[], Tensor], send_sizes: Sequence[int], receive_sizes: Sequence[int]
     ) -> Tensor:
-        """Sends send_sizes[r] numbers to rank r, and returns the received numbers, by rank."""
-        got = torch.empty(sum(receive_sizes), dtype=sent.dtype)
-        # As bytes: backends differ in the dtypes that they can send.
-        size = sent.element_size()
-        dist.all_to_all_single(
-            got.view(torch.uint8),
-            sent.contiguous().view(torch.uint8),
-            [count * size for count in receive_sizes],
-            [count * size for count in send_sizes],
-            group=self._group,
-        )
-        return got
+        return exchange(self._group, self._call, make, send_sizes, receive_sizes)
 
 
 def _positions_by_part(ids: Tensor, layout: TableLayout) -> Sequence[Tensor]:

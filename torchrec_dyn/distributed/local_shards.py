@@ -90,9 +90,6 @@ class LocalShards:
         self._tables = self._by_name()
         self._share(TableLock())
         self._handles: dict[str, ShardedTableHandle] = {}
-        # Now, on all ranks: later one rank alone may ask for a handle.
-        if isinstance(env.process_group, dist.ProcessGroup):
-            host_group(env.process_group)
 
     # Called by the collection.
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
@@ -29,7 +30,14 @@ from torchrec_dyn.modules import (
     merged_fused_params,
 )
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import TableLayout, checked_plan, config_of_share, row_limit, table_layouts
+from torchrec_dyn.ranks import (
+    TableLayout,
+    checked_plan,
+    config_of_share,
+    host_group,
+    row_limit,
+    table_layouts,
+)
 from torchrec_dyn.sharding import OPTIONS_KEY, KernelOptions, TableOptions
 
 
@@ -89,7 +97,7 @@ def set_up(
             an optimizer or a table's name is not valid.
     """
     where = f"{type(module).__name__}('{module_fqn}')" if module_fqn else type(module).__name__
-    _check_surroundings(env, device, where)
+    check_surroundings(env, device, where)
     layouts = table_layouts(configs, plan, env, sharding_types, where)
     for_our_kernel = checked_plan(plan, where)
     held: Any = getattr(module, holder)
@@ -114,8 +122,11 @@ def set_up(
     )
 
 
-def _check_surroundings(env: ShardingEnv, device: torch.device | None, where: str) -> None:
-    """Raises ValueError unless collections can be sharded over these ranks with rows on this device."""
+def check_surroundings(env: ShardingEnv, device: torch.device | None, where: str) -> None:
+    """Raises ValueError unless collections can be sharded over these ranks with rows on this device.
+
+    Collective: it makes the group in which the ranks agree. Later one rank alone may ask for a handle.
+    """
     if env.process_group is None:
         raise ValueError(
             f"{where}: expected a process group, got none, as from TorchRec's shard_quant_model. Serve the "
@@ -139,6 +150,8 @@ def _check_surroundings(env: ShardingEnv, device: torch.device | None, where: st
             f"{where}: expected rows on the CPU, since torchrec_dyn was built without CUDA kernels, got "
             f"{place}. Build it where nvcc is installed, or shard with device=torch.device('cpu')."
         )
+    if isinstance(env.process_group, dist.ProcessGroup):
+        host_group(env.process_group)
 
 
 _tables_of_model: weakref.WeakKeyDictionary[ShardingEnv, dict[str, str]] = (

@@ -17,7 +17,7 @@ from torchrec.distributed.types import LazyAwaitable, ShardedModule
 
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.distributed.local_shards import LocalShards
-from torchrec_dyn.sharding import StepsAhead, prefetch, set_senders, use_steps_ahead
+from torchrec_dyn.sharding import StepsAhead, prefetch, set_senders, steps_ahead_in_use
 from torchrec_dyn.storage import ForwardTicket, stream_on, wait_for_stream
 
 
@@ -61,8 +61,9 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
     @not_compiled
     def compute(self, ctx: Any, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
-        self._look_up_next(ctx)
-        output: list[Tensor] = super().compute(ctx, dist_input)
+        set_senders(self._lookups, ctx.sharding_contexts)
+        with steps_ahead_in_use(ctx.steps_ahead):
+            output: list[Tensor] = super().compute(ctx, dist_input)
         return output
 
     @not_compiled
@@ -76,8 +77,9 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         if ctx.sent is not None:
             ctx.sent.close()
         wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
-        self._look_up_next(ctx)
-        return self._finished(super().compute_and_output_dist(ctx, input), ctx)
+        set_senders(self._lookups, ctx.sharding_contexts)
+        with steps_ahead_in_use(ctx.steps_ahead):
+            return self._finished(super().compute_and_output_dist(ctx, input), ctx)
 
     def reset_parameters(self) -> None:
         """Does nothing: a row is initialised when its id is first seen."""
@@ -95,8 +97,3 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
     @abstractmethod
     def _finished(self, awaitable: LazyAwaitable[Any], ctx: Any) -> LazyAwaitable[Any]:
         """Adds to TorchRec's output dist what the outputs still need."""
-
-    def _look_up_next(self, ctx: Any) -> None:
-        """Makes a batch the one that the kernels look up next."""
-        set_senders(self._lookups, ctx.sharding_contexts)
-        use_steps_ahead(self._lookups, ctx.steps_ahead)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_dyn.distributed.id_exchange import IdExchange
-from torchrec_dyn.ranks import Piece, TableLayout, agree, gather_results, run_together
+from torchrec_dyn.ranks import Piece, TableLayout, gather_results, run_together
 from torchrec_dyn.storage import TableLock, canonical_order, run_to_end, to_host
 from torchrec_dyn.table import DynamicTable
 
@@ -64,39 +64,49 @@ class WholeTable:
     @property
     def num_rows(self) -> int:
         """Rows in use on all ranks. Collective."""
-        counts = self._agree("num_rows", value=sum(shard.num_rows for shard in self._first_shards))
+        counts = self._gather("num_rows", lambda: sum(one.num_rows for one in self._first_shards))
         return sum(counts[rank] for rank in self._first.ranks)
 
     def ids(self) -> Tensor:
         """Returns all ids of the table, [R] int64 in unsigned order of mix64(id), on every rank."""
+        call, first = f"{self._where}.ids", self._first.ranks
         held: list[Tensor] = []
 
         def read() -> int:
             held.extend(to_host(shard.ids()) for shard in self._first_shards)
             return sum(ids.numel() for ids in held)
 
-        counts = gather_results(self._group, f"{self._where}.ids", read)
-        mine = torch.cat([torch.empty(0, dtype=torch.int64), *held])
-        parts = []
-        for rank, count in enumerate(counts):
-            if not count:
-                continue
-            part = mine if rank == dist.get_rank(self._group) else mine.new_empty(count)
-            dist.broadcast(part, dist.get_global_rank(self._group, rank), group=self._group)
+        counts = gather_results(self._group, call, read)
+
+        def place() -> Sequence[Tensor]:
+            parts = torch.empty(sum(counts), dtype=torch.int64, device="cpu").split(counts)
+            for ids in held:
+                parts[dist.get_rank(self._group)].copy_(ids)
+            return parts
+
+        parts = run_together(self._group, call, place)
+        for rank, part in enumerate(parts):
+            if counts[rank]:
+                dist.broadcast(part, dist.get_global_rank(self._group, rank), group=self._group)
+
+        def join() -> Tensor:
             # With 2D parallelism the group has further copies of the table; their ids are not used.
-            if rank in self._first.ranks:
-                parts.append(part)
-        together = torch.cat([mine[:0], *parts])
-        return together[canonical_order(together)].to(self._device)
+            together = torch.cat([part for rank, part in enumerate(parts) if rank in first])
+            return together[canonical_order(together)].to(self._device)
+
+        return run_together(self._group, call, join)
 
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Reads rows by id. As `torchrec_dyn.lookup_rows`."""
         exchange = self._send("lookup", ids)
-        rows, found = self._do(
-            "lookup", lambda: read_rows(self._shards, exchange.arrived, self._dtype, self._device)
-        )
-        returned = exchange.return_rows(to_host(rows)), exchange.return_numbers(to_host(found))
-        return returned[0].to(self._device), returned[1].to(self._device)
+        found: list[Tensor] = []
+
+        def read() -> Tensor:
+            rows, mask = read_rows(self._shards, exchange.arrived, self._dtype, self._device)
+            found.append(to_host(mask))
+            return to_host(rows)
+
+        return exchange.return_rows(read), exchange.return_numbers(found.pop)
 
     def last_seen(self, ids: Tensor) -> Tensor:
         """Returns each id's last occurrence in training. As `torchrec_dyn.read_last_seen`."""
@@ -109,7 +119,7 @@ class WholeTable:
     def assign(self, ids: Tensor, rows: Tensor) -> None:
         """Writes rows by id, on all column shards. As `torchrec_dyn.assign_rows`."""
         exchange = self._send("assign", ids, rows)
-        arrived = exchange.send_rows(to_host(rows.detach().to(self._dtype)))
+        arrived = exchange.send_rows(lambda: to_host(rows.detach().to(self._dtype)))
 
         def write() -> None:
             parts = arrived.split([shard.columns for shard in self._shards], 1)
@@ -117,14 +127,14 @@ class WholeTable:
             of_shards = zip(edits, parts, strict=True)
             _edit_all([partial(edit, part.contiguous()) for edit, part in of_shards])
 
-        self._do("assign", write)
+        self._gather("assign", write)
 
     def erase(self, ids: Tensor) -> int:
         """Removes ids, on all column shards. As `torchrec_dyn.erase_rows`."""
         exchange = self._send("erase", ids)
         edits = [partial(shard.erase, exchange.arrived) for shard in self._shards]
-        erased = self._do("erase", lambda: _edit_all(edits))
-        return sum(self._agree("erase", value=sum(erased[: len(self._first_shards)])))
+        counted = len(self._first_shards)
+        return sum(self._gather("erase", lambda: sum(_edit_all(edits)[:counted])))
 
     def set_frozen(self, is_frozen: bool) -> None:
         """Freezes or unfreezes all shards at the same training step, or no shard.
@@ -134,7 +144,7 @@ class WholeTable:
                 differ; nothing has changed then.
         """
         verb = "freeze" if is_frozen else "unfreeze"
-        of_ranks: list[list[int]] = self._agree(verb, value=[shard.step for shard in self._shards])
+        of_ranks = self._gather(verb, lambda: [shard.step for shard in self._shards])
         steps = {rank: of_shards[0] for rank, of_shards in enumerate(of_ranks) if of_shards}
         if len(set(steps.values())) > 1:
             raise ValueError(
@@ -146,16 +156,12 @@ class WholeTable:
 
     def stats(self) -> Stats:
         """Returns the counts of the whole table, the same on every rank. As `torchrec_dyn.read_stats`."""
-        mine = self._do("stats", lambda: [shard.stats() for shard in self._shards])
-        of_ranks: list[list[Stats]] = self._agree("stats", value=mine)
+        of_ranks = self._gather("stats", lambda: [shard.stats() for shard in self._shards])
         holders = {rank for piece in self._layout.pieces for rank in piece.ranks}
         return _whole_stats(
             [of_ranks[rank][0] for rank in self._first.ranks],
             sum(shard["bytes"] for rank in holders for shard in of_ranks[rank]),
         )
-
-    def _agree(self, verb: str, fault: Exception | None = None, value: Any = None) -> list[Any]:
-        return agree(self._group, f"{self._where}.{verb}", fault, value)
 
     def _send(
         self,
@@ -165,30 +171,41 @@ class WholeTable:
         pieces: Sequence[Piece] | None = None,
     ) -> IdExchange:
         """Checks the arguments of every rank, then sends the ids to the ranks that hold them."""
-        fault = _fault_of_ids(ids)
-        if rows is not None:
-            fault = fault or _fault_of_rows(rows, ids.numel(), self._embedding_dim)
-        self._agree(verb, ValueError(fault) if fault else None)
-        return IdExchange(to_host(ids.detach().contiguous()), self._layout, self._group, pieces)
+
+        def checked() -> Tensor:
+            fault = _fault_of_ids(ids)
+            if rows is not None:
+                fault = fault or _fault_of_rows(rows, ids.numel(), self._embedding_dim)
+            if fault:
+                raise ValueError(fault)
+            return to_host(ids.detach().contiguous())
+
+        call = f"{self._where}.{verb}"
+        return IdExchange(call, checked, self._layout, self._group, self._device, pieces)
 
     def _first_numbers(
         self, verb: str, ids: Tensor, read: Callable[[DynamicTable, Tensor], Tensor]
     ) -> Tensor:
         """Returns one number for each id, read from the shards with the first columns."""
         exchange = self._send(verb, ids, pieces=[self._first])
-        arrived, shards = exchange.arrived, self._first_shards
-        numbers = self._do(verb, lambda: [to_host(read(shard, arrived)) for shard in shards])
-        returned = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *numbers])
-        return exchange.return_numbers(returned).to(self._device)
 
-    def _do(self, verb: str, work: Callable[[], _T]) -> _T:
-        """Runs this rank's part of a call, locked; an exception of any rank is raised on every rank."""
+        def numbers() -> Tensor:
+            here = [to_host(read(shard, exchange.arrived)) for shard in self._first_shards]
+            return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *here])
+
+        return exchange.return_numbers(numbers)
+
+    def _gather(self, verb: str, work: Callable[[], _T]) -> list[_T]:
+        """Runs this rank's part of a call, locked, and returns the results of all ranks.
+
+        An exception of any rank is raised on every rank.
+        """
 
         def locked_work() -> _T:
             with self._shards[0].lock if self._shards else TableLock():
                 return work()
 
-        return run_together(self._group, f"{self._where}.{verb}", locked_work)
+        return gather_results(self._group, f"{self._where}.{verb}", locked_work)
 
 
 def _edit_all(edits: Sequence[Callable[[], _T]]) -> list[_T]:

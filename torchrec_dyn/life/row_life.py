@@ -6,6 +6,7 @@ Legend: M distinct ids, R rows in use, Q waiting ids, K times.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -253,18 +254,26 @@ class RowLife:
         most, ahead = max(surplus, share), SHARES_AHEAD * share
         return (yield from self._candidates.lowest(self.scores, id_map, high, step, most, ahead))
 
-    def catch_up(self, step: int, high: int) -> None:
-        """Sets `last_seen` of rows loaded without scores to the step, which was loaded after the rows.
+    def caught_up(self, step: int, high: int) -> RowLife:
+        """Returns a life in which rows loaded without scores were last seen at the step, loaded after them.
+
+        This life does not change, so a load that fails continues with it. If the rows have scores, this life
+        is returned.
 
         Args:
             step: step of the table.
             high: number of rows ever handed out.
         """
-        for start in range(0, high if self.is_unscored else 0, _SCORED_AT_ONCE):
+        if not self.is_unscored:
+            return self
+        made, scores = copy(self), Scores(self.scores.store.shift, self._device)
+        scores.reserve(self.scores.store.capacity)
+        for start in range(0, high, _SCORED_AT_ONCE):
             rows = torch.arange(start, min(high, start + _SCORED_AT_ONCE), device=self._device)
             last_seen, counts = self.scores.read(rows)
-            in_use = (last_seen >= 0).nonzero().flatten()
-            self.scores.write(rows[in_use], torch.full_like(rows, step)[in_use], counts[in_use])
+            scores.write(rows, torch.where(last_seen >= 0, step, last_seen), counts)
+        made.scores = scores
+        return made
 
     def forget_listed(self) -> None:
         """Drops the listed candidates. Call it after scores or counters were replaced outside a step."""

@@ -2,10 +2,11 @@
 
 Imports the ground; this is the lowest room that imports TorchRec. Start with `layout`: the traits of the
 sharding types, and the rows and columns of each table on each rank. `routing` computes the owner of an id,
-`agreement` raises an error of one rank on all ranks. `host_group` returns the group for tensors of the CPU.
+`agreement` raises an error of one rank on all ranks, also before it sends tensors. `host_group` returns the
+group for tensors of the CPU.
 """
 
-from torchrec_dyn.ranks.agreement import agree, gather_results, run_together
+from torchrec_dyn.ranks.agreement import agree, exchange, gather_results, run_together
 from torchrec_dyn.ranks.groups import host_group
 from torchrec_dyn.ranks.layout import (
     SHARDING_TRAITS,

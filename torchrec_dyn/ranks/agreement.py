@@ -1,14 +1,17 @@
 """Agreement between ranks in a collective call: an error of one rank is raised on all.
 
-If one rank raised alone, the other ranks would wait in the next collective.
+If one rank raised alone, the other ranks would wait in the next collective. So all work between two
+collectives, down to the memory that it allocates, runs in a function here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchrec_dyn.ranks.groups import host_group
 
@@ -38,7 +41,8 @@ def agree(
         if fault is not None:
             raise fault
         return [value]
-    mine = (call, isinstance(fault, ValueError), None if fault is None else str(fault), value)
+    text = None if fault is None else str(fault) or type(fault).__name__
+    mine = (call, isinstance(fault, ValueError), text, value)
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, mine, group=host_group(group))
     for rank, (other_call, is_value_error, text, _) in enumerate(gathered):
@@ -85,3 +89,45 @@ def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], 
     done: list[T] = []
     gather_results(group, call, lambda: done.append(work()))
     return done[0]
+
+
+def exchange(
+    group: dist.ProcessGroup,
+    call: str,
+    make: Callable[[], Tensor],
+    send_sizes: Sequence[int],
+    receive_sizes: Sequence[int],
+) -> Tensor:
+    """Sends numbers to all ranks after every rank has made its numbers. Collective.
+
+    Args:
+        group: the ranks; it sends tensors of the CPU.
+        call: table and method, the same on every rank.
+        make: function that returns the numbers to send, one-dimensional, on the CPU, by receiver; of one
+            dtype on all ranks.
+        send_sizes: number of numbers for each rank.
+        receive_sizes: number of numbers from each rank.
+
+    Returns:
+        The received numbers, by sender.
+
+    Raises:
+        ValueError, RuntimeError: on every rank, if `make` fails on some rank, or a rank has no memory for
+            the numbers that it receives; see `agree`. Nothing was sent then.
+    """
+
+    def prepare() -> tuple[Tensor, Tensor, Tensor, int]:
+        sent = make().contiguous()
+        received = torch.empty(sum(receive_sizes), dtype=sent.dtype, device="cpu")
+        # As bytes: backends differ in the dtypes that they can send.
+        return received, received.view(torch.uint8), sent.view(torch.uint8), sent.element_size()
+
+    received, into, sent, size = run_together(group, call, prepare)
+    dist.all_to_all_single(
+        into,
+        sent,
+        [count * size for count in receive_sizes],
+        [count * size for count in send_sizes],
+        group=group,
+    )
+    return received

@@ -21,7 +21,7 @@ from torchrec_dyn.sharding.grouped_lookups import (
     StepsAhead,
     prefetch,
     set_senders,
-    use_steps_ahead,
+    steps_ahead_in_use,
 )
 from torchrec_dyn.sharding.input_dists import remove_stale_forwards
 from torchrec_dyn.sharding.mean_pooling import MeanDivisor, divide

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -120,17 +121,24 @@ def prefetch(
                 steps[kernel] = step
 
 
-def use_steps_ahead(lookups: Iterable[nn.Module], steps: StepsAhead) -> None:
-    """Hands the steps of a batch to its forward. A second forward of the batch takes steps of its own.
+@contextmanager
+def steps_ahead_in_use(steps: StepsAhead) -> Iterator[None]:
+    """Hands the steps of a batch to its forward, which runs within the context; afterwards no kernel has one.
+
+    A second forward of the batch takes steps of its own.
 
     Args:
-        lookups: one per sharding type.
         steps: the steps taken of this batch; they are removed.
     """
-    for lookup in lookups:
-        assert isinstance(lookup, (PooledLookup, SequenceLookup))
-        for kernel in lookup._emb_modules:
-            kernel.step_ahead = steps.pop(kernel, None)
+    used = dict(steps)
+    steps.clear()
+    for kernel, step in used.items():
+        kernel.step_ahead = step
+    try:
+        yield
+    finally:
+        for kernel in used:  # after an error: a step keeps its rows from being reused
+            kernel.step_ahead = None
 
 
 class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):

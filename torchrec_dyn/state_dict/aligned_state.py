@@ -109,7 +109,7 @@ class AlignedState:
                 f"{pieces.where}: expected rows that do not change while their optimizer state is loaded, "
                 "got rows that have changed. Load between two steps, in the thread that trains."
             )
-        cuts = entry.saved_config.get("cuts", pieces.cuts)
+        cuts, loaded = entry.saved_config.get("cuts", pieces.cuts), []
         for number, (shard, stores) in enumerate(
             zip(pieces.shards, entry.staged or (), strict=True)
         ):
@@ -124,16 +124,24 @@ class AlignedState:
                     columns = (shard.first_column, shard.first_column + shard.columns)
                     mean = partial(mean_over_cuts, cuts=cuts, columns=columns)
                     store = store.converted(1, torch.float32, mean)
-                if not is_same:
-                    for _, own, staged in self._stretches(self._canonical[number]):
-                        one.store.write(own, store.read(staged))
-                store.reserve(shard.weights.capacity)
-                states.append(store if is_same else one.store)
-            shard.replace_states(tuple(states))
-            if "step" in entry.small:
-                shard.step = max(shard.step if shard.life else 0, int(entry.small["step"]))
-            if shard.life is not None:
-                shard.life.catch_up(shard.step, shard.row_numbers.high)
+                if is_same:
+                    store.reserve(shard.weights.capacity)
+                states.append(store)
+            step = int(entry.small["step"]) if "step" in entry.small else shard.step
+            step, life = max(shard.step if shard.life else 0, step), shard.life
+            if life is not None:
+                life = life.caught_up(step, shard.row_numbers.high)
+            loaded.append((is_same, tuple(states), step, life))
+        # From here on memory is needed only to write rows in another order, over the present rows.
+        for number, (shard, (is_same, staged_states, step, life)) in enumerate(
+            zip(pieces.shards, loaded, strict=True)
+        ):
+            if not is_same:
+                for _, own, staged in self._stretches(self._canonical[number]):
+                    for state, store in zip(shard.states, staged_states, strict=True):
+                        state.write(own, store.read(staged))
+            shard.replace_states(staged_states if is_same else shard.states)
+            shard.step, shard.life = step, life
         entry.staged = entry.session = None
         entry.renew()  # if the same state dict is loaded again, its tensors are the table's own
 
@@ -155,5 +163,6 @@ def commit_state(entry: OptimizerEntry, call: str) -> None:
 
     runs = runs_of(gather_results(pieces.group, call, share), pieces.part)
     aligned = run_together(pieces.group, call, lambda: AlignedState(entry, runs))
-    aligned.compare(add_sums(*gather_results(pieces.group, call, aligned.check)))
+    sums = gather_results(pieces.group, call, aligned.check)
+    run_together(pieces.group, call, lambda: aligned.compare(add_sums(*sums)))
     run_together(pieces.group, call, aligned.commit)

@@ -66,6 +66,8 @@ def load_tables(
     Raises:
         ValueError: on every rank, if a table is damaged or does not match the model on any rank; no table has
             changed then.
+        RuntimeError: on every rank, if some rank fails in another way, as without memory. Each shard of a
+            table then has its contents from before the call, or those of the state dict.
     """
     entries: dict[str, ModelEntry] = {}
 
@@ -90,16 +92,17 @@ def load_tables(
                 f"on rank {rank}. Give every rank a state dict that was made on all ranks."
             )
     LoadSession([entry for entry in entries.values() if entry.session is None]).verify(where)
-    initializers = {}
-    for name, entry in entries.items():
+    for entry in entries.values():
         assert entry.session is not None
         entry.session.verify(where)
-        initializer = entry.initializer()
-        if initializer is not None:
-            initializers[name] = initializer
-    for entry in entries.values():
-        entry.commit()
-    return initializers
+
+    def commit() -> dict[str, Initializer]:
+        saved = {name: entry.initializer() for name, entry in entries.items()}
+        for entry in entries.values():
+            entry.commit()
+        return {name: one for name, one in saved.items() if one is not None}
+
+    return run_together(tables[0].group, where, commit)
 
 
 def _model_entry(saved: Mapping[str, Any], pieces: ShardPieces) -> ModelEntry | None:

@@ -18,7 +18,7 @@ from torchrec_dyn.checkpoint_format import (
     from_bytes,
     sum_of_small,
 )
-from torchrec_dyn.ranks import gather_results
+from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict.pieces import ShardPieces
 from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.state_dict.saving import ShardSource
@@ -252,15 +252,20 @@ class LoadSession:
         """
         if not self.entries or self._is_verified:
             return
+        group = self.entries[0].pieces.group
         checked = gather_results(
-            self.entries[0].pieces.group,
+            group,
             where,
             lambda: [(entry.check(self.entries), entry.last_step()) for entry in self.entries],
         )
-        for entry, by_rank in zip(self.entries, zip(*checked, strict=True), strict=True):
-            sums = [summed for summed, _ in by_rank if summed is not None]
-            if len(sums) == len(by_rank):
-                entry.compare(add_sums(*sums))
-                entry.is_verified = True
-            entry.step = max(step for _, step in by_rank)
+
+        def compare() -> None:
+            for entry, by_rank in zip(self.entries, zip(*checked, strict=True), strict=True):
+                sums = [summed for summed, _ in by_rank if summed is not None]
+                if len(sums) == len(by_rank):
+                    entry.compare(add_sums(*sums))
+                    entry.is_verified = True
+                entry.step = max(step for _, step in by_rank)
+
+        run_together(group, where, compare)
         self._is_verified = True

@@ -391,6 +391,7 @@ def _commit_life(
         life.scores = staged.scores
     else:
         life.scores.store.reserve_zeros(rows)
-        life.catch_up(max(table.step, life.clock.present_step), rows)
+        life = life.caught_up(max(table.step, life.clock.present_step), rows)
+        table.life = life
     for others in staged.others:
         life.scores.forget(others)

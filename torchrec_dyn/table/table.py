@@ -361,8 +361,8 @@ class DynamicTable:
         with replaced_whole(self):
             self.replace_states(stores)
             self.step = max(0 if self.life is None else self.step, int(state["step"]))
-        if self.life is not None:
-            self.life.catch_up(self.step, self.row_numbers.high)
+            if self.life is not None:
+                self.life = self.life.caught_up(self.step, self.row_numbers.high)
 
     @locked
     def convert(

@@ -21,6 +21,7 @@ from torchrec_dyn.whole_model.tables import (
     ModelTable,
     collections_of,
     saved_forms,
+    saved_sums,
     table_names,
     tables_in,
     tables_of,

@@ -16,6 +16,7 @@ from torchrec_dyn.distributed import (
 )
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, UnshardedCollection, UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.ranks import run_together
 from torchrec_dyn.state_dict import (
     ModelSource,
     OptimizerSource,
@@ -162,11 +163,6 @@ class SavedForm:
     model: dict[str, SavedTensor]
     optimizer: dict[str, SavedTensor]
 
-    @property
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """The words of the model's checksum and of the optimizer's checksum."""
-        return numbers_of(self.model["checksum"]), numbers_of(self.optimizer["checksum"])
-
 
 def saved_forms(tables: Sequence[ModelTable], call: str) -> list[SavedForm]:
     """Returns the saved form of each table, with its content sums. Collective.
@@ -182,3 +178,21 @@ def saved_forms(tables: Sequence[ModelTable], call: str) -> list[SavedForm]:
         lambda one: [ModelSource(one, None), OptimizerSource(one, None)],
     )
     return [SavedForm(*of_table) for of_table in zip(made[::2], made[1::2], strict=True)]
+
+
+def saved_sums(tables: Sequence[ModelTable], call: str) -> list[tuple[Tensor, Tensor]]:
+    """Returns the words of the two checksums of each table: of the model, of the optimizer. Collective.
+
+    Args:
+        tables: tables of one model.
+        call: name of the calling function, the same on every rank.
+    """
+    forms = saved_forms(tables, call)
+    return run_together(
+        tables[0].group,
+        call,
+        lambda: [
+            (numbers_of(form.model["checksum"]), numbers_of(form.optimizer["checksum"]))
+            for form in forms
+        ],
+    )
