@@ -64,7 +64,7 @@ READ = {
 
 
 def our_subclasses() -> list[type]:
-    """Our classes that have a class of TorchRec's among their bases."""
+    """Our classes that have a class of TorchRec's among their bases and no class of ours below them."""
     found = []
     for info in pkgutil.walk_packages(torchrec_dyn.__path__, "torchrec_dyn."):
         if info.name.startswith("torchrec_dyn._"):
@@ -73,7 +73,18 @@ def our_subclasses() -> list[type]:
         for _, kind in inspect.getmembers(module, inspect.isclass):
             if kind.__module__ == module.__name__ and any(_bases(kind)):
                 found.append(kind)
-    return found
+    above = {part for kind in found for part in _parts(kind)[1:]}
+    return [kind for kind in found if kind not in above]
+
+
+def _parts(kind: type) -> list[type]:
+    """A class of ours, and those of its bases that are ours."""
+    return [part for part in kind.__mro__ if part.__module__.startswith("torchrec_dyn.")]
+
+
+def _nodes(kind: type) -> Iterator[ast.stmt]:
+    """The statements of a class of ours and of its bases that are ours."""
+    return (node for part in _parts(kind) for node in _source(part).body)
 
 
 def _bases(kind: type) -> Iterator[type]:
@@ -99,7 +110,7 @@ def overridden() -> set[str]:
     """The methods of TorchRec's that ours replace."""
     lines = set()
     for kind in our_subclasses():
-        for node in _source(kind).body:
+        for node in _nodes(kind):
             bases = [
                 base
                 for base in _bases(kind)
@@ -138,10 +149,11 @@ def read() -> set[str]:
     for kind in our_subclasses():
         base = next(_bases(kind))
         path = f"{base.__module__}.{base.__qualname__}"
-        made = _made_by(kind)
+        made = set().union(*map(_made_by, _parts(kind)))
         lines |= {
             _has(path, base, node.attr)
-            for node in ast.walk(_source(kind))
+            for statement in _nodes(kind)
+            for node in ast.walk(statement)
             if isinstance(node, ast.Attribute)
             and re.fullmatch("_[a-z].*", node.attr)
             and ast.unparse(node.value) in ("self", "super()")
