@@ -424,7 +424,7 @@ class _TableStep:
         self._num_waiting = self._table.num_waiting
 
     def restore_waiting(self) -> None:
-        """Writes counters of the admitted ids if a search for the lowest rows had no memory: they wait again."""
+        """Writes counters of the admitted ids that got no row, as a search for lowest rows had no memory."""
         table, (ids, counts) = self._table, self._admitted
         if self._has_forgotten and ids.numel() and table.life is not None:
             left = (table.id_map.lookup(ids) < 0).nonzero().flatten()
