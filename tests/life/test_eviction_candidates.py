@@ -67,6 +67,15 @@ def test_a_list_is_cut_before_the_present_step():
     assert sorted(read(oldest.oldest(30, table.life.scores))[0].tolist()) == list(range(30))
 
 
+def test_evicted_rows_do_not_keep_the_list():
+    """Free rows and the log of changes keep what an eviction returns: of the 80 listed rows, 10."""
+    table = living_table(EVICTIONS["lru"], None, LIMIT)
+    table.find_or_insert(torch.arange(LIMIT))
+    make_group(table)(ids_of(), ids_of(0), training=True)
+    evicted = read(table.life.lowest(1, table.step + 1, table.id_map, table.row_numbers.high))
+    assert [part.untyped_storage().nbytes() for part in evicted] == [8 * SHARE] * 2
+
+
 def test_an_interrupt_leaves_all_of_a_list_or_nothing():
     table = living_table(EVICTIONS["lru"], None, LIMIT)
     group, scores, at = make_group(table), table.life.scores, 1

@@ -7,6 +7,7 @@ from life_cases import LRU, Stream, assert_seen, mixed, seen
 from table_cases import ids_of, same_state
 
 import torchrec_dyn as dyn
+from torchrec_dyn.life import Scores
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,22 @@ def test_a_refused_batch_expires_no_counter():
     assert before[0][1]["waiting"] == 2
     stream.step(1, 2)
     assert stream.waiting() == [[1, 5, 1], [2, 5, 1]] and stream.stat("counters_expired") == 2
+
+
+def test_counts_outlive_a_step_without_memory(monkeypatch):
+    """An admitted id waits again if the search for the row to evict fails."""
+    stream = Stream(LRU, dyn.AdmitAfter(3), limit=8)
+    stream.steps([*range(8)] * 3, [90, 90, 91])
+
+    def fail(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(Scores, "lowest", fail)
+        stream.step(90, 91, 92)
+    assert stream.waiting() == [[90, 3, 3], [91, 3, 2], [92, 3, 1]]
+    assert 90 in stream.step(90) and len(stream.ids()) == 8
+    assert stream.waiting() == [[91, 3, 2], [92, 3, 1]]
 
 
 def test_erase_ends_a_count():

@@ -91,7 +91,8 @@ class EvictionCandidates:
             if oldest is None:
                 self.list(scores, id_map, high, before, ahead)
                 if most <= len(self._rows):  # nothing was seen since the search
-                    oldest = self._ids[:most], self._rows[:most]
+                    # Copies: the free rows and the log of changes keep them, and would keep the whole list.
+                    oldest = self._ids[:most].clone(), self._rows[:most].clone()
         return oldest or scores.lowest(id_map, high, before, most)
 
     def oldest(self, most: int, scores: Scores) -> Reading[tuple[Tensor, Tensor] | None]:

@@ -40,20 +40,25 @@ class BatchPart(NamedTuple):
         mask: [N] bool, True for ids of the chosen tables.
         ids: [n] int64, those ids.
         table_offsets: [chosen tables + 1] int64, where the ids of each chosen table begin.
+        times: [n] int64, the times of those ids; None without times.
     """
 
     mask: Tensor
     ids: Tensor
     table_offsets: Tensor
+    times: Tensor | None
 
 
-def part_of(is_chosen: Tensor, ids: Tensor, table_offsets: Tensor) -> BatchPart:
+def part_of(
+    is_chosen: Tensor, ids: Tensor, table_offsets: Tensor, times: Tensor | None = None
+) -> BatchPart:
     """Returns the part of a batch that belongs to chosen tables.
 
     Args:
         is_chosen: [T] bool on the CPU.
         ids: [N] int64 in table order.
         table_offsets: [T + 1] int64 on the CPU, where the ids of each table begin.
+        times: [N] int64, or None.
     """
     sizes = table_offsets.diff()
     ends = torch.cat([table_offsets[:1], sizes[is_chosen].cumsum(0)])
@@ -61,11 +66,14 @@ def part_of(is_chosen: Tensor, ids: Tensor, table_offsets: Tensor) -> BatchPart:
         numbers.to(ids.device, non_blocking=True) for numbers in (is_chosen, sizes)
     )
     mask = chosen.repeat_interleave(of_tables, output_size=ids.numel())
+    both = [ids] if times is None else [ids, times]
     if ids.is_cpu:
-        return BatchPart(mask, ids[mask], ends)
-    # Not by the mask: the host would read how many ids it selects.
-    parts = zip(ids.split(sizes.tolist()), is_chosen.tolist(), strict=True)
-    return BatchPart(mask, torch.cat([part for part, is_chosen in parts if is_chosen]), ends)
+        selected = [numbers[mask] for numbers in both]
+    else:  # not by the mask: the host would read how many ids it selects
+        places = is_chosen.nonzero().flatten().tolist()
+        parts = [numbers.split(sizes.tolist()) for numbers in both]
+        selected = [torch.cat([of_tables[place] for place in places]) for of_tables in parts]
+    return BatchPart(mask, selected[0], ends, None if times is None else selected[1])
 
 
 def rows_in_training(
@@ -109,9 +117,8 @@ def rows_beside_frozen(
         RuntimeError: a table is full, or memory is out; no table has changed.
     """
     assert lists.trained is not None and lists.frozen_maps is not None
-    part = part_of(lists.is_trained, ids, table_offsets)
-    part_times = None if times is None else times[part.mask]
-    rows, refused = rows_in_training(lists.trained, part.ids, part.table_offsets, part_times)
+    part = part_of(lists.is_trained, ids, table_offsets, times)
+    rows, refused = rows_in_training(lists.trained, part.ids, part.table_offsets, part.times)
     learning_rows = torch.full_like(ids, -1).masked_scatter_(part.mask, rows)
     read = part_of(~lists.is_trained, ids, table_offsets)
     rows, absent = find_rows(lists.frozen_maps, read.ids, read.table_offsets)

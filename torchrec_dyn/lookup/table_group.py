@@ -236,7 +236,7 @@ class TableGroup:
         else:
             table_offsets = self._bag_layout.offsets_of_tables(counts)
         if lists.frozen_maps is not None:
-            _, ids, table_offsets = part_of(lists.is_trained, ids, table_offsets)
+            _, ids, table_offsets, _ = part_of(lists.is_trained, ids, table_offsets)
         rows, absent = find_rows(trained.maps, ids, table_offsets)
         if any(absent.tolist()):
             insert_unseen(trained.tables, ids, rows, table_offsets)

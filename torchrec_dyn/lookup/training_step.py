@@ -120,6 +120,7 @@ def take_step(
         for number in trained.with_life:
             check_step(tables[number], tables[number].step + 1)
     expired: dict[int, Expired] = {}  # removed from the maps, to be put back if the step fails
+    parts: list[_TableStep] = []
     try:
         ageing = [tables[number] for number in trained.ageing]
         occurrences = table_offsets
@@ -183,6 +184,8 @@ def take_step(
     except BaseException:
         for number, old in expired.items():
             tables[number].id_map.put(old.ids, old.rows, old.num_ids, again=True)
+        for part in parts:
+            part.restore_waiting()
         raise
     if not batch.unseen:
         return batch.rows, 0
@@ -394,6 +397,7 @@ class _TableStep:
         self._counters_dropped = table.counters["counters_dropped"]
         self.has_waiting = table.life is not None and table.life.waiting is not None
         self._admitted = unseen.at(unseen.decision.admitted)
+        self._has_forgotten = False  # the counters of the admitted ids
         self.acts = bool(unseen.ids.numel() or expired.ids.numel() or self.surplus > 0)
 
     def begin(self, _: bool) -> None:
@@ -412,11 +416,20 @@ class _TableStep:
         """Drops the counters of the admitted ids, writes those of the refused ids, and notes their number."""
         life, decision = self._table.life, self._unseen.decision
         assert life is not None
+        self._has_forgotten = True
         life.forget_counters(self._admitted[0], None if again else decision.num_waiting)
         if decision.refused is not None:
             refused = self._unseen.at(decision.refused)
             life.refuse(*refused, self._step, None if again else decision.num_new)
         self._num_waiting = self._table.num_waiting
+
+    def restore_waiting(self) -> None:
+        """Writes counters of the admitted ids that got no row, as a search for lowest rows had no memory."""
+        table, (ids, counts) = self._table, self._admitted
+        if self._has_forgotten and ids.numel() and table.life is not None:
+            left = (table.id_map.lookup(ids) < 0).nonzero().flatten()
+            if left.numel():
+                table.life.refuse(ids[left], counts[left], self._step, None)
 
     def lowest_rows(self) -> Reading[Removal | None]:
         """Returns the removal of the lowest rows of a full table; None if it has room."""
