@@ -122,7 +122,7 @@ def run_commit(every):
     return check_every_place(loaded, lambda both: commit(both[1]), check, every)
 
 
-@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("every", [37, pytest.param(1, marks=pytest.mark.deep)])
 def test_a_load_of_optimizer_state_changes_all_column_shards_or_none(every):
     (runs,) = workers.run(run_commit, every, world_size=1, timeout=900)
     assert runs > 3

@@ -84,9 +84,7 @@ def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[]
     try:
         return agree(group, call, fault, done)
     finally:
-        del (
-            fault
-        )  # an error whose frames refer to it would keep their tensors, after memory ran out
+        del fault  # an error whose frames refer to it would keep their tensors
 
 
 def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
