@@ -332,3 +332,12 @@ def test_a_flipped_bit_leaves_no_file(saved: tuple[Any, Path]) -> None:
     with pytest.raises(ValueError, match="damaged"):
         export_saved_rows(folder / "c", "t", folder / "f")
     assert not [path for path in folder.iterdir() if path.name.startswith("f")]
+
+
+def test_a_file_without_rows_is_imported_into_a_table_above_its_limit(tmp_path: Path) -> None:
+    export_rows(collection(), "t", tmp_path / "none")
+    recent = dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed())
+    full = collection(rows=4, dynamic=recent)
+    full.table("t").assign(torch.arange(6), torch.ones(6, 8))
+    assert import_rows(full, "t", tmp_path / "none") == 0
+    assert full.table("t").num_rows == 6

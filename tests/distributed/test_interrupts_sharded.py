@@ -1,5 +1,7 @@
 """After an exception at any place of a step of a sharded model, the next step works and nothing is lost."""
 
+from unittest import mock
+
 import pytest
 import torch
 import workers
@@ -10,6 +12,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv, ShardingPlan
 
 import torchrec_dyn as dyn
+from torchrec_dyn.state_dict.aligned_state import AlignedState
 
 
 class ShardedTraining(Training):
@@ -95,4 +98,31 @@ def run_load(every):
 @pytest.mark.parametrize("every", [397, pytest.param(41, marks=pytest.mark.deep)])
 def test_a_load_changes_all_column_shards_or_none(every):
     (runs,) = workers.run(run_load, every, world_size=1, timeout=900)
+    assert runs > 3
+
+
+def run_commit(every):
+    """Interrupts only the commit of loaded optimizer state."""
+    training = ShardedTraining(LIVES["plain"], "column_wise")
+    rows, optimizer = training.save(training.after(4))
+    commit = AlignedState.commit
+
+    def loaded():
+        model, waiting = training.after(2), []
+        model.load_state_dict(rows)
+        with mock.patch.object(AlignedState, "commit", lambda loaded: waiting.append(loaded)):
+            model.fused_optimizer.load_state_dict(optimizer)
+        return model, waiting[0]
+
+    def check(both):
+        left, right = (shard for name, shard in tables_of(both[0]).items() if name.startswith("t0"))
+        momenta = [shard.export_state()["momentum1"].any() for shard in (left, right)]
+        assert left.step == right.step and momenta == [left.step > 0] * 2
+
+    return check_every_place(loaded, lambda both: commit(both[1]), check, every)
+
+
+@pytest.mark.parametrize("every", [37, pytest.param(1, marks=pytest.mark.deep)])
+def test_a_load_of_optimizer_state_changes_all_column_shards_or_none(every):
+    (runs,) = workers.run(run_commit, every, world_size=1, timeout=900)
     assert runs > 3

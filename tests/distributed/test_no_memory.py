@@ -5,6 +5,7 @@ import itertools
 import sys
 from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import export_delta, export_rows, import_rows, mark
+from torchrec_dyn.checkpoint import (
+    apply_delta,
+    delta_apply,
+    export_delta,
+    export_rows,
+    import_rows,
+    mark,
+)
 
 # Plan of the table, and the number of ops from one that fails to the next.
 KINDS = pytest.mark.parametrize(
@@ -171,3 +179,21 @@ def fail_saves(kind, stride, folder):
 def test_saves_and_moves(kind, stride, tmp_path):
     _, failed = workers.run(fail_saves, kind, stride, str(tmp_path), world_size=2)
     assert min(failed.values()) > 20
+
+
+def fail_reads_of_a_delta(stride, folder):
+    model, copy_of_model = model_of("row_wise"), model_of("row_wise")
+    rows = torch.arange(48.0).view(6, 8)
+    for one in (model, copy_of_model):
+        one.module.collection.table("t").assign(ids_here(), rows)
+    marker = mark(model)
+    model.module.collection.table("t").assign(ids_here()[:2], torch.ones(2, 8))
+    export_delta(model, folder, marker)
+    with mock.patch.object(delta_apply, "_write"):  # a write that failed leaves changes
+        return fail_in_turn(lambda: apply_delta(copy_of_model, folder), stride)
+
+
+def test_reads_of_a_delta(tmp_path):
+    # Other numbers fail in torch.load, which calls such a file damaged.
+    _, failed = workers.run(fail_reads_of_a_delta, 46, str(tmp_path), world_size=2)
+    assert failed > 100

@@ -63,7 +63,7 @@ def refuse_times(case: Case, liar: int) -> None:
     beside.set_time(1000)
     beside.step(drifting_batch(case, 0))
     before = [one.export_state() for one in beside.shards]
-    bad: list[Any] = [-1, 1.5, True, None, 2**63, "now", torch.tensor(2000)]
+    bad: list[Any] = [-1, 1.5, True, None, 2**63, "now", torch.tensor(2000), lambda: 2000]
     for time in bad:
         with pytest.raises(ValueError, match=rf"set_time\(rank={liar}\): expected an integer"):
             beside.collection.set_time(time if rank == liar else 2000)

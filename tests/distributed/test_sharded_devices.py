@@ -46,6 +46,7 @@ def edit(twins):
             assert {one.device for one in handle.lookup(ids)} == {place}
             results.append([erased, *found, *handle.lookup(ids), handle.ids(), handle.whole.ids()])
             results[-1] += [handle.whole.num_rows, handle.stats()["rows"], handle.columns]
+            results[-1].append(dyn.owner_ranks(collection, table.name, ids))
             if table.config is not None:
                 results[-1] += [handle.whole.last_seen(ids), handle.count(ids)]
                 collection.set_time(5)

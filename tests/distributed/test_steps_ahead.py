@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
+from interrupts import interrupted
 from pipeline_runs import steps_ahead
 from processed_training import processed, shard_processed
 from sharded_cases import Case, Table, usual_plan
@@ -16,6 +17,7 @@ from torchrec import KeyedJaggedTensor
 
 import torchrec_dyn as dyn
 from torchrec_dyn.distributed.resharding import _check_at_rest
+from torchrec_dyn.sharding import steps_ahead_in_use
 
 LIFE = dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed())
 
@@ -187,3 +189,30 @@ def fail(*arguments: Any) -> None:
 
 def test_a_step_of_a_forward_that_failed_is_not_used() -> None:
     workers.run(fail_between, CASES["pooled"], world_size=2)
+
+
+def interrupt_before(case: Case) -> list[int]:
+    one = Batches(case, "")
+    kernels, runs = one.collection._lookups[0]._emb_modules, 0
+    hit = True
+    while hit:
+        steps: Any = dict.fromkeys(kernels, mock.sentinel.step)
+        hit = interrupted(lambda steps=steps: enter(one.collection._lookups, steps), runs + 1)
+        with steps_ahead_in_use(one.collection._lookups, {}):  # a batch without steps
+            assert [kernel.step_ahead for kernel in kernels] == [None] * len(kernels)
+        runs += 1
+    return [runs, len(kernels)]
+
+
+def enter(lookups: Any, steps: Any) -> None:
+    with steps_ahead_in_use(lookups, steps):
+        pass
+
+
+def test_a_step_that_an_interrupt_left_is_not_used_by_another_batch() -> None:
+    tables = [
+        dataclasses.replace(TABLE, name=f"t{n}", features=[f"a{n}"], pooling=pooling)
+        for n, pooling in enumerate(["SUM", "MEAN"])
+    ]
+    for runs, kernels in workers.run(interrupt_before, Case(tables), world_size=2):
+        assert runs > 5 and kernels == 2

@@ -157,19 +157,21 @@ def test_a_model_loads_the_state_dict_of_another_model(pooled: bool) -> None:
     assert run_on(setup, load_from_another) == [[[], []], [[], []]]
 
 
-def own_on_one_rank() -> str:
-    model, other = (sharded(case(2)) for _ in range(2))
-    states = [one.state_dict() for one in (model, other)]
-    try:
-        model.load_state_dict(states[dist.get_rank()])
-    except ValueError as error:
-        return str(error)
-    return "loaded"
+def own_on_one_rank() -> list[str]:
+    models = [sharded(case(2)) for _ in range(2)]
+    texts = []
+    for model, other in (models, [one.fused_optimizer for one in models]):
+        states = [one.state_dict() for one in (model, other)]
+        with pytest.raises(ValueError) as caught:
+            model.load_state_dict(states[dist.get_rank()])
+        texts.append(str(caught.value))
+    return texts
 
 
 def test_state_dicts_of_two_models_by_rank_are_an_error() -> None:
     heard = workers.run(own_on_one_rank, world_size=2)
-    assert heard[0] == heard[1] and "expected the same tables on every rank" in heard[0]
+    assert heard[0] == heard[1] and "expected the same tables on every rank" in heard[0][0]
+    assert "expected optimizer state of the same load on every rank, got another" in heard[0][1]
 
 
 # TorchRec's state_dict_gather

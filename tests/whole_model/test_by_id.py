@@ -1,6 +1,7 @@
 """Functions by id across ranks, against the unsharded collection that holds the same rows."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sharded_training import batches, collection_of, outputs_by_name, shard
 
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
+from torchrec_dyn.checkpoint import export_rows, import_rows
 from torchrec_dyn.ranks.routing import row_limit
 
 EXTREMES = [-(2**63), -1, 0, 2**63 - 1, int(ops.unmix64(torch.tensor([-1]))[0])]
@@ -120,6 +122,28 @@ def test_shards_in_any_order_on_repeated_ranks(name: str) -> None:
         Table("t1", ["b"], shard_by_hand(kind, pieces[::-1]), data_type="FP16"),
     ]
     workers.run(read_and_edit, Case(tables), world_size=world)
+
+
+def edit_with_a_default_device(case: Case, path: str) -> None:
+    ids, rows = torch.arange(9), torch.rand(9, 8)
+    collection = shard(case, collection_of(case)).module.collection
+    with torch.device("meta"):  # the default device of the user, as with torch.set_default_device
+        for name in ("t0", "t1"):
+            dyn.assign_rows(collection, name, ids, rows)
+            export_rows(collection, name, path)
+            assert dyn.erase_rows(collection, name, ids[3:]) == 6
+            assert import_rows(collection, name, path) == 9
+            assert torch.equal(
+                dyn.lookup_rows(collection, name, ids)[0].float().sum(1) > 0, rows.sum(1) > 0
+            )
+            assert dyn.read_ids(collection, name).sort().values.tolist() == ids.tolist()
+            assert dyn.owner_ranks(collection, name, ids).is_cpu
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "table_wise"])
+def test_calls_do_not_follow_torchs_default_device(kind: str, tmp_path: Path) -> None:
+    case = usual_case(True, kind, 2, 2)
+    workers.run(edit_with_a_default_device, case, str(tmp_path / "rows"), world_size=2)
 
 
 def read_trained_rows(case: Case) -> None:

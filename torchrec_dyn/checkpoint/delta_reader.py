@@ -28,7 +28,7 @@ from torchrec_dyn.checkpoint_format import (
     open_checkpoint,
     optimizer_config,
 )
-from torchrec_dyn.ranks import agree, gather_results, run_together
+from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import LoadPlanner, ModelEntry, OptimizerEntry, StagedRows
 from torchrec_dyn.storage import RowStore
 from torchrec_dyn.table import DynamicTable
@@ -165,23 +165,29 @@ def _read(
             wanted[f"{key}.{name}"] = SavedTensor((0,), torch.int64, (), change.model)
         for name in ("config", "checksum", "step", *change.table.optimizer.state_names):
             wanted[f"{optimizer}.{name}"] = SavedTensor((0,), torch.int64, (), change.optimizer)
-    group = tables[0].group
-    fault: Exception | None = None
-    try:
-        planner = LoadPlanner()
-        dcp.load(
-            wanted, checkpoint_id=path, planner=planner, process_group=group, no_dist=group is None
-        )
-    except CheckpointException as error:
-        first = next(iter(error.failures.values()))[0]
-        fault = ValueError(f"expected a delta that can be read, got {first!r}. {DAMAGED}")
-        if isinstance(first, (ValueError, MemoryError, torch.OutOfMemoryError)):
-            fault = first
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        fault = error
-    except Exception as error:
-        fault = ValueError(f"expected a delta that can be read, got {error!r}. {DAMAGED}")
-    agree(group, CALL, fault)
+    group, rank = tables[0].group, tables[0].pieces.rank
+
+    def load() -> None:
+        planner, alone = LoadPlanner(), group is None
+        try:
+            dcp.load(
+                wanted, checkpoint_id=path, planner=planner, process_group=group, no_dist=alone
+            )
+        except CheckpointException as error:
+            # The same on every rank: only the first rank that failed names its fault.
+            if rank == min(error.failures):
+                raise _fault_of(error.failures[rank][0]) from None
+        except Exception as error:
+            raise _fault_of(error) from error
+
+    run_together(group, CALL, load)
+
+
+def _fault_of(error: BaseException) -> Exception:
+    """Returns the error to raise for an error of a read."""
+    if isinstance(error, (ValueError, MemoryError, torch.OutOfMemoryError)):
+        return error
+    return ValueError(f"expected a delta that can be read, got {error!r}. {DAMAGED}")
 
 
 def _verify(tables: Sequence[ModelTable], changes: Sequence[TableChange]) -> None:

@@ -272,7 +272,7 @@ class Histogram:
     def __init__(self, title: str, edges: Tensor) -> None:
         self.title = title
         self._edges = edges
-        self._counts = torch.zeros(len(edges) + 1, dtype=torch.int64)
+        self._counts = torch.zeros(len(edges) + 1, dtype=torch.int64, device="cpu")
 
     @property
     def is_whole(self) -> bool:
@@ -330,7 +330,8 @@ class Histogram:
 
 def histogram_of_norms() -> Histogram:
     """Returns an empty histogram of norms of rows: 0, and four bins an octave from 2^-64 to 2^64."""
-    return Histogram("norm (L2) of rows", 2.0 ** (torch.arange(-256, 257) / 4).to(torch.float64))
+    octaves = torch.arange(-256, 257, device="cpu") / 4
+    return Histogram("norm (L2) of rows", 2.0 ** octaves.to(torch.float64))
 
 
 def histogram_of_steps(title: str) -> Histogram:
@@ -339,7 +340,7 @@ def histogram_of_steps(title: str) -> Histogram:
     Args:
         title: name of the numbers.
     """
-    return Histogram(title, 2 ** torch.arange(33))
+    return Histogram(title, 2 ** torch.arange(33, device="cpu"))
 
 
 def plot_fault(path: Path) -> str | None:

@@ -83,7 +83,8 @@ class SafetensorsReader:
             ValueError: if the file was truncated after it was opened.
         """
         entry = self.entries[name]
-        values = torch.empty(last - first, *entry.shape[1:], dtype=entry.dtype)
+        shape = last - first, *entry.shape[1:]
+        values = torch.empty(shape, dtype=entry.dtype, device="cpu")
         data = values.flatten().view(torch.uint8)
         self._file.seek(entry.begin + first * entry.row_bytes)
         if self._file.readinto(data.numpy().data) != data.numel():

@@ -216,7 +216,7 @@ def _check_room(
 ) -> None:
     """Raises RuntimeError on every rank if the new ids of a file exceed the limit of any rank. Collective."""
     first_shard = table.pieces.shards[:1]
-    tight = [one for one in first_shard if one.num_rows + count > one.row_limit]
+    tight = [one for one in first_shard if count and one.num_rows + count > one.row_limit]
     if not any(agree(table.group, where, value=bool(tight))):
         return
     absent: list[Tensor] = []

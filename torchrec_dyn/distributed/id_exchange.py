@@ -64,10 +64,11 @@ class IdExchange:
 
         def route() -> list[int]:
             mine = ids()
+            nowhere = torch.empty(0, dtype=torch.int64, device="cpu")
             by_part = _positions_by_part(mine, layout)
             # All pieces on a rank have the same range of mixed ids: one list of positions serves all of them.
             self._positions = [
-                by_part[held[0].ranks.index(rank)] if held else torch.empty(0, dtype=torch.int64)
+                by_part[held[0].ranks.index(rank)] if held else nowhere
                 for rank, held in zip(world, self._pieces, strict=True)
             ]
             self._count = mine.numel()
@@ -162,7 +163,7 @@ class IdExchange:
 def _positions_by_part(ids: Tensor, layout: TableLayout) -> Sequence[Tensor]:
     """Returns for each rank of a piece the positions in `ids`, ascending, of the ids that it owns."""
     if not layout.rows_are_spread:
-        return [torch.arange(ids.numel())]
+        return [torch.arange(ids.numel(), device="cpu")]
     parts = owners(ids, layout.row_ranks)
     sizes = torch.bincount(parts, minlength=layout.row_ranks)
     return torch.argsort(parts, stable=True).split(sizes.tolist())

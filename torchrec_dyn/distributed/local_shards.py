@@ -125,7 +125,8 @@ class LocalShards:
         # Only the latest time is checked against the clocks: a rank without a shard has no clock.
         shown = max((shard.time or 0 for shard in shards), default=0)
         fault_here = ValueError(fault) if fault else None
-        of_ranks = agree(self._group, where, fault_here, (time, shown))
+        # An invalid time is not sent: perhaps it cannot be pickled.
+        of_ranks = agree(self._group, where, fault_here, None if fault else (time, shown))
         latest = max(time for time, _ in of_ranks)
         fault = time_fault(latest, max(shown for _, shown in of_ranks))
         if fault:

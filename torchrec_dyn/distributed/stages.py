@@ -62,7 +62,7 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
     def compute(self, ctx: Any, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
         set_senders(self._lookups, ctx.sharding_contexts)
-        with steps_ahead_in_use(ctx.steps_ahead):
+        with steps_ahead_in_use(self._lookups, ctx.steps_ahead):
             output: list[Tensor] = super().compute(ctx, dist_input)
         return output
 
@@ -78,7 +78,7 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
             ctx.sent.close()
         wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
         set_senders(self._lookups, ctx.sharding_contexts)
-        with steps_ahead_in_use(ctx.steps_ahead):
+        with steps_ahead_in_use(self._lookups, ctx.steps_ahead):
             return self._finished(super().compute_and_output_dist(ctx, input), ctx)
 
     def reset_parameters(self) -> None:

@@ -209,7 +209,7 @@ def _fill(pieces: ShardPieces, saved: _StaticTable) -> None:
         shard.step = saved.step
         shard.reserve(rows // pieces.ranks)
     for first, last in chunks(rows, columns) if pieces.shards else ():
-        ids = torch.arange(first, last)
+        ids = torch.arange(first, last, device="cpu")
         ids = ids[pieces.owns(ids)]
         weight, at = saved.weight.rows(first, last), ids - first
         for shard in pieces.shards:

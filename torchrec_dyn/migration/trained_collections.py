@@ -166,7 +166,8 @@ def _fill(table: DynamicTable, weight: Tensor, moments: SavedMoments) -> None:
     table.reserve(len(weight))
     for first, last in chunks(len(weight), table.columns):
         states = {name: state.detach()[first:last] for name, state in moments.states.items()}
-        put_rows(table, torch.arange(first, last), weight[first:last], states)
+        ids = torch.arange(first, last, device="cpu")
+        put_rows(table, ids, weight[first:last], states)
 
 
 def put_rows(

@@ -38,8 +38,11 @@ def agree(
         RuntimeError: on every rank, if the fault of the lowest faulty rank is any other exception.
     """
     if group is None:
-        if fault is not None:
-            raise fault
+        try:
+            if fault is not None:
+                raise fault
+        finally:
+            del fault  # an error whose frames refer to it would keep their tensors
         return [value]
     text = None if fault is None else str(fault) or type(fault).__name__
     mine = (call, isinstance(fault, ValueError), text, value)
@@ -78,7 +81,10 @@ def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[]
         done = work()
     except Exception as error:
         fault = error
-    return agree(group, call, fault, done)
+    try:
+        return agree(group, call, fault, done)
+    finally:
+        del fault  # an error whose frames refer to it would keep their tensors
 
 
 def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:

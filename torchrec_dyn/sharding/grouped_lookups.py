@@ -122,19 +122,24 @@ def prefetch(
 
 
 @contextmanager
-def steps_ahead_in_use(steps: StepsAhead) -> Iterator[None]:
+def steps_ahead_in_use(lookups: Iterable[nn.Module], steps: StepsAhead) -> Iterator[None]:
     """Hands the steps of a batch to its forward, which runs within the context; afterwards no kernel has one.
 
     A second forward of the batch takes steps of its own.
 
     Args:
+        lookups: one per sharding type.
         steps: the steps taken of this batch; they are removed.
     """
-    used = dict(steps)
-    steps.clear()
-    for kernel, step in used.items():
-        kernel.step_ahead = step
+    used: list[DynamicKernel] = []
     try:
+        for lookup in lookups:
+            assert isinstance(lookup, (PooledLookup, SequenceLookup))
+            for kernel in lookup._emb_modules:
+                assert isinstance(kernel, DynamicKernel)
+                used.append(kernel)
+                # Also None: an interrupt may have left the step of another batch.
+                kernel.step_ahead = steps.pop(kernel, None)
         yield
     finally:
         for kernel in used:  # after an error: a step keeps its rows from being reused

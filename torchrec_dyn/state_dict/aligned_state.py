@@ -7,16 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import CHUNK_BYTES, add_sums, mean_over_cuts
+from torchrec_dyn.life import RowLife
 from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict.loading import OptimizerEntry
 from torchrec_dyn.state_dict.places import Runs, Share, runs_of
-from torchrec_dyn.storage import CanonicalRows, TableLock, locked
-from torchrec_dyn.table import named_states
+from torchrec_dyn.storage import CanonicalRows, RowStore, TableLock, locked, run_to_end
+from torchrec_dyn.table import DynamicTable, named_states
+
+
+class _LoadedState(NamedTuple):
+    """Loaded optimizer state of one shard.
+
+    Attributes:
+        is_same: True if the stores have the order of the shard's rows.
+        states: the stores.
+        step: the loaded step.
+        life: the life of the rows at the loaded step; None without a policy.
+    """
+
+    is_same: bool
+    states: tuple[RowStore, ...]
+    step: int
+    life: RowLife | None
 
 
 class AlignedState:
@@ -131,19 +149,32 @@ class AlignedState:
             step, life = max(shard.step if shard.life else 0, step), shard.life
             if life is not None:
                 life = life.caught_up(step, shard.row_numbers.high)
-            loaded.append((is_same, tuple(states), step, life))
-        # From here on memory is needed only to write rows in another order, over the present rows.
-        for number, (shard, (is_same, staged_states, step, life)) in enumerate(
-            zip(pieces.shards, loaded, strict=True)
-        ):
-            if not is_same:
-                for _, own, staged in self._stretches(self._canonical[number]):
-                    for state, store in zip(shard.states, staged_states, strict=True):
-                        state.write(own, store.read(staged))
-            shard.replace_states(staged_states if is_same else shard.states)
-            shard.step, shard.life = step, life
+            loaded.append(_LoadedState(is_same, tuple(states), step, life))
+        # From here on memory is needed only to write rows in another order, over the present rows. After an
+        # interrupt (Ctrl-C) all column shards have the same scores and step, which decide evictions.
+        of_shards = list(enumerate(zip(pieces.shards, loaded, strict=True)))
+        run_to_end(
+            *(partial(self._write_rows, number, *one) for number, one in of_shards),
+            *(partial(_swap, *one) for _, one in of_shards),
+        )
         entry.staged = entry.session = None
         entry.renew()  # if the same state dict is loaded again, its tensors are the table's own
+
+    def _write_rows(
+        self, number: int, shard: DynamicTable, loaded: _LoadedState, again: bool
+    ) -> None:
+        """Writes loaded state of another order into the stores of a shard."""
+        if loaded.is_same:
+            return
+        for _, own, staged in self._stretches(self._canonical[number]):
+            for state, store in zip(shard.states, loaded.states, strict=True):
+                state.write(own, store.read(staged))
+
+
+def _swap(shard: DynamicTable, loaded: _LoadedState, again: bool) -> None:
+    """Swaps loaded state into a shard. A second call directly after changes nothing."""
+    shard.replace_states(loaded.states if loaded.is_same else shard.states)
+    shard.step, shard.life = loaded.step, loaded.life
 
 
 def commit_state(entry: OptimizerEntry, call: str) -> None:

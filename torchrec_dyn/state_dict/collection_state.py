@@ -175,11 +175,25 @@ def load_optimizer_state(pieces: ShardPieces, saved: Mapping[str, Any]) -> None:
         saved: saved tensors by name.
 
     Raises:
-        ValueError: on every rank, if the state is damaged or does not match the table; nothing has changed
-            then.
+        ValueError: on every rank, if the state is damaged or does not match the table, or the ranks give
+            state dicts of different loads; nothing has changed then.
     """
     where = f"{pieces.where}.load_state_dict"
-    entry = run_together(pieces.group, where, lambda: _optimizer_entry(saved, pieces))
+    found: list[OptimizerEntry | None] = []
+
+    def find() -> tuple[bool, bool]:
+        entry = _optimizer_entry(saved, pieces)
+        found.append(entry)
+        return entry is not None, entry is not None and entry.session is not None
+
+    by_rank = gather_results(pieces.group, where, find)
+    for rank, kinds in enumerate(by_rank):
+        if kinds != by_rank[0]:
+            raise ValueError(
+                f"{where}: expected optimizer state of the same load on every rank, got another state dict "
+                f"on rank {rank} than on rank 0. Give every rank a state dict that was made on all ranks."
+            )
+    (entry,) = found
     if entry is None:
         return
     if entry.session is not None:

@@ -54,7 +54,8 @@ def owner_ranks(collection: Collection, table: str, ids: Tensor) -> Tensor:
             f"owner_ranks.table: expected a table of the collection, {sorted(tables)}, got '{table}'."
         )
     layout = tables[table].pieces.layout
-    ranks = torch.tensor([piece.ranks for piece in layout.pieces])  # [P, ranks that share the rows]
+    # [P, ranks that share the rows]
+    ranks = torch.tensor([piece.ranks for piece in layout.pieces], device=ids.device)
     if not layout.rows_are_spread:
         return ranks.T.expand(ids.numel(), -1).contiguous()
     return ranks[:, owners(ids, layout.row_ranks)].T.contiguous()
