@@ -22,14 +22,14 @@ struct Piece {
   int64_t end;
 };
 
-constexpr int64_t kPieceIds = 1 << 13;
+constexpr int64_t kPartIds = 1 << 13;
 
 // Cuts the ids of `tables` tables into pieces; offsets [tables + 1] says where the ids of each table begin.
 inline std::vector<Piece> pieces_of(const int64_t* offsets, int64_t tables) {
   std::vector<Piece> pieces;
   for (int64_t t = 0; t < tables; ++t)
-    for (int64_t begin = offsets[t]; begin < offsets[t + 1]; begin += kPieceIds)
-      pieces.push_back({t, begin, std::min(begin + kPieceIds, offsets[t + 1])});
+    for (int64_t begin = offsets[t]; begin < offsets[t + 1]; begin += kPartIds)
+      pieces.push_back({t, begin, std::min(begin + kPartIds, offsets[t + 1])});
   return pieces;
 }
 
@@ -152,8 +152,8 @@ class Parts {
 template <typename ForEachTask>
 std::unique_ptr<uint64_t[]> spread_hashes(const int64_t* ids, int64_t count, const ForEachTask& for_each_task) {
   std::unique_ptr<uint64_t[]> spreads = uninitialised<uint64_t>(count);
-  for_each_task((count + kPieceIds - 1) / kPieceIds, [&](int64_t p) {
-    for (int64_t i = p * kPieceIds; i < std::min(count, (p + 1) * kPieceIds); ++i)
+  for_each_task((count + kPartIds - 1) / kPartIds, [&](int64_t p) {
+    for (int64_t i = p * kPartIds; i < std::min(count, (p + 1) * kPartIds); ++i)
       spreads[static_cast<size_t>(i)] = spread_hash(ids[i]);
   });
   return spreads;
