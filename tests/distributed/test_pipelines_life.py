@@ -1,15 +1,14 @@
 """Pipelines over full tables: ids come and go, and rows learn, as in plain loops."""
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pipeline_runs
 import pytest
 import torch
 import workers
-from pipeline_model import Clicks, Run, batches, sharded_model
-from pipeline_runs import optimizer_of, states_of, tables_of
+from pipeline_model import Run
 from sharded_life import NOT_OF_THE_STREAM
 
 import torchrec_dyn as dyn
@@ -38,39 +37,13 @@ def trained(by_node: bool, pipeline: str) -> Any:
     world, local = (4, 2) if by_node else (2, 2)
     run = BY_NODE if by_node else FULL
     own: dict[str, Any] = {
-        "ahead": train_ahead,
+        "ahead": partial(pipeline_runs.train_in_a_loop, ahead=True),
         "steps": pipeline_runs.train_with_steps_ahead,
         "pause": pipeline_runs.pause_with_steps_ahead,
     }
     arguments = (run,) if pipeline in own else (run, pipeline)
     function = own.get(pipeline, pipeline_runs.train)
     return workers.run(function, *arguments, world_size=world, local_size=local, timeout=300)
-
-
-def train_ahead(run: Run) -> dict[str, Any]:
-    """Trains in a plain loop in which lookup i + 1 comes before backward i, as SemiSync has it."""
-    model = sharded_model(run)
-    optimizer = optimizer_of(run, model)
-    source, losses = batches(run), []
-    collections = {name: getattr(model.module, name) for name in run.collections()}
-    lookups = {name: collection.forward for name, collection in collections.items()}
-
-    def look_up(batch: Clicks) -> dict[str, Any]:
-        return {name: lookup(batch.features) for name, lookup in lookups.items()}
-
-    ahead = look_up(source[0])
-    for step, batch in enumerate(source):
-        for name, collection in collections.items():
-            collection.forward = lambda features, rows=ahead[name]: rows
-        loss, _ = model(batch)
-        if step + 1 < len(source):
-            ahead = look_up(source[step + 1])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    stats = {key: table.stats() for key, table in tables_of(run, model).items()}
-    return {"losses": losses, "states": states_of(run, model), "stats": stats}
 
 
 def check_same(got: Any, expected: Any, parts: list[str] | None = None) -> None:

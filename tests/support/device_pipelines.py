@@ -16,9 +16,9 @@ from pipeline_runs import (
     drain,
     make_pipeline,
     no_fallback,
-    optimizer_of,
     states_of,
     tables_of,
+    train_in_a_loop,
 )
 from pretended_device import CUDA, PretendedDevice
 from sharded_twins import group_for_cuda
@@ -56,39 +56,8 @@ class DeviceClicks(Clicks):
 
 
 def train_on_cpu(run: Run, ahead: bool = False) -> dict[str, Any]:
-    """Trains in a plain loop on the CPU.
-
-    Args:
-        run: model and batches.
-        ahead: True if lookup i + 1 comes before backward i, as TrainPipelineSemiSync has it.
-
-    Returns:
-        Losses per step, the contents of this rank's tables, and their counts.
-    """
-    model = sharded_model(run, init_data_parallel=False)
-    optimizer = optimizer_of(run, model)
-    source, losses = batches(run), []
-    lookups = {name: getattr(model.module, name) for name in run.collections()}
-    forwards = {name: lookup.forward for name, lookup in lookups.items()}
-
-    def look_up(batch: Clicks) -> dict[str, Any]:
-        return {name: forward(batch.features) for name, forward in forwards.items()}
-
-    rows = look_up(source[0])
-    for step, batch in enumerate(source):
-        for name, lookup in lookups.items():
-            lookup.forward = lambda features, looked_up=rows[name]: looked_up
-        optimizer.zero_grad()
-        loss, _ = model(batch)
-        following = source[step + 1 : step + 2]
-        if ahead and following:
-            rows = look_up(*following)
-        loss.backward()
-        optimizer.step()
-        if not ahead and following:
-            rows = look_up(*following)
-        losses.append(float(loss))
-    return {"losses": losses, **_contents(run, model)}
+    """Trains in a plain loop on the CPU, without DDP, as on the device; returns as `train_in_a_loop`."""
+    return train_in_a_loop(run, ahead, init_data_parallel=False)
 
 
 def _contents(run: Run, model: Any) -> dict[str, Any]:

@@ -175,6 +175,41 @@ def train(run: Run, name: str) -> dict[str, Any]:
     return result
 
 
+def train_in_a_loop(run: Run, ahead: bool, **options: Any) -> dict[str, Any]:
+    """Trains in a plain loop; returns as `train`.
+
+    Args:
+        run: model and batches.
+        ahead: True if lookup i + 1 comes before backward i, as TrainPipelineSemiSync has it.
+        options: of DistributedModelParallel.
+    """
+    model = sharded_model(run, **options)
+    optimizer = optimizer_of(run, model)
+    source, losses = batches(run), []
+    lookups = {name: getattr(model.module, name) for name in run.collections()}
+    forwards = {name: lookup.forward for name, lookup in lookups.items()}
+
+    def look_up(batch: Clicks) -> dict[str, Any]:
+        return {name: forward(batch.features) for name, forward in forwards.items()}
+
+    rows = look_up(source[0])
+    for step, batch in enumerate(source):
+        for name, lookup in lookups.items():
+            lookup.forward = lambda features, looked_up=rows[name]: looked_up
+        optimizer.zero_grad()
+        loss, _ = model(batch)
+        following = source[step + 1 : step + 2]
+        if ahead and following:
+            rows = look_up(*following)
+        loss.backward()
+        optimizer.step()
+        if not ahead and following:
+            rows = look_up(*following)
+        losses.append(float(loss))
+    stats = {key: table.stats() for key, table in tables_of(run, model).items()}
+    return {"losses": losses, "states": states_of(run, model), "stats": stats}
+
+
 def train_with_steps_ahead(run: Run) -> dict[str, Any]:
     """Trains through a prefetching pipeline that takes steps ahead, as on CUDA; returns as `train`."""
     with steps_ahead():
