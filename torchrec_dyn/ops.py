@@ -572,8 +572,8 @@ def pool_into_(
 ) -> None:
     """Gathers and pools as `gather_pool`, into a given output: all bags, or the bags of new ids.
 
-    On a GPU the output is written in any case: a row outside its table, which is reported, reads as zeros. Nothing
-    is reported if offsets do not ascend: a caller who finds such offsets drops the output.
+    On a GPU the output is written in any case. A row outside its table reads as zeros and is reported. Wrong
+    offsets are not reported: a caller who finds that offsets do not ascend drops the output.
 
     Args:
         out: [elements] float32, float16 or bfloat16, written in place.

@@ -243,7 +243,7 @@ void pool_into(Tensor out, const std::optional<Tensor>& new_index, const Tensor&
   for_bags(bags, 0, bags.total(), [&](const Segment& segment, int64_t first, int64_t last) {
     const auto width = static_cast<size_t>(tables[static_cast<size_t>(segment.table)].columns) * size;
     for (int64_t bag = first; bag < last; ++bag) {
-      bool chosen = fresh == nullptr;
+      bool chosen = !new_index.has_value();
       for (int64_t i = bags.begin(bag); i < bags.end(bag) && !chosen; ++i) chosen = fresh[i] >= 0;
       const int64_t element = segment.out_offset + (bag - segment.first_bag) * segment.out_stride;
       const size_t place = static_cast<size_t>(element) * size;

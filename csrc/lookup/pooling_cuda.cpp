@@ -151,6 +151,7 @@ void pool_into(Tensor out, const std::optional<Tensor>& new_index, const Tensor&
   given.is_checked = true;
   const float* weight = bag_weight_data("pool_into_", bag_weights, rows.numel(), rows.device());
   DeviceCall call(rows);
+  if (new_index.has_value() && rows.numel() == 0) return;  // `fresh` may be null
   pool(call, given, weight, weights, fresh, out);
 }
 

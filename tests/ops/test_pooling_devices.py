@@ -175,6 +175,10 @@ def test_bags_of_new_ids_are_pooled_into_an_output():
         expected = torch.full((12,), 5.0)
         expected[first : first + 3] = alone[first : first + 3]
         assert torch.equal(out, expected), new
+    given |= {"rows": ids_of(), "offsets": ids_of(0, 0, 0, 0, 0)}
+    for new_index, number in ((ids_of(), 5.0), (None, 0.0)):
+        ops.pool_into_(out=out.fill_(5.0), new_index=new_index, **given)
+        assert (out == number).all()
 
 
 OFFSETS = [(0, 2, 2**62, 6, 8), (0, 2, -5, 6, 8), (0, 2, 4, 6, 9), (-3, 9, 4, 6, 8)]

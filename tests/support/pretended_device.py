@@ -113,9 +113,6 @@ class _Permuted(torch.autograd.Function):
 class _Stream:
     """Stands for torch's current stream."""
 
-    def synchronize(self):
-        """Does nothing: the read before it, or after it, is noted."""
-
 
 class _Event:
     """Stands for torch's event."""
@@ -217,6 +214,10 @@ class PretendedDevice(TorchFunctionMode):
         owned = torch.cuda.Event.__module__ != "torch.cuda.streams"  # by a test, or by `streams`
         event = _event_of(self, torch.cuda.Event if owned else _Event)
         patches.enter_context(mock.patch.object(torch.cuda, "Event", event))
+        stream = type(torch.cuda.current_stream(CUDA))
+        patches.enter_context(
+            mock.patch.object(stream, "synchronize", lambda _: self.finish_copies(), create=True)
+        )
         if not torch.cuda.is_available():
             patches.callback(self._kernels()._destroy)
         return super().__enter__()
@@ -247,12 +248,14 @@ class PretendedDevice(TorchFunctionMode):
         for notes in (self.reads, self.order, self.mixed, self.without_kernel, self.recorded):
             notes.clear()
 
-    def finish_copies(self, copies):
-        """Ends copies to the host, for which the host waits."""
-        for copy, values in copies:
+    def finish_copies(self, copies=None):
+        """Ends copies to the host, for which the host waits; by default all of them, if there are any."""
+        ended = self.copies if copies is None else copies
+        for copy, values in ended:
             copy.copy_(values)
-        self.copies = [one for one in self.copies if not any(one is other for other in copies)]
-        self._note(self.reads, "synchronize")
+        self.copies = [one for one in self.copies if not any(one is other for other in ended)]
+        if copies is not None or ended:
+            self._note(self.reads, "synchronize")
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Changes calls for which torch wants a real device: those that name it, and two more."""
