@@ -9,7 +9,8 @@ Forward:
    tables or in none. For tables with policies, training_step.py lists the order. A pipeline that prefetches
    on a GPU has taken their step before (step_ahead.py).
 3. For ids still without a row: make initial rows for this forward, if the table's `unseen` is "initial".
-4. Gather the rows and pool them by bag.
+4. Gather the rows and pool them by bag. On a GPU this comes in the middle of 2, and the bags of new ids are
+   pooled again here (early_output.py).
 
 Backward:
 1. Check that it is the forward's first backward, and that no table was loaded, converted or moved since.
