@@ -6,6 +6,7 @@
 #include "device_call.h"
 #include "kernel.h"
 #include "lookup/bags_arguments.h"
+#include "lookup/pool_into_kernels.h"
 #include "lookup/pooling_kernels.h"
 
 namespace torchrec_dyn {
@@ -69,6 +70,7 @@ struct BagArguments {
   std::vector<TableLayout> layout;
   BagLists lists;
   bool mean;
+  bool is_checked = false;  // the caller checks the offsets
 };
 
 BagArguments read_arguments(const char* op, const Tensor& rows, const std::optional<Tensor>& offsets,
@@ -103,8 +105,27 @@ void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>&
     const DeviceSegment<T>& last = segments.back();
     launch(bags, last.first_turn + (lists.count - last.first_bag) * last.units.divisor);
   }
-  simt::each(call.queue(), 1, ReportWrongBags<T>{bags, given.op, call.errors(raise_wrong_bags)});
+  simt::each(call.queue(), 1, ReportWrongBags<T>{bags, given.op, call.errors(raise_wrong_bags), given.is_checked});
   call.finish();
+}
+
+// Pools all bags, or with `new_index` those of new ids.
+void pool(DeviceCall& call, const BagArguments& given, const float* bag_weights, const std::vector<Tensor>& weights,
+          const int64_t* new_index, const Tensor& out) {
+  dispatch_row_type(given.op, weights, [&](auto row_zero) {
+    using T = decltype(row_zero);
+    dispatch_row_type(given.op, out.scalar_type(), [&](auto out_zero) {
+      using Out = decltype(out_zero);
+      auto* place = mutable_data<Out>(out);
+      run<T>(call, given, weights, place, sizeof(Out), [&](const DeviceBags<T>& bags, int64_t turns) {
+        const PoolBags<T, Out> all{bags, bag_weights, place};
+        if (new_index == nullptr)
+          simt::each(call.queue(), turns, all);
+        else
+          simt::each(call.queue(), turns, PoolNewBags<T, Out>{all, new_index});
+      });
+    });
+  });
 }
 
 Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
@@ -114,20 +135,24 @@ Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, con
   STD_TORCH_CHECK(elements >= 0, "gather_pool: expected elements >= 0, got ", elements, ".");
   const BagArguments given = read_arguments("gather_pool", rows, offsets, weights, layout, segments, mean, elements);
   const float* weight = bag_weight_data("gather_pool", bag_weights, rows.numel(), rows.device());
-  check_pooled_type(dtype);
+  check_pooled_type("gather_pool", dtype);
   DeviceCall call(rows);
   Tensor out = new_device_tensor({elements}, dtype);
-  dispatch_row_type("gather_pool", weights, [&](auto row_zero) {
-    using T = decltype(row_zero);
-    dispatch_row_type("gather_pool", dtype, [&](auto out_zero) {
-      using Out = decltype(out_zero);
-      auto* place = mutable_data<Out>(out);
-      run<T>(call, given, weights, place, sizeof(Out), [&](const DeviceBags<T>& bags, int64_t turns) {
-        simt::each(call.queue(), turns, PoolBags<T, Out>{bags, weight, place});
-      });
-    });
-  });
+  pool(call, given, weight, weights, nullptr, out);
   return out;
+}
+
+void pool_into(Tensor out, const std::optional<Tensor>& new_index, const Tensor& rows,
+               const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
+               std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean) {
+  check_tensor("pool_into_", "rows", rows, ScalarType::Long, kDevice);
+  const int64_t* fresh = check_pooled_into(out, new_index, rows, offsets, bag_weights, weights);
+  BagArguments given = read_arguments("pool_into_", rows, offsets, weights, layout, segments, mean, out.numel());
+  given.is_checked = true;
+  const float* weight = bag_weight_data("pool_into_", bag_weights, rows.numel(), rows.device());
+  DeviceCall call(rows);
+  if (new_index.has_value() && rows.numel() == 0) return;  // `fresh` may be null
+  pool(call, given, weight, weights, fresh, out);
 }
 
 Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& offsets,
@@ -154,6 +179,7 @@ Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optio
 
 TORCHREC_DYN_DEVICE_KERNELS(m) {
   m.impl(TORCHREC_DYN_KERNEL("gather_pool", &gather_pool));
+  m.impl(TORCHREC_DYN_KERNEL("pool_into_", &pool_into));
   m.impl(TORCHREC_DYN_KERNEL("bag_weights_grad", &bag_weights_grad));
 }
 

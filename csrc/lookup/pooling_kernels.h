@@ -78,10 +78,12 @@ struct DeviceBags {
 template <typename T>
 struct ReportWrongBags {
   DeviceBags<T> bags;
-  const char* op;     // in the memory of the host
-  ErrorReport error;  // op, 1, two offsets, the end of their range; or op, 0, capacity of the table
+  const char* op;           // in the memory of the host
+  ErrorReport error;        // op, 1, two offsets, the end of their range; or op, 0, capacity of the table
+  bool is_checked = false;  // the caller checks the offsets: with wrong ones nothing is reported
 
   TORCHREC_DYN_BOTH void operator()(int64_t) const {
+    if (bags.wrong->offsets != 0 && is_checked) return;
     if (bags.wrong->offsets != 0)
       return report_wrong_offsets(error, bags.offsets, bags.count, bags.ids, reinterpret_cast<int64_t>(op), 1);
     if (bags.wrong->bags_left == 0) return;

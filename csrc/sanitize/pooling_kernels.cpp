@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "lookup/pool_into_kernels.h"
 #include "lookup/pooling_kernels.h"
 #include "philox.h"
 #include "sharing.h"
@@ -59,6 +60,19 @@ void pool_bags(int columns, int unit_columns) {
           "a bag has the sum of its rows");
   }
 
+  std::vector<int64_t> fresh(static_cast<size_t>(ids), -1);
+  for (size_t i = 3; i < fresh.size(); i += 17) fresh[i] = static_cast<int64_t>(i);
+  const std::vector<float> before(out, out + kBags * columns);
+  std::fill(out, out + kBags * columns, -1.0f);
+  simt::each(kQueue, turns, PoolNewBags<T, float>{{bags, nullptr, out}, fresh.data()});
+  for (int64_t bag = 0; bag < kBags; ++bag) {
+    const auto first = fresh.begin() + offsets[static_cast<size_t>(bag)];
+    const auto last = fresh.begin() + offsets[static_cast<size_t>(bag) + 1];
+    const bool is_new = std::any_of(first, last, [](int64_t at) { return at >= 0; });
+    for (int64_t at = bag * columns; at < (bag + 1) * columns; ++at)
+      check(out[at] == (is_new ? before[static_cast<size_t>(at)] : -1.0f), "bags of new ids alone are pooled again");
+  }
+
   const ReportWrongBags<T> report{bags, "", {error, 1}};
   simt::each(kQueue, 1, report);
   check(error[0] == 0, "nothing is reported");
@@ -77,6 +91,9 @@ void pool_bags(int columns, int unit_columns) {
   simt::each(kQueue, 1, report);
   check(error[0] == 1 && error[2] == 1 && error[3] == offsets[100] && error[4] == offsets[101],
         "the first descent is reported");
+  error[0] = 0;
+  simt::each(kQueue, 1, ReportWrongBags<T>{bags, "", {error, 1}, true});
+  check(error[0] == 0, "offsets that the caller checks are not reported");
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ CPU = torch.ops.torchrec_dyn
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("op", ["gather_pool", "bag_weights_grad"])
+@pytest.mark.parametrize("op", ["gather_pool", "pool_into_", "bag_weights_grad"])
 def test_valid_calls_of_the_fuzzer(op):
     for seed in range(60):
         drawn = CASES[op].draw(random.Random(seed))
@@ -57,7 +57,14 @@ def check_call(widths, dtype, output, *, offset=0, grad_offset=0, mean=False, we
     segments = torch.tensor([[t, count * t, count, places[t], width] for t in range(len(widths))])
     factors = torch.randn(len(rows)) if weighted else None
     given = (rows, offsets, factors, blocks, layout, segments, mean, count * width, output)
-    assert_same(ops.gather_pool(*given), CPU.gather_pool(*given))
+    all_bags = CPU.gather_pool(*given)
+    assert_same(ops.gather_pool(*given), all_bags)
+    fresh = torch.where(torch.rand(len(rows)) < 0.1, rows, -1)
+    for new_index in (None, fresh):
+        outs = [shifted(torch.full_like(all_bags, 7.0), grad_offset) for _ in range(2)]
+        for library, out in zip((ops, CPU), outs, strict=True):
+            library.pool_into_(out, new_index, *given[:-2])
+        assert_same(*outs)
     grad = shifted(torch.randn(count * width), grad_offset)
     given = (grad, rows, offsets, blocks, layout, segments, mean)
     assert_same(ops.bag_weights_grad(*given), CPU.bag_weights_grad(*given))
@@ -155,6 +162,46 @@ def test_wild_offsets_and_rows_raise_the_cpus_error(offsets, rows):
         assert outcome(NAMESPACE, op, more) == outcome(CPU, op, more)
 
 
+@pytest.mark.usefixtures("device")
+def test_bags_of_new_ids_are_pooled_into_an_output():
+    """An id that is new makes its whole bag new, whatever its number; other bags are not read."""
+    given = second_of_two() | {"bag_weights": None}
+    alone = ops.gather_pool(**given, elements=12, dtype=torch.float32)
+    for new in range(8):
+        out, new_index = torch.full((12,), 5.0), torch.full((8,), -1)
+        new_index[new] = 2**40 * (new % 2)
+        ops.pool_into_(out=out, new_index=new_index, **given)
+        first = [0, 6, 3, 9][new // 2]  # of the output of bag new // 2
+        expected = torch.full((12,), 5.0)
+        expected[first : first + 3] = alone[first : first + 3]
+        assert torch.equal(out, expected), new
+    given |= {"rows": ids_of(), "offsets": ids_of(0, 0, 0, 0, 0)}
+    for new_index, number in ((ids_of(), 5.0), (None, 0.0)):
+        ops.pool_into_(out=out.fill_(5.0), new_index=new_index, **given)
+        assert (out == number).all()
+
+
+OFFSETS = [(0, 2, 2**62, 6, 8), (0, 2, -5, 6, 8), (0, 2, 4, 6, 9), (-3, 9, 4, 6, 8)]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("offsets", OFFSETS)
+def test_offsets_that_the_caller_checks_are_not_reported_by_a_gpu(device, offsets):
+    """Their bags count as empty. A row outside its table is reported if the offsets are right."""
+    own = {"out": torch.zeros(12), "new_index": None, "bag_weights": None}
+    wrong = second_of_two(rows=ids_of(11, 0, -1, 3, 8, 0, 90, 2))
+    with pytest.raises(RuntimeError, match=r"pool_into_: expected rows in \[-1, 8\)"):
+        NAMESPACE.pool_into_(**wrong, **own)
+    wrong["offsets"] = ids_of(*offsets)
+    if device == "cpu":
+        with pytest.raises(
+            RuntimeError, match=r"pool_into_: expected (ascending offsets|offsets in)"
+        ):
+            NAMESPACE.pool_into_(**wrong, **own)
+    else:
+        NAMESPACE.pool_into_(**wrong, **own)
+
+
 def test_where_the_host_waits_for_pooling():
     """Nowhere: errors wait for the next read (test_device_errors.py)."""
     with PretendedDevice() as device:
@@ -165,5 +212,6 @@ def test_where_the_host_waits_for_pooling():
         own = {"bag_weights": None, "elements": 12, "dtype": torch.float32}
         out = ops.gather_pool(**given, **own)
         ops.bag_weights_grad(grad=out, **given)
+        ops.pool_into_(out=out, new_index=None, bag_weights=None, **given)
         assert device.reads == []
         assert device.mixed == [] and device.without_kernel == []

@@ -42,3 +42,27 @@ def to_host(values: Tensor) -> Tensor:
         return values.cpu()
     pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(values)
+
+
+class HostCopy:
+    """A copy from a GPU to the host that is under way: kernels that are queued next do not hold it up.
+
+    Args:
+        values: a tensor on a GPU.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._copy = torch.empty(
+            values.shape,
+            dtype=values.dtype,
+            device="cpu",
+            pin_memory=torch.cuda.is_available(),
+        )
+        self._copy.copy_(values, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record(torch.cuda.current_stream(values.device))
+
+    def wait(self) -> Tensor:
+        """Waits for the copy, not for the kernels behind it, and returns it."""
+        self._done.synchronize()
+        return self._copy
