@@ -56,6 +56,50 @@ def test_a_find_reads_a_line_at_once(folder):
     assert kernel.latencies(way) <= 4
 
 
+def quickest(kernel: sass.Kernel, *ways: tuple[int, ...]) -> tuple[int, ...]:
+    """Of these ways round that with the fewest latencies, and then instructions."""
+    return min(
+        filter(None, map(kernel.way_round, ways)), key=lambda way: (kernel.latencies(way), len(way))
+    )
+
+
+ROWS = ["float", "Float16", "BFloat16"]
+COLUMNS = 128  # bits of a row that a thread reads at once
+
+
+@pytest.mark.parametrize("output", ROWS)
+@pytest.mark.parametrize(
+    "rows, warps, of_four", [("float", 40, 50), ("BFloat16", 32, 100), ("Float16", 32, 340)]
+)
+def test_the_forward_reads_four_rows_at_once(rows, output, warps, of_four, folder):
+    """Four row numbers, then the four rows: two times of waiting for memory, and nothing else to wait for."""
+    kernel = kernels_of("lookup/pooling", folder)[f"PoolBags<{rows}, {output}, true>"]
+    assert kernel.warps >= warps
+    numbers = [batch for batch in kernel.batches(64) if len(batch) == 4]
+    units = [batch for batch in kernel.batches(COLUMNS) if len(batch) == 4]
+    way = quickest(kernel, *((*n, *u) for n in numbers for u in units))
+    assert len(way) <= of_four
+    assert kernel.latencies(way) == 2
+
+
+def test_the_forward_of_bags_of_one_id(folder):
+    """A turn: the segment, the offsets, the row number, the row, and the store."""
+    kernel = kernels_of("lookup/pooling", folder)["PoolBags<float, float, true>"]
+    [store] = kernel.places("STG.E.128")
+    units = [batch for batch in kernel.batches(COLUMNS) if len(batch) == 1]
+    way = quickest(kernel, *((*unit, store) for unit in units))
+    assert len(way) <= 120
+    assert kernel.latencies(way) <= 5
+
+
+@pytest.mark.parametrize("output", ROWS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_weighted_bags_and_rows_of_several_blocks_are_read_four_at_once(rows, output, folder):
+    kernel = kernels_of("lookup/pooling", folder)[f"PoolBags<{rows}, {output}, false>"]
+    assert kernel.warps >= 32
+    assert len(kernel.most_in_flight(COLUMNS)) == 4
+
+
 LISTING = """
 //--------------------- .text.turn --------------------------
 \t.section\t.nv.info,"",@"SHT_CUDA_INFO"
@@ -111,6 +155,8 @@ def test_the_reader_follows_scoreboards_and_branches():
     assert (kernel.threads, kernel.warps, kernel.local_accesses) == (256, 40, 1)
     assert kernel.places("LDG.E.128") == (1, 8, 9)
     assert kernel.most_in_flight(64) == (0,)
+    assert kernel.most_in_flight(32) == ()
+    assert kernel.batches(128) == [(1, 3), (8, 9), (3,), (9,)]
     assert kernel.most_in_flight(128) == (1, 3), "the line to .L_x_1 is shorter"
     way = kernel.way_round((1, 3))
     assert way == (1, 2, 3, 4, 5, 0)

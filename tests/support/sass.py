@@ -73,10 +73,8 @@ class Kernel:
             if f"{one.opcode}.".startswith(f"{opcode}.")
         )
 
-    def most_in_flight(self, bits: int) -> tuple[int, ...]:
-        """The places of the most loads of a size that are in flight together; of several such, those on the
-        shortest way round.
-        """
+    def batches(self, bits: int) -> list[tuple[int, ...]]:
+        """The places of loads of a size that are in flight together, for each first of them; most first."""
         batches = {
             tuple(
                 place for place in self._batch_from(first) if self.instructions[place].bits == bits
@@ -84,17 +82,25 @@ class Kernel:
             for first, one in enumerate(self.instructions)
             if one.is_load and one.bits == bits
         }
-        most = max(map(len, batches), default=0)
-        longest = [batch for batch in batches if len(batch) == most]
+        return sorted(batches, key=lambda batch: (-len(batch), batch))
+
+    def most_in_flight(self, bits: int) -> tuple[int, ...]:
+        """The places of the most loads of a size that are in flight together; of several such, those on the
+        shortest way round.
+        """
+        batches = self.batches(bits)
+        longest = [batch for batch in batches if len(batch) == len(batches[0])]
         return min(longest, key=lambda batch: len(self.way_round(batch)), default=())
 
     def way_round(self, through: tuple[int, ...]) -> tuple[int, ...]:
-        """The shortest way through these places in their order and back to the first: once round a loop."""
-        return tuple(
-            place
+        """The shortest way through these places in their order and back to the first: once round a loop.
+        Empty if there is no such way.
+        """
+        ways = [
+            self._way(start, end)
             for start, end in zip(through, (*through[1:], *through[:1]), strict=True)
-            for place in self._way(start, end)
-        )
+        ]
+        return tuple(place for way in ways for place in way) if all(ways) else ()
 
     def latencies(self, way: tuple[int, ...]) -> int:
         """How many loads a thread waits for one after the other, once round a loop. Of loads that are in
@@ -125,7 +131,7 @@ class Kernel:
         return tuple(loads)
 
     def _way(self, start: int, end: int) -> list[int]:
-        """The shortest way of at least one step, without its end."""
+        """The shortest way of at least one step, without its end; empty if there is none."""
         before: dict[int, int] = {}
         queue = deque([start])
         while queue and end not in before:
@@ -134,7 +140,8 @@ class Kernel:
                 if after not in before:
                     before[after] = place
                     queue.append(after)
-        assert end in before, f"{self.name}: no way from {start} to {end}"
+        if end not in before:
+            return []
         way = [before[end]]
         while way[-1] != start:
             way.append(before[way[-1]])
