@@ -111,18 +111,19 @@ TORCHREC_DYN_BOTH inline bool is_present(const RowBlocks<T>& table, int64_t row)
   return static_cast<uint64_t>(row) < static_cast<uint64_t>(table.capacity);
 }
 
-// A turn is a unit of columns of a bag. kIsPlain: each table is one block, and bags have no weights; other calls take
-// registers that these can do without, and more threads of these wait for memory at the same time.
+// A turn is a unit of columns of a bag. kIsPlain: each table is one block, and bags have no weights. Other calls need
+// more registers, so fewer of their threads wait for memory at the same time.
 //
 // A GPU waits some hundred cycles for a row number, and as long again for the row. So a turn reads kAhead numbers at
 // once, then their rows at once. It must not do so under conditions: nvcc sends such loads one after the other
-// (tests/repository/test_sass.py shows it). Instead of an id behind the end of the bag its last id is read again,
+// (tests/repository/test_sass.py sees it). Instead of an id behind the end of the bag its last id is read again,
 // instead of an absent row the first row of the table, and neither is added.
 template <typename T, typename Out, bool kIsPlain>
 struct PoolBags {
   using Range = typename DeviceBags<T>::Range;
   using Table = std::conditional_t<kIsPlain, OneBlock<T>, RowBlocks<T>>;
   static constexpr int kAhead = 4;
+  // Told so, nvcc leaves the loads together; else it would save registers by adding one row before it loads the next.
   static constexpr int kBlocksAtOnce = kIsPlain && sizeof(T) == 4 ? 5 : 4;
 
   DeviceBags<T> bags;
@@ -203,7 +204,8 @@ struct PoolBags {
       if (used == 0) continue;  // perhaps there is no first row
       ColumnUnit<T, kColumns> units[kAhead];
       for (int a = 0; a < kAhead; ++a) units[a] = load_unit<T, kColumns>(table.row(rows[a]) + column);
-      float weights[kAhead] = {1.0f, 1.0f, 1.0f, 1.0f};
+      float weights[kAhead];
+      for (int a = 0; a < kAhead; ++a) weights[a] = 1.0f;
       if (!kIsPlain && bag_weights != nullptr)
         for (int a = 0; a < kAhead; ++a) weights[a] = bag_weights[next + lesser_of(a, last)];
       TORCHREC_DYN_UNROLL
