@@ -12,11 +12,14 @@ namespace {
 #if defined(TORCHREC_DYN_SIMT)
 constexpr ReserveAddresses kReserve = &reserve_cpu_addresses;
 #else
-constexpr ReserveAddresses kReserve = &reserve_cuda_addresses;
+std::unique_ptr<AddressRange> reserve(int64_t bytes, int32_t device) {
+  return reserve_cuda_addresses(bytes, device, &find_current_stream);
+}
+constexpr ReserveAddresses kReserve = &reserve;
 #endif
 
 Tensor grow_block(const Tensor& block, int64_t rows, int64_t limit) {
-  return grow_block_in_range(block, rows, limit, block.device(), kReserve);
+  return grow_block_in_range(block, rows, limit, block.device(), kReserve, &simt::raise_lost_device);
 }
 
 }  // namespace
