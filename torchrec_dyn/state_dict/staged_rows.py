@@ -32,6 +32,7 @@ from torchrec_dyn.storage import (
     IdMap,
     RowNumbers,
     RowStore,
+    keep_in_use,
     unsigned,
 )
 from torchrec_dyn.table import DynamicTable, note_replaced, replaced_whole
@@ -274,6 +275,7 @@ class StagedRows:
         blocks, left = self._converted.blocks, self.weights.blocks
         while left:
             blocks[len(blocks) - len(left)][: len(left[0])].copy_(left[0])
+            keep_in_use(left[0])  # another stream may have allocated it
             del left[0]
         self.weights = self._converted
 

@@ -19,6 +19,9 @@ _RANGE_BYTES = 32 << 30
 _PAGE_BYTES = 2 << 20
 # Upper bound of the memory that is committed before rows need it.
 _AHEAD_BYTES = 256 << 20
+# The same for a device that had no memory for as much: half of what it had none for, and twice as much again
+# after a growth by that. Memory is the device's, so its blocks share the bound.
+_less_ahead: dict[torch.device, int] = {}
 
 
 def range_shift(row_limit: int, row_bytes: int) -> int:
@@ -68,14 +71,32 @@ def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
     row_bytes = block.shape[1] * block.itemsize
     if limit * row_bytes <= _PAGE_BYTES and len(block) == 0:
         return block.new_empty(limit, block.shape[1])
-    most = block.nbytes + _ahead(block.nbytes)
-    for wanted in (max(rows * row_bytes, most), rows * row_bytes):
-        pages = -(-wanted // _PAGE_BYTES)
-        try:
-            return ops.grow_block(block, min(limit, pages * _PAGE_BYTES // row_bytes), limit)
-        except MemoryError:
-            torch.cuda.empty_cache()  # does nothing before CUDA is used
-    raise MemoryError(
-        f"RowStore: expected {rows * row_bytes - block.nbytes} more bytes of memory on {block.device}, got "
-        "none; no row has changed. Free memory, or use smaller tables."
-    )
+    needed, device = rows * row_bytes, block.device
+    most = _less_ahead.get(device, _AHEAD_BYTES)
+    ahead = min(_ahead(block.nbytes), most)
+    longer = _grown(block, max(needed, block.nbytes + ahead), limit)
+    if longer is None:
+        _less_ahead[device] = ahead // 2
+        longer = _grown(block, needed, limit)
+    elif ahead == most:
+        _less_ahead[device] = min(max(2 * most, _PAGE_BYTES), _AHEAD_BYTES)
+    if longer is None:
+        # Memory that torch keeps would serve. It is asked for last: torch, too, has to allocate it anew then.
+        torch.cuda.empty_cache()  # does nothing before CUDA is used
+        longer = _grown(block, needed, limit)
+    if longer is None:
+        raise MemoryError(
+            f"RowStore: expected {needed - block.nbytes} more bytes of memory on {device}, got none; "
+            "no row has changed. Free memory, or use smaller tables."
+        )
+    return longer
+
+
+def _grown(block: Tensor, wanted: int, limit: int) -> Tensor | None:
+    """Returns the block with at least `wanted` bytes, in whole pages; None if there is no memory."""
+    pages = -(-wanted // _PAGE_BYTES)
+    rows = pages * _PAGE_BYTES // (block.shape[1] * block.itemsize)
+    try:
+        return ops.grow_block(block, min(limit, rows), limit)
+    except MemoryError:
+        return None

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.storage import growing_block
+from torchrec_dyn.storage.host_copies import for_device
 from torchrec_dyn.storage.id_map import SLOT_BYTES
+from torchrec_dyn.storage.stream_order import keep_in_use
 from torchrec_dyn.storage.tokens import BLOCKS
 
 # Upper bound of a block: large enough that a table has few blocks, small enough that the last, partly
@@ -228,7 +230,7 @@ class RowStore:
             piece = values[row - first_row : row - first_row + count]
             into = self.blocks[block][place : place + count, columns]
             if into.device != piece.device or into.data_ptr() != piece.data_ptr():
-                into.copy_(piece)
+                into.copy_(for_device(piece, into.device))
             row += count
 
     def converted(
@@ -248,6 +250,7 @@ class RowStore:
         for block in result.blocks[: len(self.blocks)]:
             rows = self.blocks.pop(0)
             block[: len(rows)].copy_(convert(rows))
+            keep_in_use(rows)  # another stream may have allocated it
         return result
 
     def reserve_zeros(self, rows: int) -> None:
