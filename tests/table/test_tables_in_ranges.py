@@ -32,7 +32,8 @@ def run(kind, device="cpu"):
         outputs.append(unseen)
     blocks = [len(store.blocks) for store in (*table.stores, table.life.scores.store)]
     table.convert(torch.float16)
-    return on_host(outputs), on_host(table.export_state()), table.stats(), blocks
+    outputs = [output.cpu() for output in outputs]
+    return outputs, on_host(table.export_state()), table.stats(), blocks
 
 
 @pytest.mark.parametrize("kind", [OptimizerKind.EXACT_ROWWISE_ADAGRAD, OptimizerKind.ADAM])

@@ -32,7 +32,6 @@ from torchrec_dyn.storage import (
     IdMap,
     RowNumbers,
     RowStore,
-    keep_in_use,
     unsigned,
 )
 from torchrec_dyn.table import DynamicTable, note_replaced, replaced_whole
@@ -275,8 +274,7 @@ class StagedRows:
         blocks, left = self._converted.blocks, self.weights.blocks
         while left:
             blocks[len(blocks) - len(left)][: len(left[0])].copy_(left[0])
-            keep_in_use(left[0])  # another stream may have allocated it
-            del left[0]
+            self.weights.drop_first()
         self.weights = self._converted
 
     def by_row(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -35,6 +35,16 @@ def range_shift(row_limit: int, row_bytes: int) -> int:
     return max(4, min((row_limit - 1).bit_length(), most.bit_length() - 1, 31))
 
 
+def in_range(limit: int, row_bytes: int) -> bool:
+    """Returns True if a block has a range of addresses; if False, it has memory of torch's.
+
+    Args:
+        limit: rows of a whole block.
+        row_bytes: bytes of a row.
+    """
+    return limit * row_bytes > _PAGE_BYTES
+
+
 def most_bytes(rows: int, row_bytes: int, limit: int) -> int:
     """Returns the most memory that `longer_block` commits for a block of `rows` rows, however it grew.
 
@@ -44,7 +54,7 @@ def most_bytes(rows: int, row_bytes: int, limit: int) -> int:
         limit: rows of a whole block.
     """
     used, whole = rows * row_bytes, limit * row_bytes
-    if whole <= _PAGE_BYTES or not rows:
+    if not in_range(limit, row_bytes) or not rows:
         return whole if rows else 0
     return -(-min(used + _ahead(used), whole) // _PAGE_BYTES) * _PAGE_BYTES
 
@@ -69,7 +79,7 @@ def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
             one page is torch's memory: without memory for it torch's error is raised.
     """
     row_bytes = block.shape[1] * block.itemsize
-    if limit * row_bytes <= _PAGE_BYTES and len(block) == 0:
+    if not in_range(limit, row_bytes) and len(block) == 0:
         return block.new_empty(limit, block.shape[1])
     needed, device = rows * row_bytes, block.device
     most = _less_ahead.get(device, _AHEAD_BYTES)

@@ -248,10 +248,20 @@ class RowStore:
         self._spare = []
         BLOCKS.renew()
         for block in result.blocks[: len(self.blocks)]:
-            rows = self.blocks.pop(0)
+            rows = self.blocks[0]
             block[: len(rows)].copy_(convert(rows))
-            keep_in_use(rows)  # another stream may have allocated it
+            self.drop_first()
         return result
+
+    def drop_first(self) -> None:
+        """Drops the first block, which kernels of this stream may still read.
+
+        Another stream may have allocated a block of torch's memory, and would use it again at once. A range
+        waits for all kernels itself.
+        """
+        if not (self.grows_in_place and growing_block.in_range(1 << self.shift, self.row_bytes)):
+            keep_in_use(self.blocks[0])
+        del self.blocks[0]
 
     def reserve_zeros(self, rows: int) -> None:
         """Fills an empty store with `rows` rows of zeros; a CPU commits memory where rows are written."""
