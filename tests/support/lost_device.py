@@ -9,6 +9,7 @@ import torch
 from device_ops import LIBRARY, kernels_of, simt_library
 from failed_allocations import bits, memory
 from op_samples import SAMPLES
+from pretended_device import HOST_RESULTS
 
 ops = simt_library()
 lost = ctypes.c_int64.in_dll(ctypes.CDLL(str(LIBRARY)), "torchrec_dyn_lost_device")
@@ -31,14 +32,15 @@ def error_of(op, make, failing, is_lost):
 
 def failed_calls(op, make):
     """Returns the number of tensors of a call. Each has failed once, in two ways."""
-    failed = 0
+    failed, of_host = 0, 0
     while (error := error_of(op, make, failed, is_lost=False)) is not None:
         assert isinstance(error, MemoryError), (op, failed, error)
         assert f"{op}: expected memory for this call, got none" in str(error), error
         error = error_of(op, make, failed, is_lost=True)
-        assert isinstance(error, RuntimeError), (op, failed, error)
-        assert "expected an allocation to succeed, got a lost device" in str(error), error
-        failed += 1
+        is_of_device = "expected an allocation to succeed, got a lost device" in str(error)
+        assert is_of_device == isinstance(error, RuntimeError), (op, failed, error)
+        failed, of_host = failed + 1, of_host + (not is_of_device)
+    assert of_host == (len(HOST_RESULTS.get(op, ())) if failed else 0), (op, of_host)
     return failed
 
 
