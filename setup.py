@@ -43,6 +43,7 @@ def _sources() -> list[str]:
         return sorted({*device, "csrc/library.cpp"})
     if BUILD == "ptx":
         emulator = {str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/sanitize/ptx/*.cpp")}
+        emulator -= {"csrc/sanitize/ptx/test_library.cpp"}  # for the emulator's own tests
         return [_one_file_of(sorted(device)), *sorted({*emulator, "csrc/library.cpp"})]
     return sorted(every if NVCC else every - device)
 

@@ -1,4 +1,4 @@
-#include "sanitize/ptx/coverage.h"
+#include "coverage.h"
 
 #include <unistd.h>
 
@@ -6,8 +6,8 @@
 #include <fstream>
 #include <string>
 
-#include "sanitize/ptx/emulator.h"
-#include "sanitize/ptx/fat_binaries.h"
+#include "emulator.h"
+#include "fat_binaries.h"
 
 namespace torchrec_dyn::ptx {
 namespace {

@@ -16,10 +16,10 @@
 #include <utility>
 #include <vector>
 
-#include "sanitize/ptx/coverage.h"
-#include "sanitize/ptx/driver.h"
-#include "sanitize/ptx/emulator.h"
-#include "sanitize/ptx/fat_binaries.h"
+#include "coverage.h"
+#include "driver.h"
+#include "emulator.h"
+#include "fat_binaries.h"
 
 // How often the host of a GPU would have waited for it: tests/support/pretended_device.py reads it by its name.
 extern "C" {

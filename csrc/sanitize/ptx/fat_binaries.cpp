@@ -1,4 +1,4 @@
-#include "sanitize/ptx/fat_binaries.h"
+#include "fat_binaries.h"
 
 #include <cstdint>
 #include <cstdlib>

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "sanitize/ptx/emulator.h"
+#include "emulator.h"
 
 namespace torchrec_dyn::ptx {
 

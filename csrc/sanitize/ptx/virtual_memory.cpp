@@ -9,8 +9,8 @@
 #include <mutex>
 #include <string>
 
-#include "sanitize/ptx/driver.h"
-#include "sanitize/ptx/emulator.h"
+#include "driver.h"
+#include "emulator.h"
 
 namespace torchrec_dyn::ptx {
 namespace {
