@@ -1,6 +1,6 @@
 // TORCHREC_DYN_BOTH marks the functions that CPU and CUDA kernels share: layout and arithmetic are written once, and
 // give the same bits on both. Such a function must not call functions of the standard library that nvcc has for the
-// host only (std::min, std::array, ...).
+// host only (std::min, std::array, std::countr_zero, ...): setup.py makes such a call an error.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -16,7 +16,7 @@
 #include "checks.h"
 #include "device_errors.h"
 #include "simt.h"
-#if defined(TORCHREC_DYN_SIMT)
+#if defined(TORCHREC_DYN_SIMT) && !defined(TORCHREC_DYN_PTX)
 #include "simt_cpu.h"
 #endif
 

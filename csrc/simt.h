@@ -11,7 +11,7 @@
 //   - a word that several turns of a launch read and write is accessed by the functions below only, and nothing else
 //     is handed from turn to turn: they do not order other accesses;
 //   - no locks, no waiting for another turn, no exceptions;
-//   - functions that bodies call are marked TORCHREC_DYN_BOTH or are constexpr.
+//   - functions that bodies call are marked TORCHREC_DYN_BOTH; bits are scanned by bits.h.
 #pragma once
 
 #include <cstdint>

@@ -2,14 +2,16 @@
 #include "device_call.h"
 #include "kernel.h"
 #include "storage/growing_block_arguments.h"
-#if defined(TORCHREC_DYN_SIMT)
+#if defined(TORCHREC_DYN_SIMT) && !defined(TORCHREC_DYN_PTX)
 #include "storage/address_range_cpu.h"
 #endif
 
 namespace torchrec_dyn {
 namespace {
 
-#if defined(TORCHREC_DYN_SIMT)
+#if defined(TORCHREC_DYN_PTX)  // its tensors are on the CPU, and its GPU is number 0
+constexpr ReserveAddresses kReserve = [](int64_t bytes, int32_t) { return reserve_cuda_addresses(bytes, 0); };
+#elif defined(TORCHREC_DYN_SIMT)
 constexpr ReserveAddresses kReserve = &reserve_cpu_addresses;
 #else
 std::unique_ptr<AddressRange> reserve(int64_t bytes, int32_t device) {

@@ -20,9 +20,9 @@
 // Source: Knuth, TAOCP vol. 3, section 6.4, algorithms L (find, insert) and R (erase).
 #pragma once
 
-#include <bit>
 #include <cstdint>
 
+#include "bits.h"
 #include "mix64.h"
 #include "simd.h"
 
@@ -147,7 +147,7 @@ inline bool insert_before(const SlotArray& array, int64_t limit, int64_t id, int
   for (int64_t slot = array.home(spread); slot < limit; slot += kLineSlots) {
     const unsigned empty = empty_in_line(array.slots + slot);
     if (empty == 0) continue;
-    array.slots[slot + std::countr_zero(empty)] = Slot{id, place_of_row(row)};
+    array.slots[slot + lowest_bit(empty)] = Slot{id, place_of_row(row)};
     return true;
   }
   return false;
@@ -170,7 +170,7 @@ inline int64_t find_or_insert(const SlotArray& array, int64_t id, int64_t row, u
     if (place != 0) return row_of_place(place);
     const unsigned empty = empty_in_line(array.slots + slot);
     if (empty == 0) continue;
-    array.slots[slot + std::countr_zero(empty)] = Slot{id, place_of_row(row)};
+    array.slots[slot + lowest_bit(empty)] = Slot{id, place_of_row(row)};
     return row;
   }
 }
@@ -226,10 +226,10 @@ inline bool erase_before(const SlotArray& array, int64_t limit, int64_t id, uint
       row = kNoRow;
       return true;
     }
-    int64_t hole = line + std::countr_zero(holds);
+    int64_t hole = line + lowest_bit(holds);
     row = array.slots[hole].row();
     // The first empty slot after the hole in its line (a damaged map may have one before it, too), or the line's end.
-    int64_t end = hole + std::countr_zero((empty | 1u << kLineSlots) >> (hole - line));
+    int64_t end = hole + lowest_bit((empty | 1u << kLineSlots) >> (hole - line));
     if (empty == 0) {  // the run may go on in the next line
       while (end < limit && !array.slots[end].is_empty()) ++end;
       if (end >= limit) return false;

@@ -11,10 +11,9 @@
 //   CloseGaps    removes the marked ids of each run one by one, by the rule of the CPU. A run has one turn.
 #pragma once
 
-#include <bit>
 #include <cstdint>
-#include <limits>
 
+#include "bits.h"
 #include "device_errors.h"
 #include "mix64.h"
 #include "simt.h"
@@ -80,7 +79,7 @@ TORCHREC_DYN_BOTH inline bool claim_slot(const SlotArray& array, int64_t id, int
     for (int64_t s = 0; s < kLineSlots; ++s)
       empty |= static_cast<unsigned>(simt::load(&array.slots[line + s].place) == 0) << s;
     for (; empty != 0; empty &= empty - 1) {
-      Slot& slot = array.slots[line + std::countr_zero(empty)];
+      Slot& slot = array.slots[line + lowest_bit(empty)];
       if (simt::compare_exchange(&slot.place, 0, place) != 0) continue;  // another turn was faster
       slot.id = id;
       return true;
@@ -96,7 +95,7 @@ struct CheckRows {
   int64_t* first_bad;  // 0, or the position of the first bad row - count
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (rows[i] < 0 || rows[i] == std::numeric_limits<int64_t>::max()) simt::lower(first_bad, i - count);
+    if (rows[i] < 0 || rows[i] == INT64_MAX) simt::lower(first_bad, i - count);
   }
 };
 
@@ -130,7 +129,7 @@ struct MoveSlots {
 };
 
 // The place of a slot whose id is removed: kLeaving + the position of the id in the call. No row has such a place.
-constexpr int64_t kLeaving = std::numeric_limits<int64_t>::min();
+constexpr int64_t kLeaving = INT64_MIN;
 constexpr int64_t kNoSlot = -1;
 
 // The slot of `id`, or kNoSlot. As find_row.

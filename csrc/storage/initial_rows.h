@@ -5,10 +5,10 @@
 // GPU gives the same bits. Functions without branches vectorise (storage/initial_rows_cpu.h).
 #pragma once
 
-#include <bit>
 #include <cmath>
 #include <cstdint>
 
+#include "bits.h"
 #include "philox.h"
 
 namespace torchrec_dyn {
@@ -46,9 +46,9 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE double log_of_unit(double x) {
   constexpr uint64_t kDoubleOfInteger = 0x4330000000000000ull;  // bits of 2^52: an integer below 2^52 is added as bits
   constexpr double kHighLn2 = 6.93147180369123816490e-01;       // its product with k is exact
   constexpr double kLowLn2 = 1.90821492927058770002e-10;
-  const uint64_t bits = std::bit_cast<uint64_t>(x * 0x1p54) + (kOne - kRootHalf);  // 2^54 x is not subnormal
-  const double k = std::bit_cast<double>((bits >> 52) | kDoubleOfInteger) - (0x1p52 + 1023 + 54);
-  const double f = std::bit_cast<double>((bits & kFraction) + kRootHalf) - 1.0;
+  const uint64_t bits = same_bits<uint64_t>(x * 0x1p54) + (kOne - kRootHalf);  // 2^54 x is not subnormal
+  const double k = same_bits<double>((bits >> 52) | kDoubleOfInteger) - (0x1p52 + 1023 + 54);
+  const double f = same_bits<double>((bits & kFraction) + kRootHalf) - 1.0;
   const double half_square = 0.5 * f * f;
   const double s = f / (2.0 + f);
   const double z = s * s;

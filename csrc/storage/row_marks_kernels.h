@@ -1,9 +1,9 @@
 // The bodies of marks (simt.h): written by row, and read by version.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 
+#include "bits.h"
 #include "device_errors.h"
 #include "simt.h"
 #include "storage/row_marks.h"
@@ -82,7 +82,7 @@ struct FlagMarked {
       for (int64_t k = 0; k < count; ++k) bits |= static_cast<uint32_t>(simt::load(marks + k) >= since) << k;
       found.bits[i] = bits;
     }
-    found.places[i] = std::popcount(bits);
+    found.places[i] = count_bits(bits);
   }
 };
 
@@ -92,8 +92,7 @@ struct ListMarked {
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     int64_t place = found.places[i];
-    for (uint32_t bits = found.bits[i]; bits != 0; bits &= bits - 1)
-      list[place++] = i * found.piece + std::countr_zero(bits);
+    for (uint32_t bits = found.bits[i]; bits != 0; bits &= bits - 1) list[place++] = i * found.piece + lowest_bit(bits);
   }
 };
 

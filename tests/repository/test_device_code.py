@@ -1,0 +1,123 @@
+"""Device code calls nothing that only the host has: nvcc may drop such a call in silence (csrc/bits.h)."""
+
+import ast
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = ROOT / "csrc"
+NVCC = shutil.which("nvcc", path="/usr/local/cuda/bin") or shutil.which("nvcc")
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
+
+# Types, and functions that CUDA has for both.
+ON_ANY_DEVICE = {"conditional_t", "endian", "fabs", "memcpy", "sqrt", "type_identity_t"}
+# Called by functions of the host alone, or where the host's half of a function is compiled.
+ON_THE_HOST = {
+    "bits.h": {"countr_zero", "popcount"},
+    "life/scores.h": {"__builtin_prefetch"},
+    "lookup/bags.h": {"max", "min", "upper_bound"},
+    "lookup/row_update.h": {"pow"},
+    "philox.h": {"__builtin_cpu_supports"},
+    "simt.h": {"atomic_ref", "memory_order_relaxed", "this_thread"},
+    "storage/content_sum.h": {"__builtin_prefetch", "min"},
+    "storage/id_map.h": {"__builtin_prefetch"},
+    "storage/row_marks.h": {"array", "atomic_ref", "copy", "memory_order_relaxed", "min"},
+}
+
+CONSTEXPR_OF_THE_HOST = """
+#include <algorithm>
+#include <bit>
+__global__ void scan_bits(unsigned* word) { *word = std::countr_zero(*word); }
+__global__ void count_bits(unsigned* word) { *word = std::bit_width(*word); }
+__global__ void round_up(unsigned* word) { *word = std::bit_ceil(*word); }
+__global__ void take_larger(int* words) { words[0] = std::max(words[0], words[1]); }
+"""
+# nvcc looks for these when it has found none of the others.
+OF_THE_HOST = """
+int of_the_host(int number) { return number; }
+__global__ void scan_by_builtin(unsigned* word) { *word = __builtin_ctz(*word); }
+__global__ void call_the_host(int* word) { *word = of_the_host(*word); }
+"""
+
+
+def device_headers() -> dict[str, str]:
+    """Returns the headers that device code is in, without comments."""
+    waiting = [path for path in CORE.rglob("*_kernels.h") if path.parent.name != "sanitize"]
+    texts: dict[str, str] = {}
+    while waiting:
+        path = waiting.pop()
+        name = path.relative_to(CORE).as_posix()
+        if name not in texts:
+            text = path.read_text()
+            waiting += [CORE / included for included in re.findall(r'#include "(.+)"', text)]
+            texts[name] = re.sub("//.*", "", text)
+    return texts
+
+
+def nvcc_arguments() -> list[str]:
+    """Returns CUDA_ARGS of setup.py, which cannot be imported."""
+    arguments: list[str] = []
+    for line in ast.parse((ROOT / "setup.py").read_text()).body:
+        target = getattr(line, "targets", [getattr(line, "target", None)])[0]
+        if getattr(target, "id", None) == "CUDA_ARGS":
+            arguments += ast.literal_eval(line.value)
+    assert arguments
+    return arguments
+
+
+def compiled(source: Path, result: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(NVCC), *nvcc_arguments(), "-arch=compute_90", f"-I{CORE}", "-ptx", str(source)]
+    return subprocess.run([*command, "-o", str(result)], capture_output=True, text=True)
+
+
+def kernels_of(ptx: str) -> dict[str, str]:
+    """Returns the instructions of each kernel, by its mangled name."""
+    kernels = ptx.split(".entry ")[1:]
+    return {kernel.partition("(")[0].strip(): kernel.partition("{")[2] for kernel in kernels}
+
+
+def test_headers_name_what_they_use_of_the_standard_library():
+    used: dict[str, set[str]] = {}
+    for name, text in device_headers().items():
+        names = {a or b for a, b in re.findall(r"\bstd::(\w+)|\b(__builtin_\w+)", text)}
+        if names := names - ON_ANY_DEVICE:
+            used[name] = names
+    assert used == ON_THE_HOST
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("text", "called"),
+    [
+        (CONSTEXPR_OF_THE_HOST, {"countr_zero", "bit_width", "bit_ceil", "max"}),
+        (OF_THE_HOST, {"__builtin_ctz", "of_the_host"}),
+    ],
+)
+def test_a_call_of_the_host_is_an_error_of_nvcc(text: str, called: set[str], tmp_path: Path):
+    source = tmp_path / "of_the_host.cu"
+    source.write_text(text)
+    done = compiled(source, tmp_path / "ptx")
+    assert done.returncode != 0
+    assert set(re.findall(r'error: calling a [^(]*\("(\w+)', done.stderr)) == called, done.stderr
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("source", "kernels"),
+    [
+        ("storage/id_map_launch.cu", ["InsertIds", "MoveSlots"]),
+        ("storage/row_marks_launch.cu", ["ListMarked"]),
+    ],
+)
+def test_kernels_scan_bits(source: str, kernels: list[str], tmp_path: Path):
+    """A dropped scan leaves a constant in its place."""
+    done = compiled(CORE / source, tmp_path / "ptx")
+    assert done.returncode == 0, done.stderr
+    instructions = kernels_of((tmp_path / "ptx").read_text())
+    for kernel in kernels:
+        [body] = [text for name, text in instructions.items() if kernel in name]
+        assert re.search(r"\b(bfind|clz)\.", body), kernel
