@@ -229,3 +229,16 @@ def test_staged_blocks_of_another_stream_are_kept_while_they_are_converted(cuda)
         staged.convert(torch.float16)
         kept = [one for one, stream in device.recorded if stream is cuda.streams["B"]]
         assert len(blocks) == 3 and all(any(one is block for one in kept) for block in blocks)
+
+
+def test_what_a_table_had_before_is_kept_for_the_stream_that_replaces_it(cuda):
+    with PretendedDevice() as device:
+        table = living_table(dyn.LeastRecentlyUsed(), device="cuda")
+        table.assign(torch.arange(9), torch.ones(9, 4))
+        stores = (*table.stores, table.life.scores.store)
+        before = [table.id_map.slots, *(block for store in stores for block in store.blocks)]
+        cuda.on("B")
+        device.forget()
+        table.convert(torch.float16)
+        kept = [one for one, stream in device.recorded if stream is cuda.streams["B"]]
+        assert len(before) >= 3 and all(any(one is old for one in kept) for old in before)

@@ -254,14 +254,21 @@ class RowStore:
         return result
 
     def drop_first(self) -> None:
-        """Drops the first block, which kernels of this stream may still read.
+        """Drops the first block, which kernels of this stream may still read."""
+        self.keep_in_use(1)
+        del self.blocks[0]
+
+    def keep_in_use(self, count: int | None = None) -> None:
+        """Keeps blocks that are dropped next for the present kernels of the current stream.
 
         Another stream may have allocated a block of torch's memory, and would use it again at once. A range
         waits for all kernels itself.
+
+        Args:
+            count: number of blocks, the first ones; None: all.
         """
         if not (self.grows_in_place and growing_block.in_range(1 << self.shift, self.row_bytes)):
-            keep_in_use(self.blocks[0])
-        del self.blocks[0]
+            keep_in_use(*self.blocks[:count])
 
     def reserve_zeros(self, rows: int) -> None:
         """Fills an empty store with `rows` rows of zeros; a CPU commits memory where rows are written."""
