@@ -35,13 +35,19 @@ TOOLS := "setuptools>=77" wheel ninja pytest==9.2.0 pytest-xdist==3.8.0 paramete
 NEWER_TOOLS := hypothesis==6.170.15 matplotlib==3.11.2 sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19 sphinx-copybutton==0.5.2 \
 	sphinx-codeautolink==0.19.0
 
-CORE_FORMATTED := $(wildcard $(addprefix csrc/,*.cpp *.cu *.h */*.cpp */*.cu */*.h))
+CORE_FORMATTED := $(wildcard $(addprefix csrc/,*.cpp *.cu *.h */*.cpp */*.cu */*.h */*/*.cpp */*/*.h))
 CORE := $(filter-out csrc/sanitize/%,$(CORE_FORMATTED))
 DEVICE_CORE := $(filter %.h %_cuda.cpp csrc/library.cpp,$(CORE))
 
 SIMT := build/simt/torchrec_dyn_simt.abi3.so
+# nvcc's PTX with an emulator: of the extension's own objects, and of one architecture (make ptx GPU=90).
+GPU ?= 80
+PTX := build/ptx/torchrec_dyn_ptx.abi3.so
+PTX_OF_GPU := build/ptx-$(GPU)/torchrec_dyn_ptx.abi3.so
+PTX_CORE := $(filter-out %_cpu.cpp,$(CORE)) $(wildcard csrc/sanitize/ptx/*.cpp csrc/sanitize/ptx/*.h)
+HAS_NVCC := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v nvcc)
 
-.PHONY: train test build wheel lint format docs bench bench-ab test-deep sanitize fuzz clones clean
+.PHONY: train test build wheel lint format docs bench bench-ab test-deep ptx sanitize fuzz clones clean
 
 # The script starts torchrun itself, and keeps its stack traces off the screen when a rank ends with an error.
 train: build
@@ -50,7 +56,7 @@ train: build
 # Two processes side by side, each with process groups of its own, take file after file. ARGS="-n 0": one process.
 # Both have two threads, which must not spin while they wait: they would take the cores from each other.
 test test-deep: export OMP_WAIT_POLICY = passive
-test: build
+test: build $(if $(HAS_NVCC),$(PTX))
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # SHARD=3/8 runs the third of eight parts.
@@ -121,6 +127,10 @@ bench-ab: build
 	done; done
 	$(BIN)/python benchmarks/compare.py $(AB)/base $(AB)/checkout
 
+# The kernels as nvcc compiles them, on an emulator: SHARD=2/3, GPU=90, RACES=1, SCHEDULES="random" (csrc/sanitize/ptx/run).
+ptx: build $(PTX_OF_GPU)
+	csrc/sanitize/ptx/run $(BIN)/python $(PTX_OF_GPU) --shard $(SHARD) $(ARGS)
+
 # The sanitizers, five minutes of the argument fuzzer, and the tests of the core on each level of x86-64.
 sanitize: build
 	csrc/sanitize/run $(BIN)/python
@@ -157,4 +167,17 @@ $(VENV)/extension.stamp: $(VENV)/dependencies.stamp setup.py pyproject.toml $(CO
 # The CUDA kernels, compiled by g++ for the tests (csrc/simt.h); it is not part of the wheel.
 $(SIMT): $(VENV)/dependencies.stamp setup.py $(DEVICE_CORE)
 	TORCHREC_DYN_BUILD=simt PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --build-lib build/simt
+	@touch $@
+
+# Not part of make build: only tests need it, and it needs nvcc. The extension comes first, since it has the objects.
+build_ptx = TORCHREC_DYN_BUILD=ptx PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --build-lib $(@D)
+$(PTX): $(VENV)/extension.stamp setup.py $(PTX_CORE)
+	$(build_ptx)
+	@touch $@
+
+architecture_80 := 8.0
+architecture_90 := 9.0
+architecture_120 := 12.0
+$(PTX_OF_GPU): $(VENV)/dependencies.stamp setup.py $(PTX_CORE)
+	TORCH_CUDA_ARCH_LIST=$(or $(architecture_$(GPU)),$(error make: expected GPU=80, 90 or 120, got GPU=$(GPU))) $(build_ptx)
 	@touch $@

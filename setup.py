@@ -13,18 +13,25 @@ from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 ROOT = Path(__file__).resolve().parent
-# TORCHREC_DYN_BUILD=cpu leaves the CUDA half out; simt makes a library for tests (csrc/simt.h), no extension.
+# TORCHREC_DYN_BUILD=cpu leaves the CUDA half out. simt and ptx make a library for tests (csrc/simt.h), no
+# extension: simt has the kernels of g++, ptx those of nvcc, with an emulator of PTX (csrc/sanitize/ptx).
 BUILD = os.environ.get("TORCHREC_DYN_BUILD", "")
 CUDA_BIN = f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"
-NVCC = None if BUILD else shutil.which("nvcc", path=CUDA_BIN) or shutil.which("nvcc")
+NVCC = shutil.which("nvcc", path=CUDA_BIN) or shutil.which("nvcc")
+NVCC = None if BUILD in ("cpu", "simt") else NVCC
+NAMED_ARCHITECTURES = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
 
 
 def _architectures() -> list[str]:
-    """Returns TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), else what this machine's GPUs are, else 9.0."""
-    if named := os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split():
-        return named
+    """Returns TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX"), else what this machine's GPUs are, else 9.0.
+
+    What nobody has named has its PTX, too: the ptx build tests it as it is in these objects.
+    """
+    if NAMED_ARCHITECTURES:
+        return NAMED_ARCHITECTURES
     gpus = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    return [f"{major}.{minor}" for major, minor in sorted(gpus)] or ["9.0"]
+    *others, last = [f"{major}.{minor}" for major, minor in sorted(gpus)] or ["9.0"]
+    return [*others, f"{last}+PTX"]
 
 
 def _sources() -> list[str]:
@@ -34,7 +41,21 @@ def _sources() -> list[str]:
     device = {path for path in every if path.endswith("_cuda.cpp")}
     if BUILD == "simt":
         return sorted({*device, "csrc/library.cpp"})
+    if BUILD == "ptx":
+        emulator = {str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/sanitize/ptx/*.cpp")}
+        emulator -= {"csrc/sanitize/ptx/test_library.cpp"}  # for the emulator's own tests
+        return [_one_file_of(sorted(device)), *sorted({*emulator, "csrc/library.cpp"})]
     return sorted(every if NVCC else every - device)
+
+
+def _one_file_of(sources: list[str]) -> str:
+    """Writes a file that includes others: torch's headers, most of their time, are read once."""
+    path = ROOT / "build/objects-ptx/host_half.cpp"
+    text = "".join(f'#include "{source.removeprefix("csrc/")}"\n' for source in sources)
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(path.relative_to(ROOT))
 
 
 # A wheel built anywhere runs on any x86-64 or aarch64: no -march. Threads come from torch's
@@ -50,7 +71,8 @@ COMPILE_ARGS = [
     "-Wextra",
     "-Wno-unused-parameter",
     "-DTORCH_TARGET_VERSION=0x020b000000000000",
-    *(["-DTORCHREC_DYN_SIMT"] if BUILD == "simt" else []),
+    *(["-DTORCHREC_DYN_SIMT"] if BUILD in ("simt", "ptx") else []),
+    *(["-DTORCHREC_DYN_PTX", "-O2", "-g1"] if BUILD == "ptx" else []),
 ]
 
 # The same rules for the bits: no fused multiply-add; IEEE division and square root are nvcc's default.
@@ -63,19 +85,23 @@ CUDA_ARGS += ["-Xptxas=--warning-as-error"]
 # --expt-relaxed-constexpr it would not even warn, and drop the host's builtins in such a function: so std::countr_zero of
 # any word is 32.
 CUDA_ARGS += ["-Werror=cross-execution-space-call", "--diag-error=20013,20015"]
+if not NAMED_ARCHITECTURES or BUILD == "ptx":
+    CUDA_ARGS += ["--no-compress"]  # the emulator reads PTX as a text
 
 
 def _code_of(architecture: str) -> str:
     """Returns nvcc's argument for one architecture, such as "9.0" or "12.0+PTX"."""
     number = architecture.removesuffix("+PTX").replace(".", "")
     code = f"[sm_{number},compute_{number}]" if architecture.endswith("+PTX") else f"sm_{number}"
+    if BUILD == "ptx" and NAMED_ARCHITECTURES:
+        code = f"compute_{number}"
     return f"-gencode=arch=compute_{number},code={code}"
 
 
-def _cuda_libraries() -> str:
-    """Returns the folder of nvcc's libraries. What is called nvcc may be a script that starts nvcc."""
+def _said_by_nvcc(pattern: str) -> str:
+    """Returns a folder of nvcc's. What is called nvcc may be a script that starts nvcc."""
     call = subprocess.run([str(NVCC), "--dryrun", "x.cu"], capture_output=True, text=True)
-    return re.search(r"TOP=(\S+)", call.stderr)[1] + "/lib64"
+    return re.search(pattern, call.stderr)[1]
 
 
 def _compile_cuda(folder: Path) -> list[str]:
@@ -113,14 +139,21 @@ class BuildCore(BuildExtension):
     def initialize_options(self) -> None:
         """Names the folder, which setuptools else makes anew for every editable install."""
         super().initialize_options()
-        self.build_temp = "build/objects-simt" if BUILD == "simt" else "build/objects"
+        self.build_temp = f"build/objects-{BUILD}" if BUILD in ("simt", "ptx") else "build/objects"
 
     def build_extensions(self) -> None:
         """Compiles the CUDA half first, if there is a compiler for it."""
         [extension] = self.extensions
-        if NVCC:
+        if BUILD == "ptx":
+            # The objects of the extension itself; those of a named architecture are another compilation.
+            folder = f"objects-ptx/{NAMED_ARCHITECTURES[0]}" if NAMED_ARCHITECTURES else "objects"
+            extension.extra_objects += _compile_cuda(ROOT / "build" / folder)
+            extension.include_dirs.append(_said_by_nvcc(r'INCLUDES="-I([^"]+)"'))
+            # The emulator's functions of CUDA are all there are: one that is missing is an error here.
+            extension.extra_link_args.append("-Wl,-z,defs")
+        elif NVCC:
             extension.extra_objects += _compile_cuda(ROOT / self.build_temp)
-            extension.library_dirs.append(_cuda_libraries())
+            extension.library_dirs.append(_said_by_nvcc(r"TOP=(\S+)") + "/lib64")
             extension.libraries += ["cudart_static", "dl", "rt", "pthread"]
         elif not BUILD:
             print("torchrec_dyn: found no nvcc, so there are no CUDA kernels. Set CUDA_HOME.")
@@ -132,7 +165,7 @@ setup(
     long_description_content_type="text/markdown",
     ext_modules=[
         CppExtension(
-            "torchrec_dyn_simt" if BUILD == "simt" else "torchrec_dyn._C",
+            f"torchrec_dyn_{BUILD}" if BUILD in ("simt", "ptx") else "torchrec_dyn._C",
             _sources(),
             include_dirs=[str(ROOT / "csrc")],
             extra_compile_args={"cxx": COMPILE_ARGS},  # torch adds -DPy_LIMITED_API=0x030A0000

@@ -6,7 +6,9 @@
 // slots of each map that grows. `moved` [T] is the number of outgoing slots that have moved, -1 for a map that does not
 // grow. `blocks` are rows of one table; `layout` [T, 4] describes the blocks of several tables (storage/blocks.h),
 // `segments` [S, 5] their bags (lookup/bags.h).
+#if !defined(TORCHREC_DYN_SIMT)
 #include <Python.h>
+#endif
 
 #include <torch/csrc/stable/library.h>
 
@@ -152,8 +154,10 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
       "Tensor(d!)[] marks, Tensor? mark_layout) -> ()");
 }
 
+#if !defined(TORCHREC_DYN_SIMT)
 // An empty Python module: importing torchrec_dyn._C loads this library and with it the ops.
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C(void) {
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }
+#endif

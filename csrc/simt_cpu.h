@@ -7,6 +7,7 @@
 #include <cstring>
 #include <latch>
 #include <numeric>
+#include <stdexcept>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -21,6 +22,8 @@ namespace torchrec_dyn::simt {
 // How often the host of a GPU would have waited for it: tests/support/pretended_device.py reads it by its name.
 extern "C" {
 [[gnu::used, gnu::visibility("default")]] inline std::atomic<int64_t> torchrec_dyn_host_waits{0};
+// Not 0: as a GPU that runs no more kernels. Tests set it by its name.
+[[gnu::used, gnu::visibility("default")]] inline std::atomic<int64_t> torchrec_dyn_lost_device{0};
 }
 
 constexpr int64_t kThreads = 4;  // more than the cores of CI: threads are also interrupted between two instructions
@@ -73,6 +76,12 @@ inline void read_back(const Queue&, void* host, const void* memory, int64_t byte
 inline int64_t* error_record() {
   static int64_t record[kErrorWords] = {};
   return record;
+}
+
+inline void raise_lost_device() {
+  if (torchrec_dyn_lost_device != 0)
+    throw std::runtime_error(
+        "torchrec_dyn: expected an allocation to succeed, got a lost device. Restart the process.");
 }
 
 inline void take_error(int64_t (&record)[kErrorWords]) {

@@ -4,35 +4,11 @@
 
 #include <cuda_runtime.h>
 
-#include <stdexcept>
-#include <string>
-
+#include "cuda_errors.h"
 #include "simt.h"
 #include "simt_tiles.h"
 
 namespace torchrec_dyn::simt {
-
-inline const char* what_to_do(cudaError_t error) {
-  switch (error) {
-    case cudaErrorNoKernelImageForDevice:
-    case cudaErrorInvalidDeviceFunction:
-      return "Build torchrec_dyn with the compute capability of this GPU in TORCH_CUDA_ARCH_LIST.";
-    case cudaErrorInsufficientDriver:
-    case cudaErrorUnsupportedPtxVersion:
-      return "Install a newer driver, or build torchrec_dyn with the nvcc of an older CUDA.";
-    case cudaErrorStreamCaptureUnsupported:
-      return "Call it outside of the capture of a CUDA graph.";
-    default:
-      return "An earlier kernel of any library may be the cause; CUDA_LAUNCH_BLOCKING=1 shows it.";
-  }
-}
-
-inline void check_cuda(cudaError_t error, const char* where) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // clears it, unless the device is lost
-  throw std::runtime_error(std::string("torchrec_dyn: expected ") + where + " to succeed on the GPU, got " +
-                           cudaGetErrorString(error) + ". " + what_to_do(error));
-}
 
 inline cudaStream_t stream_of(const Queue& queue) { return static_cast<cudaStream_t>(queue.stream); }
 

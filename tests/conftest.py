@@ -22,6 +22,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the soaks, and the property tests with 2,000 examples each; no other test",
     )
     parser.addoption(
+        "--simt",
+        action="store_true",
+        help="the tests that run kernels of the simt library; no other test",
+    )
+    parser.addoption(
         "--shard",
         type=read_shard,
         default=Shard(1, 1),
@@ -43,6 +48,13 @@ def _has_cuda_kernels() -> bool:
     return torch.cuda.is_available() and any(op.startswith("torchrec_dyn::") for op in registered)
 
 
+def _runs_simt(item: pytest.Item) -> bool:
+    """Returns True for a test with the parameter "simt" or the mark of this name."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    named = any(isinstance(value, str) and value == "simt" for value in values)
+    return named or item.get_closest_marker("simt") is not None
+
+
 @pytest.hookimpl(trylast=True)  # after Hypothesis, which marks its tests there
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reasons = {}
@@ -57,6 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ]
     else:
         reasons["deep"] = "a soak: make test-deep"
+    if config.getoption("--simt"):
+        chosen = [item for item in chosen if _runs_simt(item)]
     chosen = part_of(chosen, config.getoption("--shard"))
     if left_out := set(items) - set(chosen):
         config.hook.pytest_deselected(items=left_out)

@@ -144,7 +144,7 @@ class GpuMapBesideDict(DeviceMapBesideDict):
 
 TestMapBesideDict = MapBesideDict.TestCase
 TestMapBesideDict.settings = settings(stateful_step_count=20)
-TestDeviceMapBesideDict = DeviceMapBesideDict.TestCase
+TestDeviceMapBesideDict = pytest.mark.simt(DeviceMapBesideDict.TestCase)
 TestDeviceMapBesideDict.settings = settings(stateful_step_count=20)
 TestGpuMapBesideDict = pytest.mark.needs_cuda(GpuMapBesideDict.TestCase)
 TestGpuMapBesideDict.settings = settings(stateful_step_count=20)

@@ -1,4 +1,4 @@
-"""Copies between a GPU and the host, of at most some chunks of rows at a time; numbers on the host."""
+"""Copies between a GPU and the host, or another GPU, a few chunks of rows at a time; numbers on the host."""
 
 from __future__ import annotations
 
@@ -42,6 +42,20 @@ def to_host(values: Tensor) -> Tensor:
         return values.cpu()
     pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(values)
+
+
+def for_device(values: Tensor, device: torch.device) -> Tensor:
+    """Returns values that may be copied to memory of a device: of another GPU they are there already.
+
+    GPUs that cannot reach each other's memory copy between torch's memory only, as torch does it; rows are
+    in ranges of addresses (growing_block.py), which torch does not know.
+
+    Args:
+        values: a tensor of any shape, dtype and device.
+        device: the device.
+    """
+    is_of_another_gpu = values.device.type == device.type and values.device != device
+    return values.clone().to(device) if is_of_another_gpu else values
 
 
 class HostCopy:
