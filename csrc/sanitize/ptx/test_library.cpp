@@ -14,7 +14,9 @@ thread_local std::string text;  // what the last function that returns text has 
 
 Kernel& kernel_of(void* module, const char* name) { return *static_cast<Module*>(module)->kernels.at(name); }
 
-// Each of these functions is visible in the library.
+}  // namespace
+
+#pragma GCC visibility push(default)
 extern "C" {
 
 // Returns null if the text is refused; ptx_text() says why.
@@ -51,14 +53,22 @@ const char* ptx_executed(void* module, const char* name) {
   return text.c_str();
 }
 
+// One line for each instruction that is not supported, of all kernels.
+const char* ptx_unsupported(void* module) {
+  text.clear();
+  for (const auto& [name, kernel] : static_cast<Module*>(module)->kernels)
+    for (const std::string& each : torchrec_dyn::ptx::unsupported(*kernel)) text += each + "\n";
+  return text.c_str();
+}
+
 // Launches, threads, the most blocks; threads of the launch bounds, bytes of shared and local memory and parameters.
 void ptx_facts(void* module, const char* name, unsigned long long* numbers) {
   const Kernel& kernel = kernel_of(module, name);
   const auto counts = torchrec_dyn::ptx::launch_counts(kernel);
   const auto facts = torchrec_dyn::ptx::facts(kernel);
-  const unsigned long long all[] = {counts.launches,    counts.threads,    counts.most_blocks,
-                                    static_cast<unsigned long long>(facts.max_threads), facts.shared_bytes,
-                                    facts.local_bytes, facts.parameter_bytes};
+  const unsigned long long all[] = {
+      counts.launches,    counts.threads,    counts.most_blocks,   static_cast<unsigned long long>(facts.max_threads),
+      facts.shared_bytes, facts.local_bytes, facts.parameter_bytes};
   std::memcpy(numbers, all, sizeof all);
 }
 
@@ -73,5 +83,4 @@ void ptx_refuse_range(size_t begin, size_t end) {
 }
 
 }  // extern "C"
-
-}  // namespace
+#pragma GCC visibility pop
