@@ -90,6 +90,9 @@ struct Executed {
 };
 std::vector<Executed> executed(const Kernel& kernel);
 
+// The instructions of a kernel that the emulator does not know, by their text.
+std::vector<std::string> unsupported(const Kernel& kernel);
+
 struct LaunchCounts {
   uint64_t launches, threads, most_blocks;
 };

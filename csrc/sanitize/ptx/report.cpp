@@ -61,6 +61,13 @@ std::vector<Executed> executed(const Kernel& kernel) {
   return result;
 }
 
+std::vector<std::string> unsupported(const Kernel& kernel) {
+  std::vector<std::string> result;
+  for (const Instruction& instruction : kernel.code)
+    if (instruction.run == run_unsupported) result.push_back(instruction.text);
+  return result;
+}
+
 LaunchCounts launch_counts(const Kernel& kernel) { return kernel.counts; }
 
 }  // namespace torchrec_dyn::ptx

@@ -1,0 +1,191 @@
+"""Runs PTX that tests write, in the emulator of csrc/sanitize/ptx. Needs a C++ compiler, no nvcc and no GPU.
+
+    compute("add.s32 %d, %a, %b;", [1, 2], [3, 4], types="s32")   # by elements
+    Program(text).launch("kernel", grid=1, block=32, arguments=[array, 7])
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "csrc/sanitize/ptx"
+BUILT = ROOT / "build/ptx/tests"
+FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"
+SCHEDULES = ("converged", "random", "split")
+NUMPY = {"u": "uint", "s": "int", "b": "uint", "f": "float"}
+
+
+def _built(source, headers):
+    """Returns the object of a file, compiled if there is none of this text, these headers and these flags."""
+    text = hashlib.sha256(headers + source.read_bytes() + " ".join(FLAGS).encode())
+    built = BUILT / f"{source.stem}-{text.hexdigest()[:16]}.o"
+    if not built.exists():
+        with tempfile.TemporaryDirectory(dir=BUILT) as folder:
+            made = Path(folder, "it.o")
+            subprocess.run(["g++", *FLAGS, "-c", str(source), "-o", str(made)], check=True)
+            made.replace(built)
+    return built
+
+
+@functools.cache
+def library():
+    """Returns the emulator; compiles the files that changed. Built once, for all processes."""
+    BUILT.mkdir(parents=True, exist_ok=True)
+    headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.h")))
+    # The stand-ins for CUDA need its headers.
+    sources = [path for path in sorted(SOURCES.glob("*.cpp")) if "#include <cuda" not in path.read_text()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda path: _built(path, headers), sources))
+    names = " ".join(path.name for path in objects)
+    built = BUILT / f"{hashlib.sha256(names.encode()).hexdigest()[:16]}.so"
+    if not built.exists():
+        with tempfile.TemporaryDirectory(dir=BUILT) as folder:
+            made = Path(folder, "it.so")
+            command = ["g++", "-shared", *map(str, objects), "-o", str(made), "-lpthread"]
+            subprocess.run(command, check=True)
+            made.replace(built)
+    loaded = ctypes.CDLL(str(built))
+    for name, result in (("parse", ctypes.c_void_p), ("variable", ctypes.c_void_p)):
+        getattr(loaded, f"ptx_{name}").restype = result
+    for name in ("text", "executed", "unsupported"):
+        getattr(loaded, f"ptx_{name}").restype = ctypes.c_char_p
+    return loaded
+
+
+class Launched(NamedTuple):
+    error: int  # of CUDA; 0: none
+    report: str  # what the emulator said
+
+
+class Program:
+    """A module of PTX. The head is added to a text without one."""
+
+    def __init__(self, text):
+        text = text if ".version" in text else HEAD + text
+        self._module = ctypes.c_void_p(library().ptx_parse(text.encode()))
+        if not self._module:
+            raise ValueError(library().ptx_text().decode())
+
+    def __del__(self):
+        if getattr(self, "_module", None):
+            library().ptx_free(self._module)
+
+    def launch(self, name, grid=1, block=32, arguments=(), shared_bytes=0, **environment):
+        """Runs a kernel. Arrays are passed by their address, whole numbers as 64 bits, numpy's numbers as they are.
+
+        environment: SCHEDULE, SEED, RACES, STEPS of csrc/sanitize/ptx/emulator.h.
+        """
+        given = [np.uint64(one.ctypes.data) if isinstance(one, np.ndarray) else one for one in arguments]
+        memory = [np.array([one]) if isinstance(one, np.generic) else np.array([one], np.int64) for one in given]
+        pointers = (ctypes.c_void_p * max(len(memory), 1))(*(one.ctypes.data for one in memory))
+        extents = (ctypes.c_uint * 6)(*_extent(grid), *_extent(block))
+        with tempfile.NamedTemporaryFile() as report:
+            names = {f"TORCHREC_DYN_PTX_{key}": str(value) for key, value in environment.items()}
+            names["TORCHREC_DYN_PTX_REPORT"] = report.name
+            with mock.patch.dict(os.environ, names):
+                size = ctypes.c_size_t(shared_bytes)
+                error = library().ptx_launch(self._module, name.encode(), extents, pointers, size)
+            return Launched(error, Path(report.name).read_text())
+
+    def run(self, name, *args, **kwargs):
+        """As launch; an error is not expected."""
+        launched = self.launch(name, *args, **kwargs)
+        assert launched == (0, ""), launched
+
+    def variable(self, name, dtype):
+        """Returns the memory of a variable."""
+        size = ctypes.c_size_t()
+        address = library().ptx_variable(self._module, name.encode(), ctypes.byref(size))
+        return np.frombuffer((ctypes.c_char * size.value).from_address(address), dtype)
+
+    def executed(self, name):
+        """Returns (line, times, text) of each instruction."""
+        lines = library().ptx_executed(self._module, name.encode()).decode().splitlines()
+        return [(int(line), int(times), text) for line, times, text in (one.split("\t") for one in lines)]
+
+    def unsupported(self):
+        return library().ptx_unsupported(self._module).decode().splitlines()
+
+    def facts(self, name):
+        """Returns launches, threads and most blocks; most threads, bytes of shared and local memory, parameters."""
+        numbers = (ctypes.c_ulonglong * 7)()
+        library().ptx_facts(self._module, name.encode(), numbers)
+        return list(numbers)
+
+
+def _extent(size):
+    return (size, 1, 1) if isinstance(size, int) else (*size, 1, 1)[:3]
+
+
+def refuse_range(begin, end):
+    """Makes accesses within [begin, end) errors; an empty range ends it."""
+    library().ptx_refuse_range(ctypes.c_size_t(begin), ctypes.c_size_t(end))
+
+
+def dtype_of(kind):
+    """Returns numpy's type for a type of PTX; bf16 as its bits."""
+    return np.dtype("uint16" if kind == "bf16" else NUMPY[kind[0]] + kind[1:])
+
+
+def kernel(body, parameters=("out",), registers=(), name="kernel"):
+    """Returns the text of a kernel with parameters of 64 bits, whose values are %out and so on, and %i, the thread."""
+    declared = ", ".join(f".param .u64 p_{one}" for one in parameters)
+    loads = "".join(f".reg .b64 %{one};\nld.param.u64 %{one}, [p_{one}];\n" for one in parameters)
+    rest = "".join(f".reg .{one};\n" for one in registers)
+    return f""".visible .entry {name}({declared})
+{{
+{rest}{loads}.reg .b32 %i, %block_, %size_;
+mov.u32 %i, %tid.x;
+mov.u32 %block_, %ctaid.x;
+mov.u32 %size_, %ntid.x;
+mad.lo.s32 %i, %block_, %size_, %i;
+{body}
+ret;
+}}
+"""
+
+
+def compute(code, *operands, types, out=None):
+    """Runs code for each element of the operands, which are %a, %b, ...; returns what it left in %d.
+
+    types: PTX's type of the operands, or one for each. out: of the result; that of the first operand.
+    Registers %p and %q are predicates.
+    """
+    types = [types] * len(operands) if isinstance(types, str) else list(types)
+    out = out or types[0]
+    arrays = [np.asarray(one, dtype_of(kind)) for one, kind in zip(operands, types, strict=True)]
+    n = len(arrays[0])
+    result = np.zeros(n, dtype_of(out))
+    names = "abcefg"[: len(arrays)]
+    registers = ["pred %p, %q, %in_", "b64 %at_, %x_"]
+    body = "setp.ge.s32 %in_, %i, {n};\n@%in_ ret;\n".replace("{n}", str(n)) + "cvt.u64.u32 %x_, %i;\n"
+    for name, kind in zip(names, types, strict=True):
+        registers.append(f"b{_register_bits(kind)} %{name}")
+        body += f"mad.lo.s64 %at_, %x_, {dtype_of(kind).itemsize}, %in{name};\n"
+        body += f"ld.{_memory_type(kind)} %{name}, [%at_];\n"
+    registers.append(f"b{_register_bits(out)} %d")
+    body += code + f"\nmad.lo.s64 %at_, %x_, {result.dtype.itemsize}, %out;\n"
+    body += f"st.{_memory_type(out)} [%at_], %d;\n"
+    parameters = [f"in{name}" for name in names] + ["out"]
+    blocks = (n + 63) // 64
+    Program(kernel(body, parameters, registers)).run("kernel", blocks, 64, [*arrays, result])
+    return result
+
+
+def _register_bits(kind):
+    return max(dtype_of(kind).itemsize * 8, 16)
+
+
+def _memory_type(kind):
+    return f"b{dtype_of(kind).itemsize * 8}" if kind[0] in "fb" else kind
