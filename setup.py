@@ -44,14 +44,15 @@ def _sources() -> list[str]:
     if BUILD == "ptx":
         emulator = {str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/sanitize/ptx/*.cpp")}
         emulator -= {"csrc/sanitize/ptx/test_library.cpp"}  # for the emulator's own tests
-        return [_one_file_of(sorted(device)), *sorted({*emulator, "csrc/library.cpp"})]
+        host_half = {*device, "csrc/library.cpp"}
+        return [_one_file_of(host_half, "host_half"), _one_file_of(emulator, "emulator")]
     return sorted(every if NVCC else every - device)
 
 
-def _one_file_of(sources: list[str]) -> str:
-    """Writes a file that includes others: torch's headers, most of their time, are read once."""
-    path = ROOT / "build/objects-ptx/host_half.cpp"
-    text = "".join(f'#include "{source.removeprefix("csrc/")}"\n' for source in sources)
+def _one_file_of(sources: set[str], name: str) -> str:
+    """Writes a file that includes others: they compile in a third of the time, since headers are read once."""
+    path = ROOT / f"build/objects-ptx/{name}.cpp"
+    text = "".join(f'#include "{one.removeprefix("csrc/")}"\n' for one in sorted(sources))
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -72,7 +73,7 @@ COMPILE_ARGS = [
     "-Wno-unused-parameter",
     "-DTORCH_TARGET_VERSION=0x020b000000000000",
     *(["-DTORCHREC_DYN_SIMT"] if BUILD in ("simt", "ptx") else []),
-    *(["-DTORCHREC_DYN_PTX", "-O2", "-g1"] if BUILD == "ptx" else []),
+    *(["-DTORCHREC_DYN_PTX", "-O1", "-g0"] if BUILD == "ptx" else []),
 ]
 
 # The same rules for the bits: no fused multiply-add; IEEE division and square root are nvcc's default.

@@ -69,7 +69,7 @@ std::string ptx_of(const void* wrapper) {
   return text;
 }
 
-std::recursive_mutex& lock() {
+std::recursive_mutex& parsing() {
   static auto* mutex = new std::recursive_mutex;
   return *mutex;
 }
@@ -79,7 +79,7 @@ std::recursive_mutex& lock() {
 FatBinary::FatBinary(const void* wrapper) : text_(ptx_of(wrapper)) {}
 
 Module& FatBinary::module() {
-  const std::lock_guard<std::recursive_mutex> hold(lock());
+  const std::lock_guard<std::recursive_mutex> hold(parsing());
   try {
     if (module_ == nullptr) module_ = parse(text_);
   } catch (const std::exception& error) {

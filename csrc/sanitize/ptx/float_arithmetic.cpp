@@ -37,7 +37,7 @@ Handler sign_handler(const Opcode& opcode) {
 }
 
 template <typename T>
-Handler typed_handler(Opcode& opcode) {
+Handler float_handler_of(Opcode& opcode) {
   if (const Handler handler = sign_handler<T>(opcode)) return handler;
   if (opcode.is("min"))
     return opcode.has("NaN") ? binary<T>([](T a, T b) { return std::isunordered(a, b) ? a + b : lesser(a, b); })
@@ -62,8 +62,8 @@ Handler typed_handler(Opcode& opcode) {
 
 Handler float_handler(Opcode& opcode) {
   const Type type = opcode.type();
-  if (type == Type::kF32) return typed_handler<float>(opcode);
-  if (type == Type::kF64) return typed_handler<double>(opcode);
+  if (type == Type::kF32) return float_handler_of<float>(opcode);
+  if (type == Type::kF64) return float_handler_of<double>(opcode);
   return nullptr;
 }
 

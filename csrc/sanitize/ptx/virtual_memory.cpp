@@ -23,7 +23,7 @@ constexpr int kDevices = TORCHREC_DYN_PTX_DEVICES;
 constexpr int kDevices = 1;
 #endif
 
-std::mutex lock;
+std::mutex memory_lock;
 std::map<CUdeviceptr, size_t> ranges;                   // reserved addresses, by their begin
 std::map<CUmemGenericAllocationHandle, size_t> pieces;  // memory with a handle
 std::map<CUdeviceptr, size_t> mappings;                 // by their begin
@@ -94,14 +94,14 @@ CUcontext primary() {
 CUresult retain(CUcontext* context, CUdevice device) {
   if (device < 0 || device >= kDevices)
     return refused("cuDevicePrimaryCtxRetain", "a device", CUDA_ERROR_INVALID_DEVICE);
-  const std::lock_guard<std::mutex> hold(lock);
+  const std::lock_guard<std::mutex> hold(memory_lock);
   ++retained;
   *context = primary();
   return CUDA_SUCCESS;
 }
 
 CUresult release(CUdevice device) {
-  const std::lock_guard<std::mutex> hold(lock);
+  const std::lock_guard<std::mutex> hold(memory_lock);
   if (device < 0 || device >= kDevices || retained == 0)
     return refused("cuDevicePrimaryCtxRelease", "a device that is retained", CUDA_ERROR_INVALID_CONTEXT);
   --retained;
@@ -109,7 +109,7 @@ CUresult release(CUdevice device) {
 }
 
 CUresult push(CUcontext context) {
-  const std::lock_guard<std::mutex> hold(lock);
+  const std::lock_guard<std::mutex> hold(memory_lock);
   if (context != primary() || retained == 0)
     return refused("cuCtxPushCurrent", "a context that is retained", CUDA_ERROR_INVALID_CONTEXT);
   ++pushed;
@@ -135,7 +135,7 @@ CUresult granularity(size_t* page, const CUmemAllocationProp* kind, CUmemAllocat
 CUresult reserve(CUdeviceptr* begin, size_t bytes, size_t alignment, CUdeviceptr hint, unsigned long long flags) {
   if (bytes == 0 || !are_pages(bytes) || !are_pages(alignment) || hint != 0 || flags != 0)
     return refused("cuMemAddressReserve", "whole pages, no hint and no flags");
-  const std::lock_guard<std::mutex> hold(lock);
+  const std::lock_guard<std::mutex> hold(memory_lock);
   void* taken = take_addresses(nullptr, bytes + kPage);
   if (taken == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
   // mmap aligns to its own small pages: the parts before and after the first large page go back.
@@ -148,7 +148,7 @@ CUresult reserve(CUdeviceptr* begin, size_t bytes, size_t alignment, CUdeviceptr
 }
 
 CUresult free_addresses(CUdeviceptr begin, size_t bytes) {
-  const std::lock_guard<std::mutex> hold(lock);
+  const std::lock_guard<std::mutex> hold(memory_lock);
   if (!is_area(ranges, begin, bytes)) return refused("cuMemAddressFree", "a range as it was reserved");
   if (meets(mappings, begin, bytes)) return refused("cuMemAddressFree", "a range without mapped memory");
   ranges.erase(begin);
@@ -162,7 +162,7 @@ CUresult create(CUmemGenericAllocationHandle* piece, size_t bytes, const CUmemAl
   if (kind->type != CU_MEM_ALLOCATION_TYPE_PINNED || !is_device(kind->location))
     return refused("cuMemCreate", "pinned memory of a device");
   if (bytes > kMostMemory) return CUDA_ERROR_OUT_OF_MEMORY;
-  const std::lock_guard<std::mutex> hold(lock);
+  const std::lock_guard<std::mutex> hold(memory_lock);
   *piece = next_piece++;
   pieces[*piece] = bytes;
   return CUDA_SUCCESS;
@@ -170,14 +170,14 @@ CUresult create(CUmemGenericAllocationHandle* piece, size_t bytes, const CUmemAl
 
 // A mapping keeps the memory of its piece.
 CUresult release_piece(CUmemGenericAllocationHandle piece) {
-  const std::lock_guard<std::mutex> hold(lock);
+  const std::lock_guard<std::mutex> hold(memory_lock);
   if (pieces.erase(piece) == 0) return refused("cuMemRelease", "a piece that was not released");
   return CUDA_SUCCESS;
 }
 
 CUresult map(CUdeviceptr begin, size_t bytes, size_t offset, CUmemGenericAllocationHandle piece,
              unsigned long long flags) {
-  const std::lock_guard<std::mutex> hold(lock);
+  const std::lock_guard<std::mutex> hold(memory_lock);
   const auto made = pieces.find(piece);
   if (made == pieces.end() || made->second != bytes || offset != 0 || flags != 0)
     return refused("cuMemMap", "a whole piece that was not released, no offset and no flags");
@@ -188,7 +188,7 @@ CUresult map(CUdeviceptr begin, size_t bytes, size_t offset, CUmemGenericAllocat
 }
 
 CUresult unmap(CUdeviceptr begin, size_t bytes) {
-  const std::lock_guard<std::mutex> hold(lock);
+  const std::lock_guard<std::mutex> hold(memory_lock);
   if (!is_area(mappings, begin, bytes)) return refused("cuMemUnmap", "a piece as it was mapped");
   mappings.erase(begin);
   take_addresses(reinterpret_cast<void*>(begin), bytes);  // in the place of the memory, which is lost
@@ -196,7 +196,7 @@ CUresult unmap(CUdeviceptr begin, size_t bytes) {
 }
 
 CUresult set_access(CUdeviceptr begin, size_t bytes, const CUmemAccessDesc* descriptions, size_t count) {
-  const std::lock_guard<std::mutex> hold(lock);
+  const std::lock_guard<std::mutex> hold(memory_lock);
   if (!is_area(mappings, begin, bytes)) return refused("cuMemSetAccess", "a piece as it was mapped");
   if (count == 0) return refused("cuMemSetAccess", "a device");
   for (size_t i = 0; i < count; ++i) {
