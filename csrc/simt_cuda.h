@@ -38,8 +38,16 @@ inline cudaStream_t stream_of(const Queue& queue) { return static_cast<cudaStrea
 
 constexpr int64_t kThreadsABlock = 256;
 
+// Body::kBlocksAtOnce: how many blocks of it an SM shall hold, which limits its registers; 0: as nvcc chooses.
 template <typename Body>
-__global__ void __launch_bounds__(kThreadsABlock) each_turn(int64_t n, const __grid_constant__ Body body) {
+constexpr int blocks_at_once() {
+  if constexpr (requires { Body::kBlocksAtOnce; }) return Body::kBlocksAtOnce;
+  return 0;
+}
+
+template <typename Body>
+__global__ void __launch_bounds__(kThreadsABlock, blocks_at_once<Body>())
+    each_turn(int64_t n, const __grid_constant__ Body body) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreadsABlock;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreadsABlock + threadIdx.x; i < n; i += stride) body(i);
 }

@@ -1,5 +1,6 @@
 // Gather and pool on a device, and the gradient of the bag weights: pooling_cpu.cpp for CUDA.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <optional>
 
@@ -32,8 +33,11 @@ std::vector<DeviceSegment<T>> segments_of(const BagLists& lists, const std::vect
     const auto place = static_cast<uintptr_t>(segment.out_offset) | static_cast<uintptr_t>(segment.out_stride);
     const uintptr_t bits = reinterpret_cast<uintptr_t>(memory) | place * element_bytes;
     const Division units(tables[table].columns / static_cast<int64_t>(columns));
-    all.push_back({tables[table], segment.first_bag, turns, segment.out_offset, segment.out_stride, units,
-                   static_cast<int>(columns), bits % std::min<uintptr_t>(16, columns * element_bytes) == 0});
+    const auto count = static_cast<uint64_t>(units.divisor);
+    const int shift = std::has_single_bit(count) ? std::countr_zero(count) : -1;
+    all.push_back({tables[table], segment.first_bag, turns, segment.out_offset, segment.out_stride, units, shift,
+                   static_cast<int>(columns), bits % std::min<uintptr_t>(16, columns * element_bytes) == 0,
+                   one_block(tables[table], layout[table].blocks)});
     turns += segment.bags * units.divisor;
   }
   return all;
@@ -80,7 +84,8 @@ BagArguments read_arguments(const char* op, const Tensor& rows, const std::optio
   return given;
 }
 
-// Calls launch(bags, turns of units) and reports what the bodies find wrong. They write a new tensor only.
+// Calls launch(bags, turns of units, whether each table is one block) and reports what the bodies find wrong. They
+// write a new tensor only.
 template <typename T, typename Launch>
 void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>& weights, const void* outputs,
          uintptr_t element_bytes, const Launch& launch) {
@@ -92,7 +97,7 @@ void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>&
   // Without bags no turn reads the one offset.
   const SentBags<T> sent = send_bags(call, WrongBags{lists.count == 0, 0}, segments, blocks.pointers());
   const DeviceBags<T> bags{sent.segments,
-                           static_cast<int64_t>(segments.size()),
+                           static_cast<int>(segments.size()),
                            lists.offsets,
                            lists.count,
                            const_data<int64_t>(given.rows),
@@ -101,7 +106,9 @@ void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>&
                            sent.wrong};
   if (lists.count > 0) {
     const DeviceSegment<T>& last = segments.back();
-    launch(bags, last.first_turn + (lists.count - last.first_bag) * last.units.divisor);
+    const bool is_plain =
+        std::ranges::all_of(segments, [](const DeviceSegment<T>& segment) { return segment.block.memory != nullptr; });
+    launch(bags, last.first_turn + (lists.count - last.first_bag) * last.units.divisor, is_plain);
   }
   simt::each(call.queue(), 1, ReportWrongBags<T>{bags, given.op, call.errors(raise_wrong_bags)});
   call.finish();
@@ -122,8 +129,11 @@ Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, con
     dispatch_row_type("gather_pool", dtype, [&](auto out_zero) {
       using Out = decltype(out_zero);
       auto* place = mutable_data<Out>(out);
-      run<T>(call, given, weights, place, sizeof(Out), [&](const DeviceBags<T>& bags, int64_t turns) {
-        simt::each(call.queue(), turns, PoolBags<T, Out>{bags, weight, place});
+      run<T>(call, given, weights, place, sizeof(Out), [&](const DeviceBags<T>& bags, int64_t turns, bool is_plain) {
+        if (is_plain && weight == nullptr)
+          simt::each(call.queue(), turns, PoolBags<T, Out, true>{bags, nullptr, place});
+        else
+          simt::each(call.queue(), turns, PoolBags<T, Out, false>{bags, weight, place});
       });
     });
   });
@@ -143,7 +153,7 @@ Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optio
   if (given.lists.count == 0) simt::fill_zero(call.queue(), place, rows.numel() * static_cast<int64_t>(sizeof(float)));
   dispatch_row_type("bag_weights_grad", weights, [&](auto zero) {
     using T = decltype(zero);
-    run<T>(call, given, weights, bag_grad, sizeof(float), [&](const DeviceBags<T>& bags, int64_t) {
+    run<T>(call, given, weights, bag_grad, sizeof(float), [&](const DeviceBags<T>& bags, int64_t, bool) {
       simt::each(call.queue(), std::max(bags.ids, bags.count), DotRows<T>{bags, bag_grad, place});
     });
   });

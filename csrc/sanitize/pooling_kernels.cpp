@@ -31,15 +31,16 @@ void pool_bags(int columns, int unit_columns) {
   const int64_t ids = offsets.back();
   for (int64_t i = 0; i < ids; ++i) rows.push_back(random_words(5, i, 0, 0).words[0] % (kRows + 1) - 1);
 
-  const DeviceSegment<T> segment{
-      {blocks.data(), kShift, columns, kRows}, 0, 0, 0, columns, Division(columns / unit_columns), unit_columns, true};
+  const RowBlocks<T> table{blocks.data(), kShift, columns, kRows};
+  const int units = columns / unit_columns;
+  const DeviceSegment<T> segment{table, 0, 0, 0, columns, Division(units), units == 1 ? 0 : -1, unit_columns, true, {}};
   WrongBags wrong{};
   int64_t error[kErrorWords] = {};
   const DeviceBags<T> bags{&segment, 1, offsets.data(), kBags, rows.data(), ids, false, &wrong};
   std::vector<Unit16> outputs(kBags * width * sizeof(float) / sizeof(Unit16) + 1);
   auto* out = reinterpret_cast<float*>(outputs.data());
   const int64_t turns = kBags * segment.units.divisor;
-  simt::each(kQueue, turns, PoolBags<T, float>{bags, nullptr, out});
+  simt::each(kQueue, turns, PoolBags<T, float, false>{bags, nullptr, out});
   check(wrong.offsets == 0 && wrong.bags_left == 0, "nothing is wrong");
   std::vector<float> products(static_cast<size_t>(ids));
   simt::each(kQueue, std::max(ids, kBags), DotRows<T>{bags, out, products.data()});
@@ -64,14 +65,14 @@ void pool_bags(int columns, int unit_columns) {
   check(error[0] == 0, "nothing is reported");
   rows[static_cast<size_t>(offsets[900])] = kRows;
   rows[static_cast<size_t>(offsets[1200])] = std::numeric_limits<int64_t>::min();
-  simt::each(kQueue, turns, PoolBags<T, float>{bags, nullptr, out});
+  simt::each(kQueue, turns, PoolBags<T, float, false>{bags, nullptr, out});
   const auto first = std::upper_bound(offsets.begin(), offsets.end(), offsets[900]) - offsets.begin() - 1;
   check(wrong.offsets == 0 && kBags - wrong.bags_left == first, "the first bag with a row outside is found");
   simt::each(kQueue, 1, report);
   check(error[0] == 1 && error[2] == 0 && error[3] == kRows, "the capacity of its table is reported");
   error[0] = 0;
   for (size_t b = 100; b < 1000; b += 3) offsets[b] = std::numeric_limits<int64_t>::max() - static_cast<int64_t>(b);
-  simt::each(kQueue, turns, PoolBags<T, float>{bags, nullptr, out});
+  simt::each(kQueue, turns, PoolBags<T, float, false>{bags, nullptr, out});
   simt::each(kQueue, std::max(ids, kBags), DotRows<T>{bags, out, products.data()});
   check(wrong.offsets == 1, "wrong offsets are seen");
   simt::each(kQueue, 1, report);
