@@ -56,9 +56,9 @@ constexpr int kTileThreads = 128;  // of a block
 template <typename Body>
 constexpr int kTilesABlock = kTileThreads / Body::kLanes;
 
-// Body::kBlocks: the blocks that a multiprocessor must have registers for.
 template <typename Body>
-__global__ void __launch_bounds__(kTileThreads, Body::kBlocks) each_tile(int64_t n, const __grid_constant__ Body body) {
+__global__ void __launch_bounds__(kTileThreads, blocks_at_once<Body>())
+    each_tile(int64_t n, const __grid_constant__ Body body) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kTilesABlock<Body> + threadIdx.x / Body::kLanes;
   if (i < n) body(i);
 }

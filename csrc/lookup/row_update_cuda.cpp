@@ -16,8 +16,14 @@
 namespace torchrec_dyn {
 namespace {
 
+// The bytes of a list in SentLists.
+template <typename T>
+size_t bytes_of(const std::vector<T>& list) {
+  return (list.size() * sizeof(T) + sizeof(Unit16) - 1) / sizeof(Unit16) * sizeof(Unit16);
+}
+
 // Lists of the host in one piece of memory of the device: one send, that does not wait. Requires elements of whole
-// words.
+// words; each list begins at a multiple of 16 bytes.
 class SentLists {
  public:
   // `bytes`: of all lists together.
@@ -28,9 +34,8 @@ class SentLists {
   template <typename T>
   T* add(const std::vector<T>& list) {
     static_assert(sizeof(T) % sizeof(int64_t) == 0);
-    const size_t bytes = list.size() * sizeof(T);
-    if (bytes > 0) std::memcpy(host_.data() + used_, list.data(), bytes);
-    return reinterpret_cast<T*>(memory_ + std::exchange(used_, used_ + bytes));
+    if (!list.empty()) std::memcpy(host_.data() + used_, list.data(), list.size() * sizeof(T));
+    return reinterpret_cast<T*>(memory_ + std::exchange(used_, used_ + bytes_of(list)));
   }
 
   void send() { simt::send(call_.queue(), memory_, host_.data(), static_cast<int64_t>(used_)); }
@@ -49,11 +54,6 @@ TileRows<T> moved(const RowBlocks<T>& rows, const std::vector<T*>& host, T* cons
   const bool is_single = rows.capacity > 0 && (rows.capacity - 1) >> rows.shift == 0;
   return {is_single ? rows.blocks[0] : nullptr, device + (rows.blocks - host.data()), static_cast<uint32_t>(rows.shift),
           static_cast<uint32_t>(rows.columns)};
-}
-
-template <typename T>
-size_t bytes_of(const std::vector<T>& list) {
-  return list.size() * sizeof(T);
 }
 
 // True if units of columns can be read and written as one piece of memory.
@@ -95,6 +95,10 @@ struct WidthOfRows {
     }
   }
 };
+
+bool has_row_state(const StateWidths& widths) {
+  return widths.momentum1 == StateWidth::kRow || widths.momentum2 == StateWidth::kRow;
+}
 
 // Calls `run` with the shape of tiles that rows need (tile_columns.h).
 template <typename Key, typename Run>
@@ -160,9 +164,8 @@ void update_sorted(DeviceCall& call, const UpdateCall& given, const UpdateArgume
     const StateWidths widths = state_widths(read.rule.optimizer);
     simt::tiles(call.queue(), lines, SumPieces<Key, Shape>{grads});
     simt::tiles(call.queue(), n,
-                UpdateRows<T, Key, Shape>{grads, sent.tables, read.rule, widths,
-                                          widths.momentum1 == StateWidth::kRow || widths.momentum2 == StateWidth::kRow,
-                                          const_data<int64_t>(given.ids), distinct});
+                UpdateRows<T, Key, Shape>{grads, sent.tables, read.rule, widths, has_row_state(widths),
+                                          !read.marks.empty(), const_data<int64_t>(given.ids), distinct});
   });
 }
 
@@ -173,24 +176,33 @@ void update(const char* op, const UpdateCall& given, const UpdateArguments& read
   std::vector<Segment> segments = read.bags.segments;
   std::erase_if(segments, [](const Segment& segment) { return segment.bags == 0; });
   const KeyedTables keyed(read, given.streams);
-  SentLists sent(call, bytes_of(segments) + bytes_of(keyed.tables) + bytes_of(keyed.first_keys) +
-                           updated.tables.size() * sizeof(TileTable<T>) + bytes_of(updated.weights.pointers()) +
-                           bytes_of(updated.momentum1.pointers()) + bytes_of(updated.momentum2.pointers()) +
-                           bytes_of(updated.marks.pointers()));
+  std::vector<TileTable<T>> tables(updated.tables.size());
+  SentLists sent(call, bytes_of(segments) + bytes_of(keyed.tables) + bytes_of(keyed.first_keys) + bytes_of(tables) +
+                           bytes_of(updated.weights.pointers()) + bytes_of(updated.momentum1.pointers()) +
+                           bytes_of(updated.momentum2.pointers()) + bytes_of(updated.marks.pointers()));
   T* const* weights = sent.add(updated.weights.pointers());
   float* const* momentum1 = sent.add(updated.momentum1.pointers());
   float* const* momentum2 = sent.add(updated.momentum2.pointers());
   uint8_t* const* marks = sent.add(updated.marks.pointers());
   const StateWidths widths = state_widths(read.rule.optimizer);
-  std::vector<TileTable<T>> tables;
-  for (UpdatedTable<T>& table : updated.tables) {
+  for (size_t t = 0; t < tables.size(); ++t) {
+    UpdatedTable<T>& table = updated.tables[t];
     const TileRows<float> first = moved(table.momentum1, updated.momentum1.pointers(), momentum1);
     const TileRows<float> second = moved(table.momentum2, updated.momentum2.pointers(), momentum2);
     if (table.marks.blocks != nullptr)
       table.marks.blocks = marks + (table.marks.blocks - updated.marks.pointers().data());
-    tables.push_back({moved(table.weights, updated.weights.pointers(), weights),
-                      widths.momentum1 == StateWidth::kRow ? first : second, table.grad_scale,
-                      table.marks.capacity != 0, table.correction, first, second, table.stream, table.marks});
+    const TileRows<T> rows = moved(table.weights, updated.weights.pointers(), weights);
+    const TileRows<float>& state = widths.momentum1 == StateWidth::kRow ? first : second;
+    // Any address will do for a state that no row has.
+    float* row_state = has_row_state(widths) ? state.only : reinterpret_cast<float*>(rows.only);
+    tables[t] = {{rows.only, row_state, keyed.first_keys[t], rows.columns, table.grad_scale},
+                 rows,
+                 state,
+                 first,
+                 second,
+                 table.correction,
+                 table.stream,
+                 table.marks};
   }
   const int64_t n = given.ids.numel();
   const BagLists& bags = read.bags;

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "lookup/row_update.h"
 #include "lookup/tile_columns.h"
@@ -179,7 +180,7 @@ struct SortedGrads {
 // An item is a line of the sums of pieces: of the piece that begins in its kPieceIds places, if there is one.
 template <typename Key, typename Shape>
 struct SumPieces {
-  static constexpr int kLanes = Shape::kLanes, kBlocks = 8;
+  static constexpr int kLanes = Shape::kLanes, kBlocksAtOnce = 8;
 
   SortedGrads<Key, Shape> grads;
 
@@ -210,25 +211,43 @@ struct TileRows {
   uint32_t shift;
   uint32_t columns;
 
-  TORCHREC_DYN_BOTH T* row_of_only(uint32_t index) const { return only + static_cast<uint64_t>(index) * columns; }
   TORCHREC_DYN_BOTH T* row(uint32_t index) const {
-    if (only != nullptr) return row_of_only(index);
-    return blocks[index >> shift] + static_cast<uint64_t>(index & ((1u << shift) - 1)) * columns;
+    if (only != nullptr) return only + wide_product(index, columns);
+    return blocks[index >> shift] + wide_product(index & ((1u << shift) - 1), columns);
   }
+};
+
+// What a tile must know of a table before it can read a row; read at once.
+template <typename T>
+struct TableHead {
+  T* weights;        // of the first row; null: rows are in several blocks
+  float* row_state;  // of the first row, if the rule has a row-wise state; null: states are in several blocks
+  uint64_t first_key;
+  uint32_t columns;
+  float grad_scale;
 };
 
 // A table of an update (updated_table.h) as tiles read it.
 template <typename T>
-struct TileTable {
+struct alignas(Unit16) TileTable {
+  TableHead<T> head;
   TileRows<T> weights;
-  TileRows<float> row_state;  // the row-wise state, of one column
-  float grad_scale;
-  int32_t has_marks;  // 0 or 1
-  BiasCorrection correction;
+  TileRows<float> row_state;  // of one column
   TileRows<float> momentum1;  // states of each column
   TileRows<float> momentum2;
+  BiasCorrection correction;
   Stream stream;
   MarkBits marks;
+
+  // Two loads. The fields alone would be read where they are used, one after the other.
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE static TableHead<T> head_of(const TileTable* table) {
+    static_assert(sizeof(TableHead<T>) == 2 * sizeof(Unit16));
+    const auto* from = reinterpret_cast<const Unit16*>(table);
+    const Unit16 units[2] = {from[0], from[1]};
+    TableHead<T> head;
+    std::memcpy(&head, units, sizeof head);
+    return head;
+  }
 };
 
 // A row of a table: its weights, and its row-wise state, if the rule has one.
@@ -243,7 +262,7 @@ struct UpdatedRow {
 // An item is a place of the sorted ids: the tile of the first place of a row updates the row.
 template <typename T, typename Key, typename Shape>
 struct UpdateRows {
-  static constexpr int kLanes = Shape::kLanes, kBlocks = (Shape::kHasSlices ? 5 : 8) - (sizeof(T) == 2);
+  static constexpr int kLanes = Shape::kLanes, kBlocksAtOnce = (Shape::kHasSlices ? 5 : 8) - (sizeof(T) == 2);
   using Columns = TileColumns<Shape>;
 
   SortedGrads<Key, Shape> grads;
@@ -251,6 +270,7 @@ struct UpdateRows {
   UpdateRule rule;
   StateWidths widths;       // of the rule
   bool is_rowwise;          // one of them is kRow
+  bool has_marks;           // a table keeps marks
   const int64_t* ids;       // for the draws of rounding; the values of keys are positions then
   const int64_t* distinct;  // senders; or null
 
@@ -265,27 +285,24 @@ struct UpdateRows {
     if ((any != 0) | (key == static_cast<Key>(batch.absent)) | ((k > 0) & (before == key))) return;
     const bool is_alone = (next != key) | (past == 0);
     const TileTable<T>& table = tables[t];
-    const auto number = static_cast<uint32_t>(key - static_cast<Key>(batch.first_keys[t]));
+    const TableHead<T> head = TileTable<T>::head_of(&table);
+    const auto number = static_cast<uint32_t>(key - static_cast<Key>(head.first_key));
     UpdatedRow<T> row{table, number, nullptr, nullptr};
-    if (table.weights.only != nullptr) {
-      row.weights = table.weights.row_of_only(number);
-      if (is_rowwise) row.state = table.row_state.only + number;
+    if (head.weights != nullptr && head.row_state != nullptr) {
+      row.weights = head.weights + wide_product(number, head.columns);
+      row.state = head.row_state + number;
     } else {
       row.weights = table.weights.row(number);
       if (is_rowwise) row.state = table.row_state.row(number);
     }
-#if defined(__CUDA_ARCH__)
-    __builtin_assume(__isGlobal(row.weights));
-    __builtin_assume(row.state == nullptr || __isGlobal(row.state));
-#endif
-    const float scale = distinct == nullptr ? table.grad_scale : table.grad_scale / static_cast<float>(distinct[k]);
-    const Slice<Shape> slice{0, table.weights.columns};
+    const float scale = distinct == nullptr ? head.grad_scale : head.grad_scale / static_cast<float>(distinct[k]);
+    const Slice<Shape> slice{0, head.columns};
     const RowIds own{k, key, value, is_alone};
     if (!Shape::kHasSlices || slice.columns <= Shape::kColumns)
       update_at_once(row, own, slice, scale);
     else if constexpr (Shape::kHasSlices)
       update_by_slices(row, own, slice, scale);
-    mark(table, number);
+    if (has_marks) mark(table, number);
   }
 
   // The ids of a row.
@@ -301,7 +318,7 @@ struct UpdateRows {
                                                             const Slice<Shape>& slice, float scale) const {
     Columns weights, sums;
     simt::each_lane<kLanes>([&](int lane) { load_lane(row.weights, slice, lane, weights[lane].numbers); });
-    const float state = row.state == nullptr ? 0.0f : *row.state;
+    const float state = is_rowwise ? *row.state : 0.0f;
     sum(own, scale, slice, sums);
     float square = 0.0f;
     if (is_rowwise) {
@@ -315,7 +332,7 @@ struct UpdateRows {
   // The gradients of a slice are summed twice where the first sum is needed for the square alone.
   TORCHREC_DYN_BOTH void update_by_slices(const UpdatedRow<T>& row, const RowIds& own, Slice<Shape> slice,
                                           float scale) const {
-    const float state = row.state == nullptr ? 0.0f : *row.state;
+    const float state = is_rowwise ? *row.state : 0.0f;
     float square = 0.0f;
     SumOfSquares<Shape> squares;
     for (int pass = is_rowwise ? 0 : 1; pass < 2; ++pass) {
@@ -414,7 +431,7 @@ struct UpdateRows {
   }
 
   TORCHREC_DYN_BOTH static void mark(const TileTable<T>& table, uint32_t row) {
-    if (table.has_marks == 0) return;
+    if (table.marks.capacity == 0) return;
     uint8_t* const byte = table.marks.byte(row);
     simt::each_lane<kLanes>([&](int lane) {
       if (lane == 0 && (simt::load(byte) & mark_of(row)) == 0) simt::set_bits(byte, mark_of(row));
