@@ -52,15 +52,23 @@ inline void exclusive_sum(const Queue&, int64_t* words, int64_t n) {
   std::exclusive_scan(words, words + n, words, int64_t{0});
 }
 
-inline Pairs sort_pairs(const Queue&, Pairs pairs, int64_t n, int first_bit, int end_bit) {
+template <typename Key, typename Value>
+PairsOf<Key, Value> stably_sorted(PairsOf<Key, Value> pairs, int64_t n, int first_bit, int end_bit) {
   const int above = 64 - end_bit;
   const auto bits = [=](uint64_t key) { return key << above >> above >> first_bit; };
   if (n == 0 || end_bit == first_bit) return pairs;
-  std::vector<std::pair<uint64_t, int64_t>> both;
+  std::vector<std::pair<Key, Value>> both;
   for (int64_t i = 0; i < n; ++i) both.emplace_back(pairs.keys[i], pairs.values[i]);
   std::ranges::stable_sort(both, {}, [&](const auto& pair) { return bits(pair.first); });
   for (int64_t i = 0; i < n; ++i) std::tie(pairs.keys[i], pairs.values[i]) = both[static_cast<size_t>(i)];
   return pairs;
+}
+
+inline Pairs sort_pairs(const Queue&, Pairs pairs, int64_t n, int first_bit, int end_bit) {
+  return stably_sorted(pairs, n, first_bit, end_bit);
+}
+inline ShortPairs sort_pairs(const Queue&, ShortPairs pairs, int64_t n, int first_bit, int end_bit) {
+  return stably_sorted(pairs, n, first_bit, end_bit);
 }
 
 inline void fill_zero(const Queue&, void* memory, int64_t bytes) {

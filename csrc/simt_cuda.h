@@ -28,14 +28,15 @@ __global__ void __launch_bounds__(kThreadsABlock, blocks_at_once<Body>())
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreadsABlock + threadIdx.x; i < n; i += stride) body(i);
 }
 
-constexpr int64_t kTilesABlock = 8;
-constexpr int64_t kTileThreads = kTilesABlock * kTileLanes;
+constexpr int kTileThreads = 128;  // of a block
+template <typename Body>
+constexpr int kTilesABlock = kTileThreads / Body::kLanes;
 
 template <typename Body>
-__global__ void __launch_bounds__(kTileThreads, 5) each_tile(int64_t n, const __grid_constant__ Body body) {
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kTilesABlock;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kTilesABlock + threadIdx.x / kTileLanes; i < n; i += stride)
-    body(i);
+__global__ void __launch_bounds__(kTileThreads, blocks_at_once<Body>())
+    each_tile(int64_t n, const __grid_constant__ Body body) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kTilesABlock<Body> + threadIdx.x / Body::kLanes;
+  if (i < n) body(i);
 }
 
 inline unsigned blocks_for(int64_t n, int64_t items_a_block) {
@@ -53,7 +54,7 @@ void each(const Queue& queue, int64_t n, const Body& body) {
 template <typename Body>
 void tiles(const Queue& queue, int64_t n, const Body& body) {
   if (n <= 0) return;
-  each_tile<<<blocks_for(n, kTilesABlock), kTileThreads, 0, stream_of(queue)>>>(n, body);
+  each_tile<<<blocks_for(n, kTilesABlock<Body>), kTileThreads, 0, stream_of(queue)>>>(n, body);
   check_cuda(cudaGetLastError(), "a launch");
 }
 
