@@ -14,7 +14,15 @@ NVCC = shutil.which("nvcc", path="/usr/local/cuda/bin") or shutil.which("nvcc")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
 
 # Types, and functions that CUDA has for both.
-ON_ANY_DEVICE = {"conditional_t", "endian", "fabs", "memcpy", "sqrt", "type_identity_t"}
+ON_ANY_DEVICE = {
+    "__builtin_assume",
+    "conditional_t",
+    "endian",
+    "fabs",
+    "memcpy",
+    "sqrt",
+    "type_identity_t",
+}
 # Called by functions of the host alone, or where the host's half of a function is compiled.
 ON_THE_HOST = {
     "bits.h": {"countr_zero", "popcount"},
