@@ -1,4 +1,4 @@
-"""The emulator of PTX (csrc/sanitize/ptx): floating point and conversions, against torch, numpy and exact fractions."""
+"""The emulator of PTX (csrc/sanitize/ptx): floats and conversions, against torch, numpy and fractions."""
 
 import math
 import struct

@@ -89,9 +89,12 @@ def test_sums_of_several_words(bits):
     ):
         code = f".reg .b{bits} %low;\n{first}.{kind} %low, %b, %a;\n{second}.{kind} %d, %a, %b;"
         check(code, lambda a, b, formula=formula: formula(a, b) >> bits, kind)
-    code = f".reg .b{bits} %x;\nadd.cc.{kind} %x, %a, %b;\naddc.cc.{kind} %x, %a, %b;\n"
-    code += f"addc.{kind} %d, 0, 0;"
-    check(code, lambda a, b: a + b + (a + b >> bits) >> bits, kind)
+    # The carry of the first word runs through a second one whose bits are all set, or all clear.
+    code = f".reg .b{bits} %x, %y;\nnot.b{bits} %y, %b;\n"
+    sums = f"add.cc.{kind} %x, %a, %a;\naddc.cc.{kind} %x, %b, %y;\naddc.{kind} %d, 0, 0;"
+    check(code + sums, lambda a, _: a >> (bits - 1), kind)
+    differences = f"sub.cc.{kind} %x, 0, %a;\nsubc.cc.{kind} %x, %b, %b;\nsubc.{kind} %d, 0, 0;"
+    check(code + differences, lambda a, _: -(a != 0), kind)
 
 
 @every_type

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -362,7 +363,8 @@ def test_memory_that_is_not_there_is_an_error_of_the_kernel():
 
 def test_memory_of_the_host_is_refused():
     """The stack of the thread that launches, as a kernel would see an argument passed by reference."""
-    stack = next(line for line in open("/proc/self/maps") if "[stack]" in line)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    stack = next(line for line in maps if "[stack]" in line)
     address = int(stack.split()[0].split("-")[1], 16) - 4096
     launched = access("u64", 0).launch("kernel", 1, 1, [address])
     assert launched.error == 700

@@ -1,4 +1,4 @@
-"""The emulator of PTX (csrc/sanitize/ptx): what the parser reads, what is not supported, what was executed."""
+"""The emulator of PTX (csrc/sanitize/ptx): the parser, what is not supported, what was executed."""
 
 import numpy as np
 import pytest
@@ -130,7 +130,7 @@ $L__info_string0:
 
 
 def test_text_as_nvcc_writes_it():
-    """Scopes of inline assembly, with labels and registers of their own; functions; comments; debug information."""
+    """Inline assembly with labels and registers of its own; functions; comments; debug information."""
     program, out = Program(NVCC), np.zeros(2, np.uint32)
     name = "_ZN3dyn6kernelEPi"
     program.run(name, 1, 1, [out])
@@ -145,7 +145,8 @@ def test_text_as_nvcc_writes_it():
 
 def test_what_was_executed_is_counted():
     """By warps, over all launches."""
-    body = "setp.ge.u32 %p, %i, 32;\n@%p bra DONE;\nst.global.u32 [%out], 1;\n@%p st.global.u32 [%out], 2;\nDONE:"
+    body = "setp.ge.u32 %p, %i, 32;\n@%p bra DONE;\n"
+    body += "st.global.u32 [%out], 1;\n@%p st.global.u32 [%out], 2;\nDONE:"
     program = Program(kernel(body, registers=["pred %p"]))
     lines = program.executed("kernel")
     assert [times for _, times, _ in lines] == [0] * len(lines)

@@ -9,7 +9,7 @@ every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
 def warp_program(code, registers=(), parameters=("out", "in_a")):
-    """Each lane has %a of in_a and leaves %d of 32 bits in out; %lane is its number, %p and %q are predicates."""
+    """Each lane has %a of in_a and leaves %d in out; %lane is its number, %p and %q are predicates."""
     body = f""".reg .pred %p, %q;
 .reg .b32 %a, %d, %lane, %x, %y, %m;
 .reg .b64 %at_;
@@ -76,7 +76,7 @@ def test_lanes_part_and_each_goes_its_way():
 
 
 def test_lanes_meet_again_where_branches_meet():
-    """Under the converged schedule: after a branch of some lanes, and after a loop that lanes leave one by one."""
+    """If converged: after a branch of some lanes, and after a loop that lanes leave one by one."""
     code = LOOP + "activemask.b32 %d;"
     assert run_warp(code, schedules=["converged"]).tolist() == [ALL] * 32
     code = "setp.lt.u32 %p, %lane, 5;\n@%p bra DONE;\nadd.u32 %d, %d, 1;\nDONE:\nactivemask.b32 %d;"
@@ -115,7 +115,7 @@ def test_active_lanes_of_a_guard_and_of_a_part_of_a_warp():
 @pytest.mark.parametrize("segment", [32, 16, 8, 2])
 @pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
 def test_shuffles(mode, segment):
-    """As __shfl_*_sync of that width: outside of the segment a lane reads itself, and the predicate is false."""
+    """As __shfl_*_sync of that width: beyond its segment a lane reads itself, and %p is false."""
     a = np.random.default_rng(5).integers(2**32, size=32, dtype=np.uint32)
     for distance in (0, 1, 3, 15, 31):
         clamp = (32 - segment) << 8 | (0 if mode == "up" else 31)

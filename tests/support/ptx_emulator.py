@@ -84,7 +84,7 @@ class Program:
             library().ptx_free(self._module)
 
     def launch(self, name, grid=1, block=32, arguments=(), shared_bytes=0, **environment):
-        """Runs a kernel. Arrays are passed by their address, whole numbers as 64 bits, numpy's numbers as they are.
+        """Runs a kernel. Arrays are passed by address, int as 64 bits, numbers of numpy as they are.
 
         environment: SCHEDULE, SEED, RACES, STEPS of csrc/sanitize/ptx/emulator.h.
         """
@@ -126,7 +126,7 @@ class Program:
         return library().ptx_unsupported(self._module).decode().splitlines()
 
     def facts(self, name):
-        """Returns launches, threads and most blocks; most threads, bytes of shared and local memory, parameters."""
+        """Returns launches, threads, most blocks; most threads, bytes of shared, local, parameters."""
         numbers = (ctypes.c_ulonglong * 7)()
         library().ptx_facts(self._module, name.encode(), numbers)
         return list(numbers)
@@ -147,7 +147,7 @@ def dtype_of(kind):
 
 
 def kernel(body, parameters=("out",), registers=(), name="kernel"):
-    """Returns the text of a kernel with parameters of 64 bits, whose values are %out and so on, and %i, the thread."""
+    """Returns the text of a kernel; its parameters are 64-bit registers, %out and so on, %i the thread."""
     declared = ", ".join(f".param .u64 p_{one}" for one in parameters)
     loads = "".join(f".reg .b64 %{one};\nld.param.u64 %{one}, [p_{one}];\n" for one in parameters)
     rest = "".join(f".reg .{one};\n" for one in registers)

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -111,6 +112,9 @@ struct Range {
   uintptr_t begin, end;
 };
 
+// A stack without a limit has all addresses up to the next memory; others may be mapped there later.
+constexpr size_t kMostStack = 64 << 20;
+
 // Of the calling thread. Asked once a thread: for the main thread, it reads a file of the system.
 Range stack_of_thread() {
   thread_local Range range = [] {
@@ -121,7 +125,8 @@ Range stack_of_thread() {
       pthread_attr_getstack(&attributes, &begin, &bytes);
       pthread_attr_destroy(&attributes);
     }
-    return Range{reinterpret_cast<uintptr_t>(begin), reinterpret_cast<uintptr_t>(begin) + bytes};
+    const uintptr_t end = reinterpret_cast<uintptr_t>(begin) + bytes;
+    return Range{end - std::min(bytes, kMostStack), end};
   }();
   return range;
 }
