@@ -3,10 +3,14 @@
 // host only (std::min, std::array, std::countr_zero, ...): setup.py makes such a call an error.
 #pragma once
 
+#include <cstdint>
+
 #if defined(__CUDACC__)
 #define TORCHREC_DYN_BOTH __host__ __device__
+#define TORCHREC_DYN_UNROLL _Pragma("unroll")
 #else
 #define TORCHREC_DYN_BOTH
+#define TORCHREC_DYN_UNROLL
 #endif
 
 namespace torchrec_dyn {
@@ -19,6 +23,18 @@ TORCHREC_DYN_BOTH constexpr T lesser_of(T a, T b) {
 template <typename T>
 TORCHREC_DYN_BOTH constexpr T greater_of(T a, T b) {
   return a < b ? b : a;
+}
+
+// One instruction. nvcc makes three of the plain product where it can tell from a comparison that a 64-bit `a` is
+// small.
+TORCHREC_DYN_BOTH inline uint64_t wide_product(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint64_t product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  return uint64_t{a} * b;
+#endif
 }
 
 }  // namespace torchrec_dyn

@@ -135,13 +135,17 @@ T* mutable_data(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
-// Returns a tensor whose memory is not initialised. The shape and the type are valid, so only memory can be missing:
-// torch's own error says no more than that a call failed.
+// A function that raises the error of a device on which nothing succeeds any more: simt::raise_lost_device.
+using RaiseLost = void (*)();
+
+// Returns a tensor whose memory is not initialised. The shape and the type are valid, so only memory can be missing,
+// unless the device is lost: torch's own error says no more than that a call failed.
 inline Tensor new_tensor(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type,
-                         const Device& device = DeviceType::CPU) {
+                         const Device& device = DeviceType::CPU, RaiseLost raise_lost = nullptr) {
   try {
     return torch::stable::empty(shape, type, std::nullopt, device);
   } catch (const std::exception&) {
+    if (raise_lost != nullptr) raise_lost();
     throw std::bad_alloc();
   }
 }
@@ -151,7 +155,7 @@ inline Tensor new_tensor(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarT
 template <typename Free>
 Tensor tensor_of(void* memory, torch::headeronly::IntHeaderOnlyArrayRef shape,
                  torch::headeronly::IntHeaderOnlyArrayRef strides, ScalarType type, const Free& free,
-                 const Device& device = DeviceType::CPU) {
+                 const Device& device = DeviceType::CPU, RaiseLost raise_lost = nullptr) {
   std::shared_ptr<bool> is_freed;
   try {
     is_freed = std::make_shared<bool>(false);
@@ -161,6 +165,7 @@ Tensor tensor_of(void* memory, torch::headeronly::IntHeaderOnlyArrayRef shape,
     });
   } catch (const std::exception&) {  // torch has called the deleter by now, or never will
     if (!is_freed || !*is_freed) free();
+    if (raise_lost != nullptr) raise_lost();
     throw std::bad_alloc();
   }
 }

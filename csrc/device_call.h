@@ -33,6 +33,11 @@ namespace torchrec_dyn {
 #if defined(TORCHREC_DYN_SIMT)
 constexpr DeviceType kDevice = DeviceType::CPU;
 
+inline bool find_current_stream(int32_t, void** stream) {
+  *stream = nullptr;
+  return true;
+}
+
 class ChosenDevice {
  public:
   explicit ChosenDevice(const Tensor&) {}
@@ -41,22 +46,27 @@ class ChosenDevice {
 #else
 constexpr DeviceType kDevice = DeviceType::CUDA;
 
+// Finds torch's current stream of a GPU; false if there is none. libtorch_cuda is not linked, so that the extension
+// loads beside a torch without CUDA; a tensor on a GPU shows that torch has loaded it.
+inline bool find_current_stream(int32_t device, void** stream) {
+  using Function = AOTITorchError (*)(int32_t, void**);
+  static const auto current = []() -> Function {
+    void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+    return library == nullptr ? nullptr
+                              : reinterpret_cast<Function>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+  }();
+  return current != nullptr && current(device, stream) == AOTI_TORCH_SUCCESS;
+}
+
 // Makes the tensor's device the current one, as long as this object lives.
 class ChosenDevice {
  public:
   explicit ChosenDevice(const Tensor& tensor) : index_(tensor.get_device_index()), guard_(index_) {}
 
-  // torch's current stream. libtorch_cuda is not linked, so that the extension loads beside a torch without CUDA; a
-  // tensor on a GPU shows that torch has loaded it.
+  // torch's current stream.
   void* stream() const {
-    using Function = AOTITorchError (*)(int32_t, void**);
-    static const auto current = []() -> Function {
-      void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-      return library == nullptr ? nullptr
-                                : reinterpret_cast<Function>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
-    }();
     void* stream = nullptr;
-    STD_TORCH_CHECK(current != nullptr && current(index_, &stream) == AOTI_TORCH_SUCCESS,
+    STD_TORCH_CHECK(find_current_stream(index_, &stream),
                     "torchrec_dyn: expected a torch with CUDA, got one without a current stream.");
     return stream;
   }
@@ -91,7 +101,7 @@ class DeviceCall final : public simt::Scratch {
   const simt::Queue& queue() const { return queue_; }
 
   void* take(int64_t bytes) override {
-    taken_.push_back(new_tensor({bytes}, ScalarType::Byte, kDevice));
+    taken_.push_back(new_tensor({bytes}, ScalarType::Byte, kDevice, &simt::raise_lost_device));
     return taken_.back().mutable_data_ptr();
   }
 
@@ -145,7 +155,7 @@ class DeviceCall final : public simt::Scratch {
 };
 
 inline Tensor new_device_tensor(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type = ScalarType::Long) {
-  return new_tensor(shape, type, kDevice);
+  return new_tensor(shape, type, kDevice, &simt::raise_lost_device);
 }
 
 }  // namespace torchrec_dyn

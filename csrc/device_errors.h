@@ -41,6 +41,9 @@ namespace simt {
 
 // The record of the current GPU.
 int64_t* error_record();
+// Raises the error of a current GPU that runs no more kernels, after an illegal address, say; does nothing else. Asked
+// when memory cannot be allocated: on such a GPU every allocation fails, whatever memory there is.
+void raise_lost_device();
 // Waits for all streams of the current GPU, copies its record to the host, and clears it if it holds an error.
 void take_error(int64_t (&record)[kErrorWords]);
 

@@ -134,6 +134,11 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   m.def(
       "gather_pool(Tensor rows, Tensor? offsets, Tensor? bag_weights, Tensor[] weights, Tensor layout, "
       "Tensor segments, bool mean, SymInt elements, ScalarType dtype) -> Tensor");
+  // As gather_pool, into `out` [elements]: all bags, or the bags of ids that are not -1 in new_index [N]. On a GPU
+  // offsets that do not ascend are not reported: the caller checks them.
+  m.def(
+      "pool_into_(Tensor(a!) out, Tensor? new_index, Tensor rows, Tensor? offsets, Tensor? bag_weights, "
+      "Tensor[] weights, Tensor layout, Tensor segments, bool mean) -> ()");
   // grad [elements] -> [N].
   m.def(
       "bag_weights_grad(Tensor grad, Tensor rows, Tensor? offsets, Tensor[] weights, Tensor layout, "

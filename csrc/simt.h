@@ -149,14 +149,18 @@ void each(const Queue& queue, int64_t n, const Body& body);
 void exclusive_sum(const Queue& queue, int64_t* words, int64_t n);
 
 // Two arrays of n words.
-struct Pairs {
-  uint64_t* keys;
-  int64_t* values;
+template <typename Key, typename Value>
+struct PairsOf {
+  Key* keys;
+  Value* values;
 };
+using Pairs = PairsOf<uint64_t, int64_t>;
+using ShortPairs = PairsOf<uint32_t, uint32_t>;
 
 // Sorts pairs by bits [first_bit, end_bit) of their keys; pairs with equal bits stay in their order. Returns the sorted
 // arrays: these, or others in the scratch memory of the call. The contents of `pairs` are lost.
 Pairs sort_pairs(const Queue& queue, Pairs pairs, int64_t n, int first_bit = 0, int end_bit = 64);
+ShortPairs sort_pairs(const Queue& queue, ShortPairs pairs, int64_t n, int first_bit = 0, int end_bit = 32);
 
 void fill_zero(const Queue& queue, void* memory, int64_t bytes);
 // Copies to the memory of the host. Waits for all kernels before it.

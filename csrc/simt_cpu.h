@@ -7,6 +7,7 @@
 #include <cstring>
 #include <latch>
 #include <numeric>
+#include <stdexcept>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -21,6 +22,8 @@ namespace torchrec_dyn::simt {
 // How often the host of a GPU would have waited for it: tests/support/pretended_device.py reads it by its name.
 extern "C" {
 [[gnu::used, gnu::visibility("default")]] inline std::atomic<int64_t> torchrec_dyn_host_waits{0};
+// Not 0: as a GPU that runs no more kernels. Tests set it by its name.
+[[gnu::used, gnu::visibility("default")]] inline std::atomic<int64_t> torchrec_dyn_lost_device{0};
 }
 
 constexpr int64_t kThreads = 4;  // more than the cores of CI: threads are also interrupted between two instructions
@@ -49,15 +52,23 @@ inline void exclusive_sum(const Queue&, int64_t* words, int64_t n) {
   std::exclusive_scan(words, words + n, words, int64_t{0});
 }
 
-inline Pairs sort_pairs(const Queue&, Pairs pairs, int64_t n, int first_bit, int end_bit) {
+template <typename Key, typename Value>
+PairsOf<Key, Value> stably_sorted(PairsOf<Key, Value> pairs, int64_t n, int first_bit, int end_bit) {
   const int above = 64 - end_bit;
   const auto bits = [=](uint64_t key) { return key << above >> above >> first_bit; };
   if (n == 0 || end_bit == first_bit) return pairs;
-  std::vector<std::pair<uint64_t, int64_t>> both;
+  std::vector<std::pair<Key, Value>> both;
   for (int64_t i = 0; i < n; ++i) both.emplace_back(pairs.keys[i], pairs.values[i]);
   std::ranges::stable_sort(both, {}, [&](const auto& pair) { return bits(pair.first); });
   for (int64_t i = 0; i < n; ++i) std::tie(pairs.keys[i], pairs.values[i]) = both[static_cast<size_t>(i)];
   return pairs;
+}
+
+inline Pairs sort_pairs(const Queue&, Pairs pairs, int64_t n, int first_bit, int end_bit) {
+  return stably_sorted(pairs, n, first_bit, end_bit);
+}
+inline ShortPairs sort_pairs(const Queue&, ShortPairs pairs, int64_t n, int first_bit, int end_bit) {
+  return stably_sorted(pairs, n, first_bit, end_bit);
 }
 
 inline void fill_zero(const Queue&, void* memory, int64_t bytes) {
@@ -73,6 +84,12 @@ inline void read_back(const Queue&, void* host, const void* memory, int64_t byte
 inline int64_t* error_record() {
   static int64_t record[kErrorWords] = {};
   return record;
+}
+
+inline void raise_lost_device() {
+  if (torchrec_dyn_lost_device != 0)
+    throw std::runtime_error(
+        "torchrec_dyn: expected an allocation to succeed, got a lost device. Restart the process.");
 }
 
 inline void take_error(int64_t (&record)[kErrorWords]) {

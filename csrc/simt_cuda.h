@@ -4,54 +4,39 @@
 
 #include <cuda_runtime.h>
 
-#include <stdexcept>
-#include <string>
-
+#include "cuda_errors.h"
 #include "simt.h"
 #include "simt_tiles.h"
 
 namespace torchrec_dyn::simt {
 
-inline const char* what_to_do(cudaError_t error) {
-  switch (error) {
-    case cudaErrorNoKernelImageForDevice:
-    case cudaErrorInvalidDeviceFunction:
-      return "Build torchrec_dyn with the compute capability of this GPU in TORCH_CUDA_ARCH_LIST.";
-    case cudaErrorInsufficientDriver:
-    case cudaErrorUnsupportedPtxVersion:
-      return "Install a newer driver, or build torchrec_dyn with the nvcc of an older CUDA.";
-    case cudaErrorStreamCaptureUnsupported:
-      return "Call it outside of the capture of a CUDA graph.";
-    default:
-      return "An earlier kernel of any library may be the cause; CUDA_LAUNCH_BLOCKING=1 shows it.";
-  }
-}
-
-inline void check_cuda(cudaError_t error, const char* where) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // clears it, unless the device is lost
-  throw std::runtime_error(std::string("torchrec_dyn: expected ") + where + " to succeed on the GPU, got " +
-                           cudaGetErrorString(error) + ". " + what_to_do(error));
-}
-
 inline cudaStream_t stream_of(const Queue& queue) { return static_cast<cudaStream_t>(queue.stream); }
 
 constexpr int64_t kThreadsABlock = 256;
 
+// Body::kBlocksAtOnce: how many blocks of it an SM shall hold, which limits its registers; 0: as nvcc chooses.
 template <typename Body>
-__global__ void __launch_bounds__(kThreadsABlock) each_turn(int64_t n, const __grid_constant__ Body body) {
+constexpr int blocks_at_once() {
+  if constexpr (requires { Body::kBlocksAtOnce; }) return Body::kBlocksAtOnce;
+  return 0;
+}
+
+template <typename Body>
+__global__ void __launch_bounds__(kThreadsABlock, blocks_at_once<Body>())
+    each_turn(int64_t n, const __grid_constant__ Body body) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreadsABlock;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreadsABlock + threadIdx.x; i < n; i += stride) body(i);
 }
 
-constexpr int64_t kTilesABlock = 8;
-constexpr int64_t kTileThreads = kTilesABlock * kTileLanes;
+constexpr int kTileThreads = 128;  // of a block
+template <typename Body>
+constexpr int kTilesABlock = kTileThreads / Body::kLanes;
 
 template <typename Body>
-__global__ void __launch_bounds__(kTileThreads, 5) each_tile(int64_t n, const __grid_constant__ Body body) {
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kTilesABlock;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kTilesABlock + threadIdx.x / kTileLanes; i < n; i += stride)
-    body(i);
+__global__ void __launch_bounds__(kTileThreads, blocks_at_once<Body>())
+    each_tile(int64_t n, const __grid_constant__ Body body) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kTilesABlock<Body> + threadIdx.x / Body::kLanes;
+  if (i < n) body(i);
 }
 
 inline unsigned blocks_for(int64_t n, int64_t items_a_block) {
@@ -69,7 +54,7 @@ void each(const Queue& queue, int64_t n, const Body& body) {
 template <typename Body>
 void tiles(const Queue& queue, int64_t n, const Body& body) {
   if (n <= 0) return;
-  each_tile<<<blocks_for(n, kTilesABlock), kTileThreads, 0, stream_of(queue)>>>(n, body);
+  each_tile<<<blocks_for(n, kTilesABlock<Body>), kTileThreads, 0, stream_of(queue)>>>(n, body);
   check_cuda(cudaGetLastError(), "a launch");
 }
 

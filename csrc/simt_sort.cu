@@ -4,22 +4,34 @@
 #include "simt_cuda.h"
 
 namespace torchrec_dyn::simt {
+namespace {
 
-Pairs sort_pairs(const Queue& queue, Pairs pairs, int64_t n, int first_bit, int end_bit) {
+template <typename Key, typename Value>
+PairsOf<Key, Value> radix_sorted(const Queue& queue, PairsOf<Key, Value> pairs, int64_t n, int first_bit, int end_bit) {
+  static_assert(sizeof(Key) % alignof(Value) == 0);
   if (n == 0 || end_bit == first_bit) return pairs;
-  constexpr int64_t kPair = sizeof(uint64_t) + sizeof(int64_t);
-  auto* other = static_cast<uint64_t*>(queue.scratch->take(n * kPair));
-  cub::DoubleBuffer<uint64_t> keys(pairs.keys, other);
-  cub::DoubleBuffer<int64_t> values(pairs.values, reinterpret_cast<int64_t*>(other + n));
+  constexpr int64_t kPair = sizeof(Key) + sizeof(Value);
+  auto* other = static_cast<Key*>(queue.scratch->take(n * kPair));
+  cub::DoubleBuffer<Key> keys(pairs.keys, other);
+  cub::DoubleBuffer<Value> values(pairs.values, reinterpret_cast<Value*>(other + n));
   const auto sort = [&](void* memory, size_t& bytes) {
-    check_cuda(cub::DeviceRadixSort::SortPairs<uint64_t, int64_t, int64_t>(memory, bytes, keys, values, n, first_bit,
-                                                                           end_bit, stream_of(queue)),
+    check_cuda(cub::DeviceRadixSort::SortPairs<Key, Value, int64_t>(memory, bytes, keys, values, n, first_bit, end_bit,
+                                                                    stream_of(queue)),
                "a sort");
   };
   size_t bytes = 0;
   sort(nullptr, bytes);
   sort(queue.scratch->take(static_cast<int64_t>(bytes)), bytes);
   return {keys.Current(), values.Current()};
+}
+
+}  // namespace
+
+Pairs sort_pairs(const Queue& queue, Pairs pairs, int64_t n, int first_bit, int end_bit) {
+  return radix_sorted(queue, pairs, n, first_bit, end_bit);
+}
+ShortPairs sort_pairs(const Queue& queue, ShortPairs pairs, int64_t n, int first_bit, int end_bit) {
+  return radix_sorted(queue, pairs, n, first_bit, end_bit);
 }
 
 }  // namespace torchrec_dyn::simt

@@ -1,10 +1,10 @@
-// Tiles for bodies (simt.h): the 16 lanes that serve one item together, such as a row. On a GPU the lanes are threads
-// of one warp; in the simt build one thread runs all of them, lane after lane.
+// Tiles for bodies (simt.h): the 4, 8 or 16 lanes that serve one item together, such as a row. On a GPU the lanes are
+// threads of one warp; in the simt build one thread runs all of them, lane after lane.
 //
-// tiles(queue, n, body) calls body(i) for the items i in [0, n). What a body does outside of each_lane is done for the
-// item as a whole: every thread of the tile does the same, and takes the same branches. Numbers that differ
-// from lane to lane are PerLane, and pass from lane to lane by the functions below only. sum_of_lanes is a barrier,
-// too: memory that all lanes have read before it may be written by one of them after it.
+// tiles(queue, n, body) calls body(i) for the items i in [0, n), on tiles of Body::kLanes lanes. What a body does
+// outside of each_lane is done for the item as a whole: every thread of the tile does the same, and takes the same
+// branches. Numbers that differ from lane to lane are PerLane, and pass from lane to lane by the functions below only.
+// Memory that all lanes have read before sync_lanes may be written by one of them after it.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,8 @@
 
 namespace torchrec_dyn::simt {
 
-constexpr int kTileLanes = static_cast<int>(kLanes);
-
 // A T of each lane; on a GPU a thread has its own only.
-template <typename T>
+template <typename T, int kLanes>
 class PerLane {
  public:
 #if defined(__CUDA_ARCH__)
@@ -29,59 +27,74 @@ class PerLane {
 #else
   TORCHREC_DYN_BOTH T& operator[](int lane) { return all_[lane]; }
   TORCHREC_DYN_BOTH const T& operator[](int lane) const { return all_[lane]; }
-  TORCHREC_DYN_BOTH const T (&all() const)[kTileLanes] { return all_; }
 
  private:
-  T all_[kTileLanes];
+  T all_[kLanes];
 #endif
 };
 
 #if defined(__CUDA_ARCH__)
 // The threads of this tile in their warp.
-__device__ inline unsigned tile_threads() { return 0xFFFFu << (threadIdx.x & 16); }
+template <int kLanes>
+__device__ inline unsigned tile_threads() {
+  return ((1u << kLanes) - 1) << (threadIdx.x & (32 - kLanes));
+}
 #endif
 
 // Calls turn(lane) for every lane of the tile.
-template <typename Turn>
+template <int kLanes, typename Turn>
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void each_lane(const Turn& turn) {
 #if defined(__CUDA_ARCH__)
-  turn(static_cast<int>(threadIdx.x % kTileLanes));
+  turn(static_cast<int>(threadIdx.x % kLanes));
 #else
-  for (int lane = 0; lane < kTileLanes; ++lane) turn(lane);
+  for (int lane = 0; lane < kLanes; ++lane) turn(lane);
+#endif
+}
+
+template <int kLanes>
+TORCHREC_DYN_BOTH inline void sync_lanes() {
+#if defined(__CUDA_ARCH__)
+  __syncwarp(tile_threads<kLanes>());
 #endif
 }
 
 // The number of one lane. T: of 32 or 64 bits.
-template <typename T>
-TORCHREC_DYN_BOTH inline T from_lane(const PerLane<T>& numbers, int lane) {
+template <typename T, int kLanes>
+TORCHREC_DYN_BOTH inline T from_lane(const PerLane<T, kLanes>& numbers, int lane) {
 #if defined(__CUDA_ARCH__)
-  return __shfl_sync(tile_threads(), numbers[lane], lane, kTileLanes);
+  return __shfl_sync(tile_threads<kLanes>(), numbers[lane], lane, kLanes);
 #else
   return numbers[lane];
 #endif
 }
 
-// How many lanes have true.
-TORCHREC_DYN_BOTH inline int count_lanes(const PerLane<bool>& flags) {
+// For each lane the number of the lane with this bit of its own number flipped.
+template <typename T, int kLanes>
+TORCHREC_DYN_BOTH inline PerLane<T, kLanes> from_partner(const PerLane<T, kLanes>& numbers, int bit) {
+  PerLane<T, kLanes> flipped;
 #if defined(__CUDA_ARCH__)
-  return __popc(__ballot_sync(tile_threads(), flags[0]));
+  flipped[0] = __shfl_xor_sync(tile_threads<kLanes>(), numbers[0], bit, kLanes);
 #else
-  int count = 0;
-  for (const bool flag : flags.all()) count += flag;
-  return count;
+  for (int lane = 0; lane < kLanes; ++lane) flipped[lane] = numbers[lane ^ bit];
 #endif
+  return flipped;
 }
 
-// As sum_of_lanes (simd.h), with its bits.
-TORCHREC_DYN_BOTH inline float sum_of_lanes(const PerLane<float>& numbers) {
+// The number that all lanes have.
+template <typename T, int kLanes>
+TORCHREC_DYN_BOTH inline T same_of_lanes(const PerLane<T, kLanes>& numbers) {
+  return numbers[0];
+}
+
+// How many lanes have true.
+template <int kLanes>
+TORCHREC_DYN_BOTH inline int count_lanes(const PerLane<bool, kLanes>& flags) {
 #if defined(__CUDA_ARCH__)
-  __syncwarp(tile_threads());
-  float sum = numbers[0];
-  for (int distance = kTileLanes / 2; distance > 0; distance /= 2)
-    sum += __shfl_xor_sync(tile_threads(), sum, distance, kTileLanes);
-  return sum;
+  return __popc(__ballot_sync(tile_threads<kLanes>(), flags[0]));
 #else
-  return torchrec_dyn::sum_of_lanes(numbers.all());
+  int count = 0;
+  for (int lane = 0; lane < kLanes; ++lane) count += flags[lane];
+  return count;
 #endif
 }
 

@@ -559,6 +559,39 @@ def gather_pool(
     )
 
 
+def pool_into_(
+    out: Tensor,
+    new_index: Tensor | None,
+    rows: Tensor,
+    offsets: Tensor | None,
+    bag_weights: Tensor | None,
+    weights: Sequence[Tensor],
+    layout: Tensor,
+    segments: Tensor,
+    mean: bool,
+) -> None:
+    """Gathers and pools as `gather_pool`, into a given output: all bags, or the bags of new ids.
+
+    On a GPU the output is written in any case. A row outside its table reads as zeros and is reported. Wrong
+    offsets are not reported: a caller who finds that offsets do not ascend drops the output.
+
+    Args:
+        out: [elements] float32, float16 or bfloat16, written in place.
+        new_index: [N] int64, a result of `collect_new`: bags in which every id has -1 keep their output.
+            None: all bags are pooled.
+        rows: as in `gather_pool`.
+        offsets: as in `gather_pool`.
+        bag_weights: as in `gather_pool`.
+        weights: as in `gather_pool`.
+        layout: as in `gather_pool`.
+        segments: as in `gather_pool`.
+        mean: as in `gather_pool`.
+    """
+    _ops.pool_into_.default(
+        out, new_index, rows, offsets, bag_weights, weights, layout, segments, mean
+    )
+
+
 def bag_weights_grad(
     grad: Tensor,
     rows: Tensor,
@@ -781,6 +814,6 @@ def _returns_nothing(*arguments: object) -> None:
 
 for _in_place in (
     *("insert", "fill_new_", "touch_scores_", "write_scores_", "mark_rows_", "advise_huge_pages"),
-    *("init_rows_", "scatter_rows_", "update_rows_", "raise_errors"),
+    *("init_rows_", "scatter_rows_", "pool_into_", "update_rows_", "raise_errors"),
 ):
     _fake(_in_place)(_returns_nothing)

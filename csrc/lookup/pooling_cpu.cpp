@@ -4,6 +4,7 @@
 //   length for the mean. An absent row (-1) counts as zeros; an empty bag is zeros.
 // The terms of a bag are added in their order, in float32, so the result does not depend on threads.
 #include <algorithm>
+#include <cstring>
 #include <memory>
 
 #include "kernel.h"
@@ -183,23 +184,24 @@ bool streams_past_caches(const Bags& bags, int64_t elements) {
   return aligned;
 }
 
-Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
-                   std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean,
-                   int64_t elements, ScalarType dtype) {
-  check_tensor("gather_pool", "rows", rows, ScalarType::Long);
-  STD_TORCH_CHECK(elements >= 0, "gather_pool: expected elements >= 0, got ", elements, ".");
-  const std::vector<TableLayout> tables = read_layout("gather_pool", layout, weights);
-  const BagLists lists = read_bags("gather_pool", offsets, segments, tables, rows.numel(), elements);
+// What gather_pool returns, for an op of this name.
+Tensor pooled(const char* op, const Tensor& rows, const std::optional<Tensor>& offsets,
+              const std::optional<Tensor>& bag_weights, const std::vector<Tensor>& weights, const Tensor& layout,
+              const Tensor& segments, bool mean, int64_t elements, ScalarType dtype) {
+  check_tensor(op, "rows", rows, ScalarType::Long);
+  STD_TORCH_CHECK(elements >= 0, op, ": expected elements >= 0, got ", elements, ".");
+  const std::vector<TableLayout> tables = read_layout(op, layout, weights);
+  const BagLists lists = read_bags(op, offsets, segments, tables, rows.numel(), elements);
   const Bags bags = lists.view();
-  const float* weight = bag_weight_data("gather_pool", bag_weights, rows.numel());
-  check_rows_of_bags("gather_pool", bags, tables, const_data<int64_t>(rows));
-  check_pooled_type(dtype);
+  const float* weight = bag_weight_data(op, bag_weights, rows.numel());
+  check_rows_of_bags(op, bags, tables, const_data<int64_t>(rows));
+  check_pooled_type(op, dtype);
   Tensor out = new_output(elements, dtype);
-  dispatch_row_type("gather_pool", weights, [&](auto row_zero) {
+  dispatch_row_type(op, weights, [&](auto row_zero) {
     using T = decltype(row_zero);
-    BlockList<T> blocks("gather_pool", "weights", weights);
+    BlockList<T> blocks(op, "weights", weights);
     const std::vector<RowBlocks<T>> row_tables = blocks.rows_of(tables);
-    dispatch_row_type("gather_pool", dtype, [&](auto out_zero) {
+    dispatch_row_type(op, dtype, [&](auto out_zero) {
       const bool streams = sizeof(out_zero) == sizeof(float) && streams_past_caches(bags, elements);
       const PoolJob<T> job{bags, row_tables, const_data<int64_t>(rows), weight, mean, streams};
       auto* place = mutable_data<decltype(out_zero)>(out);
@@ -217,6 +219,37 @@ Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, con
     });
   });
   return out;
+}
+
+Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
+                   std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean,
+                   int64_t elements, ScalarType dtype) {
+  return pooled("gather_pool", rows, offsets, bag_weights, weights, layout, segments, mean, elements, dtype);
+}
+
+// Pools all bags and copies those that are asked for: no step on the CPU pools twice.
+void pool_into(Tensor out, const std::optional<Tensor>& new_index, const Tensor& rows,
+               const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
+               std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean) {
+  const int64_t* fresh = check_pooled_into(out, new_index, rows, offsets, bag_weights, weights);
+  const Tensor all =
+      pooled("pool_into_", rows, offsets, bag_weights, weights, layout, segments, mean, out.numel(), out.scalar_type());
+  const std::vector<TableLayout> tables = read_layout("pool_into_", layout, weights);
+  const BagLists lists = read_bags("pool_into_", offsets, segments, tables, rows.numel(), out.numel());
+  const Bags bags = lists.view();
+  const size_t size = out.element_size();
+  const auto* from = static_cast<const char*>(all.const_data_ptr());
+  auto* to = static_cast<char*>(out.mutable_data_ptr());
+  for_bags(bags, 0, bags.total(), [&](const Segment& segment, int64_t first, int64_t last) {
+    const auto width = static_cast<size_t>(tables[static_cast<size_t>(segment.table)].columns) * size;
+    for (int64_t bag = first; bag < last; ++bag) {
+      bool chosen = !new_index.has_value();
+      for (int64_t i = bags.begin(bag); i < bags.end(bag) && !chosen; ++i) chosen = fresh[i] >= 0;
+      const int64_t element = segment.out_offset + (bag - segment.first_bag) * segment.out_stride;
+      const size_t place = static_cast<size_t>(element) * size;
+      if (chosen) std::memcpy(to + place, from + place, width);
+    }
+  });
 }
 
 // d loss / d bag_weight[i] = <grad[bag of i], weights[rows[i]]>, divided by the bag's length for the mean.
@@ -267,6 +300,7 @@ Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optio
 
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
   m.impl(TORCHREC_DYN_KERNEL("gather_pool", &gather_pool));
+  m.impl(TORCHREC_DYN_KERNEL("pool_into_", &pool_into));
   m.impl(TORCHREC_DYN_KERNEL("bag_weights_grad", &bag_weights_grad));
 }
 

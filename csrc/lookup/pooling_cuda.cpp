@@ -1,11 +1,13 @@
 // Gather and pool on a device, and the gradient of the bag weights: pooling_cpu.cpp for CUDA.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <optional>
 
 #include "device_call.h"
 #include "kernel.h"
 #include "lookup/bags_arguments.h"
+#include "lookup/pool_into_kernels.h"
 #include "lookup/pooling_kernels.h"
 
 namespace torchrec_dyn {
@@ -32,8 +34,11 @@ std::vector<DeviceSegment<T>> segments_of(const BagLists& lists, const std::vect
     const auto place = static_cast<uintptr_t>(segment.out_offset) | static_cast<uintptr_t>(segment.out_stride);
     const uintptr_t bits = reinterpret_cast<uintptr_t>(memory) | place * element_bytes;
     const Division units(tables[table].columns / static_cast<int64_t>(columns));
-    all.push_back({tables[table], segment.first_bag, turns, segment.out_offset, segment.out_stride, units,
-                   static_cast<int>(columns), bits % std::min<uintptr_t>(16, columns * element_bytes) == 0});
+    const auto count = static_cast<uint64_t>(units.divisor);
+    const int shift = std::has_single_bit(count) ? std::countr_zero(count) : -1;
+    all.push_back({tables[table], segment.first_bag, turns, segment.out_offset, segment.out_stride, units, shift,
+                   static_cast<int>(columns), bits % std::min<uintptr_t>(16, columns * element_bytes) == 0,
+                   one_block(tables[table], layout[table].blocks)});
     turns += segment.bags * units.divisor;
   }
   return all;
@@ -69,6 +74,7 @@ struct BagArguments {
   std::vector<TableLayout> layout;
   BagLists lists;
   bool mean;
+  bool is_checked = false;  // the caller checks the offsets
 };
 
 BagArguments read_arguments(const char* op, const Tensor& rows, const std::optional<Tensor>& offsets,
@@ -80,7 +86,8 @@ BagArguments read_arguments(const char* op, const Tensor& rows, const std::optio
   return given;
 }
 
-// Calls launch(bags, turns of units) and reports what the bodies find wrong. They write a new tensor only.
+// Calls launch(bags, turns of units, whether each table is one block) and reports what the bodies find wrong. They
+// write a new tensor only.
 template <typename T, typename Launch>
 void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>& weights, const void* outputs,
          uintptr_t element_bytes, const Launch& launch) {
@@ -92,7 +99,7 @@ void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>&
   // Without bags no turn reads the one offset.
   const SentBags<T> sent = send_bags(call, WrongBags{lists.count == 0, 0}, segments, blocks.pointers());
   const DeviceBags<T> bags{sent.segments,
-                           static_cast<int64_t>(segments.size()),
+                           static_cast<int>(segments.size()),
                            lists.offsets,
                            lists.count,
                            const_data<int64_t>(given.rows),
@@ -101,10 +108,33 @@ void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>&
                            sent.wrong};
   if (lists.count > 0) {
     const DeviceSegment<T>& last = segments.back();
-    launch(bags, last.first_turn + (lists.count - last.first_bag) * last.units.divisor);
+    const bool is_plain =
+        std::ranges::all_of(segments, [](const DeviceSegment<T>& segment) { return segment.block.memory != nullptr; });
+    launch(bags, last.first_turn + (lists.count - last.first_bag) * last.units.divisor, is_plain);
   }
-  simt::each(call.queue(), 1, ReportWrongBags<T>{bags, given.op, call.errors(raise_wrong_bags)});
+  simt::each(call.queue(), 1, ReportWrongBags<T>{bags, given.op, call.errors(raise_wrong_bags), given.is_checked});
   call.finish();
+}
+
+// Pools all bags, or with `new_index` those of new ids.
+void pool(DeviceCall& call, const BagArguments& given, const float* bag_weights, const std::vector<Tensor>& weights,
+          const int64_t* new_index, const Tensor& out) {
+  dispatch_row_type(given.op, weights, [&](auto row_zero) {
+    using T = decltype(row_zero);
+    dispatch_row_type(given.op, out.scalar_type(), [&](auto out_zero) {
+      using Out = decltype(out_zero);
+      auto* place = mutable_data<Out>(out);
+      run<T>(call, given, weights, place, sizeof(Out), [&](const DeviceBags<T>& bags, int64_t turns, bool is_plain) {
+        const PoolBags<T, Out, false> any{bags, bag_weights, place};
+        if (new_index != nullptr)
+          simt::each(call.queue(), turns, PoolNewBags<T, Out>{any, new_index});
+        else if (is_plain && bag_weights == nullptr)
+          simt::each(call.queue(), turns, PoolBags<T, Out, true>{bags, nullptr, place});
+        else
+          simt::each(call.queue(), turns, any);
+      });
+    });
+  });
 }
 
 Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
@@ -114,20 +144,24 @@ Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, con
   STD_TORCH_CHECK(elements >= 0, "gather_pool: expected elements >= 0, got ", elements, ".");
   const BagArguments given = read_arguments("gather_pool", rows, offsets, weights, layout, segments, mean, elements);
   const float* weight = bag_weight_data("gather_pool", bag_weights, rows.numel(), rows.device());
-  check_pooled_type(dtype);
+  check_pooled_type("gather_pool", dtype);
   DeviceCall call(rows);
   Tensor out = new_device_tensor({elements}, dtype);
-  dispatch_row_type("gather_pool", weights, [&](auto row_zero) {
-    using T = decltype(row_zero);
-    dispatch_row_type("gather_pool", dtype, [&](auto out_zero) {
-      using Out = decltype(out_zero);
-      auto* place = mutable_data<Out>(out);
-      run<T>(call, given, weights, place, sizeof(Out), [&](const DeviceBags<T>& bags, int64_t turns) {
-        simt::each(call.queue(), turns, PoolBags<T, Out>{bags, weight, place});
-      });
-    });
-  });
+  pool(call, given, weight, weights, nullptr, out);
   return out;
+}
+
+void pool_into(Tensor out, const std::optional<Tensor>& new_index, const Tensor& rows,
+               const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
+               std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean) {
+  check_tensor("pool_into_", "rows", rows, ScalarType::Long, kDevice);
+  const int64_t* fresh = check_pooled_into(out, new_index, rows, offsets, bag_weights, weights);
+  BagArguments given = read_arguments("pool_into_", rows, offsets, weights, layout, segments, mean, out.numel());
+  given.is_checked = true;
+  const float* weight = bag_weight_data("pool_into_", bag_weights, rows.numel(), rows.device());
+  DeviceCall call(rows);
+  if (new_index.has_value() && rows.numel() == 0) return;  // `fresh` may be null
+  pool(call, given, weight, weights, fresh, out);
 }
 
 Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& offsets,
@@ -143,7 +177,7 @@ Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optio
   if (given.lists.count == 0) simt::fill_zero(call.queue(), place, rows.numel() * static_cast<int64_t>(sizeof(float)));
   dispatch_row_type("bag_weights_grad", weights, [&](auto zero) {
     using T = decltype(zero);
-    run<T>(call, given, weights, bag_grad, sizeof(float), [&](const DeviceBags<T>& bags, int64_t) {
+    run<T>(call, given, weights, bag_grad, sizeof(float), [&](const DeviceBags<T>& bags, int64_t, bool) {
       simt::each(call.queue(), std::max(bags.ids, bags.count), DotRows<T>{bags, bag_grad, place});
     });
   });
@@ -154,6 +188,7 @@ Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optio
 
 TORCHREC_DYN_DEVICE_KERNELS(m) {
   m.impl(TORCHREC_DYN_KERNEL("gather_pool", &gather_pool));
+  m.impl(TORCHREC_DYN_KERNEL("pool_into_", &pool_into));
   m.impl(TORCHREC_DYN_KERNEL("bag_weights_grad", &bag_weights_grad));
 }
 

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "device_errors.h"
 #include "division.h"
@@ -35,9 +36,18 @@ struct DeviceSegment {
   int64_t first_turn;
   int64_t out_offset;
   int64_t out_stride;
-  Division units;    // of a row
-  int unit_columns;  // of the largest unit of 16, 4 or 2 bytes that divides rows and addresses of blocks
-  bool is_whole;     // outputs are at multiples of the size of `unit_columns` numbers, or of 16 bytes
+  Division units;     // of a row
+  int unit_shift;     // their number is 2^unit_shift, or -1: a shift is a quarter of the instructions of a division
+  int unit_columns;   // of the largest unit of 16, 4 or 2 bytes that divides rows and addresses of blocks
+  bool is_whole;      // outputs are at multiples of the size of `unit_columns` numbers, or of 16 bytes
+  OneBlock<T> block;  // the table's, or null
+
+  // The bag of a turn, counted in the segment, and its unit of columns.
+  TORCHREC_DYN_BOTH Division::Parts split(int64_t turn) const {
+    const int64_t left = turn - first_turn;
+    if (unit_shift == -1) return units.split(left);
+    return {left >> unit_shift, left & ((int64_t{1} << unit_shift) - 1)};
+  }
 };
 
 // What a body finds wrong; 0 at first.
@@ -50,7 +60,7 @@ struct WrongBags {
 template <typename T>
 struct DeviceBags {
   const DeviceSegment<T>* segments;  // ordered by first bag and first turn
-  int64_t segment_count;             // > 0
+  int segment_count;                 // > 0
   const int64_t* offsets;            // null for sequences
   int64_t count;
   const int64_t* rows;
@@ -78,15 +88,17 @@ struct DeviceBags {
 template <typename T>
 struct ReportWrongBags {
   DeviceBags<T> bags;
-  const char* op;     // in the memory of the host
-  ErrorReport error;  // op, 1, two offsets, the end of their range; or op, 0, capacity of the table
+  const char* op;           // in the memory of the host
+  ErrorReport error;        // op, 1, two offsets, the end of their range; or op, 0, capacity of the table
+  bool is_checked = false;  // the caller checks the offsets: with wrong ones nothing is reported
 
   TORCHREC_DYN_BOTH void operator()(int64_t) const {
+    if (bags.wrong->offsets != 0 && is_checked) return;
     if (bags.wrong->offsets != 0)
       return report_wrong_offsets(error, bags.offsets, bags.count, bags.ids, reinterpret_cast<int64_t>(op), 1);
     if (bags.wrong->bags_left == 0) return;
     const int64_t bag = bags.count - bags.wrong->bags_left;
-    const int64_t segment = table_of(bag, bags.segment_count, [this](int64_t s) { return bags.segments[s].first_bag; });
+    const int segment = table_of(bag, bags.segment_count, [this](int s) { return bags.segments[s].first_bag; });
     error.report(reinterpret_cast<int64_t>(op), 0, bags.segments[segment].table.capacity);
   }
 };
@@ -101,17 +113,29 @@ TORCHREC_DYN_BOTH inline bool is_present(const RowBlocks<T>& table, int64_t row)
   return static_cast<uint64_t>(row) < static_cast<uint64_t>(table.capacity);
 }
 
-// A turn is a unit of columns of a bag.
-template <typename T, typename Out>
+// A turn is a unit of columns of a bag. kIsPlain: each table is one block, and bags have no weights. Other calls need
+// more registers, so fewer of their threads wait for memory at the same time.
+//
+// A GPU waits some hundred cycles for a row number, and as long again for the row. So a turn reads kAhead numbers at
+// once, then their rows at once. It must not do so under conditions: nvcc sends such loads one after the other
+// (tests/repository/test_sass.py sees it). Instead of an id behind the end of the bag its last id is read again,
+// instead of an absent row the first row of the table, and neither is added.
+template <typename T, typename Out, bool kIsPlain>
 struct PoolBags {
+  using Range = typename DeviceBags<T>::Range;
+  using Table = std::conditional_t<kIsPlain, OneBlock<T>, RowBlocks<T>>;
+  static constexpr int kAhead = 4;
+  // Told so, nvcc leaves the loads together; else it would save registers by adding one row before it loads the next.
+  static constexpr int kBlocksAtOnce = kIsPlain && sizeof(T) == 4 ? 5 : 4;
+
   DeviceBags<T> bags;
   const float* bag_weights;  // or null
   Out* out;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    const DeviceSegment<T> segment =
-        bags.segments[table_of(i, bags.segment_count, [this](int64_t s) { return bags.segments[s].first_turn; })];
-    const Division::Parts turn = segment.units.split(i - segment.first_turn);
+    const DeviceSegment<T>& segment =
+        bags.segments[table_of(i, bags.segment_count, [this](int s) { return bags.segments[s].first_turn; })];
+    const Division::Parts turn = segment.split(i);
     constexpr int kMost = kMostUnitBytes / static_cast<int>(sizeof(T));
     if (segment.unit_columns == kMost) return pool<kMost>(segment, turn.quotient, turn.remainder);
     if constexpr (sizeof(T) == 2)
@@ -121,34 +145,83 @@ struct PoolBags {
 
   template <int kColumns>
   TORCHREC_DYN_BOTH void pool(const DeviceSegment<T>& segment, int64_t place, int64_t unit) const {
-    constexpr int kAhead = 4;  // units that are read before the first is added
     const int64_t bag = segment.first_bag + place;
     const int64_t column = unit * kColumns;
-    const typename DeviceBags<T>::Range ids = bags.range(bag);
+    const Range ids = bags.range(bag);
     float sums[kColumns] = {};
-    uint64_t highest = 0;  // row + 1; of a row below -1 larger than any table
-    for (int64_t next = ids.begin; next < ids.end; next += kAhead) {
-      int64_t rows[kAhead];
-      float weights[kAhead];
-      ColumnUnit<T, kColumns> units[kAhead];
-      for (int a = 0; a < kAhead; ++a) rows[a] = next + a < ids.end ? bags.rows[next + a] : kNoRow;
-      for (int a = 0; a < kAhead; ++a) {
-        highest = greater_of(highest, static_cast<uint64_t>(rows[a]) + 1);
-        if (!is_present(segment.table, rows[a])) continue;
-        weights[a] = bag_weights == nullptr ? 1.0f : bag_weights[next + a];
-        units[a] = load_unit<T, kColumns>(segment.table.row(rows[a]) + column);
-      }
-      for (int a = 0; a < kAhead; ++a) {
-        if (!is_present(segment.table, rows[a])) continue;
-        float values[kColumns];
-        to_floats<T, kColumns>(units[a], values);
-        for (int c = 0; c < kColumns; ++c) sums[c] += weights[a] * values[c];
-      }
+    if constexpr (kIsPlain) {
+      OneBlock<T> table = segment.block;
+      table.memory += column;
+      const int64_t next = add_present_rows(table, ids, sums);
+      if (next < ids.end && !add_rows(table, 0, {next, ids.end}, sums)) bags.note_row_outside(bag);
+    } else {
+      if (!add_rows(segment.table, column, ids, sums)) bags.note_row_outside(bag);
     }
-    if (highest > static_cast<uint64_t>(segment.table.capacity)) bags.note_row_outside(bag);
     if (bags.mean && ids.end > ids.begin)
       for (int c = 0; c < kColumns; ++c) sums[c] /= static_cast<float>(ids.end - ids.begin);
     store_columns(sums, segment.is_whole, out + segment.out_offset + place * segment.out_stride + column);
+  }
+
+  // Adds the rows of the first ids as long as groups are full and all of their rows present, or the row of the only
+  // id. Returns the first id that is left.
+  template <int kColumns>
+  TORCHREC_DYN_BOTH int64_t add_present_rows(const OneBlock<T>& table, const Range& ids,
+                                             float (&sums)[kColumns]) const {
+    int64_t next = ids.begin;
+    if (ids.end - next == 1) {
+      const int64_t row = bags.rows[next];
+      if (!table.has(row)) return next;
+      add_unit<kColumns>(load_unit<T, kColumns>(table.row(row)), 1.0f, sums);
+      return next + 1;
+    }
+    for (; ids.end - next >= kAhead; next += kAhead) {
+      int64_t rows[kAhead];
+      for (int a = 0; a < kAhead; ++a) rows[a] = bags.rows[next + a];
+      bool are_present = true;
+      for (int a = 0; a < kAhead; ++a) are_present &= table.has(rows[a]);
+      if (!are_present) break;
+      ColumnUnit<T, kColumns> units[kAhead];
+      for (int a = 0; a < kAhead; ++a) units[a] = load_unit<T, kColumns>(table.row(rows[a]));
+      TORCHREC_DYN_UNROLL
+      for (int a = 0; a < kAhead; ++a) add_unit<kColumns>(units[a], 1.0f, sums);
+    }
+    return next;
+  }
+
+  // Adds the rows of some ids. Returns false if a row is outside of the table.
+  template <int kColumns>
+  TORCHREC_DYN_BOTH bool add_rows(const Table& table, int64_t column, const Range& ids, float (&sums)[kColumns]) const {
+    bool are_inside = true;
+    for (int64_t next = ids.begin; next < ids.end; next += kAhead) {
+      const auto last = static_cast<int>(lesser_of(ids.end - next, int64_t{kAhead})) - 1;
+      int64_t rows[kAhead];
+      for (int a = 0; a < kAhead; ++a) rows[a] = bags.rows[next + lesser_of(a, last)];
+      unsigned used = 0;
+      for (int a = 0; a < kAhead; ++a) {
+        const bool is_present = table.has(rows[a]);
+        are_inside &= is_present || rows[a] == kNoRow;
+        used |= static_cast<unsigned>(is_present && a <= last) << a;
+        rows[a] = is_present ? rows[a] : 0;
+      }
+      if (used == 0) continue;  // perhaps there is no first row
+      ColumnUnit<T, kColumns> units[kAhead];
+      for (int a = 0; a < kAhead; ++a) units[a] = load_unit<T, kColumns>(table.row(rows[a]) + column);
+      float weights[kAhead];
+      for (int a = 0; a < kAhead; ++a) weights[a] = 1.0f;
+      if (!kIsPlain && bag_weights != nullptr)
+        for (int a = 0; a < kAhead; ++a) weights[a] = bag_weights[next + lesser_of(a, last)];
+      TORCHREC_DYN_UNROLL
+      for (int a = 0; a < kAhead; ++a)
+        if ((used >> a & 1) != 0) add_unit<kColumns>(units[a], weights[a], sums);
+    }
+    return are_inside;
+  }
+
+  template <int kColumns>
+  TORCHREC_DYN_BOTH static void add_unit(const ColumnUnit<T, kColumns>& unit, float weight, float (&sums)[kColumns]) {
+    float values[kColumns];
+    to_floats<T, kColumns>(unit, values);
+    for (int c = 0; c < kColumns; ++c) sums[c] += weight * values[c];
   }
 };
 
@@ -170,7 +243,7 @@ struct DotRows {
     const typename DeviceBags<T>::Range ids = bags.range(bag);
     if (i < ids.begin || i >= ids.end) return;
     const DeviceSegment<T> segment =
-        bags.segments[table_of(bag, bags.segment_count, [this](int64_t s) { return bags.segments[s].first_bag; })];
+        bags.segments[table_of(bag, bags.segment_count, [this](int s) { return bags.segments[s].first_bag; })];
     const int64_t row = bags.rows[i];
     if (!is_inside(segment.table, row)) bags.note_row_outside(bag);
     if (!is_present(segment.table, row)) return;

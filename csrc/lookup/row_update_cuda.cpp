@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -15,8 +16,14 @@
 namespace torchrec_dyn {
 namespace {
 
+// The bytes of a list in SentLists.
+template <typename T>
+size_t bytes_of(const std::vector<T>& list) {
+  return (list.size() * sizeof(T) + sizeof(Unit16) - 1) / sizeof(Unit16) * sizeof(Unit16);
+}
+
 // Lists of the host in one piece of memory of the device: one send, that does not wait. Requires elements of whole
-// words.
+// words; each list begins at a multiple of 16 bytes.
 class SentLists {
  public:
   // `bytes`: of all lists together.
@@ -27,9 +34,8 @@ class SentLists {
   template <typename T>
   T* add(const std::vector<T>& list) {
     static_assert(sizeof(T) % sizeof(int64_t) == 0);
-    const size_t bytes = list.size() * sizeof(T);
-    if (bytes > 0) std::memcpy(host_.data() + used_, list.data(), bytes);
-    return reinterpret_cast<T*>(memory_ + std::exchange(used_, used_ + bytes));
+    if (!list.empty()) std::memcpy(host_.data() + used_, list.data(), list.size() * sizeof(T));
+    return reinterpret_cast<T*>(memory_ + std::exchange(used_, used_ + bytes_of(list)));
   }
 
   void send() { simt::send(call_.queue(), memory_, host_.data(), static_cast<int64_t>(used_)); }
@@ -41,48 +47,126 @@ class SentLists {
   size_t used_ = 0;
 };
 
-// Moves the blocks of a table from the list of the host to its copy on the device.
+// Where rows of the list of the host are on the device. Rows in one block need no look at the list.
 template <typename T>
-void move_blocks(T* const*& blocks, const std::vector<T*>& host, T* const* device) {
-  if (blocks != nullptr) blocks = device + (blocks - host.data());
+TileRows<T> moved(const RowBlocks<T>& rows, const std::vector<T*>& host, T* const* device) {
+  if (rows.blocks == nullptr) return {};
+  const bool is_single = rows.capacity > 0 && (rows.capacity - 1) >> rows.shift == 0;
+  return {is_single ? rows.blocks[0] : nullptr, device + (rows.blocks - host.data()), static_cast<uint32_t>(rows.shift),
+          static_cast<uint32_t>(rows.columns)};
 }
 
+// True if units of columns can be read and written as one piece of memory.
 template <typename T>
-size_t bytes_of(const std::vector<T>& list) {
-  return list.size() * sizeof(T);
+bool has_whole_units(const std::vector<T*>& blocks) {
+  return std::ranges::all_of(
+      blocks, [](T* block) { return reinterpret_cast<uintptr_t>(block) % (kUnitColumns * sizeof(T)) == 0; });
 }
 
-// The keys of all tables. Returns the end of the keys.
-uint64_t key_tables(const UpdateArguments& read, const Tensor& streams, std::vector<KeyedTable>& keyed) {
-  const std::vector<TableLayout> updated = updated_rows(read);
-  uint64_t end = 0;
-  for (size_t t = 0; t < updated.size(); ++t) {
-    const int64_t capacity = updated[t].capacity(), step = const_data<int64_t>(streams)[3 * t + 2];
-    keyed.push_back({end, capacity, read.tables[t].columns, step, may_have_rows(read.rule, step)});
-    end += static_cast<uint64_t>(capacity);
+// The ids of all tables: what the tables must be, and their first keys.
+struct KeyedTables {
+  std::vector<KeyedTable> tables;
+  std::vector<uint64_t> first_keys;
+  uint64_t end = 0;  // of the keys
+
+  KeyedTables(const UpdateArguments& read, const Tensor& streams) {
+    const std::vector<TableLayout> updated = updated_rows(read);
+    for (size_t t = 0; t < updated.size(); ++t) {
+      const int64_t capacity = updated[t].capacity(), step = const_data<int64_t>(streams)[3 * t + 2];
+      tables.push_back({capacity, read.tables[t].columns, step, may_have_rows(read.rule, step)});
+      first_keys.push_back(end);
+      end += static_cast<uint64_t>(capacity);
+    }
   }
-  return end;
+};
+
+// The columns of the tables that have rows and bags, and the places of their gradients.
+struct WidthOfRows {
+  int64_t most = 0;
+  bool is_whole = true;  // units of columns are pieces of memory
+
+  WidthOfRows(const UpdateArguments& read, const float* grad) {
+    is_whole = reinterpret_cast<uintptr_t>(grad) % (kUnitColumns * sizeof(float)) == 0;
+    for (const Segment& segment : read.bags.segments) {
+      const TableLayout& table = read.tables[static_cast<size_t>(segment.table)];
+      if (segment.bags == 0 || table.capacity() == 0) continue;
+      most = std::max(most, table.columns);
+      is_whole &= (table.columns | segment.out_offset | segment.out_stride) % kUnitColumns == 0;
+    }
+  }
+};
+
+bool has_row_state(const StateWidths& widths) {
+  return widths.momentum1 == StateWidth::kRow || widths.momentum2 == StateWidth::kRow;
 }
 
-// The columns of the widest table that has rows and bags.
-int64_t most_columns(const UpdateArguments& read) {
-  int64_t most = 0;
-  for (const Segment& segment : read.bags.segments)
-    if (const TableLayout& table = read.tables[static_cast<size_t>(segment.table)];
-        segment.bags > 0 && table.capacity() > 0)
-      most = std::max(most, table.columns);
-  return most;
+// Calls `run` with the shape of tiles that rows need (tile_columns.h).
+template <typename Key, typename Run>
+void with_tile(const WidthOfRows& width, const Run& run) {
+  if constexpr (sizeof(Key) == sizeof(uint32_t)) {
+    if (width.is_whole && width.most <= Tile16::kColumns) return run(Tile16{});
+    if (width.is_whole && width.most <= Tile32::kColumns) return run(Tile32{});
+    if (width.is_whole && width.most <= Tile64::kColumns) return run(Tile64{});
+    if (width.is_whole && width.most <= Tile128::kColumns) return run(Tile128{});
+    if (width.is_whole) return run(WideTile{});
+  }
+  run(AnyTile{});
+}
+
+// The sums of pieces: no piece but the first of a row begins before place kPieceIds.
+int64_t lines_of_pieces(int64_t ids) { return ids == 0 ? 0 : (ids - 1) / kPieceIds; }
+int64_t columns_of_pieces(const WidthOfRows& width) {
+  return (width.most + kUnitColumns - 1) / kUnitColumns * kUnitColumns;
 }
 
 // Returns the distinct senders of each row, at the place where the row begins.
-const int64_t* count_senders(DeviceCall& call, const SortedIds& sorted) {
+template <typename Key>
+const int64_t* count_senders(DeviceCall& call, const SortedIds<Key>& sorted) {
   const int64_t n = sorted.ids.count;
   auto* distinct = call.zeros<int64_t>(n);
   simt::Pairs pairs{call.take_for<uint64_t>(n), call.take_for<int64_t>(n)};
-  simt::each(call.queue(), n, KeySenders{sorted, pairs.keys});
+  simt::each(call.queue(), n, KeySenders<Key>{sorted, pairs.keys});
   pairs = simt::sort_pairs(call.queue(), pairs, n, 0, kSenderBits + std::bit_width(static_cast<uint64_t>(n)));
   simt::each(call.queue(), n, CountSenders{pairs.keys, distinct});
   return distinct;
+}
+
+// What a call has sent to the device.
+template <typename T>
+struct SentUpdate {
+  UpdatedIds ids;
+  const TileTable<T>* tables;
+  WidthOfRows width;
+  uint64_t end_key;
+};
+
+// Sorts the ids and updates their rows. Key: an unsigned word for keys.
+template <typename Key, typename T>
+void update_sorted(DeviceCall& call, const UpdateCall& given, const UpdateArguments& read, const SentUpdate<T>& sent) {
+  const UpdatedIds& ids = sent.ids;
+  const int64_t n = ids.count;
+  // Bodies that need the position of an id look its gradient up by it; else the gradient is the value of its key.
+  const bool by_position = given.mean || read.bag_weights != nullptr || ids.senders != nullptr || sizeof(T) < 4;
+  float* mean_factors = given.mean ? call.take_for<float>(n) : nullptr;
+  const IdTerms<Key> terms{by_position ? call.take_for<ValueOf<Key>>(n) : nullptr,
+                           given.mean ? mean_factors : read.bag_weights};
+  KeyPairs<Key> pairs{call.take_for<Key>(n), call.take_for<ValueOf<Key>>(n)};
+  simt::each(call.queue(), ids.bags.offsets == nullptr ? n : std::max(n, ids.bags.count + 1),
+             KeyIds<Key>{ids, pairs, terms, read.bag_weights, mean_factors});
+  if (n == 0) return;
+  pairs = simt::sort_pairs(call.queue(), pairs, n, 0, std::bit_width(sent.end_key));
+  const SortedIds<Key> sorted{ids, pairs.keys, pairs.values};
+  const int64_t* distinct = ids.senders == nullptr ? nullptr : count_senders(call, sorted);
+  const int64_t lines = lines_of_pieces(n), columns = columns_of_pieces(sent.width);
+  auto* pieces = call.take_for<float>(lines * columns);
+  with_tile<Key>(sent.width, [&]<typename Shape>(Shape) {
+    const SortedGrads<Key, Shape> grads{sorted, terms, const_data<float>(given.grad), pieces, columns};
+    const StateWidths widths = state_widths(read.rule.optimizer);
+    simt::tiles(call.queue(), lines, SumPieces<Key, Shape>{grads});
+    simt::tiles(call.queue(), n,
+                UpdateRows<T, Key, Shape>{grads, sent.tables, read.rule, widths, has_row_state(widths),
+                                          !read.marks.empty(), const_data<int64_t>(given.ids), distinct});
+  });
 }
 
 template <typename T>
@@ -91,51 +175,63 @@ void update(const char* op, const UpdateCall& given, const UpdateArguments& read
   UpdatedTables<T> updated(op, given, read, call.device());
   std::vector<Segment> segments = read.bags.segments;
   std::erase_if(segments, [](const Segment& segment) { return segment.bags == 0; });
-  std::vector<KeyedTable> keyed;
-  const uint64_t end = key_tables(read, given.streams, keyed);
-  SentLists sent(call, bytes_of(segments) + bytes_of(keyed) + bytes_of(updated.tables) +
+  const KeyedTables keyed(read, given.streams);
+  std::vector<TileTable<T>> tables(updated.tables.size());
+  SentLists sent(call, bytes_of(segments) + bytes_of(keyed.tables) + bytes_of(keyed.first_keys) + bytes_of(tables) +
                            bytes_of(updated.weights.pointers()) + bytes_of(updated.momentum1.pointers()) +
                            bytes_of(updated.momentum2.pointers()) + bytes_of(updated.marks.pointers()));
   T* const* weights = sent.add(updated.weights.pointers());
   float* const* momentum1 = sent.add(updated.momentum1.pointers());
   float* const* momentum2 = sent.add(updated.momentum2.pointers());
   uint8_t* const* marks = sent.add(updated.marks.pointers());
-  for (UpdatedTable<T>& table : updated.tables) {
-    move_blocks(table.weights.blocks, updated.weights.pointers(), weights);
-    move_blocks(table.momentum1.blocks, updated.momentum1.pointers(), momentum1);
-    move_blocks(table.momentum2.blocks, updated.momentum2.pointers(), momentum2);
-    move_blocks(table.marks.blocks, updated.marks.pointers(), marks);
+  const StateWidths widths = state_widths(read.rule.optimizer);
+  for (size_t t = 0; t < tables.size(); ++t) {
+    UpdatedTable<T>& table = updated.tables[t];
+    const TileRows<float> first = moved(table.momentum1, updated.momentum1.pointers(), momentum1);
+    const TileRows<float> second = moved(table.momentum2, updated.momentum2.pointers(), momentum2);
+    if (table.marks.blocks != nullptr)
+      table.marks.blocks = marks + (table.marks.blocks - updated.marks.pointers().data());
+    const TileRows<T> rows = moved(table.weights, updated.weights.pointers(), weights);
+    const TileRows<float>& state = widths.momentum1 == StateWidth::kRow ? first : second;
+    // Any address will do for a state that no row has.
+    float* row_state = has_row_state(widths) ? state.only : reinterpret_cast<float*>(rows.only);
+    tables[t] = {{rows.only, row_state, keyed.first_keys[t], rows.columns, table.grad_scale},
+                 rows,
+                 state,
+                 first,
+                 second,
+                 table.correction,
+                 table.stream,
+                 table.marks};
   }
   const int64_t n = given.ids.numel();
   const BagLists& bags = read.bags;
   auto* wrong = call.zeros<WrongUpdate>(1);
-  const UpdatedIds ids{{sent.add(segments), nullptr, static_cast<int64_t>(segments.size()), bags.offsets, bags.count},
-                       sent.add(keyed),
-                       static_cast<int64_t>(keyed.size()),
-                       n,
-                       const_data<int64_t>(given.rows),
-                       sender_data(op, given.senders, n, call.device()),
-                       read.bag_weights,
-                       given.mean,
-                       end,
-                       wrong};
-  const UpdatedTable<T>* tables = sent.add(updated.tables);
+  SentUpdate<T> update{{{sent.add(segments), nullptr, static_cast<int64_t>(segments.size()), bags.offsets, bags.count},
+                        sent.add(keyed.tables),
+                        sent.add(keyed.first_keys),
+                        static_cast<int64_t>(keyed.tables.size()),
+                        n,
+                        const_data<int64_t>(given.rows),
+                        sender_data(op, given.senders, n, call.device()),
+                        keyed.end,
+                        wrong},
+                       sent.add(tables),
+                       WidthOfRows(read, const_data<float>(given.grad)),
+                       keyed.end};
+  update.width.is_whole &=
+      has_whole_units(updated.weights.pointers()) &&
+      (widths.momentum1 != StateWidth::kColumns || has_whole_units(updated.momentum1.pointers())) &&
+      (widths.momentum2 != StateWidth::kColumns || has_whole_units(updated.momentum2.pointers()));
   sent.send();
-  simt::Pairs pairs{call.take_for<uint64_t>(n), call.take_for<int64_t>(n)};
-  simt::each(call.queue(), bags.offsets == nullptr ? n : std::max(n, bags.count + 1),
-             KeyIds{ids, pairs.keys, pairs.values});
-  if (n > 0) {
-    pairs = simt::sort_pairs(call.queue(), pairs, n, 0, std::bit_width(end));
-    const SortedIds sorted{ids, pairs.keys, pairs.values};
-    const int64_t* distinct = ids.senders == nullptr ? nullptr : count_senders(call, sorted);
-    const int64_t lines = (n - 1) / kPieceIds, columns = most_columns(read);
-    const SortedGrads grads{sorted, const_data<float>(given.grad), call.take_for<float>(lines * columns), columns};
-    simt::tiles(call.queue(), lines, SumPieces{grads});
-    simt::tiles(call.queue(), n,
-                UpdateRows<T>{grads, tables, read.rule, state_widths(read.rule.optimizer),
-                              const_data<int64_t>(given.ids), distinct});
-  }
-  simt::each(call.queue(), 1, ReportWrongUpdate{ids, call.errors(raise_wrong_update)});
+  constexpr uint64_t kShortEnd = std::numeric_limits<uint32_t>::max();
+  const auto numbers =
+      static_cast<uint64_t>(std::max(given.grad.numel(), lines_of_pieces(n) * columns_of_pieces(update.width)));
+  if (keyed.end <= kShortEnd && numbers <= kShortEnd)
+    update_sorted<uint32_t>(call, given, read, update);
+  else
+    update_sorted<uint64_t>(call, given, read, update);
+  simt::each(call.queue(), 1, ReportWrongUpdate{update.ids, call.errors(raise_wrong_update)});
   call.finish();
 }
 

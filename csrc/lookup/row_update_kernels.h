@@ -1,468 +1,439 @@
-// The bodies of the update (simt.h, simt_tiles.h): the ids of a batch are sorted by row, and a tile updates each row.
+// The bodies of the update of rows (simt.h, simt_tiles.h): the ids of a batch are sorted by row, and a tile updates
+// each row. Same bits as on the CPU (row_update_cpu.cpp), by the order of sums of row_update.h. Bits differ for NaNs
+// alone, of which GPUs have one.
 //
-// Same bits as on the CPU (row_update_cpu.cpp), by the order of sums of row_update.h. A lane has every 16th column of
-// a row, which are the columns of one of the CPU's partial sums of squares. Bits differ for NaNs alone, of which GPUs
-// have one.
-//
-//   KeyIds       the key of each id: the number of its row, counted over all tables; checks offsets, rows, senders
+//   KeyIds       the key of each id, and the gradient that it has (update_keys_kernels.h)
 //   sort_pairs   by key. The ids of a row then are side by side, in the order of the batch
 //   SumPieces    the sum of each piece but the first of its row: so the ids of a popular row are shared by many tiles
 //   UpdateRows   for each row the sum of its first piece, plus the sums of the others; then its update
 //
-// Most rows have one id in a batch: the gradient of its bag then goes to registers, not through memory of the call. No
-// body writes to the tables if anything is wrong: ReportWrongUpdate then reports the CPU's error.
+// Most rows have one id in a batch: the gradient of its bag then goes to registers, not through memory of the call.
+//
+// Memory is read in three rounds, since a GPU waits some hundred cycles for each: keys, values and errors; then the
+// table; then row, state and gradient together. A loop over gradients reads four before it adds the first. What the
+// compiler makes of it is tested (tests/repository/test_sass.py).
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
-#include "device_errors.h"
-#include "lookup/bags.h"
 #include "lookup/row_update.h"
-#include "lookup/senders.h"
+#include "lookup/tile_columns.h"
+#include "lookup/update_keys_kernels.h"
 #include "lookup/updated_table.h"
-#include "lookup/wrong_offsets_kernels.h"
 #include "simt_tiles.h"
 #include "storage/blocks.h"
 #include "storage/rounding.h"
 #include "storage/row_types.h"
-#include "storage/table_of.h"
 
 namespace torchrec_dyn {
 
-using simt::kTileLanes;
-
-// What a body finds wrong; 0 at first.
-struct WrongUpdate {
-  int64_t any;          // 1: one of the following
-  int64_t offsets;      // 1: some are
-  int64_t bags_left;    // bags from the first bag on that has a row outside its table
-  int64_t senders;      // 1: some are
-  int64_t tables_left;  // tables from the first on that has rows in the batch, but no valid step
-};
-
-// The keys of a table: first_key + row.
-struct KeyedTable {
-  uint64_t first_key;
-  int64_t capacity;  // rows of the batch are below
-  int64_t columns;
-  int64_t step;
-  int64_t may_have_rows;  // 0 or 1
-};
-
-// The ids of a call.
-struct UpdatedIds {
-  Bags bags;  // segments with bags only; without `first`
-  const KeyedTable* tables;
-  int64_t table_count;
-  int64_t count;
-  const int64_t* rows;
-  const int32_t* senders;    // or null
-  const float* bag_weights;  // or null
-  bool mean;
-  uint64_t absent;  // the key of ids that update no row: above all others
-  WrongUpdate* wrong;
-
-  TORCHREC_DYN_BOTH const Segment& segment_of(int64_t bag) const {
-    return bags.segments[table_of(bag, bags.segment_count, [this](int64_t s) { return bags.segments[s].first_bag; })];
-  }
-  TORCHREC_DYN_BOTH int64_t table_of_key(uint64_t key) const {
-    return table_of(static_cast<int64_t>(key), table_count,
-                    [this](int64_t t) { return static_cast<int64_t>(tables[t].first_key); });
-  }
-  TORCHREC_DYN_BOTH void note(int64_t* what, int64_t number) const {
-    simt::raise(what, number);
-    simt::raise(&wrong->any, 1);
-  }
-};
-
-// An id as the value of its key: the position and the bag, both below 2^32.
-TORCHREC_DYN_BOTH inline int64_t value_of(int64_t bag, int64_t position) {
-  return static_cast<int64_t>(static_cast<uint64_t>(bag) << 32 | static_cast<uint64_t>(position));
-}
-TORCHREC_DYN_BOTH inline int64_t bag_of(int64_t value) {
-  return static_cast<int64_t>(static_cast<uint64_t>(value) >> 32);
-}
-TORCHREC_DYN_BOTH inline int64_t position_of(int64_t value) { return value & 0xFFFFFFFF; }
-
-// A sender as a number from 0 on; if it is not valid, above kMostSenders.
-TORCHREC_DYN_BOTH inline uint32_t sender_number(int32_t sender) { return static_cast<uint32_t>(sender) + 1; }
-
-// A turn is an id, and an offset: as many turns as the larger of their numbers.
-struct KeyIds {
-  UpdatedIds ids;
-  uint64_t* keys;
-  int64_t* values;
-
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    const Bags& bags = ids.bags;
-    if (bags.offsets != nullptr && i <= bags.count) {
-      const int64_t offset = bags.offsets[i];
-      if (offset < 0 || offset > ids.count || (i > 0 && offset < bags.offsets[i - 1])) ids.note(&ids.wrong->offsets, 1);
-    }
-    if (i >= ids.count) return;
-    keys[i] = ids.absent;
-    values[i] = i;
-    if (ids.senders != nullptr && sender_number(ids.senders[i]) > static_cast<uint32_t>(kMostSenders))
-      ids.note(&ids.wrong->senders, 1);
-    if (bags.count == 0) return;
-    // Right if the offsets ascend; else nothing is written.
-    const int64_t bag =
-        bags.offsets == nullptr ? i : table_of(i, bags.count, [&](int64_t b) { return bags.offsets[b]; });
-    if (i < bags.begin(bag) || i >= bags.end(bag)) return;
-    const int64_t t = ids.segment_of(bag).table;
-    const KeyedTable& table = ids.tables[t];
-    const int64_t row = ids.rows[i];
-    if (row == -1) return;
-    if (static_cast<uint64_t>(row) >= static_cast<uint64_t>(table.capacity))
-      return ids.note(&ids.wrong->bags_left, bags.count - bag);
-    if (table.may_have_rows == 0) return ids.note(&ids.wrong->tables_left, ids.table_count - t);
-    keys[i] = table.first_key + static_cast<uint64_t>(row);
-    values[i] = value_of(bag, i);
-  }
-};
-
-// The CPU's error: of the offsets, else of the rows, the senders or the steps. Has one turn.
-struct ReportWrongUpdate {
-  UpdatedIds ids;
-  ErrorReport error;  // WrongContents and its numbers
-
-  TORCHREC_DYN_BOTH void operator()(int64_t) const {
-    const WrongUpdate& wrong = *ids.wrong;
-    const Bags& bags = ids.bags;
-    if (wrong.offsets != 0)
-      return report_wrong_offsets(error, bags.offsets, bags.count, ids.count, WrongContents::kOffsets);
-    if (wrong.bags_left != 0) {
-      const KeyedTable& table = ids.tables[ids.segment_of(bags.count - wrong.bags_left).table];
-      return error.report(WrongContents::kRows, table.capacity);
-    }
-    if (wrong.senders != 0) return report_senders();
-    if (wrong.tables_left != 0)
-      error.report(WrongContents::kStep, ids.tables[ids.table_count - wrong.tables_left].step);
-  }
-
-  TORCHREC_DYN_BOTH void report_senders() const {
-    int32_t lowest = -1, highest = -1;
-    for (int64_t i = 0; i < ids.count; ++i) {
-      lowest = lesser_of(lowest, ids.senders[i]);
-      highest = greater_of(highest, ids.senders[i]);
-    }
-    error.report(WrongContents::kSenders, lowest, highest);
-  }
-};
-
-// The ids sorted by key.
-struct SortedIds {
-  UpdatedIds ids;
-  const uint64_t* keys;
-  const int64_t* values;
-
-  TORCHREC_DYN_BOTH bool begins_row(int64_t k) const { return k == 0 || keys[k - 1] != keys[k]; }
-
-  // The first place with the key of place k.
-  TORCHREC_DYN_BOTH int64_t begin_of(int64_t k) const {
-    if (begins_row(k)) return k;
-    int64_t before = -1, begin = k;  // the key of `before` is lower
-    while (begin - before > 1) {
-      const int64_t middle = before + (begin - before) / 2;
-      if (keys[middle] < keys[k])
-        before = middle;
-      else
-        begin = middle;
-    }
-    return begin;
-  }
-};
-
-// Distinct senders of each row, by a second sort of the sorted ids: by row, then by sender.
-constexpr int kSenderBits = 21;
-static_assert(kMostSenders < int64_t{1} << kSenderBits);
-
-struct KeySenders {
-  SortedIds sorted;
-  uint64_t* keys;
-
-  TORCHREC_DYN_BOTH void operator()(int64_t k) const {
-    const uint32_t sender = sender_number(sorted.ids.senders[position_of(sorted.values[k])]);
-    keys[k] = static_cast<uint64_t>(sorted.begin_of(k)) << kSenderBits | (sender & ((1u << kSenderBits) - 1));
-  }
-};
-
-struct CountSenders {
-  const uint64_t* keys;
-  int64_t* distinct;  // where a row begins its number, else 0
-
-  TORCHREC_DYN_BOTH void operator()(int64_t k) const {
-    if (k == 0 || keys[k - 1] != keys[k]) simt::count(&distinct[keys[k] >> kSenderBits]);
-  }
-};
-
-// A tile has a slice of columns in registers.
-constexpr int kLaneColumns = 4;
-constexpr uint32_t kSliceColumns = kTileLanes * kLaneColumns;
-
-struct LaneColumns {
-  float numbers[kLaneColumns];
-};
-using SliceSums = simt::PerLane<LaneColumns>;
-
-struct Slice {
-  uint32_t first;
-  uint32_t columns;  // of the row: below 2^31
-
-  // Lane l has columns first + l, first + l + 16, ...: as many as this.
-  TORCHREC_DYN_BOTH int count(int lane) const {
-    const int left = static_cast<int>(lesser_of(columns - first, kSliceColumns)) - lane;
-    return (left + kTileLanes - 1) / kTileLanes;
-  }
-  // The first column of a lane; the next is kTileLanes columns further.
-  template <typename T>
-  TORCHREC_DYN_BOTH T* of_lane(T* row, int lane) const {
-    return row + first + lane;
-  }
-};
-
-// Terms of a sum, one a lane: factor * the row of numbers at `place`.
+// Terms of a sum, one a lane.
+template <typename Shape, typename Key>
 struct Terms {
-  const float* memory;
-  simt::PerLane<bool> are_given;  // those before the first that is not
-  simt::PerLane<int64_t> places;
-  simt::PerLane<float> factors;
+  simt::PerLane<ValueOf<Key>, Shape::kLanes> places;
+  simt::PerLane<float, Shape::kLanes> factors;
+  int count;  // of the first lanes
 };
 
-// Adds the terms in the order of the lanes. Returns how many there were.
-TORCHREC_DYN_BOTH inline int add_terms(const Terms& terms, const Slice& slice, SliceSums& sums) {
-  constexpr int kAhead = 4;  // terms that are read before the first is added
-  const int count = simt::count_lanes(terms.are_given);
-  for (int term = 0; term < count; term += kAhead) {
-    const float* rows[kAhead];
-    float factors[kAhead];
-    for (int a = 0; a < kAhead; ++a) {
-      rows[a] = terms.memory + simt::from_lane(terms.places, term + a);
-      factors[a] = simt::from_lane(terms.factors, term + a);
-    }
-    simt::each_lane([&](int lane) {
-      const int columns = slice.count(lane);
-      LaneColumns read[kAhead] = {};
-      for (int a = 0; a < kAhead; ++a) {
-        const float* row = slice.of_lane(rows[a], lane);
-        for (int c = 0; c < kLaneColumns; ++c)
-          if (term + a < count && c < columns) read[a].numbers[c] = row[c * kTileLanes];
-      }
-      for (int a = 0; a < kAhead; ++a)
-        for (int c = 0; c < kLaneColumns; ++c)
-          if (term + a < count && c < columns) sums[lane].numbers[c] += factors[a] * read[a].numbers[c];
-    });
+// Adds kCount terms, the first of them of lane `term`: factor * the numbers at `place` of the memory. All are read
+// before the first is added.
+template <int kCount, typename Shape, typename Key>
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void add_some(const float* memory, const Terms<Shape, Key>& terms, int term,
+                                                    const Slice<Shape>& slice, TileColumns<Shape>& sums) {
+  const float* rows[kCount];
+  float factors[kCount];
+  for (int a = 0; a < kCount; ++a) {
+    rows[a] = memory + simt::from_lane(terms.places, term + a);
+    factors[a] = simt::from_lane(terms.factors, term + a);
   }
-  return count;
+  simt::each_lane<Shape::kLanes>([&](int lane) {
+    LaneColumns<Shape> read[kCount];
+    for (int a = 0; a < kCount; ++a) load_lane(rows[a], slice, lane, read[a].numbers);
+    for (int a = 0; a < kCount; ++a)
+      for (int c = 0; c < Shape::kLaneColumns; ++c) sums[lane].numbers[c] += factors[a] * read[a].numbers[c];
+  });
+}
+
+template <typename Shape, typename Key>
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void add_terms(const float* memory, const Terms<Shape, Key>& terms,
+                                                     const Slice<Shape>& slice, TileColumns<Shape>& sums) {
+  int term = 0;
+#if defined(__CUDACC__)
+#pragma unroll 1  // two rounds side by side would need twice the registers
+#endif
+  for (; term + 4 <= terms.count; term += 4) add_some<4>(memory, terms, term, slice, sums);
+  if ((terms.count & 2) != 0) {
+    add_some<2>(memory, terms, term, slice, sums);
+    term += 2;
+  }
+  if ((terms.count & 1) != 0) add_some<1>(memory, terms, term, slice, sums);
 }
 
 // The gradients of the sorted ids, in pieces. The sums of all pieces but the first of a row are in memory: a piece that
 // begins at place k has line k / kPieceIds - 1. No two do: of two such pieces in kPieceIds places, the later would be
 // the first of its row.
+template <typename Key, typename Shape>
 struct SortedGrads {
-  SortedIds sorted;
+  static constexpr int kLanes = Shape::kLanes;
+  using Columns = TileColumns<Shape>;
+
+  SortedIds<Key> sorted;
+  IdTerms<Key> terms;
   const float* grad;
   float* pieces;          // [lines, piece_columns]
-  int64_t piece_columns;  // of the widest table
+  int64_t piece_columns;  // of the widest table, as a multiple of four
 
   TORCHREC_DYN_BOTH int64_t place_of_piece(int64_t k) const { return (k / kPieceIds - 1) * piece_columns; }
 
-  // Sums the gradients of the row that has place k, from there on: of one piece, or of all.
-  TORCHREC_DYN_BOTH void sum(int64_t k, bool one_piece, const Slice& slice, SliceSums& sums) const {
-    static_assert(kPieceIds % kTileLanes == 0);
-    simt::each_lane([&](int lane) {
-      for (int c = 0; c < kLaneColumns; ++c) sums[lane].numbers[c] = -0.0f;  // any x is -0 + x, also -0
-    });
-    const uint64_t key = sorted.keys[k];
-    Terms terms;
-    int step = 1;
-    for (int64_t first = k;;) {  // ids of the first piece, then sums of pieces
-      terms.memory = step == 1 ? grad : pieces;
-      simt::each_lane([&](int lane) {
-        const int64_t place = first + lane * step;
-        terms.are_given[lane] = place < sorted.ids.count && sorted.keys[place] == key;
-        terms.places[lane] = terms.are_given[lane] && step > 1 ? place_of_piece(place) : 0;
-        terms.factors[lane] = 1.0f;
-        if (terms.are_given[lane] && step == 1) term_of(sorted.values[place], terms.places[lane], terms.factors[lane]);
-      });
-      if (add_terms(terms, slice, sums) < kTileLanes) return;
-      first += kTileLanes * step;
-      if (first == k + kPieceIds) {
-        if (one_piece) return;
-        step = static_cast<int>(kPieceIds);
-      }
+  // The table of a key: the last that begins at the key or before. The first round reads no memory that depends on the
+  // key where the tables are no more than the lanes.
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE int table_of_key(Key key) const {
+    const uint64_t* const first_keys = sorted.ids.first_keys;
+    int table = 0, end = static_cast<int>(sorted.ids.table_count);
+    while (end - table > kLanes) {
+      const int middle = table + (end - table) / 2;
+      if (static_cast<Key>(first_keys[middle]) <= key)
+        table = middle;
+      else
+        end = middle;
     }
+    simt::PerLane<bool, kLanes> begin_before;
+    simt::each_lane<kLanes>([&](int lane) {
+      const int own = lesser_of(table + lane, end - 1);
+      begin_before[lane] = (static_cast<Key>(first_keys[own]) <= key) & (table + lane < end);
+    });
+    return table + simt::count_lanes(begin_before) - 1;
   }
 
-  // The gradient of an id.
-  TORCHREC_DYN_BOTH void term_of(int64_t value, int64_t& place, float& factor) const {
-    const UpdatedIds& ids = sorted.ids;
-    const int64_t bag = bag_of(value);
-    const Segment& segment = ids.segment_of(bag);
-    place = segment.out_offset + (bag - segment.first_bag) * segment.out_stride;
-    if (ids.bag_weights != nullptr) factor = ids.bag_weights[position_of(value)];
-    if (ids.mean) factor *= 1.0f / static_cast<float>(ids.bags.end(bag) - ids.bags.begin(bag));
+  // The terms of the ids of a row at `first` and behind; `key`: of the row.
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE Terms<Shape, Key> terms_at(int64_t first, Key key) const {
+    Terms<Shape, Key> read;
+    simt::PerLane<bool, kLanes> are_given;
+    simt::each_lane<kLanes>([&](int lane) {
+      const int64_t past = sorted.ids.count - 1 - first;  // places behind the first
+      const int own = lane <= past ? lane : 0;
+      are_given[lane] = (sorted.keys[first + own] == key) & (lane <= past);
+      read.places[lane] = sorted.values[first + own];
+      read.factors[lane] = 1.0f;
+      if (!are_given[lane]) return;
+      if (terms.factors != nullptr) read.factors[lane] = terms.factors[read.places[lane]];
+      if (terms.places != nullptr) read.places[lane] = terms.places[read.places[lane]];
+    });
+    read.count = simt::count_lanes(are_given);
+    return read;
+  }
+
+  // The sums of the pieces of a row that begin at `first` and behind.
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE Terms<Shape, Key> pieces_at(int64_t first, Key key) const {
+    Terms<Shape, Key> read;
+    simt::PerLane<bool, kLanes> are_given;
+    simt::each_lane<kLanes>([&](int lane) {
+      const int64_t place = first + lane * kPieceIds;
+      are_given[lane] = place < sorted.ids.count && sorted.keys[place] == key;
+      read.places[lane] = static_cast<ValueOf<Key>>(are_given[lane] ? place_of_piece(place) : 0);
+      read.factors[lane] = 1.0f;
+    });
+    read.count = simt::count_lanes(are_given);
+    return read;
+  }
+
+  // Sums a piece of the row that has place k, from there on. Returns whether the piece is full, so that others may
+  // follow.
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE bool sum_piece(int64_t k, Key key, const Slice<Shape>& slice,
+                                                       Columns& sums) const {
+    static_assert(kPieceIds % kLanes == 0);
+    simt::each_lane<kLanes>([&](int lane) {
+      for (float& sum : sums[lane].numbers) sum = -0.0f;  // any x is -0 + x, also -0
+    });
+    for (int64_t first = k; first < k + kPieceIds; first += kLanes) {
+      const Terms<Shape, Key> read = terms_at(first, key);
+      add_terms(grad, read, slice, sums);
+      if (read.count < kLanes) return false;
+    }
+    return true;
+  }
+
+  // The term of one id alone: no lane waits for another.
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void sum_one(ValueOf<Key> value, const Slice<Shape>& slice,
+                                                     Columns& sums) const {
+    const float* const row = grad + (terms.places == nullptr ? value : terms.places[value]);
+    const float factor = terms.factors == nullptr ? 1.0f : terms.factors[value];
+    simt::each_lane<kLanes>([&](int lane) {
+      load_lane(row, slice, lane, sums[lane].numbers);
+      for (float& sum : sums[lane].numbers) sum *= factor;  // -0 + x is x
+    });
+  }
+
+  // As sum_piece, for all pieces of the row that begins at place k.
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void sum_row(int64_t k, Key key, const Slice<Shape>& slice,
+                                                     Columns& sums) const {
+    if (!sum_piece(k, key, slice, sums)) return;
+    for (int64_t first = k + kPieceIds;; first += kLanes * kPieceIds) {
+      const Terms<Shape, Key> more = pieces_at(first, key);
+      add_terms(pieces, more, slice, sums);
+      if (more.count < kLanes) return;
+    }
   }
 };
 
 // An item is a line of the sums of pieces: of the piece that begins in its kPieceIds places, if there is one.
+template <typename Key, typename Shape>
 struct SumPieces {
-  SortedGrads grads;
+  static constexpr int kLanes = Shape::kLanes, kBlocksAtOnce = 8;
+
+  SortedGrads<Key, Shape> grads;
 
   TORCHREC_DYN_BOTH void operator()(int64_t line) const {
-    const SortedIds& sorted = grads.sorted;
+    const SortedIds<Key>& sorted = grads.sorted;
     const UpdatedIds& ids = sorted.ids;
     const int64_t from = (line + 1) * kPieceIds;
-    const uint64_t key = sorted.keys[from];
-    if (ids.wrong->any != 0 || key == ids.absent || sorted.begins_row(from)) return;
+    const Key key = sorted.keys[from];
+    if (ids.wrong->any != 0 || key == static_cast<Key>(ids.absent) || sorted.begins_row(from)) return;
     const int64_t past = (from - sorted.begin_of(from)) % kPieceIds;
     const int64_t begin = past == 0 ? from : from + kPieceIds - past;
     if (begin >= ids.count || sorted.keys[begin] != key) return;
-    Slice slice{0, static_cast<uint32_t>(ids.tables[ids.table_of_key(key)].columns)};
-    for (; slice.first < slice.columns; slice.first += kSliceColumns) {
-      SliceSums sums;
-      grads.sum(begin, true, slice, sums);
-      simt::each_lane([&](int lane) {
-        const int columns = slice.count(lane);
-        float* to = slice.of_lane(grads.pieces + grads.place_of_piece(begin), lane);
-        for (int c = 0; c < kLaneColumns; ++c)
-          if (c < columns) to[c * kTileLanes] = sums[lane].numbers[c];
-      });
+    float* const piece = grads.pieces + grads.place_of_piece(begin);
+    Slice<Shape> slice{0, static_cast<uint32_t>(ids.tables[grads.table_of_key(key)].columns)};
+    for (; slice.first < slice.columns; slice.first += Shape::kColumns) {
+      TileColumns<Shape> sums;
+      grads.sum_piece(begin, key, slice, sums);
+      simt::each_lane<kLanes>([&](int lane) { store_lane(sums[lane].numbers, slice, lane, piece); });
     }
   }
 };
 
-// Where a row is, and the start of its draws.
+// The rows of a table, or one of their states.
+template <typename T>
+struct TileRows {
+  T* only;           // null: rows are in several blocks
+  T* const* blocks;  // null: there is no such state
+  uint32_t shift;
+  uint32_t columns;
+
+  TORCHREC_DYN_BOTH T* row(uint32_t index) const {
+    if (only != nullptr) return only + wide_product(index, columns);
+    return blocks[index >> shift] + wide_product(index & ((1u << shift) - 1), columns);
+  }
+};
+
+// What a tile must know of a table before it can read a row; read at once.
+template <typename T>
+struct TableHead {
+  T* weights;        // of the first row; null: rows are in several blocks
+  float* row_state;  // of the first row, if the rule has a row-wise state; null: states are in several blocks
+  uint64_t first_key;
+  uint32_t columns;
+  float grad_scale;
+};
+
+// A table of an update (updated_table.h) as tiles read it.
+template <typename T>
+struct alignas(Unit16) TileTable {
+  TableHead<T> head;
+  TileRows<T> weights;
+  TileRows<float> row_state;  // of one column
+  TileRows<float> momentum1;  // states of each column
+  TileRows<float> momentum2;
+  BiasCorrection correction;
+  Stream stream;
+  MarkBits marks;
+
+  // Two loads. The fields alone would be read where they are used, one after the other.
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE static TableHead<T> head_of(const TileTable* table) {
+    static_assert(sizeof(TableHead<T>) == 2 * sizeof(Unit16));
+    const auto* from = reinterpret_cast<const Unit16*>(table);
+    const Unit16 units[2] = {from[0], from[1]};
+    TableHead<T> head;
+    std::memcpy(&head, units, sizeof head);
+    return head;
+  }
+};
+
+// A row of a table: its weights, and its row-wise state, if the rule has one.
 template <typename T>
 struct UpdatedRow {
+  const TileTable<T>& table;
+  uint32_t number;
   T* weights;
-  float* momentum1;  // null: the rule has no such state
-  float* momentum2;
-  uint64_t draws;
+  float* state;
 };
 
 // An item is a place of the sorted ids: the tile of the first place of a row updates the row.
-template <typename T>
+template <typename T, typename Key, typename Shape>
 struct UpdateRows {
-  SortedGrads grads;
-  const UpdatedTable<T>* tables;
+  static constexpr int kLanes = Shape::kLanes, kBlocksAtOnce = (Shape::kHasSlices ? 5 : 8) - (sizeof(T) == 2);
+  using Columns = TileColumns<Shape>;
+
+  SortedGrads<Key, Shape> grads;
+  const TileTable<T>* tables;
   UpdateRule rule;
   StateWidths widths;       // of the rule
-  const int64_t* ids;       // for the draws of rounding
+  bool is_rowwise;          // one of them is kRow
+  bool has_marks;           // a table keeps marks
+  const int64_t* ids;       // for the draws of rounding; the values of keys are positions then
   const int64_t* distinct;  // senders; or null
 
   TORCHREC_DYN_BOTH void operator()(int64_t k) const {
-    const SortedIds& sorted = grads.sorted;
-    const uint64_t key = sorted.keys[k];
-    if (sorted.ids.wrong->any != 0 || key == sorted.ids.absent || !sorted.begins_row(k)) return;
-    const int64_t t = sorted.ids.table_of_key(key);
-    const UpdatedTable<T>& table = tables[t];
-    const auto number = static_cast<int64_t>(key - sorted.ids.tables[t].first_key);
-    const UpdatedRow<T> row = row_of(table, number, ids[position_of(sorted.values[k])]);
-    const float scale = distinct == nullptr ? table.grad_scale : table.grad_scale / static_cast<float>(distinct[k]);
-    const bool is_rowwise = widths.momentum1 == StateWidth::kRow || widths.momentum2 == StateWidth::kRow;
-    float state = 0.0f;  // read before the barrier of sum_of_lanes
-    if (is_rowwise) state = widths.momentum1 == StateWidth::kRow ? *row.momentum1 : *row.momentum2;
-    float square = 0.0f;
-    SliceSums sums;
-    for (int pass = is_rowwise ? 0 : 1; pass < 2; ++pass) {  // the first pass for the square alone
-      simt::PerLane<float> squares;
-      simt::each_lane([&](int lane) { squares[lane] = 0.0f; });
-      Slice slice{0, static_cast<uint32_t>(table.weights.columns)};
-      for (; slice.first < slice.columns; slice.first += kSliceColumns) {
-        const bool is_kept = is_rowwise && pass == 1 && slice.columns <= kSliceColumns;  // from the first pass
-        if (!is_kept) sum(k, scale, slice, sums);
-        if (pass == 0)
-          add_squares(row, slice, sums, squares);
-        else
-          update(table, row, slice, sums, square, state);
-      }
-      if (pass == 0) square = simt::sum_of_lanes(squares) / static_cast<float>(slice.columns);
+    const UpdatedIds& batch = grads.sorted.ids;
+    const int64_t past = batch.count - 1 - k;  // places behind this
+    const Key* const at = grads.sorted.keys + k;
+    const int64_t any = batch.wrong->any;
+    const Key key = at[0], before = at[k > 0 ? -1 : 0], next = at[past > 0 ? 1 : 0];
+    const ValueOf<Key> value = grads.sorted.values[k];
+    const int t = grads.table_of_key(key);
+    if ((any != 0) | (key == static_cast<Key>(batch.absent)) | ((k > 0) & (before == key))) return;
+    const bool is_alone = (next != key) | (past == 0);
+    const TileTable<T>& table = tables[t];
+    const TableHead<T> head = TileTable<T>::head_of(&table);
+    const auto number = static_cast<uint32_t>(key - static_cast<Key>(head.first_key));
+    UpdatedRow<T> row{table, number, nullptr, nullptr};
+    if (head.weights != nullptr && head.row_state != nullptr) {
+      row.weights = head.weights + wide_product(number, head.columns);
+      row.state = head.row_state + number;
+    } else {
+      row.weights = table.weights.row(number);
+      if (is_rowwise) row.state = table.row_state.row(number);
     }
-    mark(table.marks, number);
+    const float scale = distinct == nullptr ? head.grad_scale : head.grad_scale / static_cast<float>(distinct[k]);
+    const Slice<Shape> slice{0, head.columns};
+    const RowIds own{k, key, value, is_alone};
+    if (!Shape::kHasSlices || slice.columns <= Shape::kColumns)
+      update_at_once(row, own, slice, scale);
+    else if constexpr (Shape::kHasSlices)
+      update_by_slices(row, own, slice, scale);
+    if (has_marks) mark(table, number);
   }
 
-  TORCHREC_DYN_BOTH void sum(int64_t k, float scale, const Slice& slice, SliceSums& sums) const {
-    grads.sum(k, false, slice, sums);
-    simt::each_lane([&](int lane) {
-      for (int c = 0; c < kLaneColumns; ++c) sums[lane].numbers[c] *= scale;
+  // The ids of a row.
+  struct RowIds {
+    int64_t k;  // place of the first
+    Key key;
+    ValueOf<Key> value;  // of the first
+    bool is_alone;       // there is one
+  };
+
+  // The weights and the state are read before the gradients, whose places take longer to know.
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_at_once(const UpdatedRow<T>& row, const RowIds& own,
+                                                            const Slice<Shape>& slice, float scale) const {
+    Columns weights, sums;
+    simt::each_lane<kLanes>([&](int lane) { load_lane(row.weights, slice, lane, weights[lane].numbers); });
+    const float state = is_rowwise ? *row.state : 0.0f;
+    sum(own, scale, slice, sums);
+    float square = 0.0f;
+    if (is_rowwise) {
+      SumOfSquares<Shape> squares;
+      add_squares(sums, weights, slice, squares);
+      square = squares.total() / static_cast<float>(slice.columns);
+    }
+    update(row, own, slice, sums, weights, square, state);
+  }
+
+  // The gradients of a slice are summed twice where the first sum is needed for the square alone.
+  TORCHREC_DYN_BOTH void update_by_slices(const UpdatedRow<T>& row, const RowIds& own, Slice<Shape> slice,
+                                          float scale) const {
+    const float state = is_rowwise ? *row.state : 0.0f;
+    float square = 0.0f;
+    SumOfSquares<Shape> squares;
+    for (int pass = is_rowwise ? 0 : 1; pass < 2; ++pass) {
+      for (slice.first = 0; slice.first < slice.columns; slice.first += Shape::kColumns) {
+        Columns weights, sums;
+        simt::each_lane<kLanes>([&](int lane) { load_lane(row.weights, slice, lane, weights[lane].numbers); });
+        sum(own, scale, slice, sums);
+        if (pass == 0)
+          add_squares(sums, weights, slice, squares);
+        else
+          update(row, own, slice, sums, weights, square, state);
+      }
+      if (pass == 0) square = squares.total() / static_cast<float>(slice.columns);
+    }
+  }
+
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void sum(const RowIds& own, float scale, const Slice<Shape>& slice,
+                                                 Columns& sums) const {
+    if (own.is_alone)
+      grads.sum_one(own.value, slice, sums);
+    else
+      grads.sum_row(own.k, own.key, slice, sums);
+    simt::each_lane<kLanes>([&](int lane) {
+      for (float& number : sums[lane].numbers) number *= scale;
     });
-  }
-
-  TORCHREC_DYN_BOTH UpdatedRow<T> row_of(const UpdatedTable<T>& table, int64_t row, int64_t id) const {
-    return {table.weights.row(row), widths.momentum1 == StateWidth::kNone ? nullptr : table.momentum1.row(row),
-            widths.momentum2 == StateWidth::kNone ? nullptr : table.momentum2.row(row),
-            draw_state(table.stream.rounding_key, table.stream.step, id)};
   }
 
   // As mean_square, before its last sum.
-  TORCHREC_DYN_BOTH void add_squares(const UpdatedRow<T>& row, const Slice& slice, const SliceSums& sums,
-                                     simt::PerLane<float>& squares) const {
-    simt::each_lane([&](int lane) {
-      const int columns = slice.count(lane);
-      const T* weights = slice.of_lane(row.weights, lane);
-      for (int c = 0; c < kLaneColumns; ++c) {
-        if (c >= columns) continue;
-        float value = sums[lane].numbers[c];
-        if (rule.square_reads_weights()) value = value + rule.weight_decay * to_float(weights[c * kTileLanes]);
-        squares[lane] += value * value;
-      }
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void add_squares(const Columns& sums, const Columns& weights,
+                                                         const Slice<Shape>& slice,
+                                                         SumOfSquares<Shape>& squares) const {
+    if (!rule.square_reads_weights()) return squares.add(sums, slice);
+    Columns values;
+    simt::each_lane<kLanes>([&](int lane) {
+      for (int c = 0; c < Shape::kLaneColumns; ++c)
+        values[lane].numbers[c] = sums[lane].numbers[c] + rule.weight_decay * weights[lane].numbers[c];
     });
+    squares.add(values, slice);
   }
 
   // Each lane updates its columns as if they were a row: update_row treats each column alone. `state`: of the row,
   // before the update.
-  TORCHREC_DYN_BOTH void update(const UpdatedTable<T>& table, const UpdatedRow<T>& row, const Slice& slice,
-                                const SliceSums& sums, float square, float state) const {
-    simt::each_lane([&](int lane) {
-      const int columns = slice.count(lane);
-      T* const own = slice.of_lane(row.weights, lane);
-      LaneColumns weights = {}, momentum1 = {}, momentum2 = {};  // lanes have numbers beyond the row, too
-      for (int c = 0; c < kLaneColumns; ++c)
-        if (c < columns) weights.numbers[c] = to_float(own[c * kTileLanes]);
-      load_state(widths.momentum1, row.momentum1, state, lane, slice, momentum1);
-      load_state(widths.momentum2, row.momentum2, state, lane, slice, momentum2);
-      update_row(rule, table.correction, square, sums[lane].numbers, weights.numbers, momentum1.numbers,
-                 momentum2.numbers, kLaneColumns);
-      for (int c = 0; c < kLaneColumns; ++c)
-        if (c < columns)
-          store_weight(weights.numbers[c], row.draws, table.stream.first_column + slice.first + lane + c * kTileLanes,
-                       &own[c * kTileLanes]);
-      store_state(widths.momentum1, momentum1, lane, slice, row.momentum1);
-      store_state(widths.momentum2, momentum2, lane, slice, row.momentum2);
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update(const UpdatedRow<T>& row, const RowIds& own,
+                                                    const Slice<Shape>& slice, const Columns& sums,
+                                                    const Columns& weights, float square, float state) const {
+    simt::each_lane<kLanes>([&](int lane) {
+      LaneColumns<Shape> updated = weights[lane], momentum1, momentum2;
+      load_state(widths.momentum1, row.table.momentum1, row.number, state, lane, slice, momentum1.numbers);
+      load_state(widths.momentum2, row.table.momentum2, row.number, state, lane, slice, momentum2.numbers);
+      update_row(rule, row.table.correction, square, sums[lane].numbers, updated.numbers, momentum1.numbers,
+                 momentum2.numbers, Shape::kLaneColumns);
+      store_weights(row, own, updated.numbers, slice, lane);
+      store_state(widths.momentum1, row.table.momentum1, row, momentum1.numbers, lane, slice);
+      store_state(widths.momentum2, row.table.momentum2, row, momentum2.numbers, lane, slice);
     });
   }
 
-  TORCHREC_DYN_BOTH static void load_state(StateWidth width, const float* memory, float state, int lane,
-                                           const Slice& slice, LaneColumns& to) {
-    if (width == StateWidth::kRow) to.numbers[0] = state;
-    if (width != StateWidth::kColumns) return;
-    for (int c = 0; c < kLaneColumns; ++c)
-      if (c < slice.count(lane)) to.numbers[c] = slice.of_lane(memory, lane)[c * kTileLanes];
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE static void load_state(StateWidth width, const TileRows<float>& states,
+                                                               uint32_t number, float row_state, int lane,
+                                                               const Slice<Shape>& slice,
+                                                               float (&to)[Shape::kLaneColumns]) {
+    to[0] = row_state;
+    if (width == StateWidth::kColumns) load_lane(states.row(number), slice, lane, to);
   }
 
-  TORCHREC_DYN_BOTH static void store_state(StateWidth width, const LaneColumns& from, int lane, const Slice& slice,
-                                            float* memory) {
-    if (width == StateWidth::kRow && lane == 0 && slice.first == 0) *memory = from.numbers[0];
-    if (width != StateWidth::kColumns) return;
-    for (int c = 0; c < kLaneColumns; ++c)
-      if (c < slice.count(lane)) slice.of_lane(memory, lane)[c * kTileLanes] = from.numbers[c];
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE static void store_state(StateWidth width, const TileRows<float>& states,
+                                                                const UpdatedRow<T>& row,
+                                                                const float (&from)[Shape::kLaneColumns], int lane,
+                                                                const Slice<Shape>& slice) {
+    if (width == StateWidth::kRow && lane == 0 && slice.first == 0) *row.state = from[0];
+    if (width == StateWidth::kColumns) store_lane(from, slice, lane, states.row(row.number));
   }
 
-  // `column`: of the table.
-  TORCHREC_DYN_BOTH static void store_weight(float weight, uint64_t draws, int64_t column, T* to) {
+  // A word has the draws of four columns.
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void store_weights(const UpdatedRow<T>& row, const RowIds& own,
+                                                           const float (&from)[Shape::kLaneColumns],
+                                                           const Slice<Shape>& slice, int lane) const {
     if constexpr (sizeof(T) == sizeof(float)) {
-      *to = weight;
+      store_lane(from, slice, lane, row.weights);
     } else {
-      const uint64_t word = draw_word(draws, column / kDrawsPerWord);
-      store_stochastic(weight, static_cast<uint16_t>(word >> (16 * (column % kDrawsPerWord))), to);
+      const Stream& stream = row.table.stream;
+      const uint64_t draws = draw_state(stream.rounding_key, stream.step, ids[own.value]);
+      T numbers[Shape::kLaneColumns];
+      for (int u = 0; u < Shape::kUnits; ++u) {
+        const int64_t first = stream.first_column + slice.column(lane, u);
+        uint64_t word = draw_word(draws, first / kDrawsPerWord);
+        for (int c = 0; c < kUnitColumns; ++c) {
+          const int64_t past = (first + c) % kDrawsPerWord;
+          if (c > 0 && past == 0) word = draw_word(draws, (first + c) / kDrawsPerWord);
+          store_stochastic(from[u * kUnitColumns + c], static_cast<uint16_t>(word >> (16 * past)),
+                           &numbers[u * kUnitColumns + c]);
+        }
+      }
+      store_lane(numbers, slice, lane, row.weights);
     }
   }
 
-  TORCHREC_DYN_BOTH static void mark(const MarkBits& marks, int64_t row) {
-    if (marks.capacity == 0) return;
-    uint8_t* const byte = marks.byte(row);
-    simt::each_lane([&](int lane) {
+  TORCHREC_DYN_BOTH static void mark(const TileTable<T>& table, uint32_t row) {
+    if (table.marks.capacity == 0) return;
+    uint8_t* const byte = table.marks.byte(row);
+    simt::each_lane<kLanes>([&](int lane) {
       if (lane == 0 && (simt::load(byte) & mark_of(row)) == 0) simt::set_bits(byte, mark_of(row));
     });
   }

@@ -65,15 +65,17 @@ void meet_at_words() {
   check(first_conflict < 8, "the first conflict is the lowest one");
 }
 
+template <typename Pairs, typename Key, typename Place>
 void sort_by_some_bits() {
   constexpr int64_t kCount = 1000;
-  std::vector<uint64_t> keys;
-  for (int64_t i = 0; i < kCount; ++i) keys.push_back(random_words(2, i, 0, 0).words[0] | uint64_t{1} << 63);
-  std::vector<int64_t> places(kCount);
-  std::iota(places.begin(), places.end(), 0);
-  const std::vector<uint64_t> given = keys;
-  const simt::Pairs sorted = simt::sort_pairs(kQueue, {keys.data(), places.data()}, kCount, 3, 7);
-  const auto bits = [](uint64_t key) { return key >> 3 & 15; };
+  std::vector<Key> keys;
+  for (int64_t i = 0; i < kCount; ++i)
+    keys.push_back(static_cast<Key>(random_words(2, i, 0, 0).words[0]) | Key{1} << (8 * sizeof(Key) - 1));
+  std::vector<Place> places(kCount);
+  std::iota(places.begin(), places.end(), Place{0});
+  const std::vector<Key> given = keys;
+  const Pairs sorted = simt::sort_pairs(kQueue, Pairs{keys.data(), places.data()}, kCount, 3, 7);
+  const auto bits = [](Key key) { return key >> 3 & 15; };
   for (int64_t i = 0; i < kCount; ++i) {
     check(sorted.keys[i] == given[static_cast<size_t>(sorted.values[i])], "values move with their keys");
     if (i == 0) continue;
@@ -90,6 +92,7 @@ int main() {
   using namespace torchrec_dyn;
   mix_and_unmix();
   meet_at_words();
-  sort_by_some_bits();
+  sort_by_some_bits<simt::Pairs, uint64_t, int64_t>();
+  sort_by_some_bits<simt::ShortPairs, uint32_t, uint32_t>();
   std::puts("kernels: ok");
 }

@@ -18,10 +18,11 @@ namespace {
 const simt::Queue kQueue{nullptr, nullptr};
 
 // One table of 1024 rows in blocks of 64, a bag for each two ids. Half of the ids have one of three rows.
+template <typename Key, typename Shape>
 void update_rows(int64_t columns) {
   constexpr int64_t kIds = 6000, kBags = kIds / 2, kRows = 1024, kShift = 6;
   const auto width = static_cast<size_t>(columns);
-  std::vector<float> weights(kRows * width), states(kRows), grad(kBags * width);
+  std::vector<float> weights(kRows * width), states(kRows), grad(kBags * width), mean_factors(kIds);
   std::vector<float*> blocks, state_blocks;
   for (int64_t b = 0; b < kRows / 64; ++b) {
     blocks.push_back(weights.data() + b * 64 * columns);
@@ -39,43 +40,52 @@ void update_rows(int64_t columns) {
   }
   std::vector<uint8_t> bits(kRows / 8);
   uint8_t* mark_block = bits.data();
-  const UpdatedTable<float> table{{blocks.data(), kShift, columns, kRows},
-                                  {state_blocks.data(), kShift, 1, kRows},
-                                  {},
-                                  {&mark_block, 7, kRows},
-                                  {9, 0, 1},
-                                  {1.0f, 1.0f},
-                                  0.5f};
+  const RowBlocks<float> row_blocks{blocks.data(), kShift, columns, kRows};
+  const RowBlocks<float> states_of_rows{state_blocks.data(), kShift, 1, kRows};
+  const MarkBits marks{&mark_block, 7, kRows};
+  const TileTable<float> table{{nullptr, nullptr, 0, static_cast<uint32_t>(columns), 0.5f},
+                               {nullptr, blocks.data(), kShift, static_cast<uint32_t>(columns)},
+                               {nullptr, state_blocks.data(), kShift, 1},
+                               {},
+                               {},
+                               {1.0f, 1.0f},
+                               {9, 0, 1},
+                               marks};
   const UpdateRule rule{Optimizer::kRowwiseAdagrad, WeightDecay::kNone, 0.1f, 1e-8f, 0.9f, 0.999f, 0.0f};
   const Segment segment{0, 0, kBags, 0, columns};
-  const KeyedTable keyed{0, kRows, columns, 1, 1};
+  const KeyedTable keyed{kRows, columns, 1, 1};
+  const uint64_t first_key = 0;
   WrongUpdate wrong{};
   const UpdatedIds ids{{&segment, nullptr, 1, offsets.data(), kBags},
                        &keyed,
+                       &first_key,
                        1,
                        kIds,
                        rows.data(),
                        senders.data(),
-                       nullptr,
-                       true,
                        kRows,
                        &wrong};
-  std::vector<uint64_t> keys(kIds), sender_keys(kIds);
-  std::vector<int64_t> values(kIds), unused(kIds), distinct(kIds);
+  std::vector<Key> keys(kIds);
+  std::vector<ValueOf<Key>> values(kIds), places(kIds);
+  std::vector<uint64_t> sender_keys(kIds);
+  std::vector<int64_t> unused(kIds), distinct(kIds);
   constexpr int64_t kLines = (kIds - 1) / kPieceIds;
   std::vector<float> pieces(static_cast<size_t>(kLines) * width);
-  const SortedGrads grads{{ids, keys.data(), values.data()}, grad.data(), pieces.data(), columns};
+  const IdTerms<Key> terms{places.data(), mean_factors.data()};
+  const SortedGrads<Key, Shape> grads{{ids, keys.data(), values.data()}, terms, grad.data(), pieces.data(), columns};
   int64_t error[kErrorWords] = {};
   const auto run = [&] {
     error[0] = 0;
-    simt::each(kQueue, kIds, KeyIds{ids, keys.data(), values.data()});
-    simt::sort_pairs(kQueue, {keys.data(), values.data()}, kIds);
-    simt::each(kQueue, kIds, KeySenders{grads.sorted, sender_keys.data()});
-    simt::sort_pairs(kQueue, {sender_keys.data(), unused.data()}, kIds);
+    const KeyPairs<Key> pairs{keys.data(), values.data()};
+    simt::each(kQueue, kIds, KeyIds<Key>{ids, pairs, terms, nullptr, mean_factors.data()});
+    simt::sort_pairs(kQueue, pairs, kIds);
+    simt::each(kQueue, kIds, KeySenders<Key>{grads.sorted, sender_keys.data()});
+    simt::sort_pairs(kQueue, simt::Pairs{sender_keys.data(), unused.data()}, kIds);
     simt::each(kQueue, kIds, CountSenders{sender_keys.data(), distinct.data()});
-    simt::tiles(kQueue, kLines, SumPieces{grads});
+    simt::tiles(kQueue, kLines, SumPieces<Key, Shape>{grads});
     simt::tiles(kQueue, kIds,
-                UpdateRows<float>{grads, &table, rule, state_widths(rule.optimizer), names.data(), distinct.data()});
+                UpdateRows<float, Key, Shape>{grads, &table, rule, state_widths(rule.optimizer), true, true,
+                                              names.data(), distinct.data()});
     simt::each(kQueue, 1, ReportWrongUpdate{ids, {error, 1}});
   };
   run();
@@ -105,9 +115,9 @@ void update_rows(int64_t columns) {
       update_row(rule, table.correction, row_square(rule, total.data(), expected.data(), columns), total.data(),
                  expected.data(), &state, nullptr, columns);
     }
-    check(std::equal(expected.begin(), expected.end(), table.weights.row(row)), "a row is updated by its gradients");
-    check(*table.momentum1.row(row) == state, "a row has its state");
-    check(((*table.marks.byte(row) & mark_of(row)) != 0) == (count > 0), "updated rows are marked");
+    check(std::equal(expected.begin(), expected.end(), row_blocks.row(row)), "a row is updated by its gradients");
+    check(*states_of_rows.row(row) == state, "a row has its state");
+    check(((*marks.byte(row) & mark_of(row)) != 0) == (count > 0), "updated rows are marked");
   }
 
   const std::vector<float> before = weights;
@@ -116,10 +126,11 @@ void update_rows(int64_t columns) {
   for (size_t i = 100; i < 1000; i += 3) senders[i] = std::numeric_limits<int32_t>::max();
   run();
   check(kBags - wrong.bags_left == 200 && wrong.senders == 1, "the first bag with a row outside is found");
+  check(wrong.lowest_sender == 0 && wrong.highest_sender == int64_t{1} << 31, "the range of the senders is found");
   check(error[0] == 1 && error[1] == static_cast<int64_t>(WrongContents::kRows) && error[2] == kRows, "it is reported");
   for (size_t b = 100; b < 1000; b += 3) offsets[b] = std::numeric_limits<int64_t>::max() - static_cast<int64_t>(b);
   run();
-  check(wrong.offsets == 1 && weights == before, "wrong offsets are seen, and nothing is written");
+  check(wrong.offsets_left == kBags - 100 && weights == before, "wrong offsets are seen, and nothing is written");
   check(error[1] == static_cast<int64_t>(WrongContents::kOffsets) && error[2] == offsets[100] && error[3] == 202,
         "the first two wrong offsets are reported");
 }
@@ -129,7 +140,10 @@ void update_rows(int64_t columns) {
 
 int main() {
   using namespace torchrec_dyn;
-  update_rows(5);
-  update_rows(80);
+  update_rows<uint32_t, Tile16>(8);
+  update_rows<uint32_t, Tile64>(64);
+  update_rows<uint32_t, WideTile>(132);
+  update_rows<uint32_t, AnyTile>(5);
+  update_rows<uint64_t, AnyTile>(80);
   std::puts("update_kernels: ok");
 }

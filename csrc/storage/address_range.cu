@@ -3,13 +3,14 @@
 #include "storage/address_range.h"
 
 #include <cuda.h>
+#include <cuda_runtime_api.h>
 
 #include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "simt_cuda.h"
+#include "cuda_errors.h"
 
 namespace torchrec_dyn {
 namespace {
@@ -30,6 +31,8 @@ Function driver_function(const char* name) {
 // look-up wants them, and its result is the version of kVersion.
 struct Driver {
 #define TORCHREC_DYN_DRIVER_FUNCTION(name) decltype(&::name) name = driver_function<decltype(&::name)>(#name)
+  TORCHREC_DYN_DRIVER_FUNCTION(cuDeviceGetCount);
+  TORCHREC_DYN_DRIVER_FUNCTION(cuDeviceCanAccessPeer);
   TORCHREC_DYN_DRIVER_FUNCTION(cuDevicePrimaryCtxRetain);
   TORCHREC_DYN_DRIVER_FUNCTION(cuDevicePrimaryCtxRelease);
   TORCHREC_DYN_DRIVER_FUNCTION(cuCtxPushCurrent);
@@ -58,26 +61,51 @@ void check_driver(CUresult error, const char* where) {
                            "CUDA_LAUNCH_BLOCKING=1 shows it.");
 }
 
+// The context that a device has for all libraries of the process.
+class PrimaryContext {
+ public:
+  explicit PrimaryContext(int32_t device) : device_(device) {
+    check_driver(driver().cuDevicePrimaryCtxRetain(&context_, device_), "cuDevicePrimaryCtxRetain");
+  }
+  PrimaryContext(const PrimaryContext&) = delete;
+  PrimaryContext& operator=(const PrimaryContext&) = delete;
+  ~PrimaryContext() { driver().cuDevicePrimaryCtxRelease(device_); }
+  CUcontext context() const { return context_; }
+
+ private:
+  int32_t device_;
+  CUcontext context_{};
+};
+
 // Makes the context of a device the current one, as long as this object lives. With cudaSetDevice a thread that never
 // chose a device, such as one that collects garbage, would go back to GPU 0, and make a context there: hundreds of MB.
 class CurrentContext {
  public:
-  explicit CurrentContext(CUcontext context) : is_set_(driver().cuCtxPushCurrent(context) == CUDA_SUCCESS) {}
+  explicit CurrentContext(const PrimaryContext& context) : error_(driver().cuCtxPushCurrent(context.context())) {}
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
   ~CurrentContext() {
     CUcontext context{};
-    if (is_set_) driver().cuCtxPopCurrent(&context);
+    if (is_set()) driver().cuCtxPopCurrent(&context);
   }
-  bool is_set() const { return is_set_; }
+  bool is_set() const { return error_ == CUDA_SUCCESS; }
+  void check() const { check_driver(error_, "cuCtxPushCurrent"); }
 
  private:
-  bool is_set_;
+  CUresult error_;
 };
+
+constexpr bool is_of_a_capture(cudaError_t error) {
+  return error >= cudaErrorStreamCaptureUnsupported && error <= cudaErrorStreamCaptureWrongThread;
+}
 
 class CudaAddressRange final : public AddressRange {
  public:
-  CudaAddressRange(int64_t bytes, int32_t device) : device_(device) {
-    check_driver(driver().cuDevicePrimaryCtxRetain(&context_, device_), "cuDevicePrimaryCtxRetain");
+  CudaAddressRange(int64_t bytes, int32_t device, FindStream find_stream)
+      : device_(device), find_stream_(find_stream), context_(device) {
     const CurrentContext current(context_);
+    current.check();
+    find_peers();
     size_t page = 0;
     const CUmemAllocationProp kind = memory_kind();
     check_driver(driver().cuMemGetAllocationGranularity(&page, &kind, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
@@ -88,28 +116,38 @@ class CudaAddressRange final : public AddressRange {
     begin_ = reinterpret_cast<void*>(address_);
   }
 
-  // Kernels of any stream may still use the rows, and cuMemUnmap does not wait for them. Errors are those of a process
-  // that ends, or of a fork, where the driver gives back the memory itself; after the error of a kernel, or while a
-  // CUDA graph is captured, the memory is lost until the process ends.
   ~CudaAddressRange() override {
     const CurrentContext current(context_);
-    if (!current.is_set() || cudaDeviceSynchronize() != cudaSuccess) {
-      cudaGetLastError();
-      return;
-    }
+    if (is_lost_ || !current.is_set()) return;
     int64_t begin = 0;
     for (const int64_t end : ends_) {
       driver().cuMemUnmap(address_ + static_cast<CUdeviceptr>(begin), static_cast<size_t>(end - begin));
       begin = end;
     }
     driver().cuMemAddressFree(address_, static_cast<size_t>(bytes_));
-    driver().cuDevicePrimaryCtxRelease(device_);
+  }
+
+  // Kernels of any stream may still use the rows, and cuMemUnmap does not wait for them. To wait for a GPU while one of
+  // its streams is captured is an error, which ends the capture. Other errors are those of a process that ends, or of a
+  // fork, where the driver gives back the memory itself, or of a kernel: then the memory is lost until the process
+  // ends.
+  bool is_idle() override {
+    const CurrentContext current(context_);
+    is_lost_ = !current.is_set();
+    if (is_lost_) return true;
+    if (is_captured()) return false;
+    const cudaError_t error = cudaDeviceSynchronize();
+    cudaGetLastError();
+    if (is_of_a_capture(error)) return false;  // of a stream that is not this thread's
+    is_lost_ = error != cudaSuccess;
+    return true;
   }
 
  protected:
   // One piece of memory a call, whatever its size: growth in large steps makes few pieces.
   int64_t commit_from(int64_t committed, int64_t bytes) override {
     const CurrentContext current(context_);
+    current.check();
     const int64_t end = whole_pages(bytes, page_);
     const auto size = static_cast<size_t>(end - committed);
     const CUdeviceptr begin = address_ + static_cast<CUdeviceptr>(committed);
@@ -120,8 +158,7 @@ class CudaAddressRange final : public AddressRange {
     const CUresult mapped = driver().cuMemMap(begin, size, 0, piece, 0);
     driver().cuMemRelease(piece);  // the mapping keeps the memory, until it is unmapped
     check_driver(mapped, "cuMemMap");
-    const CUmemAccessDesc access{kind.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-    const CUresult opened = driver().cuMemSetAccess(begin, size, &access, 1);
+    const CUresult opened = driver().cuMemSetAccess(begin, size, access_.data(), access_.size());
     if (opened != CUDA_SUCCESS) driver().cuMemUnmap(begin, size);
     check_driver(opened, "cuMemSetAccess");
     ends_.push_back(end);
@@ -137,17 +174,56 @@ class CudaAddressRange final : public AddressRange {
     return kind;
   }
 
+  // A copy between two GPUs is a kernel of either, or of the driver: it faults on memory that its GPU has no access to.
+  void find_peers() {
+    check_driver(driver().cuDeviceGetCount(&devices_), "cuDeviceGetCount");
+    CUmemAccessDesc access{memory_kind().location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    access_.push_back(access);
+    for (int32_t peer = 0; peer < devices_; ++peer) {
+      if (peer == device_) continue;
+      int can = 0;
+      check_driver(driver().cuDeviceCanAccessPeer(&can, peer, device_), "cuDeviceCanAccessPeer");
+      access.location.id = peer;
+      if (can != 0) access_.push_back(access);
+    }
+  }
+
+  // True if a stream of this thread is captured, or still the one that was when this was asked first.
+  bool is_captured() {
+    if (captured_ != nullptr && captures(captured_)) return true;
+    captured_ = nullptr;
+    for (int32_t device = 0; device < devices_; ++device) {
+      void* stream = nullptr;
+      if (!find_stream_(device, &stream) || stream == nullptr || !captures(stream)) continue;
+      captured_ = stream;
+      return true;
+    }
+    return false;
+  }
+
+  static bool captures(void* stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
+    cudaGetLastError();
+    return error == cudaSuccess && status != cudaStreamCaptureStatusNone;
+  }
+
   int32_t device_;
-  CUcontext context_{};
+  FindStream find_stream_;
+  PrimaryContext context_;
+  int devices_ = 0;
+  std::vector<CUmemAccessDesc> access_;  // of this GPU, and of the others that can reach its memory
   int64_t page_ = 0;
   CUdeviceptr address_ = 0;
   std::vector<int64_t> ends_;  // of the pieces: each is unmapped as it was mapped
+  void* captured_ = nullptr;   // a stream
+  bool is_lost_ = false;
 };
 
 }  // namespace
 
-std::unique_ptr<AddressRange> reserve_cuda_addresses(int64_t bytes, int32_t device) {
-  return std::make_unique<CudaAddressRange>(bytes, device);
+std::unique_ptr<AddressRange> reserve_cuda_addresses(int64_t bytes, int32_t device, FindStream find_stream) {
+  return std::make_unique<CudaAddressRange>(bytes, device, find_stream);
 }
 
 }  // namespace torchrec_dyn

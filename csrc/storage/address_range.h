@@ -12,7 +12,11 @@ class AddressRange {
  public:
   AddressRange(const AddressRange&) = delete;
   AddressRange& operator=(const AddressRange&) = delete;
-  virtual ~AddressRange() = default;  // gives back memory and addresses
+  // Gives back memory and addresses. If a kernel may have used them, call it only after is_idle().
+  virtual ~AddressRange() = default;
+
+  // Waits for all kernels that may use the range. False while that is impossible: ask again later.
+  virtual bool is_idle() = 0;
 
   void* begin() const { return begin_; }
   int64_t bytes() const { return bytes_; }  // of addresses
@@ -36,7 +40,10 @@ class AddressRange {
 
 constexpr int64_t whole_pages(int64_t bytes, int64_t page) { return (bytes + page - 1) / page * page; }
 
+// Finds the stream of this thread on a GPU; false if there is none.
+using FindStream = bool (*)(int32_t device, void** stream);
+
 // A range of a GPU, of at least `bytes` bytes of addresses; address_range_cpu.h has the CPU's.
-std::unique_ptr<AddressRange> reserve_cuda_addresses(int64_t bytes, int32_t device);
+std::unique_ptr<AddressRange> reserve_cuda_addresses(int64_t bytes, int32_t device, FindStream find_stream);
 
 }  // namespace torchrec_dyn

@@ -22,6 +22,7 @@ class CpuAddressRange final : public AddressRange {
     begin_ = begin;
   }
   ~CpuAddressRange() override { munmap(begin_, static_cast<size_t>(bytes_)); }
+  bool is_idle() override { return true; }
 
  protected:
   int64_t commit_from(int64_t committed, int64_t bytes) override {

@@ -30,10 +30,38 @@ struct RowBlocks {
   int64_t columns = 0;
   int64_t capacity = 0;
 
+  TORCHREC_DYN_BOTH bool has(int64_t index) const {
+    return static_cast<uint64_t>(index) < static_cast<uint64_t>(capacity);
+  }
   TORCHREC_DYN_BOTH T* row(int64_t index) const {
     return blocks[index >> shift] + (index & ((int64_t{1} << shift) - 1)) * columns;
   }
 };
+
+// The rows of a table of one block, for kernels: no list of blocks stands between them and a row, and its address is
+// one multiplication of 32-bit numbers.
+template <typename T>
+struct OneBlock {
+  T* memory = nullptr;
+  uint32_t row_bytes = 0;
+  uint32_t last_row = 0;
+
+  // Requires a table with blocks.
+  TORCHREC_DYN_BOTH bool has(int64_t index) const { return static_cast<uint64_t>(index) <= last_row; }
+  TORCHREC_DYN_BOTH T* row(int64_t index) const {
+    const uint64_t bytes = wide_product(static_cast<uint32_t>(index), row_bytes);
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(memory) + bytes);
+  }
+};
+
+// The one block of a table; no memory if it has another number of blocks, or its numbers have more than 32 bits.
+template <typename T>
+OneBlock<T> one_block(const RowBlocks<T>& table, int64_t blocks) {
+  constexpr int64_t kMost = (int64_t{1} << 32) - 1;
+  const int64_t row_bytes = table.columns * static_cast<int64_t>(sizeof(T));
+  if (blocks != 1 || row_bytes > kMost || table.capacity - 1 > kMost) return {};
+  return {table.blocks[0], static_cast<uint32_t>(row_bytes), static_cast<uint32_t>(table.capacity - 1)};
+}
 
 // One word for each row of one table: scores or marks.
 template <typename Word>

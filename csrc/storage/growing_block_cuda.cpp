@@ -10,15 +10,19 @@ namespace torchrec_dyn {
 namespace {
 
 #if defined(TORCHREC_DYN_PTX)  // its tensors are on the CPU, and its GPU is number 0
-constexpr ReserveAddresses kReserve = [](int64_t bytes, int32_t) { return reserve_cuda_addresses(bytes, 0); };
+constexpr ReserveAddresses kReserve = [](int64_t bytes, int32_t) {
+  return reserve_cuda_addresses(bytes, 0, &find_current_stream);
+};
 #elif defined(TORCHREC_DYN_SIMT)
 constexpr ReserveAddresses kReserve = &reserve_cpu_addresses;
 #else
-constexpr ReserveAddresses kReserve = &reserve_cuda_addresses;
+constexpr ReserveAddresses kReserve = [](int64_t bytes, int32_t device) {
+  return reserve_cuda_addresses(bytes, device, &find_current_stream);
+};
 #endif
 
 Tensor grow_block(const Tensor& block, int64_t rows, int64_t limit) {
-  return grow_block_in_range(block, rows, limit, block.device(), kReserve);
+  return grow_block_in_range(block, rows, limit, block.device(), kReserve, &simt::raise_lost_device);
 }
 
 }  // namespace

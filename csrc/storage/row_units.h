@@ -41,6 +41,9 @@ using ColumnUnit = typename UnitOf<kColumns* static_cast<int>(sizeof(T))>::Type;
 
 template <typename T, int kColumns>
 TORCHREC_DYN_BOTH inline ColumnUnit<T, kColumns> load_unit(const T* from) {
+#if defined(__CUDA_ARCH__)
+  __builtin_assume(__isGlobal(from));
+#endif
   return *reinterpret_cast<const ColumnUnit<T, kColumns>*>(from);
 }
 

@@ -9,11 +9,11 @@ namespace torchrec_dyn {
 
 // The table of id `i`, out of `tables`: the last table whose ids begin at `i` or before. begin(t) is where the ids of
 // table t begin, begin(0) = 0; so a table without ids is never the result.
-template <typename Begin>
-TORCHREC_DYN_BOTH inline int64_t table_of(int64_t i, int64_t tables, const Begin& begin) {
-  int64_t table = 0, end = tables;
+template <typename Table, typename Begin>
+TORCHREC_DYN_BOTH inline Table table_of(int64_t i, Table tables, const Begin& begin) {
+  Table table = 0, end = tables;
   while (end - table > 1) {
-    const int64_t middle = table + (end - table) / 2;
+    const Table middle = table + (end - table) / 2;
     if (begin(middle) <= i)
       table = middle;
     else

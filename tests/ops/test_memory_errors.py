@@ -138,15 +138,35 @@ def test_a_wide_table_without_ids_takes_no_memory():
     assert call(resident_growth_of_a_wide_table_without_ids) < 100 << 10  # KiB; the row is 4 GiB
 
 
-@linux
-@plain
-@pytest.mark.skipif(shutil.which("c++") is None, reason="compiles a library")
-def test_each_allocation_of_each_op_may_fail(tmp_path, monkeypatch):
+@pytest.fixture
+def failing_memory(tmp_path, monkeypatch):
+    """Preloads the library of failing_memory.cpp into programs."""
     library = tmp_path / "failing_memory.so"
     source = SUPPORT / "failing_memory.cpp"
     subprocess.run(["c++", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     monkeypatch.setenv("LD_PRELOAD", str(library))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+
+
+compiles = pytest.mark.skipif(shutil.which("c++") is None, reason="compiles a library")
+
+
+@linux
+@plain
+@compiles
+@pytest.mark.usefixtures("failing_memory")
+def test_each_allocation_of_each_op_may_fail():
     done = run_program(SUPPORT / "failed_allocations.py")
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
     assert "2 update_rows_" in done.stdout
+
+
+@linux
+@plain
+@compiles
+@pytest.mark.usefixtures("failing_memory")
+def test_a_lost_device_does_not_lack_memory():
+    done = run_program(SUPPORT / "lost_device.py")
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
+    failed = dict(line.split() for line in done.stdout.splitlines())
+    assert int(failed["update_rows_"]) > 5 and int(failed["grow_block"]) == 0

@@ -18,7 +18,7 @@ CPU = torch.ops.torchrec_dyn
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("op", ["gather_pool", "bag_weights_grad"])
+@pytest.mark.parametrize("op", ["gather_pool", "pool_into_", "bag_weights_grad"])
 def test_valid_calls_of_the_fuzzer(op):
     for seed in range(60):
         drawn = CASES[op].draw(random.Random(seed))
@@ -33,10 +33,12 @@ def shifted(tensor, elements):
     return memory[elements:].view(tensor.shape).copy_(tensor)
 
 
-def tables_of(widths, dtype, offset):
-    """Returns blocks of four rows, three a table, and their layout."""
-    layout = torch.tensor([[3 * t, 3, 2, width] for t, width in enumerate(widths)])
-    blocks = [shifted(torch.randn(4, w).to(dtype), offset) for w in widths for _ in range(3)]
+def tables_of(widths, dtype, offset, count=3):
+    """Returns blocks of 12 rows for each table, `count` a table (1 or 3), and their layout."""
+    shift = {1: 4, 3: 2}[count]
+    layout = torch.tensor([[count * t, count, shift, width] for t, width in enumerate(widths)])
+    rows = 12 // count
+    blocks = [shifted(torch.randn(rows, w).to(dtype), offset) for w in widths for _ in range(count)]
     return blocks, layout
 
 
@@ -46,9 +48,11 @@ def assert_same(got, expected):
     assert torch.equal(bits(got.nan_to_num(0.0)), bits(expected.nan_to_num(0.0)))
 
 
-def check_call(widths, dtype, output, *, offset=0, grad_offset=0, mean=False, weighted=False):
+def check_call(
+    widths, dtype, output, *, offset=0, grad_offset=0, mean=False, weighted=False, count=3
+):
     """Compares both ops with the CPU: a feature of 9 bags for each table, side by side."""
-    blocks, layout = tables_of(widths, dtype, offset)
+    blocks, layout = tables_of(widths, dtype, offset, count)
     blocks[0][0, 0], blocks[0][1, 0] = float("inf"), -0.0
     count, width = 9, sum(widths)
     _, offsets = random_bags(len(widths), bags=count * len(widths), longest=9, pool=2)
@@ -57,7 +61,14 @@ def check_call(widths, dtype, output, *, offset=0, grad_offset=0, mean=False, we
     segments = torch.tensor([[t, count * t, count, places[t], width] for t in range(len(widths))])
     factors = torch.randn(len(rows)) if weighted else None
     given = (rows, offsets, factors, blocks, layout, segments, mean, count * width, output)
-    assert_same(ops.gather_pool(*given), CPU.gather_pool(*given))
+    all_bags = CPU.gather_pool(*given)
+    assert_same(ops.gather_pool(*given), all_bags)
+    fresh = torch.where(torch.rand(len(rows)) < 0.1, rows, -1)
+    for new_index in (None, fresh):
+        outs = [shifted(torch.full_like(all_bags, 7.0), grad_offset) for _ in range(2)]
+        for library, out in zip((ops, CPU), outs, strict=True):
+            library.pool_into_(out, new_index, *given[:-2])
+        assert_same(*outs)
     grad = shifted(torch.randn(count * width), grad_offset)
     given = (grad, rows, offsets, blocks, layout, segments, mean)
     assert_same(ops.bag_weights_grad(*given), CPU.bag_weights_grad(*given))
@@ -66,22 +77,89 @@ def check_call(widths, dtype, output, *, offset=0, grad_offset=0, mean=False, we
 WIDTHS = [[64], [8, 16, 32], [17], [2, 64, 34], [6, 4, 10], [12, 1, 4, 20]]
 
 
+# Tables of one block without bag weights have a kernel of their own.
+blocks_a_table = pytest.mark.parametrize("count", [1, 3])
+
+
 @pytest.mark.usefixtures("device")
+@blocks_a_table
 @pytest.mark.parametrize("output", FLOATS)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_bits_are_the_cpus_at_all_widths(dtype, output):
+def test_bits_are_the_cpus_at_all_widths(dtype, output, count):
     """Rows and outputs that are multiples of 16, 8, 4 or 2 bytes, in one call."""
     for widths in WIDTHS:
-        check_call(widths, dtype, output, mean=True, weighted=True)
-        check_call(widths, dtype, output)
+        check_call(widths, dtype, output, mean=True, weighted=True, count=count)
+        check_call(widths, dtype, output, count=count)
+        check_call(widths, dtype, output, mean=True, count=count)
 
 
 @pytest.mark.usefixtures("device")
+@blocks_a_table
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_bits_are_the_cpus_at_all_addresses(dtype):
+def test_bits_are_the_cpus_at_all_addresses(dtype, count):
     for offset in (1, 2, 4, 8):
-        check_call([8, 16], dtype, torch.float32, offset=offset, weighted=True)
-        check_call([8, 16], dtype, torch.float32, grad_offset=offset, mean=True)
+        check_call([8, 16], dtype, torch.float32, offset=offset, weighted=True, count=count)
+        check_call([8, 16], dtype, torch.float32, offset=offset, count=count)
+        check_call([8, 16], dtype, torch.float32, grad_offset=offset, mean=True, count=count)
+
+
+def gather(library, rows, offsets, factors, blocks, shift, columns):
+    """Pools bags of one table."""
+    count = len(rows) if offsets is None else len(offsets) - 1
+    layout = torch.tensor([[0, len(blocks), shift, columns]])
+    segments = torch.tensor([[0, 0, count, 0, columns]])
+    size = count * columns
+    out = library.gather_pool(
+        rows, offsets, factors, blocks, layout, segments, False, size, torch.float32
+    )
+    return out.view(count, columns)
+
+
+@pytest.mark.usefixtures("device")
+@blocks_a_table
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("columns", [3, 32])
+def test_absent_rows_at_all_places_of_bags_of_all_lengths(columns, dtype, is_weighted, count):
+    """Ids are read four at once. Instead of an absent row the first is read, but not added: it is NaN."""
+    [*blocks], layout = tables_of([columns], dtype, 0, count)
+    blocks[0][0] = float("nan")
+    lists = [
+        [-1 if absent >> i & 1 else random.randrange(1, 12) for i in range(length)]
+        for length in range(10)
+        for absent in range(1 << length)
+    ]
+    rows = ids_of(*(row for one in lists for row in one))
+    offsets = torch.tensor([0, *(len(one) for one in lists)]).cumsum(0)
+    factors = torch.randn(len(rows)) if is_weighted else None
+    shift = int(layout[0, 2])
+    got = gather(ops, rows, offsets, factors, blocks, shift, columns)
+    assert not got.isnan().any()
+    assert_same(got, gather(CPU, rows, offsets, factors, blocks, shift, columns))
+    got = gather(ops, rows, None, factors, blocks, shift, columns)
+    assert_same(got, gather(CPU, rows, None, factors, blocks, shift, columns))
+
+
+@pytest.mark.usefixtures("device")
+@blocks_a_table
+@pytest.mark.parametrize("row", [12, -2, 2**32, 2**32 + 1, -(2**32), -(2**63), 2**63 - 1])
+def test_a_row_outside_is_found_at_all_places_of_a_bag(row, count):
+    blocks, layout = tables_of([4], torch.float32, 0, count)
+    for length in (1, 2, 4, 7, 8):
+        for place in range(length):
+            rows = torch.ones(2 * length, dtype=torch.int64)
+            rows[length + place] = row
+            bags = ids_of(0, length, 2 * length)
+            with pytest.raises(RuntimeError, match=r"expected rows in \[-1, 12\), got one outside"):
+                gather(NAMESPACE, rows, bags, None, blocks, int(layout[0, 2]), 4)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_table_without_rows_has_absent_ones():
+    got = gather(ops, ids_of(-1, -1, -1), ids_of(0, 1, 3), None, [], 2, 5)
+    assert torch.equal(got, torch.zeros(2, 5))
+    with pytest.raises(RuntimeError, match=r"expected rows in \[-1, 0\), got one outside"):
+        gather(NAMESPACE, ids_of(-1, 0), ids_of(0, 2), None, [], 2, 5)
 
 
 @pytest.mark.usefixtures("device")
@@ -155,6 +233,46 @@ def test_wild_offsets_and_rows_raise_the_cpus_error(offsets, rows):
         assert outcome(NAMESPACE, op, more) == outcome(CPU, op, more)
 
 
+@pytest.mark.usefixtures("device")
+def test_bags_of_new_ids_are_pooled_into_an_output():
+    """An id that is new makes its whole bag new, whatever its number; other bags are not read."""
+    given = second_of_two() | {"bag_weights": None}
+    alone = ops.gather_pool(**given, elements=12, dtype=torch.float32)
+    for new in range(8):
+        out, new_index = torch.full((12,), 5.0), torch.full((8,), -1)
+        new_index[new] = 2**40 * (new % 2)
+        ops.pool_into_(out=out, new_index=new_index, **given)
+        first = [0, 6, 3, 9][new // 2]  # of the output of bag new // 2
+        expected = torch.full((12,), 5.0)
+        expected[first : first + 3] = alone[first : first + 3]
+        assert torch.equal(out, expected), new
+    given |= {"rows": ids_of(), "offsets": ids_of(0, 0, 0, 0, 0)}
+    for new_index, number in ((ids_of(), 5.0), (None, 0.0)):
+        ops.pool_into_(out=out.fill_(5.0), new_index=new_index, **given)
+        assert (out == number).all()
+
+
+OFFSETS = [(0, 2, 2**62, 6, 8), (0, 2, -5, 6, 8), (0, 2, 4, 6, 9), (-3, 9, 4, 6, 8)]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("offsets", OFFSETS)
+def test_offsets_that_the_caller_checks_are_not_reported_by_a_gpu(device, offsets):
+    """Their bags count as empty. A row outside its table is reported if the offsets are right."""
+    own = {"out": torch.zeros(12), "new_index": None, "bag_weights": None}
+    wrong = second_of_two(rows=ids_of(11, 0, -1, 3, 8, 0, 90, 2))
+    with pytest.raises(RuntimeError, match=r"pool_into_: expected rows in \[-1, 8\)"):
+        NAMESPACE.pool_into_(**wrong, **own)
+    wrong["offsets"] = ids_of(*offsets)
+    if device == "cpu":
+        with pytest.raises(
+            RuntimeError, match=r"pool_into_: expected (ascending offsets|offsets in)"
+        ):
+            NAMESPACE.pool_into_(**wrong, **own)
+    else:
+        NAMESPACE.pool_into_(**wrong, **own)
+
+
 def test_where_the_host_waits_for_pooling():
     """Nowhere: errors wait for the next read (test_device_errors.py)."""
     with PretendedDevice() as device:
@@ -165,5 +283,6 @@ def test_where_the_host_waits_for_pooling():
         own = {"bag_weights": None, "elements": 12, "dtype": torch.float32}
         out = ops.gather_pool(**given, **own)
         ops.bag_weights_grad(grad=out, **given)
+        ops.pool_into_(out=out, new_index=None, bag_weights=None, **given)
         assert device.reads == []
         assert device.mixed == [] and device.without_kernel == []

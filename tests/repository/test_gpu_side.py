@@ -147,13 +147,18 @@ def test_the_script_runs_every_step_and_names_those_that_failed(side, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith(": all steps passed")
     logs = {path.stem: path.read_text() for path in (tmp_path / "out").iterdir()}
-    steps = {"build", "golden", "first", "tests", "memcheck", "initcheck"}
+    steps = {"build", "golden", "first", "tests", "memcheck", "memcheck_tables", "initcheck"}
     assert set(logs) == steps | {"train", "bench", "bench_train"}
     assert logs["tests"].count("-m needs_cuda") == 2 and "--tool initcheck" in logs["initcheck"]
+    assert "--tool memcheck" in logs["memcheck_tables"]
+    (chosen,) = re.findall(r"-k (\w+) (tests/\w+)", logs["memcheck_tables"])
+    assert any(chosen[0] in path.read_text() for path in (ROOT / chosen[1]).glob("*.py"))
     assert {path.name for path in (tmp_path / "build/gpu_site").iterdir()} == {"site.py", "tbe.py"}
     done = side(refused='"-m pytest"')
     assert done.returncode == 1
-    assert done.stdout.splitlines()[-1].endswith(": failed: golden first tests memcheck initcheck")
+    assert done.stdout.splitlines()[-1].endswith(
+        ": failed: golden first tests memcheck memcheck_tables initcheck"
+    )
     assert "bench_gpu.py" in (tmp_path / "out/bench.log").read_text()
     assert "bench_gpu_train.py" in (tmp_path / "out/bench_train.log").read_text()
 

@@ -37,6 +37,7 @@ def ranges(monkeypatch):
 def set_ranges(setattr_, page=4096):
     setattr_(growing_block, "RANGE_DEVICES", {"cpu"})
     setattr_(growing_block, "_PAGE_BYTES", page)
+    setattr_(growing_block, "_less_ahead", {})
 
 
 def filled(store, rows):
@@ -225,25 +226,78 @@ def test_without_memory_a_store_stays_as_it_was():
     assert re.match(missing, error) and same and grown
 
 
-@pytest.mark.usefixtures("ranges")
-def test_memory_that_torch_keeps_is_asked_for_once(monkeypatch):
-    """The second attempt asks for no more than the rows need."""
-    calls, emptied = [], []
+class ScarceMemory:
+    """Memory for a number of rows of one page; torch keeps some more until its cache is emptied."""
 
-    def scarce(block, rows, limit):
-        calls.append(rows)
-        if rows == 113:
+    def __init__(self, monkeypatch, rows, kept=0):
+        self.rows, self.kept, self.calls, self.failed, self.emptied = rows, kept, [], [], 0
+        self._grow = ops.grow_block
+        monkeypatch.setattr(ops, "grow_block", self.grow_block)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self.empty_cache)
+
+    def grow_block(self, block, rows, limit):
+        self.calls.append(rows)
+        if rows > self.rows:
+            self.failed.append(rows)
             raise MemoryError("grow_block: expected memory")
-        return grow(block, rows, limit)
+        return self._grow(block, rows, limit)
 
-    grow = ops.grow_block
-    monkeypatch.setattr(ops, "grow_block", scarce)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
-    store = RowStore(1024, 10, torch.float32, CPU)  # a row is a page
-    store.reserve(1)
-    store.reserve(100)
-    store.reserve(101)
-    assert (calls, len(emptied)) == ([1, 100, 113, 101], 1)
+    def empty_cache(self):
+        self.emptied += 1
+        self.rows, self.kept = self.rows + self.kept, 0
+
+
+@pytest.fixture
+def page_store(ranges):
+    return RowStore(1024, 10, torch.float32, CPU)  # a row is a page
+
+
+def test_without_memory_for_more_the_rows_alone_are_asked_for(page_store, monkeypatch):
+    memory = ScarceMemory(monkeypatch, rows=112, kept=10)
+    for rows in (1, 100, 101, 112):
+        page_store.reserve(rows)
+    assert memory.calls == [1, 100, 113, 101, 112] and memory.emptied == 0
+    page_store.reserve(113)
+    assert page_store.capacity == 113 and memory.emptied == 1
+    with pytest.raises(MemoryError, match="RowStore: expected 40960 more bytes of memory on cpu"):
+        page_store.reserve(123)
+    assert page_store.capacity == 113
+
+
+def test_near_the_end_of_the_memory_the_cache_is_emptied_for_rows_alone(page_store, monkeypatch):
+    """A block asks for no more than the memory had before, and torch keeps its cache."""
+    memory = ScarceMemory(monkeypatch, rows=640, kept=30)
+    page_store.reserve(600)
+    for rows in range(601, 671):
+        page_store.reserve(rows)
+    assert memory.emptied == 1, "for row 641"
+    assert len(memory.failed) < 20
+
+
+def test_when_memory_is_free_again_a_block_grows_by_an_eighth(page_store, monkeypatch):
+    memory = ScarceMemory(monkeypatch, rows=601)
+    page_store.reserve(600)
+    page_store.reserve(601)
+    with pytest.raises(MemoryError):
+        page_store.reserve(602)
+    memory.rows = 1024
+    memory.calls.clear()
+    for rows in range(602, 1024):
+        page_store.reserve(rows)
+    assert len(memory.calls) < 16 and memory.calls[-1] > 1024 - 64
+
+
+def test_a_bound_is_of_the_memory_of_one_device(monkeypatch, page_store):
+    """Small blocks, which ask for less, do not change it."""
+    memory = ScarceMemory(monkeypatch, rows=610)
+    page_store.reserve(600)
+    page_store.reserve(601)
+    (bound,) = growing_block._less_ahead.items()
+    small = RowStore(1024, 10, torch.float32, CPU)
+    for rows in range(1, 30):
+        small.reserve(rows)
+    assert [bound] == list(growing_block._less_ahead.items()) == [(CPU, 37 * 4096 + 2048)]
+    assert memory.emptied == 0
 
 
 @pytest.mark.usefixtures("ranges")
@@ -290,3 +344,42 @@ def test_ranges_of_rows_and_conversion(monkeypatch):
     zeros = RowStore(40, 8, torch.float32, CPU)
     zeros.reserve_zeros(600)
     assert zeros.capacity >= 600 and not zeros.read(torch.arange(600)).any()
+
+
+class RowsOfAGpu:
+    """Stands for a tensor of one of two GPUs; notes its copies."""
+
+    def __init__(self, log, device, shape=(3, 4)):
+        self.log, self.device, self.shape = log, torch.device(device), shape
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __getitem__(self, part):
+        return self
+
+    def data_ptr(self):
+        return 64
+
+    def clone(self):
+        self.log.append(f"clone on {self.device}")
+        return self
+
+    def to(self, device):
+        self.log.append(f"{self.device} to {device}")
+        return RowsOfAGpu(self.log, device)
+
+    def copy_(self, rows):
+        self.log.append(f"{rows.device} into the range")
+
+
+@pytest.mark.parametrize("source", ["cpu", "cuda:0", "cuda:1"])
+def test_rows_of_another_gpu_reach_a_range_from_the_memory_of_its_gpu(source):
+    log = []
+    store = RowStore(4, 4, torch.float32, torch.device("cuda:0"))
+    store.blocks = [RowsOfAGpu(log, "cuda:0")]
+    values = RowsOfAGpu(log, source)
+    values.data_ptr = lambda: 128
+    store.put(0, 0, values)
+    moved = ["clone on cuda:1", "cuda:1 to cuda:0"] if source == "cuda:1" else []
+    assert log == [*moved, f"{'cuda:0' if moved else source} into the range"]

@@ -11,7 +11,15 @@ from torchrec import EmbeddingConfig, KeyedJaggedTensor
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import apply_delta, delta_apply, export_delta, mark
 from torchrec_dyn.checkpoint_format import table_config
-from torchrec_dyn.state_dict import ModelSource, OptimizerSource, saved_tensors, whole_pieces
+from torchrec_dyn.state_dict import (
+    ModelSource,
+    OptimizerSource,
+    StagedRows,
+    saved_tensors,
+    whole_pieces,
+)
+from torchrec_dyn.state_dict.places import Places
+from torchrec_dyn.storage import RowStore
 from torchrec_dyn.storage.stream_order import StreamOrder
 
 OTHER_GPU = torch.device("cuda:1")
@@ -196,3 +204,41 @@ def test_lists_made_on_one_stream_are_kept_for_the_other(cuda, policy):
         step(2000, 20)
         kept = [one for one, stream in device.recorded if stream is cuda.streams["B"]]
         assert any(one is listed for one in kept) and any(one is free for one in kept)
+
+
+def test_small_blocks_of_another_stream_are_kept_while_they_are_converted(cuda):
+    """They are torch's memory, which the other stream may use again as soon as they are dropped."""
+    with PretendedDevice() as device:
+        store = RowStore(4, 5, torch.float32, CUDA)
+        store.reserve(80)
+        blocks = list(store.blocks)
+        cuda.on("B")
+        device.forget()
+        store.converted(4, torch.float16, lambda rows: rows)
+        kept = [one for one, stream in device.recorded if stream is cuda.streams["B"]]
+        assert len(blocks) == 3 and all(any(one is block for one in kept) for block in blocks)
+
+
+def test_staged_blocks_of_another_stream_are_kept_while_they_are_converted(cuda):
+    with PretendedDevice() as device:
+        places = Places([(0, 80)])
+        staged = StagedRows("a", "a", places, (0, 4), torch.float32, 5, CUDA, 1000, None, None)
+        blocks = list(staged.weights.blocks)
+        cuda.on("B")
+        device.forget()
+        staged.convert(torch.float16)
+        kept = [one for one, stream in device.recorded if stream is cuda.streams["B"]]
+        assert len(blocks) == 3 and all(any(one is block for one in kept) for block in blocks)
+
+
+def test_what_a_table_had_before_is_kept_for_the_stream_that_replaces_it(cuda):
+    with PretendedDevice() as device:
+        table = living_table(dyn.LeastRecentlyUsed(), device="cuda")
+        table.assign(torch.arange(9), torch.ones(9, 4))
+        stores = (*table.stores, table.life.scores.store)
+        before = [table.id_map.slots, *(block for store in stores for block in store.blocks)]
+        cuda.on("B")
+        device.forget()
+        table.convert(torch.float16)
+        kept = [one for one, stream in device.recorded if stream is cuda.streams["B"]]
+        assert len(before) >= 3 and all(any(one is old for one in kept) for old in before)

@@ -127,6 +127,13 @@ def draw_gather_pool(rng: random.Random) -> Arguments:
     }
 
 
+def draw_pool_into_(rng: random.Random) -> Arguments:
+    given = draw_gather_pool(rng)
+    out = numbers_of(rng, (given.pop("elements"),), torch.float32).to(given.pop("dtype"))
+    few = [rng.choice((-1, -1, -1, rng.randrange(2**40))) for _ in given["rows"]]
+    return {"out": out, "new_index": rng.choice((None, whole(*few))), **given}
+
+
 def draw_bag_weights_grad(rng: random.Random) -> Arguments:
     batch = draw_batch(rng)
     return {"grad": numbers_of(rng, (batch.elements,), torch.float32), **batch.given}
@@ -263,8 +270,30 @@ def check_gather_pool(before: Arguments, _: Arguments, result: Tensor) -> None:
     if before["elements"] > 10**7:
         raise Unjudged("too large")
     bags = read_bags(before, before["elements"])
-    of_ids = weights_of_ids(before, len(bags.rows))
-    out = np.zeros(before["elements"], np.float32)
+    equal(result, torch.from_numpy(pooled(before, bags, before["elements"])).to(before["dtype"]))
+
+
+def check_pool_into_(before: Arguments, after: Arguments, _: None) -> None:
+    out, fresh = before["out"], before["new_index"]
+    need(out.dtype in FLOATS, "an output of floats")
+    bags = read_bags(before, out.numel())
+    chosen = [True] * len(bags.rows)
+    if fresh is not None:
+        chosen = [number >= 0 for number in numbers(fresh, "new_index")]
+        need(len(chosen) == len(bags.rows), "a number for each id")
+    all_bags = torch.from_numpy(pooled(before, bags, out.numel())).to(out.dtype)
+    expected = out.flatten().clone()
+    for table, begin, end, place in bags.lines:
+        if fresh is None or any(chosen[begin:end]):
+            here = slice(place, place + bags.tables[table].columns)
+            expected[here] = all_bags[here]
+    equal(after["out"].flatten(), expected, "out")
+
+
+def pooled(given: Arguments, bags: Bags, elements: int) -> np.ndarray:
+    """Returns the pooled rows of all bags, [elements] float32."""
+    of_ids = weights_of_ids(given, len(bags.rows))
+    out = np.zeros(elements, np.float32)
     with np.errstate(all="ignore"):
         for table, begin, end, place in bags.lines:
             total = out[place : place + bags.tables[table].columns]  # a view
@@ -272,9 +301,9 @@ def check_gather_pool(before: Arguments, _: Arguments, result: Tensor) -> None:
                 value = bags.read(table, bags.rows[i])
                 if value is not None:
                     total += value if of_ids is None else of_ids[i] * value
-            if before["mean"] and end > begin:
+            if given["mean"] and end > begin:
                 total /= np.float32(end - begin)
-    equal(result, torch.from_numpy(out).to(before["dtype"]))
+    return out
 
 
 def grad_of(given: Arguments) -> np.ndarray:

@@ -100,6 +100,12 @@ def pool_sample(given, elements=10, dtype=torch.float32):
     return {**given, "elements": elements, "dtype": dtype}
 
 
+def pool_into_sample(given, elements=10, dtype=torch.float32, new_index=None):
+    """Returns an output of ones, and new ids: by default the first and the last id of five."""
+    fresh = whole(0, -1, -1, -1, 3) if new_index is None else new_index
+    return {"out": torch.ones(elements, dtype=dtype), "new_index": fresh, **given}
+
+
 def grad_sample(given, elements=10):
     return {"grad": torch.ones(elements), **{k: v for k, v in given.items() if k != "bag_weights"}}
 
@@ -252,6 +258,12 @@ SAMPLES = {
         lambda: pool_sample(pooled()),
         lambda: pool_sample(pooled(torch.bfloat16, weighted=True), dtype=torch.float16),
         lambda: pool_sample(sequence(), elements=15),
+    ],
+    "pool_into_": [
+        lambda: pool_into_sample(pooled()),
+        lambda: pool_into_sample(pooled(torch.bfloat16, weighted=True), dtype=torch.float16),
+        lambda: pool_into_sample(sequence(), elements=15),
+        lambda: pool_into_sample(pooled()) | {"new_index": None},
     ],
     "bag_weights_grad": [
         lambda: grad_sample(pooled()),

@@ -6,8 +6,8 @@
     assert device.reads == []
 
 Our ops run on the kernels of the simt build (csrc/simt.h), other ops on those of torch for the CPU. It shows
-what a GPU makes slow or refuses: reads by the host, which wait for all kernels before them, tensors of two
-devices in one op, and ops of ours that have no kernel for CUDA.
+what a GPU makes slow or refuses: reads by the host, which wait for all kernels before them, or for an event;
+tensors of two devices in one op, and ops of ours that have no kernel for CUDA.
 """
 
 import ctypes
@@ -48,6 +48,7 @@ READING = {
 HOST_RESULTS = {"collect_new": {2}, "move_slots": {0}}
 # Descriptions that may be on the device, too; the host does not look at them there.
 ON_EITHER = {("lookup", "table_offsets")}
+FAR = 2**61  # what the host reads of a copy that it has not waited for
 COPIES = {aten._to_copy, aten.copy_, aten._copy_from}
 
 
@@ -112,8 +113,12 @@ class _Permuted(torch.autograd.Function):
 class _Stream:
     """Stands for torch's current stream."""
 
-    def synchronize(self):
-        """Does nothing: the read before it, or after it, is noted."""
+
+class _Event:
+    """Stands for torch's event."""
+
+    def record(self, stream=None):
+        """Does nothing: all work is done when it is queued, but for copies (_event_of)."""
 
 
 class Note(NamedTuple):
@@ -171,6 +176,7 @@ class PretendedDevice(TorchFunctionMode):
 
     Attributes:
         reads: waits of the host for the device, in order.
+        order: names of our ops that were called, and "wait" for each of `reads`, in order.
         mixed: calls with tensors of both devices.
         without_kernel: calls of our ops that have no kernel for CUDA.
         recorded: tensors and streams of `record_stream`.
@@ -183,6 +189,8 @@ class PretendedDevice(TorchFunctionMode):
         super().__init__()
         self.streams = streams
         self.reads, self.mixed, self.without_kernel, self.recorded = [], [], [], []
+        self.order = []
+        self.copies = []  # to the host, under way: the copy, and what it will hold
         simt_library()
         self._waits = ctypes.c_int64.in_dll(ctypes.CDLL(str(LIBRARY)), "torchrec_dyn_host_waits")
 
@@ -203,6 +211,13 @@ class PretendedDevice(TorchFunctionMode):
             patches.enter_context(
                 mock.patch.object(torch.cuda, "current_stream", lambda device=None: _Stream())
             )
+        owned = torch.cuda.Event.__module__ != "torch.cuda.streams"  # by a test, or by `streams`
+        event = _event_of(self, torch.cuda.Event if owned else _Event)
+        patches.enter_context(mock.patch.object(torch.cuda, "Event", event))
+        stream = type(torch.cuda.current_stream(CUDA))
+        patches.enter_context(
+            mock.patch.object(stream, "synchronize", lambda _: self.finish_copies(), create=True)
+        )
         if not torch.cuda.is_available():
             patches.callback(self._kernels()._destroy)
         return super().__enter__()
@@ -230,8 +245,17 @@ class PretendedDevice(TorchFunctionMode):
 
     def forget(self):
         """Drops all notes."""
-        for notes in (self.reads, self.mixed, self.without_kernel, self.recorded):
+        for notes in (self.reads, self.order, self.mixed, self.without_kernel, self.recorded):
             notes.clear()
+
+    def finish_copies(self, copies=None):
+        """Ends copies to the host, for which the host waits; by default all of them, if there are any."""
+        ended = self.copies if copies is None else copies
+        for copy, values in ended:
+            copy.copy_(values)
+        self.copies = [one for one in self.copies if not any(one is other for other in ended)]
+        if copies is not None or ended:
+            self._note(self.reads, "synchronize")
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Changes calls for which torch wants a real device: those that name it, and two more."""
@@ -269,6 +293,8 @@ class PretendedDevice(TorchFunctionMode):
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         ours = func.namespace == "torchrec_dyn"
+        if ours:
+            self.order.append(name)
         others = {key: value for key, value in given.items() if (name, key) not in ON_EITHER}
         if op not in COPIES and any(_is_elsewhere(ours, *item) for item in others.items()):
             self._note(self.mixed, name)
@@ -294,6 +320,9 @@ class PretendedDevice(TorchFunctionMode):
             self._note(self.reads, name)
         if op in COPIES and _is_read(op, given):
             return result
+        if _is_begun(op, given):
+            self.copies.append((result, result.clone()))
+            return result.fill_(FAR)  # until an event after it has passed
         if ours and name in HOST_RESULTS:
             results = [result] if isinstance(result, torch.Tensor) else list(result)
             for place in {*range(len(results))} - HOST_RESULTS[name]:
@@ -327,6 +356,8 @@ class PretendedDevice(TorchFunctionMode):
 
     def _note(self, notes, op):
         notes.append(Note(op, _place()))
+        if notes is self.reads:
+            self.order.append("wait")
 
 
 def _ascending(table_offsets, ids):
@@ -359,8 +390,30 @@ def _is_read(op, given):
     if op is aten._to_copy:
         return given.get("device") is not None and not _is_cuda(given["device"])
     if op is aten.copy_:
-        return not isinstance(given["self"], PretendedTensor)
+        return not isinstance(given["self"], PretendedTensor) and not _is_begun(op, given)
     return op in READING and given.get("output_size") is None
+
+
+def _is_begun(op, given):
+    """Returns True for a copy into memory of the host that the host does not wait for."""
+    is_here = isinstance(given.get("self"), PretendedTensor)
+    return op is aten.copy_ and not is_here and bool(given.get("non_blocking"))
+
+
+def _event_of(device, base):
+    """Returns a class of events that the host may wait for: then copies before the event have ended."""
+
+    class Event(base):
+        copies = ()
+
+        def record(self, stream=None):
+            super().record(stream)
+            self.copies = list(device.copies)
+
+        def synchronize(self):
+            device.finish_copies(self.copies)
+
+    return Event
 
 
 def _sent(value, memories):

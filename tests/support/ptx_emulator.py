@@ -87,7 +87,8 @@ class Program:
         environment: SCHEDULE, SEED, RACES, STEPS of csrc/sanitize/ptx/emulator.h.
         """
         given = [np.uint64(one.ctypes.data) if isinstance(one, np.ndarray) else one for one in arguments]
-        memory = [np.array([one]) if isinstance(one, np.generic) else np.array([one], np.int64) for one in given]
+        given = [np.uint64(one % (1 << 64)) if isinstance(one, int) else one for one in given]
+        memory = [np.array([one]) for one in given]
         pointers = (ctypes.c_void_p * max(len(memory), 1))(*(one.ctypes.data for one in memory))
         extents = (ctypes.c_uint * 6)(*_extent(grid), *_extent(block))
         with tempfile.NamedTemporaryFile() as report:
@@ -143,6 +144,10 @@ def kernel(body, parameters=("out",), registers=(), name="kernel"):
     declared = ", ".join(f".param .u64 p_{one}" for one in parameters)
     loads = "".join(f".reg .b64 %{one};\nld.param.u64 %{one}, [p_{one}];\n" for one in parameters)
     rest = "".join(f".reg .{one};\n" for one in registers)
+    lines = body.splitlines()
+    memory = [line for line in lines if line.startswith((".shared", ".local"))]
+    rest += "".join(f"{line}\n" for line in memory)
+    body = "\n".join(line for line in lines if line not in memory)
     return f""".visible .entry {name}({declared})
 {{
 {rest}{loads}.reg .b32 %i, %block_, %size_;
@@ -164,7 +169,7 @@ def compute(code, *operands, types, out=None):
     """
     types = [types] * len(operands) if isinstance(types, str) else list(types)
     out = out or types[0]
-    arrays = [np.asarray(one, dtype_of(kind)) for one, kind in zip(operands, types, strict=True)]
+    arrays = [np.ascontiguousarray(one, dtype_of(kind)) for one, kind in zip(operands, types, strict=True)]
     n = len(arrays[0])
     result = np.zeros(n, dtype_of(out))
     names = "abcefg"[: len(arrays)]

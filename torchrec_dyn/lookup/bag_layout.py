@@ -13,7 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchrec_dyn.storage import host_numbers
+
 Pooling = Literal["sum", "mean", "none"]
+_NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -163,11 +166,26 @@ class BagLayout:
             table_offsets = self.offsets_of_tables(counts)
         if self._is_sequence:
             return self._sequence(table_offsets, ids)
-        if batch_sizes is not None:
-            return self._variable(table_offsets, offsets, batch_sizes)
-        batch, _, segments = self._of_batch((offsets.numel() - 1) // self._features)
-        shape = (batch, self._width)
-        return Bags(table_offsets, offsets, segments, batch * self._width, shape)
+        return self._pooled(table_offsets, offsets, batch_sizes)
+
+    def describe_uncounted(
+        self, offsets: Tensor, ids: int, batch_sizes: Sequence[Sequence[int]] | None
+    ) -> Bags | None:
+        """Returns the description of a batch whose counts are not known, without `table_offsets`.
+
+        Args:
+            offsets: [bags + 1] int64, not checked; the caller has checked the number of bags.
+            ids: N.
+            batch_sizes: as `table_offsets`.
+
+        Returns:
+            The description; None for sequences of several tables, where the tables of ids are not known.
+        """
+        if not self._is_sequence:
+            return self._pooled(_NONE, offsets, batch_sizes)
+        if len(self._columns) > 1:
+            return None
+        return self._sequence(host_numbers([0, ids]), ids)
 
     def _first_bags(self, bags: int, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
         """Returns the first bag of each table, and the number of bags, [T + 1] int64 on the CPU."""
@@ -199,6 +217,18 @@ class BagLayout:
         tables = torch.arange(sizes.numel(), device=sizes.device)
         segments = torch.stack([tables, begins, sizes, begins * columns, widths], dim=1)
         return Bags(table_offsets, None, segments, ids * columns, (ids, columns))
+
+    def _pooled(
+        self,
+        table_offsets: Tensor,
+        offsets: Tensor,
+        batch_sizes: Sequence[Sequence[int]] | None,
+    ) -> Bags:
+        if batch_sizes is not None:
+            return self._variable(table_offsets, offsets, batch_sizes)
+        batch, _, segments = self._of_batch((offsets.numel() - 1) // self._features)
+        shape = (batch, self._width)
+        return Bags(table_offsets, offsets, segments, batch * self._width, shape)
 
     def _variable(
         self,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchrec_dyn.lookup.early_output import EarlyOutput
 from torchrec_dyn.lookup.found_rows import FoundRows
 from torchrec_dyn.lookup.table_lists import TableLists, TrainedTables
 from torchrec_dyn.lookup.training_step import take_step
@@ -82,17 +83,24 @@ def rows_in_training(
     table_offsets: Tensor,
     times: Tensor | None = None,
     found: FoundRows | None = None,
+    early: EarlyOutput | None = None,
 ) -> tuple[Tensor, int]:
     """Runs one training step of trained tables and returns the rows of the batch.
 
     As `take_step`, but all tables may be without a life. Then every unseen id gets a row.
     """
     if trained.with_life:
-        return take_step(trained, ids, table_offsets, times, found)
-    rows, absent = found[:2] if found else find_rows(trained.maps, ids, table_offsets)
+        return take_step(trained, ids, table_offsets, times, found, early)
+    if found is None:
+        pool = None if early is None else early.pool
+        rows, absent = find_rows(trained.maps, ids, table_offsets, pool)
+    else:
+        rows, absent = found[:2]
     is_known = not any(absent.tolist())
     if not is_known:
-        insert_unseen(trained.tables, ids, rows, table_offsets)
+        new_index = insert_unseen(trained.tables, ids, rows, table_offsets)
+        if early is not None:
+            early.new_index = new_index
     tally = trained.tally
     tally.counted = tally.counted.after(table_offsets, None if is_known else absent)
     return rows, 0

@@ -6,13 +6,16 @@ Legend: T tables, N ids, M expired ids of a table.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchrec_dyn import ops
+from torchrec_dyn.lookup.early_output import EarlyOutput
 from torchrec_dyn.storage import MapList, Reading, joined, read
-from torchrec_dyn.table import DynamicTable, finding_rows
+from torchrec_dyn.table import DynamicTable, reading_absent
 
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -66,23 +69,27 @@ def find_first(
     table_offsets: Tensor,
     ageing: Sequence[DynamicTable],
     beside: Reading[Any],
+    early: EarlyOutput | None = None,
 ) -> FoundRows:
     """Finds the rows of a batch on a GPU, and the expired ids, and reads numbers of the batch with them.
 
     Args:
         maps: maps of T tables.
         ids: [N] int64 in table order.
-        table_offsets: [T + 1] int64, on the CPU or on the device of `ids`.
+        table_offsets: [T + 1] int64, on the CPU or on the device of `ids`: then they are not checked.
         ageing: tables with an age limit.
         beside: reading of numbers of the batch. It may raise an error: nothing has changed then.
+        early: the output of the batch, which is pooled before the host waits.
 
     Raises:
         RuntimeError: an earlier op had invalid arguments (csrc/device_errors.h).
     """
+    rows, absent = ops.lookup(ids, table_offsets, *maps.arrays())
     parts: list[Reading[Any]] = [
-        finding_rows(maps, ids, table_offsets),
+        reading_absent(absent, ids),
         joined([expired_of(table) for table in ageing]),
         beside,
     ]
-    (rows, absent), *others = read(joined(parts))
-    return FoundRows(rows, absent, *others)
+    return FoundRows(
+        rows, *read(joined(parts), None if early is None else partial(early.pool, rows))
+    )

@@ -87,7 +87,7 @@ def _list_rows(tables: Sequence[DynamicTable]) -> tuple[TableBlocks, tuple[list[
 
 def blocks_with_initial_rows(
     tables: Sequence[DynamicTable], ids: Tensor, rows: Tensor, table_offsets: Tensor
-) -> TableBlocks:
+) -> tuple[TableBlocks, Tensor]:
     """Returns the blocks of the tables and, for one forward, initial rows of unseen ids.
 
     Args:
@@ -95,6 +95,9 @@ def blocks_with_initial_rows(
         ids: [N] int64 in table order.
         rows: [N] int64, -1 for an unseen id. Written in place: rows in the returned blocks.
         table_offsets: [T + 1] int64, where the ids of each table begin.
+
+    Returns:
+        The blocks, and [N] int64: -1 for an id that was not unseen, else 0 or more.
     """
     new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
     stores = [table.weights for table in tables]
@@ -119,4 +122,4 @@ def blocks_with_initial_rows(
         table.initial_rows.write(unseen, fresh, stores[t])
         new_rows.append(fresh)
     ops.fill_new_(rows, new_index, torch.cat(new_rows))
-    return blocks_of(stores)
+    return blocks_of(stores), new_index

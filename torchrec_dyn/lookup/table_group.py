@@ -9,7 +9,8 @@ Forward:
    tables or in none. For tables with policies, training_step.py lists the order. A pipeline that prefetches
    on a GPU has taken their step before (step_ahead.py).
 3. For ids still without a row: make initial rows for this forward, if the table's `unseen` is "initial".
-4. Gather the rows and pool them by bag.
+4. Gather the rows and pool them by bag. On a GPU this comes in the middle of 2, and the bags of new ids are
+   pooled again here (early_output.py).
 
 Backward:
 1. Check that it is the forward's first backward, and that no table was loaded, converted or moved since.
@@ -35,6 +36,7 @@ from torchrec_dyn import ops
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling
 from torchrec_dyn.lookup.batch_rows import BatchRows, part_of, rows_beside_frozen, rows_in_training
+from torchrec_dyn.lookup.early_output import EarlyOutput
 from torchrec_dyn.lookup.found_rows import FoundRows, find_first
 from torchrec_dyn.lookup.gradient_reduction import Reduction, Senders, reduction_of
 from torchrec_dyn.lookup.step_ahead import StepAhead, TakenStep
@@ -74,6 +76,7 @@ class _Forward:
     generations: list[int]
     noted: list[object] | None  # `tokens_of` the tables, after scoring recorded the rows as changed
     reduction: Reduction
+    early: EarlyOutput | None = None
     ticket: ForwardTicket | None = None
     is_done: bool = False
 
@@ -187,23 +190,34 @@ class TableGroup:
     ) -> Tensor:
         lists = self._current()
         trained = lists.trained if training else None
-        found = None
+        found = early = None
+        # A step that begins by looking up all ids; else tables are frozen beside others.
+        finds_all = trained is None or lists.frozen_maps is None
         if isinstance(counts, UnreadCounts):
-            found, counts = self._find_and_count(ids, counts, lists, trained), counts.get()
+            if finds_all and not counts.are_read:
+                uncounted = self._bag_layout.describe_uncounted(offsets, ids.numel(), batch_sizes)
+                if uncounted is not None:
+                    early = self._early_output(lists, uncounted, weights, is_counted=False)
+                found = self._find_and_count(ids, counts, lists, trained, early)
+            counts = counts.get()
         bags = self._bag_layout.describe(offsets, ids.numel(), batch_sizes, counts)
         if ahead is not None and trained is not None and ahead.is_of(lists):
             step = ahead.now(lists, ids, bags.table_offsets)
         else:
-            step = self._take_step(ids, bags.table_offsets, lists, training, times, found)
+            if finds_all and found is None and not ids.is_cpu:
+                early = self._early_output(lists, bags, weights, is_counted=True)
+            step = self._take_step(ids, bags.table_offsets, lists, training, times, found, early)
             ahead = None
         (rows, shown, missing), streams, noted = step
         blocks, _ = lists.blocks.rows()
         if missing and lists.shows_initial:
             shown = shown.clone() if trained else shown
-            blocks = blocks_with_initial_rows(self.tables, ids, shown, bags.table_offsets)
+            blocks, unseen = blocks_with_initial_rows(self.tables, ids, shown, bags.table_offsets)
+            if early is not None and early.new_index is None:
+                early.new_index = unseen  # in training they are among the new ids
         forward = _Forward(
             self, ids, rows, shown, bags, blocks, trained, streams, lists.generations, noted,
-            reduction_of(lists.configs, offsets, bags.table_offsets, senders),
+            reduction_of(lists.configs, offsets, bags.table_offsets, senders), early,
         )  # fmt: skip
         wants_weight_grad = weights is not None and weights.requires_grad
         if torch.is_grad_enabled() and (trained or wants_weight_grad):
@@ -263,7 +277,7 @@ class TableGroup:
             return None
         keep_in_use(ids, times)
         table_offsets = self._bag_layout.offsets_of_tables(counts)
-        taken = self._take_step(ids.contiguous(), table_offsets, lists, True, times, None)
+        taken = self._take_step(ids.contiguous(), table_offsets, lists, True, times)
         ticket = ForwardTicket(self._forwards)
         return StepAhead(taken, lists.is_trained, lists.generations, ticket)
 
@@ -298,19 +312,24 @@ class TableGroup:
             self._anchor = torch.zeros((), requires_grad=True, device="cpu")
         return self._anchor
 
-    def _find_and_count(
-        self, ids: Tensor, counts: UnreadCounts, lists: TableLists, trained: TrainedTables | None
-    ) -> FoundRows | None:
-        """Finds the rows of a batch, and reads the counts at the same time.
+    def _early_output(
+        self, lists: TableLists, bags: Bags, weights: Tensor | None, is_counted: bool
+    ) -> EarlyOutput:
+        is_mean, (blocks, _) = self._bag_layout.is_mean, lists.blocks.rows()
+        return EarlyOutput(bags, _as_float(weights), is_mean, self.output_dtype, blocks, is_counted)
 
-        Returns None and leaves the counts alone if they are read, or if a step does not begin by looking up
-        all ids: then tables are frozen beside others.
-        """
-        if counts.are_read or (trained is not None and lists.frozen_maps is not None):
-            return None
+    def _find_and_count(
+        self,
+        ids: Tensor,
+        counts: UnreadCounts,
+        lists: TableLists,
+        trained: TrainedTables | None,
+        early: EarlyOutput | None,
+    ) -> FoundRows:
+        """Finds the rows of a batch, and reads the counts at the same time."""
         begins = self._bag_layout.begins_of_tables(counts.begins)
         ageing = [] if trained is None else [trained.tables[number] for number in trained.ageing]
-        return find_first(lists.maps, ids, begins, ageing, counts.reading())
+        return find_first(lists.maps, ids, begins, ageing, counts.reading(), early)
 
     def _take_step(
         self,
@@ -319,17 +338,22 @@ class TableGroup:
         lists: TableLists,
         training: bool,
         times: Tensor | None,
-        found: FoundRows | None,
+        found: FoundRows | None = None,
+        early: EarlyOutput | None = None,
     ) -> TakenStep:
         """Runs the training step of the trained tables, and finds the rows of ids."""
         trained = lists.trained
         if not training or trained is None:
-            rows, absent = found[:2] if found else find_rows(lists.maps, ids, table_offsets)
+            if found is None:
+                pool = None if early is None else early.pool
+                rows, absent = find_rows(lists.maps, ids, table_offsets, pool)
+            else:
+                rows, absent = found[:2]
             return TakenStep(BatchRows(rows, rows, sum(absent.tolist())))
         if lists.frozen_maps is not None:
             batch = rows_beside_frozen(lists, ids, table_offsets, times)
         else:
-            rows, refused = rows_in_training(trained, ids, table_offsets, times, found)
+            rows, refused = rows_in_training(trained, ids, table_offsets, times, found, early)
             batch = BatchRows(rows, rows, refused)
         streams = torch.add(lists.streams, lists.stepping, alpha=trained.tally.counted.steps)
         scored = trained.with_life and lists.has_changes
@@ -402,6 +426,10 @@ class TableGroup:
 
 def _pool(forward: _Forward, weights: Tensor | None) -> Tensor:
     group, bags, blocks = forward.group, forward.bags, forward.blocks
+    early, forward.early = forward.early, None  # no open forward holds an output
+    output = None if early is None else early.finish(forward.shown, blocks)
+    if output is not None:
+        return output
     return ops.gather_pool(
         forward.shown, bags.offsets, _as_float(weights), blocks.weights, blocks.layout,
         bags.segments, group._bag_layout.is_mean, bags.elements, group.output_dtype,

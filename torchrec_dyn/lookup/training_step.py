@@ -33,6 +33,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.life import NO_STEP, Decision, Drop
+from torchrec_dyn.lookup.early_output import EarlyOutput
 from torchrec_dyn.lookup.found_rows import (
     Expired,
     FoundRows,
@@ -93,6 +94,7 @@ def take_step(
     table_offsets: Tensor,
     times: Tensor | None = None,
     found: FoundRows | None = None,
+    early: EarlyOutput | None = None,
 ) -> tuple[Tensor, int]:
     """Runs one training step of all tables and returns the rows of the batch.
 
@@ -106,6 +108,7 @@ def take_step(
         times: [N] int64, number of occurrences that each id stands for, in batches that hold each distinct
             id once; None for 1 each.
         found: the rows of this batch, if the caller has found them.
+        early: the output of this batch, which is pooled as soon as its rows are found; gets its new ids.
 
     Returns:
         rows: [N] int64, -1 for an id that was not admitted.
@@ -126,7 +129,7 @@ def take_step(
         occurrences = table_offsets
         if not ids.is_cpu and found is None:
             counting = _occurrences(trained, ids, table_offsets, times)
-            found = find_first(trained.maps, ids, table_offsets, ageing, counting)
+            found = find_first(trained.maps, ids, table_offsets, ageing, counting, early)
             occurrences = found.beside
         elif times is not None:
             occurrences = read(_occurrences(trained, ids, table_offsets, times))
@@ -189,6 +192,8 @@ def take_step(
         raise
     if not batch.unseen:
         return batch.rows, 0
+    if early is not None:
+        early.new_index = batch.new_index
     new_rows = [part.new_rows(part.added) for part in parts if part.added is not None]
     ops.fill_new_(batch.rows, batch.new_index, torch.cat(new_rows))
     return batch.rows, sum(part.refused for part in parts)

@@ -274,7 +274,7 @@ class StagedRows:
         blocks, left = self._converted.blocks, self.weights.blocks
         while left:
             blocks[len(blocks) - len(left)][: len(left[0])].copy_(left[0])
-            del left[0]
+            self.weights.drop_first()
         self.weights = self._converted
 
     def by_row(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -19,6 +19,9 @@ _RANGE_BYTES = 32 << 30
 _PAGE_BYTES = 2 << 20
 # Upper bound of the memory that is committed before rows need it.
 _AHEAD_BYTES = 256 << 20
+# The same for a device that had no memory for as much: half of what it had none for, and twice as much again
+# after a growth by that. Memory is the device's, so its blocks share the bound.
+_less_ahead: dict[torch.device, int] = {}
 
 
 def range_shift(row_limit: int, row_bytes: int) -> int:
@@ -32,6 +35,16 @@ def range_shift(row_limit: int, row_bytes: int) -> int:
     return max(4, min((row_limit - 1).bit_length(), most.bit_length() - 1, 31))
 
 
+def in_range(limit: int, row_bytes: int) -> bool:
+    """Returns True if a block has a range of addresses; if False, it has memory of torch's.
+
+    Args:
+        limit: rows of a whole block.
+        row_bytes: bytes of a row.
+    """
+    return limit * row_bytes > _PAGE_BYTES
+
+
 def most_bytes(rows: int, row_bytes: int, limit: int) -> int:
     """Returns the most memory that `longer_block` commits for a block of `rows` rows, however it grew.
 
@@ -41,7 +54,7 @@ def most_bytes(rows: int, row_bytes: int, limit: int) -> int:
         limit: rows of a whole block.
     """
     used, whole = rows * row_bytes, limit * row_bytes
-    if whole <= _PAGE_BYTES or not rows:
+    if not in_range(limit, row_bytes) or not rows:
         return whole if rows else 0
     return -(-min(used + _ahead(used), whole) // _PAGE_BYTES) * _PAGE_BYTES
 
@@ -66,16 +79,34 @@ def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
             one page is torch's memory: without memory for it torch's error is raised.
     """
     row_bytes = block.shape[1] * block.itemsize
-    if limit * row_bytes <= _PAGE_BYTES and len(block) == 0:
+    if not in_range(limit, row_bytes) and len(block) == 0:
         return block.new_empty(limit, block.shape[1])
-    most = block.nbytes + _ahead(block.nbytes)
-    for wanted in (max(rows * row_bytes, most), rows * row_bytes):
-        pages = -(-wanted // _PAGE_BYTES)
-        try:
-            return ops.grow_block(block, min(limit, pages * _PAGE_BYTES // row_bytes), limit)
-        except MemoryError:
-            torch.cuda.empty_cache()  # does nothing before CUDA is used
-    raise MemoryError(
-        f"RowStore: expected {rows * row_bytes - block.nbytes} more bytes of memory on {block.device}, got "
-        "none; no row has changed. Free memory, or use smaller tables."
-    )
+    needed, device = rows * row_bytes, block.device
+    most = _less_ahead.get(device, _AHEAD_BYTES)
+    ahead = min(_ahead(block.nbytes), most)
+    longer = _grown(block, max(needed, block.nbytes + ahead), limit)
+    if longer is None:
+        _less_ahead[device] = ahead // 2
+        longer = _grown(block, needed, limit)
+    elif ahead == most:
+        _less_ahead[device] = min(max(2 * most, _PAGE_BYTES), _AHEAD_BYTES)
+    if longer is None:
+        # Memory that torch keeps would serve. It is asked for last: torch, too, has to allocate it anew then.
+        torch.cuda.empty_cache()  # does nothing before CUDA is used
+        longer = _grown(block, needed, limit)
+    if longer is None:
+        raise MemoryError(
+            f"RowStore: expected {needed - block.nbytes} more bytes of memory on {device}, got none; "
+            "no row has changed. Free memory, or use smaller tables."
+        )
+    return longer
+
+
+def _grown(block: Tensor, wanted: int, limit: int) -> Tensor | None:
+    """Returns the block with at least `wanted` bytes, in whole pages; None if there is no memory."""
+    pages = -(-wanted // _PAGE_BYTES)
+    rows = pages * _PAGE_BYTES // (block.shape[1] * block.itemsize)
+    try:
+        return ops.grow_block(block, min(limit, rows), limit)
+    except MemoryError:
+        return None

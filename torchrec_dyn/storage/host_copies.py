@@ -1,4 +1,4 @@
-"""Copies between a GPU and the host, of at most some chunks of rows at a time; numbers on the host."""
+"""Copies between a GPU and the host, or another GPU, a few chunks of rows at a time; numbers on the host."""
 
 from __future__ import annotations
 
@@ -42,3 +42,41 @@ def to_host(values: Tensor) -> Tensor:
         return values.cpu()
     pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(values)
+
+
+def for_device(values: Tensor, device: torch.device) -> Tensor:
+    """Returns values that may be copied to memory of a device: of another GPU they are there already.
+
+    GPUs that cannot reach each other's memory copy between torch's memory only, as torch does it; rows are
+    in ranges of addresses (growing_block.py), which torch does not know.
+
+    Args:
+        values: a tensor of any shape, dtype and device.
+        device: the device.
+    """
+    is_of_another_gpu = values.device.type == device.type and values.device != device
+    return values.clone().to(device) if is_of_another_gpu else values
+
+
+class HostCopy:
+    """A copy from a GPU to the host that is under way: kernels that are queued next do not hold it up.
+
+    Args:
+        values: a tensor on a GPU.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._copy = torch.empty(
+            values.shape,
+            dtype=values.dtype,
+            device="cpu",
+            pin_memory=torch.cuda.is_available(),
+        )
+        self._copy.copy_(values, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record(torch.cuda.current_stream(values.device))
+
+    def wait(self) -> Tensor:
+        """Waits for the copy, not for the kernels behind it, and returns it."""
+        self._done.synchronize()
+        return self._copy

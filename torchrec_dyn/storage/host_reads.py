@@ -6,12 +6,14 @@ tables of a step run their readings together: one copy brings the numbers of all
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+
+from torchrec_dyn.storage.host_copies import HostCopy
 
 _Result = TypeVar("_Result")
 _Other = TypeVar("_Other")
@@ -19,8 +21,15 @@ _Other = TypeVar("_Other")
 Reading: TypeAlias = Generator[Sequence[Tensor], Sequence[int], _Result]
 
 
-def read(reading: Reading[_Result]) -> _Result:
-    """Runs a reading and returns its result."""
+def read(reading: Reading[_Result], meanwhile: Callable[[], object] | None = None) -> _Result:
+    """Runs a reading and returns its result.
+
+    Args:
+        reading: the reading.
+        meanwhile: queues kernels that do not need the numbers. It is called once, before the host waits for
+            the first numbers of a GPU: the GPU runs these kernels while the host goes on. Not called if there
+            is nothing to wait for.
+    """
     try:
         asked = next(reading)
         while True:
@@ -28,8 +37,12 @@ def read(reading: Reading[_Result]) -> _Result:
                 numbers: list[int] = []
                 for tensor in asked:
                     numbers += tensor.tolist() if tensor.dim() else (int(tensor),)
-            else:
+            elif meanwhile is None:
                 numbers = torch.hstack(list(asked)).tolist()
+            else:
+                copy = HostCopy(torch.hstack(list(asked)))
+                meanwhile()
+                meanwhile, numbers = None, copy.wait().tolist()
             asked = reading.send(numbers)
     except StopIteration as end:
         result: _Result = end.value

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.storage import growing_block
+from torchrec_dyn.storage.host_copies import for_device
 from torchrec_dyn.storage.id_map import SLOT_BYTES
+from torchrec_dyn.storage.stream_order import keep_in_use
 from torchrec_dyn.storage.tokens import BLOCKS
 
 # Upper bound of a block: large enough that a table has few blocks, small enough that the last, partly
@@ -228,7 +230,7 @@ class RowStore:
             piece = values[row - first_row : row - first_row + count]
             into = self.blocks[block][place : place + count, columns]
             if into.device != piece.device or into.data_ptr() != piece.data_ptr():
-                into.copy_(piece)
+                into.copy_(for_device(piece, into.device))
             row += count
 
     def converted(
@@ -246,9 +248,27 @@ class RowStore:
         self._spare = []
         BLOCKS.renew()
         for block in result.blocks[: len(self.blocks)]:
-            rows = self.blocks.pop(0)
+            rows = self.blocks[0]
             block[: len(rows)].copy_(convert(rows))
+            self.drop_first()
         return result
+
+    def drop_first(self) -> None:
+        """Drops the first block, which kernels of this stream may still read."""
+        self.keep_in_use(1)
+        del self.blocks[0]
+
+    def keep_in_use(self, count: int | None = None) -> None:
+        """Keeps blocks that are dropped next for the present kernels of the current stream.
+
+        Another stream may have allocated a block of torch's memory, and would use it again at once. A range
+        waits for all kernels itself.
+
+        Args:
+            count: number of blocks, the first ones; None: all.
+        """
+        if not (self.grows_in_place and growing_block.in_range(1 << self.shift, self.row_bytes)):
+            keep_in_use(*self.blocks[:count])
 
     def reserve_zeros(self, rows: int) -> None:
         """Fills an empty store with `rows` rows of zeros; a CPU commits memory where rows are written."""

@@ -28,7 +28,6 @@ from torchrec_dyn.table.insertion import (
     Addition,
     commit_rows,
     find_rows,
-    finding_rows,
     insert_rows,
     insert_unseen,
     ranges_of,

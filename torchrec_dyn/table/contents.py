@@ -14,7 +14,15 @@ from torch import Tensor
 
 from torchrec_dyn.life import BY_ROW, LIFE, last_step
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.storage import CROSSING_BYTES, CanonicalRows, RowStore, locked, on_device, to_host
+from torchrec_dyn.storage import (
+    CROSSING_BYTES,
+    CanonicalRows,
+    RowStore,
+    keep_in_use,
+    locked,
+    on_device,
+    to_host,
+)
 from torchrec_dyn.table.changes import note_replaced
 
 if TYPE_CHECKING:
@@ -259,9 +267,17 @@ def replaced_whole(table: DynamicTable) -> Iterator[None]:
         table: the table.
     """
     before = dict(table.__dict__)
+    id_map, stores = table.id_map, [*table.stores]
+    if table.life is not None:
+        stores.append(table.life.scores.store)
     try:
         yield
     except BaseException:  # usually out of memory
         # The undone changes have renewed the token of tables, and nothing was listed since, under the lock.
         table.__dict__.update(before)
         raise
+    keep_in_use(
+        id_map.slots, id_map.outgoing
+    )  # as the blocks: another stream may have allocated them
+    for store in stores:
+        store.keep_in_use()

@@ -5,7 +5,7 @@ Legend: T tables, N ids, M distinct unseen ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -32,13 +32,19 @@ if TYPE_CHECKING:
 _COUNT_BITS = 2**63 - 1  # all but the sign bit, which marks an error
 
 
-def find_rows(maps: MapList, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor]:
+def find_rows(
+    maps: MapList,
+    ids: Tensor,
+    table_offsets: Tensor,
+    meanwhile: Callable[[Tensor], object] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Finds the rows of ids.
 
     Args:
         maps: maps of T tables.
         ids: [N] int64 in table order.
         table_offsets: [T + 1] int64, where the ids of each table begin.
+        meanwhile: as of `read`, with the rows; not called on the CPU.
 
     Returns:
         rows: [N] int64, -1 for an absent id.
@@ -48,23 +54,11 @@ def find_rows(maps: MapList, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor
     Raises:
         RuntimeError: on a GPU, an earlier op had invalid arguments (csrc/device_errors.h).
     """
-    if ids.is_cpu:
-        return ops.lookup(ids, table_offsets, *maps.arrays())
-    return read(finding_rows(maps, ids, table_offsets))
-
-
-def finding_rows(
-    maps: MapList, ids: Tensor, table_offsets: Tensor
-) -> Reading[tuple[Tensor, Tensor]]:
-    """Returns what `find_rows` returns, as a reading of a GPU.
-
-    Args:
-        maps: maps of T tables.
-        ids: [N] int64 in table order.
-        table_offsets: [T + 1] int64. They may be on the GPU, too: then they are not checked.
-    """
     rows, absent = ops.lookup(ids, table_offsets, *maps.arrays())
-    return rows, (yield from reading_absent(absent, ids))
+    if ids.is_cpu:
+        return rows, absent
+    then = None if meanwhile is None else partial(meanwhile, rows)
+    return rows, read(reading_absent(absent, ids), then)
 
 
 def reading_absent(absent: Tensor, ids: Tensor) -> Reading[Tensor]:
@@ -94,7 +88,7 @@ def ranges_of(new_offsets: Tensor) -> dict[int, slice]:
 
 def insert_unseen(
     tables: Sequence[DynamicTable], ids: Tensor, rows: Tensor, table_offsets: Tensor
-) -> None:
+) -> Tensor:
     """Inserts the absent ids of a lookup, whatever the policies, and writes their rows into `rows`.
 
     Args:
@@ -103,12 +97,15 @@ def insert_unseen(
         rows: [N] int64 of `ops.lookup`; -1 becomes the new row, in place.
         table_offsets: [T + 1] int64, where the ids of each table begin.
 
+    Returns:
+        [N] int64, -1 for an id that was not absent, else 0 or more.
+
     Raises:
         RuntimeError: a table is full or memory is out; all tables hold the same ids as before.
     """
     new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
     if not new_ids.numel():
-        return
+        return new_index
     fresh = [(tables[t], new_ids[ids_of]) for t, ids_of in ranges_of(new_offsets).items()]
     for table, ids_of_table in fresh:
         table.check_room(ids_of_table.numel())
@@ -117,6 +114,7 @@ def insert_unseen(
     added = [Addition(*of_table) for of_table in fresh]
     insert_rows(added)
     ops.fill_new_(rows, new_index, _joined([of_table.rows for of_table in added]))
+    return new_index
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

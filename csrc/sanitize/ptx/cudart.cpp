@@ -23,6 +23,8 @@
 // How often the host of a GPU would have waited for it: tests/support/pretended_device.py reads it by its name.
 extern "C" {
 [[gnu::used, gnu::visibility("default")]] std::atomic<int64_t> torchrec_dyn_host_waits{0};
+// Not 0: as a GPU that runs no more kernels. Tests set it by its name.
+[[gnu::used, gnu::visibility("default")]] std::atomic<int64_t> torchrec_dyn_lost_device{0};
 }
 
 namespace torchrec_dyn::ptx {
@@ -218,6 +220,12 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return ended(stream == nullptr ? cudaSuccess : cudaErrorInvalidResourceHandle);
 }
 
+// No stream is captured.
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return ended(stream == nullptr ? cudaSuccess : cudaErrorInvalidResourceHandle);
+}
+
 // ---- kernels
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* stub) {
@@ -243,6 +251,11 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
 }
 
 // ---- memory
+
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  *free = *total = size_t{64} << 30;
+  return ended(torchrec_dyn_lost_device == 0 ? cudaSuccess : cudaErrorIllegalAddress);
+}
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   if (stream != nullptr) return ended(cudaErrorInvalidResourceHandle);

@@ -288,7 +288,7 @@ class Parser {
     if (word == ".reg") {
       parse_registers(trimmed(text));
     } else if (word == ".shared") {
-      if (!kernel_->code.empty()) fail("expected .shared before the first instruction");
+      if (!kernel_->code.empty() && !added_shared_.empty()) fail("expected .shared before the first instruction");
       declare_memory(parse_declaration(text), kernel_->shared_bytes);
     } else if (word == ".local") {
       declare_memory(parse_declaration(text), kernel_->local_bytes);

@@ -83,7 +83,7 @@ bool acquires(Order order) { return order == Order::kAcquire || order == Order::
 // Of a launch: reports of the same two instructions are left out for the whole process.
 bool is_new(const Kernel& kernel, uint32_t before, uint32_t now) {
   static auto& seen = *new std::set<std::tuple<std::string, uint32_t, uint32_t>>;  // launches hold a lock
-  return seen.emplace(kernel.name, before, now).second;
+  return seen.emplace(kernel.name, std::min(before, now), std::max(before, now)).second;
 }
 
 }  // namespace

@@ -17,7 +17,11 @@ namespace {
 
 constexpr size_t kPage = size_t{2} << 20;         // as on GPUs
 constexpr size_t kMostMemory = size_t{64} << 30;  // of one piece
+#if defined(TORCHREC_DYN_PTX_DEVICES)             // tests/support/pretended_driver.cpp
+constexpr int kDevices = TORCHREC_DYN_PTX_DEVICES;
+#else
 constexpr int kDevices = 1;
+#endif
 
 std::mutex memory_lock;
 std::map<CUdeviceptr, size_t> ranges;                   // reserved addresses, by their begin
@@ -61,6 +65,20 @@ void* take_addresses(void* place, size_t bytes) {
 
 bool is_device(const CUmemLocation& location) {
   return location.type == CU_MEM_LOCATION_TYPE_DEVICE && location.id >= 0 && location.id < kDevices;
+}
+
+// ---- devices: each reaches its neighbours' memory
+
+CUresult device_count(int* count) {
+  *count = kDevices;
+  return CUDA_SUCCESS;
+}
+
+CUresult can_access_peer(int* can, CUdevice device, CUdevice peer) {
+  if (device < 0 || device >= kDevices || peer < 0 || peer >= kDevices || device == peer)
+    return refused("cuDeviceCanAccessPeer", "two devices", CUDA_ERROR_INVALID_DEVICE);
+  *can = device - peer == 1 || peer - device == 1;
+  return CUDA_SUCCESS;
 }
 
 // ---- contexts: one for each device, as long as it is retained
@@ -205,6 +223,8 @@ void* driver_function(const std::string& name) {
   }
   // The names are strings before cuda.h can rename them to those of a second version.
   static const auto* functions = new Driver{
+      TORCHREC_DYN_ENTRY(cuDeviceGetCount, device_count),
+      TORCHREC_DYN_ENTRY(cuDeviceCanAccessPeer, can_access_peer),
       TORCHREC_DYN_ENTRY(cuDevicePrimaryCtxRetain, retain),
       TORCHREC_DYN_ENTRY(cuDevicePrimaryCtxRelease, release),
       TORCHREC_DYN_ENTRY(cuCtxPushCurrent, push),
@@ -221,6 +241,11 @@ void* driver_function(const std::string& name) {
 #undef TORCHREC_DYN_ENTRY
   const auto found = functions->find(name);
   return found == functions->end() ? nullptr : found->second;
+}
+
+Held held() {
+  const std::lock_guard<std::mutex> hold(lock);
+  return {retained, static_cast<int64_t>(ranges.size()), static_cast<int64_t>(pieces.size() + mappings.size())};
 }
 
 }  // namespace torchrec_dyn::ptx

@@ -1,0 +1,29 @@
+// The body of pool_into_ for the bags of new ids (simt.h): a batch was pooled before its new ids had rows.
+#pragma once
+
+#include <cstdint>
+
+#include "lookup/pooling_kernels.h"
+
+namespace torchrec_dyn {
+
+// A turn is a turn of PoolBags, which it runs if an id of its bag is new. The turns of a bag read the same words, in
+// step: few ids are new in most steps, and then this is the cost of the launch.
+template <typename T, typename Out>
+struct PoolNewBags {
+  PoolBags<T, Out, false> all;
+  const int64_t* new_index;  // -1 for an id that is not new
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    const DeviceBags<T>& bags = all.bags;
+    const DeviceSegment<T>& segment =
+        bags.segments[table_of(i, bags.segment_count, [&bags](int64_t s) { return bags.segments[s].first_turn; })];
+    const int64_t bag = segment.first_bag + segment.split(i).quotient;
+    const typename DeviceBags<T>::Range ids = bags.range(bag);
+    int64_t id = ids.begin;
+    while (id < ids.end && new_index[id] < 0) ++id;
+    if (id < ids.end) all(i);
+  }
+};
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,50 @@
+"""Calls of update_rows_ for tests that compare devices with the CPU."""
+
+import random
+
+import torch
+from table_cases import ids_of
+
+WRITTEN = ("weights", "momentum1", "momentum2", "marks")
+
+
+def drawn_update(seed, optimizer, dtype, widths, ids):
+    """Returns arguments of a table for each width, 40 rows each, popular and rare, with marks and senders."""
+    draw, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+    bags = ids // 3
+    parts = [torch.randint(0, ids + 1, (bags - 1,), generator=draw).sort().values for _ in widths]
+    offsets = torch.cat([ids_of(0, *cuts, ids)[t > 0 :] + t * ids for t, cuts in enumerate(parts)])
+    rows = torch.where(
+        torch.rand(ids * len(widths), generator=draw) < 0.6,
+        torch.randint(-1, 2, (ids * len(widths),), generator=draw),
+        torch.randint(0, 40, (ids * len(widths),), generator=draw),
+    )
+    places = [sum(widths[:t]) for t in range(len(widths))]
+    state = {0: (0, 0), 1: (2, 0), 2: (1, 0), 3: (2, 2), 4: (2, 1)}[optimizer]
+
+    def momentum(kind):
+        shapes = [(8, 0 if kind == 0 else 1 if kind == 1 else width) for width in widths]
+        return [torch.rand(s, generator=draw) for s in shapes for _ in range(5)] if kind else []
+
+    return {
+        "grad": torch.randn(bags * sum(widths), generator=draw),
+        "ids": torch.randint(-(2**63), 2**63 - 1, (ids * len(widths),), generator=draw),
+        "rows": rows,
+        "offsets": offsets,
+        "bag_weights": rng.choice((None, torch.randn(ids * len(widths), generator=draw))),
+        "weights": [torch.randn(8, w, generator=draw).to(dtype) for w in widths for _ in range(5)],
+        "momentum1": momentum(state[0]),
+        "momentum2": momentum(state[1]),
+        "layout": torch.tensor([[5 * t, 5, 3, width] for t, width in enumerate(widths)]),
+        "segments": torch.tensor(
+            [[t, bags * t, bags, places[t], sum(widths)] for t in range(len(widths))]
+        ),
+        "streams": torch.tensor([[rng.randrange(2**62), 5 * t, 3] for t in range(len(widths))]),
+        "mean": rng.random() < 0.5,
+        "optimizer": optimizer,
+        "hyper": [0.1, 1e-8, 0.9, 0.999, rng.choice((0.0, 0.01)), float(rng.randrange(3))],
+        "grad_scales": [rng.choice((1.0, 0.3)) for _ in widths],
+        "senders": torch.randint(-1, 5, (ids * len(widths),), generator=draw).int(),
+        "marks": [torch.randint(0, 256, (64,), generator=draw).byte() for _ in widths],
+        "mark_layout": torch.tensor([[t, 1, 6, 1] for t in range(len(widths))]),
+    }
