@@ -560,20 +560,12 @@ def gather_pool(
 
 
 def pool_into_(
-    out: Tensor,
-    new_index: Tensor | None,
-    rows: Tensor,
-    offsets: Tensor | None,
-    bag_weights: Tensor | None,
-    weights: Sequence[Tensor],
-    layout: Tensor,
-    segments: Tensor,
-    mean: bool,
-) -> None:
+    out: Tensor, new_index: Tensor | None, rows: Tensor, offsets: Tensor | None,
+    bag_weights: Tensor | None, weights: Sequence[Tensor], layout: Tensor, segments: Tensor, mean: bool,
+) -> None:  # fmt: skip
     """Gathers and pools as `gather_pool`, into a given output: all bags, or the bags of new ids.
 
-    On a GPU the output is written in any case. A row outside its table reads as zeros and is reported. Wrong
-    offsets are not reported: a caller who finds that offsets do not ascend drops the output.
+    A GPU does not report wrong offsets: a caller who finds them drops the output, which is written anyway.
 
     Args:
         out: [elements] float32, float16 or bfloat16, written in place.
@@ -673,16 +665,6 @@ def _fake(name: str):  # type: ignore[no-untyped-def]
     return torch.library.register_fake(f"torchrec_dyn::{name}")
 
 
-@_fake("mix64")
-def _(ids: Tensor) -> Tensor:
-    return torch.empty_like(ids)
-
-
-@_fake("unmix64")
-def _(mixed: Tensor) -> Tensor:
-    return torch.empty_like(mixed)
-
-
 @_fake("lookup")
 def _(
     ids: Tensor, table_offsets: Tensor, slots: Sequence[Tensor], moved: Tensor
@@ -699,11 +681,6 @@ def _(ids: Tensor, rows: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor,
         torch.empty_like(table_offsets),
         torch.empty_like(rows),
     )
-
-
-@_fake("erase")
-def _(ids: Tensor, slots: Sequence[Tensor], moved: Tensor) -> Tensor:
-    return torch.empty_like(ids)
 
 
 @_fake("new_slots")
@@ -760,11 +737,6 @@ def _(slots, moved, scores, shift, rows, by_count, before, most) -> tuple[Tensor
     return slots[0].new_empty(found), slots[0].new_empty(found)
 
 
-@_fake("oldest_first")
-def _(ids: Tensor, last_seen: Tensor) -> Tensor:
-    return torch.empty_like(ids)
-
-
 @_fake("admit_by_chance")
 def _(ids: Tensor, counts: Tensor, key: int, step: int, probability: float) -> Tensor:
     return torch.empty_like(ids, dtype=torch.bool)
@@ -806,6 +778,15 @@ def _(rows, offsets, bag_weights, weights, layout, segments, mean, elements, dty
 @_fake("bag_weights_grad")
 def _(grad, rows, offsets, weights, layout, segments, mean) -> Tensor:  # type: ignore[no-untyped-def]
     return grad.new_empty(rows.shape[0])
+
+
+def _like_ids(ids: Tensor, *others: object) -> Tensor:
+    """Returns one number for each id, as the fake kernel of ops that do."""
+    return torch.empty_like(ids)
+
+
+for _of_ids in ("mix64", "unmix64", "erase", "oldest_first"):
+    _fake(_of_ids)(_like_ids)
 
 
 def _returns_nothing(*arguments: object) -> None:

@@ -127,7 +127,9 @@ def test_threads_that_have_ended_are_not_waited_for():
 def refused(body, error, block=64, **environment):
     program = Program(kernel(body, registers=["pred %p", "b32 %x"]))
     for schedule in SCHEDULES:
-        launched = program.launch("kernel", 2, block, [np.zeros(1)], SCHEDULE=schedule, **environment)
+        launched = program.launch(
+            "kernel", 2, block, [np.zeros(1)], SCHEDULE=schedule, **environment
+        )
         assert launched.error == error, launched
     return launched.report
 
@@ -136,7 +138,9 @@ def test_wrong_barriers_are_refused():
     two = "setp.lt.u32 %p, %i, 32;\n@%p bra ELSE;\n{0}\nbra DONE;\nELSE:\n{1}\nDONE:\n"
     barriers = two.replace("{0}", "bar.sync 0;").replace("{1}", "bar.sync 1;")
     assert "expected all threads of the block at barrier " in refused(barriers, 702)
-    branches = two.replace("%i, 32", "%i, 7").replace("{0}", "bar.sync 0;").replace("{1}", "bar.sync 0;")
+    branches = (
+        two.replace("%i, 32", "%i, 7").replace("{0}", "bar.sync 0;").replace("{1}", "bar.sync 0;")
+    )
     assert "expected all lanes of the warp at one bar.sync" in refused(branches, 715)
     part = refused("bar.sync 0, 32;", 98)
     assert "expected a barrier of all 64 threads of the block, got one of 32" in part

@@ -55,7 +55,10 @@ def test_fma_rounds_once():
     draw = np.random.default_rng(3)
     a, b = (draw.standard_normal(500).astype(np.float32) for _ in range(2))
     c = -(a * b)  # what is left is the rounding of the product
-    exact = [Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)) for x, y, z in zip(a, b, c, strict=True)]
+    exact = [
+        Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        for x, y, z in zip(a, b, c, strict=True)
+    ]
     expected = np.array([float(one) for one in exact]).astype(np.float32)  # both fit: 48 bits
     result = compute("fma.rn.f32 %d, %a, %b, %c;", a, b, c, types="f32")
     np.testing.assert_array_equal(result, expected)
@@ -172,7 +175,9 @@ def test_floats_of_other_widths():
     a, _ = pairs("f64")
     a = np.concatenate([a, [1 + 2**-24, 1 + 3 * 2**-24, 1e39, 1e-46]])
     with np.errstate(all="ignore"):
-        assert_same(compute("cvt.rn.f32.f64 %d, %a;", a, types="f64", out="f32"), a.astype(np.float32))
+        assert_same(
+            compute("cvt.rn.f32.f64 %d, %a;", a, types="f64", out="f32"), a.astype(np.float32)
+        )
         narrow = a.astype(np.float32)
     assert_same(
         compute("cvt.f64.f32 %d, %a;", narrow, types="f32", out="f64"), narrow.astype(np.float64)
@@ -192,8 +197,12 @@ def test_floats_of_16_bits(kind, dtype):
     out = compute(f"cvt.f32.{kind} %d, %a;", patterns, types="u16", out="f32")
     assert_same(out, expected)
     draw = np.random.default_rng(4)
-    a = np.concatenate([draw.integers(2**32, size=4000, dtype=np.uint32).view(np.float32), expected])
-    middle = bits(expected[np.isfinite(expected)]).astype(np.int64) + (0x1000 if kind == "f16" else 0x8000)
+    a = np.concatenate(
+        [draw.integers(2**32, size=4000, dtype=np.uint32).view(np.float32), expected]
+    )
+    middle = bits(expected[np.isfinite(expected)]).astype(np.int64) + (
+        0x1000 if kind == "f16" else 0x8000
+    )
     a = np.concatenate([a, middle.astype(np.uint32).view(np.float32)])
     rounded = torch.from_numpy(a).to(dtype).view(torch.int16).numpy().view(np.uint16)
     result = compute(f"cvt.rn.{kind}.f32 %d, %a;", a, types="f32", out="u16")

@@ -214,7 +214,12 @@ def test_comparisons(kind):
         code = f"setp.{name}.{kind} %p, %a, %b;\nselp.b32 %d, 1, 0, %p;"
         check(code, lambda a, b, method=method: getattr(a, method)(b), kind, "u32")
     if kind[0] == "u":
-        for name, method in (("lo", "__lt__"), ("ls", "__le__"), ("hi", "__gt__"), ("hs", "__ge__")):
+        for name, method in (
+            ("lo", "__lt__"),
+            ("ls", "__le__"),
+            ("hi", "__gt__"),
+            ("hs", "__ge__"),
+        ):
             code = f"setp.{name}.{kind} %p, %a, %b;\nselp.b32 %d, 1, 0, %p;"
             check(code, lambda a, b, method=method: getattr(a, method)(b), kind, "u32")
 

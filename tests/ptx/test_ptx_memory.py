@@ -51,7 +51,9 @@ st.global.v4.b16 [%out+16], {%c, %b, %a, 7};"""
 
 
 def test_a_load_may_overwrite_its_address():
-    body = "ld.global.v2.u64 {%data, %x}, [%data];\nadd.s64 %x, %x, %data;\nst.global.u64 [%out], %x;"
+    body = (
+        "ld.global.v2.u64 {%data, %x}, [%data];\nadd.s64 %x, %x, %data;\nst.global.u64 [%out], %x;"
+    )
     pair = np.zeros(4, np.uint64)
     pair = pair[(pair.ctypes.data % 16) // 8 :][:2]
     pair[:] = 5, 6
@@ -62,7 +64,9 @@ def test_a_load_may_overwrite_its_address():
 
 def test_words_are_split_and_joined():
     result = compute(
-        ".reg .b32 %x, %y;\nmov.b64 {%x, %y}, %a;\nmov.b64 %d, {%y, %x};", [0x1122334455667788], types="u64"
+        ".reg .b32 %x, %y;\nmov.b64 {%x, %y}, %a;\nmov.b64 %d, {%y, %x};",
+        [0x1122334455667788],
+        types="u64",
     )
     assert result[0] == 0x5566778811223344
     code = ".reg .b16 %x<4>;\nmov.b64 {%x0, %x1, %x2, %x3}, %a;\nmov.b64 %d, {%x3, %x2, %x1, %x0};"
@@ -228,7 +232,11 @@ ATOMICS = {
     "inc": lambda old, b, _: 0 if old >= b else old + 1,
     "dec": lambda old, b, _: b if old == 0 or old > b else old - 1,
 }
-TYPED = {"add": ("u32", "s32", "u64"), "min": ("u32", "s32", "u64", "s64"), "max": ("u32", "s32", "u64", "s64")}
+TYPED = {
+    "add": ("u32", "s32", "u64"),
+    "min": ("u32", "s32", "u64", "s64"),
+    "max": ("u32", "s32", "u64", "s64"),
+}
 
 
 @pytest.mark.parametrize("space", ["global", "shared", "generic"])
@@ -261,7 +269,9 @@ st.global.b{bits} [%out], %a;
         data.view(dtype)[[0, 8 // dtype.itemsize]] = b, c
         memory, out = np.array([old], dtype), np.zeros(1, dtype)
         program.run("kernel", 1, 1, [data, memory, out])
-        expected = ATOMICS[name](int(np.array(old, dtype)), int(np.array(b, dtype)), int(np.array(c, dtype)))
+        expected = ATOMICS[name](
+            int(np.array(old, dtype)), int(np.array(b, dtype)), int(np.array(c, dtype))
+        )
         assert out[0] == old
         mask = (1 << bits) - 1
         assert int(memory[0]) & mask == expected & mask, (name, kind, old, b, c)
@@ -300,7 +310,13 @@ def access(kind, offset, space=".global", vector=""):
 
 @pytest.mark.parametrize(
     ("kind", "offset", "vector", "multiple"),
-    [("u16", 1, "", 2), ("u32", 2, "", 4), ("u64", 4, "", 8), ("u64", 8, ".v2", 16), ("u32", 4, ".v2", 8)],
+    [
+        ("u16", 1, "", 2),
+        ("u32", 2, "", 4),
+        ("u64", 4, "", 8),
+        ("u64", 8, ".v2", 16),
+        ("u32", 4, ".v2", 8),
+    ],
 )
 def test_misaligned_accesses_are_refused(kind, offset, vector, multiple):
     data = np.zeros(64, np.uint8)
@@ -356,11 +372,23 @@ def test_memory_of_the_host_is_refused():
 @pytest.mark.parametrize(
     ("code", "told"),
     [
-        ("ld.shared.u32 %x, [word+4];", "expected 4 bytes within the 4 of shared memory, got offset 0x4"),
+        (
+            "ld.shared.u32 %x, [word+4];",
+            "expected 4 bytes within the 4 of shared memory, got offset 0x4",
+        ),
         ("st.shared.u32 [word+-4], 1;", "got offset 0xfffffffc"),
-        ("ld.local.u32 %x, [own+16];", "expected 4 bytes within the 16 of local memory, got offset 0x10"),
-        ("cvta.shared.u64 %at, 4;\nld.u32 %x, [%at];", "inside the block's shared or the lane's local memory"),
-        ("cvta.local.u64 %at, 16;\nld.u32 %x, [%at];", "inside the block's shared or the lane's local memory"),
+        (
+            "ld.local.u32 %x, [own+16];",
+            "expected 4 bytes within the 16 of local memory, got offset 0x10",
+        ),
+        (
+            "cvta.shared.u64 %at, 4;\nld.u32 %x, [%at];",
+            "inside the block's shared or the lane's local memory",
+        ),
+        (
+            "cvta.local.u64 %at, 16;\nld.u32 %x, [%at];",
+            "inside the block's shared or the lane's local memory",
+        ),
         ("cvta.shared.u64 %at, 0;\nld.global.u32 %x, [%at];", "inside the block's shared"),
     ],
 )

@@ -14,7 +14,9 @@ def races(body, grid=1, block=32, arguments=None, name="kernel", seeds=range(8))
     for schedule in SCHEDULES:
         for seed in seeds:
             out = np.zeros(256, np.uint64) if arguments is None else arguments
-            launched = program.launch(name, grid, block, [out], SCHEDULE=schedule, SEED=seed, RACES=1)
+            launched = program.launch(
+                name, grid, block, [out], SCHEDULE=schedule, SEED=seed, RACES=1
+            )
             assert launched.error == 0, launched
             reports += launched.report
     return reports
@@ -72,13 +74,18 @@ def test_weak_beside_strong_accesses():
         ("st.global.u32 [%out], 1", "ld.volatile.global.u32 %x, [%out]"),
         ("atom.global.add.u32 %x, [%out], 1", "ld.global.u32 %x, [%out]"),
     ):
-        assert "got a race" in races(both.replace("{0}", write).replace("{1}", read), grid=2, block=1)
+        assert "got a race" in races(
+            both.replace("{0}", write).replace("{1}", read), grid=2, block=1
+        )
     write, read = "atom.global.add.u32 %x, [%out], 1", "ld.volatile.global.u32 %x, [%out]"
     assert races(both.replace("{0}", write).replace("{1}", read), grid=2, block=2) == ""
 
 
 def test_bytes_beside_each_other_are_no_race():
-    assert races("cvt.u64.u32 %at, %i;\nadd.s64 %at, %out, %at;\nst.global.u8 [%at], %i;", grid=2) == ""
+    assert (
+        races("cvt.u64.u32 %at, %i;\nadd.s64 %at, %out, %at;\nst.global.u8 [%at], %i;", grid=2)
+        == ""
+    )
     overlapping = "mul.wide.u32 %at, %i, 2;\nadd.s64 %at, %out, %at;\nst.global.u16 [%at], %i;\n"
     overlapping += "and.b64 %at, %at, -4;\nld.global.u32 %x, [%at];"
     assert "got a race" in races(overlapping)
@@ -137,7 +144,10 @@ def test_a_dropped_fence_is_a_race(name, side):
 
 
 def test_a_relaxed_flag_orders_nothing():
-    release, acquire = (each.replace("release", "relaxed").replace("acquire", "relaxed") for each in PATTERNS["release"])
+    release, acquire = (
+        each.replace("release", "relaxed").replace("acquire", "relaxed")
+        for each in PATTERNS["release"]
+    )
     assert "got a race" in flag(release, acquire, grid=3, block=1, seeds=range(20))
 
 
@@ -181,7 +191,9 @@ ld.global.u32 %y, [%at+72];"""
 
     for _ in range(6):
         assert races(body.replace("{0}", ""), grid=3, block=48, seeds=[0]) == ""
-    assert "got a race" in of_new_memory(body.replace("{0}", "").replace("membar.gl;\natom", "atom"))
+    assert "got a race" in of_new_memory(
+        body.replace("{0}", "").replace("membar.gl;\natom", "atom")
+    )
 
 
 def test_kernels_of_cub_are_left_out():

@@ -289,6 +289,8 @@ def test_a_seed_repeats_a_run():
     for seed in [*range(6), *range(6)]:
         again = warp_program(code) if seed == 3 else program
         out = np.zeros(32, np.uint32)
-        again.run("kernel", 1, 32, [out, np.arange(32, dtype=np.uint32)], SCHEDULE="random", SEED=seed)
+        again.run(
+            "kernel", 1, 32, [out, np.arange(32, dtype=np.uint32)], SCHEDULE="random", SEED=seed
+        )
         outs.setdefault(seed, []).append(out.tolist())
     assert len({str(each) for pair in outs.values() for each in pair}) > 3

@@ -1,7 +1,7 @@
 """Runs PTX that tests write, in the emulator of csrc/sanitize/ptx. Needs a C++ compiler, no nvcc and no GPU.
 
-    compute("add.s32 %d, %a, %b;", [1, 2], [3, 4], types="s32")   # by elements
-    Program(text).launch("kernel", grid=1, block=32, arguments=[array, 7])
+compute("add.s32 %d, %a, %b;", [1, 2], [3, 4], types="s32")   # by elements
+Program(text).launch("kernel", grid=1, block=32, arguments=[array, 7])
 """
 
 import ctypes
@@ -44,7 +44,9 @@ def library():
     BUILT.mkdir(parents=True, exist_ok=True)
     headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.h")))
     # The stand-ins for CUDA need its headers.
-    sources = [path for path in sorted(SOURCES.glob("*.cpp")) if "#include <cuda" not in path.read_text()]
+    sources = [
+        path for path in sorted(SOURCES.glob("*.cpp")) if "#include <cuda" not in path.read_text()
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda path: _built(path, headers), sources))
     names = " ".join(path.name for path in objects)
@@ -86,7 +88,9 @@ class Program:
 
         environment: SCHEDULE, SEED, RACES, STEPS of csrc/sanitize/ptx/emulator.h.
         """
-        given = [np.uint64(one.ctypes.data) if isinstance(one, np.ndarray) else one for one in arguments]
+        given = [
+            np.uint64(one.ctypes.data) if isinstance(one, np.ndarray) else one for one in arguments
+        ]
         given = [np.uint64(one % (1 << 64)) if isinstance(one, int) else one for one in given]
         memory = [np.array([one]) for one in given]
         pointers = (ctypes.c_void_p * max(len(memory), 1))(*(one.ctypes.data for one in memory))
@@ -113,7 +117,10 @@ class Program:
     def executed(self, name):
         """Returns (line, times, text) of each instruction."""
         lines = library().ptx_executed(self._module, name.encode()).decode().splitlines()
-        return [(int(line), int(times), text) for line, times, text in (one.split("\t") for one in lines)]
+        return [
+            (int(line), int(times), text)
+            for line, times, text in (one.split("\t") for one in lines)
+        ]
 
     def unsupported(self):
         return library().ptx_unsupported(self._module).decode().splitlines()
@@ -169,12 +176,16 @@ def compute(code, *operands, types, out=None):
     """
     types = [types] * len(operands) if isinstance(types, str) else list(types)
     out = out or types[0]
-    arrays = [np.ascontiguousarray(one, dtype_of(kind)) for one, kind in zip(operands, types, strict=True)]
+    arrays = [
+        np.ascontiguousarray(one, dtype_of(kind)) for one, kind in zip(operands, types, strict=True)
+    ]
     n = len(arrays[0])
     result = np.zeros(n, dtype_of(out))
     names = "abcefg"[: len(arrays)]
     registers = ["pred %p, %q, %in_", "b64 %at_, %x_"]
-    body = "setp.ge.s32 %in_, %i, {n};\n@%in_ ret;\n".replace("{n}", str(n)) + "cvt.u64.u32 %x_, %i;\n"
+    body = (
+        "setp.ge.s32 %in_, %i, {n};\n@%in_ ret;\n".replace("{n}", str(n)) + "cvt.u64.u32 %x_, %i;\n"
+    )
     for name, kind in zip(names, types, strict=True):
         registers.append(f"b{_register_bits(kind)} %{name}")
         body += f"mad.lo.s64 %at_, %x_, {dtype_of(kind).itemsize}, %in{name};\n"

@@ -52,6 +52,7 @@ void decode_trap(Draft& draft) { draft.instruction.run = trap_handler(); }
 void decode_fence(Draft& draft) {
   draft.instruction.is_for_block = draft.opcode.has("cta");
   draft.opcode.ignore({"gl", "sys", "gpu", "acq_rel", "sc", "cluster"});
+  draft.instruction.control = Control::kYield;
   draft.instruction.run = fence_handler();
 }
 

@@ -48,7 +48,7 @@ enum class Control : uint8_t {
   kExit,      // ret and exit
   kBarrier,   // bar.sync and bar.red: waits for the threads of the block
   kWarpSync,  // *.sync: waits for the lanes of the member mask, then the handler
-  kYield,     // nanosleep: other warps go first
+  kYield,     // nanosleep, and fences, which loops that wait for other blocks have: other warps go first
 };
 
 enum class Space : uint8_t { kGeneric, kGlobal, kShared, kLocal, kParameter, kConstant };

@@ -5,7 +5,8 @@
 namespace torchrec_dyn::ptx {
 namespace {
 
-constexpr uint32_t kConvergedSteps = 100000, kRandomSteps = 64;
+// Few enough that a warp that waits for another block in a loop does not wait long.
+constexpr uint32_t kConvergedSteps = 2000, kRandomSteps = 64;
 
 void park(Warp& warp, uint32_t lanes, uint32_t place) {
   for_lanes(lanes, [&warp, place](int lane) { warp.place[lane] = place; });
@@ -125,6 +126,7 @@ bool run_turn(Warp& warp, Turns& turns) {
         break;
       case Control::kYield:
         ++kernel.executed[place];
+        if (instruction.run != nullptr) instruction.run(warp, instruction, lanes);
         park(warp, group, place + 1);
         return true;
       case Control::kExit:
