@@ -43,7 +43,7 @@ SIMT := build/simt/torchrec_dyn_simt.abi3.so
 # nvcc's PTX with an emulator: of the extension's own objects, and of one architecture (make ptx GPU=90).
 GPU ?= 80
 PTX := build/ptx/torchrec_dyn_ptx.abi3.so
-PTX_OF_GPU := build/ptx-$(GPU)/torchrec_dyn_ptx.abi3.so
+PTX_OF_GPU := build/ptx-$(GPU)$(if $(BOUNDS),-bounds)/torchrec_dyn_ptx.abi3.so
 PTX_CORE := $(filter-out %_cpu.cpp,$(CORE)) $(wildcard csrc/sanitize/ptx/*.cpp csrc/sanitize/ptx/*.h)
 HAS_NVCC := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v nvcc)
 
@@ -127,7 +127,9 @@ bench-ab: build
 	done; done
 	$(BIN)/python benchmarks/compare.py $(AB)/base $(AB)/checkout
 
-# The kernels as nvcc compiles them, on an emulator: SHARD=2/3, GPU=90, RACES=1, SCHEDULES="random" (csrc/sanitize/ptx/run).
+# The kernels as nvcc compiles them, on an emulator: SHARD=1/2, GPU=90, RACES=1, BOUNDS=1, SCHEDULES=random
+# (csrc/sanitize/ptx/run).
+export RACES BOUNDS SCHEDULES BLOCKS
 ptx: build $(PTX_OF_GPU)
 	csrc/sanitize/ptx/run $(BIN)/python $(PTX_OF_GPU) --shard $(SHARD) $(ARGS)
 
@@ -178,6 +180,8 @@ $(PTX): $(VENV)/extension.stamp setup.py $(PTX_CORE)
 architecture_80 := 8.0
 architecture_90 := 9.0
 architecture_120 := 12.0
+with_bounds := CFLAGS="-fsanitize=address -g1" LDFLAGS=-fsanitize=address
 $(PTX_OF_GPU): $(VENV)/dependencies.stamp setup.py $(PTX_CORE)
-	TORCH_CUDA_ARCH_LIST=$(or $(architecture_$(GPU)),$(error make: expected GPU=80, 90 or 120, got GPU=$(GPU))) $(build_ptx)
+	TORCH_CUDA_ARCH_LIST=$(or $(architecture_$(GPU)),$(error make: expected GPU=80, 90 or 120, got GPU=$(GPU))) \
+		$(if $(BOUNDS),$(with_bounds)) $(build_ptx) $(if $(BOUNDS),--build-temp build/objects-ptx/bounds)
 	@touch $@

@@ -50,7 +50,7 @@ def _sources() -> list[str]:
 
 
 def _one_file_of(sources: set[str], name: str) -> str:
-    """Writes a file that includes others: they compile in a third of the time, since headers are read once."""
+    """Writes a file that includes others: headers are read once, in a third of the time."""
     path = ROOT / f"build/objects-ptx/{name}.cpp"
     text = "".join(f'#include "{one.removeprefix("csrc/")}"\n' for one in sorted(sources))
     if not path.exists() or path.read_text() != text:

@@ -1,11 +1,12 @@
 """Devices, marks, Hypothesis profiles and parts of the deep tests. Tests import nothing from here."""
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from device_ops import DeviceOps
+from device_ops import LIBRARY, DeviceOps, simt_library
 from hypothesis import HealthCheck, settings
 from shards import Shard, part_of, read_shard
 
@@ -79,6 +80,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark, reason in reasons.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_sessionfinish() -> None:
+    """Writes which instructions ran, if the library of the simt tests is a ptx build (csrc/sanitize/ptx)."""
+    if "TORCHREC_DYN_PTX_COVERAGE" in os.environ and simt_library.cache_info().currsize:
+        ctypes.CDLL(str(LIBRARY)).torchrec_dyn_write_coverage()
 
 
 @pytest.fixture(params=["cpu", "simt", pytest.param("cuda", marks=pytest.mark.needs_cuda)])

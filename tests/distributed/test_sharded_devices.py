@@ -133,6 +133,7 @@ def test_tables_with_policies_train_on_a_device(life, action):
     assert sum(workers.run(train_and_act, case, action, world_size=2)) > 0
 
 
+@pytest.mark.simt
 def test_rows_trained_on_the_cpu_are_copied_to_a_device():
     assert sum(workers.run(train_and_act, case_of(), None, True, world_size=2)) > 0
 

@@ -181,6 +181,7 @@ def assert_same(got, expected):
         assert torch.equal(got[key], expected[key]), key
 
 
+@pytest.mark.simt
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.filterwarnings("ignore:.*inverse")
 def test_a_device_trains_as_the_cpu_does(device, name):

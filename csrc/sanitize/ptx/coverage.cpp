@@ -9,12 +9,10 @@
 #include "emulator.h"
 #include "fat_binaries.h"
 
-namespace torchrec_dyn::ptx {
-namespace {
-
 // A line for each kernel: K, target, mangled name, name, launches, most blocks of one. Then one for each of its
 // instructions: times, line in the PTX, text. Tabs between them.
-void write_coverage() {
+extern "C" [[gnu::used, gnu::visibility("default")]] void torchrec_dyn_write_coverage() {
+  using namespace torchrec_dyn::ptx;
   const char* folder = std::getenv("TORCHREC_DYN_PTX_COVERAGE");
   if (folder == nullptr) return;
   std::ofstream file(std::string(folder) + "/" + std::to_string(getpid()) + ".tsv");
@@ -27,12 +25,3 @@ void write_coverage() {
     }
   }
 }
-
-}  // namespace
-
-void write_coverage_at_exit() {
-  static const int registered = std::atexit(write_coverage);
-  (void)registered;
-}
-
-}  // namespace torchrec_dyn::ptx

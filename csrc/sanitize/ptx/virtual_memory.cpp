@@ -244,7 +244,7 @@ void* driver_function(const std::string& name) {
 }
 
 Held held() {
-  const std::lock_guard<std::mutex> hold(lock);
+  const std::lock_guard<std::mutex> hold(memory_lock);
   return {retained, static_cast<int64_t>(ranges.size()), static_cast<int64_t>(pieces.size() + mappings.size())};
 }
 

@@ -1,0 +1,38 @@
+"""The part of `make ptx` that each run of the tests has: contracts of ops on the kernels of nvcc.
+
+They run in a process of their own, in which the ptx build stands for the simt build (csrc/sanitize/ptx).
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARY = ROOT / "build/ptx/torchrec_dyn_ptx.abi3.so"
+CHOSEN = [
+    *("tests/storage/test_id_map_device.py", "tests/storage/test_growing_blocks.py"),
+    *("tests/ops/test_pooling_devices.py", "tests/ops/test_row_update_pieces.py"),
+    *("tests/ops/test_oldest_first.py", "-k", "not twenty and not 20000"),
+]
+
+
+@pytest.mark.skipif(not LIBRARY.exists(), reason="no build/ptx: `make test` builds it, with nvcc")
+@pytest.mark.skipif("TORCHREC_DYN_SIMT_LIBRARY" in os.environ, reason="tests of another library")
+def test_contracts_hold_on_the_ptx_of_nvcc(tmp_path):
+    report = tmp_path / "report"
+    environment = {
+        **os.environ,
+        "TORCHREC_DYN_SIMT_LIBRARY": str(LIBRARY),
+        "TORCHREC_DYN_PTX_REPORT": str(report),
+        "OMP_NUM_THREADS": "1",
+        "CI": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--simt", *CHOSEN]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-1000:]
+    assert int(re.search(r"(\d+) passed", ended.stdout)[1]) >= 50
+    assert not report.exists(), report.read_text()
