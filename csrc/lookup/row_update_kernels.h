@@ -10,8 +10,8 @@
 // Most rows have one id in a batch: the gradient of its bag then goes to registers, not through memory of the call.
 //
 // Memory is read in three rounds, since a GPU waits some hundred cycles for each: keys, values and errors; then the
-// table; then row, state and gradient together. A loop over gradients reads four before it adds the first. What the
-// compiler makes of it is tested (tests/repository/test_sass.py).
+// table; then row, state and gradient together. A loop over gradients has four loads of 16 bytes in flight, or eight.
+// What the compiler makes of it is tested (tests/repository/test_sass.py).
 #pragma once
 
 #include <cstdint>
@@ -55,15 +55,16 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void add_some(const float* memory, const T
   });
 }
 
-template <typename Shape, typename Key>
+// kAhead: 2 or 4 terms that are read before the first is added.
+template <int kAhead, typename Shape, typename Key>
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void add_terms(const float* memory, const Terms<Shape, Key>& terms,
                                                      const Slice<Shape>& slice, TileColumns<Shape>& sums) {
   int term = 0;
 #if defined(__CUDACC__)
 #pragma unroll 1  // two rounds side by side would need twice the registers
 #endif
-  for (; term + 4 <= terms.count; term += 4) add_some<4>(memory, terms, term, slice, sums);
-  if ((terms.count & 2) != 0) {
+  for (; term + kAhead <= terms.count; term += kAhead) add_some<kAhead>(memory, terms, term, slice, sums);
+  if (kAhead > 2 && (terms.count & 2) != 0) {
     add_some<2>(memory, terms, term, slice, sums);
     term += 2;
   }
@@ -140,6 +141,7 @@ struct SortedGrads {
 
   // Sums a piece of the row that has place k, from there on. Returns whether the piece is full, so that others may
   // follow.
+  template <int kAhead>
   TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE bool sum_piece(int64_t k, Key key, const Slice<Shape>& slice,
                                                        Columns& sums) const {
     static_assert(kPieceIds % kLanes == 0);
@@ -148,7 +150,7 @@ struct SortedGrads {
     });
     for (int64_t first = k; first < k + kPieceIds; first += kLanes) {
       const Terms<Shape, Key> read = terms_at(first, key);
-      add_terms(grad, read, slice, sums);
+      add_terms<kAhead>(grad, read, slice, sums);
       if (read.count < kLanes) return false;
     }
     return true;
@@ -166,12 +168,13 @@ struct SortedGrads {
   }
 
   // As sum_piece, for all pieces of the row that begins at place k.
+  template <int kAhead>
   TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void sum_row(int64_t k, Key key, const Slice<Shape>& slice,
                                                      Columns& sums) const {
-    if (!sum_piece(k, key, slice, sums)) return;
+    if (!sum_piece<kAhead>(k, key, slice, sums)) return;
     for (int64_t first = k + kPieceIds;; first += kLanes * kPieceIds) {
       const Terms<Shape, Key> more = pieces_at(first, key);
-      add_terms(pieces, more, slice, sums);
+      add_terms<kAhead>(pieces, more, slice, sums);
       if (more.count < kLanes) return;
     }
   }
@@ -180,7 +183,7 @@ struct SortedGrads {
 // An item is a line of the sums of pieces: of the piece that begins in its kPieceIds places, if there is one.
 template <typename Key, typename Shape>
 struct SumPieces {
-  static constexpr int kLanes = Shape::kLanes, kBlocksAtOnce = 8;
+  static constexpr int kLanes = Shape::kLanes, kBlocksAtOnce = 7;
 
   SortedGrads<Key, Shape> grads;
 
@@ -197,7 +200,7 @@ struct SumPieces {
     Slice<Shape> slice{0, static_cast<uint32_t>(ids.tables[grads.table_of_key(key)].columns)};
     for (; slice.first < slice.columns; slice.first += Shape::kColumns) {
       TileColumns<Shape> sums;
-      grads.sum_piece(begin, key, slice, sums);
+      grads.template sum_piece<4>(begin, key, slice, sums);
       simt::each_lane<kLanes>([&](int lane) { store_lane(sums[lane].numbers, slice, lane, piece); });
     }
   }
@@ -263,6 +266,7 @@ struct UpdatedRow {
 template <typename T, typename Key, typename Shape>
 struct UpdateRows {
   static constexpr int kLanes = Shape::kLanes, kBlocksAtOnce = (Shape::kHasSlices ? 5 : 8) - (sizeof(T) == 2);
+  static constexpr int kAhead = 4 / Shape::kUnits;  // more would cost registers, hence rows at once
   using Columns = TileColumns<Shape>;
 
   SortedGrads<Key, Shape> grads;
@@ -354,7 +358,7 @@ struct UpdateRows {
     if (own.is_alone)
       grads.sum_one(own.value, slice, sums);
     else
-      grads.sum_row(own.k, own.key, slice, sums);
+      grads.template sum_row<kAhead>(own.k, own.key, slice, sums);
     simt::each_lane<kLanes>([&](int lane) {
       for (float& number : sums[lane].numbers) number *= scale;
     });
