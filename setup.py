@@ -83,8 +83,8 @@ CUDA_ARGS += ["-Xcompiler=-fvisibility=hidden", "-Xcompiler=-ffp-contract=off"]
 CUDA_ARGS += ["-Xptxas=--warn-on-spills", "-Xptxas=--warn-on-local-memory-usage"]
 CUDA_ARGS += ["-Xptxas=--warning-as-error"]
 # So is a function of the host that a kernel calls, constexpr (20013, 20015) or not: nvcc only warns. With
-# --expt-relaxed-constexpr it would not even warn, and drop the host's builtins in such a function: so std::countr_zero of
-# any word is 32.
+# --expt-relaxed-constexpr it would not even warn, and drop the host's builtins in such a function: then
+# std::countr_zero of any word is 32.
 CUDA_ARGS += ["-Werror=cross-execution-space-call", "--diag-error=20013,20015"]
 if not NAMED_ARCHITECTURES or BUILD == "ptx":
     CUDA_ARGS += ["--no-compress"]  # the emulator reads PTX as a text
