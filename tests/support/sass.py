@@ -12,6 +12,7 @@ import subprocess
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 FATBIN = b"\x50\xed\x55\xba"
@@ -79,7 +80,7 @@ class Kernel:
         """
         batches = {
             tuple(
-                place for place in self._batch_from(first) if self.instructions[place].bits == bits
+                place for place in self.batch_from(first) if self.instructions[place].bits == bits
             )
             for first, one in enumerate(self.instructions)
             if one.is_load and one.bits == bits
@@ -90,11 +91,11 @@ class Kernel:
 
     def way_round(self, through: tuple[int, ...]) -> tuple[int, ...]:
         """The shortest way through these places in their order and back to the first: once round a loop."""
-        return tuple(
-            place
-            for start, end in zip(through, (*through[1:], *through[:1]), strict=True)
-            for place in self._way(start, end)
-        )
+        return self.way((*through, *through[:1]))
+
+    def way(self, through: tuple[int, ...]) -> tuple[int, ...]:
+        """The shortest way through these places in their order, without the last."""
+        return tuple(place for start, end in pairwise(through) for place in self._way(start, end))
 
     def latencies(self, way: tuple[int, ...]) -> int:
         """How many loads a thread waits for one after the other, once round a loop. Of loads that are in
@@ -110,7 +111,7 @@ class Kernel:
                 of_loads[one.sets] = passed[-1] + 1
         return passed[-1] - passed[len(way)]
 
-    def _batch_from(self, first: int) -> tuple[int, ...]:
+    def batch_from(self, first: int) -> tuple[int, ...]:
         """The loads from a place on, in one line, before an instruction that waits for one of them."""
         held, loads = 0, []
         for place in range(first, len(self.instructions)):
@@ -201,7 +202,7 @@ def kernels(text: str) -> dict[str, Kernel]:
         attributes = sections.get(f".nv.info.{name}", "")
         threads = re.search(r"EIATTR_MAX_THREADS.*?\.word\s+0x(\w+)", attributes, re.S)
         body = shown.removeprefix("void ").replace("torchrec_dyn::", "").replace("> >", ">>")
-        body = re.sub(r"^simt::each_\w+<(.*)>\(.*", r"\1", body)
+        body = re.sub(r"^simt::each_\w+<(.*)>\(.*", r"\1", body).strip()
         read[body] = Kernel(
             body,
             registers[name],
