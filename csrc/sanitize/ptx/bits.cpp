@@ -86,6 +86,20 @@ Handler funnel_handler(Opcode& opcode) {
                     : ternary<U>([](U a, U b, U c) { return funnel_shifted<false, false>(a, b, c); });
 }
 
+// `width` ones from bit `begin` on, as far as they are below bit 32.
+uint32_t mask_of(uint32_t begin, uint32_t width) {
+  const uint64_t ones = width < 32 ? (uint64_t{1} << width) - 1 : 0xFFFFFFFFu;
+  return begin < 32 ? static_cast<uint32_t>(ones << begin) : 0;
+}
+
+Handler mask_handler(Opcode& opcode) {
+  using U = uint32_t;
+  const bool is_clamped = opcode.has("clamp");
+  if (is_clamped == opcode.has("wrap")) return nullptr;
+  return is_clamped ? binary<U>([](U begin, U width) { return mask_of(begin, width); })
+                    : binary<U>([](U begin, U width) { return mask_of(begin & 31, width & 31); });
+}
+
 // Bit k of the table is the result for the bits k of (a, b, c).
 uint32_t looked_up(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
   uint32_t result = 0;
@@ -132,6 +146,7 @@ Handler bit_handler(Opcode& opcode) {
   using U = uint32_t;
   const Type type = opcode.type();
   if (opcode.is("shf")) return bits_of(type) == 32 ? funnel_handler(opcode) : nullptr;
+  if (opcode.is("bmsk")) return bits_of(type) == 32 ? mask_handler(opcode) : nullptr;
   if (opcode.is("prmt"))
     return bits_of(type) == 32 ? ternary<U>([](U a, U b, U c) { return permuted(a, b, c); }) : nullptr;
   if (opcode.is("lop3"))

@@ -303,10 +303,11 @@ const Value* find_named(const Named<Value> (&table)[count], std::string_view nam
 
 // Functions of the operands of one lane, by their number.
 constexpr Named<size_t> kElementwise[] = {
-    {"add", 2}, {"addc", 2}, {"sub", 2},  {"subc", 2}, {"mul", 2}, {"mad", 3},  {"div", 2},   {"rem", 2},
-    {"min", 2}, {"max", 2},  {"neg", 1},  {"abs", 1},  {"shl", 2}, {"shr", 2},  {"and", 2},   {"or", 2},
-    {"xor", 2}, {"not", 1},  {"cnot", 1}, {"popc", 1}, {"clz", 1}, {"brev", 1}, {"bfind", 1}, {"bfi", 4},
-    {"bfe", 3}, {"prmt", 3}, {"shf", 3},  {"lop3", 4}, {"fma", 3}, {"sqrt", 1}, {"rcp", 1},   {"copysign", 2},
+    {"add", 2},  {"addc", 2},  {"sub", 2},  {"subc", 2}, {"mul", 2},      {"mad", 3},  {"div", 2},
+    {"rem", 2},  {"min", 2},   {"max", 2},  {"neg", 1},  {"abs", 1},      {"shl", 2},  {"shr", 2},
+    {"and", 2},  {"or", 2},    {"xor", 2},  {"not", 1},  {"cnot", 1},     {"popc", 1}, {"clz", 1},
+    {"brev", 1}, {"bfind", 1}, {"bfi", 4},  {"bfe", 3},  {"bmsk", 2},     {"prmt", 3}, {"shf", 3},
+    {"lop3", 4}, {"fma", 3},   {"sqrt", 1}, {"rcp", 1},  {"copysign", 2},
 };
 
 void decode_elementwise(Draft& draft) {
