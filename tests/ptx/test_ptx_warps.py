@@ -233,10 +233,12 @@ setp.eq.u32 %p, %lane, 0;
 bar.warp.sync -1;
 @%p bra AGAIN;
 setp.gt.u32 %q, %lane, 1;
-@%q ret;
+@%q bra OUT;
 bar.warp.sync 6;
 st.volatile.shared.u32 [flag], 1;
 bra DONE;
+OUT:
+ret;
 AGAIN:
 ld.volatile.shared.u32 %x, [flag];
 setp.eq.u32 %q, %x, 0;
