@@ -96,8 +96,7 @@ void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>&
   const BagLists& lists = given.lists;
   if (lists.count == 0 && lists.offsets == nullptr) return;
   const std::vector<DeviceSegment<T>> segments = segments_of(lists, tables, given.layout, outputs, element_bytes);
-  // Without bags no turn reads the one offset.
-  const SentBags<T> sent = send_bags(call, WrongBags{lists.count == 0, 0}, segments, blocks.pointers());
+  const SentBags<T> sent = send_bags(call, WrongBags{}, segments, blocks.pointers());
   const DeviceBags<T> bags{sent.segments,
                            static_cast<int>(segments.size()),
                            lists.offsets,

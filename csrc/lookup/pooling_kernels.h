@@ -52,8 +52,8 @@ struct DeviceSegment {
 
 // What a body finds wrong; 0 at first.
 struct WrongBags {
-  int64_t offsets;    // 1: some are, or may be
-  int64_t bags_left;  // bags from the first bag on that has a row outside its table
+  int64_t offsets_left;  // of wrong_offsets_left
+  int64_t bags_left;     // bags from the first bag on that has a row outside its table
 };
 
 // The bags of a call, as kernels read them.
@@ -78,7 +78,8 @@ struct DeviceBags {
     if (offsets == nullptr) return {bag, bag + 1};
     const Range bounds{offsets[bag], offsets[bag + 1]};
     if (bounds.begin >= 0 && bounds.begin <= bounds.end && bounds.end <= ids) return bounds;
-    simt::raise(&wrong->offsets, 1);
+    for (int64_t i = bag; i < bag + 2; ++i)
+      simt::raise(&wrong->offsets_left, wrong_offsets_left(offsets, count, ids, i));
     return {0, 0};
   }
   TORCHREC_DYN_BOTH void note_row_outside(int64_t bag) const { simt::raise(&wrong->bags_left, count - bag); }
@@ -93,9 +94,11 @@ struct ReportWrongBags {
   bool is_checked = false;  // the caller checks the offsets: with wrong ones nothing is reported
 
   TORCHREC_DYN_BOTH void operator()(int64_t) const {
-    if (bags.wrong->offsets != 0 && is_checked) return;
-    if (bags.wrong->offsets != 0)
-      return report_wrong_offsets(error, bags.offsets, bags.count, bags.ids, reinterpret_cast<int64_t>(op), 1);
+    // Without bags no turn has read the one offset.
+    const int64_t left = bags.count == 0 ? wrong_offsets_left(bags.offsets, 0, bags.ids, 0) : bags.wrong->offsets_left;
+    if (left != 0 && is_checked) return;
+    if (left != 0)
+      return report_wrong_offsets(error, bags.offsets, bags.count, left, bags.ids, reinterpret_cast<int64_t>(op), 1);
     if (bags.wrong->bags_left == 0) return;
     const int64_t bag = bags.count - bags.wrong->bags_left;
     const int segment = table_of(bag, bags.segment_count, [this](int s) { return bags.segments[s].first_bag; });

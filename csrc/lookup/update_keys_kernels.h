@@ -138,8 +138,8 @@ struct ReportWrongUpdate {
     const WrongUpdate& wrong = *ids.wrong;
     const Bags& bags = ids.bags;
     if (wrong.offsets_left != 0)
-      return report_first_wrong_offsets(error, bags.offsets, bags.count, wrong.offsets_left, ids.count,
-                                        WrongContents::kOffsets);
+      return report_wrong_offsets(error, bags.offsets, bags.count, wrong.offsets_left, ids.count,
+                                  WrongContents::kOffsets);
     if (wrong.bags_left != 0) {
       const KeyedTable& table = ids.tables[ids.segment_of(bags.count - wrong.bags_left).table];
       return error.report(WrongContents::kRows, table.capacity);

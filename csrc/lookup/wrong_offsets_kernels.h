@@ -7,17 +7,6 @@
 
 namespace torchrec_dyn {
 
-// Reports `words`, then two offsets and the end of their range: those that check_offsets finds wrong. Reports nothing
-// if all are right. For one turn, after an error was found: it reads the offsets one by one.
-template <typename... Words>
-TORCHREC_DYN_BOTH inline void report_wrong_offsets(const ErrorReport& error, const int64_t* offsets, int64_t bags,
-                                                   int64_t ids, Words... words) {
-  const int64_t first = offsets[0], last = offsets[bags];
-  if (first < 0 || last > ids) return error.report(words..., first, last, ids);
-  for (int64_t b = 0; b < bags; ++b)
-    if (offsets[b] > offsets[b + 1]) return error.report(words..., offsets[b], offsets[b + 1], INT64_MAX);
-}
-
 // For a turn of each of the bags + 1 offsets: 0 if offset `i` is right, as far as it and the one before show. Else how
 // many bags there are from the wrong pair on; one more than all bags if the range of the offsets is wrong. The largest
 // number of all turns names what check_offsets finds.
@@ -29,8 +18,8 @@ TORCHREC_DYN_BOTH inline int64_t wrong_offsets_left(const int64_t* offsets, int6
 
 // Reports `words`, then two offsets and the end of their range. `left`: the largest number of wrong_offsets_left.
 template <typename... Words>
-TORCHREC_DYN_BOTH inline void report_first_wrong_offsets(const ErrorReport& error, const int64_t* offsets, int64_t bags,
-                                                         int64_t left, int64_t ids, Words... words) {
+TORCHREC_DYN_BOTH inline void report_wrong_offsets(const ErrorReport& error, const int64_t* offsets, int64_t bags,
+                                                   int64_t left, int64_t ids, Words... words) {
   if (left > bags) return error.report(words..., offsets[0], offsets[bags], ids);
   error.report(words..., offsets[bags - left], offsets[bags - left + 1], INT64_MAX);
 }

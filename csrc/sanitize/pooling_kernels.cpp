@@ -43,7 +43,7 @@ void pool_bags(int columns, int unit_columns) {
   auto* out = reinterpret_cast<float*>(outputs.data());
   const int64_t turns = kBags * segment.units.divisor;
   simt::each(kQueue, turns, PoolBags<T, float, kIsPlain>{bags, nullptr, out});
-  check(wrong.offsets == 0 && wrong.bags_left == 0, "nothing is wrong");
+  check(wrong.offsets_left == 0 && wrong.bags_left == 0, "nothing is wrong");
   std::vector<float> products(static_cast<size_t>(ids));
   simt::each(kQueue, std::max(ids, kBags), DotRows<T>{bags, out, products.data()});
   for (int64_t bag = 0; bag < kBags; ++bag) {
@@ -82,14 +82,14 @@ void pool_bags(int columns, int unit_columns) {
   rows[static_cast<size_t>(offsets[1200])] = std::numeric_limits<int64_t>::min();
   simt::each(kQueue, turns, PoolBags<T, float, kIsPlain>{bags, nullptr, out});
   const auto first = std::upper_bound(offsets.begin(), offsets.end(), offsets[900]) - offsets.begin() - 1;
-  check(wrong.offsets == 0 && kBags - wrong.bags_left == first, "the first bag with a row outside is found");
+  check(wrong.offsets_left == 0 && kBags - wrong.bags_left == first, "the first bag with a row outside is found");
   simt::each(kQueue, 1, report);
   check(error[0] == 1 && error[2] == 0 && error[3] == kRows, "the capacity of its table is reported");
   error[0] = 0;
   for (size_t b = 100; b < 1000; b += 3) offsets[b] = std::numeric_limits<int64_t>::max() - static_cast<int64_t>(b);
   simt::each(kQueue, turns, PoolBags<T, float, kIsPlain>{bags, nullptr, out});
   simt::each(kQueue, std::max(ids, kBags), DotRows<T>{bags, out, products.data()});
-  check(wrong.offsets == 1, "wrong offsets are seen");
+  check(kBags - wrong.offsets_left == 100, "the first descent is found");
   simt::each(kQueue, 1, report);
   check(error[0] == 1 && error[2] == 1 && error[3] == offsets[100] && error[4] == offsets[101],
         "the first descent is reported");

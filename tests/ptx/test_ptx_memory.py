@@ -365,7 +365,7 @@ def test_memory_of_the_host_is_refused():
     """The stack of the thread that launches, as a kernel would see an argument passed by reference."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     stack = next(line for line in maps if "[stack]" in line)
-    address = int(stack.split()[0].split("-")[1], 16) - 4096
+    address = int(stack.split()[0].split("-")[1], 16) - 65536
     launched = access("u64", 0).launch("kernel", 1, 1, [address])
     assert launched.error == 700
     assert "on the stack of the host" in launched.report

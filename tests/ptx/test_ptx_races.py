@@ -151,6 +151,15 @@ def test_a_relaxed_flag_orders_nothing():
     assert "got a race" in flag(release, acquire, grid=3, block=1, seeds=range(20))
 
 
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_flag_does_not_order_what_comes_after_it(name):
+    release, acquire = PATTERNS[name]
+    report = flag(
+        release + "\nst.global.u64 [%out+64], 8;", acquire, grid=3, block=1, seeds=range(20)
+    )
+    assert "got a race" in report and "(st.global.u64 [%out+64], 8)" in report
+
+
 def test_a_fence_for_the_block_does_not_reach_other_blocks():
     release, acquire = (each.replace("membar.gl", "membar.cta") for each in PATTERNS["threadfence"])
     assert "got a race" in flag(release, acquire, grid=3, block=1, seeds=range(20))

@@ -143,6 +143,14 @@ def test_text_as_nvcc_writes_it():
     assert launched.report.startswith(place + "(st.global.u32  [%rd2], %r1): expected")
 
 
+def test_a_branch_may_leave_its_scope():
+    body = "{\n.reg .b32 %y;\nmov.u32 %y, 3;\nst.global.u32 [%out], %y;\nbra DONE;\n}\n"
+    body += "st.global.u32 [%out], 4;\nDONE:"
+    out = np.zeros(1, np.uint32)
+    Program(kernel(body)).run("kernel", 1, 1, [out])
+    assert out[0] == 3
+
+
 def test_what_was_executed_is_counted():
     """By warps, over all launches."""
     body = "setp.ge.u32 %p, %i, 32;\n@%p bra DONE;\n"

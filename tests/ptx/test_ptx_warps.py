@@ -225,6 +225,29 @@ def test_lanes_that_have_ended_are_not_waited_for():
     assert run_warp(code).tolist() == [30] * 30 + [0] * 2
 
 
+def test_lanes_go_on_when_others_have_ended():
+    """Lane 1 waits for lane 2, which ends; lane 0 waits in a loop for lane 1."""
+    code = """.shared .align 4 .b8 flag[4];
+setp.eq.u32 %p, %lane, 0;
+@%p st.volatile.shared.u32 [flag], 0;
+bar.warp.sync -1;
+@%p bra AGAIN;
+setp.gt.u32 %q, %lane, 1;
+@%q bra OUT;
+bar.warp.sync 6;
+st.volatile.shared.u32 [flag], 1;
+bra DONE;
+OUT:
+ret;
+AGAIN:
+ld.volatile.shared.u32 %x, [flag];
+setp.eq.u32 %q, %x, 0;
+@%q bra AGAIN;
+DONE:
+mov.u32 %d, 7;"""
+    assert run_warp(code).tolist() == [7, 7] + [0] * 30
+
+
 def test_bar_warp_sync_may_stand_in_two_branches():
     code = """setp.lt.u32 %p, %lane, 7;
 @%p bra ELSE;

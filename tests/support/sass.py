@@ -12,6 +12,7 @@ import subprocess
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 FATBIN = b"\x50\xed\x55\xba"
@@ -77,7 +78,7 @@ class Kernel:
         """The places of loads of a size that are in flight together, for each first of them; most first."""
         batches = {
             tuple(
-                place for place in self._batch_from(first) if self.instructions[place].bits == bits
+                place for place in self.batch_from(first) if self.instructions[place].bits == bits
             )
             for first, one in enumerate(self.instructions)
             if one.is_load and one.bits == bits
@@ -96,10 +97,11 @@ class Kernel:
         """The shortest way through these places in their order and back to the first: once round a loop.
         Empty if there is no such way.
         """
-        ways = [
-            self._way(start, end)
-            for start, end in zip(through, (*through[1:], *through[:1]), strict=True)
-        ]
+        return self.way((*through, *through[:1]))
+
+    def way(self, through: tuple[int, ...]) -> tuple[int, ...]:
+        """The shortest way through these places in their order, without the last. Empty if there is none."""
+        ways = [self._way(start, end) for start, end in pairwise(through)]
         return tuple(place for way in ways for place in way) if all(ways) else ()
 
     def latencies(self, way: tuple[int, ...]) -> int:
@@ -116,7 +118,7 @@ class Kernel:
                 of_loads[one.sets] = passed[-1] + 1
         return passed[-1] - passed[len(way)]
 
-    def _batch_from(self, first: int) -> tuple[int, ...]:
+    def batch_from(self, first: int) -> tuple[int, ...]:
         """The loads from a place on, in one line, before an instruction that waits for one of them."""
         held, loads = 0, []
         for place in range(first, len(self.instructions)):
@@ -208,7 +210,7 @@ def kernels(text: str) -> dict[str, Kernel]:
         attributes = sections.get(f".nv.info.{name}", "")
         threads = re.search(r"EIATTR_MAX_THREADS.*?\.word\s+0x(\w+)", attributes, re.S)
         body = shown.removeprefix("void ").replace("torchrec_dyn::", "").replace("> >", ">>")
-        body = re.sub(r"^simt::each_\w+<(.*)>\(.*", r"\1", body)
+        body = re.sub(r"^simt::each_\w+<(.*)>\(.*", r"\1", body).strip()
         read[body] = Kernel(
             body,
             registers[name],

@@ -69,9 +69,9 @@ struct Launch {
 
 // Runs all threads and returns 0, or the number of a cudaError; what went wrong is reported. Launches of several host
 // threads run one after the other.
-//   1 invalid value, 9 invalid configuration, 98 invalid device function (an instruction that is not supported),
-//   700 illegal address, 702 timeout (deadlock, endless loop), 710 assert (trap), 715 illegal instruction (a rule of
-//   .sync broken), 716 misaligned address
+//   1 invalid value, 2 no memory, 9 invalid configuration, 98 invalid device function (an instruction that is not
+//   supported), 700 illegal address, 702 timeout (deadlock, endless loop), 719 assert (trap), 715 illegal instruction
+//   (a rule of .sync broken), 716 misaligned address
 int launch(Kernel& kernel, const Launch& launch);
 
 // Adds a line to the report.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 
 #include "memory_access.h"
 #include "range_check.h"
@@ -23,9 +24,11 @@ class Kept {
  public:
   uint8_t* at_least(size_t bytes) {
     if (bytes > bytes_) {
+      auto* memory = static_cast<uint8_t*>(std::aligned_alloc(kAlignment, aligned(bytes)));
+      if (memory == nullptr) throw std::bad_alloc();
       std::free(memory_);
+      memory_ = memory;
       bytes_ = aligned(bytes);
-      memory_ = static_cast<uint8_t*>(std::aligned_alloc(kAlignment, bytes_));
     }
     return memory_;
   }

@@ -1,5 +1,6 @@
 // A launch from its arguments to its result.
 #include <mutex>
+#include <new>
 
 #include "faults.h"
 #include "grid.h"
@@ -105,7 +106,11 @@ int launch(Kernel& kernel, const Launch& launch) {
   ++kernel.counts.launches;
   kernel.counts.threads += blocks * launch.block.x * launch.block.y * launch.block.z;
   kernel.counts.most_blocks = std::max(kernel.counts.most_blocks, blocks);
-  return run(kernel, launch);
+  try {
+    return run(kernel, launch);
+  } catch (const std::bad_alloc&) {  // of the emulator's own memory
+    return 2;
+  }
 }
 
 }  // namespace torchrec_dyn::ptx
