@@ -172,6 +172,22 @@ def test_fields(kind):
     np.testing.assert_array_equal(result, np.array(expected, dtype_of(kind)))
 
 
+@pytest.mark.parametrize("mode", ["clamp", "wrap"])
+def test_masks(mode):
+    """bmsk at every place and length; beyond the word, .wrap takes the low five bits."""
+    places = [0, 1, 7, 31, 32, 33, 64, 255, 2**32 - 1]
+    cases = [(place, length) for place in places for length in places]
+
+    def mask(place, length):
+        if mode == "wrap":
+            place, length = place & 31, length & 31
+        return ((1 << min(length, 32)) - 1) << place if place < 32 else 0
+
+    result = compute(f"bmsk.{mode}.b32 %d, %a, %b;", *zip(*cases, strict=True), types="u32")
+    expected = [wrapped(mask(*each), "u32") for each in cases]
+    np.testing.assert_array_equal(result, np.array(expected, np.uint32))
+
+
 def test_bytes_are_permuted():
     def permuted(a, b, selectors):
         eight, result = (b << 32 | a).to_bytes(8, "little"), []
