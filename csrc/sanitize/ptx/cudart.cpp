@@ -4,7 +4,7 @@
 // host waits in it.
 //
 // Environment, read at each launch:
-//   TORCHREC_DYN_PTX_BLOCKS  the most blocks of a launch by simt_cuda.h, so that threads take a second item
+//   TORCHREC_DYN_PTX_BLOCKS  the most blocks of a launch of each_turn (simt_cuda.h): its threads take second items
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -47,12 +47,12 @@ struct Configuration {
 };
 thread_local std::vector<Configuration> configurations;
 
-// A kernel of simt_cuda.h serves n items with any number of blocks.
+// each_turn serves its items with any number of blocks; each_tile needs a tile for each item.
 dim3 with_fewer_blocks(const Kernel& kernel, dim3 grid) {
   const char* most = std::getenv("TORCHREC_DYN_PTX_BLOCKS");
   if (most == nullptr) return grid;
   const std::string name = facts(kernel).name;
-  const bool is_ours = name.find("torchrec_dyn4simt") != std::string::npos && name.find("each_") != std::string::npos;
+  const bool is_ours = name.find("torchrec_dyn4simt") != std::string::npos && name.find("each_turn") != std::string::npos;
   if (is_ours) grid.x = std::min(grid.x, static_cast<unsigned>(std::max(1, std::atoi(most))));
   return grid;
 }
