@@ -135,7 +135,7 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
       "gather_pool(Tensor rows, Tensor? offsets, Tensor? bag_weights, Tensor[] weights, Tensor layout, "
       "Tensor segments, bool mean, SymInt elements, ScalarType dtype) -> Tensor");
   // As gather_pool, into `out` [elements]: all bags, or the bags of ids that are not -1 in new_index [N]. On a GPU
-  // offsets that do not ascend are not reported: the caller checks them.
+  // wrong offsets are not reported: the caller checks them. Nor are wrong rows of bags that keep their output.
   m.def(
       "pool_into_(Tensor(a!) out, Tensor? new_index, Tensor rows, Tensor? offsets, Tensor? bag_weights, "
       "Tensor[] weights, Tensor layout, Tensor segments, bool mean) -> ()");

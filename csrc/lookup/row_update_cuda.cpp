@@ -157,6 +157,7 @@ void update_sorted(DeviceCall& call, const UpdateCall& given, const UpdateArgume
   pairs = simt::sort_pairs(call.queue(), pairs, n, 0, std::bit_width(sent.end_key));
   const SortedIds<Key> sorted{ids, pairs.keys, pairs.values};
   const int64_t* distinct = ids.senders == nullptr ? nullptr : count_senders(call, sorted);
+  if (sent.end_key == 0) return;  // no table has rows, or there is none, and tiles read the first key of a table
   const int64_t lines = lines_of_pieces(n), columns = columns_of_pieces(sent.width);
   auto* pieces = call.take_for<float>(lines * columns);
   with_tile<Key>(sent.width, [&]<typename Shape>(Shape) {

@@ -112,8 +112,9 @@ struct SortedGrads {
     Terms<Shape, Key> read;
     simt::PerLane<bool, kLanes> are_given;
     simt::each_lane<kLanes>([&](int lane) {
-      const int64_t past = sorted.ids.count - 1 - first;  // places behind the first
-      const int own = lane <= past ? lane : 0;
+      // Places behind the first; -1: the row has ended where all places end.
+      const int64_t past = sorted.ids.count - 1 - first;
+      const auto own = static_cast<int>(lesser_of(int64_t{lane}, past));
       are_given[lane] = (sorted.keys[first + own] == key) & (lane <= past);
       read.places[lane] = sorted.values[first + own];
       read.factors[lane] = 1.0f;

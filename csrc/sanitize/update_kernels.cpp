@@ -18,8 +18,10 @@ namespace {
 const simt::Queue kQueue{nullptr, nullptr};
 
 // One table of 1024 rows in blocks of 64, a bag for each two ids. Half of the ids have one of three rows.
+// `of_last_row`: if it is not 0, so many ids have the last row, and none is absent: the sorted ids end with those of
+// this row.
 template <typename Key, typename Shape>
-void update_rows(int64_t columns) {
+void update_rows(int64_t columns, int64_t of_last_row = 0) {
   constexpr int64_t kIds = 6000, kBags = kIds / 2, kRows = 1024, kShift = 6;
   const auto width = static_cast<size_t>(columns);
   std::vector<float> weights(kRows * width), states(kRows), grad(kBags * width), mean_factors(kIds);
@@ -34,7 +36,8 @@ void update_rows(int64_t columns) {
   for (int64_t b = 0; b <= kBags; ++b) offsets.push_back(2 * b);
   for (int64_t i = 0; i < kIds; ++i) {
     const Philox4 random = random_words(6, i, 0, 0);
-    rows.push_back(i % 2 == 0 ? random.words[0] % 3 : random.words[0] % (kRows + 1) - 1);
+    const int64_t drawn = of_last_row == 0 ? random.words[0] % (kRows + 1) - int64_t{1} : random.words[0] % (kRows - 1);
+    rows.push_back(i >= kIds - of_last_row ? kRows - 1 : i % 2 == 0 ? random.words[0] % 3 : drawn);
     names.push_back(i);
     senders.push_back(static_cast<int32_t>(random.words[1] % 4) - 1);
   }
@@ -144,6 +147,10 @@ int main() {
   update_rows<uint32_t, Tile64>(64);
   update_rows<uint32_t, WideTile>(132);
   update_rows<uint32_t, AnyTile>(5);
+  for (const int64_t ids : {16, 48}) {  // all lanes of a tile read ids in each round: none is left for another
+    update_rows<uint32_t, Tile16>(8, ids);
+    update_rows<uint32_t, AnyTile>(5, ids);
+  }
   update_rows<uint64_t, AnyTile>(80);
   std::puts("update_kernels: ok");
 }

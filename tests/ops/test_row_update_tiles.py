@@ -89,6 +89,28 @@ def test_tables_of_one_block_and_of_several(rows_in_a_block):
     assert_bits_are_the_cpus(given)
 
 
+@pytest.mark.usefixtures("device")
+def test_ids_without_tables():
+    """All ids lie outside of the bags; there is no first table to look at."""
+    given = {name: [] for name in (*WRITTEN, "grad_scales")}
+    ops.update_rows_(
+        **given,
+        grad=torch.zeros(0),
+        ids=torch.arange(5),
+        rows=torch.arange(5),
+        offsets=ids_of(0),
+        bag_weights=None,
+        layout=ids_of().view(0, 4),
+        segments=ids_of().view(0, 5),
+        streams=ids_of().view(0, 3),
+        mean=False,
+        optimizer=ROWWISE_ADAGRAD,
+        hyper=[0.5, 1e-8, 0.9, 0.999, 0.0, 0.0],
+        senders=torch.zeros(5, dtype=torch.int32),
+        mark_layout=None,
+    )
+
+
 def unwritten(rows):
     """Rows of one half each, in memory that nothing has touched: it takes none."""
     memory = mmap.mmap(-1, 2 * rows, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
