@@ -146,6 +146,10 @@ class BuildCore(BuildExtension):
         """Compiles the CUDA half first, if there is a compiler for it."""
         [extension] = self.extensions
         if BUILD == "ptx":
+            if NVCC is None:
+                raise SystemExit(
+                    "setup.py: expected nvcc for the ptx build, got none. Set CUDA_HOME."
+                )
             # The objects of the extension itself; those of a named architecture are another compilation.
             folder = f"objects-ptx/{NAMED_ARCHITECTURES[0]}" if NAMED_ARCHITECTURES else "objects"
             extension.extra_objects += _compile_cuda(ROOT / "build" / folder)

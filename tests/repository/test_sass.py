@@ -101,7 +101,7 @@ def test_weighted_bags_and_rows_of_several_blocks_are_read_four_at_once(rows, ou
 
 
 @pytest.mark.parametrize(
-    ("lanes", "units", "most"), [(4, 1, 300), (4, 2, 350), (8, 2, 370), (16, 2, 385)]
+    ("lanes", "units", "most"), [(4, 1, 245), (4, 2, 285), (8, 2, 305), (16, 2, 320)]
 )
 def test_an_update_reads_row_state_and_gradient_at_once(lanes, units, most, folder):
     """`most`: instructions of a warp, for 32 / lanes rows of one id each, by row-wise Adagrad."""

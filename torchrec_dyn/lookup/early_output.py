@@ -56,10 +56,9 @@ class EarlyOutput:
         if self.is_counted:
             self._output = ops.gather_pool(*given, bags.elements, self.dtype)
             return
+        # As gather_pool, but it reports no wrong offsets: the caller raises their error.
         output = torch.empty(bags.elements, dtype=self.dtype, device=rows.device)
-        ops.pool_into_(
-            output, None, *given
-        )  # reports no wrong offsets: the caller raises their error
+        ops.pool_into_(output, None, *given)
         self._output = output
 
     def finish(self, rows: Tensor, blocks: TableBlocks) -> Tensor | None:

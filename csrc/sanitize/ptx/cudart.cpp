@@ -52,7 +52,8 @@ dim3 with_fewer_blocks(const Kernel& kernel, dim3 grid) {
   const char* most = std::getenv("TORCHREC_DYN_PTX_BLOCKS");
   if (most == nullptr) return grid;
   const std::string name = facts(kernel).name;
-  const bool is_ours = name.find("torchrec_dyn4simt") != std::string::npos && name.find("each_turn") != std::string::npos;
+  const bool is_ours =
+      name.find("torchrec_dyn4simt") != std::string::npos && name.find("each_turn") != std::string::npos;
   if (is_ours) grid.x = std::min(grid.x, static_cast<unsigned>(std::max(1, std::atoi(most))));
   return grid;
 }
@@ -206,7 +207,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   if (device != 0) return ended(cudaErrorInvalidDevice);
   *value = attribute_of(attribute);
   if (*value >= 0) return cudaSuccess;
-  report("ptx: expected an attribute of cudart.cpp, got number " + std::to_string(attribute) + ". Add it there.");
+  report("expected an attribute of cudart.cpp, got number " + std::to_string(attribute) + ". Add it there.");
   return ended(cudaErrorInvalidValue);
 }
 

@@ -36,7 +36,7 @@ constexpr uint32_t kHeaderMagic = 0xba55ed50;
 constexpr uint16_t kPtx = 1;
 
 [[noreturn]] void refuse(const std::string& what) {
-  report("ptx: " + what);
+  report(what);
   std::abort();
 }
 

@@ -30,7 +30,7 @@ std::map<CUdeviceptr, size_t> mappings;                 // by their begin
 CUmemGenericAllocationHandle next_piece = 1;
 
 CUresult refused(const char* function, const char* rule, CUresult error = CUDA_ERROR_INVALID_VALUE) {
-  report(std::string("ptx: ") + function + ": expected " + rule + ".");
+  report(std::string(function) + ": expected " + rule + ".");
   return error;
 }
 
