@@ -22,6 +22,7 @@ constexpr ReserveAddresses kReserve = [](int64_t bytes, int32_t device) {
 #endif
 
 Tensor grow_block(const Tensor& block, int64_t rows, int64_t limit) {
+  const ChosenDevice chosen(block);  // raise_lost_device asks the current one
   return grow_block_in_range(block, rows, limit, block.device(), kReserve, &simt::raise_lost_device);
 }
 
