@@ -5,6 +5,7 @@ Program(text).launch("kernel", grid=1, block=32, arguments=[array, 7])
 """
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -40,8 +41,21 @@ def _built(source, headers):
 
 @functools.cache
 def library():
-    """Returns the emulator; compiles the files that changed. Built once, for all processes."""
+    """Returns the emulator."""
     BUILT.mkdir(parents=True, exist_ok=True)
+    with Path(BUILT, "lock").open("w") as lock:  # of two processes the second finds it built
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        built = _linked()
+    loaded = ctypes.CDLL(str(built))
+    for name, result in (("parse", ctypes.c_void_p), ("variable", ctypes.c_void_p)):
+        getattr(loaded, f"ptx_{name}").restype = result
+    for name in ("text", "executed", "unsupported"):
+        getattr(loaded, f"ptx_{name}").restype = ctypes.c_char_p
+    return loaded
+
+
+def _linked():
+    """Returns the file of the emulator; compiles what changed and removes what older sources left."""
     headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.h")))
     # The stand-ins for CUDA need its headers.
     sources = [
@@ -57,12 +71,9 @@ def library():
             command = ["g++", "-shared", *map(str, objects), "-o", str(made), "-lpthread"]
             subprocess.run(command, check=True)
             made.replace(built)
-    loaded = ctypes.CDLL(str(built))
-    for name, result in (("parse", ctypes.c_void_p), ("variable", ctypes.c_void_p)):
-        getattr(loaded, f"ptx_{name}").restype = result
-    for name in ("text", "executed", "unsupported"):
-        getattr(loaded, f"ptx_{name}").restype = ctypes.c_char_p
-    return loaded
+    for path in {*BUILT.glob("*.o"), *BUILT.glob("*.so")} - {*objects, built}:
+        path.unlink()
+    return built
 
 
 class Launched(NamedTuple):
