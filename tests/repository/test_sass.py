@@ -16,7 +16,7 @@ COMPUTE_CAPABILITY = 90
 
 @cache
 def kernels_of(name: str, folder: Path) -> dict[str, sass.Kernel]:
-    """The kernels of csrc/<name>_launch.cu, as `make build` has compiled them."""
+    """The kernels that a file lists for nvcc, as `make build` has compiled them; `name`: "lookup/pooling"."""
     path = OBJECTS / f"{name}_launch.cu.o"
     if not path.exists():
         pytest.skip("there are no objects of nvcc")

@@ -221,7 +221,7 @@ void* driver_function(const std::string& name) {
   {                                                                  \
     #name, entry(&emulated, static_cast<decltype(&::name)>(nullptr)) \
   }
-  // The names are strings before cuda.h can rename them to those of a second version.
+  // The names are strings before CUDA's header can rename them to those of a second version.
   static const auto* functions = new Driver{
       TORCHREC_DYN_ENTRY(cuDeviceGetCount, device_count),
       TORCHREC_DYN_ENTRY(cuDeviceCanAccessPeer, can_access_peer),
