@@ -116,7 +116,11 @@ def check_lives(plan: tuple[int, int, bool, list[Plan]], steps: int, **options: 
     assert any(by_rank)
 
 
-@pytest.mark.parametrize("plan", MIXED)
+# The deep test has this one too; "all kinds" has columns of three ranks.
+EVERYDAY = [plan for plan in MIXED if plan != "columns on 2, 0, 2, listed backwards"]
+
+
+@pytest.mark.parametrize("plan", EVERYDAY)
 def test_every_shard_lives_as_the_unsharded_table(plan: str) -> None:
     check_lives(MIXED[plan], 26)
 

@@ -206,7 +206,7 @@ bag = st.lists(st.integers(0, 12), max_size=3)
 batch = st.lists(st.lists(bag, min_size=2, max_size=2), min_size=2, max_size=2)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     lives=st.lists(st.sampled_from(EVERY_LIFE[1:]), min_size=2, max_size=2),
     program=st.lists(
