@@ -403,7 +403,7 @@ def test_overruns_of_shared_and_local_memory(code, told):
 
 
 def test_ranges_can_be_refused():
-    """What the stand-in for the driver knows of its memory."""
+    """As the stand-in for the driver refuses memory that is not mapped."""
     data = np.zeros(64, np.uint8)
     refuse_range(data.ctypes.data + 16, data.ctypes.data + 32)
     try:

@@ -305,7 +305,7 @@ def test_an_endless_loop_ends():
 
 
 def test_a_seed_repeats_a_run():
-    """What the last of many writers left, and who of them was together."""
+    """The lanes that are active together, as a random schedule leaves them."""
     code = LOOP + "activemask.b32 %d;"
     program = warp_program(code)
     outs = {}

@@ -1,4 +1,4 @@
-"""What nvcc makes of the kernels that every step runs; their speed without a GPU to time them.
+"""The machine code of the kernels that every step runs; their speed without a GPU to time them.
 
 The bounds hold for one version of nvcc: another may do better or worse with the same source.
 """

@@ -33,12 +33,12 @@ class Instruction:
 
     @property
     def is_load(self) -> bool:
-        """Whether it reads global memory, perhaps by a generic address."""
+        """True if it reads global memory, perhaps by a generic address."""
         return self.opcode.split(".")[0] in {"LDG", "LD"}
 
     @property
     def bits(self) -> int:
-        """What a thread loads."""
+        """The bits that a thread loads."""
         sizes = {"128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}
         return next((sizes[part] for part in self.opcode.split(".") if part in sizes), 32)
 
@@ -105,7 +105,7 @@ class Kernel:
         return tuple(place for way in ways for place in way) if all(ways) else ()
 
     def latencies(self, way: tuple[int, ...]) -> int:
-        """How many loads a thread waits for one after the other, once round a loop. Of loads that are in
+        """The number of loads a thread waits for one after the other, once round a loop. Of loads that are in
         flight together, the later ones cost nothing.
         """
         passed = [0]
