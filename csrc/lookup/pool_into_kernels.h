@@ -16,13 +16,12 @@ struct PoolNewBags {
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const DeviceBags<T>& bags = all.bags;
-    const DeviceSegment<T>& segment =
-        bags.segments[table_of(i, bags.segment_count, [&bags](int64_t s) { return bags.segments[s].first_turn; })];
-    const int64_t bag = segment.first_bag + segment.split(i).quotient;
-    const typename DeviceBags<T>::Range ids = bags.range(bag);
+    const DeviceSegment<T>& segment = bags.segment_of_turn(i);
+    const Division::Parts turn = segment.split(i);
+    const typename DeviceBags<T>::Range ids = bags.range(segment.first_bag + turn.quotient);
     int64_t id = ids.begin;
     while (id < ids.end && new_index[id] < 0) ++id;
-    if (id < ids.end) all(i);
+    if (id < ids.end) all.pool_unit(segment, turn);
   }
 };
 

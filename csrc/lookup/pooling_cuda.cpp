@@ -1,7 +1,6 @@
 // Gather and pool on a device, and the gradient of the bag weights: pooling_cpu.cpp for CUDA.
 #include <algorithm>
 #include <bit>
-#include <cstring>
 #include <optional>
 
 #include "device_call.h"
@@ -9,6 +8,7 @@
 #include "lookup/bags_arguments.h"
 #include "lookup/pool_into_kernels.h"
 #include "lookup/pooling_kernels.h"
+#include "sent_lists.h"
 
 namespace torchrec_dyn {
 namespace {
@@ -44,29 +44,6 @@ std::vector<DeviceSegment<T>> segments_of(const BagLists& lists, const std::vect
   return all;
 }
 
-// What a body reads beside ids, rows and offsets.
-template <typename T>
-struct SentBags {
-  WrongBags* wrong;
-  const DeviceSegment<T>* segments;
-};
-
-// Copies segments and their lists of blocks to the device, with `wrong`: one send, that does not wait.
-template <typename T>
-SentBags<T> send_bags(DeviceCall& call, const WrongBags& wrong, std::vector<DeviceSegment<T>> segments,
-                      const std::vector<T*>& pointers) {
-  const size_t segment_bytes = segments.size() * sizeof(DeviceSegment<T>), block_bytes = pointers.size() * sizeof(T*);
-  std::vector<std::byte> host(sizeof wrong + segment_bytes + block_bytes);
-  auto* memory = static_cast<std::byte*>(call.take(static_cast<int64_t>(host.size())));
-  auto* blocks = reinterpret_cast<T**>(memory + sizeof wrong + segment_bytes);
-  for (DeviceSegment<T>& segment : segments) segment.table.blocks = blocks + (segment.table.blocks - pointers.data());
-  std::memcpy(host.data(), &wrong, sizeof wrong);
-  if (segment_bytes > 0) std::memcpy(host.data() + sizeof wrong, segments.data(), segment_bytes);
-  if (block_bytes > 0) std::memcpy(host.data() + sizeof wrong + segment_bytes, pointers.data(), block_bytes);
-  simt::send(call.queue(), memory, host.data(), static_cast<int64_t>(host.size()));
-  return {reinterpret_cast<WrongBags*>(memory), reinterpret_cast<const DeviceSegment<T>*>(memory + sizeof wrong)};
-}
-
 // The checked arguments that both ops take, on the host.
 struct BagArguments {
   const char* op;
@@ -95,16 +72,22 @@ void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>&
   const std::vector<RowBlocks<T>> tables = blocks.rows_of(given.layout);
   const BagLists& lists = given.lists;
   if (lists.count == 0 && lists.offsets == nullptr) return;
-  const std::vector<DeviceSegment<T>> segments = segments_of(lists, tables, given.layout, outputs, element_bytes);
-  const SentBags<T> sent = send_bags(call, WrongBags{}, segments, blocks.pointers());
-  const DeviceBags<T> bags{sent.segments,
+  std::vector<DeviceSegment<T>> segments = segments_of(lists, tables, given.layout, outputs, element_bytes);
+  const std::vector<WrongBags> wrong(1);
+  const std::vector<T*>& pointers = blocks.pointers();
+  SentLists sent(call, bytes_of(segments) + bytes_of(wrong) + bytes_of(pointers));
+  T* const* device_blocks = sent.add(pointers);
+  for (DeviceSegment<T>& segment : segments)
+    segment.table.blocks = device_blocks + (segment.table.blocks - pointers.data());
+  const DeviceBags<T> bags{sent.add(segments),
                            static_cast<int>(segments.size()),
                            lists.offsets,
                            lists.count,
                            const_data<int64_t>(given.rows),
                            given.rows.numel(),
                            given.mean,
-                           sent.wrong};
+                           sent.add(wrong)};
+  sent.send();
   if (lists.count > 0) {
     const DeviceSegment<T>& last = segments.back();
     const bool is_plain =

@@ -73,6 +73,13 @@ struct DeviceBags {
     int64_t end;
   };
 
+  TORCHREC_DYN_BOTH const DeviceSegment<T>& segment_of_bag(int64_t bag) const {
+    return segments[table_of(bag, segment_count, [this](int s) { return segments[s].first_bag; })];
+  }
+  TORCHREC_DYN_BOTH const DeviceSegment<T>& segment_of_turn(int64_t turn) const {
+    return segments[table_of(turn, segment_count, [this](int s) { return segments[s].first_turn; })];
+  }
+
   // The ids of a bag; none if its offsets are wrong.
   TORCHREC_DYN_BOTH Range range(int64_t bag) const {
     if (offsets == nullptr) return {bag, bag + 1};
@@ -101,20 +108,9 @@ struct ReportWrongBags {
       return report_wrong_offsets(error, bags.offsets, bags.count, left, bags.ids, reinterpret_cast<int64_t>(op), 1);
     if (bags.wrong->bags_left == 0) return;
     const int64_t bag = bags.count - bags.wrong->bags_left;
-    const int segment = table_of(bag, bags.segment_count, [this](int s) { return bags.segments[s].first_bag; });
-    error.report(reinterpret_cast<int64_t>(op), 0, bags.segments[segment].table.capacity);
+    error.report(reinterpret_cast<int64_t>(op), 0, bags.segment_of_bag(bag).table.capacity);
   }
 };
-
-// -1 is inside, and absent.
-template <typename T>
-TORCHREC_DYN_BOTH inline bool is_inside(const RowBlocks<T>& table, int64_t row) {
-  return static_cast<uint64_t>(row) + 1 <= static_cast<uint64_t>(table.capacity);
-}
-template <typename T>
-TORCHREC_DYN_BOTH inline bool is_present(const RowBlocks<T>& table, int64_t row) {
-  return static_cast<uint64_t>(row) < static_cast<uint64_t>(table.capacity);
-}
 
 // A turn is a unit of columns of a bag. kIsPlain: each table is one block, and bags have no weights. Other calls need
 // more registers, so fewer of their threads wait for memory at the same time.
@@ -136,9 +132,12 @@ struct PoolBags {
   Out* out;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    const DeviceSegment<T>& segment =
-        bags.segments[table_of(i, bags.segment_count, [this](int s) { return bags.segments[s].first_turn; })];
-    const Division::Parts turn = segment.split(i);
+    const DeviceSegment<T>& segment = bags.segment_of_turn(i);
+    pool_unit(segment, segment.split(i));
+  }
+
+  // `turn`: the bag, counted in the segment, and the unit.
+  TORCHREC_DYN_BOTH void pool_unit(const DeviceSegment<T>& segment, const Division::Parts& turn) const {
     constexpr int kMost = kMostUnitBytes / static_cast<int>(sizeof(T));
     if (segment.unit_columns == kMost) return pool<kMost>(segment, turn.quotient, turn.remainder);
     if constexpr (sizeof(T) == 2)
@@ -245,11 +244,12 @@ struct DotRows {
         bags.offsets == nullptr ? i : table_of(i, bags.count, [this](int64_t b) { return bags.offsets[b]; });
     const typename DeviceBags<T>::Range ids = bags.range(bag);
     if (i < ids.begin || i >= ids.end) return;
-    const DeviceSegment<T> segment =
-        bags.segments[table_of(bag, bags.segment_count, [this](int s) { return bags.segments[s].first_bag; })];
+    const DeviceSegment<T>& segment = bags.segment_of_bag(bag);
     const int64_t row = bags.rows[i];
-    if (!is_inside(segment.table, row)) bags.note_row_outside(bag);
-    if (!is_present(segment.table, row)) return;
+    if (!segment.table.has(row)) {
+      if (row != kNoRow) bags.note_row_outside(bag);
+      return;
+    }
     const T* weights = segment.table.row(row);
     const float* bag_grad = grad + segment.out_offset + (bag - segment.first_bag) * segment.out_stride;
     const double sum = dot(segment, weights, bag_grad);

@@ -42,6 +42,11 @@ enum class StateWidth : int64_t { kNone, kRow, kColumns };
 struct StateWidths {
   StateWidth momentum1;
   StateWidth momentum2;
+
+  // One of them is kRow.
+  TORCHREC_DYN_BOTH constexpr bool is_rowwise() const {
+    return momentum1 == StateWidth::kRow || momentum2 == StateWidth::kRow;
+  }
 };
 
 // As in the table of torchrec_dyn/optimizers.py (compared by tests/ops/test_optimizer_states.py).
@@ -114,9 +119,7 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float mean_square(const float* g, const fl
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float row_square(const UpdateRule& rule, const float* g, const float* w,
                                                        int64_t n) {
   if (rule.square_reads_weights()) return mean_square<true>(g, w, rule.weight_decay, n);
-  const StateWidths widths = state_widths(rule.optimizer);
-  const bool is_rowwise = widths.momentum1 == StateWidth::kRow || widths.momentum2 == StateWidth::kRow;
-  return is_rowwise ? mean_square<false>(g, nullptr, 0.0f, n) : 0.0f;
+  return state_widths(rule.optimizer).is_rowwise() ? mean_square<false>(g, nullptr, 0.0f, n) : 0.0f;
 }
 
 // Updates one row. `square`: row_square of the same g and w.

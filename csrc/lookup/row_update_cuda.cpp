@@ -1,10 +1,8 @@
 // The backward of a lookup on a device: row_update_cpu.cpp for CUDA.
 #include <algorithm>
 #include <bit>
-#include <cstring>
 #include <limits>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "device_call.h"
@@ -12,40 +10,10 @@
 #include "lookup/row_update_arguments.h"
 #include "lookup/row_update_kernels.h"
 #include "lookup/senders_arguments.h"
+#include "sent_lists.h"
 
 namespace torchrec_dyn {
 namespace {
-
-// The bytes of a list in SentLists.
-template <typename T>
-size_t bytes_of(const std::vector<T>& list) {
-  return (list.size() * sizeof(T) + sizeof(Unit16) - 1) / sizeof(Unit16) * sizeof(Unit16);
-}
-
-// Lists of the host in one piece of memory of the device: one send, that does not wait. Requires elements of whole
-// words; each list begins at a multiple of 16 bytes.
-class SentLists {
- public:
-  // `bytes`: of all lists together.
-  SentLists(DeviceCall& call, size_t bytes)
-      : call_(call), host_(bytes), memory_(static_cast<std::byte*>(call.take(static_cast<int64_t>(bytes)))) {}
-
-  // Returns the place of the list in the memory of the device.
-  template <typename T>
-  T* add(const std::vector<T>& list) {
-    static_assert(sizeof(T) % sizeof(int64_t) == 0);
-    if (!list.empty()) std::memcpy(host_.data() + used_, list.data(), list.size() * sizeof(T));
-    return reinterpret_cast<T*>(memory_ + std::exchange(used_, used_ + bytes_of(list)));
-  }
-
-  void send() { simt::send(call_.queue(), memory_, host_.data(), static_cast<int64_t>(used_)); }
-
- private:
-  DeviceCall& call_;
-  std::vector<std::byte> host_;
-  std::byte* memory_;
-  size_t used_ = 0;
-};
 
 // Where rows of the list of the host are on the device. Rows in one block need no look at the list.
 template <typename T>
@@ -95,10 +63,6 @@ struct WidthOfRows {
     }
   }
 };
-
-bool has_row_state(const StateWidths& widths) {
-  return widths.momentum1 == StateWidth::kRow || widths.momentum2 == StateWidth::kRow;
-}
 
 // Calls `run` with the shape of tiles that rows need (tile_columns.h).
 template <typename Key, typename Run>
@@ -165,7 +129,7 @@ void update_sorted(DeviceCall& call, const UpdateCall& given, const UpdateArgume
     const StateWidths widths = state_widths(read.rule.optimizer);
     simt::tiles(call.queue(), lines, SumPieces<Key, Shape>{grads});
     simt::tiles(call.queue(), n,
-                UpdateRows<T, Key, Shape>{grads, sent.tables, read.rule, widths, has_row_state(widths),
+                UpdateRows<T, Key, Shape>{grads, sent.tables, read.rule, widths, widths.is_rowwise(),
                                           !read.marks.empty(), const_data<int64_t>(given.ids), distinct});
   });
 }
@@ -195,7 +159,7 @@ void update(const char* op, const UpdateCall& given, const UpdateArguments& read
     const TileRows<T> rows = moved(table.weights, updated.weights.pointers(), weights);
     const TileRows<float>& state = widths.momentum1 == StateWidth::kRow ? first : second;
     // Any address will do for a state that no row has.
-    float* row_state = has_row_state(widths) ? state.only : reinterpret_cast<float*>(rows.only);
+    float* row_state = widths.is_rowwise() ? state.only : reinterpret_cast<float*>(rows.only);
     tables[t] = {{rows.only, row_state, keyed.first_keys[t], rows.columns, table.grad_scale},
                  rows,
                  state,

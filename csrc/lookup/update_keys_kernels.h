@@ -2,8 +2,9 @@
 // counted over all tables. No later body writes to the tables if anything is wrong: ReportWrongUpdate then reports the
 // CPU's error.
 //
-// Keys, values and places of gradients are words of 32 bits while the rows of all tables and the numbers of the
-// gradient are fewer than 2^32, else of 64 bits: a sort reads and writes each word once for every 8 bits of a key.
+// Keys, values and places of gradients are words of 32 bits while the rows of all tables, the numbers of the gradient
+// and those of the sums of pieces are each fewer than 2^32, else of 64 bits: a sort reads and writes each word once for
+// every 8 bits of a key.
 #pragma once
 
 #include <cstdint>

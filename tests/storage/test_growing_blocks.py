@@ -287,6 +287,17 @@ def test_when_memory_is_free_again_a_block_grows_by_an_eighth(page_store, monkey
     assert len(memory.calls) < 16 and memory.calls[-1] > 1024 - 64
 
 
+def test_rows_without_memory_do_not_lower_the_bound(page_store, monkeypatch):
+    memory = ScarceMemory(monkeypatch, rows=700)
+    page_store.reserve(600)
+    memory.calls.clear()
+    with pytest.raises(MemoryError):
+        page_store.reserve(900)
+    assert memory.calls == [900, 900] and not growing_block._less_ahead
+    page_store.reserve(601)
+    assert page_store.capacity == 675
+
+
 def test_a_bound_is_of_the_memory_of_one_device(monkeypatch, page_store):
     """Small blocks, which ask for less, do not change it."""
     memory = ScarceMemory(monkeypatch, rows=610)

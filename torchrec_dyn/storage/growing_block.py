@@ -84,12 +84,15 @@ def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
     needed, device = rows * row_bytes, block.device
     most = _less_ahead.get(device, _AHEAD_BYTES)
     ahead = min(_ahead(block.nbytes), most)
-    longer = _grown(block, max(needed, block.nbytes + ahead), limit)
+    longer = None
+    if needed < block.nbytes + ahead:
+        longer = _grown(block, block.nbytes + ahead, limit)
+        if longer is None:
+            _less_ahead[device] = ahead // 2
+        elif ahead == most:
+            _less_ahead[device] = min(max(2 * most, _PAGE_BYTES), _AHEAD_BYTES)
     if longer is None:
-        _less_ahead[device] = ahead // 2
         longer = _grown(block, needed, limit)
-    elif ahead == most:
-        _less_ahead[device] = min(max(2 * most, _PAGE_BYTES), _AHEAD_BYTES)
     if longer is None:
         # Memory that torch keeps would serve. It is asked for last: torch, too, has to allocate it anew then.
         torch.cuda.empty_cache()  # does nothing before CUDA is used
