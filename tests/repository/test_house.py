@@ -285,6 +285,7 @@ KNOWS_TORCH = {
     "kernel.h",
     "output_memory.h",
     "parallel.h",
+    "sent_lists.h",
 }  # of the ground
 every_core_file = pytest.mark.parametrize("path", CORE_TEXTS)
 
