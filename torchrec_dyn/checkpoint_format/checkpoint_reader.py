@@ -92,13 +92,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
 
 
 def open_files(folder: Path) -> tuple[FileSystemReader, Metadata]:
-    """Opens a checkpoint, with or without dynamic tables, and checks that its files are long enough.
+    """Returns DCP's reader of a checkpoint, set up with the metadata, and the metadata.
 
-    Args:
-        folder: directory of the checkpoint.
-
-    Returns:
-        DCP's reader, set up with the metadata, and the metadata.
+    The checkpoint may have no dynamic tables. Its files are checked to be long enough.
 
     Raises:
         ValueError: if the directory is no checkpoint, or the checkpoint is torn or damaged.
@@ -151,7 +147,7 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
 
 
 def _kind(tensors: Mapping[str, TensorStorageMetadata]) -> tuple[str, ...] | None:
-    """Returns the tensor names of a table or of an optimizer state, None for anything else.
+    """Returns MODEL_TENSORS for a table, OPTIMIZER_TENSORS for an optimizer state, None for anything else.
 
     A table or an optimizer state has at least two of the names below with their dtypes.
     """

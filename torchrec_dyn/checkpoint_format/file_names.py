@@ -10,11 +10,7 @@ from typing import Any
 def file_inside(folder: Path, name: Any, remedy: str, pattern: str = r"[^\0]+") -> Path:
     """Returns the path of a file of a directory, also of a file in a directory below.
 
-    Args:
-        folder: the directory.
-        name: name of the file, as read; of any type.
-        remedy: last sentence of the message.
-        pattern: regular expression of the whole name.
+    `name` is as read, of any type. The pattern is for the whole name, `remedy` is the end of the message.
 
     Raises:
         ValueError: if the name is not a string of this pattern, or its path leads out of the directory.
