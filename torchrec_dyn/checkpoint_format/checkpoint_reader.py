@@ -7,6 +7,7 @@ checkpoints whose origin you trust. Tensors are loaded with `weights_only=True`,
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torchrec_dyn.checkpoint_format import saved_config
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, MODEL_TENSORS, OPTIMIZER_TENSORS
-from torchrec_dyn.checkpoint_format.file_names import file_inside
 from torchrec_dyn.checkpoint_format.saved_table import SavedTable
 from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER
 from torchrec_dyn.optimizers import STATE_NAMES
@@ -144,6 +144,24 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
             raise ValueError(
                 f"{folder}: expected {end} bytes in {name}, got {length}: it is truncated. {DAMAGED}"
             )
+
+
+def file_inside(folder: Path, name: Any, remedy: str, pattern: str = r"[^\0]+") -> Path:
+    """Returns the path of a file of a directory, also of a file in a directory below.
+
+    It checks a name that was read from another file, of any type, before the name becomes a path. The pattern
+    is for the whole name, `remedy` is the end of the message.
+
+    Raises:
+        ValueError: if the name is not a string of this pattern, or its path leads out of the directory.
+    """
+    is_name = isinstance(name, str) and re.fullmatch(pattern, name)
+    parts = Path(name).parts if is_name else ()
+    if not parts or Path(name).is_absolute() or ".." in parts:
+        raise ValueError(
+            f"{folder}: expected the name of a file inside the directory, got {name!r:.100}. {remedy}"
+        )
+    return folder / name
 
 
 def _kind(tensors: Mapping[str, TensorStorageMetadata]) -> tuple[str, ...] | None:
