@@ -5,8 +5,8 @@ pooled directly after its rows are found, with zeros for absent ids, and the hos
 while the GPU pools. In a step of known ids this is the output. Else the bags of new ids are pooled again when
 their rows are written: whole bags, so the terms of a sum keep their order.
 
-New are the ids that have no row when the expired ids have been removed. An id whose expired row was found is
-one of them, although it may get the same row again. Other ids of a batch keep their rows during its step.
+A new id has no row after the removal of the expired ids. So an id whose expired row was found is new,
+although it may get the same row again. The other ids of a batch keep their rows during its step.
 
 Legend: N ids.
 """

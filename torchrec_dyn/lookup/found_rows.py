@@ -1,4 +1,4 @@
-"""FoundRows: what a step on a GPU reads first, in one wait: absent ids, expired ids, and its batch's counts.
+"""FoundRows: the first numbers that a step on a GPU reads, in one wait: absent ids, expired ids, counts.
 
 Legend: T tables, N ids, M expired ids of a table.
 """
@@ -21,13 +21,7 @@ _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class Expired(NamedTuple):
-    """The expired ids of a table.
-
-    Attributes:
-        ids: [M] int64.
-        rows: [M] int64.
-        num_ids: number of ids of the table with these ids.
-    """
+    """The expired ids [M] int64 of a table, their rows [M] int64, and its number of ids with these."""
 
     ids: Tensor
     rows: Tensor

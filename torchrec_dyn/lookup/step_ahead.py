@@ -40,10 +40,9 @@ class StepAhead:
     """A training step taken ahead of the forward of its batch.
 
     Attributes:
-        taken: the step.
         is_trained: [T] bool, False for a table that was frozen at the step.
         generations: [T], generation of each table at the step.
-        ticket: ticket of the forward.
+        ticket: ticket of the forward, open since the step.
     """
 
     taken: TakenStep

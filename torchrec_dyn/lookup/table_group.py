@@ -85,8 +85,7 @@ class TableGroup:
     """Tables that share pooling, row dtype and optimizer, looked up together.
 
     Attributes:
-        tables: T tables.
-        learning_rate: learning rate; every backward reads it, the fused optimizer writes it.
+        learning_rate: every backward reads it, the fused optimizer writes it.
         has_life: True if any table has a life.
     """
 
@@ -146,7 +145,7 @@ class TableGroup:
             weights: [N] floating point weights of the ids in their bags, or None.
             training: True to count the step, to give rows to unseen ids, and to update rows in backward.
                 If False, and for a frozen table, nothing changes, and an unseen id reads as the table's
-                `unseen` says.
+                `unseen` configures.
             batch_sizes: [F][ranks] bags of each feature and rank, for variable batches.
             counts: [F] number of ids of each feature, from a caller that has checked the offsets (they are
                 not checked again before ids are inserted), or that checks them with the counts; else None.
