@@ -59,11 +59,7 @@ def for_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """A copy from a GPU to the host that is under way: kernels that are queued next do not hold it up.
-
-    Args:
-        values: a tensor on a GPU.
-    """
+    """A copy of values of a GPU to the host, under way: kernels that are queued next do not hold it up."""
 
     def __init__(self, values: Tensor) -> None:
         self._copy = torch.empty(

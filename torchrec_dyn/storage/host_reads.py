@@ -24,11 +24,9 @@ Reading: TypeAlias = Generator[Sequence[Tensor], Sequence[int], _Result]
 def read(reading: Reading[_Result], meanwhile: Callable[[], object] | None = None) -> _Result:
     """Runs a reading and returns its result.
 
-    Args:
-        reading: the reading.
-        meanwhile: queues kernels that do not need the numbers. It is called once, before the host waits for
-            the first numbers of a GPU: the GPU runs these kernels while the host goes on. Not called if there
-            is nothing to wait for.
+    `meanwhile` queues kernels that do not need the numbers. It is called once, before the host waits for the
+    first numbers of a GPU: the GPU runs these kernels while the host goes on. It is not called if there is
+    nothing to wait for.
     """
     try:
         asked = next(reading)

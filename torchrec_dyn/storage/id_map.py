@@ -47,12 +47,8 @@ _PAGE_SLOTS = (2 << 20) // SLOT_BYTES
 def most_slots(ids: int, device_type: str = "cpu") -> int:
     """Returns the most slots in memory of a map of up to `ids` ids, for any order of insertion.
 
-    The bound also holds while the map grows. Planners reserve memory for this number of slots.
-
-    Args:
-        ids: number of ids.
-        device_type: type of the slots' device. Off the CPU a map that grows has its old and its new slots in
-            memory for a moment.
+    The bound also holds while the map grows: off the CPU a map has its old and its new slots in memory for a
+    moment. Planners reserve memory for this number of slots.
     """
     needed = int(ids / MAX_LOAD) + 1
     if device_type != "cpu":
@@ -278,11 +274,7 @@ class IdMap:
                 yield (here, those) if is_full or used.all() else (here[used], those[used])
 
     def contents(self) -> tuple[Tensor, Tensor]:
-        """Returns all ids and rows in canonical order.
-
-        Returns:
-            ids: [M] int64.
-            rows: [M] int64.
+        """Returns all ids and rows in canonical order, [M] int64 each.
 
         Raises:
             RuntimeError: on a GPU, an earlier op had invalid arguments: no save hides the error.
@@ -336,10 +328,7 @@ def _offsets_of(ids: Tensor) -> Tensor:
 
 
 def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
-    """Returns maps in the form that the ops take.
-
-    Args:
-        maps: T maps.
+    """Returns T maps in the form that the ops take.
 
     Returns:
         slots: the slots of each map, then the outgoing slots of each map that grows.
@@ -351,11 +340,7 @@ def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
 
 
 class MapList:
-    """The maps of several tables in the form that the ops take, listed again when slots have changed.
-
-    Args:
-        maps: T maps.
-    """
+    """The maps of several tables in the form that the ops take, listed again when slots have changed."""
 
     def __init__(self, maps: Sequence[IdMap]) -> None:
         self._maps = maps

@@ -13,14 +13,7 @@ from torchrec_dyn.storage.row_store import RowStore
 
 
 class InitialRows:
-    """The initial rows of one table, or of one column shard of it.
-
-    Args:
-        initializer: the distribution.
-        seed: seed of the table's config.
-        name: name of the table.
-        first_column: number of the first column of this column shard.
-    """
+    """The initial rows of one table, or of the column shard of it that begins at `first_column`."""
 
     def __init__(self, initializer: Initializer, seed: int, name: str, first_column: int) -> None:
         self._kind, self._parameters = initializer.parameters()

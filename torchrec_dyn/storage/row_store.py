@@ -29,12 +29,9 @@ _LINE_BYTES = 64
 
 
 def block_shift(row_limit: int, row_bytes: int, device_type: str = "cpu") -> int:
-    """Returns the binary logarithm of the rows of a block.
+    """Returns the binary logarithm of the rows of a block; a small table takes one small block.
 
-    Args:
-        row_limit: the most rows of the table; a small table takes one small block.
-        row_bytes: bytes of a row's weights.
-        device_type: type of the table's device.
+    `row_bytes` are the bytes of a row's weights.
     """
     if device_type in growing_block.RANGE_DEVICES:
         return growing_block.range_shift(row_limit, row_bytes)
@@ -43,13 +40,9 @@ def block_shift(row_limit: int, row_bytes: int, device_type: str = "cpu") -> int
 
 
 def most_store_bytes(rows: int, row_bytes: int, shift: int, device_type: str = "cpu") -> int:
-    """Returns the most bytes of a store of `rows` rows. Planners reserve this memory.
+    """Returns the most bytes of a store with `rows` rows in use. Planners reserve this memory.
 
-    Args:
-        rows: number of rows in use.
-        row_bytes: bytes of a row of this store.
-        shift: binary logarithm of the rows of a block.
-        device_type: type of the table's device. A CPU commits memory where rows are written.
+    A CPU commits memory where rows are written.
     """
     if device_type not in growing_block.RANGE_DEVICES:
         return rows * row_bytes
@@ -182,7 +175,7 @@ class RowStore:
         Returns:
             [M, columns].
         """
-        # On a GPU to see whether they are costs a wait, and a copy little.
+        # On a GPU this check would be a wait, and a copy costs little.
         if rows.is_cpu and rows.numel() and int(rows[-1]) - int(rows[0]) == rows.numel() - 1:
             view = self.within(int(rows[0]), 0, (rows.numel(), self.columns))
             if view is not None:
@@ -202,13 +195,7 @@ class RowStore:
         ops.scatter_rows_(rows, values, self.blocks, self.shift, self.columns)
 
     def within(self, first_row: int, first_column: int, size: Sequence[int]) -> Tensor | None:
-        """Returns a range of rows and columns as a view; None if the rows lie in several blocks.
-
-        Args:
-            first_row: first row of the range.
-            first_column: first column of the range.
-            size: numbers of rows and columns.
-        """
+        """Returns a range of `size` rows and columns as a view; None if the rows lie in several blocks."""
         block, place = first_row >> self.shift, first_row & ((1 << self.shift) - 1)
         if place + size[0] > 1 << self.shift:
             return None
@@ -259,13 +246,10 @@ class RowStore:
         del self.blocks[0]
 
     def keep_in_use(self, count: int | None = None) -> None:
-        """Keeps blocks that are dropped next for the present kernels of the current stream.
+        """Keeps the first `count` blocks, or all, which are dropped next, for present kernels of this stream.
 
         Another stream may have allocated a block of torch's memory, and would use it again at once. A range
         waits for all kernels itself.
-
-        Args:
-            count: number of blocks, the first ones; None: all.
         """
         if not (self.grows_in_place and growing_block.in_range(1 << self.shift, self.row_bytes)):
             keep_in_use(*self.blocks[:count])
