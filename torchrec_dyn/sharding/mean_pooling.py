@@ -31,14 +31,7 @@ class MeanDivisor:
         self.is_needed = any(feature is not None for feature in self._features)
 
     def __call__(self, features: KeyedJaggedTensor) -> Tensor:
-        """Computes the divisor of a batch.
-
-        Args:
-            features: the user's batch, B examples.
-
-        Returns:
-            [B, sum of widths] float32, at least 1.
-        """
+        """Returns the divisor of a batch of B examples, [B, sum of widths] float32, at least 1."""
         columns = [
             None if feature is None else _bag_lengths(features, feature)
             for feature in self._features
