@@ -26,18 +26,13 @@ from torchrec_dyn.storage import (
 
 # At least a 64th of the counters, or rows, is freed at once, so that searches for the lowest scores are rare.
 FREED_SHARE = 64
-# Candidates listed at once, in such shares. By age: 24 bytes a candidate, so 3 bytes for each counter or row.
+# Candidates listed at once, in such shares. Listed by age, a candidate takes 24 bytes: 3 for each counter or
+# row.
 SHARES_AHEAD = 8
 
 
 class Drop(NamedTuple):
-    """A prepared drop of counters.
-
-    Attributes:
-        ids: [M] int64, the ids.
-        rows: [M] int64, the rows of their counters.
-        left: number of counters afterwards.
-    """
+    """A prepared drop of counters: their ids [M] int64, their rows [M] int64, and the number left."""
 
     ids: Tensor
     rows: Tensor
@@ -98,12 +93,9 @@ class AdmissionCounters:
         return counts.masked_fill_(~is_waiting, 0), is_waiting
 
     def expired(self, age_limit: AgeLimit, step: int, clock: Clock) -> Reading[Drop]:
-        """Returns the drop of the counters expired at `step`; drops nothing.
+        """Returns the drop of the counters expired when `step` begins; drops nothing.
 
-        Args:
-            age_limit: age limit of these counters only.
-            step: the training step that begins.
-            clock: clock of the table.
+        `age_limit` is of these counters only.
         """
         high = self._numbers.high
         ids, rows = yield from age_limit.expired(step, clock, self._scores, self.id_map, high)
@@ -139,12 +131,7 @@ class AdmissionCounters:
         run_to_end(commit)
 
     def surplus(self, step: int, limit: int) -> Reading[Drop | None]:
-        """Returns the drop of the counters above a limit, ids seen longest ago first; None if none is above.
-
-        Args:
-            step: the present training step.
-            limit: the most counters to keep.
-        """
+        """Returns the drop of counters above a limit, ids seen longest ago first; None if none is above."""
         surplus = len(self) - limit
         if surplus <= 0:
             return None

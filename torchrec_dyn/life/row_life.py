@@ -66,15 +66,9 @@ class Decision(NamedTuple):
 class RowLife:
     """Scores, counters and clock of one table, and the rules of its policies.
 
-    Args:
-        config: config with at least one policy.
-        name: name of the table.
-        row_limit: the most rows of the table on this rank.
-        shift: binary logarithm of the rows of a block.
-        device: device of the table.
+    The config has at least one policy. `row_limit` is that of this rank.
 
     Attributes:
-        scores: scores of the rows.
         waiting: counters of the waiting ids, None unless `config.counts_waiting`.
         clock: the time that the user sets.
         ages: True if rows expire.
@@ -233,9 +227,7 @@ class RowLife:
     def surplus_counters(self, step: int, rows: int) -> Reading[Drop | None]:
         """Returns the drop of the counters above their limit, None if none is above; drops nothing.
 
-        Args:
-            step: the present training step.
-            rows: number of rows in use before this step.
+        `rows` is the number of rows in use before this step.
         """
         if self.waiting is None:
             return None
@@ -255,14 +247,10 @@ class RowLife:
         return (yield from self._candidates.lowest(self.scores, id_map, high, step, most, ahead))
 
     def caught_up(self, step: int, high: int) -> RowLife:
-        """Returns a life in which rows loaded without scores were last seen at the step, loaded after them.
+        """Returns a life in which rows loaded without scores were last seen at `step`, loaded after them.
 
         This life does not change, so a load that fails continues with it. If the rows have scores, this life
-        is returned.
-
-        Args:
-            step: step of the table.
-            high: number of rows ever handed out.
+        is returned. `high` is the number of rows ever handed out.
         """
         if not self.is_unscored:
             return self

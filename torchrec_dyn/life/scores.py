@@ -63,15 +63,10 @@ class Scores:
     def lowest(
         self, id_map: IdMap, high: int, before: int, most: int, by_count: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Returns the rows with the lowest scores, exactly; of equal scores the lowest mixed ids, unsigned.
+        """Returns the `most` rows of lowest scores, exactly; of equal scores the lowest mixed ids, unsigned.
 
-        Args:
-            id_map: id map of the table.
-            high: number of rows ever handed out.
-            before: rows of this step and later are never chosen, except rows assigned at it and not seen
-                yet (count 0).
-            most: the most rows to return.
-            by_count: True to compare counts, False to compare last_seen.
+        Compares last_seen; with `by_count`, counts. Rows of step `before` and later are never chosen, except
+        rows assigned at it and not seen yet (count 0). `high` is the number of rows ever handed out.
 
         Returns:
             ids: [M] int64, in the order of `ops.lowest_scores`: use the set of them only.
