@@ -71,11 +71,8 @@ class BagLayout:
     ) -> Tensor:
         """Returns the begin of each table's ids, [T + 1] int64 on the CPU.
 
-        Args:
-            offsets: [bags + 1] int64 on any device, where each bag begins in the ids.
-            ids: N.
-            batch_sizes: [F][ranks] bags of each feature and rank, or None if all features have the same
-                number of bags.
+        offsets [bags + 1] int64 on any device, where each bag begins in the ids; `ids` is N; batch_sizes
+        [F][ranks], bags of each feature and rank, or None if all features have the same number of bags.
 
         Raises:
             ValueError: offsets or batch sizes are not valid.
@@ -121,8 +118,7 @@ class BagLayout:
     def begins_of_tables(self, begins: Tensor) -> Tensor:
         """Returns the begin of each table's ids, [T + 1] int64 on the device of `begins`.
 
-        Args:
-            begins: [F + 1] int64, the begin of each feature's ids, and the end of the last.
+        begins [F + 1] int64 are the begin of each feature's ids, and the end of the last.
         """
         if len(self._first_feature) == self._features + 1:  # each table has one feature
             return begins

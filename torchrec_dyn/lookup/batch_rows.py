@@ -55,11 +55,8 @@ def part_of(
 ) -> BatchPart:
     """Returns the part of a batch that belongs to chosen tables.
 
-    Args:
-        is_chosen: [T] bool on the CPU.
-        ids: [N] int64 in table order.
-        table_offsets: [T + 1] int64 on the CPU, where the ids of each table begin.
-        times: [N] int64, or None.
+    is_chosen [T] bool on the CPU; ids [N] int64 in table order; table_offsets [T + 1] int64 on the CPU, where
+    the ids of each table begin; times [N] int64, or None.
     """
     sizes = table_offsets.diff()
     ends = torch.cat([table_offsets[:1], sizes[is_chosen].cumsum(0)])

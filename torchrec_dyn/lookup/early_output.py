@@ -47,11 +47,7 @@ class EarlyOutput:
     _output: Tensor | None = None
 
     def pool(self, rows: Tensor) -> None:
-        """Pools the batch.
-
-        Args:
-            rows: [N] int64, -1 for an absent id. They may change after the call.
-        """
+        """Pools the batch: rows [N] int64, -1 for an absent id. They may change after the call."""
         given, bags = self._given(rows, self.blocks), self.bags
         if self.is_counted:
             self._output = ops.gather_pool(*given, bags.elements, self.dtype)
@@ -64,9 +60,7 @@ class EarlyOutput:
     def finish(self, rows: Tensor, blocks: TableBlocks) -> Tensor | None:
         """Returns the output, with the rows of the new ids; None if nothing was pooled.
 
-        Args:
-            rows: [N] int64, the rows to read, after the step.
-            blocks: the rows of the tables after the step.
+        rows [N] int64, the rows to read, and `blocks` are those after the step.
         """
         if self._output is not None and self.new_index is not None:
             ops.pool_into_(self._output, self.new_index, *self._given(rows, blocks))

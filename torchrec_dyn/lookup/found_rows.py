@@ -67,13 +67,9 @@ def find_first(
 ) -> FoundRows:
     """Finds the rows of a batch on a GPU, and the expired ids, and reads numbers of the batch with them.
 
-    Args:
-        maps: maps of T tables.
-        ids: [N] int64 in table order.
-        table_offsets: [T + 1] int64, on the CPU or on the device of `ids`: then they are not checked.
-        ageing: tables with an age limit.
-        beside: reading of numbers of the batch. It may raise an error: nothing has changed then.
-        early: the output of the batch, which is pooled before the host waits.
+    ids [N] int64 in table order; table_offsets [T + 1] int64, on the CPU or on the device of `ids`: then they
+    are not checked. `ageing` are the tables with an age limit. `beside` reads numbers of the batch; it may
+    raise an error: nothing has changed then. `early` is pooled before the host waits.
 
     Raises:
         RuntimeError: an earlier op had invalid arguments (csrc/device_errors.h).

@@ -60,13 +60,10 @@ def reduction_of(
     table_offsets: Tensor,
     senders: Senders | None,
 ) -> Reduction:
-    """Returns the reduction of one batch.
+    """Returns the reduction of one batch; `senders` is None for a batch that no dist has sent.
 
-    Args:
-        configs: configs of T tables.
-        offsets: [bags + 1] int64, where each bag begins in the ids.
-        table_offsets: [T + 1] int64, where the ids of each table begin.
-        senders: senders of the batch; None for a batch that no dist has sent.
+    offsets [bags + 1] int64, where each bag begins in the ids; table_offsets [T + 1] int64, where the ids of
+    each table begin.
     """
     if senders is None:
         return Reduction([1.0] * len(configs), None)

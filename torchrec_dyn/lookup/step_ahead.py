@@ -61,10 +61,7 @@ class StepAhead:
     def now(self, lists: TableLists, ids: Tensor, table_offsets: Tensor) -> TakenStep:
         """Returns the step for a forward that begins now. Rows of tables frozen since then are not updated.
 
-        Args:
-            lists: the tables of the group.
-            ids: [N] int64, the batch of the step.
-            table_offsets: [T + 1] int64, where the ids of each table begin.
+        ids [N] int64, the batch of the step; table_offsets [T + 1] int64, where the ids of each table begin.
 
         Raises:
             ValueError: the step was taken for a batch of another size.
