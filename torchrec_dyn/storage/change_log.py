@@ -93,20 +93,14 @@ class ChangeLog:
         self.added.reserve(rows)
 
     def add(self, rows: Tensor) -> None:
-        """Records rows that were just given to ids.
-
-        Args:
-            rows: [M] int64.
-        """
+        """Records rows [M] int64 that were just given to ids."""
         self.changed.write(rows, self.number)
         self.added.write(rows, self.number)
 
     def with_removed(self, ids: Tensor, rows: Tensor) -> Reading[list[_Removed]]:
         """Returns `removed` as it must be when these ids are removed, and changes nothing.
 
-        Args:
-            ids: [M] int64.
-            rows: [M] int64, the former rows of these ids.
+        ids [M] int64; rows [M] int64, their former rows.
         """
         moments = [moment.number for moment in self._moments]
         removed = [piece for piece in self.removed if piece.at >= min(moments, default=0)]
@@ -129,11 +123,8 @@ class ChangeLog:
     def replace_all(self, ids: Tensor, rows: Tensor, high: int, device: torch.device) -> None:
         """Records that all former ids were removed, and that all present ids were added.
 
-        Args:
-            ids: [M] int64, the former ids.
-            rows: [M] int64, the former rows of these ids.
-            high: number of rows handed out now.
-            device: device of the table now.
+        ids [M] int64 are the former ids, rows [M] int64 their former rows; `high`, the number of rows handed
+        out, and `device` are the present ones.
         """
         changed = RowMarks(self._row_limit, device)
         added = RowMarks(self._row_limit, device)

@@ -54,12 +54,8 @@ def _ahead(used: int) -> int:
 def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
     """Returns the block with at least `rows` rows, and a few more, so that growth is rare.
 
-    A block that this function returned keeps its address. The memory of new rows is not initialised.
-
-    Args:
-        block: [R, D], 0 <= R < limit.
-        rows: number of rows that must fit, in (R, limit].
-        limit: rows of a whole block.
+    block [R, D], 0 <= R < limit; `rows` is in (R, limit], and `limit` the number of rows of a whole block. A
+    block that this function returned keeps its address. The memory of new rows is not initialised.
 
     Raises:
         MemoryError: if there is no memory for `rows` rows; the block is then as it was. A block of at most

@@ -21,13 +21,7 @@ class InitialRows:
         self._first_column = first_column
 
     def write(self, ids: Tensor, rows: Tensor, store: RowStore) -> None:
-        """Writes the initial rows of ids.
-
-        Args:
-            ids: [M] int64.
-            rows: [M] int64, the rows to write.
-            store: store of the weights.
-        """
+        """Writes the initial rows of ids [M] int64 to rows [M] int64 of a store of weights."""
         ops.init_rows_(
             ids, rows, store.blocks, store.shift, store.columns, self._first_column,
             self._kind, self._parameters, self._key,

@@ -61,14 +61,7 @@ class RowMarks:
             self.blocks.append(block)
 
     def read(self, rows: Tensor) -> Tensor:
-        """Returns the marks of rows.
-
-        Args:
-            rows: [M] int64.
-
-        Returns:
-            [M] int32.
-        """
+        """Returns the marks of rows [M] int64, [M] int32."""
         words = ops.gather_rows(rows, self._words, self.shift, 1, torch.float32)
         return words.view(torch.int32).flatten()
 
@@ -78,12 +71,7 @@ class RowMarks:
             block.fill_(mark)
 
     def write(self, rows: Tensor, mark: int) -> None:
-        """Marks rows.
-
-        Args:
-            rows: [M] int64.
-            mark: the mark of all these rows.
-        """
+        """Writes one mark for all rows [M] int64."""
         write_marks([self], rows, torch.tensor([0, rows.numel()], device="cpu"), [mark])
 
     def settle(self, mark: int) -> None:
@@ -119,13 +107,9 @@ class RowMarks:
 def write_marks(
     tables: Sequence[RowMarks | None], rows: Tensor, table_offsets: Tensor, marks: Sequence[int]
 ) -> None:
-    """Marks the rows of several tables.
+    """Writes marks [T], one for the rows of each table; None stands for a table without marks.
 
-    Args:
-        tables: marks of T tables, None for a table without marks.
-        rows: [N] int64 in table order; -1 is skipped.
-        table_offsets: [T + 1] int64, where the rows of each table begin.
-        marks: [T], the mark of each table's rows.
+    rows [N] int64 in table order, -1 is skipped; table_offsets [T + 1] int64, where the rows of each begin.
     """
     blocks: list[Tensor] = []
     layout = []

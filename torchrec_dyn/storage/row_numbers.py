@@ -95,9 +95,8 @@ class RowNumbers:
     def give_back(self, rows: Tensor) -> None:
         """Takes back the rows of removed ids; they are reused as soon as no open forward can hold them.
 
-        Args:
-            rows: [M] int64, distinct, handed out before. A second call with the same tensor directly after
-                changes nothing.
+        rows [M] int64, distinct, handed out before. A second call with the same tensor directly after changes
+        nothing.
         """
         is_new = not self.held_back or self.held_back[-1][1] is not rows
         if rows.numel() and is_new:
