@@ -56,12 +56,7 @@ def _bag_lengths(features: KeyedJaggedTensor, feature: str) -> Tensor:
 
 
 def divide(pooled: KeyedTensor, divisor: Tensor) -> KeyedTensor:
-    """Divides the sums by bag lengths; a callback of TorchRec's awaitable.
-
-    Args:
-        pooled: sums, [B, sum of widths].
-        divisor: [B, sum of widths].
-    """
+    """Divides sums by divisor [B, sum of widths], of their shape; a callback of TorchRec's awaitable."""
     values = pooled.values()
     return KeyedTensor(
         keys=pooled.keys(),

@@ -137,18 +137,10 @@ class SendOnce:
 
 
 def as_weights(counts: Tensor) -> Tensor:
-    """Returns counts as weights: [N] float32 with the bits of int32 counts.
-
-    Args:
-        counts: [N] int64 in [1, 2**31).
-    """
+    """Returns counts [N] int64 in [1, 2**31) as weights: [N] float32 with the bits of int32 counts."""
     return counts.to(torch.int32).view(torch.float32)
 
 
 def counts_of(weights: Tensor) -> Tensor:
-    """Returns the counts from weights that `as_weights` made, [N] int64.
-
-    Args:
-        weights: [N] float32, in any order.
-    """
+    """Returns the counts [N] int64 of weights [N] float32 that `as_weights` made, in any order."""
     return weights.view(torch.int32).long()
