@@ -69,25 +69,11 @@ class AdmissionCounters:
         self._scores.reserve(self._numbers.highest_after(additional))
 
     def counts(self, ids: Tensor, since: int = 0) -> Tensor:
-        """Returns the counts of ids, [M] int64; 0 for an id without a counter.
-
-        Args:
-            ids: [M] int64.
-            since: step; ids last seen before it have the count 0.
-        """
+        """Returns the counts of ids [M] int64; 0 without a counter, or if last seen before step `since`."""
         return self.waiting(ids, since)[0]
 
     def waiting(self, ids: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns the counts of ids, as `counts`, and a mask of the ids last seen at `since` or later.
-
-        Args:
-            ids: [M] int64.
-            since: step.
-
-        Returns:
-            counts: [M] int64.
-            is_waiting: [M] bool.
-        """
+        """Returns `counts` of ids [M] int64, and a mask [M] of those last seen at step `since` or later."""
         last_seen, counts = self._scores.read(self.id_map.lookup(ids))
         is_waiting = last_seen >= max(0, since)
         return counts.masked_fill_(~is_waiting, 0), is_waiting
@@ -106,12 +92,8 @@ class AdmissionCounters:
     ) -> None:
         """Writes the counters of ids, with or without a counter so far.
 
-        Args:
-            ids: [M] int64, distinct.
-            last_seen: [M] int64, steps.
-            counts: [M] int64.
-            num_new: number of ids without a counter so far; None: they are counted here, which waits for a
-                GPU.
+        ids [M] int64, distinct; last_seen [M] int64, steps; counts [M] int64. `num_new` is the number of ids
+        without a counter so far; None: they are counted here, which waits for a GPU.
         """
         rows = self.id_map.lookup(ids)
         is_new = rows < 0
@@ -145,11 +127,9 @@ class AdmissionCounters:
         self._candidates = EvictionCandidates(self._device)
 
     def forget(self, ids: Tensor, count: int | None = None) -> None:
-        """Drops counters.
+        """Drops the counters of ids [M] int64, distinct; ids without a counter are skipped.
 
-        Args:
-            ids: [M] int64, distinct; ids without a counter are skipped.
-            count: number of ids with a counter; None: they are counted here, which waits for a GPU.
+        `count` is the number of ids with a counter; None: they are counted here, which waits for a GPU.
         """
         if not ids.numel() or not len(self) or count == 0:
             return
@@ -174,11 +154,7 @@ class AdmissionCounters:
         run_to_end(commit)
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns last_seen and counts, [M] int64 each.
-
-        Args:
-            rows: [M] int64, rows of `id_map`.
-        """
+        """Returns last_seen and counts of rows [M] int64 of `id_map`, [M] int64 each."""
         return self._scores.read(rows)
 
     def export(self) -> Tensor:

@@ -61,12 +61,7 @@ class CountCandidates:
         self._listed: _Listed | None = None
 
     def add(self, ids: Tensor, counts: Tensor) -> None:
-        """Adds fresh rows.
-
-        Args:
-            ids: [M] int64.
-            counts: [M] int64, their counts.
-        """
+        """Adds fresh rows: ids [M] int64 and their counts [M] int64."""
         listed = self._listed
         if listed is None:
             return
@@ -82,11 +77,7 @@ class CountCandidates:
         self._listed = None if is_long else listed._replace(others=others)
 
     def forget(self, rows: Tensor) -> None:
-        """Drops the last rows that `lowest` returned, after their removal; does nothing for other rows.
-
-        Args:
-            rows: [M] int64, the removed rows.
-        """
+        """Drops rows [M] int64 that `lowest` returned last, after their removal; does nothing for others."""
         if self._listed is not None and self._listed.chosen[1] is rows:
             self._listed = self._listed._replace(chosen=self._none_chosen)
 

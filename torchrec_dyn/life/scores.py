@@ -31,33 +31,18 @@ class Scores:
         self.store.reserve(rows)
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the scores of rows.
+        """Returns last_seen and counts of rows [M] int64, [M] int64 each.
 
-        Args:
-            rows: [M] int64.
-
-        Returns:
-            last_seen: [M] int64, a step; -1 for a row without an id, and for row -1.
-            counts: [M] int64; 0 for a row without an id, and for row -1.
+        last_seen is a step. A row without an id, and row -1, have last_seen -1 and count 0.
         """
         return ops.read_scores(rows, self.store.blocks, self.store.shift)
 
     def write(self, rows: Tensor, last_seen: Tensor, counts: Tensor) -> None:
-        """Writes the scores of rows.
-
-        Args:
-            rows: [M] int64, distinct.
-            last_seen: [M] int64, steps.
-            counts: [M] int64, at most MOST_COUNT.
-        """
+        """Writes last_seen [M] int64, steps, and counts [M] int64, up to MOST_COUNT, of distinct rows [M]."""
         ops.write_scores_(rows, last_seen, counts, self.store.blocks, self.store.shift)
 
     def forget(self, rows: Tensor) -> None:
-        """Marks rows as rows without an id.
-
-        Args:
-            rows: [M] int64.
-        """
+        """Marks rows [M] int64 as rows without an id."""
         self.write(rows, torch.full_like(rows, -1), torch.zeros_like(rows))
 
     def lowest(
