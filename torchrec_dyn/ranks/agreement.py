@@ -92,18 +92,10 @@ def exchange(
     send_sizes: Sequence[int],
     receive_sizes: Sequence[int],
 ) -> Tensor:
-    """Sends numbers to all ranks after every rank has made its numbers. Collective.
+    """Sends numbers to all ranks after every rank has made its numbers; returns those received, by sender.
 
-    Args:
-        group: the ranks; it sends tensors of the CPU.
-        call: table and method, the same on every rank.
-        make: function that returns the numbers to send, one-dimensional, on the CPU, by receiver; of one
-            dtype on all ranks.
-        send_sizes: number of numbers for each rank.
-        receive_sizes: number of numbers from each rank.
-
-    Returns:
-        The received numbers, by sender.
+    Collective. The group sends tensors of the CPU. make: returns the numbers to send, one-dimensional, on the
+    CPU, by receiver; of one dtype on all ranks. The sizes [ranks] count the numbers for and from each rank.
 
     Raises:
         ValueError, RuntimeError: on every rank, if `make` fails on some rank, or a rank has no memory for
