@@ -71,8 +71,8 @@ class BagLayout:
     ) -> Tensor:
         """Returns the begin of each table's ids, [T + 1] int64 on the CPU.
 
-        offsets [bags + 1] int64 on any device, where each bag begins in the ids; `ids` is N; batch_sizes
-        [F][ranks], bags of each feature and rank, or None if all features have the same number of bags.
+        offsets [bags + 1] int64 on any device, where each bag begins in the ids; `ids` is N;
+        batch_sizes [F][ranks], bags of each feature and rank, or None if all features have the same number.
 
         Raises:
             ValueError: offsets or batch sizes are not valid.

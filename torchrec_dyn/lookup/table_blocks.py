@@ -86,9 +86,10 @@ def blocks_with_initial_rows(
 ) -> tuple[TableBlocks, Tensor]:
     """Returns the blocks of the tables and, for one forward, initial rows of unseen ids.
 
-    The tables do not change. A table whose `unseen` is "zeros" gets no initial rows. ids [N] int64 in table
-    order; rows [N] int64, -1 for an unseen id, written in place: rows in the returned blocks; table_offsets
-    [T + 1] int64, where the ids of each table begin.
+    The tables do not change. A table whose `unseen` is "zeros" gets no initial rows.
+
+    ids [N] int64 in table order; rows [N] int64, -1 for an unseen id, written in place: rows in the returned
+    blocks; table_offsets [T + 1] int64, where the ids of each table begin.
 
     Returns:
         The blocks, and [N] int64: -1 for an id that was not unseen, else 0 or more.
