@@ -1,4 +1,4 @@
-"""Tables, gradients and outputs of more than 2^32 numbers: an index of 32 bits reads or writes other rows.
+"""Tables and optimizer states of more than 2^32 numbers: an index of 32 bits reads or writes other rows.
 
 Their memory is a file without contents, of which few pages are ever used.
 """
@@ -57,44 +57,32 @@ def test_rows_are_written_and_read(large):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_rows_are_pooled(large, weighted):
-    """Bags of one id and of several, into the end of a large output."""
+    """Bags of one id and of several."""
     table, twin = large(FIRST + 8, COLUMNS), torch.zeros(16, COLUMNS)
-    values = torch.randn(5, COLUMNS)
+    values, grad = torch.randn(5, COLUMNS), torch.randn(3 * COLUMNS)
+    offsets, factors = ids_of(0, 1, 10, 15), torch.randn(15) if weighted else None
+    segment = torch.tensor([[0, 0, 3, 0, COLUMNS]])
+    results = []
     for block, rows in ((table, ROWS), (twin, TWINS)):
         block[rows] = values
-    offsets, factors = ids_of(0, 1, 10, 15), torch.randn(15) if weighted else None
-    out, expected = large(FIRST + 3, COLUMNS), torch.zeros(3, COLUMNS)
-    grad = torch.randn(3 * COLUMNS)
-    segments = [torch.tensor([[0, 0, 3, place, COLUMNS]]) for place in (FIRST * COLUMNS, 0)]
-    for block, rows, result, segment in (
-        (table, ROWS, out, segments[0]),
-        (twin, TWINS, expected, segments[1]),
-    ):
         given = (rows.repeat(3), offsets, factors, [block], layout(), segment, False)
-        ops.pool_into_(result.view(-1), None, *given)
-    assert torch.equal(out[FIRST:], expected) and expected.any(1).all() and not out[:8].any()
-    products = [
-        ops.bag_weights_grad(grad, rows.repeat(3), offsets, [block], layout(), segments[1], False)
-        for block, rows in ((table, ROWS), (twin, TWINS))
-    ]
-    assert torch.equal(*products)
+        results.append(ops.gather_pool(*given, 3 * COLUMNS, torch.float32))
+        given = (grad, rows.repeat(3), offsets, [block], layout(), segment, False)
+        results.append(ops.bag_weights_grad(*given))
+    assert torch.equal(results[0], results[2]) and results[0].all()
+    assert torch.equal(results[1], results[3]) and results[1].all()
 
 
-@pytest.mark.parametrize("has_large_grad", [False, True])
 @pytest.mark.parametrize("optimizer", [ROWWISE_ADAGRAD, ADAM])
-def test_rows_are_updated(large, optimizer, has_large_grad):
-    """Repeated rows; the gradients of their bags at the end of a small or a large tensor."""
-    grads = torch.randn(3, COLUMNS)
-    results = []
-    for rows, new, bags in ((ROWS, large, FIRST), (TWINS, torch.zeros, 0)):
+def test_rows_are_updated(large, optimizer):
+    grad, results = torch.randn(3 * COLUMNS), []
+    for rows, new in ((ROWS, large), (TWINS, torch.zeros)):
         limit = FIRST + 8 if new is large else 16
-        grad = new(bags + 3, COLUMNS) if has_large_grad else torch.zeros(3, COLUMNS)
-        grad[-3:] = grads
         width = 1 if optimizer == ROWWISE_ADAGRAD else COLUMNS
         states = [new(limit, COLUMNS), new(limit, width)]
         states += [new(limit, COLUMNS)] if optimizer == ADAM else []
         ops.update_rows_(
-            grad=grad.view(-1),
+            grad=grad,
             ids=torch.arange(15),
             rows=rows.repeat(3),
             offsets=ids_of(0, 1, 10, 15),
@@ -103,7 +91,7 @@ def test_rows_are_updated(large, optimizer, has_large_grad):
             momentum1=states[1:2],
             momentum2=states[2:],
             layout=layout(),
-            segments=torch.tensor([[0, 0, 3, grad.numel() - 3 * COLUMNS, COLUMNS]]),
+            segments=torch.tensor([[0, 0, 3, 0, COLUMNS]]),
             streams=torch.tensor([[5, 0, 1]]),
             mean=False,
             optimizer=optimizer,
