@@ -383,15 +383,19 @@ struct UpdateRows {
   TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update(const UpdatedRow<T>& row, const RowIds& own,
                                                     const Slice<Shape>& slice, const Columns& sums,
                                                     const Columns& weights, float square, float state) const {
+    Columns momentum1, momentum2;
     simt::each_lane<kLanes>([&](int lane) {
-      LaneColumns<Shape> updated = weights[lane], momentum1, momentum2;
-      load_state(widths.momentum1, row.table.momentum1, row.number, state, lane, slice, momentum1.numbers);
-      load_state(widths.momentum2, row.table.momentum2, row.number, state, lane, slice, momentum2.numbers);
-      update_row(rule, row.table.correction, square, sums[lane].numbers, updated.numbers, momentum1.numbers,
-                 momentum2.numbers, Shape::kLaneColumns);
+      load_state(widths.momentum1, row.table.momentum1, row.number, state, lane, slice, momentum1[lane].numbers);
+      load_state(widths.momentum2, row.table.momentum2, row.number, state, lane, slice, momentum2[lane].numbers);
+    });
+    simt::sync_lanes<kLanes>();  // lanes without columns have read those of others, and all lanes the state of the row
+    simt::each_lane<kLanes>([&](int lane) {
+      LaneColumns<Shape> updated = weights[lane];
+      update_row(rule, row.table.correction, square, sums[lane].numbers, updated.numbers, momentum1[lane].numbers,
+                 momentum2[lane].numbers, Shape::kLaneColumns);
       store_weights(row, own, updated.numbers, slice, lane);
-      store_state(widths.momentum1, row.table.momentum1, row, momentum1.numbers, lane, slice);
-      store_state(widths.momentum2, row.table.momentum2, row, momentum2.numbers, lane, slice);
+      store_state(widths.momentum1, row.table.momentum1, row, momentum1[lane].numbers, lane, slice);
+      store_state(widths.momentum2, row.table.momentum2, row, momentum2[lane].numbers, lane, slice);
     });
   }
 

@@ -142,9 +142,8 @@ class SumOfSquares {
     }
   }
 
-  // The tree of sum_of_lanes (simd.h). Memory that all lanes have read before may be written by one of them after it.
+  // The tree of sum_of_lanes (simd.h).
   TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float total() {
-    simt::sync_lanes<kLanes>();
     for (int h = 0; h < kHeld; ++h) {
       add_partners(sums_[h], 2);
       add_partners(sums_[h], 1);
