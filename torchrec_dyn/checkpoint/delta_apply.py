@@ -33,8 +33,8 @@ from torchrec_dyn.checkpoint_format import (
 from torchrec_dyn.life import Clock
 from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import ModelSource, OptimizerSource, StagedRows
-from torchrec_dyn.storage import IdMap, RowStore, turn_of
-from torchrec_dyn.table import Addition, DynamicTable, insert_rows, named_states, note_changed
+from torchrec_dyn.storage import IdMap, RowStore, note_changed, turn_of
+from torchrec_dyn.table import Addition, DynamicTable, insert_rows, named_states
 from torchrec_dyn.whole_model import ModelTable, saved_sums, tables_of
 
 
@@ -190,7 +190,7 @@ def _write_rows(
             one.store.write(rows, values)
         if shard.life is not None:
             shard.life.scores.write(rows, *staged.scores.read(from_rows))
-        note_changed([shard], rows, torch.tensor([0, rows.numel()], device="cpu"))
+        note_changed([shard.change_log], rows, torch.tensor([0, rows.numel()], device="cpu"))
     if shard.life is not None:
         shard.life.is_unscored = False
         if staged.waiting is not None:

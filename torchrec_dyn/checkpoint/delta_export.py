@@ -29,7 +29,7 @@ from torchrec_dyn.checkpoint_format import (
 from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import Run, Share, runs_of, share_of
 from torchrec_dyn.storage import CanonicalRows, IdMap, Moment, to_host
-from torchrec_dyn.table import moment_of, stamp_of
+from torchrec_dyn.table import stamp_of
 from torchrec_dyn.whole_model import ModelTable, saved_forms, saved_sums, tables_of
 
 _CALL = "export_delta"
@@ -115,7 +115,7 @@ def _begin(tables: Sequence[ModelTable], call: str) -> list[list[Moment]]:
     return run_together(
         tables[0].group,
         call,
-        lambda: [[moment_of(shard) for shard in table.pieces.shards] for table in tables],
+        lambda: [[shard.moment() for shard in table.pieces.shards] for table in tables],
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,7 @@ from torchrec_dyn.storage import (
     on_device,
     to_host,
 )
-from torchrec_dyn.table.changes import note_replaced
-
-if TYPE_CHECKING:
-    from torchrec_dyn.table.table import DynamicTable
+from torchrec_dyn.table.arrays import TableArrays
 
 
 class NamedState(NamedTuple):
@@ -43,21 +40,25 @@ class NamedState(NamedTuple):
     is_rowwise: bool
 
 
-def named_states(table: DynamicTable) -> list[NamedState]:
+def named_states(table: TableArrays) -> list[NamedState]:
     """Returns the optimizer states of a table with their names."""
     optimizer = table.optimizer
     named = zip(optimizer.state_names, table.states, optimizer.state_is_rowwise, strict=True)
     return [NamedState(*fields) for fields in named]
 
 
-def stamp_of(table: DynamicTable) -> tuple[int, ...]:
+def state_shapes(table: TableArrays) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of one row of each optimizer state of a table."""
+    named = named_states(table)
+    return {one.name: () if one.is_rowwise else (one.store.columns,) for one in named}
+
+
+def stamp_of(table: TableArrays) -> tuple[int, ...]:
     """Returns numbers that change when ids are added or removed and when rows are written."""
     return (table.generation, table.edits, table.step, table.id_map.num_ids)
 
 
-def read_tensor(
-    table: DynamicTable, name: str, rows: Tensor, are_ascending: bool = False
-) -> Tensor:
+def read_tensor(table: TableArrays, name: str, rows: Tensor, are_ascending: bool = False) -> Tensor:
     """Returns rows of one tensor of the saved form: [M, columns], or [M] for scores.
 
     Args:
@@ -75,7 +76,7 @@ def read_tensor(
     return read(store, rows)
 
 
-def read_state(table: DynamicTable, on_host: bool = False) -> dict[str, Tensor]:
+def read_state(table: TableArrays, on_host: bool = False) -> dict[str, Tensor]:
     """Returns a copy of the contents in canonical order.
 
     Args:
@@ -111,7 +112,7 @@ def _read_to_host(store: RowStore, rows: Tensor) -> Tensor:
 
 
 @locked
-def state_for_copy(table: DynamicTable, on_host: bool = False) -> dict[str, Tensor]:
+def state_for_copy(table: TableArrays, on_host: bool = False) -> dict[str, Tensor]:
     """Returns `read_state`; if the rows were loaded without scores, without their scores.
 
     So the copy treats these scores as missing, as this table does.
@@ -163,7 +164,7 @@ def _reader_of(values: Tensor) -> Callable[[int, int], Tensor]:
     return lambda start, stop: values[start:stop]
 
 
-def stored_state(table: DynamicTable) -> Contents:
+def stored_state(table: TableArrays) -> Contents:
     """Returns the contents of a table in canonical order; its rows are read when they are asked for."""
     ids, rows = table.id_map.contents()
 
@@ -175,7 +176,7 @@ def stored_state(table: DynamicTable) -> Contents:
     return Contents(ids, table.step, by_row, {} if table.life is None else table.life.export(rows))
 
 
-def write_state(table: DynamicTable, contents: Contents) -> None:
+def write_state(table: TableArrays, contents: Contents) -> None:
     """Fills an empty table; missing parts of the contents get the values of a new table.
 
     Args:
@@ -206,7 +207,7 @@ def _write_rows(store: RowStore, rows: Tensor, read: Callable[[int, int], Tensor
         store.write(some, on_device(values, store.device))
 
 
-def loaded_states(table: DynamicTable, state: Mapping[str, Tensor]) -> tuple[RowStore, ...]:
+def loaded_states(table: TableArrays, state: Mapping[str, Tensor]) -> tuple[RowStore, ...]:
     """Returns new stores of a table's optimizer state; the table does not change.
 
     Args:
@@ -242,7 +243,7 @@ def without_optimizer(state: Mapping[str, Tensor], optimizer: RowOptimizer) -> d
 
 
 def replace_contents(
-    table: DynamicTable, contents: Contents, dtype: torch.dtype, device: torch.device
+    table: TableArrays, contents: Contents, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Replaces the contents of a table; if this fails, the table has not changed.
 
@@ -256,11 +257,11 @@ def replace_contents(
         before = table.id_map
         table.reset(dtype, device)
         write_state(table, contents)
-        note_replaced(table, before)
+        table.note_replaced(before)
 
 
 @contextmanager
-def replaced_whole(table: DynamicTable) -> Iterator[None]:
+def replaced_whole(table: TableArrays) -> Iterator[None]:
     """Restores a table if the code inside fails. This code makes new objects and does not change old objects.
 
     Args:
