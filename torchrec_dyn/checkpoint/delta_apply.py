@@ -68,11 +68,7 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def _sums_before(
     changes: Sequence[TableChange], words: Sequence[tuple[Tensor, Tensor]]
 ) -> list[tuple[Sums, Sums]]:
-    """Returns the content sums of the copy from their words.
-
-    Raises:
-        ValueError: unless the delta begins at these sums.
-    """
+    """Returns the content sums of the copy; raises ValueError unless the delta begins at these sums."""
     before: list[tuple[Sums, Sums]] = [
         (from_words(model, MODEL_TENSORS), from_words(optimizer, OPTIMIZER_TENSORS))
         for model, optimizer in words
@@ -134,7 +130,7 @@ def _check_ends(
 
 
 def _sums_replaced(change: TableChange) -> tuple[Sums, Sums]:
-    """Sums the rows of the copy on this rank that the delta removes or rewrites."""
+    """Returns the content sums of this rank's rows that the delta removes or rewrites."""
     with turn_of(change.table):
         maps = tuple(
             _rows_replaced(shard, staged, change.removed) for shard, staged, _ in change.shards

@@ -37,15 +37,10 @@ _CALL = "export_delta"
 
 @dataclass(frozen=True)
 class _Marked:
-    """One table at a marker.
-
-    Attributes:
-        moments: moments of its shards on this rank, in column order.
-        sums: the words of its two checksums: of the model, of the optimizer.
-    """
+    """The moments of a table's shards on this rank, in column order, and the words of its two checksums."""
 
     moments: list[Moment]
-    sums: tuple[Tensor, Tensor]
+    sums: tuple[Tensor, Tensor]  # of the model, of the optimizer
 
 
 class Marker:

@@ -44,20 +44,13 @@ Sums = Mapping[str, int]
 
 @dataclass
 class TableChange:
-    """The changes of one table in a delta, with this rank's part as read.
+    """The changes of one table in a delta, with this rank's part as read."""
 
-    Attributes:
-        table: table of the copy.
-        saved: table of the delta.
-        model: entry that receives ids, rows, scores, counters and clock.
-        optimizer: entry that receives optimizer state and step.
-        removed: [N] int64, the removed ids that this rank owns.
-    """
-
-    table: Table
-    saved: SavedTable
-    model: ModelEntry
-    optimizer: OptimizerEntry
+    table: Table  # of the copy
+    saved: SavedTable  # of the delta
+    model: ModelEntry  # receives ids, rows, scores, counters and clock
+    optimizer: OptimizerEntry  # receives optimizer state and step
+    # [N] int64, the removed ids that this rank owns.
     removed: Tensor = field(default_factory=lambda: _NONE)
 
     @property
@@ -89,14 +82,7 @@ class TableChange:
 
 
 def read_delta(tables: Sequence[Table], path: str | os.PathLike[str]) -> list[TableChange]:
-    """Reads and verifies this rank's part of a delta. Collective.
-
-    Args:
-        tables: tables of the copy.
-        path: directory of the delta.
-
-    Returns:
-        The changes of each table, in the order of `tables`.
+    """Reads and verifies this rank's part of a delta: the changes of each of `tables`. Collective.
 
     Raises:
         ValueError: on every rank, if the delta is torn, damaged or of other tables.
@@ -203,7 +189,7 @@ def _verify(tables: Sequence[Table], changes: Sequence[TableChange]) -> None:
 
 
 def _checked(change: TableChange) -> tuple[Sums, Sums]:
-    """Checks and sums this rank's part."""
+    """Checks this rank's part and returns its content sums: of the model, of the optimizer."""
     summed = change.model.check(), change.optimizer.check([change.model])
     for one in change.model.staged or ():
         if bool((one.id_map.lookup(change.removed.to(one.id_map.slots.device)) >= 0).any()):

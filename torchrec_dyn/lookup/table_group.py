@@ -82,8 +82,7 @@ class TableGroup:
     """Tables that share pooling, row dtype and optimizer, looked up together.
 
     Attributes:
-        tables: T tables.
-        learning_rate: learning rate; every backward reads it, the fused optimizer writes it.
+        learning_rate: every backward reads it, the fused optimizer writes it.
         has_life: True if any table has a life.
     """
 
@@ -143,7 +142,7 @@ class TableGroup:
             weights: [N] floating point weights of the ids in their bags, or None.
             training: True to count the step, to give rows to unseen ids, and to update rows in backward.
                 If False, and for a frozen table, nothing changes, and an unseen id reads as the table's
-                `unseen` says.
+                `unseen` configures.
             batch_sizes: [F][ranks] bags of each feature and rank, for variable batches.
             counts: [F] number of ids of each feature, from a caller that has checked the offsets (they are
                 not checked again before ids are inserted), or that checks them with the counts; else None.
@@ -228,13 +227,8 @@ class TableGroup:
     def prefetch(self, ids: Tensor, offsets: Tensor, counts: Sequence[int] | None = None) -> None:
         """Gives rows to unseen ids ahead of the training forward of the same batch.
 
-        Does nothing if a table has a life: then the forwards decide which ids get rows, in the order of the
-        batches.
-
-        Args:
-            ids: [N] int64, feature-major.
-            offsets: [F * B + 1] integer, where each bag begins in ids.
-            counts: as in a forward.
+        ids [N], offsets [F * B + 1] and `counts` are the forward's. Does nothing if a table has a life: then
+        the forwards decide which ids get rows, in the order of the batches.
         """
         lists = self._current()
         trained = lists.trained
@@ -256,18 +250,10 @@ class TableGroup:
     def take_step_ahead(
         self, ids: Tensor, counts: Sequence[int], times: Tensor | None = None
     ) -> StepAhead | None:
-        """Takes the training step of a batch now; the forward of the batch gets the result.
+        """Takes the training step of a batch now, for its forward; returns None if all tables are frozen.
 
-        Args:
-            ids: [N] int64, feature-major.
-            counts: [F] number of ids of each feature.
-            times: as in a forward.
-
-        Returns:
-            The step; None if all tables are frozen.
-
-        Raises:
-            ValueError, RuntimeError: as a forward; no table has changed.
+        ids [N], counts [F] and times [N] are those of the forward. Raises its errors; no table has changed
+        then.
         """
         lists = self._current()
         if lists.trained is None:

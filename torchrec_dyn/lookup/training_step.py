@@ -260,7 +260,7 @@ def _decide(
     if not absent.is_cpu or any(absent.tolist()):
         new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
         if times is not None:
-            # Ids with a row add to a number behind the last: to select the others, the host would wait.
+            # Ids with a row add to an extra last number: to select the others, the host would wait.
             last = counts.numel()
             places = new_index.masked_fill(new_index < 0, last)
             counts = times.new_zeros(last + 1).index_add_(0, places, times)[:last]
@@ -361,14 +361,8 @@ def _surplus(table: DynamicTable, unseen: _Unseen) -> int:
 class _TableStep:
     """The part of a step that changes one table, beside its counted forwards. Making it changes nothing.
 
-    The methods with one argument that is not named are actions of `run_to_end`, in their order here.
-
-    Args:
-        number: number of the table in its group.
-        table: the table.
-        expired: its expired ids, removed from the map.
-        unseen: the ids without a row.
-        removal: the removal of the expired ids; None if there are none.
+    Its methods with one bool argument are actions of `run_to_end`, in this order. `expired` ids are removed
+    from the map already; `removal` is None without expired ids.
 
     Attributes:
         number: number of the table in its group.
@@ -429,7 +423,7 @@ class _TableStep:
         self._num_waiting = self._table.num_waiting
 
     def restore_waiting(self) -> None:
-        """Writes counters of the admitted ids that got no row, as a search for lowest rows had no memory."""
+        """Restores the counters of the admitted ids without a row: the search in 8 may run out of memory."""
         table, (ids, counts) = self._table, self._admitted
         if self._has_forgotten and ids.numel() and table.life is not None:
             left = (table.id_map.lookup(ids) < 0).nonzero().flatten()

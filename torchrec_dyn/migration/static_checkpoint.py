@@ -76,19 +76,13 @@ def load_static(
 
 @dataclass(frozen=True)
 class _StaticTable:
-    """One table of the checkpoint.
+    """One table of the checkpoint."""
 
-    Attributes:
-        weight: [N, D].
-        cuts: first columns of its column shards, and D.
-        states: optimizer state by FBGEMM's name, [N, D], [N, 1] or [N * S], column shard after column shard.
-        step: number of training steps so far.
-    """
-
-    weight: ChunkedTensor
-    cuts: list[int]
+    weight: ChunkedTensor  # [N, D]
+    cuts: list[int]  # first columns of its column shards, and D
+    # Optimizer state by FBGEMM's name: [N, D], [N, 1] or [N * S], column shard after column shard.
     states: Mapping[str, ChunkedTensor]
-    step: int
+    step: int  # training steps so far
 
     def state_rows(self, name: str, first: int, last: int, shard: DynamicTable) -> Tensor:
         """Returns the optimizer state of rows [first, last) for the columns of a shard."""

@@ -33,9 +33,7 @@ _UNSIFTED_SHARE = 8
 class Moment:
     """A moment of one table. Changes after it are kept as long as this object exists.
 
-    Attributes:
-        log: the log of the table.
-        number: number of the moment; changes since this moment have this mark or a higher mark.
+    They have the mark `number` or a higher mark.
     """
 
     def __init__(self, log: ChangeLog, number: int) -> None:
@@ -61,10 +59,6 @@ class _Removed(NamedTuple):
 
 class ChangeLog:
     """The changes of one table, or of one column shard of it.
-
-    Args:
-        row_limit: the most rows of the table.
-        device: device of the table.
 
     Attributes:
         number: number of the latest moment, an int32: at one moment a second it lasts 68 years.
@@ -100,20 +94,14 @@ class ChangeLog:
         self.added.reserve(rows)
 
     def add(self, rows: Tensor) -> None:
-        """Records rows that were just given to ids.
-
-        Args:
-            rows: [M] int64.
-        """
+        """Records rows [M] int64 that were just given to ids."""
         self.changed.write(rows, self.number)
         self.added.write(rows, self.number)
 
     def with_removed(self, ids: Tensor, rows: Tensor) -> Reading[list[_Removed]]:
         """Returns `removed` as it must be when these ids are removed, and changes nothing.
 
-        Args:
-            ids: [M] int64.
-            rows: [M] int64, the former rows of these ids.
+        ids [M] int64; rows [M] int64, their former rows.
         """
         moments = [moment.number for moment in self._moments]
         removed = [piece for piece in self.removed if piece.at >= min(moments, default=0)]
@@ -136,11 +124,8 @@ class ChangeLog:
     def replace_all(self, ids: Tensor, rows: Tensor, high: int, device: torch.device) -> None:
         """Records that all former ids were removed, and that all present ids were added.
 
-        Args:
-            ids: [M] int64, the former ids.
-            rows: [M] int64, the former rows of these ids.
-            high: number of rows handed out now.
-            device: device of the table now.
+        ids [M] int64 are the former ids, rows [M] int64 their former rows; `high`, the number of rows handed
+        out, and `device` are the present ones.
         """
         changed = RowMarks(self._row_limit, device)
         added = RowMarks(self._row_limit, device)
@@ -156,15 +141,9 @@ class ChangeLog:
         self._device = device
 
     def changed_rows(self, since: Moment, id_map: IdMap) -> tuple[Tensor, Tensor]:
-        """Returns the ids whose row changed, or was given to the id, since a moment, in any order.
+        """Returns the ids whose row changed, or was given to them, since a moment of this log, and the rows.
 
-        Args:
-            since: a moment of this log.
-            id_map: id map of the table.
-
-        Returns:
-            ids: [M] int64.
-            rows: [M] int64, the rows of these ids.
+        Both are [M] int64, in any order.
         """
         has_changed = self.changed.at_least(since.number)
         found = [torch.empty(0, 2, dtype=torch.int64, device=self._device)]
@@ -176,15 +155,7 @@ class ChangeLog:
         return both[:, 0].contiguous(), both[:, 1] - 1
 
     def removed_ids(self, since: Moment, id_map: IdMap) -> Tensor:
-        """Returns the ids that had a row at a moment and have no row now, in any order.
-
-        Args:
-            since: a moment of this log.
-            id_map: id map of the table.
-
-        Returns:
-            [M] int64.
-        """
+        """Returns ids [M] int64 that had a row at a moment of this log and have none now, in any order."""
         pieces = [piece for piece in self.removed if piece.at >= since.number]
         # No id occurs twice: an id added before the moment is removed after it only once.
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
