@@ -79,14 +79,7 @@ class Table:
     def of_one(
         cls, shard: DynamicTable, where: str, config: dict[str, Any], key: str = ""
     ) -> Table:
-        """Returns the table of a shard with all columns, in one process.
-
-        Args:
-            shard: the shard.
-            where: the table, for messages.
-            config: `saved_config.table_config` of the table.
-            key: key of the table in the model's state dict.
-        """
+        """Returns the table of a shard with all columns, in one process."""
         layout = TableLayout((Piece(0, shard.embedding_dim, (0,)),), False)
         return cls(
             shard.name, where, layout, [shard], 0, None, shard.lock, shard.device, config,
@@ -149,11 +142,7 @@ class Table:
             )
 
     def owns(self, ids: Tensor) -> Tensor:
-        """Returns a mask of the ids that belong to this rank, [M] bool.
-
-        Args:
-            ids: [M] int64.
-        """
+        """Returns a mask of the ids [M] int64 that belong to this rank, [M] bool."""
         if not self.layout.rows_are_spread:
             return torch.full(ids.shape, bool(self.shards), device=ids.device)
         part = -1 if self.part is None else self.part
@@ -165,10 +154,7 @@ class Table:
         return CanonicalRows(id_map, self.where, lambda: stamp_of(shard))
 
     def rows_here(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads rows of this rank's shards and changes nothing. Not collective.
-
-        Args:
-            ids: [K] int64.
+        """Reads rows by ids [K] int64 from this rank's shards and changes nothing. Not collective.
 
         Returns:
             rows: [K, C] in column order; zeros for an id without a row.

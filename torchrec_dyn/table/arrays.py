@@ -187,11 +187,7 @@ class TableArrays:
         return self.changes
 
     def note_replaced(self, id_map: IdMap) -> None:
-        """Records that the contents were replaced. If this fails nothing is recorded.
-
-        Args:
-            id_map: the former id map.
-        """
+        """Records that the contents of a former id map were replaced. If this fails nothing is recorded."""
         log = self.change_log
         if log is not None:
             log.replace_all(*id_map.contents(), self.row_numbers.high, self.device)
@@ -225,8 +221,7 @@ class TableArrays:
     def check_need(self, need: int) -> None:
         """Raises RuntimeError if the rows of one batch alone exceed the limit, though a policy replaces rows.
 
-        Args:
-            need: distinct ids of the batch that have a row or were admitted.
+        `need`: distinct ids of the batch that have a row or were admitted.
         """
         if need > self.row_limit:
             raise RuntimeError(

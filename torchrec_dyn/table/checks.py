@@ -1,4 +1,7 @@
-"""Checks of a table's device and inputs. They run before anything is changed."""
+"""Checks of a table's device and inputs. They run before anything is changed.
+
+`where` is the table, or the table and the method, for messages.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,7 @@ ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def checked_device(where: str, dtype: torch.dtype, device: torch.device | str) -> torch.device:
-    """Returns a device with its index; raises ValueError unless tables support it, and this dtype.
-
-    Args:
-        where: the table, for messages.
-        dtype: dtype of the rows.
-        device: device of the rows.
-    """
+    """Returns a device with its index; raises ValueError unless tables support it, and this dtype of rows."""
     if dtype not in ROW_DTYPES:
         raise ValueError(
             f"{where}: expected rows of float32, float16 or bfloat16, got {dtype}. "
@@ -50,12 +47,7 @@ def checked_device(where: str, dtype: torch.dtype, device: torch.device | str) -
 
 
 def check_ids(where: str, ids: Tensor) -> Tensor:
-    """Returns ids for an op, contiguous; raises ValueError unless they are [M] int64.
-
-    Args:
-        where: the table and method, for messages.
-        ids: [M] int64, with any strides.
-    """
+    """Returns ids for an op, contiguous; raises ValueError unless they are ids [M] of int64."""
     if ids.dtype != torch.int64 or ids.dim() != 1:
         raise ValueError(
             f"{where}: expected ids [M] of int64, got {list(ids.shape)} of {ids.dtype}. "
@@ -65,13 +57,7 @@ def check_ids(where: str, ids: Tensor) -> Tensor:
 
 
 def check_rows(where: str, rows: Tensor, shape: tuple[int, int]) -> None:
-    """Raises ValueError unless rows are floating point numbers of a shape.
-
-    Args:
-        where: the table and method, for messages.
-        rows: the rows.
-        shape: M, D.
-    """
+    """Raises ValueError unless they are rows [M, D] of floating point numbers; `shape` is M, D."""
     if tuple(rows.shape) != shape or not rows.is_floating_point():
         raise ValueError(
             f"{where}: expected floating point rows of shape "
@@ -85,13 +71,9 @@ def check_state(
     columns: int,
     state_shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raises ValueError unless a saved form fits a table; optimizer state may be missing.
+    """Raises ValueError unless a saved form fits a table of D columns; optimizer state may be missing.
 
-    Args:
-        where: the table, for messages.
-        state: the saved form, in any order of ids.
-        columns: D, number of columns of the table.
-        state_shapes: the shape of one row of each optimizer state.
+    state: the saved form, in any order of ids. state_shapes: the shape of one row of each optimizer state.
     """
     if "ids" not in state or "weight" not in state:
         raise ValueError(f"{where}: expected ids and weight, got {sorted(state)}.")
@@ -112,11 +94,7 @@ def check_optimizer_state(
 ) -> None:
     """Raises ValueError unless optimizer state and step fit a table; each may be missing.
 
-    Args:
-        where: the table, for messages.
-        state: optimizer state by name, and "step".
-        rows: number of rows.
-        state_shapes: as of `check_state`.
+    state: optimizer state by name, and "step". state_shapes: as of `check_state`.
     """
     step = state.get("step", torch.tensor(0, device="cpu"))
     if step.numel() != 1 or not 0 <= int(step) < 1 << 62:

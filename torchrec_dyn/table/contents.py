@@ -27,17 +27,11 @@ from torchrec_dyn.table.arrays import TableArrays
 
 
 class NamedState(NamedTuple):
-    """One optimizer state of a table.
+    """One optimizer state of a table."""
 
-    Attributes:
-        name: FBGEMM's name of the state.
-        store: store of its numbers, by row.
-        is_rowwise: True if it has one number per row.
-    """
-
-    name: str
-    store: RowStore
-    is_rowwise: bool
+    name: str  # FBGEMM's
+    store: RowStore  # of its numbers, by row
+    is_rowwise: bool  # True if it has one number per row
 
 
 def named_states(table: TableArrays) -> list[NamedState]:
@@ -61,11 +55,8 @@ def stamp_of(table: TableArrays) -> tuple[int, ...]:
 def read_tensor(table: TableArrays, name: str, rows: Tensor, are_ascending: bool = False) -> Tensor:
     """Returns rows of one tensor of the saved form: [M, columns], or [M] for scores.
 
-    Args:
-        table: the table.
-        name: "weight", "last_seen", "count" or the name of an optimizer state.
-        rows: [M] int64.
-        are_ascending: True if the rows are distinct and ascend; the result may then be a view.
+    `name` is "weight", "last_seen", "count" or the name of an optimizer state; rows [M] int64. If the rows
+    are distinct and ascend, the result may be a view.
     """
     read = RowStore.read_ascending if are_ascending else RowStore.read
     if name == "weight":
@@ -77,12 +68,9 @@ def read_tensor(table: TableArrays, name: str, rows: Tensor, are_ascending: bool
 
 
 def read_state(table: TableArrays, on_host: bool = False) -> dict[str, Tensor]:
-    """Returns a copy of the contents in canonical order.
+    """Returns a copy of the contents in canonical order: on the CPU, or on the device of the table.
 
-    Args:
-        table: the table.
-        on_host: True for a copy on the CPU, which a GPU has no memory for perhaps; False for a copy on the
-            device of the table.
+    A GPU perhaps lacks the memory for a copy.
 
     Returns:
         "ids" [R] int64, "weight" [R, D], each optimizer state [R, D] or [R] float32, "step" [], and
@@ -116,10 +104,6 @@ def state_for_copy(table: TableArrays, on_host: bool = False) -> dict[str, Tenso
     """Returns `read_state`; if the rows were loaded without scores, without their scores.
 
     So the copy treats these scores as missing, as this table does.
-
-    Args:
-        table: the table.
-        on_host: as in `read_state`.
     """
     state = read_state(table, on_host)
     if table.life is not None and table.life.is_unscored:
@@ -128,27 +112,17 @@ def state_for_copy(table: TableArrays, on_host: bool = False) -> dict[str, Tenso
 
 
 class Contents(NamedTuple):
-    """The contents of a table, on any device, to be written into a table of another device or dtype.
+    """The contents of a table, on any device, to be written into a table of another device or dtype."""
 
-    Attributes:
-        ids: [R] int64.
-        step: number of training forwards.
-        rows: functions that return rows [start, stop), by tensor: "weight" and the optimizer states.
-        life: the tensors of `RowLife.export`; each may be missing.
-    """
-
-    ids: Tensor
-    step: int
+    ids: Tensor  # [R] int64
+    step: int  # number of training forwards
+    # Functions that return rows [start, stop), by tensor: "weight" and the optimizer states.
     rows: dict[str, Callable[[int, int], Tensor]]
-    life: dict[str, Tensor]
+    life: dict[str, Tensor]  # of `RowLife.export`; each may be missing
 
 
 def given_state(state: Mapping[str, Tensor]) -> Contents:
-    """Returns the contents of a saved form.
-
-    Args:
-        state: as `read_state` returns it, in any order of ids; may lack all but "ids" and "weight".
-    """
+    """Returns the contents of state: a saved form in any order of ids, with "ids" and "weight" at least."""
     by_row = {
         name: _reader_of(values)
         for name, values in state.items()
@@ -177,12 +151,7 @@ def stored_state(table: TableArrays) -> Contents:
 
 
 def write_state(table: TableArrays, contents: Contents) -> None:
-    """Fills an empty table; missing parts of the contents get the values of a new table.
-
-    Args:
-        table: a table without rows.
-        contents: contents on any device.
-    """
+    """Fills an empty table; missing parts of the contents get the values of a new table."""
     ids = contents.ids.to(table.device).contiguous()
     table.step = max(contents.step, last_step(contents.life))
     table.reserve(ids.numel())
@@ -210,9 +179,7 @@ def _write_rows(store: RowStore, rows: Tensor, read: Callable[[int, int], Tensor
 def loaded_states(table: TableArrays, state: Mapping[str, Tensor]) -> tuple[RowStore, ...]:
     """Returns new stores of a table's optimizer state; the table does not change.
 
-    Args:
-        table: the table.
-        state: optimizer state by name, in the canonical order of the table's ids, on any device.
+    state: optimizer state by name, in the canonical order of the table's ids, on any device.
     """
     stores = []
     for named in named_states(table):
@@ -233,10 +200,7 @@ def without_optimizer(state: Mapping[str, Tensor], optimizer: RowOptimizer) -> d
     """Returns the parts of a saved form that fit another kind of optimizer.
 
     The new optimizer would count steps from 0, but scores refer to steps: with scores, "step" is kept.
-
-    Args:
-        state: as `read_state` returns it.
-        optimizer: optimizer of the saved table.
+    state: as `read_state` returns it. optimizer: that of the saved table.
     """
     left_out = {*optimizer.state_names, *(() if "last_seen" in state else ("step",))}
     return {name: saved for name, saved in state.items() if name not in left_out}
@@ -245,13 +209,9 @@ def without_optimizer(state: Mapping[str, Tensor], optimizer: RowOptimizer) -> d
 def replace_contents(
     table: TableArrays, contents: Contents, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Replaces the contents of a table; if this fails, the table has not changed.
+    """Replaces the contents, dtype and device of a table; if this fails, the table has not changed.
 
-    Args:
-        table: the table.
-        contents: the new contents, checked; they may be those of this table.
-        dtype: new dtype of the rows.
-        device: new device of the rows.
+    The new contents are checked; they may be those of this table.
     """
     with replaced_whole(table):
         before = table.id_map
@@ -262,11 +222,7 @@ def replace_contents(
 
 @contextmanager
 def replaced_whole(table: TableArrays) -> Iterator[None]:
-    """Restores a table if the code inside fails. This code makes new objects and does not change old objects.
-
-    Args:
-        table: the table.
-    """
+    """Restores a table if the code inside fails, which makes new objects and does not change old objects."""
     before = dict(table.__dict__)
     id_map, stores = table.id_map, [*table.stores]
     if table.life is not None:

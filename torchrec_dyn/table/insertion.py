@@ -33,13 +33,9 @@ def find_rows(
     table_offsets: Tensor,
     meanwhile: Callable[[Tensor], object] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Finds the rows of ids.
+    """Finds the rows of ids [N] int64 in table order; table_offsets [T + 1] int64, where each table's begin.
 
-    Args:
-        maps: maps of T tables.
-        ids: [N] int64 in table order.
-        table_offsets: [T + 1] int64, where the ids of each table begin.
-        meanwhile: as of `read`, with the rows; not called on the CPU.
+    meanwhile: as of `read`, with the rows; not called on the CPU.
 
     Returns:
         rows: [N] int64, -1 for an absent id.
@@ -57,11 +53,9 @@ def find_rows(
 
 
 def reading_absent(absent: Tensor, ids: Tensor) -> Reading[Tensor]:
-    """Returns numbers of absent ids on the CPU; raises the error that the sign of a GPU's numbers marks.
+    """Returns absent [T] int64 of `ops.lookup`, with its ids [N], on the CPU.
 
-    Args:
-        absent: [T] int64 of `ops.lookup`.
-        ids: the ids of the lookup.
+    Raises the error that the sign of a GPU's numbers marks.
     """
     if absent.is_cpu:
         return absent
@@ -74,8 +68,7 @@ def reading_absent(absent: Tensor, ids: Tensor) -> Reading[Tensor]:
 def ranges_of(new_offsets: Tensor) -> dict[int, slice]:
     """Returns the range of each table's new ids of `ops.collect_new`, by number of the table; none is empty.
 
-    Args:
-        new_offsets: [T + 1] int64, where the new ids of each table begin.
+    new_offsets [T + 1] int64: where the new ids of each table begin.
     """
     bounds = enumerate(pairwise(new_offsets.tolist()))
     return {t: slice(begin, end) for t, (begin, end) in bounds if end > begin}
@@ -86,11 +79,8 @@ def insert_unseen(
 ) -> Tensor:
     """Inserts the absent ids of a lookup, whatever the policies, and writes their rows into `rows`.
 
-    Args:
-        tables: T tables.
-        ids: [N] int64 in table order.
-        rows: [N] int64 of `ops.lookup`; -1 becomes the new row, in place.
-        table_offsets: [T + 1] int64, where the ids of each table begin.
+    ids [N] int64 in table order; rows [N] int64 of `ops.lookup`: -1 becomes the new row, in place;
+    table_offsets [T + 1] int64, where the ids of each table begin.
 
     Returns:
         [N] int64, -1 for an id that was not absent, else 0 or more.
@@ -118,13 +108,10 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Addition:
-    """Prepared fresh rows of new ids of one table. Preparing writes free rows only.
+    """Prepared fresh rows of new ids of one table, which has room reserved. Preparing writes free rows only.
 
-    Args:
-        table: the table, with room reserved.
-        ids: [M] int64, distinct and absent.
-        counts: [M] int64, occurrences of the ids; None outside training. In training the ids have no
-            admission counters any more.
+    ids [M] int64 are distinct and absent. counts [M] int64 are their occurrences, None outside training. In
+    training the ids have no admission counters any more.
     """
 
     def __init__(self, table: TableArrays, ids: Tensor, counts: Tensor | None = None) -> None:
@@ -158,11 +145,7 @@ class Addition:
 
 
 def insert_rows(added: Sequence[Addition]) -> None:
-    """Gives prepared rows to their ids: in all tables or in none.
-
-    Args:
-        added: the rows of each table of a group.
-    """
+    """Gives prepared rows to their ids: in all tables or in none."""
     run_to_end(partial(commit_rows, added))
 
 
@@ -194,11 +177,8 @@ class Removal:
     def prepare(cls, table: TableArrays, ids: Tensor, rows: Tensor, cause: str) -> Reading[Removal]:
         """Prepares a removal and changes nothing.
 
-        Args:
-            table: the table.
-            ids: [M] int64, distinct.
-            rows: [M] int64, the rows of these ids.
-            cause: name of the counter of `stats` that counts these ids.
+        ids [M] int64 are distinct, rows [M] int64 are their rows. `cause` is the counter of `stats` that
+        counts them.
         """
         removal = cls(table, ids, rows, cause)
         if removal._log is not None:

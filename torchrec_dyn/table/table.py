@@ -73,11 +73,7 @@ class DynamicTable(TableArrays):
         return log.moment()
 
     def find_or_insert(self, ids: Tensor) -> Tensor:
-        """Returns the rows of ids, [M] int64; an absent id gets a fresh row.
-
-        Args:
-            ids: [M] int64, repeats allowed.
-        """
+        """Returns the rows, [M] int64, of ids [M] int64, repeats allowed; an absent id gets a fresh row."""
         offsets = torch.tensor([0, ids.numel()], device="cpu")
         rows, _ = find_rows(MapList([self.id_map]), ids, offsets)
         insert_unseen([self], ids, rows, offsets)
@@ -133,10 +129,7 @@ class DynamicTable(TableArrays):
     def remove(self, ids: Tensor, rows: Tensor, cause: str) -> int:
         """Removes ids and frees their rows: of all ids or of none. Returns the number of ids.
 
-        Args:
-            ids: [M] int64, distinct.
-            rows: [M] int64, the rows of these ids.
-            cause: name of the counter of `stats` that counts these ids.
+        ids [M] int64, rows [M] int64 and `cause` as of `Removal.prepare`.
         """
         read(Removal.prepare(self, ids, rows, cause)).commit()
         return rows.numel()
@@ -221,9 +214,8 @@ class DynamicTable(TableArrays):
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Replaces the contents; more rows than the limit are allowed. All checks run before any change.
 
-        Args:
-            state: as `export_state` returns it, in any order of ids. Only "ids" and "weight" are
-                required; other missing parts get the values of a new table.
+        state: as `export_state` returns it, in any order of ids. Only "ids" and "weight" are required;
+        other missing parts get the values of a new table.
         """
         check_state(f"{self.where}.load_state", state, self.columns, state_shapes(self))
         replace_contents(self, given_state(state), self.dtype, self.device)
@@ -232,8 +224,7 @@ class DynamicTable(TableArrays):
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Replaces optimizer state and step of the present rows; if this fails, nothing has changed.
 
-        Args:
-            state: the optimizer states by name, in the canonical order of the ids, and "step".
+        state: the optimizer states by name, in the canonical order of the ids, and "step".
         """
         where = f"{self.where}.load_optimizer_state"
         check_optimizer_state(where, state, self.id_map.num_ids, state_shapes(self))

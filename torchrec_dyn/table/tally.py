@@ -39,19 +39,15 @@ class Counted(NamedTuple):
     def after(self, table_offsets: Tensor, absent: Tensor | None) -> Counted:
         """Returns the numbers after one more forward.
 
-        Args:
-            table_offsets: [T + 1] int64, the first occurrence of each table, and the end of the last.
-            absent: [T] int64, occurrences without a row; None if there were none.
+        table_offsets [T + 1] int64: the first occurrence of each table, and the end of the last.
+        absent [T] int64: occurrences without a row; None if there were none.
         """
         all_absent = self.absent if absent is None else self.absent + absent
         return Counted(self.steps + 1, self.ids + table_offsets, all_absent)
 
 
 class Tally:
-    """Numbers of tables that step together.
-
-    Args:
-        size: T.
+    """Numbers of T tables that step together.
 
     Attributes:
         counted: the forwards. Replaced as a whole, so that an interrupt finds all of a step or nothing.
