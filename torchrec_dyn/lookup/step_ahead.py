@@ -27,7 +27,7 @@ class TakenStep(NamedTuple):
     Attributes:
         rows: rows of the batch.
         streams: [T, 3] int64 on the CPU, for `ops.update_rows_`; None in evaluation.
-        noted: `tokens_of` the tables, after the step recorded the rows as changed; None without a record.
+        noted: `tokens_of` the logs, after the step recorded the rows as changed; None without a record.
     """
 
     rows: BatchRows

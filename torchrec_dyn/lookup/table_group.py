@@ -45,19 +45,16 @@ from torchrec_dyn.lookup.table_lists import TableLists, TrainedTables, list_tabl
 from torchrec_dyn.lookup.unread_counts import UnreadCounts
 from torchrec_dyn.storage import (
     TABLES,
+    ChangeLog,
     ForwardTicket,
     OutstandingForwards,
     TableLock,
     keep_in_use,
     locked,
-)
-from torchrec_dyn.table import (
-    DynamicTable,
-    find_rows,
-    insert_unseen,
     marks_of_update,
     tokens_of,
 )
+from torchrec_dyn.table import DynamicTable, find_rows, insert_unseen
 
 
 @dataclass
@@ -74,7 +71,7 @@ class _Forward:
     trained: TrainedTables | None  # the tables that are not frozen; none in evaluation
     streams: Tensor | None  # of `ops.update_rows_`; None in evaluation
     generations: list[int]
-    noted: list[object] | None  # `tokens_of` the tables, after scoring recorded the rows as changed
+    noted: list[object] | None  # `tokens_of` their logs, after scoring recorded the rows as changed
     reduction: Reduction
     early: EarlyOutput | None = None
     ticket: ForwardTicket | None = None
@@ -343,7 +340,10 @@ class TableGroup:
             batch = BatchRows(rows, rows, refused)
         streams = torch.add(lists.streams, lists.stepping, alpha=trained.tally.counted.steps)
         scored = trained.with_life and lists.has_changes
-        return TakenStep(batch, streams, tokens_of(self.tables) if scored else None)
+        return TakenStep(batch, streams, tokens_of(self._logs()) if scored else None)
+
+    def _logs(self) -> list[ChangeLog | None]:
+        return [table.change_log for table in self.tables]
 
     def __getstate__(self) -> dict[str, Any]:
         # Blocks are much larger than the rows in use. A copy does not hold them: it lists its own tables. And
@@ -387,7 +387,7 @@ class TableGroup:
             for table in forward.trained.tables:
                 table.own = table.own._replace(edits=table.own.edits + 1)
         listed_marks = (
-            marks_of_update(self.tables, forward.noted) if lists.has_changes else ((), None)
+            marks_of_update(self._logs(), forward.noted) if lists.has_changes else ((), None)
         )
         optimizer, (listed, states) = self.tables[0].optimizer, lists.blocks.rows()
         ops.update_rows_(

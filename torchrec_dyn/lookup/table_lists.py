@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup.table_blocks import BlockLists
 from torchrec_dyn.storage import TABLES, MapList, RowNumbers
-from torchrec_dyn.table import DynamicTable, tally_of
+from torchrec_dyn.table import DynamicTable, on_one_tally
 
 _NO_LIMIT = torch.iinfo(torch.int64).max
 
@@ -42,7 +42,10 @@ class TrainedTables:
     def __init__(self, tables: Sequence[DynamicTable], maps: MapList, blocks: BlockLists) -> None:
         lives = [table.life for table in tables]
         self.tables = list(tables)
-        self.tally = tally_of(tables)
+        of_tables = on_one_tally([table.own for table in tables])
+        for table, own in zip(tables, of_tables, strict=True):
+            table.own = own
+        self.tally = of_tables[0].tally
         self.maps, self.blocks = maps, blocks
         steps = [table.own.step for table in tables]
         self.first_steps = torch.tensor(steps, device="cpu")

@@ -10,8 +10,8 @@ from torch import nn
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.types import hash_sha256_to_int
 
-from torchrec_dyn.distributed import Stats
 from torchrec_dyn.modules import UnshardedCollection
+from torchrec_dyn.ranks import Stats
 from torchrec_dyn.whole_model import Collection, collections_of, read_stats, table_names
 
 _NEEDED = ("rows", "waiting", "ids_seen", "forwards", "features", "ranks")

@@ -1,6 +1,6 @@
 """ChangeLog: the rows of a table that changed, and the ids that were removed, since a moment in use.
 
-A table keeps a log only while a moment is held (table/changes.py). Moments are numbered 1, 2, ...
+A table keeps a log only while a moment is held (table/arrays.py). Moments are numbered 1, 2, ...
 A row has two marks: the number of the latest moment before its last change, and the number of the latest
 moment before its id was added. For a removed id the numbers of its addition and its removal are kept if a
 moment in use lies between them. So the log never holds more removed ids than the table held at those moments.
@@ -8,11 +8,12 @@ A GPU's log may hold some more: the host waits where it sifts them out, so it do
 
 Changes depend only on the ids and their order in time, so all column shards of a table log the same.
 
-Legend: M ids.
+Legend: T tables, N rows in table order, M ids.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from torchrec_dyn.storage.host_reads import Reading, places_of, read
 from torchrec_dyn.storage.id_map import IdMap
-from torchrec_dyn.storage.row_marks import RowMarks
+from torchrec_dyn.storage.row_marks import RowMarks, list_bits, write_marks
 
 _SLOTS_AT_ONCE = 1 << 20
 # Ids in a GPU's log that are not sifted yet: 48 KiB, or 1.5 bytes for each row of the limit.
@@ -181,3 +182,37 @@ def _append(pieces: list[_Removed], last: _Removed) -> None:
 def _are_joined(first: _Removed, last: _Removed) -> bool:
     is_alike = (first.at, first.is_sifted) == (last.at, last.is_sifted)
     return is_alike and first.ids.numel() <= 2 * last.ids.numel()
+
+
+def note_changed(logs: Sequence[ChangeLog | None], rows: Tensor, table_offsets: Tensor) -> None:
+    """Records rows that were written, or whose scores were written.
+
+    Args:
+        logs: [T], the log of each table; None if it keeps none.
+        rows: [N] int64 in table order; -1 is skipped. Rows of removed ids may be among them.
+        table_offsets: [T + 1] int64, where the rows of each table begin.
+    """
+    if any(log is not None for log in logs):
+        marks = [None if log is None else log.changed for log in logs]
+        numbers = [0 if log is None else log.number for log in logs]
+        write_marks(marks, rows, table_offsets, numbers)
+
+
+def marks_of_update(
+    logs: Sequence[ChangeLog | None], noted: list[object] | None
+) -> tuple[Sequence[Tensor], Tensor | None]:
+    """Returns the arguments of `ops.update_rows_` with which it records the updated rows.
+
+    Args:
+        logs: as of `note_changed`.
+        noted: `tokens_of` the logs when the same rows were recorded before, else None. If no moment started
+            since then, nothing is to be recorded.
+    """
+    if tokens_of(logs) == (noted or [None] * len(logs)):
+        return (), None
+    return list_bits([None if log is None else log.changed for log in logs])
+
+
+def tokens_of(logs: Sequence[ChangeLog | None]) -> list[object]:
+    """Returns a token of each table's latest moment, new for each log and moment; None without a log."""
+    return [None if log is None else log.token for log in logs]
