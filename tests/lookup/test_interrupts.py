@@ -12,6 +12,7 @@ from interrupt_cases import (
     is_same,
     tables_of,
 )
+from interrupts import interrupted
 from table_cases import ids_of
 
 from torchrec_dyn.storage.id_map import IdMap
@@ -191,3 +192,73 @@ def test_changes_are_recorded_in_spite_of_an_interrupt(life, every):
         model.table("t0").erase(ids_of(66, 67))
 
     assert check_every_place(make, call, check, every) > 5
+
+
+def in_a_handler(training, work, every):
+    """Does work at one place in `every` of a step, as a signal handler does.
+
+    Yields the model after the step, and what the work returned, in a list; None if it was refused.
+    """
+    at, is_reached = 1, True
+    while is_reached:
+        model, done = training.after(7), []
+
+        def handler(model=model, done=done):
+            try:
+                done.append([work(model)])
+            except RuntimeError as error:
+                assert "expected tables between two changes" in str(error)
+                done.append(None)
+
+        is_reached = interrupted(lambda model=model: training.step(model, 7), at, handler)
+        if is_reached:
+            yield model, done[0]
+        at += every
+
+
+@at_one_place_in(307)
+@pytest.mark.parametrize("life", ["plain", "all"])
+def test_a_signal_handler_saves_a_state_that_loads_or_gets_an_error(life, every):
+    training = Training(LIVES[life])
+    expected, seen = contents(training.after(8)), set()
+    for model, saved in in_a_handler(training, training.save, every):
+        now = contents(model)
+        assert all(is_same(now[name], one) for name, one in expected.items())
+        seen.add(saved is None)
+        if saved is not None:
+            other = training.empty()
+            training.load(other, *saved[0])
+            check_whole(other)
+    assert seen == {False, True}
+
+
+@at_one_place_in(607)
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda model: model(Training(LIVES["all"]).batch(3)).values().detach(),
+        lambda model: model.table("t0").erase(ids_of(66, 67)),
+        lambda model: model.table("t0").assign(ids_of(5, 6), torch.ones(2, 4)),
+    ],
+    ids=["forward", "erase", "assign"],
+)
+def test_a_signal_handler_changes_a_table_between_changes_or_gets_an_error(work, every):
+    training = Training(LIVES["all"])
+    expected, seen = contents(training.after(8)), set()
+    for model, done in in_a_handler(training, work, every):
+        check_whole(model)
+        seen.add(done is None)
+        now = contents(model)
+        assert done is not None or all(is_same(now[name], one) for name, one in expected.items())
+    assert True in seen
+
+
+def test_a_mark_that_an_interrupted_change_has_left_is_taken_away():
+    training = Training(LIVES["all"])
+    model = training.after(3)
+    lock = model.table("t0")._table.lock
+    lock.is_changing = True
+    training.step(model, 3)
+    lock.is_changing = True
+    model.state_dict()
+    assert not lock.is_changing

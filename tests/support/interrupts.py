@@ -23,8 +23,8 @@ import torchrec_dyn
 _PACKAGE = str(pathlib.Path(torchrec_dyn.__file__).parent)
 
 
-def interrupted(call: Callable[[], Any], at: int) -> bool:
-    """Runs a call and raises KeyboardInterrupt at its place number `at`, from 1 on.
+def interrupted(call: Callable[[], Any], at: int, handler: Callable[[], Any] | None = None) -> bool:
+    """Runs a call and raises KeyboardInterrupt, or calls the handler, at its place number `at`, from 1 on.
 
     Returns:
         True if the call has so many places.
@@ -35,8 +35,10 @@ def interrupted(call: Callable[[], Any], at: int) -> bool:
         nonlocal seen
         if event in ("line", "return") and not _is_clean_up(frame):
             seen += 1
-            if seen == at:
+            if seen == at and handler is None:
                 raise KeyboardInterrupt  # this also ends tracing
+            if seen == at:
+                handler()
         return places
 
     def calls(frame: FrameType, event: str, arg: Any) -> Any:

@@ -49,6 +49,7 @@ from torchrec_dyn.storage import (
     ForwardTicket,
     OutstandingForwards,
     TableLock,
+    changes,
     keep_in_use,
     locked,
     marks_of_update,
@@ -163,15 +164,18 @@ class TableGroup:
         ids, offsets, weights = self._check_input(ids, offsets, weights)
         given = (ids, offsets, weights, training, batch_sizes, counts, senders, times, ahead)
         # Not `locked`: a wrapper that passes any arguments takes three times as long as the lock.
-        with self.tables[0].lock:
+        lock = self.tables[0].lock
+        lock.check_at_rest()
+        with lock:
             if ids.is_cpu:
                 return self._look_up(*given)
-            with self.lock.streams.turn(ids.device):
+            with lock.streams.turn(ids.device):
                 keep_in_use(ids, offsets, weights)
                 if ahead is not None:
                     ahead.keep_in_use()
                 return self._look_up(*given)
 
+    @changes
     def _look_up(
         self,
         ids: Tensor,
@@ -224,6 +228,7 @@ class TableGroup:
         return output.view(bags.shape)
 
     @locked
+    @changes
     def prefetch(self, ids: Tensor, offsets: Tensor, counts: Sequence[int] | None = None) -> None:
         """Gives rows to unseen ids ahead of the training forward of the same batch.
 
@@ -247,6 +252,7 @@ class TableGroup:
             insert_unseen(trained.tables, ids, rows, table_offsets)
 
     @locked
+    @changes
     def take_step_ahead(
         self, ids: Tensor, counts: Sequence[int], times: Tensor | None = None
     ) -> StepAhead | None:
@@ -374,6 +380,7 @@ class TableGroup:
                 "loaded or converted in between, or moved. Run backward first."
             )
 
+    @changes
     def _update(self, forward: _Forward, grad: Tensor, weights: Tensor | None) -> None:
         """Sums the gradients of each distinct row of the forward and applies the optimizer."""
         # Recorded before the update: an interrupted backward is not repeated, since it may have updated rows.
@@ -448,6 +455,7 @@ class _Lookup(torch.autograd.Function):
     @not_compiled
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         lock = ctx.lookup.group.tables[0].lock
+        lock.check_at_rest()
         with lock:
             if grad.is_cpu:
                 return _Lookup.update(ctx, grad)

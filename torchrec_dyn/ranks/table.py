@@ -163,6 +163,7 @@ class Table:
         if not self.shards:
             not_found = torch.zeros(ids.numel(), dtype=torch.bool, device=self.device)
             return torch.empty(ids.numel(), 0, dtype=self.dtype, device=self.device), not_found
+        self.lock.check_at_rest()
         with self.lock:  # all column shards at one moment
             read = [shard.lookup(ids) for shard in self.shards]
         return torch.cat([rows for rows, _ in read], dim=1), read[0][1]
@@ -323,6 +324,7 @@ class Table:
         """
 
         def locked_work() -> _T:
+            self.lock.check_at_rest()
             with self.lock:
                 return work()
 

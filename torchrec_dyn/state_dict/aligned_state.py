@@ -17,7 +17,7 @@ from torchrec_dyn.life import RowLife
 from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict.loading import OptimizerEntry
 from torchrec_dyn.state_dict.places import Runs, Share, runs_of, share_of
-from torchrec_dyn.storage import CanonicalRows, RowStore, TableLock, locked, run_to_end
+from torchrec_dyn.storage import CanonicalRows, RowStore, TableLock, changes, locked, run_to_end
 from torchrec_dyn.table import DynamicTable, named_states
 
 
@@ -115,6 +115,7 @@ class AlignedState:
         return self._entry.device
 
     @locked
+    @changes
     def commit(self) -> None:
         """Replaces the optimizer state of the shards by the verified load.
 

@@ -30,7 +30,7 @@ from torchrec_dyn.state_dict.load_session import TableEntry
 from torchrec_dyn.state_dict.places import Places, chunks_to_read, places_of_table
 from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource
 from torchrec_dyn.state_dict.staged_rows import StagedRows, commit_rows, put_block
-from torchrec_dyn.storage import RowStore, locked, run_to_end
+from torchrec_dyn.storage import RowStore, changes, locked, run_to_end
 from torchrec_dyn.table import DynamicTable, named_states, stamp_of
 
 
@@ -135,6 +135,7 @@ class ModelEntry(TableEntry):
         return saved_initializer(self.table.where, config) if config else None
 
     @locked
+    @changes
     def commit(self) -> None:
         """Replaces the contents of the shards by the verified load, and optimizer state by zeros."""
         initializer, clock = self.initializer(), self.small.get("clock")

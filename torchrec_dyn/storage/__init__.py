@@ -43,5 +43,5 @@ from torchrec_dyn.storage.row_marks import marks_bytes
 from torchrec_dyn.storage.row_numbers import RowNumbers, Taking
 from torchrec_dyn.storage.row_store import RowStore, block_shift, most_store_bytes
 from torchrec_dyn.storage.stream_order import keep_in_use, stream_on, wait_for_stream
-from torchrec_dyn.storage.table_lock import TableLock, locked, turn_of
+from torchrec_dyn.storage.table_lock import TableLock, changes, locked, turn_of
 from torchrec_dyn.storage.tokens import BLOCKS, TABLES

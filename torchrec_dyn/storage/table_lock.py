@@ -28,14 +28,32 @@ class TableLock(RLock):  # type: ignore[misc]  # typeshed: final; CPython: a bas
 
     Attributes:
         streams: order of the calls that hold the lock, for tables on a GPU.
+        is_changing: True while the thread that holds the lock is within a change of the tables (`changes`).
     """
 
     def __init__(self) -> None:
+        self.is_changing = False
         self.streams = StreamOrder()
         _every_lock[id(self)] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TableLock, ()
+
+    def check_at_rest(self) -> None:
+        """Raises RuntimeError if this thread is within a change: a signal handler has interrupted it.
+
+        The lock is reentrant, so it does not keep the handler from tables that are half changed. Every call
+        that takes the lock for a user begins with this check.
+        """
+        if not self.is_changing:
+            return
+        if self._is_owned():
+            raise RuntimeError(
+                "torchrec_dyn: expected tables between two changes, got a call in the middle of one, as by a "
+                "signal handler. Set a flag in the handler, and make the call after the step."
+            )
+        with self:  # after a change of another thread; or an interrupted change has left the mark
+            self.is_changing = False
 
 
 class _Locked(Protocol):
@@ -58,6 +76,7 @@ def locked(
 
     @wraps(method)
     def with_lock(self: _Owner, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        self.lock.check_at_rest()
         with self.lock:
             device = getattr(self, "device", None)
             if device is None or device.type == "cpu":
@@ -68,9 +87,30 @@ def locked(
     return with_lock
 
 
+def changes(
+    method: Callable[Concatenate[_Owner, _P], _T],
+) -> Callable[Concatenate[_Owner, _P], _T]:
+    """Returns a method that nothing else of its thread may interrupt; it is called with `self.lock` held.
+
+    While it runs, tables may be half changed, or what it has listed of them must stay.
+    """
+
+    @wraps(method)
+    def marked(self: _Owner, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        lock = self.lock
+        try:
+            lock.is_changing = True
+            return method(self, *args, **kwargs)
+        finally:
+            lock.is_changing = False
+
+    return marked
+
+
 @contextmanager
 def turn_of(owner: _OnDevice) -> Iterator[None]:
     """Runs code as a method of an object that is `locked`."""
+    owner.lock.check_at_rest()
     with owner.lock, owner.lock.streams.turn(owner.device):
         yield
 

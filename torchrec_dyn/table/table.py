@@ -20,6 +20,7 @@ from torchrec_dyn.storage import (
     Moment,
     OutstandingForwards,
     RowStore,
+    changes,
     locked,
     note_changed,
     read,
@@ -94,6 +95,7 @@ class DynamicTable(TableArrays):
         return self.weights.read(rows), rows >= 0
 
     @locked
+    @changes
     def assign(self, ids: Tensor, rows: Tensor) -> None:
         """Writes rows by id; an absent id gets a row with fresh optimizer state.
 
@@ -107,6 +109,7 @@ class DynamicTable(TableArrays):
         self.weights.write(found, rows.detach().to(self.device))
 
     @locked
+    @changes
     def erase(self, ids: Tensor) -> int:
         """Removes ids and the counters of waiting ids. Returns the number of ids that had a row.
 
@@ -118,7 +121,6 @@ class DynamicTable(TableArrays):
             self.life.waiting.forget(ids)
         return self.remove(*self.id_map.find(ids), "erased")
 
-    @locked
     def replace_states(self, states: tuple[RowStore, ...]) -> None:
         """Replaces the optimizer state of all rows; open forwards can no longer run their backward."""
         log = self.change_log
@@ -165,6 +167,7 @@ class DynamicTable(TableArrays):
         return None if self.life is None else self.life.clock.now
 
     @locked
+    @changes
     def set_time(self, time: int) -> None:
         """Sets the clock of `ExpireAfter(time=...)` for all later steps; the time never goes back."""
         if fault := time_fault(time, self.time):
@@ -211,6 +214,7 @@ class DynamicTable(TableArrays):
         return read_state(self)
 
     @locked
+    @changes
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Replaces the contents; more rows than the limit are allowed. All checks run before any change.
 
@@ -221,6 +225,7 @@ class DynamicTable(TableArrays):
         replace_contents(self, given_state(state), self.dtype, self.device)
 
     @locked
+    @changes
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Replaces optimizer state and step of the present rows; if this fails, nothing has changed.
 
@@ -236,6 +241,7 @@ class DynamicTable(TableArrays):
                 self.life = self.life.caught_up(self.step, self.row_numbers.high)
 
     @locked
+    @changes
     def convert(
         self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> None:
