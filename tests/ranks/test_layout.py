@@ -3,7 +3,7 @@
 import pytest
 from sharded_cases import shard_by_hand
 from torchrec import EmbeddingBagConfig
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ParameterSharding, ShardingEnv
 
 from torchrec_dyn.ranks import SHARDING_TRAITS, Piece, TableLayout, checked_plan, table_layouts
 
@@ -16,11 +16,11 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
 
-def layout(kind: str, pieces: Pieces, rows: int = 1000) -> TableLayout:
+def layout(plan: ParameterSharding, rows: int = 1000) -> TableLayout:
     """Returns the layout of a table of 8 columns on four ranks."""
     config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=rows, feature_names=["f"])
-    plan, env = {"t": shard_by_hand(kind, pieces, rows)}, ShardingEnv.from_local(4, 0)
-    return table_layouts([config], plan, env, list(SHARDING_TRAITS), "here")["t"]
+    env = ShardingEnv.from_local(4, 0)
+    return table_layouts([config], {"t": plan}, env, list(SHARDING_TRAITS), "here")["t"]
 
 
 @pytest.mark.parametrize(
@@ -38,15 +38,18 @@ def layout(kind: str, pieces: Pieces, rows: int = 1000) -> TableLayout:
 def test_pieces_of_each_sharding_type(
     kind: str, pieces: Pieces, expected: list[tuple[int, int, tuple[int, ...]]]
 ) -> None:
-    found = layout(kind, pieces)
+    found = layout(shard_by_hand(kind, pieces))
     assert found.pieces == tuple(Piece(*of_piece) for of_piece in expected)
     assert found.row_ranks == len(expected[0][2])
     assert found.rows_are_spread == (found.row_ranks > 1)
 
 
 def test_ranks_may_have_no_rows_of_a_small_table() -> None:
-    """Two rows on four ranks: the planner of TorchRec makes shards without rows."""
-    assert layout("row_wise", [([0, 1, 2, 3], 0, 8)], rows=2).row_ranks == 4
+    """Two rows on four ranks: TorchRec's planner makes shards without rows. Their begin has no effect."""
+    plan = shard_by_hand("row_wise", [([0, 1, 2, 3], 0, 8)], rows=2)
+    assert layout(plan, rows=2).row_ranks == 4
+    plan.sharding_spec.shards[3].shard_offsets = [9, 0]  # type: ignore[union-attr]
+    assert layout(plan, rows=2).row_ranks == 4
 
 
 @pytest.mark.parametrize(
@@ -60,7 +63,7 @@ def test_ranks_may_have_no_rows_of_a_small_table() -> None:
 )
 def test_ranks_and_columns_are_checked(kind: str, pieces: Pieces, said: str) -> None:
     with pytest.raises(ValueError, match=rf"^here\(table='t'\): expected .*{said}"):
-        layout(kind, pieces)
+        layout(shard_by_hand(kind, pieces))
 
 
 def test_a_checked_plan_is_a_copy() -> None:
