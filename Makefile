@@ -45,7 +45,7 @@ GPU ?= 80
 PTX := build/ptx/torchrec_dyn_ptx.abi3.so
 PTX_OF_GPU := build/ptx-$(GPU)$(if $(BOUNDS),-bounds)/torchrec_dyn_ptx.abi3.so
 PTX_CORE := $(filter-out %_cpu.cpp,$(CORE)) $(wildcard csrc/sanitize/ptx/*.cpp csrc/sanitize/ptx/*.h)
-HAS_NVCC := $(shell PATH="$(or $(CUDA_HOME),/usr/local/cuda)/bin:$$PATH" command -v nvcc)
+HAS_NVCC := $(if $(filter cpu,$(TORCHREC_DYN_BUILD)),,$(shell PATH="$(or $(CUDA_HOME),/usr/local/cuda)/bin:$$PATH" command -v nvcc))
 
 .PHONY: train test build wheel lint format docs bench bench-ab test-deep ptx sanitize fuzz clones clean
 

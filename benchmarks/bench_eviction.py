@@ -42,7 +42,6 @@ from torch import Tensor
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.table import moment_of
 
 BATCHES = 32
 WARM_UP = 2
@@ -174,7 +173,7 @@ def run_markers(limit: int, workloads: Sequence[Workload], known: Known, clock: 
     marked, plain = (
         Stepped(workloads[0], NO_POLICY, limit).fill(workloads[0].rows) for _ in range(2)
     )
-    moment = moment_of(marked.table)
+    moment = marked.table.moment()
     for workload in workloads:
         batches = known[workload.zipf]
         contestants = stepping({"marker": marked, "no marker": plain}, batches) | with_floor(

@@ -88,34 +88,34 @@ inline bool raises_errors_at_once() {
   return value != nullptr && std::strcmp(value, "1") == 0;
 }
 
-// Makes the device of a tensor current and gives kernels their queue. torch's allocator keeps the memory of a call for
+// Makes the device of a tensor current and gives kernels their stream. torch's allocator keeps the memory of a call for
 // this stream, so it may be released before the kernels have run.
-class DeviceCall final : public simt::Scratch {
+class DeviceCall final : public simt::Workspace {
  public:
   explicit DeviceCall(const Tensor& tensor)
-      : device_(tensor.device()), chosen_(tensor), queue_{chosen_.stream(), this} {}
+      : device_(tensor.device()), chosen_(tensor), stream_{chosen_.stream(), this} {}
   DeviceCall(const DeviceCall&) = delete;
   DeviceCall& operator=(const DeviceCall&) = delete;
 
   const Device& device() const { return device_; }
-  const simt::Queue& queue() const { return queue_; }
+  const simt::Stream& stream() const { return stream_; }
 
-  void* take(int64_t bytes) override {
-    taken_.push_back(new_tensor({bytes}, ScalarType::Byte, kDevice, &simt::raise_lost_device));
-    return taken_.back().mutable_data_ptr();
+  void* allocate(int64_t bytes) override {
+    allocated_.push_back(new_tensor({bytes}, ScalarType::Byte, kDevice, &simt::raise_lost_device));
+    return allocated_.back().mutable_data_ptr();
   }
 
   // Memory for `count` objects, not initialised.
   template <typename T>
-  T* take_for(int64_t count) {
-    return static_cast<T*>(take(count * static_cast<int64_t>(sizeof(T))));
+  T* allocate_for(int64_t count) {
+    return static_cast<T*>(allocate(count * static_cast<int64_t>(sizeof(T))));
   }
 
   // Memory for `count` objects, all bytes 0.
   template <typename T>
   T* zeros(int64_t count) {
-    T* objects = take_for<T>(count);
-    simt::fill_zero(queue_, objects, count * static_cast<int64_t>(sizeof(T)));
+    T* objects = allocate_for<T>(count);
+    simt::fill_zero(stream_, objects, count * static_cast<int64_t>(sizeof(T)));
     return objects;
   }
 
@@ -124,8 +124,8 @@ class DeviceCall final : public simt::Scratch {
   const T* copy_of(const std::vector<T>& objects) {
     static_assert(sizeof(T) % sizeof(int64_t) == 0);
     const auto count = static_cast<int64_t>(objects.size());
-    T* copy = take_for<T>(count);
-    simt::send(queue_, copy, objects.data(), count * static_cast<int64_t>(sizeof(T)));
+    T* copy = allocate_for<T>(count);
+    simt::copy_to_device(stream_, copy, objects.data(), count * static_cast<int64_t>(sizeof(T)));
     return copy;
   }
 
@@ -143,15 +143,15 @@ class DeviceCall final : public simt::Scratch {
   // A word of the device, read by the host: waits for all kernels before it.
   int64_t read(const int64_t* word) const {
     int64_t value = 0;
-    simt::read_back(queue_, &value, word, sizeof value);
+    simt::copy_to_host(stream_, &value, word, sizeof value);
     return value;
   }
 
  private:
   Device device_;
   ChosenDevice chosen_;
-  simt::Queue queue_;
-  std::vector<Tensor> taken_;
+  simt::Stream stream_;
+  std::vector<Tensor> allocated_;
 };
 
 inline Tensor new_device_tensor(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type = ScalarType::Long) {

@@ -24,11 +24,11 @@ struct ErrorReport {
   int64_t* record;  // [kErrorWords] of the GPU: 0 or the address of a RaiseError; then its words
   int64_t raise;    // the address of a RaiseError
 
-  // Does nothing if there is an earlier error. Of several turns that report at the same time, one does.
+  // Does nothing if there is an earlier error. Of several threads that report at the same time, one does.
   template <typename... Words>
   TORCHREC_DYN_BOTH void report(Words... words) const {
     static_assert(sizeof...(words) < kErrorWords);
-    if (simt::compare_exchange(record, 0, raise) != 0) return;
+    if (simt::atomic_cas(record, 0, raise) != 0) return;
     int64_t* word = record;
     ((*++word = static_cast<int64_t>(words)), ...);
   }

@@ -1,4 +1,4 @@
-// Division by a number that is known before a kernel is launched, of the number of a turn: GPUs have no instruction
+// Division by a number that is known before a kernel is launched, of the number of its thread: GPUs have no instruction
 // that divides 64-bit integers, and take about a hundred for it.
 #pragma once
 

@@ -9,23 +9,22 @@
 
 #include "device_call.h"
 #include "simt.h"
-#include "storage/row_units.h"
 
 namespace torchrec_dyn {
 
-// The bytes of a list in SentLists.
+// The bytes of a list in SentLists: kernels read some of them in units of 16 bytes.
 template <typename T>
 size_t bytes_of(const std::vector<T>& list) {
-  return (list.size() * sizeof(T) + sizeof(Unit16) - 1) / sizeof(Unit16) * sizeof(Unit16);
+  return (list.size() * sizeof(T) + 15) / 16 * 16;
 }
 
 // Lists of the host in one piece of memory of the device: one send, that does not wait. Requires elements of whole
-// words; each list begins at a multiple of 16 bytes.
+// words.
 class SentLists {
  public:
   // `bytes`: of all lists together.
   SentLists(DeviceCall& call, size_t bytes)
-      : call_(call), host_(bytes), memory_(static_cast<std::byte*>(call.take(static_cast<int64_t>(bytes)))) {}
+      : call_(call), host_(bytes), memory_(static_cast<std::byte*>(call.allocate(static_cast<int64_t>(bytes)))) {}
 
   // Returns the place of the list in the memory of the device.
   template <typename T>
@@ -35,7 +34,7 @@ class SentLists {
     return reinterpret_cast<T*>(memory_ + std::exchange(used_, used_ + bytes_of(list)));
   }
 
-  void send() { simt::send(call_.queue(), memory_, host_.data(), static_cast<int64_t>(used_)); }
+  void send() { simt::copy_to_device(call_.stream(), memory_, host_.data(), static_cast<int64_t>(used_)); }
 
  private:
   DeviceCall& call_;

@@ -1,17 +1,18 @@
 // Kernels for CUDA that a plain C++ compiler builds too, so that their tests need no GPU (docs/decisions/0027).
 //
-// A kernel is a body: a struct of numbers and pointers with `void operator()(int64_t i) const`, in a file *_kernels.h.
-// The function of an op, in a file *_cuda.cpp, calls each(queue, n, body). There are two builds of both files:
-//   CUDA  nvcc compiles the bodies (a file *_launch.cu names them), and i is a thread of a grid;
-//   simt  g++ compiles everything with TORCHREC_DYN_SIMT into a library for tests, and i is a turn of one of several
-//         std::threads (simt_cpu.h). Its tensors are on the CPU.
+// A kernel is a struct of numbers and pointers with `void operator()(int64_t i) const`, in a file *_kernels.h; a thread
+// runs it for one i. The function of an op, in a file *_cuda.cpp, calls launch(stream, n, kernel). There are two builds
+// of both files:
+//   CUDA  nvcc compiles the kernels (a file *_launch.cu names them);
+//   simt  g++ compiles everything with TORCHREC_DYN_SIMT into a library for tests, in which a few std::threads run the
+//         threads of a launch (simt_cpu.h). Its tensors are on the CPU.
 //
-// Rules for bodies, so that what holds in one build holds in the other:
-//   - the turns of a launch run in any order and at the same time;
-//   - a word that several turns of a launch read and write is accessed by the functions below only, and nothing else
-//     is handed from turn to turn: they do not order other accesses;
-//   - no locks, no waiting for another turn, no exceptions;
-//   - functions that bodies call are marked TORCHREC_DYN_BOTH; bits are scanned by bits.h.
+// Rules for kernels, so that what holds in one build holds in the other:
+//   - the threads of a launch run in any order and at the same time;
+//   - a word that several threads of a launch read and write is accessed by the functions below only, and nothing else
+//     is handed from thread to thread: they do not order other accesses;
+//   - no locks, no waiting for another thread, no exceptions;
+//   - functions that kernels call are marked TORCHREC_DYN_BOTH; bits are scanned by bits.h.
 #pragma once
 
 #include <cstdint>
@@ -27,22 +28,22 @@
 namespace torchrec_dyn::simt {
 
 // Memory for one call of an op, on its device. It lives until the kernels of the call have run.
-class Scratch {
+class Workspace {
  public:
-  virtual void* take(int64_t bytes) = 0;
+  virtual void* allocate(int64_t bytes) = 0;
 
  protected:
-  ~Scratch() = default;
+  ~Workspace() = default;
 };
 
 // Where kernels are sent: they run one after the other, and after the kernels that torch sent before.
-struct Queue {
-  void* stream;  // cudaStream_t; null in the simt build
-  Scratch* scratch;
+struct Stream {
+  void* handle;  // cudaStream_t; null in the simt build
+  Workspace* workspace;
 };
 
 // Writes `desired` if the word is `expected`. Returns the word as it was.
-TORCHREC_DYN_BOTH inline int64_t compare_exchange(int64_t* word, int64_t expected, int64_t desired) {
+TORCHREC_DYN_BOTH inline int64_t atomic_cas(int64_t* word, int64_t expected, int64_t desired) {
 #if defined(__CUDA_ARCH__)
   return static_cast<int64_t>(atomicCAS(reinterpret_cast<unsigned long long*>(word),
                                         static_cast<unsigned long long>(expected),
@@ -51,7 +52,7 @@ TORCHREC_DYN_BOTH inline int64_t compare_exchange(int64_t* word, int64_t expecte
   // nvcc's host side, never called; and the race that csrc/sanitize/run expects ThreadSanitizer to find.
   return *word == expected ? (*word = desired, expected) : *word;
 #else
-#if defined(TORCHREC_DYN_SLOW_TURNS)  // csrc/sanitize/run: other turns run between a turn's reads and its write
+#if defined(TORCHREC_DYN_SLOW_THREADS)  // csrc/sanitize/run: others run between its reads and its write
   thread_local unsigned calls = 0;
   if (++calls % 16 == 0) std::this_thread::yield();
 #endif
@@ -81,7 +82,7 @@ TORCHREC_DYN_BOTH inline void store(Word* word, Word number) {
 
 // Adds to the word, of 32 or 64 bits. Returns the word as it was.
 template <typename Word>
-TORCHREC_DYN_BOTH inline Word add(Word* word, std::type_identity_t<Word> number) {
+TORCHREC_DYN_BOTH inline Word atomic_add(Word* word, std::type_identity_t<Word> number) {
 #if defined(__CUDA_ARCH__)
   using Unsigned = std::conditional_t<sizeof(Word) == 4, unsigned, unsigned long long>;
   return static_cast<Word>(atomicAdd(reinterpret_cast<Unsigned*>(word), static_cast<Unsigned>(number)));
@@ -92,24 +93,24 @@ TORCHREC_DYN_BOTH inline Word add(Word* word, std::type_identity_t<Word> number)
 #endif
 }
 
-// Adds 1 to a word that many turns count in. Threads of a warp that do so at the same time add once together.
+// Adds 1 to a word in which many threads count. Those of a warp that do so at the same time add once together.
 template <typename Word>
-TORCHREC_DYN_BOTH inline void count(Word* word) {
+TORCHREC_DYN_BOTH inline void warp_aggregated_increment(Word* word) {
 #if defined(__CUDA_ARCH__)
   const unsigned together = __match_any_sync(__activemask(), reinterpret_cast<unsigned long long>(word));
-  if (static_cast<int>(threadIdx.x % 32) == __ffs(static_cast<int>(together)) - 1) add(word, __popc(together));
+  if (static_cast<int>(threadIdx.x % 32) == __ffs(static_cast<int>(together)) - 1) atomic_add(word, __popc(together));
 #else
-  add(word, 1);
+  atomic_add(word, 1);
 #endif
 }
 
 // Writes `number` if it is less than the word.
-TORCHREC_DYN_BOTH inline void lower(int64_t* word, int64_t number) {
+TORCHREC_DYN_BOTH inline void atomic_min(int64_t* word, int64_t number) {
 #if defined(__CUDA_ARCH__)
   atomicMin(reinterpret_cast<long long*>(word), static_cast<long long>(number));
 #else
   for (int64_t seen = load(word); number < seen;) {
-    const int64_t was = compare_exchange(word, seen, number);
+    const int64_t was = atomic_cas(word, seen, number);
     if (was == seen) return;
     seen = was;
   }
@@ -117,12 +118,12 @@ TORCHREC_DYN_BOTH inline void lower(int64_t* word, int64_t number) {
 }
 
 // Writes `number` if it is greater than the word.
-TORCHREC_DYN_BOTH inline void raise(int64_t* word, int64_t number) {
+TORCHREC_DYN_BOTH inline void atomic_max(int64_t* word, int64_t number) {
 #if defined(__CUDA_ARCH__)
   atomicMax(reinterpret_cast<long long*>(word), static_cast<long long>(number));
 #else
   for (int64_t seen = load(word); number > seen;) {
-    const int64_t was = compare_exchange(word, seen, number);
+    const int64_t was = atomic_cas(word, seen, number);
     if (was == seen) return;
     seen = was;
   }
@@ -130,7 +131,7 @@ TORCHREC_DYN_BOTH inline void raise(int64_t* word, int64_t number) {
 }
 
 // Sets bits of a byte.
-TORCHREC_DYN_BOTH inline void set_bits(uint8_t* byte, uint8_t bits) {
+TORCHREC_DYN_BOTH inline void atomic_or(uint8_t* byte, uint8_t bits) {
 #if defined(__CUDA_ARCH__)  // in the word around the byte, whose other bytes stay as they are
   const auto past = reinterpret_cast<uintptr_t>(byte) % sizeof(unsigned);
   atomicOr(reinterpret_cast<unsigned*>(byte - past), static_cast<unsigned>(bits) << (8 * past));
@@ -141,12 +142,12 @@ TORCHREC_DYN_BOTH inline void set_bits(uint8_t* byte, uint8_t bits) {
 #endif
 }
 
-// Runs body(i) for i in [0, n).
-template <typename Body>
-void each(const Queue& queue, int64_t n, const Body& body);
+// Runs kernel(i) for i in [0, n), each on a thread.
+template <typename Kernel>
+void launch(const Stream& stream, int64_t n, const Kernel& kernel);
 
 // Turns each of n words into the sum of the words before it.
-void exclusive_sum(const Queue& queue, int64_t* words, int64_t n);
+void exclusive_sum(const Stream& stream, int64_t* words, int64_t n);
 
 // Two arrays of n words.
 template <typename Key, typename Value>
@@ -158,14 +159,14 @@ using Pairs = PairsOf<uint64_t, int64_t>;
 using ShortPairs = PairsOf<uint32_t, uint32_t>;
 
 // Sorts pairs by bits [first_bit, end_bit) of their keys; pairs with equal bits stay in their order. Returns the sorted
-// arrays: these, or others in the scratch memory of the call. The contents of `pairs` are lost.
-Pairs sort_pairs(const Queue& queue, Pairs pairs, int64_t n, int first_bit = 0, int end_bit = 64);
-ShortPairs sort_pairs(const Queue& queue, ShortPairs pairs, int64_t n, int first_bit = 0, int end_bit = 32);
+// arrays: these, or others in the workspace of the call. The contents of `pairs` are lost.
+Pairs sort_pairs(const Stream& stream, Pairs pairs, int64_t n, int first_bit = 0, int end_bit = 64);
+ShortPairs sort_pairs(const Stream& stream, ShortPairs pairs, int64_t n, int first_bit = 0, int end_bit = 32);
 
-void fill_zero(const Queue& queue, void* memory, int64_t bytes);
+void fill_zero(const Stream& stream, void* memory, int64_t bytes);
 // Copies to the memory of the host. Waits for all kernels before it.
-void read_back(const Queue& queue, void* host, const void* memory, int64_t bytes);
+void copy_to_host(const Stream& stream, void* host, const void* memory, int64_t bytes);
 // Copies from the memory of the host, which is free after the call. Does not wait. For kilobytes, in words of 8 bytes.
-void send(const Queue& queue, void* memory, const void* host, int64_t bytes);
+void copy_to_device(const Stream& stream, void* memory, const void* host, int64_t bytes);
 
 }  // namespace torchrec_dyn::simt

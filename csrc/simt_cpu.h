@@ -29,26 +29,26 @@ extern "C" {
 constexpr int64_t kThreads = 4;  // more than the cores of CI: threads are also interrupted between two instructions
 
 // Neighbours run on different threads, which begin together, so that conflicts are as frequent as on a GPU.
-template <typename Body>
-void each(const Queue&, int64_t n, const Body& body) {
+template <typename Kernel>
+void launch(const Stream&, int64_t n, const Kernel& kernel) {
   const int64_t count = std::min(n, kThreads);
   std::latch begin(std::max<int64_t>(count, 1));
-  const auto turns = [&](int64_t first) {
+  const auto run = [&](int64_t first) {
     begin.arrive_and_wait();
-    for (int64_t i = first; i < n; i += kThreads) body(i);
+    for (int64_t i = first; i < n; i += kThreads) kernel(i);
   };
   std::vector<std::thread> threads;
-  for (int64_t first = 1; first < count; ++first) threads.emplace_back(turns, first);
-  turns(0);
+  for (int64_t first = 1; first < count; ++first) threads.emplace_back(run, first);
+  run(0);
   for (std::thread& thread : threads) thread.join();
 }
 
-template <typename Body>
-void tiles(const Queue& queue, int64_t n, const Body& body) {
-  each(queue, n, body);
+template <typename Kernel>
+void launch_tiles(const Stream& stream, int64_t n, const Kernel& kernel) {
+  launch(stream, n, kernel);
 }
 
-inline void exclusive_sum(const Queue&, int64_t* words, int64_t n) {
+inline void exclusive_sum(const Stream&, int64_t* words, int64_t n) {
   std::exclusive_scan(words, words + n, words, int64_t{0});
 }
 
@@ -64,18 +64,18 @@ PairsOf<Key, Value> stably_sorted(PairsOf<Key, Value> pairs, int64_t n, int firs
   return pairs;
 }
 
-inline Pairs sort_pairs(const Queue&, Pairs pairs, int64_t n, int first_bit, int end_bit) {
+inline Pairs sort_pairs(const Stream&, Pairs pairs, int64_t n, int first_bit, int end_bit) {
   return stably_sorted(pairs, n, first_bit, end_bit);
 }
-inline ShortPairs sort_pairs(const Queue&, ShortPairs pairs, int64_t n, int first_bit, int end_bit) {
+inline ShortPairs sort_pairs(const Stream&, ShortPairs pairs, int64_t n, int first_bit, int end_bit) {
   return stably_sorted(pairs, n, first_bit, end_bit);
 }
 
-inline void fill_zero(const Queue&, void* memory, int64_t bytes) {
+inline void fill_zero(const Stream&, void* memory, int64_t bytes) {
   if (bytes > 0) std::memset(memory, 0, static_cast<size_t>(bytes));
 }
 
-inline void read_back(const Queue&, void* host, const void* memory, int64_t bytes) {
+inline void copy_to_host(const Stream&, void* host, const void* memory, int64_t bytes) {
   torchrec_dyn_host_waits += bytes > 0;
   if (bytes > 0) std::memcpy(host, memory, static_cast<size_t>(bytes));
 }
@@ -98,7 +98,7 @@ inline void take_error(int64_t (&record)[kErrorWords]) {
   std::memset(error_record(), 0, sizeof record);
 }
 
-inline void send(const Queue&, void* memory, const void* host, int64_t bytes) {
+inline void copy_to_device(const Stream&, void* memory, const void* host, int64_t bytes) {
   if (bytes > 0) std::memcpy(memory, host, static_cast<size_t>(bytes));
 }
 

@@ -1,4 +1,5 @@
-// What simt.h and device_errors.h declare beside `each`, for CUDA: copies, the record of errors, and CUB's algorithms.
+// What simt.h and device_errors.h declare beside `launch`, for CUDA: copies, the record of errors, and CUB's
+// algorithms.
 #include <cub/device/device_scan.cuh>
 
 #include <algorithm>
@@ -26,28 +27,28 @@ __device__ int64_t error_words[kErrorWords];
 
 }  // namespace
 
-void exclusive_sum(const Queue& queue, int64_t* words, int64_t n) {
+void exclusive_sum(const Stream& stream, int64_t* words, int64_t n) {
   if (n == 0) return;
   // All types are named: an older CUB, which counts in int, does not compile.
   const auto scan = [&](void* memory, size_t& bytes) {
     check_cuda(
-        cub::DeviceScan::ExclusiveSum<int64_t*, int64_t*, int64_t>(memory, bytes, words, words, n, stream_of(queue)),
+        cub::DeviceScan::ExclusiveSum<int64_t*, int64_t*, int64_t>(memory, bytes, words, words, n, cuda_stream(stream)),
         "a scan");
   };
   size_t bytes = 0;
   scan(nullptr, bytes);
-  scan(queue.scratch->take(static_cast<int64_t>(bytes)), bytes);
+  scan(stream.workspace->allocate(static_cast<int64_t>(bytes)), bytes);
 }
 
-void fill_zero(const Queue& queue, void* memory, int64_t bytes) {
-  if (bytes > 0) check_cuda(cudaMemsetAsync(memory, 0, static_cast<size_t>(bytes), stream_of(queue)), "a fill");
+void fill_zero(const Stream& stream, void* memory, int64_t bytes) {
+  if (bytes > 0) check_cuda(cudaMemsetAsync(memory, 0, static_cast<size_t>(bytes), cuda_stream(stream)), "a fill");
 }
 
-void read_back(const Queue& queue, void* host, const void* memory, int64_t bytes) {
+void copy_to_host(const Stream& stream, void* host, const void* memory, int64_t bytes) {
   if (bytes == 0) return;
-  check_cuda(cudaMemcpyAsync(host, memory, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream_of(queue)),
+  check_cuda(cudaMemcpyAsync(host, memory, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, cuda_stream(stream)),
              "a copy to the host");
-  check_cuda(cudaStreamSynchronize(stream_of(queue)), "a copy to the host");
+  check_cuda(cudaStreamSynchronize(cuda_stream(stream)), "a copy to the host");
 }
 
 int64_t* error_record() {
@@ -68,13 +69,13 @@ void take_error(int64_t (&record)[kErrorWords]) {
   check_cuda(cudaMemcpyToSymbol(error_words, none, sizeof none), "a copy from the host");
 }
 
-void send(const Queue& queue, void* memory, const void* host, int64_t bytes) {
+void copy_to_device(const Stream& stream, void* memory, const void* host, int64_t bytes) {
   StoreWords part;
   for (int64_t sent = 0, size = 0; sent < bytes; sent += size) {
     size = std::min(bytes - sent, static_cast<int64_t>(sizeof part.words));
     std::memcpy(part.words, static_cast<const char*>(host) + sent, static_cast<size_t>(size));
     part.to = static_cast<int64_t*>(memory) + sent / kWord;
-    each(queue, size / kWord, part);
+    launch(stream, size / kWord, part);
   }
 }
 

@@ -1,5 +1,5 @@
-// The CUDA build of simt.h, for files *_launch.cu: each TORCHREC_DYN_LAUNCH(Body) compiles one kernel, and
-// each TORCHREC_DYN_LAUNCH_TILES(Body) one kernel of tiles.
+// The CUDA build of simt.h, for files *_launch.cu: each TORCHREC_DYN_LAUNCH(Kernel) compiles one kernel, and
+// each TORCHREC_DYN_LAUNCH_TILES(Kernel) one kernel of tiles.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,33 +10,33 @@
 
 namespace torchrec_dyn::simt {
 
-inline cudaStream_t stream_of(const Queue& queue) { return static_cast<cudaStream_t>(queue.stream); }
+inline cudaStream_t cuda_stream(const Stream& stream) { return static_cast<cudaStream_t>(stream.handle); }
 
 constexpr int64_t kThreadsABlock = 256;
 
-// Body::kBlocksAtOnce: how many blocks of it an SM shall hold, which limits its registers; 0: as nvcc chooses.
-template <typename Body>
+// Kernel::kBlocksAtOnce: how many blocks of it an SM shall hold, which limits its registers; 0: as nvcc chooses.
+template <typename Kernel>
 constexpr int blocks_at_once() {
-  if constexpr (requires { Body::kBlocksAtOnce; }) return Body::kBlocksAtOnce;
+  if constexpr (requires { Kernel::kBlocksAtOnce; }) return Kernel::kBlocksAtOnce;
   return 0;
 }
 
-template <typename Body>
-__global__ void __launch_bounds__(kThreadsABlock, blocks_at_once<Body>())
-    each_turn(int64_t n, const __grid_constant__ Body body) {
+template <typename Kernel>
+__global__ void __launch_bounds__(kThreadsABlock, blocks_at_once<Kernel>())
+    run_threads(int64_t n, const __grid_constant__ Kernel kernel) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreadsABlock;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreadsABlock + threadIdx.x; i < n; i += stride) body(i);
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreadsABlock + threadIdx.x; i < n; i += stride) kernel(i);
 }
 
 constexpr int kTileThreads = 128;  // of a block
-template <typename Body>
-constexpr int kTilesABlock = kTileThreads / Body::kLanes;
+template <typename Kernel>
+constexpr int kTilesABlock = kTileThreads / Kernel::kLanes;
 
-template <typename Body>
-__global__ void __launch_bounds__(kTileThreads, blocks_at_once<Body>())
-    each_tile(int64_t n, const __grid_constant__ Body body) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kTilesABlock<Body> + threadIdx.x / Body::kLanes;
-  if (i < n) body(i);
+template <typename Kernel>
+__global__ void __launch_bounds__(kTileThreads, blocks_at_once<Kernel>())
+    run_tiles(int64_t n, const __grid_constant__ Kernel kernel) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kTilesABlock<Kernel> + threadIdx.x / Kernel::kLanes;
+  if (i < n) kernel(i);
 }
 
 inline unsigned blocks_for(int64_t n, int64_t items_a_block) {
@@ -44,23 +44,24 @@ inline unsigned blocks_for(int64_t n, int64_t items_a_block) {
   return static_cast<unsigned>(lesser_of((n + items_a_block - 1) / items_a_block, kMostBlocks));
 }
 
-template <typename Body>
-void each(const Queue& queue, int64_t n, const Body& body) {
+template <typename Kernel>
+void launch(const Stream& stream, int64_t n, const Kernel& kernel) {
   if (n <= 0) return;
-  each_turn<<<blocks_for(n, kThreadsABlock), kThreadsABlock, 0, stream_of(queue)>>>(n, body);
+  run_threads<<<blocks_for(n, kThreadsABlock), kThreadsABlock, 0, cuda_stream(stream)>>>(n, kernel);
   check_cuda(cudaGetLastError(), "a launch");
 }
 
-template <typename Body>
-void tiles(const Queue& queue, int64_t n, const Body& body) {
+template <typename Kernel>
+void launch_tiles(const Stream& stream, int64_t n, const Kernel& kernel) {
   if (n <= 0) return;
-  each_tile<<<blocks_for(n, kTilesABlock<Body>), kTileThreads, 0, stream_of(queue)>>>(n, body);
+  run_tiles<<<blocks_for(n, kTilesABlock<Kernel>), kTileThreads, 0, cuda_stream(stream)>>>(n, kernel);
   check_cuda(cudaGetLastError(), "a launch");
 }
 
 }  // namespace torchrec_dyn::simt
 
-#define TORCHREC_DYN_LAUNCH(Body) \
-  template void torchrec_dyn::simt::each<Body>(const torchrec_dyn::simt::Queue&, int64_t, const Body&)
-#define TORCHREC_DYN_LAUNCH_TILES(Body) \
-  template void torchrec_dyn::simt::tiles<Body>(const torchrec_dyn::simt::Queue&, int64_t, const Body&)
+#define TORCHREC_DYN_LAUNCH(...) \
+  template void torchrec_dyn::simt::launch<__VA_ARGS__>(const torchrec_dyn::simt::Stream&, int64_t, const __VA_ARGS__&)
+#define TORCHREC_DYN_LAUNCH_TILES(...)                                                                    \
+  template void torchrec_dyn::simt::launch_tiles<__VA_ARGS__>(const torchrec_dyn::simt::Stream&, int64_t, \
+                                                              const __VA_ARGS__&)

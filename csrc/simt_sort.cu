@@ -7,31 +7,32 @@ namespace torchrec_dyn::simt {
 namespace {
 
 template <typename Key, typename Value>
-PairsOf<Key, Value> radix_sorted(const Queue& queue, PairsOf<Key, Value> pairs, int64_t n, int first_bit, int end_bit) {
+PairsOf<Key, Value> radix_sorted(const Stream& stream, PairsOf<Key, Value> pairs, int64_t n, int first_bit,
+                                 int end_bit) {
   static_assert(sizeof(Key) % alignof(Value) == 0);
   if (n == 0 || end_bit == first_bit) return pairs;
   constexpr int64_t kPair = sizeof(Key) + sizeof(Value);
-  auto* other = static_cast<Key*>(queue.scratch->take(n * kPair));
+  auto* other = static_cast<Key*>(stream.workspace->allocate(n * kPair));
   cub::DoubleBuffer<Key> keys(pairs.keys, other);
   cub::DoubleBuffer<Value> values(pairs.values, reinterpret_cast<Value*>(other + n));
   const auto sort = [&](void* memory, size_t& bytes) {
     check_cuda(cub::DeviceRadixSort::SortPairs<Key, Value, int64_t>(memory, bytes, keys, values, n, first_bit, end_bit,
-                                                                    stream_of(queue)),
+                                                                    cuda_stream(stream)),
                "a sort");
   };
   size_t bytes = 0;
   sort(nullptr, bytes);
-  sort(queue.scratch->take(static_cast<int64_t>(bytes)), bytes);
+  sort(stream.workspace->allocate(static_cast<int64_t>(bytes)), bytes);
   return {keys.Current(), values.Current()};
 }
 
 }  // namespace
 
-Pairs sort_pairs(const Queue& queue, Pairs pairs, int64_t n, int first_bit, int end_bit) {
-  return radix_sorted(queue, pairs, n, first_bit, end_bit);
+Pairs sort_pairs(const Stream& stream, Pairs pairs, int64_t n, int first_bit, int end_bit) {
+  return radix_sorted(stream, pairs, n, first_bit, end_bit);
 }
-ShortPairs sort_pairs(const Queue& queue, ShortPairs pairs, int64_t n, int first_bit, int end_bit) {
-  return radix_sorted(queue, pairs, n, first_bit, end_bit);
+ShortPairs sort_pairs(const Stream& stream, ShortPairs pairs, int64_t n, int first_bit, int end_bit) {
+  return radix_sorted(stream, pairs, n, first_bit, end_bit);
 }
 
 }  // namespace torchrec_dyn::simt

@@ -1,10 +1,10 @@
-// Tiles for bodies (simt.h): the 4, 8 or 16 lanes that serve one item together, such as a row. On a GPU the lanes are
+// Tiles for kernels (simt.h): the 4, 8 or 16 lanes that serve one item together, such as a row. On a GPU the lanes are
 // threads of one warp; in the simt build one thread runs all of them, lane after lane.
 //
-// tiles(queue, n, body) calls body(i) for the items i in [0, n), on tiles of Body::kLanes lanes. What a body does
-// outside of each_lane is done for the item as a whole: every thread of the tile does the same, and takes the same
-// branches. Numbers that differ from lane to lane are PerLane, and pass from lane to lane by the functions below only.
-// Memory that all lanes have read before sync_lanes may be written by one of them after it.
+// launch_tiles(stream, n, kernel) runs kernel(i) for the items i in [0, n), on tiles of Kernel::kLanes lanes. What a
+// kernel does outside of each_lane is done for the item as a whole: every thread of the tile does the same, and takes
+// the same branches. Numbers that differ from lane to lane are PerLane, and pass from lane to lane by the functions
+// below only. Memory that all lanes have read before sync_lanes may be written by one of them after it.
 #pragma once
 
 #include <cstdint>
@@ -41,13 +41,13 @@ __device__ inline unsigned tile_threads() {
 }
 #endif
 
-// Calls turn(lane) for every lane of the tile.
-template <int kLanes, typename Turn>
-TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void each_lane(const Turn& turn) {
+// Calls function(lane) for every lane of the tile.
+template <int kLanes, typename Function>
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void each_lane(const Function& function) {
 #if defined(__CUDA_ARCH__)
-  turn(static_cast<int>(threadIdx.x % kLanes));
+  function(static_cast<int>(threadIdx.x % kLanes));
 #else
-  for (int lane = 0; lane < kLanes; ++lane) turn(lane);
+  for (int lane = 0; lane < kLanes; ++lane) function(lane);
 #endif
 }
 
@@ -60,7 +60,7 @@ TORCHREC_DYN_BOTH inline void sync_lanes() {
 
 // The number of one lane. T: of 32 or 64 bits.
 template <typename T, int kLanes>
-TORCHREC_DYN_BOTH inline T from_lane(const PerLane<T, kLanes>& numbers, int lane) {
+TORCHREC_DYN_BOTH inline T shuffle(const PerLane<T, kLanes>& numbers, int lane) {
 #if defined(__CUDA_ARCH__)
   return __shfl_sync(tile_threads<kLanes>(), numbers[lane], lane, kLanes);
 #else
@@ -70,7 +70,7 @@ TORCHREC_DYN_BOTH inline T from_lane(const PerLane<T, kLanes>& numbers, int lane
 
 // For each lane the number of the lane with this bit of its own number flipped.
 template <typename T, int kLanes>
-TORCHREC_DYN_BOTH inline PerLane<T, kLanes> from_partner(const PerLane<T, kLanes>& numbers, int bit) {
+TORCHREC_DYN_BOTH inline PerLane<T, kLanes> shuffle_xor(const PerLane<T, kLanes>& numbers, int bit) {
   PerLane<T, kLanes> flipped;
 #if defined(__CUDA_ARCH__)
   flipped[0] = __shfl_xor_sync(tile_threads<kLanes>(), numbers[0], bit, kLanes);
@@ -88,7 +88,7 @@ TORCHREC_DYN_BOTH inline T same_of_lanes(const PerLane<T, kLanes>& numbers) {
 
 // How many lanes have true.
 template <int kLanes>
-TORCHREC_DYN_BOTH inline int count_lanes(const PerLane<bool, kLanes>& flags) {
+TORCHREC_DYN_BOTH inline int ballot_count(const PerLane<bool, kLanes>& flags) {
 #if defined(__CUDA_ARCH__)
   return __popc(__ballot_sync(tile_threads<kLanes>(), flags[0]));
 #else
@@ -98,8 +98,8 @@ TORCHREC_DYN_BOTH inline int count_lanes(const PerLane<bool, kLanes>& flags) {
 #endif
 }
 
-// Calls body(i) for the items i in [0, n), each on a tile.
-template <typename Body>
-void tiles(const Queue& queue, int64_t n, const Body& body);
+// Runs kernel(i) for the items i in [0, n), each on a tile.
+template <typename Kernel>
+void launch_tiles(const Stream& stream, int64_t n, const Kernel& kernel);
 
 }  // namespace torchrec_dyn::simt

@@ -15,10 +15,10 @@ Tensor admit_by_chance(const Tensor& ids, const Tensor& counts, int64_t key, int
   if (n == 0) return admitted;
   const int64_t* count = const_data<int64_t>(counts);
   auto* first_bad = call.zeros<int64_t>(1);
-  simt::each(call.queue(), n, CheckOccurrences{count, n, first_bad});
-  simt::each(call.queue(), n,
-             AdmitByChance{const_data<int64_t>(ids), count, n, static_cast<uint64_t>(key), step, probability,
-                           mutable_data<bool>(admitted), first_bad, call.errors(raise_occurrences_error)});
+  simt::launch(call.stream(), n, CheckOccurrences{count, n, first_bad});
+  simt::launch(call.stream(), n,
+               AdmitByChance{const_data<int64_t>(ids), count, n, static_cast<uint64_t>(key), step, probability,
+                             mutable_data<bool>(admitted), first_bad, call.errors(raise_occurrences_error)});
   call.finish();
   return admitted;
 }

@@ -1,4 +1,4 @@
-// The bodies of admission by chance (simt.h).
+// The kernels of admission by chance (simt.h).
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct CheckOccurrences {
   int64_t* first_bad;  // 0, or the position of the first invalid count - n
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (!is_occurrences(counts[i])) simt::lower(first_bad, i - n);
+    if (!is_occurrences(counts[i])) simt::atomic_min(first_bad, i - n);
   }
 };
 

@@ -16,17 +16,17 @@ namespace {
 // The key at which the `most` lowest rows end.
 const KeyCut* find_cut(DeviceCall& call, const ScoredRows& table, int64_t most) {
   constexpr int64_t kCounts = kDigitCopies * kDigitValues;
-  const simt::Queue& queue = call.queue();
-  auto* cut = call.take_for<KeyCut>(kDigits + 1);
+  const simt::Stream& stream = call.stream();
+  auto* cut = call.allocate_for<KeyCut>(kDigits + 1);
   auto* counts = call.zeros<int64_t>(kDigits * kCounts);
-  auto* sums = call.take_for<int64_t>(kDigitValues + 1);
+  auto* sums = call.allocate_for<int64_t>(kDigitValues + 1);
   const KeyCut all{0, most};
-  simt::send(queue, cut, &all, sizeof all);
+  simt::copy_to_device(stream, cut, &all, sizeof all);
   for (int64_t shift = (kDigits - 1) * kDigitBits; shift >= 0; shift -= kDigitBits, ++cut, counts += kCounts) {
-    simt::each(queue, table.rows, CountKeys{table, cut, shift, counts});
-    simt::each(queue, kDigitValues + 1, AddCopies{counts, sums});
-    simt::exclusive_sum(queue, sums, kDigitValues + 1);
-    simt::each(queue, kDigitValues, ChooseDigit{sums, shift, cut, cut + 1});
+    simt::launch(stream, table.rows, CountKeys{table, cut, shift, counts});
+    simt::launch(stream, kDigitValues + 1, AddCopies{counts, sums});
+    simt::exclusive_sum(stream, sums, kDigitValues + 1);
+    simt::launch(stream, kDigitValues, ChooseDigit{sums, shift, cut, cut + 1});
   }
   return cut;
 }
@@ -34,34 +34,35 @@ const KeyCut* find_cut(DeviceCall& call, const ScoredRows& table, int64_t most) 
 LowestMarks mark_lowest(DeviceCall& call, const ScoredRows& table, const KeyCut* cut) {
   const int64_t words = (table.rows + LowestMarks::kRows - 1) / LowestMarks::kRows;
   const LowestMarks marks{call.zeros<int64_t>(words), table.rows};
-  simt::each(call.queue(), table.rows, MarkLowest{table, cut, marks});
+  simt::launch(call.stream(), table.rows, MarkLowest{table, cut, marks});
   return marks;
 }
 
 std::tuple<Tensor, Tensor> find_lowest(DeviceCall& call, const IdMapView& map, const ScoredRows& table, int64_t most) {
-  const simt::Queue& queue = call.queue();
+  const simt::Stream& stream = call.stream();
   const KeyCut* cut = find_cut(call, table, most);
   const LowestMarks marks = mark_lowest(call, table, cut);
   const int arrays = map.is_growing() ? 2 : 1;
   auto* places = call.zeros<int64_t>(2 * kMixedBins + 1);
-  for (int a = 0; a < arrays; ++a) simt::each(queue, map.arrays[a].capacity, CountMixed{map.arrays[a], marks, places});
-  simt::exclusive_sum(queue, places, 2 * kMixedBins + 1);
-  auto* counts = call.take_for<LowestCounts>(1);
-  simt::each(queue, kMixedBins, ChooseMixed{places, cut, counts});
-  LowestCounts found;
-  simt::read_back(queue, &found, counts, sizeof found);  // a wait: the result has a length
-  const int64_t listed = found.below + found.ties;
-  simt::Pairs list{call.take_for<uint64_t>(listed), call.take_for<int64_t>(listed)};
   for (int a = 0; a < arrays; ++a)
-    simt::each(queue, map.arrays[a].capacity, ListLowest{map.arrays[a], marks, found.last, places, listed, list});
-  list = simt::sort_pairs(queue, list, listed);
-  auto* ties_before = call.take_for<int64_t>(listed);
-  simt::each(queue, listed, FlagTies{list.values, ties_before});
-  simt::exclusive_sum(queue, ties_before, listed);
+    simt::launch(stream, map.arrays[a].capacity, CountMixed{map.arrays[a], marks, places});
+  simt::exclusive_sum(stream, places, 2 * kMixedBins + 1);
+  auto* counts = call.allocate_for<LowestCounts>(1);
+  simt::launch(stream, kMixedBins, ChooseMixed{places, cut, counts});
+  LowestCounts found;
+  simt::copy_to_host(stream, &found, counts, sizeof found);  // a wait: the result has a length
+  const int64_t listed = found.below + found.ties;
+  simt::Pairs list{call.allocate_for<uint64_t>(listed), call.allocate_for<int64_t>(listed)};
+  for (int a = 0; a < arrays; ++a)
+    simt::launch(stream, map.arrays[a].capacity, ListLowest{map.arrays[a], marks, found.last, places, listed, list});
+  list = simt::sort_pairs(stream, list, listed);
+  auto* ties_before = call.allocate_for<int64_t>(listed);
+  simt::launch(stream, listed, FlagTies{list.values, ties_before});
+  simt::exclusive_sum(stream, ties_before, listed);
   const int64_t count = found.below + std::min(found.ties, found.needed);
   Tensor ids = new_device_tensor({count}), rows = new_device_tensor({count});
-  simt::each(
-      queue, listed,
+  simt::launch(
+      stream, listed,
       WriteLowest{list, ties_before, found.needed, count, mutable_data<int64_t>(ids), mutable_data<int64_t>(rows)});
   return {ids, rows};
 }

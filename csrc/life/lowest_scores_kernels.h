@@ -1,4 +1,4 @@
-// The bodies of lowest_scores (simt.h). They find the rows that lowest_scores_cpu.h finds, without a sort of all rows:
+// The kernels of lowest_scores (simt.h). They find the rows that lowest_scores_cpu.h finds, without a sort of all rows:
 //
 //   1. Read the words three times, once for each digit of the key (last_seen or count), from the highest digit on:
 //      CountKeys counts the rows of each value of the digit, ChooseDigit takes the value at which the rows asked for
@@ -53,11 +53,11 @@ struct CountKeys {
     const uint64_t key = table.key(word);
     if (word >= table.end || (key ^ cut->key) >> (shift + kDigitBits) != 0) return;
     const auto value = static_cast<int64_t>(key >> shift) & (kDigitValues - 1);
-    simt::count(counts + row / 32 % kDigitCopies * kDigitValues + value);
+    simt::warp_aggregated_increment(counts + row / 32 % kDigitCopies * kDigitValues + value);
   }
 };
 
-// Has kDigitValues + 1 turns: the sums of the totals then end with the number of rows.
+// Launched with kDigitValues + 1 threads: the sums of the totals then end with the number of rows.
 struct AddCopies {
   const int64_t* counts;
   int64_t* totals;
@@ -99,7 +99,7 @@ struct LowestMarks {
 
   // Requires that the row has no mark yet, so that the sum of two marks has the bits of both.
   TORCHREC_DYN_BOTH void set(int64_t row, uint64_t mark) const {
-    simt::add(words + row / kRows, static_cast<int64_t>(mark << row % kRows * 2));
+    simt::atomic_add(words + row / kRows, static_cast<int64_t>(mark << row % kRows * 2));
   }
   // `row` may be any number that a damaged map holds, and the -1 of an empty slot.
   TORCHREC_DYN_BOTH uint64_t of(int64_t row) const {
@@ -136,7 +136,8 @@ struct CountMixed {
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const Slot slot = array.slots[i];
     const uint64_t mark = marks.of(slot.row());
-    if (mark != kNotChosen) simt::count(counts + mixed_bin(mix64(static_cast<uint64_t>(slot.id)), mark));
+    if (mark != kNotChosen)
+      simt::warp_aggregated_increment(counts + mixed_bin(mix64(static_cast<uint64_t>(slot.id)), mark));
   }
 };
 
@@ -148,7 +149,7 @@ struct LowestCounts {
   int64_t last;    // bin
 };
 
-// Has kMixedBins turns.
+// Launched with kMixedBins threads.
 struct ChooseMixed {
   const int64_t* sums;  // [2 * kMixedBins + 1], of the counts
   const KeyCut* cut;
@@ -179,7 +180,7 @@ struct ListLowest {
     const uint64_t mixed = mix64(static_cast<uint64_t>(slot.id));
     const int64_t bin = mixed_bin(mixed, mark);
     if (bin > last) return;
-    const int64_t place = simt::add(places + bin, 1);
+    const int64_t place = simt::atomic_add(places + bin, 1);
     if (place >= size) return;
     list.keys[place] = mixed;
     list.values[place] = slot.row() << 1 | static_cast<int64_t>(mark == kTie);

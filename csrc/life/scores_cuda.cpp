@@ -35,8 +35,8 @@ void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<
   const TouchedRows batch{
       const_data<int64_t>(rows),     often, n, send_word_tables(call, blocks, words), call.zeros<int64_t>(1),
       call.errors(raise_touch_error)};
-  simt::each(call.queue(), n, CheckTouchedRows{batch});
-  simt::each(call.queue(), n, TouchScores{batch});
+  simt::launch(call.stream(), n, CheckTouchedRows{batch});
+  simt::launch(call.stream(), n, TouchScores{batch});
   call.finish();
 }
 
@@ -58,10 +58,10 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
   const WrittenScores written{
       const_data<int64_t>(rows),       const_data<int64_t>(last_seen), const_data<int64_t>(counts),     n,
       send_words(call, blocks, words), call.zeros<int64_t>(1),         call.errors(raise_written_error)};
-  simt::each(call.queue(), n, CheckWrittenScores{written});
-  simt::each(call.queue(), n, FreeScores{written});
-  simt::each(call.queue(), n, ClaimScores{written});
-  simt::each(call.queue(), n, WriteScores{written});
+  simt::launch(call.stream(), n, CheckWrittenScores{written});
+  simt::launch(call.stream(), n, FreeScores{written});
+  simt::launch(call.stream(), n, ClaimScores{written});
+  simt::launch(call.stream(), n, WriteScores{written});
   call.finish();
 }
 
@@ -74,9 +74,9 @@ std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> s
   DeviceCall call(rows);
   Tensor last_seen = new_device_tensor({n}), counts = new_device_tensor({n});
   if (n == 0) return {last_seen, counts};
-  simt::each(call.queue(), n,
-             ReadScores{const_data<int64_t>(rows), send_words(call, blocks, words), mutable_data<int64_t>(last_seen),
-                        mutable_data<int64_t>(counts), call.errors(raise_read_error)});
+  simt::launch(call.stream(), n,
+               ReadScores{const_data<int64_t>(rows), send_words(call, blocks, words), mutable_data<int64_t>(last_seen),
+                          mutable_data<int64_t>(counts), call.errors(raise_read_error)});
   call.finish();
   return {last_seen, counts};
 }
@@ -90,13 +90,13 @@ Tensor oldest_first(const Tensor& ids, const Tensor& last_seen) {
   if (n == 0) return order;
   const int64_t* seen = const_data<int64_t>(last_seen);
   auto* first_bad = call.zeros<int64_t>(1);
-  simt::Pairs places{call.take_for<uint64_t>(n), call.take_for<int64_t>(n)};
-  simt::each(call.queue(), n, MixToOrder{const_data<uint64_t>(ids), seen, n, places, first_bad});
-  places = simt::sort_pairs(call.queue(), places, n);
-  simt::each(call.queue(), n, ReadOrderKeys{seen, places});
-  places = simt::sort_pairs(call.queue(), places, n, 0, kOrderKeyBits);
-  simt::each(call.queue(), n,
-             WriteOrder{places, mutable_data<int64_t>(order), seen, n, first_bad, call.errors(raise_order_error)});
+  simt::Pairs places{call.allocate_for<uint64_t>(n), call.allocate_for<int64_t>(n)};
+  simt::launch(call.stream(), n, MixToOrder{const_data<uint64_t>(ids), seen, n, places, first_bad});
+  places = simt::sort_pairs(call.stream(), places, n);
+  simt::launch(call.stream(), n, ReadOrderKeys{seen, places});
+  places = simt::sort_pairs(call.stream(), places, n, 0, kOrderKeyBits);
+  simt::launch(call.stream(), n,
+               WriteOrder{places, mutable_data<int64_t>(order), seen, n, first_bad, call.errors(raise_order_error)});
   call.finish();
   return order;
 }

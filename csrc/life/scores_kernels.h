@@ -1,4 +1,4 @@
-// The bodies of scores (simt.h): touched, written and read by row; and the order of ids by score.
+// The kernels of scores (simt.h): touched, written and read by row; and the order of ids by score.
 #pragma once
 
 #include <cstdint>
@@ -32,19 +32,19 @@ struct CheckTouchedRows {
   TouchedRows batch;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (batch.times != nullptr && !is_times(batch.times[i])) simt::lower(batch.bad, i - 2 * batch.count);
+    if (batch.times != nullptr && !is_times(batch.times[i])) simt::atomic_min(batch.bad, i - 2 * batch.count);
     const int64_t row = batch.rows[i];
     if (row == -1) return;
     const ScoreBlocks& words = batch.tables.of(i).words;
-    if (words.capacity > 0 && !words.holds(row)) simt::lower(batch.bad, -1);
+    if (words.capacity > 0 && !words.holds(row)) simt::atomic_min(batch.bad, -1);
   }
 };
 
-// Each occurrence of a row is a turn. A popular row has turns in every warp, and most of them would lose most rounds of
-// a compare_exchange: their number would grow with the square of the occurrences. So only the first turns of a row do
-// that, until one of them has written the step. The others add to the count, which always succeeds: before a turn adds,
-// it sees that the count has room for all turns of the launch, so no sum of theirs reaches last_seen. With `times`,
-// rows are distinct but for a few (ids that several ranks sent), and every turn exchanges.
+// One thread for each occurrence of a row. A popular row has threads in every warp, and most of them would lose most
+// rounds of an atomic_cas: their number would grow with the square of the occurrences. So only the first threads of a
+// row do that, until one of them has written the step. The others add to the count, which always succeeds: before a
+// thread adds, it sees that the count has room for all threads of the launch, so no sum of theirs reaches last_seen.
+// With `times`, rows are distinct but for a few (ids that several ranks sent), and every thread exchanges.
 struct TouchScores {
   TouchedRows batch;
 
@@ -62,11 +62,12 @@ struct TouchScores {
     for (int64_t seen = simt::load(word);;) {
       const auto score = static_cast<uint64_t>(seen);
       const bool has_room = count_of(score) + static_cast<uint64_t>(batch.count) <= kMostCount;
-      if (batch.times == nullptr && last_seen_of(score) == step && has_room) return simt::count(word);
+      if (batch.times == nullptr && last_seen_of(score) == step && has_room)
+        return simt::warp_aggregated_increment(word);
       const uint64_t times = batch.times == nullptr ? 1 : static_cast<uint64_t>(batch.times[i]);
       const auto next = static_cast<int64_t>(touched(score, step, times));
       if (next == seen) return;
-      const int64_t was = simt::compare_exchange(word, seen, next);
+      const int64_t was = simt::atomic_cas(word, seen, next);
       if (was == seen) return;
       seen = was;
     }
@@ -76,8 +77,8 @@ struct TouchScores {
 // The scores that a call writes. Of equal rows the last one's score stays. The words themselves find it, in three
 // launches: FreeScores makes the rows free; ClaimScores raises each word to the highest of its rows' marks, which are
 // the free score + position + 1; WriteScores writes the score of a row whose mark is still there. A mark is no score,
-// since a free row has count 0, so the turn of an earlier equal row sees that it is not the last one, before and after
-// the score is written. Requires fewer than 2^32 rows.
+// since a free row has count 0, so the thread of an earlier equal row sees that it is not the last one, before and
+// after the score is written. Requires fewer than 2^32 rows.
 struct WrittenScores {
   const int64_t* rows;
   const int64_t* last_seen;
@@ -96,7 +97,7 @@ struct CheckWrittenScores {
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const bool is_score = is_last_seen(scores.last_seen[i]) && is_count(scores.counts[i]);
-    if (!is_score || !scores.words.holds(scores.rows[i])) simt::lower(scores.first_bad, i - scores.count);
+    if (!is_score || !scores.words.holds(scores.rows[i])) simt::atomic_min(scores.first_bad, i - scores.count);
   }
 };
 
@@ -115,7 +116,7 @@ struct ClaimScores {
   WrittenScores scores;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (*scores.first_bad == 0) simt::raise(scores.word(i), scores.mark(i));
+    if (*scores.first_bad == 0) simt::atomic_max(scores.word(i), scores.mark(i));
   }
 };
 
@@ -156,7 +157,7 @@ struct MixToOrder {
   int64_t* first_bad;  // 0, or the position of the first invalid last_seen - count
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (!is_order_key(last_seen[i])) simt::lower(first_bad, i - count);
+    if (!is_order_key(last_seen[i])) simt::atomic_min(first_bad, i - count);
     places.keys[i] = mix64(ids[i]);
     places.values[i] = i;
   }

@@ -1,4 +1,4 @@
-// The body of pool_into_ for the bags of new ids (simt.h): a batch was pooled before its new ids had rows.
+// The kernel of pool_into_ for the bags of new ids (simt.h): a batch was pooled before its new ids had rows.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace torchrec_dyn {
 
-// A turn is a turn of PoolBags, which it runs if an id of its bag is new. The turns of a bag read the same words, in
-// step: few ids are new in most steps, and then this is the cost of the launch.
+// The threads of PoolBags; one pools its unit if an id of its bag is new. The threads of a bag read the same words,
+// in step: few ids are new in most steps, and then this is the cost of the launch.
 template <typename T, typename Out>
 struct PoolNewBags {
   PoolBags<T, Out, false> all;
@@ -16,12 +16,12 @@ struct PoolNewBags {
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const DeviceBags<T>& bags = all.bags;
-    const DeviceSegment<T>& segment = bags.segment_of_turn(i);
-    const Division::Parts turn = segment.split(i);
-    const typename DeviceBags<T>::Range ids = bags.range(segment.first_bag + turn.quotient);
+    const DeviceSegment<T>& segment = bags.segment_of_thread(i);
+    const Division::Parts parts = segment.split(i);
+    const typename DeviceBags<T>::Range ids = bags.range(segment.first_bag + parts.quotient);
     int64_t id = ids.begin;
     while (id < ids.end && new_index[id] < 0) ++id;
-    if (id < ids.end) all.pool_unit(segment, turn);
+    if (id < ids.end) all.pool_unit(segment, parts);
   }
 };
 

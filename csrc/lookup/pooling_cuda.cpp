@@ -25,7 +25,7 @@ std::vector<DeviceSegment<T>> segments_of(const BagLists& lists, const std::vect
     for (int64_t b = 0; b < layout[t].blocks; ++b) row_bits[t] |= reinterpret_cast<uintptr_t>(tables[t].blocks[b]);
   }
   std::vector<DeviceSegment<T>> all;
-  int64_t turns = 0;
+  int64_t threads = 0;
   for (const Segment& segment : lists.segments) {
     if (segment.bags == 0) continue;
     const auto table = static_cast<size_t>(segment.table);
@@ -36,10 +36,10 @@ std::vector<DeviceSegment<T>> segments_of(const BagLists& lists, const std::vect
     const Division units(tables[table].columns / static_cast<int64_t>(columns));
     const auto count = static_cast<uint64_t>(units.divisor);
     const int shift = std::has_single_bit(count) ? std::countr_zero(count) : -1;
-    all.push_back({tables[table], segment.first_bag, turns, segment.out_offset, segment.out_stride, units, shift,
+    all.push_back({tables[table], segment.first_bag, threads, segment.out_offset, segment.out_stride, units, shift,
                    static_cast<int>(columns), bits % std::min<uintptr_t>(16, columns * element_bytes) == 0,
                    one_block(tables[table], layout[table].blocks)});
-    turns += segment.bags * units.divisor;
+    threads += segment.bags * units.divisor;
   }
   return all;
 }
@@ -63,7 +63,7 @@ BagArguments read_arguments(const char* op, const Tensor& rows, const std::optio
   return given;
 }
 
-// Calls launch(bags, turns of units, whether each table is one block) and reports what the bodies find wrong. They
+// Calls launch(bags, threads of units, whether each table is one block) and reports what the kernels find wrong. They
 // write a new tensor only.
 template <typename T, typename Launch>
 void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>& weights, const void* outputs,
@@ -92,9 +92,9 @@ void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>&
     const DeviceSegment<T>& last = segments.back();
     const bool is_plain =
         std::ranges::all_of(segments, [](const DeviceSegment<T>& segment) { return segment.block.memory != nullptr; });
-    launch(bags, last.first_turn + (lists.count - last.first_bag) * last.units.divisor, is_plain);
+    launch(bags, last.first_thread + (lists.count - last.first_bag) * last.units.divisor, is_plain);
   }
-  simt::each(call.queue(), 1, ReportWrongBags<T>{bags, given.op, call.errors(raise_wrong_bags), given.is_checked});
+  simt::launch(call.stream(), 1, ReportWrongBags<T>{bags, given.op, call.errors(raise_wrong_bags), given.is_checked});
   call.finish();
 }
 
@@ -106,14 +106,14 @@ void pool(DeviceCall& call, const BagArguments& given, const float* bag_weights,
     dispatch_row_type(given.op, out.scalar_type(), [&](auto out_zero) {
       using Out = decltype(out_zero);
       auto* place = mutable_data<Out>(out);
-      run<T>(call, given, weights, place, sizeof(Out), [&](const DeviceBags<T>& bags, int64_t turns, bool is_plain) {
+      run<T>(call, given, weights, place, sizeof(Out), [&](const DeviceBags<T>& bags, int64_t threads, bool is_plain) {
         const PoolBags<T, Out, false> any{bags, bag_weights, place};
         if (new_index != nullptr)
-          simt::each(call.queue(), turns, PoolNewBags<T, Out>{any, new_index});
+          simt::launch(call.stream(), threads, PoolNewBags<T, Out>{any, new_index});
         else if (is_plain && bag_weights == nullptr)
-          simt::each(call.queue(), turns, PoolBags<T, Out, true>{bags, nullptr, place});
+          simt::launch(call.stream(), threads, PoolBags<T, Out, true>{bags, nullptr, place});
         else
-          simt::each(call.queue(), turns, any);
+          simt::launch(call.stream(), threads, any);
       });
     });
   });
@@ -156,11 +156,11 @@ Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optio
   Tensor out = new_device_tensor({rows.numel()}, ScalarType::Float);
   auto* place = mutable_data<float>(out);
   const auto* bag_grad = const_data<float>(grad);
-  if (given.lists.count == 0) simt::fill_zero(call.queue(), place, rows.numel() * static_cast<int64_t>(sizeof(float)));
+  if (given.lists.count == 0) simt::fill_zero(call.stream(), place, rows.numel() * static_cast<int64_t>(sizeof(float)));
   dispatch_row_type("bag_weights_grad", weights, [&](auto zero) {
     using T = decltype(zero);
     run<T>(call, given, weights, bag_grad, sizeof(float), [&](const DeviceBags<T>& bags, int64_t, bool) {
-      simt::each(call.queue(), std::max(bags.ids, bags.count), DotRows<T>{bags, bag_grad, place});
+      simt::launch(call.stream(), std::max(bags.ids, bags.count), DotRows<T>{bags, bag_grad, place});
     });
   });
   return out;

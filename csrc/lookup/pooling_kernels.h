@@ -1,15 +1,15 @@
-// The bodies of gather and pool, and of the gradient of the bag weights (simt.h).
+// The kernels of gather and pool, and of the gradient of the bag weights (simt.h).
 //
 // Same sums as on the CPU (pooling_cpu.cpp): the terms of a bag in their order, one addition each. Bits differ for
 // NaNs alone, of which GPUs have one.
 //
-// One launch serves all tables: a turn finds its segment by a search among the segments, which a warp makes in step and
-// in the L1 cache. A launch for each segment would take some microseconds of the host for each of 26 tables and more,
-// and leave the GPU half empty at the end of each.
+// One launch serves all tables: a thread finds its segment by a search among the segments, which a warp makes in step
+// and in the L1 cache. A launch for each segment would take some microseconds of the host for each of 26 tables and
+// more, and leave the GPU half empty at the end of each.
 //
-// A body checks the offsets and rows that it reads: an extra pass would read them once more. What is wrong counts as
-// absent, so no turn leaves the memory of the call. A launch of one turn follows (ReportWrongBags): no turn of the
-// first launch knows whether it has found the first error. Its cost is that of the memset of `wrong`, which is sent
+// A kernel checks the offsets and rows that it reads: an extra pass would read them once more. What is wrong counts as
+// absent, so no thread leaves the memory of the call. A launch of one thread follows (ReportWrongBags): no thread of
+// the first launch knows whether it has found the first error. Its cost is that of the memset of `wrong`, which is sent
 // with the segments instead.
 #pragma once
 
@@ -33,7 +33,7 @@ template <typename T>
 struct DeviceSegment {
   RowBlocks<T> table;
   int64_t first_bag;
-  int64_t first_turn;
+  int64_t first_thread;
   int64_t out_offset;
   int64_t out_stride;
   Division units;     // of a row
@@ -42,15 +42,15 @@ struct DeviceSegment {
   bool is_whole;      // outputs are at multiples of the size of `unit_columns` numbers, or of 16 bytes
   OneBlock<T> block;  // the table's, or null
 
-  // The bag of a turn, counted in the segment, and its unit of columns.
-  TORCHREC_DYN_BOTH Division::Parts split(int64_t turn) const {
-    const int64_t left = turn - first_turn;
+  // The bag of a thread, counted in the segment, and its unit of columns.
+  TORCHREC_DYN_BOTH Division::Parts split(int64_t thread) const {
+    const int64_t left = thread - first_thread;
     if (unit_shift == -1) return units.split(left);
     return {left >> unit_shift, left & ((int64_t{1} << unit_shift) - 1)};
   }
 };
 
-// What a body finds wrong; 0 at first.
+// What a kernel finds wrong; 0 at first.
 struct WrongBags {
   int64_t offsets_left;  // of wrong_offsets_left
   int64_t bags_left;     // bags from the first bag on that has a row outside its table
@@ -59,7 +59,7 @@ struct WrongBags {
 // The bags of a call, as kernels read them.
 template <typename T>
 struct DeviceBags {
-  const DeviceSegment<T>* segments;  // ordered by first bag and first turn
+  const DeviceSegment<T>* segments;  // ordered by first bag and first thread
   int segment_count;                 // > 0
   const int64_t* offsets;            // null for sequences
   int64_t count;
@@ -76,8 +76,8 @@ struct DeviceBags {
   TORCHREC_DYN_BOTH const DeviceSegment<T>& segment_of_bag(int64_t bag) const {
     return segments[table_of(bag, segment_count, [this](int s) { return segments[s].first_bag; })];
   }
-  TORCHREC_DYN_BOTH const DeviceSegment<T>& segment_of_turn(int64_t turn) const {
-    return segments[table_of(turn, segment_count, [this](int s) { return segments[s].first_turn; })];
+  TORCHREC_DYN_BOTH const DeviceSegment<T>& segment_of_thread(int64_t thread) const {
+    return segments[table_of(thread, segment_count, [this](int s) { return segments[s].first_thread; })];
   }
 
   // The ids of a bag; none if its offsets are wrong.
@@ -86,13 +86,13 @@ struct DeviceBags {
     const Range bounds{offsets[bag], offsets[bag + 1]};
     if (bounds.begin >= 0 && bounds.begin <= bounds.end && bounds.end <= ids) return bounds;
     for (int64_t i = bag; i < bag + 2; ++i)
-      simt::raise(&wrong->offsets_left, wrong_offsets_left(offsets, count, ids, i));
+      simt::atomic_max(&wrong->offsets_left, wrong_offsets_left(offsets, count, ids, i));
     return {0, 0};
   }
-  TORCHREC_DYN_BOTH void note_row_outside(int64_t bag) const { simt::raise(&wrong->bags_left, count - bag); }
+  TORCHREC_DYN_BOTH void note_row_outside(int64_t bag) const { simt::atomic_max(&wrong->bags_left, count - bag); }
 };
 
-// The CPU's error: of the offsets, or else of the first bag with a row outside. Has one turn.
+// The CPU's error: of the offsets, or else of the first bag with a row outside. Runs in one thread.
 template <typename T>
 struct ReportWrongBags {
   DeviceBags<T> bags;
@@ -101,7 +101,7 @@ struct ReportWrongBags {
   bool is_checked = false;  // the caller checks the offsets: with wrong ones nothing is reported
 
   TORCHREC_DYN_BOTH void operator()(int64_t) const {
-    // Without bags no turn has read the one offset.
+    // Without bags no thread has read the one offset.
     const int64_t left = bags.count == 0 ? wrong_offsets_left(bags.offsets, 0, bags.ids, 0) : bags.wrong->offsets_left;
     if (left != 0 && is_checked) return;
     if (left != 0)
@@ -112,10 +112,10 @@ struct ReportWrongBags {
   }
 };
 
-// A turn is a unit of columns of a bag. kIsPlain: each table is one block, and bags have no weights. Other calls need
-// more registers, so fewer of their threads wait for memory at the same time.
+// One thread for each unit of columns of a bag. kIsPlain: each table is one block, and bags have no weights. Other
+// calls need more registers, so fewer of their threads wait for memory at the same time.
 //
-// A GPU waits some hundred cycles for a row number, and as long again for the row. So a turn reads kAhead numbers at
+// A GPU waits some hundred cycles for a row number, and as long again for the row. So a thread reads kAhead numbers at
 // once, then their rows at once. It must not do so under conditions: nvcc sends such loads one after the other
 // (tests/repository/test_sass.py sees it). Instead of an id behind the end of the bag its last id is read again,
 // instead of an absent row the first row of the table, and neither is added.
@@ -132,17 +132,17 @@ struct PoolBags {
   Out* out;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    const DeviceSegment<T>& segment = bags.segment_of_turn(i);
+    const DeviceSegment<T>& segment = bags.segment_of_thread(i);
     pool_unit(segment, segment.split(i));
   }
 
-  // `turn`: the bag, counted in the segment, and the unit.
-  TORCHREC_DYN_BOTH void pool_unit(const DeviceSegment<T>& segment, const Division::Parts& turn) const {
+  // `parts`: the bag, counted in the segment, and the unit.
+  TORCHREC_DYN_BOTH void pool_unit(const DeviceSegment<T>& segment, const Division::Parts& parts) const {
     constexpr int kMost = kMostUnitBytes / static_cast<int>(sizeof(T));
-    if (segment.unit_columns == kMost) return pool<kMost>(segment, turn.quotient, turn.remainder);
+    if (segment.unit_columns == kMost) return pool<kMost>(segment, parts.quotient, parts.remainder);
     if constexpr (sizeof(T) == 2)
-      if (segment.unit_columns == 2) return pool<2>(segment, turn.quotient, turn.remainder);
-    pool<1>(segment, turn.quotient, turn.remainder);
+      if (segment.unit_columns == 2) return pool<2>(segment, parts.quotient, parts.remainder);
+    pool<1>(segment, parts.quotient, parts.remainder);
   }
 
   template <int kColumns>
@@ -227,8 +227,8 @@ struct PoolBags {
   }
 };
 
-// A turn is an id, and a pair of offsets: as many turns as the larger of their numbers. An id alone sums over its
-// columns, as the CPU does: a sum of doubles depends on the order.
+// One thread for each id, and for each pair of offsets: as many as the larger of their numbers. An id alone sums over
+// its columns, as the CPU does: a sum of doubles depends on the order.
 template <typename T>
 struct DotRows {
   DeviceBags<T> bags;

@@ -88,10 +88,10 @@ template <typename Key>
 const int64_t* count_senders(DeviceCall& call, const SortedIds<Key>& sorted) {
   const int64_t n = sorted.ids.count;
   auto* distinct = call.zeros<int64_t>(n);
-  simt::Pairs pairs{call.take_for<uint64_t>(n), call.take_for<int64_t>(n)};
-  simt::each(call.queue(), n, KeySenders<Key>{sorted, pairs.keys});
-  pairs = simt::sort_pairs(call.queue(), pairs, n, 0, kSenderBits + std::bit_width(static_cast<uint64_t>(n)));
-  simt::each(call.queue(), n, CountSenders{pairs.keys, distinct});
+  simt::Pairs pairs{call.allocate_for<uint64_t>(n), call.allocate_for<int64_t>(n)};
+  simt::launch(call.stream(), n, KeySenders<Key>{sorted, pairs.keys});
+  pairs = simt::sort_pairs(call.stream(), pairs, n, 0, kSenderBits + std::bit_width(static_cast<uint64_t>(n)));
+  simt::launch(call.stream(), n, CountSenders{pairs.keys, distinct});
   return distinct;
 }
 
@@ -109,28 +109,28 @@ template <typename Key, typename T>
 void update_sorted(DeviceCall& call, const UpdateCall& given, const UpdateArguments& read, const SentUpdate<T>& sent) {
   const UpdatedIds& ids = sent.ids;
   const int64_t n = ids.count;
-  // Bodies that need the position of an id look its gradient up by it; else the gradient is the value of its key.
+  // Kernels that need the position of an id look its gradient up by it; else the gradient is the value of its key.
   const bool by_position = given.mean || read.bag_weights != nullptr || ids.senders != nullptr || sizeof(T) < 4;
-  float* mean_factors = given.mean ? call.take_for<float>(n) : nullptr;
-  const IdTerms<Key> terms{by_position ? call.take_for<ValueOf<Key>>(n) : nullptr,
+  float* mean_factors = given.mean ? call.allocate_for<float>(n) : nullptr;
+  const IdTerms<Key> terms{by_position ? call.allocate_for<ValueOf<Key>>(n) : nullptr,
                            given.mean ? mean_factors : read.bag_weights};
-  KeyPairs<Key> pairs{call.take_for<Key>(n), call.take_for<ValueOf<Key>>(n)};
-  simt::each(call.queue(), ids.bags.offsets == nullptr ? n : std::max(n, ids.bags.count + 1),
-             KeyIds<Key>{ids, pairs, terms, read.bag_weights, mean_factors});
+  KeyPairs<Key> pairs{call.allocate_for<Key>(n), call.allocate_for<ValueOf<Key>>(n)};
+  simt::launch(call.stream(), ids.bags.offsets == nullptr ? n : std::max(n, ids.bags.count + 1),
+               KeyIds<Key>{ids, pairs, terms, read.bag_weights, mean_factors});
   if (n == 0) return;
-  pairs = simt::sort_pairs(call.queue(), pairs, n, 0, std::bit_width(sent.end_key));
+  pairs = simt::sort_pairs(call.stream(), pairs, n, 0, std::bit_width(sent.end_key));
   const SortedIds<Key> sorted{ids, pairs.keys, pairs.values};
   const int64_t* distinct = ids.senders == nullptr ? nullptr : count_senders(call, sorted);
   if (sent.end_key == 0) return;  // no table has rows, or there is none, and tiles read the first key of a table
   const int64_t lines = lines_of_pieces(n), columns = columns_of_pieces(sent.width);
-  auto* pieces = call.take_for<float>(lines * columns);
+  auto* pieces = call.allocate_for<float>(lines * columns);
   with_tile<Key>(sent.width, [&]<typename Shape>(Shape) {
     const SortedGrads<Key, Shape> grads{sorted, terms, const_data<float>(given.grad), pieces, columns};
     const StateWidths widths = state_widths(read.rule.optimizer);
-    simt::tiles(call.queue(), lines, SumPieces<Key, Shape>{grads});
-    simt::tiles(call.queue(), n,
-                UpdateRows<T, Key, Shape>{grads, sent.tables, read.rule, widths, widths.is_rowwise(),
-                                          !read.marks.empty(), const_data<int64_t>(given.ids), distinct});
+    simt::launch_tiles(call.stream(), lines, SumPieces<Key, Shape>{grads});
+    simt::launch_tiles(call.stream(), n,
+                       UpdateRows<T, Key, Shape>{grads, sent.tables, read.rule, widths, widths.is_rowwise(),
+                                                 !read.marks.empty(), const_data<int64_t>(given.ids), distinct});
   });
 }
 
@@ -196,7 +196,7 @@ void update(const char* op, const UpdateCall& given, const UpdateArguments& read
     update_sorted<uint32_t>(call, given, read, update);
   else
     update_sorted<uint64_t>(call, given, read, update);
-  simt::each(call.queue(), 1, ReportWrongUpdate{update.ids, call.errors(raise_wrong_update)});
+  simt::launch(call.stream(), 1, ReportWrongUpdate{update.ids, call.errors(raise_wrong_update)});
   call.finish();
 }
 

@@ -1,4 +1,4 @@
-// The bodies of the update of rows (simt.h, simt_tiles.h): the ids of a batch are sorted by row, and a tile updates
+// The kernels of the update of rows (simt.h, simt_tiles.h): the ids of a batch are sorted by row, and a tile updates
 // each row. Same bits as on the CPU (row_update_cpu.cpp), by the order of sums of row_update.h. Bits differ for NaNs
 // alone, of which GPUs have one.
 //
@@ -44,8 +44,8 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void add_some(const float* memory, const T
   const float* rows[kCount];
   float factors[kCount];
   for (int a = 0; a < kCount; ++a) {
-    rows[a] = memory + simt::from_lane(terms.places, term + a);
-    factors[a] = simt::from_lane(terms.factors, term + a);
+    rows[a] = memory + simt::shuffle(terms.places, term + a);
+    factors[a] = simt::shuffle(terms.factors, term + a);
   }
   simt::each_lane<Shape::kLanes>([&](int lane) {
     LaneColumns<Shape> read[kCount];
@@ -104,7 +104,7 @@ struct SortedGrads {
       const int own = lesser_of(table + lane, end - 1);
       begin_before[lane] = (static_cast<Key>(first_keys[own]) <= key) & (table + lane < end);
     });
-    return table + simt::count_lanes(begin_before) - 1;
+    return table + simt::ballot_count(begin_before) - 1;
   }
 
   // The terms of the ids of a row at `first` and behind; `key`: of the row.
@@ -122,7 +122,7 @@ struct SortedGrads {
       if (terms.factors != nullptr) read.factors[lane] = terms.factors[read.places[lane]];
       if (terms.places != nullptr) read.places[lane] = terms.places[read.places[lane]];
     });
-    read.count = simt::count_lanes(are_given);
+    read.count = simt::ballot_count(are_given);
     return read;
   }
 
@@ -136,7 +136,7 @@ struct SortedGrads {
       read.places[lane] = static_cast<ValueOf<Key>>(are_given[lane] ? place_of_piece(place) : 0);
       read.factors[lane] = 1.0f;
     });
-    read.count = simt::count_lanes(are_given);
+    read.count = simt::ballot_count(are_given);
     return read;
   }
 
@@ -383,15 +383,19 @@ struct UpdateRows {
   TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update(const UpdatedRow<T>& row, const RowIds& own,
                                                     const Slice<Shape>& slice, const Columns& sums,
                                                     const Columns& weights, float square, float state) const {
+    Columns momentum1, momentum2;
     simt::each_lane<kLanes>([&](int lane) {
-      LaneColumns<Shape> updated = weights[lane], momentum1, momentum2;
-      load_state(widths.momentum1, row.table.momentum1, row.number, state, lane, slice, momentum1.numbers);
-      load_state(widths.momentum2, row.table.momentum2, row.number, state, lane, slice, momentum2.numbers);
-      update_row(rule, row.table.correction, square, sums[lane].numbers, updated.numbers, momentum1.numbers,
-                 momentum2.numbers, Shape::kLaneColumns);
+      load_state(widths.momentum1, row.table.momentum1, row.number, state, lane, slice, momentum1[lane].numbers);
+      load_state(widths.momentum2, row.table.momentum2, row.number, state, lane, slice, momentum2[lane].numbers);
+    });
+    simt::sync_lanes<kLanes>();  // lanes without columns have read those of others, and all lanes the state of the row
+    simt::each_lane<kLanes>([&](int lane) {
+      LaneColumns<Shape> updated = weights[lane];
+      update_row(rule, row.table.correction, square, sums[lane].numbers, updated.numbers, momentum1[lane].numbers,
+                 momentum2[lane].numbers, Shape::kLaneColumns);
       store_weights(row, own, updated.numbers, slice, lane);
-      store_state(widths.momentum1, row.table.momentum1, row, momentum1.numbers, lane, slice);
-      store_state(widths.momentum2, row.table.momentum2, row, momentum2.numbers, lane, slice);
+      store_state(widths.momentum1, row.table.momentum1, row, momentum1[lane].numbers, lane, slice);
+      store_state(widths.momentum2, row.table.momentum2, row, momentum2[lane].numbers, lane, slice);
     });
   }
 
@@ -439,7 +443,7 @@ struct UpdateRows {
     if (table.marks.capacity == 0) return;
     uint8_t* const byte = table.marks.byte(row);
     simt::each_lane<kLanes>([&](int lane) {
-      if (lane == 0 && (simt::load(byte) & mark_of(row)) == 0) simt::set_bits(byte, mark_of(row));
+      if (lane == 0 && (simt::load(byte) & mark_of(row)) == 0) simt::atomic_or(byte, mark_of(row));
     });
   }
 };

@@ -142,9 +142,8 @@ class SumOfSquares {
     }
   }
 
-  // The tree of sum_of_lanes (simd.h). Memory that all lanes have read before may be written by one of them after it.
+  // The tree of sum_of_lanes (simd.h).
   TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float total() {
-    simt::sync_lanes<kLanes>();
     for (int h = 0; h < kHeld; ++h) {
       add_partners(sums_[h], 2);
       add_partners(sums_[h], 1);
@@ -166,7 +165,7 @@ class SumOfSquares {
     simt::PerLane<float, kLanes> given;
     simt::each_lane<kLanes>(
         [&](int lane) { given[lane] = (lane & bit) == 0 ? units[lane].numbers[b] : units[lane].numbers[a]; });
-    const simt::PerLane<float, kLanes> taken = simt::from_partner(given, bit);
+    const simt::PerLane<float, kLanes> taken = simt::shuffle_xor(given, bit);
     simt::each_lane<kLanes>([&](int lane) {
       float (&own)[kUnitColumns] = units[lane].numbers;
       own[a] = (lane & bit) == 0 ? own[a] : taken[lane];
@@ -175,7 +174,7 @@ class SumOfSquares {
   }
 
   TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE static void add_partners(simt::PerLane<float, kLanes>& sums, int bit) {
-    const simt::PerLane<float, kLanes> others = simt::from_partner(sums, bit);
+    const simt::PerLane<float, kLanes> others = simt::shuffle_xor(sums, bit);
     simt::each_lane<kLanes>([&](int lane) { sums[lane] += others[lane]; });
   }
 

@@ -1,6 +1,6 @@
-// The bodies of the update that name and sort the ids of a batch (simt.h): the key of an id is the number of its row,
-// counted over all tables. No later body writes to the tables if anything is wrong: ReportWrongUpdate then reports the
-// CPU's error.
+// The kernels of the update that name and sort the ids of a batch (simt.h): the key of an id is the number of its row,
+// counted over all tables. No later kernel writes to the tables if anything is wrong: ReportWrongUpdate then reports
+// the CPU's error.
 //
 // Keys, values and places of gradients are words of 32 bits while the rows of all tables, the numbers of the gradient
 // and those of the sums of pieces are each fewer than 2^32, else of 64 bits: a sort reads and writes each word once for
@@ -20,7 +20,7 @@
 
 namespace torchrec_dyn {
 
-// What a body finds wrong; 0 at first.
+// What a kernel finds wrong; 0 at first.
 struct WrongUpdate {
   int64_t any;           // 1: one of the following
   int64_t offsets_left;  // of WrongOffsets
@@ -56,8 +56,8 @@ struct UpdatedIds {
     return bags.segments[table_of(bag, bags.segment_count, [this](int64_t s) { return bags.segments[s].first_bag; })];
   }
   TORCHREC_DYN_BOTH void note(int64_t* what, int64_t number) const {
-    simt::raise(what, number);
-    simt::raise(&wrong->any, 1);
+    simt::atomic_max(what, number);
+    simt::atomic_max(&wrong->any, 1);
   }
 };
 
@@ -77,7 +77,7 @@ struct IdTerms {
 // A sender as a number from 0 on; if it is not valid, above kMostSenders.
 TORCHREC_DYN_BOTH inline uint32_t sender_number(int32_t sender) { return static_cast<uint32_t>(sender) + 1; }
 
-// A turn is an id, and an offset: as many turns as the larger of their numbers.
+// One thread for each id, and for each offset: as many as the larger of their numbers.
 template <typename Key>
 struct KeyIds {
   UpdatedIds ids;
@@ -130,7 +130,7 @@ struct KeyIds {
   }
 };
 
-// The CPU's error: of the offsets, else of the rows, the senders or the steps. Has one turn.
+// The CPU's error: of the offsets, else of the rows, the senders or the steps. Runs in one thread.
 struct ReportWrongUpdate {
   UpdatedIds ids;
   ErrorReport error;  // WrongContents and its numbers
@@ -189,8 +189,8 @@ struct KeySenders {
     const UpdatedIds& ids = sorted.ids;
     const int32_t sender = ids.senders[sorted.values[k]];
     if (ids.wrong->senders != 0) {
-      simt::raise(&ids.wrong->highest_sender, int64_t{sender} + 1);
-      simt::lower(&ids.wrong->lowest_sender, int64_t{sender} + 1);
+      simt::atomic_max(&ids.wrong->highest_sender, int64_t{sender} + 1);
+      simt::atomic_min(&ids.wrong->lowest_sender, int64_t{sender} + 1);
     }
     keys[k] =
         static_cast<uint64_t>(sorted.begin_of(k)) << kSenderBits | (sender_number(sender) & ((1u << kSenderBits) - 1));
@@ -202,7 +202,7 @@ struct CountSenders {
   int64_t* distinct;  // where a row begins its number, else 0
 
   TORCHREC_DYN_BOTH void operator()(int64_t k) const {
-    if (k == 0 || keys[k - 1] != keys[k]) simt::count(&distinct[keys[k] >> kSenderBits]);
+    if (k == 0 || keys[k - 1] != keys[k]) simt::warp_aggregated_increment(&distinct[keys[k] >> kSenderBits]);
   }
 };
 

@@ -7,9 +7,9 @@
 
 namespace torchrec_dyn {
 
-// For a turn of each of the bags + 1 offsets: 0 if offset `i` is right, as far as it and the one before show. Else how
-// many bags there are from the wrong pair on; one more than all bags if the range of the offsets is wrong. The largest
-// number of all turns names what check_offsets finds.
+// For each of the bags + 1 offsets, of one thread each: 0 if offset `i` is right, as far as it and the one before show.
+// Else how many bags there are from the wrong pair on; one more than all bags if the range of the offsets is wrong. The
+// largest number of all threads names what check_offsets finds.
 TORCHREC_DYN_BOTH inline int64_t wrong_offsets_left(const int64_t* offsets, int64_t bags, int64_t ids, int64_t i) {
   const int64_t offset = offsets[i];
   if ((i == 0 && offset < 0) || (i == bags && offset > ids)) return bags + 1;

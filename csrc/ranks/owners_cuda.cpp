@@ -25,17 +25,17 @@ template <typename Length>
 const int64_t* sort_positions(DeviceCall& call, const Tensor& ids, const Tensor& lengths, int64_t ranks,
                               const Tensor& sorted_lengths, int64_t* bad) {
   const int64_t count = ids.numel(), bags = lengths.numel();
-  auto* begins = call.take_for<int64_t>(bags + 1);
+  auto* begins = call.allocate_for<int64_t>(bags + 1);
   auto* sorted_length = mutable_data<Length>(sorted_lengths);
-  simt::fill_zero(call.queue(), sorted_length, sorted_lengths.numel() * static_cast<int64_t>(sizeof(Length)));
-  simt::each(call.queue(), bags + 1, ReadLengths<Length>{const_data<Length>(lengths), bags, count, begins, bad});
-  simt::exclusive_sum(call.queue(), begins, bags + 1);
-  const simt::Pairs owners{call.take_for<uint64_t>(count), call.take_for<int64_t>(count)};
+  simt::fill_zero(call.stream(), sorted_length, sorted_lengths.numel() * static_cast<int64_t>(sizeof(Length)));
+  simt::launch(call.stream(), bags + 1, ReadLengths<Length>{const_data<Length>(lengths), bags, count, begins, bad});
+  simt::exclusive_sum(call.stream(), begins, bags + 1);
+  const simt::Pairs owners{call.allocate_for<uint64_t>(count), call.allocate_for<int64_t>(count)};
   const auto owner_count = static_cast<uint64_t>(ranks);
-  simt::each(call.queue(), count + 1,
-             FindOwners<Length>{const_data<uint64_t>(ids), count, begins, bags, owner_count,
-                                std::numeric_limits<uint64_t>::max() / owner_count, owners, sorted_length, bad});
-  return simt::sort_pairs(call.queue(), owners, count, 0, static_cast<int>(std::bit_width(owner_count - 1))).values;
+  simt::launch(call.stream(), count + 1,
+               FindOwners<Length>{const_data<uint64_t>(ids), count, begins, bags, owner_count,
+                                  std::numeric_limits<uint64_t>::max() / owner_count, owners, sorted_length, bad});
+  return simt::sort_pairs(call.stream(), owners, count, 0, static_cast<int>(std::bit_width(owner_count - 1))).values;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> sort_by_owner(const Tensor& ids, const Tensor& lengths,
@@ -56,8 +56,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sort_by_owner(const Tensor& ids, cons
     using Weight = decltype(zero);
     const Weight* weight = weights ? const_data<Weight>(*weights) : nullptr;
     int64_t* where = positions ? mutable_data<int64_t>(places) : nullptr;
-    simt::each(
-        call.queue(), count + 1,
+    simt::launch(
+        call.stream(), count + 1,
         MoveToOwners<Weight>{count, order, const_data<int64_t>(ids), weight, mutable_data<int64_t>(sorted_ids),
                              mutable_data<Weight>(sorted_weights), where, bad, call.errors(raise_lengths_error)});
   });

@@ -1,4 +1,4 @@
-// The bodies of sort_by_owner (simt.h). The owners are keys of a stable sort of the positions. The number of ids of an
+// The kernels of sort_by_owner (simt.h). The owners are keys of a stable sort of the positions. The number of ids of an
 // owner and bag is counted beside it, so long bags cost no more than short ones.
 #pragma once
 
@@ -12,7 +12,8 @@
 
 namespace torchrec_dyn {
 
-// The lengths as words to sum; invalid lengths as 0. Has bags + 1 turns: the sums then end with the number of ids.
+// The lengths as words to sum; invalid lengths as 0. Launched with bags + 1 threads: the sums then end with the number
+// of ids.
 template <typename Length>
 struct ReadLengths {
   const Length* lengths;
@@ -24,12 +25,12 @@ struct ReadLengths {
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const int64_t length = i < bags ? lengths[i] : 0;
     const bool fits = length >= 0 && length <= ids;
-    if (!fits) simt::lower(bad, -1);
+    if (!fits) simt::atomic_min(bad, -1);
     begins[i] = fits ? length : 0;
   }
 };
 
-// Has count + 1 turns: the last one checks the sum of the lengths. Requires a bag if there are ids.
+// Launched with count + 1 threads: the last one checks the sum of the lengths. Requires a bag if there are ids.
 template <typename Length>
 struct FindOwners {
   const uint64_t* ids;
@@ -44,19 +45,19 @@ struct FindOwners {
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     if (i == count) {
-      if (begins[bags] != count) simt::lower(bad, -1);
+      if (begins[bags] != count) simt::atomic_min(bad, -1);
       return;
     }
     const uint64_t owner = owner_of(mix64(ids[i]), ranks, ids_per_rank);
     owners.keys[i] = owner;
     owners.values[i] = i;
     const int64_t bag = table_of(i, bags, [this](int64_t b) { return begins[b]; });
-    simt::count(sorted_lengths + static_cast<int64_t>(owner) * bags + bag);
+    simt::warp_aggregated_increment(sorted_lengths + static_cast<int64_t>(owner) * bags + bag);
   }
 };
 
-// Has count + 1 turns: the last one reports lengths that do not fit. The ids then are in some order: lengths by owner
-// still add up to `count`, since each id was counted once.
+// Launched with count + 1 threads: the last one reports lengths that do not fit. The ids then are in some order:
+// lengths by owner still add up to `count`, since each id was counted once.
 template <typename Weight>
 struct MoveToOwners {
   int64_t count;

@@ -1,6 +1,6 @@
-// The bodies of CUDA kernels on the threads of the simt build (simt.h), on data where turns of one launch meet at the
+// CUDA kernels on the threads of the simt build (simt.h), on data where threads of one launch meet at the
 // same words. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by `run`; a third time with
-// TORCHREC_DYN_PLANTED_RACE, which makes compare_exchange a plain store: ThreadSanitizer must report it.
+// TORCHREC_DYN_PLANTED_RACE, which makes atomic_cas a plain store: ThreadSanitizer must report it.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -16,7 +16,7 @@
 namespace torchrec_dyn {
 namespace {
 
-const simt::Queue kQueue{nullptr, nullptr};
+const simt::Stream kStream{nullptr, nullptr};
 
 // Ids that repeat often, and the ends of int64.
 std::vector<int64_t> some_ids(int64_t n, int64_t distinct) {
@@ -29,14 +29,14 @@ void mix_and_unmix() {
   const std::vector<int64_t> ids = some_ids(10001, 3000);
   std::vector<uint64_t> given(ids.begin(), ids.end()), mixed(ids.size()), back(ids.size());
   const auto n = static_cast<int64_t>(ids.size());
-  simt::each(kQueue, n, MixIds{given.data(), mixed.data()});
-  simt::each(kQueue, n, UnmixIds{mixed.data(), back.data()});
+  simt::launch(kStream, n, MixIds{given.data(), mixed.data()});
+  simt::launch(kStream, n, UnmixIds{mixed.data(), back.data()});
   check(back == given, "unmix64 is the inverse of mix64");
   check(mixed[1] == mix64(given[1]), "mix64 is the CPU's");
 }
 
-// Every function of simt.h that accesses a word: turns claim places of a full array, count each place's attempts, and
-// lower one word to the first turn that found a place taken.
+// Every function of simt.h that accesses a word: threads claim places of a full array, count each place's attempts, and
+// lower one word to the first thread that found a place taken.
 struct MeetAtWords {
   int64_t* places;
   int64_t* attempts;
@@ -46,9 +46,9 @@ struct MeetAtWords {
   void operator()(int64_t i) const {
     int64_t place = (i / 8) % count;
     for (int64_t step = 0; step < count; ++step, place = (place + 1) % count) {
-      simt::add(&attempts[place], 1);
-      if (simt::load(&places[place]) == 0 && simt::compare_exchange(&places[place], 0, i + 1) == 0) return;
-      simt::lower(first_conflict, i);
+      simt::atomic_add(&attempts[place], 1);
+      if (simt::load(&places[place]) == 0 && simt::atomic_cas(&places[place], 0, i + 1) == 0) return;
+      simt::atomic_min(first_conflict, i);
     }
   }
 };
@@ -57,9 +57,9 @@ void meet_at_words() {
   constexpr int64_t kCount = 4099;
   std::vector<int64_t> places(kCount), attempts(kCount);
   int64_t first_conflict = kCount;
-  simt::each(kQueue, kCount, MeetAtWords{places.data(), attempts.data(), &first_conflict, kCount});
+  simt::launch(kStream, kCount, MeetAtWords{places.data(), attempts.data(), &first_conflict, kCount});
   std::ranges::sort(places);
-  for (int64_t i = 0; i < kCount; ++i) check(places[static_cast<size_t>(i)] == i + 1, "every turn has a place");
+  for (int64_t i = 0; i < kCount; ++i) check(places[static_cast<size_t>(i)] == i + 1, "every thread has a place");
   check(std::ranges::min(attempts) > 0, "every place is counted");
   check(std::reduce(attempts.begin(), attempts.end()) >= kCount, "every attempt is counted");
   check(first_conflict < 8, "the first conflict is the lowest one");
@@ -74,7 +74,7 @@ void sort_by_some_bits() {
   std::vector<Place> places(kCount);
   std::iota(places.begin(), places.end(), Place{0});
   const std::vector<Key> given = keys;
-  const Pairs sorted = simt::sort_pairs(kQueue, Pairs{keys.data(), places.data()}, kCount, 3, 7);
+  const Pairs sorted = simt::sort_pairs(kStream, Pairs{keys.data(), places.data()}, kCount, 3, 7);
   const auto bits = [](Key key) { return key >> 3 & 15; };
   for (int64_t i = 0; i < kCount; ++i) {
     check(sorted.keys[i] == given[static_cast<size_t>(sorted.values[i])], "values move with their keys");

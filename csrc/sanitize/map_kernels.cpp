@@ -1,4 +1,4 @@
-// The bodies of the id map's kernels on the threads of the simt build (simt.h), in small maps, some of them full, where
+// The kernels of the id map on the threads of the simt build (simt.h), in small maps, some of them full, where
 // threads meet in the same lines, words and runs. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by
 // `run`.
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace torchrec_dyn {
 namespace {
 
 using Words = std::vector<int64_t>;
-const simt::Queue kQueue{nullptr, nullptr};
+const simt::Stream kStream{nullptr, nullptr};
 
 int64_t size_of(const Words& words) { return static_cast<int64_t>(words.size()); }
 
@@ -48,19 +48,19 @@ void insert(const SlotArray& array, const Words& ids, const Words& rows) {
   const TableMap map{IdMapView(array), 0};
   int64_t first_bad = 0;
   Words error(kErrorWords);
-  simt::each(kQueue, size_of(ids), CheckRows{rows.data(), size_of(ids), &first_bad});
-  simt::each(kQueue, size_of(ids),
-             InsertIds{ids.data(), rows.data(), size_of(ids), {&map, 1}, &first_bad, {error.data(), 1}});
+  simt::launch(kStream, size_of(ids), CheckRows{rows.data(), size_of(ids), &first_bad});
+  simt::launch(kStream, size_of(ids),
+               InsertIds{ids.data(), rows.data(), size_of(ids), {&map, 1}, &first_bad, {error.data(), 1}});
   check(first_bad == 0 && error == Words(kErrorWords), "every id finds a slot");
 }
 
 void erase(const SlotArray& array, const Words& ids, Words& rows) {
   Words slots(ids.size());
   const LeavingIds leaving{ids.data(), size_of(ids), IdMapView(array), slots.data()};
-  simt::each(kQueue, size_of(ids), FindLeaving{leaving, rows.data()});
-  simt::each(kQueue, size_of(ids), MarkLeaving{leaving});
-  simt::each(kQueue, size_of(ids), FirstOfRun{leaving, rows.data()});
-  simt::each(kQueue, size_of(ids), CloseGaps{leaving});
+  simt::launch(kStream, size_of(ids), FindLeaving{leaving, rows.data()});
+  simt::launch(kStream, size_of(ids), MarkLeaving{leaving});
+  simt::launch(kStream, size_of(ids), FirstOfRun{leaving, rows.data()});
+  simt::launch(kStream, size_of(ids), CloseGaps{leaving});
 }
 
 // Compares the map with `rows_of`.
@@ -68,7 +68,7 @@ void find(const SlotArray& array, const Words& ids, const std::unordered_map<int
   const TableMap map{IdMapView(array), 0};
   Words rows(ids.size()), absent(1);
   int64_t error = 1;
-  simt::each(kQueue, size_of(ids), FindRows{ids.data(), {&map, 1}, &map.begin, rows.data(), absent.data(), &error});
+  simt::launch(kStream, size_of(ids), FindRows{ids.data(), {&map, 1}, &map.begin, rows.data(), absent.data(), &error});
   check(absent[0] < 0, "an error is passed on");
   absent[0] -= kErrorMark;
   for (size_t i = 0; i < ids.size(); ++i) {
@@ -77,20 +77,20 @@ void find(const SlotArray& array, const Words& ids, const std::unordered_map<int
   }
   check(absent[0] == std::count(rows.begin(), rows.end(), kNoRow), "absent ids are counted");
   Words places(static_cast<size_t>(array.capacity) + 1), used(rows_of.size()), used_rows(rows_of.size());
-  simt::each(kQueue, size_of(places), FlagUsed{array, places.data()});
-  simt::exclusive_sum(kQueue, places.data(), size_of(places));
+  simt::launch(kStream, size_of(places), FlagUsed{array, places.data()});
+  simt::exclusive_sum(kStream, places.data(), size_of(places));
   check(places.back() == static_cast<int64_t>(rows_of.size()), "the map holds what the oracle holds");
-  simt::each(kQueue, array.capacity, ListUsed{array, places.data(), used.data(), used_rows.data()});
+  simt::launch(kStream, array.capacity, ListUsed{array, places.data(), used.data(), used_rows.data()});
   int64_t rows_end = 0;
   for (const auto& [id, row] : rows_of) rows_end = std::max(rows_end, row + 1);
   Words by_row(static_cast<size_t>(rows_end));
   std::vector<uint8_t> has_id(by_row.size());
-  simt::each(kQueue, array.capacity, WriteIdsOfRows{array, 0, rows_end, by_row.data(), has_id.data()});
+  simt::launch(kStream, array.capacity, WriteIdsOfRows{array, 0, rows_end, by_row.data(), has_id.data()});
   for (const auto& [id, row] : rows_of)
     check(has_id[static_cast<size_t>(row)] == 1 && by_row[static_cast<size_t>(row)] == id, "each row has its id");
   check(std::ranges::count(has_id, 1) == size_of(used), "no other row has an id");
   Words lengths(3);
-  simt::each(kQueue, kProbeTurns, SumProbeLengths{array, 1, lengths.data()});
+  simt::launch(kStream, kProbeThreads, SumProbeLengths{array, 1, lengths.data()});
   check(lengths[0] == places.back() && lengths[2] <= array.capacity, "probe lengths are those of the ids");
 }
 
@@ -118,7 +118,7 @@ void change_maps() {
     find(array, ids, rows_of);
 
     int64_t left_out = 0;
-    simt::each(kQueue, capacity, MoveSlots{array, larger, &left_out});
+    simt::launch(kStream, capacity, MoveSlots{array, larger, &left_out});
     check(left_out == 0, "every id finds a slot");
     find(larger, ids, rows_of);
   }
@@ -131,12 +131,12 @@ void collect_new() {
   Words words(2 * ids.size()), index(ids.size()), times(ids.size()), places(ids.size() + 1), ends(4);
   const NewIds found{ids.data(),   rows.data(),  offsets.data(), 3, count, words.data(),
                      index.data(), times.data(), places.data()};
-  simt::each(kQueue, count, ClaimWords{found});
-  simt::each(kQueue, count + 1, CountFirsts{found});
-  simt::exclusive_sum(kQueue, places.data(), count + 1);
-  simt::each(kQueue, size_of(ends), ReadOffsets{found, ends.data()});
+  simt::launch(kStream, count, ClaimWords{found});
+  simt::launch(kStream, count + 1, CountFirsts{found});
+  simt::exclusive_sum(kStream, places.data(), count + 1);
+  simt::launch(kStream, size_of(ends), ReadOffsets{found, ends.data()});
   Words new_ids(static_cast<size_t>(ends[3])), new_counts(new_ids.size());
-  simt::each(kQueue, count, ListNew{found, new_ids.data(), new_counts.data()});
+  simt::launch(kStream, count, ListNew{found, new_ids.data(), new_counts.data()});
   for (size_t i = 0, next = 0; i < ids.size(); ++i) {
     const auto place = static_cast<size_t>(index[i]);
     check(place <= next && new_ids[place] == ids[i], "new ids are in the order of first sight");

@@ -1,5 +1,5 @@
-// The bodies that sort, count and sum (simt.h) on the threads of the simt build: canonical order, cells, content sums
-// and owners, where turns meet at the same words. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by
+// The kernels that sort, count and sum (simt.h) on the threads of the simt build: canonical order, cells, content sums
+// and owners, where threads meet at the same words. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by
 // `run`.
 #include <algorithm>
 #include <cstdint>
@@ -19,7 +19,7 @@ namespace torchrec_dyn {
 namespace {
 
 using Words = std::vector<int64_t>;
-const simt::Queue kQueue{nullptr, nullptr};
+const simt::Stream kStream{nullptr, nullptr};
 
 int64_t size_of(const Words& words) { return static_cast<int64_t>(words.size()); }
 
@@ -37,21 +37,21 @@ void list_and_count() {
   const AllSlots all(IdMapView({slots.data(), 4000}, {outgoing.data(), 3000}, 4));
   for (int bits : {0, 2, 16}) {
     Words counts(size_t{1} << bits), expected(counts.size());
-    simt::each(kQueue, all.count, CountCells{all, bits, counts.data()});
+    simt::launch(kStream, all.count, CountCells{all, bits, counts.data()});
     for (uint64_t mixed : held) ++expected[cell_of(mixed, bits)];
     check(counts == expected, "every id is counted in its cell");
   }
   const uint64_t first = held[500], last = held[4000];
   Words places(static_cast<size_t>(all.count / kLineSlots) + 1);
   const IdsInside found{all, first, last - first, places.data()};
-  simt::each(kQueue, size_of(places), CountInside{found});
-  simt::exclusive_sum(kQueue, places.data(), size_of(places));
+  simt::launch(kStream, size_of(places), CountInside{found});
+  simt::exclusive_sum(kStream, places.data(), size_of(places));
   check(places.back() == 3501, "every id inside is counted");
   std::vector<uint64_t> keys(3501);
   Words rows(keys.size());
-  simt::each(kQueue, found.lines(), ListInside{found, keys.data(), rows.data()});
-  const simt::Pairs sorted = simt::sort_pairs(kQueue, {keys.data(), rows.data()}, size_of(rows));
-  simt::each(kQueue, size_of(rows), UnmixSorted{sorted, first, keys.data(), rows.data()});
+  simt::launch(kStream, found.lines(), ListInside{found, keys.data(), rows.data()});
+  const simt::Pairs sorted = simt::sort_pairs(kStream, {keys.data(), rows.data()}, size_of(rows));
+  simt::launch(kStream, size_of(rows), UnmixSorted{sorted, first, keys.data(), rows.data()});
   for (size_t i = 0; i < keys.size(); ++i)
     check(mix64(keys[i]) == held[500 + i] && rows[i] >= 0, "ids are in canonical order");
 }
@@ -68,9 +68,9 @@ void sum_contents() {
   const Division units(kColumns * static_cast<int64_t>(sizeof(Bits)) / static_cast<int64_t>(sizeof(Unit)));
   Words partial(kPartialSums);
   int64_t total = 0;
-  simt::each(kQueue, kGroups * units.divisor,
-             SumUnits<Unit, Bits>{ids.data(), values.data(), kRows, kGroups, units, 7, 99, partial.data()});
-  simt::each(kQueue, kPartialSums, AddPartialSums{partial.data(), &total});
+  simt::launch(kStream, kGroups * units.divisor,
+               SumUnits<Unit, Bits>{ids.data(), values.data(), kRows, kGroups, units, 7, 99, partial.data()});
+  simt::launch(kStream, kPartialSums, AddPartialSums{partial.data(), &total});
   const BitRows<Bits> rows{reinterpret_cast<const char*>(values.data()), kColumns};
   check(static_cast<uint64_t>(total) == content_sum_of(ids.data(), rows, kRows, kColumns, 7, 99),
         "the content sum is the CPU's");
@@ -97,16 +97,17 @@ void sort_by_owner(bool in_one_bag, int64_t ranks) {
   std::vector<uint64_t> keys(ids.size());
   std::vector<Length> sorted_lengths(static_cast<size_t>(ranks * bags));
   int64_t bad = 0;
-  simt::each(kQueue, bags + 1, ReadLengths<Length>{lengths.data(), bags, count, begins.data(), &bad});
-  simt::exclusive_sum(kQueue, begins.data(), bags + 1);
+  simt::launch(kStream, bags + 1, ReadLengths<Length>{lengths.data(), bags, count, begins.data(), &bad});
+  simt::exclusive_sum(kStream, begins.data(), bags + 1);
   const simt::Pairs pairs{keys.data(), order.data()};
-  simt::each(kQueue, count + 1,
-             FindOwners<Length>{words, count, begins.data(), bags, owners, share, pairs, sorted_lengths.data(), &bad});
-  const simt::Pairs sorted = simt::sort_pairs(kQueue, pairs, count);
+  simt::launch(
+      kStream, count + 1,
+      FindOwners<Length>{words, count, begins.data(), bags, owners, share, pairs, sorted_lengths.data(), &bad});
+  const simt::Pairs sorted = simt::sort_pairs(kStream, pairs, count);
   int64_t error[kErrorWords] = {};
   const MoveToOwners<uint64_t> move{count,       sorted.values, ids.data(), words,     sorted_ids.data(),
                                     keys.data(), where.data(),  &bad,       {error, 1}};
-  simt::each(kQueue, count + 1, move);
+  simt::launch(kStream, count + 1, move);
   check(bad == 0 && error[0] == 0, "the lengths add up");
 
   Words next(static_cast<size_t>(ranks));  // the place of the next id of each owner
@@ -125,7 +126,7 @@ void sort_by_owner(bool in_one_bag, int64_t ranks) {
   check(sorted_lengths == expected, "ids are counted by owner and bag");
 
   lengths.back() = -1;
-  simt::each(kQueue, bags + 1, ReadLengths<Length>{lengths.data(), bags, count, begins.data(), &bad});
+  simt::launch(kStream, bags + 1, ReadLengths<Length>{lengths.data(), bags, count, begins.data(), &bad});
   check(bad != 0, "a negative length is found");
   move(count);
   check(error[0] == 1 && error[1] == count, "it is reported");

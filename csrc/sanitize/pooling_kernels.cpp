@@ -1,4 +1,4 @@
-// The bodies of gather and pool (simt.h) on the threads of the simt build, where turns read the same rows and report
+// The kernels of gather and pool (simt.h) on the threads of the simt build, where threads read the same rows and report
 // the same wrong bags. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by `run`.
 #include <algorithm>
 #include <cstdint>
@@ -15,7 +15,7 @@
 namespace torchrec_dyn {
 namespace {
 
-const simt::Queue kQueue{nullptr, nullptr};
+const simt::Stream kStream{nullptr, nullptr};
 
 // One table of rows in blocks of 2^kShift, bags of 0 to 6 ids, one output for each bag. kIsPlain: it is one block.
 template <typename T, bool kIsPlain>
@@ -41,11 +41,11 @@ void pool_bags(int columns, int unit_columns) {
   const DeviceBags<T> bags{&segment, 1, offsets.data(), kBags, rows.data(), ids, false, &wrong};
   std::vector<Unit16> outputs(kBags * width * sizeof(float) / sizeof(Unit16) + 1);
   auto* out = reinterpret_cast<float*>(outputs.data());
-  const int64_t turns = kBags * segment.units.divisor;
-  simt::each(kQueue, turns, PoolBags<T, float, kIsPlain>{bags, nullptr, out});
+  const int64_t threads = kBags * segment.units.divisor;
+  simt::launch(kStream, threads, PoolBags<T, float, kIsPlain>{bags, nullptr, out});
   check(wrong.offsets_left == 0 && wrong.bags_left == 0, "nothing is wrong");
   std::vector<float> products(static_cast<size_t>(ids));
-  simt::each(kQueue, std::max(ids, kBags), DotRows<T>{bags, out, products.data()});
+  simt::launch(kStream, std::max(ids, kBags), DotRows<T>{bags, out, products.data()});
   for (int64_t bag = 0; bag < kBags; ++bag) {
     std::vector<float> sums(width);
     for (int64_t i = offsets[static_cast<size_t>(bag)]; i < offsets[static_cast<size_t>(bag) + 1]; ++i) {
@@ -66,7 +66,7 @@ void pool_bags(int columns, int unit_columns) {
   for (size_t i = 3; i < fresh.size(); i += 17) fresh[i] = static_cast<int64_t>(i);
   const std::vector<float> before(out, out + kBags * columns);
   std::fill(out, out + kBags * columns, -1.0f);
-  simt::each(kQueue, turns, PoolNewBags<T, float>{{bags, nullptr, out}, fresh.data()});
+  simt::launch(kStream, threads, PoolNewBags<T, float>{{bags, nullptr, out}, fresh.data()});
   for (int64_t bag = 0; bag < kBags; ++bag) {
     const auto first = fresh.begin() + offsets[static_cast<size_t>(bag)];
     const auto last = fresh.begin() + offsets[static_cast<size_t>(bag) + 1];
@@ -76,25 +76,25 @@ void pool_bags(int columns, int unit_columns) {
   }
 
   const ReportWrongBags<T> report{bags, "", {error, 1}};
-  simt::each(kQueue, 1, report);
+  simt::launch(kStream, 1, report);
   check(error[0] == 0, "nothing is reported");
   rows[static_cast<size_t>(offsets[900])] = kRows;
   rows[static_cast<size_t>(offsets[1200])] = std::numeric_limits<int64_t>::min();
-  simt::each(kQueue, turns, PoolBags<T, float, kIsPlain>{bags, nullptr, out});
+  simt::launch(kStream, threads, PoolBags<T, float, kIsPlain>{bags, nullptr, out});
   const auto first = std::upper_bound(offsets.begin(), offsets.end(), offsets[900]) - offsets.begin() - 1;
   check(wrong.offsets_left == 0 && kBags - wrong.bags_left == first, "the first bag with a row outside is found");
-  simt::each(kQueue, 1, report);
+  simt::launch(kStream, 1, report);
   check(error[0] == 1 && error[2] == 0 && error[3] == kRows, "the capacity of its table is reported");
   error[0] = 0;
   for (size_t b = 100; b < 1000; b += 3) offsets[b] = std::numeric_limits<int64_t>::max() - static_cast<int64_t>(b);
-  simt::each(kQueue, turns, PoolBags<T, float, kIsPlain>{bags, nullptr, out});
-  simt::each(kQueue, std::max(ids, kBags), DotRows<T>{bags, out, products.data()});
+  simt::launch(kStream, threads, PoolBags<T, float, kIsPlain>{bags, nullptr, out});
+  simt::launch(kStream, std::max(ids, kBags), DotRows<T>{bags, out, products.data()});
   check(kBags - wrong.offsets_left == 100, "the first descent is found");
-  simt::each(kQueue, 1, report);
+  simt::launch(kStream, 1, report);
   check(error[0] == 1 && error[2] == 1 && error[3] == offsets[100] && error[4] == offsets[101],
         "the first descent is reported");
   error[0] = 0;
-  simt::each(kQueue, 1, ReportWrongBags<T>{bags, "", {error, 1}, true});
+  simt::launch(kStream, 1, ReportWrongBags<T>{bags, "", {error, 1}, true});
   check(error[0] == 0, "offsets that the caller checks are not reported");
 }
 

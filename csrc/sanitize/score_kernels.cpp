@@ -1,4 +1,4 @@
-// The bodies of scores, evictions and marks (simt.h) on the threads of the simt build, where turns meet at the same
+// The kernels of scores, evictions and marks (simt.h) on the threads of the simt build, where threads meet at the same
 // rows. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by `run`.
 #include <algorithm>
 #include <cstdint>
@@ -18,7 +18,7 @@
 namespace torchrec_dyn {
 namespace {
 
-const simt::Queue kQueue{nullptr, nullptr};
+const simt::Stream kStream{nullptr, nullptr};
 constexpr int64_t kBatch = 6000, kRows = 600, kShift = 6;
 
 int64_t error[kErrorWords];  // of all kernels here
@@ -66,17 +66,17 @@ void touch_rows(bool has_times, uint64_t before) {
   const std::vector<TableWords<uint64_t>> tables = {{0, scores.words(), kStep}, {scored, {nullptr, 0, 0}, 9}};
   int64_t bad = 0;
   const TouchedRows batch{rows.data(), has_times ? times.data() : nullptr, kBatch, {tables.data(), 2}, &bad, kReport};
-  simt::each(kQueue, kBatch, CheckTouchedRows{batch});
+  simt::launch(kStream, kBatch, CheckTouchedRows{batch});
   check(bad == 0, "all rows are inside");
-  simt::each(kQueue, kBatch, TouchScores{batch});
+  simt::launch(kStream, kBatch, TouchScores{batch});
   for (int64_t row = 0; row < kRows; ++row)
     check(*scores.words().word(row) == (sums.contains(row) ? kStep << 32 | std::min(kMostCount, before + sums[row])
                                                            : uint64_t{7} << 32 | before),
           "every occurrence of a row is counted once");
   if (!has_times) return;
   times[4000] = 0, times[3000] = -3;
-  simt::each(kQueue, kBatch, CheckTouchedRows{batch});
-  simt::each(kQueue, kBatch, TouchScores{batch});
+  simt::launch(kStream, kBatch, CheckTouchedRows{batch});
+  simt::launch(kStream, kBatch, TouchScores{batch});
   check(reported({-3}), "the first invalid number of times is reported");
 }
 
@@ -90,10 +90,10 @@ void write_rows() {
   }
   int64_t first_bad = 0;
   const WrittenScores written{rows.data(), seen.data(), counts.data(), kBatch, scores.words(), &first_bad, kReport};
-  simt::each(kQueue, kBatch, CheckWrittenScores{written});
-  simt::each(kQueue, kBatch, FreeScores{written});
-  simt::each(kQueue, kBatch, ClaimScores{written});
-  simt::each(kQueue, kBatch, WriteScores{written});
+  simt::launch(kStream, kBatch, CheckWrittenScores{written});
+  simt::launch(kStream, kBatch, FreeScores{written});
+  simt::launch(kStream, kBatch, ClaimScores{written});
+  simt::launch(kStream, kBatch, WriteScores{written});
   check(first_bad == 0, "every score is valid");
   std::unordered_map<int64_t, size_t> last;
   for (size_t i = 0; i < rows.size(); ++i) last[rows[i]] = i;
@@ -101,19 +101,19 @@ void write_rows() {
     check(*scores.words().word(row) == score_of(seen[i], counts[i]), "of equal rows the last score stays");
   std::vector<int64_t> read_seen(kBatch), read_counts(kBatch);
   const ReadScores read{rows.data(), scores.words(), read_seen.data(), read_counts.data(), kReport};
-  simt::each(kQueue, kBatch, read);
+  simt::launch(kStream, kBatch, read);
   check(error[0] == 0, "nothing is wrong");
   for (size_t i = 0; i < rows.size(); ++i)
     check(read_seen[i] == seen[last[rows[i]]] && read_counts[i] == (read_seen[i] < 0 ? 0 : counts[last[rows[i]]]),
           "scores are read as they were written");
   seen[4000] = -2, counts[3000] = int64_t{1} << 32, rows[5000] = kRows;
-  simt::each(kQueue, kBatch, CheckWrittenScores{written});
-  simt::each(kQueue, kBatch, FreeScores{written});
+  simt::launch(kStream, kBatch, CheckWrittenScores{written});
+  simt::launch(kStream, kBatch, FreeScores{written});
   check(first_bad == 3000 - kBatch && reported({kRows, rows[3000], seen[3000], counts[3000]}),
         "the first invalid score is reported");
   std::ranges::fill(rows, -2);
-  simt::each(kQueue, kBatch, read);
-  check(reported({kRows}), "of turns that report at the same time one does");
+  simt::launch(kStream, kBatch, read);
+  check(reported({kRows}), "of threads that report at the same time one does");
 }
 
 using Pair = std::pair<uint64_t, int64_t>;  // mixed id, row
@@ -124,28 +124,28 @@ std::vector<Pair> find_lowest(const ScoredRows& table, SlotArray array, int64_t 
   for (int64_t shift = (kDigits - 1) * kDigitBits; shift >= 0; shift -= kDigitBits) {
     std::vector<int64_t> counts(kDigitCopies * kDigitValues), sums(kDigitValues + 1);
     const KeyCut cut = cuts.back();
-    simt::each(kQueue, kRows, CountKeys{table, &cut, shift, counts.data()});
-    simt::each(kQueue, kDigitValues + 1, AddCopies{counts.data(), sums.data()});
-    simt::exclusive_sum(kQueue, sums.data(), kDigitValues + 1);
-    simt::each(kQueue, kDigitValues, ChooseDigit{sums.data(), shift, &cut, &cuts.emplace_back()});
+    simt::launch(kStream, kRows, CountKeys{table, &cut, shift, counts.data()});
+    simt::launch(kStream, kDigitValues + 1, AddCopies{counts.data(), sums.data()});
+    simt::exclusive_sum(kStream, sums.data(), kDigitValues + 1);
+    simt::launch(kStream, kDigitValues, ChooseDigit{sums.data(), shift, &cut, &cuts.emplace_back()});
   }
   std::vector<int64_t> words(kRows / LowestMarks::kRows + 1), places(2 * kMixedBins + 1);
   const LowestMarks marks{words.data(), kRows};
-  simt::each(kQueue, kRows, MarkLowest{table, &cuts.back(), marks});
-  simt::each(kQueue, array.capacity, CountMixed{array, marks, places.data()});
-  simt::exclusive_sum(kQueue, places.data(), 2 * kMixedBins + 1);
+  simt::launch(kStream, kRows, MarkLowest{table, &cuts.back(), marks});
+  simt::launch(kStream, array.capacity, CountMixed{array, marks, places.data()});
+  simt::exclusive_sum(kStream, places.data(), 2 * kMixedBins + 1);
   LowestCounts found{};
-  simt::each(kQueue, kMixedBins, ChooseMixed{places.data(), &cuts.back(), &found});
+  simt::launch(kStream, kMixedBins, ChooseMixed{places.data(), &cuts.back(), &found});
   const int64_t listed = found.below + found.ties, count = found.below + std::min(found.ties, found.needed);
   std::vector<uint64_t> keys(static_cast<size_t>(listed));
   std::vector<int64_t> values(keys.size()), ties_before(keys.size());
   simt::Pairs list{keys.data(), values.data()};
-  simt::each(kQueue, array.capacity, ListLowest{array, marks, found.last, places.data(), listed, list});
-  list = simt::sort_pairs(kQueue, list, listed);
-  simt::each(kQueue, listed, FlagTies{list.values, ties_before.data()});
-  simt::exclusive_sum(kQueue, ties_before.data(), listed);
+  simt::launch(kStream, array.capacity, ListLowest{array, marks, found.last, places.data(), listed, list});
+  list = simt::sort_pairs(kStream, list, listed);
+  simt::launch(kStream, listed, FlagTies{list.values, ties_before.data()});
+  simt::exclusive_sum(kStream, ties_before.data(), listed);
   std::vector<int64_t> ids(static_cast<size_t>(count)), rows(ids.size());
-  simt::each(kQueue, listed, WriteLowest{list, ties_before.data(), found.needed, count, ids.data(), rows.data()});
+  simt::launch(kStream, listed, WriteLowest{list, ties_before.data(), found.needed, count, ids.data(), rows.data()});
   std::vector<Pair> lowest;
   for (size_t i = 0; i < ids.size(); ++i) lowest.emplace_back(mix64(static_cast<uint64_t>(ids[i])), rows[i]);
   return lowest;
@@ -187,15 +187,15 @@ void order_ids() {
   }
   int64_t first_bad = 0;
   simt::Pairs places{keys.data(), values.data()};
-  simt::each(kQueue, kBatch, MixToOrder{ids.data(), seen.data(), kBatch, places, &first_bad});
-  places = simt::sort_pairs(kQueue, places, kBatch);
-  simt::each(kQueue, kBatch, ReadOrderKeys{seen.data(), places});
-  places = simt::sort_pairs(kQueue, places, kBatch, 0, kOrderKeyBits);
-  simt::each(kQueue, kBatch, WriteOrder{places, order.data(), seen.data(), kBatch, &first_bad, kReport});
+  simt::launch(kStream, kBatch, MixToOrder{ids.data(), seen.data(), kBatch, places, &first_bad});
+  places = simt::sort_pairs(kStream, places, kBatch);
+  simt::launch(kStream, kBatch, ReadOrderKeys{seen.data(), places});
+  places = simt::sort_pairs(kStream, places, kBatch, 0, kOrderKeyBits);
+  simt::launch(kStream, kBatch, WriteOrder{places, order.data(), seen.data(), kBatch, &first_bad, kReport});
   const auto key = [&](int64_t i) { return Pair(seen[static_cast<size_t>(i)], i * 77 % kBatch); };
   check(first_bad == 0 && std::ranges::is_sorted(order, {}, key), "ids are ordered by last_seen, then by mixed id");
   seen[40] = -1, seen[30] = int64_t{1} << 32;
-  simt::each(kQueue, kBatch, MixToOrder{ids.data(), seen.data(), kBatch, places, &first_bad});
+  simt::launch(kStream, kBatch, MixToOrder{ids.data(), seen.data(), kBatch, places, &first_bad});
   check(first_bad == 30 - kBatch, "the first invalid last_seen is found");
 }
 
@@ -208,10 +208,10 @@ void mark_and_list() {
   const std::vector<TableWords<int32_t>> tables = {{0, marks.words(), kVersion}, {marked, {nullptr, 0, 0}, 9}};
   int64_t first_bad = 0;
   const MarkTables both{tables.data(), 2};
-  simt::each(kQueue, kBatch, CheckMarkedRows{rows.data(), kBatch, both, &first_bad});
+  simt::launch(kStream, kBatch, CheckMarkedRows{rows.data(), kBatch, both, &first_bad});
   check(first_bad == 0, "all rows are below the capacity");
   const MarkRows mark{rows.data(), kBatch, both, &first_bad, kReport};
-  simt::each(kQueue, kBatch, mark);
+  simt::launch(kStream, kBatch, mark);
   check(error[0] == 0, "nothing is wrong");
   std::vector<int64_t> expected(rows.begin(), rows.begin() + marked);
   std::ranges::sort(expected);
@@ -222,13 +222,13 @@ void mark_and_list() {
   std::vector<uint32_t> bits(kPieces);
   std::vector<int64_t> places(kPieces + 1);
   const MarkedRows found{marks.words(), kRows, kMarkTurn, kPieces, bits.data(), places.data()};
-  simt::each(kQueue, kPieces + 1, FlagMarked{found, kVersion});
-  simt::exclusive_sum(kQueue, places.data(), kPieces + 1);
+  simt::launch(kStream, kPieces + 1, FlagMarked{found, kVersion});
+  simt::exclusive_sum(kStream, places.data(), kPieces + 1);
   std::vector<int64_t> list(static_cast<size_t>(places.back()));
-  simt::each(kQueue, kPieces, ListMarked{found, list.data()});
+  simt::launch(kStream, kPieces, ListMarked{found, list.data()});
   check(list == expected, "the rows that were marked are listed");
   first_bad = -kBatch;
-  simt::each(kQueue, kBatch, mark);
+  simt::launch(kStream, kBatch, mark);
   check(reported({kRows, 0}), "the table of the first bad row is reported");
 }
 
@@ -238,7 +238,7 @@ void mark_and_list() {
 int main() {
   using namespace torchrec_dyn;
   touch_rows(false, 0);
-  touch_rows(false, kMostCount - kBatch - 1000);  // room for the turns at first, and for some rows not at the end
+  touch_rows(false, kMostCount - kBatch - 1000);  // room for the threads at first, and for some rows not at the end
   touch_rows(false, kMostCount - 2);
   touch_rows(true, 0);
   touch_rows(true, kMostCount - 100000);

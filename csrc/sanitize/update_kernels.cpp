@@ -1,5 +1,6 @@
-// The bodies of the update (simt.h) on the threads of the simt build, where turns mark the same bytes, count the same
-// senders and report the same wrong ids. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by `run`.
+// The kernels of the update (simt.h) on the threads of the simt build, where threads mark the same bytes, count the
+// same senders and report the same wrong ids. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by
+// `run`.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -15,7 +16,7 @@
 namespace torchrec_dyn {
 namespace {
 
-const simt::Queue kQueue{nullptr, nullptr};
+const simt::Stream kStream{nullptr, nullptr};
 
 // One table of 1024 rows in blocks of 64, a bag for each two ids. Half of the ids have one of three rows.
 // `of_last_row`: if it is not 0, so many ids have the last row, and none is absent: the sorted ids end with those of
@@ -80,16 +81,16 @@ void update_rows(int64_t columns, int64_t of_last_row = 0) {
   const auto run = [&] {
     error[0] = 0;
     const KeyPairs<Key> pairs{keys.data(), values.data()};
-    simt::each(kQueue, kIds, KeyIds<Key>{ids, pairs, terms, nullptr, mean_factors.data()});
-    simt::sort_pairs(kQueue, pairs, kIds);
-    simt::each(kQueue, kIds, KeySenders<Key>{grads.sorted, sender_keys.data()});
-    simt::sort_pairs(kQueue, simt::Pairs{sender_keys.data(), unused.data()}, kIds);
-    simt::each(kQueue, kIds, CountSenders{sender_keys.data(), distinct.data()});
-    simt::tiles(kQueue, kLines, SumPieces<Key, Shape>{grads});
-    simt::tiles(kQueue, kIds,
-                UpdateRows<float, Key, Shape>{grads, &table, rule, state_widths(rule.optimizer), true, true,
-                                              names.data(), distinct.data()});
-    simt::each(kQueue, 1, ReportWrongUpdate{ids, {error, 1}});
+    simt::launch(kStream, kIds, KeyIds<Key>{ids, pairs, terms, nullptr, mean_factors.data()});
+    simt::sort_pairs(kStream, pairs, kIds);
+    simt::launch(kStream, kIds, KeySenders<Key>{grads.sorted, sender_keys.data()});
+    simt::sort_pairs(kStream, simt::Pairs{sender_keys.data(), unused.data()}, kIds);
+    simt::launch(kStream, kIds, CountSenders{sender_keys.data(), distinct.data()});
+    simt::launch_tiles(kStream, kLines, SumPieces<Key, Shape>{grads});
+    simt::launch_tiles(kStream, kIds,
+                       UpdateRows<float, Key, Shape>{grads, &table, rule, state_widths(rule.optimizer), true, true,
+                                                     names.data(), distinct.data()});
+    simt::launch(kStream, 1, ReportWrongUpdate{ids, {error, 1}});
   };
   run();
   check(wrong.any == 0 && error[0] == 0, "nothing is wrong");

@@ -15,13 +15,13 @@ namespace {
 std::tuple<Tensor, Tensor> used_slots(const Tensor& slots) {
   const SlotArray array = array_of("used_slots", "slots", slots, kDevice);
   DeviceCall call(slots);
-  auto* places = call.take_for<int64_t>(array.capacity + 1);
-  simt::each(call.queue(), array.capacity + 1, FlagUsed{array, places});
-  simt::exclusive_sum(call.queue(), places, array.capacity + 1);
+  auto* places = call.allocate_for<int64_t>(array.capacity + 1);
+  simt::launch(call.stream(), array.capacity + 1, FlagUsed{array, places});
+  simt::exclusive_sum(call.stream(), places, array.capacity + 1);
   const int64_t count = call.read(places + array.capacity);  // a wait: the result has this length
   Tensor ids = new_device_tensor({count}), rows = new_device_tensor({count});
-  simt::each(call.queue(), array.capacity,
-             ListUsed{array, places, mutable_data<int64_t>(ids), mutable_data<int64_t>(rows)});
+  simt::launch(call.stream(), array.capacity,
+               ListUsed{array, places, mutable_data<int64_t>(ids), mutable_data<int64_t>(rows)});
   return {ids, rows};
 }
 
@@ -35,10 +35,10 @@ std::tuple<Tensor, Tensor> ids_of_rows(std::vector<Tensor> slots, const Tensor& 
   Tensor ids = new_device_tensor({rows}), has_id = new_device_tensor({rows}, ScalarType::Bool);
   auto* id = mutable_data<int64_t>(ids);
   auto* flag = static_cast<uint8_t*>(has_id.mutable_data_ptr());
-  simt::fill_zero(call.queue(), id, rows * static_cast<int64_t>(sizeof *id));
-  simt::fill_zero(call.queue(), flag, rows);
+  simt::fill_zero(call.stream(), id, rows * static_cast<int64_t>(sizeof *id));
+  simt::fill_zero(call.stream(), flag, rows);
   for (int a = 0; a < (maps[0].is_growing() ? 2 : 1); ++a)
-    simt::each(call.queue(), maps[0].arrays[a].capacity, WriteIdsOfRows{maps[0].arrays[a], first, rows, id, flag});
+    simt::launch(call.stream(), maps[0].arrays[a].capacity, WriteIdsOfRows{maps[0].arrays[a], first, rows, id, flag});
   return {ids, has_id};
 }
 
@@ -53,8 +53,8 @@ Tensor count_cells(std::vector<Tensor> slots, const Tensor& moved, int64_t bits)
   const DeviceCall call(slots.front());
   Tensor counts = new_device_tensor({int64_t{1} << bits});
   auto* count = mutable_data<int64_t>(counts);
-  simt::fill_zero(call.queue(), count, counts.numel() * static_cast<int64_t>(sizeof(int64_t)));
-  simt::each(call.queue(), all.count, CountCells{all, static_cast<int>(bits), count});
+  simt::fill_zero(call.stream(), count, counts.numel() * static_cast<int64_t>(sizeof(int64_t)));
+  simt::launch(call.stream(), all.count, CountCells{all, static_cast<int>(bits), count});
   return counts;
 }
 
@@ -64,16 +64,16 @@ std::tuple<Tensor, Tensor> ids_between(std::vector<Tensor> slots, const Tensor& 
   DeviceCall call(slots.front());
   if (from > to) return {new_device_tensor({0}), new_device_tensor({0})};
   const int64_t lines = all.count / kLineSlots;
-  const IdsInside found{all, from, to - from, call.take_for<int64_t>(lines + 1)};
-  simt::each(call.queue(), lines + 1, CountInside{found});
-  simt::exclusive_sum(call.queue(), found.places, lines + 1);
+  const IdsInside found{all, from, to - from, call.allocate_for<int64_t>(lines + 1)};
+  simt::launch(call.stream(), lines + 1, CountInside{found});
+  simt::exclusive_sum(call.stream(), found.places, lines + 1);
   const int64_t count = call.read(found.places + lines);  // a wait: the result has this length
   Tensor ids = new_device_tensor({count}), rows = new_device_tensor({count});
   const simt::Pairs listed{mutable_data<uint64_t>(ids), mutable_data<int64_t>(rows)};
-  simt::each(call.queue(), lines, ListInside{found, listed.keys, listed.values});
+  simt::launch(call.stream(), lines, ListInside{found, listed.keys, listed.values});
   const simt::Pairs sorted =
-      simt::sort_pairs(call.queue(), listed, count, 0, static_cast<int>(std::bit_width(found.span)));
-  simt::each(call.queue(), count, UnmixSorted{sorted, from, listed.keys, listed.values});
+      simt::sort_pairs(call.stream(), listed, count, 0, static_cast<int>(std::bit_width(found.span)));
+  simt::launch(call.stream(), count, UnmixSorted{sorted, from, listed.keys, listed.values});
   return {ids, rows};
 }
 

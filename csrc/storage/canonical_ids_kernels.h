@@ -1,4 +1,4 @@
-// The bodies of the ops that list the ids of a map, and count them by cell (simt.h).
+// The kernels of the ops that list the ids of a map, and count them by cell (simt.h).
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace torchrec_dyn {
 
-// Has capacity + 1 turns: the sums of the flags then end with the number of ids.
+// Launched with capacity + 1 threads: the sums of the flags then end with the number of ids.
 struct FlagUsed {
   SlotArray array;
   int64_t* places;
@@ -61,7 +61,7 @@ struct AllSlots {
   }
 };
 
-// Mixed ids spread evenly, so turns meet at one word only where there are few cells: `count` is for these.
+// Mixed ids spread evenly, so threads meet at one word only where there are few cells: `count` is for these.
 struct CountCells {
   AllSlots all;
   int bits;
@@ -69,11 +69,12 @@ struct CountCells {
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const Slot slot = *all.at(i);
-    if (!slot.is_empty()) simt::count(counts + cell_of(mix64(static_cast<uint64_t>(slot.id)), bits));
+    if (!slot.is_empty())
+      simt::warp_aggregated_increment(counts + cell_of(mix64(static_cast<uint64_t>(slot.id)), bits));
   }
 };
 
-// The ids of a map in a range of mixed ids. A turn is a line: its slots are two sectors of memory.
+// The ids of a map in a range of mixed ids. One thread for each line: its slots are two sectors of memory.
 struct IdsInside {
   AllSlots all;
   uint64_t first;
@@ -86,7 +87,7 @@ struct IdsInside {
   TORCHREC_DYN_BOTH bool has(const Slot& slot) const { return !slot.is_empty() && key(slot) <= span; }
 };
 
-// Has lines + 1 turns: the sums then end with the number of ids.
+// Launched with lines + 1 threads: the sums then end with the number of ids.
 struct CountInside {
   IdsInside found;
 

@@ -38,16 +38,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const 
                      words,
                      mutable_data<int64_t>(new_index),
                      words + 2 * count,
-                     call.take_for<int64_t>(count + 1)};
-  auto* ends = call.take_for<int64_t>(tables + 1);
-  simt::each(call.queue(), count, ClaimWords{found});
-  simt::each(call.queue(), count + 1, CountFirsts{found});
-  simt::exclusive_sum(call.queue(), found.places, count + 1);
-  simt::each(call.queue(), tables + 1, ReadOffsets{found, ends});
-  simt::read_back(call.queue(), new_offset, ends, (tables + 1) * kWord);  // the one wait of the call
+                     call.allocate_for<int64_t>(count + 1)};
+  auto* ends = call.allocate_for<int64_t>(tables + 1);
+  simt::launch(call.stream(), count, ClaimWords{found});
+  simt::launch(call.stream(), count + 1, CountFirsts{found});
+  simt::exclusive_sum(call.stream(), found.places, count + 1);
+  simt::launch(call.stream(), tables + 1, ReadOffsets{found, ends});
+  simt::copy_to_host(call.stream(), new_offset, ends, (tables + 1) * kWord);  // the one wait of the call
   Tensor new_ids = new_device_tensor({new_offset[tables]});
   Tensor new_counts = new_device_tensor({new_offset[tables]});
-  simt::each(call.queue(), count, ListNew{found, mutable_data<int64_t>(new_ids), mutable_data<int64_t>(new_counts)});
+  simt::launch(call.stream(), count, ListNew{found, mutable_data<int64_t>(new_ids), mutable_data<int64_t>(new_counts)});
   return {new_ids, new_counts, new_offsets, new_index};
 }
 

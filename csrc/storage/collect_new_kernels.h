@@ -1,9 +1,9 @@
-// The bodies of collect_new (simt.h): the first position of each absent id, without sorting.
+// The kernels of collect_new (simt.h): the first position of each absent id, without sorting.
 //
 // Every table has a region of words for positions + 1, twice as many words as ids, all 0 at first. An absent id looks
-// for its word from its home in the region on: it claims an empty word by compare_exchange, or finds a word whose
+// for its word from its home in the region on: it claims an empty word by atomic_cas, or finds a word whose
 // position has the same id, and lowers the word to its own position if that is earlier. Every position that such a word
-// ever has is of one id, so a turn may compare ids at any time. After the launch the words have the first positions.
+// ever has is of one id, so a thread may compare ids at any time. After the launch the words have the first positions.
 #pragma once
 
 #include <cstdint>
@@ -37,10 +37,10 @@ struct NewIds {
     int64_t word = begin + home_slot(spread_hash(ids[i]), capacity);
     for (int64_t probe = 0; probe < capacity; ++probe, word = word + 1 == begin + capacity ? begin : word + 1) {
       int64_t position = simt::load(words + word);
-      if (position == 0) position = simt::compare_exchange(words + word, 0, i + 1);
+      if (position == 0) position = simt::atomic_cas(words + word, 0, i + 1);
       if (position == 0) return word;
       if (ids[position - 1] != ids[i]) continue;
-      if (position > i + 1) simt::lower(words + word, i + 1);
+      if (position > i + 1) simt::atomic_min(words + word, i + 1);
       return word;
     }
     return begin;  // never: at most half of the words are in use
@@ -54,7 +54,7 @@ struct ClaimWords {
   }
 };
 
-// Has count + 1 turns: the sums then end with the number of new ids.
+// Launched with count + 1 threads: the sums then end with the number of new ids.
 struct CountFirsts {
   NewIds found;
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
@@ -63,11 +63,11 @@ struct CountFirsts {
     const int64_t first = found.words[found.index[i]] - 1;
     found.index[i] = first;
     found.places[i] = first == i;
-    simt::count(found.times + first);
+    simt::warp_aggregated_increment(found.times + first);
   }
 };
 
-// Has tables + 1 turns.
+// Launched with tables + 1 threads.
 struct ReadOffsets {
   NewIds found;
   int64_t* new_offsets;

@@ -24,7 +24,7 @@ Tensor content_sum(const Tensor& ids, const Tensor& values, int64_t first_column
   DeviceCall call(ids);
   Tensor out = new_device_tensor({});
   auto* total = mutable_data<int64_t>(out);
-  simt::fill_zero(call.queue(), total, sizeof *total);
+  simt::fill_zero(call.stream(), total, sizeof *total);
   if (values.numel() == 0) return out;
   auto* partial = call.zeros<int64_t>(kPartialSums);
   const void* memory = values.const_data_ptr();
@@ -33,11 +33,11 @@ Tensor content_sum(const Tensor& ids, const Tensor& values, int64_t first_column
     using Bits = decltype(bits);
     const Division units(summed.columns * summed.bytes / static_cast<int64_t>(sizeof(Unit)));
     const int64_t groups = std::clamp<int64_t>(kMostSumTurns / units.divisor, 1, summed.rows);
-    simt::each(call.queue(), groups * units.divisor,
-               SumUnits<Unit, Bits>{const_data<uint64_t>(ids), static_cast<const Unit*>(memory), summed.rows, groups,
-                                    units, summed.first_column, static_cast<uint64_t>(key), partial});
+    simt::launch(call.stream(), groups * units.divisor,
+                 SumUnits<Unit, Bits>{const_data<uint64_t>(ids), static_cast<const Unit*>(memory), summed.rows, groups,
+                                      units, summed.first_column, static_cast<uint64_t>(key), partial});
   });
-  simt::each(call.queue(), kPartialSums, AddPartialSums{partial, total});
+  simt::launch(call.stream(), kPartialSums, AddPartialSums{partial, total});
   return out;
 }
 

@@ -1,4 +1,4 @@
-// The bodies of the content sum (simt.h). Sums modulo 2^64 may be added in any order.
+// The kernels of the content sum (simt.h). Sums modulo 2^64 may be added in any order.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@ namespace torchrec_dyn {
 
 // Turns of one launch, if there are not more units in a row: as many as run at once on a large GPU.
 constexpr int64_t kMostSumTurns = int64_t{1} << 18;
-// The words that turns add to: one word alone would get all their additions one after the other. An odd number, so that
-// turns of several threads of the simt build meet at a word.
+// The words that threads add to: one word alone would get all their additions one after the other. An odd number, so
+// that threads of several threads of the simt build meet at a word.
 constexpr int64_t kPartialSums = 1023;
 
-// A turn sums one unit of columns of the rows of its group: every `groups`-th row. So it needs the keys of few columns,
-// and neighbouring turns read neighbouring memory.
+// A thread sums one unit of columns of the rows of its group: every `groups`-th row. So it needs the keys of few
+// columns, and neighbouring threads read neighbouring memory.
 template <typename Unit, typename Bits>
 struct SumUnits {
   const uint64_t* ids;
@@ -32,27 +32,27 @@ struct SumUnits {
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     constexpr int kNumbers = static_cast<int>(sizeof(Unit) / sizeof(Bits));
-    const Division::Parts turn = units.split(i);  // group and unit
-    const uint64_t column = first_column + static_cast<uint64_t>(turn.remainder * kNumbers);
+    const Division::Parts parts = units.split(i);  // group and unit
+    const uint64_t column = first_column + static_cast<uint64_t>(parts.remainder * kNumbers);
     uint32_t keys[kNumbers];
     for (int k = 0; k < kNumbers; ++k) keys[k] = column_key(column + static_cast<uint64_t>(k), key);
     uint64_t sum = 0;
-    for (int64_t row = turn.quotient; row < rows; row += groups) {
-      const Unit unit = values[row * units.divisor + turn.remainder];
+    for (int64_t row = parts.quotient; row < rows; row += groups) {
+      const Unit unit = values[row * units.divisor + parts.remainder];
       Bits numbers[kNumbers];
       std::memcpy(numbers, &unit, sizeof unit);
       uint64_t of_unit = 0;
       for (int k = 0; k < kNumbers; ++k) of_unit += static_cast<uint64_t>(numbers[k]) * keys[k];
       sum += row_key(ids[row], key) * of_unit;
     }
-    simt::add(partial + i % kPartialSums, static_cast<int64_t>(sum));
+    simt::atomic_add(partial + i % kPartialSums, static_cast<int64_t>(sum));
   }
 };
 
 struct AddPartialSums {
   const int64_t* partial;
   int64_t* total;  // 0 at first
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const { simt::add(total, partial[i]); }
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const { simt::atomic_add(total, partial[i]); }
 };
 
 }  // namespace torchrec_dyn

@@ -14,12 +14,12 @@
 namespace torchrec_dyn {
 namespace {
 
-template <typename Body>
+template <typename Kernel>
 Tensor each_id(const char* op, const Tensor& ids) {
   check_tensor(op, "ids", ids, ScalarType::Long, kDevice);
   const DeviceCall call(ids);
   Tensor out = new_device_tensor({ids.numel()});
-  simt::each(call.queue(), ids.numel(), Body{const_data<uint64_t>(ids), mutable_data<uint64_t>(out)});
+  simt::launch(call.stream(), ids.numel(), Kernel{const_data<uint64_t>(ids), mutable_data<uint64_t>(out)});
   return out;
 }
 
@@ -53,14 +53,14 @@ std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets
   DeviceCall call(ids);
   Tensor rows = new_device_tensor({ids.numel()});
   Tensor absent = new_device_tensor({tables});
-  simt::fill_zero(call.queue(), absent.mutable_data_ptr(), tables * static_cast<int64_t>(sizeof(int64_t)));
+  simt::fill_zero(call.stream(), absent.mutable_data_ptr(), tables * static_cast<int64_t>(sizeof(int64_t)));
   if (ids.numel() == 0) return {rows, absent};
   const auto* offsets = const_data<int64_t>(table_offsets);
   const bool is_sent = is_description && kDevice == DeviceType::CUDA;  // the simt build reads all memory in place
   const TableMaps maps = send_maps(call, views, is_sent ? offsets : nullptr);
-  simt::each(call.queue(), ids.numel(),
-             FindRows{const_data<int64_t>(ids), maps, is_sent ? nullptr : offsets, mutable_data<int64_t>(rows),
-                      mutable_data<int64_t>(absent), simt::error_record()});
+  simt::launch(call.stream(), ids.numel(),
+               FindRows{const_data<int64_t>(ids), maps, is_sent ? nullptr : offsets, mutable_data<int64_t>(rows),
+                        mutable_data<int64_t>(absent), simt::error_record()});
   return {rows, absent};
 }
 
@@ -80,8 +80,8 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   const int64_t* row = const_data<int64_t>(new_rows);
   const TableMaps maps = send_maps(call, views, const_data<int64_t>(new_offsets));
   auto* first_bad = call.zeros<int64_t>(1);
-  simt::each(call.queue(), count, CheckRows{row, count, first_bad});
-  simt::each(call.queue(), count, InsertIds{id, row, count, maps, first_bad, call.errors(raise_insert_error)});
+  simt::launch(call.stream(), count, CheckRows{row, count, first_bad});
+  simt::launch(call.stream(), count, InsertIds{id, row, count, maps, first_bad, call.errors(raise_insert_error)});
   call.finish();
 }
 
@@ -94,9 +94,9 @@ void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_ro
   if (rows.numel() == 0) return;
   DeviceCall call(rows);
   const CheckNewIndex check{const_data<int64_t>(new_index), new_rows.numel(), call.zeros<int64_t>(1)};
-  simt::each(call.queue(), rows.numel(), check);
-  simt::each(
-      call.queue(), rows.numel(),
+  simt::launch(call.stream(), rows.numel(), check);
+  simt::launch(
+      call.stream(), rows.numel(),
       FillNew{check, const_data<int64_t>(new_rows), mutable_data<int64_t>(rows), call.errors(raise_new_index_error)});
   call.finish();
 }
@@ -109,11 +109,11 @@ Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) 
   const int64_t count = ids.numel();
   DeviceCall call(ids);
   Tensor rows = new_device_tensor({count});
-  const LeavingIds leaving{const_data<int64_t>(ids), count, views[0], call.take_for<int64_t>(count)};
-  simt::each(call.queue(), count, FindLeaving{leaving, mutable_data<int64_t>(rows)});
-  simt::each(call.queue(), count, MarkLeaving{leaving});
-  simt::each(call.queue(), count, FirstOfRun{leaving, mutable_data<int64_t>(rows)});
-  simt::each(call.queue(), count, CloseGaps{leaving});
+  const LeavingIds leaving{const_data<int64_t>(ids), count, views[0], call.allocate_for<int64_t>(count)};
+  simt::launch(call.stream(), count, FindLeaving{leaving, mutable_data<int64_t>(rows)});
+  simt::launch(call.stream(), count, MarkLeaving{leaving});
+  simt::launch(call.stream(), count, FirstOfRun{leaving, mutable_data<int64_t>(rows)});
+  simt::launch(call.stream(), count, CloseGaps{leaving});
   return rows;
 }
 
@@ -124,7 +124,7 @@ Tensor new_slots(const Tensor& slots, int64_t capacity) {
                   capacity, ".");
   const DeviceCall call(slots);
   Tensor made = new_device_tensor({capacity, 2});
-  simt::fill_zero(call.queue(), made.mutable_data_ptr(), capacity * static_cast<int64_t>(sizeof(Slot)));
+  simt::fill_zero(call.stream(), made.mutable_data_ptr(), capacity * static_cast<int64_t>(sizeof(Slot)));
   return made;
 }
 
@@ -143,10 +143,10 @@ Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, in
   DeviceCall call(slots);
   auto* left_out = call.zeros<int64_t>(1);
   // Slots before `moved` are empty, or hold ids that wrap around the end.
-  simt::each(call.queue(), from.capacity, MoveSlots{from, to, left_out});
+  simt::launch(call.stream(), from.capacity, MoveSlots{from, to, left_out});
   // Waits, for the error only: the ids of a map that does not fit stay in `outgoing`.
   STD_TORCH_CHECK(call.read(left_out) == 0, "move_slots: expected an empty slot for every id, got a full map.");
-  simt::fill_zero(call.queue(), from.slots, from.capacity * static_cast<int64_t>(sizeof(Slot)));
+  simt::fill_zero(call.stream(), from.slots, from.capacity * static_cast<int64_t>(sizeof(Slot)));
   end = from.capacity;
   return moved_now;
 }
@@ -159,8 +159,8 @@ Tensor probe_lengths(const Tensor& slots, int64_t every) {
   const DeviceCall call(slots);
   Tensor lengths = new_device_tensor({3});
   auto* length = mutable_data<int64_t>(lengths);
-  simt::fill_zero(call.queue(), length, 3 * static_cast<int64_t>(sizeof(int64_t)));
-  simt::each(call.queue(), (runs + every - 1) / every * kProbeTurns, SumProbeLengths{array, every, length});
+  simt::fill_zero(call.stream(), length, 3 * static_cast<int64_t>(sizeof(int64_t)));
+  simt::launch(call.stream(), (runs + every - 1) / every * kProbeThreads, SumProbeLengths{array, every, length});
   return lengths;
 }
 

@@ -1,14 +1,14 @@
-// The bodies of the id map (simt.h).
+// The kernels of the id map (simt.h).
 //
-// An insert claims a slot: the turn whose compare_exchange writes the place of an empty slot owns the slot and then
+// An insert claims a slot: the thread whose atomic_cas writes the place of an empty slot owns the slot and then
 // writes its id. Turns of that launch read places only, and a place that is not 0 stays so. Ids are distinct and
-// absent, so no turn compares ids. Slots depend on the order of the turns; the contents of the map do not.
+// absent, so no thread compares ids. Slots depend on the order of the threads; the contents of the map do not.
 //
-// Ids are removed in four launches, since turns that move slots must not meet turns that search:
+// Ids are removed in four launches, since threads that move slots must not meet threads that search:
 //   FindLeaving  finds the slot and the row of each id;
 //   MarkLeaving  writes a mark in place of the row: of equal ids, the first one's;
 //   FirstOfRun   keeps, of the marks of each run (the slots between two empty slots), the first;
-//   CloseGaps    removes the marked ids of each run one by one, by the rule of the CPU. A run has one turn.
+//   CloseGaps    removes the marked ids of each run one by one, by the rule of the CPU. A run has one thread.
 #pragma once
 
 #include <cstdint>
@@ -66,8 +66,8 @@ struct FindRows {
     const int64_t table = table_of(i);
     const int64_t row = find_row(maps.maps[table].map, ids[i], spread_hash(ids[i]));
     rows[i] = row;
-    if (row == kNoRow) simt::count(absent + table);
-    if (i == 0 && simt::load(error_record) != 0) simt::add(absent, kErrorMark);
+    if (row == kNoRow) simt::warp_aggregated_increment(absent + table);
+    if (i == 0 && simt::load(error_record) != 0) simt::atomic_add(absent, kErrorMark);
   }
 };
 
@@ -80,7 +80,7 @@ TORCHREC_DYN_BOTH inline bool claim_slot(const SlotArray& array, int64_t id, int
       empty |= static_cast<unsigned>(simt::load(&array.slots[line + s].place) == 0) << s;
     for (; empty != 0; empty &= empty - 1) {
       Slot& slot = array.slots[line + lowest_bit(empty)];
-      if (simt::compare_exchange(&slot.place, 0, place) != 0) continue;  // another turn was faster
+      if (simt::atomic_cas(&slot.place, 0, place) != 0) continue;  // another thread was faster
       slot.id = id;
       return true;
     }
@@ -95,7 +95,7 @@ struct CheckRows {
   int64_t* first_bad;  // 0, or the position of the first bad row - count
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (rows[i] < 0 || rows[i] == INT64_MAX) simt::lower(first_bad, i - count);
+    if (rows[i] < 0 || rows[i] == INT64_MAX) simt::atomic_min(first_bad, i - count);
   }
 };
 
@@ -124,7 +124,7 @@ struct MoveSlots {
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const Slot slot = from.slots[i];
-    if (!slot.is_empty() && !claim_slot(to, slot.id, slot.place)) simt::count(left_out);
+    if (!slot.is_empty() && !claim_slot(to, slot.id, slot.place)) simt::warp_aggregated_increment(left_out);
   }
 };
 
@@ -174,7 +174,7 @@ struct MarkLeaving {
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const int64_t slot = leaving.slots[i];
-    if (slot != kNoSlot) simt::lower(&leaving.array_of(i).slots[slot].place, kLeaving + i);
+    if (slot != kNoSlot) simt::atomic_min(&leaving.array_of(i).slots[slot].place, kLeaving + i);
   }
 };
 
@@ -225,10 +225,10 @@ struct CloseGaps {
   }
 };
 
-// Probe lengths are measured in whole runs of slots. A turn reads every kProbeTurns-th slot of one run, so that turns
-// side by side read slots side by side.
+// Probe lengths are measured in whole runs of slots. A thread reads every kProbeThreads-th slot of one run, so that
+// threads side by side read slots side by side.
 constexpr int64_t kProbeRun = 4096;
-constexpr int64_t kProbeTurns = 32;
+constexpr int64_t kProbeThreads = 32;
 
 struct SumProbeLengths {
   SlotArray array;
@@ -236,10 +236,10 @@ struct SumProbeLengths {
   int64_t* lengths;  // [3]: number of ids, sum of their probe lengths, the longest
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    const int64_t begin = i / kProbeTurns * every * kProbeRun;
+    const int64_t begin = i / kProbeThreads * every * kProbeRun;
     const int64_t end = lesser_of(array.capacity, begin + kProbeRun);
     int64_t ids = 0, sum = 0, longest = 0;
-    for (int64_t slot = begin + i % kProbeTurns; slot < end; slot += kProbeTurns) {
+    for (int64_t slot = begin + i % kProbeThreads; slot < end; slot += kProbeThreads) {
       if (array.slots[slot].is_empty()) continue;
       const int64_t length = probe_length(array, slot);
       ++ids;
@@ -247,9 +247,9 @@ struct SumProbeLengths {
       longest = greater_of(longest, length);
     }
     if (ids == 0) return;
-    simt::add(lengths, ids);
-    simt::add(lengths + 1, sum);
-    simt::raise(lengths + 2, longest);
+    simt::atomic_add(lengths, ids);
+    simt::atomic_add(lengths + 1, sum);
+    simt::atomic_max(lengths + 2, longest);
   }
 };
 
@@ -259,7 +259,7 @@ struct CheckNewIndex {
   int64_t* bad;      // 0, or -1 if a number is too large
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (new_index[i] >= new_rows) simt::lower(bad, -1);
+    if (new_index[i] >= new_rows) simt::atomic_min(bad, -1);
   }
 };
 

@@ -28,9 +28,9 @@ void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Ten
   DeviceCall call(rows);
   const MarkTables tables = send_word_tables(call, blocks, words);
   auto* first_bad = call.zeros<int64_t>(1);
-  simt::each(call.queue(), rows.numel(), CheckMarkedRows{row, rows.numel(), tables, first_bad});
-  simt::each(call.queue(), rows.numel(),
-             MarkRows{row, rows.numel(), tables, first_bad, call.errors(raise_marked_error)});
+  simt::launch(call.stream(), rows.numel(), CheckMarkedRows{row, rows.numel(), tables, first_bad});
+  simt::launch(call.stream(), rows.numel(),
+               MarkRows{row, rows.numel(), tables, first_bad, call.errors(raise_marked_error)});
   call.finish();
 }
 
@@ -45,12 +45,13 @@ Tensor changed_rows(std::vector<Tensor> marks, int64_t shift, int64_t rows, int6
   const auto least = static_cast<int32_t>(std::max<int64_t>(since, std::numeric_limits<int32_t>::min()));
   const int64_t piece = std::min(kMarkTurn, int64_t{1} << shift);
   const int64_t pieces = (rows + piece - 1) / piece;
-  const MarkedRows found{send_words(call, blocks, words),   rows, piece, pieces, call.take_for<uint32_t>(pieces),
-                         call.take_for<int64_t>(pieces + 1)};
-  simt::each(call.queue(), pieces + 1, FlagMarked{found, least});
-  simt::exclusive_sum(call.queue(), found.places, pieces + 1);
+  const MarkedRows found{
+      send_words(call, blocks, words),       rows, piece, pieces, call.allocate_for<uint32_t>(pieces),
+      call.allocate_for<int64_t>(pieces + 1)};
+  simt::launch(call.stream(), pieces + 1, FlagMarked{found, least});
+  simt::exclusive_sum(call.stream(), found.places, pieces + 1);
   Tensor listed = new_device_tensor({call.read(found.places + pieces)});  // a wait: the result has this length
-  simt::each(call.queue(), pieces, ListMarked{found, mutable_data<int64_t>(listed)});
+  simt::launch(call.stream(), pieces, ListMarked{found, mutable_data<int64_t>(listed)});
   return listed;
 }
 

@@ -1,4 +1,4 @@
-// The bodies of marks (simt.h): written by row, and read by version.
+// The kernels of marks (simt.h): written by row, and read by version.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ struct CheckMarkedRows {
     const int64_t row = rows[i];
     if (row < 0) return;
     const int64_t capacity = tables.of(i).words.capacity;
-    if (capacity > 0 && row >= capacity) simt::lower(first_bad, i - count);
+    if (capacity > 0 && row >= capacity) simt::atomic_min(first_bad, i - count);
   }
 };
 
@@ -55,7 +55,8 @@ struct MarkRows {
   }
 };
 
-// The marks that a turn reads are the bits of a word: the list is written from these words, so each mark is read once.
+// The marks that a thread reads are the bits of a word: the list is written from these words, so each mark is read
+// once.
 constexpr int64_t kMarkTurn = 32;
 
 // The rows of one table by pieces of up to kMarkTurn rows. Each piece lies in one block.
@@ -68,7 +69,7 @@ struct MarkedRows {
   int64_t* places;  // [pieces + 1]: rows to list in each piece; then the sums of these
 };
 
-// Has pieces + 1 turns: the sums then end with the number of rows to list.
+// Launched with pieces + 1 threads: the sums then end with the number of rows to list.
 struct FlagMarked {
   MarkedRows found;
   int32_t since;

@@ -28,7 +28,7 @@ GivenRows find_row_outside(const char* op, DeviceCall& call, const Tensor& rows,
   const int64_t n = rows.numel();
   const GivenRows given{const_data<int64_t>(rows),   n, lowest, capacity, call.zeros<int64_t>(1), op,
                         call.errors(raise_row_error)};
-  simt::each(call.queue(), n, FindRowOutside{given});
+  simt::launch(call.stream(), n, FindRowOutside{given});
   return given;
 }
 
@@ -62,12 +62,12 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
     check_tensor("init_rows_", "rows", rows, ScalarType::Long, ids.device());
     SeparateMemory().writes(blocks).reads(ids).reads(rows).check("init_rows_");
     const GivenRows given = find_row_outside("init_rows_", call, rows, 0, device_rows.table.capacity);
-    const int64_t turns = (first_column + columns - 1) / kTurnColumns - first_column / kTurnColumns + 1;
-    const bool is_whole = first_column % kTurnColumns == 0 && columns % kTurnColumns == 0 &&
-                          device_rows.address_bits % (kTurnColumns * sizeof(T)) == 0;
-    simt::each(call.queue(), rows.numel() * turns,
-               InitRows<T>{const_data<int64_t>(ids), given, device_rows.table, initial, static_cast<uint64_t>(key),
-                           first_column, Division(turns), is_whole});
+    const int64_t threads = (first_column + columns - 1) / kThreadColumns - first_column / kThreadColumns + 1;
+    const bool is_whole = first_column % kThreadColumns == 0 && columns % kThreadColumns == 0 &&
+                          device_rows.address_bits % (kThreadColumns * sizeof(T)) == 0;
+    simt::launch(call.stream(), rows.numel() * threads,
+                 InitRows<T>{const_data<int64_t>(ids), given, device_rows.table, initial, static_cast<uint64_t>(key),
+                             first_column, Division(threads), is_whole});
     call.finish();
   });
 }
@@ -85,8 +85,8 @@ Tensor gather_rows(const Tensor& rows, std::vector<Tensor> blocks, int64_t shift
     dispatch_unit(device_rows, out->const_data_ptr(), [&](auto unit) {
       using Unit = decltype(unit);
       const RowBlocks<Unit> table = in_units<Unit>(device_rows.table);
-      simt::each(call.queue(), rows.numel() * table.columns,
-                 GatherRows<Unit>{given, table, Division(table.columns), mutable_data<Unit>(*out)});
+      simt::launch(call.stream(), rows.numel() * table.columns,
+                   GatherRows<Unit>{given, table, Division(table.columns), mutable_data<Unit>(*out)});
     });
     call.finish();
   });
@@ -107,13 +107,13 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
     const int64_t n = rows.numel();
     const int64_t size = (2 * n + kLineSlots - 1) / kLineSlots * kLineSlots;
     auto* last = call.zeros<int64_t>(size);
-    auto* places = call.take_for<int64_t>(n);
-    simt::each(call.queue(), n, FindLastPositions{const_data<int64_t>(rows), last, size, places});
+    auto* places = call.allocate_for<int64_t>(n);
+    simt::launch(call.stream(), n, FindLastPositions{const_data<int64_t>(rows), last, size, places});
     dispatch_unit(device_rows, values.const_data_ptr(), [&](auto unit) {
       using Unit = decltype(unit);
       const RowBlocks<Unit> table = in_units<Unit>(device_rows.table);
-      simt::each(call.queue(), n * table.columns,
-                 ScatterRows<Unit>{given, last, places, const_data<Unit>(values), table, Division(table.columns)});
+      simt::launch(call.stream(), n * table.columns,
+                   ScatterRows<Unit>{given, last, places, const_data<Unit>(values), table, Division(table.columns)});
     });
     call.finish();
   });

@@ -1,4 +1,4 @@
-// The bodies of single rows (simt.h): initial rows, reads and writes by row.
+// The kernels of single rows (simt.h): initial rows, reads and writes by row.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct GivenRows {
   const char* op;     // in the memory of the host
   ErrorReport error;  // op, row, lowest, end
 
-  // True if a row is outside; turn 0 reports it. For launches after FindRowOutside.
+  // True if a row is outside; thread 0 reports it. For launches after FindRowOutside.
   TORCHREC_DYN_BOTH bool has_outside(int64_t i) const {
     if (*left == 0) return false;
     if (i == 0) error.report(reinterpret_cast<int64_t>(op), rows[n - *left], lowest, end);
@@ -37,16 +37,16 @@ struct FindRowOutside {
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const int64_t row = given.rows[i];
-    if (row < given.lowest || row >= given.end) simt::raise(given.left, given.n - i);
+    if (row < given.lowest || row >= given.end) simt::atomic_max(given.left, given.n - i);
   }
 };
 
-// A turn is the columns of a row that share a block of Philox: four, less at the ends of a column shard.
-constexpr int64_t kTurnColumns = 4;
+// One thread for the columns of a row that share a block of Philox: four, less at the ends of a column shard.
+constexpr int64_t kThreadColumns = 4;
 
-// The four numbers of a turn as memory, the first number in the low bits. Written in words, since nvcc makes four
+// The four numbers of a thread as memory, the first number in the low bits. Written in words, since nvcc makes four
 // stores of a struct of floats.
-TORCHREC_DYN_BOTH inline Unit16 packed(const float (&numbers)[kTurnColumns]) {
+TORCHREC_DYN_BOTH inline Unit16 packed(const float (&numbers)[kThreadColumns]) {
   Unit16 unit;
   for (int w = 0; w < 2; ++w)
     unit.words[w] = bits_of_float(numbers[2 * w]) | static_cast<uint64_t>(bits_of_float(numbers[2 * w + 1])) << 32;
@@ -54,9 +54,9 @@ TORCHREC_DYN_BOTH inline Unit16 packed(const float (&numbers)[kTurnColumns]) {
 }
 
 template <typename T>
-TORCHREC_DYN_BOTH inline uint64_t packed(const T (&numbers)[kTurnColumns]) {
+TORCHREC_DYN_BOTH inline uint64_t packed(const T (&numbers)[kThreadColumns]) {
   uint64_t word = 0;
-  for (int c = 0; c < kTurnColumns; ++c) word |= static_cast<uint64_t>(numbers[c].bits) << (16 * c);
+  for (int c = 0; c < kThreadColumns; ++c) word |= static_cast<uint64_t>(numbers[c].bits) << (16 * c);
   return word;
 }
 
@@ -69,30 +69,30 @@ struct InitRows {
   uint64_t key;
   int64_t first_column;
   Division blocks;  // of Philox in a row
-  bool is_whole;    // every turn is four columns, at a multiple of their size: one store
+  bool is_whole;    // every thread is four columns, at a multiple of their size: one store
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     if (given.has_outside(i)) return;
-    const Division::Parts turn = blocks.split(i);
-    const int64_t block = first_column / kTurnColumns + turn.remainder;
+    const Division::Parts parts = blocks.split(i);
+    const int64_t block = first_column / kThreadColumns + parts.remainder;
     Philox4 random{};
     if (initial.kind != InitialKind::kConstant)
-      random = random_words(key, ids[turn.quotient], static_cast<uint32_t>(block), 0);
-    T numbers[kTurnColumns];
-    for (int c = 0; c < kTurnColumns; ++c) store_nearest(initial_number(initial, random.words[c]), &numbers[c]);
-    T* row = table.row(given.rows[turn.quotient]);
-    const int64_t begin = block * kTurnColumns - first_column;  // may be less than 0
+      random = random_words(key, ids[parts.quotient], static_cast<uint32_t>(block), 0);
+    T numbers[kThreadColumns];
+    for (int c = 0; c < kThreadColumns; ++c) store_nearest(initial_number(initial, random.words[c]), &numbers[c]);
+    T* row = table.row(given.rows[parts.quotient]);
+    const int64_t begin = block * kThreadColumns - first_column;  // may be less than 0
     if (is_whole) {
       *reinterpret_cast<decltype(packed(numbers))*>(row + begin) = packed(numbers);
       return;
     }
-    for (int c = 0; c < kTurnColumns; ++c)
+    for (int c = 0; c < kThreadColumns; ++c)
       if (begin + c >= 0 && begin + c < table.columns) row[begin + c] = numbers[c];
   }
 };
 
-// Rows are copied in units of 16, 4 or 2 bytes, whatever their type; `columns` of a table counts units here. A turn is
-// a unit of the result. All are zeros if a row is outside.
+// Rows are copied in units of 16, 4 or 2 bytes, whatever their type; `columns` of a table counts units here. One
+// thread for each unit of the result. All are zeros if a row is outside.
 template <typename Unit>
 struct GatherRows {
   GivenRows given;
@@ -101,14 +101,14 @@ struct GatherRows {
   Unit* out;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    const Division::Parts turn = units.split(i);
-    const int64_t row = given.rows[turn.quotient];
-    out[i] = given.has_outside(i) || row < 0 ? Unit{} : table.row(row)[turn.remainder];
+    const Division::Parts parts = units.split(i);
+    const int64_t row = given.rows[parts.quotient];
+    out[i] = given.has_outside(i) || row < 0 ? Unit{} : table.row(row)[parts.remainder];
   }
 };
 
 // The last position of each row of a call, as position + 1 in an open-addressing map; 0: an empty place. A place keeps
-// its row once it is claimed, and other turns only raise the position in it. `size` is a multiple of kLineSlots and
+// its row once it is claimed, and other threads only raise the position in it. `size` is a multiple of kLineSlots and
 // above the number of positions, so every search ends.
 struct FindLastPositions {
   const int64_t* rows;
@@ -121,10 +121,10 @@ struct FindLastPositions {
     int64_t place = home_slot(spread_hash(row), size);
     while (true) {
       int64_t seen = simt::load(&last[place]);
-      if (seen == 0) seen = simt::compare_exchange(&last[place], 0, i + 1);
+      if (seen == 0) seen = simt::atomic_cas(&last[place], 0, i + 1);
       if (seen == 0) break;
       if (rows[seen - 1] == row) {
-        simt::raise(&last[place], i + 1);
+        simt::atomic_max(&last[place], i + 1);
         break;
       }
       place = place + 1 < size ? place + 1 : 0;
@@ -133,7 +133,7 @@ struct FindLastPositions {
   }
 };
 
-// A turn is a unit of the values.
+// One thread for each unit of the values.
 template <typename Unit>
 struct ScatterRows {
   GivenRows given;
@@ -145,9 +145,9 @@ struct ScatterRows {
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     if (given.has_outside(i)) return;
-    const Division::Parts turn = units.split(i);
-    if (last[places[turn.quotient]] != turn.quotient + 1) return;
-    table.row(given.rows[turn.quotient])[turn.remainder] = values[i];
+    const Division::Parts parts = units.split(i);
+    if (last[places[parts.quotient]] != parts.quotient + 1) return;
+    table.row(given.rows[parts.quotient])[parts.remainder] = values[i];
   }
 };
 

@@ -1,4 +1,4 @@
-// The scores or the marks of several tables, as bodies read them (simt.h).
+// The scores or the marks of several tables, as kernels read them (simt.h).
 #pragma once
 
 #include <cstdint>

@@ -85,7 +85,11 @@ def run(function, setup: Setup, *args):
 
 CASES = [
     (Setup(2, ("row_wise",)), Setup(2, ("column_wise",))),
-    (Setup(2, ("column_wise", "row_wise")), Setup(3, ("row_wise", "three_columns", "table_wise"))),
+    pytest.param(
+        Setup(2, ("column_wise", "row_wise")),
+        Setup(3, ("row_wise", "three_columns", "table_wise")),
+        marks=pytest.mark.deep,  # each kind and width is in the cases beside it
+    ),
     (
         Setup(3, ("row_wise", "table_wise"), False, "ADAM"),
         Setup(2, ("three_columns",), False, "ADAM"),

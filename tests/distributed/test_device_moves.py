@@ -19,15 +19,14 @@ import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint_format import table_config
 from torchrec_dyn.distributed.table_move import move_table
 from torchrec_dyn.distributed.trained_rows import copy_trained_rows
-from torchrec_dyn.distributed.whole_table import WholeTable
 from torchrec_dyn.optimizers import OptimizerKind
-from torchrec_dyn.ranks import Piece, TableLayout
+from torchrec_dyn.ranks import Table, TableLayout
+from torchrec_dyn.ranks.layout import Piece
 from torchrec_dyn.state_dict import (
     load_optimizer_state,
     load_tables,
     save_optimizer_state,
     save_tables,
-    whole_pieces,
 )
 
 SPREAD = 2**58 + 1  # ids of both signs
@@ -73,12 +72,13 @@ def filled(place):
     return made
 
 
-def pieces_of(group, *shards):
+def table_of(group, *shards):
     first = shards[0]
     config = table_config("t", 5, 5, first.dtype, first.initializer)
     layout = TableLayout(tuple(Piece(one.first_column, one.columns, (0,)) for one in shards), False)
-    whole = whole_pieces(first, "t", object(), config)
-    return replace(whole, group=group, layout=layout, shards=list(shards))
+    return replace(
+        Table.of_one(first, "t", config), group=group, layout=layout, shards=list(shards)
+    )
 
 
 def halves(place):
@@ -99,11 +99,11 @@ def test_a_table_moves_to_other_shards(device, group, read_at_once):
     for place in ("cpu", CUDA):
         before, after = filled(place), halves(place)
         read_at_once.clear()
-        move_table(pieces_of(group, before), pieces_of(group, *after), "move")
+        move_table(table_of(group, before), table_of(group, *after), "move")
         if place == CUDA:
             assert 0 < max(read_at_once) <= 320
         whole = table(place)
-        move_table(pieces_of(group, *after), pieces_of(group, whole), "move")
+        move_table(table_of(group, *after), table_of(group, whole), "move")
         found[place] = state_of(before, *after, whole)
     assert_same(found[CUDA], found["cpu"])
     assert same_state(found["cpu"][0], found["cpu"][-1])
@@ -113,10 +113,10 @@ def test_copies_of_a_state_dict_are_on_the_host(device, group, read_at_once):
     here, there = filled("cpu"), filled(CUDA)
     saved = []
     for one in (here, there):
-        pieces, state = pieces_of(group, one), {}
+        sharded, state = table_of(group, one), {}
         read_at_once.clear()
-        save_tables(state, "", [pieces], "c")
-        both = copy.deepcopy(state), save_optimizer_state(pieces)
+        save_tables(state, "", [sharded], "c")
+        both = copy.deepcopy(state), save_optimizer_state(sharded)
         both = pickle.loads(pickle.dumps(both))
         assert max(read_at_once, default=0) <= 320
         saved.append([[block for _, block in one.local()] for of in both for one in of.values()])
@@ -124,9 +124,9 @@ def test_copies_of_a_state_dict_are_on_the_host(device, group, read_at_once):
     assert str(saved[0]) == str(saved[1])
     for place in ("cpu", CUDA):
         loaded = table(place)
-        pieces = pieces_of(group, loaded)
-        load_tables(dict(both[0]), "", [pieces], "c", [])
-        load_optimizer_state(pieces, both[1])
+        sharded = table_of(group, loaded)
+        load_tables(dict(both[0]), "", [sharded], "c", [])
+        load_optimizer_state(sharded, both[1])
         assert_same(state_of(loaded), state_of(here))
 
 
@@ -134,10 +134,9 @@ def test_rows_on_the_device_are_read_and_edited_by_id(device, group):
     seen = []
     for place in ("cpu", CUDA):
         shards = halves(place)
-        move_table(pieces_of(group, filled(place)), pieces_of(group, *shards), "move")
-        pieces = pieces_of(group, *shards)
+        move_table(table_of(group, filled(place)), table_of(group, *shards), "move")
         where = torch.device(place)
-        whole = WholeTable("t", pieces.layout, shards, 5, torch.float32, group, where)
+        whole = table_of(group, *shards)
         ids = torch.tensor([3 * SPREAD, 21 * SPREAD, 5]).to(place)
         whole.assign(ids[1:], torch.ones(2, 5).to(place))
         assert whole.erase(ids[:1]) == 1
@@ -155,7 +154,7 @@ def test_rows_trained_before_sharding_are_copied_through_the_host(device, group,
     for place in ("cpu", CUDA):
         source, shards = filled(place), halves(place)
         read_at_once.clear()
-        copy_trained_rows(source, shards, pieces_of(group, *shards).layout, 0)
+        copy_trained_rows(source, table_of(group, *shards))
         assert max(read_at_once, default=0) <= 320
         found.append(state_of(*shards))
     assert_same(*found)

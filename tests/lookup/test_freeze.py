@@ -11,7 +11,6 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
 import torchrec_dyn as dyn
-from torchrec_dyn.table.changes import moment_of
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -187,7 +186,7 @@ def test_deltas_name_nothing_of_a_frozen_table():
     for _ in range(2):
         ebc(batch).values().sum().backward()
     tables = ebc.local_tables()
-    since = {name: moment_of(table) for name, table in tables.items()}
+    since = {name: table.moment() for name, table in tables.items()}
     for name in ("t", "u"):
         ebc.table(name).freeze()
     edits = {name: table.edits for name, table in tables.items()}

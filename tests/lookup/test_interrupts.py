@@ -15,7 +15,6 @@ from interrupt_cases import (
 from table_cases import ids_of
 
 from torchrec_dyn.storage.id_map import IdMap
-from torchrec_dyn.table import moment_of
 
 
 def at_one_place_in(everyday, deep=1):
@@ -170,7 +169,7 @@ def test_changes_are_recorded_in_spite_of_an_interrupt(life, every):
 
     def make():
         model = training.after(7)
-        model.moments = {name: moment_of(table) for name, table in tables_of(model).items()}
+        model.moments = {name: table.moment() for name, table in tables_of(model).items()}
         model.before = contents(model)
         return model
 

@@ -12,7 +12,6 @@ from table_cases import ids_of, make_group, make_table, same_state
 
 from torchrec_dyn.initializers import Constant
 from torchrec_dyn.optimizers import OptimizerKind
-from torchrec_dyn.table import moment_of
 
 LIMIT = 8
 NOT_OF_THE_STREAM = {"bytes", "withheld", "late_grads", "probe_length_mean", "probe_length_max"}
@@ -242,10 +241,10 @@ def test_an_erased_row_is_kept_for_the_forward():
 def test_changes_since_a_moment_between_step_and_forward(pair):
     """The update records its rows, although the step recorded them too: that was before the moment."""
     _, piped = pair
-    early = [moment_of(table) for table in piped.tables]
+    early = [table.moment() for table in piped.tables]
     ahead = piped.ahead(SECOND)
     table = piped.tables[0]
-    late = moment_of(table)
+    late = table.moment()
     learn(piped.forward(SECOND, ahead))
     changed, _ = late.log.changed_rows(late, table.id_map)
     assert sorted(changed.tolist()) == [2, 9]

@@ -122,7 +122,7 @@ def test_one_bit_changes_the_sum(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(300_000, 1), (40_000, 40), (2, 600_001)])
 def test_content_sums_are_the_cpus_at_all_addresses(rows, columns, dtype):
-    """More rows, and more columns, than a launch has turns; memory at multiples of 16 bytes and of less."""
+    """More rows, and more columns, than a launch has threads; memory at multiples of 16 bytes and of less."""
     ids, memory = random_ids(rows), random_values(1, rows * columns + 4, dtype)[0]
     for first in (0, 1, 2, 4):
         given = (ids, memory[first : first + rows * columns].view(rows, columns), 3, 9)

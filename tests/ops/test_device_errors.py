@@ -147,7 +147,7 @@ def test_valid_calls_report_nothing(device):
 
 
 def test_one_wrong_offset_and_no_bags(device):
-    """No turn reads the offset: the turn that reports does."""
+    """No thread reads the offset but the one that reports."""
     given = {"rows": whole(), "offsets": whole(1), "segments": torch.empty(0, 5, dtype=I64)}
     call(device, "gather_pool", {**given, "elements": 0})
     with pytest.raises(RuntimeError, match=r"offsets inside the ids \[0, 0\], got 1 to 1"):

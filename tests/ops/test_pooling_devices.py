@@ -164,7 +164,7 @@ def test_a_table_without_rows_has_absent_ones():
 
 @pytest.mark.usefixtures("device")
 def test_no_bags_and_one_offset():
-    """No turn reads the offset: the host does."""
+    """No thread reads the offset: the host does."""
     blocks, layout = tables_of([4], torch.float32, 0)
     nothing, rows = torch.empty(0, 5, dtype=torch.int64), ids_of(0, 99)
     given = (None, blocks, layout, nothing, False, 0, torch.float32)
@@ -235,7 +235,7 @@ def test_wild_offsets_and_rows_raise_the_cpus_error(offsets, rows):
 
 @pytest.mark.usefixtures("device")
 def test_bags_of_new_ids_are_pooled_into_an_output():
-    """An id that is new makes its whole bag new, whatever its number; other bags are not read."""
+    """An id that is new makes its whole bag new, whatever its number; the outputs of other bags stay."""
     given = second_of_two() | {"bag_weights": None}
     alone = ops.gather_pool(**given, elements=12, dtype=torch.float32)
     for new in range(8):

@@ -176,6 +176,7 @@ def test_ids_sent_once_are_measured_on_two_ranks(tmp_path):
         assert 0 < row["mb_sent"]["once"] < row["mb_sent"]["each"]
 
 
+@pytest.mark.deep
 def test_peak_memory_of_checkpoints_is_measured_as_the_summary_asks(tmp_path):
     import summary
 

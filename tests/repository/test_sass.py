@@ -37,7 +37,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "source", ["lookup/pooling", "lookup/row_update", "storage/id_map", "life/scores"]
+    "source",
+    ["lookup/pooling", "lookup/row_update", "storage/storage", "life/life", "ranks/owners"],
 )
 def test_no_kernel_keeps_anything_in_local_memory(source, folder):
     kernels = kernels_of(source, folder)
@@ -46,7 +47,7 @@ def test_no_kernel_keeps_anything_in_local_memory(source, folder):
 
 
 def test_a_find_reads_a_line_at_once(folder):
-    kernel = kernels_of("storage/id_map", folder)["FindRows"]
+    kernel = kernels_of("storage/storage", folder)["FindRows"]
     assert kernel.warps >= 48
     line = kernel.most_in_flight(128)
     assert len(line) == 4
@@ -83,7 +84,7 @@ def test_the_forward_reads_four_rows_at_once(rows, output, warps, of_four, folde
 
 
 def test_the_forward_of_bags_of_one_id(folder):
-    """A turn: the segment, the offsets, the row number, the row, and the store."""
+    """A thread: the segment, the offsets, the row number, the row, and the store."""
     kernel = kernels_of("lookup/pooling", folder)["PoolBags<float, float, true>"]
     [store] = kernel.places("STG.E.128")
     units = [batch for batch in kernel.batches(COLUMNS) if len(batch) == 1]

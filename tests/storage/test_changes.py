@@ -22,7 +22,7 @@ from table_cases import CROWDED_IDS, ids_of, make_group, make_table, same_state
 
 from torchrec_dyn.optimizers import OptimizerKind
 from torchrec_dyn.storage import ChangeLog, IdMap
-from torchrec_dyn.table.changes import changes_of, moment_of
+from torchrec_dyn.table import DynamicTable
 
 POOL = [*EXTREME_IDS[:3], *EXTREME_IDS[-2:], 3, 4, 5, *CROWDED_IDS[:4]]
 batches = st.lists(st.sampled_from(POOL), max_size=5)
@@ -88,7 +88,7 @@ class Changes(RuleBasedStateMachine):
     @rule(data=st.data())
     def hold(self, data) -> None:
         side = self.side(data)
-        side.held.append((moment_of(side.table), contents(side.table), set()))
+        side.held.append((side.table.moment(), contents(side.table), set()))
 
     @rule(data=st.data(), which=st.integers(0, 3))
     def drop(self, data, which) -> None:
@@ -159,7 +159,7 @@ class Changes(RuleBasedStateMachine):
     def every_change_is_told(self) -> None:
         for side in self.sides:
             side.check()
-            assert (changes_of(side.table) is not None) == bool(side.held)
+            assert (side.table.change_log is not None) == bool(side.held)
 
 
 @pytest.mark.hypothesis  # it marks its own tests only
@@ -186,7 +186,7 @@ def test_what_nobody_asks_for_is_not_kept():
     table.find_or_insert(torch.arange(10))
     assert table.changes is None
     plain = table.stats()["bytes"]
-    moment = moment_of(table)
+    moment = table.moment()
     before = moment.log.bytes
     assert table.stats()["bytes"] == plain + before > plain
     for first in range(1000, 50_000, 1000):
@@ -196,7 +196,7 @@ def test_what_nobody_asks_for_is_not_kept():
     assert moment.log.bytes == before
     table.erase(torch.arange(4))
     assert moment.log.bytes == before + 4 * (8 + 4)
-    later = moment_of(table)
+    later = table.moment()
     del moment
     gc.collect()
     table.erase(ids_of(9))
@@ -212,7 +212,7 @@ def test_what_nobody_asks_for_is_rarely_sifted_out_on_a_device():
     with PretendedDevice() as device:
         table = make_table(num_embeddings=100_000, device="cuda")
         table.find_or_insert(device.of(torch.arange(10)))
-        moment = moment_of(table)
+        moment = table.moment()
         before = moment.log.bytes
         for first in range(1000, 50_000, 1000):
             fresh = device.of(torch.arange(first, first + 1000))
@@ -233,7 +233,7 @@ def test_rows_of_an_update_are_changed(threads):
     group = make_group(table, pooling="none")
     everyone = torch.arange(270_000)
     table.find_or_insert(everyone)
-    moments, expected = [moment_of(table)], [torch.zeros(len(everyone), dtype=torch.bool)]
+    moments, expected = [table.moment()], [torch.zeros(len(everyone), dtype=torch.bool)]
     for step in range(2):
         ids = everyone[torch.randperm(len(everyone), generator=torch.Generator().manual_seed(step))]
         ids = ids[: 5000 * (step + 1)]
@@ -243,14 +243,14 @@ def test_rows_of_an_update_are_changed(threads):
         for moment, changed in zip(moments, expected, strict=True):
             listed, _ = moment.log.changed_rows(moment, table.id_map)
             assert torch.equal(listed.sort().values, changed.nonzero().flatten())
-        moments.append(moment_of(table))
+        moments.append(table.moment())
         expected.append(torch.zeros_like(expected[0]))
 
 
 def test_one_step_after_another_leaves_few_pieces():
     table = make_table(num_embeddings=100_000)
     table.find_or_insert(torch.arange(4096))
-    moment = moment_of(table)
+    moment = table.moment()
     for number in range(4096):
         table.erase(ids_of(number))
     assert len(moment.log.removed) <= 13
@@ -260,14 +260,14 @@ def test_one_step_after_another_leaves_few_pieces():
 def test_a_load_that_fails_is_not_noted(monkeypatch):
     table = make_table()
     table.find_or_insert(torch.arange(20))
-    moment = moment_of(table)
+    moment = table.moment()
     table.erase(ids_of(3))
     state, log = table.export_state(), table.changes
 
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr("torchrec_dyn.table.contents.note_replaced", fail)
+    monkeypatch.setattr(DynamicTable, "note_replaced", fail)
     with pytest.raises(MemoryError):
         table.load_state({"ids": ids_of(77), "weight": torch.ones(1, 4)})
     assert table.changes is log and same_state(table.export_state(), state)
@@ -277,7 +277,7 @@ def test_a_load_that_fails_is_not_noted(monkeypatch):
 
 def test_a_copy_of_a_table_is_asked_by_nobody():
     table = make_table()
-    moment = moment_of(table)
+    moment = table.moment()
     table.find_or_insert(torch.arange(20))
     for twin in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
         assert twin.changes is None
@@ -288,7 +288,7 @@ def test_a_copy_of_a_table_is_asked_by_nobody():
 def test_new_optimizer_state_changes_every_row():
     table = make_table(OptimizerKind.EXACT_ADAGRAD)
     table.find_or_insert(torch.arange(20))
-    moment = moment_of(table)
+    moment = table.moment()
     table.replace_states(table.states)
     assert moment.log.changed_rows(moment, table.id_map)[0].numel() == 20
     assert moment.log.removed_ids(moment, table.id_map).numel() == 0
@@ -298,7 +298,7 @@ def test_a_load_undone_after_it_was_noted_leaves_marks_for_all_former_rows(monke
     """Ctrl-C may be the last event of a load. The former rows need two blocks of marks, the new row one."""
     table = make_table()
     table.find_or_insert(torch.arange(600))
-    moment, state = moment_of(table), table.export_state()
+    moment, state = table.moment(), table.export_state()
     replace_all = ChangeLog.replace_all
 
     def interrupted(*arguments):

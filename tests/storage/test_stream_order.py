@@ -11,12 +11,12 @@ from torchrec import EmbeddingConfig, KeyedJaggedTensor
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import apply_delta, delta_apply, export_delta, mark
 from torchrec_dyn.checkpoint_format import table_config
+from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import (
     ModelSource,
     OptimizerSource,
     StagedRows,
     saved_tensors,
-    whole_pieces,
 )
 from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.storage import RowStore
@@ -168,11 +168,10 @@ def test_saves_and_their_reads_of_rows_take_turns(cuda):
         table = living_table(dyn.LeastRecentlyUsed(), dyn.AdmitAfter(2), device="cuda")
         table.assign(torch.arange(9), torch.ones(9, 4))
         log = cuda.on("B")
-        pieces = whole_pieces(
-            table, "t", table, table_config("t", 4, 5, table.dtype, dyn.Constant(0))
-        )
-        sources = [ModelSource(pieces, None), OptimizerSource(pieces, None)]
-        model, _ = saved_tensors(None, "save", [pieces], lambda _: sources)
+        config = table_config("t", 4, 5, table.dtype, dyn.Constant(0))
+        whole = Table.of_one(table, "t", config)
+        sources = [ModelSource(whole, None), OptimizerSource(whole, None)]
+        model, _ = saved_tensors(None, "save", [whole], lambda _: sources)
         assert log[0] == "B waits for A"
         cuda.on("A")
         assert len(model["weight"].local()) == 1 and log[0] == "A waits for B"

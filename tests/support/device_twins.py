@@ -12,7 +12,7 @@ from torchrec_dyn.checkpoint_format import content_sums, saved_tensor
 from torchrec_dyn.lookup.batch_rows import rows_in_training
 from torchrec_dyn.lookup.table_lists import list_tables
 from torchrec_dyn.storage import RowStore
-from torchrec_dyn.table import contents, moment_of
+from torchrec_dyn.table import DynamicTable, contents
 
 # A search for candidates, and the growth of a map, wait once more for each table.
 RARE = {"lowest_scores", "move_slots"}
@@ -91,7 +91,7 @@ class DeviceTwins:
 
     def mark(self):
         """Starts a moment of every table."""
-        self.moments = self.each(moment_of)
+        self.moments = self.each(DynamicTable.moment)
 
     def changes(self, table, moment):
         if table.changes is None:

@@ -87,7 +87,7 @@ def tables_of(model: Any) -> dict[str, DynamicTable]:
     module = getattr(model, "module", model)
     if isinstance(module, dyn.DynamicEmbeddingBagCollection):
         return module.local_tables()
-    shards = [shard for pieces in module._shards.pieces() for shard in pieces.shards]
+    shards = [shard for table in module._shards.tables() for shard in table.shards]
     return {f"{shard.name}:{shard.first_column}": shard for shard in shards}
 
 

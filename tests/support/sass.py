@@ -196,7 +196,7 @@ def compiler_of(text: str) -> str:
 
 
 def kernels(text: str) -> dict[str, Kernel]:
-    """The kernels of a listing by the names of their bodies, such as "PoolBags<float, float>"."""
+    """The kernels of a listing by the names of their structs, such as "PoolBags<float, float>"."""
     registers = _attributes(text, "REGCOUNT")
     frames = _attributes(text, "FRAME_SIZE")
     sections = {
@@ -209,10 +209,10 @@ def kernels(text: str) -> dict[str, Kernel]:
             continue
         attributes = sections.get(f".nv.info.{name}", "")
         threads = re.search(r"EIATTR_MAX_THREADS.*?\.word\s+0x(\w+)", attributes, re.S)
-        body = shown.removeprefix("void ").replace("torchrec_dyn::", "").replace("> >", ">>")
-        body = re.sub(r"^simt::each_\w+<(.*)>\(.*", r"\1", body).strip()
-        read[body] = Kernel(
-            body,
+        struct = shown.removeprefix("void ").replace("torchrec_dyn::", "").replace("> >", ">>")
+        struct = re.sub(r"^simt::run_\w+<(.*)>\(.*", r"\1", struct).strip()
+        read[struct] = Kernel(
+            struct,
             registers[name],
             frames.get(name, 0),
             int(threads[1], 16) if threads else 1024,

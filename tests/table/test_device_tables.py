@@ -10,7 +10,7 @@ from table_cases import ids_of, make_table, same_state
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
 from torchrec_dyn.optimizers import OptimizerKind
-from torchrec_dyn.table import contents, moment_of
+from torchrec_dyn.table import contents
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_tables_do_not_follow_torchs_default_device():
     with torch.device("meta"):
         table = living_table(dyn.ExpireAfter(time=3), dyn.AdmitAfter(2))
         table.assign(ids[:200], rows[:200])
-        moment = moment_of(table)
+        moment = table.moment()
         table.set_time(5)
         table.assign(ids[100:], rows[100:])
         table.erase(ids[:3])

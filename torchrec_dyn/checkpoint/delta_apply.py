@@ -31,11 +31,11 @@ from torchrec_dyn.checkpoint_format import (
     mean_over_cuts,
 )
 from torchrec_dyn.life import Clock
-from torchrec_dyn.ranks import gather_results, run_together
+from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict import ModelSource, OptimizerSource, StagedRows
-from torchrec_dyn.storage import IdMap, RowStore, turn_of
-from torchrec_dyn.table import Addition, DynamicTable, insert_rows, named_states, note_changed
-from torchrec_dyn.whole_model import ModelTable, saved_sums, tables_of
+from torchrec_dyn.storage import IdMap, RowStore, note_changed, turn_of
+from torchrec_dyn.table import Addition, DynamicTable, insert_rows, named_states
+from torchrec_dyn.whole_model import saved_sums, tables_of
 
 
 def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -68,11 +68,7 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def _sums_before(
     changes: Sequence[TableChange], words: Sequence[tuple[Tensor, Tensor]]
 ) -> list[tuple[Sums, Sums]]:
-    """Returns the content sums of the copy from their words.
-
-    Raises:
-        ValueError: unless the delta begins at these sums.
-    """
+    """Returns the content sums of the copy; raises ValueError unless the delta begins at these sums."""
     before: list[tuple[Sums, Sums]] = [
         (from_words(model, MODEL_TENSORS), from_words(optimizer, OPTIMIZER_TENSORS))
         for model, optimizer in words
@@ -101,7 +97,7 @@ def _words(saved: SavedTable, when: str) -> tuple[Sums, Sums]:
 
 
 def _verify_result(
-    tables: Sequence[ModelTable],
+    tables: Sequence[Table],
     changes: Sequence[TableChange],
     before: Sequence[tuple[Sums, Sums]],
 ) -> None:
@@ -134,12 +130,12 @@ def _check_ends(
 
 
 def _sums_replaced(change: TableChange) -> tuple[Sums, Sums]:
-    """Sums the rows of the copy on this rank that the delta removes or rewrites."""
-    with turn_of(change.table.pieces):
+    """Returns the content sums of this rank's rows that the delta removes or rewrites."""
+    with turn_of(change.table):
         maps = tuple(
             _rows_replaced(shard, staged, change.removed) for shard, staged, _ in change.shards
         )
-        some = replace(change.table.pieces, maps=maps)
+        some = replace(change.table, maps=maps)
         model = ModelSource(some, None).summary()
         optimizer = OptimizerSource(some, None).summary()
     return ({} if model is None else model.sums, {} if optimizer is None else optimizer.sums)
@@ -164,7 +160,7 @@ def _reserve(changes: Sequence[TableChange]) -> None:
 
 def _write(changes: Sequence[TableChange]) -> None:
     for change in changes:
-        with turn_of(change.table.pieces):
+        with turn_of(change.table):
             for shard, staged, states in change.shards:
                 _write_rows(shard, staged, states, change)
 
@@ -190,7 +186,7 @@ def _write_rows(
             one.store.write(rows, values)
         if shard.life is not None:
             shard.life.scores.write(rows, *staged.scores.read(from_rows))
-        note_changed([shard], rows, torch.tensor([0, rows.numel()], device="cpu"))
+        note_changed([shard.change_log], rows, torch.tensor([0, rows.numel()], device="cpu"))
     if shard.life is not None:
         shard.life.is_unscored = False
         if staged.waiting is not None:

@@ -26,26 +26,21 @@ from torchrec_dyn.checkpoint_format import (
     from_words,
     whole_tensor,
 )
-from torchrec_dyn.ranks import gather_results, run_together
+from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict import Run, Share, runs_of, share_of
 from torchrec_dyn.storage import CanonicalRows, IdMap, Moment, to_host
-from torchrec_dyn.table import moment_of, stamp_of
-from torchrec_dyn.whole_model import ModelTable, saved_forms, saved_sums, tables_of
+from torchrec_dyn.table import stamp_of
+from torchrec_dyn.whole_model import saved_forms, saved_sums, tables_of
 
 _CALL = "export_delta"
 
 
 @dataclass(frozen=True)
 class _Marked:
-    """One table at a marker.
-
-    Attributes:
-        moments: moments of its shards on this rank, in column order.
-        sums: the words of its two checksums: of the model, of the optimizer.
-    """
+    """The moments of a table's shards on this rank, in column order, and the words of its two checksums."""
 
     moments: list[Moment]
-    sums: tuple[Tensor, Tensor]
+    sums: tuple[Tensor, Tensor]  # of the model, of the optimizer
 
 
 class Marker:
@@ -110,17 +105,17 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
     return _marker(tables, moments, results)
 
 
-def _begin(tables: Sequence[ModelTable], call: str) -> list[list[Moment]]:
+def _begin(tables: Sequence[Table], call: str) -> list[list[Moment]]:
     """Starts a moment of every shard and returns the moments, by table. Collective."""
     return run_together(
         tables[0].group,
         call,
-        lambda: [[moment_of(shard) for shard in table.pieces.shards] for table in tables],
+        lambda: [[shard.moment() for shard in table.shards] for table in tables],
     )
 
 
 def _marker(
-    tables: Sequence[ModelTable],
+    tables: Sequence[Table],
     moments: Sequence[list[Moment]],
     sums: Sequence[tuple[Tensor, Tensor]],
 ) -> Marker:
@@ -129,7 +124,7 @@ def _marker(
 
 
 def _checked_stamps(
-    tables: Sequence[ModelTable], path: str | os.PathLike[str], since: Marker
+    tables: Sequence[Table], path: str | os.PathLike[str], since: Marker
 ) -> list[list[tuple[int, ...]]]:
     """Returns `_stamps` after checking the arguments of `export_delta`."""
     folder = Path(path)
@@ -149,7 +144,7 @@ def _checked_stamps(
         )
     for table in tables:
         logs = [moment.log for moment in since._tables[table.name].moments]
-        if [shard.changes for shard in table.pieces.shards] != logs:
+        if [shard.changes for shard in table.shards] != logs:
             raise ValueError(
                 f"export_delta(table={table.name!r}): expected a marker of this table object, got a marker "
                 "of another table, or from before the table was copied, moved, sharded or given another "
@@ -158,11 +153,11 @@ def _checked_stamps(
     return _stamps(tables)
 
 
-def _stamps(tables: Sequence[ModelTable]) -> list[list[tuple[int, ...]]]:
-    return [[stamp_of(shard) for shard in table.pieces.shards] for table in tables]
+def _stamps(tables: Sequence[Table]) -> list[list[tuple[int, ...]]]:
+    return [[stamp_of(shard) for shard in table.shards] for table in tables]
 
 
-def _check_unchanged(tables: Sequence[ModelTable], stamps: list[list[tuple[int, ...]]]) -> None:
+def _check_unchanged(tables: Sequence[Table], stamps: list[list[tuple[int, ...]]]) -> None:
     changed = [
         table.name
         for table, before, now in zip(tables, stamps, _stamps(tables), strict=True)
@@ -176,7 +171,7 @@ def _check_unchanged(tables: Sequence[ModelTable], stamps: list[list[tuple[int, 
 
 
 def _check_configs(
-    tables: Sequence[ModelTable],
+    tables: Sequence[Table],
     before: Sequence[_Marked],
     results: Sequence[tuple[Tensor, Tensor]],
 ) -> None:
@@ -193,7 +188,7 @@ def _check_configs(
 
 
 def _state_dict(
-    tables: Sequence[ModelTable],
+    tables: Sequence[Table],
     before: Sequence[_Marked],
     results: Sequence[tuple[Tensor, Tensor]],
 ) -> dict[str, Any]:
@@ -210,7 +205,7 @@ def _state_dict(
         model: dict[str, Tensor] = {}
         optimizer: dict[str, dict[str, Tensor]] = {}
         for number, (table, form) in enumerate(zip(tables, forms, strict=True)):
-            saves = table.pieces.rank == 0
+            saves = table.rank == 0
             words = [
                 {
                     "base": whole_tensor(base, saves, None),
@@ -230,39 +225,36 @@ def _state_dict(
     return run_together(group, _CALL, join)
 
 
-def _changed(table: ModelTable, marked: _Marked) -> ModelTable:
+def _changed(table: Table, marked: _Marked) -> Table:
     """Returns the table with only the ids whose rows changed."""
     maps = tuple(
         map_of(*moment.log.changed_rows(moment, shard.id_map))
-        for shard, moment in zip(table.pieces.shards, marked.moments, strict=True)
+        for shard, moment in zip(table.shards, marked.moments, strict=True)
     )
-    return replace(table, pieces=replace(table.pieces, maps=maps))
+    return replace(table, maps=maps)
 
 
-def _removed_rows(table: ModelTable, marked: _Marked) -> CanonicalRows | None:
+def _removed_rows(table: Table, marked: _Marked) -> CanonicalRows | None:
     """Returns the ids that were removed on this rank; None if it holds no part of the table."""
-    pieces = table.pieces
-    if pieces.part is None:
+    if table.part is None:
         return None
     moment = marked.moments[0]  # all column shards removed the same ids
-    ids = moment.log.removed_ids(moment, pieces.shards[0].id_map)
+    ids = moment.log.removed_ids(moment, table.shards[0].id_map)
     removed = map_of(ids, torch.arange(ids.numel(), device=ids.device))
-    return CanonicalRows(removed, pieces.where, lambda: None)
+    return CanonicalRows(removed, table.where, lambda: None)
 
 
-def _share(table: ModelTable, rows: CanonicalRows | None) -> Share | None:
-    part = table.pieces.part
-    return None if rows is None or part is None else share_of(rows, part, table.pieces.ranks)
+def _share(table: Table, rows: CanonicalRows | None) -> Share | None:
+    return None if rows is None or table.part is None else share_of(rows, table)
 
 
 def _removed_ids(
-    table: ModelTable, rows: CanonicalRows | None, shares: Sequence[Share | None]
+    table: Table, rows: CanonicalRows | None, shares: Sequence[Share | None]
 ) -> SavedTensor:
     """Returns the tensor "removed", [N] int64."""
-    pieces = table.pieces
-    runs = runs_of([share for share in shares if share is not None], pieces.part)
+    runs = runs_of([share for share in shares if share is not None], table.part)
     parts = [
-        Part((run.place,), (run.rows,), _reader(rows, run), pieces.has_first_column)
+        Part((run.place,), (run.rows,), _reader(rows, run), table.has_first_column)
         for run in runs.mine
         if rows is not None
     ]

@@ -28,11 +28,10 @@ from torchrec_dyn.checkpoint_format import (
     open_checkpoint,
     optimizer_config,
 )
-from torchrec_dyn.ranks import gather_results, run_together
+from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict import LoadPlanner, ModelEntry, OptimizerEntry, StagedRows
 from torchrec_dyn.storage import RowStore
 from torchrec_dyn.table import DynamicTable
-from torchrec_dyn.whole_model import ModelTable
 
 CALL = "apply_delta"
 IN_ORDER = (
@@ -45,20 +44,13 @@ Sums = Mapping[str, int]
 
 @dataclass
 class TableChange:
-    """The changes of one table in a delta, with this rank's part as read.
+    """The changes of one table in a delta, with this rank's part as read."""
 
-    Attributes:
-        table: table of the copy.
-        saved: table of the delta.
-        model: entry that receives ids, rows, scores, counters and clock.
-        optimizer: entry that receives optimizer state and step.
-        removed: [N] int64, the removed ids that this rank owns.
-    """
-
-    table: ModelTable
-    saved: SavedTable
-    model: ModelEntry
-    optimizer: OptimizerEntry
+    table: Table  # of the copy
+    saved: SavedTable  # of the delta
+    model: ModelEntry  # receives ids, rows, scores, counters and clock
+    optimizer: OptimizerEntry  # receives optimizer state and step
+    # [N] int64, the removed ids that this rank owns.
     removed: Tensor = field(default_factory=lambda: _NONE)
 
     @property
@@ -70,34 +62,27 @@ class TableChange:
     def shards(self) -> list[tuple[DynamicTable, StagedRows, Mapping[str, RowStore]]]:
         """This rank's shards, each with its staged rows and its staged optimizer state by name."""
         staged = self.model.staged or (), self.optimizer.staged or ()
-        return list(zip(self.table.pieces.shards, *staged, strict=True))
+        return list(zip(self.table.shards, *staged, strict=True))
 
     @property
     def cuts(self) -> list[int]:
         """The column cuts of the delta's row-wise optimizer state; if it names no cuts, the copy's cuts."""
-        return (self.saved.optimizer or {}).get("cuts") or self.table.pieces.cuts
+        return (self.saved.optimizer or {}).get("cuts") or self.table.cuts
 
     @property
     def compared(self) -> tuple[list[str], list[str]]:
         """Names of the tensors whose sums must be equal in copy and delta: of the model, of the optimizer."""
-        pieces, optimizer = self.table.pieces, self.table.optimizer
-        model = [*self.model.names, "config", *(["clock"] if pieces.has_life else [])]
+        table, optimizer = self.table, self.table.optimizer
+        model = [*self.model.names, "config", *(["clock"] if table.options.has_life else [])]
         states = zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True)
-        same = self.cuts == pieces.cuts
+        same = self.cuts == table.cuts
         kept = [name for name, is_rowwise in states if same or not is_rowwise]
         config = ["config"] if same or not any(optimizer.state_is_rowwise) else []
         return model, [*kept, "step", *config]
 
 
-def read_delta(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[TableChange]:
-    """Reads and verifies this rank's part of a delta. Collective.
-
-    Args:
-        tables: tables of the copy.
-        path: directory of the delta.
-
-    Returns:
-        The changes of each table, in the order of `tables`.
+def read_delta(tables: Sequence[Table], path: str | os.PathLike[str]) -> list[TableChange]:
+    """Reads and verifies this rank's part of a delta: the changes of each of `tables`. Collective.
 
     Raises:
         ValueError: on every rank, if the delta is torn, damaged or of other tables.
@@ -108,7 +93,7 @@ def read_delta(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> li
     return changes
 
 
-def _open(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[TableChange]:
+def _open(tables: Sequence[Table], path: str | os.PathLike[str]) -> list[TableChange]:
     """Finds the tables of a delta and checks their configs."""
     found = open_checkpoint(path)
     saved = {table.name: table for table in found.tables.values()}
@@ -125,21 +110,21 @@ def _open(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[Ta
         )
     changes = []
     for table in tables:
-        one, pieces = saved[table.name], table.pieces
-        model, optimizer = ModelEntry(pieces), OptimizerEntry(pieces)
+        one = saved[table.name]
+        model, optimizer = ModelEntry(table), OptimizerEntry(table)
         change = TableChange(table, one, model, optimizer)
-        check_config(change.where, one.config, pieces.config)
+        check_config(change.where, one.config, table.config)
         saved_rule = (one.optimizer or {}).get("optimizer")
-        rule = optimizer_config(pieces.optimizer, pieces.cuts)["optimizer"]
+        rule = optimizer_config(table.optimizer, table.cuts)["optimizer"]
         if saved_rule != rule:
             raise ValueError(
                 f"{change.where}: expected a delta with optimizer state of {rule} as the copy has, got "
                 f"the state of {saved_rule}. Give both models the same optimizer."
             )
         for field_ in ("rows", "initializer"):
-            if one.config.get(field_) != pieces.config[field_]:
+            if one.config.get(field_) != table.config[field_]:
                 raise ValueError(
-                    f"{change.where}: expected a delta with {field_} {pieces.config[field_]!r} as the copy "
+                    f"{change.where}: expected a delta with {field_} {table.config[field_]!r} as the copy "
                     f"has, got {one.config.get(field_)!r}. {IN_ORDER}"
                 )
         if "removed" in one.names:
@@ -148,13 +133,13 @@ def _open(tables: Sequence[ModelTable], path: str | os.PathLike[str]) -> list[Ta
                 raise ValueError(
                     f"{change.where}: expected removed ids in canonical order, got another order. {DAMAGED}"
                 )
-            change.removed = removed[pieces.owns(removed)]
+            change.removed = removed[table.owns(removed)]
         changes.append(change)
     return changes
 
 
 def _read(
-    tables: Sequence[ModelTable], changes: Sequence[TableChange], path: str | os.PathLike[str]
+    tables: Sequence[Table], changes: Sequence[TableChange], path: str | os.PathLike[str]
 ) -> None:
     """Reads this rank's rows beside the tables. Collective."""
     wanted: dict[str, Any] = {}
@@ -165,7 +150,7 @@ def _read(
             wanted[f"{key}.{name}"] = SavedTensor((0,), torch.int64, (), change.model)
         for name in ("config", "checksum", "step", *change.table.optimizer.state_names):
             wanted[f"{optimizer}.{name}"] = SavedTensor((0,), torch.int64, (), change.optimizer)
-    group, rank = tables[0].group, tables[0].pieces.rank
+    group, rank = tables[0].group, tables[0].rank
 
     def load() -> None:
         planner, alone = LoadPlanner(), group is None
@@ -190,7 +175,7 @@ def _fault_of(error: BaseException) -> Exception:
     return ValueError(f"expected a delta that can be read, got {error!r}. {DAMAGED}")
 
 
-def _verify(tables: Sequence[ModelTable], changes: Sequence[TableChange]) -> None:
+def _verify(tables: Sequence[Table], changes: Sequence[TableChange]) -> None:
     """Raises ValueError unless the rows read are the rows written. Collective."""
     group = tables[0].group
     of_ranks = gather_results(group, CALL, lambda: [_checked(change) for change in changes])
@@ -204,14 +189,14 @@ def _verify(tables: Sequence[ModelTable], changes: Sequence[TableChange]) -> Non
 
 
 def _checked(change: TableChange) -> tuple[Sums, Sums]:
-    """Checks and sums this rank's part."""
+    """Checks this rank's part and returns its content sums: of the model, of the optimizer."""
     summed = change.model.check(), change.optimizer.check([change.model])
     for one in change.model.staged or ():
         if bool((one.id_map.lookup(change.removed.to(one.id_map.slots.device)) >= 0).any()):
             raise ValueError(
                 f"{change.where}: expected removed ids without a row, got removed ids with a row. {DAMAGED}"
             )
-        if change.table.pieces.has_life and one.id_map.num_ids and not one.has_scores:
+        if change.table.options.has_life and one.id_map.num_ids and not one.has_scores:
             raise ValueError(
                 f"{change.where}: expected a delta of a table with a policy as the copy has, got a delta "
                 "without scores. Give both models the same DynamicTableConfig."

@@ -1,6 +1,6 @@
 """The command `python -m torchrec_dyn inspect`: prints a checkpoint or a delta, table by table.
 
-Rows are read in chunks and counted in histograms. These are printed as bars of text and, with matplotlib,
+Rows are read in chunks and counted in histograms, which are printed as bars of text and, with matplotlib,
 drawn.
 
 Legend: M values of a chunk, E edges of a histogram.
@@ -28,12 +28,9 @@ _BLUE = "#3b6ea5"
 
 
 def inspect_checkpoint(path: Path, verify: bool, picture: Path | None) -> None:
-    """Prints the tables of a checkpoint or a delta.
+    """Prints the tables of a checkpoint or a delta; with `picture`, also draws their histograms.
 
-    Args:
-        path: directory of the checkpoint or delta.
-        verify: True to read and check everything.
-        picture: file to draw the histograms to; None: no picture.
+    Without `verify` only what is printed is read.
 
     Raises:
         ValueError: if the checkpoint is torn or damaged, or the directory is no checkpoint.
@@ -102,12 +99,7 @@ def headline(checkpoint: SavedCheckpoint) -> list[str]:
 
 
 def table_lines(report: TableReport, block: str = "█") -> Iterator[str]:
-    """Yields the lines that describe one table.
-
-    Args:
-        report: report of the table.
-        block: the character of bars.
-    """
+    """Yields the lines that describe one table; `block` is the character of bars."""
     table = report.table
     yield ""
     yield table.key
@@ -155,10 +147,9 @@ def _moments(is_delta: bool) -> Sequence[str]:
 
 
 def total_fingerprint(parts: Iterable[tuple[str, int]]) -> int:
-    """Returns the fingerprint of all tables, 64 bits; the place of the model in the checkpoint has no effect.
+    """Returns the fingerprint of all tables, 64 bits, from the name and the fingerprint of each table.
 
-    Args:
-        parts: name and fingerprint of each table.
+    Keys have no part in it, so the place of the model in the checkpoint has no effect.
 
     Source: BLAKE2b with an 8 byte digest (RFC 7693).
     """
@@ -177,17 +168,11 @@ def readable(size: float) -> str:
 
 @dataclass(frozen=True)
 class TableReport:
-    """One table and the histograms of its rows.
-
-    Attributes:
-        table: the saved table.
-        not_finite: number of rows with a NaN or an infinite number.
-        histograms: histogram of the norms, and of ages and counts if scores are saved.
-    """
+    """One table and the histograms of its rows."""
 
     table: SavedTable
-    not_finite: int
-    histograms: list[Histogram]
+    not_finite: int  # rows with a NaN or an infinite number
+    histograms: list[Histogram]  # of the norms, and of ages and counts if scores are saved
 
 
 def read_rows(
@@ -195,10 +180,8 @@ def read_rows(
 ) -> TableReport:
     """Reads all rows of a table, in chunks, and returns the report.
 
-    Args:
-        table: the saved table.
-        verify: True to read all other tensors too, and to check everything.
-        progress: function that is called with the number of bytes of each chunk read.
+    With `verify` all other tensors are read too, and everything is checked. `progress` gets the number of
+    bytes of each chunk.
 
     Raises:
         ValueError: if the table is damaged; without `verify` only some damage is found.
@@ -262,12 +245,7 @@ class Bar:
 
 
 class Histogram:
-    """A histogram of values >= 0; bins of larger values are wider.
-
-    Args:
-        title: name of the values.
-        edges: [E] ascending, the begins of bins; the bin before the first edge begins at 0.
-    """
+    """A histogram of values >= 0. Its bins begin at 0 and at the edges, [E] ascending."""
 
     def __init__(self, title: str, edges: Tensor) -> None:
         self.title = title
@@ -303,11 +281,7 @@ class Histogram:
         ]
 
     def lines(self, block: str = "█") -> list[str]:
-        """Returns the bars as lines of text.
-
-        Args:
-            block: the character of bars.
-        """
+        """Returns the bars as lines of text; `block` is the character of bars."""
         bars = self.bars()
         names = [self.name_of(bar) for bar in bars]
         most = max((bar.count for bar in bars), default=0)
@@ -335,11 +309,7 @@ def histogram_of_norms() -> Histogram:
 
 
 def histogram_of_steps(title: str) -> Histogram:
-    """Returns an empty histogram of whole numbers: 0, 1, 2 to 3, 4 to 7, ...
-
-    Args:
-        title: name of the numbers.
-    """
+    """Returns an empty histogram of whole numbers: 0, 1, 2 to 3, 4 to 7, ..."""
     return Histogram(title, 2 ** torch.arange(33, device="cpu"))
 
 
@@ -366,12 +336,7 @@ def plot_fault(path: Path) -> str | None:
 
 
 def plot(reports: Sequence[TableReport], path: Path) -> None:
-    """Draws a row of histograms for each table.
-
-    Args:
-        reports: reports of the tables.
-        path: path of the picture.
-    """
+    """Draws a picture file with a row of histograms for each table."""
     from matplotlib.figure import Figure
 
     columns = max((len(report.histograms) for report in reports), default=1)

@@ -34,17 +34,11 @@ _DAMAGED = "The file is damaged, or it is no .safetensors file."
 
 
 class SavedEntry(NamedTuple):
-    """One tensor of a file.
-
-    Attributes:
-        dtype: dtype of its numbers.
-        shape: shape of the whole tensor.
-        begin: place of its first number in the file, in bytes.
-    """
+    """One tensor of a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    begin: int
+    begin: int  # of its numbers, in bytes from the begin of the file
 
     @property
     def row_bytes(self) -> int:
@@ -55,12 +49,7 @@ class SavedEntry(NamedTuple):
 class SafetensorsReader:
     """A reader of the rows of an open file. Its constructor checks the header and all lengths.
 
-    Args:
-        path: path of the file.
-
-    Attributes:
-        entries: the tensors by name.
-        metadata: the strings of the header by name.
+    `entries` are the tensors by name, `metadata` the strings of the header by name.
 
     Raises:
         ValueError: if the file is not a whole .safetensors file, or has tensors of other dtypes than int64,
@@ -157,12 +146,11 @@ class SafetensorsReader:
 class SafetensorsWriter:
     """A writer of a file. The file has a temporary name until it is complete and on the disk.
 
-    If the process is killed before, PATH.<process id>.partial remains, and the file at PATH is unchanged.
+    Then it replaces an existing file at PATH. If the process is killed before, PATH.<process id>.partial
+    remains, and the file at PATH is unchanged.
 
-    Args:
-        path: path of the file; an existing file is replaced.
-        tensors: dtype and shape by name, in the order of writing; tensors with wider numbers first.
-        metadata: strings for the header, by name.
+    `tensors` has dtype and shape by name, in the order of writing. Wider numbers are first, so that all are
+    aligned.
     """
 
     def __init__(

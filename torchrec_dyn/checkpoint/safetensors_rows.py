@@ -19,12 +19,11 @@ from torch import Tensor
 
 from torchrec_dyn.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from torchrec_dyn.checkpoint_format import open_checkpoint
-from torchrec_dyn.ranks import agree, gather_results, run_together
+from torchrec_dyn.ranks import Table, agree, gather_results, run_together
 from torchrec_dyn.storage import to_host
 from torchrec_dyn.table import ROW_DTYPES
 from torchrec_dyn.whole_model import (
     Collection,
-    ModelTable,
     assign_rows,
     lookup_rows,
     read_ids,
@@ -58,7 +57,7 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
     listed = read_ids(collection, table)
     held, where = tables_in(collection)[table], f"export_rows(table='{table}')"
     ids = run_together(held.group, where, lambda: to_host(listed))
-    of_ranks = agree(held.group, where, value=[one.config.seed for one in held.pieces.shards])
+    of_ranks = agree(held.group, where, value=[one.config.seed for one in held.shards])
     seed = next(seeds[0] for seeds in of_ranks if seeds)
     no_rows, _ = lookup_rows(collection, table, ids[:0])
     writer: SafetensorsWriter | None = None
@@ -76,7 +75,7 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
     try:
         _on_first_rank(held, where, begin)
         for first, last in _chunks(len(ids), no_rows.shape[1] * no_rows.element_size()):
-            asked = ids[first:last] if held.pieces.rank == 0 else ids[:0]
+            asked = ids[first:last] if held.rank == 0 else ids[:0]
             rows, found = lookup_rows(collection, table, asked)
 
             def write(rows: Tensor = rows, found: Tensor = found) -> None:
@@ -212,10 +211,10 @@ def _checked(reader: SafetensorsReader, columns: int, where: str) -> tuple[int, 
 
 
 def _check_room(
-    table: ModelTable, where: str, count: int, read_ids: Callable[[int, int], Tensor]
+    table: Table, where: str, count: int, read_ids: Callable[[int, int], Tensor]
 ) -> None:
     """Raises RuntimeError on every rank if the new ids of a file exceed the limit of any rank. Collective."""
-    first_shard = table.pieces.shards[:1]
+    first_shard = table.shards[:1]
     tight = [one for one in first_shard if count and one.num_rows + count > one.row_limit]
     if not any(agree(table.group, where, value=bool(tight))):
         return
@@ -223,7 +222,7 @@ def _check_room(
     for first, last in _chunks(count, 8):
 
         def read(first: int = first, last: int = last) -> Tensor:
-            if table.pieces.rank == 0:
+            if table.rank == 0:
                 return read_ids(first, last)
             return torch.empty(last - first, dtype=torch.int64, device="cpu")
 
@@ -233,7 +232,7 @@ def _check_room(
 
         def find(ids: Tensor = ids) -> None:
             for one in first_shard:
-                own = ids[table.pieces.owns(ids)].to(one.device)
+                own = ids[table.owns(ids)].to(one.device)
                 absent.append(own[torch.eq(one.id_map.lookup(own), -1)])
 
         run_together(table.group, where, find)
@@ -251,8 +250,8 @@ def _chunks(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + size, count)
 
 
-def _on_first_rank(table: ModelTable, where: str, work: Callable[[], T]) -> T:
+def _on_first_rank(table: Table, where: str, work: Callable[[], T]) -> T:
     """Runs `work` on rank 0 and returns its result on every rank; a fault is raised on every rank."""
     return gather_results(  # type: ignore[return-value]
-        table.group, where, lambda: work() if table.pieces.rank == 0 else None
+        table.group, where, lambda: work() if table.rank == 0 else None
     )[0]

@@ -9,6 +9,7 @@ The saved form depends only on the contents of a table, not on plan, world size 
 
 from torchrec_dyn.checkpoint_format.checkpoint_reader import (
     SavedCheckpoint,
+    file_inside,
     open_checkpoint,
     open_files,
 )
@@ -28,7 +29,6 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     rows_summed,
     sum_of_small,
 )
-from torchrec_dyn.checkpoint_format.file_names import file_inside
 from torchrec_dyn.checkpoint_format.saved_config import (
     INITIALIZERS,
     check_config,

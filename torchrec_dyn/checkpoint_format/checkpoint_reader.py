@@ -7,6 +7,7 @@ checkpoints whose origin you trust. Tensors are loaded with `weights_only=True`,
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torchrec_dyn.checkpoint_format import saved_config
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, MODEL_TENSORS, OPTIMIZER_TENSORS
-from torchrec_dyn.checkpoint_format.file_names import file_inside
 from torchrec_dyn.checkpoint_format.saved_table import SavedTable
 from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER
 from torchrec_dyn.optimizers import STATE_NAMES
@@ -92,13 +92,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
 
 
 def open_files(folder: Path) -> tuple[FileSystemReader, Metadata]:
-    """Opens a checkpoint, with or without dynamic tables, and checks that its files are long enough.
+    """Returns DCP's reader of a checkpoint, set up with the metadata, and the metadata.
 
-    Args:
-        folder: directory of the checkpoint.
-
-    Returns:
-        DCP's reader, set up with the metadata, and the metadata.
+    The checkpoint may have no dynamic tables. Its files are checked to be long enough.
 
     Raises:
         ValueError: if the directory is no checkpoint, or the checkpoint is torn or damaged.
@@ -150,8 +146,26 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
             )
 
 
+def file_inside(folder: Path, name: Any, remedy: str, pattern: str = r"[^\0]+") -> Path:
+    """Returns the path of a file of a directory, also of a file in a directory below.
+
+    It checks a name that was read from another file, of any type, before the name becomes a path. The pattern
+    is for the whole name, `remedy` is the end of the message.
+
+    Raises:
+        ValueError: if the name is not a string of this pattern, or its path leads out of the directory.
+    """
+    is_name = isinstance(name, str) and re.fullmatch(pattern, name)
+    parts = Path(name).parts if is_name else ()
+    if not parts or Path(name).is_absolute() or ".." in parts:
+        raise ValueError(
+            f"{folder}: expected the name of a file inside the directory, got {name!r:.100}. {remedy}"
+        )
+    return folder / name
+
+
 def _kind(tensors: Mapping[str, TensorStorageMetadata]) -> tuple[str, ...] | None:
-    """Returns the tensor names of a table or of an optimizer state, None for anything else.
+    """Returns MODEL_TENSORS for a table, OPTIMIZER_TENSORS for an optimizer state, None for anything else.
 
     A table or an optimizer state has at least two of the names below with their dtypes.
     """

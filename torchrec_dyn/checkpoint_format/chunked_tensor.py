@@ -46,18 +46,9 @@ class _Chunk:
 
 
 class ChunkedTensor:
-    """One saved tensor, read by rows.
+    """One saved tensor of at most two dimensions, read by rows. `shape` is the shape of the whole tensor.
 
-    Args:
-        where: table and tensor, for messages.
-        reader: DCP's reader of the checkpoint, set up with the metadata.
-        key: key of the tensor in the checkpoint.
-        saved: metadata of the tensor, which has at most two dimensions.
-
-    Attributes:
-        shape: shape of the whole tensor.
-        dtype: dtype of its numbers.
-        row_bytes: number of bytes of one row.
+    `reader` is set up with the metadata, as `open_files` returns it.
 
     Raises:
         ValueError: if the metadata are inconsistent.

@@ -15,15 +15,12 @@ from torch import Tensor
 
 
 def mean_over_cuts(state: Tensor, cuts: Sequence[int], columns: tuple[int, int]) -> Tensor:
-    """Returns the mean of row-wise state over some columns, weighted by the columns of each column shard.
+    """Returns the mean of row-wise state over some columns, [M, 1], weighted by the widths of column shards.
 
     Args:
         state: [M, C], one number for each column shard.
         cuts: C + 1 numbers: the first column of each column shard, and the end of the last.
         columns: the first column and the column after the last.
-
-    Returns:
-        [M, 1].
     """
     begin, end = columns
     total = None

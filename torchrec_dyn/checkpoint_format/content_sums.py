@@ -23,7 +23,7 @@ MODEL_TENSORS = ("ids", "weight", "last_seen", "count", "waiting", "clock", "con
 OPTIMIZER_TENSORS = (*STATE_NAMES, "step", "config")
 # All tensor names of a table in the model's state dict; the last two tensors are not summed.
 MODEL_NAMES = (*MODEL_TENSORS, "checksum", "cells")
-# Bytes of rows that are copied and summed at a time: they stay in the caches, in memory used again and again.
+# Bytes of rows that are copied and summed at a time: they stay in the caches, in memory that is reused.
 # The host waits for each sum of a GPU, so a GPU sums as many rows as cross to the host at a time.
 _SUMMED_BYTES = {"cpu": 4 << 20}
 # The end of every message about damage.
@@ -31,17 +31,12 @@ DAMAGED = "The checkpoint is damaged; use an earlier checkpoint."
 
 
 def rows_summed(row_bytes: int, device: torch.device) -> int:
-    """Returns the number of rows that are copied and summed at a time.
-
-    Args:
-        row_bytes: bytes of a row.
-        device: device of the rows.
-    """
+    """Returns the number of rows that are copied and summed at a time."""
     return max(1, _SUMMED_BYTES.get(device.type, CROSSING_BYTES) // row_bytes)
 
 
 def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column: int = 0) -> int:
-    """Returns the content sum of rows of one tensor of a table (formula: csrc/storage/content_sum.h).
+    """Returns the content sum of rows of one tensor, in [0, 2^64) (formula: csrc/storage/content_sum.h).
 
     Args:
         table: name of the table.
@@ -49,15 +44,11 @@ def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column
         ids: [M] int64.
         values: [M, D] or [M], the rows of the ids.
         first_column: number of the first column of `values` in the whole tensor.
-
-    Returns:
-        A number in [0, 2^64).
     """
     columns = values.reshape(ids.numel(), -1) if ids.numel() else values.new_empty(0, 1)
     key = table_key(0, table, f"sum {name}")
-    ids = ids.to(
-        values.device
-    )  # a state dict may have been loaded onto another device than its table
+    # A state dict may have been loaded onto another device than its table.
+    ids = ids.to(values.device)
     return unsigned(int(ops.content_sum(ids, columns.contiguous(), first_column, key)))
 
 
@@ -83,14 +74,9 @@ def add_sums(*sums: Mapping[str, int]) -> dict[str, int]:
 
 
 def as_words(sums: Mapping[str, int], order: tuple[str, ...]) -> Tensor:
-    """Returns sums as the saved "checksum", 0 for a tensor without a sum.
+    """Returns sums by tensor as the saved "checksum", [len(order)] int64, 0 for a tensor without a sum.
 
-    Args:
-        sums: content sums, by tensor.
-        order: MODEL_TENSORS or OPTIMIZER_TENSORS.
-
-    Returns:
-        [len(order)] int64.
+    `order` is MODEL_TENSORS or OPTIMIZER_TENSORS.
     """
     return torch.tensor([signed(sums.get(name, 0)) for name in order], device="cpu")
 

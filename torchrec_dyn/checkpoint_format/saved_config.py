@@ -20,15 +20,7 @@ INITIALIZERS = {kind.__name__: kind for kind in (Uniform, Normal, TruncatedNorma
 def table_config(
     table: str, embedding_dim: int, seed: int, dtype: torch.dtype, initializer: Initializer
 ) -> dict[str, Any]:
-    """Returns the config of a table, which describes its rows.
-
-    Args:
-        table: name of the table.
-        embedding_dim: width of a row.
-        seed: seed of the initial rows.
-        dtype: dtype of the rows.
-        initializer: initializer of the initial rows.
-    """
+    """Returns the config of a table, which describes its rows."""
     fields = dataclasses.asdict(initializer)  # type: ignore[call-overload]
     return {
         "format": FORMAT,
@@ -41,12 +33,7 @@ def table_config(
 
 
 def optimizer_config(optimizer: RowOptimizer, cuts: list[int]) -> dict[str, Any]:
-    """Returns the config of the optimizer state of a table.
-
-    Args:
-        optimizer: optimizer of the rows.
-        cuts: first column of each column shard, and the end of the last; saved if some state is row-wise.
-    """
+    """Returns the config of the optimizer state of a table; the cuts are saved if some state is row-wise."""
     config = {"format": FORMAT, "optimizer": optimizer.kind.name.lower()}
     return {**config, "cuts": cuts} if any(optimizer.state_is_rowwise) else config
 
@@ -111,11 +98,6 @@ def check_config(where: str, saved: dict[str, Any], own: dict[str, Any]) -> None
     """Raises ValueError if the saved table has another name, width or seed than the model's table.
 
     Another dtype or initializer is allowed: a load converts the rows and takes over the saved initializer.
-
-    Args:
-        where: the table, for messages.
-        saved: config in the checkpoint.
-        own: `table_config` of the table.
     """
     for field, remedy in (
         ("table", "Give the table its saved name: initial rows depend on the name."),
@@ -130,13 +112,7 @@ def check_config(where: str, saved: dict[str, Any], own: dict[str, Any]) -> None
 
 
 def check_optimizer(where: str, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raises ValueError if the optimizer state was saved for another optimizer.
-
-    Args:
-        where: the table, for messages.
-        saved: config in the checkpoint.
-        own: `optimizer_config` of the table.
-    """
+    """Raises ValueError if the optimizer state was saved for another optimizer."""
     if saved.get("optimizer") != own["optimizer"]:
         raise ValueError(
             f"{where}: expected optimizer state of {own['optimizer']} as the model has, got that of "

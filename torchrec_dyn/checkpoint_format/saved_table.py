@@ -35,15 +35,7 @@ _PIECE_BYTES = 32 << 20
 
 
 class SavedTable:
-    """One saved table, read in chunks.
-
-    Args:
-        where: table and checkpoint, for messages.
-        key: key of the table in the checkpoint.
-        config: config of the rows, as saved.
-        optimizer: config of the optimizer state, as saved; None without optimizer state.
-        tensors: the saved tensors by name; config, checksum, base and result of the optimizer state are named
-            "optimizer.config", ...
+    """One saved table of `open_checkpoint`, read in chunks.
 
     Attributes:
         key: key of the table in the checkpoint, e.g. "model.sparse.ebc.embedding_bags.user".
@@ -68,6 +60,7 @@ class SavedTable:
         optimizer: dict[str, Any] | None,
         tensors: Mapping[str, ChunkedTensor],
     ) -> None:
+        # Config, checksum, base and result of the optimizer state are named "optimizer.config", ...
         self._where = where
         self._tensors = {name: tensor for name, tensor in tensors.items() if name in SHAPES}
         self.key = key

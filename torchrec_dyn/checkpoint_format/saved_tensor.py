@@ -33,22 +33,13 @@ _MAKES_A_SHELL = (
 
 
 class Part(NamedTuple):
-    """A block of the whole tensor that this rank holds.
+    """A block of the whole tensor that this rank holds."""
 
-    Attributes:
-        offset: place of the block in the whole tensor, one number per dimension.
-        size: size of the block, one number per dimension.
-        read: function that returns rows [start, stop) of the block.
-        is_saved: True if this rank saves the block; False if the block is for copies and another rank saves
-            it.
-        block: the numbers of the block, if they are in memory; None: they are read.
-    """
-
-    offset: tuple[int, ...]
+    offset: tuple[int, ...]  # place in the whole tensor, one number per dimension
     size: tuple[int, ...]
-    read: Callable[[int, int], Tensor]
-    is_saved: bool = True
-    block: Tensor | None = None
+    read: Callable[[int, int], Tensor]  # returns rows [start, stop) of the block
+    is_saved: bool = True  # False: the block is for copies, and another rank saves it
+    block: Tensor | None = None  # the numbers, if they are in memory; None: they are read
 
 
 class _Held:
@@ -128,12 +119,7 @@ def _held_again(blocks: Sequence[_Block]) -> _Held:
 
 
 def row_ranges(size: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Returns the chunks of a block: first row and row after the last.
-
-    Args:
-        size: size of the block.
-        dtype: dtype of its numbers.
-    """
+    """Returns the chunks of a block: first row and row after the last."""
     if not size or not size[0]:
         return []
     row_bytes = dtype.itemsize * torch.Size(size[1:]).numel()
@@ -149,11 +135,7 @@ def row_ranges(size: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]
 class SavedTensor(torch.Tensor):
     """A tensor of a saved table, with the shape of the whole tensor and without storage.
 
-    Args:
-        size: size of the whole tensor.
-        dtype: dtype of its numbers.
-        parts: the parts on this rank.
-        entry: the entry that loads the tensor (state_dict/loading.py); None in a copy.
+    `parts` are the parts on this rank. `entry` loads the tensor (state_dict/loading.py); None in a copy.
     """
 
     _held: _Held

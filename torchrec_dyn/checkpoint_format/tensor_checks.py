@@ -24,9 +24,8 @@ from torchrec_dyn.optimizers import STATE_NAMES
 OPTIMIZER = "optimizer."
 ROW_TENSORS = ("ids", "weight", "last_seen", "count", *STATE_NAMES)
 SMALL_TENSORS = ("waiting", "clock", "config", "step", OPTIMIZER + "config")
-_CHECKED_TOGETHER = (
-    1 << 15
-)  # ids: their mixed ids stay in the caches, in memory used again and again
+# Ids: their mixed ids stay in the caches, in memory that is reused.
+_CHECKED_TOGETHER = 1 << 15
 _MODEL_WORDS = f"[{len(MODEL_TENSORS)}] int64"
 _OPTIMIZER_WORDS = f"[{len(OPTIMIZER_TENSORS)}] int64"
 SHAPES = {
@@ -53,10 +52,7 @@ SHAPES = {
 def fits(tensor: ChunkedTensor, rule: str, sizes: Mapping[str, int]) -> bool:
     """Returns True if a tensor has the shape and dtype of a rule of `SHAPES`.
 
-    Args:
-        tensor: tensor in the checkpoint.
-        rule: shape and dtype.
-        sizes: sizes by word of the rule; other words match any size.
+    `sizes` are by word of the rule; other words match any size.
     """
     shape, _, dtype = rule[1:].partition("]")
     words = [word.strip() for word in shape.split(",") if word]
@@ -86,14 +82,7 @@ def is_canonical(ids: Tensor) -> bool:
 
 
 class RowCheck:
-    """The check of rows as they are read: their content sums, and the order of their ids.
-
-    Args:
-        table: name of the table.
-
-    Attributes:
-        sums: content sums so far, by tensor.
-    """
+    """The check of rows as they are read: content sums by tensor, and the order of ids."""
 
     def __init__(self, table: str) -> None:
         self._table = table
@@ -101,13 +90,10 @@ class RowCheck:
         self.sums: dict[str, int] = {}
 
     def add(self, rows: Mapping[str, Tensor]) -> bool:
-        """Adds the next rows.
+        """Adds the next rows and returns True if their ids continue the canonical order.
 
         Args:
             rows: the rows of each tensor by name, with "ids".
-
-        Returns:
-            True if the ids continue the canonical order.
         """
         ids = rows["ids"]
         self.sums = add_sums(

@@ -4,7 +4,7 @@ The room is named after `torchrec.distributed`.
 
 Imports `sharding`, `modules`, `state_dict`, `ranks`, `checkpoint_format`, `lookup`, `table`, `life`,
 `storage` and the ground. Start with `sharders`, then `embeddingbag_collection`: `sharding_setup` checks
-the plan, `local_shards` holds the tables of this rank. Read as needed: `table_handle` and `whole_table`
+the plan, `local_shards` holds the tables of this rank. Read as needed: `table_handle`
 (calls by id); `resharding`, `table_move` and `chunk_exchange` (moves of tables to another plan);
 `feature_processors`.
 
@@ -22,4 +22,3 @@ from torchrec_dyn.distributed.sharders import (
     DynamicEmbeddingCollectionSharder,
 )
 from torchrec_dyn.distributed.table_handle import ShardedTableHandle
-from torchrec_dyn.distributed.whole_table import Stats, WholeTable

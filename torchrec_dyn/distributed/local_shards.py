@@ -17,10 +17,9 @@ from torchrec_dyn.distributed.trained_rows import copy_trained_rows
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import time_fault
 from torchrec_dyn.modules import check_not_gathered, initializer_of, row_dtype
-from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import agree, host_group
+from torchrec_dyn.ranks import Table, agree, host_group
 from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
-from torchrec_dyn.state_dict import ShardPieces, load_tables, save_tables
+from torchrec_dyn.state_dict import load_tables, save_tables
 from torchrec_dyn.storage import ForwardTicket, OutstandingForwards, TableLock
 from torchrec_dyn.table import DynamicTable
 
@@ -108,7 +107,8 @@ class LocalShards:
                 f"{self.where}.table: expected a name among {list(self._tables)}, got {name!r}."
             )
         if name not in self._handles:
-            self._handles[name] = self._new_handle(name)
+            features = self._configs[name].feature_names
+            self._handles[name] = ShardedTableHandle(self.table(name), features, self.frozen)
         return self._handles[name]
 
     def set_time(self, time: int) -> None:
@@ -145,7 +145,7 @@ class LocalShards:
         def put(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
             if self._env.world_size > 1:
                 check_not_gathered(self.where)
-            save_tables(state_dict, f"{prefix}{holder}.", self.pieces(), self.where)
+            save_tables(state_dict, f"{prefix}{holder}.", self.tables(), self.where)
 
         def take(
             module: nn.Module,
@@ -157,12 +157,12 @@ class LocalShards:
             *others: Any,
         ) -> None:
             loaded = load_tables(
-                state_dict, f"{prefix}{holder}.", self.pieces(), self.where, missing_keys
+                state_dict, f"{prefix}{holder}.", self.tables(), self.where, missing_keys
             )
             self._initializers.update(loaded)
 
         tables = list(self._optimizers.items())
-        optimizer = ShardedOptimizer(dict(module._optim.params), tables, holder, self.pieces_of)
+        optimizer = ShardedOptimizer(dict(module._optim.params), tables, holder, self.table)
         self.drive_by(optimizer)
         module._optim = optimizer
         # TorchRec's hook saves tables of its own kernels only. It refers to the module that holds it, and
@@ -180,31 +180,27 @@ class LocalShards:
         """Returns the shards of one table on this rank."""
         return self._tables[name]
 
-    def optimizer_of(self, name: str) -> RowOptimizer:
-        """Returns the row optimizer of a table, also if this rank has no shard of the table."""
-        return self._optimizers[name]
+    def tables(self) -> list[Table]:
+        """Returns the tables, in the order of the collection."""
+        return [self.table(name) for name in self._configs]
 
-    def pieces(self) -> list[ShardPieces]:
-        """Returns this rank's pieces of each table, in the order of the tables."""
-        return [self.pieces_of(name) for name in self._configs]
-
-    def pieces_of(self, name: str) -> ShardPieces:
-        """Returns this rank's pieces of one table."""
+    def table(self, name: str) -> Table:
+        """Returns one table as it is now. After the table has moved, call this again."""
         config, dynamic = self._configs[name], self._dynamic[name]
         initializer = self._initializers.get(name) or initializer_of(config, dynamic)
         columns, dtype = config.embedding_dim, row_dtype(config)
-        return ShardPieces(
-            name,
-            f"{self.where}.table('{name}')",
-            self.layouts[name],
-            self._tables[name],
-            self,
-            self._env.rank,
-            self._group,
-            table_config(name, columns, dynamic.seed, dtype, initializer),
-            self._optimizers[name],
-            dynamic.has_life,
-            dynamic.counts_waiting,
+        return Table(
+            name=name,
+            where=f"{self.where}.table('{name}')",
+            layout=self.layouts[name],
+            shards=self._tables[name],
+            rank=self._env.rank,
+            group=self._group,
+            lock=self._lock,
+            device=self.device,
+            config=table_config(name, columns, dynamic.seed, dtype, initializer),
+            options=dynamic,
+            optimizer=self._optimizers[name],
         )
 
     # Trained rows, and another plan.
@@ -213,7 +209,7 @@ class LocalShards:
         """Copies this rank's part of the rows that were trained before sharding."""
         for name, source in trained.items():
             self._initializers[name] = source.initializer
-            copy_trained_rows(source, self._tables[name], self.layouts[name], self._env.rank)
+            copy_trained_rows(source, self.table(name))
 
     def copy_settings(self, other: LocalShards) -> None:
         """Copies initializers, frozen tables and the lock of the shards of another plan, before rows move."""
@@ -239,7 +235,7 @@ class LocalShards:
         self.__dict__.update(other.__dict__)
         self.batches, self._handles = batches, handles
         for name, handle in handles.items():
-            handle.update_from(self._new_handle(name))
+            handle.whole.follow(self.table(name))
 
     def drive_by(self, optimizer: ShardedOptimizer) -> None:
         """Connects an optimizer, which then sets the learning rates of all shards on this rank."""
@@ -266,18 +262,6 @@ class LocalShards:
         for of_table in shards.values():
             of_table.sort(key=lambda shard: shard.first_column)
         return shards
-
-    def _new_handle(self, name: str) -> ShardedTableHandle:
-        return ShardedTableHandle(
-            name,
-            f"{self.where}.table('{name}')",
-            self.layouts[name],
-            self._tables[name],
-            self._configs[name],
-            self._group,
-            self.frozen,
-            self.device,
-        )
 
 
 def _kernels_of(lookups: Iterable[nn.Module]) -> Iterable[DynamicKernel]:

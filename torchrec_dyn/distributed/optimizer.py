@@ -18,7 +18,8 @@ from torchrec_dyn.checkpoint_format import SavedTensor
 from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules import LearningRateGroup, saved_states
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.state_dict import ShardPieces, load_optimizer_state, save_optimizer_state
+from torchrec_dyn.ranks import Table
+from torchrec_dyn.state_dict import load_optimizer_state, save_optimizer_state
 
 
 class ShardedOptimizer(KeyedOptimizer):
@@ -32,7 +33,7 @@ class ShardedOptimizer(KeyedOptimizer):
         placeholders: placeholder parameters of the tables on this rank, by key.
         tables: name and row optimizer of every table of the collection, in order.
         holder: attribute of the unsharded collection that holds the tables.
-        pieces: function that returns the pieces of a table on this rank.
+        table_of: function that returns a table by name.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class ShardedOptimizer(KeyedOptimizer):
         placeholders: Mapping[str, Any],
         tables: Sequence[tuple[str, RowOptimizer]],
         holder: str,
-        pieces: Callable[[str], ShardPieces],
+        table_of: Callable[[str], Table],
     ) -> None:
         params: dict[str, Any] = {}
         state: dict[Any, dict[str, Any]] = {}
@@ -48,7 +49,7 @@ class ShardedOptimizer(KeyedOptimizer):
         for name, optimizer in tables:
             key = f"{holder}.{name}.weight"
             params[key] = placeholders.get(key, torch.empty(0, device="meta"))
-            save, load = partial(_save, pieces, name), partial(_load, pieces, name)
+            save, load = partial(_save, table_of, name), partial(_load, table_of, name)
             state[params[key]] = saved_states(name, optimizer, save, load)
             by_optimizer.setdefault(optimizer, []).append(params[key])
         self._rates = {
@@ -76,9 +77,9 @@ class ShardedOptimizer(KeyedOptimizer):
         self.step()
 
 
-def _save(pieces: Callable[[str], ShardPieces], table: str) -> dict[str, SavedTensor]:
-    return save_optimizer_state(pieces(table))
+def _save(table_of: Callable[[str], Table], name: str) -> dict[str, SavedTensor]:
+    return save_optimizer_state(table_of(name))
 
 
-def _load(pieces: Callable[[str], ShardPieces], table: str, saved: Mapping[str, Any]) -> None:
-    load_optimizer_state(pieces(table), saved)
+def _load(table_of: Callable[[str], Table], name: str, saved: Mapping[str, Any]) -> None:
+    load_optimizer_state(table_of(name), saved)

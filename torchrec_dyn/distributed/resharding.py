@@ -82,7 +82,7 @@ def reshard(
     for name in new.layouts.keys() - set(moved):
         new.reuse(shards, name)
     for name in moved:
-        move_table(shards.pieces_of(name), new.pieces_of(name), call)
+        move_table(shards.table(name), new.table(name), call)
     _replace_attributes(collection, made)
 
 
@@ -134,8 +134,11 @@ def _shard_again(
             device if device is not None else present,
             collection._module_fqn,
         )
-    before, after = collection._shards.optimizer_of, made._shards.optimizer_of
-    changed = [f"{name}: {after(name)}" for name in plan if after(name) != before(name)]
+    before, after = (
+        {table.name: table.optimizer for table in one._shards.tables()}
+        for one in (collection, made)
+    )
+    changed = [f"{name}: {after[name]}" for name in plan if after[name] != before[name]]
     if changed:
         raise ValueError(
             f"expected the optimizers that the collection was sharded with, got {', '.join(changed)}. Use "

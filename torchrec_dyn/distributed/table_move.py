@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 from torchrec_dyn.distributed.chunk_exchange import exchange_chunks
-from torchrec_dyn.distributed.whole_table import OF_EVERY_SHARD
-from torchrec_dyn.ranks import gather_results, run_together
+from torchrec_dyn.ranks import OF_EVERY_SHARD, Table, gather_results, run_together
 from torchrec_dyn.state_dict import (
     LoadSession,
     ModelEntry,
     ModelSource,
     OptimizerEntry,
     OptimizerSource,
-    ShardPieces,
     TableEntry,
     commit_state,
     saved_tensors,
 )
 
 
-def move_table(before: ShardPieces, after: ShardPieces, call: str) -> None:
+def move_table(before: Table, after: Table, call: str) -> None:
     """Copies rows, optimizer state and counters of a table into the shards of another plan. Collective.
 
     The content sums of the copy are compared with the sums of the old shards. The old shards do not change.
 
     Args:
-        before: the old shards on this rank.
-        after: the new shards on this rank, without rows.
+        before: the table with the old shards of this rank.
+        after: the table with the new shards of this rank, without rows.
         call: collection and method, the same on every rank.
 
     Raises:
         ValueError, RuntimeError: on every rank, if some rank fails.
     """
     group = before.group
+    assert group is not None
     saved = saved_tensors(
         group, call, [before], lambda one: [ModelSource(one, None), OptimizerSource(one, None)]
     )
@@ -46,7 +45,7 @@ def move_table(before: ShardPieces, after: ShardPieces, call: str) -> None:
     _copy_counters(before, after, call)
 
 
-def _copy_counters(before: ShardPieces, after: ShardPieces, call: str) -> None:
+def _copy_counters(before: Table, after: Table, call: str) -> None:
     """Copies the counters of the table to the new shards. Collective.
 
     Counters of `OF_EVERY_SHARD` are copied to every shard. Other counters are summed over the old shards that

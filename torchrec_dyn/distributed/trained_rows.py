@@ -7,19 +7,14 @@ Legend: R rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from torchrec_dyn.life import NOT_BY_ROW
-from torchrec_dyn.ranks import Piece, TableLayout, owners
+from torchrec_dyn.ranks import Table
 from torchrec_dyn.table import DynamicTable, state_for_copy, without_optimizer
 
 
-def copy_trained_rows(
-    source: DynamicTable, shards: Sequence[DynamicTable], layout: TableLayout, rank: int
-) -> None:
+def copy_trained_rows(source: DynamicTable, table: Table) -> None:
     """Fills this rank's shards of one table with its part of the unsharded rows.
 
     Scores, admission counters and clock are copied too. Optimizer state is copied if the shards have the same
@@ -27,39 +22,29 @@ def copy_trained_rows(
 
     Args:
         source: the unsharded table.
-        shards: this rank's column shards of the table.
-        layout: the pieces of the table and their ranks.
-        rank: this rank.
+        table: the sharded table, without rows.
     """
-    for shard in shards:
+    for shard in table.shards:
         shard.start_as(source.initializer)  # a loaded checkpoint may have set it
     state = state_for_copy(source, on_host=True)
     if not state["ids"].numel() and not int(state["step"]) and source.time is None:
         return
-    parts = owners(state["ids"], layout.row_ranks) if layout.rows_are_spread else None
-    pieces = {piece.first_column: piece for piece in layout.pieces}
-    for shard in shards:
-        piece = pieces[shard.first_column]
-        part = piece.ranks.index(rank)
-        mask = None if parts is None else torch.eq(parts, part)
-        copied = state
-        if source.optimizer.kind != shard.optimizer.kind:
-            copied = without_optimizer(state, source.optimizer)
-        mine = {name: _part(copied[name], mask, piece) for name in set(copied) - set(NOT_BY_ROW)}
-        if "clock" in copied:
-            mine["clock"] = copied["clock"]
-        if "waiting" in copied:
-            waiting = copied["waiting"]
-            if layout.rows_are_spread:
-                waiting = waiting[:, owners(waiting[0].contiguous(), layout.row_ranks) == part]
-            mine["waiting"] = waiting
+    if table.shards and source.optimizer.kind != table.optimizer.kind:
+        state = without_optimizer(state, source.optimizer)
+    mask = table.owns(state["ids"]) if table.layout.rows_are_spread else None
+    if "waiting" in state and mask is not None:
+        state["waiting"] = state["waiting"][:, table.owns(state["waiting"][0])]
+    for shard in table.shards:
+        mine = {name: state[name] for name in NOT_BY_ROW if name in state}
+        for name in state.keys() - mine:
+            mine[name] = _part(state[name], mask, shard)
         shard.load_state(mine)
 
 
-def _part(values: Tensor, mask: Tensor | None, piece: Piece) -> Tensor:
+def _part(values: Tensor, mask: Tensor | None, shard: DynamicTable) -> Tensor:
     """Returns the rows and columns of one shard from values [R, columns], [R] or []."""
     if values.dim() and mask is not None:
         values = values[mask]
     if values.dim() == 2:
-        values = values[:, piece.first_column : piece.first_column + piece.columns]
+        values = values[:, shard.first_column : shard.first_column + shard.columns]
     return values.contiguous()

@@ -15,33 +15,19 @@ from torchrec_dyn.layers.inputs import Input, is_dense, read_ids, read_weights, 
 
 
 class InputBags(NamedTuple):
-    """The bags of an input.
+    """The bags of an input."""
 
-    Attributes:
-        ids: [K] int64.
-        lengths: [B] int64.
-        weights: [K] float32; None for unweighted bags.
-        shape: shape of the output without its last dimension.
-    """
-
-    ids: Tensor
-    lengths: Tensor
-    weights: Tensor | None
-    shape: torch.Size
+    ids: Tensor  # [K] int64
+    lengths: Tensor  # [B] int64
+    weights: Tensor | None  # [K] float32; None for unweighted bags
+    shape: torch.Size  # of the output, without its last dimension
 
 
 class BagOptions(NamedTuple):
-    """The arguments of DynamicEmbeddingBag for reading bags.
+    """The arguments of DynamicEmbeddingBag for reading bags."""
 
-    Attributes:
-        name: name of the feature.
-        is_weighted: True if ids may have weights; ids without weights get weight 1.
-        padding_idx: an id that is removed from all bags, or None.
-        where: name of the module for error messages.
-    """
-
-    name: str
-    is_weighted: bool
+    name: str  # of the feature
+    is_weighted: bool  # then ids without weights get weight 1
     padding_idx: int | None
     where: str
 
@@ -83,7 +69,7 @@ def read_bags(source: Input, weights: Tensor | None, options: BagOptions) -> Inp
 
 
 def one_bag(name: str, ids: Tensor) -> KeyedJaggedTensor:
-    """Returns a feature of one bag, for sequence collections. So the number of bags is equal on all ranks.
+    """Returns a feature of one bag, for sequence collections: all ranks have the same number of bags.
 
     Args:
         name: name of the feature.
@@ -94,13 +80,9 @@ def one_bag(name: str, ids: Tensor) -> KeyedJaggedTensor:
 
 
 class BagReader(nn.Module):
-    """A module that converts bags to a feature.
+    """A module that converts bags to a feature. With `mean`, weights are divided by their sum in the bag.
 
     It has no parameters, so TorchRec's pipelines may run it ahead.
-
-    Args:
-        options: options for reading bags.
-        mean: True to divide weights by their sum in the bag.
     """
 
     def __init__(self, options: BagOptions, mean: bool) -> None:

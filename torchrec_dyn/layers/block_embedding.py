@@ -107,10 +107,7 @@ class BlockEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 class PooledProjections(nn.Module):
     """A module that projects the pooled outputs of narrow tables to full width.
 
-    Args:
-        configs: the user's configs of the tables.
-        columns: b of each table, by name; tables with b = E have no projection.
-        device: device of the projections.
+    `columns` has b of each table, by name; tables with b = E have no projection.
     """
 
     def __init__(
@@ -135,13 +132,9 @@ class PooledProjections(nn.Module):
         self._widths = [config.embedding_dim for config in configs for _ in config.feature_names]
 
     def forward(self, pooled: KeyedTensor) -> KeyedTensor:
-        """Projects each output with the matrix of its table.
+        """Projects each output with the matrix of its table: [B, D], outputs in the order of the tables.
 
-        Args:
-            pooled: [B, sum of b], outputs in any order; in a sharded collection the plan decides the order.
-
-        Returns:
-            [B, D], outputs in the order of the tables.
+        pooled [B, sum of b] has outputs in any order: in a sharded collection the plan decides the order.
         """
         narrow = pooled.to_dict()
         wide = [self._projected(narrow[name], table) for name, table in self._outputs]

@@ -17,33 +17,20 @@ Input: TypeAlias = Tensor | JaggedTensor
 
 
 class InputIds(NamedTuple):
-    """The ids to look up, bag by bag.
+    """The ids to look up, bag by bag."""
 
-    Attributes:
-        ids: [K] int64.
-        lengths: [B] int64, number of ids in each bag.
-        kept: [K] int64, positions of the ids among the values of the input; None: all values are ids.
-    """
-
-    ids: Tensor
-    lengths: Tensor
-    kept: Tensor | None
+    ids: Tensor  # [K] int64
+    lengths: Tensor  # [B] int64, number of ids in each bag
+    kept: Tensor | None  # [K] int64, positions of the ids among the N values; None: all are ids
 
 
 def is_dense(source: Input) -> bool:
-    """Returns True if an input that `read_ids` accepts is a dense tensor.
-
-    Args:
-        source: the input.
-    """
+    """Returns True if an input that `read_ids` accepts is a dense tensor."""
     return not isinstance(source, JaggedTensor) and not source.is_nested
 
 
 def nested_parts(nested: Any) -> tuple[Tensor, Tensor | None]:
-    """Returns the bags of a jagged nested tensor.
-
-    Args:
-        nested: a nested tensor. Its annotation is Any because torch's class Tensor lacks these methods.
+    """Returns the bags of a jagged nested tensor; it is an Any because class Tensor lacks these methods.
 
     Returns:
         offsets: [B + 1], the begin of each bag and the end of the last bag.
@@ -53,25 +40,15 @@ def nested_parts(nested: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def values_of(source: Input) -> Tensor:
-    """Returns the values of an input that `read_ids` accepts, bag after bag.
-
-    Args:
-        source: the input.
-
-    Returns:
-        [N], in the dtype of the input.
-    """
+    """Returns the values of an input that `read_ids` accepts, bag after bag: [N] in its dtype."""
     # A column of a matrix keeps its strides when it is reshaped to one dimension. gloo cannot send that.
     return (source.reshape(-1) if is_dense(source) else source.values()).contiguous()
 
 
 def read_ids(source: Input, padding_idx: int | None, where: str) -> InputIds:
-    """Checks an input and returns its ids.
+    """Checks an input of int64 ids and returns the ids other than `padding_idx`.
 
-    Args:
-        source: int64 ids; holes between the bags of a nested tensor are skipped.
-        padding_idx: an id that is skipped, or None.
-        where: name of the module for error messages.
+    Holes between the bags of a nested tensor are skipped.
 
     Raises:
         ValueError: if the input has the wrong type, or its tensors do not match each other.
@@ -96,13 +73,10 @@ def read_ids(source: Input, padding_idx: int | None, where: str) -> InputIds:
 
 
 def bag_begins(lengths: Tensor) -> Tensor:
-    """Returns the offsets of bags with these lengths.
+    """Returns the begin of each bag and the end of the last bag, [B + 1] int64.
 
     Args:
         lengths: [B] int64.
-
-    Returns:
-        [B + 1] int64, the begin of each bag and the end of the last bag.
     """
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
@@ -152,7 +126,7 @@ def _bags(source: Input, values: Tensor, where: str) -> tuple[Tensor, Tensor | N
             return _bags_with_holes(offsets.long(), of_bags.long(), values, where)
         lengths = offsets.diff().long()
     least = most = total = 0
-    if lengths.numel():  # one read of a GPU
+    if lengths.numel():  # on a GPU one wait
         least, most, total = torch.stack([*torch.aminmax(lengths), lengths.sum()]).tolist()
     # If no length exceeds the number of ids, the sum of the lengths cannot overflow.
     if least < 0 or most > values.numel() or total != values.numel():

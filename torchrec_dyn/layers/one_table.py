@@ -12,15 +12,10 @@ from torchrec_dyn.modules import TableHandle, check_id, check_size
 
 
 class OneTable(nn.Module):
-    """A module that holds a collection of one table. Abstract: subclasses set the attributes.
+    """A module that holds a collection of one table. Abstract: subclasses set the attributes."""
 
-    Attributes:
-        name: name of the table and of its only feature.
-        collection: the collection of this table, sharded or not.
-    """
-
-    name: str
-    collection: Any
+    name: str  # of the table and of its only feature
+    collection: Any  # sharded or not
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
@@ -44,17 +39,7 @@ class OneTable(nn.Module):
 def check_table(
     embedding_dim: int, num_embeddings: int, padding_idx: int | None, where: str
 ) -> None:
-    """Checks the common arguments of modules of one table.
-
-    Args:
-        embedding_dim: columns of a row.
-        num_embeddings: limit on the number of rows.
-        padding_idx: an id that is padding, or None.
-        where: name of the module for error messages.
-
-    Raises:
-        ValueError: if an argument is invalid.
-    """
+    """Raises ValueError if a common argument of modules of one table is invalid."""
     check_size(embedding_dim, "embedding_dim", where)
     check_size(num_embeddings, "num_embeddings", where)
     check_id(padding_idx, "padding_idx", where)

@@ -228,16 +228,10 @@ def _collection(
 
 @dataclass(frozen=True)
 class TablePair:
-    """The two dynamic tables that replace one table of the user.
+    """The two dynamic tables that replace one table of the user."""
 
-    Attributes:
-        config: the user's config.
-        divisor: divisor of the ids, m.
-        op: the operation that combines two rows.
-    """
-
-    config: EmbeddingBagConfig
-    divisor: int
+    config: EmbeddingBagConfig  # the user's
+    divisor: int  # m
     op: PairOp
 
     @property
@@ -268,10 +262,7 @@ class QuotientRemainderIds(nn.Module):
 
     It has no parameters, so TorchRec's pipelines may run it ahead of the lookup.
 
-    Args:
-        pairs: the tables.
-        read: reader of all features, in the order of the tables.
-        where: name of the collection for error messages.
+    `read` reads all features, in the order of the tables.
     """
 
     def __init__(self, pairs: Sequence[TablePair], read: FeatureReader, where: str) -> None:
@@ -281,14 +272,9 @@ class QuotientRemainderIds(nn.Module):
         self._read = read
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, KeyedJaggedTensor]:
-        """Divides all ids.
+        """Returns for each group the divided ids, all ids of a feature as *one* sequence.
 
-        Args:
-            features: bags of ids.
-
-        Returns:
-            For each group, all ids of each feature as *one* sequence. A lookup of rows needs no bags, so
-            features may differ in their number of bags.
+        A lookup of rows needs no bags, so features may differ in their number of bags.
 
         Raises:
             ValueError: if a feature is missing, or the tensors do not match each other.
@@ -353,9 +339,7 @@ def quotient_and_remainder(ids: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
 class PooledPairs(nn.Module):
     """A module that combines the two rows of each id and pools the rows of a batch.
 
-    Args:
-        pairs: the tables.
-        read: reader of all features, in the order of the tables.
+    `read` reads all features, in the order of the tables.
     """
 
     def __init__(self, pairs: Sequence[TablePair], read: FeatureReader) -> None:
@@ -375,14 +359,9 @@ class PooledPairs(nn.Module):
     def forward(
         self, features: KeyedJaggedTensor, rows: Mapping[str, Mapping[str, JaggedTensor]]
     ) -> KeyedTensor:
-        """Combines and pools rows.
+        """Combines and pools rows: [B, D], one key per feature and table, in the order of the tables.
 
-        Args:
-            features: the batch.
-            rows: rows by group and feature, as the collections return them.
-
-        Returns:
-            [B, D], one key per feature and table, in the order of the tables.
+        `rows` are by group and feature, as the collections return them.
         """
         features = maybe_td_to_kjt(features, None)
         read = self._read(features)

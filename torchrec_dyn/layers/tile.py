@@ -16,27 +16,17 @@ from torchrec_dyn.layers.inputs import Input, bag_begins
 
 
 class Tiles(NamedTuple):
-    """The places of rows in tiles.
+    """The places of rows in tiles."""
 
-    Attributes:
-        places: [K] int64 in [0, B * T).
-        weights: [K] float32; None for unweighted bags.
-        shape: shape of the output without its last dimension.
-    """
-
-    places: Tensor
-    weights: Tensor | None
-    shape: torch.Size
+    places: Tensor  # [K] int64 in [0, B * T)
+    weights: Tensor | None  # [K] float32; None for unweighted bags
+    shape: torch.Size  # of the output, without its last dimension
 
 
 class TileReader(nn.Module):
     """A module that converts the ids of tiles to a feature.
 
     It has no parameters, so TorchRec's pipelines may run it ahead.
-
-    Args:
-        options: options for reading bags.
-        tile_length: T.
     """
 
     def __init__(self, options: BagOptions, tile_length: int) -> None:
@@ -55,7 +45,7 @@ class TileReader(nn.Module):
         )
         in_bag = torch.arange(len(ids), device=device) - bag_begins(bags.lengths)[bag]
         places = bag * self._tile_length + in_bag
-        # Of a GPU the host reads the positions at once: one wait, whether ids are left out or not.
+        # On a GPU the host reads the kept positions without this test, which would be a second wait.
         if not ids.is_cpu or bool((in_bag >= self._tile_length).any()):
             kept = (in_bag < self._tile_length).nonzero().squeeze(1)
             ids, places = ids[kept], places[kept]
@@ -64,12 +54,7 @@ class TileReader(nn.Module):
 
 
 class TileShaper(nn.Module):
-    """A module that arranges rows side by side.
-
-    Args:
-        name: name of the feature.
-        tile_length: T.
-    """
+    """A module that arranges rows side by side."""
 
     def __init__(self, name: str, tile_length: int) -> None:
         super().__init__()

@@ -21,25 +21,17 @@ from torchrec_dyn.layers.row_pooling import pooled_rows
 
 
 class WeightedBags(NamedTuple):
-    """The weights and bags of rows.
+    """The weights and bags of rows."""
 
-    Attributes:
-        weights: [K] float32.
-        lengths: [B] int64, number of rows in each bag.
-        shape: shape of the output without its last dimension.
-    """
-
-    weights: Tensor
-    lengths: Tensor
-    shape: torch.Size
+    weights: Tensor  # [K] float32
+    lengths: Tensor  # [B] int64, number of rows in each bag
+    shape: torch.Size  # of the output, without its last dimension
 
 
 class RowsReader(nn.Module):
     """A module that converts weighted bags to a feature of ids without weights.
 
-    Args:
-        options: options for reading bags, with `is_weighted` True.
-        mean: True to divide weights by their sum in the bag.
+    `options.is_weighted` is True. With `mean`, weights are divided by their sum in the bag.
     """
 
     def __init__(self, options: BagOptions, mean: bool) -> None:
@@ -59,11 +51,7 @@ class RowsReader(nn.Module):
 
 
 class RowsPooler(nn.Module):
-    """A module that sums weighted rows by bag.
-
-    Args:
-        name: name of the feature.
-    """
+    """A module that sums weighted rows by bag."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -26,18 +26,13 @@ from torchrec_dyn.storage import (
 
 # At least a 64th of the counters, or rows, is freed at once, so that searches for the lowest scores are rare.
 FREED_SHARE = 64
-# Candidates listed at once, in such shares. By age: 24 bytes a candidate, so 3 bytes for each counter or row.
+# Candidates listed at once, in such shares. Listed by age, a candidate takes 24 bytes: 3 for each counter or
+# row.
 SHARES_AHEAD = 8
 
 
 class Drop(NamedTuple):
-    """A prepared drop of counters.
-
-    Attributes:
-        ids: [M] int64, the ids.
-        rows: [M] int64, the rows of their counters.
-        left: number of counters afterwards.
-    """
+    """A prepared drop of counters: their ids [M] int64, their rows [M] int64, and the number left."""
 
     ids: Tensor
     rows: Tensor
@@ -74,36 +69,19 @@ class AdmissionCounters:
         self._scores.reserve(self._numbers.highest_after(additional))
 
     def counts(self, ids: Tensor, since: int = 0) -> Tensor:
-        """Returns the counts of ids, [M] int64; 0 for an id without a counter.
-
-        Args:
-            ids: [M] int64.
-            since: step; ids last seen before it have the count 0.
-        """
+        """Returns the counts of ids [M] int64; 0 without a counter, or if last seen before step `since`."""
         return self.waiting(ids, since)[0]
 
     def waiting(self, ids: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns the counts of ids, as `counts`, and a mask of the ids last seen at `since` or later.
-
-        Args:
-            ids: [M] int64.
-            since: step.
-
-        Returns:
-            counts: [M] int64.
-            is_waiting: [M] bool.
-        """
+        """Returns `counts` of ids [M] int64, and a mask [M] of those last seen at step `since` or later."""
         last_seen, counts = self._scores.read(self.id_map.lookup(ids))
         is_waiting = last_seen >= max(0, since)
         return counts.masked_fill_(~is_waiting, 0), is_waiting
 
     def expired(self, age_limit: AgeLimit, step: int, clock: Clock) -> Reading[Drop]:
-        """Returns the drop of the counters expired at `step`; drops nothing.
+        """Returns the drop of the counters expired when `step` begins; drops nothing.
 
-        Args:
-            age_limit: age limit of these counters only.
-            step: the training step that begins.
-            clock: clock of the table.
+        `age_limit` is of these counters only.
         """
         high = self._numbers.high
         ids, rows = yield from age_limit.expired(step, clock, self._scores, self.id_map, high)
@@ -114,12 +92,8 @@ class AdmissionCounters:
     ) -> None:
         """Writes the counters of ids, with or without a counter so far.
 
-        Args:
-            ids: [M] int64, distinct.
-            last_seen: [M] int64, steps.
-            counts: [M] int64.
-            num_new: number of ids without a counter so far; None: they are counted here, which waits for a
-                GPU.
+        ids [M] int64, distinct; last_seen [M] int64, steps; counts [M] int64. `num_new` is the number of ids
+        without a counter so far; None: they are counted here, which waits for a GPU.
         """
         rows = self.id_map.lookup(ids)
         is_new = rows < 0
@@ -139,12 +113,7 @@ class AdmissionCounters:
         run_to_end(commit)
 
     def surplus(self, step: int, limit: int) -> Reading[Drop | None]:
-        """Returns the drop of the counters above a limit, ids seen longest ago first; None if none is above.
-
-        Args:
-            step: the present training step.
-            limit: the most counters to keep.
-        """
+        """Returns the drop of counters above a limit, ids seen longest ago first; None if none is above."""
         surplus = len(self) - limit
         if surplus <= 0:
             return None
@@ -158,11 +127,9 @@ class AdmissionCounters:
         self._candidates = EvictionCandidates(self._device)
 
     def forget(self, ids: Tensor, count: int | None = None) -> None:
-        """Drops counters.
+        """Drops the counters of ids [M] int64, distinct; ids without a counter are skipped.
 
-        Args:
-            ids: [M] int64, distinct; ids without a counter are skipped.
-            count: number of ids with a counter; None: they are counted here, which waits for a GPU.
+        `count` is the number of ids with a counter; None: they are counted here, which waits for a GPU.
         """
         if not ids.numel() or not len(self) or count == 0:
             return
@@ -187,11 +154,7 @@ class AdmissionCounters:
         run_to_end(commit)
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns last_seen and counts, [M] int64 each.
-
-        Args:
-            rows: [M] int64, rows of `id_map`.
-        """
+        """Returns last_seen and counts of rows [M] int64 of `id_map`, [M] int64 each."""
         return self._scores.read(rows)
 
     def export(self) -> Tensor:

@@ -58,11 +58,7 @@ class Clock:
         return self._steps[bisect_left(self._times, time, hi=len(self._steps))]
 
     def times_of(self, steps: Tensor) -> Tensor:
-        """Returns the time at each step, [M] int64.
-
-        Args:
-            steps: [M] int64; -1 becomes -1.
-        """
+        """Returns the time at each of steps [M] int64; -1 becomes -1."""
         if not self._steps:
             return torch.where(steps < 0, -1, 0)
         first_steps, times = self.export().to(steps.device)
@@ -83,11 +79,7 @@ class Clock:
 
     @classmethod
     def load(cls, saved: Tensor) -> Clock:
-        """Returns a clock with the contents of an exported clock.
-
-        Args:
-            saved: [2, K] int64, as `export` returns it.
-        """
+        """Returns a clock with the contents saved [2, K] int64, as `export` returns them."""
         clock = cls()
         clock._steps = array("q", saved[0].tolist())
         clock._times = array("q", saved[1].tolist())

@@ -52,11 +52,7 @@ class _Listed(NamedTuple):
 
 
 class CountCandidates:
-    """A list of rows, ordered by count; rows of equal counts by mixed id, unsigned.
-
-    Args:
-        device: device of the table.
-    """
+    """A list of rows, ordered by count; rows of equal counts by mixed id, unsigned."""
 
     def __init__(self, device: torch.device) -> None:
         nothing = torch.empty(0, dtype=torch.int64, device=device)
@@ -65,32 +61,23 @@ class CountCandidates:
         self._listed: _Listed | None = None
 
     def add(self, ids: Tensor, counts: Tensor) -> None:
-        """Adds fresh rows.
-
-        Args:
-            ids: [M] int64.
-            counts: [M] int64, their counts.
-        """
+        """Adds fresh rows: ids [M] int64 and their counts [M] int64."""
         listed = self._listed
         if listed is None:
             return
-        # Elsewhere to know their number costs a wait; the next eviction drops the others.
+        # On a GPU the number of those up to `end` costs a wait; the next eviction drops the others.
         if ids.is_cpu:
             ids = ids[_up_to(listed.end, counts, _signed_mixed(ids))]
         others = [*listed.others, ids]
         while len(others) > 1 and others[-1].numel() >= others[-2].numel():
             others[-2:] = [torch.cat(others[-2:])]
-        # Without evictions the list would grow. Elsewhere rows beyond its end are on it, too.
+        # Without evictions the list would grow. On a GPU it also holds rows past `end`.
         most = listed.found if ids.is_cpu else 2 * listed.found
         is_long = sum(of.numel() for of in others) > most
         self._listed = None if is_long else listed._replace(others=others)
 
     def forget(self, rows: Tensor) -> None:
-        """Drops the last rows that `lowest` returned, after their removal; does nothing for other rows.
-
-        Args:
-            rows: [M] int64, the removed rows.
-        """
+        """Drops rows [M] int64 that `lowest` returned last, after their removal; does nothing for others."""
         if self._listed is not None and self._listed.chosen[1] is rows:
             self._listed = self._listed._replace(chosen=self._none_chosen)
 
@@ -99,13 +86,8 @@ class CountCandidates:
     ) -> Reading[tuple[Tensor, Tensor]]:
         """Returns the ids and rows of the `most` lowest rows: from the list, or by a search.
 
-        Args:
-            scores: scores of the rows.
-            id_map: id map of the table.
-            high: number of rows ever handed out.
-            before: step; only rows last seen before it are returned, and rows assigned at it and not seen.
-            most: the most rows to return.
-            ahead: the most rows to list, for later calls too.
+        Rows last seen at step `before` or later are not returned, but for rows assigned at it and not seen.
+        `high` is the number of rows ever handed out. A search lists up to `ahead` rows for later calls.
         """
         lowest = None
         if 2 * most <= ahead:
@@ -135,7 +117,7 @@ class CountCandidates:
         # A search of another stream may have listed them.
         keep_in_use(listed.ids, listed.counts, *listed.others, *listed.chosen)
         length = listed.ids.numel()
-        # Of a GPU all rows are examined at once: each further round would be a wait.
+        # On a GPU, examine all rows at once: each further round costs a wait.
         examined = most if listed.ids.is_cpu else max(most, length)
         while True:
             is_rest = examined >= length

@@ -16,11 +16,7 @@ from torchrec_dyn.storage import IdMap, Reading, keep_in_use, places_of
 
 
 class EvictionCandidates:
-    """A list of rows, ordered by `last_seen`; rows of the same step by mixed id, unsigned.
-
-    Args:
-        device: device of the table.
-    """
+    """A list of rows, ordered by `last_seen`; rows of the same step by mixed id, unsigned."""
 
     def __init__(self, device: torch.device) -> None:
         nothing = torch.empty(0, dtype=torch.int64, device=device)
@@ -29,15 +25,10 @@ class EvictionCandidates:
         self._seen_at = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def list(self, scores: Scores, id_map: IdMap, high: int, before: int, most: int) -> None:
-        """Searches all rows and lists the oldest rows.
+        """Searches all rows and lists the `most` oldest rows last seen before step `before`.
 
-        Args:
-            scores: scores of the rows.
-            id_map: id map of the table.
-            high: number of rows ever handed out.
-            before: step; only rows last seen before it are listed. After this call no row may get an older
-                `last_seen`.
-            most: the most rows to list.
+        `high` is the number of rows ever handed out. After this call no row may get a `last_seen` older than
+        `before`.
         """
         ids, rows = scores.lowest(id_map, high, before, most)
         last_seen, _ = scores.read(rows)
@@ -77,13 +68,7 @@ class EvictionCandidates:
     ) -> Reading[tuple[Tensor, Tensor]]:
         """Returns the ids and rows of the `most` oldest rows: from the list, or by a search.
 
-        Args:
-            scores: scores of the rows.
-            id_map: id map of the table.
-            high: number of rows ever handed out.
-            before: as `list`.
-            most: the most rows to return.
-            ahead: the most rows to list, for later calls too.
+        A search is as `list`, of up to `ahead` rows for later calls too.
         """
         oldest = None
         if 2 * most <= ahead:
@@ -97,8 +82,8 @@ class EvictionCandidates:
 
     def oldest(self, most: int, scores: Scores) -> Reading[tuple[Tensor, Tensor] | None]:
         """Returns the ids and rows of the `most` oldest rows of the list; None if it has fewer."""
-        # The rows of the last call may still be in front. Of a GPU all rows are examined at once: each
-        # further round would be a wait.
+        # The rows of the last call may still be in front. On a GPU, examine all rows at once: each further
+        # round costs a wait.
         examined = 2 * most if self._rows.is_cpu else len(self._rows)
         while most <= len(self._rows):
             # Ends with -1 if too few are unchanged.

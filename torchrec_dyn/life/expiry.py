@@ -25,12 +25,7 @@ _AHEAD_SHARE = 16
 
 
 class AgeLimit:
-    """The age limit of a policy and the rows that expire next.
-
-    Args:
-        policy: policy with an age in steps or in the clock's unit.
-        device: device of the table.
-    """
+    """The age limit of a policy, in steps or in the clock's unit, and the rows that expire next."""
 
     def __init__(self, policy: ExpireAfter, device: torch.device) -> None:
         self._policy = policy
@@ -49,18 +44,9 @@ class AgeLimit:
     def expired(
         self, step: int, clock: Clock, scores: Scores, id_map: IdMap, high: int
     ) -> Reading[tuple[Tensor, Tensor]]:
-        """Returns the expired rows and their ids; removes nothing.
+        """Returns the ids [M] int64 and rows [M] int64 expired when `step` begins; removes nothing.
 
-        Args:
-            step: the training step that begins.
-            clock: clock of the table.
-            scores: scores of the table's rows.
-            id_map: id map of the table.
-            high: number of rows ever handed out.
-
-        Returns:
-            ids: [M] int64.
-            rows: [M] int64.
+        `high` is the number of rows ever handed out.
         """
         horizon = self.horizon(step, clock)
         if horizon > self._listed_until:

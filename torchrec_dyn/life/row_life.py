@@ -66,15 +66,9 @@ class Decision(NamedTuple):
 class RowLife:
     """Scores, counters and clock of one table, and the rules of its policies.
 
-    Args:
-        config: config with at least one policy.
-        name: name of the table.
-        row_limit: the most rows of the table on this rank.
-        shift: binary logarithm of the rows of a block.
-        device: device of the table.
+    The config has at least one policy. `row_limit` is that of this rank.
 
     Attributes:
-        scores: scores of the rows.
         waiting: counters of the waiting ids, None unless `config.counts_waiting`.
         clock: the time that the user sets.
         ages: True if rows expire.
@@ -120,11 +114,8 @@ class RowLife:
     def add_rows(self, ids: Tensor, rows: Tensor, step: int, counts: Tensor | None) -> None:
         """Writes the scores of fresh rows. Outside training drops the counters of their ids, too.
 
-        Args:
-            ids: [M] int64.
-            rows: [M] int64.
-            step: step of the table: the present step in training, else the last step.
-            counts: [M] int64; None for rows assigned outside training, which were never seen.
+        ids [M] int64; rows [M] int64; `step`, in training the present one, else the last; counts [M] int64,
+        None for rows assigned outside training, which were never seen.
         """
         if counts is None and self.waiting is not None:
             self.waiting.forget(ids)
@@ -136,11 +127,7 @@ class RowLife:
             self._candidates.add(ids, counts)
 
     def forget_rows(self, rows: Tensor) -> None:
-        """Marks the rows of removed ids as rows without an id.
-
-        Args:
-            rows: [M] int64.
-        """
+        """Marks rows [M] int64 of removed ids as rows without an id."""
         self.scores.forget(rows)
         if isinstance(self._candidates, CountCandidates):
             self._candidates.forget(rows)
@@ -177,12 +164,9 @@ class RowLife:
             self.clock.forget_before(self._age_limit.horizon(step, self.clock))
 
     def admit(self, ids: Tensor, occurrences: Tensor, step: int) -> Reading[Decision]:
-        """Decides the admission of ids without a row; writes nothing.
+        """Decides the admission of ids [M] int64, distinct, without a row; writes nothing.
 
-        Args:
-            ids: [M] int64, distinct.
-            occurrences: [M] int64, in this step.
-            step: the training step.
+        occurrences [M] int64 are those in this step.
         """
         counts, is_waiting = occurrences, None
         if self.waiting is not None and isinstance(self._admission, AdmitAfter):
@@ -208,24 +192,17 @@ class RowLife:
         return Decision(counts, admitted, *places, occurred, both, refused - (waiting - both))
 
     def forget_counters(self, ids: Tensor, num_waiting: int | None) -> None:
-        """Drops the counters of admitted ids.
+        """Drops the counters of admitted ids [M] int64, distinct.
 
-        Args:
-            ids: [M] int64, distinct.
-            num_waiting: number of ids with a counter; None: they are counted here, which waits for a GPU.
+        `num_waiting` of them have one; None: they are counted here, which waits for a GPU.
         """
         if self.waiting is not None:
             self.waiting.forget(ids, num_waiting)
 
     def refuse(self, ids: Tensor, counts: Tensor, step: int, num_new: int | None) -> None:
-        """Writes the counters of refused ids.
+        """Writes the counters of refused ids [M] int64, distinct: counts [M] int64 that `admit` returned.
 
-        Args:
-            ids: [M] int64, distinct.
-            counts: [M] int64, the counts that `admit` returned.
-            step: the training step.
-            num_new: number of ids without a counter so far; None: they are counted here, which waits for a
-                GPU.
+        `num_new` of them have no counter so far; None: they are counted here, which waits for a GPU.
         """
         if self.waiting is not None:
             self.waiting.write(ids, torch.full_like(ids, step), counts, num_new)
@@ -233,9 +210,7 @@ class RowLife:
     def surplus_counters(self, step: int, rows: int) -> Reading[Drop | None]:
         """Returns the drop of the counters above their limit, None if none is above; drops nothing.
 
-        Args:
-            step: the present training step.
-            rows: number of rows in use before this step.
+        `rows` is the number of rows in use before this step.
         """
         if self.waiting is None:
             return None
@@ -255,14 +230,10 @@ class RowLife:
         return (yield from self._candidates.lowest(self.scores, id_map, high, step, most, ahead))
 
     def caught_up(self, step: int, high: int) -> RowLife:
-        """Returns a life in which rows loaded without scores were last seen at the step, loaded after them.
+        """Returns a life in which rows loaded without scores were last seen at `step`, loaded after them.
 
         This life does not change, so a load that fails continues with it. If the rows have scores, this life
-        is returned.
-
-        Args:
-            step: step of the table.
-            high: number of rows ever handed out.
+        is returned. `high` is the number of rows ever handed out.
         """
         if not self.is_unscored:
             return self
@@ -286,29 +257,17 @@ class RowLife:
             self._waiting_age_limit.forget_listed()
 
     def last_seen(self, rows: Tensor) -> Tensor:
-        """Returns the last occurrence of rows, [M] int64: the step, or the time of the clock if `is_timed`.
-
-        Args:
-            rows: [M] int64; -1 becomes -1.
-        """
+        """Returns the last occurrence of rows [M] int64: a step, or a time if `is_timed`; -1 becomes -1."""
         steps, _ = self.scores.read(rows)
         return self.clock.times_of(steps) if self.is_timed else steps
 
     def counts(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Returns the counts of ids, waiting ids included, [M] int64.
-
-        Args:
-            ids: [M] int64.
-            rows: [M] int64, -1 for an id without a row.
-        """
+        """Returns the counts of ids [M] int64, also of waiting ids; rows [M] int64, -1 for none."""
         _, counts = self.scores.read(rows)
         return counts if self.waiting is None else counts + self.waiting.counts(ids)
 
     def export(self, rows: Tensor) -> dict[str, Tensor]:
-        """Returns the saved form of the life.
-
-        Args:
-            rows: [R] int64, rows of the table's ids in canonical order.
+        """Returns the saved form of the life; rows [R] int64 are those of all ids in canonical order.
 
         Returns:
             "last_seen" [R] int64 in steps, "count" [R] int64, "clock" [2, K] int64 on the CPU (first steps
@@ -324,10 +283,8 @@ class RowLife:
         Rows without a saved score get the score of rows assigned now. Without a saved clock or saved
         counters, the present clock and counters stay.
 
-        Args:
-            state: as `export` returns it; each part may be missing.
-            rows: [R] int64, rows of the saved ids in their order.
-            step: step of the table.
+        state: as `export` returns it; each part may be missing. rows [R] int64 are those of the saved ids in
+        their order; `step` is the table's.
         """
         if "clock" in state and self.is_timed:
             self.clock = Clock.load(state["clock"])

@@ -22,9 +22,8 @@ _SHAPES = {"last_seen": "[R]", "count": "[R]", "waiting": "[3, Q]", "clock": "[2
 def last_step(state: Mapping[str, Tensor]) -> int:
     """Returns the last training step that a saved life shows, 0 if it shows no step.
 
-    Args:
-        state: as `RowLife.export` returns it. Assigned rows (count 0) and new times may belong to the step
-            after the last step.
+    state: as `RowLife.export` returns it. Assigned rows (count 0) and new times may belong to the step after
+    the last step.
     """
     known = []
     if "last_seen" in state:
@@ -39,12 +38,9 @@ def last_step(state: Mapping[str, Tensor]) -> int:
 
 
 def check_life(where: str, state: Mapping[str, Tensor], ids: Tensor) -> None:
-    """Raises ValueError if saved scores, counters or clock are not valid; each may be missing.
+    """Raises ValueError if saved scores, counters or clock are not valid.
 
-    Args:
-        where: the table, for messages.
-        state: the saved form.
-        ids: [R] int64, of the saved rows.
+    state: as `RowLife.export` returns it; each part may be missing. ids [R] int64, of the saved rows.
     """
     first = {"last_seen": ids.numel(), "count": ids.numel(), "waiting": 3, "clock": 2}
     for name in first.keys() & state.keys():

@@ -31,47 +31,27 @@ class Scores:
         self.store.reserve(rows)
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the scores of rows.
+        """Returns last_seen and counts of rows [M] int64, [M] int64 each.
 
-        Args:
-            rows: [M] int64.
-
-        Returns:
-            last_seen: [M] int64, a step; -1 for a row without an id, and for row -1.
-            counts: [M] int64; 0 for a row without an id, and for row -1.
+        last_seen is a step. A row without an id, and row -1, have last_seen -1 and count 0.
         """
         return ops.read_scores(rows, self.store.blocks, self.store.shift)
 
     def write(self, rows: Tensor, last_seen: Tensor, counts: Tensor) -> None:
-        """Writes the scores of rows.
-
-        Args:
-            rows: [M] int64, distinct.
-            last_seen: [M] int64, steps.
-            counts: [M] int64, at most MOST_COUNT.
-        """
+        """Writes last_seen [M] int64, steps, and counts [M] int64, up to MOST_COUNT, of distinct rows [M]."""
         ops.write_scores_(rows, last_seen, counts, self.store.blocks, self.store.shift)
 
     def forget(self, rows: Tensor) -> None:
-        """Marks rows as rows without an id.
-
-        Args:
-            rows: [M] int64.
-        """
+        """Marks rows [M] int64 as rows without an id."""
         self.write(rows, torch.full_like(rows, -1), torch.zeros_like(rows))
 
     def lowest(
         self, id_map: IdMap, high: int, before: int, most: int, by_count: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Returns the rows with the lowest scores, exactly; of equal scores the lowest mixed ids, unsigned.
+        """Returns the `most` rows of lowest scores, exactly; of equal scores the lowest mixed ids, unsigned.
 
-        Args:
-            id_map: id map of the table.
-            high: number of rows ever handed out.
-            before: rows of this step and later are never chosen, except rows assigned at it and not seen
-                yet (count 0).
-            most: the most rows to return.
-            by_count: True to compare counts, False to compare last_seen.
+        Compares last_seen; with `by_count`, counts. Rows of step `before` and later are never chosen, except
+        rows assigned at it and not seen yet (count 0). `high` is the number of rows ever handed out.
 
         Returns:
             ids: [M] int64, in the order of `ops.lowest_scores`: use the set of them only.

@@ -27,8 +27,7 @@ class Bags:
         table_offsets: [T + 1] int64 on the CPU, where the ids of each table begin.
         offsets: [bags + 1] int64 on the device of the ids, or None for sequences.
         segments: [S, 5] int64 on the CPU.
-        elements: number of elements of the output.
-        shape: shape of the output.
+        elements, shape: of the output.
     """
 
     table_offsets: Tensor
@@ -72,11 +71,8 @@ class BagLayout:
     ) -> Tensor:
         """Returns the begin of each table's ids, [T + 1] int64 on the CPU.
 
-        Args:
-            offsets: [bags + 1] int64 on any device, where each bag begins in the ids.
-            ids: N.
-            batch_sizes: [F][ranks] bags of each feature and rank, or None if all features have the same
-                number of bags.
+        offsets [bags + 1] int64 on any device, where each bag begins in the ids; `ids` is N;
+        batch_sizes [F][ranks], bags of each feature and rank, or None if all features have the same number.
 
         Raises:
             ValueError: offsets or batch sizes are not valid.
@@ -122,8 +118,7 @@ class BagLayout:
     def begins_of_tables(self, begins: Tensor) -> Tensor:
         """Returns the begin of each table's ids, [T + 1] int64 on the device of `begins`.
 
-        Args:
-            begins: [F + 1] int64, the begin of each feature's ids, and the end of the last.
+        begins [F + 1] int64 are the begin of each feature's ids, and the end of the last.
         """
         if len(self._first_feature) == self._features + 1:  # each table has one feature
             return begins
@@ -131,11 +126,7 @@ class BagLayout:
         return begins[torch.tensor(self._first_feature).to(begins.device, non_blocking=True)]
 
     def offsets_of_tables(self, counts: Sequence[int]) -> Tensor:
-        """Returns the begin of each table's ids, [T + 1] int64 on the CPU.
-
-        Args:
-            counts: [F] number of ids of each feature.
-        """
+        """Returns the begin of each table's ids, [T + 1] int64 on the CPU; counts [F] are ids of features."""
         begins = list(accumulate(counts, initial=0))
         return torch.tensor([begins[f] for f in self._first_feature], device="cpu")
 
@@ -148,15 +139,9 @@ class BagLayout:
     ) -> Bags:
         """Returns the description of one batch.
 
-        Args:
-            offsets: [bags + 1] int64, where each bag begins in the ids.
-            ids: N.
-            batch_sizes: as `table_offsets`.
-            counts: [F] number of ids of each feature, if the caller has checked that offsets ascend from 0
-                to N, and the number of bags; else None. (The ops check again before they read memory.)
-
-        Raises:
-            ValueError: as `table_offsets`, if `counts` is None.
+        As `BagLayout.table_offsets`, but not checked with counts [F], the number of ids of each feature: then
+        the caller has checked that offsets ascend from 0 to N, and the number of bags. (The ops check again
+        before they read memory.)
         """
         if counts is None:
             table_offsets = self.table_offsets(offsets, ids, batch_sizes)
@@ -173,13 +158,8 @@ class BagLayout:
     ) -> Bags | None:
         """Returns the description of a batch whose counts are not known, without `table_offsets`.
 
-        Args:
-            offsets: [bags + 1] int64, not checked; the caller has checked the number of bags.
-            ids: N.
-            batch_sizes: as `table_offsets`.
-
-        Returns:
-            The description; None for sequences of several tables, where the tables of ids are not known.
+        As `BagLayout.table_offsets`, but not checked: the caller has checked the number of bags. Returns None
+        for sequences of several tables, where the tables of ids are not known.
         """
         if not self._is_sequence:
             return self._pooled(_NONE, offsets, batch_sizes)

@@ -55,11 +55,8 @@ def part_of(
 ) -> BatchPart:
     """Returns the part of a batch that belongs to chosen tables.
 
-    Args:
-        is_chosen: [T] bool on the CPU.
-        ids: [N] int64 in table order.
-        table_offsets: [T + 1] int64 on the CPU, where the ids of each table begin.
-        times: [N] int64, or None.
+    is_chosen [T] bool on the CPU; ids [N] int64 in table order; table_offsets [T + 1] int64 on the CPU, where
+    the ids of each table begin; times [N] int64, or None.
     """
     sizes = table_offsets.diff()
     ends = torch.cat([table_offsets[:1], sizes[is_chosen].cumsum(0)])
@@ -114,15 +111,7 @@ def rows_beside_frozen(
 ) -> BatchRows:
     """Runs one training step of the trained tables, and finds the rows of the frozen tables.
 
-    Args:
-        lists: all T tables; some are frozen, but not all.
-        ids: [N] int64 in table order.
-        table_offsets: [T + 1] int64, where the ids of each table begin.
-        times: as `take_step`.
-
-    Raises:
-        ValueError: as `take_step`.
-        RuntimeError: a table is full, or memory is out; no table has changed.
+    As `take_step`, with the ids of all T tables, some of which are frozen, but not all.
     """
     assert lists.trained is not None and lists.frozen_maps is not None
     part = part_of(lists.is_trained, ids, table_offsets, times)

@@ -5,8 +5,8 @@ pooled directly after its rows are found, with zeros for absent ids, and the hos
 while the GPU pools. In a step of known ids this is the output. Else the bags of new ids are pooled again when
 their rows are written: whole bags, so the terms of a sum keep their order.
 
-New are the ids that have no row when the expired ids have been removed. An id whose expired row was found is
-one of them, although it may get the same row again. Other ids of a batch keep their rows during its step.
+A new id has no row after the removal of the expired ids. So an id whose expired row was found is new,
+although it may get the same row again. The other ids of a batch keep their rows during its step.
 
 Legend: N ids.
 """
@@ -47,11 +47,7 @@ class EarlyOutput:
     _output: Tensor | None = None
 
     def pool(self, rows: Tensor) -> None:
-        """Pools the batch.
-
-        Args:
-            rows: [N] int64, -1 for an absent id. They may change after the call.
-        """
+        """Pools the batch: rows [N] int64, -1 for an absent id. They may change after the call."""
         given, bags = self._given(rows, self.blocks), self.bags
         if self.is_counted:
             self._output = ops.gather_pool(*given, bags.elements, self.dtype)
@@ -64,9 +60,7 @@ class EarlyOutput:
     def finish(self, rows: Tensor, blocks: TableBlocks) -> Tensor | None:
         """Returns the output, with the rows of the new ids; None if nothing was pooled.
 
-        Args:
-            rows: [N] int64, the rows to read, after the step.
-            blocks: the rows of the tables after the step.
+        rows [N] int64, the rows to read, and `blocks` are those after the step.
         """
         if self._output is not None and self.new_index is not None:
             ops.pool_into_(self._output, self.new_index, *self._given(rows, blocks))

@@ -1,4 +1,4 @@
-"""FoundRows: what a step on a GPU reads first, in one wait: absent ids, expired ids, and its batch's counts.
+"""FoundRows: the first numbers that a step on a GPU reads, in one wait: absent ids, expired ids, counts.
 
 Legend: T tables, N ids, M expired ids of a table.
 """
@@ -21,13 +21,7 @@ _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class Expired(NamedTuple):
-    """The expired ids of a table.
-
-    Attributes:
-        ids: [M] int64.
-        rows: [M] int64.
-        num_ids: number of ids of the table with these ids.
-    """
+    """The expired ids [M] int64 of a table, their rows [M] int64, and its number of ids with these."""
 
     ids: Tensor
     rows: Tensor
@@ -73,13 +67,9 @@ def find_first(
 ) -> FoundRows:
     """Finds the rows of a batch on a GPU, and the expired ids, and reads numbers of the batch with them.
 
-    Args:
-        maps: maps of T tables.
-        ids: [N] int64 in table order.
-        table_offsets: [T + 1] int64, on the CPU or on the device of `ids`: then they are not checked.
-        ageing: tables with an age limit.
-        beside: reading of numbers of the batch. It may raise an error: nothing has changed then.
-        early: the output of the batch, which is pooled before the host waits.
+    ids [N] int64 in table order; table_offsets [T + 1] int64, on the CPU or on the device of `ids`: then they
+    are not checked. `ageing` are the tables with an age limit. `beside` reads numbers of the batch; it may
+    raise an error: nothing has changed then. `early` is pooled before the host waits.
 
     Raises:
         RuntimeError: an earlier op had invalid arguments (csrc/device_errors.h).

@@ -3,7 +3,7 @@
 Let W be the number of ranks, and g_r the gradient that rank r sends for an id, summed over the id's
 occurrences.
 
-- "mean_over_ranks": the sum of g_r / W. TorchRec's dists divide so.
+- "mean_over_ranks": the sum of g_r / W, as TorchRec's dists divide.
 - "mean_over_senders": the sum of g_r / the number of ranks that sent the id in this batch.
 - "sum": the sum of g_r.
 
@@ -60,13 +60,10 @@ def reduction_of(
     table_offsets: Tensor,
     senders: Senders | None,
 ) -> Reduction:
-    """Returns the reduction of one batch.
+    """Returns the reduction of one batch; `senders` is None for a batch that no dist has sent.
 
-    Args:
-        configs: configs of T tables.
-        offsets: [bags + 1] int64, where each bag begins in the ids.
-        table_offsets: [T + 1] int64, where the ids of each table begin.
-        senders: senders of the batch; None for a batch that no dist has sent.
+    offsets [bags + 1] int64, where each bag begins in the ids; table_offsets [T + 1] int64, where the ids of
+    each table begin.
     """
     if senders is None:
         return Reduction([1.0] * len(configs), None)
@@ -84,12 +81,9 @@ def reduction_of(
 
 
 def _sender_of_each_id(offsets: Tensor, bags: Sequence[Sequence[int]], ids: int) -> Tensor:
-    """Returns the rank that sent each id, [N] int32 on the device of `offsets`.
+    """Returns the rank that sent each of N `ids`, [N] int32 on the device of `offsets`.
 
-    Args:
-        offsets: [bags + 1] int64.
-        bags: [F][ranks] bags of each feature and rank.
-        ids: N.
+    offsets [bags + 1] int64; bags [F][ranks] of each feature and rank.
     """
     ranks = torch.arange(len(bags[0]) if bags else 0, dtype=torch.int32, device="cpu")
     sizes = torch.tensor(bags, device="cpu").flatten().long()

@@ -14,17 +14,11 @@ from torchrec_dyn import ops
 
 
 def repeat_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """Returns the row of each place. Gradients of a row are summed in float32, in the order of the places.
+    """Returns the row of each place, [N, columns]; gradients of a row are summed in the order of the places.
 
-    Not `index_select`: its backward adds in any order on CUDA, and in the dtype of the gradients. In half
-    precision a sum of many gradients stops growing.
-
-    Args:
-        rows: [U, columns].
-        places: [N] int64 or int32 in [0, U).
-
-    Returns:
-        [N, columns].
+    rows [U, columns]; places [N] int64 or int32 in [0, U). Sums are float32. Not `index_select`: its backward
+    adds in any order on CUDA, and in the dtype of the gradients. In half precision a sum of many gradients
+    stops growing.
     """
     repeated: Tensor = _Repeat.apply(rows, places)
     return repeated
@@ -44,15 +38,9 @@ class _Repeat(torch.autograd.Function):
 
 
 def sums_by_place(values: Tensor, places: Tensor, count: int) -> Tensor:
-    """Sums rows by place in float32, in the order of the rows.
+    """Sums rows by place in float32, in their order; returns [count, columns] in the dtype of `values`.
 
-    Args:
-        values: [N, columns] float32, float16 or bfloat16, contiguous.
-        places: [N] int64 or int32 in [0, count).
-        count: number of places.
-
-    Returns:
-        [count, columns] in the dtype of `values`.
+    values [N, columns] float32, float16 or bfloat16, contiguous; places [N] int64 or int32 in [0, count).
     """
     number, columns = values.shape
     if values.is_cpu or not number:

@@ -27,7 +27,7 @@ class TakenStep(NamedTuple):
     Attributes:
         rows: rows of the batch.
         streams: [T, 3] int64 on the CPU, for `ops.update_rows_`; None in evaluation.
-        noted: `tokens_of` the tables, after the step recorded the rows as changed; None without a record.
+        noted: `tokens_of` the logs, after the step recorded the rows as changed; None without a record.
     """
 
     rows: BatchRows
@@ -40,10 +40,9 @@ class StepAhead:
     """A training step taken ahead of the forward of its batch.
 
     Attributes:
-        taken: the step.
         is_trained: [T] bool, False for a table that was frozen at the step.
         generations: [T], generation of each table at the step.
-        ticket: ticket of the forward.
+        ticket: ticket of the forward, open since the step.
     """
 
     taken: TakenStep
@@ -62,10 +61,7 @@ class StepAhead:
     def now(self, lists: TableLists, ids: Tensor, table_offsets: Tensor) -> TakenStep:
         """Returns the step for a forward that begins now. Rows of tables frozen since then are not updated.
 
-        Args:
-            lists: the tables of the group.
-            ids: [N] int64, the batch of the step.
-            table_offsets: [T + 1] int64, where the ids of each table begin.
+        ids [N] int64, the batch of the step; table_offsets [T + 1] int64, where the ids of each table begin.
 
         Raises:
             ValueError: the step was taken for a batch of another size.

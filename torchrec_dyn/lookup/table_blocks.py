@@ -31,7 +31,7 @@ class TableBlocks:
 
 
 def blocks_of(stores: Sequence[RowStore], rows: Sequence[int] | None = None) -> TableBlocks:
-    """Returns the blocks of T stores, one for each table; with `rows`, of so many rows of each table."""
+    """Returns the blocks of T stores, one for each table; with `rows` [T], only those of its first rows."""
     lines: list[list[int]] = []
     blocks: list[Tensor] = []
     for place, store in enumerate(stores):
@@ -42,11 +42,7 @@ def blocks_of(stores: Sequence[RowStore], rows: Sequence[int] | None = None) -> 
 
 
 class BlockLists:
-    """The blocks of the tables of a group, listed again when a store has other blocks.
-
-    Args:
-        tables: T tables.
-    """
+    """The blocks of the tables of a group, listed again when a store has other blocks."""
 
     def __init__(self, tables: Sequence[DynamicTable]) -> None:
         self._tables = tables
@@ -90,11 +86,10 @@ def blocks_with_initial_rows(
 ) -> tuple[TableBlocks, Tensor]:
     """Returns the blocks of the tables and, for one forward, initial rows of unseen ids.
 
-    Args:
-        tables: T tables; they do not change. A table whose `unseen` is "zeros" gets no initial rows.
-        ids: [N] int64 in table order.
-        rows: [N] int64, -1 for an unseen id. Written in place: rows in the returned blocks.
-        table_offsets: [T + 1] int64, where the ids of each table begin.
+    The tables do not change. A table whose `unseen` is "zeros" gets no initial rows.
+
+    ids [N] int64 in table order; rows [N] int64, -1 for an unseen id, written in place: rows in the returned
+    blocks; table_offsets [T + 1] int64, where the ids of each table begin.
 
     Returns:
         The blocks, and [N] int64: -1 for an id that was not unseen, else 0 or more.
@@ -108,8 +103,8 @@ def blocks_with_initial_rows(
             new_rows.append(torch.full_like(unseen, -1))
             continue
         if weights.grows_in_place:
-            # Addresses behind its last row are for rows to come. A copy of the batch's rows costs little more
-            # than their pooling.
+            # The addresses after its last row are for later rows. A copy of the batch's rows costs little
+            # more than their pooling.
             begin, end = table_offsets[t : t + 2].tolist()
             found, first = rows[begin:end], end - begin
             stores[t] = weights.with_copies(found, unseen.numel())

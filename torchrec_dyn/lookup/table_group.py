@@ -45,19 +45,16 @@ from torchrec_dyn.lookup.table_lists import TableLists, TrainedTables, list_tabl
 from torchrec_dyn.lookup.unread_counts import UnreadCounts
 from torchrec_dyn.storage import (
     TABLES,
+    ChangeLog,
     ForwardTicket,
     OutstandingForwards,
     TableLock,
     keep_in_use,
     locked,
-)
-from torchrec_dyn.table import (
-    DynamicTable,
-    find_rows,
-    insert_unseen,
     marks_of_update,
     tokens_of,
 )
+from torchrec_dyn.table import DynamicTable, find_rows, insert_unseen
 
 
 @dataclass
@@ -74,7 +71,7 @@ class _Forward:
     trained: TrainedTables | None  # the tables that are not frozen; none in evaluation
     streams: Tensor | None  # of `ops.update_rows_`; None in evaluation
     generations: list[int]
-    noted: list[object] | None  # `tokens_of` the tables, after scoring recorded the rows as changed
+    noted: list[object] | None  # `tokens_of` their logs, after scoring recorded the rows as changed
     reduction: Reduction
     early: EarlyOutput | None = None
     ticket: ForwardTicket | None = None
@@ -85,8 +82,7 @@ class TableGroup:
     """Tables that share pooling, row dtype and optimizer, looked up together.
 
     Attributes:
-        tables: T tables.
-        learning_rate: learning rate; every backward reads it, the fused optimizer writes it.
+        learning_rate: every backward reads it, the fused optimizer writes it.
         has_life: True if any table has a life.
     """
 
@@ -146,7 +142,7 @@ class TableGroup:
             weights: [N] floating point weights of the ids in their bags, or None.
             training: True to count the step, to give rows to unseen ids, and to update rows in backward.
                 If False, and for a frozen table, nothing changes, and an unseen id reads as the table's
-                `unseen` says.
+                `unseen` configures.
             batch_sizes: [F][ranks] bags of each feature and rank, for variable batches.
             counts: [F] number of ids of each feature, from a caller that has checked the offsets (they are
                 not checked again before ids are inserted), or that checks them with the counts; else None.
@@ -231,13 +227,8 @@ class TableGroup:
     def prefetch(self, ids: Tensor, offsets: Tensor, counts: Sequence[int] | None = None) -> None:
         """Gives rows to unseen ids ahead of the training forward of the same batch.
 
-        Does nothing if a table has a life: then the forwards decide which ids get rows, in the order of the
-        batches.
-
-        Args:
-            ids: [N] int64, feature-major.
-            offsets: [F * B + 1] integer, where each bag begins in ids.
-            counts: as in a forward.
+        ids [N], offsets [F * B + 1] and `counts` are the forward's. Does nothing if a table has a life: then
+        the forwards decide which ids get rows, in the order of the batches.
         """
         lists = self._current()
         trained = lists.trained
@@ -259,18 +250,10 @@ class TableGroup:
     def take_step_ahead(
         self, ids: Tensor, counts: Sequence[int], times: Tensor | None = None
     ) -> StepAhead | None:
-        """Takes the training step of a batch now; the forward of the batch gets the result.
+        """Takes the training step of a batch now, for its forward; returns None if all tables are frozen.
 
-        Args:
-            ids: [N] int64, feature-major.
-            counts: [F] number of ids of each feature.
-            times: as in a forward.
-
-        Returns:
-            The step; None if all tables are frozen.
-
-        Raises:
-            ValueError, RuntimeError: as a forward; no table has changed.
+        ids [N], counts [F] and times [N] are those of the forward. Raises its errors; no table has changed
+        then.
         """
         lists = self._current()
         if lists.trained is None:
@@ -357,7 +340,10 @@ class TableGroup:
             batch = BatchRows(rows, rows, refused)
         streams = torch.add(lists.streams, lists.stepping, alpha=trained.tally.counted.steps)
         scored = trained.with_life and lists.has_changes
-        return TakenStep(batch, streams, tokens_of(self.tables) if scored else None)
+        return TakenStep(batch, streams, tokens_of(self._logs()) if scored else None)
+
+    def _logs(self) -> list[ChangeLog | None]:
+        return [table.change_log for table in self.tables]
 
     def __getstate__(self) -> dict[str, Any]:
         # Blocks are much larger than the rows in use. A copy does not hold them: it lists its own tables. And
@@ -401,7 +387,7 @@ class TableGroup:
             for table in forward.trained.tables:
                 table.own = table.own._replace(edits=table.own.edits + 1)
         listed_marks = (
-            marks_of_update(self.tables, forward.noted) if lists.has_changes else ((), None)
+            marks_of_update(self._logs(), forward.noted) if lists.has_changes else ((), None)
         )
         optimizer, (listed, states) = self.tables[0].optimizer, lists.blocks.rows()
         ops.update_rows_(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup.table_blocks import BlockLists
 from torchrec_dyn.storage import TABLES, MapList, RowNumbers
-from torchrec_dyn.table import DynamicTable, tally_of
+from torchrec_dyn.table import DynamicTable, on_one_tally
 
 _NO_LIMIT = torch.iinfo(torch.int64).max
 
@@ -27,10 +27,7 @@ class TrainedTables:
     """The tables of a group that a training step changes: those that are not frozen.
 
     Attributes:
-        tables: T tables.
         tally: the numbers that a step changes.
-        maps: the id maps.
-        blocks: the blocks of rows and scores.
         first_steps: [T] int64, the step of each table before the forwards of the tally.
         most_steps: the largest of `first_steps` among tables with a life.
         with_life: numbers of the tables with a life.
@@ -45,7 +42,10 @@ class TrainedTables:
     def __init__(self, tables: Sequence[DynamicTable], maps: MapList, blocks: BlockLists) -> None:
         lives = [table.life for table in tables]
         self.tables = list(tables)
-        self.tally = tally_of(tables)
+        of_tables = on_one_tally([table.own for table in tables])
+        for table, own in zip(tables, of_tables, strict=True):
+            table.own = own
+        self.tally = of_tables[0].tally
         self.maps, self.blocks = maps, blocks
         steps = [table.own.step for table in tables]
         self.first_steps = torch.tensor(steps, device="cpu")
@@ -67,11 +67,7 @@ class TableLists:
 
     Attributes:
         token: the token of tables before the listing.
-        generations: [T], generation of each table.
-        configs: [T].
-        row_numbers: [T].
-        maps: the id maps.
-        blocks: the blocks of rows and scores.
+        generations, configs, row_numbers: [T], of each table.
         streams: [T, 3] int64 for `ops.update_rows_`, before the forwards of the tally.
         stepping: [T, 3] int64, what each forward of the tally adds to `streams`.
         is_trained: [T] bool, False for a frozen table.
@@ -99,9 +95,8 @@ class TableLists:
 def list_tables(tables: Sequence[DynamicTable]) -> TableLists:
     """Lists the tables of a group, under their lock."""
     token = TABLES.now
-    is_trained = [
-        not table.is_frozen for table in tables
-    ]  # read once: another thread may freeze a table
+    # Read once: another thread may freeze a table.
+    is_trained = [not table.is_frozen for table in tables]
     both = list(zip(tables, is_trained, strict=True))
     learning = [table for table, trains in both if trains]
     frozen = [table.id_map for table, trains in both if not trains]

@@ -43,15 +43,12 @@ from torchrec_dyn.lookup.found_rows import (
 )
 from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.storage import Reading, read, read_together, run_to_end
+from torchrec_dyn.storage import Reading, note_changed, read, read_together, run_to_end
 from torchrec_dyn.table import (
     Addition,
     DynamicTable,
     Removal,
-    check_need,
-    check_step,
     commit_rows,
-    note_changed,
     ranges_of,
     reading_absent,
 )
@@ -121,7 +118,7 @@ def take_step(
     tables, tally = trained.tables, trained.tally
     if trained.most_steps + tally.counted.steps + 1 >= NO_STEP:
         for number in trained.with_life:
-            check_step(tables[number], tables[number].step + 1)
+            tables[number].check_step(tables[number].step + 1)
     expired: dict[int, Expired] = {}  # removed from the maps, to be put back if the step fails
     parts: list[_TableStep] = []
     try:
@@ -169,13 +166,16 @@ def take_step(
                     batch.rows, table_offsets, listed.weights, listed.layout, steps, times
                 )
 
+        def note(_: bool) -> None:
+            note_changed([table.change_log for table in tables], batch.rows, table_offsets)
+
         def add_rows(again: bool) -> None:
             commit_rows([part.added for part in parts if part.added is not None], again)
 
         # From the first action on no check fails, and memory for maps and rows is reserved.
         actions: list[Callable[[bool], object]] = [count, *(part.begin for part in parts), touch]
         if trained.has_changes:
-            actions.append(lambda _: note_changed(tables, batch.rows, table_offsets))
+            actions.append(note)
         if any(part.has_waiting for part in parts):
             actions += (part.count_waiting for part in parts if part.has_waiting)
         if any(part.surplus > 0 or part.has_waiting for part in parts):
@@ -260,7 +260,7 @@ def _decide(
     if not absent.is_cpu or any(absent.tolist()):
         new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
         if times is not None:
-            # Ids with a row add to a number behind the last: to select the others, the host would wait.
+            # Ids with a row add to an extra last number: to select the others, the host would wait.
             last = counts.numel()
             places = new_index.masked_fill(new_index < 0, last)
             counts = times.new_zeros(last + 1).index_add_(0, places, times)[:last]
@@ -298,7 +298,7 @@ def _decide(
         new = unseen.get(number, _NO_UNSEEN)
         tables[number].check_room(new.num_admitted)
         if number in crowded:
-            check_need(tables[number], crowded[number] + new.num_admitted)
+            tables[number].check_need(crowded[number] + new.num_admitted)
     special = sorted({*trained.watched, *trained.ageing, *unseen})
     for number in special:
         _reserve(tables[number], unseen.get(number, _NO_UNSEEN))
@@ -361,14 +361,8 @@ def _surplus(table: DynamicTable, unseen: _Unseen) -> int:
 class _TableStep:
     """The part of a step that changes one table, beside its counted forwards. Making it changes nothing.
 
-    The methods with one argument that is not named are actions of `run_to_end`, in their order here.
-
-    Args:
-        number: number of the table in its group.
-        table: the table.
-        expired: its expired ids, removed from the map.
-        unseen: the ids without a row.
-        removal: the removal of the expired ids; None if there are none.
+    Its methods with one bool argument are actions of `run_to_end`, in this order. `expired` ids are removed
+    from the map already; `removal` is None without expired ids.
 
     Attributes:
         number: number of the table in its group.
@@ -429,7 +423,7 @@ class _TableStep:
         self._num_waiting = self._table.num_waiting
 
     def restore_waiting(self) -> None:
-        """Writes counters of the admitted ids that got no row, as a search for lowest rows had no memory."""
+        """Restores the counters of the admitted ids without a row: the search in 8 may run out of memory."""
         table, (ids, counts) = self._table, self._admitted
         if self._has_forgotten and ids.numel() and table.life is not None:
             left = (table.id_map.lookup(ids) < 0).nonzero().flatten()

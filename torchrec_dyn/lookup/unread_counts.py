@@ -24,9 +24,6 @@ class UnreadCounts:
             and further numbers for `check`.
         features: F.
         check: raises ValueError if the batch is not valid. It gets the counts [F] and the further numbers.
-
-    Attributes:
-        words: as the argument.
     """
 
     def __init__(

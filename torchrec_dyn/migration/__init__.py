@@ -1,6 +1,6 @@
 """Conversion of TorchRec's static tables to dynamic tables (docs/guide/from_static_tables.md).
 
-Imports `whole_model`, `modules`, `state_dict`, `ranks`, `checkpoint_format`, `table` and the ground.
+Imports `whole_model`, `modules`, `ranks`, `checkpoint_format`, `table` and the ground.
 Start with `stock_collections` (untrained models), then read `trained_collections` (row i becomes the row of
 id i) and `static_checkpoint`.
 """

@@ -20,10 +20,9 @@ from torchrec_dyn.checkpoint_format import ChunkedTensor, mean_over_cuts, open_f
 from torchrec_dyn.migration.static_optimizer import MOMENTS, STEPS
 from torchrec_dyn.migration.trained_collections import chunks, put_rows
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import run_together
-from torchrec_dyn.state_dict import ShardPieces
+from torchrec_dyn.ranks import Table, run_together
 from torchrec_dyn.table import DynamicTable
-from torchrec_dyn.whole_model import Collection, ModelTable, tables_in
+from torchrec_dyn.whole_model import Collection, tables_in
 
 
 def load_static(
@@ -62,10 +61,10 @@ def load_static(
 
     def fill() -> None:
         for table, of_table in zip(tables.values(), saved, strict=True):
-            _fill(table.pieces, of_table)
+            _fill(table, of_table)
 
     saved = run_together(group, "load_static", find)
-    before = [(one, dict(one.__dict__)) for table in tables.values() for one in table.pieces.shards]
+    before = [(one, dict(one.__dict__)) for table in tables.values() for one in table.shards]
     try:
         run_together(group, "load_static", fill)
     except BaseException:
@@ -77,19 +76,13 @@ def load_static(
 
 @dataclass(frozen=True)
 class _StaticTable:
-    """One table of the checkpoint.
+    """One table of the checkpoint."""
 
-    Attributes:
-        weight: [N, D].
-        cuts: first columns of its column shards, and D.
-        states: optimizer state by FBGEMM's name, [N, D], [N, 1] or [N * S], column shard after column shard.
-        step: number of training steps so far.
-    """
-
-    weight: ChunkedTensor
-    cuts: list[int]
+    weight: ChunkedTensor  # [N, D]
+    cuts: list[int]  # first columns of its column shards, and D
+    # Optimizer state by FBGEMM's name: [N, D], [N, 1] or [N * S], column shard after column shard.
     states: Mapping[str, ChunkedTensor]
-    step: int
+    step: int  # training steps so far
 
     def state_rows(self, name: str, first: int, last: int, shard: DynamicTable) -> Tensor:
         """Returns the optimizer state of rows [first, last) for the columns of a shard."""
@@ -110,7 +103,7 @@ class _Files:
         self._reader, metadata = open_files(folder)
         self._saved = metadata.state_dict_metadata
 
-    def table(self, table: ModelTable, with_optimizer: bool, step: int | None) -> _StaticTable:
+    def table(self, table: Table, with_optimizer: bool, step: int | None) -> _StaticTable:
         """Returns the static table for a dynamic table, after checking that it fits this rank's shards.
 
         Raises:
@@ -127,7 +120,7 @@ class _Files:
         metadata = self._saved[key]
         assert isinstance(metadata, TensorStorageMetadata)
         weight = self._tensor(key)
-        shards = table.pieces.shards
+        shards = table.shards
         columns = shards[0].embedding_dim if shards else None
         if len(weight.shape) != 2 or columns not in (None, weight.shape[1]):
             raise ValueError(
@@ -201,18 +194,18 @@ def _check_states(found: _StaticTable, optimizer: RowOptimizer, known: bool, whe
         )
 
 
-def _fill(pieces: ShardPieces, saved: _StaticTable) -> None:
+def _fill(table: Table, saved: _StaticTable) -> None:
     """Replaces the contents of this rank's shards."""
     rows, columns = saved.weight.shape
-    for shard in pieces.shards:
+    for shard in table.shards:
         shard.reset(shard.dtype, shard.device)
         shard.step = saved.step
-        shard.reserve(rows // pieces.ranks)
-    for first, last in chunks(rows, columns) if pieces.shards else ():
+        shard.reserve(rows // table.layout.row_ranks)
+    for first, last in chunks(rows, columns) if table.shards else ():
         ids = torch.arange(first, last, device="cpu")
-        ids = ids[pieces.owns(ids)]
+        ids = ids[table.owns(ids)]
         weight, at = saved.weight.rows(first, last), ids - first
-        for shard in pieces.shards:
+        for shard in table.shards:
             span = slice(shard.first_column, shard.first_column + shard.columns)
             states = {name: saved.state_rows(name, first, last, shard)[at] for name in saved.states}
             put_rows(shard, ids, weight[at, span], states)

@@ -28,14 +28,10 @@ _WITHOUT_COUNTERPART = ("momentum", "nesterov", "weight_decay", "lr_decay", "ams
 
 
 class Trainer(NamedTuple):
-    """The optimizer that trained one parameter.
+    """The optimizer that trained one parameter."""
 
-    Attributes:
-        optimizer: a torch optimizer, without its wrappers.
-        group: the parameter's group; None for TorchRec's placeholder optimizers, which never trained a row.
-    """
-
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer  # without its wrappers
+    # The parameter's group; None for TorchRec's placeholder optimizers, which never trained a row.
     group: Mapping[str, Any] | None
 
     @property
@@ -49,15 +45,11 @@ class Trainer(NamedTuple):
 
 
 class SavedMoments(NamedTuple):
-    """The optimizer state of one table's rows.
+    """The optimizer state of one table's rows."""
 
-    Attributes:
-        states: state by FBGEMM's name, [N, D], [N, 1] or [N] each; empty before the first step.
-        step: number of training steps so far.
-    """
-
+    # By FBGEMM's name: [N, D], [N, 1] or [N] each; empty before the first step.
     states: Mapping[str, Tensor]
-    step: int
+    step: int  # training steps so far
 
 
 def trainer_of(
@@ -110,10 +102,7 @@ def _unwrapped(optimizer: torch.optim.Optimizer | None) -> Iterator[torch.optim.
 def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns the hyper-parameters for further training of the rows by the same rule.
 
-    Args:
-        trainer: an optimizer whose class has a row rule.
-        group: its parameter group, with the present learning rate.
-        where: name of the table for error messages.
+    `group` is the optimizer's parameter group, with the present learning rate.
 
     Raises:
         ValueError: if the class has no row rule, or an option has no equal in row rules.

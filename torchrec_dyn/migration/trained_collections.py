@@ -161,7 +161,7 @@ def _mark(table: UnshardedTable, trainer: Trainer, weight: Any, where: str) -> N
 
 
 def _fill(table: DynamicTable, weight: Tensor, moments: SavedMoments) -> None:
-    """Inserts the ids 0 to N - 1 with the rows of a weight, [N, D], and their state, chunk by chunk."""
+    """Inserts the ids 0 to N - 1 with their rows, weight [N, D], and their state, chunk by chunk."""
     table.step = moments.step  # before the insertion: policies count the rows' age from this step
     table.reserve(len(weight))
     for first, last in chunks(len(weight), table.columns):

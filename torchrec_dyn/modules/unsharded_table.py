@@ -21,7 +21,6 @@ from torchrec_dyn.table import (
     ROW_DTYPES,
     DynamicTable,
     check_state,
-    note_replaced,
     state_for_copy,
     without_optimizer,
 )
@@ -138,7 +137,7 @@ class UnshardedTable(nn.Module):
             table.load_state(state)
         if before is not None and before.changes is not None:
             table.changes = before.changes  # earlier markers stay valid
-            note_replaced(table, before.id_map)
+            table.note_replaced(before.id_map)
         return table
 
     def rows_if_made(self) -> DynamicTable | None:
@@ -281,7 +280,7 @@ class UnshardedTable(nn.Module):
             return None
         state, initializer = checked_model_state(self.where, saved, self.saved_config())
         self._check_device()
-        check_state(self.where, state, self.config.embedding_dim, ())
+        check_state(self.where, state, self.config.embedding_dim, {})
         return state, initializer
 
     @locked

@@ -10,8 +10,8 @@ from torch import nn
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.types import hash_sha256_to_int
 
-from torchrec_dyn.distributed import Stats
 from torchrec_dyn.modules import UnshardedCollection
+from torchrec_dyn.ranks import Stats
 from torchrec_dyn.whole_model import Collection, collections_of, read_stats, table_names
 
 _NEEDED = ("rows", "waiting", "ids_seen", "forwards", "features", "ranks")
@@ -100,13 +100,7 @@ def lookups_per_forward(stats: Mapping[str, int | float]) -> float:
 
 
 def check_stats(where: str, name: str, stats: Mapping[str, int | float]) -> None:
-    """Raises ValueError unless a table's stats are complete and count at least one training forward.
-
-    Args:
-        where: name of the calling function for error messages.
-        name: name of the table.
-        stats: stats of the table.
-    """
+    """Raises ValueError unless a table's stats are complete and count at least one training forward."""
     if missing := [one for one in _NEEDED if one not in stats]:
         raise ValueError(
             f"{where}.stats['{name}']: expected the stats of read_model_stats, got none named {missing}. "

@@ -28,28 +28,14 @@ _NO_ROOM = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONST
 
 
 class _PricedPlanner(EmbeddingShardingPlanner):
-    """TorchRec's planner. If no plan fits the memory, its error lists the largest tables.
-
-    Args:
-        topology: the devices.
-        enumerator: the enumerator of sharding options.
-        **options: other arguments of EmbeddingShardingPlanner.
-    """
+    """TorchRec's planner. If no plan fits the memory, its error lists the largest tables."""
 
     def __init__(self, topology: Topology, enumerator: EmbeddingEnumerator, **options: Any) -> None:
         super().__init__(topology=topology, enumerator=enumerator, **options)
         self._priced_by = topology, enumerator
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """Returns a plan.
-
-        Args:
-            module: the model.
-            sharders: the sharders of its collections.
-
-        Raises:
-            PlannerError: if no plan fits.
-        """
+        """Returns a plan of a model; raises PlannerError if no plan fits."""
         try:
             return super().plan(module, sharders)
         except PlannerError as error:

@@ -37,18 +37,11 @@ from torchrec_dyn.ranks import config_of_share, row_limit
 
 
 class _Share(NamedTuple):
-    """The maximum contents of one shard of a table.
+    """The maximum contents of one shard of a table."""
 
-    Attributes:
-        limit: row limit of the shard.
-        rows: number of rows for its price.
-        counters: number of waiting ids for its price.
-        has_life: True if any policy is set.
-    """
-
-    limit: int
-    rows: int
-    counters: int
+    limit: int  # of rows
+    rows: int  # for the price
+    counters: int  # waiting ids for the price
     has_life: bool
 
 

@@ -65,15 +65,14 @@ class FairCuts:
         # The pieces in the order of the concatenated vocabularies: begin, rank, and begin on the rank.
         begins, rank_of, local = torch.tensor(self._pieces(), device=rows.device).T.contiguous()
         on_the_line = ends[features] + rows
-        # Of a piece without rows and the piece after it, which begin at the same row, the later one.
+        # A piece without rows begins where the next piece begins: the search finds the later piece.
         piece = torch.searchsorted(begins, on_the_line, right=True) - 1
         return rank_of[piece], on_the_line - begins[piece] + local[piece]
 
     def _pieces(self) -> list[tuple[int, int, int]]:
         ends = [0, *accumulate(self.rows)]
-        begins = [
-            iter((0, *cuts)) for cuts in self.cuts
-        ]  # the pieces of a feature are on ranks in order
+        # The pieces of a feature are on ranks in order.
+        begins = [iter((0, *cuts)) for cuts in self.cuts]
         pieces = [
             (feature, next(begins[feature]), rank, offset)
             for rank, (features, offsets) in enumerate(

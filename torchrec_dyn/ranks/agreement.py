@@ -2,6 +2,9 @@
 
 If one rank raised alone, the other ranks would wait in the next collective. So all work between two
 collectives, down to the memory that it allocates, runs in a function here.
+
+In all functions `group` has the ranks, or is None for one process, and `call` names table and method, the
+same on every rank.
 """
 
 from __future__ import annotations
@@ -23,14 +26,8 @@ def agree(
 ) -> list[Any]:
     """Waits until all ranks are at the same point of the same call. Collective.
 
-    Args:
-        group: the ranks; None: there is one process, and its own fault is raised as it is.
-        call: table and method, the same on every rank.
-        fault: the error that stops this rank; None: no error.
-        value: a value for the other ranks, small and picklable.
-
-    Returns:
-        The value of each rank, by rank.
+    Returns the value of each rank, by rank; a value is small and picklable. `fault` is the error that stops
+    this rank; without a group it is raised as it is.
 
     Raises:
         ValueError: on every rank, if the fault of the lowest faulty rank is a ValueError, or if no rank has
@@ -62,18 +59,9 @@ def agree(
 
 
 def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
-    """Runs this rank's part of a call and gathers the results of all ranks. Collective.
+    """Runs this rank's part of a call and returns the results of all ranks, by rank. Collective.
 
-    Args:
-        group: the ranks; None: there is one process.
-        call: table and method, the same on every rank.
-        work: this rank's part; its result is small and picklable.
-
-    Returns:
-        The result of each rank, by rank.
-
-    Raises:
-        ValueError, RuntimeError: on every rank, if `work` fails on some rank; see `agree`.
+    A result is small and picklable. If `work` fails on some rank, every rank raises, as in `agree`.
     """
     fault: Exception | None = None
     done: Any = None
@@ -90,7 +78,7 @@ def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[]
 def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
     """Runs this rank's part of a call and returns its result, which is not sent. Collective.
 
-    The arguments and errors of `gather_results`.
+    Errors are those of `gather_results`.
     """
     done: list[T] = []
     gather_results(group, call, lambda: done.append(work()))
@@ -104,18 +92,10 @@ def exchange(
     send_sizes: Sequence[int],
     receive_sizes: Sequence[int],
 ) -> Tensor:
-    """Sends numbers to all ranks after every rank has made its numbers. Collective.
+    """Sends numbers to all ranks after every rank has made its numbers; returns those received, by sender.
 
-    Args:
-        group: the ranks; it sends tensors of the CPU.
-        call: table and method, the same on every rank.
-        make: function that returns the numbers to send, one-dimensional, on the CPU, by receiver; of one
-            dtype on all ranks.
-        send_sizes: number of numbers for each rank.
-        receive_sizes: number of numbers from each rank.
-
-    Returns:
-        The received numbers, by sender.
+    Collective. The group sends tensors of the CPU. make: returns the numbers to send, one-dimensional, on the
+    CPU, by receiver; of one dtype on all ranks. The sizes [ranks] count the numbers for and from each rank.
 
     Raises:
         ValueError, RuntimeError: on every rank, if `make` fails on some rank, or a rank has no memory for

@@ -56,7 +56,6 @@ class Piece:
     """A range of columns of a table, with the ranks that share its rows.
 
     Attributes:
-        first_column: first column of the range.
         columns: number of columns.
         ranks: one or more ranks that share the rows, in the order of their ranges of mixed ids.
     """
@@ -116,13 +115,6 @@ def table_layouts(
     where: str,
 ) -> dict[str, TableLayout]:
     """Returns the layout of every table of a collection, by name, as its plan defines it.
-
-    Args:
-        configs: the collection's tables.
-        plan: the collection's part of the sharding plan.
-        env: the ranks.
-        sharding_types: the types that the collection supports.
-        where: the collection, for messages.
 
     Raises:
         ValueError: if a table is missing from the plan or cannot be sharded as the plan defines.

@@ -45,15 +45,7 @@ def config_of_share(config: DynamicTableConfig, ranks: int) -> DynamicTableConfi
 
 
 def owners(ids: Tensor, ranks: int) -> Tensor:
-    """Returns the owner of each id, computed by the op that routes batches.
-
-    Args:
-        ids: [N] int64.
-        ranks: number of ranks that share the rows.
-
-    Returns:
-        [N] int64 in [0, ranks).
-    """
+    """Returns the owner of each of ids [N] int64, in [0, ranks), computed by the op that routes batches."""
     lengths = torch.tensor([ids.numel()], device=ids.device)
     _, per_owner, _, where = ops.sort_by_owner(ids, lengths, None, ranks, positions=True)
     return torch.bucketize(where, per_owner.cumsum(0), right=True)

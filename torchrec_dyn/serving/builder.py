@@ -81,12 +81,7 @@ def build(
 def chosen_tables(
     found: Mapping[str, SavedTable], names: Sequence[str] | None, where: str
 ) -> dict[str, SavedTable]:
-    """Returns tables by name, in the order of their names.
-
-    Args:
-        found: tables by their key in the checkpoint.
-        names: names of the tables to choose; None: all tables.
-        where: the call, for messages.
+    """Returns the named tables (None: all tables) by name, in the order of their names.
 
     Raises:
         ValueError: if a table is missing, or two have the same name.
@@ -138,12 +133,7 @@ def _write_tables(folder: Path, saved: Mapping[str, SavedTable], row_format: Row
 
 
 def new_maps(generation: Path, tables: Mapping[str, ServedTable]) -> dict[str, ServedMap]:
-    """Makes the directory of a generation and returns its id maps, empty and writable.
-
-    Args:
-        generation: the directory to make.
-        tables: tables by name, each with its range of slots.
-    """
+    """Creates the directory of a generation and returns its id maps, empty and writable."""
     generation.mkdir()
     size = SLOT_BYTES * sum(table.capacity for table in tables.values())
     with open(generation / SLOTS, "xb") as file:

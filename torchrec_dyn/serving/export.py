@@ -47,22 +47,17 @@ def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedPr
         backed_size_oblivious=True
     ):
         program = torch.export.export(module, (plain,), dynamic_shapes=(shapes,), strict=False)
-    program.example_inputs = (
-        None  # they hold a KeyedJaggedTensor, which torch.export.load would have to unpickle
-    )
+    # The inputs hold a KeyedJaggedTensor, which torch.export.load would have to unpickle.
+    program.example_inputs = None
     return program
 
 
 def traced_features(
     features: KeyedJaggedTensor, names: Sequence[str], weighted: bool, where: str
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """Reads features while a program is exported.
+    """Reads F features, which all have B bags, while a program is exported.
 
-    Args:
-        features: the user's features, with the same number of bags for each feature.
-        names: names of the F features to read, in table order, repeats allowed.
-        weighted: True if bags have weights.
-        where: the collection, for messages.
+    `names` are in table order, repeats allowed.
 
     Returns:
         ids [N] int64, offsets [F * B + 1] int64, weights [N] float32 or None, and B.

@@ -19,16 +19,9 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 def mapped(path: Path, size: int, writable: bool = False, is_whole: bool = False) -> Tensor:
-    """Maps the first bytes of a file: pages are read at first use, and processes share them.
+    """Maps the first bytes of a file, [size] uint8: pages are read at first use, and processes share them.
 
-    Args:
-        path: path of the file.
-        size: number of bytes.
-        writable: True if writes change the file; False if they change this process's own copy of the page.
-        is_whole: True if the file must have no further bytes.
-
-    Returns:
-        [size] uint8.
+    Writes change the file if it is `writable`, else this process's own copy of the page.
 
     Raises:
         ValueError: if the file is shorter than `size`, or longer and `is_whole`.
@@ -52,10 +45,8 @@ class Appender:
     Row r of a table is at byte r * row_bytes of the file. All tables share the file, and the rows of a table
     begin at multiples of the table's row_bytes.
 
-    Args:
-        path: path of the file, which is made if it does not exist.
-        used: number of bytes in use. Bytes after them are from a writer that did not finish, and are
-            overwritten.
+    The file is created if it does not exist. The first `used` bytes are in use. Bytes after them are from a
+    writer that did not finish, and are overwritten.
     """
 
     def __init__(self, path: Path, used: int) -> None:
@@ -64,13 +55,10 @@ class Appender:
         self.used = used
 
     def append(self, written: Tensor) -> Tensor:
-        """Appends rows.
+        """Appends rows and returns their numbers, [M] int64.
 
         Args:
-            written: [M, row_bytes] uint8, M encoded rows.
-
-        Returns:
-            [M] int64, the row numbers.
+            written: [M, row_bytes] uint8, encoded rows.
         """
         count, width = written.shape
         first = -(-self.used // width)
@@ -80,11 +68,7 @@ class Appender:
         return torch.arange(first, first + count)
 
     def close(self, size: int) -> None:
-        """Commits the file to the disk and closes it.
-
-        Args:
-            size: least length of the file, in bytes; after the rows the file is sparse.
-        """
+        """Commits the file to the disk with `size` bytes or more, sparse after the rows, and closes it."""
         self._file.flush()
         self._file.truncate(max(size, os.fstat(self._file.fileno()).st_size))
         os.fsync(self._file.fileno())

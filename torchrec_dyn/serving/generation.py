@@ -29,12 +29,8 @@ _ATTEMPTS = 100
 class Generation(nn.Module):
     """The id maps and rows of one generation, which never change.
 
-    Args:
-        name: name of the generation.
-        manifest: manifest of the generation.
-        slots: [bytes] uint8, the id maps of all its tables.
-        rows: [bytes] uint8, the rows of all its tables.
-        tables: names of T tables, in the order of the ids of a call.
+    `slots` and `rows`, [bytes] uint8 each, hold all tables of the generation. `tables` are the names of T
+    tables, in the order of the ids of a call.
     """
 
     slots: Tensor
@@ -68,11 +64,7 @@ class Generation(nn.Module):
         self._blocks_once = self._blocks()
 
     def find(self, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Finds the rows of ids.
-
-        Args:
-            ids: [N] int64 in table order.
-            table_offsets: [T + 1] int64.
+        """Finds the rows of ids, [N] int64 in table order with table_offsets [T + 1] int64.
 
         Returns:
             rows: [N] int64, -1 where the id is absent.
@@ -105,15 +97,7 @@ class Generation(nn.Module):
 def open_generation(
     folder: Path, tables: Sequence[str], unless: str | None = None
 ) -> Generation | None:
-    """Maps the current generation.
-
-    Args:
-        folder: directory that `serving.build` made.
-        tables: names of the tables to serve.
-        unless: name of the generation that is mapped already; None: no generation is mapped.
-
-    Returns:
-        The generation; None if `unless` is current.
+    """Maps and returns the current generation; returns None if it is `unless`, which is mapped already.
 
     Raises:
         ValueError: if `serving.build` did not make the directory, or it is damaged or lacks a table.
@@ -125,8 +109,7 @@ def open_generation(
         try:
             return _open(folder, name, tables)
         except FileNotFoundError:
-            # Two deltas were applied after the name was read; or, if the name is still current, files are
-            # missing.
+            # If the name is no longer current, two deltas were applied since it was read.
             if current_generation(folder) == name:
                 raise without_files(folder, name) from None
     raise ValueError(

@@ -36,10 +36,9 @@ def has_room(slots: int, ids: int) -> bool:
 
 
 class ServedMap:
-    """The map from the ids of one served table to their rows.
+    """The map from the ids of one served table to their rows: slots [C, 2] int64, written in place.
 
-    Args:
-        slots: [C, 2] int64, id and row + 1; written in place.
+    A slot has an id and its row + 1; 0 means that the slot is empty.
     """
 
     def __init__(self, slots: Tensor) -> None:

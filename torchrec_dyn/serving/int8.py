@@ -22,11 +22,7 @@ _lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
 
 
 class Int8Pooling(nn.Module):
-    """The pooling of int8 rows by FBGEMM's kernel.
-
-    Args:
-        columns: D of each of the F features.
-    """
+    """The pooling of int8 rows by FBGEMM's kernel; `columns` are the D of the F features."""
 
     _ends: Tensor
     _places: Tensor
@@ -51,7 +47,7 @@ class Int8Pooling(nn.Module):
     def forward(
         self, written: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool
     ) -> Tensor:
-        """Gathers rows and pools them by bag.
+        """Gathers rows and pools them by bag: [B, sum of D] float32.
 
         Args:
             written: [bytes] uint8, the rows of all tables.
@@ -59,22 +55,14 @@ class Int8Pooling(nn.Module):
             offsets: [F * B + 1] int64, ascending from 0 to N; the kernel does not check this.
             weights: [N] float32, contiguous, or None.
             mean: True to divide each bag by its length.
-
-        Returns:
-            [B, sum of D] float32.
         """
         mode = PoolingMode.MEAN if mean else PoolingMode.SUM
         return self._call(len(self._places), written, rows, offsets, mode, weights)
 
     def gather(self, written: Tensor, rows: Tensor) -> Tensor:
-        """Gathers rows of tables of the same width; all tables begin at byte 0, so row numbers suffice.
+        """Returns rows [N, D] float32 of tables of one width; all begin at byte 0, so row numbers suffice.
 
-        Args:
-            written: [bytes] uint8, the rows of all tables.
-            rows: [N] int64; row -1 is read as zeros.
-
-        Returns:
-            [N, D] float32.
+        written [bytes] uint8 has the rows of all tables; rows [N] int64, -1 for zeros.
         """
         # As one feature: for further features the kernel computes the begin of the output in 32 bits, which
         # may overflow.

@@ -25,14 +25,10 @@ from torchrec_dyn.serving.unseen import UnseenRows
 
 
 class ServedLookup(nn.Module):
-    """The lookup of the features of a collection's tables.
+    """The lookup of the features of a collection's T tables.
 
-    Args:
-        folder: directory that `serving.build` made.
-        configs: checked configs of the T tables.
-        means: for each table, True if it divides bags by their lengths.
-        unseen: rows of unseen ids: "zeros" or "initial".
-        where: the collection, for messages.
+    `means` has True for each table that divides bags by their lengths. Unseen ids have `unseen` rows: "zeros"
+    or "initial".
 
     Raises:
         ValueError: if the directory does not serve these tables.
@@ -84,10 +80,9 @@ class ServedLookup(nn.Module):
         self.refresh()
 
     def refresh(self) -> bool:
-        """Serves the current generation from the next call on; a running call keeps the old generation.
+        """Serves the current generation from the next call on, and returns True if it is a new generation.
 
-        Returns:
-            True if there was a new generation.
+        A running call keeps the old generation.
 
         Raises:
             ValueError: if the new generation does not match the collection; the old generation stays served.
@@ -112,16 +107,10 @@ class ServedLookup(nn.Module):
         return True
 
     def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
-        """Looks up the rows of bags and pools them.
+        """Returns the pooled rows of bags, [B, sum of D over features] float32; `batch` is B.
 
-        Args:
-            ids: [N] int64, feature after feature in table order.
-            offsets: [F * B + 1] int64, ascending from 0 to N.
-            weights: [N] float32 or None.
-            batch: B, the number of bags of each feature.
-
-        Returns:
-            [B, sum of D over features] float32.
+        ids [N] int64, feature after feature in table order; offsets [F * B + 1] int64, ascending from 0 to N;
+        weights [N] float32 or None.
         """
         generation = self.generation  # read once: refresh may replace it at any time
         ids, weights = ids.contiguous(), None if weights is None else weights.contiguous()
@@ -144,14 +133,10 @@ class ServedLookup(nn.Module):
         return out
 
     def sequences(self, ids: Tensor, feature_offsets: Tensor) -> Tensor:
-        """Looks up the rows of ids; all tables have the same width.
+        """Returns the rows of ids, [N, D] float32; all tables have the same width.
 
-        Args:
-            ids: [N] int64, feature after feature in table order.
-            feature_offsets: [F + 1] int64, the begin of each feature in `ids`, and N.
-
-        Returns:
-            [N, D] float32.
+        ids [N] int64, feature after feature in table order; feature_offsets [F + 1] int64, the begin of each
+        feature in `ids`, and N.
         """
         generation = self.generation
         table_offsets = feature_offsets[self._first_feature]

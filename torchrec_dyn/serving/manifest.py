@@ -47,27 +47,16 @@ _TRAINED_AS = ["float32", "float16", "bfloat16"]
 
 @dataclass(frozen=True)
 class ServedTable:
-    """One table of a generation.
-
-    Attributes:
-        embedding_dim: number of columns.
-        trained_as: dtype of its rows in training.
-        initializer: initializer of its initial rows, as in the config of the checkpoint.
-        seed: seed of its initial rows.
-        num_rows: number of ids with a row.
-        first_slot: number of the first slot of its map in `slots`.
-        capacity: number of slots of its map.
-        sums: content sums of "ids" and "weight" as saved.
-    """
+    """One table of a generation."""
 
     embedding_dim: int
-    trained_as: str
-    initializer: dict[str, Any]
+    trained_as: str  # dtype of its rows in training
+    initializer: dict[str, Any]  # as in the config of the checkpoint
     seed: int
-    num_rows: int
-    first_slot: int
-    capacity: int
-    sums: dict[str, int]
+    num_rows: int  # ids with a row
+    first_slot: int  # of its map in `slots`
+    capacity: int  # slots of its map
+    sums: dict[str, int]  # content sums of "ids" and "weight" as saved
 
     @property
     def trained_dtype(self) -> torch.dtype:
@@ -78,18 +67,11 @@ class ServedTable:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest of a generation.
+    """The manifest of a generation."""
 
-    Attributes:
-        rows: dtype of the encoded rows.
-        rows_file: name of the rows file.
-        rows_bytes: bytes in use of the rows file.
-        tables: tables by name.
-    """
-
-    rows: str
+    rows: str  # dtype of the encoded rows
     rows_file: str
-    rows_bytes: int
+    rows_bytes: int  # in use
     tables: Mapping[str, ServedTable]
 
     @property
@@ -118,10 +100,9 @@ class Manifest:
         )
 
     def blocks(self) -> dict[str, tuple[int, int]]:
-        """Cuts the rows file for each table into at most 16 blocks of 2^shift rows (csrc/storage/blocks.h).
+        """Returns shift and number of blocks of each table: the rows file cut into blocks of 2^shift rows.
 
-        Returns:
-            Shift and number of blocks of each table.
+        A table has at most 16 blocks (csrc/storage/blocks.h).
         """
         cut = {}
         for name, width in self.widths().items():
@@ -145,11 +126,7 @@ def laid_out(tables: Mapping[str, ServedTable]) -> dict[str, ServedTable]:
 
 
 def new_generation(after: str | None = None) -> str:
-    """Returns a new, unique name for a generation.
-
-    Args:
-        after: name of the generation before; None: there is no generation.
-    """
+    """Returns a new, unique name for the generation after `after`; None: for the first generation."""
     number = 0 if after is None else int(after.partition("-")[0])
     return f"{number + 1:06d}-{secrets.token_hex(4)}"
 

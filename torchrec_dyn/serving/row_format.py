@@ -25,11 +25,7 @@ _LARGEST = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class RowFormat:
-    """A format of served rows.
-
-    Attributes:
-        dtype: dtype of the encoded numbers: float32, float16 or int8.
-    """
+    """A format of served rows, named by the dtype of the encoded numbers: float32, float16 or int8."""
 
     dtype: torch.dtype
 
@@ -50,14 +46,11 @@ class RowFormat:
         return self.dtype == dtype or self.dtype == torch.float32
 
     def encode(self, rows: Tensor, where: str) -> Tensor:
-        """Encodes rows.
+        """Returns encoded rows, [M, row_bytes] uint8.
 
         Args:
             rows: [M, D] floating point.
             where: the table, for messages.
-
-        Returns:
-            [M, row_bytes] uint8.
 
         Raises:
             ValueError: if a number is too large for the format, or is NaN and the format is int8.
@@ -70,13 +63,10 @@ class RowFormat:
         return written.view(torch.uint8).view(len(rows), self.row_bytes(rows.shape[1]))
 
     def decode(self, written: Tensor) -> Tensor:
-        """Decodes rows.
+        """Returns decoded rows, [M, D] float32.
 
         Args:
             written: [M, row_bytes] uint8.
-
-        Returns:
-            [M, D] float32.
         """
         if self.dtype != torch.int8:
             return written.contiguous().view(self.dtype).float()

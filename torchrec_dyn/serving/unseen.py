@@ -35,10 +35,6 @@ def _(ids, columns, dtype, kind, parameters, key):  # type: ignore[no-untyped-de
 class UnseenRows:
     """The initial rows of one served table, the same as in training.
 
-    Args:
-        name: name of the table.
-        table: the served table.
-
     Raises:
         ValueError: if this version lacks the table's initializer.
     """
@@ -56,11 +52,7 @@ class UnseenRows:
         self._kind, self._parameters = initializer.parameters()
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Returns the initial rows of ids, [M, D] float32.
-
-        Args:
-            ids: [M] int64.
-        """
+        """Returns the initial rows [M, D] float32 of ids [M] int64."""
         return _initial_rows(
             ids, self._columns, self._dtype, self._kind, self._parameters, self._key
         )

@@ -200,15 +200,8 @@ def _copy_map(old: ServedMap, new: ServedMap) -> None:
 class _Change:
     """The change of one table by a delta: its new map, and the content sums of its rows.
 
-    Args:
-        where: the table, for messages.
-        name: name of the table.
-        manifest: manifest of the generation before the delta.
-        rows: [bytes] uint8, the rows file of that generation.
-
-    Attributes:
-        num_rows: number of ids with a row.
-        result: the content sums after the delta.
+    `manifest` and `rows`, [bytes] uint8, are of the generation before the delta. After `apply`, `num_rows`
+    and the content sums in `result` are of the generation after the delta.
     """
 
     def __init__(self, where: str, name: str, manifest: Manifest, rows: Tensor) -> None:
@@ -251,12 +244,7 @@ class _Change:
             )
 
     def _subtract(self, ids: Tensor, rows: Tensor) -> None:
-        """Subtracts the old rows of ids from the sums.
-
-        Args:
-            ids: [M] int64.
-            rows: [M] int64, their rows in the generation before the delta.
-        """
+        """Subtracts ids [M] int64 from the sums, with rows [M] int64: their rows before the delta."""
         self._add("ids", -content_sum(self._name, "ids", ids, ids))
         if self._format.is_exact_for(self._dtype):
             usable = len(self._rows) // self._width * self._width

@@ -19,7 +19,7 @@ class BatchCheck:
     TorchRec computes the positions of features from the first batch and uses them for all batches.
 
     Args:
-        features: the collection's features.
+        features: those that the collection reads.
         weighted: True if bags have weights.
         pooled: True if outputs are one row per example.
         where: the collection, for messages.
@@ -38,13 +38,7 @@ class BatchCheck:
         self._first_keys: list[str] | None = None
 
     def __call__(self, features: KeyedJaggedTensor | TensorDict) -> KeyedJaggedTensor:
-        """Checks a batch.
-
-        Args:
-            features: the user's batch; it may have further features.
-
-        Returns:
-            The batch with its keys in the order of the first batch.
+        """Returns the user's batch, which may have further features, in the first batch's order of keys.
 
         Raises:
             ValueError: if a feature is missing, the tensors do not match each other, or weights require

@@ -33,7 +33,6 @@ class TableOptions:
     """Options of a table for which TorchRec's config has no field.
 
     Attributes:
-        config: the user's options.
         row_limit: most rows that one rank may hold.
         rows_are_spread: True if several ranks share the rows of the table.
         is_frozen: True if the table starts frozen.
@@ -46,13 +45,10 @@ class TableOptions:
 
 
 class KernelOptions:
-    """The options of all tables of a collection, as one value of `fused_params`.
+    """The options of all tables of a collection, by table name, as one value of `fused_params`.
 
     TorchRec groups tables by equal fused_params, and copies these deeply. One object for all tables, which
     equals only itself and is never copied, does not split the groups.
-
-    Args:
-        tables: options by table name.
     """
 
     def __init__(self, tables: Mapping[str, TableOptions]) -> None:
@@ -159,10 +155,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         return self._optimizer
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Looks up the group's features.
-
-        Args:
-            features: N ids in F features, in the order of the group's tables.
+        """Looks up N ids in the group's F features, in the order of its tables.
 
         Returns:
             Pooled: [B, sum of columns], or with a batch size per feature one dimension, rank by rank and
@@ -213,15 +206,9 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
     def prefetch(self, features: KeyedJaggedTensor, keeps_step: bool) -> StepAhead | None:
         """Prepares the forward of a batch: inserts rows for unseen ids, or takes the training step.
 
-        If a table has a life, the step of the batch decides which ids get rows. It is taken now where this
-        gains time.
-
-        Args:
-            features: as in a forward.
-            keeps_step: True if the caller keeps a step for the forward of the batch; if False, none is taken.
-
-        Returns:
-            The step that was taken; None: the forward takes it.
+        If a table has a life, the step of the batch decides which ids get rows. Where this gains time, it is
+        taken now and returned, if the caller keeps it for the forward (`keeps_step`); else the forward takes
+        it.
         """
         if not self.training:
             return None

@@ -66,9 +66,7 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
 def _values_per_rank(features: KeyedJaggedTensor, widths: Sequence[int]) -> list[int]:
     """Returns how many values of a group's output each rank receives, with a batch size per feature.
 
-    Args:
-        features: ids of the group from all ranks.
-        widths: [F] output width of each feature.
+    `features` are the group's from all ranks; widths [F] are those of their outputs.
     """
     return [
         sum(bags * width for bags, width in zip(of_rank, widths, strict=True))
@@ -104,11 +102,8 @@ def prefetch(
 ) -> None:
     """Prepares the forward of a batch: inserts rows for unseen ids, or takes training steps.
 
-    Args:
-        lookups: one per sharding type.
-        features: the ids that arrived, one batch per lookup.
-        steps: the steps taken of this batch; the steps of further kernels are added. None: no steps are
-            taken.
+    `lookups` has one for each sharding type, `features` the ids that arrived for each. The steps are added to
+    `steps`, for kernels that have none there; if it is None, no steps are taken.
     """
     for lookup, of_lookup in zip(lookups, features, strict=True):
         assert isinstance(lookup, (PooledLookup, SequenceLookup))
@@ -125,11 +120,7 @@ def prefetch(
 def steps_ahead_in_use(lookups: Iterable[nn.Module], steps: StepsAhead) -> Iterator[None]:
     """Hands the steps of a batch to its forward, which runs within the context; afterwards no kernel has one.
 
-    A second forward of the batch takes steps of its own.
-
-    Args:
-        lookups: one per sharding type.
-        steps: the steps taken of this batch; they are removed.
+    They are removed from `steps`: a second forward of the batch takes steps of its own.
     """
     used: list[DynamicKernel] = []
     try:
@@ -147,11 +138,7 @@ def steps_ahead_in_use(lookups: Iterable[nn.Module], steps: StepsAhead) -> Itera
 
 
 class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
-    """Mixin for TorchRec's shardings: creates the lookup with our kernels. List it before the sharding.
-
-    Attributes:
-        lookup_class: the class of the lookup, pooled or sequence.
-    """
+    """Mixin for TorchRec's shardings: creates the lookup with our kernels. List it before the sharding."""
 
     lookup_class: ClassVar[type[PooledLookup] | type[SequenceLookup]]
 
@@ -186,11 +173,8 @@ def _match_empty_output(
 ) -> None:
     """Converts the empty output of a rank without tables to the output dtype of the other ranks.
 
-    TorchRec creates it as float32, but a rank expects to receive the dtype that it sends.
-
-    Args:
-        lookup: the lookup of this rank.
-        groups: the table groups of all ranks.
+    TorchRec creates it as float32, but a rank expects to receive the dtype that it sends. `groups` are the
+    table groups of all ranks.
     """
     chosen = (groups[0].fused_params or {}).get("output_dtype") if groups else None
     if chosen is not None:
@@ -201,9 +185,7 @@ def _match_empty_output(
 def set_senders(lookups: Iterable[nn.Module], contexts: Iterable[Any]) -> None:
     """Sets the sender layout of the next batch in the kernels of all lookups.
 
-    Args:
-        lookups: one per sharding type.
-        contexts: TorchRec's contexts of the batch, one per lookup, after the input dist.
+    `contexts` has TorchRec's context of the batch for each lookup, after the input dist.
     """
     for lookup, context in zip(lookups, contexts, strict=True):
         assert isinstance(lookup, (PooledLookup, SequenceLookup))

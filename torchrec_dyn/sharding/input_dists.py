@@ -27,8 +27,8 @@ class RowWiseInputDist(RwSparseFeaturesDist):
 
     Args:
         pg: the ranks that share the rows.
-        num_features: number of features of the row-wise tables.
-        device: device of TorchRec's block sizes, which are not used.
+        num_features: of the row-wise tables.
+        device: of TorchRec's block sizes, which are not used.
         is_sequence: True if the outputs are sent back id by id.
     """
 
@@ -64,7 +64,7 @@ class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
         pg: all ranks.
         local_size: number of ranks of a node.
         features_per_rank: number of features of the tables of each rank.
-        device: device of the positions of the features.
+        device: of the positions of the features.
     """
 
     def __init__(
@@ -96,12 +96,7 @@ class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
 def sorted_by_owner(
     features: KeyedJaggedTensor, ranks: int, positions: bool = False
 ) -> tuple[KeyedJaggedTensor, Tensor]:
-    """Sorts a batch by the owners of its ids; every owner gets a part of each bag.
-
-    Args:
-        features: a batch of N ids in F features.
-        ranks: number of ranks that share the rows.
-        positions: True to return the position of each id.
+    """Sorts a batch of N ids in F features by the owners of its ids; every owner gets a part of each bag.
 
     Returns:
         The batch of ranks * F features, and [N] int64, the position of each id of `features` in that batch;
@@ -128,9 +123,6 @@ def remove_stale_forwards(input_dists: Iterable[nn.Module]) -> None:
     A train pipeline replaces the forwards of the input dists and keeps the originals. If it is detached
     after tables have moved (distributed/resharding.py), it puts the originals of the earlier plan on the
     new input dists.
-
-    Args:
-        input_dists: TorchRec's input dists, one per sharding type.
     """
     for input_dist in input_dists:
         sender: Any = getattr(input_dist, "_dist", input_dist)

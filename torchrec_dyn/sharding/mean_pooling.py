@@ -31,14 +31,7 @@ class MeanDivisor:
         self.is_needed = any(feature is not None for feature in self._features)
 
     def __call__(self, features: KeyedJaggedTensor) -> Tensor:
-        """Computes the divisor of a batch.
-
-        Args:
-            features: the user's batch, B examples.
-
-        Returns:
-            [B, sum of widths] float32, at least 1.
-        """
+        """Returns the divisor of a batch of B examples, [B, sum of widths] float32, at least 1."""
         columns = [
             None if feature is None else _bag_lengths(features, feature)
             for feature in self._features
@@ -63,12 +56,7 @@ def _bag_lengths(features: KeyedJaggedTensor, feature: str) -> Tensor:
 
 
 def divide(pooled: KeyedTensor, divisor: Tensor) -> KeyedTensor:
-    """Divides the sums by bag lengths; a callback of TorchRec's awaitable.
-
-    Args:
-        pooled: sums, [B, sum of widths].
-        divisor: [B, sum of widths].
-    """
+    """Divides sums by divisor [B, sum of widths], of their shape; a callback of TorchRec's awaitable."""
     values = pooled.values()
     return KeyedTensor(
         keys=pooled.keys(),

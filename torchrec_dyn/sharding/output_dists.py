@@ -33,9 +33,7 @@ from torchrec.distributed.types import Awaitable, QuantizedCommCodecs
 class SumOverRanks(nn.Module):
     """Sums partial bags over ranks; each rank receives the sums of its batch.
 
-    Args:
-        pg: the ranks that share the rows.
-        codecs: quantized comms; used only where TorchRec's reduce-scatter runs.
+    Quantized comms (`codecs`) are used only where TorchRec's reduce-scatter runs.
     """
 
     def __init__(self, pg: dist.ProcessGroup, codecs: QuantizedCommCodecs | None) -> None:
@@ -51,13 +49,10 @@ class SumOverRanks(nn.Module):
         batch_size_per_rank_per_feature: list[list[int]] | None = None,
         embedding_dims: list[int] | None = None,
     ) -> PooledEmbeddingsAwaitable:
-        """Starts the sum.
+        """Starts the sum of local_embs [sum of batch sizes, D]; one dimension with a batch size per feature.
 
-        Args:
-            local_embs: [sum of batch sizes, D]; one dimension with a batch size per feature.
-            input_splits: batch size of each rank; None: all are equal.
-            batch_size_per_rank_per_feature: [ranks][F] if batch sizes vary by feature, else None.
-            embedding_dims: [F] widths; needed if batch sizes vary by feature.
+        input_splits [ranks] are batch sizes; None: all are equal. batch_size_per_rank_per_feature [ranks][F]
+        and embedding_dims [F], the widths, are given if batch sizes vary by feature.
         """
         if batch_size_per_rank_per_feature is None or embedding_dims is None:
             if self._gloo_fails_at(input_splits, local_embs.device):
@@ -118,9 +113,6 @@ class GridOutputDist(GridPooledEmbeddingDist):
 
     Before stitching, a grid is a set of column shards, each table-row-wise. So with a batch size per feature
     it uses the output dist of table-row-wise tables, and the collection stitches.
-
-    Args:
-        **options: arguments of TorchRec's `GridPooledEmbeddingDist`.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -19,17 +19,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 
 def outputs_by_column(names: Sequence[str], first_columns: Sequence[int]) -> dict[str, list[int]]:
-    """Orders the outputs of each name by their first columns.
+    """Returns, for each name in order of first arrival, the positions of its outputs in column order.
 
-    Example: column shards of width d on ranks [0, 1, 0] give outputs of ranks [0, 0, 1] with first columns
-    [0, 2d, d]; the result is [0, 2, 1].
-
-    Args:
-        names: output name of each arriving output.
-        first_columns: first column of each arriving output.
-
-    Returns:
-        For each name, in order of first arrival, its positions in column order.
+    `names` and `first_columns` are those of the outputs as they arrive. Example: column shards of width d on
+    ranks [0, 1, 0] give outputs of ranks [0, 0, 1] with first columns [0, 2d, d]; the result is [0, 2, 1].
     """
     positions: dict[str, list[int]] = {}
     for position, name in enumerate(names):
@@ -41,15 +34,7 @@ def outputs_by_column(names: Sequence[str], first_columns: Sequence[int]) -> dic
 
 
 def pooled_in_order(pooled: KeyedTensor, names: Sequence[str]) -> KeyedTensor:
-    """Puts pooled outputs in a given order.
-
-    Args:
-        pooled: [B, D].
-        names: the keys of `pooled` in that order.
-
-    Returns:
-        [B, D]; `pooled` itself if it has that order.
-    """
+    """Returns pooled outputs [B, D] in the order of `names`; `pooled` itself if it has that order."""
     if pooled.keys() == names:
         return pooled
     widths = dict(zip(pooled.keys(), pooled.length_per_key(), strict=True))

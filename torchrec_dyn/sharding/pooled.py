@@ -47,11 +47,9 @@ def _node_output_options(sharding: Any, device: torch.device | None) -> dict[str
 
 
 def _combine_columns(sharding: Any, groups: Sequence[Sequence[GroupedEmbeddingConfig]]) -> None:
-    """Sets the names, widths and order with which a sharding stitches column shards.
+    """Sets the names, widths and order with which a column-wise or grid sharding stitches column shards.
 
-    Args:
-        sharding: a column-wise or grid sharding.
-        groups: table groups in the order in which their outputs arrive.
+    `groups` are in the order in which their outputs arrive.
     """
     configs = [config for of_rank in groups for config in of_rank]
     names = [name for config in configs for name in config.embedding_names()]

@@ -63,15 +63,10 @@ class SendOnce:
         self._where = where
 
     def __call__(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Expansion]:
-        """Returns the batch to send, and the expansion of the rows that are sent back.
+        """Returns the batch to send, of F features of B > 0 bags each, and the expansion of its rows.
 
-        Args:
-            features: F features of B bags each, B > 0.
-
-        Returns:
-            A batch of the same features, in which the first feature of each column shard has all distinct
-            ids of its table, in order of first occurrence and evenly spread over the bags; and the
-            expansion of their rows.
+        The batch has the same features. The first feature of each column shard has all distinct ids of its
+        table, in order of first occurrence and evenly spread over the bags.
 
         Raises:
             ValueError: if there are more ids than a count can hold.
@@ -109,11 +104,7 @@ class SendOnce:
     def _distinct(
         self, ids: Tensor, sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor, list[int], Tensor]:
-        """Finds the distinct ids of each table.
-
-        Args:
-            ids: [N] int64, by column shard.
-            sizes: [P] number of ids of each column shard.
+        """Finds the distinct ids of each table; ids [N] int64 are by column shard, sizes [P] of each.
 
         Returns:
             [U] the distinct ids by table, [U] the occurrences of each id, the number of distinct ids of each
@@ -135,11 +126,9 @@ class SendOnce:
         return torch.cat([parts[table] for table in self._table_of])
 
     def _lengths(self, features: KeyedJaggedTensor, counts: Sequence[int]) -> Tensor:
-        """Spreads the ids over the bags; the owner uses only their table and the sender, not their bag.
+        """Returns the lengths of bags for counts [F] of ids to send, spread evenly over each feature's bags.
 
-        Args:
-            features: the batch.
-            counts: [F] number of ids to send for each feature.
+        The owner uses only the table and the sender of an id, not its bag.
         """
         batch, device = features.stride(), features.device()
         each = torch.tensor(counts, device="cpu").to(device, non_blocking=True).unsqueeze(1)
@@ -148,18 +137,10 @@ class SendOnce:
 
 
 def as_weights(counts: Tensor) -> Tensor:
-    """Returns counts as weights: [N] float32 with the bits of int32 counts.
-
-    Args:
-        counts: [N] int64 in [1, 2**31).
-    """
+    """Returns counts [N] int64 in [1, 2**31) as weights: [N] float32 with the bits of int32 counts."""
     return counts.to(torch.int32).view(torch.float32)
 
 
 def counts_of(weights: Tensor) -> Tensor:
-    """Returns the counts from weights that `as_weights` made, [N] int64.
-
-    Args:
-        weights: [N] float32, in any order.
-    """
+    """Returns the counts [N] int64 of weights [N] float32 that `as_weights` made, in any order."""
     return weights.view(torch.int32).long()

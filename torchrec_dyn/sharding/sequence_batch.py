@@ -49,14 +49,9 @@ class Restoration:
 
 
 def _positions(lengths: Tensor, bags: Tensor) -> Tensor:
-    """Lists the positions of the ids of chosen bags, one bag after the other.
+    """Returns the positions of the ids of chosen bags [B], repeats allowed, one bag after the other, int64.
 
-    Args:
-        lengths: [bags] ids per bag.
-        bags: [B] chosen bags, repeats allowed.
-
-    Returns:
-        [ids of the chosen bags] int64.
+    lengths [bags] are the numbers of ids.
     """
     lengths = lengths.long()
     begins = (lengths.cumsum(0) - lengths)[bags]
@@ -66,13 +61,9 @@ def _positions(lengths: Tensor, bags: Tensor) -> Tensor:
 
 
 def pad_batch(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Restoration | None]:
-    """Pads every feature to the number of bags of the largest feature, and to at least one bag.
+    """Pads every feature of a checked batch to the number of bags of the largest feature, at least one.
 
-    Args:
-        features: a checked batch.
-
-    Returns:
-        The padded batch and the `Restoration` of its outputs; `features` and None if no padding is needed.
+    Returns it with the `Restoration` of its outputs; `features` and None if no padding is needed.
     """
     bags = features.stride_per_key()
     if not features.variable_stride_per_key() and min(bags, default=0) > 0:

@@ -7,7 +7,7 @@ sharded tables runs in this order; each file checks its part and may refuse the 
     dcp.load            load_planner      finds the tensors of each table and the blocks to read
                         loading           makes an entry a table: its stores, this rank's blocks (`places`)
                         staged_rows       puts chunks into the stores; checks ranges and the order of ids
-    load_state_dict     collection_state  checks that all ranks load the same tables, of this model (`pieces`)
+    load_state_dict     collection_state  checks that all ranks load the same tables, of this model
                         load_session      checks all tables over all ranks: configs, completeness, sums
                         staged_rows       commits: swaps the stores into the table
     of the optimizer    aligned_state     checks optimizer state by the loaded rows, and commits it
@@ -25,7 +25,6 @@ from torchrec_dyn.state_dict.collection_state import (
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
 from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
 from torchrec_dyn.state_dict.loading import ModelEntry, OptimizerEntry
-from torchrec_dyn.state_dict.pieces import ShardPieces, whole_pieces
 from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
 from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource, saved_tensors
 from torchrec_dyn.state_dict.staged_rows import StagedRows

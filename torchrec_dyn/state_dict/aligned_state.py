@@ -16,7 +16,7 @@ from torchrec_dyn.checkpoint_format import CHUNK_BYTES, add_sums, mean_over_cuts
 from torchrec_dyn.life import RowLife
 from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict.loading import OptimizerEntry
-from torchrec_dyn.state_dict.places import Runs, Share, runs_of
+from torchrec_dyn.state_dict.places import Runs, Share, runs_of, share_of
 from torchrec_dyn.storage import CanonicalRows, RowStore, TableLock, locked, run_to_end
 from torchrec_dyn.table import DynamicTable, named_states
 
@@ -49,10 +49,10 @@ class AlignedState:
     """
 
     def __init__(self, entry: OptimizerEntry, runs: Runs) -> None:
-        pieces = entry.pieces
-        if pieces.optimizer.state_names and entry.total != runs.total:
+        table = entry.table
+        if table.optimizer.state_names and entry.total != runs.total:
             raise ValueError(
-                f"{pieces.where}: expected optimizer state of {runs.total} rows, got that of "
+                f"{table.where}: expected optimizer state of {runs.total} rows, got that of "
                 f"{entry.total}. Load the state dict of the module before the state dict of its optimizer."
             )
         self._entry = entry
@@ -61,8 +61,8 @@ class AlignedState:
 
     @cached_property
     def _canonical(self) -> list[CanonicalRows]:
-        pieces = self._entry.pieces
-        return [pieces.canonical(shard) for shard in pieces.shards]
+        table = self._entry.table
+        return [table.canonical(shard) for shard in table.shards]
 
     def check(self) -> dict[str, int]:
         """Checks the config, and returns the content sums of the state with the present rows of the shards.
@@ -84,15 +84,15 @@ class AlignedState:
             if not self._entry.is_verified:
                 raise
             raise ValueError(
-                f"{self._entry.pieces.where}: expected the rows that the optimizer state was saved with, got "
+                f"{self._entry.table.where}: expected the rows that the optimizer state was saved with, got "
                 "other rows. Load the state dict of the module right before the state dict of its optimizer."
             ) from None
 
     def _stretches(self, rows: CanonicalRows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yields the ids of a shard, their rows in the shard, and their rows in the staged stores."""
-        if not self._entry.pieces.optimizer.state_names:
+        if not self._entry.table.optimizer.state_names:
             return
-        most = max(1, CHUNK_BYTES // (4 * self._entry.pieces.cuts[-1]))
+        most = max(1, CHUNK_BYTES // (4 * self._entry.table.cuts[-1]))
         for run in self._runs.mine:
             for begin in range(0, run.rows, most):
                 end = min(run.rows, begin + most)
@@ -121,15 +121,15 @@ class AlignedState:
         Raises:
             RuntimeError: the shards have changed since the state was verified.
         """
-        entry, pieces = self._entry, self._entry.pieces
+        entry, table = self._entry, self._entry.table
         if self._known is not None and entry.known_sums() is None:  # changed by another thread
             raise RuntimeError(
-                f"{pieces.where}: expected rows that do not change while their optimizer state is loaded, "
+                f"{table.where}: expected rows that do not change while their optimizer state is loaded, "
                 "got rows that have changed. Load between two steps, in the thread that trains."
             )
-        cuts, loaded = entry.saved_config.get("cuts", pieces.cuts), []
+        cuts, loaded = entry.saved_config.get("cuts", table.cuts), []
         for number, (shard, stores) in enumerate(
-            zip(pieces.shards, entry.staged or (), strict=True)
+            zip(table.shards, entry.staged or (), strict=True)
         ):
             is_same = self._known is not None or all(
                 torch.equal(own, staged)
@@ -152,7 +152,7 @@ class AlignedState:
             loaded.append(_LoadedState(is_same, tuple(states), step, life))
         # From here on memory is needed only to write rows in another order, over the present rows. After an
         # interrupt (Ctrl-C) all column shards have the same scores and step, which decide evictions.
-        of_shards = list(enumerate(zip(pieces.shards, loaded, strict=True)))
+        of_shards = list(enumerate(zip(table.shards, loaded, strict=True)))
         run_to_end(
             *(partial(self._write_rows, number, *one) for number, one in of_shards),
             *(partial(_swap, *one) for _, one in of_shards),
@@ -187,13 +187,13 @@ def commit_state(entry: OptimizerEntry, call: str) -> None:
     Raises:
         ValueError: on every rank, if the state is damaged or of other rows; nothing has changed then.
     """
-    pieces = entry.pieces
+    table = entry.table
 
     def share() -> Share | None:
-        return pieces.share(pieces.canonical(pieces.shards[0])) if pieces.shards else None
+        return share_of(table.canonical(table.shards[0]), table) if table.shards else None
 
-    runs = runs_of(gather_results(pieces.group, call, share), pieces.part)
-    aligned = run_together(pieces.group, call, lambda: AlignedState(entry, runs))
-    sums = gather_results(pieces.group, call, aligned.check)
-    run_together(pieces.group, call, lambda: aligned.compare(add_sums(*sums)))
-    run_together(pieces.group, call, aligned.commit)
+    runs = runs_of(gather_results(table.group, call, share), table.part)
+    aligned = run_together(table.group, call, lambda: AlignedState(entry, runs))
+    sums = gather_results(table.group, call, aligned.check)
+    run_together(table.group, call, lambda: aligned.compare(add_sums(*sums)))
+    run_together(table.group, call, aligned.commit)

@@ -11,11 +11,10 @@ from typing import Any
 
 from torchrec_dyn.checkpoint_format import CHUNK_BYTES, MODEL_NAMES, SavedTensor, numbers_of
 from torchrec_dyn.initializers import Initializer
-from torchrec_dyn.ranks import gather_results, run_together
+from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict.aligned_state import commit_state
 from torchrec_dyn.state_dict.load_session import LoadSession
 from torchrec_dyn.state_dict.loading import ModelEntry, OptimizerEntry, row_ranges_of
-from torchrec_dyn.state_dict.pieces import ShardPieces
 from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.state_dict.saving import saved_tensors
 from torchrec_dyn.state_dict.unsharded import check_shapes
@@ -26,7 +25,7 @@ _NEEDED = ("weight", "ids")
 
 
 def save_tables(
-    destination: MutableMapping[str, Any], prefix: str, tables: Sequence[ShardPieces], where: str
+    destination: MutableMapping[str, Any], prefix: str, tables: Sequence[Table], where: str
 ) -> None:
     """Adds the tensors of all tables to a state dict. Collective.
 
@@ -39,15 +38,15 @@ def save_tables(
     made = saved_tensors(
         tables[0].group, f"{where}.state_dict", tables, lambda one: [ModelEntry(one).renew()]
     )
-    for pieces, tensors in zip(tables, made, strict=True):
+    for table, tensors in zip(tables, made, strict=True):
         for name, tensor in tensors.items():
-            destination[f"{prefix}{pieces.name}.{name}"] = tensor
+            destination[f"{prefix}{table.name}.{name}"] = tensor
 
 
 def load_tables(
     state_dict: MutableMapping[str, Any],
     prefix: str,
-    tables: Sequence[ShardPieces],
+    tables: Sequence[Table],
     where: str,
     missing_keys: list[str],
 ) -> dict[str, Initializer]:
@@ -72,15 +71,15 @@ def load_tables(
     entries: dict[str, ModelEntry] = {}
 
     def find() -> list[tuple[str, bool]]:
-        for pieces in tables:
-            keys = {name: f"{prefix}{pieces.name}.{name}" for name in MODEL_NAMES}
+        for table in tables:
+            keys = {name: f"{prefix}{table.name}.{name}" for name in MODEL_NAMES}
             saved = {name: state_dict.pop(key) for name, key in keys.items() if key in state_dict}
             missing = [keys[name] for name in _NEEDED if name not in saved]
             missing_keys.extend(missing)
             if not missing:
-                entry = _model_entry(saved, pieces)
+                entry = _model_entry(saved, table)
                 if entry is not None:
-                    entries[pieces.name] = entry
+                    entries[table.name] = entry
         return [(name, entry.session is None) for name, entry in entries.items()]
 
     where = f"{where}.load_state_dict"
@@ -105,7 +104,7 @@ def load_tables(
     return run_together(tables[0].group, where, commit)
 
 
-def _model_entry(saved: Mapping[str, Any], pieces: ShardPieces) -> ModelEntry | None:
+def _model_entry(saved: Mapping[str, Any], table: Table) -> ModelEntry | None:
     """Returns an entry with all saved tensors staged.
 
     None: the tensors are the table's own, and nothing was loaded into them.
@@ -116,12 +115,12 @@ def _model_entry(saved: Mapping[str, Any], pieces: ShardPieces) -> ModelEntry | 
     weight = saved["weight"]
     loaded = weight.entry if isinstance(weight, SavedTensor) else None
     if isinstance(loaded, ModelEntry):
-        if loaded.is_own(pieces):
+        if loaded.is_own(table):
             return None
         if loaded.staged is not None:
-            loaded.pieces.check_model(pieces)
+            loaded.table.check_model(table)
             return loaded
-    entry = ModelEntry(pieces)
+    entry = ModelEntry(table)
     entry.present = set(saved)
     for name in entry.small_names:
         if name in saved:
@@ -140,11 +139,11 @@ def _model_entry(saved: Mapping[str, Any], pieces: ShardPieces) -> ModelEntry | 
 def _stage_whole(entry: ModelEntry, saved: Mapping[str, Any]) -> None:
     """Stages this rank's rows of plain tensors, which hold the rows of all ranks."""
     ids, weight = saved["ids"], saved["weight"].detach()
-    check_shapes(entry.pieces.where, weight, ids, entry.pieces.config["embedding_dim"])
+    check_shapes(entry.table.where, weight, ids, entry.table.embedding_dim)
     if weight.dtype not in ROW_DTYPES:
         saved = {**saved, "weight": weight.float()}
     order = canonical_order(ids)
-    mine = order[entry.pieces.owns(ids[order])]
+    mine = order[entry.table.owns(ids[order])]
     entry.stage(Places([(0, mine.numel())]), saved["weight"].dtype)
     for name in entry.names:
         if name == "waiting" and name in saved:
@@ -157,36 +156,36 @@ def _stage_whole(entry: ModelEntry, saved: Mapping[str, Any]) -> None:
                 entry.receive(name, (start, 0), rows[some])
 
 
-def save_optimizer_state(pieces: ShardPieces) -> dict[str, SavedTensor]:
+def save_optimizer_state(table: Table) -> dict[str, SavedTensor]:
     """Returns the tensors of a table's optimizer state, by name. Collective.
 
     Args:
-        pieces: pieces of the table on this rank.
+        table: the table.
     """
-    call = f"{pieces.where}.state_dict"
-    return saved_tensors(pieces.group, call, [pieces], lambda one: [OptimizerEntry(one).renew()])[0]
+    call = f"{table.where}.state_dict"
+    return saved_tensors(table.group, call, [table], lambda one: [OptimizerEntry(one).renew()])[0]
 
 
-def load_optimizer_state(pieces: ShardPieces, saved: Mapping[str, Any]) -> None:
+def load_optimizer_state(table: Table, saved: Mapping[str, Any]) -> None:
     """Replaces the optimizer state of a table. Collective.
 
     Args:
-        pieces: pieces of the table on this rank.
+        table: the table.
         saved: saved tensors by name.
 
     Raises:
         ValueError: on every rank, if the state is damaged or does not match the table, or the ranks give
             state dicts of different loads; nothing has changed then.
     """
-    where = f"{pieces.where}.load_state_dict"
+    where = f"{table.where}.load_state_dict"
     found: list[OptimizerEntry | None] = []
 
     def find() -> tuple[bool, bool]:
-        entry = _optimizer_entry(saved, pieces)
+        entry = _optimizer_entry(saved, table)
         found.append(entry)
         return entry is not None, entry is not None and entry.session is not None
 
-    by_rank = gather_results(pieces.group, where, find)
+    by_rank = gather_results(table.group, where, find)
     for rank, kinds in enumerate(by_rank):
         if kinds != by_rank[0]:
             raise ValueError(
@@ -201,16 +200,16 @@ def load_optimizer_state(pieces: ShardPieces, saved: Mapping[str, Any]) -> None:
     commit_state(entry, where)
 
 
-def _optimizer_entry(saved: Mapping[str, Any], pieces: ShardPieces) -> OptimizerEntry | None:
+def _optimizer_entry(saved: Mapping[str, Any], table: Table) -> OptimizerEntry | None:
     """Returns an entry with all saved tensors staged, or None, as `_model_entry` does."""
     config = saved["config"]
     loaded = config.entry if isinstance(config, SavedTensor) else None
     if isinstance(loaded, OptimizerEntry):
-        if loaded.is_own(pieces):
+        if loaded.is_own(table):
             return None
         if loaded.staged is not None:
-            loaded.check_is_for(pieces)
+            loaded.check_is_for(table)
             return loaded
-    entry = OptimizerEntry(pieces)
+    entry = OptimizerEntry(table)
     entry.fill(saved)
     return entry

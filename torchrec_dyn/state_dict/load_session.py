@@ -18,8 +18,7 @@ from torchrec_dyn.checkpoint_format import (
     from_bytes,
     sum_of_small,
 )
-from torchrec_dyn.ranks import gather_results, run_together
-from torchrec_dyn.state_dict.pieces import ShardPieces
+from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.state_dict.saving import ShardSource
 from torchrec_dyn.state_dict.staged_rows import place_of_block
@@ -30,7 +29,7 @@ class TableEntry(ABC):
     """The load of one table, of a model's or an optimizer's state dict, kept beside the table.
 
     Args:
-        pieces: pieces of the table on this rank.
+        table: the table.
 
     Attributes:
         canonical: the rows of each shard as this entry saves them; none if the entry only loads. Not their
@@ -53,8 +52,8 @@ class TableEntry(ABC):
     small_names: ClassVar[tuple[str, ...]]
     missing: ClassVar[str]  # end of the message for a checkpoint without the table
 
-    def __init__(self, pieces: ShardPieces) -> None:
-        self.pieces = pieces
+    def __init__(self, table: Table) -> None:
+        self.table = table
         self.canonical: Sequence[CanonicalRows] = ()
         self.saved: Mapping[str, TensorStorageMetadata] = {}
         self.present: set[str] = set()
@@ -70,12 +69,12 @@ class TableEntry(ABC):
     @property
     def lock(self) -> TableLock:
         """The lock of the shards."""
-        return self.pieces.lock
+        return self.table.lock
 
     @property
     def device(self) -> torch.device:
         """The device of the shards."""
-        return self.pieces.device
+        return self.table.device
 
     @property
     @abstractmethod
@@ -86,13 +85,13 @@ class TableEntry(ABC):
     def renew(self) -> ShardSource:
         """Returns a source of the table as it is now, and sets `canonical` to its rows."""
 
-    def is_own(self, pieces: ShardPieces) -> bool:
+    def is_own(self, table: Table) -> bool:
         """Returns True if the entry is of a state dict of these shards into which nothing was loaded.
 
         Raises:
             RuntimeError: if the shards have changed since the state dict was made.
         """
-        if self.staged is not None or not self.pieces.has_shards_of(pieces):
+        if self.staged is not None or not self.table.has_shards_of(table):
             return False
         for rows in () if self.is_left_out else self.canonical:
             rows.check_unchanged()
@@ -108,10 +107,10 @@ class TableEntry(ABC):
             ValueError: if the table or its checksum is missing.
         """
         if "config" not in saved:
-            raise ValueError(f"{self.pieces.where}: expected a checkpoint with {self.missing}")
+            raise ValueError(f"{self.table.where}: expected a checkpoint with {self.missing}")
         if "checksum" not in saved:
             raise ValueError(
-                f"{self.pieces.where}: expected a checkpoint with a checksum of this table, got no checksum. "
+                f"{self.table.where}: expected a checkpoint with a checksum of this table, got no checksum. "
                 f"{DAMAGED}"
             )
         self.saved, self.present, self.small = saved, set(saved), {}
@@ -179,11 +178,11 @@ class TableEntry(ABC):
         """The config as read; {} if no config was read."""
         if "config" not in self.small:
             return {}
-        return from_bytes(self.pieces.where, self.small["config"])
+        return from_bytes(self.table.where, self.small["config"])
 
     def check_config(self) -> None:
         """Raises ValueError if the config is damaged, or of another table or optimizer."""
-        check_config_is_whole(self.pieces.where, self.pieces.name, self.small, self.order)
+        check_config_is_whole(self.table.where, self.table.name, self.small, self.order)
         if saved := self.saved_config:
             self._check_fits(saved)
 
@@ -208,17 +207,17 @@ class TableEntry(ABC):
 
     def small_sums(self) -> dict[str, int]:
         """Returns the content sums of the tensors that are not by row: every rank reads them, rank 0 sums."""
-        if self.pieces.rank:
+        if self.table.rank:
             return {}
         summed = [name for name in self.small_names if name != "checksum" and name in self.small]
-        return {name: sum_of_small(self.pieces.name, name, self.small[name]) for name in summed}
+        return {name: sum_of_small(self.table.name, name, self.small[name]) for name in summed}
 
     def compare(self, summed: Mapping[str, int]) -> None:
         """Raises ValueError if the sums over all ranks differ from the saved sums."""
         if "checksum" in self.small:
             read = {*self.names, *self.small_names}
             names = [name for name in self.order if name in read or name not in self.present]
-            compare_sums(self.pieces.where, self.small["checksum"], self.order, names, summed)
+            compare_sums(self.table.where, self.small["checksum"], self.order, names, summed)
 
     @abstractmethod
     def last_step(self) -> int:
@@ -252,7 +251,7 @@ class LoadSession:
         """
         if not self.entries or self._is_verified:
             return
-        group = self.entries[0].pieces.group
+        group = self.entries[0].table.group
         checked = gather_results(
             group,
             where,

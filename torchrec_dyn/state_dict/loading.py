@@ -25,9 +25,9 @@ from torchrec_dyn.checkpoint_format import (
     saved_initializer,
 )
 from torchrec_dyn.initializers import Initializer
+from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict.load_session import TableEntry
-from torchrec_dyn.state_dict.pieces import ShardPieces
-from torchrec_dyn.state_dict.places import Places, chunks_to_read
+from torchrec_dyn.state_dict.places import Places, chunks_to_read, places_of_table
 from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource
 from torchrec_dyn.state_dict.staged_rows import StagedRows, commit_rows, put_block
 from torchrec_dyn.storage import RowStore, locked, run_to_end
@@ -48,24 +48,24 @@ class ModelEntry(TableEntry):
     @property
     def names(self) -> list[str]:
         """Names of the tensors by row that the table can use."""
-        life = ["last_seen", "count"] if self.pieces.has_life else []
-        return ["ids", "weight", *life, *(["waiting"] if self.pieces.has_waiting else [])]
+        life = ["last_seen", "count"] if self.table.options.has_life else []
+        return ["ids", "weight", *life, *(["waiting"] if self.table.options.counts_waiting else [])]
 
     def renew(self) -> ModelSource:
         """Returns a source of the table as it is now, and sets `canonical` to its rows."""
-        source = ModelSource(self.pieces, self)
+        source = ModelSource(self.table, self)
         self.canonical = source.canonical
         return source
 
-    def is_of(self, pieces: ShardPieces) -> bool:
+    def is_of(self, table: Table) -> bool:
         """Returns True if the entry holds rows of these shards that are not committed yet."""
-        return self.pieces.has_shards_of(pieces) and self.staged is not None
+        return self.table.has_shards_of(table) and self.staged is not None
 
     def _stage_saved(self) -> None:
         saved = self.saved
         self.total = saved["ids"].size[0] if "ids" in saved else 0
         dtype = saved["weight"].properties.dtype if "weight" in saved else torch.float32
-        self.stage(self.pieces.places(saved, self.total), dtype)
+        self.stage(places_of_table(self.table, saved, self.total), dtype)
 
     def stage(self, places: Places, dtype: torch.dtype) -> None:
         """Makes empty stores beside the stores of the shards.
@@ -74,21 +74,21 @@ class ModelEntry(TableEntry):
             places: places of the rows to read.
             dtype: dtype of the saved rows.
         """
-        pieces, self.places = self.pieces, places
+        table, self.places = self.table, places
         self.staged = [
             StagedRows(
-                pieces.name,
-                pieces.where,
+                table.name,
+                table.where,
                 places,
                 (shard.first_column, shard.columns),
                 dtype,
                 shard.weights.shift,
                 shard.device,
                 shard.row_limit,
-                pieces.owns if pieces.ranks > 1 else None,
+                table.owns if table.layout.row_ranks > 1 else None,
                 _most_waiting(shard),
             )
-            for shard in pieces.shards
+            for shard in table.shards
         ]
 
     def _wanted_rows(self, name: str) -> list[ChunkStorageMetadata]:
@@ -96,7 +96,7 @@ class ModelEntry(TableEntry):
         if not self.staged or name not in self.names:
             return []
         if name == "weight":
-            return list(chunks_to_read(saved, self.places, self.pieces.columns))
+            return list(chunks_to_read(saved, self.places, self.table.columns))
         # Waiting ids are few and not counted in cells: every rank reads all of them and keeps its own.
         places = Places([(0, saved.size[0])]) if name == "waiting" else self.places
         return list(chunks_to_read(saved, places, None))
@@ -114,13 +114,13 @@ class ModelEntry(TableEntry):
         return max((staged.last_step() for staged in self.staged or ()), default=0)
 
     def _check_fits(self, config: dict[str, Any]) -> None:
-        check_config(self.pieces.where, config, self.pieces.config)
+        check_config(self.table.where, config, self.table.config)
 
     def check(self, others: Sequence[TableEntry] = ()) -> dict[str, int]:
         """Checks this rank's part of the load, and returns its content sums."""
         self.check_config()
         summed = []
-        for shard, staged in zip(self.pieces.shards, self.staged or (), strict=True):
+        for shard, staged in zip(self.table.shards, self.staged or (), strict=True):
             staged.check_complete()
             summed.append(staged.summed(shard.first_column == 0))
         return add_sums(*summed, self.small_sums())
@@ -132,7 +132,7 @@ class ModelEntry(TableEntry):
             ValueError: if this version lacks the initializer.
         """
         config = self.saved_config
-        return saved_initializer(self.pieces.where, config) if config else None
+        return saved_initializer(self.table.where, config) if config else None
 
     @locked
     def commit(self) -> None:
@@ -143,10 +143,10 @@ class ModelEntry(TableEntry):
             commit_rows(shard, staged, clock, initializer, self.step)
 
         # After an interrupt (Ctrl-C) all column shards have the same ids.
-        both = zip(self.pieces.shards, self.staged or (), strict=True)
+        both = zip(self.table.shards, self.staged or (), strict=True)
         run_to_end(*(partial(commit_shard, *of_shard) for of_shard in both))
         for entry in self.session.entries if self.session is not None else ():
-            if isinstance(entry, OptimizerEntry) and entry.pieces.has_shards_of(self.pieces):
+            if isinstance(entry, OptimizerEntry) and entry.table.has_shards_of(self.table):
                 entry.note_rows(self)
         self.staged = self.session = None
         self.renew()  # if the same state dict is loaded again, its tensors are the table's own
@@ -177,7 +177,7 @@ class OptimizerEntry(TableEntry):
         Args:
             model: the load of the rows.
         """
-        shards, rows = self.pieces.shards, model.places.count
+        shards, rows = self.table.shards, model.places.count
         # The state is in the order of the rows as read: rows copied into smaller stores have other numbers.
         is_same = self._model is model and all(one.row_numbers.high == rows for one in shards)
         if self.is_verified and is_same:
@@ -185,17 +185,17 @@ class OptimizerEntry(TableEntry):
 
     def known_sums(self) -> dict[str, int] | None:
         """Returns this rank's content sums if the shards still have the rows of these sums, else None."""
-        is_known = self._stamps == [stamp_of(one) for one in self.pieces.shards]
+        is_known = self._stamps == [stamp_of(one) for one in self.table.shards]
         return self._sums if is_known else None
 
     @property
     def names(self) -> Sequence[str]:
         """Names of the optimizer states."""
-        return self.pieces.optimizer.state_names
+        return self.table.optimizer.state_names
 
     def renew(self) -> OptimizerSource:
         """Returns a source of the table as it is now, and sets `canonical` to its rows."""
-        source = OptimizerSource(self.pieces, self)
+        source = OptimizerSource(self.table, self)
         self.canonical = source.canonical
         return source
 
@@ -204,7 +204,7 @@ class OptimizerEntry(TableEntry):
         sizes = {name: saved[name].size for name in self.names if name in saved}
         total = next(iter(sizes.values()))[0] if sizes else 0
         widths = {name: size[1] for name, size in sizes.items()}
-        self.stage(self.pieces.places(saved, total), total, widths)
+        self.stage(places_of_table(self.table, saved, total), total, widths)
 
     def stage(self, places: Places, total: int, widths: Mapping[str, int]) -> None:
         """Makes empty stores beside the stores of the shards.
@@ -216,7 +216,7 @@ class OptimizerEntry(TableEntry):
         """
         self.places, self.total = places, total
         self.staged, self._model, self._stamps = [], None, None
-        for shard in self.pieces.shards:
+        for shard in self.table.shards:
             stores = {}
             for one in named_states(shard):
                 width = shard.columns
@@ -228,27 +228,27 @@ class OptimizerEntry(TableEntry):
             self.staged.append(stores)
 
     def _wanted_rows(self, name: str) -> list[ChunkStorageMetadata]:
-        if name not in self.names or not self.pieces.shards:
+        if name not in self.names or not self.table.shards:
             return []
         # Every shard needs the row-wise state of all cuts: it is read once and put into each shard's store.
-        columns = None if self._is_rowwise(name) else self.pieces.columns
+        columns = None if self._is_rowwise(name) else self.table.columns
         return list(chunks_to_read(self.saved[name], self.places, columns))
 
     def _is_rowwise(self, name: str) -> bool:
-        optimizer = self.pieces.optimizer
+        optimizer = self.table.optimizer
         return dict(zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True))[name]
 
     def _origin(self, shard: DynamicTable, is_rowwise: bool) -> int:
         """Returns the column of the saved tensor at which a staged store begins."""
         if not is_rowwise:
             return shard.first_column
-        return 0 if self.has_all_cuts else self.pieces.cuts.index(shard.first_column)
+        return 0 if self.has_all_cuts else self.table.cuts.index(shard.first_column)
 
     def _stores(self, name: str) -> list[tuple[RowStore, int]]:
         if name not in self.names:
             return []
         is_rowwise = self._is_rowwise(name)
-        by_shard = zip(self.pieces.shards, self.staged or (), strict=True)
+        by_shard = zip(self.table.shards, self.staged or (), strict=True)
         return [(stores[name], self._origin(shard, is_rowwise)) for shard, stores in by_shard]
 
     def _receive_rows(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
@@ -264,16 +264,16 @@ class OptimizerEntry(TableEntry):
         Raises:
             ValueError: if a copy has other column cuts than the table.
         """
-        pieces = self.pieces
+        table = self.table
         for name in self.small_names:
             if name in saved:
                 self.small[name] = numbers_of(saved[name])
         self.has_all_cuts = not isinstance(saved["config"], SavedTensor)
         if not self.has_all_cuts:
-            cuts = self.saved_config.get("cuts", pieces.cuts)
-            if cuts != pieces.cuts:
+            cuts = self.saved_config.get("cuts", table.cuts)
+            if cuts != table.cuts:
                 raise ValueError(
-                    f"{pieces.where}: expected optimizer state cut at columns {pieces.cuts}, "
+                    f"{table.where}: expected optimizer state cut at columns {table.cuts}, "
                     f"got a copy of state cut at {cuts}. Save and load it with "
                     "torch.distributed.checkpoint."
                 )
@@ -288,38 +288,38 @@ class OptimizerEntry(TableEntry):
 
     def check(self, others: Sequence[TableEntry] = ()) -> dict[str, int] | None:
         """Checks this rank's part by the ids of the same load, and returns its content sums."""
-        pieces = self.pieces
+        table = self.table
         self.check_config()
-        model = self._model_of(others, pieces)
+        model = self._model_of(others, table)
         if model is None:
             return None
         if self.names and model.places.ranges != self.places.ranges:
             raise ValueError(
-                f"{pieces.where}: expected optimizer state of {model.places.count} rows here, got that of "
+                f"{table.where}: expected optimizer state of {model.places.count} rows here, got that of "
                 f"{self.places.count}. {DAMAGED}"
             )
-        most = rows_summed(4 * pieces.cuts[-1], pieces.device)
+        most = rows_summed(4 * table.cuts[-1], table.device)
         by_row = [one.by_row(most) for one in model.staged or ()]
         self._model, self._sums = model, self.sums_of(by_row)
         return self._sums
 
-    def _model_of(self, others: Sequence[TableEntry], pieces: ShardPieces) -> ModelEntry | None:
+    def _model_of(self, others: Sequence[TableEntry], table: Table) -> ModelEntry | None:
         """Returns the load of the same shards' rows if it is not committed yet, else None."""
-        models = (one for one in others if isinstance(one, ModelEntry) and one.is_of(pieces))
+        models = (one for one in others if isinstance(one, ModelEntry) and one.is_of(table))
         return next(models, None)
 
-    def check_is_for(self, pieces: ShardPieces) -> None:
+    def check_is_for(self, table: Table) -> None:
         """Raises ValueError unless the state was read for these shards and their rows are committed."""
-        self.pieces.check_model(pieces)
-        if self.session is not None and self._model_of(self.session.entries, pieces) is not None:
+        self.table.check_model(table)
+        if self.session is not None and self._model_of(self.session.entries, table) is not None:
             raise ValueError(
-                f"{pieces.where}: expected rows loaded before their optimizer state, got rows that are not "
+                f"{table.where}: expected rows loaded before their optimizer state, got rows that are not "
                 "loaded yet. Load the state dict of the module before the state dict of its optimizer."
             )
 
     def _check_fits(self, config: dict[str, Any]) -> None:
-        own = optimizer_config(self.pieces.optimizer, self.pieces.cuts)
-        check_optimizer(self.pieces.where, config, own)
+        own = optimizer_config(self.table.optimizer, self.table.cuts)
+        check_optimizer(self.table.where, config, own)
 
     def sums_of(self, of_shards: Sequence[Iterable[tuple[Tensor, Tensor]]]) -> dict[str, int]:
         """Returns the content sums of this rank's part.
@@ -327,19 +327,19 @@ class OptimizerEntry(TableEntry):
         Args:
             of_shards: for each shard, stretches of its ids and their rows in the staged stores, ascending.
         """
-        pieces, sums = self.pieces, self.small_sums()
+        table, sums = self.table, self.small_sums()
         for shard, stores, stretches in zip(
-            pieces.shards, self.staged or (), of_shards, strict=True
+            table.shards, self.staged or (), of_shards, strict=True
         ):
             # If row-wise state was read with all cuts, only the first shard of the table sums it.
-            sums_cuts = shard is pieces.shards[0] and pieces.has_first_column
+            sums_cuts = shard is table.shards[0] and table.has_first_column
             sums_cuts = sums_cuts or not self.has_all_cuts
             states = [one for one in named_states(shard) if sums_cuts or not one.is_rowwise]
             for ids, rows in stretches:
                 for one in states:
                     first = self._origin(shard, one.is_rowwise)
                     values = stores[one.name].read_ascending(rows)
-                    summed = content_sum(pieces.name, one.name, ids, values, first)
+                    summed = content_sum(table.name, one.name, ids, values, first)
                     sums = add_sums(sums, {one.name: summed})
         return sums
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from torchrec_dyn import ops
-from torchrec_dyn.ranks import ids_per_rank
+from torchrec_dyn.ranks import Table, ids_per_rank
 from torchrec_dyn.storage import CanonicalRows, unsigned
 
 
@@ -91,14 +91,15 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def share_of(rows: CanonicalRows, part: int, ranks: int) -> Share:
-    """Returns the share of a rank.
+def share_of(rows: CanonicalRows, table: Table) -> Share:
+    """Returns the share of this rank, which must hold a part of the table.
 
     Args:
-        rows: rows of the rank.
-        part: number of the rank among the ranks that share the rows.
-        ranks: number of ranks that share the rows.
+        rows: rows of this rank.
+        table: the table.
     """
+    part, ranks = table.part, table.layout.row_ranks
+    assert part is not None
     tail: list[int] = []
     if ranks > 1 and rows.count:
         beyond = rows.from_mixed(ids_per_rank(ranks) * ranks)
@@ -163,6 +164,20 @@ def ranges_of_part(
     begins = [0, *torch.tensor(cells, dtype=torch.int64, device="cpu").cumsum(0).tolist()]
     # The last S places may hold ids after the last range, of any part.
     return [(begins[first], begins[last + 1]), (max(0, total - ranks), total)]
+
+
+def places_of_table(table: Table, saved: Mapping[str, TensorStorageMetadata], total: int) -> Places:
+    """Returns the places of a saved table that this rank reads.
+
+    Args:
+        table: the table that is loaded.
+        saved: DCP's metadata of the saved tensors, by name.
+        total: number of rows of the saved table.
+    """
+    if table.part is None:
+        return Places([])
+    ranks = table.layout.row_ranks
+    return Places(ranges_of_part(saved_cells(saved, total), total, table.part, ranks))
 
 
 def chunks_to_read(

@@ -33,9 +33,8 @@ from torchrec_dyn.checkpoint_format import (
     to_bytes,
     whole_tensor,
 )
-from torchrec_dyn.ranks import gather_results, run_together
-from torchrec_dyn.state_dict.pieces import ShardPieces
-from torchrec_dyn.state_dict.places import Run, Share, runs_of
+from torchrec_dyn.ranks import Table, gather_results, run_together
+from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
 from torchrec_dyn.storage import CELL_BITS, CanonicalRows, cell_bits, to_host, turn_of
 from torchrec_dyn.table import DynamicTable, named_states, read_tensor, stamp_of
 
@@ -78,7 +77,7 @@ class ShardSource(ABC):
     """A reader of the shards of one table, for one state dict; valid until the shards change.
 
     Args:
-        pieces: pieces of the table on this rank.
+        table: the table.
         entry: entry that loads the tensors of this source; None: the tensors are not loaded.
 
     Attributes:
@@ -87,12 +86,12 @@ class ShardSource(ABC):
 
     order: ClassVar[tuple[str, ...]]  # tensor names in the order of their sums in the checksum
 
-    def __init__(self, pieces: ShardPieces, entry: Any) -> None:
-        self.pieces = pieces
+    def __init__(self, table: Table, entry: Any) -> None:
+        self.table = table
         self._entry = entry
-        for shard in pieces.shards[:1]:
+        for shard in table.shards[:1]:
             ops.raise_errors(shard.id_map.slots)  # of earlier ops on a GPU: no save hides them
-        self.canonical = [pieces.canonical(shard) for shard in pieces.shards]
+        self.canonical = [table.canonical(shard) for shard in table.shards]
 
     @abstractmethod
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
@@ -112,31 +111,31 @@ class ShardSource(ABC):
 
     def summary(self) -> ShardSummary | None:
         """Returns the summary of this rank's shards; None if it holds no shards."""
-        pieces = self.pieces
-        if pieces.part is None:
+        table = self.table
+        if table.part is None:
             return None
         sums: dict[str, int] = {}
-        for shard, rows in zip(pieces.shards, self.canonical, strict=True):
+        for shard, rows in zip(table.shards, self.canonical, strict=True):
             tensors = [one for one in self._tensors_of(shard) if one.is_saved]
             most = rows_summed(shard.weights.row_bytes, shard.device)
             for ids, places in rows.by_row(shard.row_numbers.high, most):
                 for one in tensors:
                     is_ids = one.name == "ids"
                     values = ids if is_ids else read_tensor(shard, one.name, places, True)
-                    summed = content_sum(pieces.name, one.name, ids, values, *one.first)
+                    summed = content_sum(table.name, one.name, ids, values, *one.first)
                     sums = add_sums(sums, {one.name: summed})
         rows = self.canonical[0]
-        cells = rows.cells(CELL_BITS) if pieces.has_first_column else None
-        share, step = pieces.share(rows), pieces.shards[0].step
+        cells = rows.cells(CELL_BITS) if table.has_first_column else None
+        share, step = share_of(rows, table), table.shards[0].step
         return self._with_life(ShardSummary(share, sums, step, cells))
 
     def _by_row(
         self, known: Sequence[ShardSummary], wholes: Mapping[str, _Whole]
     ) -> dict[str, SavedTensor]:
         """Returns the tensors by row, from the summaries of the ranks that hold rows."""
-        runs = runs_of([one.share for one in known], self.pieces.part)
+        runs = runs_of([one.share for one in known], self.table.part)
         parts: dict[str, list[Part]] = {name: [] for name in wholes}
-        for shard, rows in zip(self.pieces.shards, self.canonical, strict=True):
+        for shard, rows in zip(self.table.shards, self.canonical, strict=True):
             for name, first, columns, is_saved in self._tensors_of(shard):
                 for run in runs.mine:
                     read = _reader_of(rows, run, shard, name)
@@ -151,7 +150,7 @@ class ShardSource(ABC):
         self, known: Sequence[ShardSummary], small: Mapping[str, Tensor]
     ) -> dict[str, SavedTensor]:
         """Returns the tensors that are not by row: the small tensors, "checksum" and "cells"."""
-        name, is_saved = self.pieces.name, self.pieces.rank == 0
+        name, is_saved = self.table.name, self.table.rank == 0
         of_small = {one: sum_of_small(name, one, tensor) for one, tensor in small.items()}
         sums = add_sums(*(one.sums for one in known), of_small)
         whole = {**small, "checksum": as_words(sums, self.order)}
@@ -166,32 +165,32 @@ class ModelSource(ShardSource):
     order = MODEL_TENSORS
 
     def _with_life(self, summary: ShardSummary) -> ShardSummary:
-        pieces, life = self.pieces, self.pieces.shards[0].life
+        table, life = self.table, self.table.shards[0].life
         if life is None:
             return summary
         summary, waiting = summary._replace(clock=life.clock.export()), self._waiting
-        if waiting is None or not pieces.has_first_column:
+        if waiting is None or not table.has_first_column:
             return summary
         sums = [summary.sums]
         for start in range(0, waiting.count, _WAITING_ROWS):
             read = self._read_waiting(start, min(waiting.count, start + _WAITING_ROWS))
-            sums.append({"waiting": sum_of_small(pieces.name, "waiting", read)})
-        return summary._replace(sums=add_sums(*sums), waiting=pieces.share(waiting))
+            sums.append({"waiting": sum_of_small(table.name, "waiting", read)})
+        return summary._replace(sums=add_sums(*sums), waiting=share_of(waiting, table))
 
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
         """Returns the tensors of the state dict, by name."""
-        pieces, known = self.pieces, [one for one in summaries if one is not None]
-        dtype = getattr(torch, pieces.config["rows"])
-        columns = (pieces.config["embedding_dim"],)
+        table, known = self.table, [one for one in summaries if one is not None]
+        dtype = table.dtype
+        columns = (table.embedding_dim,)
         wholes: dict[str, _Whole] = {"weight": (columns, dtype)}
         wholes |= dict.fromkeys(self._one_a_row, ((), torch.int64))
         made = self._by_row(known, wholes)
-        small = {"config": to_bytes(pieces.config)}
-        if pieces.has_life:
+        small = {"config": to_bytes(table.config)}
+        if table.options.has_life:
             small["clock"] = next((one.clock for one in known if one.clock is not None), _NO_CLOCK)
-        if pieces.has_waiting:
-            runs = runs_of([one.waiting for one in known], pieces.part)
-            is_saved, parts = pieces.has_first_column, []
+        if table.options.counts_waiting:
+            runs = runs_of([one.waiting for one in known], table.part)
+            is_saved, parts = table.has_first_column, []
             for run in runs.mine:
                 read = _shifted(run, self._read_waiting)
                 parts.append(Part((run.place, 0), (run.rows, 3), read, is_saved))
@@ -200,26 +199,26 @@ class ModelSource(ShardSource):
 
     @property
     def _one_a_row(self) -> tuple[str, ...]:
-        return ("ids", "last_seen", "count") if self.pieces.has_life else ("ids",)
+        return ("ids", "last_seen", "count") if self.table.options.has_life else ("ids",)
 
     def _tensors_of(self, shard: DynamicTable) -> list[_RowTensor]:
         made = [_RowTensor("weight", (shard.first_column,), (shard.columns,))]
-        if shard is self.pieces.shards[0]:
+        if shard is self.table.shards[0]:
             made += [_RowTensor(name, (), (), shard.first_column == 0) for name in self._one_a_row]
         return made
 
     @cached_property
     def _waiting(self) -> CanonicalRows | None:
         """The waiting ids, as they are when the shards are summed."""
-        first = self.pieces.shards[0]
+        first = self.table.shards[0]
         if first.life is None or first.life.waiting is None:
             return None
-        return CanonicalRows(first.life.waiting.id_map, self.pieces.where, lambda: stamp_of(first))
+        return CanonicalRows(first.life.waiting.id_map, self.table.where, lambda: stamp_of(first))
 
     def _read_waiting(self, start: int, stop: int) -> Tensor:
-        life = self.pieces.shards[0].life
+        life = self.table.shards[0].life
         assert self._waiting is not None and life is not None and life.waiting is not None
-        with turn_of(self.pieces):
+        with turn_of(self.table):
             ids, rows = self._waiting.read(start, stop)
             return to_host(torch.stack([ids, *life.waiting.read(rows)], dim=1))
 
@@ -235,7 +234,7 @@ class OptimizerSource(ShardSource):
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
         """Returns the tensors of the state dict, by name."""
         known = [one for one in summaries if one is not None]
-        optimizer, cuts = self.pieces.optimizer, self.pieces.cuts
+        optimizer, cuts = self.table.optimizer, self.table.cuts
         wholes: dict[str, _Whole] = {
             name: ((len(cuts) - 1 if is_rowwise else cuts[-1],), torch.float32)
             for name, is_rowwise in zip(
@@ -248,7 +247,7 @@ class OptimizerSource(ShardSource):
 
     def _tensors_of(self, shard: DynamicTable) -> list[_RowTensor]:
         return [
-            _RowTensor(one.name, (self.pieces.cuts.index(shard.first_column),), (1,))
+            _RowTensor(one.name, (self.table.cuts.index(shard.first_column),), (1,))
             if one.is_rowwise
             else _RowTensor(one.name, (shard.first_column,), (shard.columns,))
             for one in named_states(shard)
@@ -258,8 +257,8 @@ class OptimizerSource(ShardSource):
 def saved_tensors(
     group: dist.ProcessGroup | None,
     call: str,
-    tables: Sequence[ShardPieces],
-    make: Callable[[ShardPieces], Sequence[ShardSource]],
+    tables: Sequence[Table],
+    make: Callable[[Table], Sequence[ShardSource]],
 ) -> list[dict[str, SavedTensor]]:
     """Returns the tensors of several sources, in the order of the tables. Collective.
 
@@ -268,16 +267,16 @@ def saved_tensors(
     Args:
         group: the ranks; None: this process alone.
         call: table and method, the same on every rank.
-        tables: pieces of the tables, in the same order on all ranks.
+        tables: the tables, in the same order on all ranks.
         make: function that returns the sources of one table.
     """
     sources: list[ShardSource] = []
 
     def summarize() -> list[ShardSummary | None]:
         summaries: list[ShardSummary | None] = []
-        for pieces in tables:
-            with turn_of(pieces):
-                made = make(pieces)
+        for table in tables:
+            with turn_of(table):
+                made = make(table)
                 summaries += [source.summary() for source in made]
             sources.extend(made)
         return summaries

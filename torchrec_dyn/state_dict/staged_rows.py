@@ -34,7 +34,7 @@ from torchrec_dyn.storage import (
     RowStore,
     unsigned,
 )
-from torchrec_dyn.table import DynamicTable, note_replaced, replaced_whole
+from torchrec_dyn.table import DynamicTable, replaced_whole
 
 _READ_AT_ONCE = 1 << 20
 
@@ -375,7 +375,7 @@ def _swap(
     if table.life is not None:
         table.step = step
         _commit_life(table.life, table, staged, clock, rows)
-    note_replaced(table, before)
+    table.note_replaced(before)
 
 
 def _commit_life(

@@ -32,7 +32,7 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import BY_ROW, LIFE
-from torchrec_dyn.state_dict.pieces import whole_pieces
+from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource, ShardSource
 from torchrec_dyn.storage import cell_bits, locked
 from torchrec_dyn.table import DynamicTable, named_states
@@ -51,7 +51,7 @@ def model_tensors(table: DynamicTable, config: dict[str, Any]) -> dict[str, Tens
         config: `saved_config.table_config` of the table.
     """
     if table.device.type != "cpu":
-        return _by_chunks(ModelSource(whole_pieces(table, table.where, table, config), None))
+        return _by_chunks(ModelSource(Table.of_one(table, table.where, config), None))
     ids, rows = table.id_map.contents()
     saved = {"weight": table.weights.read(rows), "ids": ids}
     if table.life is not None:
@@ -89,7 +89,7 @@ def optimizer_tensors(table: DynamicTable) -> dict[str, Tensor]:
     All columns are one shard.
     """
     if table.device.type != "cpu":
-        return _by_chunks(OptimizerSource(whole_pieces(table, table.where, table, {}), None))
+        return _by_chunks(OptimizerSource(Table.of_one(table, table.where, {}), None))
     ids, rows = table.id_map.contents()
     saved = {one.name: one.store.read(rows) for one in named_states(table)}
     saved["step"] = torch.tensor(table.step, device="cpu")

@@ -12,7 +12,13 @@ from torchrec_dyn.storage.canonical_rows import (
     signed,
     unsigned,
 )
-from torchrec_dyn.storage.change_log import ChangeLog, Moment
+from torchrec_dyn.storage.change_log import (
+    ChangeLog,
+    Moment,
+    marks_of_update,
+    note_changed,
+    tokens_of,
+)
 from torchrec_dyn.storage.host_copies import CROSSING_BYTES, host_numbers, on_device, to_host
 from torchrec_dyn.storage.host_reads import (
     Reading,
@@ -33,7 +39,7 @@ from torchrec_dyn.storage.id_map import (
 from torchrec_dyn.storage.initial_rows import InitialRows
 from torchrec_dyn.storage.interrupts import run_to_end
 from torchrec_dyn.storage.open_forwards import ForwardTicket, OutstandingForwards
-from torchrec_dyn.storage.row_marks import list_bits, marks_bytes, write_marks
+from torchrec_dyn.storage.row_marks import marks_bytes
 from torchrec_dyn.storage.row_numbers import RowNumbers, Taking
 from torchrec_dyn.storage.row_store import RowStore, block_shift, most_store_bytes
 from torchrec_dyn.storage.stream_order import keep_in_use, stream_on, wait_for_stream

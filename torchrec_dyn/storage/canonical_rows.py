@@ -45,12 +45,7 @@ class _Listed(NamedTuple):
 
 
 class _Cells:
-    """The places at which the cells of a map begin, shared by its readers.
-
-    Args:
-        id_map: the map.
-        stamped: stamp of the map's contents.
-    """
+    """The places at which the cells of a map begin, shared by its readers while the map's stamp stays."""
 
     def __init__(self, id_map: IdMap, stamped: Any) -> None:
         self._map = id_map
@@ -92,6 +87,8 @@ def cell_bits(rows: int) -> int:
 class CanonicalRows:
     """The contents of one map in canonical order, valid until the map changes.
 
+    `cells`, `read`, `stretches` and `by_row` raise RuntimeError if the table has changed since.
+
     Args:
         id_map: the map.
         where: the table, for messages.
@@ -114,11 +111,7 @@ class CanonicalRows:
     def cells(self, bits: int) -> Tensor:
         """Returns the number of ids in each of 2^bits equal ranges of mixed ids, [2^bits] int64 on the CPU.
 
-        Args:
-            bits: binary logarithm of the number of ranges, at most 12.
-
-        Raises:
-            RuntimeError: the table has changed since this object was made.
+        `bits` is at most 12.
         """
         self.check_unchanged()
         begins = torch.tensor(self._cells.begins, device="cpu")
@@ -129,19 +122,7 @@ class CanonicalRows:
         return ops.ids_between(*self._map.arrays(), signed(first), -1)[0]
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Returns the ids and rows at the places [start, stop) of the canonical order.
-
-        Args:
-            start: first place.
-            stop: place after the last place.
-
-        Returns:
-            ids: [stop - start] int64.
-            rows: [stop - start] int64.
-
-        Raises:
-            RuntimeError: the table has changed since this object was made.
-        """
+        """Returns the ids and rows at the places [start, stop) of the canonical order, int64 each."""
         self.check_unchanged()
         ids, rows = [], []
         while start < stop:
@@ -165,14 +146,9 @@ class CanonicalRows:
             yield self.read(start, min(self.count, start + most))
 
     def by_row(self, rows: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields all ids and rows, ascending by row, which needs no sort.
+        """Yields all ids and rows, ascending by row, which needs no sort, at most `most` at a time.
 
-        Args:
-            rows: number of rows of the table, with those that have no id.
-            most: the most ids at a time.
-
-        Raises:
-            RuntimeError: the table has changed since this object was made.
+        `rows` is the number of rows of the table, with those that have no id.
         """
         self.check_unchanged()
         left = self.count
@@ -198,7 +174,7 @@ class CanonicalRows:
             if listed.first == first and len(listed.ids) == last - first:
                 return listed.ids, listed.has_id
         listed = _Listed(first, *self._map.ids_of_rows(first, last))
-        # Of a larger map the first rows would be dropped before they are listed again.
+        # In a larger map the first rows would be dropped before they are listed again.
         if self.count <= _KEPT_ROWS:
             _kept.keep(self._map, self._stamped, listed)
         return listed.ids, listed.has_id

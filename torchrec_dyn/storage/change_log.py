@@ -1,6 +1,6 @@
 """ChangeLog: the rows of a table that changed, and the ids that were removed, since a moment in use.
 
-A table keeps a log only while a moment is held (table/changes.py). Moments are numbered 1, 2, ...
+A table keeps a log only while a moment is held (table/arrays.py). Moments are numbered 1, 2, ...
 A row has two marks: the number of the latest moment before its last change, and the number of the latest
 moment before its id was added. For a removed id the numbers of its addition and its removal are kept if a
 moment in use lies between them. So the log never holds more removed ids than the table held at those moments.
@@ -8,11 +8,12 @@ A GPU's log may hold some more: the host waits where it sifts them out, so it do
 
 Changes depend only on the ids and their order in time, so all column shards of a table log the same.
 
-Legend: M ids.
+Legend: T tables, N rows in table order, M ids.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from torchrec_dyn.storage.host_reads import Reading, places_of, read
 from torchrec_dyn.storage.id_map import IdMap
-from torchrec_dyn.storage.row_marks import RowMarks
+from torchrec_dyn.storage.row_marks import RowMarks, list_bits, write_marks
 
 _SLOTS_AT_ONCE = 1 << 20
 # Ids in a GPU's log that are not sifted yet: 48 KiB, or 1.5 bytes for each row of the limit.
@@ -32,9 +33,7 @@ _UNSIFTED_SHARE = 8
 class Moment:
     """A moment of one table. Changes after it are kept as long as this object exists.
 
-    Attributes:
-        log: the log of the table.
-        number: number of the moment; changes since this moment have this mark or a higher mark.
+    They have the mark `number` or a higher mark.
     """
 
     def __init__(self, log: ChangeLog, number: int) -> None:
@@ -60,10 +59,6 @@ class _Removed(NamedTuple):
 
 class ChangeLog:
     """The changes of one table, or of one column shard of it.
-
-    Args:
-        row_limit: the most rows of the table.
-        device: device of the table.
 
     Attributes:
         number: number of the latest moment, an int32: at one moment a second it lasts 68 years.
@@ -99,20 +94,14 @@ class ChangeLog:
         self.added.reserve(rows)
 
     def add(self, rows: Tensor) -> None:
-        """Records rows that were just given to ids.
-
-        Args:
-            rows: [M] int64.
-        """
+        """Records rows [M] int64 that were just given to ids."""
         self.changed.write(rows, self.number)
         self.added.write(rows, self.number)
 
     def with_removed(self, ids: Tensor, rows: Tensor) -> Reading[list[_Removed]]:
         """Returns `removed` as it must be when these ids are removed, and changes nothing.
 
-        Args:
-            ids: [M] int64.
-            rows: [M] int64, the former rows of these ids.
+        ids [M] int64; rows [M] int64, their former rows.
         """
         moments = [moment.number for moment in self._moments]
         removed = [piece for piece in self.removed if piece.at >= min(moments, default=0)]
@@ -135,11 +124,8 @@ class ChangeLog:
     def replace_all(self, ids: Tensor, rows: Tensor, high: int, device: torch.device) -> None:
         """Records that all former ids were removed, and that all present ids were added.
 
-        Args:
-            ids: [M] int64, the former ids.
-            rows: [M] int64, the former rows of these ids.
-            high: number of rows handed out now.
-            device: device of the table now.
+        ids [M] int64 are the former ids, rows [M] int64 their former rows; `high`, the number of rows handed
+        out, and `device` are the present ones.
         """
         changed = RowMarks(self._row_limit, device)
         added = RowMarks(self._row_limit, device)
@@ -155,15 +141,9 @@ class ChangeLog:
         self._device = device
 
     def changed_rows(self, since: Moment, id_map: IdMap) -> tuple[Tensor, Tensor]:
-        """Returns the ids whose row changed, or was given to the id, since a moment, in any order.
+        """Returns the ids whose row changed, or was given to them, since a moment of this log, and the rows.
 
-        Args:
-            since: a moment of this log.
-            id_map: id map of the table.
-
-        Returns:
-            ids: [M] int64.
-            rows: [M] int64, the rows of these ids.
+        Both are [M] int64, in any order.
         """
         has_changed = self.changed.at_least(since.number)
         found = [torch.empty(0, 2, dtype=torch.int64, device=self._device)]
@@ -175,15 +155,7 @@ class ChangeLog:
         return both[:, 0].contiguous(), both[:, 1] - 1
 
     def removed_ids(self, since: Moment, id_map: IdMap) -> Tensor:
-        """Returns the ids that had a row at a moment and have no row now, in any order.
-
-        Args:
-            since: a moment of this log.
-            id_map: id map of the table.
-
-        Returns:
-            [M] int64.
-        """
+        """Returns ids [M] int64 that had a row at a moment of this log and have none now, in any order."""
         pieces = [piece for piece in self.removed if piece.at >= since.number]
         # No id occurs twice: an id added before the moment is removed after it only once.
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -210,3 +182,37 @@ def _append(pieces: list[_Removed], last: _Removed) -> None:
 def _are_joined(first: _Removed, last: _Removed) -> bool:
     is_alike = (first.at, first.is_sifted) == (last.at, last.is_sifted)
     return is_alike and first.ids.numel() <= 2 * last.ids.numel()
+
+
+def note_changed(logs: Sequence[ChangeLog | None], rows: Tensor, table_offsets: Tensor) -> None:
+    """Records rows that were written, or whose scores were written.
+
+    Args:
+        logs: [T], the log of each table; None if it keeps none.
+        rows: [N] int64 in table order; -1 is skipped. Rows of removed ids may be among them.
+        table_offsets: [T + 1] int64, where the rows of each table begin.
+    """
+    if any(log is not None for log in logs):
+        marks = [None if log is None else log.changed for log in logs]
+        numbers = [0 if log is None else log.number for log in logs]
+        write_marks(marks, rows, table_offsets, numbers)
+
+
+def marks_of_update(
+    logs: Sequence[ChangeLog | None], noted: list[object] | None
+) -> tuple[Sequence[Tensor], Tensor | None]:
+    """Returns the arguments of `ops.update_rows_` with which it records the updated rows.
+
+    Args:
+        logs: as of `note_changed`.
+        noted: `tokens_of` the logs when the same rows were recorded before, else None. If no moment started
+            since then, nothing is to be recorded.
+    """
+    if tokens_of(logs) == (noted or [None] * len(logs)):
+        return (), None
+    return list_bits([None if log is None else log.changed for log in logs])
+
+
+def tokens_of(logs: Sequence[ChangeLog | None]) -> list[object]:
+    """Returns a token of each table's latest moment, new for each log and moment; None without a log."""
+    return [None if log is None else log.token for log in logs]

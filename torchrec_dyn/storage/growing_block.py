@@ -1,7 +1,7 @@
 """Blocks of a GPU: each in a range of addresses, where it grows in place (docs/decisions/0028).
 
 Addresses are reserved for all rows that a block will ever have. Memory is committed by the page as rows
-come. It is not torch's memory, so memory that torch keeps for later may be missing here.
+are added. It is not torch's memory, so memory that torch keeps for later may be missing here.
 """
 
 from __future__ import annotations
@@ -19,40 +19,27 @@ _RANGE_BYTES = 32 << 30
 _PAGE_BYTES = 2 << 20
 # Upper bound of the memory that is committed before rows need it.
 _AHEAD_BYTES = 256 << 20
-# The same for a device that had no memory for as much: half of what it had none for, and twice as much again
-# after a growth by that. Memory is the device's, so its blocks share the bound.
+# The bound of a device that ran out of memory: half of what it could not commit. A growth by the whole bound
+# doubles it again. The blocks of a device share its memory, and so the bound.
 _less_ahead: dict[torch.device, int] = {}
 
 
 def range_shift(row_limit: int, row_bytes: int) -> int:
     """Returns the binary logarithm of the rows of a block: up to the limit, if a range can hold so many.
 
-    Args:
-        row_limit: the most rows of the table.
-        row_bytes: bytes of a row's weights.
+    `row_bytes` are the bytes of a row's weights.
     """
     most = max(1, _RANGE_BYTES // max(1, row_bytes))
     return max(4, min((row_limit - 1).bit_length(), most.bit_length() - 1, 31))
 
 
 def in_range(limit: int, row_bytes: int) -> bool:
-    """Returns True if a block has a range of addresses; if False, it has memory of torch's.
-
-    Args:
-        limit: rows of a whole block.
-        row_bytes: bytes of a row.
-    """
+    """Returns True if a block of up to `limit` rows has a range of addresses, False if memory of torch's."""
     return limit * row_bytes > _PAGE_BYTES
 
 
 def most_bytes(rows: int, row_bytes: int, limit: int) -> int:
-    """Returns the most memory that `longer_block` commits for a block of `rows` rows, however it grew.
-
-    Args:
-        rows: rows in use, at most `limit`.
-        row_bytes: bytes of a row.
-        limit: rows of a whole block.
-    """
+    """Returns the most bytes that `longer_block` commits for `rows` of `limit` rows, however a block grew."""
     used, whole = rows * row_bytes, limit * row_bytes
     if not in_range(limit, row_bytes) or not rows:
         return whole if rows else 0
@@ -67,12 +54,8 @@ def _ahead(used: int) -> int:
 def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
     """Returns the block with at least `rows` rows, and a few more, so that growth is rare.
 
-    A block that this function returned keeps its address. The memory of new rows is not initialised.
-
-    Args:
-        block: [R, D], 0 <= R < limit.
-        rows: number of rows that must fit, in (R, limit].
-        limit: rows of a whole block.
+    block [R, D], 0 <= R < limit; `rows` is in (R, limit], and `limit` the number of rows of a whole block. A
+    block that this function returned keeps its address. The memory of new rows is not initialised.
 
     Raises:
         MemoryError: if there is no memory for `rows` rows; the block is then as it was. A block of at most
@@ -94,7 +77,7 @@ def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
     if longer is None:
         longer = _grown(block, needed, limit)
     if longer is None:
-        # Memory that torch keeps would serve. It is asked for last: torch, too, has to allocate it anew then.
+        # Memory that torch keeps would serve. It is taken last, since torch then has to allocate it again.
         torch.cuda.empty_cache()  # does nothing before CUDA is used
         longer = _grown(block, needed, limit)
     if longer is None:

@@ -21,22 +21,14 @@ def host_numbers(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
 
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:
-    """Returns values on a device; the same tensor if they are there already.
-
-    Args:
-        values: a tensor of any shape, dtype and device.
-        device: the device.
-    """
+    """Returns values [...] of any dtype on a device; the same tensor if they are there already."""
     return to_host(values) if device.type == "cpu" else values.to(device)
 
 
 def to_host(values: Tensor) -> Tensor:
-    """Returns values on the CPU; the same tensor if they are there already.
+    """Returns values [...] of any dtype on the CPU; the same tensor if they are there already.
 
     From a GPU they are copied into pinned memory, which torch keeps for the next copy.
-
-    Args:
-        values: a tensor of any shape, dtype and device.
     """
     if values.is_cpu or not torch.cuda.is_available():
         return values.cpu()
@@ -45,25 +37,17 @@ def to_host(values: Tensor) -> Tensor:
 
 
 def for_device(values: Tensor, device: torch.device) -> Tensor:
-    """Returns values that may be copied to memory of a device: of another GPU they are there already.
+    """Returns values [...] of any dtype that can be copied into rows on a device; moves another GPU's there.
 
     GPUs that cannot reach each other's memory copy between torch's memory only, as torch does it; rows are
     in ranges of addresses (growing_block.py), which torch does not know.
-
-    Args:
-        values: a tensor of any shape, dtype and device.
-        device: the device.
     """
     is_of_another_gpu = values.device.type == device.type and values.device != device
     return values.clone().to(device) if is_of_another_gpu else values
 
 
 class HostCopy:
-    """A copy from a GPU to the host that is under way: kernels that are queued next do not hold it up.
-
-    Args:
-        values: a tensor on a GPU.
-    """
+    """A copy of values of a GPU to the host, under way: kernels that are queued next do not hold it up."""
 
     def __init__(self, values: Tensor) -> None:
         self._copy = torch.empty(

@@ -24,11 +24,9 @@ Reading: TypeAlias = Generator[Sequence[Tensor], Sequence[int], _Result]
 def read(reading: Reading[_Result], meanwhile: Callable[[], object] | None = None) -> _Result:
     """Runs a reading and returns its result.
 
-    Args:
-        reading: the reading.
-        meanwhile: queues kernels that do not need the numbers. It is called once, before the host waits for
-            the first numbers of a GPU: the GPU runs these kernels while the host goes on. Not called if there
-            is nothing to wait for.
+    `meanwhile` queues kernels that do not need the numbers. It is called once, before the host waits for the
+    first numbers of a GPU: the GPU runs these kernels while the host goes on. It is not called if there is
+    nothing to wait for.
     """
     try:
         asked = next(reading)
@@ -84,14 +82,9 @@ def read_together(readings: Sequence[Reading[_Result]]) -> list[_Result]:
 
 
 def places_of(mask: Tensor, count: int) -> Tensor:
-    """Returns the first `count` places at which a mask is True, ascending, without waiting for a GPU.
+    """Returns the first places at which mask [M] is True, ascending, [count] int64; does not wait for a GPU.
 
-    Args:
-        mask: [M] bool.
-        count: number of places.
-
-    Returns:
-        [count] int64; -1 after the last place if the mask has fewer.
+    -1 follows the last place if the mask has fewer.
     """
     if mask.is_cpu:  # where `nonzero_static` takes 11 microseconds, `nonzero` 3
         places = mask.nonzero().flatten()

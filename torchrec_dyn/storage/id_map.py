@@ -47,12 +47,8 @@ _PAGE_SLOTS = (2 << 20) // SLOT_BYTES
 def most_slots(ids: int, device_type: str = "cpu") -> int:
     """Returns the most slots in memory of a map of up to `ids` ids, for any order of insertion.
 
-    The bound also holds while the map grows. Planners reserve memory for this number of slots.
-
-    Args:
-        ids: number of ids.
-        device_type: type of the slots' device. Off the CPU a map that grows has its old and its new slots in
-            memory for a moment.
+    The bound also holds while the map grows: off the CPU a map has its old and its new slots in memory for a
+    moment. Planners reserve memory for this number of slots.
     """
     needed = int(ids / MAX_LOAD) + 1
     if device_type != "cpu":
@@ -70,11 +66,7 @@ def most_slots(ids: int, device_type: str = "cpu") -> int:
 
 
 def canonical_order(ids: Tensor) -> Tensor:
-    """Returns the permutation that sorts ids by their mixed id, unsigned.
-
-    Args:
-        ids: [M] int64.
-    """
+    """Returns the permutation that sorts ids [M] int64 by their mixed id, unsigned."""
     # Flipping the sign bit turns the unsigned order into the signed order.
     return torch.argsort(ops.mix64(ids) ^ torch.iinfo(torch.int64).min)
 
@@ -190,54 +182,33 @@ class IdMap:
         return arrays_of([self])
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Returns the rows of ids, [M] int64; -1 for an absent id.
-
-        Args:
-            ids: [M] int64.
-        """
+        """Returns the row of each of ids [M] int64; -1 for an absent id."""
         return ops.lookup(ids, _offsets_of(ids), *self.arrays())[0]
 
     def insert(self, ids: Tensor, rows: Tensor) -> None:
-        """Adds ids.
-
-        Args:
-            ids: [M] int64, distinct and absent; room is reserved.
-            rows: [M] int64.
-        """
+        """Adds ids [M] int64, distinct and absent, with rows [M] int64; room is reserved."""
         most = _INSERTED_TOGETHER if ids.is_cpu else max(1, ids.numel())
         both = zip(ids.split(most), rows.split(most), strict=True)
         for some, their_rows in both:
             self.put(some, their_rows, self.num_ids + some.numel())
 
     def put(self, ids: Tensor, rows: Tensor, num_ids: int, again: bool = False) -> None:
-        """Adds ids, for `run_to_end`.
+        """Adds ids [M] int64, distinct and absent, with rows [M] int64, for `run_to_end`; room is reserved.
 
-        Args:
-            ids: [M] int64, distinct and absent; room is reserved.
-            rows: [M] int64.
-            num_ids: number of ids of the map with these ids.
-            again: True if all ids may be in the map already, and `num_ids` may be wrong.
+        `num_ids` is the number of ids of the map with these ids. `again`: all ids may be in the map already,
+        and the map's `num_ids` may be wrong.
         """
         if not again or not ids.numel() or int(self.lookup(ids[:1])) < 0:
             ops.insert(ids, rows, _offsets_of(ids), *self.arrays())
         self.num_ids = num_ids
 
     def remove(self, ids: Tensor, num_ids: int) -> None:
-        """Removes ids, for `run_to_end`.
-
-        Args:
-            ids: [M] int64; absent ids are skipped.
-            num_ids: number of ids of the map without these ids.
-        """
+        """Removes ids [M] int64, for `run_to_end`; absent ids are skipped. So `num_ids` ids are left."""
         ops.erase(ids, *self.arrays())
         self.num_ids = num_ids
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the present ids among `ids`, and their rows.
-
-        Args:
-            ids: [M] int64.
-        """
+        """Returns the present ids among ids [M] int64, and their rows."""
         rows = self.lookup(ids)
         places = (rows >= 0).nonzero().flatten()
         return ids[places], rows[places]
@@ -278,11 +249,7 @@ class IdMap:
                 yield (here, those) if is_full or used.all() else (here[used], those[used])
 
     def contents(self) -> tuple[Tensor, Tensor]:
-        """Returns all ids and rows in canonical order.
-
-        Returns:
-            ids: [M] int64.
-            rows: [M] int64.
+        """Returns all ids and rows in canonical order, [M] int64 each.
 
         Raises:
             RuntimeError: on a GPU, an earlier op had invalid arguments: no save hides the error.
@@ -336,10 +303,7 @@ def _offsets_of(ids: Tensor) -> Tensor:
 
 
 def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
-    """Returns maps in the form that the ops take.
-
-    Args:
-        maps: T maps.
+    """Returns T maps in the form that the ops take.
 
     Returns:
         slots: the slots of each map, then the outgoing slots of each map that grows.
@@ -351,11 +315,7 @@ def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
 
 
 class MapList:
-    """The maps of several tables in the form that the ops take, listed again when slots have changed.
-
-    Args:
-        maps: T maps.
-    """
+    """The maps of several tables in the form that the ops take, listed again when slots have changed."""
 
     def __init__(self, maps: Sequence[IdMap]) -> None:
         self._maps = maps

@@ -13,14 +13,7 @@ from torchrec_dyn.storage.row_store import RowStore
 
 
 class InitialRows:
-    """The initial rows of one table, or of one column shard of it.
-
-    Args:
-        initializer: the distribution.
-        seed: seed of the table's config.
-        name: name of the table.
-        first_column: number of the first column of this column shard.
-    """
+    """The initial rows of one table, or of the column shard of it that begins at `first_column`."""
 
     def __init__(self, initializer: Initializer, seed: int, name: str, first_column: int) -> None:
         self._kind, self._parameters = initializer.parameters()
@@ -28,13 +21,7 @@ class InitialRows:
         self._first_column = first_column
 
     def write(self, ids: Tensor, rows: Tensor, store: RowStore) -> None:
-        """Writes the initial rows of ids.
-
-        Args:
-            ids: [M] int64.
-            rows: [M] int64, the rows to write.
-            store: store of the weights.
-        """
+        """Writes the initial rows of ids [M] int64 to rows [M] int64 of a store of weights."""
         ops.init_rows_(
             ids, rows, store.blocks, store.shift, store.columns, self._first_column,
             self._kind, self._parameters, self._key,

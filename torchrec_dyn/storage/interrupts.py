@@ -13,9 +13,8 @@ from collections.abc import Callable
 def run_to_end(*actions: Callable[[bool], object]) -> None:
     """Runs actions in order. An exception in between is raised after all of them have run.
 
-    Args:
-        actions: functions of one argument, `again`: True if the action may have run already, up to any of its
-            parts. Running twice in a row must have the same effect as running once.
+    The argument of an action is `again`: True if it may have run already, up to any of its parts. Running
+    twice in a row must have the same effect as running once.
     """
     coming = iter(actions)
     action: Callable[[bool], object] = _no_action

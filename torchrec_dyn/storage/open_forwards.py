@@ -14,13 +14,9 @@ _numbers = itertools.count(1)  # of all forwards of this process
 
 
 class ForwardTicket:
-    """The ticket of one forward. Only the forward's graph holds it: dropping the graph closes the ticket.
+    """The ticket of one forward. Only the forward's graph holds it: dropping the graph closes the ticket."""
 
-    Args:
-        opened: the open forwards of its group.
-    """
-
-    # Of a ticket whose constructor has not run to its end: such a ticket is closed when it is dropped, too.
+    # Defaults if `__init__` was interrupted: such a ticket, too, is closed when it is dropped.
     number = 0
     _opened: OutstandingForwards | None = None
 

@@ -16,19 +16,13 @@ from torch import Tensor
 from torchrec_dyn import ops
 
 _BLOCK_ROWS = 1 << 18  # 1 MiB; a small table takes less
-# Of a table at its limit on a GPU, about: each block of a call costs host time.
+# Approximate block count of a full table on a GPU: each block of a call costs host time.
 _MOST_BLOCKS = 16
 _LEAST_SHIFT = 9  # 64 stripes of bits, of whole bytes
 
 
 def marks_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
-    """Returns the bytes of the marks of a table of `rows` rows.
-
-    Args:
-        rows: number of rows in use.
-        row_limit: the most rows of the table.
-        device_type: type of the table's device.
-    """
+    """Returns the bytes of the marks of a table with `rows` rows in use."""
     shift = _shift(row_limit, device_type)
     blocks = -(-rows >> shift)
     return blocks * ((4 << shift) + (1 << shift - 3))
@@ -42,10 +36,6 @@ def _shift(row_limit: int, device_type: str) -> int:
 
 class RowMarks:
     """An int32 for each row of a table, in blocks that never move.
-
-    Args:
-        row_limit: the most rows of the table.
-        device: device of the table.
 
     Attributes:
         blocks: blocks of marks, each [2^shift, 1] int32.
@@ -71,14 +61,7 @@ class RowMarks:
             self.blocks.append(block)
 
     def read(self, rows: Tensor) -> Tensor:
-        """Returns the marks of rows.
-
-        Args:
-            rows: [M] int64.
-
-        Returns:
-            [M] int32.
-        """
+        """Returns the marks of rows [M] int64, [M] int32."""
         words = ops.gather_rows(rows, self._words, self.shift, 1, torch.float32)
         return words.view(torch.int32).flatten()
 
@@ -88,20 +71,11 @@ class RowMarks:
             block.fill_(mark)
 
     def write(self, rows: Tensor, mark: int) -> None:
-        """Marks rows.
-
-        Args:
-            rows: [M] int64.
-            mark: the mark of all these rows.
-        """
+        """Writes one mark for all rows [M] int64."""
         write_marks([self], rows, torch.tensor([0, rows.numel()], device="cpu"), [mark])
 
     def settle(self, mark: int) -> None:
-        """Marks the rows with a bit and clears the bits. Nothing may set bits meanwhile.
-
-        Args:
-            mark: the mark that the bits stand for.
-        """
+        """Writes the mark that the bits stand for, and clears the bits. Nothing may set bits meanwhile."""
         for block, bits in zip(self.blocks, self.bits, strict=False):
             block.masked_fill_(_flags(bits).unsqueeze(1), mark)
             bits.zero_()  # after the marks: an interrupt may come between the two
@@ -109,8 +83,7 @@ class RowMarks:
     def at_least(self, mark: int) -> Tensor:
         """Returns a flag for each row in the blocks, [capacity] bool: True if its mark is at least `mark`.
 
-        Args:
-            mark: at most the mark that the bits stand for.
+        `mark` is at most the mark that the bits stand for.
         """
         capacity = len(self.blocks) << self.shift
         # Bits before numbers: another thread may settle them meanwhile.
@@ -134,13 +107,9 @@ class RowMarks:
 def write_marks(
     tables: Sequence[RowMarks | None], rows: Tensor, table_offsets: Tensor, marks: Sequence[int]
 ) -> None:
-    """Marks the rows of several tables.
+    """Writes marks [T], one for the rows of each table; None stands for a table without marks.
 
-    Args:
-        tables: marks of T tables, None for a table without marks.
-        rows: [N] int64 in table order; -1 is skipped.
-        table_offsets: [T + 1] int64, where the rows of each table begin.
-        marks: [T], the mark of each table's rows.
+    rows [N] int64 in table order, -1 is skipped; table_offsets [T + 1] int64, where the rows of each begin.
     """
     blocks: list[Tensor] = []
     layout = []

@@ -20,7 +20,7 @@ class Taking(NamedTuple):
     """Rows to hand out, and the free rows afterwards.
 
     Attributes:
-        rows: [M] int64, the rows.
+        rows: [M] int64.
         high: `RowNumbers.high` afterwards.
         whole: number of tensors of free rows that stay whole.
         rest: the rest of the next such tensor: no or one tensor.
@@ -38,10 +38,6 @@ class RowNumbers:
     """The row numbers of a table, handed out in the order 0, 1, 2, ..., freed rows first.
 
     All counts are numbers of the host, so that nothing here waits for a GPU.
-
-    Args:
-        forwards: the open forwards of the table.
-        device: device of the rows.
 
     Attributes:
         high: number of rows ever handed out; every row below it is in use, free or withheld.
@@ -83,8 +79,7 @@ class RowNumbers:
     def commit(self, taking: Taking) -> None:
         """Hands out prepared rows; a second call directly after changes nothing.
 
-        Args:
-            taking: result of `prepare`, before any other change of the free rows.
+        The free rows must not change between `prepare` and this call.
         """
         self.high, self._num_free, self._free[taking.whole :] = (
             taking.high,
@@ -100,9 +95,8 @@ class RowNumbers:
     def give_back(self, rows: Tensor) -> None:
         """Takes back the rows of removed ids; they are reused as soon as no open forward can hold them.
 
-        Args:
-            rows: [M] int64, distinct, handed out before. A second call with the same tensor directly after
-                changes nothing.
+        rows [M] int64, distinct, handed out before. A second call with the same tensor directly after changes
+        nothing.
         """
         is_new = not self.held_back or self.held_back[-1][1] is not rows
         if rows.numel() and is_new:

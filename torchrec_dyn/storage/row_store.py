@@ -29,12 +29,9 @@ _LINE_BYTES = 64
 
 
 def block_shift(row_limit: int, row_bytes: int, device_type: str = "cpu") -> int:
-    """Returns the binary logarithm of the rows of a block.
+    """Returns the binary logarithm of the rows of a block; a small table takes one small block.
 
-    Args:
-        row_limit: the most rows of the table; a small table takes one small block.
-        row_bytes: bytes of a row's weights.
-        device_type: type of the table's device.
+    `row_bytes` are the bytes of a row's weights.
     """
     if device_type in growing_block.RANGE_DEVICES:
         return growing_block.range_shift(row_limit, row_bytes)
@@ -43,13 +40,9 @@ def block_shift(row_limit: int, row_bytes: int, device_type: str = "cpu") -> int
 
 
 def most_store_bytes(rows: int, row_bytes: int, shift: int, device_type: str = "cpu") -> int:
-    """Returns the most bytes of a store of `rows` rows. Planners reserve this memory.
+    """Returns the most bytes of a store with `rows` rows in use. Planners reserve this memory.
 
-    Args:
-        rows: number of rows in use.
-        row_bytes: bytes of a row of this store.
-        shift: binary logarithm of the rows of a block.
-        device_type: type of the table's device. A CPU commits memory where rows are written.
+    A CPU commits memory where rows are written.
     """
     if device_type not in growing_block.RANGE_DEVICES:
         return rows * row_bytes
@@ -150,11 +143,9 @@ class RowStore:
         return store
 
     def with_copies(self, rows: Tensor, added: int) -> RowStore:
-        """Returns a store of copies of some rows, numbered from 0 on, and room for more.
+        """Returns a store of copies of rows [M] int64, numbered from 0 on, and room for `added` more.
 
-        Args:
-            rows: [M] int64; -1 becomes a row of zeros.
-            added: number of rows after the copies.
+        -1 becomes a row of zeros.
         """
         block = self.read(torch.cat([rows, rows.new_full((added,), -1)]))
         shift = max(1, len(block) - 1).bit_length()
@@ -163,26 +154,12 @@ class RowStore:
         return store
 
     def read(self, rows: Tensor) -> Tensor:
-        """Returns copies of rows.
-
-        Args:
-            rows: [M] int64; -1 reads as zeros.
-
-        Returns:
-            [M, columns].
-        """
+        """Returns copies of rows [M] int64, [M, columns]; -1 reads as zeros."""
         return ops.gather_rows(rows, self.blocks, self.shift, self.columns, self.dtype)
 
     def read_ascending(self, rows: Tensor) -> Tensor:
-        """Returns rows: a view, without a copy, if they are neighbours in one block.
-
-        Args:
-            rows: [M] int64, distinct and ascending.
-
-        Returns:
-            [M, columns].
-        """
-        # On a GPU to see whether they are costs a wait, and a copy little.
+        """Returns distinct ascending rows [M] int64, [M, columns]: a view of neighbours in one block."""
+        # On a GPU this check would be a wait, and a copy costs little.
         if rows.is_cpu and rows.numel() and int(rows[-1]) - int(rows[0]) == rows.numel() - 1:
             view = self.within(int(rows[0]), 0, (rows.numel(), self.columns))
             if view is not None:
@@ -190,11 +167,9 @@ class RowStore:
         return self.read(rows)
 
     def write(self, rows: Tensor, values: Tensor) -> None:
-        """Writes values to rows. If a row is given twice, its last values stay.
+        """Writes values [M, columns] to rows [M] int64. If a row is given twice, its last values stay.
 
-        Args:
-            rows: [M] int64.
-            values: [M, columns]; rounded to the nearest number of the rows' dtype.
+        They are rounded to the nearest number of the rows' dtype.
         """
         if rows.numel() == 0:  # without a block the op cannot determine the dtype
             return
@@ -202,25 +177,16 @@ class RowStore:
         ops.scatter_rows_(rows, values, self.blocks, self.shift, self.columns)
 
     def within(self, first_row: int, first_column: int, size: Sequence[int]) -> Tensor | None:
-        """Returns a range of rows and columns as a view; None if the rows lie in several blocks.
-
-        Args:
-            first_row: first row of the range.
-            first_column: first column of the range.
-            size: numbers of rows and columns.
-        """
+        """Returns a range of `size` rows and columns as a view; None if the rows lie in several blocks."""
         block, place = first_row >> self.shift, first_row & ((1 << self.shift) - 1)
         if place + size[0] > 1 << self.shift:
             return None
         return self.blocks[block][place : place + size[0], first_column : first_column + size[1]]
 
     def put(self, first_row: int, first_column: int, values: Tensor) -> None:
-        """Copies values into a range of rows and columns, unless they are `within` this range already.
+        """Copies values [M, C] into a range of rows and columns, unless they are `within` this range already.
 
-        Args:
-            first_row: first row of the range.
-            first_column: first column of the range.
-            values: [M, C]; rounded to the nearest number of the rows' dtype.
+        They are rounded to the nearest number of the rows' dtype.
         """
         columns = slice(first_column, first_column + values.shape[1])
         end, row = first_row + len(values), first_row
@@ -238,10 +204,7 @@ class RowStore:
     ) -> RowStore:
         """Moves all rows into a new store of another shape, block by block. This store is empty afterwards.
 
-        Args:
-            columns: columns of the new store.
-            dtype: dtype of the new store.
-            convert: function that returns [M, columns] of any dtype for [M, self.columns].
+        convert: returns [M, columns] of any dtype for [M, self.columns].
         """
         result = RowStore(columns, self.shift, dtype, self.device)
         result.reserve(self.capacity)
@@ -259,13 +222,10 @@ class RowStore:
         del self.blocks[0]
 
     def keep_in_use(self, count: int | None = None) -> None:
-        """Keeps blocks that are dropped next for the present kernels of the current stream.
+        """Keeps the first `count` blocks, or all, which are dropped next, for present kernels of this stream.
 
         Another stream may have allocated a block of torch's memory, and would use it again at once. A range
         waits for all kernels itself.
-
-        Args:
-            count: number of blocks, the first ones; None: all.
         """
         if not (self.grows_in_place and growing_block.in_range(1 << self.shift, self.row_bytes)):
             keep_in_use(*self.blocks[:count])
@@ -288,10 +248,6 @@ class RowStore:
         self.blocks = list(together.split(1 << self.shift)) if blocks else []
 
     def zero(self, rows: Tensor) -> None:
-        """Fills rows with zeros.
-
-        Args:
-            rows: [M] int64.
-        """
+        """Fills rows [M] int64 with zeros."""
         constant = [0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
         ops.init_rows_(rows, rows, self.blocks, self.shift, self.columns, 0, 0, constant, 0)

@@ -26,9 +26,7 @@ class StreamOrder:
     def turn(self, device: torch.device) -> Iterator[None]:
         """Runs one call: its kernels run after those of all earlier calls.
 
-        Args:
-            device: device of the tables. Nothing happens for a device without streams, and for a call inside
-                another call's turn on this device.
+        Does nothing for a device without streams, and for a call inside another call's turn on this device.
         """
         outer = self._devices
         if device in outer or not _has_streams(device):
@@ -54,11 +52,7 @@ def stream_on(device: torch.device) -> Any:
 
 
 def wait_for_stream(stream: Any) -> None:
-    """Makes the current stream wait, on the GPU, for all work that another stream has now.
-
-    Args:
-        stream: what `stream_on` returned.
-    """
+    """Makes the current stream wait, on the GPU, for all present work of another; None has no work."""
     if stream is None:
         return
     current = torch.cuda.current_stream(stream.device)
@@ -69,11 +63,8 @@ def wait_for_stream(stream: Any) -> None:
 def keep_in_use(*tensors: Tensor | None) -> None:
     """Keeps the memory of tensors from other use until the present kernels of the current stream have run.
 
-    Needed where a tensor may be dropped early that another stream has allocated: memory that is dropped is
-    free for that stream at once, and kernels of this stream may still read it.
-
-    Args:
-        tensors: tensors on any device; None is skipped.
+    Needed where a tensor that another stream has allocated may be dropped early: memory that is dropped is
+    free for that stream at once, and kernels of this stream may still read it. None is skipped.
     """
     for tensor in tensors:
         if tensor is not None and _has_streams(tensor.device):

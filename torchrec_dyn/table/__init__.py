@@ -1,20 +1,13 @@
 """One table, or one column shard of it, on one rank.
 
-Imports `life`, `storage` and the ground; torch alone. Start with `table`: DynamicTable joins the arrays
-of a table and the life of its rows. `insertion` gives rows to unseen ids, `contents` saves and loads a
-table.
+Imports `life`, `storage` and the ground; torch alone. Start with `table`: DynamicTable has the calls on the
+arrays of a table and the life of its rows (`arrays`). `insertion` gives rows to unseen ids and frees rows,
+`contents` saves and loads a table.
 
 A call that fails changes nothing; inputs are checked first (`checks`).
 """
 
-from torchrec_dyn.table.changes import (
-    marks_of_update,
-    moment_of,
-    note_changed,
-    note_replaced,
-    tokens_of,
-)
-from torchrec_dyn.table.checks import ROW_DTYPES, check_need, check_state, check_step
+from torchrec_dyn.table.checks import ROW_DTYPES, check_state
 from torchrec_dyn.table.contents import (
     named_states,
     read_tensor,
@@ -23,9 +16,9 @@ from torchrec_dyn.table.contents import (
     state_for_copy,
     without_optimizer,
 )
-from torchrec_dyn.table.freed_rows import Removal
 from torchrec_dyn.table.insertion import (
     Addition,
+    Removal,
     commit_rows,
     find_rows,
     insert_rows,
@@ -34,4 +27,4 @@ from torchrec_dyn.table.insertion import (
     reading_absent,
 )
 from torchrec_dyn.table.table import DynamicTable
-from torchrec_dyn.table.tally import tally_of
+from torchrec_dyn.table.tally import on_one_tally

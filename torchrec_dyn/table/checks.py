@@ -1,46 +1,23 @@
-"""Checks of a table's shape, limits and inputs. They run before anything is changed."""
+"""Checks of a table's device and inputs. They run before anything is changed.
+
+`where` is the table, or the table and the method, for messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.life import NO_STEP, check_life
-from torchrec_dyn.table.contents import NamedState
-
-if TYPE_CHECKING:
-    from torchrec_dyn.table.table import DynamicTable
+from torchrec_dyn.life import check_life
 
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_shape(table: DynamicTable) -> None:
-    """Raises ValueError unless a table supports its shape."""
-    for field in ("num_embeddings", "embedding_dim", "columns", "row_limit"):
-        if getattr(table, field) < 1:
-            raise ValueError(
-                f"{table.where}.{field}: expected at least 1, got {getattr(table, field)}."
-            )
-    if table.first_column < 0 or table.first_column + table.columns > table.embedding_dim:
-        raise ValueError(
-            f"{table.where}: expected columns inside [0, {table.embedding_dim}), got "
-            f"[{table.first_column}, {table.first_column + table.columns})."
-        )
-
-
 def checked_device(where: str, dtype: torch.dtype, device: torch.device | str) -> torch.device:
-    """Returns a device with its index; raises ValueError unless tables support it, and this dtype.
-
-    Args:
-        where: the table, for messages.
-        dtype: dtype of the rows.
-        device: device of the rows.
-    """
+    """Returns a device with its index; raises ValueError unless tables support it, and this dtype of rows."""
     if dtype not in ROW_DTYPES:
         raise ValueError(
             f"{where}: expected rows of float32, float16 or bfloat16, got {dtype}. "
@@ -69,51 +46,8 @@ def checked_device(where: str, dtype: torch.dtype, device: torch.device | str) -
         ) from error
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def check_room(table: DynamicTable, additional: int) -> None:
-    """Raises RuntimeError if `additional` more rows exceed the limit."""
-    if additional and table.num_rows + additional > table.row_limit:
-        raise RuntimeError(
-            f"{table.where} on rank {_rank()}: expected at most {table.row_limit} rows here "
-            f"(num_embeddings={table.num_embeddings}), got {table.num_rows} and {additional} new "
-            "ids. Raise num_embeddings, or evict rows: DynamicTableConfig(eviction=...)."
-        )
-
-
-def check_step(table: DynamicTable, step: int) -> None:
-    """Raises RuntimeError if a step number does not fit into a score (after 4 * 10^9 steps)."""
-    if step >= NO_STEP:
-        raise RuntimeError(
-            f"{table.where}: expected a training step below {NO_STEP}, got {step}. "
-            "Load the table's state without its scores and its step."
-        )
-
-
-def check_need(table: DynamicTable, need: int) -> None:
-    """Raises RuntimeError if the rows of one batch alone exceed the limit.
-
-    Args:
-        table: a table with a policy that replaces rows.
-        need: distinct ids of the batch that have a row or were admitted.
-    """
-    if need > table.row_limit:
-        raise RuntimeError(
-            f"{table.where} on rank {_rank()}: expected a batch that needs at most "
-            f"{table.row_limit} rows here (num_embeddings={table.num_embeddings}), got {need} "
-            "distinct ids. Raise num_embeddings, or make the batch smaller."
-        )
-
-
 def check_ids(where: str, ids: Tensor) -> Tensor:
-    """Returns ids for an op, contiguous; raises ValueError unless they are [M] int64.
-
-    Args:
-        where: the table and method, for messages.
-        ids: [M] int64, with any strides.
-    """
+    """Returns ids for an op, contiguous; raises ValueError unless they are ids [M] of int64."""
     if ids.dtype != torch.int64 or ids.dim() != 1:
         raise ValueError(
             f"{where}: expected ids [M] of int64, got {list(ids.shape)} of {ids.dtype}. "
@@ -122,32 +56,24 @@ def check_ids(where: str, ids: Tensor) -> Tensor:
     return ids.detach().contiguous()
 
 
-def check_rows(table: DynamicTable, rows: Tensor, count: int, method: str) -> None:
-    """Raises ValueError unless rows fit a table.
-
-    Args:
-        table: the table.
-        rows: [count, D] floating point.
-        count: number of ids.
-        method: name of the caller, for messages.
-    """
-    if tuple(rows.shape) != (count, table.columns) or not rows.is_floating_point():
+def check_rows(where: str, rows: Tensor, shape: tuple[int, int]) -> None:
+    """Raises ValueError unless they are rows [M, D] of floating point numbers; `shape` is M, D."""
+    if tuple(rows.shape) != shape or not rows.is_floating_point():
         raise ValueError(
-            f"{table.where}.{method}: expected floating point rows of shape "
-            f"[{count}, {table.columns}], got {list(rows.shape)} of {rows.dtype}."
+            f"{where}: expected floating point rows of shape "
+            f"{list(shape)}, got {list(rows.shape)} of {rows.dtype}."
         )
 
 
 def check_state(
-    where: str, state: Mapping[str, Tensor], columns: int, states: Sequence[NamedState]
+    where: str,
+    state: Mapping[str, Tensor],
+    columns: int,
+    state_shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raises ValueError unless a saved form fits a table; optimizer state may be missing.
+    """Raises ValueError unless a saved form fits a table of D columns; optimizer state may be missing.
 
-    Args:
-        where: the table, for messages.
-        state: the saved form, in any order of ids.
-        columns: D, number of columns of the table.
-        states: the table's optimizer states.
+    state: the saved form, in any order of ids. state_shapes: the shape of one row of each optimizer state.
     """
     if "ids" not in state or "weight" not in state:
         raise ValueError(f"{where}: expected ids and weight, got {sorted(state)}.")
@@ -156,28 +82,26 @@ def check_state(
     if torch.unique(ids).numel() != ids.numel():
         raise ValueError(f"{where}: expected distinct ids, got repeated ones.")
     _check_shape_of(where, "weight", state["weight"], (ids.numel(), columns))
-    check_optimizer_state(where, state, ids.numel(), states)
+    check_optimizer_state(where, state, ids.numel(), state_shapes)
     check_life(where, state, ids)
 
 
 def check_optimizer_state(
-    where: str, state: Mapping[str, Tensor], rows: int, states: Sequence[NamedState]
+    where: str,
+    state: Mapping[str, Tensor],
+    rows: int,
+    state_shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Raises ValueError unless optimizer state and step fit a table; each may be missing.
 
-    Args:
-        where: the table, for messages.
-        state: optimizer state by name, and "step".
-        rows: number of rows.
-        states: the table's optimizer states.
+    state: optimizer state by name, and "step". state_shapes: as of `check_state`.
     """
     step = state.get("step", torch.tensor(0, device="cpu"))
     if step.numel() != 1 or not 0 <= int(step) < 1 << 62:
         raise ValueError(f"{where}: expected a step >= 0, got {step.tolist()}.")
-    for named in states:
-        if named.name in state:
-            one_row = () if named.is_rowwise else (named.store.columns,)
-            _check_shape_of(where, named.name, state[named.name], (rows, *one_row))
+    for name, of_row in state_shapes.items():
+        if name in state:
+            _check_shape_of(where, name, state[name], (rows, *of_row))
 
 
 def _check_shape_of(where: str, name: str, saved: Tensor, shape: tuple[int, ...]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,48 +23,40 @@ from torchrec_dyn.storage import (
     on_device,
     to_host,
 )
-from torchrec_dyn.table.changes import note_replaced
-
-if TYPE_CHECKING:
-    from torchrec_dyn.table.table import DynamicTable
+from torchrec_dyn.table.arrays import TableArrays
 
 
 class NamedState(NamedTuple):
-    """One optimizer state of a table.
+    """One optimizer state of a table."""
 
-    Attributes:
-        name: FBGEMM's name of the state.
-        store: store of its numbers, by row.
-        is_rowwise: True if it has one number per row.
-    """
-
-    name: str
-    store: RowStore
-    is_rowwise: bool
+    name: str  # FBGEMM's
+    store: RowStore  # of its numbers, by row
+    is_rowwise: bool  # True if it has one number per row
 
 
-def named_states(table: DynamicTable) -> list[NamedState]:
+def named_states(table: TableArrays) -> list[NamedState]:
     """Returns the optimizer states of a table with their names."""
     optimizer = table.optimizer
     named = zip(optimizer.state_names, table.states, optimizer.state_is_rowwise, strict=True)
     return [NamedState(*fields) for fields in named]
 
 
-def stamp_of(table: DynamicTable) -> tuple[int, ...]:
+def state_shapes(table: TableArrays) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of one row of each optimizer state of a table."""
+    named = named_states(table)
+    return {one.name: () if one.is_rowwise else (one.store.columns,) for one in named}
+
+
+def stamp_of(table: TableArrays) -> tuple[int, ...]:
     """Returns numbers that change when ids are added or removed and when rows are written."""
     return (table.generation, table.edits, table.step, table.id_map.num_ids)
 
 
-def read_tensor(
-    table: DynamicTable, name: str, rows: Tensor, are_ascending: bool = False
-) -> Tensor:
+def read_tensor(table: TableArrays, name: str, rows: Tensor, are_ascending: bool = False) -> Tensor:
     """Returns rows of one tensor of the saved form: [M, columns], or [M] for scores.
 
-    Args:
-        table: the table.
-        name: "weight", "last_seen", "count" or the name of an optimizer state.
-        rows: [M] int64.
-        are_ascending: True if the rows are distinct and ascend; the result may then be a view.
+    `name` is "weight", "last_seen", "count" or the name of an optimizer state; rows [M] int64. If the rows
+    are distinct and ascend, the result may be a view.
     """
     read = RowStore.read_ascending if are_ascending else RowStore.read
     if name == "weight":
@@ -75,13 +67,10 @@ def read_tensor(
     return read(store, rows)
 
 
-def read_state(table: DynamicTable, on_host: bool = False) -> dict[str, Tensor]:
-    """Returns a copy of the contents in canonical order.
+def read_state(table: TableArrays, on_host: bool = False) -> dict[str, Tensor]:
+    """Returns a copy of the contents in canonical order: on the CPU, or on the device of the table.
 
-    Args:
-        table: the table.
-        on_host: True for a copy on the CPU, which a GPU has no memory for perhaps; False for a copy on the
-            device of the table.
+    A GPU perhaps lacks the memory for a copy.
 
     Returns:
         "ids" [R] int64, "weight" [R, D], each optimizer state [R, D] or [R] float32, "step" [], and
@@ -111,14 +100,10 @@ def _read_to_host(store: RowStore, rows: Tensor) -> Tensor:
 
 
 @locked
-def state_for_copy(table: DynamicTable, on_host: bool = False) -> dict[str, Tensor]:
+def state_for_copy(table: TableArrays, on_host: bool = False) -> dict[str, Tensor]:
     """Returns `read_state`; if the rows were loaded without scores, without their scores.
 
     So the copy treats these scores as missing, as this table does.
-
-    Args:
-        table: the table.
-        on_host: as in `read_state`.
     """
     state = read_state(table, on_host)
     if table.life is not None and table.life.is_unscored:
@@ -127,27 +112,17 @@ def state_for_copy(table: DynamicTable, on_host: bool = False) -> dict[str, Tens
 
 
 class Contents(NamedTuple):
-    """The contents of a table, on any device, to be written into a table of another device or dtype.
+    """The contents of a table, on any device, to be written into a table of another device or dtype."""
 
-    Attributes:
-        ids: [R] int64.
-        step: number of training forwards.
-        rows: functions that return rows [start, stop), by tensor: "weight" and the optimizer states.
-        life: the tensors of `RowLife.export`; each may be missing.
-    """
-
-    ids: Tensor
-    step: int
+    ids: Tensor  # [R] int64
+    step: int  # number of training forwards
+    # Functions that return rows [start, stop), by tensor: "weight" and the optimizer states.
     rows: dict[str, Callable[[int, int], Tensor]]
-    life: dict[str, Tensor]
+    life: dict[str, Tensor]  # of `RowLife.export`; each may be missing
 
 
 def given_state(state: Mapping[str, Tensor]) -> Contents:
-    """Returns the contents of a saved form.
-
-    Args:
-        state: as `read_state` returns it, in any order of ids; may lack all but "ids" and "weight".
-    """
+    """Returns the contents of state: a saved form in any order of ids, with "ids" and "weight" at least."""
     by_row = {
         name: _reader_of(values)
         for name, values in state.items()
@@ -163,7 +138,7 @@ def _reader_of(values: Tensor) -> Callable[[int, int], Tensor]:
     return lambda start, stop: values[start:stop]
 
 
-def stored_state(table: DynamicTable) -> Contents:
+def stored_state(table: TableArrays) -> Contents:
     """Returns the contents of a table in canonical order; its rows are read when they are asked for."""
     ids, rows = table.id_map.contents()
 
@@ -175,13 +150,8 @@ def stored_state(table: DynamicTable) -> Contents:
     return Contents(ids, table.step, by_row, {} if table.life is None else table.life.export(rows))
 
 
-def write_state(table: DynamicTable, contents: Contents) -> None:
-    """Fills an empty table; missing parts of the contents get the values of a new table.
-
-    Args:
-        table: a table without rows.
-        contents: contents on any device.
-    """
+def write_state(table: TableArrays, contents: Contents) -> None:
+    """Fills an empty table; missing parts of the contents get the values of a new table."""
     ids = contents.ids.to(table.device).contiguous()
     table.step = max(contents.step, last_step(contents.life))
     table.reserve(ids.numel())
@@ -206,12 +176,10 @@ def _write_rows(store: RowStore, rows: Tensor, read: Callable[[int, int], Tensor
         store.write(some, on_device(values, store.device))
 
 
-def loaded_states(table: DynamicTable, state: Mapping[str, Tensor]) -> tuple[RowStore, ...]:
+def loaded_states(table: TableArrays, state: Mapping[str, Tensor]) -> tuple[RowStore, ...]:
     """Returns new stores of a table's optimizer state; the table does not change.
 
-    Args:
-        table: the table.
-        state: optimizer state by name, in the canonical order of the table's ids, on any device.
+    state: optimizer state by name, in the canonical order of the table's ids, on any device.
     """
     stores = []
     for named in named_states(table):
@@ -232,40 +200,29 @@ def without_optimizer(state: Mapping[str, Tensor], optimizer: RowOptimizer) -> d
     """Returns the parts of a saved form that fit another kind of optimizer.
 
     The new optimizer would count steps from 0, but scores refer to steps: with scores, "step" is kept.
-
-    Args:
-        state: as `read_state` returns it.
-        optimizer: optimizer of the saved table.
+    state: as `read_state` returns it. optimizer: that of the saved table.
     """
     left_out = {*optimizer.state_names, *(() if "last_seen" in state else ("step",))}
     return {name: saved for name, saved in state.items() if name not in left_out}
 
 
 def replace_contents(
-    table: DynamicTable, contents: Contents, dtype: torch.dtype, device: torch.device
+    table: TableArrays, contents: Contents, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Replaces the contents of a table; if this fails, the table has not changed.
+    """Replaces the contents, dtype and device of a table; if this fails, the table has not changed.
 
-    Args:
-        table: the table.
-        contents: the new contents, checked; they may be those of this table.
-        dtype: new dtype of the rows.
-        device: new device of the rows.
+    The new contents are checked; they may be those of this table.
     """
     with replaced_whole(table):
         before = table.id_map
         table.reset(dtype, device)
         write_state(table, contents)
-        note_replaced(table, before)
+        table.note_replaced(before)
 
 
 @contextmanager
-def replaced_whole(table: DynamicTable) -> Iterator[None]:
-    """Restores a table if the code inside fails. This code makes new objects and does not change old objects.
-
-    Args:
-        table: the table.
-    """
+def replaced_whole(table: TableArrays) -> Iterator[None]:
+    """Restores a table if the code inside fails, which makes new objects and does not change old objects."""
     before = dict(table.__dict__)
     id_map, stores = table.id_map, [*table.stores]
     if table.life is not None:

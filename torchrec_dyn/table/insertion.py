@@ -1,4 +1,4 @@
-"""Finds the rows of ids and inserts unseen ids: into all tables of a lookup, or into none.
+"""Finds the rows of ids, inserts unseen ids into all tables of a lookup or into none, and removes ids.
 
 Legend: T tables, N ids, M distinct unseen ids.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,11 +22,7 @@ from torchrec_dyn.storage import (
     read,
     run_to_end,
 )
-from torchrec_dyn.table.changes import note_added
-
-if TYPE_CHECKING:
-    from torchrec_dyn.table.table import DynamicTable
-
+from torchrec_dyn.table.arrays import TableArrays
 
 _COUNT_BITS = 2**63 - 1  # all but the sign bit, which marks an error
 
@@ -38,13 +33,9 @@ def find_rows(
     table_offsets: Tensor,
     meanwhile: Callable[[Tensor], object] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Finds the rows of ids.
+    """Finds the rows of ids [N] int64 in table order; table_offsets [T + 1] int64, where each table's begin.
 
-    Args:
-        maps: maps of T tables.
-        ids: [N] int64 in table order.
-        table_offsets: [T + 1] int64, where the ids of each table begin.
-        meanwhile: as of `read`, with the rows; not called on the CPU.
+    meanwhile: as of `read`, with the rows; not called on the CPU.
 
     Returns:
         rows: [N] int64, -1 for an absent id.
@@ -62,11 +53,9 @@ def find_rows(
 
 
 def reading_absent(absent: Tensor, ids: Tensor) -> Reading[Tensor]:
-    """Returns numbers of absent ids on the CPU; raises the error that the sign of a GPU's numbers marks.
+    """Returns absent [T] int64 of `ops.lookup`, with its ids [N], on the CPU.
 
-    Args:
-        absent: [T] int64 of `ops.lookup`.
-        ids: the ids of the lookup.
+    Raises the error that the sign of a GPU's numbers marks.
     """
     if absent.is_cpu:
         return absent
@@ -79,23 +68,19 @@ def reading_absent(absent: Tensor, ids: Tensor) -> Reading[Tensor]:
 def ranges_of(new_offsets: Tensor) -> dict[int, slice]:
     """Returns the range of each table's new ids of `ops.collect_new`, by number of the table; none is empty.
 
-    Args:
-        new_offsets: [T + 1] int64, where the new ids of each table begin.
+    new_offsets [T + 1] int64: where the new ids of each table begin.
     """
     bounds = enumerate(pairwise(new_offsets.tolist()))
     return {t: slice(begin, end) for t, (begin, end) in bounds if end > begin}
 
 
 def insert_unseen(
-    tables: Sequence[DynamicTable], ids: Tensor, rows: Tensor, table_offsets: Tensor
+    tables: Sequence[TableArrays], ids: Tensor, rows: Tensor, table_offsets: Tensor
 ) -> Tensor:
     """Inserts the absent ids of a lookup, whatever the policies, and writes their rows into `rows`.
 
-    Args:
-        tables: T tables.
-        ids: [N] int64 in table order.
-        rows: [N] int64 of `ops.lookup`; -1 becomes the new row, in place.
-        table_offsets: [T + 1] int64, where the ids of each table begin.
+    ids [N] int64 in table order; rows [N] int64 of `ops.lookup`: -1 becomes the new row, in place;
+    table_offsets [T + 1] int64, where the ids of each table begin.
 
     Returns:
         [N] int64, -1 for an id that was not absent, else 0 or more.
@@ -123,16 +108,13 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Addition:
-    """Prepared fresh rows of new ids of one table. Preparing writes free rows only.
+    """Prepared fresh rows of new ids of one table, which has room reserved. Preparing writes free rows only.
 
-    Args:
-        table: the table, with room reserved.
-        ids: [M] int64, distinct and absent.
-        counts: [M] int64, occurrences of the ids; None outside training. In training the ids have no
-            admission counters any more.
+    ids [M] int64 are distinct and absent. counts [M] int64 are their occurrences, None outside training. In
+    training the ids have no admission counters any more.
     """
 
-    def __init__(self, table: DynamicTable, ids: Tensor, counts: Tensor | None = None) -> None:
+    def __init__(self, table: TableArrays, ids: Tensor, counts: Tensor | None = None) -> None:
         self.table = table
         self.ids = ids
         self._counts = counts
@@ -155,17 +137,15 @@ class Addition:
         table.row_numbers.commit(self._taking)
         if table.life is not None:
             table.life.add_rows(self.ids, self.rows, table.step, self._counts)
-        note_added(table, self.rows)
+        log = table.change_log
+        if log is not None:
+            log.add(self.rows)
         table.own, table.id_map.num_ids = self._own, self._num_ids
         table.counters["inserted"] = self._inserted
 
 
 def insert_rows(added: Sequence[Addition]) -> None:
-    """Gives prepared rows to their ids: in all tables or in none.
-
-    Args:
-        added: the rows of each table of a group.
-    """
+    """Gives prepared rows to their ids: in all tables or in none."""
     run_to_end(partial(commit_rows, added))
 
 
@@ -179,3 +159,44 @@ def commit_rows(added: Sequence[Addition], again: bool) -> None:
     arrays = arrays_of(maps)
     if not again or bool((ops.lookup(ids, offsets, *arrays)[0] < 0).any()):
         ops.insert(ids, rows, offsets, *arrays)
+
+
+class Removal:
+    """A prepared removal of ids of one table; `prepare` makes it."""
+
+    def __init__(self, table: TableArrays, ids: Tensor, rows: Tensor, cause: str) -> None:
+        self._table = table
+        self._ids = ids
+        self._rows = rows
+        self._left = table.id_map.num_ids - ids.numel()
+        self._counted = {cause: table.counters[cause] + rows.numel()}
+        self._log = table.change_log
+        self._logged = None if self._log is None else self._log.removed
+
+    @classmethod
+    def prepare(cls, table: TableArrays, ids: Tensor, rows: Tensor, cause: str) -> Reading[Removal]:
+        """Prepares a removal and changes nothing.
+
+        ids [M] int64 are distinct, rows [M] int64 are their rows. `cause` is the counter of `stats` that
+        counts them.
+        """
+        removal = cls(table, ids, rows, cause)
+        if removal._log is not None:
+            removal._logged = yield from removal._log.with_removed(ids, rows)
+        return removal
+
+    def commit(self) -> None:
+        """Removes the ids and frees their rows: of all ids or of none."""
+        run_to_end(lambda _: self._table.id_map.remove(self._ids, self._left), self.free_rows)
+
+    def free_rows(self, _: bool = False) -> None:
+        """Frees the rows of ids that are not in the map; a second call directly after changes nothing.
+
+        The rows are reused as soon as no open forward can hold them.
+        """
+        if self._log is not None and self._logged is not None:
+            self._log.removed = self._logged
+        if self._table.life is not None:
+            self._table.life.forget_rows(self._rows)
+        self._table.row_numbers.give_back(self._rows)
+        self._table.counters.update(self._counted)

@@ -1,7 +1,6 @@
 """DynamicTable: one table, or one column shard of it, on this rank.
 
-It joins an id map (id -> row), the stores of the weights and of each optimizer state (row -> numbers), the
-numbering of rows and, with a policy, their life. lookup/table_group.py lists the steps of a training forward.
+Its arrays are those of `TableArrays`. lookup/table_group.py lists the steps of a training forward.
 
 Legend: R rows in use, M ids, D columns here.
 """
@@ -14,180 +13,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.initializers import Initializer, default_initializer, for_dimension, table_key
 from torchrec_dyn.life import RowLife, time_fault
-from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer
 from torchrec_dyn.storage import (
-    TABLES,
     ChangeLog,
-    IdMap,
-    InitialRows,
     MapList,
+    Moment,
     OutstandingForwards,
-    RowNumbers,
     RowStore,
-    TableLock,
-    block_shift,
     locked,
+    note_changed,
     read,
 )
-from torchrec_dyn.table.changes import note_all_changed, note_changed
+from torchrec_dyn.table.arrays import TableArrays
 from torchrec_dyn.table.checks import (
     check_ids,
     check_optimizer_state,
-    check_room,
     check_rows,
-    check_shape,
     check_state,
     checked_device,
 )
 from torchrec_dyn.table.contents import (
     given_state,
     loaded_states,
-    named_states,
     read_state,
     replace_contents,
     replaced_whole,
     state_for_copy,
+    state_shapes,
     stored_state,
     write_state,
 )
-from torchrec_dyn.table.freed_rows import Removal
-from torchrec_dyn.table.insertion import find_rows, insert_unseen
-from torchrec_dyn.table.stats import COUNTED, stats_of
-from torchrec_dyn.table.tally import OwnNumbers, Tally
-
-_NOTHING = object()
+from torchrec_dyn.table.insertion import Removal, find_rows, insert_unseen
+from torchrec_dyn.table.tally import Tally
 
 
-class DynamicTable:
-    """A table whose rows are made when ids are first seen.
-
-    Attributes:
-        name: the table's name, which also decides its initial rows.
-        num_embeddings: limit on the rows of the whole table.
-        embedding_dim: width of a whole row.
-        first_column: number of the first column held here.
-        columns: number of columns held here.
-        row_limit: limit on the rows held here.
-        optimizer: the update rule of the rows.
-        is_frozen: True if training reads the table as evaluation does; read at every forward.
-        id_map: id -> row.
-        life: scores, counters and clock; None without a policy.
-        changes: log of changed rows; None if no moment was held at the last change.
-        generation: number of replacements of the contents; a forward from before a replacement cannot run
-            its backward.
-        own: numbers of the table that change with training, without those of its tally.
-        initializer: initializer of fresh rows.
-        lock: lock of the collection, shared by its tables. The methods that users call hold it.
-    """
-
-    def __init__(
-        self,
-        *,
-        name: str,
-        num_embeddings: int,
-        embedding_dim: int,
-        optimizer: RowOptimizer,
-        config: DynamicTableConfig,
-        first_column: int = 0,
-        columns: int | None = None,
-        row_limit: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        initializer: Initializer | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.lock = TableLock()
-        self.name = name
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
-        self.first_column = first_column
-        self.columns = embedding_dim if columns is None else columns
-        self.row_limit = num_embeddings if row_limit is None else row_limit
-        self.optimizer = optimizer
-        self.config = config
-        self.is_frozen = False
-        self.generation = 0
-        self.own = OwnNumbers(Tally(1), 0, 0, 0, dict.fromkeys(COUNTED, 0))
-        self.changes: ChangeLog | None = None
-        check_shape(self)
-        device = checked_device(self.where, dtype, device)
-        given = config.initializer or initializer or default_initializer(num_embeddings)
-        self.start_as(for_dimension(given, embedding_dim))
-        self.rounding_key = table_key(config.seed, name, "rounding")
-        self.forwards = OutstandingForwards()
-        self.reset(dtype, device)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # What groups of tables have listed is valid as long as no attribute changes. `own` is not listed.
-        is_listed = name != "own" and self.__dict__.get(name, _NOTHING) is not value
-        if is_listed:
-            TABLES.renew()
-        object.__setattr__(self, name, value)
-        if is_listed:
-            TABLES.renew()  # `is_frozen` is set without the lock: a thread may have listed it in between
-
-    @property
-    def step(self) -> int:
-        """Number of training forwards so far, without forwards of the frozen table."""
-        own = self.own  # read once: without the lock, a table may move to another tally in between
-        return own.step + own.tally.counted.steps
-
-    @step.setter
-    def step(self, step: int) -> None:
-        TABLES.renew()
-        self.own = self.own._replace(step=step - self.own.tally.counted.steps)
-
-    @property
-    def edits(self) -> int:
-        """Number of calls that wrote rows, or added or removed ids."""
-        own = self.own
-        return own.edits + own.tally.edits
-
-    def count_edit(self) -> None:
-        """Counts an edit outside of training."""
-        TABLES.renew()  # the next step looks at the table's policies
-        self.own = self.own._replace(edits=self.own.edits + 1)
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """The counters of `stats`, without the forwards of the table's tally."""
-        return self.own.counters
-
-    def start_as(self, initializer: Initializer) -> None:
-        """Sets the initializer of fresh rows."""
-        rows = InitialRows(initializer, self.config.seed, self.name, self.first_column)
-        self.initializer, self.initial_rows = initializer, rows
-
-    def reset(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Makes the table empty. The new contents are new objects; the old objects do not change."""
-        shift = block_shift(self.row_limit, self.columns * dtype.itemsize, device.type)
-        self.id_map = IdMap(self.row_limit, device)
-        self.row_numbers = RowNumbers(self.forwards, device)
-        self.weights = RowStore(self.columns, shift, dtype, device)
-        self.states = tuple(
-            RowStore(columns, shift, STATE_DTYPE, device)
-            for columns in self.optimizer.state_columns(self.columns)
-        )
-        life = (self.config, self.name, self.row_limit, shift, device)
-        self.life = RowLife(*life) if self.config.has_life else None
-        self.generation += 1
-
-    @property
-    def where(self) -> str:
-        """Name of the table in messages."""
-        return f"DynamicTable({self.name!r})"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the rows."""
-        return self.weights.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the rows."""
-        return self.weights.device
+class DynamicTable(TableArrays):
+    """A table whose rows are made when ids are first seen. Its attributes are those of `TableArrays`."""
 
     @property
     @locked
@@ -201,33 +62,18 @@ class DynamicTable:
         waiting = None if self.life is None else self.life.waiting
         return 0 if waiting is None else len(waiting)
 
-    @property
-    def stores(self) -> tuple[RowStore, ...]:
-        """The weights and every optimizer state."""
-        return (self.weights, *self.states)
-
-    def check_room(self, additional: int) -> None:
-        """Raises RuntimeError if `additional` more rows exceed the limit and no policy replaces rows."""
-        if self.life is None or not self.life.replaces:
-            check_room(self, additional)
-
-    def reserve(self, additional: int, removed: int = 0) -> None:
-        """Makes room for `additional` more rows, and for their ids after `removed` ids are removed."""
-        self.id_map.reserve(max(0, additional - removed))
-        rows = self.row_numbers.highest_after(additional)
-        if self.life is not None:
-            self.life.scores.reserve(rows)
-        if self.changes is not None:
-            self.changes.reserve(rows)
-        for store in self.stores:
-            store.reserve(rows)
+    @locked
+    def moment(self) -> Moment:
+        """Starts and returns a moment. Changes of the table are recorded from now on."""
+        log = self.change_log
+        if log is None:
+            log = ChangeLog(self.row_limit, self.device)
+            log.reserve(self.row_numbers.high)
+            self.changes = log
+        return log.moment()
 
     def find_or_insert(self, ids: Tensor) -> Tensor:
-        """Returns the rows of ids, [M] int64; an absent id gets a fresh row.
-
-        Args:
-            ids: [M] int64, repeats allowed.
-        """
+        """Returns the rows, [M] int64, of ids [M] int64, repeats allowed; an absent id gets a fresh row."""
         offsets = torch.tensor([0, ids.numel()], device="cpu")
         rows, _ = find_rows(MapList([self.id_map]), ids, offsets)
         insert_unseen([self], ids, rows, offsets)
@@ -254,10 +100,10 @@ class DynamicTable:
         As `torchrec_dyn.assign_rows`, for this table's columns on this rank.
         """
         ids = self._ids_here(ids, "assign")
-        check_rows(self, rows, ids.numel(), "assign")
+        check_rows(f"{self.where}.assign", rows, (ids.numel(), self.columns))
         self.count_edit()
         found = self.find_or_insert(ids)
-        note_changed([self], found, torch.tensor([0, ids.numel()], device="cpu"))
+        note_changed([self.change_log], found, torch.tensor([0, ids.numel()], device="cpu"))
         self.weights.write(found, rows.detach().to(self.device))
 
     @locked
@@ -275,16 +121,15 @@ class DynamicTable:
     @locked
     def replace_states(self, states: tuple[RowStore, ...]) -> None:
         """Replaces the optimizer state of all rows; open forwards can no longer run their backward."""
-        note_all_changed(self)
+        log = self.change_log
+        if log is not None:
+            log.changed.fill(log.number)
         self.states, self.generation = states, self.generation + 1
 
     def remove(self, ids: Tensor, rows: Tensor, cause: str) -> int:
         """Removes ids and frees their rows: of all ids or of none. Returns the number of ids.
 
-        Args:
-            ids: [M] int64, distinct.
-            rows: [M] int64, the rows of these ids.
-            cause: name of the counter of `stats` that counts these ids.
+        ids [M] int64, rows [M] int64 and `cause` as of `Removal.prepare`.
         """
         read(Removal.prepare(self, ids, rows, cause)).commit()
         return rows.numel()
@@ -329,8 +174,36 @@ class DynamicTable:
 
     @locked
     def stats(self) -> dict[str, int | float]:
-        """Returns the statistics of the table (stats.py)."""
-        return stats_of(self)
+        """Returns the statistics of the table.
+
+        Present contents: rows, limit, slots, load (rows / slots), bytes (slots, rows in use with their
+        optimizer state and scores, counters, and the change log), step, waiting (ids with a counter),
+        withheld (rows kept for an open forward), probe_length_mean and probe_length_max (in slots; measured
+        on a sample in a large map).
+
+        Counts since the table was made. Occurrences in training: ids_seen, hits (had a row), unseen (had no
+        row), refused (got no row). Ids: inserted, evicted_expired, evicted_full, erased, counters_dropped,
+        counters_expired. Others: late_grads (gradients of rows whose id was removed), forwards (training
+        forwards; unlike `step`, a saved number is not loaded or carried over).
+        """
+        life, counters = self.life, self.own.total_counters()
+        stores = [*self.stores, life.scores.store] if life is not None else self.stores
+        waiting = None if life is None else life.waiting
+        row_bytes = sum(store.row_bytes for store in stores)
+        return {
+            "rows": self.id_map.num_ids,
+            "limit": self.row_limit,
+            "bytes": self.id_map.bytes
+            + self.row_numbers.high * row_bytes
+            + (0 if waiting is None else waiting.bytes)
+            + (0 if self.changes is None else self.changes.bytes),
+            "step": self.step,
+            "waiting": self.num_waiting,
+            "withheld": self.row_numbers.withheld().numel(),
+            **self.id_map.stats(),
+            **counters,
+            "unseen": counters["ids_seen"] - counters["hits"],
+        }
 
     @locked
     def export_state(self) -> dict[str, Tensor]:
@@ -341,22 +214,20 @@ class DynamicTable:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Replaces the contents; more rows than the limit are allowed. All checks run before any change.
 
-        Args:
-            state: as `export_state` returns it, in any order of ids. Only "ids" and "weight" are
-                required; other missing parts get the values of a new table.
+        state: as `export_state` returns it, in any order of ids. Only "ids" and "weight" are required;
+        other missing parts get the values of a new table.
         """
-        check_state(f"{self.where}.load_state", state, self.columns, named_states(self))
+        check_state(f"{self.where}.load_state", state, self.columns, state_shapes(self))
         replace_contents(self, given_state(state), self.dtype, self.device)
 
     @locked
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Replaces optimizer state and step of the present rows; if this fails, nothing has changed.
 
-        Args:
-            state: the optimizer states by name, in the canonical order of the ids, and "step".
+        state: the optimizer states by name, in the canonical order of the ids, and "step".
         """
-        where, states = f"{self.where}.load_optimizer_state", named_states(self)
-        check_optimizer_state(where, state, self.id_map.num_ids, states)
+        where = f"{self.where}.load_optimizer_state"
+        check_optimizer_state(where, state, self.id_map.num_ids, state_shapes(self))
         stores = loaded_states(self, state)
         with replaced_whole(self):
             self.replace_states(stores)

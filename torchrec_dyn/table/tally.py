@@ -9,15 +9,18 @@ Legend: T tables.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn.storage import TABLES
 
-if TYPE_CHECKING:
-    from torchrec_dyn.table.table import DynamicTable
+# Counters of a table. They start at 0.
+COUNTED = (
+    *("ids_seen", "hits", "refused", "inserted", "evicted_expired", "evicted_full", "erased"),
+    *("late_grads", "counters_dropped", "counters_expired", "forwards"),
+)
 
 
 class Counted(NamedTuple):
@@ -36,19 +39,15 @@ class Counted(NamedTuple):
     def after(self, table_offsets: Tensor, absent: Tensor | None) -> Counted:
         """Returns the numbers after one more forward.
 
-        Args:
-            table_offsets: [T + 1] int64, the first occurrence of each table, and the end of the last.
-            absent: [T] int64, occurrences without a row; None if there were none.
+        table_offsets [T + 1] int64: the first occurrence of each table, and the end of the last.
+        absent [T] int64: occurrences without a row; None if there were none.
         """
         all_absent = self.absent if absent is None else self.absent + absent
         return Counted(self.steps + 1, self.ids + table_offsets, all_absent)
 
 
 class Tally:
-    """Numbers of tables that step together.
-
-    Args:
-        size: T.
+    """Numbers of T tables that step together.
 
     Attributes:
         counted: the forwards. Replaced as a whole, so that an interrupt finds all of a step or nothing.
@@ -98,16 +97,16 @@ class OwnNumbers(NamedTuple):
         return OwnNumbers(tally, line, steps, edits, self.total_counters())
 
 
-def tally_of(tables: Sequence[DynamicTable]) -> Tally:
-    """Returns the tally of exactly these tables, in this order. Tables with another tally leave it."""
-    tally = tables[0].own.tally
-    numbers = [table.own for table in tables]
+def on_one_tally(numbers: Sequence[OwnNumbers]) -> Sequence[OwnNumbers]:
+    """Returns the numbers of tables on a tally of exactly these tables, in this order.
+
+    Tables with another tally leave it. Numbers that are on such a tally already are returned as they are.
+    """
+    tally = numbers[0].tally
     if tally.size == len(numbers) and all(
         of_table.tally is tally and of_table.line == line for line, of_table in enumerate(numbers)
     ):
-        return tally
+        return numbers
     TABLES.renew()  # groups that count on the former tallies must not do so any more
     tally = Tally(len(numbers))
-    for line, table in enumerate(tables):
-        table.own = table.own.moved_to(tally, line)
-    return tally
+    return [of_table.moved_to(tally, line) for line, of_table in enumerate(numbers)]

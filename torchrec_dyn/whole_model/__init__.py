@@ -18,7 +18,6 @@ from torchrec_dyn.whole_model.owners import mixed_ids, owner_ranks
 from torchrec_dyn.whole_model.stats_logger import add_stats_hook, log_stats
 from torchrec_dyn.whole_model.tables import (
     Collection,
-    ModelTable,
     collections_of,
     saved_forms,
     saved_sums,

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchrec_dyn.distributed import ShardedTableHandle, WholeTable
+from torchrec_dyn.distributed import ShardedTableHandle
 from torchrec_dyn.modules import TableHandle
-from torchrec_dyn.ranks import agree
+from torchrec_dyn.ranks import Table, agree
 from torchrec_dyn.whole_model.tables import Collection, ShardedCollection
 
 
@@ -172,7 +172,7 @@ def read_stats(collection: Collection, table: str) -> dict[str, int | float]:
     return _whole(collection, table, "read_stats").stats()
 
 
-def _whole(collection: Collection, table: str, call: str) -> TableHandle | WholeTable:
+def _whole(collection: Collection, table: str, call: str) -> TableHandle | Table:
     """Returns the whole table. An unknown table name raises an error on every rank."""
     try:
         handle = collection.table(table)

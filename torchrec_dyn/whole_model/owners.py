@@ -53,7 +53,7 @@ def owner_ranks(collection: Collection, table: str, ids: Tensor) -> Tensor:
         raise ValueError(
             f"owner_ranks.table: expected a table of the collection, {sorted(tables)}, got '{table}'."
         )
-    layout = tables[table].pieces.layout
+    layout = tables[table].layout
     # [P, ranks that share the rows]
     ranks = torch.tensor([piece.ranks for piece in layout.pieces], device=ids.device)
     if not layout.rows_are_spread:

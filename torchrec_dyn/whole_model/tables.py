@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
@@ -14,45 +13,17 @@ from torchrec_dyn.distributed import (
     ShardedDynamicEmbeddingBagCollection,
     ShardedDynamicEmbeddingCollection,
 )
-from torchrec_dyn.modules import DynamicEmbeddingBagCollection, UnshardedCollection, UnshardedTable
-from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import run_together
+from torchrec_dyn.modules import DynamicEmbeddingBagCollection, UnshardedCollection
+from torchrec_dyn.ranks import Table, run_together
 from torchrec_dyn.state_dict import (
     ModelSource,
     OptimizerSource,
-    ShardPieces,
     saved_tensors,
-    whole_pieces,
 )
 
 ShardedCollection = ShardedDynamicEmbeddingBagCollection | ShardedDynamicEmbeddingCollection
 Collection = UnshardedCollection | ShardedCollection
 _POOLED = (DynamicEmbeddingBagCollection, ShardedDynamicEmbeddingBagCollection)
-
-
-@dataclass(frozen=True)
-class ModelTable:
-    """One dynamic table.
-
-    Attributes:
-        key: key of the table in the model's state dict, e.g. "sparse.ebc.embedding_bags.user".
-        pieces: this rank's part of the table; for an unsharded table the whole table.
-        optimizer: the optimizer of its rows.
-    """
-
-    key: str
-    pieces: ShardPieces
-    optimizer: RowOptimizer
-
-    @property
-    def name(self) -> str:
-        """The table's name."""
-        return self.pieces.name
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group of the ranks; None: the table is not sharded."""
-        return self.pieces.group
 
 
 def collections_of(model: nn.Module, where: str) -> list[tuple[str, Collection]]:
@@ -74,7 +45,7 @@ def collections_of(model: nn.Module, where: str) -> list[tuple[str, Collection]]
     return found
 
 
-def tables_of(model: nn.Module, call: str) -> list[ModelTable]:
+def tables_of(model: nn.Module, call: str) -> list[Table]:
     """Returns the dynamic tables of a model, in the same order on all ranks; not collective.
 
     Args:
@@ -101,9 +72,7 @@ def tables_of(model: nn.Module, call: str) -> list[ModelTable]:
     return tables
 
 
-def tables_in(
-    collection: Collection, path: str = "", call: str = "tables_in"
-) -> dict[str, ModelTable]:
+def tables_in(collection: Collection, path: str = "", call: str = "tables_in") -> dict[str, Table]:
     """Returns the tables of one collection by name, in the collection's order; not collective.
 
     Args:
@@ -123,12 +92,11 @@ def tables_in(
     prefix = f"{path}.{holder}." if path else f"{holder}."
     if isinstance(collection, ShardedCollection):
         shards = collection._shards
-        return {
-            one.name: ModelTable(prefix + one.name, one, shards.optimizer_of(one.name))
-            for one in shards.pieces()
-        }
+        return {one.name: replace(one, key=prefix + one.name) for one in shards.tables()}
     return {
-        one.config.name: _unsharded(prefix + one.config.name, one)
+        one.config.name: Table.of_one(
+            one.rows(), one.where, one.saved_config(), prefix + one.config.name
+        )
         for one in collection.unsharded_lookup.tables
     }
 
@@ -145,12 +113,6 @@ def _collections(model: nn.Module) -> list[tuple[str, Collection]]:
     return [(path, module) for path, module in modules if isinstance(module, Collection)]
 
 
-def _unsharded(key: str, table: UnshardedTable) -> ModelTable:
-    rows = table.rows()
-    pieces = whole_pieces(rows, table.where, table, table.saved_config())
-    return ModelTable(key, pieces, rows.optimizer)
-
-
 @dataclass(frozen=True)
 class SavedForm:
     """The tensors of a checkpoint of a table, or of some of its rows.
@@ -164,7 +126,7 @@ class SavedForm:
     optimizer: dict[str, SavedTensor]
 
 
-def saved_forms(tables: Sequence[ModelTable], call: str) -> list[SavedForm]:
+def saved_forms(tables: Sequence[Table], call: str) -> list[SavedForm]:
     """Returns the saved form of each table, with its content sums. Collective.
 
     Args:
@@ -174,13 +136,13 @@ def saved_forms(tables: Sequence[ModelTable], call: str) -> list[SavedForm]:
     made = saved_tensors(
         tables[0].group,
         call,
-        [table.pieces for table in tables],
+        tables,
         lambda one: [ModelSource(one, None), OptimizerSource(one, None)],
     )
     return [SavedForm(*of_table) for of_table in zip(made[::2], made[1::2], strict=True)]
 
 
-def saved_sums(tables: Sequence[ModelTable], call: str) -> list[tuple[Tensor, Tensor]]:
+def saved_sums(tables: Sequence[Table], call: str) -> list[tuple[Tensor, Tensor]]:
     """Returns the words of the two checksums of each table: of the model, of the optimizer. Collective.
 
     Args:

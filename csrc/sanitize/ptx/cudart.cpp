@@ -4,7 +4,7 @@
 // host waits in it.
 //
 // Environment, read at each launch:
-//   TORCHREC_DYN_PTX_BLOCKS  the most blocks of a launch of each_turn (simt_cuda.h): its threads take second items
+//   TORCHREC_DYN_PTX_BLOCKS  the most blocks of a launch of run_threads (simt_cuda.h): its threads take second items
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -47,13 +47,13 @@ struct Configuration {
 };
 thread_local std::vector<Configuration> configurations;
 
-// each_turn serves its items with any number of blocks; each_tile needs a tile for each item.
+// run_threads serves its items with any number of blocks; run_tiles needs a tile for each item.
 dim3 with_fewer_blocks(const Kernel& kernel, dim3 grid) {
   const char* most = std::getenv("TORCHREC_DYN_PTX_BLOCKS");
   if (most == nullptr) return grid;
   const std::string name = facts(kernel).name;
   const bool is_ours =
-      name.find("torchrec_dyn4simt") != std::string::npos && name.find("each_turn") != std::string::npos;
+      name.find("torchrec_dyn4simt") != std::string::npos && name.find("run_threads") != std::string::npos;
   if (is_ours) grid.x = std::min(grid.x, static_cast<unsigned>(std::max(1, std::atoi(most))));
   return grid;
 }

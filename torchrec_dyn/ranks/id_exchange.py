@@ -16,14 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_dyn.ranks import (
-    Piece,
-    TableLayout,
-    exchange,
-    gather_results,
-    owners,
-    run_together,
-)
+from torchrec_dyn.ranks.agreement import exchange, gather_results, run_together
+from torchrec_dyn.ranks.layout import Piece, TableLayout
+from torchrec_dyn.ranks.routing import owners
 
 
 class IdExchange:

@@ -1,15 +1,18 @@
 """A table of which the group holds several copies, as under 2D parallelism: each keeps to itself."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 import workers
 from table_cases import make_table
 
-from torchrec_dyn.distributed.whole_table import WholeTable
-from torchrec_dyn.ranks.layout import Piece, TableLayout
+from torchrec_dyn.checkpoint_format import table_config
+from torchrec_dyn.ranks import Table, TableLayout
+from torchrec_dyn.ranks.layout import Piece
 
 
-def whole_of(copy: int, rows_are_spread: bool) -> WholeTable:
+def whole_of(copy: int, rows_are_spread: bool) -> Table:
     """Ranks 0 and 2 hold one copy, ranks 1 and 3 the other; rows or columns are cut in two."""
     rank, ranks = dist.get_rank(), (copy, copy + 2)
     if rows_are_spread:
@@ -21,10 +24,10 @@ def whole_of(copy: int, rows_are_spread: bool) -> WholeTable:
         for piece in pieces
         if rank in piece.ranks
     ]
+    shard = shards[0]
+    whole = Table.of_one(shard, "here", table_config("t", 4, 5, shard.dtype, shard.initializer))
     layout = TableLayout(tuple(pieces), rows_are_spread)
-    return WholeTable(
-        "here", layout, shards, 4, torch.float32, dist.group.WORLD, torch.device("cpu")
-    )
+    return replace(whole, layout=layout, shards=shards, rank=rank, group=dist.group.WORLD)
 
 
 def edit_copies(rows_are_spread: bool) -> tuple[list[int], int, int | float, int]:

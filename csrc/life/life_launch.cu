@@ -1,0 +1,32 @@
+#include "life/admission_kernels.h"
+#include "life/lowest_scores_kernels.h"
+#include "life/scores_kernels.h"
+#include "simt_cuda.h"
+
+namespace torchrec_dyn {
+
+TORCHREC_DYN_LAUNCH(CheckOccurrences);
+TORCHREC_DYN_LAUNCH(AdmitByChance);
+
+TORCHREC_DYN_LAUNCH(CountKeys);
+TORCHREC_DYN_LAUNCH(AddCopies);
+TORCHREC_DYN_LAUNCH(ChooseDigit);
+TORCHREC_DYN_LAUNCH(MarkLowest);
+TORCHREC_DYN_LAUNCH(CountMixed);
+TORCHREC_DYN_LAUNCH(ChooseMixed);
+TORCHREC_DYN_LAUNCH(ListLowest);
+TORCHREC_DYN_LAUNCH(FlagTies);
+TORCHREC_DYN_LAUNCH(WriteLowest);
+
+TORCHREC_DYN_LAUNCH(CheckTouchedRows);
+TORCHREC_DYN_LAUNCH(TouchScores);
+TORCHREC_DYN_LAUNCH(CheckWrittenScores);
+TORCHREC_DYN_LAUNCH(FreeScores);
+TORCHREC_DYN_LAUNCH(ClaimScores);
+TORCHREC_DYN_LAUNCH(WriteScores);
+TORCHREC_DYN_LAUNCH(ReadScores);
+TORCHREC_DYN_LAUNCH(MixToOrder);
+TORCHREC_DYN_LAUNCH(ReadOrderKeys);
+TORCHREC_DYN_LAUNCH(WriteOrder);
+
+}  // namespace torchrec_dyn

@@ -1,0 +1,244 @@
+"""TableArrays: what one table, or one column shard of it, holds on this rank.
+
+An id map (id -> row), the stores of the weights and of each optimizer state (row -> numbers), the numbering
+of rows and, with a policy, their life. `insertion` and `contents` change these arrays; `table` has the calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.initializers import Initializer, default_initializer, for_dimension, table_key
+from torchrec_dyn.life import NO_STEP, RowLife
+from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer
+from torchrec_dyn.storage import (
+    TABLES,
+    ChangeLog,
+    IdMap,
+    InitialRows,
+    OutstandingForwards,
+    RowNumbers,
+    RowStore,
+    TableLock,
+    block_shift,
+)
+from torchrec_dyn.table.checks import checked_device
+from torchrec_dyn.table.tally import COUNTED, OwnNumbers, Tally
+
+_NOTHING = object()
+
+
+class TableArrays:
+    """The arrays of a table and its settings. `DynamicTable` adds the calls of users, and no field.
+
+    Attributes:
+        name: the table's name, which also decides its initial rows.
+        num_embeddings: limit on the rows of the whole table.
+        embedding_dim: width of a whole row.
+        first_column: number of the first column held here.
+        columns: number of columns held here.
+        row_limit: limit on the rows held here.
+        optimizer: the update rule of the rows.
+        is_frozen: True if training reads the table as evaluation does; read at every forward.
+        id_map: id -> row.
+        life: scores, counters and clock; None without a policy.
+        changes: log of changed rows; None if no moment was held at the last change.
+        generation: number of replacements of the contents; a forward from before a replacement cannot run
+            its backward.
+        own: numbers of the table that change with training, without those of its tally.
+        initializer: initializer of fresh rows.
+        lock: lock of the collection, shared by its tables. The methods that users call hold it.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        num_embeddings: int,
+        embedding_dim: int,
+        optimizer: RowOptimizer,
+        config: DynamicTableConfig,
+        first_column: int = 0,
+        columns: int | None = None,
+        row_limit: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        initializer: Initializer | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.lock = TableLock()
+        self.name = name
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.first_column = first_column
+        self.columns = embedding_dim if columns is None else columns
+        self.row_limit = num_embeddings if row_limit is None else row_limit
+        self.optimizer = optimizer
+        self.config = config
+        self.is_frozen = False
+        self.generation = 0
+        self.own = OwnNumbers(Tally(1), 0, 0, 0, dict.fromkeys(COUNTED, 0))
+        self.changes: ChangeLog | None = None
+        self._check_shape()
+        device = checked_device(self.where, dtype, device)
+        given = config.initializer or initializer or default_initializer(num_embeddings)
+        self.start_as(for_dimension(given, embedding_dim))
+        self.rounding_key = table_key(config.seed, name, "rounding")
+        self.forwards = OutstandingForwards()
+        self.reset(dtype, device)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What groups of tables have listed is valid as long as no attribute changes. `own` is not listed.
+        is_listed = name != "own" and self.__dict__.get(name, _NOTHING) is not value
+        if is_listed:
+            TABLES.renew()
+        object.__setattr__(self, name, value)
+        if is_listed:
+            TABLES.renew()  # `is_frozen` is set without the lock: a thread may have listed it in between
+
+    @property
+    def step(self) -> int:
+        """Number of training forwards so far, without forwards of the frozen table."""
+        own = self.own  # read once: without the lock, a table may move to another tally in between
+        return own.step + own.tally.counted.steps
+
+    @step.setter
+    def step(self, step: int) -> None:
+        TABLES.renew()
+        self.own = self.own._replace(step=step - self.own.tally.counted.steps)
+
+    @property
+    def edits(self) -> int:
+        """Number of calls that wrote rows, or added or removed ids."""
+        own = self.own
+        return own.edits + own.tally.edits
+
+    def count_edit(self) -> None:
+        """Counts an edit outside of training."""
+        TABLES.renew()  # the next step looks at the table's policies
+        self.own = self.own._replace(edits=self.own.edits + 1)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """The counters of `stats`, without the forwards of the table's tally."""
+        return self.own.counters
+
+    def start_as(self, initializer: Initializer) -> None:
+        """Sets the initializer of fresh rows."""
+        rows = InitialRows(initializer, self.config.seed, self.name, self.first_column)
+        self.initializer, self.initial_rows = initializer, rows
+
+    def reset(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Makes the table empty. The new contents are new objects; the old objects do not change."""
+        shift = block_shift(self.row_limit, self.columns * dtype.itemsize, device.type)
+        self.id_map = IdMap(self.row_limit, device)
+        self.row_numbers = RowNumbers(self.forwards, device)
+        self.weights = RowStore(self.columns, shift, dtype, device)
+        self.states = tuple(
+            RowStore(columns, shift, STATE_DTYPE, device)
+            for columns in self.optimizer.state_columns(self.columns)
+        )
+        life = (self.config, self.name, self.row_limit, shift, device)
+        self.life = RowLife(*life) if self.config.has_life else None
+        self.generation += 1
+
+    @property
+    def where(self) -> str:
+        """Name of the table in messages."""
+        return f"DynamicTable({self.name!r})"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the rows."""
+        return self.weights.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the rows."""
+        return self.weights.device
+
+    @property
+    def stores(self) -> tuple[RowStore, ...]:
+        """The weights and every optimizer state."""
+        return (self.weights, *self.states)
+
+    def reserve(self, additional: int, removed: int = 0) -> None:
+        """Makes room for `additional` more rows, and for their ids after `removed` ids are removed."""
+        self.id_map.reserve(max(0, additional - removed))
+        rows = self.row_numbers.highest_after(additional)
+        if self.life is not None:
+            self.life.scores.reserve(rows)
+        if self.changes is not None:
+            self.changes.reserve(rows)
+        for store in self.stores:
+            store.reserve(rows)
+
+    # The log of changes: made with the first moment; after the last moment was dropped, the next change
+    # drops it.
+
+    @property
+    def change_log(self) -> ChangeLog | None:
+        """The log of changes. If no moment is held, drops the log and returns None."""
+        if self.changes is not None and not self.changes.is_in_use:
+            self.changes = None
+        return self.changes
+
+    def note_replaced(self, id_map: IdMap) -> None:
+        """Records that the contents of a former id map were replaced. If this fails nothing is recorded."""
+        log = self.change_log
+        if log is not None:
+            log.replace_all(*id_map.contents(), self.row_numbers.high, self.device)
+
+    # Limits.
+
+    def _check_shape(self) -> None:
+        for field in ("num_embeddings", "embedding_dim", "columns", "row_limit"):
+            if getattr(self, field) < 1:
+                raise ValueError(
+                    f"{self.where}.{field}: expected at least 1, got {getattr(self, field)}."
+                )
+        if self.first_column < 0 or self.first_column + self.columns > self.embedding_dim:
+            raise ValueError(
+                f"{self.where}: expected columns inside [0, {self.embedding_dim}), got "
+                f"[{self.first_column}, {self.first_column + self.columns})."
+            )
+
+    def check_room(self, additional: int) -> None:
+        """Raises RuntimeError if `additional` more rows exceed the limit and no policy replaces rows."""
+        if self.life is not None and self.life.replaces:
+            return
+        rows = self.id_map.num_ids
+        if additional and rows + additional > self.row_limit:
+            raise RuntimeError(
+                f"{self._where_here}: expected at most {self.row_limit} rows here "
+                f"(num_embeddings={self.num_embeddings}), got {rows} and {additional} new "
+                "ids. Raise num_embeddings, or evict rows: DynamicTableConfig(eviction=...)."
+            )
+
+    def check_need(self, need: int) -> None:
+        """Raises RuntimeError if the rows of one batch alone exceed the limit, though a policy replaces rows.
+
+        `need`: distinct ids of the batch that have a row or were admitted.
+        """
+        if need > self.row_limit:
+            raise RuntimeError(
+                f"{self._where_here}: expected a batch that needs at most "
+                f"{self.row_limit} rows here (num_embeddings={self.num_embeddings}), got {need} "
+                "distinct ids. Raise num_embeddings, or make the batch smaller."
+            )
+
+    def check_step(self, step: int) -> None:
+        """Raises RuntimeError if a step number does not fit into a score (after 4 * 10^9 steps)."""
+        if step >= NO_STEP:
+            raise RuntimeError(
+                f"{self.where}: expected a training step below {NO_STEP}, got {step}. "
+                "Load the table's state without its scores and its step."
+            )
+
+    @property
+    def _where_here(self) -> str:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return f"{self.where} on rank {rank}"
