@@ -5,7 +5,8 @@ from sharded_cases import shard_by_hand
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 
-from torchrec_dyn.ranks import SHARDING_TRAITS, Piece, TableLayout, checked_plan, table_layouts
+from torchrec_dyn.ranks import SHARDING_TRAITS, TableLayout, checked_plan, table_layouts
+from torchrec_dyn.ranks.layout import Piece
 
 Pieces = list[tuple[list[int], int, int]]
 
