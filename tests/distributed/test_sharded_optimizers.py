@@ -124,6 +124,20 @@ def test_learning_rate_follows_the_parameter_groups() -> None:
     workers.run(schedules, world_size=1)
 
 
+def rates_filled_in_place() -> None:
+    model = sharded(collection_of(Case(ONE)), Case(ONE), SGD)
+    (group,) = model.fused_optimizer.param_groups
+    group["lr"] = rate = torch.tensor(0.5)
+    for value, call in ((0.25, "zero_grad"), (0.125, "step")):
+        rate.fill_(value)
+        getattr(model.fused_optimizer, call)()
+        torch.testing.assert_close(one_step(model), torch.full((2, 8), -value), msg=call)
+
+
+def test_a_learning_rate_filled_in_place_holds_from_the_next_call_on() -> None:
+    workers.run(rates_filled_in_place, world_size=1)
+
+
 def optimizer_keys() -> list[str]:
     tables = [
         Table("t", ["a"], usual_plan("column_wise", 8, 2, 2)),

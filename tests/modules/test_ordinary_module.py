@@ -220,6 +220,19 @@ def test_learning_rate_and_optimizer_may_change_in_training() -> None:
     assert not torch.equal(output(ebc.eval()), rows)
 
 
+@pytest.mark.parametrize("call", ["step", "zero_grad"])
+def test_a_learning_rate_filled_in_place_holds_from_the_next_call_on(call: str) -> None:
+    """The optimizer does not see that the numbers of a tensor change."""
+    ebc = pooled()
+    train(ebc)
+    ebc.fused_optimizer.param_groups[0]["lr"] = rate = torch.tensor(0.1)
+    rows = output(ebc.eval())
+    rate.fill_(0.0)
+    getattr(ebc.fused_optimizer, call)()
+    train(ebc.train())
+    assert torch.equal(output(ebc.eval()), rows)
+
+
 def test_tables_with_optimizers_of_their_own() -> None:
     def two_optimizers() -> dyn.DynamicEmbeddingBagCollection:
         ebc = pooled()

@@ -173,6 +173,16 @@ def test_a_table_is_priced_by_its_measured_rows_and_growth():
     assert storage(found)["table_0", "row_wise"] < storage(plain)["table_0", "row_wise"]
 
 
+def test_expected_numbers_are_rounded_up():
+    (found,) = constraints_from({"user": stats_of(rows=3, waiting=3)}, BATCH, growth=1.5).values()
+    assert (found.expected_rows, found.expected_counters) == (5, 5)
+
+
+def test_a_table_may_be_planned_for_its_present_rows():
+    (found,) = constraints_from({"user": stats_of(rows=3001)}, BATCH, growth=1).values()
+    assert found.expected_rows == 3001
+
+
 def test_rows_grow_to_the_limit_and_no_further():
     full = storage(pinned())
     assert storage(pinned(expected_rows=LIMIT * 3)) == full
@@ -314,9 +324,11 @@ def test_time_alone_leaves_the_memory_of_tables_asked_alike():
     assert by_time == by_weight and by_time.memory_imbalance > 2.4
 
 
-def test_ranks_without_shards_count_as_empty():
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_without_shards_count_as_empty(device):
+    place = topology(device)
     (option,) = EmbeddingEnumerator(
-        topology(), BATCH, {"user": ParameterConstraints(sharding_types=["table_wise"])}
+        place, BATCH, {"user": ParameterConstraints(sharding_types=["table_wise"])}
     ).enumerate(
         dyn.DynamicEmbeddingBagCollection(
             [
@@ -329,9 +341,9 @@ def test_ranks_without_shards_count_as_empty():
     )
     option.shards[0].rank = 2
     time = option.shards[0].perf.total
-    assert NoopPerfModel(topology()).rate([option]) == time
-    assert EvenLoad(topology(), 1.0).rate([option]) == pytest.approx(4 * time)
-    assert EvenLoad(topology()).rate([option]) == pytest.approx(2 * time)
+    assert NoopPerfModel(place).rate([option]) == time
+    assert EvenLoad(place, 1.0).rate([option]) == pytest.approx(4 * time)
+    assert EvenLoad(place).rate([option]) == pytest.approx(2 * time)
 
 
 def test_a_weight_is_not_negative():

@@ -162,3 +162,13 @@ def test_ranks_without_rows_of_a_tiny_table_are_priced():
     assert len({shard.storage.ddr for shard in option.shards}) == 1
     plan = make_planner(topology(), constraints=constraints).plan(module, sharders)
     assert plan.plan[""]["tiny"].ranks == [0, 1, 2, 3]
+
+
+def test_a_planner_for_deltas_prices_the_marks_of_rows():
+    module, sharders = collection_of(case_of()), [DynamicEmbeddingBagCollectionSharder()]
+    without, with_deltas = (
+        make_planner(topology(), deltas=deltas)._enumerator.enumerate(module, sharders)
+        for deltas in (False, True)
+    )
+    for option, priced in zip(without, with_deltas, strict=True):
+        assert priced.total_storage.ddr > option.total_storage.ddr

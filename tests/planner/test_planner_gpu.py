@@ -9,7 +9,9 @@ from planned_cases import POOLED, options, topology
 from table_cases import make_group, make_table
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
+from torchrec.distributed.types import PipelineType
 
 import torchrec_dyn as dyn
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
@@ -175,6 +177,33 @@ def test_the_parts_of_a_table_on_a_gpu():
     assert small.weights == 512 * 4 * 4  # a block of at most a page is torch's memory
 
 
+def test_more_counters_than_rows_are_in_one_range():
+    """The user may choose more counters than the limit; their blocks are as long as the counters need."""
+    size = table_size(1000, 4, torch.float32, ADAM, "cuda", 1000, True, 700_000)
+    scores = size.counters - most_slots(700_000, "cuda") * SLOT_BYTES
+    assert scores % (2 * MIB) == 0 and 700_000 * 8 < scores <= 2**20 * 8
+
+
+@pytest.mark.parametrize("at_peak", [False, True])
+def test_a_pipeline_costs_what_torchrec_says(at_peak):
+    """A train pipeline has several inputs in memory; the estimate of a step without one is another."""
+    place = topology("cuda")
+    pipeline = {
+        "pipeline_type": PipelineType.TRAIN_SPARSE_DIST,
+        "run_embedding_at_peak_memory": at_peak,
+    }
+    ours, stock = (
+        [
+            options(make(place, **given), collection(), ADAM_SHARDER, None, "cuda")
+            for given in ({}, pipeline)
+        ]
+        for make in (DynamicStorageEstimator, EmbeddingStorageEstimator)
+    )
+    for key, option in ours[0].items():
+        added = ours[1][key].total_storage.hbm - option.total_storage.hbm
+        assert added == stock[1][key].total_storage.hbm - stock[0][key].total_storage.hbm != 0
+
+
 def test_without_room_the_error_names_tables_and_bytes():
     sharder = [ADAM_SHARDER]
     names = [f"t{number}" for number in range(10)]
@@ -194,6 +223,17 @@ def test_without_room_the_error_names_tables_and_bytes():
     few = dict.fromkeys(names, 20_000)
     small = make_planner(topology("cuda", hbm_cap=256 * MIB), expected_rows=few)
     assert len(small.plan(collection(names=names), sharder).plan[""]) == 10
+
+
+def test_a_table_without_room_under_its_constraints_is_named():
+    """All ranks together have room, but none has room for the whole table."""
+    constraints = {"user": ParameterConstraints(sharding_types=["table_wise"])}
+    planner = make_planner(topology("cuda", hbm_cap=128 * MIB), constraints=constraints)
+    with pytest.raises(
+        PlannerError, match=r"'user': 0\.2\d GiB in all, .* under table_wise"
+    ) as caught:
+        planner.plan(collection(), [ADAM_SHARDER])
+    assert caught.value.error_type == PlannerErrorType.STRICT_CONSTRAINTS
 
 
 def test_other_errors_of_the_planner_stay_as_they_are(monkeypatch):

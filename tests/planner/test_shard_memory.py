@@ -62,6 +62,15 @@ def test_rows_over_ranks_and_columns_in_shards(capsys):
     assert last.startswith(f"12 shards of at most {most:,} rows and 4 columns")
 
 
+def test_shares_that_are_not_even_are_rounded_up(capsys):
+    """Five rows of 1 MiB on two ranks are three rows a rank; three counters on 2^20 ranks are one a rank."""
+    parts, _ = printed(capsys, "5 262_144 --row-ranks 2")
+    assert parts["weights"] == (5, 6)
+    parts, _ = printed(capsys, "1 1 --row-ranks 1_048_576 --counters 3")
+    one = table_size(1, 1, torch.float32, ADAGRAD, has_life=True, counters=1)
+    assert parts["counters"][1] == one.counters > 0
+
+
 @pytest.mark.parametrize(
     "optimizer, columns", [("EXACT_SGD", 0), ("ADAM", 128), ("EXACT_ADAGRAD", 64)]
 )
@@ -91,6 +100,13 @@ def test_the_example_of_the_guide(capsys):
     command, output = page.split(".venv/bin/python -m torchrec_dyn ")[1].split("\n```\n\n```\n")
     assert main(command.split()) == 0
     assert capsys.readouterr().out == output.split("```")[0]
+
+
+def test_a_shard_for_each_column(capsys):
+    parts, last = printed(capsys, "1_000_000 3 --column-shards 3")
+    one = table_size(1_000_000, 1, torch.float32, ADAGRAD)
+    assert parts["total"] == (round(one.total / 2**20, 1), round(3 * one.total / 2**20, 1))
+    assert last.startswith("3 shards of at most 1,000,000 rows and 1 columns")
 
 
 def test_more_shards_than_columns(capsys):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import workers
 
-from torchrec_dyn.ranks import gather_results, run_together
+from torchrec_dyn.ranks import agree, exchange, gather_results, run_together
 
 
 def fail(held: list[Any]) -> None:
@@ -42,3 +42,66 @@ def test_a_call_that_failed_keeps_no_tensors() -> None:
     drop_rows(None)
     for texts in workers.run(drop_rows_of_ranks, world_size=2):
         assert texts == ["call(rank=0): MemoryError"] * 2
+
+
+def gather_beside(faults: dict[int, Exception]) -> list[str]:
+    """Returns the errors of a call in which some ranks fail."""
+    assert dist.group.WORLD is not None
+    rank, texts = dist.get_rank(), []
+
+    def work() -> int:
+        if rank in faults:
+            raise faults[rank]
+        return rank
+
+    for call in (gather_results, run_together):
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            call(dist.group.WORLD, "call", work)
+        texts.append(f"{type(caught.value).__name__}: {caught.value}")
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("faults", "raised"),
+    [
+        ({1: ValueError("expected a")}, "ValueError: call(rank=1): expected a"),
+        ({2: KeyError("a")}, "RuntimeError: call(rank=2): 'a'"),
+        (
+            {1: MemoryError("expected memory"), 2: ValueError("expected b")},
+            "RuntimeError: call(rank=1): expected memory",
+        ),
+    ],
+)
+def test_every_rank_raises_the_error_of_the_lowest_rank(
+    faults: dict[int, Exception], raised: str
+) -> None:
+    assert workers.run(gather_beside, faults, world_size=3) == [[raised] * 2] * 3
+
+
+def call_by_rank() -> str:
+    with pytest.raises(ValueError) as caught:
+        agree(dist.group.WORLD, f"call_{dist.get_rank() // 2}")
+    return str(caught.value)
+
+
+def test_ranks_in_different_calls_are_an_error_of_all() -> None:
+    said = "call_0: expected the same call on every rank, got call_1 on rank 2."
+    assert workers.run(call_by_rank, world_size=3) == [said] * 3
+
+
+def exchange_uneven() -> list[int]:
+    """Sends to rank s the number 10 * rank + s, s + 1 times. The sent tensor has strides."""
+    assert dist.group.WORLD is not None
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+
+    def make() -> torch.Tensor:
+        numbers = [10 * rank + to for to in ranks for _ in range(to + 1)]
+        return torch.tensor(numbers).repeat_interleave(2)[::2]
+
+    send_sizes, receive_sizes = [to + 1 for to in ranks], [rank + 1] * len(ranks)
+    return exchange(dist.group.WORLD, "call", make, send_sizes, receive_sizes).tolist()
+
+
+def test_numbers_are_exchanged_by_rank() -> None:
+    for rank, received in enumerate(workers.run(exchange_uneven, world_size=3)):
+        assert received == [10 * sender + rank for sender in range(3) for _ in range(rank + 1)]

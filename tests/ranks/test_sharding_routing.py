@@ -10,8 +10,8 @@ import workers
 from sharded_cases import EXTREME_IDS
 from torchrec import KeyedJaggedTensor
 
-from torchrec_dyn import ops
-from torchrec_dyn.ranks.routing import ids_per_rank, owners, row_limit
+from torchrec_dyn import AdmitAfter, DynamicTableConfig, Never, ops
+from torchrec_dyn.ranks.routing import config_of_share, ids_per_rank, owners, row_limit
 from torchrec_dyn.sharding.input_dists import NodeRowWiseInputDist, RowWiseInputDist
 
 LAST = 2**64 - 1
@@ -77,6 +77,15 @@ def test_no_ids_have_no_owners() -> None:
 )
 def test_row_limit_leaves_room_for_chance(rows: int, ranks: int, limit: int) -> None:
     assert row_limit(rows, ranks) == limit
+
+
+def test_ranks_share_the_counters_that_the_user_chose() -> None:
+    config = DynamicTableConfig(admission=AdmitAfter(2, counters=10_000), seed=7)
+    share = DynamicTableConfig(admission=AdmitAfter(2, counters=2900), seed=7)
+    assert config_of_share(config, 4) == share and config_of_share(config, 1) == config
+    for admission in (None, Never(), AdmitAfter(2)):
+        config = DynamicTableConfig(admission=admission)
+        assert config_of_share(config, 4) == config
 
 
 def dist_ids(kind: str, ids: torch.Tensor) -> list[list[int]]:

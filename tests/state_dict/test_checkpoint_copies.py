@@ -26,9 +26,12 @@ from checkpoint_cases import (
     train,
 )
 from checkpoint_small import case, sharded, step, unsharded
+from saved_cases import pieces
 from sharded_training import Holder
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torchrec.inference.state_dict_transform import state_dict_gather
+
+from torchrec_dyn.checkpoint_format.saved_tensor import numbers_of
 
 SETUP = Setup(2, ("row_wise", "column_wise", "three_columns", "table_wise"))
 
@@ -79,6 +82,17 @@ def copy_and_go_back(setup: Setup, folder: str) -> list[list[str]]:
 
 def test_deepcopy_keeps_the_rows(tmp_path: Path) -> None:
     assert run_on(SETUP, copy_and_go_back, str(tmp_path / "saved")) == [[[], [], []]] * 2
+
+
+def test_a_copy_of_a_copy_has_numbers_of_its_own() -> None:
+    """The parts of a copy are in memory, so another copy could refer to them."""
+    whole = torch.arange(12.0).reshape(6, 2)
+    first = copy.deepcopy(pieces(whole.clone(), rows=[4]))
+    for second in (copy.deepcopy(first), first.clone()):
+        assert torch.equal(numbers_of(second), whole)
+        for _, block in second.local():
+            block.fill_(-1)
+        assert torch.equal(numbers_of(first), whole)
 
 
 def save_with_torch(setup: Setup, folder: str, weights_only: bool) -> list[str]:

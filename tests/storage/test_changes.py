@@ -21,6 +21,7 @@ from pretended_device import PretendedDevice
 from table_cases import CROWDED_IDS, ids_of, make_group, make_table, same_state
 
 from torchrec_dyn.optimizers import OptimizerKind
+from torchrec_dyn.storage import ChangeLog, IdMap
 from torchrec_dyn.table import DynamicTable
 
 POOL = [*EXTREME_IDS[:3], *EXTREME_IDS[-2:], 3, 4, 5, *CROWDED_IDS[:4]]
@@ -291,3 +292,34 @@ def test_new_optimizer_state_changes_every_row():
     table.replace_states(table.states)
     assert moment.log.changed_rows(moment, table.id_map)[0].numel() == 20
     assert moment.log.removed_ids(moment, table.id_map).numel() == 0
+
+
+def test_a_load_undone_after_it_was_noted_leaves_marks_for_all_former_rows(monkeypatch):
+    """Ctrl-C may be the last event of a load. The former rows need two blocks of marks, the new row one."""
+    table = make_table()
+    table.find_or_insert(torch.arange(600))
+    moment, state = table.moment(), table.export_state()
+    replace_all = ChangeLog.replace_all
+
+    def interrupted(*arguments):
+        replace_all(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ChangeLog, "replace_all", interrupted)
+        table.load_state({"ids": ids_of(77), "weight": torch.ones(1, 4)})
+    assert same_state(table.export_state(), state)
+    table.assign(ids_of(599), torch.ones(1, 4))
+    table.erase(ids_of(598))
+    assert 599 in moment.log.changed_rows(moment, table.id_map)[0].tolist()
+    assert moment.log.removed_ids(moment, table.id_map).tolist() == [598]
+
+
+def test_rows_of_new_contents_have_marks():
+    """A checkpoint's rows are swapped in without `reserve`, and may be more than the former rows."""
+    log, new, nothing = ChangeLog(1000, torch.device("cpu")), IdMap(), ids_of()
+    new.reserve(600)
+    new.insert(torch.arange(600), torch.arange(600))
+    moment = log.moment()
+    log.replace_all(nothing, nothing, 600, torch.device("cpu"))
+    assert torch.equal(log.changed_rows(moment, new)[0].sort().values, torch.arange(600))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from table_cases import bags_of, bits, ids_of, make_group, make_table, same_state
 
+from torchrec_dyn import LeastRecentlyUsed
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Constant, Normal, TruncatedNormal, Uniform
 from torchrec_dyn.lookup.bag_layout import BagLayout
@@ -230,6 +231,34 @@ def test_assign_respects_the_limit():
     with pytest.raises(RuntimeError, match=r"at most 2 rows here .* got 0 and 3 new ids"):
         table.assign(ids_of(1, 2, 3), torch.ones(3, 4))
     assert table.num_rows == 0 and table.stats()["inserted"] == 0
+
+
+def test_a_batch_may_need_all_rows_of_a_table_that_replaces_rows():
+    table = make_table(num_embeddings=3, eviction=LeastRecentlyUsed())
+    group = make_group(table)
+    for batch in ([1, 2, 3], [4, 5, 6, 4]):
+        group(*bags_of(batch), training=True)
+        assert set(table.ids().tolist()) == set(batch)
+    with pytest.raises(
+        RuntimeError, match=r"batch that needs at most 3 rows here \(num_embeddings=3\), got 4"
+    ):
+        group(*bags_of([1, 2, 3, 4]), training=True)
+    assert sorted(table.ids().tolist()) == [4, 5, 6]
+
+
+def test_steps_that_fit_into_a_score():
+    """The step 2^32 - 1 marks a row without an id."""
+    table = make_table(eviction=LeastRecentlyUsed())
+    table.assign(ids_of(1), torch.ones(1, 4))
+    table.load_state(table.export_state() | {"step": torch.tensor(2**32 - 3)})
+    group = make_group(table)
+    group(*bags_of([1]), training=True)
+    assert table.last_seen(ids_of(1)).item() == table.step == 2**32 - 2
+    with pytest.raises(
+        RuntimeError, match=r"\('t'\): expected a training step below 4294967295, got 4294967295"
+    ):
+        group(*bags_of([1]), training=True)
+    assert table.step == 2**32 - 2
 
 
 def test_layout():

@@ -12,7 +12,7 @@ from table_cases import bags_of, bits, ids_of, make_group, make_table, same_stat
 
 from torchrec_dyn.initializers import Constant
 from torchrec_dyn.optimizers import OptimizerKind
-from torchrec_dyn.storage import ForwardTicket
+from torchrec_dyn.storage import ForwardTicket, OutstandingForwards
 
 FOUR = torch.arange(4)
 
@@ -265,3 +265,18 @@ def test_a_ticket_whose_constructor_failed_is_closed_without_an_error():
     ticket = ForwardTicket.__new__(ForwardTicket)
     ticket.close()
     assert ticket.number == 0
+
+
+def test_closed_tickets_are_not_counted(monkeypatch):
+    """A ticket may be closed while it is referred to, or dropped by a `__del__` that was interrupted."""
+    group, table = OutstandingForwards(), OutstandingForwards()
+    table.include(group)
+    first, second = ForwardTicket(group), ForwardTicket(group)
+    assert [(len(one), one.latest) for one in (group, table)] == [(2, second.number)] * 2
+    second.close()
+    assert [(len(one), one.latest) for one in (group, table)] == [(1, first.number)] * 2
+    assert not table.all_closed_up_to(first.number)
+    monkeypatch.setattr(ForwardTicket, "__del__", lambda ticket: None)  # as after an interrupt
+    del first
+    assert [(len(one), one.latest) for one in (group, table)] == [(0, 0)] * 2
+    assert table.all_closed_up_to(second.number)

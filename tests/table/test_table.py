@@ -13,8 +13,10 @@ from another_process import call
 from oracle import EXTREME_IDS, canonical_order
 from table_cases import bags_of, ids_of, make_group, make_table, random_bags, same_state
 
+from torchrec_dyn import AdmitAfter, LeastRecentlyUsed
 from torchrec_dyn.initializers import Constant, Normal
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+from torchrec_dyn.table import contents
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 every_kind = pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kind: kind.name)
@@ -295,3 +297,77 @@ def test_ids_of_a_table_of_one_row():
     table = make_table(optimizer=RowOptimizer(), num_embeddings=1, embedding_dim=1)
     make_group(table)(ids_of(-5, -5), torch.tensor([0, 2]), training=True).sum().backward()
     assert table.num_rows == 1 and table.ids().tolist() == [-5]
+
+
+def test_tables_of_one_group_count_their_own_ids():
+    one, other = make_table(name="one"), make_table(name="other")
+    group = make_group(one, other)
+    for batch in (bags_of([1, 2], [3]), bags_of([1], [3, 4, 5])):
+        group(*batch, training=True).sum().backward()
+    counted = [
+        [table.stats()[name] for name in ("ids_seen", "hits", "unseen", "inserted", "forwards")]
+        for table in (one, other)
+    ]
+    assert counted == [[3, 1, 2, 2, 2], [4, 1, 3, 3, 2]]
+
+
+def test_a_table_that_changes_its_group_counts_on():
+    """Numbers that went back would make the contents look as they did at an earlier time."""
+    one, other = make_table(name="one"), make_table(name="other")
+    group = make_group(one, other)
+    for _ in range(3):
+        group(*bags_of([1], [1, 2]), training=True).sum().backward()
+    edits = other.edits
+    make_group(other)(*bags_of([1]), training=True).sum().backward()
+    stats = other.stats()
+    assert (stats["forwards"], stats["step"], stats["ids_seen"], stats["hits"]) == (4, 4, 7, 5)
+    assert other.edits == edits + 1
+
+
+def test_optimizer_state_is_loaded_in_canonical_order(monkeypatch):
+    """State of several stretches of rows; afterwards each id has its own numbers."""
+    monkeypatch.setattr(contents, "CROSSING_BYTES", 256)
+    table = trained_table()
+    state = table.export_state()
+    given = {name: state[name] + 3 for name in table.optimizer.state_names}
+    given["step"] = torch.tensor(7)
+    table.load_optimizer_state(given)
+    assert same_state(table.export_state(), state | given)
+
+
+@pytest.mark.parametrize("eviction", [None, LeastRecentlyUsed()])
+def test_the_step_of_scores_does_not_go_back(eviction):
+    """Optimizer state of an earlier step sets the step of a table without scores only."""
+    table = make_table(OptimizerKind.ADAM, eviction=eviction)
+    group = make_group(table)
+    for _ in range(3):
+        group(*bags_of([1, 2]), training=True).sum().backward()
+    state = table.export_state()
+    table.load_optimizer_state(state | {"step": torch.tensor(2)})
+    assert table.step == (2 if eviction is None else 3)
+    table.load_optimizer_state(state | {"step": torch.tensor(9)})
+    assert table.step == 9
+
+
+def living_table():
+    """Returns a table with policies, two ids with a row, and two ids that wait for admission."""
+    table = make_table(admission=AdmitAfter(2), eviction=LeastRecentlyUsed())
+    group = make_group(table)
+    for batch in ([1, 1, 8], [2, 2, 9, 1]):
+        group(*bags_of(batch), training=True).sum().backward()
+    assert (table.num_rows, table.num_waiting) == (2, 2)
+    return table, group
+
+
+def test_a_conversion_keeps_scores_and_counters():
+    table, _ = living_table()
+    state = table.export_state()
+    table.convert(torch.float16)
+    assert same_state(table.export_state(), state | {"weight": state["weight"].half()})
+
+
+def test_an_erased_id_waits_from_its_first_occurrence_again():
+    table, group = living_table()
+    assert table.erase(ids_of(1, 8, 77)) == 1 and table.num_waiting == 1
+    group(*bags_of([8, 9, 1]), training=True)
+    assert table.lookup(ids_of(8, 9, 1, 2))[1].tolist() == [False, True, False, True]
