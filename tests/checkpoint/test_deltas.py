@@ -17,6 +17,7 @@ from interrupt_cases import batch_of, collection_of
 from oracle import EXTREME_IDS
 from table_cases import ids_of, same_state
 from torchrec import EmbeddingBagConfig
+from torchrec.optim import Adagrad
 
 import torchrec_dyn as dyn
 from torchrec_dyn import whole_model
@@ -296,6 +297,19 @@ def test_a_delta_without_a_change(tmp_path):
     marker = export_delta(model, tmp_path / "1", export_delta(model, tmp_path / "2", marker))
     apply_delta(copy_now, tmp_path / "1")
     assert_same(model, copy_now)
+
+
+def test_rows_of_before_another_optimizer_are_in_the_delta(tmp_path):
+    """Another optimizer gives the rows other numbers, by which changes are recorded."""
+    model = Model()
+    train(model, batch(1, 1, 2, 3, 4))
+    other, marker = copy.deepcopy(model), mark(model)
+    train(model, batch(1, 5))
+    for one in (model, other):
+        one.pooled.embedding_bags["plain"].mark_optimizer([Adagrad], [{"lr": 0.1, "eps": 0.5}])
+    export_delta(model, tmp_path / "0", marker)
+    apply_delta(other, tmp_path / "0")
+    assert_same(model, other)
 
 
 def test_a_step_of_another_thread_during_an_export_is_an_error(tmp_path, monkeypatch):

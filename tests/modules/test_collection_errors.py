@@ -31,6 +31,7 @@ def changed(**fields: object) -> EmbeddingBagConfig:
         (changed(num_embeddings=0), r"table='t'\): expected num_embeddings .* above 0, got 0"),
         (changed(num_embeddings=-3), "expected num_embeddings"),
         (changed(num_embeddings=2.5), "expected num_embeddings"),
+        (changed(num_embeddings=True), "expected num_embeddings"),
         (changed(num_embeddings=2**53 + 1), r"num_embeddings of at most 9007199254740992 .* 2\^32"),
         (
             changed(num_embeddings=2**62),
@@ -191,6 +192,16 @@ def test_unknown_table_and_full_table() -> None:
         ebc(batch())
     after = ebc.state_dict()
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_time_that_one_table_refuses_is_set_in_no_table() -> None:
+    timed = dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(time=60))
+    tables = [GOOD, replace(GOOD, name="u", init_fn=None)]
+    ebc = dyn.DynamicEmbeddingBagCollection(tables, dynamic=timed, fused_params=SGD)
+    ebc.embedding_bags["u"].rows().set_time(9)
+    with pytest.raises(ValueError, match=r"'u'\)\.set_time: expected"):
+        ebc.set_time(5)
+    assert [table.time for table in ebc.local_tables().values()] == [None, 9]
 
 
 def test_rows_on_meta() -> None:

@@ -182,8 +182,24 @@ def test_weight_init_bounds_and_initializers() -> None:
     by_config = dyn.DynamicEmbeddingBagCollection([config], fused_params=SGD)
     output = by_config(bags(*[[id] for id in POOL])).values()
     assert output.min() >= 3 and output.max() <= 4
+    config = EmbeddingBagConfig(100, 4, "t", feature_names=["f"], weight_init_min=-3.0)
+    by_one_bound = dyn.DynamicEmbeddingBagCollection([config], fused_params=SGD)
+    output = by_one_bound(bags(*[[id] for id in POOL])).values()
+    assert -3 <= output.min() < -2 and output.max() <= 0.1  # the other bound is the default's
     by_table = one_table(dynamic=dyn.DynamicTableConfig(initializer=dyn.Constant(0.5)))
     assert torch.equal(by_table(bags([1, 2])).values(), torch.ones(1, 4))
+
+
+def test_later_changes_of_the_arguments_have_no_effect() -> None:
+    config = EmbeddingBagConfig(100, 4, "t", feature_names=["f"])
+    fused_params = dict(SGD)
+    ebc = dyn.DynamicEmbeddingBagCollection([config], fused_params=fused_params)
+    config.feature_names.append("g")
+    config.num_embeddings = 1
+    fused_params["learning_rate"] = 9.0
+    ebc(bags([1, 2]))
+    assert ebc.table("t").num_rows == 2 and ebc.embedding_bag_configs()[0].feature_names == ["f"]
+    assert ebc.fused_optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_gradients_reach_weights_in_evaluation_and_of_frozen_tables() -> None:

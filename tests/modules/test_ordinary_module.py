@@ -1,6 +1,7 @@
 """An unsharded collection is an ordinary module: converted, copied, saved, loaded, wrapped."""
 
 import copy
+import dataclasses
 import io
 import warnings
 
@@ -8,15 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from table_cases import same_state
 from torch import nn
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
-from torchrec.optim import RowWiseAdagrad
+from torchrec.optim import Adagrad, Adam, RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import torchrec_dyn as dyn
 
 ADAM = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.1}
+SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
 IDS = torch.tensor([1, -(2**63), 7, 2**63 - 1, 7])
 
 
@@ -163,6 +166,17 @@ def test_state_dicts_carry_rows_and_optimizer_state(collection: nn.Module) -> No
     assert collection.table("t").num_rows == twin.table("t").num_rows == 4
 
 
+def test_states_are_loaded_one_after_another() -> None:
+    """Optimizer state comes tensor by tensor; each load waits for all tensors of a table again."""
+    ebc, twin = pooled(), pooled()
+    for _ in range(2):
+        train(ebc)
+        twin.load_state_dict(ebc.state_dict())
+        twin.fused_optimizer.load_state_dict(ebc.fused_optimizer.state_dict())
+        got, expected = (one.local_tables()["t"].export_state() for one in (twin, ebc))
+        assert same_state(got, expected)
+
+
 def _configs(collection: nn.Module) -> list:
     if isinstance(collection, dyn.DynamicEmbeddingBagCollection):
         return collection.embedding_bag_configs()
@@ -231,6 +245,78 @@ def test_a_learning_rate_filled_in_place_holds_from_the_next_call_on(call: str) 
     getattr(ebc.fused_optimizer, call)()
     train(ebc.train())
     assert torch.equal(output(ebc.eval()), rows)
+
+
+def test_rates_last_when_optimizers_change_and_in_copies() -> None:
+    """The rate set last is kept, whether the optimizer object is the same or made again."""
+    ebc = pooled()
+    ebc.fused_optimizer.param_groups[0]["lr"] = 0.05
+    ebc.embedding_bags["u"].mark_optimizer([Adagrad], [{"lr": 0.3}])
+    adam, adagrad = ebc.fused_optimizer.param_groups
+    assert (adam["lr"], adagrad["lr"]) == (0.05, 0.3)
+    adam["lr"] = 0.02
+    assert [group["lr"] for group in copy.deepcopy(ebc).fused_optimizer.param_groups] == [0.02, 0.3]
+
+
+def test_another_optimizer_keeps_a_loaded_initializer() -> None:
+    """Initial rows depend on the limit by default; a load brings those of the saved table."""
+    saved, unseen = pooled(), torch.tensor([11, 12, 13])
+    train(saved)
+    options = {"num_embeddings": 900, "init_fn": None}
+    wider = [dataclasses.replace(config, **options) for config in _configs(saved)]
+    ebc = dyn.DynamicEmbeddingBagCollection(wider, fused_params=ADAM)
+    ebc.load_state_dict(saved.state_dict())
+    with pytest.warns(DeprecationWarning):
+        apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.2})
+    assert torch.equal(output(ebc, unseen), output(saved, unseen))
+
+
+def test_another_optimizer_keeps_ids_that_wait() -> None:
+    """A table without rows may hold counters: id 7 is twice in a batch, other ids once."""
+    ebc = pooled(dynamic=dyn.DynamicTableConfig(admission=dyn.AdmitAfter(3)))
+    train(ebc, 1)
+    assert ebc.table("t").num_rows == 0
+    with pytest.warns(DeprecationWarning):
+        apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.2})
+    train(ebc, 1)
+    assert ebc.table("t").ids().tolist() == [7]
+
+
+def test_other_hyper_parameters_keep_optimizer_state_and_another_kind_does_not() -> None:
+    ebc = pooled()
+    train(ebc)
+    trained = ebc.local_tables()["t"].export_state()
+    mark = ebc.embedding_bags["t"].mark_optimizer
+    mark([Adam], [{"lr": 0.2, "eps": 0.5}])
+    rows = ebc.embedding_bags["t"].rows()
+    assert rows.optimizer.eps == 0.5 and same_state(rows.export_state(), trained)
+    mark([Adagrad], [{"lr": 0.2}])  # its momentum1 has the shape of ADAM's
+    after = ebc.embedding_bags["t"].rows().export_state()
+    assert torch.equal(after["weight"], trained["weight"]) and not after["momentum1"].any()
+
+
+def test_marks_of_a_parameter_may_change_in_place() -> None:
+    """`apply_optimizer_in_backward` adds to the lists that an earlier call has set."""
+    ebc = pooled(fused_params=None)
+    with pytest.warns(DeprecationWarning):
+        apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.2})
+        train(ebc, 1)
+        ebc.embedding_bags["t"].weight._optimizer_kwargs[0]["eps"] = 0.5
+        assert ebc.embedding_bags["t"].rows().optimizer.eps == 0.5
+        apply_optimizer_in_backward(Adam, ebc.parameters(), {"lr": 0.1})
+    with pytest.raises(ValueError, match=r"one optimizer.*\['RowWiseAdagrad', 'Adam'\]"):
+        train(ebc, 1)
+
+
+def test_a_collection_without_rows_has_the_same_marks_and_keeps_its_own_copy() -> None:
+    ebc = pooled(fused_params=None)
+    ebc.embedding_bags["t"].mark_optimizer([Adagrad], [{"lr": 0.2}])
+    ebc.embedding_bags["u"].requires_grad_(False)
+    t, u = (table.weight for table in ebc.without_rows().embedding_bags.values())
+    assert t._optimizer_classes == [Adagrad] and t._optimizer_kwargs == [{"lr": 0.2}]
+    assert t.requires_grad and not u.requires_grad and not hasattr(u, "_optimizer_classes")
+    t._optimizer_kwargs[0]["lr"] = 9.0
+    assert ebc.embedding_bags["t"].rows().optimizer.learning_rate == 0.2
 
 
 def test_tables_with_optimizers_of_their_own() -> None:

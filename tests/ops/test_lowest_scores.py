@@ -175,6 +175,22 @@ def test_many_ties_are_cut_by_mixed_id_however_these_lie(threads, device, mixed,
             assert scored.same(found[0], ordered[:most])
 
 
+@pytest.mark.parametrize(("is_growing", "number"), [(False, 2), (True, 1)])
+def test_more_rows_than_are_marked_by_bytes(threads, is_growing, number):
+    """Above 2^20 rows the CPU marks rows by bits. Of 4,000 ids here, 1,000 are below 2,000 ties."""
+    threads(number)
+    ids = (torch.arange(4000) - 2000) * 2654435761
+    rows = torch.cat([torch.arange(3000) * 349, torch.arange(1000) + 2**20 + 8])
+    seen, counts = ids_of(4, 2, 6, 4).repeat(1000), ids_of(1, 3, 3, 5, 3).repeat(800)
+    scored = Scored(ids, rows, seen, counts, shift=12, is_growing=is_growing)
+    asked = 2**20 + 1008  # a table has no scores after its last row
+    for most in (700, 1000, 1001, 2500, 3000, 3500, 4000):
+        scored.check(False, 9, most, asked)
+    scored.check(True, 9, 900, asked)
+    scored.check(True, 6, 1500, asked)
+    assert len(scored.check(False, 9, 4000, asked - 1)) == 3999
+
+
 def test_ties_beyond_the_sample_are_found():
     """The sampled slots hold low mixed ids, all other slots high ones: the first bound is far too low."""
     ids = torch.arange(160_000) * 2654435761

@@ -19,19 +19,22 @@ from checkpoint_cases import (
     held,
     load,
     new,
+    optimizer_of,
     put,
     quietly,
     run_on,
     state_dict_of,
     train,
 )
-from checkpoint_small import case, sharded, step, unsharded
+from checkpoint_small import case, on_one, sharded, step, unsharded
 from saved_cases import pieces
 from sharded_training import Holder
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torchrec.inference.state_dict_transform import state_dict_gather
 
+import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint_format.saved_tensor import numbers_of
+from torchrec_dyn.state_dict import aligned_state, collection_state, saving, staged_rows
 
 SETUP = Setup(2, ("row_wise", "column_wise", "three_columns", "table_wise"))
 
@@ -133,6 +136,34 @@ def test_plain_tensors_of_all_rows_load_into_any_plan(tmp_path: Path) -> None:
         path = str(tmp_path / str(world))
         run_on(Setup(world, kinds), take_whole, copy.deepcopy(state), path)
         assert not differences(contents(path), contents(tmp_path / "whole"))
+
+
+def taken_in_small_chunks(path: str) -> list[list[str]]:
+    """Plain tensors, then DCP's, of more rows and ids that wait than are read at once."""
+    config = dyn.DynamicTableConfig(admission=dyn.AdmitAfter(2), eviction=dyn.LeastRecentlyUsed())
+    of = case(config=config)
+    whole = Holder(unsharded(of))
+    for _ in range(2):
+        step(whole.collection, list(range(40)))
+    step(whole.collection, [7, *range(50, 70)])
+    plain = {"model": whole.state_dict(), "optimizer": optimizer_of(whole).state_dict()}
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (
+            (collection_state, "CHUNK_BYTES"),
+            (aligned_state, "CHUNK_BYTES"),
+            (staged_rows, "_READ_AT_ONCE"),
+            (saving, "_WAITING_ROWS"),
+        ):
+            patch.setattr(module, name, 7)
+        model, again = sharded(of), sharded(of)
+        put(model, copy.deepcopy(plain))
+        quietly(dcp.save, state_dict_of(model), checkpoint_id=path)
+        load(again, path)
+    return [differences(held(one), held(whole)) for one in (model, again)]
+
+
+def test_tables_of_many_chunks(tmp_path: Path) -> None:
+    assert on_one(taken_in_small_chunks, tmp_path) == [[], []]
 
 
 def copied_row_wise_state(kind: str) -> list[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import workers
@@ -13,9 +15,18 @@ from checkpoint_cases import DIM, Setup, load, new, run_on, save
 from checkpoint_small import sharded, step
 from dedup_cases import tables_here
 from sharded_cases import Case, Table, shard_by_hand
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 import torchrec_dyn as dyn
+from torchrec_dyn import ops
+from torchrec_dyn.ranks import ids_per_rank, owners
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
+from torchrec_dyn.state_dict.places import ranges_of_part, saved_cells
+from torchrec_dyn.storage import canonical_order
 
 ROWS = 100_000
 SAVED = Setup(3, ("row_wise",), tables=1, rows=2 * ROWS)
@@ -79,6 +90,43 @@ def test_a_rank_reads_the_rows_that_it_keeps_and_few_others(tmp_path: Path) -> N
     )
     assert there["weight"] == ROWS * DIM and none == 0
     assert not {"ids", "weight", "momentum1"} & elsewhere.keys()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 16])
+def test_the_ranges_of_a_part_hold_all_its_rows_and_few_others(ranks: int) -> None:
+    """The ids after the last range belong to any part, and have the last places."""
+    share, some = ids_per_rank(ranks), torch.arange(-500, 500) * (2**64 // 1000)
+    bounds = [part * share - 1 + i for part in range(1, ranks + 1) for i in range(2)]
+    after = range(share * ranks, 2**64)  # as many as ranks at most
+    signed = [mixed - 2**64 if mixed >= 2**63 else mixed for mixed in (*bounds, *after)]
+    mixed = torch.cat([some, torch.tensor(signed)]).unique()
+    ids = ops.unmix64(mixed)
+    ids = ids[canonical_order(ids)]
+    cells = (ops.mix64(ids) >> 59 & 31).bincount(minlength=32).tolist()
+    of_parts = owners(ids, ranks)
+    for part in range(ranks):
+        ranges = ranges_of_part(cells, len(ids), part, ranks)
+        read = {place for begin, end in ranges for place in range(begin, end)}
+        mine = set((of_parts == part).nonzero().flatten().tolist())
+        assert mine <= read <= set(range(len(ids)))
+        assert len(read) <= len(mine) + 2 * max(cells) + ranks
+
+
+def test_cells_are_used_only_if_they_count_the_rows() -> None:
+    def saved(*cells: int) -> dict[str, TensorStorageMetadata]:
+        begins = [0, *accumulate(rows + 1 for rows in cells)]
+        sizes = [torch.Size([rows + 1, 0]) for rows in cells]
+        chunks = [
+            ChunkStorageMetadata(torch.Size([begin, 0]), size)
+            for begin, size in zip(begins, sizes, strict=False)
+        ]
+        whole = torch.Size([begins[-1], 0])
+        return {"cells": TensorStorageMetadata(TensorProperties(torch.uint8), whole, chunks[::-1])}
+
+    assert saved_cells(saved(3, 1, 0, 2), 6) == [3, 1, 0, 2]
+    assert saved_cells(saved(3, 1, 0, 2), 7) is None  # of other rows
+    assert saved_cells(saved(3, 1, 2), 6) is None  # not 2^k cells
+    assert saved_cells({}, 6) is None
 
 
 # Many column shards on a rank. DCP loads a whole chunk for each read, so a chunk is read once for all shards.

@@ -6,10 +6,27 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import workers
 from checkpoint_cases import contents, differences, load, quietly, save, tables_of
-from checkpoint_small import AGED, LRU, both, case, on_one, put_both, read, sharded, step, unsharded
+from checkpoint_small import (
+    AGED,
+    COUNTED,
+    LRU,
+    both,
+    case,
+    on_one,
+    put_both,
+    read,
+    sharded,
+    step,
+    unsharded,
+)
+from sharded_cases import shard_by_hand
+from sharded_training import Holder
+from torchrec import KeyedJaggedTensor
 
 import torchrec_dyn as dyn
 
@@ -75,6 +92,30 @@ def test_rows_of_another_dtype_and_the_same_number(tmp_path: Path) -> None:
     assert torch.equal(rows, expected.float())
 
 
+def plain_rows_of(dtype: torch.dtype) -> bool:
+    model, ids = sharded(case()), torch.arange(3)
+    rows = (torch.arange(24).view(3, 8) * 3).to(dtype)
+    prefix = "collection.embedding_bags.t."
+    model.load_state_dict({f"{prefix}weight": rows, f"{prefix}ids": ids})
+    found, _ = tables_of(model)[0].lookup(ids)
+    return torch.equal(found, rows.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bfloat16])
+def test_plain_rows_of_another_dtype(dtype: torch.dtype) -> None:
+    assert workers.run(plain_rows_of, dtype, world_size=1) == [True]
+
+
+@pytest.mark.parametrize("config", [None, LRU, COUNTED])
+def test_a_table_that_nothing_used_is_saved_as_one_whose_rows_are_there(
+    config: dyn.DynamicTableConfig | None,
+) -> None:
+    """Its tensors are empty, of the same shapes and dtypes; the checksum is the same."""
+    never, used = (unsharded(case(config=config, data_type="FP16")) for _ in range(2))
+    assert used.table("t").num_rows == 0
+    assert not differences(never.state_dict(), used.state_dict())
+
+
 def states_of_fewer_rows(path: str) -> bool:
     model = sharded(case())  # 64 rows a block
     step(model, list(range(90)))
@@ -88,6 +129,58 @@ def states_of_fewer_rows(path: str) -> bool:
 
 def test_optimizer_state_of_fewer_rows_than_there_were(tmp_path: Path) -> None:
     assert on_one(states_of_fewer_rows, tmp_path)
+
+
+# Row-wise state of other column cuts
+
+ROW_WISE = {"optimizer": "EXACT_ROWWISE_ADAGRAD"}
+
+
+def train_in_thirds(path: str) -> None:
+    """Saves state of the cuts 0, 3, 6 and 8, which differs between them."""
+    model = sharded(case(2, "three_columns", **ROW_WISE))
+    ids = torch.arange(5)
+    features = KeyedJaggedTensor(["f_t"], ids, lengths=torch.ones_like(ids))
+    model(features).values().backward(torch.arange(40.0).view(5, 8))
+    save(model, path)
+
+
+def state_of(model: Any, path: str) -> list[torch.Tensor]:
+    return [one.export_state()["momentum1"] for one in tables_of(load(model, path))]
+
+
+def state_in_halves(path: str) -> list[torch.Tensor]:
+    return state_of(sharded(case(2, "column_wise", **ROW_WISE)), path)
+
+
+def test_row_wise_state_is_the_mean_over_the_columns(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    workers.run(train_in_thirds, path, world_size=2)
+    (saved,) = (one for key, one in contents(path).items() if key.endswith("momentum1"))
+    assert not saved[:, 0].equal(saved[:, 1]) and not saved[:, 1].equal(saved[:, 2])
+    (whole,) = state_of(Holder(unsharded(case(**ROW_WISE))), path)
+    torch.testing.assert_close(whole, saved @ torch.tensor([3.0, 3.0, 2.0]) / 8)
+    (first,), (second,) = workers.run(state_in_halves, path, world_size=2)
+    torch.testing.assert_close(first, saved @ torch.tensor([3.0, 1.0, 0.0]) / 4)
+    torch.testing.assert_close(second, saved @ torch.tensor([0.0, 2.0, 2.0]) / 4)
+
+
+def copies_of_other_cuts() -> str:
+    of, cuts = case(2, "three_columns", **ROW_WISE), [([0], 0, 4), ([1], 4, 2), ([0], 6, 2)]
+    other = case(2, **ROW_WISE)
+    other.tables[0].plan = shard_by_hand("column_wise", cuts, 100)
+    model, copied = sharded(other), sharded(of)
+    for one in (model, copied):
+        step(one, [1, 2, 3])
+    state = copy.deepcopy(copied.fused_optimizer.state_dict())
+    with pytest.raises(ValueError) as caught:
+        model.fused_optimizer.load_state_dict(state)
+    return str(caught.value)
+
+
+def test_copies_of_row_wise_state_of_other_cuts_are_refused() -> None:
+    for text in workers.run(copies_of_other_cuts, world_size=2):
+        assert "state cut at columns [0, 4, 6, 8], got a copy of state cut at [0, 3, 6, 8]" in text
 
 
 # Policies

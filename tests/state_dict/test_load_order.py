@@ -10,7 +10,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 import workers
 from checkpoint_cases import differences, held, put, quietly, save, state_dict_of, tables_of
-from checkpoint_small import both, case, on_one, read, sharded, step, unsharded
+from checkpoint_small import LRU, both, case, on_one, read, sharded, step, unsharded
 
 from torchrec_dyn.state_dict.aligned_state import AlignedState
 
@@ -51,6 +51,38 @@ def test_unsharded_the_optimizer_before_the_module_names_the_order_where_ids_dif
         model.fused_optimizer.load_state_dict(copy.deepcopy(trained.fused_optimizer.state_dict()))
     after = model.local_tables()["t"].export_state()
     assert all(after[name].equal(tensor) for name, tensor in before.items())
+
+
+def optimizer_of_an_earlier_save(path: str) -> int:
+    of = case(config=LRU, optimizer="EXACT_SGD")  # without state by row, which is bound to its rows
+    trained, model = sharded(of), sharded(of)
+    for name in ("one", "two"):
+        step(trained, [1, 2])
+        save(trained, f"{path}_{name}")
+    model.load_state_dict(read({"model": model.state_dict()}, f"{path}_two")["model"])
+    states = read({"optimizer": model.fused_optimizer.state_dict()}, f"{path}_one")
+    model.fused_optimizer.load_state_dict(states["optimizer"])
+    return tables_of(model)[0].step
+
+
+def test_an_earlier_optimizer_does_not_take_the_step_back_behind_the_scores(tmp_path: Path) -> None:
+    assert on_one(optimizer_of_an_earlier_save, tmp_path) == 2
+
+
+def optimizer_of_other_rows(path: str) -> list[str]:
+    one, other, model = (sharded(case()) for _ in range(3))
+    step(one, [1, 2, 3])
+    step(other, [1, 2, 3, 4])
+    two = {"model": one.state_dict(), "optimizer": other.fused_optimizer.state_dict()}
+    quietly(dcp.save, two, checkpoint_id=path)
+    state, before = read(state_dict_of(model), path), held(model)
+    with pytest.raises(ValueError, match="expected optimizer state of 3 rows here, got that of 4"):
+        model.load_state_dict(state["model"])
+    return differences(held(model), before)
+
+
+def test_rows_and_optimizer_state_of_other_numbers_in_one_checkpoint(tmp_path: Path) -> None:
+    assert on_one(optimizer_of_other_rows, tmp_path) == []
 
 
 # What was read and not yet loaded

@@ -12,13 +12,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 import workers
 from checkpoint_cases import differences, held, put, quietly, save, state_dict_of, tables_of
-from checkpoint_small import case, on_one, read, sharded, step, unsharded
+from checkpoint_small import COUNTED, LRU, case, on_one, read, sharded, step, unsharded
 from sharded_training import Holder, collection_of, sharder_of
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
+import torchrec_dyn as dyn
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
+from torchrec_dyn.storage import canonical_order
+from torchrec_dyn.table import DynamicTable
 
 
 def only_the_model(path: str) -> int:
@@ -32,6 +35,63 @@ def only_the_model(path: str) -> int:
 
 def test_a_partial_load_without_optimizer_state(tmp_path: Path) -> None:
     assert on_one(only_the_model, tmp_path) == 3
+
+
+def load_the_model_only(path: str) -> list[tuple[int, int, int]]:
+    names = ("t", "u")
+    of = case(2, "row_wise", names, LRU, rows=40_000)
+    trained = sharded(of)
+    # These ids are in four cells: rank 0 reads the first two, rank 1 all but the first.
+    ids = torch.arange(16_400)
+    step(trained, ids.tolist(), ids.tolist(), names=names)
+    ordered = ids[canonical_order(ids)].tolist()
+    for _ in range(3):  # only rank 0 reads the last id of "t", and only rank 1 that of "u"
+        step(trained, ordered[:1], ordered[12_300:12_301], names=names)
+    save(trained, path)
+    model = sharded(of)
+    state = read({"model": model.state_dict()}, path)
+    model.load_state_dict(state["model"])
+    return [(one.step, one.row_numbers.high, scored_rows(one)) for one in tables_of(model)]
+
+
+def scored_rows(table: DynamicTable) -> int:
+    """Returns the number of rows that have a score; asserts that this is the number of ids."""
+    last_seen, _ = table.life.scores.read(torch.arange(table.row_numbers.high))
+    scored = int((last_seen >= 0).sum())
+    assert scored == table.num_rows
+    return scored
+
+
+def test_a_model_only_load_on_two_ranks(tmp_path: Path) -> None:
+    """Without optimizer state scores tell the step. Of many rows a rank reads its own, and few others."""
+    found = workers.run(load_the_model_only, str(tmp_path / "saved"), world_size=2)
+    assert [step for of_rank in found for step, *_ in of_rank] == [4] * 4
+    assert all(high > scored for _, high, scored in found[0])  # else no score has to be forgotten
+
+
+TIMED = dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(time=10))
+
+
+def last_known_step(path: str, config: dyn.DynamicTableConfig) -> int:
+    trained, model = (sharded(case(config=config)) for _ in range(2))
+    ids, collection = torch.arange(9), trained.module.collection
+    collection.set_time(4)
+    for one in ids[canonical_order(ids)].tolist():
+        step(trained, [one])
+    step(trained, [])
+    collection.set_time(5)  # of the next step, which has not run
+    save(trained, path)
+    model.load_state_dict(read({"model": model.state_dict()}, path)["model"])
+    return tables_of(model)[0].step
+
+
+@pytest.mark.parametrize("config, last", [(LRU, 9), (COUNTED, 9), (TIMED, 10)])
+def test_the_step_of_a_model_only_load_is_the_last_that_is_known(
+    tmp_path: Path, config: dyn.DynamicTableConfig, last: int
+) -> None:
+    """The score of the last id tells it, or its counter; of a step without ids only the clock tells."""
+    path = str(tmp_path / "saved")
+    assert workers.run(last_known_step, path, config, world_size=1) == [last]
 
 
 def again_after_a_missing_key(path: str) -> int:
