@@ -47,7 +47,7 @@ class TableLock(RLock):  # type: ignore[misc]  # typeshed: final; CPython: a bas
         """
         if not self.is_changing:
             return
-        if self._is_owned():
+        if self._is_owned():  # type: ignore[attr-defined]  # threading.Condition calls it, too
             raise RuntimeError(
                 "torchrec_dyn: expected tables between two changes, got a call in the middle of one, as by a "
                 "signal handler. Set a flag in the handler, and make the call after the step."
