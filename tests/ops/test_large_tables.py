@@ -13,6 +13,7 @@ COLUMNS, SHIFT = 64, 27
 FIRST = 1 << 26  # its numbers begin at 2^32: cut to 32 bits, it is row 0
 ROWS = ids_of(3, FIRST + 3, FIRST + 5, 5, FIRST)
 TWINS = ids_of(3, 11, 13, 5, 8)  # the same rows in a small table
+LAYOUT = torch.tensor([[0, 1, SHIFT, COLUMNS]])
 ROWWISE_ADAGRAD, ADAM = 2, 3
 
 pytestmark = [
@@ -30,10 +31,6 @@ def large(tmp_path):
         return torch.from_file(str(path), shared=True, size=torch.Size(shape).numel()).view(shape)
 
     return zeros
-
-
-def layout(columns=COLUMNS):
-    return torch.tensor([[0, 1, SHIFT, columns]])
 
 
 def assert_twins(large, small):
@@ -65,9 +62,9 @@ def test_rows_are_pooled(large, weighted):
     results = []
     for block, rows in ((table, ROWS), (twin, TWINS)):
         block[rows] = values
-        given = (rows.repeat(3), offsets, factors, [block], layout(), segment, False)
+        given = (rows.repeat(3), offsets, factors, [block], LAYOUT, segment, False)
         results.append(ops.gather_pool(*given, 3 * COLUMNS, torch.float32))
-        given = (grad, rows.repeat(3), offsets, [block], layout(), segment, False)
+        given = (grad, rows.repeat(3), offsets, [block], LAYOUT, segment, False)
         results.append(ops.bag_weights_grad(*given))
     assert torch.equal(results[0], results[2]) and results[0].all()
     assert torch.equal(results[1], results[3]) and results[1].all()
@@ -90,7 +87,7 @@ def test_rows_are_updated(large, optimizer):
             weights=states[:1],
             momentum1=states[1:2],
             momentum2=states[2:],
-            layout=layout(),
+            layout=LAYOUT,
             segments=torch.tensor([[0, 0, 3, 0, COLUMNS]]),
             streams=torch.tensor([[5, 0, 1]]),
             mean=False,

@@ -30,8 +30,10 @@ from torchrec_dyn.storage import (
     IdMap,
     TableLock,
     canonical_order,
+    locked,
     run_to_end,
     to_host,
+    turn_of,
 )
 from torchrec_dyn.table import DynamicTable, stamp_of
 
@@ -153,6 +155,7 @@ class Table:
         id_map = shard.id_map if self.maps is None else self.maps[list(self.shards).index(shard)]
         return CanonicalRows(id_map, self.where, lambda: stamp_of(shard))
 
+    @locked  # all column shards at one moment
     def rows_here(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Reads rows by ids [K] int64 from this rank's shards and changes nothing. Not collective.
 
@@ -163,9 +166,7 @@ class Table:
         if not self.shards:
             not_found = torch.zeros(ids.numel(), dtype=torch.bool, device=self.device)
             return torch.empty(ids.numel(), 0, dtype=self.dtype, device=self.device), not_found
-        self.lock.check_at_rest()
-        with self.lock:  # all column shards at one moment
-            read = [shard.lookup(ids) for shard in self.shards]
+        read = [shard.lookup(ids) for shard in self.shards]
         return torch.cat([rows for rows, _ in read], dim=1), read[0][1]
 
     # The whole table. All of these are collective.
@@ -324,8 +325,7 @@ class Table:
         """
 
         def locked_work() -> _T:
-            self.lock.check_at_rest()
-            with self.lock:
+            with turn_of(self):
                 return work()
 
         return gather_results(self.group, f"{self.where}.{verb}", locked_work)
