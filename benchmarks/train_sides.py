@@ -293,7 +293,7 @@ def _show_all_ids(
 
 
 class Stream:
-    """An endless iterator over batches, which may be replaced. A pipeline reads some steps ahead.
+    """An endless iterator over batches, which may be replaced. A pipeline reads some prefetched steps.
 
     Attributes:
         batches: the batches.

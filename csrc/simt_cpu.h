@@ -19,7 +19,7 @@
 
 namespace torchrec_dyn::simt {
 
-// How often the host of a GPU would have waited for it: tests/support/pretended_device.py reads it by its name.
+// How often the host of a GPU would have waited for it: tests/support/mock_device.py reads it by its name.
 extern "C" {
 [[gnu::used, gnu::visibility("default")]] inline std::atomic<int64_t> torchrec_dyn_host_waits{0};
 // Not 0: as a GPU that runs no more kernels. Tests set it by its name.

@@ -1,4 +1,4 @@
-"""Tables on a pretended GPU are saved and loaded as tables of the CPU: the same bytes, in chunks."""
+"""Tables on a mock GPU are saved and loaded as tables of the CPU: the same bytes, in chunks."""
 
 import copy
 import hashlib
@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from delta_cases import NAMES, Model
 from device_twins import on_host, small_chunks
-from pretended_device import CUDA, PretendedDevice, run_lookups_backward
+from mock_device import CUDA, MockDevice, run_lookups_backward
 from static_collections import OPTIMIZERS, batch, ebc, loss_of
 from table_cases import same_state
 from torch.utils._pytree import tree_map_only
@@ -27,7 +27,7 @@ SPREAD = 2**58 + 1  # ids of both signs
 
 @pytest.fixture
 def device():
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         yield device
 
 

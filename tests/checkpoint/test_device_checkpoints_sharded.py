@@ -1,4 +1,4 @@
-"""Tables on several pretended GPUs: saved with the bytes of CPUs, loaded from CPUs and on CPUs."""
+"""Tables on several mock GPUs: saved with the bytes of CPUs, loaded from CPUs and on CPUs."""
 
 import pickle
 import random
@@ -25,7 +25,7 @@ from checkpoint_cases import (
     tables_of,
     train,
 )
-from pretended_device import CUDA, PretendedDevice
+from mock_device import CUDA, MockDevice
 from sharded_cases import Case, Table, usual_plan
 from sharded_training import Holder
 from sharded_twins import ShardedTwins
@@ -69,7 +69,7 @@ def edit(collection, setup, place):
 
 def saved_by_ranks(setup, folder):
     """Trains twins, and saves each: a checkpoint, a delta, and a file of rows."""
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         twins = ShardedTwins(device, setup.case())
         for model, (name, place) in zip(twins.models, PLACES.items(), strict=True):
             train(model, setup, range(3), place)
@@ -88,7 +88,7 @@ def loaded_by_ranks(setup, folder, first):
 
     The devices load the checkpoint `first` before that of several CPU ranks.
     """
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         twins = ShardedTwins(device, setup.case())
         here, there = twins.models
         load(there, f"{folder}/{first}")
@@ -169,7 +169,7 @@ def filled_from_static(folder):
     loss_of(static, static_batch(static, random.Random(2))).backward()
     optimizer.step()
     quietly(dcp.save, Holder(static).state_dict(), checkpoint_id=folder)
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         made = ShardedTwins(device, Case(tables), wrap=lambda _: from_static(static, optimizer))
         loaded = ShardedTwins(device, Case(tables))
         for model in loaded.models:

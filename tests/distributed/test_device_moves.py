@@ -1,4 +1,4 @@
-"""Tables of a sharded collection on a pretended GPU, by one rank: rows are sent from the host, in chunks.
+"""Tables of a sharded collection on a mock GPU, by one rank: rows are sent from the host, in chunks.
 
 Sharded collections on a GPU are in tests/sharding.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from device_twins import on_host, small_chunks
 from life_cases import living_table
-from pretended_device import CUDA, PretendedDevice
+from mock_device import CUDA, MockDevice
 from table_cases import same_state
 
 import torchrec_dyn as dyn
@@ -42,7 +42,7 @@ def group(tmp_path):
 
 @pytest.fixture
 def device():
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         yield device
     assert device.mixed == [] and device.without_kernel == []
 

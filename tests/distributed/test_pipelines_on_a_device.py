@@ -1,4 +1,4 @@
-"""TorchRec's pipelines, on streams of a pretended device, train and evaluate as plain loops on the CPU do."""
+"""TorchRec's pipelines, on streams of a mock device, train and evaluate as plain loops on the CPU do."""
 
 import dataclasses
 from functools import cache

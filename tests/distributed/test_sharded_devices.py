@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
-from pretended_device import CUDA, PretendedDevice
+from mock_device import CUDA, MockDevice
 from processed_training import processed
 from sharded_cases import FUSED_PARAMS, Case, Table, usual_plan
 from sharded_training import batches, collection_of, sharder_of
@@ -110,7 +110,7 @@ def train_and_act(case, action, trains_first=False):
             collection(batches(case, 7)[1])
         return collection
 
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         twins = ShardedTwins(device, case, wrap=trained)
         twins.train(0)
         if action is not None:
@@ -201,7 +201,7 @@ def train_processed():
     overwrites = mock.patch.object(
         torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True
     )
-    with PretendedDevice() as device, overwrites:
+    with MockDevice() as device, overwrites:
         twins = ShardedTwins(
             device,
             case,
@@ -227,7 +227,7 @@ def test_feature_processors_train_on_a_device():
 
 def waits_of_step(case):
     """Returns the lines at which the host waits in a step whose ids are known."""
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         twins = ShardedTwins(device, case)
         twins.train(0)
         twins.train(0)
@@ -248,7 +248,7 @@ def test_the_host_waits_for_the_lengths_for_torchrec_and_for_new_ids(kind):
 
 
 def save_after_an_error():
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         twins = ShardedTwins(device, case_of())
         twins.train(0)
         if dist.get_rank():  # an op that finds a wrong position, and does not wait to say so

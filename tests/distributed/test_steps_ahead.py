@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import workers
 from interrupts import interrupted
-from pipeline_runs import steps_ahead
+from pipeline_runs import prefetched_steps
 from processed_training import processed, shard_processed
 from sharded_cases import Case, Table, usual_plan
 from sharded_training import batches, collection_of, shard
@@ -17,7 +17,7 @@ from torchrec import KeyedJaggedTensor
 
 import torchrec_dyn as dyn
 from torchrec_dyn.distributed.resharding import _check_at_rest
-from torchrec_dyn.sharding import steps_ahead_in_use
+from torchrec_dyn.sharding import prefetched_steps_in_use
 
 LIFE = dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed())
 
@@ -64,7 +64,7 @@ def one_batch_after_the_other(case: Case, form: str) -> None:
     ctx, arrived = one.sent(0)
     one.module.prefetch(arrived, None, ctx)
     one.check_steps(0)  # on the CPU the forward takes the step
-    with steps_ahead():
+    with prefetched_steps():
         one.module.prefetch(arrived)  # no context: nothing would keep the step
         one.check_steps(0)
         one.module.prefetch(arrived, None, ctx)
@@ -85,7 +85,7 @@ def one_batch_after_the_other(case: Case, form: str) -> None:
         one.look_up(ctx, arrived)
         one.look_up(later, arrived_later)
         one.check_steps(2)
-        assert not ctx.steps_ahead and not later.steps_ahead
+        assert not ctx.prefetched_steps and not later.prefetched_steps
         one.look_up(ctx, arrived)  # a second forward of the batch is a step of its own
         one.check_steps(3)
         _check_at_rest(one.collection._shards, [table.name for table in case.tables])
@@ -168,14 +168,14 @@ def test_contexts_record_their_tensors(name: str, variable: bool) -> None:
 def fail_between(case: Case) -> None:
     one = Batches(case, "")
     kernel = one.collection._lookups[0]._emb_modules[0]
-    with steps_ahead():
+    with prefetched_steps():
         ctx, arrived = one.sent(0)
         one.module.prefetch(arrived, None, ctx)
         for lookup in one.collection._lookups:
             lookup.register_forward_pre_hook(fail)
         with pytest.raises(KeyError):
             one.module.compute_and_output_dist(ctx, arrived)
-        assert kernel.step_ahead is None
+        assert kernel.prefetched_step is None
         assert all(len(shard.forwards) == 0 for shard in one.shards)
         for lookup in one.collection._lookups:
             lookup._forward_pre_hooks.clear()
@@ -198,14 +198,14 @@ def interrupt_before(case: Case) -> list[int]:
     while hit:
         steps: Any = dict.fromkeys(kernels, mock.sentinel.step)
         hit = interrupted(lambda steps=steps: enter(one.collection._lookups, steps), runs + 1)
-        with steps_ahead_in_use(one.collection._lookups, {}):  # a batch without steps
-            assert [kernel.step_ahead for kernel in kernels] == [None] * len(kernels)
+        with prefetched_steps_in_use(one.collection._lookups, {}):  # a batch without steps
+            assert [kernel.prefetched_step for kernel in kernels] == [None] * len(kernels)
         runs += 1
     return [runs, len(kernels)]
 
 
 def enter(lookups: Any, steps: Any) -> None:
-    with steps_ahead_in_use(lookups, steps):
+    with prefetched_steps_in_use(lookups, steps):
         pass
 
 

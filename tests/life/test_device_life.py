@@ -1,4 +1,4 @@
-"""Tables with policies on a pretended device: contents as on the CPU, and few waits of the host."""
+"""Tables with policies on a mock device: contents as on the CPU, and few waits of the host."""
 
 from unittest import mock
 
@@ -8,8 +8,8 @@ from device_twins import DeviceTwins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from life_cases import EVERY_LIFE
+from mock_device import MockDevice
 from oracle import EXTREME_IDS
-from pretended_device import PretendedDevice
 from table_cases import CROWDED_IDS, ids_of
 
 from torchrec_dyn.storage import change_log
@@ -67,7 +67,7 @@ def run(twins, program):
 )
 def test_the_same_calls_give_the_same_tables(lives, program):
     few = mock.patch.object(change_log, "_LEAST_UNSIFTED", 2)  # the log is sifted at some calls
-    with few, PretendedDevice() as device:
+    with few, MockDevice() as device:
         run(DeviceTwins(device, *lives, limit=LIMIT), program)
 
 
@@ -88,7 +88,7 @@ WAITS = {
 @pytest.mark.parametrize("life", WAITS, ids=", ".join)
 def test_waits_of_a_step_do_not_depend_on_the_number_of_tables(life, tables=3):
     """Steps of known ids, and steps of ten new ids a table, which are full, but for rare waits."""
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         limit = 2000 if life[0] == "none" else 640
         twins, new, known = DeviceTwins(device, *[life] * tables, limit=limit), [], []
         twins.step(*[range(630)] * tables)

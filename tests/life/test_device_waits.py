@@ -1,10 +1,10 @@
-"""Where the host waits for a GPU in scores, marks and admission, seen on a pretended one."""
+"""Where the host waits for a GPU in scores, marks and admission, seen on a mock GPU."""
 
 import pytest
 import torch
 from device_ops import DESCRIPTIONS
+from mock_device import MockDevice
 from op_samples import SAMPLES
-from pretended_device import PretendedDevice
 
 from torchrec_dyn import ops
 
@@ -31,7 +31,7 @@ def sent(device, value):
 def test_where_the_host_waits(op):
     """The length of a list is read. Errors wait for the next read (test_device_errors.py)."""
     sample = SAMPLES[op][0]()
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         given = {k: v if k in DESCRIPTIONS else sent(device, v) for k, v in sample.items()}
         getattr(ops, op)(**given)
         assert [note.op for note in device.reads] == [one for one in LISTS if one == op]

@@ -61,9 +61,9 @@ def test_a_list_is_cut_before_the_present_step():
     group(ids_of(*range(20)), torch.tensor([0, 20]), training=True)
     table.assign(ids_of(*range(20, 30)), torch.zeros(10, 4))
     oldest = table.life._candidates
-    oldest.list(table.life.scores, table.id_map, table.row_numbers.high, 1, 80)
+    oldest.list(table.life.scores, table.id_map, table.row_numbers.high_water_mark, 1, 80)
     assert read(oldest.oldest(1, table.life.scores)) is None
-    oldest.list(table.life.scores, table.id_map, table.row_numbers.high, 2, 80)
+    oldest.list(table.life.scores, table.id_map, table.row_numbers.high_water_mark, 2, 80)
     assert sorted(read(oldest.oldest(30, table.life.scores))[0].tolist()) == list(range(30))
 
 
@@ -72,7 +72,9 @@ def test_evicted_rows_do_not_keep_the_list():
     table = living_table(EVICTIONS["lru"], None, LIMIT)
     table.find_or_insert(torch.arange(LIMIT))
     make_group(table)(ids_of(), ids_of(0), training=True)
-    evicted = read(table.life.lowest(1, table.step + 1, table.id_map, table.row_numbers.high))
+    evicted = read(
+        table.life.lowest(1, table.step + 1, table.id_map, table.row_numbers.high_water_mark)
+    )
     assert [part.untyped_storage().nbytes() for part in evicted] == [8 * SHARE] * 2
 
 
@@ -83,7 +85,7 @@ def test_an_interrupt_leaves_all_of_a_list_or_nothing():
         group(ids_of(*ids), torch.tensor([0, len(ids)]), training=True)
 
     def listed(before):
-        oldest.list(scores, table.id_map, table.row_numbers.high, before, 80)
+        oldest.list(scores, table.id_map, table.row_numbers.high_water_mark, before, 80)
 
     hit = True
     while hit:

@@ -178,9 +178,9 @@ def test_late_gradients_go_to_the_orphan():
     (late * 100).sum().backward()
     assert stream.stat("late_grads") == 2 and stream.stat("withheld") == 0
     assert stream.weights(gone, 4) == [1.0, pytest.approx(0.9)]
-    rows = stream.table.row_numbers.high
+    rows = stream.table.row_numbers.high_water_mark
     stream.steps([5], [6])
-    assert stream.table.row_numbers.high == rows, "freed rows serve again"
+    assert stream.table.row_numbers.high_water_mark == rows, "freed rows serve again"
     assert stream.weights(5, 6) == pytest.approx([0.9, 0.9])
 
 
@@ -194,9 +194,9 @@ def test_forwards_whose_backward_never_comes():
     held.clear()
     gc.collect()
     assert stream.stat("withheld") == 0 and stream.stat("late_grads") == 0
-    high = stream.table.row_numbers.high
+    high = stream.table.row_numbers.high_water_mark
     stream.steps([20], [21], [22])
-    assert stream.table.row_numbers.high == high == 10
+    assert stream.table.row_numbers.high_water_mark == high == 10
     assert stream.weights(21, 22) == pytest.approx([0.9, 0.9])
 
 

@@ -11,7 +11,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 import torchrec_dyn as dyn
 from torchrec_dyn.life.scores import NO_STEP, Scores
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.storage.open_forwards import ForwardTicket, OutstandingForwards
+from torchrec_dyn.storage.open_forwards import OpenForward, OpenForwards
 from torchrec_dyn.storage.row_numbers import RowNumbers
 
 
@@ -157,23 +157,25 @@ def test_a_loaded_step_never_goes_behind_the_scores():
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.booleans()), max_size=40))
 def test_no_row_is_handed_out_twice(events):
     """Rows are taken, freed in parts, withheld while a forward is open; freed rows are reused first."""
-    forwards, held, free, waiting = OutstandingForwards(), [], set(), set()
+    forwards, held, free, waiting = OpenForwards(), [], set(), set()
     numbers, opened = RowNumbers(forwards, torch.device("cpu")), []
     for takes, count, opens in events:
         if opens and forwards.numbers:
             opened.clear()
         elif opens:
-            opened.append(ForwardTicket(forwards))
+            opened.append(OpenForward(forwards))
         if not forwards.numbers:
             free, waiting = free | waiting, set()
         if takes:
             high = numbers.highest_after(count)
             rows = numbers.take(count).tolist()
             assert len({*rows}) == count and not {*rows} & {*held, *waiting}
-            assert numbers.high == high and len(free - {*rows}) == max(0, len(free) - count)
+            assert numbers.high_water_mark == high and len(free - {*rows}) == max(
+                0, len(free) - count
+            )
             held += rows
             free -= {*rows}
         else:
             back, held = held[:count], held[count:]
-            numbers.give_back(torch.tensor(back, dtype=torch.int64))
+            numbers.free(torch.tensor(back, dtype=torch.int64))
             (waiting if forwards.numbers else free).update(back)

@@ -1,9 +1,9 @@
-"""Descriptions of a batch whose offsets are on a pretended GPU: by one read of the host at most."""
+"""Descriptions of a batch whose offsets are on a mock GPU: by one read of the host at most."""
 
 import pytest
 import torch
 from device_twins import DeviceTwins
-from pretended_device import CUDA, PretendedDevice
+from mock_device import CUDA, MockDevice
 
 from torchrec_dyn import DynamicTableConfig
 from torchrec_dyn.lookup.bag_layout import BagLayout
@@ -17,7 +17,7 @@ COUNTS = [2, 5, 2]
 
 @pytest.fixture
 def device():
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         yield device
 
 

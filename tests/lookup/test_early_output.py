@@ -1,4 +1,4 @@
-"""Batches on a pretended GPU are pooled before the host waits for counts of rows, with the CPU's bits."""
+"""Batches on a mock GPU are pooled before the host waits for counts of rows, with the CPU's bits."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from life_cases import ADMISSIONS, EVERY_LIFE, EVICTIONS, living_table
-from pretended_device import CUDA, PretendedDevice
+from mock_device import CUDA, MockDevice
 from table_cases import ids_of, make_group, same_state
 
 from torchrec_dyn import ops
@@ -21,7 +21,7 @@ RARE = {"lowest_scores", "move_slots"}  # wait once more
 
 @pytest.fixture
 def device():
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         yield device
 
 
@@ -217,7 +217,7 @@ batch = st.lists(st.lists(bag, min_size=2, max_size=2), min_size=2, max_size=2)
     unseen=st.sampled_from(["zeros", "initial"]),
 )
 def test_every_policy_has_the_bits_of_the_cpu(lives, program, pooling, unseen):
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         twins, time = Twins(device, *lives, limit=9, pooling=pooling, unseen=unseen), 0
         for lists, weighted, counted, training, passed in program:
             distinct = [len({number for bag in bags for number in bag}) for bags in lists]

@@ -186,7 +186,7 @@ def test_deltas_name_nothing_of_a_frozen_table():
     for _ in range(2):
         ebc(batch).values().sum().backward()
     tables = ebc.local_tables()
-    since = {name: table.moment() for name, table in tables.items()}
+    since = {name: table.version() for name, table in tables.items()}
     for name in ("t", "u"):
         ebc.table(name).freeze()
     edits = {name: table.edits for name, table in tables.items()}

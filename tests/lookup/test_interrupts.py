@@ -165,20 +165,20 @@ def test_the_growth_of_a_large_map():
 @at_one_place_in(131, deep=3)
 @pytest.mark.parametrize("life", ["plain", "all"])
 def test_changes_are_recorded_in_spite_of_an_interrupt(life, every):
-    """Rows changed and ids removed since a moment: none is missing, whatever the place."""
+    """Rows changed and ids removed since a version: none is missing, whatever the place."""
     training = Training(LIVES[life])
 
     def make():
         model = training.after(7)
-        model.moments = {name: table.moment() for name, table in tables_of(model).items()}
+        model.versions = {name: table.version() for name, table in tables_of(model).items()}
         model.before = contents(model)
         return model
 
     def check(model):
         for name, table in tables_of(model).items():
-            moment, now, before = model.moments[name], table.export_state(), model.before[name][0]
-            changed, _ = moment.log.changed_rows(moment, table.id_map)
-            removed = moment.log.removed_ids(moment, table.id_map)
+            version, now, before = model.versions[name], table.export_state(), model.before[name][0]
+            changed, _ = version.log.changed_rows(version, table.id_map)
+            removed = version.log.removed_ids(version, table.id_map)
             gone = before["ids"][~torch.isin(before["ids"], now["ids"])]
             assert sorted(removed.tolist()) == sorted(gone.tolist())
             kept = torch.isin(before["ids"], now["ids"]) & ~torch.isin(before["ids"], changed)

@@ -146,7 +146,9 @@ def test_a_table_that_is_frozen_while_another_thread_lists_the_tables_stays_froz
 
 @pytest.mark.parametrize("at", range(1, 9))
 @pytest.mark.parametrize("number", ["step", "edits"])
-def test_a_number_read_without_the_lock_is_right_while_the_table_moves_to_another_tally(number, at):
+def test_a_number_read_without_the_lock_is_right_while_the_table_moves_to_other_shared_counters(
+    number, at
+):
     tables = [make_table(name="t0"), make_table(name="t1")]
     groups = [make_group(*tables), make_group(tables[0])]
     for _ in range(3):

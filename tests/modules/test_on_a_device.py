@@ -1,4 +1,4 @@
-"""Unsharded modules on a pretended GPU: the bits of the CPU, and how often the host waits in a step."""
+"""Unsharded modules on a mock GPU: the bits of the CPU, and how often the host waits in a step."""
 
 import copy
 import io
@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from pretended_device import CUDA, PretendedDevice, PretendedTensor, run_lookups_backward
+from mock_device import CUDA, MockDevice, MockTensor, run_lookups_backward
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
@@ -24,7 +24,7 @@ def device():
     torch.__future__.set_overwrite_module_params_on_conversion(
         True
     )  # for parameters of dense layers
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         yield device
     torch.__future__.set_overwrite_module_params_on_conversion(False)
 
@@ -144,7 +144,7 @@ def values_of(output):
 
 
 def on_cpu(tensor):
-    return (tensor.memory if isinstance(tensor, PretendedTensor) else tensor).detach()
+    return (tensor.memory if isinstance(tensor, MockTensor) else tensor).detach()
 
 
 def train(module, device, steps=6, varies=False):
@@ -324,7 +324,7 @@ class PicklerTo(pickle.Pickler):
     def reducer_override(self, value):
         if self.place == "cpu" and isinstance(value, torch.nn.Parameter):
             return (torch.nn.Parameter, (on_cpu(value), value.requires_grad))
-        if self.place == "cpu" and isinstance(value, PretendedTensor):
+        if self.place == "cpu" and isinstance(value, MockTensor):
             return value.memory.__reduce_ex__(4)
         if self.place == CUDA and type(value) is torch.Tensor and not value.is_meta:
             return (there_again, value.__reduce_ex__(4)[:2])

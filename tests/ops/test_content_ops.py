@@ -9,8 +9,8 @@ import torch
 from device_ops import CPU
 from hypothesis import given
 from hypothesis import strategies as st
+from mock_device import MockDevice
 from oracle import EXTREME_IDS, WORD, canonical_order, mix64, signed, unmix64
-from pretended_device import PretendedDevice
 from raw_maps import a_map
 from table_cases import hard_ids, ids_of
 
@@ -265,7 +265,7 @@ def test_many_ids_are_sorted_exactly_on_any_number_of_threads(
 def test_the_host_waits_for_the_size_of_a_range_only():
     slots, moved = a_map(random_ids(100), torch.arange(100))
     values = random_values(100, 4, torch.float32)
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         slots = [device.of(one) for one in slots]
         cells = ops.count_cells(slots, moved, 2)
         summed = ops.content_sum(device.of(random_ids(100)), device.of(values), 0, 0)

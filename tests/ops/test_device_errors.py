@@ -3,8 +3,8 @@
 import pytest
 import torch
 from device_ops import DESCRIPTIONS
+from mock_device import CUDA, MockDevice
 from op_samples import SAMPLES, update, whole
-from pretended_device import CUDA, PretendedDevice
 
 from torchrec_dyn import ops
 from torchrec_dyn.storage import CanonicalRows, MapList
@@ -47,7 +47,7 @@ WRONG = [
 
 @pytest.fixture
 def device():
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         yield device
 
 

@@ -7,9 +7,9 @@ import torch
 from fuzz_ops import copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mock_device import MockDevice
 from op_cases import CASES, FLOATS
 from op_samples import NAMESPACE
-from pretended_device import PretendedDevice
 from table_cases import bits, ids_of, random_bags
 
 from torchrec_dyn import ops
@@ -275,7 +275,7 @@ def test_offsets_that_the_caller_checks_are_not_reported_by_a_gpu(device, offset
 
 def test_where_the_host_waits_for_pooling():
     """Nowhere: errors wait for the next read (test_device_errors.py)."""
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         given = second_of_two()
         for name in ("rows", "offsets"):
             given[name] = device.of(given[name])

@@ -8,9 +8,9 @@ import torch
 from fuzz_ops import copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mock_device import MockDevice
 from op_cases import CASES, FLOATS
 from op_samples import NAMESPACE, SAMPLES, update
-from pretended_device import PretendedDevice
 from table_cases import bits, ids_of
 from update_cases import WRITTEN, drawn_update
 
@@ -133,7 +133,7 @@ def test_no_ids_and_no_bags():
 def test_where_the_host_waits_for_an_update():
     """Never: the next lookup raises its errors (test_device_errors.py)."""
     described = ("layout", "segments", "streams", "mark_layout")
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         given = drawn_update(1, 4, torch.float16, [4, 6], ids=300)
         for name, value in given.items():
             if isinstance(value, torch.Tensor) and name not in described:

@@ -351,13 +351,13 @@ RUNS = {
 
 @cache
 def trained(run: str, pipeline: str) -> Any:
-    if pipeline == "steps ahead":
+    if pipeline == "prefetched steps":
         return workers.run(pipeline_runs.train_with_steps_ahead, RUNS[run], world_size=2)
     return workers.run(pipeline_runs.train, RUNS[run], pipeline, world_size=2, timeout=120)
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("pipeline", ["sparse_dist", "fused", "prefetch", "steps ahead"])
+@pytest.mark.parametrize("pipeline", ["sparse_dist", "fused", "prefetch", "prefetched steps"])
 def test_trains_as_the_plain_loop(run: str, pipeline: str) -> None:
     for got, expected in zip(trained(run, pipeline), trained(run, "base"), strict=True):
         assert got["losses"] == expected["losses"]

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
+from mock_device import MockDevice
 from order_of_sums import OrderOfSums
-from pretended_device import PretendedDevice
 from sharded_cases import FUSED_PARAMS, Case, Table, usual_plan
 from sharded_training import batches, collection_of, outputs_by_name, shard
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
@@ -95,7 +95,7 @@ def test_sums_by_place_have_the_bits_of_the_cpu(count, columns, dtype):
     places = (torch.rand(rows, generator=draw) ** 3 * count).long()
     values = (torch.rand(rows, columns, generator=draw) - 0.5).to(dtype)
     expected = sums_by_place(values, places, count)
-    with PretendedDevice() as device, OrderOfSums() as noted:
+    with MockDevice() as device, OrderOfSums() as noted:
         there = device.of(values), device.of(places)
         with torch.device("meta"):  # the default device of the user
             sums = sums_by_place(*there, count)
@@ -109,7 +109,7 @@ def test_sums_by_bag_have_the_bits_of_the_cpu():
     bag = torch.arange(100).repeat_interleave(lengths)
     weights = torch.randn(len(bag), generator=draw)
     expected = inputs._sums_by_bag(weights, bag, lengths)
-    with PretendedDevice() as device, OrderOfSums() as noted:
+    with MockDevice() as device, OrderOfSums() as noted:
         found = inputs._sums_by_bag(*map(device.of, (weights, bag, lengths)))
     assert torch.equal(found.memory, expected)
     assert noted.sums == set() and device.mixed == []

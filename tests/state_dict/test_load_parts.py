@@ -51,12 +51,14 @@ def load_the_model_only(path: str) -> list[tuple[int, int, int]]:
     model = sharded(of)
     state = read({"model": model.state_dict()}, path)
     model.load_state_dict(state["model"])
-    return [(one.step, one.row_numbers.high, scored_rows(one)) for one in tables_of(model)]
+    return [
+        (one.step, one.row_numbers.high_water_mark, scored_rows(one)) for one in tables_of(model)
+    ]
 
 
 def scored_rows(table: DynamicTable) -> int:
     """Returns the number of rows that have a score; asserts that this is the number of ids."""
-    last_seen, _ = table.life.scores.read(torch.arange(table.row_numbers.high))
+    last_seen, _ = table.life.scores.read(torch.arange(table.row_numbers.high_water_mark))
     scored = int((last_seen >= 0).sum())
     assert scored == table.num_rows
     return scored

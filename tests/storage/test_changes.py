@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from life_cases import ADMISSIONS, EVICTIONS, living_table
+from mock_device import MockDevice
 from oracle import EXTREME_IDS
-from pretended_device import PretendedDevice
 from table_cases import CROWDED_IDS, ids_of, make_group, make_table, same_state
 
 from torchrec_dyn.optimizers import OptimizerKind
@@ -42,10 +42,10 @@ def limit_of(eviction: str) -> int:
 
 
 class Side:
-    """One table with the moments recorded of it.
+    """One table with the versions recorded of it.
 
     Attributes:
-        held: for each moment, the moment, the contents at it, and the ids touched since then.
+        held: for each version, the version, the contents at it, and the ids touched since then.
     """
 
     def __init__(self, table) -> None:
@@ -58,12 +58,12 @@ class Side:
 
     def check(self) -> None:
         now = contents(self.table)
-        for moment, before, touched in self.held:
-            ids, rows = moment.log.changed_rows(moment, self.table.id_map)
+        for version, before, touched in self.held:
+            ids, rows = version.log.changed_rows(version, self.table.id_map)
             assert torch.equal(self.table.id_map.lookup(ids), rows)
             differ = {one for one, has in now.items() if before.get(one) != has}
             assert differ <= set(ids.tolist()) <= touched and torch.unique(ids).numel() == len(ids)
-            gone = moment.log.removed_ids(moment, self.table.id_map).tolist()
+            gone = version.log.removed_ids(version, self.table.id_map).tolist()
             assert sorted(gone) == sorted(before.keys() - now.keys())
 
 
@@ -88,7 +88,7 @@ class Changes(RuleBasedStateMachine):
     @rule(data=st.data())
     def hold(self, data) -> None:
         side = self.side(data)
-        side.held.append((side.table.moment(), contents(side.table), set()))
+        side.held.append((side.table.version(), contents(side.table), set()))
 
     @rule(data=st.data(), which=st.integers(0, 3))
     def drop(self, data, which) -> None:
@@ -181,26 +181,26 @@ def test_every_change_is_told(lives):
 
 
 def test_what_nobody_asks_for_is_not_kept():
-    """Ids inserted and erased after the last moment are not kept; without a moment nothing is kept."""
+    """Ids inserted and erased after the last version are not kept; without a version nothing is kept."""
     table = make_table(num_embeddings=100_000)
     table.find_or_insert(torch.arange(10))
     assert table.changes is None
     plain = table.stats()["bytes"]
-    moment = table.moment()
-    before = moment.log.bytes
+    version = table.version()
+    before = version.log.bytes
     assert table.stats()["bytes"] == plain + before > plain
     for first in range(1000, 50_000, 1000):
         fresh = torch.arange(first, first + 1000)
         table.find_or_insert(fresh)
         table.erase(fresh)
-    assert moment.log.bytes == before
+    assert version.log.bytes == before
     table.erase(torch.arange(4))
-    assert moment.log.bytes == before + 4 * (8 + 4)
-    later = table.moment()
-    del moment
+    assert version.log.bytes == before + 4 * (8 + 4)
+    later = table.version()
+    del version
     gc.collect()
     table.erase(ids_of(9))
-    assert later.log.bytes == before + 8 + 4, "the four are before the one moment that is held"
+    assert later.log.bytes == before + 8 + 4, "the four are before the one version that is held"
     del later
     gc.collect()
     table.assign(ids_of(1), torch.ones(1, 4))
@@ -209,20 +209,20 @@ def test_what_nobody_asks_for_is_not_kept():
 
 def test_what_nobody_asks_for_is_rarely_sifted_out_on_a_device():
     """The host waits for the number of ids to keep: once in 12,500 removed ids, an eighth of the limit."""
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         table = make_table(num_embeddings=100_000, device="cuda")
         table.find_or_insert(device.of(torch.arange(10)))
-        moment = table.moment()
-        before = moment.log.bytes
+        version = table.version()
+        before = version.log.bytes
         for first in range(1000, 50_000, 1000):
             fresh = device.of(torch.arange(first, first + 1000))
             table.find_or_insert(fresh)
             rows, device.reads[:] = table.id_map.lookup(fresh), []
             table.remove(fresh, rows, "erased")
             assert len(device.reads) == (first // 1000 % 13 == 0)
-            assert moment.log.bytes <= before + 13_000 * (8 + 4)
+            assert version.log.bytes <= before + 13_000 * (8 + 4)
         table.erase(device.of(torch.arange(4)))
-        removed = moment.log.removed_ids(moment, table.id_map)
+        removed = version.log.removed_ids(version, table.id_map)
         assert sorted(removed.cpu().tolist()) == [0, 1, 2, 3]
 
 
@@ -233,34 +233,34 @@ def test_rows_of_an_update_are_changed(threads):
     group = make_group(table, pooling="none")
     everyone = torch.arange(270_000)
     table.find_or_insert(everyone)
-    moments, expected = [table.moment()], [torch.zeros(len(everyone), dtype=torch.bool)]
+    versions, expected = [table.version()], [torch.zeros(len(everyone), dtype=torch.bool)]
     for step in range(2):
         ids = everyone[torch.randperm(len(everyone), generator=torch.Generator().manual_seed(step))]
         ids = ids[: 5000 * (step + 1)]
         group(ids, torch.tensor([0, len(ids)]), training=True).sum().backward()
         for one in expected:
             one[ids] = True
-        for moment, changed in zip(moments, expected, strict=True):
-            listed, _ = moment.log.changed_rows(moment, table.id_map)
+        for version, changed in zip(versions, expected, strict=True):
+            listed, _ = version.log.changed_rows(version, table.id_map)
             assert torch.equal(listed.sort().values, changed.nonzero().flatten())
-        moments.append(table.moment())
+        versions.append(table.version())
         expected.append(torch.zeros_like(expected[0]))
 
 
 def test_one_step_after_another_leaves_few_pieces():
     table = make_table(num_embeddings=100_000)
     table.find_or_insert(torch.arange(4096))
-    moment = table.moment()
+    version = table.version()
     for number in range(4096):
         table.erase(ids_of(number))
-    assert len(moment.log.removed) <= 13
-    assert moment.log.removed_ids(moment, table.id_map).numel() == 4096
+    assert len(version.log.removed) <= 13
+    assert version.log.removed_ids(version, table.id_map).numel() == 4096
 
 
 def test_a_load_that_fails_is_not_noted(monkeypatch):
     table = make_table()
     table.find_or_insert(torch.arange(20))
-    moment = table.moment()
+    version = table.version()
     table.erase(ids_of(3))
     state, log = table.export_state(), table.changes
 
@@ -271,34 +271,34 @@ def test_a_load_that_fails_is_not_noted(monkeypatch):
     with pytest.raises(MemoryError):
         table.load_state({"ids": ids_of(77), "weight": torch.ones(1, 4)})
     assert table.changes is log and same_state(table.export_state(), state)
-    assert log.changed_rows(moment, table.id_map)[0].numel() == 0
-    assert log.removed_ids(moment, table.id_map).tolist() == [3]
+    assert log.changed_rows(version, table.id_map)[0].numel() == 0
+    assert log.removed_ids(version, table.id_map).tolist() == [3]
 
 
 def test_a_copy_of_a_table_is_asked_by_nobody():
     table = make_table()
-    moment = table.moment()
+    version = table.version()
     table.find_or_insert(torch.arange(20))
     for twin in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
         assert twin.changes is None
         twin.erase(twin.ids())
-    assert moment.log.changed_rows(moment, table.id_map)[0].numel() == 20
+    assert version.log.changed_rows(version, table.id_map)[0].numel() == 20
 
 
 def test_new_optimizer_state_changes_every_row():
     table = make_table(OptimizerKind.EXACT_ADAGRAD)
     table.find_or_insert(torch.arange(20))
-    moment = table.moment()
+    version = table.version()
     table.replace_states(table.states)
-    assert moment.log.changed_rows(moment, table.id_map)[0].numel() == 20
-    assert moment.log.removed_ids(moment, table.id_map).numel() == 0
+    assert version.log.changed_rows(version, table.id_map)[0].numel() == 20
+    assert version.log.removed_ids(version, table.id_map).numel() == 0
 
 
 def test_a_load_undone_after_it_was_noted_leaves_marks_for_all_former_rows(monkeypatch):
     """Ctrl-C may be the last event of a load. The former rows need two blocks of marks, the new row one."""
     table = make_table()
     table.find_or_insert(torch.arange(600))
-    moment, state = table.moment(), table.export_state()
+    version, state = table.version(), table.export_state()
     replace_all = ChangeLog.replace_all
 
     def interrupted(*arguments):
@@ -311,8 +311,8 @@ def test_a_load_undone_after_it_was_noted_leaves_marks_for_all_former_rows(monke
     assert same_state(table.export_state(), state)
     table.assign(ids_of(599), torch.ones(1, 4))
     table.erase(ids_of(598))
-    assert 599 in moment.log.changed_rows(moment, table.id_map)[0].tolist()
-    assert moment.log.removed_ids(moment, table.id_map).tolist() == [598]
+    assert 599 in version.log.changed_rows(version, table.id_map)[0].tolist()
+    assert version.log.removed_ids(version, table.id_map).tolist() == [598]
 
 
 def test_rows_of_new_contents_have_marks():
@@ -320,6 +320,6 @@ def test_rows_of_new_contents_have_marks():
     log, new, nothing = ChangeLog(1000, torch.device("cpu")), IdMap(), ids_of()
     new.reserve(600)
     new.insert(torch.arange(600), torch.arange(600))
-    moment = log.moment()
+    version = log.version()
     log.replace_all(nothing, nothing, 600, torch.device("cpu"))
-    assert torch.equal(log.changed_rows(moment, new)[0].sort().values, torch.arange(600))
+    assert torch.equal(log.changed_rows(version, new)[0].sort().values, torch.arange(600))

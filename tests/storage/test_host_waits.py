@@ -1,8 +1,8 @@
-"""Where the host waits for a GPU in an id map and in rows, seen on a pretended one."""
+"""Where the host waits for a GPU in an id map and in rows, seen on a mock GPU."""
 
 import pytest
 import torch
-from pretended_device import CUDA, PretendedDevice
+from mock_device import CUDA, MockDevice
 
 from torchrec_dyn import ops
 from torchrec_dyn.storage import places_of
@@ -14,7 +14,7 @@ I64 = torch.int64
 
 @pytest.fixture
 def device():
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         yield device
 
 

@@ -1,4 +1,4 @@
-"""Address ranges of GPUs, on a driver without a GPU (tests/support/pretended_driver.cpp)."""
+"""Address ranges of GPUs, on a driver without a GPU (tests/support/mock_driver.cpp)."""
 
 import ctypes
 import os
@@ -39,9 +39,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    made = tmp_path_factory.mktemp("driver") / "pretended_driver.so"
+    made = tmp_path_factory.mktemp("driver") / "mock_driver.so"
     sources = ["csrc/storage/address_range.cu", "csrc/lost_device.cu"]
-    sources += ["csrc/sanitize/ptx/virtual_memory.cpp", "tests/support/pretended_driver.cpp"]
+    sources += ["csrc/sanitize/ptx/virtual_memory.cpp", "tests/support/mock_driver.cpp"]
     command = ["g++", "-std=c++20", "-Wall", "-shared", "-fPIC", "-Icsrc", f"-I{HEADERS}"]
     command += ["-DTORCHREC_DYN_PTX_DEVICES=3"]
     subprocess.run([*command, "-x", "c++", *sources, "-o", made], check=True, cwd=ROOT)
@@ -52,7 +52,7 @@ def library(tmp_path_factory):
 
 
 class Driver:
-    """The pretended driver, with texts in place of bytes."""
+    """The mock driver, with texts in place of bytes."""
 
     def __init__(self, library):
         self.library = library

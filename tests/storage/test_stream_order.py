@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from life_cases import living_table
-from pretended_device import CUDA, PretendedDevice, run_lookups_backward
+from mock_device import CUDA, MockDevice, run_lookups_backward
 from torchrec import EmbeddingConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
@@ -115,7 +115,7 @@ def test_a_delta_is_applied_in_a_turn(cuda, tmp_path, monkeypatch):
     monkeypatch.setattr(
         delta_apply, "_write_rows", lambda *asked: log.append("writes") or write(*asked)
     )
-    with PretendedDevice():
+    with MockDevice():
         module = dyn.DynamicEmbeddingCollection([config], device="cuda", fused_params=fused)
         module.table("a").assign(torch.arange(5), torch.ones(5, 4))
         replica, marker = copy.deepcopy(module), mark(module)
@@ -130,7 +130,7 @@ def test_a_delta_is_applied_in_a_turn(cuda, tmp_path, monkeypatch):
 
 def test_every_use_of_tables_is_a_turn(cuda):
     config = EmbeddingConfig(name="a", embedding_dim=4, num_embeddings=1000, feature_names=["a"])
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         module = dyn.DynamicEmbeddingCollection([config], device="cuda")
         ids = torch.arange(5, device="cuda")
         features = KeyedJaggedTensor(["a"], ids, lengths=torch.full((5,), 1, device="cuda"))
@@ -164,7 +164,7 @@ def test_every_use_of_tables_is_a_turn(cuda):
 
 
 def test_saves_and_their_reads_of_rows_take_turns(cuda):
-    with PretendedDevice():
+    with MockDevice():
         table = living_table(dyn.LeastRecentlyUsed(), dyn.AdmitAfter(2), device="cuda")
         table.assign(torch.arange(9), torch.ones(9, 4))
         log = cuda.on("B")
@@ -181,7 +181,7 @@ def test_saves_and_their_reads_of_rows_take_turns(cuda):
 def test_lists_made_on_one_stream_are_kept_for_the_other(cuda, policy):
     """Candidates for eviction, and free rows: a step of the other stream uses them and drops some."""
     config = EmbeddingConfig(name="a", embedding_dim=4, num_embeddings=640, feature_names=["a"])
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         module = dyn.DynamicEmbeddingCollection(
             [config], device="cuda", dynamic=dyn.DynamicTableConfig(eviction=policy)
         )
@@ -207,7 +207,7 @@ def test_lists_made_on_one_stream_are_kept_for_the_other(cuda, policy):
 
 def test_small_blocks_of_another_stream_are_kept_while_they_are_converted(cuda):
     """They are torch's memory, which the other stream may use again as soon as they are dropped."""
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         store = RowStore(4, 5, torch.float32, CUDA)
         store.reserve(80)
         blocks = list(store.blocks)
@@ -219,7 +219,7 @@ def test_small_blocks_of_another_stream_are_kept_while_they_are_converted(cuda):
 
 
 def test_staged_blocks_of_another_stream_are_kept_while_they_are_converted(cuda):
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         places = Places([(0, 80)])
         staged = StagedRows("a", "a", places, (0, 4), torch.float32, 5, CUDA, 1000, None, None)
         blocks = list(staged.weights.blocks)
@@ -231,7 +231,7 @@ def test_staged_blocks_of_another_stream_are_kept_while_they_are_converted(cuda)
 
 
 def test_what_a_table_had_before_is_kept_for_the_stream_that_replaces_it(cuda):
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         table = living_table(dyn.LeastRecentlyUsed(), device="cuda")
         table.assign(torch.arange(9), torch.ones(9, 4))
         stores = (*table.stores, table.life.scores.store)

@@ -1,4 +1,4 @@
-// A device guard and hooks for CUDA that do nothing, for a torch that has no CUDA or no GPU (pretended_device.py).
+// A device guard and hooks for CUDA that do nothing, for a torch that has no CUDA or no GPU (mock_device.py).
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

@@ -1,4 +1,4 @@
-"""Functions for workers: train a model through a pipeline on a pretended device."""
+"""Functions for workers: train a model through a pipeline on a mock device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from mock_device import CUDA, MockDevice
+from mock_streams import Streams
 from pipeline_model import Clicks, Run, batches, sharded_model
 from pipeline_runs import (
     check_pipelined,
@@ -20,32 +22,30 @@ from pipeline_runs import (
     tables_of,
     train_in_a_loop,
 )
-from pretended_device import CUDA, PretendedDevice
 from sharded_twins import group_for_cuda
-from stand_in_streams import Streams
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import ShardingEnv
 
 
 @dataclass
 class DeviceClicks(Clicks):
-    """A batch that goes to the pretended device, from any thread."""
+    """A batch that goes to the mock device, from any thread."""
 
-    pretended: Any = None
+    mock: Any = None
 
     @staticmethod
-    def of(clicks: Clicks, device: PretendedDevice) -> DeviceClicks:
+    def of(clicks: Clicks, device: MockDevice) -> DeviceClicks:
         """Returns a batch on the CPU as one that goes to the device."""
         return DeviceClicks(clicks.features, clicks.dense, clicks.labels, device)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Clicks:
         """Returns the batch on the device."""
-        with self.pretended.here():
+        with self.mock.here():
             return DeviceClicks(
                 self.features.to(device, non_blocking),
                 self.dense.to(device),
                 self.labels.to(device),
-                self.pretended,
+                self.mock,
             )
 
     def record_stream(self, stream: Any) -> None:
@@ -72,7 +72,7 @@ def _contents(run: Run, model: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def device_with_streams() -> Iterator[PretendedDevice]:
+def device_with_streams() -> Iterator[MockDevice]:
     """Enters a device with streams, for models with dense parameters."""
     # Parameters that move become new ones: a tensor of the CPU does not get the memory of the device.
     overwrites = mock.patch.object(
@@ -80,7 +80,7 @@ def device_with_streams() -> Iterator[PretendedDevice]:
     )
     # Storages of the device cannot be resized.
     clears = mock.patch.object(KeyedJaggedTensor, "clear_storage", _overwrite)
-    with PretendedDevice(Streams()) as device, overwrites, clears, no_fallback():
+    with MockDevice(Streams()) as device, overwrites, clears, no_fallback():
         yield device
 
 

@@ -1,11 +1,11 @@
-"""Tables on the CPU and their twins on a pretended device, changed by the same calls."""
+"""Tables on the CPU and their twins on a mock device, changed by the same calls."""
 
 import copy
 import pickle
 
 import torch
 from life_cases import ADMISSIONS, COUNTS, EVICTIONS, living_table
-from pretended_device import CUDA
+from mock_device import CUDA
 from table_cases import ids_of, same_state
 
 from torchrec_dyn.checkpoint_format import content_sums, saved_tensor
@@ -24,7 +24,7 @@ def on_host(state):
 
 
 class DeviceTwins:
-    """Tables of the given lives (life_cases.py), and their twins on a pretended device that is entered."""
+    """Tables of the given lives (life_cases.py), and their twins on a mock device that is entered."""
 
     def __init__(self, device, *lives, limit=1000, **options):
         def made(where):
@@ -36,7 +36,7 @@ class DeviceTwins:
             ]
 
         self.device, self.tables, self.twins = device, made("cpu"), made("cuda")
-        self.moments = None
+        self.versions = None
 
     def step(self, *lists, times=False):
         """Takes one training step of all tables, and compares which ids have rows.
@@ -87,17 +87,17 @@ class DeviceTwins:
         """Replaces the twins by copies."""
         self.twins = [COPIES[how](two) for two in self.twins]
         self.tables = [COPIES[how](one) for one in self.tables]
-        self.moments = None
+        self.versions = None
 
     def mark(self):
-        """Starts a moment of every table."""
-        self.moments = self.each(DynamicTable.moment)
+        """Starts a version of every table."""
+        self.versions = self.each(DynamicTable.version)
 
-    def changes(self, table, moment):
+    def changes(self, table, version):
         if table.changes is None:
             return None
-        changed, _ = moment.log.changed_rows(moment, table.id_map)
-        removed = moment.log.removed_ids(moment, table.id_map)
+        changed, _ = version.log.changed_rows(version, table.id_map)
+        removed = version.log.removed_ids(version, table.id_map)
         return sorted(changed.cpu().tolist()), sorted(removed.cpu().tolist())
 
     def compare(self):
@@ -107,9 +107,9 @@ class DeviceTwins:
             for name in ("rows", "waiting", "step", *COUNTS):
                 assert one.stats()[name] == two.stats()[name], name
             two.id_map.check_invariants()
-        pairs = zip(self.tables, self.twins, self.moments or [], strict=False)
-        for one, two, (moment, twin) in pairs:
-            assert self.changes(one, moment) == self.changes(two, twin)
+        pairs = zip(self.tables, self.twins, self.versions or [], strict=False)
+        for one, two, (version, twin) in pairs:
+            assert self.changes(one, version) == self.changes(two, twin)
         assert self.device.mixed == []
         assert self.device.without_kernel == []
 

@@ -101,7 +101,7 @@ def check_whole(model: Any) -> None:
     for table in tables_of(model).values():
         table.id_map.check_invariants()
         assert table.stats()["withheld"] == 0
-        high, life = table.row_numbers.high, table.life
+        high, life = table.row_numbers.high_water_mark, table.life
         in_use = torch.zeros(high, dtype=torch.bool)
         in_use[table.id_map.contents()[1]] = True
         if life is not None:

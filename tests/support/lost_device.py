@@ -8,8 +8,8 @@ import ctypes
 import torch
 from device_ops import LIBRARY, kernels_of, simt_library
 from failed_allocations import bits, memory
+from mock_device import HOST_RESULTS
 from op_samples import SAMPLES
-from pretended_device import HOST_RESULTS
 
 ops = simt_library()
 lost = ctypes.c_int64.in_dll(ctypes.CDLL(str(LIBRARY)), "torchrec_dyn_lost_device")

@@ -211,14 +211,14 @@ def train_in_a_loop(run: Run, ahead: bool, **options: Any) -> dict[str, Any]:
 
 
 def train_with_steps_ahead(run: Run) -> dict[str, Any]:
-    """Trains through a prefetching pipeline that takes steps ahead, as on CUDA; returns as `train`."""
-    with steps_ahead():
+    """Trains through a prefetching pipeline that takes prefetched steps, as on CUDA; returns as `train`."""
+    with prefetched_steps():
         return train(run, "prefetch")
 
 
-def steps_ahead() -> Any:
+def prefetched_steps() -> Any:
     """Returns a context in which prefetching takes the steps of tables with a life on the CPU, too."""
-    return mock.patch.object(compute_kernel, "STEPS_AHEAD_ON", {"cpu", "cuda"})
+    return mock.patch.object(compute_kernel, "PREFETCHED_STEPS_ON", {"cpu", "cuda"})
 
 
 def evaluate(run: Run, name: str) -> int:
@@ -303,8 +303,8 @@ def _erase(run: Run, model: Any, ids: torch.Tensor) -> None:
 
 
 def pause_with_steps_ahead(run: Run) -> dict[str, Any]:
-    """Runs `train_with_pause` in a prefetching pipeline that takes steps ahead, as on CUDA."""
-    with steps_ahead():
+    """Runs `train_with_pause` in a prefetching pipeline that takes prefetched steps, as on CUDA."""
+    with prefetched_steps():
         return train_with_pause(run, "prefetch")
 
 

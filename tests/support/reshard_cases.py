@@ -64,7 +64,7 @@ def check_closed_up(model: Any, names: Collection[str]) -> None:
     """Asserts that rows of other ranks take no memory after the move; a small table is read whole."""
     for name in names:
         for shard in model.module.collection._shards.shards_of(name):
-            assert shard.row_numbers.high <= shard.num_rows + shard.num_rows // 8
+            assert shard.row_numbers.high_water_mark <= shard.num_rows + shard.num_rows // 8
 
 
 def loaded_elsewhere(

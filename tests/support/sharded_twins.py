@@ -1,4 +1,4 @@
-"""Trains a sharded collection on the CPU and its twin on a pretended device, in one process group."""
+"""Trains a sharded collection on the CPU and its twin on a mock device, in one process group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pretended_device import CUDA, PretendedDevice
+from mock_device import CUDA, MockDevice
 from sharded_cases import Case
 from sharded_training import Holder, batches, collection_of, outputs_by_name, sharder_of
 from table_cases import same_state
@@ -31,10 +31,10 @@ def group_for_cuda() -> dist.ProcessGroup:
 
 
 class ShardedTwins:
-    """One case, sharded on the CPU and on a pretended device that is entered. The constructor is collective.
+    """One case, sharded on the CPU and on a mock device that is entered. The constructor is collective.
 
     Args:
-        device: the pretended device.
+        device: the mock device.
         case: the collection, its plan and its batches.
         wrap: makes the module to shard of a collection; None: the collection itself.
         sharder: makes the sharder; None: the sharder of the case.
@@ -45,7 +45,7 @@ class ShardedTwins:
 
     def __init__(
         self,
-        device: PretendedDevice,
+        device: MockDevice,
         case: Case,
         wrap: Callable[[Any], Any] | None = None,
         sharder: Callable[[], Any] | None = None,
@@ -117,7 +117,7 @@ def _grad_of(output: torch.Tensor) -> torch.Tensor:
 
 def train_twins(case: Case) -> int:
     """Trains a case on both devices; returns the rows on this rank."""
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         twins = ShardedTwins(device, case)
         for step in range(case.steps):
             twins.train(step)

@@ -1,10 +1,10 @@
-"""DynamicTable on a pretended device: everything but its policies (tests/life/test_device_life.py)."""
+"""DynamicTable on a mock device: everything but its policies (tests/life/test_device_life.py)."""
 
 import pytest
 import torch
 from device_twins import COPIES, on_host
 from life_cases import living_table
-from pretended_device import CUDA, PretendedDevice
+from mock_device import CUDA, MockDevice
 from table_cases import ids_of, make_table, same_state
 
 import torchrec_dyn as dyn
@@ -15,7 +15,7 @@ from torchrec_dyn.table import contents
 
 @pytest.fixture
 def device():
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         yield device
 
 
@@ -74,11 +74,11 @@ def test_tables_do_not_follow_torchs_default_device():
     with torch.device("meta"):
         table = living_table(dyn.ExpireAfter(time=3), dyn.AdmitAfter(2))
         table.assign(ids[:200], rows[:200])
-        moment = table.moment()
+        version = table.version()
         table.set_time(5)
         table.assign(ids[100:], rows[100:])
         table.erase(ids[:3])
-        assert [len(ids) for ids in changes_since(moment, table)] == [200, 3]
+        assert [len(ids) for ids in changes_since(version, table)] == [200, 3]
         assert table.last_seen(ids).max() == 5 and table.count(ids).max() == 0
         state = table.export_state()
         table.convert(torch.float16)
@@ -87,9 +87,9 @@ def test_tables_do_not_follow_torchs_default_device():
         assert same_state(table.export_state(), state)
 
 
-def changes_since(moment, table):
-    return moment.log.changed_rows(moment, table.id_map)[0], moment.log.removed_ids(
-        moment, table.id_map
+def changes_since(version, table):
+    return version.log.changed_rows(version, table.id_map)[0], version.log.removed_ids(
+        version, table.id_map
     )
 
 

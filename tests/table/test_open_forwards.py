@@ -12,7 +12,7 @@ from table_cases import bags_of, bits, ids_of, make_group, make_table, same_stat
 
 from torchrec_dyn.initializers import Constant
 from torchrec_dyn.optimizers import OptimizerKind
-from torchrec_dyn.storage import ForwardTicket, OutstandingForwards
+from torchrec_dyn.storage import OpenForward, OpenForwards
 
 FOUR = torch.arange(4)
 
@@ -260,23 +260,23 @@ def test_any_interleaving_keeps_rows_apart(steps, seed):
     assert bits(table.weights.read(table.id_map.lookup(table.ids()))).numel() == 16 * len(held)
 
 
-def test_a_ticket_whose_constructor_failed_is_closed_without_an_error():
+def test_an_open_forward_whose_constructor_failed_is_closed_without_an_error():
     """torch.compile makes objects without their constructors, and an interrupt may stop one."""
-    ticket = ForwardTicket.__new__(ForwardTicket)
-    ticket.close()
-    assert ticket.number == 0
+    forward = OpenForward.__new__(OpenForward)
+    forward.close()
+    assert forward.number == 0
 
 
-def test_closed_tickets_are_not_counted(monkeypatch):
-    """A ticket may be closed while it is referred to, or dropped by a `__del__` that was interrupted."""
-    group, table = OutstandingForwards(), OutstandingForwards()
+def test_closed_forwards_are_not_counted(monkeypatch):
+    """A forward may be closed while it is referred to, or dropped by a `__del__` that was interrupted."""
+    group, table = OpenForwards(), OpenForwards()
     table.include(group)
-    first, second = ForwardTicket(group), ForwardTicket(group)
+    first, second = OpenForward(group), OpenForward(group)
     assert [(len(one), one.latest) for one in (group, table)] == [(2, second.number)] * 2
     second.close()
     assert [(len(one), one.latest) for one in (group, table)] == [(1, first.number)] * 2
     assert not table.all_closed_up_to(first.number)
-    monkeypatch.setattr(ForwardTicket, "__del__", lambda ticket: None)  # as after an interrupt
+    monkeypatch.setattr(OpenForward, "__del__", lambda forward: None)  # as after an interrupt
     del first
     assert [(len(one), one.latest) for one in (group, table)] == [(0, 0)] * 2
     assert table.all_closed_up_to(second.number)

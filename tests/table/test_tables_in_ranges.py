@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from device_twins import on_host
-from pretended_device import PretendedDevice
+from mock_device import MockDevice
 from table_cases import make_group, make_table, random_bags, same_state
 
 import torchrec_dyn as dyn
@@ -49,10 +49,10 @@ def test_a_table_in_ranges_is_as_a_table_of_many_blocks(kind, monkeypatch):
     assert same_state(state, in_ranges[1]) and stats == in_ranges[2]
 
 
-@pytest.fixture(params=["pretended", pytest.param("cuda", marks=pytest.mark.needs_cuda)])
+@pytest.fixture(params=["mock", pytest.param("cuda", marks=pytest.mark.needs_cuda)])
 def gpu(request):
-    """Tensors of a GPU, or of a pretended one."""
-    with PretendedDevice() if request.param == "pretended" else nullcontext():
+    """Tensors of a GPU, or of a mock GPU."""
+    with MockDevice() if request.param == "mock" else nullcontext():
         yield
 
 

@@ -28,7 +28,7 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict import Run, Share, runs_of, share_of
-from torchrec_dyn.storage import CanonicalRows, IdMap, Moment, to_host
+from torchrec_dyn.storage import CanonicalRows, IdMap, Version, to_host
 from torchrec_dyn.table import stamp_of
 from torchrec_dyn.whole_model import saved_forms, saved_sums, tables_of
 
@@ -37,9 +37,9 @@ _CALL = "export_delta"
 
 @dataclass(frozen=True)
 class _Marked:
-    """The moments of a table's shards on this rank, in column order, and the words of its two checksums."""
+    """The versions of a table's shards on this rank, in column order, and the words of its two checksums."""
 
-    moments: list[Moment]
+    versions: list[Version]
     sums: tuple[Tensor, Tensor]  # of the model, of the optimizer
 
 
@@ -70,8 +70,8 @@ def mark(model: nn.Module) -> Marker:
         The marker of this point; changes are recorded as long as it exists.
     """
     tables = tables_of(model, "mark")
-    moments = _begin(tables, "mark")
-    return _marker(tables, moments, saved_sums(tables, "mark"))
+    versions = _begin(tables, "mark")
+    return _marker(tables, versions, saved_sums(tables, "mark"))
 
 
 def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) -> Marker:
@@ -96,30 +96,30 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
     group = tables[0].group
     stamps = run_together(group, _CALL, lambda: _checked_stamps(tables, path, since))
     before = [since._tables[table.name] for table in tables]
-    moments = _begin(tables, _CALL)
+    versions = _begin(tables, _CALL)
     results = saved_sums(tables, _CALL)
     run_together(group, _CALL, lambda: _check_configs(tables, before, results))
     state = _state_dict(tables, before, results)
     run_together(group, _CALL, lambda: _check_unchanged(tables, stamps))
     dcp.save(state, checkpoint_id=path, process_group=group, no_dist=group is None)
-    return _marker(tables, moments, results)
+    return _marker(tables, versions, results)
 
 
-def _begin(tables: Sequence[Table], call: str) -> list[list[Moment]]:
-    """Starts a moment of every shard and returns the moments, by table. Collective."""
+def _begin(tables: Sequence[Table], call: str) -> list[list[Version]]:
+    """Starts a version of every shard and returns the versions, by table. Collective."""
     return run_together(
         tables[0].group,
         call,
-        lambda: [[shard.moment() for shard in table.shards] for table in tables],
+        lambda: [[shard.version() for shard in table.shards] for table in tables],
     )
 
 
 def _marker(
     tables: Sequence[Table],
-    moments: Sequence[list[Moment]],
+    versions: Sequence[list[Version]],
     sums: Sequence[tuple[Tensor, Tensor]],
 ) -> Marker:
-    of_tables = zip(tables, moments, sums, strict=True)
+    of_tables = zip(tables, versions, sums, strict=True)
     return Marker({table.name: _Marked(begun, words) for table, begun, words in of_tables})
 
 
@@ -143,7 +143,7 @@ def _checked_stamps(
             f"export_delta: expected a marker of the tables {names}, got a marker of {list(since._tables)}."
         )
     for table in tables:
-        logs = [moment.log for moment in since._tables[table.name].moments]
+        logs = [version.log for version in since._tables[table.name].versions]
         if [shard.changes for shard in table.shards] != logs:
             raise ValueError(
                 f"export_delta(table={table.name!r}): expected a marker of this table object, got a marker "
@@ -228,8 +228,8 @@ def _state_dict(
 def _changed(table: Table, marked: _Marked) -> Table:
     """Returns the table with only the ids whose rows changed."""
     maps = tuple(
-        map_of(*moment.log.changed_rows(moment, shard.id_map))
-        for shard, moment in zip(table.shards, marked.moments, strict=True)
+        map_of(*version.log.changed_rows(version, shard.id_map))
+        for shard, version in zip(table.shards, marked.versions, strict=True)
     )
     return replace(table, maps=maps)
 
@@ -238,8 +238,8 @@ def _removed_rows(table: Table, marked: _Marked) -> CanonicalRows | None:
     """Returns the ids that were removed on this rank; None if it holds no part of the table."""
     if table.part is None:
         return None
-    moment = marked.moments[0]  # all column shards removed the same ids
-    ids = moment.log.removed_ids(moment, table.shards[0].id_map)
+    version = marked.versions[0]  # all column shards removed the same ids
+    ids = version.log.removed_ids(version, table.shards[0].id_map)
     removed = map_of(ids, torch.arange(ids.numel(), device=ids.device))
     return CanonicalRows(removed, table.where, lambda: None)
 

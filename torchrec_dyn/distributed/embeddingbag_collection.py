@@ -29,7 +29,7 @@ from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
 from torchrec_dyn.distributed.outside_graphs import ForwardOutsideGraphs
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
-from torchrec_dyn.distributed.stages import BatchOnItsWay, Stages
+from torchrec_dyn.distributed.stages import BatchContext, Stages
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection
 from torchrec_dyn.sharding import (
     POOLED_SHARDINGS,
@@ -43,7 +43,7 @@ from torchrec_dyn.sharding import (
 
 
 @dataclass
-class PooledContext(BatchOnItsWay, EmbeddingBagCollectionContext):
+class PooledContext(BatchContext, EmbeddingBagCollectionContext):
     """State of one forward, from input dist to output dist."""
 
 

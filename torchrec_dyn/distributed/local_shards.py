@@ -20,7 +20,7 @@ from torchrec_dyn.modules import check_not_gathered, initializer_of, row_dtype
 from torchrec_dyn.ranks import Table, agree, host_group
 from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
 from torchrec_dyn.state_dict import load_tables, save_tables
-from torchrec_dyn.storage import ForwardTicket, OutstandingForwards, TableLock
+from torchrec_dyn.storage import OpenForward, OpenForwards, TableLock
 from torchrec_dyn.table import DynamicTable
 
 
@@ -77,7 +77,7 @@ class LocalShards:
         self.where = setup.where
         self.layouts = setup.layouts
         self.unsharded = setup.unsharded
-        self.batches = OutstandingForwards()
+        self.batches = OpenForwards()
         self._configs = {config.name: config for config in setup.configs}
         self._dynamic = setup.dynamic
         self._optimizers = setup.view.optimizers
@@ -92,9 +92,9 @@ class LocalShards:
 
     # Called by the collection.
 
-    def open_batch(self) -> ForwardTicket:
+    def open_batch(self) -> OpenForward:
         """Opens a ticket for a batch whose ids are being sent; the lookup of the batch closes the ticket."""
-        return ForwardTicket(self.batches)
+        return OpenForward(self.batches)
 
     def handle(self, name: str) -> ShardedTableHandle:
         """Returns the handle of one table.

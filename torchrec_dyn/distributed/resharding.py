@@ -155,7 +155,7 @@ def _check_at_rest(shards: LocalShards, moved: list[str]) -> None:
         if not len(shards.batches) and not open_forwards:
             return
         if not attempt:
-            gc.collect()  # garbage may be the only holder of open tickets
+            gc.collect()  # garbage may be the only holder of open forwards
     if len(shards.batches):
         raise ValueError(
             f"expected no batch on its way, got {len(shards.batches)} whose ids were sent under the present "

@@ -17,23 +17,23 @@ from torchrec.distributed.types import LazyAwaitable, ShardedModule
 
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.distributed.local_shards import LocalShards
-from torchrec_dyn.sharding import StepsAhead, prefetch, set_senders, steps_ahead_in_use
-from torchrec_dyn.storage import ForwardTicket, stream_on, wait_for_stream
+from torchrec_dyn.sharding import PrefetchedSteps, prefetch, prefetched_steps_in_use, set_senders
+from torchrec_dyn.storage import OpenForward, stream_on, wait_for_stream
 
 
 @dataclass
-class BatchOnItsWay:
+class BatchContext:
     """Mixin for TorchRec's contexts: our state of one forward, from input dist to output dist.
 
     Attributes:
         sent: ticket that is open from sending the ids to their lookup; None before.
         sending_stream: the stream that sends and receives the ids; None on the CPU.
-        steps_ahead: the training steps of the batch that were taken when it was prefetched.
+        prefetched_steps: the training steps of the batch that were taken when it was prefetched.
     """
 
-    sent: ForwardTicket | None = None
+    sent: OpenForward | None = None
     sending_stream: Any = None
-    steps_ahead: StepsAhead = field(default_factory=dict)
+    prefetched_steps: PrefetchedSteps = field(default_factory=dict)
 
 
 class Stages(ShardedModule[Any, Any, Any, Any]):
@@ -47,7 +47,7 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         self,
         dist_input: KJTList,
         forward_stream: torch.Stream | None = None,
-        ctx: BatchOnItsWay | None = None,
+        ctx: BatchContext | None = None,
     ) -> None:
         """Inserts rows for the ids that arrived, or takes the step of tables with a life, before the forward.
 
@@ -56,13 +56,13 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
             forward_stream: not used; the forward keeps what it uses.
             ctx: the state of the forward, which keeps the steps; None: no steps are taken.
         """
-        prefetch(self._lookups, dist_input, None if ctx is None else ctx.steps_ahead)
+        prefetch(self._lookups, dist_input, None if ctx is None else ctx.prefetched_steps)
 
     @not_compiled
     def compute(self, ctx: Any, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
         set_senders(self._lookups, ctx.sharding_contexts)
-        with steps_ahead_in_use(self._lookups, ctx.steps_ahead):
+        with prefetched_steps_in_use(self._lookups, ctx.prefetched_steps):
             output: list[Tensor] = super().compute(ctx, dist_input)
         return output
 
@@ -78,13 +78,13 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
             ctx.sent.close()
         wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
         set_senders(self._lookups, ctx.sharding_contexts)
-        with steps_ahead_in_use(self._lookups, ctx.steps_ahead):
+        with prefetched_steps_in_use(self._lookups, ctx.prefetched_steps):
             return self._finished(super().compute_and_output_dist(ctx, input), ctx)
 
     def reset_parameters(self) -> None:
         """Does nothing: a row is initialised when its id is first seen."""
 
-    def _open(self, ctx: BatchOnItsWay, device: torch.device) -> None:
+    def _open(self, ctx: BatchContext, device: torch.device) -> None:
         """Begins to send the ids of a batch.
 
         Args:

@@ -15,9 +15,9 @@ from torchrec_dyn.life.eviction_candidates import EvictionCandidates
 from torchrec_dyn.life.expiry import AgeLimit
 from torchrec_dyn.life.scores import SCORE_BYTES, Scores
 from torchrec_dyn.storage import (
+    HostRead,
     IdMap,
-    OutstandingForwards,
-    Reading,
+    OpenForwards,
     RowNumbers,
     block_shift,
     places_of,
@@ -50,7 +50,7 @@ class AdmissionCounters:
     def __init__(self, limit: int, device: torch.device) -> None:
         self.limit = limit
         self.id_map = IdMap(limit, device)
-        self._numbers = RowNumbers(OutstandingForwards(), device)
+        self._numbers = RowNumbers(OpenForwards(), device)
         self._scores = Scores(block_shift(limit, SCORE_BYTES, device.type), device)
         self._device = device
         self._candidates = EvictionCandidates(device)
@@ -61,7 +61,7 @@ class AdmissionCounters:
     @property
     def bytes(self) -> int:
         """Bytes of slots and counters."""
-        return self.id_map.bytes + self._numbers.high * SCORE_BYTES
+        return self.id_map.bytes + self._numbers.high_water_mark * SCORE_BYTES
 
     def reserve(self, additional: int) -> None:
         """Makes room for `additional` more counters."""
@@ -78,12 +78,12 @@ class AdmissionCounters:
         is_waiting = last_seen >= max(0, since)
         return counts.masked_fill_(~is_waiting, 0), is_waiting
 
-    def expired(self, age_limit: AgeLimit, step: int, clock: Clock) -> Reading[Drop]:
+    def expired(self, age_limit: AgeLimit, step: int, clock: Clock) -> HostRead[Drop]:
         """Returns the drop of the counters expired when `step` begins; drops nothing.
 
         `age_limit` is of these counters only.
         """
-        high = self._numbers.high
+        high = self._numbers.high_water_mark
         ids, rows = yield from age_limit.expired(step, clock, self._scores, self.id_map, high)
         return self._drop_of(ids, rows)
 
@@ -112,13 +112,13 @@ class AdmissionCounters:
 
         run_to_end(commit)
 
-    def surplus(self, step: int, limit: int) -> Reading[Drop | None]:
+    def surplus(self, step: int, limit: int) -> HostRead[Drop | None]:
         """Returns the drop of counters above a limit, ids seen longest ago first; None if none is above."""
         surplus = len(self) - limit
         if surplus <= 0:
             return None
         share = limit // FREED_SHARE
-        most, ahead, high = max(surplus, share), SHARES_AHEAD * share, self._numbers.high
+        most, ahead, high = max(surplus, share), SHARES_AHEAD * share, self._numbers.high_water_mark
         lowest = self._candidates.lowest(self._scores, self.id_map, high, step + 1, most, ahead)
         return self._drop_of(*(yield from lowest))
 
@@ -149,7 +149,7 @@ class AdmissionCounters:
         def commit(_: bool) -> None:
             self.id_map.remove(prepared.ids, prepared.left)
             self._scores.forget(prepared.rows)
-            self._numbers.give_back(prepared.rows)
+            self._numbers.free(prepared.rows)
 
         run_to_end(commit)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.life.scores import Scores
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.storage import IdMap, Reading, keep_in_use, places_of
+from torchrec_dyn.storage import HostRead, IdMap, keep_in_use, places_of
 
 _INT64 = torch.iinfo(torch.int64)
 
@@ -83,11 +83,11 @@ class CountCandidates:
 
     def lowest(
         self, scores: Scores, id_map: IdMap, high: int, before: int, most: int, ahead: int
-    ) -> Reading[tuple[Tensor, Tensor]]:
+    ) -> HostRead[tuple[Tensor, Tensor]]:
         """Returns the ids and rows of the `most` lowest rows: from the list, or by a search.
 
         Rows last seen at step `before` or later are not returned, but for rows assigned at it and not seen.
-        `high` is the number of rows ever handed out. A search lists up to `ahead` rows for later calls.
+        `high` is the high-water mark of its row numbers. A search lists up to `ahead` rows for later calls.
         """
         lowest = None
         if 2 * most <= ahead:
@@ -109,7 +109,7 @@ class CountCandidates:
 
     def _front(
         self, scores: Scores, id_map: IdMap, before: int, most: int
-    ) -> Reading[tuple[Tensor, Tensor] | None]:
+    ) -> HostRead[tuple[Tensor, Tensor] | None]:
         """Returns the ids and rows of the `most` lowest rows of the list; None if it has fewer."""
         listed = self._listed
         if listed is None:

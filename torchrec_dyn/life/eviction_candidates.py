@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.life.scores import Scores
-from torchrec_dyn.storage import IdMap, Reading, keep_in_use, places_of
+from torchrec_dyn.storage import HostRead, IdMap, keep_in_use, places_of
 
 
 class EvictionCandidates:
@@ -27,7 +27,7 @@ class EvictionCandidates:
     def list(self, scores: Scores, id_map: IdMap, high: int, before: int, most: int) -> None:
         """Searches all rows and lists the `most` oldest rows last seen before step `before`.
 
-        `high` is the number of rows ever handed out. After this call no row may get a `last_seen` older than
+        `high` is the high-water mark of its row numbers. After this call no row may get a `last_seen` older than
         `before`.
         """
         ids, rows = scores.lowest(id_map, high, before, most)
@@ -47,7 +47,7 @@ class EvictionCandidates:
         # Most tables have an empty list at most steps, and a training step asks each of them.
         return int(torch.searchsorted(self._seen_at, step)) if len(self._seen_at) else 0
 
-    def front(self, count: int, scores: Scores) -> Reading[tuple[Tensor, Tensor]]:
+    def front(self, count: int, scores: Scores) -> HostRead[tuple[Tensor, Tensor]]:
         """Returns the ids and rows of the first `count` listed rows, without rows seen since the search."""
         if not count:
             return self._ids[:0], self._rows[:0]
@@ -65,7 +65,7 @@ class EvictionCandidates:
 
     def lowest(
         self, scores: Scores, id_map: IdMap, high: int, before: int, most: int, ahead: int
-    ) -> Reading[tuple[Tensor, Tensor]]:
+    ) -> HostRead[tuple[Tensor, Tensor]]:
         """Returns the ids and rows of the `most` oldest rows: from the list, or by a search.
 
         A search is as `list`, of up to `ahead` rows for later calls too.
@@ -80,7 +80,7 @@ class EvictionCandidates:
                     oldest = self._ids[:most].clone(), self._rows[:most].clone()
         return oldest or scores.lowest(id_map, high, before, most)
 
-    def oldest(self, most: int, scores: Scores) -> Reading[tuple[Tensor, Tensor] | None]:
+    def oldest(self, most: int, scores: Scores) -> HostRead[tuple[Tensor, Tensor] | None]:
         """Returns the ids and rows of the `most` oldest rows of the list; None if it has fewer."""
         # The rows of the last call may still be in front. On a GPU, examine all rows at once: each further
         # round costs a wait.

@@ -18,7 +18,7 @@ from torchrec_dyn.life.clock import Clock
 from torchrec_dyn.life.eviction_candidates import EvictionCandidates
 from torchrec_dyn.life.scores import Scores
 from torchrec_dyn.policies import ExpireAfter
-from torchrec_dyn.storage import IdMap, Reading
+from torchrec_dyn.storage import HostRead, IdMap
 
 # One search serves a 16th of the lifetime of a row.
 _AHEAD_SHARE = 16
@@ -43,10 +43,10 @@ class AgeLimit:
 
     def expired(
         self, step: int, clock: Clock, scores: Scores, id_map: IdMap, high: int
-    ) -> Reading[tuple[Tensor, Tensor]]:
+    ) -> HostRead[tuple[Tensor, Tensor]]:
         """Returns the ids [M] int64 and rows [M] int64 expired when `step` begins; removes nothing.
 
-        `high` is the number of rows ever handed out.
+        `high` is the high-water mark of its row numbers.
         """
         horizon = self.horizon(step, clock)
         if horizon > self._listed_until:

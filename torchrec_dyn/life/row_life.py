@@ -36,7 +36,7 @@ from torchrec_dyn.policies import (
     most_counters,
     replacement_of,
 )
-from torchrec_dyn.storage import IdMap, Reading, joined_pair, places_of
+from torchrec_dyn.storage import HostRead, IdMap, gather_pair, places_of
 
 _SCORED_AT_ONCE = 1 << 20
 
@@ -132,7 +132,9 @@ class RowLife:
         if isinstance(self._candidates, CountCandidates):
             self._candidates.forget(rows)
 
-    def expired(self, step: int, id_map: IdMap, high: int) -> Reading[tuple[Tensor, Tensor] | None]:
+    def expired(
+        self, step: int, id_map: IdMap, high: int
+    ) -> HostRead[tuple[Tensor, Tensor] | None]:
         """Returns the ids and rows expired at `step`, None without an age limit; removes nothing.
 
         Prepares the drop of the expired counters, too: a search may run out of memory, so it is made here,
@@ -144,7 +146,7 @@ class RowLife:
         if self.waiting is None or self._waiting_age_limit is None:
             return (yield from of_rows)
         of_waiting = self.waiting.expired(self._waiting_age_limit, step, self.clock)
-        expired, self._expired_waiting = yield from joined_pair(of_rows, of_waiting)
+        expired, self._expired_waiting = yield from gather_pair(of_rows, of_waiting)
         return expired
 
     def drop_expired(self, step: int) -> None:
@@ -163,7 +165,7 @@ class RowLife:
             self._age_limit.drop_expired(step, self.clock)
             self.clock.forget_before(self._age_limit.horizon(step, self.clock))
 
-    def admit(self, ids: Tensor, occurrences: Tensor, step: int) -> Reading[Decision]:
+    def admit(self, ids: Tensor, occurrences: Tensor, step: int) -> HostRead[Decision]:
         """Decides the admission of ids [M] int64, distinct, without a row; writes nothing.
 
         occurrences [M] int64 are those in this step.
@@ -207,7 +209,7 @@ class RowLife:
         if self.waiting is not None:
             self.waiting.write(ids, torch.full_like(ids, step), counts, num_new)
 
-    def surplus_counters(self, step: int, rows: int) -> Reading[Drop | None]:
+    def surplus_counters(self, step: int, rows: int) -> HostRead[Drop | None]:
         """Returns the drop of the counters above their limit, None if none is above; drops nothing.
 
         `rows` is the number of rows in use before this step.
@@ -219,7 +221,7 @@ class RowLife:
 
     def lowest(
         self, surplus: int, step: int, id_map: IdMap, high: int
-    ) -> Reading[tuple[Tensor, Tensor]]:
+    ) -> HostRead[tuple[Tensor, Tensor]]:
         """Returns the ids and rows to evict for `surplus` new rows; no row was seen in this step.
 
         At least a 64th of the limit is evicted, and one search lists candidates for several evictions:
@@ -233,7 +235,7 @@ class RowLife:
         """Returns a life in which rows loaded without scores were last seen at `step`, loaded after them.
 
         This life does not change, so a load that fails continues with it. If the rows have scores, this life
-        is returned. `high` is the number of rows ever handed out.
+        is returned. `high` is the high-water mark of its row numbers.
         """
         if not self.is_unscored:
             return self

@@ -51,7 +51,7 @@ class Scores:
         """Returns the `most` rows of lowest scores, exactly; of equal scores the lowest mixed ids, unsigned.
 
         Compares last_seen; with `by_count`, counts. Rows of step `before` and later are never chosen, except
-        rows assigned at it and not seen yet (count 0). `high` is the number of rows ever handed out.
+        rows assigned at it and not seen yet (count 0). `high` is the high-water mark of its row numbers.
 
         Returns:
             ids: [M] int64, in the order of `ops.lowest_scores`: use the set of them only.

@@ -8,7 +8,7 @@ A training forward that fails changes no table of its group.
 """
 
 from torchrec_dyn.lookup.gradient_reduction import Senders, asks_for_senders
+from torchrec_dyn.lookup.prefetched_step import PrefetchedStep
 from torchrec_dyn.lookup.repeated_rows import repeat_rows
-from torchrec_dyn.lookup.step_ahead import StepAhead
 from torchrec_dyn.lookup.table_group import TableGroup
 from torchrec_dyn.lookup.unread_counts import UnreadCounts

@@ -98,8 +98,8 @@ def rows_in_training(
         new_index = insert_unseen(trained.tables, ids, rows, table_offsets)
         if early is not None:
             early.new_index = new_index
-    tally = trained.tally
-    tally.counted = tally.counted.after(table_offsets, None if is_known else absent)
+    shared = trained.shared
+    shared.counted = shared.counted.after(table_offsets, None if is_known else absent)
     return rows, 0
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.lookup.early_output import EarlyOutput
-from torchrec_dyn.storage import MapList, Reading, joined, read
-from torchrec_dyn.table import DynamicTable, reading_absent
+from torchrec_dyn.storage import HostRead, MapList, gather_reads, read
+from torchrec_dyn.table import DynamicTable, read_absent
 
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -44,10 +44,10 @@ class FoundRows(NamedTuple):
     beside: Any
 
 
-def expired_of(table: DynamicTable) -> Reading[Expired]:
+def expired_of(table: DynamicTable) -> HostRead[Expired]:
     """Returns the expired ids of a table with an age limit and removes nothing."""
     assert table.life is not None
-    high = table.row_numbers.high
+    high = table.row_numbers.high_water_mark
     expired = yield from table.life.expired(table.step + 1, table.id_map, high)
     return Expired(*(expired or (_NONE, _NONE)), table.id_map.num_ids)
 
@@ -62,7 +62,7 @@ def find_first(
     ids: Tensor,
     table_offsets: Tensor,
     ageing: Sequence[DynamicTable],
-    beside: Reading[Any],
+    beside: HostRead[Any],
     early: EarlyOutput | None = None,
 ) -> FoundRows:
     """Finds the rows of a batch on a GPU, and the expired ids, and reads numbers of the batch with them.
@@ -75,11 +75,11 @@ def find_first(
         RuntimeError: an earlier op had invalid arguments (csrc/device_errors.h).
     """
     rows, absent = ops.lookup(ids, table_offsets, *maps.arrays())
-    parts: list[Reading[Any]] = [
-        reading_absent(absent, ids),
-        joined([expired_of(table) for table in ageing]),
+    parts: list[HostRead[Any]] = [
+        read_absent(absent, ids),
+        gather_reads([expired_of(table) for table in ageing]),
         beside,
     ]
     return FoundRows(
-        rows, *read(joined(parts), None if early is None else partial(early.pool, rows))
+        rows, *read(gather_reads(parts), None if early is None else partial(early.pool, rows))
     )

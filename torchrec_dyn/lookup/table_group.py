@@ -7,7 +7,7 @@ Forward:
 1. Check the input and describe its bags (bag_layout.py).
 2. Find the row of each id (batch_rows.py). In training this counts a step, and unseen ids get rows in all
    tables or in none. For tables with policies, training_step.py lists the order. A pipeline that prefetches
-   on a GPU has taken their step before (step_ahead.py).
+   on a GPU has taken their step before (prefetched_step.py).
 3. For ids still without a row: make initial rows for this forward, if the table's `unseen` is "initial".
 4. Gather the rows and pool them by bag. On a GPU this comes in the middle of 2, and the bags of new ids are
    pooled again here (early_output.py).
@@ -39,15 +39,15 @@ from torchrec_dyn.lookup.batch_rows import BatchRows, part_of, rows_beside_froze
 from torchrec_dyn.lookup.early_output import EarlyOutput
 from torchrec_dyn.lookup.found_rows import FoundRows, find_first
 from torchrec_dyn.lookup.gradient_reduction import Reduction, Senders, reduction_of
-from torchrec_dyn.lookup.step_ahead import StepAhead, TakenStep
+from torchrec_dyn.lookup.prefetched_step import PrefetchedStep, TakenStep
 from torchrec_dyn.lookup.table_blocks import TableBlocks, blocks_with_initial_rows
 from torchrec_dyn.lookup.table_lists import TableLists, TrainedTables, list_tables
 from torchrec_dyn.lookup.unread_counts import UnreadCounts
 from torchrec_dyn.storage import (
     TABLES,
     ChangeLog,
-    ForwardTicket,
-    OutstandingForwards,
+    OpenForward,
+    OpenForwards,
     TableLock,
     changes,
     keep_in_use,
@@ -75,7 +75,7 @@ class _Forward:
     noted: list[object] | None  # `tokens_of` their logs, after scoring recorded the rows as changed
     reduction: Reduction
     early: EarlyOutput | None = None
-    ticket: ForwardTicket | None = None
+    open_forward: OpenForward | None = None
     is_done: bool = False
 
 
@@ -107,7 +107,7 @@ class TableGroup:
         )
         self.has_life = any(table.life is not None for table in self.tables)
         self._lists: TableLists | None = None
-        self._forwards = OutstandingForwards()
+        self._forwards = OpenForwards()
         self._anchor: Tensor | None = None
         for table in self.tables:
             table.lock = self.lock
@@ -133,7 +133,7 @@ class TableGroup:
         counts: Sequence[int] | UnreadCounts | None = None,
         senders: Senders | None = None,
         times: Tensor | None = None,
-        ahead: StepAhead | None = None,
+        ahead: PrefetchedStep | None = None,
     ) -> Tensor:
         """Returns the pooled rows of ids.
 
@@ -189,7 +189,7 @@ class TableGroup:
         counts: Sequence[int] | UnreadCounts | None,
         senders: Senders | None,
         times: Tensor | None,
-        ahead: StepAhead | None,
+        ahead: PrefetchedStep | None,
     ) -> Tensor:
         lists = self._current()
         trained = lists.trained if training else None
@@ -224,7 +224,7 @@ class TableGroup:
         )  # fmt: skip
         wants_weight_grad = weights is not None and weights.requires_grad
         if torch.is_grad_enabled() and (trained or wants_weight_grad):
-            forward.ticket = ahead.ticket if ahead else ForwardTicket(self._forwards)
+            forward.open_forward = ahead.open_forward if ahead else OpenForward(self._forwards)
             output = _Lookup.apply(self._anchored() if trained else None, weights, forward)
         else:
             output = _pool(forward, weights)
@@ -256,9 +256,9 @@ class TableGroup:
 
     @locked
     @changes
-    def take_step_ahead(
+    def prefetch_step(
         self, ids: Tensor, counts: Sequence[int], times: Tensor | None = None
-    ) -> StepAhead | None:
+    ) -> PrefetchedStep | None:
         """Takes the training step of a batch now, for its forward; returns None if all tables are frozen.
 
         ids [N], counts [F] and times [N] are those of the forward. Raises its errors; no table has changed
@@ -270,8 +270,8 @@ class TableGroup:
         keep_in_use(ids, times)
         table_offsets = self._bag_layout.offsets_of_tables(counts)
         taken = self._take_step(ids.contiguous(), table_offsets, lists, True, times)
-        ticket = ForwardTicket(self._forwards)
-        return StepAhead(taken, lists.is_trained, lists.generations, ticket)
+        open_forward = OpenForward(self._forwards)
+        return PrefetchedStep(taken, lists.is_trained, lists.generations, open_forward)
 
     def replace_tables(self, tables: Sequence[DynamicTable]) -> None:
         """Uses other tables with the settings of the present ones."""
@@ -321,7 +321,7 @@ class TableGroup:
         """Finds the rows of a batch, and reads the counts at the same time."""
         begins = self._bag_layout.begins_of_tables(counts.begins)
         ageing = [] if trained is None else [trained.tables[number] for number in trained.ageing]
-        return find_first(lists.maps, ids, begins, ageing, counts.reading(), early)
+        return find_first(lists.maps, ids, begins, ageing, counts.host_read(), early)
 
     def _take_step(
         self,
@@ -347,7 +347,7 @@ class TableGroup:
         else:
             rows, refused = rows_in_training(trained, ids, table_offsets, times, found, early)
             batch = BatchRows(rows, rows, refused)
-        streams = torch.add(lists.streams, lists.stepping, alpha=trained.tally.counted.steps)
+        streams = torch.add(lists.streams, lists.stepping, alpha=trained.shared.counted.steps)
         scored = trained.with_life and lists.has_changes
         return TakenStep(batch, streams, tokens_of(self._logs()) if scored else None)
 
@@ -361,7 +361,7 @@ class TableGroup:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forwards = OutstandingForwards()
+        self._forwards = OpenForwards()
 
     def _current(self) -> TableLists:
         """Returns the tables, listed again if one of them has changed other than by training."""
@@ -391,8 +391,8 @@ class TableGroup:
         lists, bags = self._current(), forward.bags
         self._count_late_grads(forward, lists)
         assert forward.trained is not None and forward.streams is not None
-        if lists.trained is not None and lists.trained.tally is forward.trained.tally:
-            lists.trained.tally.edits += 1
+        if lists.trained is not None and lists.trained.shared is forward.trained.shared:
+            lists.trained.shared.edits += 1
         else:  # tables were frozen in between, or are in another group
             for table in forward.trained.tables:
                 table.own = table.own._replace(edits=table.own.edits + 1)
@@ -409,7 +409,7 @@ class TableGroup:
 
     def _count_late_grads(self, forward: _Forward, lists: TableLists) -> None:
         tables, late = list[DynamicTable](), list[Tensor]()
-        for t in [t for t, numbers in enumerate(lists.row_numbers) if numbers.held_back]:
+        for t in [t for t, numbers in enumerate(lists.row_numbers) if numbers.deferred]:
             withheld = self.tables[t].row_numbers.withheld()
             if withheld.numel():
                 begin, end = forward.bags.table_offsets[t : t + 2].tolist()
@@ -481,7 +481,7 @@ class _Lookup(torch.autograd.Function):
             ).to(weights.dtype)  # fmt: skip
         if forward.trained:
             group._update(forward, grad, _as_float(weights))
-        if forward.ticket is not None:
-            forward.ticket.close()
+        if forward.open_forward is not None:
+            forward.open_forward.close()
         forward.is_done = True
         return None, weights_grad, None

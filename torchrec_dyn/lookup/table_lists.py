@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup.table_blocks import BlockLists
 from torchrec_dyn.storage import TABLES, MapList, RowNumbers
-from torchrec_dyn.table import DynamicTable, on_one_tally
+from torchrec_dyn.table import DynamicTable, on_shared_counters
 
 _NO_LIMIT = torch.iinfo(torch.int64).max
 
@@ -27,8 +27,8 @@ class TrainedTables:
     """The tables of a group that a training step changes: those that are not frozen.
 
     Attributes:
-        tally: the numbers that a step changes.
-        first_steps: [T] int64, the step of each table before the forwards of the tally.
+        shared: the numbers that a step changes.
+        first_steps: [T] int64, the step of each table before the forwards of the shared counters.
         most_steps: the largest of `first_steps` among tables with a life.
         with_life: numbers of the tables with a life.
         ageing: numbers of the tables whose rows expire.
@@ -42,10 +42,10 @@ class TrainedTables:
     def __init__(self, tables: Sequence[DynamicTable], maps: MapList, blocks: BlockLists) -> None:
         lives = [table.life for table in tables]
         self.tables = list(tables)
-        of_tables = on_one_tally([table.own for table in tables])
+        of_tables = on_shared_counters([table.own for table in tables])
         for table, own in zip(tables, of_tables, strict=True):
             table.own = own
-        self.tally = of_tables[0].tally
+        self.shared = of_tables[0].shared
         self.maps, self.blocks = maps, blocks
         steps = [table.own.step for table in tables]
         self.first_steps = torch.tensor(steps, device="cpu")
@@ -68,8 +68,8 @@ class TableLists:
     Attributes:
         token: the token of tables before the listing.
         generations, configs, row_numbers: [T], of each table.
-        streams: [T, 3] int64 for `ops.update_rows_`, before the forwards of the tally.
-        stepping: [T, 3] int64, what each forward of the tally adds to `streams`.
+        streams: [T, 3] int64 for `ops.update_rows_`, before the forwards of the shared counters.
+        stepping: [T, 3] int64, what each forward of the shared counters adds to `streams`.
         is_trained: [T] bool, False for a frozen table.
         trained: the tables that are not frozen; None if all are frozen.
         frozen_maps: the id maps of the frozen tables; None if no table is frozen.

@@ -43,14 +43,14 @@ from torchrec_dyn.lookup.found_rows import (
 )
 from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.storage import Reading, note_changed, read, read_together, run_to_end
+from torchrec_dyn.storage import HostRead, note_changed, read, read_together, run_to_end
 from torchrec_dyn.table import (
     Addition,
     DynamicTable,
     Removal,
     commit_rows,
     ranges_of,
-    reading_absent,
+    read_absent,
 )
 
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -115,8 +115,8 @@ def take_step(
         ValueError: `times` of a wrong shape, dtype or range; no table has changed.
         RuntimeError: a table is full, or memory is out; no table has changed.
     """
-    tables, tally = trained.tables, trained.tally
-    if trained.most_steps + tally.counted.steps + 1 >= NO_STEP:
+    tables, shared = trained.tables, trained.shared
+    if trained.most_steps + shared.counted.steps + 1 >= NO_STEP:
         for number in trained.with_life:
             tables[number].check_step(tables[number].step + 1)
     expired: dict[int, Expired] = {}  # removed from the maps, to be put back if the step fails
@@ -151,14 +151,14 @@ def take_step(
             )
             for number in batch.special
         ]
-        counted = tally.counted.after(occurrences, batch.absent)
+        counted = shared.counted.after(occurrences, batch.absent)
         listed, steps = trained.blocks.scores(), trained.first_steps + counted.steps
         watched = {part.number for part in parts if part.acts}
 
         def count(_: bool) -> None:
             expired.clear()
             trained.watched = watched
-            tally.counted = counted
+            shared.counted = counted
 
         def touch(again: bool) -> None:
             if not again or not _are_touched(tables, batch.rows, table_offsets):
@@ -220,7 +220,7 @@ class _Batch(NamedTuple):
 
 def _occurrences(
     trained: TrainedTables, ids: Tensor, table_offsets: Tensor, times: Tensor | None
-) -> Reading[Tensor]:
+) -> HostRead[Tensor]:
     """Returns the first occurrence of each table's ids, and the end, [T + 1] int64; checks `times`."""
     if times is None:
         return table_offsets
@@ -253,9 +253,9 @@ def _decide(
     rows, absent = found[:2] if found else ops.lookup(ids, table_offsets, *trained.maps.arrays())
     ranges: dict[int, slice] = {}
     new_index = _NONE
-    # Annotated, not subscripted calls: a step would make the types of the readings anew, which takes 10 us.
-    decisions: list[Reading[_Unseen]] = []
-    counted: list[Reading[int]] = []
+    # Annotated, not subscripted calls: a step would make the types of the host reads anew, which takes 10 us.
+    decisions: list[HostRead[_Unseen]] = []
+    counted: list[HostRead[int]] = []
     # A GPU's numbers after the removal of expired ids are read later, with the decisions.
     if not absent.is_cpu or any(absent.tolist()):
         new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
@@ -283,9 +283,9 @@ def _decide(
         # Tables with a life count the occurrences of absent ids.
         lives = [number for number in trained.with_life if times is not None and number in ranges]
         sums = [_sum(counts[ranges[number]]) for number in lives]
-        parts: list[Reading[Any]] = [*decisions, *counted, *sums]
+        parts: list[HostRead[Any]] = [*decisions, *counted, *sums]
         if ranges and not absent.is_cpu:
-            parts.append(reading_absent(absent, ids))
+            parts.append(read_absent(absent, ids))
         results = iter(read_together(parts))
         unseen = {number: next(results) for number in ranges}
         crowded = {number: next(results) for number in numbers}
@@ -305,12 +305,12 @@ def _decide(
     return _Batch(rows, absent if unseen else None, unseen, special, new_index)
 
 
-def _sum(numbers: Tensor) -> Reading[int]:
+def _sum(numbers: Tensor) -> HostRead[int]:
     [total] = yield [numbers.sum()]
     return total
 
 
-def _num_distinct(rows: Tensor) -> Reading[int]:
+def _num_distinct(rows: Tensor) -> HostRead[int]:
     """Returns the number of distinct rows, without -1."""
     ordered = rows.sort().values
     is_first = ordered >= 0
@@ -339,7 +339,7 @@ def _are_touched(tables: Sequence[DynamicTable], rows: Tensor, table_offsets: Te
     return False
 
 
-def _decide_admission(table: DynamicTable, ids: Tensor, occurrences: Tensor) -> Reading[_Unseen]:
+def _decide_admission(table: DynamicTable, ids: Tensor, occurrences: Tensor) -> HostRead[_Unseen]:
     decision = Decision(occurrences, ids.numel())
     if table.life is not None:
         decision = yield from table.life.admit(ids, occurrences, table.step + 1)
@@ -430,16 +430,16 @@ class _TableStep:
             if left.numel():
                 table.life.refuse(ids[left], counts[left], self._step, None)
 
-    def lowest_rows(self) -> Reading[Removal | None]:
+    def lowest_rows(self) -> HostRead[Removal | None]:
         """Returns the removal of the lowest rows of a full table; None if it has room."""
         table, surplus = self._table, _surplus(self._table, self._unseen)
         if table.life is None or surplus <= 0:
             return None
-        high = table.row_numbers.high
+        high = table.row_numbers.high_water_mark
         lowest = yield from table.life.lowest(surplus, self._step, table.id_map, high)
         return (yield from Removal.prepare(table, *lowest, "evicted_full"))
 
-    def lowest_counters(self) -> Reading[Drop | None]:
+    def lowest_counters(self) -> HostRead[Drop | None]:
         """Returns the drop of the counters above their limit; None if none is above."""
         assert self._table.life is not None
         return (yield from self._table.life.surplus_counters(self._step, self._rows_before))
@@ -471,9 +471,9 @@ def _make_room(parts: Sequence[_TableStep]) -> None:
     """Lowers full tables and counters to their limits; a second call directly after finishes the first."""
     full = [part for part in parts if part.surplus > 0]
     counting = [part for part in parts if part.has_waiting]
-    readings: list[Reading[Any]] = [part.lowest_rows() for part in full]
-    readings += [part.lowest_counters() for part in counting]
-    lowest = read_together(readings)
+    host_reads: list[HostRead[Any]] = [part.lowest_rows() for part in full]
+    host_reads += [part.lowest_counters() for part in counting]
+    lowest = read_together(host_reads)
     for removal in lowest[: len(full)]:
         if removal is not None:
             removal.commit()

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from torchrec_dyn.storage import Reading, read
+from torchrec_dyn.storage import HostRead, read
 
 
 class UnreadCounts:
@@ -53,10 +53,10 @@ class UnreadCounts:
         Raises:
             ValueError: the batch is not valid.
         """
-        return self._counts if self._counts is not None else read(self.reading())
+        return self._counts if self._counts is not None else read(self.host_read())
 
-    def reading(self) -> Reading[list[int]]:
-        """`get` as a reading, for counts that the host does not know."""
+    def host_read(self) -> HostRead[list[int]]:
+        """`get` as a host read, for counts that the host does not know."""
         numbers = yield [self.words]
         begins = numbers[: self._features + 1]
         counts = [end - begin for begin, end in pairwise(begins)]

@@ -17,11 +17,11 @@ from torchrec_dyn.sharding.compute_kernel import (
 )
 from torchrec_dyn.sharding.grouped_lookups import (
     PooledLookup,
+    PrefetchedSteps,
     SequenceLookup,
-    StepsAhead,
     prefetch,
+    prefetched_steps_in_use,
     set_senders,
-    steps_ahead_in_use,
 )
 from torchrec_dyn.sharding.input_dists import remove_stale_forwards
 from torchrec_dyn.sharding.mean_pooling import MeanDivisor, divide

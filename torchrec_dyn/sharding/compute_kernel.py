@@ -15,7 +15,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.lookup import Senders, StepAhead, TableGroup, asks_for_senders
+from torchrec_dyn.lookup import PrefetchedStep, Senders, TableGroup, asks_for_senders
 from torchrec_dyn.modules import DynamicOptimizer, initializer_of, row_dtype
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.sharding.send_once import counts_of
@@ -23,9 +23,9 @@ from torchrec_dyn.table import DynamicTable
 
 OPTIONS_KEY = "torchrec_dyn"
 # Types of devices on which prefetching takes the steps of tables with a life: there the host waits where it
-# reads. On the CPU nothing is gained, and without steps ahead the calls between two batches (erase, freeze,
+# reads. On the CPU nothing is gained, and without prefetched steps the calls between two batches (erase, freeze,
 # save) find the tables as after the first of the two.
-STEPS_AHEAD_ON = {"cuda"}
+PREFETCHED_STEPS_ON = {"cuda"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         ids_are_sent_once: True if a rank sends each id once per table; weights, if any, are then counts.
         bags_of_ranks: sender layout of the next batch: the number of bags of each feature from each sender,
             in the order of the batch. Not used if the number of bags varies by feature.
-        step_ahead: the step of the next batch, if it was taken ahead; the next forward uses it up.
+        prefetched_step: the step of the next batch, if it was taken ahead; the next forward uses it up.
     """
 
     def __init__(self, config: GroupedEmbeddingConfig, device: torch.device | None) -> None:
@@ -112,7 +112,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         self.ids_are_sent_once = False
         self._asks_for_senders = asks_for_senders([table.config for table in self.tables])
         self.bags_of_ranks: Sequence[int] = ()
-        self.step_ahead: StepAhead | None = None
+        self.prefetched_step: PrefetchedStep | None = None
         pooling: Any = config.pooling.name.lower()
         if pooling == "mean" and options.tables[shards[0].name].rows_are_spread:
             pooling = "sum"  # of this rank's rows; divided after the output dist (mean_pooling.py)
@@ -164,7 +164,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         Raises:
             ValueError: if the collection is weighted and the features have no weights.
         """
-        ahead, self.step_ahead = self.step_ahead, None
+        ahead, self.prefetched_step = self.prefetched_step, None
         weights = features.weights_or_none() if self._config.is_weighted else None
         if self._config.is_weighted and weights is None:
             raise ValueError(
@@ -203,7 +203,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             bags = [list(self.bags_of_ranks)] * len(features.keys())
         return Senders(bags, len(bags[0]) if get_gradient_division() else 1)
 
-    def prefetch(self, features: KeyedJaggedTensor, keeps_step: bool) -> StepAhead | None:
+    def prefetch(self, features: KeyedJaggedTensor, keeps_step: bool) -> PrefetchedStep | None:
         """Prepares the forward of a batch: inserts rows for unseen ids, or takes the training step.
 
         If a table has a life, the step of the batch decides which ids get rows. Where this gains time, it is
@@ -216,9 +216,9 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         if not self._group.has_life:
             self._group.prefetch(features.values(), features.offsets(), counts=counts)
             return None
-        if not keeps_step or self._group.device.type not in STEPS_AHEAD_ON:
+        if not keeps_step or self._group.device.type not in PREFETCHED_STEPS_ON:
             return None
-        return self._group.take_step_ahead(features.values(), counts, self._times(features))
+        return self._group.prefetch_step(features.values(), counts, self._times(features))
 
     # Methods that TorchRec's lookups and collections call on any kernel. State dicts of the kernel contain no
     # rows, and there is no cache of rows.

@@ -19,11 +19,11 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.lookup import StepAhead
+from torchrec_dyn.lookup import PrefetchedStep
 from torchrec_dyn.sharding.compute_kernel import DynamicKernel
 
 # The steps of one batch that were taken ahead of its forward.
-StepsAhead: TypeAlias = dict[DynamicKernel, StepAhead]
+PrefetchedSteps: TypeAlias = dict[DynamicKernel, PrefetchedStep]
 
 
 class PooledLookup(GroupedPooledEmbeddingsLookup):
@@ -98,7 +98,7 @@ class SequenceLookup(GroupedEmbeddingsLookup):
 def prefetch(
     lookups: Iterable[nn.Module],
     features: Iterable[KeyedJaggedTensor],
-    steps: StepsAhead | None,
+    steps: PrefetchedSteps | None,
 ) -> None:
     """Prepares the forward of a batch: inserts rows for unseen ids, or takes training steps.
 
@@ -117,7 +117,7 @@ def prefetch(
 
 
 @contextmanager
-def steps_ahead_in_use(lookups: Iterable[nn.Module], steps: StepsAhead) -> Iterator[None]:
+def prefetched_steps_in_use(lookups: Iterable[nn.Module], steps: PrefetchedSteps) -> Iterator[None]:
     """Hands the steps of a batch to its forward, which runs within the context; afterwards no kernel has one.
 
     They are removed from `steps`: a second forward of the batch takes steps of its own.
@@ -130,11 +130,11 @@ def steps_ahead_in_use(lookups: Iterable[nn.Module], steps: StepsAhead) -> Itera
                 assert isinstance(kernel, DynamicKernel)
                 used.append(kernel)
                 # Also None: an interrupt may have left the step of another batch.
-                kernel.step_ahead = steps.pop(kernel, None)
+                kernel.prefetched_step = steps.pop(kernel, None)
         yield
     finally:
         for kernel in used:  # after an error: a step keeps its rows from being reused
-            kernel.step_ahead = None
+            kernel.prefetched_step = None
 
 
 class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):

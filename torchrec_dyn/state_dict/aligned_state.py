@@ -149,7 +149,7 @@ class AlignedState:
             step = int(entry.small["step"]) if "step" in entry.small else shard.step
             step, life = max(shard.step if shard.life else 0, step), shard.life
             if life is not None:
-                life = life.caught_up(step, shard.row_numbers.high)
+                life = life.caught_up(step, shard.row_numbers.high_water_mark)
             loaded.append(_LoadedState(is_same, tuple(states), step, life))
         # From here on memory is needed only to write rows in another order, over the present rows. After an
         # interrupt (Ctrl-C) all column shards have the same scores and step, which decide evictions.

@@ -180,7 +180,9 @@ class OptimizerEntry(TableEntry):
         """
         shards, rows = self.table.shards, model.places.count
         # The state is in the order of the rows as read: rows copied into smaller stores have other numbers.
-        is_same = self._model is model and all(one.row_numbers.high == rows for one in shards)
+        is_same = self._model is model and all(
+            one.row_numbers.high_water_mark == rows for one in shards
+        )
         if self.is_verified and is_same:
             self._model, self._stamps = None, [stamp_of(one) for one in shards]
 

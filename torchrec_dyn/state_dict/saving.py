@@ -118,7 +118,7 @@ class ShardSource(ABC):
         for shard, rows in zip(table.shards, self.canonical, strict=True):
             tensors = [one for one in self._tensors_of(shard) if one.is_saved]
             most = rows_summed(shard.weights.row_bytes, shard.device)
-            for ids, places in rows.by_row(shard.row_numbers.high, most):
+            for ids, places in rows.by_row(shard.row_numbers.high_water_mark, most):
                 for one in tensors:
                     is_ids = one.name == "ids"
                     values = ids if is_ids else read_tensor(shard, one.name, places, True)

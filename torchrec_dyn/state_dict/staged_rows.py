@@ -364,9 +364,9 @@ def _swap(
     table.reset(table.dtype, device)
     table.id_map, table.weights = staged.id_map, staged.weights
     table.row_numbers = RowNumbers(table.forwards, device)
-    table.row_numbers.high = rows
+    table.row_numbers.high_water_mark = rows
     nothing = torch.empty(0, dtype=torch.int64, device=device)
-    table.row_numbers.give_back(torch.cat([nothing, *staged.others]))
+    table.row_numbers.free(torch.cat([nothing, *staged.others]))
     states = [RowStore(state.columns, shift, state.dtype, device) for state in table.states]
     for state in states:
         state.reserve_zeros(rows)

@@ -1,9 +1,9 @@
-"""ChangeLog: the rows of a table that changed, and the ids that were removed, since a moment in use.
+"""ChangeLog: the rows of a table that changed, and the ids that were removed, since a version in use.
 
-A table keeps a log only while a moment is held (table/arrays.py). Moments are numbered 1, 2, ...
-A row has two marks: the number of the latest moment before its last change, and the number of the latest
-moment before its id was added. For a removed id the numbers of its addition and its removal are kept if a
-moment in use lies between them. So the log never holds more removed ids than the table held at those moments.
+A table keeps a log only while a version is held (table/arrays.py). Versions are numbered 1, 2, ...
+A row has two marks: the number of the latest version before its last change, and the number of the latest
+version before its id was added. For a removed id the numbers of its addition and its removal are kept if a
+version in use lies between them. So the log never holds more removed ids than the table held at those versions.
 A GPU's log may hold some more: the host waits where it sifts them out, so it does that rarely.
 
 Changes depend only on the ids and their order in time, so all column shards of a table log the same.
@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from torchrec_dyn.storage.host_reads import Reading, places_of, read
+from torchrec_dyn.storage.host_reads import HostRead, places_of, read
 from torchrec_dyn.storage.id_map import IdMap
 from torchrec_dyn.storage.row_marks import RowMarks, list_bits, write_marks
 
@@ -30,8 +30,8 @@ _LEAST_UNSIFTED = 1 << 12
 _UNSIFTED_SHARE = 8
 
 
-class Moment:
-    """A moment of one table. Changes after it are kept as long as this object exists.
+class Version:
+    """A version of one table. Changes after it are kept as long as this object exists.
 
     They have the mark `number` or a higher mark.
     """
@@ -42,13 +42,13 @@ class Moment:
 
 
 class _Removed(NamedTuple):
-    """Ids that were removed after the same moment.
+    """Ids that were removed after the same version.
 
     Attributes:
-        at: the moment number of the removal.
+        at: the version of the removal.
         ids: [M] int64.
-        added: [M] int32, the moment number at which each id was added.
-        is_sifted: True if a moment lay between addition and removal of each of these ids.
+        added: [M] int32, the version at which each id was added.
+        is_sifted: True if a version lay between addition and removal of each of these ids.
     """
 
     at: int
@@ -61,10 +61,10 @@ class ChangeLog:
     """The changes of one table, or of one column shard of it.
 
     Attributes:
-        number: number of the latest moment, an int32: at one moment a second it lasts 68 years.
+        number: number of the latest version, an int32: at one version a second it lasts 68 years.
         token: an object that identifies this log and this number.
-        changed: for each row the moment number at which it last changed.
-        added: for each row the moment number at which its id was added.
+        changed: for each row the version at which it last changed.
+        added: for each row the version at which its id was added.
         removed: the removed ids; those that are not sifted are last.
     """
 
@@ -73,20 +73,20 @@ class ChangeLog:
         self.number, self.token = 0, object()
         self.changed, self.added = RowMarks(row_limit, device), RowMarks(row_limit, device)
         self.removed: list[_Removed] = []
-        self._moments: WeakSet[Moment] = WeakSet()
+        self._versions: WeakSet[Version] = WeakSet()
 
     @property
     def is_in_use(self) -> bool:
-        """True if a moment is held."""
-        return len(self._moments) > 0
+        """True if a version is held."""
+        return len(self._versions) > 0
 
-    def moment(self) -> Moment:
-        """Starts and returns a moment."""
+    def version(self) -> Version:
+        """Starts and returns a version."""
         self.changed.settle(self.number)
         self.number, self.token = self.number + 1, object()
-        moment = Moment(self, self.number)
-        self._moments.add(moment)
-        return moment
+        version = Version(self, self.number)
+        self._versions.add(version)
+        return version
 
     def reserve(self, rows: int) -> None:
         """Makes room for `rows` rows."""
@@ -98,21 +98,21 @@ class ChangeLog:
         self.changed.write(rows, self.number)
         self.added.write(rows, self.number)
 
-    def with_removed(self, ids: Tensor, rows: Tensor) -> Reading[list[_Removed]]:
+    def with_removed(self, ids: Tensor, rows: Tensor) -> HostRead[list[_Removed]]:
         """Returns `removed` as it must be when these ids are removed, and changes nothing.
 
         ids [M] int64; rows [M] int64, their former rows.
         """
-        moments = [moment.number for moment in self._moments]
-        removed = [piece for piece in self.removed if piece.at >= min(moments, default=0)]
+        versions = [version.number for version in self._versions]
+        removed = [piece for piece in self.removed if piece.at >= min(versions, default=0)]
         if rows.numel():
             _append(removed, _Removed(self.number, ids, self.added.read(rows)))
         unsifted = [piece for piece in removed if not piece.is_sifted]
         most = 0 if rows.is_cpu else max(_LEAST_UNSIFTED, self._row_limit // _UNSIFTED_SHARE)
         if sum(piece.ids.numel() for piece in unsifted) > most:
-            # Other ids were added after the latest moment before their removal.
-            latest = [max((m for m in moments if m <= of.at), default=0) for of in unsifted]
-            kept = [of.added < moment for of, moment in zip(unsifted, latest, strict=True)]
+            # Other ids were added after the latest version before their removal.
+            latest = [max((m for m in versions if m <= of.at), default=0) for of in unsifted]
+            kept = [of.added < version for of, version in zip(unsifted, latest, strict=True)]
             counts = yield [is_kept.count_nonzero() for is_kept in kept]
             del removed[-len(unsifted) :]
             for piece, is_kept, count in zip(unsifted, kept, counts, strict=True):
@@ -140,8 +140,8 @@ class ChangeLog:
         self.removed, self.changed, self.added = removed, changed, added
         self._device = device
 
-    def changed_rows(self, since: Moment, id_map: IdMap) -> tuple[Tensor, Tensor]:
-        """Returns the ids whose row changed, or was given to them, since a moment of this log, and the rows.
+    def changed_rows(self, since: Version, id_map: IdMap) -> tuple[Tensor, Tensor]:
+        """Returns the ids whose row changed, or was given to them, since a version of this log, and the rows.
 
         Both are [M] int64, in any order.
         """
@@ -154,10 +154,10 @@ class ChangeLog:
         both = torch.cat(found)
         return both[:, 0].contiguous(), both[:, 1] - 1
 
-    def removed_ids(self, since: Moment, id_map: IdMap) -> Tensor:
-        """Returns ids [M] int64 that had a row at a moment of this log and have none now, in any order."""
+    def removed_ids(self, since: Version, id_map: IdMap) -> Tensor:
+        """Returns ids [M] int64 that had a row at a version of this log and have none now, in any order."""
         pieces = [piece for piece in self.removed if piece.at >= since.number]
-        # No id occurs twice: an id added before the moment is removed after it only once.
+        # No id occurs twice: an id added before the version is removed after it only once.
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
         ids = torch.cat([nothing, *(piece.ids[piece.added < since.number] for piece in pieces)])
         return ids[id_map.lookup(ids) < 0]
@@ -205,7 +205,7 @@ def marks_of_update(
 
     Args:
         logs: as of `note_changed`.
-        noted: `tokens_of` the logs when the same rows were recorded before, else None. If no moment started
+        noted: `tokens_of` the logs when the same rows were recorded before, else None. If no version started
             since then, nothing is to be recorded.
     """
     if tokens_of(logs) == (noted or [None] * len(logs)):
@@ -214,5 +214,5 @@ def marks_of_update(
 
 
 def tokens_of(logs: Sequence[ChangeLog | None]) -> list[object]:
-    """Returns a token of each table's latest moment, new for each log and moment; None without a log."""
+    """Returns a token of each table's latest version, new for each log and version; None without a log."""
     return [None if log is None else log.token for log in logs]

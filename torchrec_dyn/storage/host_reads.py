@@ -1,7 +1,7 @@
-"""Readings: computations that need numbers of a GPU on the host. The host waits once for many of them.
+"""Host reads: computations that need numbers of a GPU on the host. The host waits once for many of them.
 
-A reading is a generator. It yields tensors and is sent their numbers; its return value is its result. The
-tables of a step run their readings together: one copy brings the numbers of all.
+A host read is a generator. It yields tensors and is sent their numbers; its return value is its result. The
+tables of a step run their host reads together: one copy brings the numbers of all.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torchrec_dyn.storage.host_copies import HostCopy
 _Result = TypeVar("_Result")
 _Other = TypeVar("_Other")
 # Yields int64 tensors [] or [K] of one device, at least one, and is sent their numbers.
-Reading: TypeAlias = Generator[Sequence[Tensor], Sequence[int], _Result]
+HostRead: TypeAlias = Generator[Sequence[Tensor], Sequence[int], _Result]
 
 
-def read(reading: Reading[_Result], meanwhile: Callable[[], object] | None = None) -> _Result:
-    """Runs a reading and returns its result.
+def read(reading: HostRead[_Result], meanwhile: Callable[[], object] | None = None) -> _Result:
+    """Runs a host read and returns its result.
 
     `meanwhile` queues kernels that do not need the numbers. It is called once, before the host waits for the
     first numbers of a GPU: the GPU runs these kernels while the host goes on. It is not called if there is
@@ -47,13 +47,13 @@ def read(reading: Reading[_Result], meanwhile: Callable[[], object] | None = Non
         return result
 
 
-def joined(readings: Sequence[Reading[_Result]]) -> Reading[list[_Result]]:
-    """Returns a reading that runs several side by side and returns their results, in their order."""
-    results: list[Any] = [None] * len(readings)
-    running = [(place, reading, 0) for place, reading in enumerate(readings)]
+def gather_reads(host_reads: Sequence[HostRead[_Result]]) -> HostRead[list[_Result]]:
+    """Returns a host read that runs several side by side and returns their results, in their order."""
+    results: list[Any] = [None] * len(host_reads)
+    running = [(place, reading, 0) for place, reading in enumerate(host_reads)]
     numbers: Iterator[int] = iter(())
     while True:
-        asking: list[tuple[int, Reading[_Result], int]] = []
+        asking: list[tuple[int, HostRead[_Result], int]] = []
         asked: list[Tensor] = []
         for place, reading, count in running:
             try:
@@ -69,16 +69,18 @@ def joined(readings: Sequence[Reading[_Result]]) -> Reading[list[_Result]]:
         numbers, running = iter((yield asked)), asking
 
 
-def joined_pair(one: Reading[_Result], other: Reading[_Other]) -> Reading[tuple[_Result, _Other]]:
-    """Returns a reading that runs two readings of different kinds side by side and returns both results."""
+def gather_pair(
+    one: HostRead[_Result], other: HostRead[_Other]
+) -> HostRead[tuple[_Result, _Other]]:
+    """Returns a host read that runs two host reads of different kinds side by side and returns both results."""
     both: list[Any] = [one, other]
-    first, second = yield from joined(both)
+    first, second = yield from gather_reads(both)
     return first, second
 
 
-def read_together(readings: Sequence[Reading[_Result]]) -> list[_Result]:
-    """Runs readings side by side and returns their results, in their order."""
-    return read(joined(readings)) if readings else []
+def read_together(host_reads: Sequence[HostRead[_Result]]) -> list[_Result]:
+    """Runs host reads side by side and returns their results, in their order."""
+    return read(gather_reads(host_reads)) if host_reads else []
 
 
 def places_of(mask: Tensor, count: int) -> Tensor:

@@ -13,50 +13,50 @@ import weakref
 _numbers = itertools.count(1)  # of all forwards of this process
 
 
-class ForwardTicket:
+class OpenForward:
     """The ticket of one forward. Only the forward's graph holds it: dropping the graph closes the ticket."""
 
     # Defaults if `__init__` was interrupted: such a ticket, too, is closed when it is dropped.
     number = 0
-    _opened: OutstandingForwards | None = None
+    _opened: OpenForwards | None = None
 
-    def __init__(self, opened: OutstandingForwards) -> None:
+    def __init__(self, opened: OpenForwards) -> None:
         self.number = next(_numbers)
         self._opened = opened
-        opened.tickets[self.number] = weakref.ref(self)
+        opened.forwards[self.number] = weakref.ref(self)
 
     def close(self) -> None:
         """Closes the ticket; a second call changes nothing."""
         if self._opened is not None:
-            self._opened.tickets.pop(self.number, None)
+            self._opened.forwards.pop(self.number, None)
 
     __del__ = close
 
 
-class OutstandingForwards:
+class OpenForwards:
     """The open forwards of a group or of one table; a table includes those of all its groups.
 
     Attributes:
-        tickets: the open tickets by number; a later forward has a higher number. A ticket that no longer
+        forwards: the open forwards by number; a later forward has a higher number. A ticket that no longer
             exists is closed, although its `__del__` may have been interrupted (Ctrl-C).
     """
 
     def __init__(self) -> None:
-        self.tickets: dict[int, weakref.ref[ForwardTicket]] = {}
+        self.forwards: dict[int, weakref.ref[OpenForward]] = {}
         # Weak: a group without a ticket has no open forward, and each ticket holds its group.
-        self._groups: weakref.WeakSet[OutstandingForwards] = weakref.WeakSet()
+        self._groups: weakref.WeakSet[OpenForwards] = weakref.WeakSet()
 
-    def include(self, group: OutstandingForwards) -> None:
+    def include(self, group: OpenForwards) -> None:
         """Includes the open forwards of a group, from now on and those that are open already."""
         self._groups.add(group)
 
     @property
     def numbers(self) -> list[int]:
         """The numbers of the open forwards."""
-        tickets = [
-            ticket for opened in (self, *self._groups) for ticket in opened.tickets.copy().items()
+        forwards = [
+            ticket for opened in (self, *self._groups) for ticket in opened.forwards.copy().items()
         ]
-        return [number for number, ticket in tickets if ticket() is not None]
+        return [number for number, ticket in forwards if ticket() is not None]
 
     @property
     def latest(self) -> int:

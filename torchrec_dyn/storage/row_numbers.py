@@ -12,23 +12,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn.storage.open_forwards import OutstandingForwards
+from torchrec_dyn.storage.open_forwards import OpenForwards
 from torchrec_dyn.storage.stream_order import keep_in_use
 
 
-class Taking(NamedTuple):
+class Allocation(NamedTuple):
     """Rows to hand out, and the free rows afterwards.
 
     Attributes:
         rows: [M] int64.
-        high: `RowNumbers.high` afterwards.
+        high_water_mark: `RowNumbers.high_water_mark` afterwards.
         whole: number of tensors of free rows that stay whole.
         rest: the rest of the next such tensor: no or one tensor.
         num_free: number of free rows afterwards.
     """
 
     rows: Tensor
-    high: int
+    high_water_mark: int
     whole: int
     rest: list[Tensor]
     num_free: int
@@ -40,31 +40,31 @@ class RowNumbers:
     All counts are numbers of the host, so that nothing here waits for a GPU.
 
     Attributes:
-        high: number of rows ever handed out; every row below it is in use, free or withheld.
-        held_back: withheld rows that were freed together, each with the number of the latest forward that was
+        high_water_mark: number of rows ever handed out; every row below it is in use, free or withheld.
+        deferred: withheld rows that were freed together, each with the number of the latest forward that was
             open then. The next call may release some of them.
     """
 
-    def __init__(self, forwards: OutstandingForwards, device: torch.device) -> None:
-        self.high = 0
+    def __init__(self, forwards: OpenForwards, device: torch.device) -> None:
+        self.high_water_mark = 0
         self._device = device
         self.forwards = forwards
         self._free: list[Tensor] = []  # each tensor: rows that were freed together
         self._num_free = 0
-        self.held_back: list[tuple[int, Tensor]] = []
+        self.deferred: list[tuple[int, Tensor]] = []
 
     def take(self, count: int) -> Tensor:
         """Hands out and returns `count` distinct rows, [count] int64."""
-        taking = self.prepare(count)
-        self.commit(taking)
-        return taking.rows
+        allocation = self.prepare(count)
+        self.commit(allocation)
+        return allocation.rows
 
-    def prepare(self, count: int) -> Taking:
+    def prepare(self, count: int) -> Allocation:
         """Returns what `take(count)` would hand out. The rows stay free, so they may be written."""
         self._release()
         reused = min(count, self._num_free)
-        high, num_free = self.high + count - reused, self._num_free - reused
-        fresh = torch.arange(self.high, high, device=self._device)
+        high, num_free = self.high_water_mark + count - reused, self._num_free - reused
+        fresh = torch.arange(self.high_water_mark, high, device=self._device)
         rows, rest, whole = [fresh], [], len(self._free)
         while reused:
             whole -= 1
@@ -74,49 +74,49 @@ class RowNumbers:
             rest = [free[reused:]] if free.numel() > reused else []
             reused -= rows[-1].numel()
         taken = torch.cat(rows[::-1]) if len(rows) > 1 else fresh
-        return Taking(taken, high, whole, rest, num_free)
+        return Allocation(taken, high, whole, rest, num_free)
 
-    def commit(self, taking: Taking) -> None:
+    def commit(self, allocation: Allocation) -> None:
         """Hands out prepared rows; a second call directly after changes nothing.
 
         The free rows must not change between `prepare` and this call.
         """
-        self.high, self._num_free, self._free[taking.whole :] = (
-            taking.high,
-            taking.num_free,
-            taking.rest,
+        self.high_water_mark, self._num_free, self._free[allocation.whole :] = (
+            allocation.high_water_mark,
+            allocation.num_free,
+            allocation.rest,
         )
 
     def highest_after(self, count: int) -> int:
-        """Returns the value that `high` would have after `take(count)`."""
+        """Returns the value that `high_water_mark` would have after `take(count)`."""
         self._release()
-        return self.high + max(0, count - self._num_free)
+        return self.high_water_mark + max(0, count - self._num_free)
 
-    def give_back(self, rows: Tensor) -> None:
+    def free(self, rows: Tensor) -> None:
         """Takes back the rows of removed ids; they are reused as soon as no open forward can hold them.
 
         rows [M] int64, distinct, handed out before. A second call with the same tensor directly after changes
         nothing.
         """
-        is_new = not self.held_back or self.held_back[-1][1] is not rows
+        is_new = not self.deferred or self.deferred[-1][1] is not rows
         if rows.numel() and is_new:
-            self.held_back.append((self.forwards.latest, rows))
+            self.deferred.append((self.forwards.latest, rows))
 
     def withheld(self) -> Tensor:
         """Returns the withheld rows, [M] int64."""
         self._release()
-        keep_in_use(*(rows for _, rows in self.held_back))  # as in `prepare`
+        keep_in_use(*(rows for _, rows in self.deferred))  # as in `prepare`
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-        return torch.cat([nothing, *(rows for _, rows in self.held_back)])
+        return torch.cat([nothing, *(rows for _, rows in self.deferred)])
 
     def _release(self) -> None:
         free: list[Tensor] = []
         withheld: list[tuple[int, Tensor]] = []
-        for latest, rows in self.held_back:
+        for latest, rows in self.deferred:
             if self.forwards.all_closed_up_to(latest):
                 free.append(rows)
             else:
                 withheld.append((latest, rows))
         if free:
             count = self._num_free + sum(rows.numel() for rows in free)
-            self._free, self._num_free, self.held_back = self._free + free, count, withheld
+            self._free, self._num_free, self.deferred = self._free + free, count, withheld

@@ -16,6 +16,7 @@ from torchrec_dyn.table.contents import (
     state_for_copy,
     without_optimizer,
 )
+from torchrec_dyn.table.counters import on_shared_counters
 from torchrec_dyn.table.insertion import (
     Addition,
     Removal,
@@ -24,7 +25,6 @@ from torchrec_dyn.table.insertion import (
     insert_rows,
     insert_unseen,
     ranges_of,
-    reading_absent,
+    read_absent,
 )
 from torchrec_dyn.table.table import DynamicTable
-from torchrec_dyn.table.tally import on_one_tally

@@ -20,14 +20,14 @@ from torchrec_dyn.storage import (
     ChangeLog,
     IdMap,
     InitialRows,
-    OutstandingForwards,
+    OpenForwards,
     RowNumbers,
     RowStore,
     TableLock,
     block_shift,
 )
 from torchrec_dyn.table.checks import checked_device
-from torchrec_dyn.table.tally import COUNTED, OwnNumbers, Tally
+from torchrec_dyn.table.counters import COUNTED, SharedCounters, TableCounters
 
 _NOTHING = object()
 
@@ -46,10 +46,10 @@ class TableArrays:
         is_frozen: True if training reads the table as evaluation does; read at every forward.
         id_map: id -> row.
         life: scores, counters and clock; None without a policy.
-        changes: log of changed rows; None if no moment was held at the last change.
+        changes: log of changed rows; None if no version was held at the last change.
         generation: number of replacements of the contents; a forward from before a replacement cannot run
             its backward.
-        own: numbers of the table that change with training, without those of its tally.
+        own: numbers of the table that change with training, without those of its shared counters.
         initializer: initializer of fresh rows.
         lock: lock of the collection, shared by its tables. The methods that users call hold it.
     """
@@ -80,14 +80,14 @@ class TableArrays:
         self.config = config
         self.is_frozen = False
         self.generation = 0
-        self.own = OwnNumbers(Tally(1), 0, 0, 0, dict.fromkeys(COUNTED, 0))
+        self.own = TableCounters(SharedCounters(1), 0, 0, 0, dict.fromkeys(COUNTED, 0))
         self.changes: ChangeLog | None = None
         self._check_shape()
         device = checked_device(self.where, dtype, device)
         given = config.initializer or initializer or default_initializer(num_embeddings)
         self.start_as(for_dimension(given, embedding_dim))
         self.rounding_key = table_key(config.seed, name, "rounding")
-        self.forwards = OutstandingForwards()
+        self.forwards = OpenForwards()
         self.reset(dtype, device)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -102,19 +102,21 @@ class TableArrays:
     @property
     def step(self) -> int:
         """Number of training forwards so far, without forwards of the frozen table."""
-        own = self.own  # read once: without the lock, a table may move to another tally in between
-        return own.step + own.tally.counted.steps
+        own = (
+            self.own
+        )  # read once: without the lock, a table may move to another shared counters in between
+        return own.step + own.shared.counted.steps
 
     @step.setter
     def step(self, step: int) -> None:
         TABLES.renew()
-        self.own = self.own._replace(step=step - self.own.tally.counted.steps)
+        self.own = self.own._replace(step=step - self.own.shared.counted.steps)
 
     @property
     def edits(self) -> int:
         """Number of calls that wrote rows, or added or removed ids."""
         own = self.own
-        return own.edits + own.tally.edits
+        return own.edits + own.shared.edits
 
     def count_edit(self) -> None:
         """Counts an edit outside of training."""
@@ -123,7 +125,7 @@ class TableArrays:
 
     @property
     def counters(self) -> dict[str, int]:
-        """The counters of `stats`, without the forwards of the table's tally."""
+        """The counters of `stats`, without the forwards of the table's shared counters."""
         return self.own.counters
 
     def start_as(self, initializer: Initializer) -> None:
@@ -176,12 +178,12 @@ class TableArrays:
         for store in self.stores:
             store.reserve(rows)
 
-    # The log of changes: made with the first moment; after the last moment was dropped, the next change
+    # The log of changes: made with the first version; after the last version was dropped, the next change
     # drops it.
 
     @property
     def change_log(self) -> ChangeLog | None:
-        """The log of changes. If no moment is held, drops the log and returns None."""
+        """The log of changes. If no version is held, drops the log and returns None."""
         if self.changes is not None and not self.changes.is_in_use:
             self.changes = None
         return self.changes
@@ -190,7 +192,7 @@ class TableArrays:
         """Records that the contents of a former id map were replaced. If this fails nothing is recorded."""
         log = self.change_log
         if log is not None:
-            log.replace_all(*id_map.contents(), self.row_numbers.high, self.device)
+            log.replace_all(*id_map.contents(), self.row_numbers.high_water_mark, self.device)
 
     # Limits.
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.storage import (
+    Allocation,
+    HostRead,
     MapList,
-    Reading,
-    Taking,
     arrays_of,
     host_numbers,
     read,
@@ -49,10 +49,10 @@ def find_rows(
     if ids.is_cpu:
         return rows, absent
     then = None if meanwhile is None else partial(meanwhile, rows)
-    return rows, read(reading_absent(absent, ids), then)
+    return rows, read(read_absent(absent, ids), then)
 
 
-def reading_absent(absent: Tensor, ids: Tensor) -> Reading[Tensor]:
+def read_absent(absent: Tensor, ids: Tensor) -> HostRead[Tensor]:
     """Returns absent [T] int64 of `ops.lookup`, with its ids [N], on the CPU.
 
     Raises the error that the sign of a GPU's numbers marks.
@@ -118,7 +118,7 @@ class Addition:
         self.table = table
         self.ids = ids
         self._counts = counts
-        self._taking: Taking = table.row_numbers.prepare(ids.numel())
+        self._taking: Allocation = table.row_numbers.prepare(ids.numel())
         self._num_ids = table.id_map.num_ids + ids.numel()
         self._own = table.own._replace(edits=table.own.edits + 1)
         self._inserted = table.counters["inserted"] + ids.numel()
@@ -174,7 +174,9 @@ class Removal:
         self._logged = None if self._log is None else self._log.removed
 
     @classmethod
-    def prepare(cls, table: TableArrays, ids: Tensor, rows: Tensor, cause: str) -> Reading[Removal]:
+    def prepare(
+        cls, table: TableArrays, ids: Tensor, rows: Tensor, cause: str
+    ) -> HostRead[Removal]:
         """Prepares a removal and changes nothing.
 
         ids [M] int64 are distinct, rows [M] int64 are their rows. `cause` is the counter of `stats` that
@@ -198,5 +200,5 @@ class Removal:
             self._log.removed = self._logged
         if self._table.life is not None:
             self._table.life.forget_rows(self._rows)
-        self._table.row_numbers.give_back(self._rows)
+        self._table.row_numbers.free(self._rows)
         self._table.counters.update(self._counted)

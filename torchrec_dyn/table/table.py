@@ -17,9 +17,9 @@ from torchrec_dyn.life import RowLife, time_fault
 from torchrec_dyn.storage import (
     ChangeLog,
     MapList,
-    Moment,
-    OutstandingForwards,
+    OpenForwards,
     RowStore,
+    Version,
     changes,
     locked,
     note_changed,
@@ -44,8 +44,8 @@ from torchrec_dyn.table.contents import (
     stored_state,
     write_state,
 )
+from torchrec_dyn.table.counters import SharedCounters
 from torchrec_dyn.table.insertion import Removal, find_rows, insert_unseen
-from torchrec_dyn.table.tally import Tally
 
 
 class DynamicTable(TableArrays):
@@ -64,14 +64,14 @@ class DynamicTable(TableArrays):
         return 0 if waiting is None else len(waiting)
 
     @locked
-    def moment(self) -> Moment:
-        """Starts and returns a moment. Changes of the table are recorded from now on."""
+    def version(self) -> Version:
+        """Starts and returns a version. Changes of the table are recorded from now on."""
         log = self.change_log
         if log is None:
             log = ChangeLog(self.row_limit, self.device)
-            log.reserve(self.row_numbers.high)
+            log.reserve(self.row_numbers.high_water_mark)
             self.changes = log
-        return log.moment()
+        return log.version()
 
     def find_or_insert(self, ids: Tensor) -> Tensor:
         """Returns the rows, [M] int64, of ids [M] int64, repeats allowed; an absent id gets a fresh row."""
@@ -197,7 +197,7 @@ class DynamicTable(TableArrays):
             "rows": self.id_map.num_ids,
             "limit": self.row_limit,
             "bytes": self.id_map.bytes
-            + self.row_numbers.high * row_bytes
+            + self.row_numbers.high_water_mark * row_bytes
             + (0 if waiting is None else waiting.bytes)
             + (0 if self.changes is None else self.changes.bytes),
             "step": self.step,
@@ -238,7 +238,7 @@ class DynamicTable(TableArrays):
             self.replace_states(stores)
             self.step = max(0 if self.life is None else self.step, int(state["step"]))
             if self.life is not None:
-                self.life = self.life.caught_up(self.step, self.row_numbers.high)
+                self.life = self.life.caught_up(self.step, self.row_numbers.high_water_mark)
 
     @locked
     @changes
@@ -256,16 +256,16 @@ class DynamicTable(TableArrays):
         # Blocks are much larger than the rows in use, so a copy holds the contents instead.
         left_out = ("id_map", "row_numbers", "weights", "states", "life", "forwards", "changes")
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        fields["own"] = self.own.moved_to(Tally(1), 0)  # copied under the lock
+        fields["own"] = self.own.moved_to(SharedCounters(1), 0)  # copied under the lock
         state = state_for_copy(self)
         return {"fields": fields, "dtype": self.dtype, "state": state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["fields"])
-        # A new tally, on the CPU: `torch.load(map_location=)` may have moved the copied one.
-        self.own = self.own._replace(tally=Tally(1))
-        self.forwards = OutstandingForwards()  # a copy has no graphs
-        self.changes = None  # and no moments
+        # A new shared counters, on the CPU: `torch.load(map_location=)` may have moved the copied one.
+        self.own = self.own._replace(shared=SharedCounters(1))
+        self.forwards = OpenForwards()  # a copy has no graphs
+        self.changes = None  # and no versions
         contents = state["state"]
         # The device of the tensors, which `torch.load(map_location=)` may have moved.
         self.reset(state["dtype"], contents["ids"].device)

@@ -17,7 +17,7 @@ namespace {
 
 constexpr size_t kPage = size_t{2} << 20;         // as on GPUs
 constexpr size_t kMostMemory = size_t{64} << 30;  // of one piece
-#if defined(TORCHREC_DYN_PTX_DEVICES)             // tests/support/pretended_driver.cpp
+#if defined(TORCHREC_DYN_PTX_DEVICES)             // tests/support/mock_driver.cpp
 constexpr int kDevices = TORCHREC_DYN_PTX_DEVICES;
 #else
 constexpr int kDevices = 1;

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from life_cases import ADMISSIONS, EVERY_LIFE, EVICTIONS, living_table
-from pretended_device import CUDA, PretendedDevice, run_lookups_backward
+from mock_device import CUDA, MockDevice, run_lookups_backward
 from table_cases import ids_of, make_group, make_table, same_state
 
 from torchrec_dyn.initializers import Constant
@@ -31,7 +31,7 @@ class Trained:
 
     def ahead(self, lists):
         ids = ids_of(*(number for of_table in lists for number in of_table))
-        return self.group.take_step_ahead(ids.to(self.group.device), [len(one) for one in lists])
+        return self.group.prefetch_step(ids.to(self.group.device), [len(one) for one in lists])
 
     def forward(self, lists, ahead=None, training=True):
         """Returns the rows of the ids: all bags have one id, and the shorter list empty bags."""
@@ -239,12 +239,12 @@ def test_an_erased_row_is_kept_for_the_forward():
 
 
 def test_changes_since_a_moment_between_step_and_forward(pair):
-    """The update records its rows, although the step recorded them too: that was before the moment."""
+    """The update records its rows, although the step recorded them too: that was before the version."""
     _, piped = pair
-    early = [table.moment() for table in piped.tables]
+    early = [table.version() for table in piped.tables]
     ahead = piped.ahead(SECOND)
     table = piped.tables[0]
-    late = table.moment()
+    late = table.version()
     learn(piped.forward(SECOND, ahead))
     changed, _ = late.log.changed_rows(late, table.id_map)
     assert sorted(changed.tolist()) == [2, 9]
@@ -260,7 +260,7 @@ def test_another_batch_is_refused(pair):
 
 @pytest.fixture
 def device():
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         yield device
 
 

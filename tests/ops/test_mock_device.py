@@ -1,8 +1,8 @@
-"""The tool of tests/support/pretended_device.py notes what a GPU would make slow or refuse."""
+"""The tool of tests/support/mock_device.py notes what a GPU would make slow or refuse."""
 
 import pytest
 import torch
-from pretended_device import CUDA, PretendedDevice, PretendedTensor
+from mock_device import CUDA, MockDevice, MockTensor
 
 from torchrec_dyn import ops
 
@@ -11,7 +11,7 @@ I64 = torch.int64
 
 @pytest.fixture
 def device():
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         yield device
 
 
@@ -21,10 +21,10 @@ def ops_of(notes):
 
 def test_tensors_say_cuda_and_compute_on_the_cpu(device):
     made = torch.arange(6, device="cuda:0").view(2, 3)
-    assert isinstance(made, PretendedTensor) and made.device == CUDA and made.is_cuda
+    assert isinstance(made, MockTensor) and made.device == CUDA and made.is_cuda
     made[1] += torch.ones(3, dtype=I64, device=CUDA)
     made.mul_(2)
-    assert isinstance(made.sum(0), PretendedTensor)
+    assert isinstance(made.sum(0), MockTensor)
     assert made.memory.tolist() == [[0, 2, 4], [8, 10, 12]]
     assert (
         torch.ones(2).to("cuda").device == torch.ones(2).cuda().device == made.to("cuda:0").device
@@ -32,7 +32,7 @@ def test_tensors_say_cuda_and_compute_on_the_cpu(device):
     assert torch.tensor([1], device="cuda").device == torch.zeros_like(made).device == CUDA
     assert made.to(torch.float32).device == CUDA and made.new_empty(3).device == CUDA
     assert torch.empty(3).device == torch.device("cpu") and not isinstance(
-        torch.empty(3), PretendedTensor
+        torch.empty(3), MockTensor
     )
     assert device.reads == device.mixed == device.without_kernel == []
 
@@ -61,7 +61,7 @@ def test_every_read_by_the_host_is_noted(device, read):
     numbers = torch.tensor([1, 2], device=CUDA)
     READS[read](numbers)
     assert len(device.reads) == 1, device.reads
-    assert device.reads[0].place.startswith("tests/ops/test_pretended_device.py:")
+    assert device.reads[0].place.startswith("tests/ops/test_mock_device.py:")
     assert device.mixed == []
 
 
@@ -100,6 +100,6 @@ def test_tensors_of_two_devices_in_one_op_are_noted(device):
 def test_ops_without_a_kernel_are_noted(device, monkeypatch):
     assert ops.mix64(torch.tensor([1], device=CUDA)).device == CUDA
     assert device.without_kernel == []
-    monkeypatch.setattr("pretended_device.kernels_of", lambda _: set())
+    monkeypatch.setattr("mock_device.kernels_of", lambda _: set())
     ops.mix64(torch.tensor([1], device=CUDA))
     assert ops_of(device.without_kernel) == ["mix64"]

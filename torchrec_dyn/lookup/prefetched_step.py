@@ -1,4 +1,4 @@
-"""StepAhead: a training step that is taken before the forward of its batch, when a pipeline prefetches.
+"""PrefetchedStep: a training step that is taken before the forward of its batch, when a pipeline prefetches.
 
 A step of tables with a life needs numbers that the host reads, and a GPU's host waits where it reads. Taken
 ahead, on a stream of its own, the step waits while the GPU trains the batch before. The forward of the batch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchrec_dyn.lookup.batch_rows import BatchRows, part_of
 from torchrec_dyn.lookup.table_lists import TableLists
-from torchrec_dyn.storage import ForwardTicket, keep_in_use
+from torchrec_dyn.storage import OpenForward, keep_in_use
 
 
 class TakenStep(NamedTuple):
@@ -36,19 +36,19 @@ class TakenStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepAhead:
+class PrefetchedStep:
     """A training step taken ahead of the forward of its batch.
 
     Attributes:
         is_trained: [T] bool, False for a table that was frozen at the step.
         generations: [T], generation of each table at the step.
-        ticket: ticket of the forward, open since the step.
+        open_forward: the forward of the step, open since then.
     """
 
     taken: TakenStep
     is_trained: Tensor
     generations: list[int]
-    ticket: ForwardTicket
+    open_forward: OpenForward
 
     def keep_in_use(self) -> None:
         """Keeps the memory of the rows, which another stream has allocated, for the current stream."""

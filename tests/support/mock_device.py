@@ -1,6 +1,6 @@
 """A device for tests of host code without a GPU: its tensors say cuda:0, and their memory is on the CPU.
 
-    with PretendedDevice() as device:
+    with MockDevice() as device:
         store = RowStore(4, 4, torch.float32, torch.device("cuda:0"))
         ...
     assert device.reads == []
@@ -126,8 +126,8 @@ class Note(NamedTuple):
     place: str  # file and line of the package, or else of the test
 
 
-class PretendedTensor(torch.Tensor):
-    """A tensor of the pretended device; `memory` is the tensor on the CPU."""
+class MockTensor(torch.Tensor):
+    """A tensor of the mock device; `memory` is the tensor on the CPU."""
 
     @staticmethod
     def __new__(cls, memory, device):
@@ -149,14 +149,14 @@ class PretendedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         values, _ = tree_flatten((args, kwargs))
-        [notes, *_] = (value.notes for value in values if isinstance(value, PretendedTensor))
+        [notes, *_] = (value.notes for value in values if isinstance(value, MockTensor))
         return notes.run(func, args, kwargs or {})
 
     def record_stream(self, stream):
         self.notes.recorded.append((self, stream))
 
     def __repr__(self):
-        return f"PretendedTensor({self.memory})"
+        return f"MockTensor({self.memory})"
 
 
 class _Reentered(TorchFunctionMode):
@@ -171,8 +171,8 @@ class _Reentered(TorchFunctionMode):
         return self._device.__torch_function__(func, types, args, kwargs)
 
 
-class PretendedDevice(TorchFunctionMode):
-    """While entered, tensors for CUDA are pretended ones; notes what the device's owner should know.
+class MockDevice(TorchFunctionMode):
+    """While entered, tensors for CUDA are mock ones; notes what the device's owner should know.
 
     Attributes:
         reads: waits of the host for the device, in order.
@@ -182,7 +182,7 @@ class PretendedDevice(TorchFunctionMode):
         recorded: tensors and streams of `record_stream`.
 
     Args:
-        streams: stand-ins for streams (stand_in_streams.py); None: one stream for everything.
+        streams: stand-ins for streams (mock_streams.py); None: one stream for everything.
     """
 
     def __init__(self, streams=None):
@@ -238,7 +238,7 @@ class PretendedDevice(TorchFunctionMode):
 
     def of(self, memory):
         """Returns the tensor of this device that has this memory."""
-        made = PretendedTensor(memory, self)
+        made = MockTensor(memory, self)
         if self.streams is not None:
             self.streams.write(made)
         return made
@@ -262,7 +262,7 @@ class PretendedDevice(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in (torch.device, torch._C._nn._parse_to):
             return func(*args, **kwargs)
-        is_here = bool(args) and isinstance(args[0], PretendedTensor)
+        is_here = bool(args) and isinstance(args[0], MockTensor)
         if func is torch.Tensor.pin_memory:
             return args[0]
         if is_here and func is torch.Tensor.tolist:
@@ -308,7 +308,7 @@ class PretendedDevice(TorchFunctionMode):
             func = getattr(simt_library(), op.__name__).default
         elif ours:
             self._note(self.without_kernel, name)
-        if name == "lookup" and isinstance(given["table_offsets"], PretendedTensor):
+        if name == "lookup" and isinstance(given["table_offsets"], MockTensor):
             args = (args[0], _ascending(args[1], len(args[0])), *args[2:])
         if func.namespace == "c10d":  # the memory is on the CPU; NCCL's groups do not send it
             args = [_for_host(value) for value in args]
@@ -378,8 +378,8 @@ def _is_elsewhere(ours, argument, value):
     """Returns True for tensors on the other device than an op needs. torch sends numbers along."""
     tensors = [one for one in tree_flatten(value)[0] if isinstance(one, torch.Tensor)]
     if ours and argument in DESCRIPTIONS:
-        return any(isinstance(one, PretendedTensor) for one in tensors)
-    return any(not isinstance(one, PretendedTensor) and (ours or one.dim()) for one in tensors)
+        return any(isinstance(one, MockTensor) for one in tensors)
+    return any(not isinstance(one, MockTensor) and (ours or one.dim()) for one in tensors)
 
 
 def _is_read(op, given):
@@ -390,13 +390,13 @@ def _is_read(op, given):
     if op is aten._to_copy:
         return given.get("device") is not None and not _is_cuda(given["device"])
     if op is aten.copy_:
-        return not isinstance(given["self"], PretendedTensor) and not _is_begun(op, given)
+        return not isinstance(given["self"], MockTensor) and not _is_begun(op, given)
     return op in READING and given.get("output_size") is None
 
 
 def _is_begun(op, given):
     """Returns True for a copy into memory of the host that the host does not wait for."""
-    is_here = isinstance(given.get("self"), PretendedTensor)
+    is_here = isinstance(given.get("self"), MockTensor)
     return op is aten.copy_ and not is_here and bool(given.get("non_blocking"))
 
 
@@ -417,7 +417,7 @@ def _event_of(device, base):
 
 
 def _sent(value, memories):
-    if isinstance(value, PretendedTensor):
+    if isinstance(value, MockTensor):
         memories[id(value.memory)] = value
         return value.memory
     return HOST if _is_cuda(value) else value

@@ -1,4 +1,4 @@
-"""Streams and events of torch.cuda for a pretended device; a use of a tensor that waits for nothing is noted.
+"""Streams and events of torch.cuda for a mock device; a use of a tensor that waits for nothing is noted.
 
 Everything runs in the order of the program. The stand-ins know what each stream has waited for, and each
 tensor of the device knows the stream that wrote it last.
@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from pretended_device import CUDA, Note, PretendedTensor
+from mock_device import CUDA, MockTensor, Note
 from torch.utils._pytree import tree_flatten
 
 
@@ -66,7 +66,7 @@ class Event:
 
 
 class Streams:
-    """The streams of a pretended device, as its attribute `streams`.
+    """The streams of a mock device, as its attribute `streams`.
 
     Attributes:
         unordered: uses of tensors that did not wait for the stream that wrote them.
@@ -140,5 +140,5 @@ class Streams:
 def _memories(value: Any) -> Iterator[int]:
     """Yields the addresses of the memories of tensors of the device."""
     for one in tree_flatten(value)[0]:
-        if isinstance(one, PretendedTensor) and one.numel():
+        if isinstance(one, MockTensor) and one.numel():
             yield one.memory.untyped_storage().data_ptr()

@@ -1,7 +1,7 @@
-"""Tally: the numbers that every step changes, of all tables that step together.
+"""SharedCounters: the numbers that every step changes, of all tables that step together.
 
 A step adds to the numbers of all tables at once, in a time that hardly depends on the number of tables. A
-table adds its own numbers (`OwnNumbers`) to the numbers in its line of the tally.
+table adds its own numbers (`TableCounters`) to the numbers in its line of the shared counters.
 
 Legend: T tables.
 """
@@ -24,7 +24,7 @@ COUNTED = (
 
 
 class Counted(NamedTuple):
-    """Training forwards of the tables of a tally.
+    """Training forwards of the tables of a shared counters.
 
     Attributes:
         steps: number of forwards.
@@ -46,7 +46,7 @@ class Counted(NamedTuple):
         return Counted(self.steps + 1, self.ids + table_offsets, all_absent)
 
 
-class Tally:
+class SharedCounters:
     """Numbers of T tables that step together.
 
     Attributes:
@@ -61,26 +61,26 @@ class Tally:
         self.edits = 0
 
 
-class OwnNumbers(NamedTuple):
-    """The numbers of one table without those of its tally. Replaced as a whole.
+class TableCounters(NamedTuple):
+    """The numbers of one table without those of its shared counters. Replaced as a whole.
 
     Attributes:
-        tally: the tally of the table.
+        shared: the shared counters of the table.
         line: the table's line there.
-        step: step of the table before the forwards of the tally.
-        edits: edits of the table beside the backwards of the tally.
-        counters: counters of `stats`, without the forwards of the tally; changed in place.
+        step: step of the table before the forwards of the shared counters.
+        edits: edits of the table beside the backwards of the shared counters.
+        counters: counters of `stats`, without the forwards of the shared counters; changed in place.
     """
 
-    tally: Tally
+    shared: SharedCounters
     line: int
     step: int
     edits: int
     counters: dict[str, int]
 
     def total_counters(self) -> dict[str, int]:
-        """Returns the counters with the forwards of the tally."""
-        counted, line, counters = self.tally.counted, self.line, self.counters
+        """Returns the counters with the forwards of the shared counters."""
+        counted, line, counters = self.shared.counted, self.line, self.counters
         if not counted.steps:
             return dict(counters)
         begin, end = counted.ids[line : line + 2].tolist()
@@ -91,22 +91,22 @@ class OwnNumbers(NamedTuple):
             "hits": counters["hits"] + end - begin - int(counted.absent[line]),
         }
 
-    def moved_to(self, tally: Tally, line: int) -> OwnNumbers:
-        """Returns the numbers of the table for a line of another tally that has counted nothing yet."""
-        steps, edits = self.step + self.tally.counted.steps, self.edits + self.tally.edits
-        return OwnNumbers(tally, line, steps, edits, self.total_counters())
+    def moved_to(self, shared: SharedCounters, line: int) -> TableCounters:
+        """Returns the numbers of the table for a line of another shared counters that has counted nothing yet."""
+        steps, edits = self.step + self.shared.counted.steps, self.edits + self.shared.edits
+        return TableCounters(shared, line, steps, edits, self.total_counters())
 
 
-def on_one_tally(numbers: Sequence[OwnNumbers]) -> Sequence[OwnNumbers]:
-    """Returns the numbers of tables on a tally of exactly these tables, in this order.
+def on_shared_counters(numbers: Sequence[TableCounters]) -> Sequence[TableCounters]:
+    """Returns the numbers of tables on a shared counters of exactly these tables, in this order.
 
-    Tables with another tally leave it. Numbers that are on such a tally already are returned as they are.
+    Tables with another shared counters leave it. Numbers that are on such a shared counters already are returned as they are.
     """
-    tally = numbers[0].tally
-    if tally.size == len(numbers) and all(
-        of_table.tally is tally and of_table.line == line for line, of_table in enumerate(numbers)
+    shared = numbers[0].shared
+    if shared.size == len(numbers) and all(
+        of_table.shared is shared and of_table.line == line for line, of_table in enumerate(numbers)
     ):
         return numbers
-    TABLES.renew()  # groups that count on the former tallies must not do so any more
-    tally = Tally(len(numbers))
-    return [of_table.moved_to(tally, line) for line, of_table in enumerate(numbers)]
+    TABLES.renew()  # groups that count on the former shared counters must not do so any more
+    shared = SharedCounters(len(numbers))
+    return [of_table.moved_to(shared, line) for line, of_table in enumerate(numbers)]
