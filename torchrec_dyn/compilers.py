@@ -1,6 +1,6 @@
 """Dynamic tables and compilers: torch.compile runs tables outside of its graphs; exporters get an error.
 
-A training forward counts a step, creates rows and opens a ticket. torch.compile would trace this as code
+A training forward counts a step, creates rows and opens a forward. torch.compile would trace this as code
 without such effects: it traces a function again whenever an assumption has failed, and reuses what it saw.
 So what it reaches from a model, a backward or an optimizer is decorated here, and is a graph break. An
 exported program cannot contain tables that change.

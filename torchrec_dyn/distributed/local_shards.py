@@ -93,7 +93,7 @@ class LocalShards:
     # Called by the collection.
 
     def open_batch(self) -> OpenForward:
-        """Opens a ticket for a batch whose ids are being sent; the lookup of the batch closes the ticket."""
+        """Opens a forward for a batch whose ids are being sent; the lookup of the batch closes it."""
         return OpenForward(self.batches)
 
     def handle(self, name: str) -> ShardedTableHandle:

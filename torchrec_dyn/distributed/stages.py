@@ -26,7 +26,7 @@ class BatchContext:
     """Mixin for TorchRec's contexts: our state of one forward, from input dist to output dist.
 
     Attributes:
-        sent: ticket that is open from sending the ids to their lookup; None before.
+        sent: open from sending the ids to their lookup; None before.
         sending_stream: the stream that sends and receives the ids; None on the CPU.
         prefetched_steps: the training steps of the batch that were taken when it was prefetched.
     """

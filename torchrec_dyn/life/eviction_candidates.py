@@ -27,8 +27,8 @@ class EvictionCandidates:
     def list(self, scores: Scores, id_map: IdMap, high: int, before: int, most: int) -> None:
         """Searches all rows and lists the `most` oldest rows last seen before step `before`.
 
-        `high` is the high-water mark of its row numbers. After this call no row may get a `last_seen` older than
-        `before`.
+        `high` is the high-water mark of its row numbers. After this call no row may get a `last_seen` older
+        than `before`.
         """
         ids, rows = scores.lowest(id_map, high, before, most)
         last_seen, _ = scores.read(rows)

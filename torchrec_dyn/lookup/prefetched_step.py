@@ -2,7 +2,7 @@
 
 A step of tables with a life needs numbers that the host reads, and a GPU's host waits where it reads. Taken
 ahead, on a stream of its own, the step waits while the GPU trains the batch before. The forward of the batch
-gets the rows of the step and takes no step itself. The ticket of the forward is open from the step on, so
+gets the rows of the step and takes no step itself. The forward is open from the step on, so
 these rows are not reused, whatever other steps, erasures and growth of tables come in between.
 
 Legend: T tables, N ids.

@@ -17,7 +17,7 @@ Backward:
 2. Compute the gradient of the bag weights, if it is needed.
 3. Sum the gradients of each distinct row and apply the optimizer in place.
 
-Between forward and backward, the forward is open: it has a ticket with the group, and the rows of removed
+Between forward and backward, the forward is open (storage/open_forwards.py), and the rows of removed
 ids are not reused.
 
 Legend: T tables, F features (in table order), B bags of a feature, N ids, D columns of a table.

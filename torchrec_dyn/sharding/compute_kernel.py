@@ -23,8 +23,8 @@ from torchrec_dyn.table import DynamicTable
 
 OPTIONS_KEY = "torchrec_dyn"
 # Types of devices on which prefetching takes the steps of tables with a life: there the host waits where it
-# reads. On the CPU nothing is gained, and without prefetched steps the calls between two batches (erase, freeze,
-# save) find the tables as after the first of the two.
+# reads. On the CPU nothing is gained, and without prefetched steps the calls between two batches (erase,
+# freeze, save) find the tables as after the first of the two.
 PREFETCHED_STEPS_ON = {"cuda"}
 
 

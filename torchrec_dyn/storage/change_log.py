@@ -1,9 +1,10 @@
 """ChangeLog: the rows of a table that changed, and the ids that were removed, since a version in use.
 
-A table keeps a log only while a version is held (table/arrays.py). Versions are numbered 1, 2, ...
-A row has two marks: the number of the latest version before its last change, and the number of the latest
-version before its id was added. For a removed id the numbers of its addition and its removal are kept if a
-version in use lies between them. So the log never holds more removed ids than the table held at those versions.
+A version is a point in the life of a table. A table keeps a log only while a version is held
+(table/arrays.py). Versions are numbered 1, 2, ... A row has two marks: the number of the latest version
+before its last change, and the number of the latest version before its id was added. For a removed id the
+numbers of its addition and its removal are kept if a version in use lies between them. So the log never holds
+more removed ids than the table held at those versions.
 A GPU's log may hold some more: the host waits where it sifts them out, so it does that rarely.
 
 Changes depend only on the ids and their order in time, so all column shards of a table log the same.

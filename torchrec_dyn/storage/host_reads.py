@@ -72,7 +72,7 @@ def gather_reads(host_reads: Sequence[HostRead[_Result]]) -> HostRead[list[_Resu
 def gather_pair(
     one: HostRead[_Result], other: HostRead[_Other]
 ) -> HostRead[tuple[_Result, _Other]]:
-    """Returns a host read that runs two host reads of different kinds side by side and returns both results."""
+    """Returns a host read that runs two of different kinds side by side and returns both results."""
     both: list[Any] = [one, other]
     first, second = yield from gather_reads(both)
     return first, second

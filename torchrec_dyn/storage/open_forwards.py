@@ -1,8 +1,8 @@
 """The open forwards of a table: forwards whose backward has not run yet and whose graph still exists.
 
-Every forward that will have a backward opens a ticket with its group, whose open forwards each of its tables
-includes. The ticket is closed when the backward has run or the graph is dropped. Until then the rows of the
-forward are not reused (row_numbers.py).
+Every forward that will have a backward is open at its group, and each table of the group includes the group's
+open forwards. It is closed when its backward has run or its graph is dropped. Until then its rows are not
+reused (row_numbers.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _numbers = itertools.count(1)  # of all forwards of this process
 
 
 class OpenForward:
-    """The ticket of one forward. Only the forward's graph holds it: dropping the graph closes the ticket."""
+    """One open forward. Only its autograd graph holds it: dropping the graph closes the forward."""
 
-    # Defaults if `__init__` was interrupted: such a ticket, too, is closed when it is dropped.
+    # Defaults if `__init__` was interrupted: such an object, too, is closed when it is dropped.
     number = 0
     _opened: OpenForwards | None = None
 
@@ -26,7 +26,7 @@ class OpenForward:
         opened.forwards[self.number] = weakref.ref(self)
 
     def close(self) -> None:
-        """Closes the ticket; a second call changes nothing."""
+        """Closes the forward; a second call changes nothing."""
         if self._opened is not None:
             self._opened.forwards.pop(self.number, None)
 
@@ -37,13 +37,13 @@ class OpenForwards:
     """The open forwards of a group or of one table; a table includes those of all its groups.
 
     Attributes:
-        forwards: the open forwards by number; a later forward has a higher number. A ticket that no longer
+        forwards: the open forwards by number; a later forward has a higher number. An object that no longer
             exists is closed, although its `__del__` may have been interrupted (Ctrl-C).
     """
 
     def __init__(self) -> None:
         self.forwards: dict[int, weakref.ref[OpenForward]] = {}
-        # Weak: a group without a ticket has no open forward, and each ticket holds its group.
+        # Weak: each open forward holds its group, so a group that nobody holds has none.
         self._groups: weakref.WeakSet[OpenForwards] = weakref.WeakSet()
 
     def include(self, group: OpenForwards) -> None:
@@ -54,9 +54,9 @@ class OpenForwards:
     def numbers(self) -> list[int]:
         """The numbers of the open forwards."""
         forwards = [
-            ticket for opened in (self, *self._groups) for ticket in opened.forwards.copy().items()
+            one for opened in (self, *self._groups) for one in opened.forwards.copy().items()
         ]
-        return [number for number, ticket in forwards if ticket() is not None]
+        return [number for number, forward in forwards if forward() is not None]
 
     @property
     def latest(self) -> int:

@@ -81,11 +81,8 @@ class RowNumbers:
 
         The free rows must not change between `prepare` and this call.
         """
-        self.high_water_mark, self._num_free, self._free[allocation.whole :] = (
-            allocation.high_water_mark,
-            allocation.num_free,
-            allocation.rest,
-        )
+        self.high_water_mark, self._num_free = allocation.high_water_mark, allocation.num_free
+        self._free[allocation.whole :] = allocation.rest
 
     def highest_after(self, count: int) -> int:
         """Returns the value that `high_water_mark` would have after `take(count)`."""

@@ -49,7 +49,7 @@ class TableArrays:
         changes: log of changed rows; None if no version was held at the last change.
         generation: number of replacements of the contents; a forward from before a replacement cannot run
             its backward.
-        own: numbers of the table that change with training, without those of its shared counters.
+        own: numbers of the table that change with training, without its shared counters.
         initializer: initializer of fresh rows.
         lock: lock of the collection, shared by its tables. The methods that users call hold it.
     """
@@ -102,9 +102,7 @@ class TableArrays:
     @property
     def step(self) -> int:
         """Number of training forwards so far, without forwards of the frozen table."""
-        own = (
-            self.own
-        )  # read once: without the lock, a table may move to another shared counters in between
+        own = self.own  # read once: without the lock, a table may move to other counters in between
         return own.step + own.shared.counted.steps
 
     @step.setter

@@ -1,7 +1,7 @@
-"""SharedCounters: the numbers that every step changes, of all tables that step together.
+"""Counters that every step changes, shared by the tables that step together, and those of one table.
 
-A step adds to the numbers of all tables at once, in a time that hardly depends on the number of tables. A
-table adds its own numbers (`TableCounters`) to the numbers in its line of the shared counters.
+A step adds to the counters of all tables at once, in a time that hardly depends on the number of tables. A
+table adds its own counters (`TableCounters`) to those in its line of the shared counters.
 
 Legend: T tables.
 """
@@ -24,7 +24,7 @@ COUNTED = (
 
 
 class Counted(NamedTuple):
-    """Training forwards of the tables of a shared counters.
+    """Training forwards of tables that share counters.
 
     Attributes:
         steps: number of forwards.
@@ -47,7 +47,7 @@ class Counted(NamedTuple):
 
 
 class SharedCounters:
-    """Numbers of T tables that step together.
+    """Counters of T tables that step together.
 
     Attributes:
         counted: the forwards. Replaced as a whole, so that an interrupt finds all of a step or nothing.
@@ -62,7 +62,7 @@ class SharedCounters:
 
 
 class TableCounters(NamedTuple):
-    """The numbers of one table without those of its shared counters. Replaced as a whole.
+    """The counters of one table without its shared counters. Replaced as a whole.
 
     Attributes:
         shared: the shared counters of the table.
@@ -92,15 +92,16 @@ class TableCounters(NamedTuple):
         }
 
     def moved_to(self, shared: SharedCounters, line: int) -> TableCounters:
-        """Returns the numbers of the table for a line of another shared counters that has counted nothing yet."""
+        """Returns the counters for a line of other shared counters, which have counted nothing yet."""
         steps, edits = self.step + self.shared.counted.steps, self.edits + self.shared.edits
         return TableCounters(shared, line, steps, edits, self.total_counters())
 
 
 def on_shared_counters(numbers: Sequence[TableCounters]) -> Sequence[TableCounters]:
-    """Returns the numbers of tables on a shared counters of exactly these tables, in this order.
+    """Returns the counters of tables on counters that exactly these tables share, in this order.
 
-    Tables with another shared counters leave it. Numbers that are on such a shared counters already are returned as they are.
+    Tables that share counters with others leave them. Counters that are on such ones already are returned as
+    they are.
     """
     shared = numbers[0].shared
     if shared.size == len(numbers) and all(

@@ -118,7 +118,7 @@ class Addition:
         self.table = table
         self.ids = ids
         self._counts = counts
-        self._taking: Allocation = table.row_numbers.prepare(ids.numel())
+        self._allocation: Allocation = table.row_numbers.prepare(ids.numel())
         self._num_ids = table.id_map.num_ids + ids.numel()
         self._own = table.own._replace(edits=table.own.edits + 1)
         self._inserted = table.counters["inserted"] + ids.numel()
@@ -129,12 +129,12 @@ class Addition:
     @property
     def rows(self) -> Tensor:
         """The rows, [M] int64."""
-        return self._taking.rows
+        return self._allocation.rows
 
     def commit(self) -> None:
         """Gives the rows to the ids, but for the slots of the map; a second call changes nothing."""
         table = self.table
-        table.row_numbers.commit(self._taking)
+        table.row_numbers.commit(self._allocation)
         if table.life is not None:
             table.life.add_rows(self.ids, self.rows, table.step, self._counts)
         log = table.change_log

@@ -262,7 +262,7 @@ class DynamicTable(TableArrays):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["fields"])
-        # A new shared counters, on the CPU: `torch.load(map_location=)` may have moved the copied one.
+        # New shared counters, on the CPU: `torch.load(map_location=)` may have moved the copied one.
         self.own = self.own._replace(shared=SharedCounters(1))
         self.forwards = OpenForwards()  # a copy has no graphs
         self.changes = None  # and no versions
