@@ -256,7 +256,7 @@ def test_a_signal_handler_changes_a_table_between_changes_or_gets_an_error(work,
 def test_a_mark_that_an_interrupted_change_has_left_is_taken_away():
     training = Training(LIVES["all"])
     model = training.after(3)
-    lock = model.table("t0")._table.lock
+    lock = model.table("t0").whole.lock
     lock.is_changing = True
     training.step(model, 3)
     lock.is_changing = True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -12,16 +14,17 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec_dyn.checkpoint_format import MODEL_NAMES, table_config
 from torchrec_dyn.distributed.optimizer import ShardedOptimizer
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup
-from torchrec_dyn.distributed.table_handle import ShardedTableHandle
 from torchrec_dyn.distributed.trained_rows import copy_trained_rows
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import time_fault
 from torchrec_dyn.modules import check_not_gathered, initializer_of, row_dtype
-from torchrec_dyn.ranks import Table, agree, host_group
+from torchrec_dyn.ranks import Table, TableHandle, agree, host_group
 from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
 from torchrec_dyn.state_dict import load_tables, save_tables
 from torchrec_dyn.storage import OpenForward, OpenForwards, TableLock
 from torchrec_dyn.table import DynamicTable
+
+ShardedTableHandle = TableHandle  # the name in the documentation of a sharded collection's handle
 
 
 class ShardedTables:
@@ -29,7 +32,7 @@ class ShardedTables:
 
     _shards: LocalShards
 
-    def table(self, name: str) -> ShardedTableHandle:
+    def table(self, name: str) -> TableHandle:
         """Returns the handle of one table; it reads this rank's shard.
 
         Raises:
@@ -88,7 +91,7 @@ class LocalShards:
         self._kernels = list(_kernels_of(lookups))
         self._tables = self._by_name()
         self._share(TableLock())
-        self._handles: dict[str, ShardedTableHandle] = {}
+        self._handles: dict[str, TableHandle] = {}
 
     # Called by the collection.
 
@@ -96,7 +99,7 @@ class LocalShards:
         """Opens a ticket for a batch whose ids are being sent; the lookup of the batch closes the ticket."""
         return OpenForward(self.batches)
 
-    def handle(self, name: str) -> ShardedTableHandle:
+    def handle(self, name: str) -> TableHandle:
         """Returns the handle of one table.
 
         Raises:
@@ -107,8 +110,9 @@ class LocalShards:
                 f"{self.where}.table: expected a name among {list(self._tables)}, got {name!r}."
             )
         if name not in self._handles:
-            features = self._configs[name].feature_names
-            self._handles[name] = ShardedTableHandle(self.table(name), features, self.frozen)
+            features = tuple(self._configs[name].feature_names)
+            owner = _OwnerOfShards(self.table(name), features, self.frozen)
+            self._handles[name] = TableHandle(owner)
         return self._handles[name]
 
     def set_time(self, time: int) -> None:
@@ -270,3 +274,33 @@ def _kernels_of(lookups: Iterable[nn.Module]) -> Iterable[DynamicKernel]:
         for kernel in lookup._emb_modules:
             assert isinstance(kernel, DynamicKernel)
             yield kernel
+
+
+@dataclass
+class _OwnerOfShards:
+    """What a handle asks of a sharded collection."""
+
+    whole: Table
+    features: tuple[str, ...]
+    frozen: set[str]  # of the collection
+
+    @property
+    def name(self) -> str:
+        return self.whole.name
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.name in self.frozen
+
+    def set_frozen(self, is_frozen: bool) -> None:
+        self.whole.set_frozen(is_frozen)
+        if is_frozen:
+            self.frozen.add(self.name)
+        else:
+            self.frozen.discard(self.name)
+
+    def as_table(self) -> Table:
+        return self.whole  # users hold it, too: it follows the table to another plan
+
+    def editing(self) -> AbstractContextManager[object]:
+        return nullcontext()  # no lock is held while a call waits for other ranks

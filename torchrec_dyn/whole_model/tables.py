@@ -91,14 +91,10 @@ def tables_in(collection: Collection, path: str = "", call: str = "tables_in") -
     holder = "embedding_bags" if isinstance(collection, _POOLED) else "embeddings"
     prefix = f"{path}.{holder}." if path else f"{holder}."
     if isinstance(collection, ShardedCollection):
-        shards = collection._shards
-        return {one.name: replace(one, key=prefix + one.name) for one in shards.tables()}
-    return {
-        one.config.name: Table.of_one(
-            one.rows(), one.where, one.saved_config(), prefix + one.config.name
-        )
-        for one in collection.unsharded_lookup.tables
-    }
+        tables = collection._shards.tables()
+    else:
+        tables = [one.as_table() for one in collection.unsharded_lookup.tables]
+    return {one.name: replace(one, key=prefix + one.name) for one in tables}
 
 
 def table_names(collection: Collection) -> list[str]:
