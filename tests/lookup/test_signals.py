@@ -27,7 +27,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn.lookup import training_step
 
 
-def for_a_time(seconds, deep=30.0):
+def for_a_time(seconds, deep=10.0):
     """A loop of some seconds; in the deep tests of more."""
     return pytest.mark.parametrize(
         "seconds",

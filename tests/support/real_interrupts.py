@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import os
 import signal
@@ -67,20 +68,24 @@ def by_thread(call: Callable[[], Any], delay: float, kind: type = Interrupt) -> 
     """An exception that another thread sends to this thread, as notebooks and time limits do."""
     receiver = ctypes.c_ulong(threading.get_ident())
 
+    over = _thread.allocate_lock()
+    over.acquire()
+
     def send() -> None:
         time.sleep(delay)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(receiver, ctypes.py_object(kind))
+        over.release()
 
-    sender = threading.Thread(target=send)
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         try:
-            sender.start()
+            _thread.start_new_thread(
+                send, ()
+            )  # an exception would leave a half-started Thread behind
             call()
         finally:
-            sender.join()
+            over.acquire()
     except RAISED as error:
-        sender.join()
         return type(error)
     finally:
         sys.unraisablehook = hook
