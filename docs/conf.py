@@ -46,11 +46,12 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
 # Types in signatures. Types of torch, TorchRec and Python have no page here. Types of ours must have
-# one, except two abstract classes: only their subclasses are public.
+# one, except two abstract classes, of which only subclasses are public, and the table behind a handle.
 nitpick_ignore_regex = [
     ("py:.*", r"(?!torchrec_dyn\b).*"),
     ("py:class", r"torchrec_dyn\.modules\.collection_tables\.UnshardedCollection"),
     ("py:class", r"torchrec_dyn\.initializers\.Initializer"),
+    ("py:class", r"torchrec_dyn\.ranks\.table\.Table"),
 ]
 
 # The blocks of a page are one program.

@@ -216,22 +216,6 @@ def in_a_handler(training, work, every):
         at += every
 
 
-@at_one_place_in(307)
-@pytest.mark.parametrize("life", ["plain", "all"])
-def test_a_signal_handler_saves_a_state_that_loads_or_gets_an_error(life, every):
-    training = Training(LIVES[life])
-    expected, seen = contents(training.after(8)), set()
-    for model, saved in in_a_handler(training, training.save, every):
-        now = contents(model)
-        assert all(is_same(now[name], one) for name, one in expected.items())
-        seen.add(saved is None)
-        if saved is not None:
-            other = training.empty()
-            training.load(other, *saved[0])
-            check_whole(other)
-    assert seen == {False, True}
-
-
 @at_one_place_in(607)
 @pytest.mark.parametrize(
     "work",
@@ -256,7 +240,7 @@ def test_a_signal_handler_changes_a_table_between_changes_or_gets_an_error(work,
 def test_a_mark_that_an_interrupted_change_has_left_is_taken_away():
     training = Training(LIVES["all"])
     model = training.after(3)
-    lock = model.table("t0")._table.lock
+    lock = model.table("t0").whole.lock
     lock.is_changing = True
     training.step(model, 3)
     lock.is_changing = True

@@ -9,6 +9,8 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
+from torchrec_dyn.distributed import ShardedTableHandle
+from torchrec_dyn.modules import TableHandle
 
 ADAGRAD = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
 
@@ -107,3 +109,25 @@ def test_edits_that_do_not_fit() -> None:
         handle.assign(torch.arange(200), torch.zeros(200, 4))
     assert torch.equal(handle.lookup(torch.tensor([1, 2]))[0], torch.tensor([[1.0] * 4, [0.0] * 4]))
     assert handle.num_rows == 1
+
+
+def test_an_unsharded_table_is_a_group_of_one_rank() -> None:
+    config = EmbeddingBagConfig(100, 4, "t", feature_names=["f"])
+    policy = dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed())
+    ebc = dyn.DynamicEmbeddingBagCollection([config], dynamic=policy, fused_params=ADAGRAD)
+    handle = ebc.table("t")
+    assert type(handle) is TableHandle is ShardedTableHandle
+    assert (handle.name, handle.features, handle.columns) == ("t", ("f",), ((0, 4),))
+    ebc(bag(1, 2, 2))
+    handle.whole.assign(torch.tensor([5]), torch.ones(1, 4))
+    asked, whole = torch.tensor([2, 5, 9]), handle.whole
+    assert whole.ids().tolist() == handle.ids().tolist() and set(whole.ids().tolist()) == {1, 2, 5}
+    assert (
+        whole.lookup(asked)[1].tolist() == handle.lookup(asked)[1].tolist() == [True, True, False]
+    )
+    assert torch.equal(whole.lookup(asked)[0], handle.lookup(asked)[0])
+    assert whole.count(asked).tolist() == handle.count(asked).tolist() == [2, 0, 0]
+    assert whole.last_seen(asked).tolist() == handle.last_seen(asked).tolist() == [1, 1, -1]
+    assert whole.num_rows == 3 and whole.stats() == handle.stats()
+    assert handle.whole.erase(asked) == 2
+    assert repr(handle) == "TableHandle(name='t', num_rows=1)"

@@ -222,6 +222,35 @@ def test_a_copy_has_a_lock_of_its_own():
             assert pool.submit(other.table("t").lookup, torch.tensor([HOT])).result(10)[1].all()
 
 
+@pytest.mark.parametrize("is_erased", [False, True])
+def test_an_edit_is_not_lost_to_rows_of_another_optimizer(monkeypatch, is_erased):
+    model = collection()
+    (table,) = model.unsharded_lookup.tables
+    handle, as_table, ids = model.table("t"), table.as_table, torch.tensor([7])
+    handle.assign(torch.tensor([7 if is_erased else 8]), torch.ones(1, 8))
+
+    def change():
+        table.mark_optimizer([torch.optim.SGD], [{"lr": 0.1}])
+        table.rows()
+
+    other = threading.Thread(target=change)
+
+    def as_table_and_change():
+        now = as_table()
+        other.start()
+        other.join(0.1)
+        return now
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "as_table", as_table_and_change)
+        if is_erased:
+            handle.erase(ids)
+        else:
+            handle.assign(ids, torch.ones(1, 8))
+    other.join()
+    assert bool(handle.lookup(ids)[1]) == (not is_erased)
+
+
 def test_a_forked_process_finds_tables_at_rest():
     model = collection()
     handle, training = model.table("t"), Training(trained(model))

@@ -4,9 +4,8 @@ The room is named after `torchrec.distributed`.
 
 Imports `sharding`, `modules`, `state_dict`, `ranks`, `checkpoint_format`, `lookup`, `table`, `life`,
 `storage` and the ground. Start with `sharders`, then `embeddingbag_collection`: `sharding_setup` checks
-the plan, `local_shards` holds the tables of this rank. Read as needed: `table_handle`
-(calls by id); `resharding`, `table_move` and `chunk_exchange` (moves of tables to another plan);
-`feature_processors`.
+the plan, `local_shards` holds the tables of this rank. Read as needed: `resharding`, `table_move` and
+`chunk_exchange` (moves of tables to another plan); `feature_processors`.
 
 An invalid argument of a collective call is an error on every rank, and nothing has changed then.
 """
@@ -17,8 +16,10 @@ from torchrec_dyn.distributed.embeddingbag_collection import ShardedDynamicEmbed
 from torchrec_dyn.distributed.feature_processors import (
     DynamicFeatureProcessedEmbeddingBagCollectionSharder,
 )
+from torchrec_dyn.distributed.local_shards import ShardedTableHandle
 from torchrec_dyn.distributed.sharders import (
     DynamicEmbeddingBagCollectionSharder,
     DynamicEmbeddingCollectionSharder,
 )
-from torchrec_dyn.distributed.table_handle import ShardedTableHandle
+
+__all__ = ["ShardedTableHandle"]  # public, besides what other rooms use

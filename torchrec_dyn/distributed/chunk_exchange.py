@@ -47,13 +47,9 @@ class _Block(NamedTuple):
 def exchange_chunks(
     saved: Mapping[str, SavedTensor], entry: TableEntry, group: dist.ProcessGroup, call: str
 ) -> None:
-    """Fills an entry with the blocks that it reads; the chunks are on all ranks. Collective.
+    """Fills the entry of new shards, before its `begin`, with the blocks that it reads. Collective.
 
-    Args:
-        saved: the tensors that the old shards would save, by name.
-        entry: the entry of the new shards, before its `begin`.
-        group: the ranks.
-        call: table and method, the same on every rank.
+    The chunks are on all ranks: `saved` are the tensors that the old shards would save, by name.
 
     Raises:
         ValueError, RuntimeError: on every rank, if some rank could not read or receive a block.
@@ -134,10 +130,7 @@ def _receive(
 class _Routes:
     """The blocks that this rank sends and receives in each round; all ranks compute the same routes.
 
-    Args:
-        chunks: chunks of each rank, one per round.
-        wanted: blocks that each rank reads; each block is in one chunk.
-        rank: this rank.
+    `chunks` of each rank, one a round, and the blocks `wanted` by each rank, each within one chunk.
     """
 
     def __init__(

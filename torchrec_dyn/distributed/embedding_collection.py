@@ -151,11 +151,7 @@ class ShardedDynamicEmbeddingCollection(
     def input_dist(
         self, ctx: SequenceContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Checks a batch and sends its ids to their owners.
-
-        Args:
-            ctx: the state of this forward.
-            features: sequences of any int64 ids.
+        """Checks a batch and sends its ids, any int64, to their owners.
 
         Raises:
             ValueError: if a feature is missing or the tensors do not match each other.

@@ -125,11 +125,7 @@ class ShardedDynamicEmbeddingBagCollection(
     def input_dist(
         self, ctx: PooledContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Checks a batch and sends its ids to their owners.
-
-        Args:
-            ctx: the state of this forward.
-            features: bags of any int64 ids.
+        """Checks a batch and sends its ids, any int64, to their owners.
 
         Raises:
             ValueError: as `checked_batch`.
@@ -148,12 +144,7 @@ class ShardedDynamicEmbeddingBagCollection(
     def send(
         self, ctx: PooledContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Sends the ids of a checked batch to their owners.
-
-        Args:
-            ctx: the state of this forward.
-            features: a batch that `checked_batch` returned.
-        """
+        """Sends the ids of a batch that `checked_batch` returned to their owners."""
         self._open(ctx, features.device())
         self._prepare_dists(features)
         remove_stale_forwards(self._input_dists)

@@ -57,15 +57,8 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     """A `FeatureProcessedEmbeddingBagCollection` whose dynamic tables are on several ranks.
 
     Created by `DynamicFeatureProcessedEmbeddingBagCollectionSharder`. Every rank has all processors;
-    DistributedDataParallel averages their gradients.
-
-    Args:
-        module: the module to shard. Its collection is not changed; its processors become this module's.
-        table_name_to_parameter_sharding: the plan of its tables.
-        ebc_sharder: the sharder of the collection.
-        env: the ranks.
-        device: device of the rows.
-        module_fqn: path of the module in the model.
+    DistributedDataParallel averages their gradients. The collection of the unsharded module is not changed;
+    its processors become this module's.
 
     Raises:
         ValueError: if the collection is not dynamic, a processor does not support spread rows, or the plan
@@ -119,12 +112,6 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     ) -> None:
         """Moves tables to the ranks of another plan: all of these tables, or none. Collective.
 
-        Args:
-            sharder: the sharder of the collection.
-            changed: the new plan of the tables that move.
-            env: the ranks.
-            device: device of the rows.
-
         Raises:
             ValueError, RuntimeError: as `DynamicEmbeddingBagCollectionSharder.reshard`. ValueError also if
                 the new plan spreads rows and a processor does not support this.
@@ -145,9 +132,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     ) -> Awaitable[Awaitable[KJTList]]:
         """Checks a batch and sends its ids to their owners, with positions if rows of a table are spread.
 
-        Args:
-            ctx: the state of this forward.
-            features: bags of any int64 ids; it is not changed.
+        The batch of the user is not changed.
 
         Raises:
             ValueError: if a feature is missing, the tensors do not match each other, weights require a
@@ -325,11 +310,6 @@ def _with_own_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 def _check_sends_positions(processors: Processors, spread: Sequence[str], where: str) -> None:
     """Checks that processors can send positions, where an owner gets only a part of each bag.
-
-    Args:
-        processors: the feature processors.
-        spread: names of the tables whose rows are spread.
-        where: the collection, for messages.
 
     Raises:
         ValueError: if a processor has no `pre_process_input`, which writes the positions.

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_dyn.checkpoint_format import MODEL_NAMES, table_config
 from torchrec_dyn.distributed.optimizer import ShardedOptimizer
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup
-from torchrec_dyn.distributed.table_handle import ShardedTableHandle
-from torchrec_dyn.distributed.trained_rows import copy_trained_rows
 from torchrec_dyn.initializers import Initializer
-from torchrec_dyn.life import time_fault
+from torchrec_dyn.life import NOT_BY_ROW, time_fault
 from torchrec_dyn.modules import check_not_gathered, initializer_of, row_dtype
-from torchrec_dyn.ranks import Table, agree, host_group
+from torchrec_dyn.ranks import Table, TableHandle, agree, host_group
 from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
 from torchrec_dyn.state_dict import load_tables, save_tables
 from torchrec_dyn.storage import OpenForward, OpenForwards, TableLock
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table import DynamicTable, state_for_copy, without_optimizer
+
+ShardedTableHandle = TableHandle  # the name in the documentation of a sharded collection's handle
 
 
 class ShardedTables:
@@ -29,7 +31,7 @@ class ShardedTables:
 
     _shards: LocalShards
 
-    def table(self, name: str) -> ShardedTableHandle:
+    def table(self, name: str) -> TableHandle:
         """Returns the handle of one table; it reads this rank's shard.
 
         Raises:
@@ -55,11 +57,6 @@ class LocalShards:
     """The column shards on this rank of every table of a collection, in column order.
 
     The object stays the same when tables move (resharding.py), so its users always see the present shards.
-
-    Args:
-        setup: the setup of the collection.
-        lookups: TorchRec's lookups, one per sharding type.
-        env: the ranks.
 
     Attributes:
         where: the collection, for messages.
@@ -88,7 +85,7 @@ class LocalShards:
         self._kernels = list(_kernels_of(lookups))
         self._tables = self._by_name()
         self._share(TableLock())
-        self._handles: dict[str, ShardedTableHandle] = {}
+        self._handles: dict[str, TableHandle] = {}
 
     # Called by the collection.
 
@@ -96,7 +93,7 @@ class LocalShards:
         """Opens a forward for a batch whose ids are being sent; the lookup of the batch closes it."""
         return OpenForward(self.batches)
 
-    def handle(self, name: str) -> ShardedTableHandle:
+    def handle(self, name: str) -> TableHandle:
         """Returns the handle of one table.
 
         Raises:
@@ -107,18 +104,15 @@ class LocalShards:
                 f"{self.where}.table: expected a name among {list(self._tables)}, got {name!r}."
             )
         if name not in self._handles:
-            features = self._configs[name].feature_names
-            self._handles[name] = ShardedTableHandle(self.table(name), features, self.frozen)
+            features = tuple(self._configs[name].feature_names)
+            owner = _OwnerOfShards(self.table(name), features, self.frozen)
+            self._handles[name] = TableHandle(owner)
         return self._handles[name]
 
     def set_time(self, time: int) -> None:
         """Sets the clocks of all tables to the latest time that any rank passed. Collective.
 
-        Args:
-            time: as `ShardedTables.set_time`.
-
-        Raises:
-            ValueError: as `ShardedTables.set_time`.
+        The same as `ShardedTables.set_time`, with its errors.
         """
         where, fault = f"{self.where}.set_time", time_fault(time, None)
         shards = [shard for shards in self._tables.values() for shard in shards]
@@ -135,11 +129,9 @@ class LocalShards:
             shard.set_time(latest)
 
     def save_and_load_with(self, module: Any, holder: str) -> None:
-        """Installs the hooks and the optimizer with which the collection saves and loads these tables.
+        """Installs the hooks and the optimizer with which a sharded collection saves and loads these tables.
 
-        Args:
-            module: the sharded collection.
-            holder: attribute of the unsharded collection that holds the tables.
+        `holder` is the attribute of the unsharded collection that holds the tables.
         """
 
         def put(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -206,7 +198,7 @@ class LocalShards:
     # Trained rows, and another plan.
 
     def fill_from(self, trained: Mapping[str, DynamicTable]) -> None:
-        """Copies this rank's part of the rows that were trained before sharding."""
+        """Copies this rank's part of the rows that were trained before sharding, of each table by name."""
         for name, source in trained.items():
             self._initializers[name] = source.initializer
             copy_trained_rows(source, self.table(name))
@@ -270,3 +262,66 @@ def _kernels_of(lookups: Iterable[nn.Module]) -> Iterable[DynamicKernel]:
         for kernel in lookup._emb_modules:
             assert isinstance(kernel, DynamicKernel)
             yield kernel
+
+
+@dataclass
+class _OwnerOfShards:
+    """What a handle asks of a sharded collection."""
+
+    whole: Table
+    features: tuple[str, ...]
+    frozen: set[str]  # of the collection
+
+    @property
+    def name(self) -> str:
+        return self.whole.name
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.name in self.frozen
+
+    def set_frozen(self, is_frozen: bool) -> None:
+        self.whole.set_frozen(is_frozen)
+        if is_frozen:
+            self.frozen.add(self.name)
+        else:
+            self.frozen.discard(self.name)
+
+    def as_table(self) -> Table:
+        return self.whole  # users hold it, too: it follows the table to another plan
+
+    def editing(self) -> AbstractContextManager[object]:
+        return nullcontext()  # no lock is held while a call waits for other ranks
+
+
+def copy_trained_rows(source: DynamicTable, table: Table) -> None:
+    """Fills this rank's shards, which have no rows, with its part of rows that were trained before sharding.
+
+    Every rank has the whole unsharded collection and copies its part, so nothing is sent. Scores, admission
+    counters and clock are copied too. Optimizer state is copied if the shards have the same kind of
+    optimizer; state of one number per row is copied to every column shard.
+    """
+    for shard in table.shards:
+        shard.start_as(source.initializer)  # a loaded checkpoint may have set it
+    state = state_for_copy(source, on_host=True)
+    if not state["ids"].numel() and not int(state["step"]) and source.time is None:
+        return
+    if table.shards and source.optimizer.kind != table.optimizer.kind:
+        state = without_optimizer(state, source.optimizer)
+    mask = table.owns(state["ids"]) if table.layout.rows_are_spread else None
+    if "waiting" in state and mask is not None:
+        state["waiting"] = state["waiting"][:, table.owns(state["waiting"][0])]
+    for shard in table.shards:
+        mine = {name: state[name] for name in NOT_BY_ROW if name in state}
+        for name in state.keys() - mine:
+            mine[name] = _part(state[name], mask, shard)
+        shard.load_state(mine)
+
+
+def _part(values: Tensor, mask: Tensor | None, shard: DynamicTable) -> Tensor:
+    """Returns the rows and columns of one shard from values [R, columns], [R] or []."""
+    if values.dim() and mask is not None:
+        values = values[mask]
+    if values.dim() == 2:
+        values = values[:, shard.first_column : shard.first_column + shard.columns]
+    return values.contiguous()

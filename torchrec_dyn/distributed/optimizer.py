@@ -29,11 +29,8 @@ class ShardedOptimizer(KeyedOptimizer):
     of the tables. So schedulers find the same groups on all ranks, also after tables have moved
     (resharding.py).
 
-    Args:
-        placeholders: placeholder parameters of the tables on this rank, by key.
-        tables: name and row optimizer of every table of the collection, in order.
-        holder: attribute of the unsharded collection that holds the tables.
-        table_of: function that returns a table by name.
+    `placeholders` are the parameters of the tables on this rank, by key; `tables` are all tables of the
+    collection, in order. `holder` is the attribute of the unsharded collection that holds the tables.
     """
 
     def __init__(
@@ -59,11 +56,7 @@ class ShardedOptimizer(KeyedOptimizer):
         super().__init__(params, state, list(self._rates.values()))
 
     def drive(self, groups: Sequence[TableGroup]) -> None:
-        """Sets `lr` of each parameter group as the learning rate of its tables, now and after each change.
-
-        Args:
-            groups: the table groups of this rank.
-        """
+        """Sets `lr` of each parameter group as the learning rate of its tables, now and after each change."""
         for optimizer, rates in self._rates.items():
             rates.drive([group for group in groups if group.tables[0].optimizer == optimizer])
 

@@ -45,14 +45,9 @@ def reshard(
 ) -> None:
     """Moves tables of a collection to the ranks of another plan: all of these tables, or none. Collective.
 
-    Args:
-        sharder: a sharder with the arguments with which the collection was sharded.
-        collection: the sharded collection.
-        changed: the new plan of the tables that move; it may contain tables that do not move.
-        env: the ranks.
-        device: device of the rows; None: unchanged.
-        wrapped: function that checks the plan for the feature processors around the collection; None: there
-            are no feature processors.
+    The sharder has the arguments with which the collection was sharded. `changed` is the new plan of the
+    tables that move; it may contain others. A device of None leaves the rows where they are. `wrapped` checks
+    the plan for the feature processors around the collection; None: there are none.
 
     Raises:
         ValueError: on every rank, if the plan is not valid or differs between ranks, if the device is of

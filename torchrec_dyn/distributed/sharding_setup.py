@@ -81,16 +81,8 @@ def set_up(
 ) -> ShardingSetup:
     """Checks the plan, the optimizers and the names of the tables, before anything is built.
 
-    Args:
-        module: the unsharded collection.
-        holder: attribute of the collection that holds the tables.
-        configs: the configs of the collection's tables.
-        plan: the collection's part of the sharding plan.
-        env: the ranks.
-        fused_params: the sharder's `fused_params`.
-        sharding_types: the types that the collection supports.
-        device: device of the rows; None: cpu.
-        module_fqn: path of the collection in the model.
+    `holder` is the attribute of the unsharded collection that holds the tables, `sharding_types` are those
+    that it supports, and `module_fqn` is its path in the model. A device of None is the CPU.
 
     Raises:
         ValueError: if there is no process group, or the model is in a DMPCollection, or the device, the plan,
@@ -182,14 +174,7 @@ def _claim_names(
 class ShardableView(nn.Module):
     """The module that TorchRec shards in place of a dynamic collection; read only.
 
-    Args:
-        module: the collection.
-        configs: the configs of the collection's tables.
-        tables: the collection's tables, by name.
-        holder: attribute of the collection that holds the tables, "embedding_bags" or "embeddings".
-        layouts: the pieces of each table and their ranks.
-        fused_params: merged options of sharder and module; options on a table's parameter have priority.
-        where: the collection, for messages.
+    `fused_params` are the merged options of sharder and module; options on a table's parameter have priority.
 
     Attributes:
         tables_by_default: names of the tables without a chosen optimizer.

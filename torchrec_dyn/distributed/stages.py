@@ -51,10 +51,8 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
     ) -> None:
         """Inserts rows for the ids that arrived, or takes the step of tables with a life, before the forward.
 
-        Args:
-            dist_input: the ids that arrived.
-            forward_stream: not used; the forward keeps what it uses.
-            ctx: the state of the forward, which keeps the steps; None: no steps are taken.
+        The context keeps the steps; without one no steps are taken. The stream is not used: the forward keeps
+        what it uses.
         """
         prefetch(self._lookups, dist_input, None if ctx is None else ctx.prefetched_steps)
 
@@ -85,12 +83,7 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         """Does nothing: a row is initialised when its id is first seen."""
 
     def _open(self, ctx: BatchContext, device: torch.device) -> None:
-        """Begins to send the ids of a batch.
-
-        Args:
-            ctx: the state of the forward.
-            device: device of the batch.
-        """
+        """Begins to send the ids of a batch that is on this device."""
         ctx.sent = self._shards.open_batch()
         ctx.sending_stream = stream_on(device)
 

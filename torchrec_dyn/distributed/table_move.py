@@ -19,12 +19,8 @@ from torchrec_dyn.state_dict import (
 def move_table(before: Table, after: Table, call: str) -> None:
     """Copies rows, optimizer state and counters of a table into the shards of another plan. Collective.
 
-    The content sums of the copy are compared with the sums of the old shards. The old shards do not change.
-
-    Args:
-        before: the table with the old shards of this rank.
-        after: the table with the new shards of this rank, without rows.
-        call: collection and method, the same on every rank.
+    `before` has the old shards of this rank, `after` the new shards, without rows. The content sums of the
+    copy are compared with the sums of the old shards, which do not change.
 
     Raises:
         ValueError, RuntimeError: on every rank, if some rank fails.

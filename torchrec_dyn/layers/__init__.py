@@ -1,6 +1,6 @@
 """Modules that hold collections: modules of one table, block embeddings and quotient-remainder embeddings.
 
-Imports `distributed`, `modules` and the ground. Start with `embedding`: a module reads its input
+Imports `modules` and the ground. Start with `embedding`: a module reads its input
 (`inputs`), looks up rows in its collection, and shapes the output. Then read `embedding_bag`. It pools in
 one of three ways: in the collection (`bags`), side by side (`tile`), or so that weights get gradients
 (`weight_gradients`). Then read `block_embedding` and `quotient_remainder`.

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_dyn.distributed import ShardedTableHandle
 from torchrec_dyn.modules import TableHandle, check_id, check_size
 
 
@@ -23,7 +22,7 @@ class OneTable(nn.Module):
         return self.collection.fused_optimizer
 
     @property
-    def table(self) -> TableHandle | ShardedTableHandle:
+    def table(self) -> TableHandle:
         """A handle on the table; for a sharded table it reads this rank's shard."""
         return self.collection.table(self.name)
 

@@ -1,8 +1,8 @@
 """The unsharded collections. The room is named after `torchrec.modules`.
 
-Imports `state_dict`, `checkpoint_format`, `lookup`, `table`, `life`, `storage` and the ground. Start with
-`embeddingbag_collection`: a collection holds tables (`unsharded_table`), and `unsharded_lookup` runs their
-forwards. `collection_tables` has the methods that both collections share.
+Imports `state_dict`, `ranks`, `checkpoint_format`, `lookup`, `table`, `life`, `storage` and the ground.
+Start with `embeddingbag_collection`: a collection holds tables (`unsharded_table`), and `unsharded_lookup`
+runs their forwards. `collection_tables` has the methods that both collections share.
 
 The collections are ordinary modules: `.to`, deepcopy, pickling and `state_dict` work as usual.
 """
@@ -32,6 +32,6 @@ from torchrec_dyn.modules.table_configs import (
     row_dtype,
     with_row_dtype,
 )
-from torchrec_dyn.modules.table_handle import TableHandle
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import check_not_gathered
+from torchrec_dyn.ranks import TableHandle

@@ -15,10 +15,10 @@ from torchrec_dyn.compilers import NotScriptable
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.life import time_fault
 from torchrec_dyn.modules.table_configs import dynamic_config_by_table
-from torchrec_dyn.modules.table_handle import TableHandle
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import check_not_in_dmp, check_not_made_static
+from torchrec_dyn.ranks import TableHandle
 from torchrec_dyn.table import DynamicTable
 
 

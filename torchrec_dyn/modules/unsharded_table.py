@@ -15,6 +15,7 @@ from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_optimizer
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
 from torchrec_dyn.modules.wrapper_checks import skip_in_ddp, skipped_by_fully_shard
+from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import checked_model_state, empty_model_tensors, model_tensors
 from torchrec_dyn.storage import TableLock, locked
 from torchrec_dyn.table import (
@@ -103,6 +104,26 @@ class UnshardedTable(nn.Module):
         weight = self._parameters["weight"]
         return weight is not None and not weight.requires_grad
 
+    # With `is_frozen` and `as_table`, what a handle asks of the table (ranks/table_handle.py).
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self.config.name
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of the features that read the table."""
+        return tuple(self.config.feature_names)
+
+    def set_frozen(self, is_frozen: bool) -> None:
+        """Freezes or unfreezes the table."""
+        self.weight.requires_grad_(not is_frozen)
+
+    def editing(self) -> TableLock:
+        """Returns the lock: the rows of another optimizer do not replace the rows while it is held."""
+        return self.lock
+
     def _check_device(self) -> None:
         if self.device == _META:
             raise ValueError(
@@ -139,6 +160,10 @@ class UnshardedTable(nn.Module):
             table.changes = before.changes  # earlier markers stay valid
             table.note_replaced(before.id_map)
         return table
+
+    def as_table(self) -> Table:
+        """Returns the table as it is now, in the form of a sharded one; makes the rows."""
+        return Table.of_one(self.rows(), self.where, self.saved_config())
 
     def rows_if_made(self) -> DynamicTable | None:
         """Returns the rows, or None if the table has not been used yet."""

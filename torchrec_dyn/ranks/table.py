@@ -2,7 +2,7 @@
 
 Saving, loading, moves to another plan and calls by id take this object. The calls by id, specified in
 whole_model/by_id.py, are collective: all ranks call them, each with any ids, perhaps none. A fault on one
-rank is raised on all ranks. A table without a process group is one shard, and the shard has these calls.
+rank is raised on all ranks. The calls of an unsharded table, a group of one rank, are those of its shard.
 
 Legend: M ids of this rank, K ids sent to this rank, C columns on this rank, R rows of the table, D columns of
 the table.
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,25 @@ from torchrec_dyn.storage import (
 )
 from torchrec_dyn.table import DynamicTable, stamp_of
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 Stats = dict[str, int | float]
 OF_EVERY_SHARD = ("step", "forwards")  # counters that are the same in every shard: not summed
+
+
+def collective(
+    method: Callable[Concatenate[Table, _P], _T],
+) -> Callable[Concatenate[Table, _P], _T]:
+    """Returns a call on the whole table; of an unsharded table the call of this name on its shard."""
+
+    @wraps(method)
+    def on_all_ranks(self: Table, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if self.group is not None:
+            return method(self, *args, **kwargs)
+        on_shard: Callable[..., _T] = getattr(self.shards[0], method.__name__)
+        return on_shard(*args, **kwargs)
+
+    return on_all_ranks
 
 
 @dataclass(eq=False)
@@ -78,14 +94,12 @@ class Table:
     maps: tuple[IdMap, ...] | None = None
 
     @classmethod
-    def of_one(
-        cls, shard: DynamicTable, where: str, config: dict[str, Any], key: str = ""
-    ) -> Table:
-        """Returns the table of a shard with all columns, in one process."""
+    def of_one(cls, shard: DynamicTable, where: str, config: dict[str, Any]) -> Table:
+        """Returns the unsharded table of a shard with all columns: a group of one rank."""
         layout = TableLayout((Piece(0, shard.embedding_dim, (0,)),), False)
         return cls(
             shard.name, where, layout, [shard], 0, None, shard.lock, shard.device, config,
-            shard.config, shard.optimizer, key,
+            shard.config, shard.optimizer,
         )  # fmt: skip
 
     def follow(self, other: Table) -> None:
@@ -113,7 +127,7 @@ class Table:
         return [*(piece.first_column for piece in self.layout.pieces), self.embedding_dim]
 
     @property
-    def columns(self) -> list[tuple[int, int]]:
+    def column_ranges(self) -> list[tuple[int, int]]:
         """The first column of each shard on this rank, and the column after its last."""
         return [(one.first_column, one.first_column + one.columns) for one in self.shards]
 
@@ -167,6 +181,8 @@ class Table:
             not_found = torch.zeros(ids.numel(), dtype=torch.bool, device=self.device)
             return torch.empty(ids.numel(), 0, dtype=self.dtype, device=self.device), not_found
         read = [shard.lookup(ids) for shard in self.shards]
+        if len(read) == 1:
+            return read[0]
         return torch.cat([rows for rows, _ in read], dim=1), read[0][1]
 
     # The whole table. All of these are collective.
@@ -181,7 +197,7 @@ class Table:
 
     @property
     def _sharded_over(self) -> dist.ProcessGroup:
-        assert self.group is not None, "the calls of an unsharded table are those of its shard"
+        assert self.group is not None
         return self.group
 
     @property
@@ -190,6 +206,7 @@ class Table:
         counts = self._gather("num_rows", lambda: sum(one.num_rows for one in self._first_shards))
         return sum(counts[rank] for rank in self._first.ranks)
 
+    @collective
     def ids(self) -> Tensor:
         """Returns all ids of the table, [R] int64 in unsigned order of mix64(id), on every rank."""
         call, first, group = f"{self.where}.ids", self._first.ranks, self._sharded_over
@@ -219,6 +236,7 @@ class Table:
 
         return run_together(group, call, join)
 
+    @collective
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Reads rows by id. As `torchrec_dyn.lookup_rows`."""
         exchange = self._send("lookup", ids)
@@ -231,14 +249,17 @@ class Table:
 
         return exchange.return_rows(read), exchange.return_numbers(found.pop)
 
+    @collective
     def last_seen(self, ids: Tensor) -> Tensor:
         """Returns each id's last occurrence in training. As `torchrec_dyn.read_last_seen`."""
         return self._first_numbers("last_seen", ids, DynamicTable.last_seen)
 
+    @collective
     def count(self, ids: Tensor) -> Tensor:
         """Returns each id's number of occurrences. As `torchrec_dyn.read_counts`."""
         return self._first_numbers("count", ids, DynamicTable.count)
 
+    @collective
     def assign(self, ids: Tensor, rows: Tensor) -> None:
         """Writes rows by id, on all column shards. As `torchrec_dyn.assign_rows`."""
         exchange = self._send("assign", ids, rows)
@@ -252,6 +273,7 @@ class Table:
 
         self._gather("assign", write)
 
+    @collective
     def erase(self, ids: Tensor) -> int:
         """Removes ids, on all column shards. As `torchrec_dyn.erase_rows`."""
         exchange = self._send("erase", ids)
@@ -277,6 +299,7 @@ class Table:
         for shard in self.shards:
             shard.is_frozen = is_frozen
 
+    @collective
     def stats(self) -> Stats:
         """Returns the counts of the whole table, the same on every rank. As `torchrec_dyn.read_stats`."""
         of_ranks = self._gather("stats", lambda: [shard.stats() for shard in self.shards])

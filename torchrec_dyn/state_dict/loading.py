@@ -96,7 +96,7 @@ class ModelEntry(TableEntry):
         if not self.staged or name not in self.names:
             return []
         if name == "weight":
-            return list(chunks_to_read(saved, self.places, self.table.columns))
+            return list(chunks_to_read(saved, self.places, self.table.column_ranges))
         # Waiting ids are few and not counted in cells: every rank reads all of them and keeps its own.
         places = Places([(0, saved.size[0])]) if name == "waiting" else self.places
         return list(chunks_to_read(saved, places, None))
@@ -234,7 +234,7 @@ class OptimizerEntry(TableEntry):
         if name not in self.names or not self.table.shards:
             return []
         # Every shard needs the row-wise state of all cuts: it is read once and put into each shard's store.
-        columns = None if self._is_rowwise(name) else self.table.columns
+        columns = None if self._is_rowwise(name) else self.table.column_ranges
         return list(chunks_to_read(self.saved[name], self.places, columns))
 
     def _is_rowwise(self, name: str) -> bool:

@@ -117,6 +117,8 @@ def turn_of(owner: _OnDevice) -> Iterator[None]:
 
 # A child process has only the thread that forked. If another thread held a lock at the fork, the child would
 # wait for the lock for ever, and a table would be half changed. So a fork waits until all tables are at rest.
+# A thread that forks within a change of its own, in a signal handler, holds its lock already: the child gets
+# the mark `is_changing` too, and both processes go on with the change.
 _fork_lock = RLock()  # one thread forks at a time
 _every_lock: weakref.WeakValueDictionary[int, TableLock] = weakref.WeakValueDictionary()
 _held: list[TableLock] = []

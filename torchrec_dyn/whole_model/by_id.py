@@ -20,9 +20,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchrec_dyn.distributed import ShardedTableHandle
-from torchrec_dyn.modules import TableHandle
-from torchrec_dyn.ranks import Table, agree
+from torchrec_dyn.ranks import TableHandle, agree
 from torchrec_dyn.whole_model.tables import Collection, ShardedCollection
 
 
@@ -44,7 +42,7 @@ def lookup_rows(collection: Collection, table: str, ids: Tensor) -> tuple[Tensor
     Raises:
         ValueError: if there is no such table, or `ids` are not [M] int64.
     """
-    return _whole(collection, table, "lookup_rows").lookup(ids)
+    return _handle(collection, table, "lookup_rows").whole.lookup(ids)
 
 
 def assign_rows(collection: Collection, table: str, ids: Tensor, rows: Tensor) -> None:
@@ -67,7 +65,7 @@ def assign_rows(collection: Collection, table: str, ids: Tensor, rows: Tensor) -
         RuntimeError: if new ids exceed the limit of a table without an eviction policy, or memory is
             exhausted. Shards without this error may have written their rows.
     """
-    _whole(collection, table, "assign_rows").assign(ids, rows)
+    _handle(collection, table, "assign_rows").assign(ids, rows)
 
 
 def erase_rows(collection: Collection, table: str, ids: Tensor) -> int:
@@ -87,7 +85,7 @@ def erase_rows(collection: Collection, table: str, ids: Tensor) -> int:
     Raises:
         ValueError: if there is no such table, or `ids` are not [M] int64; nothing has changed then.
     """
-    return _whole(collection, table, "erase_rows").erase(ids)
+    return _handle(collection, table, "erase_rows").erase(ids)
 
 
 def read_last_seen(collection: Collection, table: str, ids: Tensor) -> Tensor:
@@ -106,7 +104,7 @@ def read_last_seen(collection: Collection, table: str, ids: Tensor) -> Tensor:
     Raises:
         ValueError: if there is no such table, `ids` are not [M] int64, or the table has no policy.
     """
-    return _whole(collection, table, "read_last_seen").last_seen(ids)
+    return _handle(collection, table, "read_last_seen").whole.last_seen(ids)
 
 
 def read_counts(collection: Collection, table: str, ids: Tensor) -> Tensor:
@@ -124,7 +122,7 @@ def read_counts(collection: Collection, table: str, ids: Tensor) -> Tensor:
     Raises:
         ValueError: if there is no such table, `ids` are not [M] int64, or the table has no policy.
     """
-    return _whole(collection, table, "read_counts").count(ids)
+    return _handle(collection, table, "read_counts").whole.count(ids)
 
 
 def read_ids(collection: Collection, table: str) -> Tensor:
@@ -139,7 +137,7 @@ def read_ids(collection: Collection, table: str) -> Tensor:
     Raises:
         ValueError: if there is no such table.
     """
-    return _whole(collection, table, "read_ids").ids()
+    return _handle(collection, table, "read_ids").whole.ids()
 
 
 def read_num_rows(collection: Collection, table: str) -> int:
@@ -152,7 +150,7 @@ def read_num_rows(collection: Collection, table: str) -> int:
     Raises:
         ValueError: if there is no such table.
     """
-    return _whole(collection, table, "read_num_rows").num_rows
+    return _handle(collection, table, "read_num_rows").whole.num_rows
 
 
 def read_stats(collection: Collection, table: str) -> dict[str, int | float]:
@@ -169,13 +167,13 @@ def read_stats(collection: Collection, table: str) -> dict[str, int | float]:
     Raises:
         ValueError: if there is no such table.
     """
-    return _whole(collection, table, "read_stats").stats()
+    return _handle(collection, table, "read_stats").whole.stats()
 
 
-def _whole(collection: Collection, table: str, call: str) -> TableHandle | Table:
-    """Returns the whole table. An unknown table name raises an error on every rank."""
+def _handle(collection: Collection, table: str, call: str) -> TableHandle:
+    """Returns the handle of a table. An unknown table name raises an error on every rank."""
     try:
-        handle = collection.table(table)
+        return collection.table(table)
     except Exception as fault:
         if isinstance(collection, ShardedCollection):
             agree(collection._env.process_group, call, fault)
@@ -185,4 +183,3 @@ def _whole(collection: Collection, table: str, call: str) -> TableHandle | Table
                 f"{type(collection).__name__}. Pass the collection itself, not the model."
             ) from None
         raise
-    return handle.whole if isinstance(handle, ShardedTableHandle) else handle

@@ -29,9 +29,7 @@ _POOLED = (DynamicEmbeddingBagCollection, ShardedDynamicEmbeddingBagCollection)
 def collections_of(model: nn.Module, where: str) -> list[tuple[str, Collection]]:
     """Returns the dynamic collections of a model with their paths, in the same order on all ranks.
 
-    Args:
-        model: DistributedModelParallel, any module, or a collection.
-        where: name of the calling function for error messages.
+    The model is DistributedModelParallel, any module, or a collection.
 
     Raises:
         ValueError: if the model has no dynamic collection.
@@ -48,9 +46,7 @@ def collections_of(model: nn.Module, where: str) -> list[tuple[str, Collection]]
 def tables_of(model: nn.Module, call: str) -> list[Table]:
     """Returns the dynamic tables of a model, in the same order on all ranks; not collective.
 
-    Args:
-        model: DistributedModelParallel, any module, or a collection.
-        call: name of the calling function for error messages.
+    The model is as in `collections_of`.
 
     Raises:
         ValueError: if the model has no dynamic table, if only some tables are sharded, or if two tables
@@ -75,10 +71,7 @@ def tables_of(model: nn.Module, call: str) -> list[Table]:
 def tables_in(collection: Collection, path: str = "", call: str = "tables_in") -> dict[str, Table]:
     """Returns the tables of one collection by name, in the collection's order; not collective.
 
-    Args:
-        collection: the collection, sharded or not.
-        path: path of the collection in its model, for the keys.
-        call: name of the calling function for error messages.
+    The keys of the tables begin with `path`, the place of the collection in its model.
 
     Raises:
         ValueError: if `collection` is something else, such as a whole model.
@@ -91,14 +84,10 @@ def tables_in(collection: Collection, path: str = "", call: str = "tables_in") -
     holder = "embedding_bags" if isinstance(collection, _POOLED) else "embeddings"
     prefix = f"{path}.{holder}." if path else f"{holder}."
     if isinstance(collection, ShardedCollection):
-        shards = collection._shards
-        return {one.name: replace(one, key=prefix + one.name) for one in shards.tables()}
-    return {
-        one.config.name: Table.of_one(
-            one.rows(), one.where, one.saved_config(), prefix + one.config.name
-        )
-        for one in collection.unsharded_lookup.tables
-    }
+        tables = collection._shards.tables()
+    else:
+        tables = [one.as_table() for one in collection.unsharded_lookup.tables]
+    return {one.name: replace(one, key=prefix + one.name) for one in tables}
 
 
 def table_names(collection: Collection) -> list[str]:
@@ -127,12 +116,7 @@ class SavedForm:
 
 
 def saved_forms(tables: Sequence[Table], call: str) -> list[SavedForm]:
-    """Returns the saved form of each table, with its content sums. Collective.
-
-    Args:
-        tables: tables of one model.
-        call: name of the calling function, the same on every rank.
-    """
+    """Returns the saved form of each of a model's tables, with its content sums. Collective."""
     made = saved_tensors(
         tables[0].group,
         call,
@@ -143,12 +127,7 @@ def saved_forms(tables: Sequence[Table], call: str) -> list[SavedForm]:
 
 
 def saved_sums(tables: Sequence[Table], call: str) -> list[tuple[Tensor, Tensor]]:
-    """Returns the words of the two checksums of each table: of the model, of the optimizer. Collective.
-
-    Args:
-        tables: tables of one model.
-        call: name of the calling function, the same on every rank.
-    """
+    """Returns the words of the two checksums of each table: of the model, of the optimizer. Collective."""
     forms = saved_forms(tables, call)
     return run_together(
         tables[0].group,

@@ -1,0 +1,308 @@
+"""Real signals, and exceptions from other threads, at random moments: nothing is lost."""
+
+import gc
+import inspect
+import os
+import random
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from interrupt_cases import (
+    LIVES,
+    Training,
+    batch_of,
+    check_whole,
+    contents,
+    is_same,
+    make_tables,
+)
+from real_interrupts import INTERRUPTS, at_alarm
+from torchrec import EmbeddingBagConfig
+
+import torchrec_dyn as dyn
+from torchrec_dyn.lookup import training_step
+
+
+def for_a_time(seconds, deep=10.0):
+    """A loop of some seconds; in the deep tests of more."""
+    return pytest.mark.parametrize(
+        "seconds",
+        [pytest.param(seconds, id="short"), pytest.param(deep, marks=pytest.mark.deep, id="deep")],
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads):
+    threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cheap_checks():
+    gc.collect()
+    gc.freeze()  # a check collects garbage
+    yield
+    gc.unfreeze()
+
+
+class Moments:
+    """Random moments of calls, for some seconds; their range follows how long the calls take."""
+
+    def __init__(self, seed, seconds):
+        self.dice, self.longest, self.seconds = random.Random(seed), 0.01, seconds
+
+    def __iter__(self):
+        end = time.monotonic() + self.seconds
+        while time.monotonic() < end:
+            yield self.dice.uniform(0, self.longest)
+
+    def interrupt(self, call, moment, kind=None):
+        kind = kind or self.dice.choice(list(INTERRUPTS))
+        raised = INTERRUPTS[kind](call, moment)
+        self.follow(raised is not None)
+        return raised
+
+    def follow(self, was_in_time):
+        self.longest *= 1.05 if was_in_time else 0.8
+
+
+class Growing(Training):
+    """A table whose map is large and grows bit by bit, in most steps."""
+
+    def __init__(self):
+        super().__init__(LIVES["plain"][:1])
+
+    def empty(self):
+        config = EmbeddingBagConfig(10**6, 2, "t0", feature_names=["f0"])
+        return dyn.DynamicEmbeddingBagCollection([config], fused_params={"optimizer": "EXACT_SGD"})
+
+    def batch(self, step):
+        first = 40_000 + 400 * step
+        return batch_of(range(first - 400 if step else 0, first))
+
+
+TRAININGS = {
+    "plain": lambda: Training(LIVES["plain"]),
+    "all": lambda: Training(LIVES["all"]),
+    "time": lambda: Training(LIVES["time"]),
+}
+
+
+def same(one, other):
+    return all(is_same(one[name], other[name]) for name in other)
+
+
+def has_only_inserted(now, before, forward):
+    """True if the new ids have their initial rows, and nothing else has changed."""
+    return all(
+        is_same((now[name][0], {}), ({**forward[name][0], "step": before[name][0]["step"]}, {}))
+        for name in forward
+    )
+
+
+class Twins:
+    """A collection that is interrupted in training, and one that is not.
+
+    Attributes:
+        stages: contents before the last step, after its forward and after its backward.
+    """
+
+    def __init__(self, training):
+        self.training = training
+        self.restart()
+
+    def restart(self):
+        self.step, self.model, self.twin = 0, self.training.after(0), self.training.after(0)
+        self.before = contents(self.twin)
+
+    def take_step(self, take):
+        """Takes a step with both; compares what the interrupted step has changed.
+
+        Args:
+            take: function that takes a step of the first collection by a function, and interrupts it.
+
+        Returns:
+            The stage at which the interrupted step ended.
+        """
+        training = self.training
+        take(lambda: training.step(self.model, self.step))
+        check_whole(self.model)
+        now = contents(self.model)
+        is_begun = not same(now, self.before)
+        if training.is_timed:
+            self.twin.set_time(self.step)
+            is_begun = is_begun and not same(now, contents(self.twin))
+        output, stage = training.forward(self.twin, self.step), "before"
+        forward = contents(self.twin)
+        if is_begun:
+            stage = "forward" if same(now, forward) else "after"
+            if not training.options[0].has_life and has_only_inserted(now, self.before, forward):
+                self.restart()
+                return "inserted"
+        else:
+            training.step(self.model, self.step)
+        if stage != "forward":
+            (output * output).sum().backward()
+        self.stages = [self.before, forward, contents(self.twin)]
+        self.before = self.stages[-1]
+        assert same(contents(self.model), self.before), stage
+        self.step += 1
+        return stage
+
+
+@for_a_time(0.8)
+@pytest.mark.parametrize("life", TRAININGS)
+def test_a_step(life, seconds):
+    moments, twins, seen = Moments(life, seconds), Twins(TRAININGS[life]()), []
+    for moment in moments:
+        seen.append(twins.take_step(lambda step, at=moment: moments.interrupt(step, at)))
+    assert seen
+
+
+@for_a_time(0.8)
+def test_a_map_that_grows(seconds):
+    moments, twins, seen = Moments(1, seconds), Twins(Growing()), []
+    for moment in moments:
+        seen.append(twins.take_step(lambda step, at=moment: moments.interrupt(step, at)))
+    assert seen
+
+
+@for_a_time(0.5)
+def test_a_step_in_a_thread_to_which_another_thread_sends_an_exception(seconds):
+    moments, twins, seen = Moments(2, seconds), Twins(TRAININGS["all"]()), []
+
+    def train():
+        for moment in moments:
+            seen.append(
+                twins.take_step(lambda step, at=moment: moments.interrupt(step, at, "thread"))
+            )
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(train).result()
+    assert seen
+
+
+@for_a_time(0.6)
+def test_reading_changes_nothing(seconds):
+    moments, training = Moments(3, seconds), TRAININGS["all"]()
+    model = training.after(4)
+    before = contents(model)
+    reads = [
+        lambda: training.save(model),
+        lambda: model.eval()(training.batch(4)),
+        lambda: [model.table("t0").lookup(torch.arange(50)), model.table("t1").ids()],
+    ]
+    for moment in moments:
+        moments.interrupt(moments.dice.choice(reads), moment)
+        model.train()
+        check_whole(model)
+        assert same(contents(model), before)
+
+
+@for_a_time(0.6)
+def test_a_load(seconds):
+    moments, training = Moments(4, seconds), TRAININGS["all"]()
+    source = training.after(4)
+    saved, loaded = training.save(source), contents(source)
+    former = contents(training.after(2))
+    for moment in moments:
+        model = training.after(2)
+        moments.interrupt(lambda model=model: training.load(model, *saved), moment)
+        check_whole(model)
+        for name, (state, _) in contents(model).items():
+            rows = [torch.equal(state["weight"], of[name][0]["weight"]) for of in (former, loaded)]
+            ids = [torch.equal(state["ids"], of[name][0]["ids"]) for of in (former, loaded)]
+            assert rows == ids and any(ids)
+        training.load(model, *saved)
+        now = contents(model)
+        assert all(is_same((now[name][0], {}), (loaded[name][0], {})) for name in loaded)
+
+
+@for_a_time(0.6)
+def test_a_handler_that_saves_gets_a_state_that_loads_or_an_error(seconds):
+    moments, twins = Moments(5, seconds), Twins(TRAININGS["all"]())
+    training = twins.training
+    for moment in moments:
+        saved, model = [], twins.model
+
+        def save(saved=saved, model=model):
+            try:
+                saved.append(training.save(model))
+            except RuntimeError as error:
+                assert "expected tables between two changes" in str(error)
+                saved.append(None)
+
+        assert (
+            twins.take_step(lambda step, at=moment, save=save: at_alarm(step, at, save)) == "after"
+        )
+        moments.follow(bool(saved))
+        if saved and saved[0] is not None:
+            other = training.empty()
+            training.load(other, *saved[0])
+            make_tables(other)
+            check_whole(other)
+            rows = {name: (state, {}) for name, (state, _) in contents(other).items()}
+            assert any(
+                same(rows, {name: (state, {}) for name, (state, _) in stage.items()})
+                for stage in twins.stages
+            )
+
+
+def test_a_stack_that_ends_at_any_depth():
+    """RecursionError: the last depth at which a step fails, too, leaves the tables as they were."""
+    twins, limit = Twins(TRAININGS["all"]()), sys.getrecursionlimit()
+    while twins.step < 8:
+        twins.take_step(lambda step: step())
+
+    def take(step, depth):
+        at = len(inspect.stack(0))
+        try:
+            try:
+                sys.setrecursionlimit(at + depth)
+                step()
+            finally:
+                sys.setrecursionlimit(limit)
+        except RecursionError:
+            failed.append(depth)
+
+    failed = []
+    for depth in range(12, 99):
+        twins.take_step(lambda step, depth=depth: take(step, depth))
+        if depth not in failed[-2:]:
+            break
+    assert failed and depth < 98
+
+
+def test_a_fork_by_a_handler_in_the_middle_of_a_change(monkeypatch):
+    """Both processes end the change; until then, both get an error if they call a table."""
+    training = TRAININGS["all"]()
+    model, twin = training.after(8), training.after(8)
+    wanted = training.forward(twin, 8)
+    results, run_to_end = [], training_step.run_to_end
+
+    def fork(again):
+        if again:
+            return
+        results.append(os.fork())
+        if not results[0]:
+            signal.alarm(20)  # a child that waits for a lock ends here
+        with pytest.raises(RuntimeError, match="expected tables between two changes"):
+            model.table("t0").ids()
+
+    def and_fork(*actions):
+        run_to_end(*actions[:2], fork, *actions[2:])
+
+    monkeypatch.setattr(training_step, "run_to_end", and_fork)
+    is_whole = False
+    try:
+        is_whole = torch.equal(training.forward(model, 8), wanted)
+        check_whole(model)
+        is_whole = is_whole and same(contents(model), contents(twin))
+    finally:
+        if 0 in results:
+            os._exit(0 if is_whole else 1)
+    assert is_whole
+    assert os.waitstatus_to_exitcode(os.waitpid(results[0], 0)[1]) == 0
