@@ -23,9 +23,8 @@
 TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // ---- storage: id maps, canonical order, content sums, rows, marks
 
-  // ids [N] -> [N]: the bijection of mix64.h and its inverse.
+  // ids [N] -> [N]: the bijection of mix64.h.
   m.def("mix64(Tensor ids) -> Tensor");
-  m.def("unmix64(Tensor mixed) -> Tensor");
 
   // Raises the first error that ops have found on the GPU of `like` since the last such call (device_errors.h); waits
   // for this GPU. Does nothing on the CPU.
@@ -91,10 +90,8 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // rows [N] in table order, negative rows are skipped; versions [T], in [0, 2^31). A table with 0 blocks in `layout`
   // keeps no marks.
   m.def("mark_rows_(Tensor rows, Tensor table_offsets, Tensor(a!)[] marks, Tensor layout, Tensor versions) -> ()");
-  // The rows in [0, rows) of one table whose mark is `since` or later -> [M], ascending.
-  m.def("changed_rows(Tensor[] marks, int shift, int rows, int since) -> Tensor");
 
-  // ---- life: scores, eviction, admission
+  // ---- life: scores, eviction
 
   // Scores are blocks [2^shift, 1] int64, one word a row: last_seen << 32 | count (life/scores.h). A free row has no
   // score.
@@ -116,8 +113,6 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
       "int most) -> (Tensor ids, Tensor rows)");
   // ids [M], distinct, last_seen [M] -> [M]: the permutation that sorts them by last_seen, then by mixed id, unsigned.
   m.def("oldest_first(Tensor ids, Tensor last_seen) -> Tensor");
-  // ids [M], distinct, counts [M] their occurrences -> bool [M]: true with the chance 1 - (1 - probability)^count.
-  m.def("admit_by_chance(Tensor ids, Tensor counts, int key, int step, float probability) -> Tensor");
 
   // ---- ranks: the owners of ids
 
@@ -125,7 +120,7 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // owner (ranks/owner.h), then in the order of the batch; lengths [ranks * B]; weights [N], [0] without weights;
   // where [N], the place of each id of the batch, [0] without `positions`.
   m.def(
-      "sort_by_owner(Tensor ids, Tensor lengths, Tensor? weights, int ranks, bool positions) -> "
+      "sort_by_owner(Tensor ids, Tensor lengths, Tensor? weights, int ranks, bool positions=False) -> "
       "(Tensor ids, Tensor lengths, Tensor weights, Tensor where)");
 
   // ---- lookup: forward and backward
@@ -144,9 +139,8 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
       "bag_weights_grad(Tensor grad, Tensor rows, Tensor? offsets, Tensor[] weights, Tensor layout, "
       "Tensor segments, bool mean) -> Tensor");
   // Sums grad [elements] over the ids of each row and applies the optimizer. streams [T, 3]: rounding key,
-  // first column, step. hyper: learning rate, eps, beta1, beta2, weight decay, weight decay mode. Sets the bit of each
-  // updated row in marks, blocks [2^shift] uint8 (storage/row_marks.h); a table with 0 blocks in mark_layout [T, 4]
-  // keeps no marks.
+  // first column, step. hyper: the hyperparameters of the rule (lookup/row_update.h). Sets the bit of each updated row
+  // in marks, blocks [2^shift] uint8 (storage/row_marks.h); a table with 0 blocks in mark_layout [T, 4] keeps no marks.
   m.def(
       "update_rows_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, "
       "Tensor(a!)[] weights, Tensor(b!)[] momentum1, Tensor(c!)[] momentum2, Tensor layout, Tensor segments, "

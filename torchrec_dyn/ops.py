@@ -1,4 +1,4 @@
-"""A typed Python function and a fake kernel for each op of the core.
+"""A typed Python function for each op of the core; its body is the fake kernel.
 
 The schemas and the meaning of every argument are in csrc/library.cpp. This is the only file that spells
 `torch.ops`. An op changes state in place only if its name or docstring says so.
@@ -6,7 +6,9 @@ The schemas and the meaning of every argument are in csrc/library.cpp. This is t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +17,31 @@ import torchrec_dyn._C  # noqa: F401  (loads the library that registers the ops)
 
 _ops = torch.ops.torchrec_dyn
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _op(fake: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Returns the op that has the name, the arguments and the docstring of a function.
+
+    The body is the fake kernel: it returns tensors of the right shapes, for torch.compile.
+    """
+    name = fake.__name__
+    torch.library.register_fake(f"torchrec_dyn::{name}")(fake)
+
+    @functools.wraps(fake)
+    def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        result: Result = getattr(_ops, name).default(*args, **kwargs)
+        return result
+
+    return called
+
+
+def _two_lists(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns two lists of the same length, which depends on the contents of tensors."""
+    found = torch.library.get_ctx().new_dynamic_size()
+    return like.new_empty(found), like.new_empty(found)
+
 
 def has_cuda_kernels() -> bool:
     """Returns True if this build of the extension has kernels for CUDA."""
@@ -22,6 +49,7 @@ def has_cuda_kernels() -> bool:
     return has
 
 
+@_op
 def mix64(ids: Tensor) -> Tensor:
     """Returns the mixed ids: a bijection of 64-bit words.
 
@@ -31,21 +59,10 @@ def mix64(ids: Tensor) -> Tensor:
     Returns:
         [N] int64, the bits of an unsigned word.
     """
-    return _ops.mix64.default(ids)
+    return torch.empty_like(ids)
 
 
-def unmix64(mixed: Tensor) -> Tensor:
-    """Returns the ids of mixed ids, the inverse of `mix64`.
-
-    Args:
-        mixed: [N] int64.
-
-    Returns:
-        [N] int64.
-    """
-    return _ops.unmix64.default(mixed)
-
-
+@_op
 def raise_errors(like: Tensor) -> None:
     """Raises the first error that ops have found on a GPU since the last such call; waits for the GPU.
 
@@ -55,9 +72,9 @@ def raise_errors(like: Tensor) -> None:
     Args:
         like: any tensor on the GPU; not read.
     """
-    _ops.raise_errors.default(like)
 
 
+@_op
 def lookup(
     ids: Tensor, table_offsets: Tensor, slots: Sequence[Tensor], moved: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -76,9 +93,10 @@ def lookup(
         absent: [T] int64, number of absent ids of each table, repeats included; on the device of `ids`. On a
             GPU the sign bit of absent[0] is set if `raise_errors` has an error to raise.
     """
-    return _ops.lookup.default(ids, table_offsets, slots, moved)
+    return torch.empty_like(ids), ids.new_empty(moved.shape)
 
 
+@_op
 def collect_new(
     ids: Tensor, rows: Tensor, table_offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -96,9 +114,12 @@ def collect_new(
             new_ids[new_offsets[t] : new_offsets[t + 1]].
         new_index: [N] int64, position of an absent id in new_ids; -1 for an id with a row.
     """
-    return _ops.collect_new.default(ids, rows, table_offsets)
+    fresh = torch.library.get_ctx().new_dynamic_size()
+    new_ids, new_counts = ids.new_empty(fresh), ids.new_empty(fresh)
+    return new_ids, new_counts, torch.empty_like(table_offsets), torch.empty_like(rows)
 
 
+@_op
 def insert(
     new_ids: Tensor, new_rows: Tensor, new_offsets: Tensor, slots: Sequence[Tensor], moved: Tensor
 ) -> None:
@@ -111,9 +132,9 @@ def insert(
         slots: as in `lookup`, with an empty slot for every new id; written.
         moved: as in `lookup`.
     """
-    _ops.insert.default(new_ids, new_rows, new_offsets, slots, moved)
 
 
+@_op
 def fill_new_(rows: Tensor, new_index: Tensor, new_rows: Tensor) -> None:
     """Writes `new_rows[new_index]` into `rows` where new_index is not -1.
 
@@ -122,9 +143,9 @@ def fill_new_(rows: Tensor, new_index: Tensor, new_rows: Tensor) -> None:
         new_index: [N] int64, a result of `collect_new`.
         new_rows: [M] int64.
     """
-    _ops.fill_new_.default(rows, new_index, new_rows)
 
 
+@_op
 def erase(ids: Tensor, slots: Sequence[Tensor], moved: Tensor) -> Tensor:
     """Removes ids from one map, in place.
 
@@ -136,9 +157,10 @@ def erase(ids: Tensor, slots: Sequence[Tensor], moved: Tensor) -> Tensor:
     Returns:
         [M] int64, the rows of the ids; -1 for an absent id and for a repeat of an erased id.
     """
-    return _ops.erase.default(ids, slots, moved)
+    return torch.empty_like(ids)
 
 
+@_op
 def new_slots(slots: Tensor, capacity: int) -> Tensor:
     """Returns empty slots. Their memory is committed when ids are written.
 
@@ -149,9 +171,10 @@ def new_slots(slots: Tensor, capacity: int) -> Tensor:
     Returns:
         [capacity, 2] int64.
     """
-    return _ops.new_slots.default(slots, capacity)
+    return slots.new_empty(capacity, 2)
 
 
+@_op
 def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tensor:
     """Moves a range of outgoing slots into a larger array of slots, both in place.
 
@@ -165,9 +188,10 @@ def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tenso
         [1] int64 on the CPU, the new value of `moved`: `until` or a few slots more; C if all slots are
             moved. A GPU always moves all slots.
     """
-    return _ops.move_slots.default(outgoing, slots, moved, until)
+    return torch.empty(1, dtype=torch.int64)
 
 
+@_op
 def probe_lengths(slots: Tensor, every: int) -> Tensor:
     """Sums the probe lengths of ids. A probe length is the number of slots read to find an id.
 
@@ -179,9 +203,10 @@ def probe_lengths(slots: Tensor, every: int) -> Tensor:
         [3] int64: number of ids, sum of their probe lengths (1 for an id in its home slot), and the longest
             probe length.
     """
-    return _ops.probe_lengths.default(slots, every)
+    return slots.new_empty(3)
 
 
+@_op
 def used_slots(slots: Tensor) -> tuple[Tensor, Tensor]:
     """Lists the ids of some slots, in the order of the slots.
 
@@ -192,9 +217,10 @@ def used_slots(slots: Tensor) -> tuple[Tensor, Tensor]:
         ids: [K] int64.
         rows: [K] int64.
     """
-    return _ops.used_slots.default(slots)
+    return _two_lists(slots)
 
 
+@_op
 def ids_of_rows(
     slots: Sequence[Tensor], moved: Tensor, first: int, last: int
 ) -> tuple[Tensor, Tensor]:
@@ -210,9 +236,11 @@ def ids_of_rows(
         ids: [R] int64; 0 for a row without an id.
         has_id: [R] bool.
     """
-    return _ops.ids_of_rows.default(slots, moved, first, last)
+    ids = slots[0].new_empty(last - first)
+    return ids, ids.bool()
 
 
+@_op
 def count_cells(slots: Sequence[Tensor], moved: Tensor, bits: int) -> Tensor:
     """Counts the ids of one map per cell. The cell of an id is the top bits of its mixed id.
 
@@ -224,9 +252,10 @@ def count_cells(slots: Sequence[Tensor], moved: Tensor, bits: int) -> Tensor:
     Returns:
         [2^bits] int64, number of ids in each cell.
     """
-    return _ops.count_cells.default(slots, moved, bits)
+    return moved.new_empty(1 << bits)
 
 
+@_op
 def ids_between(
     slots: Sequence[Tensor], moved: Tensor, first: int, last: int
 ) -> tuple[Tensor, Tensor]:
@@ -242,9 +271,10 @@ def ids_between(
         ids: [K] int64, ascending by mixed id, unsigned.
         rows: [K] int64.
     """
-    return _ops.ids_between.default(slots, moved, first, last)
+    return _two_lists(moved)
 
 
+@_op
 def content_sum(ids: Tensor, values: Tensor, first_column: int, key: int) -> Tensor:
     """Computes the content sum of rows, one word (csrc/storage/content_sum.h).
 
@@ -263,9 +293,10 @@ def content_sum(ids: Tensor, values: Tensor, first_column: int, key: int) -> Ten
 
     Source: multilinear hashing, Lemire and Kaser, "Strongly universal string hashing is fast", 2014.
     """
-    return _ops.content_sum.default(ids, values, first_column, key)
+    return ids.new_empty(())
 
 
+@_op
 def touch_scores_(
     rows: Tensor,
     table_offsets: Tensor,
@@ -284,9 +315,9 @@ def touch_scores_(
         steps: [T] int64, the step of each table, in [0, 2^32 - 1).
         times: [N] int64, in [1, 2^32), number of occurrences per entry of `rows`; None: 1.
     """
-    _ops.touch_scores_.default(rows, table_offsets, scores, layout, steps, times)
 
 
+@_op
 def write_scores_(
     rows: Tensor, last_seen: Tensor, counts: Tensor, scores: Sequence[Tensor], shift: int
 ) -> None:
@@ -299,9 +330,9 @@ def write_scores_(
         scores: blocks of one table, 2^shift rows each; written.
         shift: binary logarithm of the rows of a block.
     """
-    _ops.write_scores_.default(rows, last_seen, counts, scores, shift)
 
 
+@_op
 def read_scores(rows: Tensor, scores: Sequence[Tensor], shift: int) -> tuple[Tensor, Tensor]:
     """Reads scores of one table.
 
@@ -314,9 +345,10 @@ def read_scores(rows: Tensor, scores: Sequence[Tensor], shift: int) -> tuple[Ten
         last_seen: [M] int64, -1 for a free row.
         counts: [M] int64, 0 for a free row.
     """
-    return _ops.read_scores.default(rows, scores, shift)
+    return torch.empty_like(rows), torch.empty_like(rows)
 
 
+@_op
 def lowest_scores(
     slots: Sequence[Tensor],
     moved: Tensor,
@@ -345,9 +377,10 @@ def lowest_scores(
             ascending order; on a GPU by mixed id, unsigned.
         rows: [K] int64.
     """
-    return _ops.lowest_scores.default(slots, moved, scores, shift, rows, by_count, before, most)
+    return _two_lists(slots[0])
 
 
+@_op
 def oldest_first(ids: Tensor, last_seen: Tensor) -> Tensor:
     """Returns the order of ids by last_seen, ties by mixed id, unsigned.
 
@@ -358,25 +391,10 @@ def oldest_first(ids: Tensor, last_seen: Tensor) -> Tensor:
     Returns:
         [M] int64, the permutation that sorts the ids.
     """
-    return _ops.oldest_first.default(ids, last_seen)
+    return torch.empty_like(ids)
 
 
-def admit_by_chance(ids: Tensor, counts: Tensor, key: int, step: int, probability: float) -> Tensor:
-    """Admits ids with probability 1 - (1 - probability)^count, a pure function of the arguments.
-
-    Args:
-        ids: [M] int64, distinct.
-        counts: [M] int64, occurrences of each id, in [0, 2^32].
-        key: 64-bit key (as int64) of the seed and the table's name.
-        step: the training step.
-        probability: admission probability of one occurrence, in [0, 1].
-
-    Returns:
-        [M] bool, True for admitted ids.
-    """
-    return _ops.admit_by_chance.default(ids, counts, key, step, probability)
-
-
+@_op
 def mark_rows_(
     rows: Tensor,
     table_offsets: Tensor,
@@ -393,35 +411,18 @@ def mark_rows_(
         layout: [T, 4] int64, as in `gather_pool`; a table with 0 blocks keeps no marks.
         versions: [T] int64, in [0, 2^31).
     """
-    _ops.mark_rows_.default(rows, table_offsets, marks, layout, versions)
 
 
-def changed_rows(marks: Sequence[Tensor], shift: int, rows: int, since: int) -> Tensor:
-    """Lists the rows of one table that were marked at a version or later.
-
-    Args:
-        marks: blocks of one table, 2^shift rows each.
-        shift: binary logarithm of the rows of a block.
-        rows: number of rows: rows [0, rows) are considered.
-        since: the version, included.
-
-    Returns:
-        [M] int64, ascending.
-    """
-    if not marks and rows == 0:  # without a tensor argument torch cannot choose a kernel
-        return torch.empty(0, dtype=torch.int64)
-    return _ops.changed_rows.default(marks, shift, rows, since)
-
-
+@_op
 def advise_huge_pages(block: Tensor) -> None:
     """Requests 2 MiB pages for a block from the operating system. Call it before the first write.
 
     Args:
         block: a contiguous tensor of any shape and dtype. Its values do not change.
     """
-    _ops.advise_huge_pages.default(block)
 
 
+@_op
 def grow_block(block: Tensor, rows: int, limit: int) -> Tensor:
     """Returns a block with more rows; its first rows are those of `block`, other rows are not initialised.
 
@@ -436,9 +437,10 @@ def grow_block(block: Tensor, rows: int, limit: int) -> Tensor:
     Returns:
         [rows, D].
     """
-    return _ops.grow_block.default(block, rows, limit)
+    return block.new_empty(rows, block.shape[1])
 
 
+@_op
 def init_rows_(
     ids: Tensor,
     rows: Tensor,
@@ -464,9 +466,9 @@ def init_rows_(
             probabilities ascend in [0, 1].
         key: 64-bit key (as int64) of the seed and the table's name.
     """
-    _ops.init_rows_.default(ids, rows, blocks, shift, columns, first_column, kind, parameters, key)
 
 
+@_op
 def gather_rows(
     rows: Tensor, blocks: Sequence[Tensor], shift: int, columns: int, dtype: torch.dtype
 ) -> Tensor:
@@ -482,9 +484,10 @@ def gather_rows(
     Returns:
         [M, columns] of dtype.
     """
-    return _ops.gather_rows.default(rows, blocks, shift, columns, dtype)
+    return rows.new_empty(rows.shape[0], columns, dtype=dtype)
 
 
+@_op
 def scatter_rows_(
     rows: Tensor, values: Tensor, blocks: Sequence[Tensor], shift: int, columns: int
 ) -> None:
@@ -497,9 +500,9 @@ def scatter_rows_(
         shift: binary logarithm of the rows of a block.
         columns: columns of a row.
     """
-    _ops.scatter_rows_.default(rows, values, blocks, shift, columns)
 
 
+@_op
 def sort_by_owner(
     ids: Tensor,
     lengths: Tensor,
@@ -522,9 +525,12 @@ def sort_by_owner(
         weights: [N], the weights of the returned ids; [0] without weights.
         where: [N] int64, position of each id of the batch among the returned ids; [0] without positions.
     """
-    return _ops.sort_by_owner.default(ids, lengths, weights, ranks, positions)
+    of_owners = lengths.new_empty(ranks * lengths.shape[0])
+    sent = ids.new_empty(0, dtype=torch.float32) if weights is None else torch.empty_like(weights)
+    return torch.empty_like(ids), of_owners, sent, ids.new_empty(ids.shape[0] if positions else 0)
 
 
+@_op
 def gather_pool(
     rows: Tensor,
     offsets: Tensor | None,
@@ -554,11 +560,10 @@ def gather_pool(
     Returns:
         [elements] of dtype.
     """
-    return _ops.gather_pool.default(
-        rows, offsets, bag_weights, weights, layout, segments, mean, elements, dtype
-    )
+    return rows.new_empty(elements, dtype=dtype)
 
 
+@_op
 def pool_into_(
     out: Tensor, new_index: Tensor | None, rows: Tensor, offsets: Tensor | None,
     bag_weights: Tensor | None, weights: Sequence[Tensor], layout: Tensor, segments: Tensor, mean: bool,
@@ -579,11 +584,9 @@ def pool_into_(
         segments: as in `gather_pool`.
         mean: as in `gather_pool`.
     """
-    _ops.pool_into_.default(
-        out, new_index, rows, offsets, bag_weights, weights, layout, segments, mean
-    )
 
 
+@_op
 def bag_weights_grad(
     grad: Tensor,
     rows: Tensor,
@@ -607,9 +610,10 @@ def bag_weights_grad(
     Returns:
         [N] float32.
     """
-    return _ops.bag_weights_grad.default(grad, rows, offsets, weights, layout, segments, mean)
+    return grad.new_empty(rows.shape[0])
 
 
+@_op
 def update_rows_(
     grad: Tensor,
     ids: Tensor,
@@ -627,8 +631,8 @@ def update_rows_(
     hyper: Sequence[float],
     grad_scales: Sequence[float],
     senders: Tensor | None,
-    marks: Sequence[Tensor] = (),
-    mark_layout: Tensor | None = None,
+    marks: Sequence[Tensor],
+    mark_layout: Tensor | None,
 ) -> None:
     """Sums the gradients of each row and applies the optimizer, in place. Marks the updated rows.
 
@@ -647,7 +651,7 @@ def update_rows_(
         streams: [T, 3] int64: rounding key, first column, step (from 1).
         mean: as in `gather_pool`.
         optimizer: number of the update rule (csrc/lookup/row_update.h).
-        hyper: learning rate, eps, beta1, beta2, weight decay, weight decay mode.
+        hyper: learning rate, then the hyper-parameters of the rule (`Rule.hyper` in optimizers.py).
         grad_scales: [T], factor of the summed gradients of each table.
         senders: [N] int32, the rank that sent each id. The summed gradient of a row is divided by the number
             of its distinct senders. -1 for all ids of a table without this division; None: no table has it.
@@ -655,146 +659,3 @@ def update_rows_(
         mark_layout: [T, 4] int64: first block, number of blocks, shift, 1; a table with 0 blocks keeps no
             marks. None: no table keeps marks.
     """
-    _ops.update_rows_.default(
-        grad, ids, rows, offsets, bag_weights, weights, momentum1, momentum2, layout, segments,
-        streams, mean, optimizer, hyper, grad_scales, senders, marks, mark_layout,
-    )  # fmt: skip
-
-
-def _fake(name: str):  # type: ignore[no-untyped-def]
-    return torch.library.register_fake(f"torchrec_dyn::{name}")
-
-
-@_fake("lookup")
-def _(
-    ids: Tensor, table_offsets: Tensor, slots: Sequence[Tensor], moved: Tensor
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(ids), ids.new_empty(moved.shape)
-
-
-@_fake("collect_new")
-def _(ids: Tensor, rows: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    fresh = torch.library.get_ctx().new_dynamic_size()
-    return (
-        ids.new_empty(fresh),
-        ids.new_empty(fresh),
-        torch.empty_like(table_offsets),
-        torch.empty_like(rows),
-    )
-
-
-@_fake("new_slots")
-def _(slots: Tensor, capacity: int) -> Tensor:
-    return slots.new_empty(capacity, 2)
-
-
-@_fake("move_slots")
-def _(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tensor:
-    return torch.empty(1, dtype=torch.int64)
-
-
-@_fake("probe_lengths")
-def _(slots: Tensor, every: int) -> Tensor:
-    return slots.new_empty(3)
-
-
-@_fake("used_slots")
-def _(slots: Tensor) -> tuple[Tensor, Tensor]:
-    found = torch.library.get_ctx().new_dynamic_size()
-    return slots.new_empty(found), slots.new_empty(found)
-
-
-@_fake("ids_of_rows")
-def _(slots: Sequence[Tensor], moved: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-    ids = slots[0].new_empty(last - first)
-    return ids, ids.bool()
-
-
-@_fake("count_cells")
-def _(slots: Sequence[Tensor], moved: Tensor, bits: int) -> Tensor:
-    return moved.new_empty(1 << bits)
-
-
-@_fake("ids_between")
-def _(slots: Sequence[Tensor], moved: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-    found = torch.library.get_ctx().new_dynamic_size()
-    return moved.new_empty(found), moved.new_empty(found)
-
-
-@_fake("content_sum")
-def _(ids: Tensor, values: Tensor, first_column: int, key: int) -> Tensor:
-    return ids.new_empty(())
-
-
-@_fake("read_scores")
-def _(rows: Tensor, scores: Sequence[Tensor], shift: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows), torch.empty_like(rows)
-
-
-@_fake("lowest_scores")
-def _(slots, moved, scores, shift, rows, by_count, before, most) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
-    found = torch.library.get_ctx().new_dynamic_size()
-    return slots[0].new_empty(found), slots[0].new_empty(found)
-
-
-@_fake("admit_by_chance")
-def _(ids: Tensor, counts: Tensor, key: int, step: int, probability: float) -> Tensor:
-    return torch.empty_like(ids, dtype=torch.bool)
-
-
-@_fake("changed_rows")
-def _(marks: Sequence[Tensor], shift: int, rows: int, since: int) -> Tensor:
-    listed = torch.library.get_ctx().new_dynamic_size()
-    return marks[0].new_empty(listed, dtype=torch.int64)
-
-
-@_fake("grow_block")
-def _(block: Tensor, rows: int, limit: int) -> Tensor:
-    return block.new_empty(rows, block.shape[1])
-
-
-@_fake("gather_rows")
-def _(
-    rows: Tensor, blocks: Sequence[Tensor], shift: int, columns: int, dtype: torch.dtype
-) -> Tensor:
-    return rows.new_empty(rows.shape[0], columns, dtype=dtype)
-
-
-@_fake("sort_by_owner")
-def _(ids, lengths, weights, ranks, positions) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
-    return (
-        torch.empty_like(ids),
-        lengths.new_empty(ranks * lengths.shape[0]),
-        ids.new_empty(0, dtype=torch.float32) if weights is None else torch.empty_like(weights),
-        ids.new_empty(ids.shape[0] if positions else 0),
-    )
-
-
-@_fake("gather_pool")
-def _(rows, offsets, bag_weights, weights, layout, segments, mean, elements, dtype) -> Tensor:  # type: ignore[no-untyped-def]
-    return rows.new_empty(elements, dtype=dtype)
-
-
-@_fake("bag_weights_grad")
-def _(grad, rows, offsets, weights, layout, segments, mean) -> Tensor:  # type: ignore[no-untyped-def]
-    return grad.new_empty(rows.shape[0])
-
-
-def _like_ids(ids: Tensor, *others: object) -> Tensor:
-    """Returns one number for each id, as the fake kernel of ops that do."""
-    return torch.empty_like(ids)
-
-
-for _of_ids in ("mix64", "unmix64", "erase", "oldest_first"):
-    _fake(_of_ids)(_like_ids)
-
-
-def _returns_nothing(*arguments: object) -> None:
-    """Returns None, as the fake kernel of ops that only write in place or raise."""
-
-
-for _in_place in (
-    *("insert", "fill_new_", "touch_scores_", "write_scores_", "mark_rows_", "advise_huge_pages"),
-    *("init_rows_", "scatter_rows_", "pool_into_", "update_rows_", "raise_errors"),
-):
-    _fake(_in_place)(_returns_nothing)

@@ -1,7 +1,7 @@
 """RowOptimizer: the update rule of rows, read from TorchRec's `fused_params`.
 
 `RULES` is the only list of optimizers in Python. csrc/lookup/row_update.h has their arithmetic and repeats
-the widths of their states; tests/ops/test_optimizer_states.py compares both.
+what a rule says of itself; tests/ops/test_optimizer_states.py compares both.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import enum
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +34,16 @@ class Rule(NamedTuple):
 
     Attributes:
         number: value of `Optimizer` in csrc/lookup/row_update.h.
+        hyper: the hyper-parameters behind the learning rate, which every rule has: fields of `RowOptimizer`
+            in the order of the rule's struct in csrc/lookup/row_update.h.
         states: FBGEMM's names of the optimizer states: the first entries of `STATE_NAMES`, in that order.
         rowwise: the states with one number per row; other states have one number per column.
         counts_steps: True if updates depend on the number of training steps so far.
     """
 
     number: int
-    states: tuple[str, ...]
+    hyper: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
     rowwise: tuple[str, ...] = ()
     counts_steps: bool = False
 
@@ -49,15 +52,15 @@ class Rule(NamedTuple):
 STATE_NAMES = ("momentum1", "momentum2")
 STATE_DTYPE = torch.float32  # for rows of any dtype
 
-_ADAM = Rule(3, STATE_NAMES, counts_steps=True)
+_ADAM = Rule(3, ("eps", "beta1", "beta2", "weight_decay"), STATE_NAMES, counts_steps=True)
 RULES = {
-    OptimizerKind.EXACT_SGD: Rule(0, ()),
-    OptimizerKind.EXACT_ADAGRAD: Rule(1, ("momentum1",)),
-    OptimizerKind.EXACT_ROWWISE_ADAGRAD: Rule(2, ("momentum1",), rowwise=("momentum1",)),
-    OptimizerKind.ADAM: _ADAM,
-    OptimizerKind.PARTIAL_ROWWISE_ADAM: Rule(
-        4, STATE_NAMES, rowwise=("momentum2",), counts_steps=True
+    OptimizerKind.EXACT_SGD: Rule(0),
+    OptimizerKind.EXACT_ADAGRAD: Rule(1, ("eps",), ("momentum1",)),
+    OptimizerKind.EXACT_ROWWISE_ADAGRAD: Rule(
+        2, ("eps", "weight_decay", "weight_decay_mode"), ("momentum1",), rowwise=("momentum1",)
     ),
+    OptimizerKind.ADAM: _ADAM,
+    OptimizerKind.PARTIAL_ROWWISE_ADAM: _ADAM._replace(number=4, rowwise=("momentum2",)),
     OptimizerKind.ADAMW: _ADAM,
 }
 
@@ -67,7 +70,6 @@ _DECAY_MODES = {0: "NONE", 1: "L2", 2: "DECOUPLE"}
 # Defaults of ADAMW in `fused_params`, as in torch.optim.AdamW and in ReCIS.
 _ADAMW_DEFAULTS = {"learning_rate": 1.0e-3, "weight_decay": 1.0e-2}
 
-_NUMBERS = ("learning_rate", "eps", "beta1", "beta2", "weight_decay")
 _LEAST_EPS = torch.finfo(torch.float32).tiny  # smaller numbers become 0, or overflow as divisors
 
 # Keys for the placement and the monitoring of a table. They have no meaning here and are safe to ignore.
@@ -147,14 +149,8 @@ class RowOptimizer:
 
     def hyper(self, learning_rate: float) -> list[float]:
         """Returns the hyper-parameters of `ops.update_rows_` at the current learning rate."""
-        return [
-            learning_rate,
-            self.eps,
-            self.beta1,
-            self.beta2,
-            self.weight_decay,
-            float(self.weight_decay_mode),
-        ]
+        names = RULES[self.kind].hyper
+        return [learning_rate, *(float(getattr(self, name)) for name in names)]
 
     @classmethod
     def from_fused_params(cls, fused_params: Mapping[str, Any], where: str) -> RowOptimizer:
@@ -198,8 +194,8 @@ class RowOptimizer:
         return optimizer
 
     def _check_eps(self, where: str) -> None:
-        # The other rules divide by eps where a row has had no gradient but zeros: 0 / 0 is NaN.
-        if self.kind != OptimizerKind.EXACT_SGD and self.eps < _LEAST_EPS:
+        # A rule divides by eps where a row has had no gradient but zeros: 0 / 0 is NaN.
+        if "eps" in RULES[self.kind].hyper and self.eps < _LEAST_EPS:
             raise ValueError(
                 f"fused_params of {where}: expected eps of at least {_LEAST_EPS:.2g} with {self.kind.name}, "
                 f"got {self.eps}, with which a gradient of zeros makes a new row NaN. Leave eps out for the "
@@ -214,7 +210,7 @@ class RowOptimizer:
             )
         if self.weight_decay == 0.0:
             return
-        if self.kind in (OptimizerKind.EXACT_SGD, OptimizerKind.EXACT_ADAGRAD):
+        if "weight_decay" not in RULES[self.kind].hyper:
             raise ValueError(
                 f"fused_params of {where}: expected weight_decay = 0 with {self.kind.name}, whose "
                 f"rule has no weight decay, got {self.weight_decay}. Use EXACT_ROWWISE_ADAGRAD or ADAMW."
@@ -224,6 +220,9 @@ class RowOptimizer:
                 f"fused_params of {where}: expected a weight_decay_mode of L2 or DECOUPLE with "
                 f"weight_decay = {self.weight_decay}, got NONE, which ignores weight_decay. Set a mode."
             )
+
+
+_NUMBERS = tuple(field.name for field in fields(RowOptimizer) if field.type == "float")
 
 
 def _kind(value: Any, where: str) -> OptimizerKind:

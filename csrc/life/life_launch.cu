@@ -1,19 +1,15 @@
-#include "life/admission_kernels.h"
 #include "life/lowest_scores_kernels.h"
 #include "life/scores_kernels.h"
 #include "simt_cuda.h"
 
 namespace torchrec_dyn {
 
-TORCHREC_DYN_LAUNCH(CheckOccurrences);
-TORCHREC_DYN_LAUNCH(AdmitByChance);
-
 TORCHREC_DYN_LAUNCH(CountKeys);
 TORCHREC_DYN_LAUNCH(AddCopies);
 TORCHREC_DYN_LAUNCH(ChooseDigit);
 TORCHREC_DYN_LAUNCH(MarkLowest);
-TORCHREC_DYN_LAUNCH(CountMixed);
-TORCHREC_DYN_LAUNCH(ChooseMixed);
+TORCHREC_DYN_LAUNCH(CountMarked);
+TORCHREC_DYN_LAUNCH(ChooseTies);
 TORCHREC_DYN_LAUNCH(ListLowest);
 TORCHREC_DYN_LAUNCH(FlagTies);
 TORCHREC_DYN_LAUNCH(WriteLowest);
@@ -25,7 +21,7 @@ TORCHREC_DYN_LAUNCH(FreeScores);
 TORCHREC_DYN_LAUNCH(ClaimScores);
 TORCHREC_DYN_LAUNCH(WriteScores);
 TORCHREC_DYN_LAUNCH(ReadScores);
-TORCHREC_DYN_LAUNCH(MixToOrder);
+TORCHREC_DYN_LAUNCH(ReadTieWords);
 TORCHREC_DYN_LAUNCH(ReadOrderKeys);
 TORCHREC_DYN_LAUNCH(WriteOrder);
 

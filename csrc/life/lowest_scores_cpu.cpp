@@ -87,8 +87,8 @@ std::vector<uint64_t> histogram(const Question& asked, uint64_t low, uint64_t hi
   return totals;
 }
 
-TORCHREC_DYN_SIMD void flag_low_mixed_ids(const Slot* slots, int64_t count, uint64_t bound, uint8_t* flags) noexcept {
-  flag_low_mixed(slots, count, bound, flags);
+TORCHREC_DYN_SIMD void flag_low(const Slot* slots, int64_t count, uint64_t bound, uint8_t* flags) noexcept {
+  flag_low_ties(slots, count, bound, flags);
 }
 
 // The marked slots of both arrays, piece by piece.
@@ -102,7 +102,7 @@ std::vector<MarkedSlots> collect(const IdMapView& map, const Marks& marks, uint6
     for_each_piece(array.capacity, kSlotPiece, [&](int64_t begin, int64_t end) {
       MarkedSlots& piece = found[first + static_cast<size_t>(begin / kSlotPiece)];
       if (only_ties && bound < kNoBound)
-        collect_low_ties(array, begin, end, marks, bound, flag_low_mixed_ids, piece);
+        collect_low_ties(array, begin, end, marks, bound, flag_low, piece);
       else
         collect_chosen(array, begin, end, marks, bound, piece);
     });
@@ -110,20 +110,18 @@ std::vector<MarkedSlots> collect(const IdMapView& map, const Marks& marks, uint6
   return found;
 }
 
-// The mixed ids of the ties found, all of them.
-std::vector<uint64_t> mixed_ties(const std::vector<MarkedSlots>& found) {
-  std::vector<uint64_t> mixed;
-  for (const MarkedSlots& piece : found) mixed.insert(mixed.end(), piece.mixed.begin(), piece.mixed.end());
-  return mixed;
+std::vector<uint64_t> tie_words(const std::vector<MarkedSlots>& found) {
+  std::vector<uint64_t> words;
+  for (const MarkedSlots& piece : found) words.insert(words.end(), piece.tie_words.begin(), piece.tie_words.end());
+  return words;
 }
 
 template <typename Marks>
-std::tuple<Tensor, Tensor> ids_and_rows(const std::vector<MarkedSlots>& found, const Marks& marks,
-                                        uint64_t last_mixed) {
+std::tuple<Tensor, Tensor> ids_and_rows(const std::vector<MarkedSlots>& found, const Marks& marks, uint64_t last_tie) {
   std::vector<Slot> kept;
   for (const MarkedSlots& piece : found)
     for (const Slot& slot : piece.slots)
-      if (!marks.is_tie(slot.place) || mix64(static_cast<uint64_t>(slot.id)) <= last_mixed) kept.push_back(slot);
+      if (!marks.is_tie(slot.place) || tie_word(slot.id) <= last_tie) kept.push_back(slot);
   const auto count = static_cast<int64_t>(kept.size());
   std::tuple<Tensor, Tensor> result{new_int64(count), new_int64(count)};
   int64_t* id = mutable_data<int64_t>(std::get<0>(result));
@@ -135,7 +133,7 @@ std::tuple<Tensor, Tensor> ids_and_rows(const std::vector<MarkedSlots>& found, c
   return result;
 }
 
-// The ids and rows up to the cut; of the ties at the cut, the rows with the lowest mixed ids.
+// The ids and rows up to the cut; of the ties at the cut, the rows with the lowest tie words.
 template <typename Marks, typename Mark>
 std::tuple<Tensor, Tensor> rows_up_to(const IdMapView& map, const Question& asked, const Cut& cut, bool only_ties,
                                       const Mark& mark) {
@@ -149,18 +147,18 @@ std::tuple<Tensor, Tensor> rows_up_to(const IdMapView& map, const Question& aske
   std::vector<MarkedSlots> found =
       collect(map, marks, all ? kNoBound : bound_of_ties(map, marks, cut.needed, cut.ties), only_ties);
   if (all) return ids_and_rows(found, marks, kNoBound);
-  std::vector<uint64_t> mixed = mixed_ties(found);
-  if (mixed.size() < cut.needed) {
+  std::vector<uint64_t> ties = tie_words(found);
+  if (ties.size() < cut.needed) {
     found = collect(map, marks, kNoBound, only_ties);
-    mixed = mixed_ties(found);
+    ties = tie_words(found);
   }
-  uint64_t last_mixed = kNoBound;
-  if (mixed.size() > cut.needed) {
-    const auto last = mixed.begin() + static_cast<int64_t>(cut.needed) - 1;
-    std::nth_element(mixed.begin(), last, mixed.end());
-    last_mixed = *last;
+  uint64_t last_tie = kNoBound;
+  if (ties.size() > cut.needed) {
+    const auto last = ties.begin() + static_cast<int64_t>(cut.needed) - 1;
+    std::nth_element(ties.begin(), last, ties.end());
+    last_tie = *last;
   }
-  return ids_and_rows(found, marks, last_mixed);
+  return ids_and_rows(found, marks, last_tie);
 }
 
 std::tuple<Tensor, Tensor> find_lowest(const IdMapView& map, const Question& asked, uint64_t most) {

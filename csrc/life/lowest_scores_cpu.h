@@ -3,7 +3,7 @@
 //   1. Read the words: the range of the keys (last_seen or count) of the rows that qualify, then histograms of it until
 //      one key is left, the cut, with the number of rows at it (ties) and how many of the ties are needed.
 //   2. Read the words again: mark each row below or at the cut, and separately the rows at the cut.
-//   3. Read the slots: collect the ids of marked rows; of the ties, only ids with a mixed id up to a bound.
+//   3. Read the slots: collect the ids of marked rows; of the ties, only ids with a tie word up to a bound.
 // The bound comes from a sample of the ids at the cut, since mixed ids are uniform over all ids but not over the ids of
 // one owner (mix64.h). It is generous; if it is too low, the slots are read once more without a bound. So the memory
 // needed is the marks, one byte or two bits a row, and little more than the result. The result does not depend on the
@@ -24,12 +24,7 @@
 
 namespace torchrec_dyn {
 
-constexpr uint64_t kNoBound = std::numeric_limits<uint64_t>::max();  // of mixed ids
-
-template <bool kByCount>
-constexpr uint64_t key_of(uint64_t score) {
-  return kByCount ? count_of(score) : last_seen_of(score);
-}
+constexpr uint64_t kNoBound = std::numeric_limits<uint64_t>::max();  // of tie words
 
 // Calls visit(words, first row, number) for each stretch of rows in [begin, end) that lies in one block.
 template <typename Visit>
@@ -60,7 +55,7 @@ TORCHREC_DYN_INLINE void add_to_range(const uint64_t* words, int64_t count, uint
   KeyRange here;
   for (int64_t i = 0; i < count; ++i) {
     const bool qualifies = words[i] < end;
-    const uint64_t key = key_of<kByCount>(words[i]);
+    const uint64_t key = order_key(words[i], kByCount);
     const uint64_t low = qualifies ? key : std::numeric_limits<uint64_t>::max();
     const uint64_t high = qualifies ? key : 0;
     here.rows += qualifies;
@@ -87,7 +82,7 @@ struct KeyBins {
     const int by = shift;
     uint32_t* bins = counts.data();
     for (int64_t i = 0; i < count; ++i) {
-      const uint64_t above = key_of<kByCount>(words[i]) - low_key;
+      const uint64_t above = order_key(words[i], kByCount) - low_key;
       const uint64_t bin = std::min(above >> by, kBins - 1);
       ++bins[static_cast<uint64_t>(i % kCopies) * (kBins + 1) + ((words[i] < end) & (above <= span) ? bin : kBins)];
     }
@@ -143,7 +138,7 @@ class ByteMarks {
   TORCHREC_DYN_INLINE void mark(const uint64_t* words, int64_t row, int64_t count, uint64_t end, uint64_t cut) {
     uint8_t* marks = marks_.data() + row + 1;
     for (int64_t i = 0; i < count; ++i) {
-      const uint64_t key = key_of<kByCount>(words[i]);
+      const uint64_t key = order_key(words[i], kByCount);
       marks[i] = static_cast<uint8_t>((words[i] < end) * ((key <= cut) + (key == cut)));
     }
   }
@@ -175,7 +170,7 @@ class BitMarks {
     for (int64_t begin = 0; begin < count; begin += kWord) {
       uint64_t is_chosen = 0, is_tie = 0;
       for (int64_t i = 0; i < std::min<int64_t>(kWord, count - begin); ++i) {
-        const uint64_t key = key_of<kByCount>(words[begin + i]);
+        const uint64_t key = order_key(words[begin + i], kByCount);
         const bool qualifies = words[begin + i] < end;
         is_chosen |= static_cast<uint64_t>(qualifies & (key <= cut)) << i;
         is_tie |= static_cast<uint64_t>(qualifies & (key == cut)) << i;
@@ -203,20 +198,20 @@ class BitMarks {
 // The slots of marked rows in a piece of a map, in their order.
 struct MarkedSlots {
   std::vector<Slot> slots;
-  std::vector<uint64_t> mixed;  // of the ties among them
+  std::vector<uint64_t> tie_words;  // of the ties among them
 
-  // Adds a slot; adds a tie only if its mixed id is up to `bound`.
+  // Adds a slot; adds a tie only if its tie word is up to `bound`.
   void add(const Slot& slot, bool is_tie, uint64_t bound) {
     if (is_tie) {
-      const uint64_t mixed_id = mix64(static_cast<uint64_t>(slot.id));
-      if (mixed_id > bound) return;
-      mixed.push_back(mixed_id);
+      const uint64_t word = tie_word(slot.id);
+      if (word > bound) return;
+      tie_words.push_back(word);
     }
     slots.push_back(slot);
   }
 };
 
-// Adds the slots of [begin, end), whole lines, whose row is chosen; of the ties, only slots with a mixed id up to
+// Adds the slots of [begin, end), whole lines, whose row is chosen; of the ties, only slots with a tie word up to
 // `bound`.
 template <typename Marks>
 void collect_chosen(const SlotArray& array, int64_t begin, int64_t end, const Marks& marks, uint64_t bound,
@@ -234,14 +229,13 @@ void collect_chosen(const SlotArray& array, int64_t begin, int64_t end, const Ma
 // Slots that are flagged together.
 constexpr int64_t kFlags = 512;
 
-// Flags the slots with a mixed id up to `bound`: less work than reading the marks, half of which may be set.
-TORCHREC_DYN_INLINE void flag_low_mixed(const Slot* slots, int64_t count, uint64_t bound, uint8_t* flags) {
-  for (int64_t i = 0; i < count; ++i)
-    flags[i] = (mix64(static_cast<uint64_t>(slots[i].id)) <= bound) & (slots[i].place != 0);
+// Flags the slots with a tie word up to `bound`: less work than reading the marks, half of which may be set.
+TORCHREC_DYN_INLINE void flag_low_ties(const Slot* slots, int64_t count, uint64_t bound, uint8_t* flags) {
+  for (int64_t i = 0; i < count; ++i) flags[i] = (tie_word(slots[i].id) <= bound) & (slots[i].place != 0);
 }
 
 // As collect_chosen, for the case that all chosen rows are ties and most of these are beyond the bound.
-// flag(slots, count, bound, flags) is flag_low_mixed.
+// flag(slots, count, bound, flags) is flag_low_ties.
 template <typename Marks, typename Flag>
 void collect_low_ties(const SlotArray& array, int64_t begin, int64_t end, const Marks& marks, uint64_t bound,
                       const Flag& flag, MarkedSlots& found) {
@@ -262,21 +256,20 @@ void collect_low_ties(const SlotArray& array, int64_t begin, int64_t end, const 
   }
 }
 
-// A bound of mixed ids up to which very probably at least `needed` of the `count` ties lie, and not many more. Of few
+// A bound of tie words up to which very probably at least `needed` of the `count` ties lie, and not many more. Of few
 // ties, all lie up to it.
 template <typename Marks>
 uint64_t bound_of_ties(const IdMapView& map, const Marks& marks, uint64_t needed, uint64_t count) {
   constexpr uint64_t kFew = 1 << 16;
   constexpr uint64_t kSample = 1 << 12;
-  constexpr int64_t kRun = 64;  // neighbours are a sample too: slots are ordered by other bits than mixed ids
+  constexpr int64_t kRun = 64;  // neighbours are a sample too: slots are ordered by other bits than tie words
   if (needed >= count || count <= kFew) return kNoBound;
   const auto step = std::max(kRun, static_cast<int64_t>(count / kSample) * kRun);
   std::vector<uint64_t> sample;
   for (int a = 0; a < (map.is_growing() ? 2 : 1); ++a)
     for (int64_t run = 0; run < map.arrays[a].capacity; run += step)
       for (int64_t s = run; s < std::min(run + kRun, map.arrays[a].capacity); ++s)
-        if (marks.is_tie(map.arrays[a].slots[s].place))
-          sample.push_back(mix64(static_cast<uint64_t>(map.arrays[a].slots[s].id)));
+        if (marks.is_tie(map.arrays[a].slots[s].place)) sample.push_back(tie_word(map.arrays[a].slots[s].id));
   const double expected = static_cast<double>(sample.size()) * static_cast<double>(needed) / static_cast<double>(count);
   const auto rank = static_cast<size_t>(expected + 8.0 * std::sqrt(expected) + 16.0);
   if (rank >= sample.size()) return kNoBound;

@@ -43,12 +43,12 @@ std::tuple<Tensor, Tensor> find_lowest(DeviceCall& call, const IdMapView& map, c
   const KeyCut* cut = find_cut(call, table, most);
   const LowestMarks marks = mark_lowest(call, table, cut);
   const int arrays = map.is_growing() ? 2 : 1;
-  auto* places = call.zeros<int64_t>(2 * kMixedBins + 1);
+  auto* places = call.zeros<int64_t>(2 * kTieBins + 1);
   for (int a = 0; a < arrays; ++a)
-    simt::launch(stream, map.arrays[a].capacity, CountMixed{map.arrays[a], marks, places});
-  simt::exclusive_sum(stream, places, 2 * kMixedBins + 1);
+    simt::launch(stream, map.arrays[a].capacity, CountMarked{map.arrays[a], marks, places});
+  simt::exclusive_sum(stream, places, 2 * kTieBins + 1);
   auto* counts = call.allocate_for<LowestCounts>(1);
-  simt::launch(stream, kMixedBins, ChooseMixed{places, cut, counts});
+  simt::launch(stream, kTieBins, ChooseTies{places, cut, counts});
   LowestCounts found;
   simt::copy_to_host(stream, &found, counts, sizeof found);  // a wait: the result has a length
   const int64_t listed = found.below + found.ties;

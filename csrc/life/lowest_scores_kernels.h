@@ -5,10 +5,10 @@
 //      end. The three values are the cut. Rows below the cut are chosen, and `needed` of the rows at it (ties).
 //   2. Read the words again: MarkLowest marks the rows below the cut and the ties, in two bits a row. Slots are not in
 //      the order of rows, so these bits are read at random: for 100M rows they fit a GPU's cache, the words do not.
-//   3. Read the slots: CountMixed counts the marked ids by the top bits of their mixed ids, ChooseMixed takes the bin
+//   3. Read the slots: CountMarked counts the marked ids by the top bits of their tie words, ChooseTies takes the bin
 //      at which enough ties are found. So the host knows the size of the list.
 //   4. Read the slots again: ListLowest lists the ids of rows below the cut, and the ties up to that bin.
-// The list is sorted by mixed id. It has few ties too many, all of them after the last tie that is needed: WriteLowest
+// The list is sorted by tie word. It has few ties too many, all of them after the last tie that is needed: WriteLowest
 // leaves them out.
 #pragma once
 
@@ -28,7 +28,7 @@ struct ScoredRows {
   uint64_t end;
 
   TORCHREC_DYN_BOTH uint64_t word(int64_t row) const { return *scores.word(row); }
-  TORCHREC_DYN_BOTH uint64_t key(uint64_t word) const { return by_count ? count_of(word) : last_seen_of(word); }
+  TORCHREC_DYN_BOTH uint64_t key(uint64_t word) const { return order_key(word, by_count); }
 };
 
 constexpr int64_t kDigitBits = 11;
@@ -120,24 +120,23 @@ struct MarkLowest {
   }
 };
 
-// Bins of marked ids by the top bits of their mixed ids: first the ids below the cut, then the ties.
-constexpr int64_t kMixedBits = 16;
-constexpr int64_t kMixedBins = int64_t{1} << kMixedBits;
+// Bins of marked ids by the top bits of their tie words: first the ids below the cut, then the ties.
+constexpr int64_t kBinBits = 16;
+constexpr int64_t kTieBins = int64_t{1} << kBinBits;
 
-TORCHREC_DYN_BOTH inline int64_t mixed_bin(uint64_t mixed, uint64_t mark) {
-  return (mark == kTie ? kMixedBins : 0) + static_cast<int64_t>(mixed >> (64 - kMixedBits));
+TORCHREC_DYN_BOTH inline int64_t bin_of(uint64_t word, uint64_t mark) {
+  return (mark == kTie ? kTieBins : 0) + static_cast<int64_t>(word >> (64 - kBinBits));
 }
 
-struct CountMixed {
+struct CountMarked {
   SlotArray array;
   LowestMarks marks;
-  int64_t* counts;  // [2 * kMixedBins]
+  int64_t* counts;  // [2 * kTieBins]
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const Slot slot = array.slots[i];
     const uint64_t mark = marks.of(slot.row());
-    if (mark != kNotChosen)
-      simt::warp_aggregated_increment(counts + mixed_bin(mix64(static_cast<uint64_t>(slot.id)), mark));
+    if (mark != kNotChosen) simt::warp_aggregated_increment(counts + bin_of(tie_word(slot.id), mark));
   }
 };
 
@@ -149,16 +148,16 @@ struct LowestCounts {
   int64_t last;    // bin
 };
 
-// Launched with kMixedBins threads.
-struct ChooseMixed {
-  const int64_t* sums;  // [2 * kMixedBins + 1], of the counts
+// Launched with kTieBins threads.
+struct ChooseTies {
+  const int64_t* sums;  // [2 * kTieBins + 1], of the counts
   const KeyCut* cut;
   LowestCounts* found;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    const int64_t below = sums[kMixedBins], bin = kMixedBins + i;
+    const int64_t below = sums[kTieBins], bin = kTieBins + i;
     const int64_t before = sums[bin] - below, ties = sums[bin + 1] - below;
-    const bool is_last = i + 1 == kMixedBins;
+    const bool is_last = i + 1 == kTieBins;
     if (before < cut->needed && (cut->needed <= ties || is_last)) *found = {below, ties, cut->needed, bin};
   }
 };
@@ -169,7 +168,7 @@ struct ListLowest {
   SlotArray array;
   LowestMarks marks;
   int64_t last;     // of LowestCounts
-  int64_t* places;  // [2 * kMixedBins]: the sums of the counts; then the next free place of each bin
+  int64_t* places;  // [2 * kTieBins]: the sums of the counts; then the next free place of each bin
   int64_t size;
   simt::Pairs list;
 
@@ -177,12 +176,12 @@ struct ListLowest {
     const Slot slot = array.slots[i];
     const uint64_t mark = marks.of(slot.row());
     if (mark == kNotChosen) return;
-    const uint64_t mixed = mix64(static_cast<uint64_t>(slot.id));
-    const int64_t bin = mixed_bin(mixed, mark);
+    const uint64_t word = tie_word(slot.id);
+    const int64_t bin = bin_of(word, mark);
     if (bin > last) return;
     const int64_t place = simt::atomic_add(places + bin, 1);
     if (place >= size) return;
-    list.keys[place] = mixed;
+    list.keys[place] = word;
     list.values[place] = slot.row() << 1 | static_cast<int64_t>(mark == kTie);
   }
 };
@@ -194,7 +193,7 @@ struct FlagTies {
 };
 
 struct WriteLowest {
-  simt::Pairs list;            // by mixed id
+  simt::Pairs list;            // by tie word
   const int64_t* ties_before;  // the sums of the flags
   int64_t needed;
   int64_t count;  // of the result
@@ -206,7 +205,7 @@ struct WriteLowest {
     if ((list.values[i] & 1) != 0 && surplus >= 0) return;
     const int64_t place = i - greater_of(surplus, int64_t{0});
     if (place >= count) return;  // as in ListLowest
-    ids[place] = static_cast<int64_t>(unmix64(list.keys[i]));
+    ids[place] = id_of_tie_word(list.keys[i]);
     rows[place] = list.values[i] >> 1;
   }
 };

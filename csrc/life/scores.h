@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "mix64.h"
 #include "simd.h"
 #include "storage/blocks.h"
 
@@ -30,9 +31,15 @@ TORCHREC_DYN_BOTH constexpr bool is_count(int64_t count) {
   return count >= 0 && count <= static_cast<int64_t>(kMostCount);
 }
 
-// What oldest_first sorts by: last_seen or counts.
+// The order of eviction: by key, which is last_seen or count; rows of one key (ties) by the tie words of their ids,
+// unsigned. The tie word is a bijection of the id.
 constexpr int kOrderKeyBits = 32;
 TORCHREC_DYN_BOTH constexpr bool is_order_key(int64_t key) { return key >= 0 && key >> kOrderKeyBits == 0; }
+TORCHREC_DYN_BOTH constexpr uint64_t order_key(uint64_t score, bool by_count) {
+  return by_count ? count_of(score) : last_seen_of(score);
+}
+TORCHREC_DYN_BOTH constexpr uint64_t tie_word(int64_t id) { return mix64(static_cast<uint64_t>(id)); }
+TORCHREC_DYN_BOTH constexpr int64_t id_of_tie_word(uint64_t word) { return static_cast<int64_t>(unmix64(word)); }
 
 // The score of such numbers. A free row has no count.
 TORCHREC_DYN_BOTH constexpr uint64_t score_of(int64_t last_seen, int64_t count) {

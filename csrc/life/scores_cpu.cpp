@@ -10,7 +10,6 @@
 #include "checks.h"
 #include "kernel.h"
 #include "life/scores_arguments.h"
-#include "mix64.h"
 #include "parallel.h"
 #include "radix_sort.h"
 #include "storage/blocks_arguments.h"
@@ -110,20 +109,20 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
   }
 }
 
-// Sorts by (last_seen, unsigned mixed id): first by the high halves of the mixed ids; then each run of equal high
-// halves, which is short, by the whole mixed ids; then by last_seen, which keeps the order of equal steps.
+// Sorts by key and tie word: first by the high halves of the tie words; then each run of equal high halves, which is
+// short, by the whole words; then by key, which keeps the order of equal keys.
 Tensor oldest_first(const Tensor& ids, const Tensor& last_seen) {
   check_ids_to_order(ids, last_seen, DeviceType::CPU);
   const auto count = static_cast<size_t>(ids.numel());
-  const uint64_t* id = const_data<uint64_t>(ids);
+  const int64_t* id = const_data<int64_t>(ids);
   const int64_t* seen = const_data<int64_t>(last_seen);
-  SortableWords by_mixed(count + 1), by_age(count + 1);
+  SortableWords by_tie(count + 1), by_age(count + 1);
   for (size_t i = 0; i < count; ++i) {
     check_order_key(seen[i]);
-    by_mixed.push_if(true, (mix64(id[i]) & ~kLowHalf) | i);
+    by_tie.push_if(true, (tie_word(id[i]) & ~kLowHalf) | i);
   }
-  by_mixed.sort_by_high_word();
-  const std::span<const uint64_t> sorted = by_mixed.words();
+  by_tie.sort_by_high_word();
+  const std::span<const uint64_t> sorted = by_tie.words();
   std::vector<uint64_t> places;
   places.reserve(count);
   for (const uint64_t word : sorted) places.push_back(word & kLowHalf);
@@ -131,7 +130,7 @@ Tensor oldest_first(const Tensor& ids, const Tensor& last_seen) {
     for (end = begin + 1; end < count && sorted[end] >> 32 == sorted[begin] >> 32;) ++end;
     if (end - begin == 1) continue;
     std::sort(places.begin() + static_cast<int64_t>(begin), places.begin() + static_cast<int64_t>(end),
-              [&](uint64_t a, uint64_t b) { return mix64(id[a]) < mix64(id[b]); });
+              [&](uint64_t a, uint64_t b) { return tie_word(id[a]) < tie_word(id[b]); });
   }
   for (size_t i = 0; i < count; ++i) by_age.push_if(true, static_cast<uint64_t>(seen[places[i]]) << 32 | i);
   by_age.sort_by_high_word();

@@ -81,7 +81,7 @@ std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> s
   return {last_seen, counts};
 }
 
-// Sorts by mixed id, then by last_seen, which keeps the order of equal steps.
+// Sorts by tie word, then by key, which keeps the order of equal keys.
 Tensor oldest_first(const Tensor& ids, const Tensor& last_seen) {
   check_ids_to_order(ids, last_seen, kDevice);
   const int64_t n = ids.numel();
@@ -91,7 +91,7 @@ Tensor oldest_first(const Tensor& ids, const Tensor& last_seen) {
   const int64_t* seen = const_data<int64_t>(last_seen);
   auto* first_bad = call.zeros<int64_t>(1);
   simt::Pairs places{call.allocate_for<uint64_t>(n), call.allocate_for<int64_t>(n)};
-  simt::launch(call.stream(), n, MixToOrder{const_data<uint64_t>(ids), seen, n, places, first_bad});
+  simt::launch(call.stream(), n, ReadTieWords{const_data<int64_t>(ids), seen, n, places, first_bad});
   places = simt::sort_pairs(call.stream(), places, n);
   simt::launch(call.stream(), n, ReadOrderKeys{seen, places});
   places = simt::sort_pairs(call.stream(), places, n, 0, kOrderKeyBits);

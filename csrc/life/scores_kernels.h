@@ -5,7 +5,6 @@
 
 #include "device_errors.h"
 #include "life/scores.h"
-#include "mix64.h"
 #include "simt.h"
 #include "storage/table_words.h"
 
@@ -148,9 +147,9 @@ struct ReadScores {
   }
 };
 
-// The ids of oldest_first: keys are mixed ids, values are places in the call.
-struct MixToOrder {
-  const uint64_t* ids;
+// The ids of oldest_first: keys are tie words, values are places in the call.
+struct ReadTieWords {
+  const int64_t* ids;
   const int64_t* last_seen;
   int64_t count;
   simt::Pairs places;
@@ -158,7 +157,7 @@ struct MixToOrder {
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     if (!is_order_key(last_seen[i])) simt::atomic_min(first_bad, i - count);
-    places.keys[i] = mix64(ids[i]);
+    places.keys[i] = tie_word(ids[i]);
     places.values[i] = i;
   }
 };

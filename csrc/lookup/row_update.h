@@ -19,7 +19,9 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "simd.h"
 
@@ -31,39 +33,60 @@ constexpr int64_t kPieceIds = 256;
 // offsets and the end of their range; the rows of a table; the lowest and the highest sender; a step.
 enum class WrongContents : int64_t { kOffsets, kRows, kSenders, kStep };
 
-// The numbers are `rule` in torchrec_dyn/optimizers.py.
+// A rule is told here and in `RULES` of torchrec_dyn/optimizers.py (compared by tests/ops/test_optimizer_states.py):
+// its number, its hyperparameters, its line of rule_facts, and its formula in update_row.
 enum class Optimizer : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3, kPartialRowwiseAdam = 4 };
 constexpr Optimizer kLastOptimizer = Optimizer::kPartialRowwiseAdam;
-enum class WeightDecay : int64_t { kNone = 0, kL2 = 1, kDecoupled = 2 };
+
+// The hyperparameters of a rule, in the order in which Python sends them.
+struct SgdHyper {
+  float learning_rate;
+};
+struct AdagradHyper {
+  float learning_rate, eps;
+};
+struct RowwiseAdagradHyper {
+  float learning_rate, eps, weight_decay, weight_decay_mode;
+
+  TORCHREC_DYN_BOTH bool has_l2() const { return weight_decay_mode == 1.0f; }
+  TORCHREC_DYN_BOTH bool is_decoupled() const { return weight_decay_mode == 2.0f; }
+};
+struct AdamHyper {  // a rule that counts steps begins with these
+  float learning_rate, eps, beta1, beta2, weight_decay;
+};
 
 // The width of an optimizer state in a row: no number, one number, or one number for each column.
 enum class StateWidth : int64_t { kNone, kRow, kColumns };
 
-struct StateWidths {
+template <typename Hyper>
+constexpr int64_t kNumbersOf = sizeof(Hyper) / sizeof(float);
+
+struct RuleFacts {
+  int64_t hyper_count;
   StateWidth momentum1;
   StateWidth momentum2;
+  bool counts_steps;  // the formula divides by 1 - beta^t
 
-  // One of them is kRow.
+  // One of the states is kRow.
   TORCHREC_DYN_BOTH constexpr bool is_rowwise() const {
     return momentum1 == StateWidth::kRow || momentum2 == StateWidth::kRow;
   }
 };
 
-// As in the table of torchrec_dyn/optimizers.py (compared by tests/ops/test_optimizer_states.py).
-TORCHREC_DYN_BOTH constexpr StateWidths state_widths(Optimizer optimizer) {
+TORCHREC_DYN_BOTH constexpr RuleFacts rule_facts(Optimizer optimizer) {
   switch (optimizer) {
     case Optimizer::kSgd:
-      return {StateWidth::kNone, StateWidth::kNone};
+      return {kNumbersOf<SgdHyper>, StateWidth::kNone, StateWidth::kNone, false};
     case Optimizer::kAdagrad:
-      return {StateWidth::kColumns, StateWidth::kNone};
+      return {kNumbersOf<AdagradHyper>, StateWidth::kColumns, StateWidth::kNone, false};
     case Optimizer::kRowwiseAdagrad:
-      return {StateWidth::kRow, StateWidth::kNone};
+      return {kNumbersOf<RowwiseAdagradHyper>, StateWidth::kRow, StateWidth::kNone, false};
     case Optimizer::kAdam:
-      return {StateWidth::kColumns, StateWidth::kColumns};
+      return {kNumbersOf<AdamHyper>, StateWidth::kColumns, StateWidth::kColumns, true};
     case Optimizer::kPartialRowwiseAdam:
-      return {StateWidth::kColumns, StateWidth::kRow};
+      return {kNumbersOf<AdamHyper>, StateWidth::kColumns, StateWidth::kRow, true};
   }
-  return {StateWidth::kNone, StateWidth::kNone};
+  return {};
 }
 
 TORCHREC_DYN_BOTH constexpr int64_t state_columns(StateWidth width, int64_t columns) {
@@ -71,29 +94,43 @@ TORCHREC_DYN_BOTH constexpr int64_t state_columns(StateWidth width, int64_t colu
 }
 
 struct UpdateRule {
-  Optimizer optimizer;
-  WeightDecay decay_mode;
-  float learning_rate;
-  float eps;
-  float beta1;
-  float beta2;
-  float weight_decay;
+  static constexpr int kMostHyper = 8;
 
-  TORCHREC_DYN_BOTH bool square_reads_weights() const {
-    return optimizer == Optimizer::kRowwiseAdagrad && decay_mode == WeightDecay::kL2;
+  Optimizer optimizer;
+  float hyper[kMostHyper];
+
+  // The hyperparameters by name; Hyper: the struct of the rule.
+  template <typename Hyper>
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE Hyper named() const {
+    static_assert(kNumbersOf<Hyper> <= kMostHyper);
+    return named_by<Hyper>(std::make_index_sequence<kNumbersOf<Hyper>>{});
+  }
+
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE bool square_reads_weights() const {
+    return optimizer == Optimizer::kRowwiseAdagrad && named<RowwiseAdagradHyper>().has_l2();
+  }
+  // The factor of these weights in the square.
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float square_decay() const { return named<RowwiseAdagradHyper>().weight_decay; }
+
+ private:
+  template <typename Hyper, size_t... kPlaces>
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE Hyper named_by(std::index_sequence<kPlaces...>) const {
+    return {hyper[kPlaces]...};
   }
 };
 
-// 1 - beta^t for the table's step, in double because beta2 is near 1.
+// 1 - beta^t for the table's step, in double because beta2 is near 1. Only rules that count steps read it.
 struct BiasCorrection {
   float first;
   float second;
 };
 
 inline BiasCorrection bias_correction(const UpdateRule& rule, int64_t step) {
+  if (!rule_facts(rule.optimizer).counts_steps) return {};
+  const auto hyper = rule.named<AdamHyper>();
   const auto t = static_cast<double>(step);
-  return {static_cast<float>(1.0 - std::pow(static_cast<double>(rule.beta1), t)),
-          static_cast<float>(1.0 - std::pow(static_cast<double>(rule.beta2), t))};
+  return {static_cast<float>(1.0 - std::pow(static_cast<double>(hyper.beta1), t)),
+          static_cast<float>(1.0 - std::pow(static_cast<double>(hyper.beta2), t))};
 }
 
 // The mean of (g + decay w)^2; w is not read if kDecays is false. Sixteen partial sums in a fixed order: the loop
@@ -118,48 +155,55 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float mean_square(const float* g, const fl
 // the L2 decay of ROWWISE_ADAGRAD. 0 for rules without a row-wise state.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float row_square(const UpdateRule& rule, const float* g, const float* w,
                                                        int64_t n) {
-  if (rule.square_reads_weights()) return mean_square<true>(g, w, rule.weight_decay, n);
-  return state_widths(rule.optimizer).is_rowwise() ? mean_square<false>(g, nullptr, 0.0f, n) : 0.0f;
+  if (rule.square_reads_weights()) return mean_square<true>(g, w, rule.square_decay(), n);
+  return rule_facts(rule.optimizer).is_rowwise() ? mean_square<false>(g, nullptr, 0.0f, n) : 0.0f;
 }
 
 // Updates one row. `square`: row_square of the same g and w.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection& correction,
                                                       float square, const float* __restrict__ g, float* __restrict__ w,
                                                       float* __restrict__ m1, float* __restrict__ m2, int64_t n) {
-  const float lr = rule.learning_rate;
   switch (rule.optimizer) {
-    case Optimizer::kSgd:
-      for (int64_t c = 0; c < n; ++c) w[c] -= lr * g[c];
+    case Optimizer::kSgd: {
+      const auto hyper = rule.named<SgdHyper>();
+      for (int64_t c = 0; c < n; ++c) w[c] -= hyper.learning_rate * g[c];
       return;
-    case Optimizer::kAdagrad:
+    }
+    case Optimizer::kAdagrad: {
+      const auto hyper = rule.named<AdagradHyper>();
       for (int64_t c = 0; c < n; ++c) {
         m1[c] += g[c] * g[c];
-        w[c] -= lr * g[c] / (std::sqrt(m1[c]) + rule.eps);
+        w[c] -= hyper.learning_rate * g[c] / (std::sqrt(m1[c]) + hyper.eps);
       }
       return;
+    }
     case Optimizer::kRowwiseAdagrad: {
-      const bool l2 = rule.decay_mode == WeightDecay::kL2;
+      const auto hyper = rule.named<RowwiseAdagradHyper>();
       m1[0] += square;
-      const float multiplier = lr / (std::sqrt(m1[0]) + rule.eps);
-      const float keep = l2 ? 1.0f - multiplier * rule.weight_decay
-                            : (rule.decay_mode == WeightDecay::kDecoupled ? 1.0f - lr * rule.weight_decay : 1.0f);
+      const float multiplier = hyper.learning_rate / (std::sqrt(m1[0]) + hyper.eps);
+      const float keep = hyper.has_l2()
+                             ? 1.0f - multiplier * hyper.weight_decay
+                             : (hyper.is_decoupled() ? 1.0f - hyper.learning_rate * hyper.weight_decay : 1.0f);
       for (int64_t c = 0; c < n; ++c) w[c] = keep * w[c] - multiplier * g[c];
       return;
     }
-    case Optimizer::kAdam:
+    case Optimizer::kAdam: {
+      const auto hyper = rule.named<AdamHyper>();
       for (int64_t c = 0; c < n; ++c) {
-        m1[c] = rule.beta1 * m1[c] + (1.0f - rule.beta1) * g[c];
-        m2[c] = rule.beta2 * m2[c] + (1.0f - rule.beta2) * (g[c] * g[c]);
-        const float direction = m1[c] / correction.first / (std::sqrt(m2[c] / correction.second) + rule.eps);
-        w[c] -= lr * (direction + rule.weight_decay * w[c]);
+        m1[c] = hyper.beta1 * m1[c] + (1.0f - hyper.beta1) * g[c];
+        m2[c] = hyper.beta2 * m2[c] + (1.0f - hyper.beta2) * (g[c] * g[c]);
+        const float direction = m1[c] / correction.first / (std::sqrt(m2[c] / correction.second) + hyper.eps);
+        w[c] -= hyper.learning_rate * (direction + hyper.weight_decay * w[c]);
       }
       return;
+    }
     case Optimizer::kPartialRowwiseAdam: {
-      m2[0] = rule.beta2 * m2[0] + (1.0f - rule.beta2) * square;
-      const float denominator = std::sqrt(m2[0] / correction.second) + rule.eps;
+      const auto hyper = rule.named<AdamHyper>();
+      m2[0] = hyper.beta2 * m2[0] + (1.0f - hyper.beta2) * square;
+      const float denominator = std::sqrt(m2[0] / correction.second) + hyper.eps;
       for (int64_t c = 0; c < n; ++c) {
-        m1[c] = rule.beta1 * m1[c] + (1.0f - rule.beta1) * g[c];
-        w[c] -= lr * (m1[c] / correction.first / denominator + rule.weight_decay * w[c]);
+        m1[c] = hyper.beta1 * m1[c] + (1.0f - hyper.beta1) * g[c];
+        w[c] -= hyper.learning_rate * (m1[c] / correction.first / denominator + hyper.weight_decay * w[c]);
       }
       return;
     }

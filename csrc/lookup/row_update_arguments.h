@@ -14,29 +14,32 @@
 #include "lookup/updated_table.h"
 #include "storage/blocks_arguments.h"
 #include "storage/row_marks.h"
+#include "struct_kernel.h"
 
 namespace torchrec_dyn {
 
 // The arguments in the order of the schema.
 struct UpdateCall {
-  const Tensor& grad;
-  const Tensor& ids;
-  const Tensor& rows;
-  const std::optional<Tensor>& offsets;
-  const std::optional<Tensor>& bag_weights;
-  const std::vector<Tensor>& weights;
-  const std::vector<Tensor>& momentum1;
-  const std::vector<Tensor>& momentum2;
-  const Tensor& layout;
-  const Tensor& segments;
-  const Tensor& streams;
-  bool mean;
-  int64_t optimizer;
-  const std::vector<double>& hyper;
-  const std::vector<double>& grad_scales;
-  const std::optional<Tensor>& senders;
-  const std::vector<Tensor>& marks;
-  const std::optional<Tensor>& mark_layout;
+  ArgumentReader arguments;
+
+  Tensor grad = arguments.read<Tensor>();
+  Tensor ids = arguments.read<Tensor>();
+  Tensor rows = arguments.read<Tensor>();
+  std::optional<Tensor> offsets = arguments.read<std::optional<Tensor>>();
+  std::optional<Tensor> bag_weights = arguments.read<std::optional<Tensor>>();
+  std::vector<Tensor> weights = arguments.read<std::vector<Tensor>>();
+  std::vector<Tensor> momentum1 = arguments.read<std::vector<Tensor>>();
+  std::vector<Tensor> momentum2 = arguments.read<std::vector<Tensor>>();
+  Tensor layout = arguments.read<Tensor>();
+  Tensor segments = arguments.read<Tensor>();
+  Tensor streams = arguments.read<Tensor>();
+  bool mean = arguments.read<bool>();
+  int64_t optimizer = arguments.read<int64_t>();
+  std::vector<double> hyper = arguments.read<std::vector<double>>();
+  std::vector<double> grad_scales = arguments.read<std::vector<double>>();
+  std::optional<Tensor> senders = arguments.read<std::optional<Tensor>>();
+  std::vector<Tensor> marks = arguments.read<std::vector<Tensor>>();
+  std::optional<Tensor> mark_layout = arguments.read<std::optional<Tensor>>();
 };
 
 // What the host has read of the arguments.
@@ -52,14 +55,16 @@ inline UpdateRule read_rule(int64_t optimizer, const std::vector<double>& hyper)
   constexpr auto kLast = static_cast<int64_t>(kLastOptimizer);
   STD_TORCH_CHECK(optimizer >= 0 && optimizer <= kLast, "update_rows_: expected optimizer in [0, ", kLast, "], got ",
                   optimizer, ".");
-  check_size("update_rows_", "the number of hyper-parameters", 6, static_cast<int64_t>(hyper.size()));
-  const double mode = hyper[5];
-  STD_TORCH_CHECK(mode == 0.0 || mode == 1.0 || mode == 2.0, "update_rows_: expected weight_decay_mode in [0, 2], got ",
-                  mode, ".");
-  return {static_cast<Optimizer>(optimizer), static_cast<WeightDecay>(static_cast<int64_t>(mode)),
-          static_cast<float>(hyper[0]),      static_cast<float>(hyper[1]),
-          static_cast<float>(hyper[2]),      static_cast<float>(hyper[3]),
-          static_cast<float>(hyper[4])};
+  UpdateRule rule{static_cast<Optimizer>(optimizer), {}};
+  check_size("update_rows_", "the number of hyper-parameters", rule_facts(rule.optimizer).hyper_count,
+             static_cast<int64_t>(hyper.size()));
+  std::ranges::transform(hyper, rule.hyper, [](double number) { return static_cast<float>(number); });
+  if (rule.optimizer == Optimizer::kRowwiseAdagrad) {
+    const double mode = hyper.back();
+    STD_TORCH_CHECK(mode == 0.0 || mode == 1.0 || mode == 2.0,
+                    "update_rows_: expected weight_decay_mode in [0, 2], got ", mode, ".");
+  }
+  return rule;
 }
 
 // Reads the marks of T tables; empty if no table keeps marks.
@@ -85,8 +90,7 @@ inline void check_streams(const char* op, const Tensor& streams, size_t tables) 
 
 // A table without rows in the batch may be at step 0: it has not been trained yet.
 inline bool may_have_rows(const UpdateRule& rule, int64_t step) {
-  const bool counts_steps = state_widths(rule.optimizer).momentum2 != StateWidth::kNone;  // divides by 1 - beta^step
-  return !counts_steps || step >= 1;
+  return !rule_facts(rule.optimizer).counts_steps || step >= 1;
 }
 inline void check_step(const char* op, bool is_valid, int64_t step) {
   STD_TORCH_CHECK(is_valid, op, ": expected a step of at least 1 in streams, got ", step, ".");
@@ -166,14 +170,14 @@ struct UpdatedTables {
         momentum1(op, "momentum1", call.momentum1, device),
         momentum2(op, "momentum2", call.momentum2, device),
         marks(op, "marks", call.marks, device) {
-    const StateWidths widths = state_widths(read.rule.optimizer);
+    const RuleFacts facts = rule_facts(read.rule.optimizer);
     const int64_t* stream = const_data<int64_t>(call.streams);
     for (const TableLayout& table : read.tables) {
       const size_t t = tables.size();
       STD_TORCH_CHECK(table.capacity() <= (int64_t{1} << 32), op, ": expected at most 2^32 rows a table, got room for ",
                       table.capacity(), ".");
-      tables.push_back({weights.rows(table, table.columns), states(momentum1, table, widths.momentum1),
-                        states(momentum2, table, widths.momentum2),
+      tables.push_back({weights.rows(table, table.columns), states(momentum1, table, facts.momentum1),
+                        states(momentum2, table, facts.momentum2),
                         read.marks.empty() ? MarkBits{} : bits_of(marks.words(read.marks[t])),
                         Stream{static_cast<uint64_t>(stream[0]), stream[1], stream[2]},
                         bias_correction(read.rule, stream[2]), static_cast<float>(call.grad_scales[t])});

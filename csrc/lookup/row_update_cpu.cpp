@@ -7,7 +7,6 @@
 #include <memory>
 #include <span>
 
-#include "kernel.h"
 #include "lookup/bags.h"
 #include "lookup/row_runs_cpu.h"
 #include "lookup/row_update.h"
@@ -391,30 +390,24 @@ void check_steps(const char* op, const Tensor& streams, const UpdateArguments& r
   }
 }
 
-void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, const std::optional<Tensor>& offsets,
-                  const std::optional<Tensor>& bag_weights, std::vector<Tensor> weights, std::vector<Tensor> momentum1,
-                  std::vector<Tensor> momentum2, const Tensor& layout, const Tensor& segments, const Tensor& streams,
-                  bool mean, int64_t optimizer, std::vector<double> hyper, std::vector<double> grad_scales,
-                  const std::optional<Tensor>& senders, std::vector<Tensor> marks,
-                  const std::optional<Tensor>& mark_layout) {
+void update_rows_(const UpdateCall& call) {
   const char* op = "update_rows_";
-  const UpdateCall call{grad,      ids,       rows,        offsets,  bag_weights, weights,
-                        momentum1, momentum2, layout,      segments, streams,     mean,
-                        optimizer, hyper,     grad_scales, senders,  marks,       mark_layout};
   const UpdateArguments read = read_update(op, call, DeviceType::CPU, true);
   const Bags bags = read.bags.view();
-  const auto* row = const_data<int64_t>(rows);
+  const int64_t ids = call.ids.numel();
+  const auto* row = const_data<int64_t>(call.rows);
   check_rows_of_bags(op, bags, updated_rows(read), row);
-  const Senders sent = read_senders(op, senders, ids.numel());
-  check_steps(op, streams, read, bags, row);
-  const GradPlaces places = find_grad_places(bags, ids.numel(), mean);
-  dispatch_row_type(op, weights, [&](auto zero) {
+  const Senders sent = read_senders(op, call.senders, ids);
+  check_steps(op, call.streams, read, bags, row);
+  const GradPlaces places = find_grad_places(bags, ids, call.mean);
+  dispatch_row_type(op, call.weights, [&](auto zero) {
     using T = decltype(zero);
     const UpdatedTables<T> updated(op, call, read, DeviceType::CPU);
-    const UpdateJob<T> job{bags, places,   const_data<float>(grad), const_data<int64_t>(ids), row, read.bag_weights,
-                           sent, read.rule};
+    const UpdateJob<T> job{
+        bags, places,   const_data<float>(call.grad), const_data<int64_t>(call.ids), row, read.bag_weights,
+        sent, read.rule};
     const auto table_count = static_cast<int64_t>(read.tables.size());
-    const int shift = part_shift(table_count, ids.numel());
+    const int shift = part_shift(table_count, ids);
     const int64_t tasks = table_count << shift;
     const int64_t workers = worker_count(tasks);
     const PartSize most = largest_part(bags, read.tables);
@@ -432,6 +425,6 @@ void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, con
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) { m.impl(TORCHREC_DYN_KERNEL("update_rows_", &update_rows_)); }
+STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) { m.impl(TORCHREC_DYN_STRUCT_KERNEL("update_rows_", &update_rows_)); }
 
 }  // namespace torchrec_dyn

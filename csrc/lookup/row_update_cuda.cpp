@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "device_call.h"
-#include "kernel.h"
 #include "lookup/row_update_arguments.h"
 #include "lookup/row_update_kernels.h"
 #include "lookup/senders_arguments.h"
@@ -126,10 +125,10 @@ void update_sorted(DeviceCall& call, const UpdateCall& given, const UpdateArgume
   auto* pieces = call.allocate_for<float>(lines * columns);
   with_tile<Key>(sent.width, [&]<typename Shape>(Shape) {
     const SortedGrads<Key, Shape> grads{sorted, terms, const_data<float>(given.grad), pieces, columns};
-    const StateWidths widths = state_widths(read.rule.optimizer);
+    const RuleFacts facts = rule_facts(read.rule.optimizer);
     simt::launch_tiles(call.stream(), lines, SumPieces<Key, Shape>{grads});
     simt::launch_tiles(call.stream(), n,
-                       UpdateRows<T, Key, Shape>{grads, sent.tables, read.rule, widths, widths.is_rowwise(),
+                       UpdateRows<T, Key, Shape>{grads, sent.tables, read.rule, facts, facts.is_rowwise(),
                                                  !read.marks.empty(), const_data<int64_t>(given.ids), distinct});
   });
 }
@@ -149,7 +148,7 @@ void update(const char* op, const UpdateCall& given, const UpdateArguments& read
   float* const* momentum1 = sent.add(updated.momentum1.pointers());
   float* const* momentum2 = sent.add(updated.momentum2.pointers());
   uint8_t* const* marks = sent.add(updated.marks.pointers());
-  const StateWidths widths = state_widths(read.rule.optimizer);
+  const RuleFacts facts = rule_facts(read.rule.optimizer);
   for (size_t t = 0; t < tables.size(); ++t) {
     UpdatedTable<T>& table = updated.tables[t];
     const TileRows<float> first = moved(table.momentum1, updated.momentum1.pointers(), momentum1);
@@ -157,9 +156,9 @@ void update(const char* op, const UpdateCall& given, const UpdateArguments& read
     if (table.marks.blocks != nullptr)
       table.marks.blocks = marks + (table.marks.blocks - updated.marks.pointers().data());
     const TileRows<T> rows = moved(table.weights, updated.weights.pointers(), weights);
-    const TileRows<float>& state = widths.momentum1 == StateWidth::kRow ? first : second;
+    const TileRows<float>& state = facts.momentum1 == StateWidth::kRow ? first : second;
     // Any address will do for a state that no row has.
-    float* row_state = widths.is_rowwise() ? state.only : reinterpret_cast<float*>(rows.only);
+    float* row_state = facts.is_rowwise() ? state.only : reinterpret_cast<float*>(rows.only);
     tables[t] = {{rows.only, row_state, keyed.first_keys[t], rows.columns, table.grad_scale},
                  rows,
                  state,
@@ -184,10 +183,9 @@ void update(const char* op, const UpdateCall& given, const UpdateArguments& read
                        sent.add(tables),
                        WidthOfRows(read, const_data<float>(given.grad)),
                        keyed.end};
-  update.width.is_whole &=
-      has_whole_units(updated.weights.pointers()) &&
-      (widths.momentum1 != StateWidth::kColumns || has_whole_units(updated.momentum1.pointers())) &&
-      (widths.momentum2 != StateWidth::kColumns || has_whole_units(updated.momentum2.pointers()));
+  update.width.is_whole &= has_whole_units(updated.weights.pointers()) &&
+                           (facts.momentum1 != StateWidth::kColumns || has_whole_units(updated.momentum1.pointers())) &&
+                           (facts.momentum2 != StateWidth::kColumns || has_whole_units(updated.momentum2.pointers()));
   sent.send();
   constexpr uint64_t kShortEnd = std::numeric_limits<uint32_t>::max();
   const auto numbers =
@@ -200,23 +198,15 @@ void update(const char* op, const UpdateCall& given, const UpdateArguments& read
   call.finish();
 }
 
-void update_rows_(const Tensor& grad, const Tensor& ids, const Tensor& rows, const std::optional<Tensor>& offsets,
-                  const std::optional<Tensor>& bag_weights, std::vector<Tensor> weights, std::vector<Tensor> momentum1,
-                  std::vector<Tensor> momentum2, const Tensor& layout, const Tensor& segments, const Tensor& streams,
-                  bool mean, int64_t optimizer, std::vector<double> hyper, std::vector<double> grad_scales,
-                  const std::optional<Tensor>& senders, std::vector<Tensor> marks,
-                  const std::optional<Tensor>& mark_layout) {
+void update_rows_(const UpdateCall& given) {
   const char* op = "update_rows_";
-  check_tensor(op, "grad", grad, ScalarType::Float, kDevice);
-  const UpdateCall given{grad,      ids,       rows,        offsets,  bag_weights, weights,
-                         momentum1, momentum2, layout,      segments, streams,     mean,
-                         optimizer, hyper,     grad_scales, senders,  marks,       mark_layout};
-  const UpdateArguments read = read_update(op, given, grad.device(), false);
-  dispatch_row_type(op, weights, [&](auto zero) { update<decltype(zero)>(op, given, read); });
+  check_tensor(op, "grad", given.grad, ScalarType::Float, kDevice);
+  const UpdateArguments read = read_update(op, given, given.grad.device(), false);
+  dispatch_row_type(op, given.weights, [&](auto zero) { update<decltype(zero)>(op, given, read); });
 }
 
 }  // namespace
 
-TORCHREC_DYN_DEVICE_KERNELS(m) { m.impl(TORCHREC_DYN_KERNEL("update_rows_", &update_rows_)); }
+TORCHREC_DYN_DEVICE_KERNELS(m) { m.impl(TORCHREC_DYN_STRUCT_KERNEL("update_rows_", &update_rows_)); }
 
 }  // namespace torchrec_dyn

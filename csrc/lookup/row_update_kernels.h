@@ -273,8 +273,8 @@ struct UpdateRows {
   SortedGrads<Key, Shape> grads;
   const TileTable<T>* tables;
   UpdateRule rule;
-  StateWidths widths;       // of the rule
-  bool is_rowwise;          // one of them is kRow
+  RuleFacts facts;          // of the rule
+  bool is_rowwise;          // one of its states is kRow
   bool has_marks;           // a table keeps marks
   const int64_t* ids;       // for the draws of rounding; the values of keys are positions then
   const int64_t* distinct;  // senders; or null
@@ -373,7 +373,7 @@ struct UpdateRows {
     Columns values;
     simt::each_lane<kLanes>([&](int lane) {
       for (int c = 0; c < Shape::kLaneColumns; ++c)
-        values[lane].numbers[c] = sums[lane].numbers[c] + rule.weight_decay * weights[lane].numbers[c];
+        values[lane].numbers[c] = sums[lane].numbers[c] + rule.square_decay() * weights[lane].numbers[c];
     });
     squares.add(values, slice);
   }
@@ -385,8 +385,8 @@ struct UpdateRows {
                                                     const Columns& weights, float square, float state) const {
     Columns momentum1, momentum2;
     simt::each_lane<kLanes>([&](int lane) {
-      load_state(widths.momentum1, row.table.momentum1, row.number, state, lane, slice, momentum1[lane].numbers);
-      load_state(widths.momentum2, row.table.momentum2, row.number, state, lane, slice, momentum2[lane].numbers);
+      load_state(facts.momentum1, row.table.momentum1, row.number, state, lane, slice, momentum1[lane].numbers);
+      load_state(facts.momentum2, row.table.momentum2, row.number, state, lane, slice, momentum2[lane].numbers);
     });
     simt::sync_lanes<kLanes>();  // lanes without columns have read those of others, and all lanes the state of the row
     simt::each_lane<kLanes>([&](int lane) {
@@ -394,8 +394,8 @@ struct UpdateRows {
       update_row(rule, row.table.correction, square, sums[lane].numbers, updated.numbers, momentum1[lane].numbers,
                  momentum2[lane].numbers, Shape::kLaneColumns);
       store_weights(row, own, updated.numbers, slice, lane);
-      store_state(widths.momentum1, row.table.momentum1, row, momentum1[lane].numbers, lane, slice);
-      store_state(widths.momentum2, row.table.momentum2, row, momentum2[lane].numbers, lane, slice);
+      store_state(facts.momentum1, row.table.momentum1, row, momentum1[lane].numbers, lane, slice);
+      store_state(facts.momentum2, row.table.momentum2, row, momentum2[lane].numbers, lane, slice);
     });
   }
 

@@ -25,14 +25,11 @@ std::vector<int64_t> some_ids(int64_t n, int64_t distinct) {
   return ids;
 }
 
-void mix_and_unmix() {
+void mix_ids() {
   const std::vector<int64_t> ids = some_ids(10001, 3000);
-  std::vector<uint64_t> given(ids.begin(), ids.end()), mixed(ids.size()), back(ids.size());
-  const auto n = static_cast<int64_t>(ids.size());
-  simt::launch(kStream, n, MixIds{given.data(), mixed.data()});
-  simt::launch(kStream, n, UnmixIds{mixed.data(), back.data()});
-  check(back == given, "unmix64 is the inverse of mix64");
-  check(mixed[1] == mix64(given[1]), "mix64 is the CPU's");
+  std::vector<uint64_t> given(ids.begin(), ids.end()), mixed(ids.size());
+  simt::launch(kStream, static_cast<int64_t>(ids.size()), MixIds{given.data(), mixed.data()});
+  for (size_t i = 0; i < given.size(); ++i) check(unmix64(mixed[i]) == given[i], "unmix64 is the inverse of mix64");
 }
 
 // Every function of simt.h that accesses a word: threads claim places of a full array, count each place's attempts, and
@@ -90,7 +87,7 @@ void sort_by_some_bits() {
 
 int main() {
   using namespace torchrec_dyn;
-  mix_and_unmix();
+  mix_ids();
   meet_at_words();
   sort_by_some_bits<simt::Pairs, uint64_t, int64_t>();
   sort_by_some_bits<simt::ShortPairs, uint32_t, uint32_t>();

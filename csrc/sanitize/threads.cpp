@@ -214,7 +214,9 @@ void update_own_rows(Optimizer optimizer) {
   constexpr int64_t kRows = 500;
   constexpr int64_t kColumns = 19;
   constexpr int64_t kBatch = 6000;
-  const UpdateRule rule{optimizer, WeightDecay::kL2, 0.1f, 1e-6f, 0.9f, 0.99f, 0.01f};
+  const UpdateRule rule = optimizer == Optimizer::kRowwiseAdagrad
+                              ? UpdateRule{optimizer, {0.1f, 1e-6f, 0.01f, 1.0f}}
+                              : UpdateRule{optimizer, {0.1f, 1e-6f, 0.9f, 0.99f, 0.01f}};
   const InitialRows normal{InitialKind::kNormal, -3.0, 3.0, 0.0, 1.0, 0.001, 0.999};
   const auto train = [&](int64_t parts) {
     std::vector<T> weights(kRows * kColumns);

@@ -55,7 +55,7 @@ void update_rows(int64_t columns, int64_t of_last_row = 0) {
                                {1.0f, 1.0f},
                                {9, 0, 1},
                                marks};
-  const UpdateRule rule{Optimizer::kRowwiseAdagrad, WeightDecay::kNone, 0.1f, 1e-8f, 0.9f, 0.999f, 0.0f};
+  const UpdateRule rule{Optimizer::kRowwiseAdagrad, {0.1f, 1e-8f, 0.0f, 0.0f}};
   const Segment segment{0, 0, kBags, 0, columns};
   const KeyedTable keyed{kRows, columns, 1, 1};
   const uint64_t first_key = 0;
@@ -88,7 +88,7 @@ void update_rows(int64_t columns, int64_t of_last_row = 0) {
     simt::launch(kStream, kIds, CountSenders{sender_keys.data(), distinct.data()});
     simt::launch_tiles(kStream, kLines, SumPieces<Key, Shape>{grads});
     simt::launch_tiles(kStream, kIds,
-                       UpdateRows<float, Key, Shape>{grads, &table, rule, state_widths(rule.optimizer), true, true,
+                       UpdateRows<float, Key, Shape>{grads, &table, rule, rule_facts(rule.optimizer), true, true,
                                                      names.data(), distinct.data()});
     simt::launch(kStream, 1, ReportWrongUpdate{ids, {error, 1}});
   };

@@ -29,23 +29,14 @@ TORCHREC_DYN_SIMD void mix_range(const uint64_t* in, uint64_t* out, int64_t begi
   for (int64_t i = begin; i < end; ++i) out[i] = mix64(in[i]);
 }
 
-TORCHREC_DYN_SIMD void unmix_range(const uint64_t* in, uint64_t* out, int64_t begin, int64_t end) noexcept {
-  for (int64_t i = begin; i < end; ++i) out[i] = unmix64(in[i]);
-}
-
-template <typename Range>
-Tensor each_id(const char* op, const Tensor& ids, const Range& range) {
-  check_tensor(op, "ids", ids, ScalarType::Long);
+Tensor mix64_ids(const Tensor& ids) {
+  check_tensor("mix64", "ids", ids, ScalarType::Long);
   Tensor out = new_int64(ids.numel());
   for_each_range(ids.numel(), 1 << 15, [&](int64_t begin, int64_t end) {
-    range(const_data<uint64_t>(ids), mutable_data<uint64_t>(out), begin, end);
+    mix_range(const_data<uint64_t>(ids), mutable_data<uint64_t>(out), begin, end);
   });
   return out;
 }
-
-Tensor mix64_ids(const Tensor& ids) { return each_id("mix64", ids, mix_range); }
-
-Tensor unmix64_ids(const Tensor& mixed) { return each_id("unmix64", mixed, unmix_range); }
 
 std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets, std::vector<Tensor> slots,
                                   const Tensor& moved) {
@@ -224,7 +215,6 @@ Tensor probe_lengths(const Tensor& slots, int64_t every) {
 
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
   m.impl(TORCHREC_DYN_KERNEL("mix64", &mix64_ids));
-  m.impl(TORCHREC_DYN_KERNEL("unmix64", &unmix64_ids));
   m.impl(TORCHREC_DYN_KERNEL("lookup", &lookup));
   m.impl(TORCHREC_DYN_KERNEL("insert", &insert));
   m.impl(TORCHREC_DYN_KERNEL("fill_new_", &fill_new_));

@@ -14,18 +14,13 @@
 namespace torchrec_dyn {
 namespace {
 
-template <typename Kernel>
-Tensor each_id(const char* op, const Tensor& ids) {
-  check_tensor(op, "ids", ids, ScalarType::Long, kDevice);
+Tensor mix64_ids(const Tensor& ids) {
+  check_tensor("mix64", "ids", ids, ScalarType::Long, kDevice);
   const DeviceCall call(ids);
   Tensor out = new_device_tensor({ids.numel()});
-  simt::launch(call.stream(), ids.numel(), Kernel{const_data<uint64_t>(ids), mutable_data<uint64_t>(out)});
+  simt::launch(call.stream(), ids.numel(), MixIds{const_data<uint64_t>(ids), mutable_data<uint64_t>(out)});
   return out;
 }
-
-Tensor mix64_ids(const Tensor& ids) { return each_id<MixIds>("mix64", ids); }
-
-Tensor unmix64_ids(const Tensor& mixed) { return each_id<UnmixIds>("unmix64", mixed); }
 
 // The maps on the device. offsets [tables + 1]: where the ids of each table begin; null: `begin` is not used.
 TableMaps send_maps(DeviceCall& call, const std::vector<IdMapView>& views, const int64_t* offsets) {
@@ -168,7 +163,6 @@ Tensor probe_lengths(const Tensor& slots, int64_t every) {
 
 TORCHREC_DYN_DEVICE_KERNELS(m) {
   m.impl(TORCHREC_DYN_KERNEL("mix64", &mix64_ids));
-  m.impl(TORCHREC_DYN_KERNEL("unmix64", &unmix64_ids));
   m.impl(TORCHREC_DYN_KERNEL("lookup", &lookup));
   m.impl(TORCHREC_DYN_KERNEL("insert", &insert));
   m.impl(TORCHREC_DYN_KERNEL("fill_new_", &fill_new_));

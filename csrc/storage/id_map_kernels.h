@@ -28,12 +28,6 @@ struct MixIds {
   TORCHREC_DYN_BOTH void operator()(int64_t i) const { out[i] = mix64(in[i]); }
 };
 
-struct UnmixIds {
-  const uint64_t* in;
-  uint64_t* out;
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const { out[i] = unmix64(in[i]); }
-};
-
 // The map of one table of a call.
 struct TableMap {
   IdMapView map;

@@ -1,11 +1,8 @@
-// Marks of rows: one 32-bit word for each row, the version with which the row was last marked. One pass over the words
-// lists the rows marked since a version.
+// Marks of rows: one 32-bit word for each row, the version with which the row was last marked.
 //
 // The update marks the present version by one bit for each row instead: the bits of a table fit a core's cache.
 #pragma once
 
-#include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstdint>
 
@@ -64,29 +61,6 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE uint8_t mark_of(int64_t row) {
 TORCHREC_DYN_INLINE void mark_bit(uint8_t* byte, int64_t row) {
   const std::atomic_ref<uint8_t> bits(*byte);
   bits.store(bits.load(std::memory_order_relaxed) | mark_of(row), std::memory_order_relaxed);
-}
-
-TORCHREC_DYN_INLINE int64_t count_marked(const int32_t* words, int64_t count, int32_t since) {
-  int64_t marked = 0;
-  for (int64_t i = 0; i < count; ++i) marked += words[i] >= since;
-  return marked;
-}
-
-// Words that are read together.
-constexpr int64_t kMarkRun = 512;
-
-// Lists the rows with a mark of `since` or later among up to kMarkRun words; the first word is the mark of `row`. Lists
-// at most `room` rows: another thread may mark rows after they were counted. Returns the end of the list; nothing after
-// it is written.
-TORCHREC_DYN_INLINE int64_t* list_marked(const int32_t* words, int64_t row, int64_t count, int32_t since, int64_t room,
-                                         int64_t* list) {
-  std::array<int64_t, kMarkRun + 1> found;
-  size_t kept = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    found[kept] = row + i;
-    kept += words[i] >= since;
-  }
-  return std::copy(found.data(), found.data() + std::min(kept, static_cast<size_t>(room)), list);
 }
 
 }  // namespace torchrec_dyn

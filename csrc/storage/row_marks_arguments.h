@@ -21,8 +21,4 @@ inline void check_marked_rows(bool are_below, int64_t capacity, int64_t table) {
 
 inline void raise_marked_error(const int64_t* words) { check_marked_rows(false, words[0], words[1]); }
 
-inline void check_listed_rows(int64_t rows, int64_t capacity) {
-  STD_TORCH_CHECK(rows >= 0 && rows <= capacity, "changed_rows: expected rows in [0, ", capacity, "], got ", rows, ".");
-}
-
 }  // namespace torchrec_dyn

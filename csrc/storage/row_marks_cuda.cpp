@@ -1,6 +1,4 @@
 // The marks of rows on a device: row_marks_cpu.cpp for CUDA.
-#include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "device_call.h"
@@ -34,32 +32,8 @@ void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Ten
   call.finish();
 }
 
-Tensor changed_rows(std::vector<Tensor> marks, int64_t shift, int64_t rows, int64_t since) {
-  const char* op = "changed_rows";
-  BlockList<int32_t> blocks(op, "marks", marks, marks.empty() ? Device(kDevice) : marks.front().device());
-  const MarkBlocks words = blocks.words(layout_of_one(op, marks, shift, 1));
-  check_listed_rows(rows, words.capacity);
-  if (marks.empty()) return new_device_tensor({0});
-  DeviceCall call(marks.front());
-  if (rows == 0 || since > std::numeric_limits<int32_t>::max()) return new_device_tensor({0});
-  const auto least = static_cast<int32_t>(std::max<int64_t>(since, std::numeric_limits<int32_t>::min()));
-  const int64_t piece = std::min(kMarkTurn, int64_t{1} << shift);
-  const int64_t pieces = (rows + piece - 1) / piece;
-  const MarkedRows found{
-      send_words(call, blocks, words),       rows, piece, pieces, call.allocate_for<uint32_t>(pieces),
-      call.allocate_for<int64_t>(pieces + 1)};
-  simt::launch(call.stream(), pieces + 1, FlagMarked{found, least});
-  simt::exclusive_sum(call.stream(), found.places, pieces + 1);
-  Tensor listed = new_device_tensor({call.read(found.places + pieces)});  // a wait: the result has this length
-  simt::launch(call.stream(), pieces, ListMarked{found, mutable_data<int64_t>(listed)});
-  return listed;
-}
-
 }  // namespace
 
-TORCHREC_DYN_DEVICE_KERNELS(m) {
-  m.impl(TORCHREC_DYN_KERNEL("mark_rows_", &mark_rows_));
-  m.impl(TORCHREC_DYN_KERNEL("changed_rows", &changed_rows));
-}
+TORCHREC_DYN_DEVICE_KERNELS(m) { m.impl(TORCHREC_DYN_KERNEL("mark_rows_", &mark_rows_)); }
 
 }  // namespace torchrec_dyn

@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
+from oracle import unmixed
 from sharded_cases import Case, Table, usual_plan
 from sharded_training import collection_of, shard
 
 import torchrec_dyn as dyn
-from torchrec_dyn import ops
 from torchrec_dyn.checkpoint import export_rows, import_rows
 from torchrec_dyn.checkpoint.safetensors_file import SafetensorsWriter
 
-EXTREMES = [-(2**63), -1, 0, 2**63 - 1, int(ops.unmix64(torch.tensor([-1]))[0])]
+EXTREMES = [-(2**63), -1, 0, 2**63 - 1, int(unmixed(torch.tensor([-1]))[0])]
 IDS = torch.tensor([*EXTREMES, *range(-39, 200, 3)[:13], *range(1, 80, 3)])
 SEQUENCE = ["table_wise", "column_wise", "row_wise"]
 POOLED = [*SEQUENCE, "table_row_wise", "table_column_wise", "grid_shard"]

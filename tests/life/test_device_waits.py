@@ -3,10 +3,13 @@
 import pytest
 import torch
 from device_ops import DESCRIPTIONS
-from mock_device import MockDevice
+from mock_device import CUDA, MockDevice
 from op_samples import SAMPLES
+from table_cases import ids_of
 
 from torchrec_dyn import ops
+from torchrec_dyn.life.admission_chance import AdmissionChance
+from torchrec_dyn.storage.row_marks import RowMarks
 
 OPS = (
     "touch_scores_",
@@ -14,11 +17,9 @@ OPS = (
     "read_scores",
     "lowest_scores",
     "oldest_first",
-    "admit_by_chance",
     "mark_rows_",
-    "changed_rows",
 )
-LISTS = ("lowest_scores", "changed_rows")
+LISTS = ("lowest_scores",)
 
 
 def sent(device, value):
@@ -36,3 +37,20 @@ def test_where_the_host_waits(op):
         getattr(ops, op)(**given)
         assert [note.op for note in device.reads] == [one for one in LISTS if one == op]
         assert device.mixed == [] and device.without_kernel == []
+
+
+@pytest.mark.parametrize("probability", [0.5, 1e-9])
+def test_admission_by_chance_waits_for_nothing(probability):
+    with MockDevice() as device:
+        chance = AdmissionChance(probability, 3, CUDA)
+        chance.admit(device.of(ids_of(5, 6)), device.of(ids_of(1, 5000)), 7)
+        assert device.reads == [] and device.mixed == []
+
+
+def test_the_rows_marked_since_a_number_are_flagged_without_a_wait():
+    with MockDevice() as device:
+        marks = RowMarks(2000, CUDA)
+        marks.reserve(1500)
+        marks.write(device.of(ids_of(3, 1400)), 5)
+        marks.at_least(5)
+        assert device.reads == [] and device.mixed == []

@@ -27,7 +27,6 @@ WRONG = [
     ("write_scores_", {"counts": whole(-1, 2**32)}),
     ("write_scores_", {"rows": whole(0, 12), "last_seen": whole(0, -2)}),
     ("read_scores", {"rows": whole(0, 12)}),
-    ("admit_by_chance", {"counts": whole(0, -7, 2**32 + 1)}),
     ("mark_rows_", {"rows": whole(0, 7, -1, 7, 3, FAR)}),
     ("gather_pool", {"rows": whole(0, 1, -1, 9, 8)}),
     ("gather_pool", {"offsets": whole(0, 2, 1, 0, 5)}),

@@ -6,6 +6,7 @@ Their memory is a file without contents, of which few pages are ever used.
 import pytest
 import torch
 from table_cases import bits, ids_of
+from update_rules import hyper_of
 
 from torchrec_dyn import ops
 
@@ -92,7 +93,7 @@ def test_rows_are_updated(large, optimizer):
             streams=torch.tensor([[5, 0, 1]]),
             mean=False,
             optimizer=optimizer,
-            hyper=[0.5, 1e-8, 0.9, 0.999, 0.0, 0.0],
+            hyper=hyper_of(optimizer, 0.5),
             grad_scales=[1.0],
             senders=None,
             marks=[],

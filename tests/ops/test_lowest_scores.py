@@ -7,7 +7,7 @@ import torch
 from device_ops import CPU, DeviceOps
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import GOLDEN, WORD, signed
+from oracle import GOLDEN, WORD, signed, unmixed
 from raw_maps import a_map
 from score_blocks import FREE, MOST, blocks_of, write
 from table_cases import hard_ids, ids_of
@@ -160,7 +160,7 @@ MIXED = {
 @pytest.mark.parametrize("mixed", MIXED)
 def test_many_ties_are_cut_by_mixed_id_however_these_lie(threads, device, mixed, is_growing):
     """Half of the rows tie, with no row or half of the rows below; or a quarter ties and is taken whole."""
-    ids = ops.unmix64(MIXED[mixed](torch.arange(2 * MANY)))
+    ids = unmixed(MIXED[mixed](torch.arange(2 * MANY)))
     rows = torch.randperm(2 * MANY, generator=torch.Generator().manual_seed(1))
     seen, counts = ids_of(3, 4).repeat(MANY), ids_of(0, 2, 1, 2).repeat(MANY // 2)
     scored = Scored(ids, rows, seen, counts, shift=12, is_growing=is_growing)

@@ -55,19 +55,6 @@ def test_each_row_named_has_its_tables_version(data):
     assert [words_of(blocks) for blocks in tables] == expected
 
 
-@given(
-    words=st.lists(versions, max_size=40),
-    shift=st.integers(0, 4),
-    since=st.sampled_from([-(2**63), -1, 0, 1, 2, LAST, LAST + 1, 2**32, 2**63 - 1]),
-    data=st.data(),
-)
-def test_rows_marked_since_a_version_are_listed(words, shift, since, data):
-    rows = data.draw(st.integers(0, len(words)))
-    listed = ops.changed_rows(blocks_of(words, shift), shift, rows, since)
-    assert listed.dtype == torch.int64
-    assert listed.tolist() == [row for row in range(rows) if words[row] >= since]
-
-
 @pytest.mark.parametrize("tables", [1, 3])
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 128, 9000, 40_000])
 def test_marks_are_the_same_on_any_number_of_threads(threads, count, tables):
@@ -89,17 +76,6 @@ def test_marks_are_the_same_on_any_number_of_threads(threads, count, tables):
             expected = torch.zeros(256, dtype=torch.int32)
             expected[rows[t][rows[t] >= 0]] = 7 + t
             assert torch.equal(torch.cat(marks[4 * t : 4 * t + 4]).flatten(), expected)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 1.0])
-@pytest.mark.parametrize(("rows", "shift"), [(0, 0), (5, 0), (300, 3), (511, 9), (200_001, 17)])
-def test_many_rows_are_listed_on_any_number_of_threads(threads, rows, shift, share):
-    changed = torch.rand(rows, generator=torch.Generator().manual_seed(1)) < share
-    marks = blocks_of(changed * 9, shift)
-    for number in (1, 2, 3):
-        threads(number)
-        listed = ops.changed_rows(marks, shift, rows, 9)
-        assert torch.equal(listed, changed.nonzero().flatten())
 
 
 @pytest.mark.parametrize("wrong", [64, 2**63 - 1])

@@ -41,8 +41,8 @@ def wide_table(dtype):
 def update(given, **more):
     ops.update_rows_(
         **{"ids": ids_of(7), **given, **more}, momentum1=[], momentum2=[],
-        streams=ids_of(1, 0, 1).view(1, 3), optimizer=0, hyper=[0.1, 1e-8, 0.9, 0.999, 0.0, 0.0],
-        senders=None,
+        streams=ids_of(1, 0, 1).view(1, 3), optimizer=0, hyper=[0.1],
+        senders=None, marks=[], mark_layout=None,
     )  # fmt: skip
 
 

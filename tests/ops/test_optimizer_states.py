@@ -1,6 +1,7 @@
 """The rules in torchrec_dyn/optimizers.py equal the rules of the core (csrc/lookup/row_update.h)."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,14 +15,15 @@ COLUMNS = 3
 every_kind = pytest.mark.parametrize("kind", OptimizerKind, ids=lambda kind: kind.name)
 
 
-def update_a_row(number, optimizer, widths):
+def update_a_row(number, optimizer, widths, hyper=None, step=1):
     """Updates one of two rows by the rule of that number; returns the states, which have the given widths."""
+    hyper = optimizer.hyper(0.1) if hyper is None else hyper
     states = [[torch.zeros(2, width)] if width else [] for width in widths]
     offsets, weights = torch.tensor([0, 1]), [torch.ones(2, COLUMNS)]
     layout, segments = torch.tensor([[0, 1, 1, COLUMNS]]), torch.tensor([[0, 0, 1, 0, COLUMNS]])
     ops.update_rows_(
         torch.ones(COLUMNS), torch.tensor([7]), torch.tensor([1]), offsets, None, weights, *states,
-        layout, segments, torch.tensor([[0, 0, 1]]), False, number, optimizer.hyper(0.1), [1.0], None,
+        layout, segments, torch.tensor([[0, 0, step]]), False, number, hyper, [1.0], None, [], None,
     )  # fmt: skip
     return [blocks[0] if blocks else None for blocks in states]
 
@@ -48,6 +50,26 @@ def test_the_core_refuses_other_states(kind):
         if any(width not in (given, 0) for given, width in zip(widths, of_kind, strict=True)):
             with pytest.raises(RuntimeError, match=r"(blocks of|elements of a block)"):
                 update_a_row(optimizer.rule, optimizer, widths)
+
+
+@every_kind
+def test_the_core_takes_the_hyper_parameters_of_a_kind(kind):
+    optimizer = RowOptimizer(kind)
+    rule, hyper = RULES[kind], optimizer.hyper(0.1)
+    assert hyper == [0.1, *(getattr(optimizer, name) for name in rule.hyper)]
+    for wrong in (hyper[:-1], [*hyper, 0.0]):
+        with pytest.raises(
+            RuntimeError, match=f"hyper-parameters = {len(hyper)}, got {len(wrong)}"
+        ):
+            update_a_row(rule.number, optimizer, widths_of(optimizer), wrong)
+
+
+@every_kind
+def test_the_core_refuses_step_0_of_a_kind_that_counts_steps(kind):
+    optimizer = RowOptimizer(kind)
+    refused = pytest.raises(RuntimeError, match="a step of at least 1 in streams, got 0")
+    with refused if optimizer.counts_steps else nullcontext():
+        update_a_row(optimizer.rule, optimizer, widths_of(optimizer), step=0)
 
 
 def test_the_core_has_the_rules_of_the_table_and_no_other():

@@ -11,6 +11,7 @@ from fuzz_ops import copies
 from op_cases import FLOATS
 from table_cases import bits, ids_of
 from update_cases import WRITTEN, drawn_update
+from update_rules import hyper_of
 
 from torchrec_dyn import ops
 
@@ -105,7 +106,7 @@ def test_ids_without_tables():
         streams=ids_of().view(0, 3),
         mean=False,
         optimizer=ROWWISE_ADAGRAD,
-        hyper=[0.5, 1e-8, 0.9, 0.999, 0.0, 0.0],
+        hyper=hyper_of(ROWWISE_ADAGRAD),
         senders=torch.zeros(5, dtype=torch.int32),
         mark_layout=None,
     )
@@ -149,7 +150,7 @@ def test_more_rows_than_keys_of_32_bits(sizes):
         "streams": torch.tensor([[t + 1, 0, 1] for t in range(len(sizes))]),
         "mean": False,
         "optimizer": 0,
-        "hyper": [0.5, 1e-8, 0.9, 0.999, 0.0, 0.0],
+        "hyper": [0.5],
         "grad_scales": [1.0] * len(sizes),
         "senders": None,
         "marks": [],

@@ -14,6 +14,7 @@ import workers
 from checkpoint_cases import DIM, Setup, load, new, run_on, save
 from checkpoint_small import sharded, step
 from dedup_cases import tables_here
+from oracle import unmixed
 from sharded_cases import Case, Table, shard_by_hand
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -100,7 +101,7 @@ def test_the_ranges_of_a_part_hold_all_its_rows_and_few_others(ranks: int) -> No
     after = range(share * ranks, 2**64)  # as many as ranks at most
     signed = [mixed - 2**64 if mixed >= 2**63 else mixed for mixed in (*bounds, *after)]
     mixed = torch.cat([some, torch.tensor(signed)]).unique()
-    ids = ops.unmix64(mixed)
+    ids = unmixed(mixed)
     ids = ids[canonical_order(ids)]
     cells = (ops.mix64(ids) >> 59 & 31).bincount(minlength=32).tolist()
     of_parts = owners(ids, ranks)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from mock_device import CUDA, MockDevice
+from oracle import unmixed
 
 from torchrec_dyn import ops
 from torchrec_dyn.storage import places_of
@@ -20,7 +21,7 @@ def device():
 
 def ids_of(count, first=0):
     """Returns distinct ids, the ends of int64 among them."""
-    return ops.unmix64(torch.arange(first, first + count, dtype=I64) * -(2**40) - first)
+    return unmixed(torch.arange(first, first + count, dtype=I64) * -(2**40) - first)
 
 
 def on(device, ids):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from oracle import unmixed
 from sharded_cases import EXTREME_IDS, Case, Table, shard_by_hand, usual_plan
 from sharded_training import Holder, collection_of, outputs_by_name, shard
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -25,7 +26,6 @@ from torchrec.distributed.types import ParameterSharding
 from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_dyn as dyn
-from torchrec_dyn import ops
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
 from torchrec_dyn.table.table import DynamicTable
 
@@ -34,7 +34,7 @@ SAMPLES = 12  # divisible by 1, 2, 3 and 4 ranks
 LOCAL_SIZES = {0: 1, 1: 1, 2: 2, 3: 3, 4: 2}
 # The ids with the largest mixed ids: on S ranks, mixed ids from S * ((2^64 - 1) // S) on are after all
 # ranges.
-LAST_IDS = ops.unmix64(torch.arange(-6, 0)).tolist()
+LAST_IDS = unmixed(torch.arange(-6, 0)).tolist()
 POOLED_KINDS = ("table_wise", "row_wise", "column_wise", "three_columns")
 NODE_KINDS = ("table_row_wise", "table_column_wise", "grid_shard")  # of pooled collections
 SEQUENCE_KINDS = POOLED_KINDS

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from op_samples import NAMESPACE, SAMPLES, empty, whole
+from update_rules import hyper_of
 
 import torchrec_dyn
 
@@ -25,7 +26,7 @@ def many_rows():
         "momentum1": [torch.ones(1024, 1)], "momentum2": [],
         "layout": torch.tensor([[0, 1, 10, 5]]), "segments": torch.tensor([[0, 0, ids, 0, 5]]),
         "streams": whole(1, 0, 1).reshape(1, 3), "mean": False, "optimizer": 2,
-        "hyper": [0.1, 1e-8, 0.9, 0.999, 0.0, 0.0], "grad_scales": [1.0],
+        "hyper": hyper_of(2), "grad_scales": [1.0],
         "senders": (rows % 3).int(), "marks": [torch.zeros(128, dtype=torch.uint8)],
         "mark_layout": torch.tensor([[0, 1, 7, 1]]),
     }  # fmt: skip

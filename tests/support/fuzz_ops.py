@@ -22,7 +22,6 @@ import resource
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -155,8 +154,6 @@ def make_call(schema: Any, seed: int, show: bool = False) -> str:
     memories = read_memory(schema, given)
     signal.alarm(LIMIT_OF_A_CALL)
     try:
-        if op == "changed_rows" and not faults and rng.random() < 0.2:
-            list_while_marked(given)
         result = getattr(OPS, op).default(**given)
     except Exception as error:
         signal.alarm(0)
@@ -181,27 +178,6 @@ def make_call(schema: Any, seed: int, show: bool = False) -> str:
     except AssertionError as difference:
         raise Finding(f"returned or wrote a wrong number: {first_line(difference)}") from None
     return end
-
-
-def list_while_marked(given: Arguments) -> None:
-    """Lists changed rows while another thread marks them with rising versions. The lists mean nothing."""
-    marks = [block.clone() for block in given["marks"]]
-    rows = torch.arange(len(marks) << given["shift"])
-    layout = torch.tensor([[0, len(marks), given["shift"], 1]])
-    version = torch.tensor([9])
-    is_listing = True
-
-    def mark() -> None:
-        while is_listing:
-            version.add_(1)
-            OPS.mark_rows_(rows, torch.tensor([0, len(rows)]), marks, layout, version)
-
-    thread = threading.Thread(target=mark)
-    thread.start()
-    for _ in range(200):
-        OPS.changed_rows.default(marks, given["shift"], given["rows"], int(version) + 1)
-    is_listing = False
-    thread.join()
 
 
 def check_error(op: str, error: Exception, faults: list[str]) -> None:

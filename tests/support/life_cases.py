@@ -8,13 +8,13 @@ from collections import Counter
 
 import torch
 from life_model import LifeModel, TooFew
-from oracle import canonical_order
+from oracle import canonical_order, unmix64
 from table_cases import ids_of, make_group, make_table, same_state
 from torch import Tensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn import ops
 from torchrec_dyn.initializers import Normal, table_key
+from torchrec_dyn.life.admission_chance import AdmissionChance
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.table.table import DynamicTable
 
@@ -61,11 +61,11 @@ def living_table(eviction=None, admission=None, limit=1000, **options) -> Dynami
 
 def model_of(table: DynamicTable) -> LifeModel:
     """Returns the model of an empty table."""
-    admission, key = table.config.admission, table_key(table.config.seed, table.name, "admission")
+    key = table_key(table.config.seed, table.name, "admission")
 
     def is_drawn(number: int, occurrences: int, step: int) -> bool:
-        drawn = ops.admit_by_chance(ids_of(number), ids_of(occurrences), key, step, admission.p)
-        return bool(drawn)
+        chance = AdmissionChance(table.config.admission.p, key, torch.device("cpu"))
+        return bool(chance.admit(ids_of(number), ids_of(occurrences), step))
 
     return LifeModel(table.config, table.row_limit, is_drawn)
 
@@ -235,8 +235,7 @@ class Stream:
 
 def mixed(*words: int) -> list[int]:
     """Returns the ids of these mixed ids."""
-    signed = [word - 2**64 if word >= 2**63 else word for word in words]
-    return ops.unmix64(ids_of(*signed)).tolist()
+    return [unmix64(word) for word in words]
 
 
 def seen(tables) -> list:

@@ -142,15 +142,6 @@ def check_mix64(before: Arguments, _: Arguments, result: Tensor) -> None:
     equal(result, whole(*(oracle.signed(oracle.mix64(i)) for i in ids)))
 
 
-def draw_unmix64(rng: random.Random) -> Arguments:
-    return {"mixed": whole(*some_ids(rng, size(rng, 300)))}
-
-
-def check_unmix64(before: Arguments, _: Arguments, result: Tensor) -> None:
-    mixed = numbers(before["mixed"], "mixed")
-    equal(result, whole(*(oracle.unmix64(m % oracle.WORD) for m in mixed)))
-
-
 def in_table_order(rng: random.Random, of_tables: list[list[int]]) -> Arguments:
     """Returns `ids` and `table_offsets`: ids of the maps, and absent ids."""
     ids: list[int] = []

@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import oracle
-import torch
 from op_cases import (
     I64,
     Arguments,
@@ -182,34 +181,6 @@ def check_oldest_first(before: Arguments, _: Arguments, result: Tensor) -> None:
         raise Unjudged("a repeated id")
     order = sorted(range(len(ids)), key=lambda i: (seen[i], oracle.mix64(ids[i])))
     equal(result, whole(*order))
-
-
-def draw_admit_by_chance(rng: random.Random) -> Arguments:
-    ids = [*dict.fromkeys(some_ids(rng, size(rng)))]
-    return {
-        "ids": whole(*ids),
-        "counts": whole(*(rng.choice((0, 1, 2, 9, 2**32)) for _ in ids)),
-        "key": rng.randrange(-(2**63), 2**63),
-        "step": rng.choice((0, 1, 2**40)),
-        "probability": rng.choice((0.0, 0.1, 0.5, 1.0)),
-    }
-
-
-def check_admit_by_chance(before: Arguments, _: Arguments, result: Tensor) -> None:
-    ids, counts = numbers(before["ids"], "ids"), numbers(before["counts"], "counts")
-    need(len(ids) == len(counts), "a count for each id")
-    need(all(0 <= count <= 2**32 for count in counts), "counts in [0, 2^32]")
-    need(0 <= before["probability"] <= 1, "probability in [0, 1]")
-    of_step = oracle.mix64(before["key"] + before["step"] * oracle.GOLDEN)
-    admitted = []
-    for key, count in zip(ids, counts, strict=True):
-        draw = (oracle.mix64(oracle.mix64(of_step ^ oracle.mix64(key))) >> 11) * 2.0**-53
-        refusal, chance = 1.0 - before["probability"], 1.0
-        while count > 0:
-            chance = chance * refusal if count & 1 else chance
-            count, refusal = count >> 1, refusal * refusal
-        admitted.append(draw < 1.0 - chance)
-    equal(result, torch.tensor(admitted, dtype=torch.bool))
 
 
 register(globals())

@@ -32,9 +32,9 @@ from op_cases import (
     with_short_last,
 )
 from torch import Tensor
+from update_rules import KINDS, NUMBERS, hyper_of, state_widths, update
 
-STATES = {0: (0, 0), 1: (2, 0), 2: (1, 0), 3: (2, 2), 4: (2, 1)}  # 1: a number a row; 2: a column
-
+from torchrec_dyn.optimizers import RULES, STATE_NAMES
 
 # Valid arguments
 
@@ -141,14 +141,14 @@ def draw_bag_weights_grad(rng: random.Random) -> Arguments:
 
 def draw_update_rows_(rng: random.Random) -> Arguments:
     batch = draw_batch(rng)
-    optimizer = rng.randrange(5)
+    optimizer = rng.choice(NUMBERS)
 
-    def draw_state(kind: int) -> list[Tensor]:
-        widths = [(table, table.columns if kind == 2 else 1) for table in batch.tables]
+    def draw_state(which: int) -> list[Tensor]:
+        widths = [(table, state_widths(optimizer, table.columns)[which]) for table in batch.tables]
         return [
             numbers_of(rng, (len(block), width), torch.float32).abs()
             for table, width in widths
-            for block in batch.given["weights"][table.first :][: table.blocks if kind else 0]
+            for block in batch.given["weights"][table.first :][: table.blocks if width else 0]
         ]
 
     tables = len(batch.tables)
@@ -162,13 +162,13 @@ def draw_update_rows_(rng: random.Random) -> Arguments:
         **{name: batch.given[name] for name in ("rows", "offsets")},
         "bag_weights": draw_bag_weights(rng, batch),
         "weights": batch.given["weights"],
-        "momentum1": draw_state(STATES[optimizer][0]),
-        "momentum2": draw_state(STATES[optimizer][1]),
+        "momentum1": draw_state(0),
+        "momentum2": draw_state(1),
         **{name: batch.given[name] for name in ("layout", "segments")},
         "streams": torch.tensor(streams, dtype=I64).reshape(-1, 3),
         "mean": batch.given["mean"],
         "optimizer": optimizer,
-        "hyper": [0.1, 1e-8, 0.9, 0.999, weight_decay, float(rng.randrange(3))],
+        "hyper": hyper_of(optimizer, weight_decay=weight_decay, weight_decay_mode=rng.randrange(3)),
         "grad_scales": [rng.choice((1.0, 2.0, 0.3)) for _ in range(tables)],
         "senders": rng.choice((None, senders)),
         **draw_marks(rng, batch),
@@ -349,29 +349,35 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
     of_ids = weights_of_ids(before, len(ids))
     streams = numbers(before["streams"], "streams")
     need(len(streams) == 3 * len(bags.tables), "streams [T, 3]")
-    need(0 <= before["optimizer"] <= 4 and len(before["hyper"]) == 6, "an optimizer, six numbers")
-    need(before["hyper"][5] in (0.0, 1.0, 2.0), "a weight decay mode")
+    need(before["optimizer"] in NUMBERS, "an optimizer")
+    kind = KINDS[before["optimizer"]]
+    names = ("learning_rate", *RULES[kind].hyper)
+    need(len(before["hyper"]) == len(names), "the hyper-parameters of the optimizer")
+    hyper = dict(zip(names, map(np.float32, before["hyper"]), strict=True))
+    if "weight_decay_mode" in hyper:
+        need(before["hyper"][-1] in (0.0, 1.0, 2.0), "a weight decay mode")
     need(len(before["grad_scales"]) == len(bags.tables), "a scale for each table")
     senders = before["senders"]
     if senders is not None:
         need(senders.dtype == torch.int32 and senders.numel() == len(ids), "int32 senders")
         senders = senders.flatten().tolist()
         need(all(-1 <= s < 2**20 for s in senders), "senders in [-1, 2^20)")
+    has = dict(zip(STATE_NAMES, map(bool, state_widths(before["optimizer"], 1)), strict=True))
     states = [
         [
             rows_of_blocks(
                 before[name][t.first : t.first + t.blocks], t.shift, width, torch.float32
             )
             for t in bags.tables
-            for width in [t.columns if kind == 2 else 1]
+            for width in [state_widths(before["optimizer"], t.columns)[which]]
         ]
-        if kind
+        if has_state
         else None
-        for name, kind in zip(("momentum1", "momentum2"), STATES[before["optimizer"]], strict=True)
+        for which, (name, has_state) in enumerate(has.items())
     ]
-    for name, kind in zip(("momentum1", "momentum2"), STATES[before["optimizer"]], strict=True):
+    for name, has_state in has.items():
         blocks = max((t.first + t.blocks for t in bags.tables), default=0)
-        need(kind == 0 or len(before[name]) >= blocks, f"blocks of {name}")
+        need(not has_state or len(before[name]) >= blocks, f"blocks of {name}")
     for state in states:
         for own, weight in zip(state or (), bags.weights, strict=False):
             need(own is None or len(own) == len(weight), "state for each row of weights")
@@ -381,11 +387,13 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
         rows = sum_gradients(before, bags, grad, of_ids, senders)
         for (table, row), total in rows.items():  # the arrays are views of the tables: written
             weight = bags.weights[table][row].numpy()
-            own = [None if s is None else s[table][row].numpy() for s in states]
+            own = [np.zeros(0) if s is None else s[table][row].numpy() for s in states]
             step = streams[3 * table + 2]
             if step < 1:
                 raise Unjudged("a step below 1")
-            update(before["optimizer"], before["hyper"], step, total, weight, *own)
+            after_row = update(kind, hyper, step, mean_square, (total, weight, *own))
+            for into, new in zip((weight, *own), after_row, strict=True):
+                into[:] = new
     for table, row in rows:
         if marks and marks[table]:
             need(row < len(marks[table]), "rows of the table's marks")
@@ -400,7 +408,7 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
             equal(got, bags.weights[t], "weights")
         else:  # rounded up or down, by chance
             check_rounded(got, bags.weights[t], [row for of, row in rows if of == t])
-        for name, state in zip(("momentum1", "momentum2"), states, strict=True):
+        for name, state in zip(STATE_NAMES, states, strict=True):
             if state is not None:
                 equal(torch.cat([b.flatten() for b in after[name][own]]), state[t], name)
 
@@ -444,29 +452,6 @@ def mean_square(values: np.ndarray) -> np.float32:
         lanes[: len(part)] += part * part
     four = (lanes[:4] + lanes[8:12]) + (lanes[4:8] + lanes[12:])
     return ((four[0] + four[2]) + (four[1] + four[3])) / np.float32(len(values))
-
-
-def update(
-    rule: int, hyper: list[float], step: int, g: np.ndarray, w: np.ndarray, m1: Any, m2: Any
-) -> None:
-    """Updates one row in float32, in place, by the formulas of csrc/lookup/row_update.h."""
-    lr, eps, b1, b2, decay = (np.float32(number) for number in hyper[:5])
-    one = np.float32(1)
-    if rule == 0:
-        w -= lr * g
-    elif rule == 1:
-        m1 += g * g
-        w -= lr * g / (np.sqrt(m1) + eps)
-    elif rule == 2:
-        m1 += mean_square(g + decay * w if hyper[5] == 1 else g)
-        k = lr / (np.sqrt(m1[0]) + eps)
-        keep = {0: one, 1: one - k * decay, 2: one - lr * decay}[int(hyper[5])]
-        w[:] = keep * w - k * g
-    else:
-        first, second = (np.float32(1.0 - np.float64(b) ** step) for b in (b1, b2))
-        m1[:] = b1 * m1 + (one - b1) * g
-        m2[:] = b2 * m2 + (one - b2) * (g * g if rule == 3 else mean_square(g))
-        w -= lr * (m1 / first / (np.sqrt(m2 / second) + eps) + decay * w)
 
 
 def check_rounded(got: Tensor, exact: Tensor, updated: list[int]) -> None:

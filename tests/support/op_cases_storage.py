@@ -274,26 +274,4 @@ def check_mark_rows_(before: Arguments, after: Arguments, _: None) -> None:
     assert words_of_tables(after["marks"], before["layout"], torch.int32) == marks
 
 
-def draw_changed_rows(rng: random.Random) -> Arguments:
-    shift = rng.choice((0, 1, 3, 10))
-    marks = [
-        torch.tensor([rng.randrange(9) for _ in range(1 << shift)], dtype=torch.int32)[:, None]
-        for _ in range(rng.randint(1, 4))
-    ]
-    return {
-        "marks": marks,
-        "shift": shift,
-        "rows": rng.randint(0, len(marks) << shift),
-        "since": rng.choice((0, 3, 8, 9, 2**31, -(2**40))),
-    }
-
-
-def check_changed_rows(before: Arguments, _: Arguments, result: Tensor) -> None:
-    words = rows_of_blocks(before["marks"], before["shift"], 1, torch.int32)
-    capacity = 0 if words is None else len(words)
-    need(0 <= before["rows"] <= capacity, "rows in the blocks")
-    listed = [] if words is None else words.flatten().tolist()[: before["rows"]]
-    equal(result, whole(*(row for row, word in enumerate(listed) if word >= before["since"])))
-
-
 register(globals())

@@ -2,6 +2,7 @@
 
 import torch
 from device_ops import NAMESPACE
+from update_rules import NUMBERS, hyper_of, state_widths
 
 from torchrec_dyn import ops
 
@@ -59,26 +60,23 @@ def sequence():
 
 def update(optimizer, senders=None, marks=(), mark_layout=None, **options):
     given = pooled(**options)
-    state = {0: (0, 0), 1: (2, 0), 2: (1, 0), 3: (2, 2), 4: (2, 1)}[optimizer]
 
-    def momentum(kind):
-        if kind == 0:
-            return []
-        widths = (3, 3, 2) if kind == 2 else (1, 1, 1)
-        return [torch.ones(4, width) for width in widths]
+    def momentum(which):
+        widths = [state_widths(optimizer, columns)[which] for columns in (3, 3, 2)]
+        return [torch.ones(4, width) for width in widths if width]
 
     return {
         "grad": torch.arange(10.0),
         "ids": whole(7, 8, 9, 7, 7),
         **{k: given[k] for k in ("rows", "offsets", "bag_weights", "weights")},
-        "momentum1": momentum(state[0]),
-        "momentum2": momentum(state[1]),
+        "momentum1": momentum(0),
+        "momentum2": momentum(1),
         "layout": given["layout"],
         "segments": given["segments"],
         "streams": whole(1, 0, 1, 2, 0, 1).reshape(2, 3),
         "mean": given["mean"],
         "optimizer": optimizer,
-        "hyper": [0.1, 1e-8, 0.9, 0.999, 0.0, 0.0],
+        "hyper": hyper_of(optimizer),
         "grad_scales": [1.0, 2.0],
         "senders": senders,
         "marks": list(marks),
@@ -127,7 +125,6 @@ INITIAL = {"first_column": 1, "parameters": [-1.0, 1.0, 0.0, 1.0, 0.0, 1.0], "ke
 # By op: functions that return new arguments, the simplest first.
 SAMPLES = {
     "mix64": [lambda: {"ids": whole(0, -1, 5)}, lambda: {"ids": whole()}],
-    "unmix64": [lambda: {"mixed": whole(0, -1, 5)}],
     "raise_errors": [lambda: {"like": torch.empty(0)}, lambda: {"like": whole()}],
     "lookup": [
         lambda: {"ids": whole(5, 9, 5), "table_offsets": whole(0, 2, 3), **two_maps()},
@@ -206,12 +203,6 @@ SAMPLES = {
         for by_count, most in ((True, 2), (False, 1), (False, 0))
     ],
     "oldest_first": [lambda: {"ids": whole(5, -6, 7), "last_seen": whole(3, 2**32 - 1, 3)}],
-    "admit_by_chance": [
-        lambda: {
-            "ids": whole(5, 6, 7), "counts": whole(0, 1, 2**32), "key": -3, "step": 4,
-            "probability": 0.5,
-        }
-    ],
     "mark_rows_": [
         lambda: {
             "rows": whole(0, 7, -1, 7, 3, 0), "table_offsets": whole(0, 4, 5, 6),
@@ -221,10 +212,6 @@ SAMPLES = {
             "rows": whole(), "table_offsets": whole(0), "marks": [],
             "layout": SCORE_LAYOUT[:0], "versions": whole(),
         },
-    ],
-    "changed_rows": [
-        lambda since=since: {"marks": mark_blocks(), "shift": 2, "rows": 11, "since": since}
-        for since in (6, 12)
     ],
     "advise_huge_pages": [lambda: {"block": torch.ones(1 << 20)}],
     "grow_block": [
@@ -270,7 +257,7 @@ SAMPLES = {
         lambda: grad_sample(sequence(), elements=15),
     ],
     "update_rows_": [
-        *(lambda optimizer=optimizer: update(optimizer) for optimizer in range(5)),
+        *(lambda number=number: update(number) for number in NUMBERS),
         lambda: update(2, dtype=torch.float16, weighted=True),
         lambda: update(0, senders=torch.tensor([0, 1, 1, -1, -1], dtype=torch.int32)),
         update_with_marks,

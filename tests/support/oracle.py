@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from update_rules import state_widths, update
 
-from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+from torchrec_dyn.optimizers import RULES, RowOptimizer
 
 WORD = 1 << 64
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, made odd
@@ -42,6 +43,17 @@ def unmix64(word: int) -> int:
     x = undo_shift(word, 31)
     x = undo_shift(x * pow(0x94D049BB133111EB, -1, WORD) % WORD, 27)
     return signed(undo_shift(x * pow(0xBF58476D1CE4E5B9, -1, WORD) % WORD, 30))
+
+
+def unmixed(mixed: Tensor) -> Tensor:
+    """Returns the ids [M] of mixed ids [M] int64, as `unmix64`."""
+
+    def shifted(x: Tensor, by: int) -> Tensor:
+        return x >> by & (1 << 64 - by) - 1
+
+    x = (mixed ^ shifted(mixed, 31) ^ shifted(mixed, 62)) * signed(0x319642B2D24D8EC3)
+    x = (x ^ shifted(x, 27) ^ shifted(x, 54)) * signed(0x96DE1B173F119089)
+    return x ^ shifted(x, 30) ^ shifted(x, 60)
 
 
 def home_slot(number: int, capacity: int) -> int:
@@ -130,21 +142,16 @@ def rounding_draws(key: int, ids: list[int], columns: int, step: int) -> np.ndar
 
 
 class DenseRows:
-    """Rows of one table as dense float64 tensors with plain update rules.
-
-    Source of the rules: FBGEMM fbgemm_gpu/codegen/genscript/optimizers.py, the CUDA side.
-    """
+    """Rows of one table as dense float64 tensors with plain update rules (update_rules.py)."""
 
     def __init__(self, weight: Tensor, optimizer: RowOptimizer) -> None:
         self.optimizer = optimizer
         self.weight = weight.double().clone()
         rows, columns = weight.shape
-        self.momentum1 = torch.zeros(rows, columns, dtype=torch.float64)
-        self.momentum2 = torch.zeros(rows, columns, dtype=torch.float64)
-        if optimizer.kind == OptimizerKind.EXACT_ROWWISE_ADAGRAD:
-            self.momentum1 = torch.zeros(rows, 1, dtype=torch.float64)
-        if optimizer.kind == OptimizerKind.PARTIAL_ROWWISE_ADAM:
-            self.momentum2 = torch.zeros(rows, 1, dtype=torch.float64)
+        widths = state_widths(optimizer.rule, columns)
+        self.momentum1, self.momentum2 = (
+            torch.zeros(rows, width, dtype=torch.float64) for width in widths
+        )
         self.step = 0
 
     def update(self, rows: Tensor, grad: Tensor) -> None:
@@ -155,27 +162,12 @@ class DenseRows:
             grad: summed gradients, [K, D].
         """
         self.step += 1
-        o, g, w = self.optimizer, grad.double(), self.weight[rows]
-        m1, m2, decay = self.momentum1[rows], self.momentum2[rows], o.weight_decay
-        if o.kind == OptimizerKind.EXACT_SGD:
-            w = w - o.learning_rate * g
-        elif o.kind == OptimizerKind.EXACT_ADAGRAD:
-            m1 = m1 + g**2
-            w = w - o.learning_rate * g / (m1.sqrt() + o.eps)
-        elif o.kind == OptimizerKind.EXACT_ROWWISE_ADAGRAD:
-            decayed = g + decay * w if o.weight_decay_mode == 1 else g
-            m1 = m1 + (decayed**2).mean(1, keepdim=True)
-            rate = o.learning_rate / (m1.sqrt() + o.eps)
-            if o.weight_decay_mode == 2:
-                w = (1 - o.learning_rate * decay) * w
-            w = w - rate * decayed
-        else:
-            square = g**2
-            if o.kind == OptimizerKind.PARTIAL_ROWWISE_ADAM:
-                square = square.mean(1, keepdim=True)
-            m1 = o.beta1 * m1 + (1 - o.beta1) * g
-            m2 = o.beta2 * m2 + (1 - o.beta2) * square
-            first = m1 / (1 - o.beta1**self.step)
-            second = m2 / (1 - o.beta2**self.step)
-            w = w - o.learning_rate * (first / (second.sqrt() + o.eps) + decay * w)
-        self.weight[rows], self.momentum1[rows], self.momentum2[rows] = w, m1, m2
+        kind, states = self.optimizer.kind, (self.weight, self.momentum1, self.momentum2)
+        hyper = {
+            name: np.float64(getattr(self.optimizer, name))
+            for name in ("learning_rate", *RULES[kind].hyper)
+        }
+        before = (grad.double().numpy(), *(state[rows].numpy() for state in states))
+        after = update(kind, hyper, self.step, lambda g: (g**2).mean(1, keepdims=True), before)
+        for state, new in zip(states, after, strict=True):
+            state[rows] = torch.from_numpy(new)

@@ -4,6 +4,7 @@ import random
 
 import torch
 from table_cases import ids_of
+from update_rules import hyper_of, state_widths
 
 WRITTEN = ("weights", "momentum1", "momentum2", "marks")
 
@@ -20,11 +21,10 @@ def drawn_update(seed, optimizer, dtype, widths, ids):
         torch.randint(0, 40, (ids * len(widths),), generator=draw),
     )
     places = [sum(widths[:t]) for t in range(len(widths))]
-    state = {0: (0, 0), 1: (2, 0), 2: (1, 0), 3: (2, 2), 4: (2, 1)}[optimizer]
 
-    def momentum(kind):
-        shapes = [(8, 0 if kind == 0 else 1 if kind == 1 else width) for width in widths]
-        return [torch.rand(s, generator=draw) for s in shapes for _ in range(5)] if kind else []
+    def momentum(which):
+        own = [state_widths(optimizer, width)[which] for width in widths]
+        return [torch.rand(8, w, generator=draw) for w in own if w for _ in range(5)]
 
     return {
         "grad": torch.randn(bags * sum(widths), generator=draw),
@@ -33,8 +33,8 @@ def drawn_update(seed, optimizer, dtype, widths, ids):
         "offsets": offsets,
         "bag_weights": rng.choice((None, torch.randn(ids * len(widths), generator=draw))),
         "weights": [torch.randn(8, w, generator=draw).to(dtype) for w in widths for _ in range(5)],
-        "momentum1": momentum(state[0]),
-        "momentum2": momentum(state[1]),
+        "momentum1": momentum(0),
+        "momentum2": momentum(1),
         "layout": torch.tensor([[5 * t, 5, 3, width] for t, width in enumerate(widths)]),
         "segments": torch.tensor(
             [[t, bags * t, bags, places[t], sum(widths)] for t in range(len(widths))]
@@ -42,7 +42,9 @@ def drawn_update(seed, optimizer, dtype, widths, ids):
         "streams": torch.tensor([[rng.randrange(2**62), 5 * t, 3] for t in range(len(widths))]),
         "mean": rng.random() < 0.5,
         "optimizer": optimizer,
-        "hyper": [0.1, 1e-8, 0.9, 0.999, rng.choice((0.0, 0.01)), float(rng.randrange(3))],
+        "hyper": hyper_of(
+            optimizer, weight_decay=rng.choice((0.0, 0.01)), weight_decay_mode=rng.randrange(3)
+        ),
         "grad_scales": [rng.choice((1.0, 0.3)) for _ in widths],
         "senders": torch.randint(-1, 5, (ids * len(widths),), generator=draw).int(),
         "marks": [torch.randint(0, 256, (64,), generator=draw).byte() for _ in widths],

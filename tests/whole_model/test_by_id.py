@@ -8,16 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
-from oracle import mix64, signed
+from oracle import mix64, signed, unmixed
 from sharded_cases import EXTREME_IDS, Case, Table, shard_by_hand, usual_plan
 from sharded_training import batches, collection_of, outputs_by_name, shard
 
 import torchrec_dyn as dyn
-from torchrec_dyn import ops
 from torchrec_dyn.checkpoint import export_rows, import_rows
 from torchrec_dyn.ranks.routing import row_limit
 
-EXTREMES = [-(2**63), -1, 0, 2**63 - 1, int(ops.unmix64(torch.tensor([-1]))[0])]
+EXTREMES = [-(2**63), -1, 0, 2**63 - 1, int(unmixed(torch.tensor([-1]))[0])]
 SEQUENCE = ["table_wise", "column_wise", "row_wise"]
 POOLED = [*SEQUENCE, "table_row_wise", "table_column_wise", "grid_shard"]
 BOTH = [(True, kind) for kind in POOLED] + [(False, kind) for kind in SEQUENCE]

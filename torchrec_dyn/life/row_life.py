@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import table_key
+from torchrec_dyn.life.admission_chance import AdmissionChance
 from torchrec_dyn.life.admission_counters import (
     FREED_SHARE,
     SHARES_AHEAD,
@@ -92,7 +92,10 @@ class RowLife:
             most = most_counters(config.admission, row_limit, rows=row_limit)
             self.waiting = AdmissionCounters(most, device)
         self._admission = config.admission
-        self._admission_key = table_key(config.seed, name, "admission")
+        self._chance: AdmissionChance | None = None
+        if isinstance(config.admission, AdmitWithProbability):
+            key = table_key(config.seed, name, "admission")
+            self._chance = AdmissionChance(config.admission.p, key, device)
         age_limit, replacement = age_limit_of(config.eviction), replacement_of(config.eviction)
         self._age_limit = None if age_limit is None else AgeLimit(age_limit, device)
         self._waiting_age_limit = None if age_limit is None else AgeLimit(age_limit, device)
@@ -177,9 +180,8 @@ class RowLife:
             before, is_waiting = self.waiting.waiting(ids, since)
             counts = (occurrences + before).clamp_(max=MOST_COUNT)
             is_admitted = counts >= self._admission.count
-        elif isinstance(self._admission, AdmitWithProbability):
-            chance = self._admission.p
-            is_admitted = ops.admit_by_chance(ids, occurrences, self._admission_key, step, chance)
+        elif self._chance is not None:
+            is_admitted = self._chance.admit(ids, occurrences, step)
         elif isinstance(self._admission, Never):
             is_admitted = torch.zeros_like(ids, dtype=torch.bool)
         else:

@@ -85,12 +85,12 @@ class RowMarks:
 
         `mark` is at most the mark that the bits stand for.
         """
-        capacity = len(self.blocks) << self.shift
-        # Bits before numbers: another thread may settle them meanwhile.
         nothing = torch.zeros(0, dtype=torch.bool, device=self._device)
-        flags = torch.cat([*map(_flags, self.bits), nothing])
-        if capacity:
-            flags[ops.changed_rows(self.blocks, self.shift, capacity, mark)] = True
+        blocks = list(self.blocks)  # another thread may append some
+        # Bits before numbers: another thread may settle them meanwhile.
+        flags = torch.cat([*map(_flags, self.bits[: len(blocks)]), nothing])
+        for block, own in zip(blocks, flags.split(1 << self.shift), strict=False):
+            own |= block.flatten() >= mark
         return flags
 
     @property

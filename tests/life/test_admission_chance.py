@@ -7,9 +7,13 @@ from hypothesis import strategies as st
 from oracle import GOLDEN, mix64, unmix64
 from table_cases import ids_of
 
-from torchrec_dyn import ops
+from torchrec_dyn.life.admission_chance import AdmissionChance
 
 pytestmark = pytest.mark.usefixtures("device")
+
+
+def admitted(ids, counts, key, step, probability):
+    return AdmissionChance(probability, key, torch.device("cpu")).admit(ids, counts, step)
 
 
 def draw_of(key, step, number):
@@ -38,7 +42,7 @@ words64 = st.integers(-(2**63), 2**63 - 1)
 )
 def test_admission_is_the_formula(ids, key, step, probability):
     numbers, counts = ids_of(*(i for i, _ in ids)), ids_of(*(c for _, c in ids))
-    got = ops.admit_by_chance(numbers, counts, key, step, probability)
+    got = admitted(numbers, counts, key, step, probability)
     assert got.dtype == torch.bool
     assert got.tolist() == [
         draw_of(key, step, number) < chance(probability, count) for number, count in ids
@@ -53,9 +57,9 @@ def test_admission_is_as_frequent_as_said(probability, count):
     many = torch.arange(number)
     counts = torch.full((number,), count)
     for key, step in ((1, 1), (1, 2), (-9, 1)):
-        share = ops.admit_by_chance(many, counts, key, step, probability).double().mean()
+        share = admitted(many, counts, key, step, probability).double().mean()
         assert abs(share - expected) < 4 * deviation
-    steps = [ops.admit_by_chance(many, counts, 5, step, probability) for step in range(3)]
+    steps = [admitted(many, counts, 5, step, probability) for step in range(3)]
     both = (steps[0] & steps[1]).double().mean()  # each step has a new draw for each id
     assert abs(both - expected**2) < 4 * (expected**2 * (1 - expected**2) / number) ** 0.5
 
@@ -63,12 +67,12 @@ def test_admission_is_as_frequent_as_said(probability, count):
 def test_never_and_always():
     many, ones = torch.arange(-500, 500), torch.ones(1000, dtype=torch.int64)
     for count in (0, 1, 3, 2**32):
-        assert ops.admit_by_chance(many, count * ones, 3, 4, 1.0).all() == (count > 0)
-        assert not ops.admit_by_chance(many, count * ones, 3, 4, 0.0).any()
+        assert admitted(many, count * ones, 3, 4, 1.0).all() == (count > 0)
+        assert not admitted(many, count * ones, 3, 4, 0.0).any()
     zero = unmix64(0)  # with key 0 and step 0 the draw of this id is 0 exactly
     assert draw_of(0, 0, zero) == 0.0
     drawn = [
-        ops.admit_by_chance(ids_of(zero), ids_of(k), 0, 0, p).item()
+        admitted(ids_of(zero), ids_of(k), 0, 0, p).item()
         for k, p in ((0, 1.0), (9, 0.0), (1, 1e-9))
     ]
     assert drawn == [False, False, True]
@@ -84,8 +88,8 @@ def test_admission_is_pinned_and_pure(threads):
     got = []
     for number in (1, 2, 4):
         threads(number)
-        got.append(ops.admit_by_chance(many, ones, 42, 7, 0.25))
-        back = ops.admit_by_chance(many.flip(0), ones, 42, 7, 0.25).flip(0)
+        got.append(admitted(many, ones, 42, 7, 0.25))
+        back = admitted(many.flip(0), ones, 42, 7, 0.25).flip(0)
         assert torch.equal(got[-1], back)
     assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
     assert got[0][:64].nonzero().flatten().tolist() == PINNED

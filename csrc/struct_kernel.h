@@ -1,0 +1,47 @@
+// TORCHREC_DYN_STRUCT_KERNEL("op", &function): as TORCHREC_DYN_KERNEL (kernel.h), for a function of one struct, which
+// reads the arguments of the op itself: so many of them are spelled twice, in the schema and in the struct.
+#pragma once
+
+#include <cstdint>
+
+#include "checks.h"
+#include "kernel.h"
+
+namespace torchrec_dyn {
+
+// Reads the arguments of a call one after the other. The first member of the struct; its other members are initialised
+// by read<T>() in the order of the schema, which is that of their declaration.
+class ArgumentReader {
+ public:
+  ArgumentReader(const StableIValue* arguments, uint64_t count) : next_(arguments), left_(count) {}
+
+  template <typename T>
+  T read() {
+    STD_TORCH_CHECK(left_ > 0, "expected a schema of more arguments.");
+    --left_;
+    return torch::stable::detail::to<T>(*next_++);
+  }
+
+  uint64_t left() const { return left_; }
+
+ private:
+  const StableIValue* next_;
+  uint64_t left_;
+};
+
+template <auto kFunction>
+struct StructKernel;
+
+template <typename Call, void (*kFunction)(const Call&)>
+struct StructKernel<kFunction> {
+  static void call(StableIValue* stack, uint64_t arguments, uint64_t results) {
+    const Call call{ArgumentReader(stack, arguments)};
+    STD_TORCH_CHECK(call.arguments.left() == 0 && results == 0, "expected a schema of fewer arguments and no result.");
+    kFunction(call);
+  }
+};
+
+#define TORCHREC_DYN_STRUCT_KERNEL(op, function) \
+  op, (torchrec_dyn::with_memory_error<op, torchrec_dyn::StructKernel<function>::call>)
+
+}  // namespace torchrec_dyn
