@@ -19,7 +19,7 @@ from processed_training import (
     train_processed,
 )
 from sharded_cases import FUSED_PARAMS, Case, Table, usual_plan
-from sharded_training import batches, collection_of
+from sharded_training import batches, collection_of, dense_sgd, with_dense_sgd
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
@@ -29,8 +29,6 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
 
 import torchrec_dyn as dyn
@@ -154,9 +152,7 @@ def plan_and_train(constraints: dict[str, ParameterConstraints] | None) -> str:
     sharders = [dyn.DynamicFeatureProcessedEmbeddingBagCollectionSharder(dict(FUSED_PARAMS))]
     planner = make_planner(Topology(2, "cpu"), constraints=constraints)
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    model = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=sharders
-    )
+    model = DistributedModelParallel(model, plan=plan, sharders=sharders)
     backward(model(bags(2, 1)))
     (chosen,) = plan.plan["collection"].values()
     return chosen.sharding_type
@@ -233,17 +229,9 @@ def run_pipeline(kind: str, form: str, name: str) -> list[float]:
     module = processed(case, collection_of(case), form)
     plan = ShardingPlan({"collection": {table.name: table.plan for table in case.tables}})
     sharders = [dyn.DynamicFeatureProcessedEmbeddingBagCollectionSharder(dict(FUSED_PARAMS))]
-    model = DistributedModelParallel(
-        LossModel(module), device=torch.device("cpu"), plan=plan, sharders=sharders
-    )
-    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    assert len(dense) == len(case.features())
-    optimizer = CombinedOptimizer(
-        [
-            model.fused_optimizer,
-            KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.05)),
-        ]
-    )
+    model = DistributedModelParallel(LossModel(module), plan=plan, sharders=sharders)
+    assert len(dense_sgd(model, 0.05).params) == len(case.features())
+    optimizer = with_dense_sgd(model, 0.05)
     given = [Batch(batches(case, step)[0][dist.get_rank()]) for step in range(case.steps)]
     for step, batch in enumerate(given):
         if step % 2:
