@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from functools import cache
 from typing import Any
 
@@ -16,9 +17,10 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from gradient_oracle import MODES, RATE, train_beside_dense
 from life_cases import NOT_OF_THE_STREAM
 from pipeline_model import Run
-from sharded_cases import EXTREME_IDS, Case, Table, three_tables, usual_plan
+from sharded_cases import EXTREME_IDS, SEQUENCE, Case, Table, three_tables, usual_plan
 from sharded_life import Beside, drifting_batch, make_batch
 from sharded_training import batches, collection_of, outputs_by_name, shard, train_beside
+from shards import deep_but
 from torch import Tensor
 from torchrec import JaggedTensor
 from torchrec.distributed import embedding
@@ -111,16 +113,15 @@ def _same_table(one: DynamicTable, other: DynamicTable) -> None:
         assert name in left_out or one.stats()[name] == count, f"{one.name}: {name}"
 
 
-KINDS = ["table_wise", "row_wise", "column_wise"]
-
-
 def case_of(kinds: list[str], world: int, **options: Any) -> Case:
     tables = three_tables(kinds, world, world, **options.pop("tables", {}))
     return Case(tables, pooled=False, **{"known_ids": 15, "longest_bag": 6, **options})
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), KINDS])
+@pytest.mark.parametrize(
+    "kinds, world",
+    [*((SEQUENCE, world) for world in (1, 2, 4)), *(([kind], 4) for kind in SEQUENCE)],
+)
 def test_all_is_equal_to_the_bit_where_sums_are_exact(kinds: list[str], world: int) -> None:
     of_ranks = workers.run(train_both, case_of(kinds, world), world_size=world)
     assert sum(one["rows"] for one in of_ranks) > 0
@@ -129,9 +130,8 @@ def test_all_is_equal_to_the_bit_where_sums_are_exact(kinds: list[str], world: i
 
 
 @pytest.mark.parametrize("world", [3, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_trains_as_the_unsharded_collection(kind: str, world: int) -> None:
-    case = case_of([kind], world, exact=False, dedup=True)
+def test_trains_as_the_unsharded_collection(world: int) -> None:
+    case = case_of(SEQUENCE, world, exact=False, dedup=True)
     assert sum(workers.run(train_beside, case, world_size=world)) > 0
 
 
@@ -148,9 +148,8 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("kinds", [["row_wise"], KINDS])
-def test_batches_of_all_shapes(kinds: list[str], batch: str) -> None:
-    case = case_of(kinds, 4, **BATCHES[batch])
+def test_batches_of_all_shapes(batch: str) -> None:
+    case = case_of(SEQUENCE, 4, **BATCHES[batch])
     workers.run(train_both, case, True, world_size=4)
 
 
@@ -159,7 +158,7 @@ def test_half_precision(data_type: str, output: str) -> None:
     from torchrec.modules.embedding_configs import DataType
 
     rate = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.05, "output_dtype": DataType[output]}
-    case = case_of(KINDS, 2, tables={"data_type": data_type}, fused_params=rate)
+    case = case_of(SEQUENCE, 2, tables={"data_type": data_type}, fused_params=rate)
     workers.run(train_both, case, world_size=2)
 
 
@@ -202,7 +201,7 @@ def flag_of_torchrec(case: Case) -> list[bool]:
 
 
 def test_torchrecs_flag_for_all_collections_is_honoured() -> None:
-    assert workers.run(flag_of_torchrec, case_of(KINDS, 2), world_size=2) == [[True, False]] * 2
+    assert workers.run(flag_of_torchrec, case_of(SEQUENCE, 2), world_size=2) == [[True, False]] * 2
 
 
 def frozen_from_the_start(case: Case) -> None:
@@ -222,7 +221,7 @@ def frozen_from_the_start(case: Case) -> None:
 
 def test_tables_that_were_frozen_before_sharding() -> None:
     config = dyn.DynamicTableConfig(eviction=dyn.LeastFrequentlyUsed())
-    for kinds in (["row_wise"], KINDS):
+    for kinds in (["row_wise"], SEQUENCE):
         case = case_of(kinds, 2, dedup=True, tables={"config": config})
         workers.run(frozen_from_the_start, case, world_size=2)
 
@@ -259,7 +258,7 @@ def test_lives_as_the_unsharded_table(life: str) -> None:
             f"t{i}", ["a", "b"][: i + 1], usual_plan(kind, 8, 3, 3, i, limit), rows=limit,
             config=dyn.DynamicTableConfig(initializer=dyn.Uniform(-0.1, 0.1), **config),
         )
-        for i, kind in enumerate(KINDS)
+        for i, kind in enumerate(SEQUENCE)
     ]  # fmt: skip
     case = Case(tables, pooled=False, exact=False, dedup=True, longest_bag=8)
     of_ranks = workers.run(live_beside, case, 14, world_size=3, timeout=120)
@@ -271,8 +270,8 @@ def test_lives_as_the_unsharded_table(life: str) -> None:
 def test_states_and_counts_are_equal_to_the_bit(life: str) -> None:
     """Also of a table without a policy beside: counts travel past it."""
     config, limit, _ = LIVES[life]
-    tables = three_tables(KINDS, 2, 2, rows=limit, config=dyn.DynamicTableConfig(**config))
-    tables += [Table("plain", ["a"], usual_plan(kind, 8, 2, 2)) for kind in KINDS[1:2]]
+    tables = three_tables(SEQUENCE, 2, 2, rows=limit, config=dyn.DynamicTableConfig(**config))
+    tables += [Table("plain", ["a"], usual_plan(kind, 8, 2, 2)) for kind in SEQUENCE[1:2]]
     # Weights of the user's own, which sequences ignore, are no counts.
     case = Case(tables, pooled=False, steps=6, known_ids=15, longest_bag=6, weighted=True)
     workers.run(train_both, case, False, 3, world_size=2)
@@ -294,7 +293,7 @@ def test_a_table_without_a_policy_counts_arrivals_whatever_its_neighbours() -> N
 
 @pytest.mark.parametrize("config", [None, dyn.DynamicTableConfig(eviction=LFU)])
 def test_frozen_beside_others(config: Any) -> None:
-    for kinds in (["row_wise"], KINDS):
+    for kinds in (["row_wise"], SEQUENCE):
         tables = three_tables(kinds, 2, 2, config=config)
         case = Case(tables, pooled=False, steps=4, known_ids=15, longest_bag=6)
         workers.run(train_both, case, False, 1, 2, world_size=2)
@@ -323,7 +322,7 @@ def admit_over_ranks(case: Case) -> list[list[float]]:
     return seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SEQUENCE)
 def test_repeats_on_several_ranks_cross_the_threshold_together(kind: str) -> None:
     config = dyn.DynamicTableConfig(initializer=dyn.Constant(1.0), admission=dyn.AdmitAfter(3))
     plan = usual_plan(kind, 4, 3, 3, turn=1)
@@ -379,7 +378,7 @@ def count_largely(case: Case) -> int:
     return seen
 
 
-@pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), KINDS])
+@pytest.mark.parametrize("kinds", [*([kind] for kind in SEQUENCE), SEQUENCE])
 def test_the_dists_carry_every_bit_of_a_count(kinds: list[str]) -> None:
     config = dyn.DynamicTableConfig(eviction=LFU)
     case = Case(three_tables(kinds, 3, 3, config=config), pooled=False, dedup=True)
@@ -399,13 +398,13 @@ def weights_that_travel(case: Case) -> list[bool]:
 
 
 def test_counts_travel_only_where_a_table_has_a_life() -> None:
-    tables = three_tables(KINDS, 2, 2)
+    tables = three_tables(SEQUENCE, 2, 2)
     tables[1].config = dyn.DynamicTableConfig(eviction=LFU)
     case = Case(tables, pooled=False, dedup=True, weighted=True)
     assert workers.run(weights_that_travel, case, world_size=2) == [[False, True, False]] * 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SEQUENCE)
 def test_every_reduction_of_gradients(kind: str) -> None:
     """A sender is a rank that sent an id, however often it occurs there."""
     tables = [
@@ -429,11 +428,10 @@ PIPELINED_LIVES = [
     {"eviction": dyn.LeastFrequentlyUsed()},
     {"admission": dyn.AdmitAfter(3), "eviction": dyn.LeastRecentlyUsed()},
 ]
+LIVING = "lives, a batch size per feature"
 RUNS = {
     "plain": PLAIN,
-    "lives, a batch size per feature": dataclasses.replace(
-        PLAIN, lives=PIPELINED_LIVES, variable=True, rows=90, drift=40
-    ),
+    LIVING: dataclasses.replace(PLAIN, lives=PIPELINED_LIVES, variable=True, rows=90, drift=40),
 }
 
 
@@ -444,8 +442,16 @@ def trained(run: str, pipeline: str) -> Any:
     return workers.run(pipeline_runs.train, RUNS[run], pipeline, world_size=2, timeout=120)
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("pipeline", ["sparse_dist", "fused", "prefetch", "prefetched steps"])
+@pytest.mark.parametrize(
+    "pipeline, run",
+    deep_but(
+        [
+            ("sparse_dist", "plain"),
+            *((name, LIVING) for name in ("fused", "prefetch", "prefetched steps")),
+        ],
+        itertools.product(["sparse_dist", "fused", "prefetch", "prefetched steps"], RUNS),
+    ),
+)
 def test_trains_as_the_plain_loop(run: str, pipeline: str) -> None:
     for got, expected in zip(trained(run, pipeline), trained(run, "base"), strict=True):
         assert got["losses"] == expected["losses"]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from shards import deep_but
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
@@ -173,7 +174,19 @@ TRIALS = {
 }
 
 
-@pytest.mark.parametrize("name", TRIALS)
+EVERYDAY = {
+    *("table_wise", "column_wise", "table_column_wise", "grid_shard", "row_wise_alone"),
+    *(
+        "table_row_wise_mean",
+        "row_wise_batch_per_rank",
+        "table_wise_empty_batch",
+        "row_wise_offsets",
+    ),
+    *("table_wise_unweighted", "row_wise_half_comms"),
+}
+
+
+@pytest.mark.parametrize("name", deep_but(EVERYDAY, TRIALS))
 def test_torchrec_finds_no_difference(name: str) -> None:
     trial, world = TRIALS[name]
     workers.run(run_harness, trial, world_size=world, local_size=trial.local_size or world)
