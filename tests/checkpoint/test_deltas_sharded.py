@@ -10,6 +10,7 @@ import torch.distributed as dist
 import workers
 from checkpoint_cases import (
     LOCAL_SIZES,
+    ROW_WISE,
     Setup,
     batch,
     held,
@@ -21,6 +22,7 @@ from checkpoint_cases import (
     train,
 )
 from sharded_training import collection_of
+from shards import deep_but
 
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
 from torchrec_dyn.checkpoint_format.content_sums import MODEL_TENSORS, OPTIMIZER_TENSORS
@@ -85,20 +87,19 @@ def run(function, setup: Setup, *args):
 
 CASES = [
     (Setup(2, ("row_wise",)), Setup(2, ("column_wise",))),
-    pytest.param(
+    (Setup(4, ("grid_shard", "table_row_wise")), Setup(1, ("table_wise",))),
+    (
         Setup(2, ("column_wise", "row_wise")),
         Setup(3, ("row_wise", "three_columns", "table_wise")),
-        marks=pytest.mark.deep,  # each kind and width is in the cases beside it
     ),
     (
         Setup(3, ("row_wise", "table_wise"), False, "ADAM"),
         Setup(2, ("three_columns",), False, "ADAM"),
     ),
-    (Setup(4, ("grid_shard", "table_row_wise")), Setup(1, ("table_wise",))),
 ]
 
 
-@pytest.mark.parametrize(("source", "copy"), CASES)
+@pytest.mark.parametrize(("source", "copy"), deep_but(CASES[:2], CASES))
 def test_full_and_deltas_are_full_later_on_any_plan(tmp_path, source, copy):
     expected = run(export_all, source, str(tmp_path))
     assert expected[0] != expected[1]
@@ -115,7 +116,7 @@ def test_an_unsharded_copy(tmp_path):
         assert sums_of(copy) == expected[number]
 
 
-@pytest.mark.parametrize("optimizer", ["EXACT_ROWWISE_ADAGRAD", "PARTIAL_ROWWISE_ADAM"])
+@pytest.mark.parametrize("optimizer", deep_but(ROW_WISE[:1], ROW_WISE))
 def test_row_wise_state_under_equal_and_other_cuts(tmp_path, optimizer):
     """Other cuts: all but the numbers per column shard is as it was; those are converted."""
     source = Setup(2, ("column_wise",), optimizer=optimizer)

@@ -39,7 +39,6 @@ def sharded(model: nn.Module, types: tuple[str, ...]) -> DistributedModelParalle
         model,
         plan=planned(model, types, dist.get_world_size()),
         sharders=dyn.default_sharders(fused_params=SGD),
-        device=torch.device("cpu"),
     )
 
 

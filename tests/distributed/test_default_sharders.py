@@ -58,9 +58,7 @@ def train(plans: bool) -> None:
         topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
         planner = EmbeddingShardingPlanner(topology=topology)
         plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    model = DistributedModelParallel(
-        model, sharders=sharders, plan=plan, device=torch.device("cpu")
-    )
+    model = DistributedModelParallel(model, sharders=sharders, plan=plan)
     for module in model.module.children():
         assert isinstance(module, ShardedModule)
     for group in model.fused_optimizer.param_groups:

@@ -92,7 +92,7 @@ def left_after(use: Callable[[Any], None]) -> list[str]:
     with no_collection():
         model = sharded_model(RUN)
         use(model)
-        watch = Watch(tables_of(RUN, model).values())
+        watch = Watch(tables_of(model).values())
         del model
         return watch.alive()
 

@@ -178,7 +178,6 @@ def see_lost_gradient() -> str:
     path = "collection._embedding_bag_collection"
     model = DistributedModelParallel(
         module,
-        device=torch.device("cpu"),
         plan=ShardingPlan({path: {"t": case.tables[0].plan}}),
         sharders=[dyn.DynamicEmbeddingBagCollectionSharder(dict(FUSED_PARAMS))],
     )

@@ -33,7 +33,6 @@ class ShardedTraining(Training):
             env=ShardingEnv.from_process_group(torch.distributed.group.WORLD),
             sharders=[dyn.DynamicEmbeddingBagCollectionSharder()],
             plan=ShardingPlan({"": EmbeddingModuleShardingPlan(plans)}),
-            device=torch.device("cpu"),
         )
 
 

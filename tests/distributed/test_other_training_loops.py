@@ -43,7 +43,7 @@ def loop(model: Any, optimizer: Any, forward: Any, every: int = 1) -> list[float
 
 def plainly(every: int = 1) -> Trained:
     model = sharded_model(RUN)
-    return loop(model, optimizer_of(RUN, model), model, every), states_of(RUN, model)
+    return loop(model, optimizer_of(RUN, model), model, every), states_of(model)
 
 
 def accumulated(pipeline: str) -> Trained:
@@ -52,7 +52,7 @@ def accumulated(pipeline: str) -> Trained:
     config = GradientAccumulationConfig(num_steps=2)
     wrapped = GradientAccumulationWrapper(inner, inner._optimizer, model, config)
     outputs = drain(wrapped, batches(RUN))
-    return [float(loss) for loss, _ in outputs], states_of(RUN, model)
+    return [float(loss) for loss, _ in outputs], states_of(model)
 
 
 def fully_sharded() -> Trained:
@@ -60,7 +60,7 @@ def fully_sharded() -> Trained:
     model = sharded_model(RUN, init_data_parallel=False)
     head = fully_shard(model.module.head, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
-    return loop(model, optimizer, model), states_of(RUN, model)
+    return loop(model, optimizer, model), states_of(model)
 
 
 def deferred() -> Trained:
@@ -69,7 +69,7 @@ def deferred() -> Trained:
     pipeline = make_pipeline(RUN, "sparse_dist", model)
     model.init_data_parallel()
     outputs = drain(pipeline, batches(RUN))
-    return [float(loss) for loss, _ in outputs], states_of(RUN, model)
+    return [float(loss) for loss, _ in outputs], states_of(model)
 
 
 class Stream(torch.cpu.Stream):
@@ -95,7 +95,7 @@ def staged() -> Trained:
             optimizer.step()
             losses.append(float(loss.detach()))
         assert len(sent._pipelined_modules) == 2
-    return losses, states_of(RUN, model)
+    return losses, states_of(model)
 
 
 @pytest.mark.parametrize("train", [staged, deferred])

@@ -37,7 +37,7 @@ def train(compiles: bool) -> tuple[list[float], Any, int]:
         outputs = drain(pipeline, batches(RUN))
     torch._dynamo.reset()
     losses = [float(loss) for loss, _ in outputs]
-    return losses, states_of(RUN, model), counts["unique_graphs"] - before
+    return losses, states_of(model), counts["unique_graphs"] - before
 
 
 def test_trains_as_a_plain_loop() -> None:

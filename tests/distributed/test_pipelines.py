@@ -1,6 +1,7 @@
 """TorchRec's pipelines over dynamic collections train and evaluate as plain loops do."""
 
 import dataclasses
+import itertools
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,7 @@ import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from pipeline_model import Run
 from pipeline_runs import HAS_LOOKUP_PREFETCH, PIPELINES, check_same_states, renamed
+from shards import deep_but
 
 import torchrec_dyn as dyn
 
@@ -33,11 +35,6 @@ EVALUATION = ["eval", "eval_fused", "eval_fused_ahead", "sparse_dist", "lite", "
               "semi_sync", "prefetch"]  # fmt: skip
 
 
-needs_lookup_prefetch = pytest.mark.skipif(
-    not HAS_LOOKUP_PREFETCH, reason="TorchRec's fused pipeline has no lookup prefetch"
-)
-
-
 def train(plan: str, pipeline: str, **changes: Any) -> Any:
     run, world, local = PLANS[plan]
     run = dataclasses.replace(run, **changes)
@@ -49,8 +46,17 @@ def train(plan: str, pipeline: str, **changes: Any) -> Any:
 trained = cache(train)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("pipeline", SAME_ORDER)
+# A pipeline does not see the plan: every pipeline with one plan, and two of them with every plan.
+@pytest.mark.parametrize(
+    "pipeline, plan",
+    deep_but(
+        [
+            *((name, "two_ranks") for name in SAME_ORDER),
+            *((name, plan) for name in ("sparse_dist", "prefetch") for plan in PLANS),
+        ],
+        itertools.product(SAME_ORDER, PLANS),
+    ),
+)
 def test_trains_as_the_plain_loop(plan: str, pipeline: str) -> None:
     for got, expected in zip(trained(plan, pipeline), trained(plan, "base"), strict=True):
         assert len(expected["losses"]) == STEPS
@@ -58,8 +64,13 @@ def test_trains_as_the_plain_loop(plan: str, pipeline: str) -> None:
         check_same_states(got["states"], expected["states"])
 
 
-@pytest.mark.parametrize("plan", ["two_ranks", "two_nodes"])
-@pytest.mark.parametrize("optimizer", ["EXACT_SGD", "EXACT_ADAGRAD"])
+@pytest.mark.parametrize(
+    "optimizer, plan",
+    deep_but(
+        [("EXACT_SGD", "two_nodes"), ("EXACT_ADAGRAD", "two_ranks")],
+        itertools.product(["EXACT_SGD", "EXACT_ADAGRAD"], ["two_ranks", "two_nodes"]),
+    ),
+)
 def test_semi_sync_trains_as_static_tables(plan: str, optimizer: str) -> None:
     fused_params = {"optimizer": EmbOptimType[optimizer], "learning_rate": 0.1}
     changes: dict[str, Any] = {"fused_params": fused_params, "mean": False, "warming": False}
@@ -93,15 +104,16 @@ def test_prefetch_inserts_and_forward_finds() -> None:
             assert count["ids_seen"] > count["hits"]
 
 
-@pytest.mark.parametrize("plan", ["two_ranks", "two_nodes"])
 @pytest.mark.parametrize(
-    "pipeline",
-    [
-        pytest.param(name, marks=needs_lookup_prefetch if name == "eval_fused_ahead" else ())
-        for name in EVALUATION
-    ],
+    "pipeline, plan",
+    deep_but(
+        [*((name, "two_ranks") for name in EVALUATION), ("eval", "two_nodes")],
+        itertools.product(EVALUATION, ["two_ranks", "two_nodes"]),
+    ),
 )
 def test_evaluation_changes_nothing(plan: str, pipeline: str) -> None:
+    if pipeline == "eval_fused_ahead" and not HAS_LOOKUP_PREFETCH:
+        pytest.skip("TorchRec's fused pipeline has no lookup prefetch")
     run, world, local = PLANS[plan]
     unseen = workers.run(
         pipeline_runs.evaluate, run, pipeline, world_size=world, local_size=local, timeout=120

@@ -8,8 +8,8 @@ import pipeline_runs
 import pytest
 import torch
 import workers
+from life_cases import NOT_OF_THE_STREAM
 from pipeline_model import Run
-from sharded_life import NOT_OF_THE_STREAM
 
 import torchrec_dyn as dyn
 

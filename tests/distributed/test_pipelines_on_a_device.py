@@ -1,17 +1,140 @@
 """TorchRec's pipelines, on streams of a mock device, train and evaluate as plain loops on the CPU do."""
 
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest import mock
 
-import device_pipelines
 import pytest
+import torch
 import workers
-from pipeline_model import Run
-from pipeline_runs import EXPERIMENTAL, HAS_LOOKUP_PREFETCH, PIPELINES, check_same_states
-from sharded_life import NOT_OF_THE_STREAM
+from life_cases import NOT_OF_THE_STREAM
+from mock_device import CUDA, MockDevice
+from mock_streams import Streams
+from pipeline_model import Clicks, Run, batches, sharded_model
+from pipeline_runs import (
+    EXPERIMENTAL,
+    HAS_LOOKUP_PREFETCH,
+    PIPELINES,
+    check_evaluation,
+    check_pipelined,
+    check_same_states,
+    drain,
+    make_pipeline,
+    no_fallback,
+    results_of,
+    train_in_a_loop,
+)
+from sharded_twins import group_for_cuda
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.types import ShardingEnv
 
 import torchrec_dyn as dyn
+
+
+@dataclass
+class DeviceClicks(Clicks):
+    """A batch that goes to the mock device, from any thread."""
+
+    mock: Any = None
+
+    @staticmethod
+    def of(clicks: Clicks, device: MockDevice) -> DeviceClicks:
+        """Returns a batch on the CPU as one that goes to the device."""
+        return DeviceClicks(clicks.features, clicks.dense, clicks.labels, device)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Clicks:
+        """Returns the batch on the device."""
+        with self.mock.here():
+            return DeviceClicks(
+                self.features.to(device, non_blocking),
+                self.dense.to(device),
+                self.labels.to(device),
+                self.mock,
+            )
+
+    def record_stream(self, stream: Any) -> None:
+        """Records that a stream uses the batch."""
+        self.features.record_stream(stream)
+        self.dense.record_stream(stream)
+        self.labels.record_stream(stream)
+
+
+def train_on_cpu(run: Run, ahead: bool = False) -> dict[str, Any]:
+    """Trains in a plain loop on the CPU, without DDP, as on the device; returns as `train_in_a_loop`."""
+    return train_in_a_loop(run, ahead, init_data_parallel=False)
+
+
+@contextmanager
+def device_with_streams() -> Iterator[MockDevice]:
+    """Enters a device with streams, for models with dense parameters."""
+    # Parameters that move become new ones: a tensor of the CPU does not get the memory of the device.
+    overwrites = mock.patch.object(
+        torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True
+    )
+    # Storages of the device cannot be resized.
+    clears = mock.patch.object(KeyedJaggedTensor, "clear_storage", _overwrite)
+    with MockDevice(Streams()) as device, overwrites, clears, no_fallback():
+        yield device
+
+
+def _overwrite(features: KeyedJaggedTensor) -> int:
+    """Makes the tensors of a batch useless, where TorchRec frees their memory."""
+    for part in (features._values, features._lengths, features._offsets):
+        if part is not None:
+            part.fill_(-3)
+    return 0
+
+
+def model_on_device(run: Run) -> Any:
+    """Returns the sharded model of a run. Collective."""
+    group = ShardingEnv.from_process_group(group_for_cuda())
+    # DDP's reducer wants a real device. Its wrapper would move the dense part.
+    model = sharded_model(run, device=CUDA, env=group, init_data_parallel=False)
+    model.module.head.to(CUDA)
+    return model
+
+
+def train_on_device(run: Run, name: str) -> dict[str, Any]:
+    """Trains through a pipeline on the device.
+
+    Returns:
+        `results_of` the run; notes of the device about lines of ours; and the number of streams that record
+        tensors as used.
+    """
+    with device_with_streams() as device:
+        model = model_on_device(run)
+        pipeline = make_pipeline(run, name, model)
+        outputs = drain(pipeline, [DeviceClicks.of(one, device) for one in batches(run)])
+        if name != "base":
+            check_pipelined(run, pipeline)
+        assert {loss.device for loss, _ in outputs} == {CUDA}
+        return {
+            **results_of(run, model, outputs),
+            "mixed": _of_ours(device.mixed),
+            "unordered": _of_ours(device.streams.unordered),
+            "without_kernel": device.without_kernel,
+            "users": len({stream for _, stream in device.recorded}),
+        }
+
+
+def evaluate_on_device(run: Run, name: str) -> int:
+    """Runs `check_evaluation` of a pipeline on the device."""
+    with device_with_streams() as device:
+        source = [DeviceClicks.of(one, device) for one in batches(run)]
+        unseen = check_evaluation(run, name, model_on_device(run), source)
+        assert _of_ours(device.mixed) == _of_ours(device.streams.unordered) == []
+    return unseen
+
+
+def _of_ours(notes: list[Any]) -> list[Any]:
+    return sorted({note for note in notes if note.place.startswith("torchrec_dyn/")})
+
 
 needs_lookup_prefetch = pytest.mark.skipif(
     not HAS_LOOKUP_PREFETCH, reason="TorchRec's fused pipeline has no lookup prefetch"
@@ -47,7 +170,7 @@ USERS = {"base": 1, "lite": 1, "prefetch": 4}
 @cache
 def on_cpu(run: str, ahead: bool) -> Any:
     made, world = RUNS[run]
-    return workers.run(device_pipelines.train_on_cpu, made, ahead, world_size=world)
+    return workers.run(train_on_cpu, made, ahead, world_size=world)
 
 
 EVERYDAY = {("sparse_dist", "processed"), ("semi_sync", "with policies")}
@@ -69,7 +192,7 @@ CASES = [
 @pytest.mark.parametrize(("pipeline", "run"), CASES)
 def test_trains_as_a_plain_loop_on_the_cpu(pipeline: str, run: str) -> None:
     made, world = RUNS[run]
-    results = workers.run(device_pipelines.train_on_device, made, pipeline, world_size=world)
+    results = workers.run(train_on_device, made, pipeline, world_size=world)
     late = 0
     for got, expected in zip(results, on_cpu(run, pipeline == "semi_sync"), strict=True):
         assert got["losses"] == expected["losses"]
@@ -105,5 +228,5 @@ EVALUATION = [
 @pytest.mark.parametrize(("pipeline", "run"), EVALUATION)
 def test_evaluates_as_a_plain_loop_on_the_cpu(pipeline: str, run: str) -> None:
     made, world = RUNS[run]
-    unseen = workers.run(device_pipelines.evaluate_on_device, made, pipeline, world_size=world)
+    unseen = workers.run(evaluate_on_device, made, pipeline, world_size=world)
     assert min(unseen) > 0

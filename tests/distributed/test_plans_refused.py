@@ -166,7 +166,6 @@ def refuse_two(sequence: bool) -> str:
     with pytest.raises(ValueError) as caught:
         DistributedModelParallel(
             model,
-            device=torch.device("cpu"),
             plan=ShardingPlan({"one": plan, "two": plan}),  # type: ignore[dict-item]
             sharders=sharders,  # type: ignore[arg-type]
         )
@@ -187,7 +186,6 @@ def shard_two_models_with_one_sharder() -> None:
     models = [
         DistributedModelParallel(
             Holder(collection_of(case)),
-            device=torch.device("cpu"),
             plan=plan,
             sharders=[sharder],  # type: ignore[list-item]
         )
@@ -215,9 +213,7 @@ def plan_by_planner(pooled: bool, kind: str) -> str:
         constraints={"t": ParameterConstraints(sharding_types=[kind], min_partition=4)},
     )
     plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
-    sharded = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=[sharder]
-    )
+    sharded = DistributedModelParallel(model, plan=plan, sharders=[sharder])
     return sharded.plan.plan["collection"]["t"].sharding_type
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_cases import (
+    LOCAL_SIZES,
     OPTIMIZERS,
     Setup,
     batch,
@@ -22,6 +23,7 @@ from checkpoint_cases import (
     kinds_on,
     load,
     new,
+    plan_of,
     quietly,
     run_on,
     same_bits,
@@ -29,17 +31,105 @@ from checkpoint_cases import (
     train,
 )
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from reshard_cases import check_same, counts_of, goes_on, move, plans
 from sharded_cases import shard_by_hand
 from sharded_training import Holder, collection_of, shard
 from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import export_delta, mark
+from torchrec_dyn.checkpoint_format import saved_tensor
 from torchrec_dyn.distributed import chunk_exchange
 from torchrec_dyn.state_dict import aligned_state, loading, saving, staged_rows
+
+# Probe lengths depend on the order of insertion; bytes and slots depend on the shards.
+NOT_CARRIED = (
+    "bytes", "limit", "slots", "load", "probe_length_mean", "probe_length_max", "withheld",
+)  # fmt: skip
+
+
+def plans(
+    setup: Setup, kinds: Sequence[str], shift: int = 0, names: Collection[str] | None = None
+) -> dict[str, ParameterSharding]:
+    """Returns a plan for each table of a setup: the kinds in turn, with ranks shifted by `shift`."""
+    local = LOCAL_SIZES[setup.world]
+    return {
+        table.name: plan_of(
+            kinds[turn % len(kinds)], setup.world, local, turn + shift, setup.pooled, setup.rows
+        )
+        for turn, table in enumerate(setup.case().tables)
+        if names is None or table.name in names
+    }
+
+
+def move(model: Any, changed: dict[str, ParameterSharding]) -> None:
+    """Moves tables by the sharder's `reshard`, as DistributedModelParallel.reshard does."""
+    collection = model.module.collection
+    with mock.patch.object(saved_tensor, "CHUNK_BYTES", 4000):  # many chunks, many rounds
+        same = model.sharders[0].reshard(collection, changed, model._env, model.device)
+    assert same is collection
+
+
+def counts_of(model: Any, setup: Setup) -> dict[str, dict[str, int | float]]:
+    """Returns the counts of each table over all ranks."""
+    return {
+        table.name: {
+            name: count
+            for name, count in dyn.read_stats(model.module.collection, table.name).items()
+            if name not in NOT_CARRIED
+        }
+        for table in setup.case().tables
+    }
+
+
+def check_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert same_bits(got[name], value), f"rank {dist.get_rank()}, {name}: {got[name]} {value}"
+
+
+def check_closed_up(model: Any, names: Collection[str]) -> None:
+    """Asserts that rows of other ranks take no memory after the move; a small table is read whole."""
+    for name in names:
+        for one in model.module.collection._shards.shards_of(name):
+            assert one.row_numbers.high_water_mark <= one.num_rows + one.num_rows // 8
+
+
+def loaded_elsewhere(
+    model: Any, setup: Setup, changed: dict[str, ParameterSharding], path: str
+) -> Any:
+    """Returns the oracle: the same model, saved and loaded into a model under the other plan."""
+    save(model, path)
+    dist.barrier()
+    other = new(setup)
+    move(other, changed)  # the tables are empty: this only sets the plan
+    for name, sharding in changed.items():
+        assert other.module.collection.module_sharding_plan[name].ranks == sharding.ranks
+    return load(other, path)
+
+
+def goes_on(
+    setup: Setup, kinds: Sequence[str], shift: int, folder: str, names: Collection[str] | None
+) -> list[int]:
+    """Trains, moves, trains again, beside a model that is moved by a checkpoint; returns rows per table."""
+    model = new(setup)
+    train(model, setup, range(3))
+    changed = plans(setup, kinds, shift, names)
+    other = loaded_elsewhere(model, setup, changed, f"{folder}/before")
+    before = counts_of(model, setup)
+    move(model, changed)
+    assert counts_of(model, setup) == before
+    check_same(held(model), held(other))
+    for one in (model, other):
+        check_closed_up(one, changed)
+    got, expected = train(model, setup, range(3, 6)), train(other, setup, range(3, 6))
+    for one, another in zip(got, expected, strict=True):
+        assert same_bits(one, another)
+    check_same(held(model), held(other))
+    collection = model.module.collection
+    return [collection.table(table.name).num_rows for table in setup.case().tables]
+
 
 TW, RW, CW, THREE = "table_wise", "row_wise", "column_wise", "three_columns"
 BY_NODE = ("table_row_wise", "grid_shard", "table_column_wise", RW, TW)
@@ -179,9 +269,7 @@ def sends_once(setup: Setup) -> None:
     case, stayed = setup.case(), new(setup)
     plan = ShardingPlan({"collection": {table.name: table.plan for table in case.tables}})  # type: ignore[misc]
     sharder = dyn.DynamicEmbeddingCollectionSharder(case.fused_params, use_index_dedup=True)
-    model = DistributedModelParallel(
-        Holder(collection_of(case)), device=torch.device("cpu"), plan=plan, sharders=[sharder]
-    )
+    model = DistributedModelParallel(Holder(collection_of(case)), plan=plan, sharders=[sharder])
     for steps in (range(2), range(2, 4)):
         got, expected = train(model, setup, steps), train(stayed, setup, steps)
         assert all(same_bits(one, other) for one, other in zip(got, expected, strict=True))
@@ -201,14 +289,14 @@ SEQUENCES = Setup(2, (TW, RW), pooled=False, tables=2)
 
 def refused(model: Any, setup: Setup, changed: Any, error: Any, match: str) -> None:
     """Asserts that a plan is refused, that nothing has changed, and that training goes on."""
-    before, counts, plan = held(model), counts_of(model, setup), plan_of(model)
+    before, counts, plan = held(model), counts_of(model, setup), planned(model)
     with pytest.raises(error, match=match):
         move(model, changed)
     check_same(held(model), before)
-    assert counts_of(model, setup) == counts and plan_of(model) == plan
+    assert counts_of(model, setup) == counts and planned(model) == plan
 
 
-def plan_of(model: Any) -> list[Any]:
+def planned(model: Any) -> list[Any]:
     plan = model.module.collection.module_sharding_plan
     return [(name, one.sharding_type, one.ranks) for name, one in sorted(plan.items())]
 
@@ -301,7 +389,7 @@ def fails_on_the_way(setup: Setup) -> None:
         with mock.patch.object(target, name, failing(rank, getattr(target, name))):
             refused(model, setup, changed, RuntimeError, f"rank={rank}.: no more")
     move(model, changed)
-    assert plan_of(model) == sorted((n, p.sharding_type, p.ranks) for n, p in changed.items())
+    assert planned(model) == sorted((n, p.sharding_type, p.ranks) for n, p in changed.items())
 
 
 def test_what_fails_on_one_rank_leaves_all_as_they_were() -> None:

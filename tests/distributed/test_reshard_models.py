@@ -117,10 +117,10 @@ def through_pipeline(run: Run, name: str, kinds: Kinds) -> tuple[list[float], li
         pipeline, source = make_pipeline(run, name, model), batches(run)
         left = iter(source[:4])
         outputs = [pipeline.progress(left)]
-        before = states_of(run, model)
+        before = states_of(model)
         with pytest.raises(ValueError, match=r"expected no (batch on its way|forward that waits)"):
             reshard(model, run, kinds)
-        assert str(states_of(run, model)) == str(before)
+        assert str(states_of(model)) == str(before)
         outputs += drain(pipeline, left)
         early = model.module.pooled._free_features_storage_early = (
             True  # as a pipeline's option does

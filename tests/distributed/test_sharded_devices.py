@@ -1,5 +1,6 @@
 """Sharded collections on a device: edits, policies, resharding and feature processors have the CPU's bits."""
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from processed_training import processed
 from sharded_cases import FUSED_PARAMS, Case, Table, usual_plan
 from sharded_training import batches, collection_of, sharder_of
 from sharded_twins import ShardedTwins, group_for_cuda
+from shards import deep_but
 from torchrec.distributed.types import ShardingEnv
 
 import torchrec_dyn as dyn
@@ -126,8 +128,13 @@ def test_an_action_between_steps_has_the_result_of_the_cpu(action, pooled):
     assert sum(workers.run(train_and_act, case_of(pooled=pooled), action, world_size=2)) > 0
 
 
-@pytest.mark.parametrize("action", [pytest.param(None, marks=pytest.mark.deep), "edits", "moves"])
-@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize(
+    "life, action",
+    deep_but(
+        [("recent", "edits"), ("expires", "moves")],
+        itertools.product(LIVES, (None, "edits", "moves")),
+    ),
+)
 def test_tables_with_policies_train_on_a_device(life, action):
     case = case_of(pooled=life == "expires", config=LIVES[life], dedup=life != "expires")
     assert sum(workers.run(train_and_act, case, action, world_size=2)) > 0

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from life_cases import stream_stats
 from sharded_cases import Case, Table, shard_by_hand
-from sharded_life import Beside, Forward, drifting_batch, stream_stats
+from sharded_life import Beside, Forward, drifting_batch
 from sharded_training import collection_of, outputs_by_name
 
 import torchrec_dyn as dyn

@@ -75,9 +75,7 @@ def train_mixed() -> list[float]:
         dyn.DynamicEmbeddingBagCollectionSharder(),
     ]
     start = model.static.embedding_bags["static"].weight.detach().clone()
-    model = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=sharders
-    )
+    model = DistributedModelParallel(model, plan=plan, sharders=sharders)
     model.load_state_dict({"static.embedding_bags.static.weight": start}, strict=False)
     assert isinstance(model._dmp_wrapped_module, DistributedDataParallel)
     assert sorted(dict(model._dmp_wrapped_module.module.dense.named_parameters())) == [

@@ -32,9 +32,7 @@ def sharded(collection: Any, case: Case, fused_params: dict[str, Any] | None = N
         else dyn.DynamicEmbeddingCollectionSharder
     )(fused_params=fused_params)
     plan = ShardingPlan({"collection": {table.name: table.plan for table in case.tables}})  # type: ignore[misc]
-    return DistributedModelParallel(
-        Holder(collection), device=torch.device("cpu"), plan=plan, sharders=[sharder]
-    )
+    return DistributedModelParallel(Holder(collection), plan=plan, sharders=[sharder])
 
 
 def one_step(model: Any) -> torch.Tensor:

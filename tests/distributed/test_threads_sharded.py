@@ -28,7 +28,6 @@ PIECES = {
 def sharded(plan: str, limit: int, **options: object) -> DistributedModelParallel:
     return DistributedModelParallel(
         nn.ModuleDict({"ebc": collection(limit, **options)}),
-        device=torch.device("cpu"),
         plan=ShardingPlan({"ebc": {"t": shard_by_hand(plan, PIECES[plan], limit)}}),
         sharders=[dyn.DynamicEmbeddingBagCollectionSharder()],
     )

@@ -14,9 +14,8 @@ from pipeline_runs import (
     check_same_states,
     make_pipeline,
     no_fallback,
+    results_of,
     shims_for,
-    states_of,
-    tables_of,
 )
 from sharded_cases import Case, Table, shard_by_hand, usual_plan
 from sharded_life import Beside, Forward, drifting_batch
@@ -261,22 +260,17 @@ TRAINED_STEPS = {"pooled_0": 4, "pooled_1": 2, "pooled_2": 6, "sequences_0": 4, 
 
 
 def train(name: str) -> dict[str, Any]:
-    """Trains through a pipeline, or in a plain loop with "base"; returns losses and states."""
+    """Trains through a pipeline, or in a plain loop with "base"."""
     with shims_for(name), no_fallback():
         model = sharded_model(RUN)
         pipeline = make_pipeline(RUN, name, model)
-        left, losses = iter(batches(RUN)), []
+        left, outputs = iter(batches(RUN)), []
         for step in range(RUN.steps):
             for collection, table, is_frozen in SCHEDULE.get(step, []):
                 handle = getattr(model.module, collection).table(table)
                 handle.freeze() if is_frozen else handle.unfreeze()
-            losses.append(float(pipeline.progress(left)[0]))
-    tables = tables_of(RUN, model)
-    return {
-        "losses": losses,
-        "states": states_of(RUN, model),
-        "stats": {key: table.stats() for key, table in tables.items()},
-    }
+            outputs.append(pipeline.progress(left))
+    return results_of(RUN, model, outputs)
 
 
 @cache

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from life_cases import ADMISSIONS, EVERY_LIFE, EVICTIONS, living_table
+from life_cases import ADMISSIONS, EVERY_LIFE, EVICTIONS, living_table, stream_stats
 from mock_device import CUDA, MockDevice, run_lookups_backward
 from table_cases import ids_of, make_group, make_table, same_state
 
@@ -14,7 +14,6 @@ from torchrec_dyn.initializers import Constant
 from torchrec_dyn.optimizers import OptimizerKind
 
 LIMIT = 8
-NOT_OF_THE_STREAM = {"bytes", "withheld", "late_grads", "probe_length_mean", "probe_length_max"}
 batches = st.lists(st.lists(st.integers(0, 20), max_size=LIMIT), min_size=2, max_size=2)
 
 
@@ -48,10 +47,7 @@ class Trained:
         return [table.export_state() for table in self.tables]
 
     def counts(self):
-        return [
-            {key: count for key, count in table.stats().items() if key not in NOT_OF_THE_STREAM}
-            for table in self.tables
-        ]
+        return [stream_stats(table) for table in self.tables]
 
 
 def check_equal(one, other):

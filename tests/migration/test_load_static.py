@@ -67,9 +67,7 @@ def static_of(case: Case) -> DistributedModelParallel:
         collection, kind = EmbeddingCollection(rows), EmbeddingCollectionSharder
     plan = ShardingPlan({"collection": {table.name: table.plan for table in case.tables}})
     sharders = [kind(fused_params=dict(case.fused_params))]
-    return DistributedModelParallel(
-        Holder(collection), device=torch.device("cpu"), plan=plan, sharders=sharders
-    )
+    return DistributedModelParallel(Holder(collection), plan=plan, sharders=sharders)
 
 
 def train(model: Any, step: int) -> torch.Tensor:

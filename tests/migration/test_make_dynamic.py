@@ -219,7 +219,7 @@ def rows_of_a_sharded_model() -> torch.Tensor:
     model = nn.Sequential(EmbeddingBagCollection([own_init(EmbeddingBagConfig, "a")]))
     dyn.make_dynamic(model, dynamic=ONES)
     sharder = dyn.DynamicEmbeddingBagCollectionSharder({"optimizer": "EXACT_SGD"})
-    dmp = DistributedModelParallel(model, device=torch.device("cpu"), sharders=[sharder])
+    dmp = DistributedModelParallel(model, sharders=[sharder])
     ids = torch.tensor(EXTREMES)
     dmp(KeyedJaggedTensor(["f_a"], ids, lengths=torch.ones_like(ids)))
     return dyn.lookup_rows(dmp.module[0], "a", ids)[0]

@@ -60,7 +60,7 @@ def batch(*ids: int) -> KeyedJaggedTensor:
 
 
 def dmp(model: nn.Module, **options: Any) -> nn.Module:
-    return DistributedModelParallel(model, device=torch.device("cpu"), **options)
+    return DistributedModelParallel(model, **options)
 
 
 def shard_fully(model: nn.Module, **options: Any) -> nn.Module:
@@ -237,9 +237,7 @@ def train_under_dmp() -> None:
     model = Model()
     model.sparse[0].table("t").assign(torch.tensor([5]), torch.ones(1, 4))
     twin = copy.deepcopy(model)
-    dmp = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=ShardingPlan({}), sharders=[]
-    )
+    dmp = DistributedModelParallel(model, plan=ShardingPlan({}), sharders=[])
     placeholder = model.sparse[0].embedding_bags["t"].weight
     assert placeholder.is_meta and placeholder.shape == (2**40, 4)
     assert_trains_alike(dmp, twin)

@@ -156,7 +156,7 @@ compiles = pytest.mark.skipif(shutil.which("c++") is None, reason="compiles a li
 @compiles
 @pytest.mark.usefixtures("failing_memory")
 def test_each_allocation_of_each_op_may_fail():
-    done = run_program(SUPPORT / "failed_allocations.py")
+    done = run_program(SUPPORT / "failed_allocations.py", "cpu")
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
     assert "2 update_rows_" in done.stdout
 
@@ -166,7 +166,7 @@ def test_each_allocation_of_each_op_may_fail():
 @compiles
 @pytest.mark.usefixtures("failing_memory")
 def test_a_lost_device_does_not_lack_memory():
-    done = run_program(SUPPORT / "lost_device.py")
+    done = run_program(SUPPORT / "failed_allocations.py", "device")
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
     failed = dict(line.split() for line in done.stdout.splitlines())
     assert int(failed["update_rows_"]) > 5 and int(failed["grow_block"]) == 0

@@ -1,7 +1,6 @@
 """TorchRec's planner on dynamic collections: what it offers, what it pins, and plans that train."""
 
 import pytest
-import torch
 import torch.distributed as dist
 import workers
 from planned_cases import POOLED, SEQUENCE, topology
@@ -136,9 +135,7 @@ def train_without_a_plan(case):
     """In the workers: DistributedModelParallel asks the stock planner itself."""
     features = batches(case, 0)[0][dist.get_rank()]
     collection = collection_of(case)
-    model = DistributedModelParallel(
-        Holder(collection), device=torch.device("cpu"), sharders=[sharder_of(case)]
-    )
+    model = DistributedModelParallel(Holder(collection), sharders=[sharder_of(case)])
     model(features).values().sum().backward()
     return sum(model.module.collection.table(table.name).num_rows for table in case.tables)
 

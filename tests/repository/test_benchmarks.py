@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cuda_stream_shims import cuda_stream_shims
+from shards import deep_but
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 IN_PROCESS = [
@@ -73,7 +74,12 @@ def test_every_benchmark_is_run_somewhere():
     assert {path.stem for path in BENCHMARKS.glob("bench_*.py")} == known
 
 
-@pytest.mark.parametrize("name", IN_PROCESS)
+@pytest.mark.parametrize("name", [*IN_PROCESS, *STARTS_PROCESSES])
+def test_can_be_imported(name):
+    assert callable(importlib.import_module(name).main)
+
+
+@pytest.mark.parametrize("name", deep_but({*IN_PROCESS} - {"bench_serving"}, IN_PROCESS))
 def test_runs_and_writes(name, tiny_run):
     written, _, shown = tiny_run(name)
     assert written["rows"]
@@ -154,6 +160,7 @@ def test_the_gpu_benchmark_leaves_out_what_is_not_there(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith(f"{most.name} is left out: it needs ")
 
 
+@pytest.mark.deep
 def test_checkpoints_are_measured_on_two_ranks(tmp_path):
     more = ["--world", "2", "--folder", str(tmp_path), "--only", "speed"]
     rows = run("bench_checkpoint", tmp_path, *more)["rows"]
@@ -168,6 +175,7 @@ def test_checkpoints_are_measured_on_two_ranks(tmp_path):
         assert set(row["seconds"]["dynamic"]) == parts
 
 
+@pytest.mark.deep
 def test_ids_sent_once_are_measured_on_two_ranks(tmp_path):
     rows = run("bench_dedup", tmp_path, "--only", "zipf-1.05-lfu", "uniform")["rows"]
     assert [row["workload"] for row in rows] == ["zipf-1.05-lfu", "uniform"]

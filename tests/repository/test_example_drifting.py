@@ -92,6 +92,7 @@ def test_it_draws_a_picture(alone):
     assert picture.startswith(b"\x89PNG") and 10_000 < len(picture) < 150_000
 
 
+@pytest.mark.deep
 def test_two_processes_with_whole_tables_see_the_same(tmp_path, runs):
     out = tmp_path / "looks.json"
     arguments = ["--quick", "--json", str(out), "--world-size", "2", "--plan", "table_wise"]

@@ -1,4 +1,4 @@
-"""ADAMW under sharding: every plan trains as the unsharded collection, beside tables of other rules."""
+"""ADAMW under sharding, beside tables of other rules."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import workers
 from sharded_cases import Case, Table, usual_plan
-from sharded_training import Holder, collection_of, sharder_of, train_beside
+from sharded_training import Holder, collection_of, sharder_of
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -22,27 +22,13 @@ IDS = torch.tensor([5, -1])
 PLANNERS = {"stock": EmbeddingShardingPlanner, "ours": make_planner}
 
 
-def tables_of(kinds: list[str], data_type: str = "FP32") -> list[Table]:
-    return [
-        Table(kind, [f"f{i}", "shared"], usual_plan(kind, 8, 2, 2, i), data_type=data_type)
-        for i, kind in enumerate(kinds)
-    ]
-
-
-@pytest.mark.parametrize("pooled", [True, False])
-def test_every_plan_trains_as_unsharded(pooled: bool) -> None:
-    # Of pooled collections row-wise plans alone add up outputs in another order.
-    whole = KINDS[:2] if pooled else KINDS
-    case = Case(tables_of(whole, "BF16" if pooled else "FP32"), pooled, fused_params=ADAMW, steps=5)
-    assert sum(workers.run(train_beside, case, world_size=2)) > 0
-    if pooled:
-        spread = Case(tables_of(KINDS), exact=False, fused_params=ADAMW, steps=5)
-        assert sum(workers.run(train_beside, spread, world_size=2)) > 0
-
-
 def chosen_in_backward(planner: str) -> dict[str, Any]:
     """Of three tables one is marked with torch's class, one with its Adam, one left to the sharder."""
-    case = Case(tables_of(KINDS), fused_params={"optimizer": "adamw", "learning_rate": 0.5})
+    tables = [
+        Table(kind, [f"f{i}", "shared"], usual_plan(kind, 8, 2, 2, i))
+        for i, kind in enumerate(KINDS)
+    ]
+    case = Case(tables, fused_params={"optimizer": "adamw", "learning_rate": 0.5})
     collection = collection_of(case)
     marks: list[tuple[str, Any, dict[str, Any]]] = [
         ("table_wise", torch.optim.AdamW, {"lr": 0.25, "betas": (0.5, 0.5), "weight_decay": 0.0}),
@@ -58,7 +44,7 @@ def chosen_in_backward(planner: str) -> dict[str, Any]:
         Holder(collection), [sharder_of(case)], dist.group.WORLD
     )
     model: Any = DistributedModelParallel(
-        Holder(collection), device=torch.device("cpu"), plan=plan, sharders=[sharder_of(case)]
+        Holder(collection), plan=plan, sharders=[sharder_of(case)]
     )
     features = KeyedJaggedTensor(
         ["f0", "f1", "f2", "shared"], IDS.repeat(4), lengths=torch.ones(8, dtype=torch.int64)

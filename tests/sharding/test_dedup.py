@@ -1,6 +1,9 @@
 """`use_index_dedup=True` under every plan: outputs, rows and counts are as without it."""
 
+from __future__ import annotations
+
 import dataclasses
+import itertools
 from functools import cache
 from typing import Any
 
@@ -9,30 +12,116 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
-from dedup_cases import exact_grad, tables_here, tables_of, train_both
+from checkpoint_cases import tables_of
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from gradient_oracle import MODES, RATE, train_beside_dense
+from life_cases import NOT_OF_THE_STREAM
 from pipeline_model import Run
-from sharded_cases import EXTREME_IDS, Case, Table, usual_plan
+from sharded_cases import EXTREME_IDS, SEQUENCE, Case, Table, three_tables, usual_plan
 from sharded_life import Beside, drifting_batch, make_batch
 from sharded_training import batches, collection_of, outputs_by_name, shard, train_beside
+from shards import deep_but
+from torch import Tensor
+from torchrec import JaggedTensor
 from torchrec.distributed import embedding
 
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
 from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.sharding import send_once
+from torchrec_dyn.table.table import DynamicTable
 
-KINDS = ["table_wise", "row_wise", "column_wise"]
+# Counts of received ids of a table without scores.
+OF_ARRIVALS = {"ids_seen", "hits", "unseen"}
+
+
+def exact_grad(output: Tensor, number: int) -> Tensor:
+    """Returns small integers: sums of thousands of them are exact in float32, in any order."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(-4, 5, output.shape, generator=generator).to(output.dtype)
+
+
+def train_both(
+    case: Case, need_indices: bool = False, evaluate_at: int = 1, freeze_at: int | None = None
+) -> dict[str, Any]:
+    """Trains both sides and asserts that outputs, rows, states and counts are bit-equal.
+
+    Args:
+        case: a case with tables "t0", "t1", ...
+        need_indices: True if outputs have their ids.
+        evaluate_at: the step that only evaluates.
+        freeze_at: the first step in which table "t1" is frozen; None: never.
+
+    Returns:
+        "rows" on this rank, and the number of ids that this rank received on the sides "once" and "each".
+    """
+    rank = dist.get_rank()
+    sides = {}
+    for name in ("each", "once"):
+        of_side = dataclasses.replace(case, dedup=name == "once")
+        sides[name] = shard(of_side, collection_of(case, need_indices=need_indices))
+    arrived = {name: _count_arrivals(model) for name, model in sides.items()}
+    for step in range(case.steps):
+        mine = batches(case, step)[0][rank]
+        for model in sides.values():
+            model.train(step != evaluate_at)
+            if step == freeze_at:
+                model.module.collection.table("t1").freeze()
+        outputs = {name: model(mine) for name, model in sides.items()}
+        each, once = ({**one} for one in outputs.values())
+        assert each.keys() == once.keys()
+        for name in each:
+            _same_jagged(once[name], each[name], need_indices, f"step {step}, {name}")
+        if step != evaluate_at:
+            for one in (each, once):
+                learning = [o.values() for o in one.values() if o.values().requires_grad]
+                grads = [exact_grad(values, number) for number, values in enumerate(learning)]
+                torch.autograd.backward(learning, grads)
+    each_tables, once_tables = (tables_of(model) for model in sides.values())
+    for one, other in zip(once_tables, each_tables, strict=True):
+        _same_table(one, other)
+    return {"rows": sum(table.num_rows for table in once_tables), **arrived}
+
+
+def _count_arrivals(model: Any) -> list[int]:
+    """Returns a list to which each later lookup on this rank appends its number of ids."""
+    seen: list[int] = []
+    for lookup in model.module.collection._lookups:
+        lookup.register_forward_pre_hook(
+            lambda _, arguments: seen.append(arguments[0].values().numel())
+        )
+    return seen
+
+
+def _same_jagged(one: JaggedTensor, other: JaggedTensor, need_indices: bool, what: str) -> None:
+    assert torch.equal(one.lengths(), other.lengths()), what
+    assert one.values().dtype == other.values().dtype, what
+    assert torch.equal(one.values(), other.values()), what
+    ids, expected = one.weights_or_none(), other.weights_or_none()
+    assert (ids is None) == (expected is None) == (not need_indices), what
+    if ids is not None and expected is not None:
+        assert torch.equal(ids, expected), what
+
+
+def _same_table(one: DynamicTable, other: DynamicTable) -> None:
+    got, expected = one.export_state(), other.export_state()
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), f"{one.name}: {name}"
+    left_out = NOT_OF_THE_STREAM if one.life is not None else NOT_OF_THE_STREAM | OF_ARRIVALS
+    for name, count in other.stats().items():
+        assert name in left_out or one.stats()[name] == count, f"{one.name}: {name}"
 
 
 def case_of(kinds: list[str], world: int, **options: Any) -> Case:
-    tables = tables_of(kinds, world, world, **options.pop("tables", {}))
+    tables = three_tables(kinds, world, world, **options.pop("tables", {}))
     return Case(tables, pooled=False, **{"known_ids": 15, "longest_bag": 6, **options})
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), KINDS])
+@pytest.mark.parametrize(
+    "kinds, world",
+    [*((SEQUENCE, world) for world in (1, 2, 4)), *(([kind], 4) for kind in SEQUENCE)],
+)
 def test_all_is_equal_to_the_bit_where_sums_are_exact(kinds: list[str], world: int) -> None:
     of_ranks = workers.run(train_both, case_of(kinds, world), world_size=world)
     assert sum(one["rows"] for one in of_ranks) > 0
@@ -41,9 +130,8 @@ def test_all_is_equal_to_the_bit_where_sums_are_exact(kinds: list[str], world: i
 
 
 @pytest.mark.parametrize("world", [3, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_trains_as_the_unsharded_collection(kind: str, world: int) -> None:
-    case = case_of([kind], world, exact=False, dedup=True)
+def test_trains_as_the_unsharded_collection(world: int) -> None:
+    case = case_of(SEQUENCE, world, exact=False, dedup=True)
     assert sum(workers.run(train_beside, case, world_size=world)) > 0
 
 
@@ -60,9 +148,8 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("kinds", [["row_wise"], KINDS])
-def test_batches_of_all_shapes(kinds: list[str], batch: str) -> None:
-    case = case_of(kinds, 4, **BATCHES[batch])
+def test_batches_of_all_shapes(batch: str) -> None:
+    case = case_of(SEQUENCE, 4, **BATCHES[batch])
     workers.run(train_both, case, True, world_size=4)
 
 
@@ -71,7 +158,7 @@ def test_half_precision(data_type: str, output: str) -> None:
     from torchrec.modules.embedding_configs import DataType
 
     rate = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.05, "output_dtype": DataType[output]}
-    case = case_of(KINDS, 2, tables={"data_type": data_type}, fused_params=rate)
+    case = case_of(SEQUENCE, 2, tables={"data_type": data_type}, fused_params=rate)
     workers.run(train_both, case, world_size=2)
 
 
@@ -98,7 +185,7 @@ def repeat_one_id(case: Case) -> None:
     output = outputs_by_name(case, model(features))["a@t0"]
     assert output.dtype == torch.bfloat16
     output.backward(torch.ones_like(output))
-    for table in tables_here(model):
+    for table in tables_of(model):
         if table.name == "t0":
             assert torch.equal(table.lookup(torch.tensor([7]))[0], torch.full((1, 8), -999.0))
 
@@ -114,7 +201,7 @@ def flag_of_torchrec(case: Case) -> list[bool]:
 
 
 def test_torchrecs_flag_for_all_collections_is_honoured() -> None:
-    assert workers.run(flag_of_torchrec, case_of(KINDS, 2), world_size=2) == [[True, False]] * 2
+    assert workers.run(flag_of_torchrec, case_of(SEQUENCE, 2), world_size=2) == [[True, False]] * 2
 
 
 def frozen_from_the_start(case: Case) -> None:
@@ -128,13 +215,13 @@ def frozen_from_the_start(case: Case) -> None:
         [v for v in outputs.values() if v.requires_grad],
         [exact_grad(v, 0) for v in outputs.values() if v.requires_grad],
     )
-    for table in tables_here(model):
+    for table in tables_of(model):
         assert (table.num_rows > 0) == (table.name != "t1") or table.step == 0
 
 
 def test_tables_that_were_frozen_before_sharding() -> None:
     config = dyn.DynamicTableConfig(eviction=dyn.LeastFrequentlyUsed())
-    for kinds in (["row_wise"], KINDS):
+    for kinds in (["row_wise"], SEQUENCE):
         case = case_of(kinds, 2, dedup=True, tables={"config": config})
         workers.run(frozen_from_the_start, case, world_size=2)
 
@@ -171,7 +258,7 @@ def test_lives_as_the_unsharded_table(life: str) -> None:
             f"t{i}", ["a", "b"][: i + 1], usual_plan(kind, 8, 3, 3, i, limit), rows=limit,
             config=dyn.DynamicTableConfig(initializer=dyn.Uniform(-0.1, 0.1), **config),
         )
-        for i, kind in enumerate(KINDS)
+        for i, kind in enumerate(SEQUENCE)
     ]  # fmt: skip
     case = Case(tables, pooled=False, exact=False, dedup=True, longest_bag=8)
     of_ranks = workers.run(live_beside, case, 14, world_size=3, timeout=120)
@@ -183,8 +270,8 @@ def test_lives_as_the_unsharded_table(life: str) -> None:
 def test_states_and_counts_are_equal_to_the_bit(life: str) -> None:
     """Also of a table without a policy beside: counts travel past it."""
     config, limit, _ = LIVES[life]
-    tables = tables_of(KINDS, 2, 2, rows=limit, config=dyn.DynamicTableConfig(**config))
-    tables += [Table("plain", ["a"], usual_plan(kind, 8, 2, 2)) for kind in KINDS[1:2]]
+    tables = three_tables(SEQUENCE, 2, 2, rows=limit, config=dyn.DynamicTableConfig(**config))
+    tables += [Table("plain", ["a"], usual_plan(kind, 8, 2, 2)) for kind in SEQUENCE[1:2]]
     # Weights of the user's own, which sequences ignore, are no counts.
     case = Case(tables, pooled=False, steps=6, known_ids=15, longest_bag=6, weighted=True)
     workers.run(train_both, case, False, 3, world_size=2)
@@ -193,7 +280,7 @@ def test_states_and_counts_are_equal_to_the_bit(life: str) -> None:
 def seen_by_each_table(case: Case) -> dict[str, int]:
     model = shard(case, collection_of(case))
     model(make_batch(case, [[[[1, 1, 2]]]] * 2).mine)["a@life"].values().sum().backward()
-    return {table.name: table.stats()["ids_seen"] for table in tables_here(model)}
+    return {table.name: table.stats()["ids_seen"] for table in tables_of(model)}
 
 
 def test_a_table_without_a_policy_counts_arrivals_whatever_its_neighbours() -> None:
@@ -206,8 +293,8 @@ def test_a_table_without_a_policy_counts_arrivals_whatever_its_neighbours() -> N
 
 @pytest.mark.parametrize("config", [None, dyn.DynamicTableConfig(eviction=LFU)])
 def test_frozen_beside_others(config: Any) -> None:
-    for kinds in (["row_wise"], KINDS):
-        tables = tables_of(kinds, 2, 2, config=config)
+    for kinds in (["row_wise"], SEQUENCE):
+        tables = three_tables(kinds, 2, 2, config=config)
         case = Case(tables, pooled=False, steps=4, known_ids=15, longest_bag=6)
         workers.run(train_both, case, False, 1, 2, world_size=2)
 
@@ -225,7 +312,7 @@ def admit_over_ranks(case: Case) -> list[list[float]]:
         out.sum().backward()
         seen.append(out[:, 0].tolist())
     held = {}
-    for one in tables_here(model):
+    for one in tables_of(model):
         ids = one.ids()
         held.update(zip(ids.tolist(), one.count(ids).tolist(), strict=True))
     of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -235,7 +322,7 @@ def admit_over_ranks(case: Case) -> list[list[float]]:
     return seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SEQUENCE)
 def test_repeats_on_several_ranks_cross_the_threshold_together(kind: str) -> None:
     config = dyn.DynamicTableConfig(initializer=dyn.Constant(1.0), admission=dyn.AdmitAfter(3))
     plan = usual_plan(kind, 4, 3, 3, turn=1)
@@ -281,7 +368,7 @@ def count_largely(case: Case) -> int:
         for one in {*EXTREME_IDS, *range(20 * r, 30 + 20 * r)}:
             ranks_with[one] = ranks_with.get(one, 0) + 1
     seen = 0
-    for table in tables_here(model):
+    for table in tables_of(model):
         ids = table.ids()
         often = torch.tensor([ranks_with[one] for one in ids.tolist()], dtype=torch.int64)
         expected = (LargeCounts.of(ids) * often).clamp(max=MOST_COUNT)
@@ -291,10 +378,10 @@ def count_largely(case: Case) -> int:
     return seen
 
 
-@pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), KINDS])
+@pytest.mark.parametrize("kinds", [*([kind] for kind in SEQUENCE), SEQUENCE])
 def test_the_dists_carry_every_bit_of_a_count(kinds: list[str]) -> None:
     config = dyn.DynamicTableConfig(eviction=LFU)
-    case = Case(tables_of(kinds, 3, 3, config=config), pooled=False, dedup=True)
+    case = Case(three_tables(kinds, 3, 3, config=config), pooled=False, dedup=True)
     assert sum(workers.run(count_largely, case, world_size=3)) > 200
 
 
@@ -311,13 +398,13 @@ def weights_that_travel(case: Case) -> list[bool]:
 
 
 def test_counts_travel_only_where_a_table_has_a_life() -> None:
-    tables = tables_of(KINDS, 2, 2)
+    tables = three_tables(SEQUENCE, 2, 2)
     tables[1].config = dyn.DynamicTableConfig(eviction=LFU)
     case = Case(tables, pooled=False, dedup=True, weighted=True)
     assert workers.run(weights_that_travel, case, world_size=2) == [[False, True, False]] * 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SEQUENCE)
 def test_every_reduction_of_gradients(kind: str) -> None:
     """A sender is a rank that sent an id, however often it occurs there."""
     tables = [
@@ -341,11 +428,10 @@ PIPELINED_LIVES = [
     {"eviction": dyn.LeastFrequentlyUsed()},
     {"admission": dyn.AdmitAfter(3), "eviction": dyn.LeastRecentlyUsed()},
 ]
+LIVING = "lives, a batch size per feature"
 RUNS = {
     "plain": PLAIN,
-    "lives, a batch size per feature": dataclasses.replace(
-        PLAIN, lives=PIPELINED_LIVES, variable=True, rows=90, drift=40
-    ),
+    LIVING: dataclasses.replace(PLAIN, lives=PIPELINED_LIVES, variable=True, rows=90, drift=40),
 }
 
 
@@ -356,8 +442,16 @@ def trained(run: str, pipeline: str) -> Any:
     return workers.run(pipeline_runs.train, RUNS[run], pipeline, world_size=2, timeout=120)
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("pipeline", ["sparse_dist", "fused", "prefetch", "prefetched steps"])
+@pytest.mark.parametrize(
+    "pipeline, run",
+    deep_but(
+        [
+            ("sparse_dist", "plain"),
+            *((name, LIVING) for name in ("fused", "prefetch", "prefetched steps")),
+        ],
+        itertools.product(["sparse_dist", "fused", "prefetch", "prefetched steps"], RUNS),
+    ),
+)
 def test_trains_as_the_plain_loop(run: str, pipeline: str) -> None:
     for got, expected in zip(trained(run, pipeline), trained(run, "base"), strict=True):
         assert got["losses"] == expected["losses"]

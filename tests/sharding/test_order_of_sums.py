@@ -1,18 +1,80 @@
 """No training path adds floats in an order that CUDA leaves open: so a run on CUDA repeats bit for bit."""
 
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+import torchrec
 import workers
 from mock_device import MockDevice
-from order_of_sums import OrderOfSums
 from sharded_cases import FUSED_PARAMS, Case, Table, usual_plan
 from sharded_training import batches, collection_of, outputs_by_name, shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
 from torchrec_dyn.layers import inputs
 from torchrec_dyn.lookup.repeated_rows import sums_by_place
+
+PACKAGES = (Path(__file__).resolve().parents[2] / "torchrec_dyn", Path(torchrec.__file__).parent)
+aten = torch.ops.aten
+OPEN = {
+    *(aten.index_add, aten.index_add_, aten.index_reduce, aten.index_reduce_),
+    *(aten.scatter_add, aten.scatter_add_, aten.scatter_reduce, aten.scatter_reduce_),
+    *(aten.cumsum, aten.cumsum_, aten.cumprod, aten.cumprod_, aten.logcumsumexp, aten.histc),
+    *(aten.embedding_dense_backward, aten._embedding_bag_dense_backward, aten.put_, aten.put),
+    torch.ops.fbgemm.group_index_select_dim0,
+}
+
+
+class OrderOfSums(TorchDispatchMode):
+    """While entered, notes calls of such ops.
+
+    Attributes:
+        sums: op and place of each call: the file and function of our package or of TorchRec that called it,
+            or "backward".
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: set[tuple[str, str]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op, kwargs = func.overloadpacket, kwargs or {}
+        named = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+        if op is aten.bincount:
+            is_open = named.get("weights") is not None
+        elif op is aten.segment_reduce:
+            is_open = named["data"].dim() == 1  # CUDA then adds in another order than the CPU
+        else:
+            tensors = [one for one in named.values() if isinstance(one, torch.Tensor)]
+            is_open = op in OPEN and (not tensors or tensors[0].is_floating_point())
+            # Each sum of distinct places has one number.
+            is_open = is_open and not ("index" in named and _are_distinct(named["index"]))
+        if is_open:
+            self.sums.add((op.__name__, _place()))
+        return func(*args, **kwargs)
+
+
+def _are_distinct(places: torch.Tensor) -> bool:
+    return places.unique().numel() == places.numel()
+
+
+def _place() -> str:
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        for package in PACKAGES:
+            if path.is_relative_to(package):
+                return f"{path.relative_to(package.parent)}: {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "backward"
+
 
 PLANS = ["table_wise", "row_wise", "column_wise"]
 POOLED_PLANS = [*PLANS, "table_row_wise", "table_column_wise", "grid_shard"]

@@ -3,37 +3,21 @@
 import pytest
 import torch
 import workers
-from sharded_cases import Case, Table, usual_plan
+from sharded_cases import EVERY_PLAN, POOLED, Case, Table, case_of_plans, usual_plan
 from sharded_training import batches, collection_of, outputs_by_name, shard, train_beside
 from torchrec import KeyedJaggedTensor
 
-POOLED = [
-    "table_wise",
-    "column_wise",
-    "table_column_wise",
-    "row_wise",
-    "table_row_wise",
-    "grid_shard",
-]
-WHOLE_ROWS = POOLED[:3]
-SEQUENCE = ["table_wise", "column_wise", "row_wise"]
-
-
-def tables_of(kind: str, world: int = 4, local: int = 2) -> list[Table]:
-    features = (["a"], ["b", "c"], ["a", "d"])
-    return [
-        Table(f"t{i}", list(features[i]), usual_plan(kind, 8, world, local, i)) for i in range(3)
-    ]
+every_plan = pytest.mark.parametrize("plans", EVERY_PLAN)
 
 
 def run(case: Case) -> None:
     workers.run(train_beside, case, world_size=4, local_size=2)
 
 
-@pytest.mark.parametrize("kind", POOLED)
-def test_pooled_with_a_batch_size_per_feature(kind: str) -> None:
+@every_plan
+def test_a_batch_size_per_feature(plans: str) -> None:
     # Grid too, which TorchRec 1.8.0 cannot.
-    run(Case(tables_of(kind), exact=kind in WHOLE_ROWS, variable=True))
+    run(case_of_plans(plans, variable=True))
 
 
 def test_batch_size_per_feature_under_all_types_and_two_groups() -> None:
@@ -49,57 +33,31 @@ def test_batch_size_per_feature_under_all_types_and_two_groups() -> None:
     run(Case(tables, exact=False, variable=True, tolerance=1e-2))
 
 
-@pytest.mark.parametrize("kind", SEQUENCE)
-def test_sequence_with_a_batch_size_per_feature(kind: str) -> None:
-    run(Case(tables_of(kind), pooled=False, variable=True))
+@pytest.mark.parametrize("plans", ["whole rows", "spread rows"])
+def test_weighted_bags(plans: str) -> None:
+    run(case_of_plans(plans, weighted=True))
 
 
-@pytest.mark.parametrize("kind", POOLED)
-def test_weighted_bags(kind: str) -> None:
-    run(Case(tables_of(kind), exact=kind in WHOLE_ROWS, weighted=True))
-
-
-@pytest.mark.parametrize("kind", POOLED)
+@every_plan
 @pytest.mark.parametrize("sizes", [[3, 7, 1, 4], [0, 5, 0, 2]])
-def test_pooled_with_a_batch_size_per_rank(kind: str, sizes: list[int]) -> None:
+def test_a_batch_size_per_rank(plans: str, sizes: list[int]) -> None:
     # TorchRec 1.8.0 cannot run backward where rows are spread and the backend is gloo.
-    run(Case(tables_of(kind), exact=kind in WHOLE_ROWS, batch_sizes=sizes))
+    run(case_of_plans(plans, batch_sizes=sizes))
 
 
-@pytest.mark.parametrize("kind", POOLED)
-def test_pooled_with_a_batch_size_per_rank_and_feature(kind: str) -> None:
-    run(Case(tables_of(kind), exact=kind in WHOLE_ROWS, batch_sizes=[5, 9, 3, 4], variable=True))
+@every_plan
+def test_a_batch_size_per_rank_and_feature(plans: str) -> None:
+    run(case_of_plans(plans, batch_sizes=[5, 9, 3, 4], variable=True))
 
 
-@pytest.mark.parametrize("kind", SEQUENCE)
-def test_sequence_with_a_batch_size_per_rank_and_feature(kind: str) -> None:
-    run(Case(tables_of(kind), pooled=False, batch_sizes=[5, 9, 3, 4], variable=True))
+@every_plan
+def test_a_batch_without_ids(plans: str) -> None:
+    run(case_of_plans(plans, longest_bag=0))
 
 
-@pytest.mark.parametrize("kind", SEQUENCE)
-@pytest.mark.parametrize("sizes", [[3, 7, 1, 4], [0, 5, 0, 2]])
-def test_sequence_with_a_batch_size_per_rank(kind: str, sizes: list[int]) -> None:
-    run(Case(tables_of(kind), pooled=False, batch_sizes=sizes))
-
-
-@pytest.mark.parametrize("kind", POOLED)
-def test_pooled_batch_without_ids(kind: str) -> None:
-    run(Case(tables_of(kind), exact=kind in WHOLE_ROWS, longest_bag=0))
-
-
-@pytest.mark.parametrize("kind", POOLED)
-def test_pooled_batch_without_examples(kind: str) -> None:
-    run(Case(tables_of(kind), exact=kind in WHOLE_ROWS, batch_sizes=[0] * 4))
-
-
-@pytest.mark.parametrize("kind", SEQUENCE)
-def test_sequence_batch_without_ids(kind: str) -> None:
-    run(Case(tables_of(kind), pooled=False, longest_bag=0))
-
-
-@pytest.mark.parametrize("kind", SEQUENCE)
-def test_sequence_batch_without_examples(kind: str) -> None:
-    run(Case(tables_of(kind), pooled=False, batch_sizes=[0] * 4))
+@every_plan
+def test_a_batch_without_examples(plans: str) -> None:
+    run(case_of_plans(plans, batch_sizes=[0] * 4))
 
 
 def columns_of_a_matrix(kind: str, pooled: bool) -> None:

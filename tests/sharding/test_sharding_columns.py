@@ -1,5 +1,7 @@
 """Column shards are stitched in column order, however a plan lists them."""
 
+from typing import Any
+
 import pytest
 import workers
 from sharded_cases import Case, Table, shard_by_hand
@@ -36,46 +38,40 @@ def test_outputs_by_column_keeps_features_apart() -> None:
     assert outputs_by_column(names, [4, 8, 0, 0, 0]) == {"f": [3, 0], "g": [2, 1], "h": [4]}
 
 
-@pytest.mark.parametrize("name", [*EVEN, *UNEVEN])
+def run(tables: list[Table], world: int = 2, **options: Any) -> None:
+    local = 2 if world == 4 else world
+    workers.run(train_beside, Case(tables, **options), world_size=world, local_size=local)
+
+
 @pytest.mark.parametrize("kind", ["column_wise", "table_column_wise"])
-def test_pooled_columns(kind: str, name: str) -> None:
-    shards = {**EVEN, **UNEVEN}[name]
-    tables = [
-        Table("t0", ["a", "b"], plan_of(kind, shards), 16),
-        Table("t1", ["b", "c"], plan_of(kind, EVEN["repeated rank"]), 16),
-    ]
-    workers.run(train_beside, Case(tables), world_size=2)
+def test_pooled_columns(kind: str) -> None:
+    shards = {**EVEN, **UNEVEN}
+    run([Table(name, ["a", name], plan_of(kind, shards[name]), 16) for name in shards])
 
 
-@pytest.mark.parametrize("name", EVEN)
-def test_sequence_columns(name: str) -> None:
+def test_sequence_columns() -> None:
     # TorchRec 1.8.0 is silently wrong where shards are out of column order.
-    tables = [
-        Table("t0", ["a", "b"], plan_of("column_wise", EVEN[name]), 16),
-        Table("t1", ["b", "c"], plan_of("column_wise", EVEN["out of column order"]), 16),
-    ]
-    workers.run(train_beside, Case(tables, pooled=False), world_size=2)
+    tables = [Table(n, ["a", n], plan_of("column_wise", EVEN[n]), 16) for n in EVEN]
+    run(tables, pooled=False)
 
 
-@pytest.mark.parametrize("name", EVEN)
-def test_sequence_columns_on_three_ranks(name: str) -> None:
-    shards = [((rank * 2 + first // 8) % 3, first, width) for rank, first, width in EVEN[name]]
-    tables = [Table("t0", ["a", "b"], plan_of("column_wise", shards), 16)]
-    workers.run(train_beside, Case(tables, pooled=False), world_size=3)
+def test_sequence_columns_on_three_ranks() -> None:
+    tables = []
+    for name, listed in EVEN.items():
+        shards = [((rank * 2 + first // 8) % 3, first, width) for rank, first, width in listed]
+        tables.append(Table(name, ["a", name], plan_of("column_wise", shards), 16))
+    run(tables, 3, pooled=False)
 
 
-@pytest.mark.parametrize("widths", [[12, 4], [2, 6, 8], [8, 8]])
-@pytest.mark.parametrize("turned", [False, True])
-def test_grid_columns(widths: list[int], turned: bool) -> None:
-    firsts = [sum(widths[:i]) for i in range(len(widths))]
-    pieces = [
-        ([0, 1] if i % 2 else [2, 3], first, width)
-        for i, (first, width) in enumerate(zip(firsts, widths, strict=True))
-    ]
-    tables = [
-        Table(
-            "t0", ["a", "b"], shard_by_hand("grid_shard", pieces[::-1] if turned else pieces), 16
-        ),
-        Table("t1", ["b"], shard_by_hand("grid_shard", pieces), 16),
-    ]
-    workers.run(train_beside, Case(tables, exact=False), world_size=4, local_size=2)
+def test_grid_columns() -> None:
+    tables = []
+    for number, widths in enumerate(([12, 4], [2, 6, 8], [8, 8])):
+        firsts = [sum(widths[:i]) for i in range(len(widths))]
+        pieces = [
+            ([0, 1] if i % 2 else [2, 3], first, width)
+            for i, (first, width) in enumerate(zip(firsts, widths, strict=True))
+        ]
+        for turn, listed in enumerate((pieces, pieces[::-1])):
+            plan = shard_by_hand("grid_shard", listed)
+            tables.append(Table(f"t{number}{turn}", ["a", f"f{number}{turn}"], plan, 16))
+    run(tables, 4, exact=False)

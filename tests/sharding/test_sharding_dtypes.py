@@ -8,7 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
-from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand, usual_plan
+from sharded_cases import (
+    EVERY_PLAN,
+    FUSED_PARAMS,
+    POOLED,
+    SEQUENCE,
+    Case,
+    Table,
+    case_of_plans,
+    shard_by_hand,
+    usual_plan,
+)
 from sharded_training import (
     batches,
     collection_of,
@@ -21,8 +31,7 @@ from torchrec.modules.embedding_configs import DataType
 
 # Outputs on all ranks: TorchRec expects what it receives in the dtype of what it sends
 
-NOT_ON_ALL = ["table_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard"]
-SEQUENCE = ["table_wise", "column_wise", "row_wise"]
+NOT_ON_ALL = [kind for kind in POOLED if kind != "row_wise"]
 
 
 def case_of(kind: str, pooled: bool, output: str, **options: Any) -> Case:
@@ -52,7 +61,7 @@ def look_up_beside(case: Case) -> None:
         torch.autograd.backward(theirs, [torch.full_like(v, 0.25) for v in theirs])
 
 
-@pytest.mark.parametrize("output", ["FP16", "BF16"])
+@pytest.mark.parametrize("output", ["FP16", pytest.param("BF16", marks=pytest.mark.deep)])
 @pytest.mark.parametrize(
     "kind, pooled", [*((kind, True) for kind in NOT_ON_ALL), *((kind, False) for kind in SEQUENCE)]
 )
@@ -73,28 +82,10 @@ def test_means_of_spread_rows_keep_the_dtype_of_the_outputs(output: str) -> None
 
 # Quantized comms round what travels between ranks, and nothing else
 
-POOLED = [
-    "table_wise",
-    "column_wise",
-    "table_column_wise",
-    "row_wise",
-    "table_row_wise",
-    "grid_shard",
-]
-
 
 @pytest.mark.parametrize("comm", ["FP16", "BF16"])
-@pytest.mark.parametrize("kind", POOLED)
-def test_quantized_comms_pooled(kind: str, comm: str) -> None:
-    tables = [Table(f"t{i}", [f"f{i}"], usual_plan(kind, 8, 4, 2, i)) for i in range(2)]
-    case = Case(tables, exact=False, qcomm=comm, tolerance=1e-2 if comm == "FP16" else 5e-2)
-    workers.run(train_beside, case, world_size=4, local_size=2)
-
-
-@pytest.mark.parametrize("comm", ["FP16", "BF16"])
-@pytest.mark.parametrize("kind", ["table_wise", "column_wise", "row_wise"])
-def test_quantized_comms_sequence(kind: str, comm: str) -> None:
-    tables = [Table(f"t{i}", [f"f{i}"], usual_plan(kind, 8, 2, 2, i)) for i in range(2)]
+@pytest.mark.parametrize("plans", EVERY_PLAN)
+def test_quantized_comms(plans: str, comm: str) -> None:
     tolerance = 1e-2 if comm == "FP16" else 5e-2
-    case = Case(tables, pooled=False, exact=False, qcomm=comm, tolerance=tolerance)
-    workers.run(train_beside, case, world_size=2)
+    case = case_of_plans(plans, exact=False, qcomm=comm, tolerance=tolerance)
+    workers.run(train_beside, case, world_size=4, local_size=2)

@@ -4,17 +4,8 @@ import itertools
 
 import pytest
 import workers
-from sharded_cases import Case, Table, usual_plan
+from sharded_cases import POOLED, SPREAD_ROWS, Case, Table, usual_plan
 from sharded_training import train_beside
-
-KINDS = [
-    "table_wise",
-    "column_wise",
-    "table_column_wise",
-    "row_wise",
-    "table_row_wise",
-    "grid_shard",
-]
 
 
 def two_tables(first: str, second: str, poolings: tuple[str, str], shared: bool) -> list[Table]:
@@ -28,33 +19,46 @@ def run(case: Case) -> None:
     workers.run(train_beside, case, world_size=4, local_size=2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", POOLED)
 def test_mean_of_one_type(kind: str) -> None:
     run(Case(two_tables(kind, kind, ("MEAN", "MEAN"), shared=False), exact=False))
 
 
-@pytest.mark.parametrize("first, second", list(itertools.combinations(KINDS, 2)))
-@pytest.mark.parametrize(
-    "poolings",
-    [("MEAN", "SUM"), ("SUM", "MEAN"), pytest.param(("MEAN", "MEAN"), marks=pytest.mark.deep)],
-)
+def tables_of_all_kinds(mean: int, features: list[str]) -> list[Table]:
+    """Returns a table for each kind, every second one of MEAN, from `mean` on; `mean` 2: all of MEAN."""
+    return [
+        Table(
+            kind,
+            [f"f{i}", *features],
+            usual_plan(kind, 8, 4, 2, i),
+            pooling="SUM" if mean < 2 and (i + mean) % 2 else "MEAN",
+        )
+        for i, kind in enumerate(POOLED)
+    ]
+
+
+@pytest.mark.parametrize("mean", [0, 1])
+@pytest.mark.parametrize("features", [[], ["shared"]], ids=["own features", "shared feature"])
+def test_mean_beside_all_other_types(features: list[str], mean: int) -> None:
+    run(Case(tables_of_all_kinds(mean, features), exact=False, steps=2))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("first, second", list(itertools.combinations(POOLED, 2)))
+@pytest.mark.parametrize("poolings", [("MEAN", "SUM"), ("SUM", "MEAN"), ("MEAN", "MEAN")])
 def test_mean_beside_another_type(first: str, second: str, poolings: tuple[str, str]) -> None:
     run(Case(two_tables(first, second, poolings, shared=False), exact=False, steps=2))
 
 
-@pytest.mark.parametrize("kind", ["row_wise", "table_row_wise", "grid_shard"])
+@pytest.mark.parametrize("kind", SPREAD_ROWS)
 @pytest.mark.parametrize("poolings", [("MEAN", "SUM"), ("SUM", "MEAN")])
 def test_feature_of_a_sum_and_a_mean_table(kind: str, poolings: tuple[str, str]) -> None:
     run(Case(two_tables(kind, kind, poolings, shared=True), exact=False))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weighted_mean_divides_by_the_number_of_ids(kind: str) -> None:
-    tables = two_tables(kind, "row_wise", ("MEAN", "MEAN"), shared=True)
-    run(Case(tables, exact=False, weighted=True))
+def test_weighted_mean_divides_by_the_number_of_ids() -> None:
+    run(Case(tables_of_all_kinds(2, ["shared"]), exact=False, weighted=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_mean_with_a_batch_size_per_feature(kind: str) -> None:
-    tables = two_tables(kind, "row_wise", ("MEAN", "MEAN"), shared=True)
-    run(Case(tables, exact=False, variable=True))
+def test_mean_with_a_batch_size_per_feature() -> None:
+    run(Case(tables_of_all_kinds(2, ["shared"]), exact=False, variable=True))

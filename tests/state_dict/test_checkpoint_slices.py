@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
-from checkpoint_cases import DIM, Setup, load, new, run_on, save
+from checkpoint_cases import DIM, Setup, load, new, run_on, save, tables_of
 from checkpoint_small import sharded, step
-from dedup_cases import tables_here
 from oracle import unmixed
 from sharded_cases import Case, Table, shard_by_hand
 from torch.distributed.checkpoint.metadata import (
@@ -160,7 +159,7 @@ def load_and_compare(plan: Any, path: str) -> Counter[str]:
     trained, model, planner = model_of(plan), model_of(plan), CountingPlanner()
     step(model, [1, 2, 3, 50])
     load(model, path, planner)
-    for one, other in zip(*(tables_here(of) for of in (model, trained)), strict=True):
+    for one, other in zip(*(tables_of(of) for of in (model, trained)), strict=True):
         got, expected = one.export_state(), other.export_state()
         assert all(torch.equal(got[name], expected[name]) for name in expected)
     return planner.reads

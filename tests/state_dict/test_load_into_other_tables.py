@@ -8,18 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import workers
-from checkpoint_cases import contents, differences, load, quietly, save, tables_of
+from checkpoint_cases import contents, differences, load, put, save, state_dict_of, tables_of
 from checkpoint_small import (
     AGED,
     COUNTED,
     LRU,
-    both,
     case,
     on_one,
-    put_both,
-    read,
     sharded,
     step,
     unsharded,
@@ -52,7 +48,7 @@ def test_nor_do_they_in_an_unsharded_table() -> None:
     for _ in range(30):
         step(before, [1, 2, 3, 4])
     model = unsharded(case(config=AGED))
-    put_both(model, both(before))
+    put(model, state_dict_of(before))
     step(model, [1])
     assert model.table("t").num_rows == 4
 
@@ -72,9 +68,9 @@ def test_nor_where_the_module_is_copied_between_the_two_loads() -> None:
 def test_a_table_that_has_a_policy_now(tmp_path: Path) -> None:
     trained = unsharded(case())
     step(trained, [1, 2, 3])
-    quietly(dcp.save, both(trained), checkpoint_id=str(tmp_path))
+    save(trained, tmp_path)
     model = unsharded(case(config=LRU))
-    put_both(model, read(both(model), str(tmp_path)))
+    load(model, tmp_path)
     assert model.table("t").num_rows == 3
 
 
@@ -84,10 +80,10 @@ def test_a_table_that_has_a_policy_now(tmp_path: Path) -> None:
 def test_rows_of_another_dtype_and_the_same_number(tmp_path: Path) -> None:
     trained = unsharded(case(data_type="FP16"))
     step(trained, [1, 2, 3])
-    quietly(dcp.save, both(trained), checkpoint_id=str(tmp_path))
+    save(trained, tmp_path)
     model = unsharded(case())
     step(model, [1, 2, 3])
-    put_both(model, read(both(model), str(tmp_path)))
+    load(model, tmp_path)
     rows, expected = (one.table("t").lookup(torch.tensor([1, 2, 3]))[0] for one in (model, trained))
     assert torch.equal(rows, expected.float())
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 import workers
 from checkpoint_cases import differences, held, put, quietly, save, state_dict_of, tables_of
-from checkpoint_small import LRU, both, case, on_one, read, sharded, step, unsharded
+from checkpoint_small import LRU, case, on_one, read, sharded, step, unsharded
 
 from torchrec_dyn.state_dict.aligned_state import AlignedState
 
@@ -35,7 +35,7 @@ def test_unsharded_the_module_starts_optimizer_state_afresh() -> None:
     """If the ids agree, the order cannot be checked: docs/guide/checkpoint_unsharded.md says it."""
     model = unsharded(case())
     step(model, [1, 2, 3])
-    state = copy.deepcopy(both(model))
+    state = copy.deepcopy(state_dict_of(model))
     model.fused_optimizer.load_state_dict(state["optimizer"])
     model.load_state_dict(state["model"])
     after = model.local_tables()["t"].export_state()

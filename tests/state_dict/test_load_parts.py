@@ -184,7 +184,6 @@ def other_group(path: str) -> list[str]:
         return DistributedModelParallel(
             Holder(collection_of(of)),
             env=ShardingEnv.from_process_group(group),
-            device=torch.device("cpu"),
             plan=plan,
             sharders=[sharder_of(of)],
         )
@@ -217,9 +216,7 @@ def repeated_ids(path: str) -> str:
     module = Beside()
     collection = module.collection
     step(collection, [1, 2])
-    model = DistributedModelParallel(
-        module, device=torch.device("cpu"), plan=ShardingPlan({}), sharders=[]
-    )
+    model = DistributedModelParallel(module, plan=ShardingPlan({}), sharders=[])
     state: dict[str, Any] = dict(model.state_dict())
     prefix = "collection.embedding_bags.t."
     del state[f"{prefix}checksum"], state[f"{prefix}config"]

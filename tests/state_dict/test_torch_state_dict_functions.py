@@ -74,7 +74,7 @@ def sharded_round_trip() -> None:
     set_model_state_dict(again.module, get_model_state_dict(model.module))
     check_same_states(rows(again), rows(model))
     again.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())
-    check_same_states(states_of(RUN, again), states_of(RUN, model))
+    check_same_states(states_of(again), states_of(model))
     assert train(again, 4) == train(model, 4)
 
 
@@ -83,7 +83,7 @@ def rows(model: Any) -> dict[str, dict[str, torch.Tensor]]:
     kept = ("ids", "weight", "last_seen", "count", "waiting", "clock")
     return {
         table: {name: value for name, value in state.items() if name in kept}
-        for table, state in states_of(RUN, model).items()
+        for table, state in states_of(model).items()
     }
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import workers
-from checkpoint_small import both, put_both, quietly, read, sharded, step, unsharded
+from checkpoint_cases import load, quietly, save
+from checkpoint_small import sharded, step, unsharded
 from sharded_cases import Case, Table, usual_plan
 from sharded_training import train_beside
 from table_cases import make_table
@@ -107,7 +108,7 @@ def case_of(initializer: Any) -> Case:
 def test_a_checkpoint_names_what_it_became(tmp_path: Any, capsys: Any, initializer: Any) -> None:
     model, path = unsharded(case_of(initializer)), str(tmp_path / "c")
     step(model, [1, 2, 3])
-    quietly(dcp.save, both(model), checkpoint_id=path)
+    save(model, path)
     became = initializer.for_dimension(8)
     (saved,) = open_checkpoint(path).tables.values()
     told = {"name": type(became).__name__, **dataclasses.asdict(became)}
@@ -117,7 +118,7 @@ def test_a_checkpoint_names_what_it_became(tmp_path: Any, capsys: Any, initializ
 
     # The load also sets the initial rows of later ids, in a table with another initializer.
     other = unsharded(case_of(dyn.Constant(0.5)))
-    put_both(other, read(both(other), path))
+    load(other, path)
     for one in (model, other):
         step(one, [4])
     ids = torch.tensor([1, 2, 3, 4])

@@ -165,7 +165,6 @@ def _grad(
 
 
 def new(setup: Setup) -> Any:
-    """Returns an untrained model."""
     case = setup.case()
     if not setup.world:
         return Holder(collection_of(case, fused_params=case.fused_params))
@@ -185,12 +184,10 @@ def state_dict_of(model: Any) -> dict[str, Any]:
 
 
 def save(model: Any, path: str | Path) -> None:
-    """Saves a model and its optimizer."""
     quietly(dcp.save, state_dict_of(model), checkpoint_id=str(path))
 
 
 def load(model: Any, path: str | Path, planner: Any = None) -> Any:
-    """Loads a model and its optimizer; returns the model."""
     state = state_dict_of(model)
     quietly(dcp.load, state, checkpoint_id=str(path), planner=planner or LoadPlanner())
     put(model, state)

@@ -34,7 +34,6 @@ class Damage:
     bytes: bytes = b""
 
     def do(self, folder: str) -> None:
-        """Damages the file in a folder."""
         path = Path(folder, self.file)
         blob = path.read_bytes()
         if not self.place and not self.bytes:
@@ -73,7 +72,6 @@ def _begin_of_numbers(blob: bytes) -> int:
 
 
 def flip(folder: Path, file: str, place: int, bit: int) -> Damage:
-    """Returns the flip of one bit."""
     byte = (folder / file).read_bytes()[place]
     return Damage(file, place, bytes([byte ^ (1 << bit)]))
 

@@ -69,13 +69,3 @@ def read(state: dict[str, Any], path: str, **options: Any) -> dict[str, Any]:
 
 def on_one(function: Any, tmp_path: Path) -> Any:
     return workers.run(function, str(tmp_path / "saved"), world_size=1)[0]
-
-
-def both(model: Any) -> dict[str, Any]:
-    """Returns the state dicts of an unsharded collection and its optimizer."""
-    return {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
-
-
-def put_both(model: Any, state: dict[str, Any]) -> None:
-    model.load_state_dict(state["model"])
-    model.fused_optimizer.load_state_dict(state["optimizer"])

@@ -65,8 +65,6 @@ TENSOR_CALLS = ("rows", "sum", "tile", "weighted")
 
 
 class Model(nn.Module):
-    """A module of tables and a dense part."""
-
     def __init__(self, tables: nn.Module) -> None:
         super().__init__()
         self.tables = tables

@@ -43,7 +43,6 @@ def _prefetch_in_order(
 
 @contextmanager
 def cuda_stream_shims() -> Iterator[None]:
-    """Installs the shims while the pipelines run."""
     make_forward = runtime_forwards.BaseForward.__init__
 
     def make_forward_on_cpu(self: Any, *args: Any, **kwargs: Any) -> None:

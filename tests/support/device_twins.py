@@ -59,7 +59,6 @@ class DeviceTwins:
         assert found[0] == found[1]
 
     def each(self, call):
-        """Calls a function with each table and with its twin; returns the results of each."""
         return [(call(one), call(two)) for one, two in zip(self.tables, self.twins, strict=True)]
 
     def reload(self):
@@ -84,13 +83,11 @@ class DeviceTwins:
             one.load_state(state)
 
     def copy(self, how):
-        """Replaces the twins by copies."""
         self.twins = [COPIES[how](two) for two in self.twins]
         self.tables = [COPIES[how](one) for one in self.tables]
         self.versions = None
 
     def mark(self):
-        """Starts a version of every table."""
         self.versions = self.each(DynamicTable.version)
 
     def changes(self, table, version):
@@ -101,7 +98,6 @@ class DeviceTwins:
         return sorted(changed.cpu().tolist()), sorted(removed.cpu().tolist())
 
     def compare(self):
-        """Compares contents, counts and changes of all tables with those of their twins."""
         for one, two in zip(self.tables, self.twins, strict=True):
             assert same_state(one.export_state(), on_host(two.export_state()))
             for name in ("rows", "waiting", "step", *COUNTS):

@@ -1,13 +1,19 @@
 """Runs every op again and again, each time with another allocation that fails.
 
+    failed_allocations.py cpu       the CPU's kernels
+    failed_allocations.py device    the simt build, on a device that is lost or not; tensors only
+
 LD_PRELOAD is the library of failing_memory.cpp.
 """
 
 import ctypes
 import os
+import sys
 from pathlib import Path
 
 import torch
+from device_ops import LIBRARY, kernels_of, simt_library
+from mock_device import HOST_RESULTS
 from op_samples import NAMESPACE, SAMPLES, empty, whole
 from update_rules import hyper_of
 
@@ -62,26 +68,52 @@ def bits(sample):
     return [t.clone().view(torch.uint8) for t in tensors_of(sample) if isinstance(t, torch.Tensor)]
 
 
+def error_of(kernel, make, failing):
+    """Returns the error of a call whose allocation number `failing` fails; None if it has fewer."""
+    sample, error = make(), None
+    before = bits(sample)
+    memory.fail_after(failing)
+    try:
+        kernel(**sample)
+    except (MemoryError, RuntimeError) as raised:
+        error = raised
+        assert not memory.waits_to_fail()
+        assert all(map(torch.equal, before, bits(sample))), (kernel, failing)
+    else:
+        assert memory.waits_to_fail(), f"{kernel}: allocation {failing} failed without an error"
+    memory.fail_after(-1)
+    return error
+
+
+def check_error(op, error):
+    assert isinstance(error, MemoryError), (op, error)
+    assert f"{op}: expected memory for this call, got none" in str(error), error
+
+
 def failed_calls(op, make):
     """Returns the number of allocations of a call. Each has failed once, and no argument had changed."""
-    kernel, failed = getattr(NAMESPACE, op).default, 0
-    while True:
-        sample = make()
-        before = bits(sample)
-        memory.fail_after(failed)
-        try:
-            kernel(**sample)
-        except MemoryError as error:
-            assert not memory.waits_to_fail()
-            assert f"{op}: expected memory for this call, got none" in str(error), error
-        else:
-            assert memory.waits_to_fail(), (
-                f"{op}: allocation {failed} failed, and no error was raised"
-            )
-            memory.fail_after(-1)
-            return failed
-        assert all(map(torch.equal, before, bits(sample))), f"{op}: allocation {failed}"
+    failed = 0
+    while (error := error_of(getattr(NAMESPACE, op).default, make, failed)) is not None:
+        check_error(op, error)
         failed += 1
+    return failed
+
+
+def failed_calls_of_a_device(op, make):
+    """Returns the number of tensors of a call of the simt build. Each has failed once, in two ways."""
+    kernel = getattr(simt_library(), op).default
+    lost = ctypes.c_int64.in_dll(ctypes.CDLL(str(LIBRARY)), "torchrec_dyn_lost_device")
+    failed, of_host = 0, 0
+    while (error := error_of(kernel, make, failed)) is not None:
+        check_error(op, error)
+        lost.value = True
+        error = error_of(kernel, make, failed)
+        lost.value = False
+        is_of_device = "expected an allocation to succeed" in str(error)
+        assert is_of_device == isinstance(error, RuntimeError), (op, failed, error)
+        failed, of_host = failed + 1, of_host + (not is_of_device)
+    assert of_host == (len(HOST_RESULTS.get(op, ())) if failed else 0), (op, of_host)
+    return failed
 
 
 def find_core():
@@ -94,7 +126,7 @@ def find_core():
     raise RuntimeError("the core is not loaded")
 
 
-if __name__ == "__main__":
+def fail_on_the_cpu():
     find_core()
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -102,3 +134,12 @@ if __name__ == "__main__":
         for op, makes in SAMPLES.items():
             for make in [*makes, *MORE.get(op, [])] if threads == 1 else MORE.get(op, []):
                 print(threads, op, failed_calls(op, make))
+
+
+def fail_on_a_device():
+    for op in sorted(kernels_of("simt") & SAMPLES.keys()):
+        print(op, sum(failed_calls_of_a_device(op, make) for make in SAMPLES[op]))
+
+
+if __name__ == "__main__":
+    {"cpu": fail_on_the_cpu, "device": fail_on_a_device}[sys.argv[1]]()

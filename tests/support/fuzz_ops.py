@@ -59,7 +59,6 @@ class Finding(Exception):
 
 
 def registered_ops() -> dict[str, Any]:
-    """Returns the schema of each op by its name."""
     names = torch._C._dispatch_get_all_op_names()
     ours = sorted(name.split("::")[1] for name in names if name.startswith("torchrec_dyn::"))
     return {name: getattr(OPS, name).default._schema for name in ours}

@@ -244,7 +244,6 @@ class MockDevice(TorchFunctionMode):
         return made
 
     def forget(self):
-        """Drops all notes."""
         for notes in (self.reads, self.order, self.mixed, self.without_kernel, self.recorded):
             notes.clear()
 

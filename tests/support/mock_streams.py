@@ -29,15 +29,12 @@ class Stream:
         self.device, self.seen = CUDA, {self: 0}
 
     def wait_stream(self, other: Stream) -> None:
-        """Waits for the work that another stream has now."""
         self._wait(other.seen)
 
     def wait_event(self, event: Event) -> None:
-        """Waits for the work before an event."""
         self._wait(event.seen)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Returns an event after the work that this stream has now."""
         event = event or Event()
         event.record(self)
         return event
@@ -57,11 +54,9 @@ class Event:
         self.seen: dict[Stream, int] = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        """Comes after the work that a stream has now."""
         self.seen = dict((stream or torch.cuda.current_stream()).seen)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Makes a stream wait for the event."""
         (stream or torch.cuda.current_stream()).wait_event(self)
 
 
@@ -95,7 +90,6 @@ class Streams:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replaces the streams and events of torch.cuda."""
         with ExitStack() as patches:
             for name, stand_in in (
                 *(("Stream", Stream), ("Event", Event), ("stream", self.on)),

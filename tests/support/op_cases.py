@@ -73,7 +73,6 @@ def whole(*numbers: int) -> Tensor:
 
 
 def numbers(tensor: Tensor, what: str) -> list[int]:
-    """Returns the numbers of an int64 tensor."""
     need(tensor.dtype == I64, f"{what} of dtype int64")
     return tensor.flatten().tolist()
 

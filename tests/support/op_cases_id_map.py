@@ -110,7 +110,6 @@ class Map:
 
 
 def read_maps(slots: list[Tensor], moved: Tensor, count: int | None = None) -> list[Map]:
-    """Returns the maps of a call."""
     done = numbers(moved, "moved")
     growing = [m for m in done if m != -1]
     need(len(slots) == len(done) + len(growing), "slots of each map")
@@ -126,7 +125,6 @@ def read_maps(slots: list[Tensor], moved: Tensor, count: int | None = None) -> l
 
 
 def after_call(after: Arguments) -> list[Map]:
-    """Returns the maps as a call left them."""
     try:
         return read_maps(after["slots"], after["moved"])
     except Unjudged:

@@ -243,7 +243,6 @@ def draw_words(rng: random.Random, make: Any) -> Arguments:
 
 
 def words_of_tables(blocks: list[Tensor], layout: Tensor, dtype: torch.dtype) -> list[list[int]]:
-    """Returns the words of each table."""
     words = []
     for table in read_layout(layout, len(blocks)):
         own = blocks[table.first : table.first + table.blocks]

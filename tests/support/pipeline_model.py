@@ -49,7 +49,6 @@ class Clicks(Pipelineable):
     labels: Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Clicks:
-        """Returns the batch on the device."""
         return Clicks(
             self.features.to(device, non_blocking), self.dense.to(device), self.labels.to(device)
         )
@@ -106,11 +105,9 @@ class Run:
     )
 
     def tables(self, name: str) -> list[str]:
-        """Returns the names of the tables of a collection."""
         return [f"{name}_{i}" for i in range(len(getattr(self, name)))]
 
     def options(self, name: str) -> dict[str, dyn.DynamicTableConfig]:
-        """Returns the configs of the tables of a collection."""
         tables, turn = self.tables(name), int(name == "sequences")
         lives = [
             self.lives[(i + turn) % len(self.lives)] if self.lives else {}
@@ -202,7 +199,6 @@ class ClickModel(nn.Module):
         self.head = Head(DENSE + sum(widths))
 
     def forward(self, batch: Clicks) -> Any:
-        """Returns the loss and the outputs."""
         pooled, sequences = self.pooled(batch.features), self.sequences(batch.features)
         beside = self.beside(batch.features) if self.beside is not None else None
         return self.head(batch, pooled, sequences, beside)

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from cuda_stream_shims import cuda_stream_shims
 from pipeline_model import Clicks, Run, batches, sharded_model
+from sharded_training import with_dense_sgd
+from table_cases import bits
 from torchrec.distributed.train_pipeline import experimental_pipelines, train_pipelines
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torchrec_dyn.sharding import compute_kernel
@@ -69,7 +69,7 @@ HAS_LOOKUP_PREFETCH = (
 State = dict[str, dict[str, torch.Tensor]]
 
 
-def tables_of(run: Run, model: Any) -> dict[str, DynamicTable]:
+def tables_of(model: Any) -> dict[str, DynamicTable]:
     """Returns the dynamic column shards on this rank by name and first column."""
     return {
         f"{table.name}/{table.first_column}": table
@@ -80,24 +80,27 @@ def tables_of(run: Run, model: Any) -> dict[str, DynamicTable]:
     }
 
 
-def states_of(run: Run, model: Any) -> State:
-    """Returns the contents of the dynamic tables on this rank."""
-    return {name: table.export_state() for name, table in tables_of(run, model).items()}
+def states_of(model: Any) -> State:
+    return {
+        name: {part: value.cpu() for part, value in table.export_state().items()}
+        for name, table in tables_of(model).items()
+    }
+
+
+def stats_of(model: Any) -> dict[str, dict[str, int | float]]:
+    return {key: table.stats() for key, table in tables_of(model).items()}
 
 
 def check_same_states(got: State, expected: State) -> None:
-    """Asserts that the contents of tables are bit-equal."""
     assert got.keys() == expected.keys()
     for name, state in expected.items():
         for part, value in state.items():
-            assert torch.equal(got[name][part], value), f"{name} {part}"
+            assert torch.equal(bits(got[name][part]), bits(value)), f"{name} {part}"
 
 
 def optimizer_of(run: Run, model: Any) -> Any:
     """Returns the optimizers of the rows and of the dense part; with `warming` the learning rate grows."""
-    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    wrapped = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1))
-    optimizer = CombinedOptimizer([model.fused_optimizer, wrapped])
+    optimizer = with_dense_sgd(model, 0.1)
     warming = [WarmupStage(WarmupPolicy.LINEAR, max_iters=4, value=0.3)]
     return WarmupOptimizer(optimizer, warming, lr=0.3) if run.warming else optimizer
 
@@ -121,14 +124,12 @@ def no_fallback() -> Iterator[None]:
 
 
 def make_pipeline(run: Run, name: str, model: Any, **options: Any) -> Any:
-    """Returns a pipeline over a model."""
     kind, usual, _ = (PIPELINES | EXPERIMENTAL)[name]
     home = train_pipelines if name in PIPELINES else experimental_pipelines
     return getattr(home, kind)(model, optimizer_of(run, model), model.device, **usual, **options)
 
 
 def drain(pipeline: Any, source: list[Clicks]) -> list[Any]:
-    """Runs all batches through a pipeline; returns the outputs."""
     outputs, left = [], iter(source)
     while True:
         try:
@@ -152,27 +153,26 @@ def check_pipelined(run: Run, pipeline: Any) -> None:
 
 
 def shims_for(name: str) -> Any:
-    """Returns the shims if a pipeline needs them."""
     return cuda_stream_shims() if PIPELINES[name][2] else nullcontext()
 
 
-def train(run: Run, name: str) -> dict[str, Any]:
-    """Trains a model through a pipeline.
+def results_of(run: Run, model: Any, outputs: list[Any]) -> dict[str, Any]:
+    """Returns losses per step and, of dynamic tables on this rank, the contents and the counts."""
+    result: dict[str, Any] = {"losses": [float(loss) for loss, _ in outputs]}
+    if run.dynamic:
+        result |= {"states": states_of(model), "stats": stats_of(model)}
+    return result
 
-    Returns:
-        Losses per step, the contents of this rank's tables, and their counts.
-    """
+
+def train(run: Run, name: str) -> dict[str, Any]:
+    """Trains a model through a pipeline; returns `results_of` it."""
     with shims_for(name), no_fallback():
         model = sharded_model(run)
         pipeline = make_pipeline(run, name, model)
         outputs = drain(pipeline, batches(run))
         if name != "base":
             check_pipelined(run, pipeline)
-    result: dict[str, Any] = {"losses": [float(loss) for loss, _ in outputs]}
-    if run.dynamic:
-        result["states"] = states_of(run, model)
-        result["stats"] = {key: table.stats() for key, table in tables_of(run, model).items()}
-    return result
+    return results_of(run, model, outputs)
 
 
 def train_in_a_loop(run: Run, ahead: bool, **options: Any) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def train_in_a_loop(run: Run, ahead: bool, **options: Any) -> dict[str, Any]:
     """
     model = sharded_model(run, **options)
     optimizer = optimizer_of(run, model)
-    source, losses = batches(run), []
+    source, outputs = batches(run), []
     lookups = {name: getattr(model.module, name) for name in run.collections()}
     forwards = {name: lookup.forward for name, lookup in lookups.items()}
 
@@ -205,9 +205,8 @@ def train_in_a_loop(run: Run, ahead: bool, **options: Any) -> dict[str, Any]:
         optimizer.step()
         if not ahead and following:
             rows = look_up(*following)
-        losses.append(float(loss))
-    stats = {key: table.stats() for key, table in tables_of(run, model).items()}
-    return {"losses": losses, "states": states_of(run, model), "stats": stats}
+        outputs.append((loss.detach(), None))
+    return results_of(run, model, outputs)
 
 
 def train_with_steps_ahead(run: Run) -> dict[str, Any]:
@@ -222,36 +221,32 @@ def prefetched_steps() -> Any:
 
 
 def evaluate(run: Run, name: str) -> int:
-    """Evaluates a trained model through a pipeline, which must change nothing.
+    """Runs `check_evaluation` of a pipeline."""
+    with shims_for(name), no_fallback():
+        return check_evaluation(run, name, sharded_model(run), batches(run))
+
+
+def check_evaluation(run: Run, name: str, model: Any, source: list[Clicks]) -> int:
+    """Trains two batches, and evaluates all through a pipeline, which must change nothing.
 
     Returns:
         The number of evaluated ids that training had not inserted.
     """
-    with shims_for(name), no_fallback(), torch.no_grad():
-        model = sharded_model(run)
-        with torch.enable_grad():
-            drain(make_pipeline(run, "base", model), batches(run)[:2])
-        unseen = batches(run)
-        model.eval()
-        before = states_of(run, model)
-        counts = {key: table.stats() for key, table in tables_of(run, model).items()}
-        expected = [model(batch)[1] for batch in unseen]
-        pipeline = make_pipeline(run, name, model)
-        with torch.enable_grad():  # as in a user's loop without no_grad
-            got = drain(pipeline, unseen)
-        check_pipelined(run, pipeline)
-        assert len(got) == run.steps
-        for (loss, logits), (expected_loss, expected_logits) in zip(got, expected, strict=True):
-            assert torch.equal(loss, expected_loss) and torch.equal(logits, expected_logits)
-        after = states_of(run, model)
-        assert {key: table.stats() for key, table in tables_of(run, model).items()} == counts
-    assert after.keys() == before.keys()
-    for key, state in before.items():
-        assert state.keys() == after[key].keys()
-        for part, value in state.items():
-            assert value.numpy().tobytes() == after[key][part].numpy().tobytes(), f"{key} {part}"
+    drain(make_pipeline(run, "base", model), source[:2])
+    model.eval()
+    before, counts = states_of(model), stats_of(model)
+    with torch.no_grad():
+        expected = [model(batch.to(model.device))[1] for batch in source]
+    pipeline = make_pipeline(run, name, model)
+    got = drain(pipeline, source)  # as in a user's loop without no_grad
+    check_pipelined(run, pipeline)
+    assert len(got) == run.steps
+    for (loss, logits), (expected_loss, expected_logits) in zip(got, expected, strict=True):
+        assert torch.equal(loss, expected_loss) and torch.equal(logits, expected_logits)
+    check_same_states(states_of(model), before)
+    assert stats_of(model) == counts
     known = torch.cat([torch.zeros(0).long(), *(state["ids"] for state in before.values())])
-    asked = torch.cat([batch.features.values() for batch in unseen])
+    asked = torch.cat([batch.features.values() for batch in source])
     return int((~torch.isin(asked, known)).sum())
 
 
@@ -283,11 +278,7 @@ def train_and_erase(run: Run, erased: torch.Tensor, at_step: int, erase: bool) -
         pipeline = make_pipeline(run, "semi_sync", model, custom_model_fwd=forward)
         outputs = drain(pipeline, source)
         check_pipelined(run, pipeline)
-    return {
-        "losses": [float(loss) for loss, _ in outputs],
-        "states": states_of(run, model),
-        "stats": {key: table.stats() for key, table in tables_of(run, model).items()},
-    }
+    return results_of(run, model, outputs)
 
 
 def renamed(ids: torch.Tensor) -> torch.Tensor:
@@ -326,8 +317,4 @@ def train_with_pause(run: Run, name: str) -> dict[str, Any]:
         # filled. TorchRec's own sequence collections fail then too.
         pipeline.attach(bare, sparse_dist=False)
         outputs += drain(pipeline, left) + drain(pipeline, source[-1:])
-    return {
-        "losses": [float(loss) for loss, _ in outputs],
-        "states": states_of(run, model),
-        "stats": {key: table.stats() for key, table in tables_of(run, model).items()},
-    }
+    return results_of(run, model, outputs)

@@ -42,7 +42,6 @@ class Model(nn.Module):
         self.collection = collection
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        """Returns the pooled features by name."""
         return dict(self.collection(features).to_dict())
 
 
@@ -61,7 +60,6 @@ def processed(case: Case, collection: Any, form: str) -> FeatureProcessedEmbeddi
 
 
 def position_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the position weights by feature."""
     return {
         path.split(".")[-1 if "position_weights." in path else -2]: weight
         for path, weight in module.named_parameters()
@@ -70,11 +68,9 @@ def position_weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def shard_processed(case: Case, module: nn.Module, sharder: Any = None) -> Any:
-    """Returns a feature-processed collection under DistributedModelParallel."""
     usual = dyn.DynamicFeatureProcessedEmbeddingBagCollectionSharder(dict(case.fused_params))
     return DistributedModelParallel(
         Model(module),
-        device=torch.device("cpu"),
         plan=ShardingPlan({"collection": {table.name: table.plan for table in case.tables}}),
         sharders=[sharder or usual],
     )
@@ -89,7 +85,6 @@ def backward(outputs: dict[str, torch.Tensor], scale: float = 1.0) -> None:
 
 
 def learn(module: nn.Module) -> None:
-    """Updates the position weights by their gradients."""
     for weight in position_weights(module).values():
         with torch.no_grad():
             weight -= RATE * weight.grad
@@ -163,7 +158,6 @@ def train_processed(
 
 
 def assert_unchanged(batch: KeyedJaggedTensor, before: KeyedJaggedTensor) -> None:
-    """Asserts that a batch has not changed."""
     assert torch.equal(batch.values(), before.values())
     assert torch.equal(batch.lengths(), before.lengths())
     weights, expected = batch.weights_or_none(), before.weights_or_none()
@@ -214,10 +208,8 @@ def train_beside_static(case: Case, form: str) -> None:
 
 
 def one_table(kind: str = "row_wise", world: int = 2) -> Case:
-    """Returns a case of one table with one feature."""
     return Case([Table("t", ["a"], usual_plan(kind, 8, world, world))], weighted=True)
 
 
 def bags(*lengths: int) -> KeyedJaggedTensor:
-    """Returns a batch of one feature without weights."""
     return KeyedJaggedTensor(["a"], torch.arange(sum(lengths)), lengths=torch.tensor(lengths))

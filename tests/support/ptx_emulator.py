@@ -28,7 +28,6 @@ NUMPY = {"u": "uint", "s": "int", "b": "uint", "f": "float"}
 
 @functools.cache
 def library():
-    """Returns the emulator."""
     BUILT.mkdir(parents=True, exist_ok=True)
     with Path(BUILT, "lock").open("w") as lock:  # of two processes the second finds it built
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
+from collections.abc import Mapping
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -80,22 +81,26 @@ def config_bytes(config: dict[str, object]) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def with_checksum(state: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-    """Returns the state with its checksum and without empty tensors, which DCP does not save."""
+def checksum(state: dict[str, Tensor], ids: Tensor, table: str = "user") -> Tensor:
     order = OPTIMIZER_TENSORS if "step" in state else MODEL_TENSORS
     sums = {
-        name: sum_of_small("user", name, saved)
+        name: sum_of_small(table, name, saved)
         if name in NOT_BY_ROW
-        else content_sum("user", name, ids, saved)
+        else content_sum(table, name, ids, saved)
         if saved.numel()
         else 0
         for name, saved in state.items()
     }
+    return as_words(sums, order)
+
+
+def with_checksum(state: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
+    """Returns the state with its checksum and without empty tensors, which DCP does not save."""
     kept = {name: saved for name, saved in state.items() if saved.numel()}
-    return kept | {"checksum": as_words(sums, order)}
+    return kept | {"checksum": checksum(state, ids)}
 
 
-def save_dict(state: dict[str, object], path) -> None:
+def save_dict(state: Mapping[str, object], path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(state, checkpoint_id=path, no_dist=True)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
+from saved_cases import checksum, config_bytes, save_dict
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.checkpoint_format.content_sums import (
-    MODEL_TENSORS,
-    as_words,
-    content_sum,
-    sum_of_small,
-)
 from torchrec_dyn.storage.id_map import canonical_order
 
 UNIFORM = {"high": 0.5, "low": -0.5, "name": "Uniform"}
@@ -38,7 +30,6 @@ class Plain:
     seed: int = 0
 
     def with_random(self, ids, seed: int = 0) -> Plain:
-        """Returns a copy in which these ids have new rows."""
         generator = torch.Generator().manual_seed(seed)
         new = {int(i): torch.randn(self.dim, generator=generator).to(self.dtype) for i in ids}
         return replace(self, rows={**self.rows, **new})
@@ -66,22 +57,20 @@ class Plain:
             "seed": self.seed,
             "table": self.name,
         }
-        return torch.tensor(list(json.dumps(config, sort_keys=True).encode()), dtype=torch.uint8)
+        return config_bytes(config)
 
     def sums(self, saved=None) -> Tensor:
         saved = self.tensors() if saved is None else saved
-        sums = {"config": sum_of_small(self.name, "config", saved["config"])}
-        for name in ("ids", "weight"):
-            if name in saved:
-                sums[name] = content_sum(self.name, name, saved["ids"], saved[name])
-        return as_words(sums, MODEL_TENSORS)
+        return checksum(saved, saved.get("ids"), self.name)
+
+    def named(self, saved: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+        """Returns saved tensors by their keys in the state dict of a collection `ebc`."""
+        return {f"ebc.{kind}.{self.name}.{name}": one for name, one in saved.items()}
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> Path:
     """Saves a flat state dict without a process group; returns the path."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(tensors, checkpoint_id=path, no_dist=True)
+    save_dict(tensors, path)
     return path
 
 
@@ -92,9 +81,7 @@ def save_random(path: Path, name: str, rows: int, dim: int) -> Path:
     one = Plain(name, dim)
     saved = {"config": one.config(), "ids": ids, "weight": torch.randn(rows, dim)}
     saved["checksum"] = one.sums(saved)
-    return save_tensors(
-        path, {f"ebc.embedding_bags.{name}.{key}": part for key, part in saved.items()}
-    )
+    return save_tensors(path, one.named(saved, "embedding_bags"))
 
 
 def save(path: Path, *tables: Plain, kind: str = "embedding_bags") -> Path:
@@ -103,7 +90,7 @@ def save(path: Path, *tables: Plain, kind: str = "embedding_bags") -> Path:
     for table in tables:
         saved = table.tensors()
         saved["checksum"] = table.sums(saved)
-        found |= {f"ebc.{kind}.{table.name}.{name}": one for name, one in saved.items()}
+        found |= table.named(saved, kind)
     return save_tensors(path, found)
 
 
@@ -124,7 +111,7 @@ def save_delta(
         if len(removed):
             saved["removed"] = removed[canonical_order(removed)]
         saved |= changed
-        found |= {f"ebc.{kind}.{new.name}.{name}": one for name, one in saved.items()}
+        found |= new.named(saved, kind)
     return save_tensors(path, found)
 
 

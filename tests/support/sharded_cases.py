@@ -11,6 +11,16 @@ from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding
 
 from torchrec_dyn import DynamicTableConfig
 
+SEQUENCE = ["table_wise", "row_wise", "column_wise"]
+WHOLE_ROWS = ["table_wise", "column_wise", "table_column_wise"]
+SPREAD_ROWS = ["row_wise", "table_row_wise", "grid_shard"]  # ranks add up outputs: not to the bit
+POOLED = [*WHOLE_ROWS, *SPREAD_ROWS]
+# All plans of both kinds of collections, several in one collection: sharding types, options of a case.
+EVERY_PLAN: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "whole rows": (WHOLE_ROWS, {}),
+    "spread rows": (SPREAD_ROWS, {"exact": False}),
+    "sequences": (SEQUENCE, {"pooled": False}),
+}
 EXTREME_IDS = [0, 1, -1, 2**63 - 1, -(2**63), 10**15, -(10**12), 2**32, 2**31]
 FUSED_PARAMS = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
 
@@ -85,3 +95,40 @@ class Case:
         """Returns every feature once, not in the order of the tables."""
         names = dict.fromkeys(name for table in self.tables for name in table.features)
         return sorted(names, reverse=True)
+
+
+def three_tables(
+    kinds: Sequence[str], world: int, local: int, dims: Sequence[int] = (8, 8, 8), **options: Any
+) -> list[Table]:
+    """Returns tables of one, of several, and of a shared feature; their plans take the kinds in turn."""
+    features, rows = (["a"], ["b", "c"], ["a", "d"]), options.get("rows", 1000)
+    return [
+        Table(
+            f"t{i}",
+            features[i],
+            usual_plan(kinds[i % len(kinds)], dims[i], world, local, i, rows),
+            dims[i],
+            **options,
+        )
+        for i in range(3)
+    ]
+
+
+def case_of_plans(
+    name: str, world: int = 4, local: int = 2, data_type: str = "FP32", **options: Any
+) -> Case:
+    """Returns a collection of two tables for each plan of a line of EVERY_PLAN; all share a feature."""
+    kinds, usual = EVERY_PLAN[name]
+    dims = (8, 4, 12) if usual.get("pooled", True) else (8, 8, 8)
+    tables = [
+        Table(
+            f"{kind} {k}",
+            [f"f{i}", "shared"][:: 1 - 2 * k],
+            usual_plan(kind, dims[i], world, local, i + k),
+            dims[i],
+            data_type=data_type,
+        )
+        for i, kind in enumerate(kinds)
+        for k in range(2)
+    ]
+    return Case(tables, **{**usual, **options})

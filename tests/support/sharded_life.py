@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from life_cases import stream_stats
 from sharded_cases import EXTREME_IDS, Case, Table
 from sharded_training import check_same, collection_of, outputs_by_name, shard
 from torchrec import KeyedJaggedTensor
@@ -20,9 +21,6 @@ from torchrec import KeyedJaggedTensor
 from torchrec_dyn.ranks.routing import config_of_share, owners, row_limit
 from torchrec_dyn.table.table import DynamicTable
 
-# Counts that depend on the columns of a shard, on the time when a graph is dropped, or on the order of ids
-# in a line.
-NOT_OF_THE_STREAM = {"bytes", "withheld", "late_grads", "probe_length_mean", "probe_length_max"}
 NOT_BY_COLUMN = {"waiting", "clock"}
 
 
@@ -87,7 +85,6 @@ class Parts:
         ]
 
     def table(self, part: int) -> DynamicTable:
-        """Returns the table of one part."""
         return self.collections[part].local_tables()[self.name]
 
     def share(self, ids: torch.Tensor, part: int) -> torch.Tensor:
@@ -160,7 +157,6 @@ class Beside:
             self.shard(collection_of(case))
 
     def shard(self, unsharded: Any) -> None:
-        """Shards the collection that is compared."""
         self.model = shard(self.case, unsharded)
         self.collection = self.model.module.collection
         self.shards: list[DynamicTable] = [
@@ -171,7 +167,6 @@ class Beside:
         ]
 
     def feed_parts(self, batch: Batch) -> Forward:
-        """Runs the forward of the unsharded side only."""
         self.forwards += 1
         whole, taken = {}, {}
         for name, parts in self.parts.items():
@@ -194,7 +189,6 @@ class Beside:
             check_same(replace(self.case, exact=exact), output, expected, what)
 
     def named(self, outputs: dict[str, torch.Tensor]) -> list[tuple[str, str, torch.Tensor]]:
-        """Returns (table, feature, output) of each output."""
         names = [(t.name, feature) for t in self.case.tables for feature in t.features]
         features = [feature for _, feature in names]
         return [
@@ -211,7 +205,6 @@ class Beside:
         }
 
     def backward(self, forward: Forward) -> None:
-        """Runs the backward of a forward on both sides."""
         grads = self.grads(forward)
         named = self.named(forward.outputs)
         mine = [grads[name, feature][forward.spans[feature]] for name, feature, _ in named]
@@ -219,7 +212,6 @@ class Beside:
         self.teach_parts(forward, grads)
 
     def teach_parts(self, forward: Forward, grads: dict[tuple[str, str], torch.Tensor]) -> None:
-        """Runs the backward of the unsharded side only."""
         for name, parts in self.parts.items():
             of_parts = {f: grads[name, f] / self.world for f in parts.features}
             parts.backward(forward.taken[name], of_parts)
@@ -242,7 +234,6 @@ class Beside:
         self.set_time_of_parts(time)
 
     def set_time_of_parts(self, time: int) -> None:
-        """Sets the clocks of the unsharded side."""
         for parts in self.parts.values():
             for collection in parts.collections:
                 collection.set_time(time)
@@ -288,8 +279,3 @@ class Beside:
             if meta.shard_offsets[1] == one.first_column
         ]
         return [rank for _, rank in sorted(ranges)].index(self.rank)
-
-
-def stream_stats(table: DynamicTable) -> dict[str, int | float]:
-    """Returns the counts of a table that depend only on the stream of ids."""
-    return {key: count for key, count in table.stats().items() if key not in NOT_OF_THE_STREAM}

@@ -17,12 +17,13 @@ from torch import nn
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_dyn as dyn
 
 
 def collection_of(case: Case, **options: Any) -> Any:
-    """Returns the unsharded collection of a case."""
     from torchrec.modules.embedding_configs import DataType, PoolingType
 
     configs: list[Any] = []
@@ -54,12 +55,10 @@ class Holder(nn.Module):
         self.collection = collection
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
-        """Returns the outputs of the collection."""
         return self.collection(features)
 
 
 def sharder_of(case: Case) -> Any:
-    """Returns the sharder of a case's collection."""
     registry = None
     if case.qcomm is not None:
         from torchrec.distributed.fbgemm_qcomm_codec import (
@@ -82,14 +81,20 @@ def sharder_of(case: Case) -> Any:
 
 
 def shard(case: Case, collection: nn.Module) -> Any:
-    """Returns the collection of a case under DistributedModelParallel."""
     plan = ShardingPlan({"collection": {table.name: table.plan for table in case.tables}})
-    return DistributedModelParallel(
-        Holder(collection),
-        device=torch.device("cpu"),
-        plan=plan,
-        sharders=[sharder_of(case)],
-    )
+    return DistributedModelParallel(Holder(collection), plan=plan, sharders=[sharder_of(case)])
+
+
+def dense_sgd(model: nn.Module, rate: float) -> KeyedOptimizerWrapper:
+    """Returns SGD for all parameters outside dynamic tables."""
+    parameters = in_backward_optimizer_filter(model.named_parameters())
+    dense = {name: one for name, one in parameters if not one.is_meta}
+    return KeyedOptimizerWrapper(dense, lambda some: torch.optim.SGD(some, lr=rate))
+
+
+def with_dense_sgd(model: Any, rate: float) -> CombinedOptimizer:
+    """Returns the optimizer of the rows together with `dense_sgd`."""
+    return CombinedOptimizer([model.fused_optimizer, dense_sgd(model, rate)])
 
 
 def ids_of(generator: torch.Generator, count: int, known: int, step: int) -> torch.Tensor:
@@ -173,7 +178,6 @@ def expanded(outputs: Any, features: KeyedJaggedTensor) -> dict[str, JaggedTenso
 
 
 def outputs_by_name(case: Case, outputs: Any) -> dict[str, torch.Tensor]:
-    """Returns the outputs of a collection of either kind, by output name."""
     if case.pooled:
         return dict(outputs.to_dict())
     return {name: jagged.values() for name, jagged in outputs.items()}
@@ -198,14 +202,16 @@ def train_beside(case: Case) -> int:
     sizes = list(case.batch_sizes or [5] * world)
     for step in range(case.steps):
         per_rank, together = batches(case, step)
-        got = outputs_by_name(case, sharded(per_rank[rank]))
-        whole = unsharded(together)
+        mine, whole = sharded(per_rank[rank]), unsharded(together)
         if case.variable and not case.pooled:
             whole = expanded(whole, together)
-        expected = parts_of_rank(case, whole, sizes, rank)
+        got, expected = outputs_by_name(case, mine), parts_of_rank(case, whole, sizes, rank)
         assert set(got) == set(expected)
         for name, value in expected.items():
             check_same(case, got[name], value, f"step {step}, output {name}")
+            if not case.pooled:
+                of_ranks = whole[name].lengths().split(sizes)
+                assert torch.equal(mine[name].lengths(), of_ranks[rank]), f"lengths of {name}"
         if not case.backward:
             continue
         # The gradient depends on the output, so that an error of one step grows in the next.

@@ -68,7 +68,6 @@ class ShardedTwins:
 
     @property
     def collections(self) -> list[Any]:
-        """Both sharded collections."""
         modules = [model.module.collection for model in self.models]
         return [getattr(module, "_embedding_bag_collection", module) for module in modules]
 
@@ -85,7 +84,6 @@ class ShardedTwins:
         return [on_cpu, on_device]
 
     def train(self, step: int) -> None:
-        """Trains one batch of this rank."""
         for outputs in self.forward(batches(self.case, step)[0][dist.get_rank()]):
             values = list(outputs.values())
             torch.autograd.backward(values, [_grad_of(value) for value in values])

@@ -1,9 +1,12 @@
-"""Parts of a list of tests, for `make test-deep SHARD=3/8`."""
+"""Parts of the tests: everyday or deep, and the shards of `make test-deep SHARD=3/8`."""
 
 from __future__ import annotations
 
 import argparse
-from typing import NamedTuple, TypeVar
+from collections.abc import Container, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
 
 T = TypeVar("T")
 
@@ -26,3 +29,14 @@ def read_shard(text: str) -> Shard:
 def part_of(tests: list[T], shard: Shard) -> list[T]:
     """Returns every `count`-th test: neighbouring tests usually take equally long, so parts do too."""
     return tests[shard.number - 1 :: shard.count]
+
+
+def deep_but(everyday: Container[Any], cases: Iterable[Any]) -> list[Any]:
+    """Returns cases, each a value or a tuple, as parameters of a test; those not of every day are deep."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if case in everyday else pytest.mark.deep,
+        )
+        for case in cases
+    ]
