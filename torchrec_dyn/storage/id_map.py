@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage.host_copies import host_numbers
+from torchrec_dyn.storage.host_reads import host_numbers
 from torchrec_dyn.storage.stream_order import keep_in_use
 from torchrec_dyn.storage.tokens import SLOTS
 
