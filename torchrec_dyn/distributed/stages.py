@@ -19,7 +19,7 @@ from torchrec.distributed.types import LazyAwaitable, LazyNoWait, ShardedModule
 
 from torchrec_dyn.compilers import NotScriptable, forward_of_tables, not_compiled
 from torchrec_dyn.distributed.local_shards import LocalShards
-from torchrec_dyn.sharding import PrefetchedSteps, prefetch, prefetched_steps_in_use, set_senders
+from torchrec_dyn.sharding import PrefetchedSteps, drop_steps, prefetch, set_batch
 from torchrec_dyn.storage import OpenForward, stream_on, wait_for_stream
 
 
@@ -83,10 +83,14 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
     @not_compiled
     def compute(self, ctx: Any, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
-        set_senders(self._lookups, ctx.sharding_contexts)
-        with prefetched_steps_in_use(self._lookups, ctx.prefetched_steps):
+        with_steps = len(ctx.prefetched_steps) > 0
+        try:
+            set_batch(self._lookups, ctx.sharding_contexts, ctx.prefetched_steps)
             output: list[Tensor] = super().compute(ctx, dist_input)
-        return output
+            return output
+        finally:
+            if with_steps:
+                drop_steps(self._lookups)
 
     @not_compiled
     def output_dist(self, ctx: Any, output: list[Tensor]) -> LazyAwaitable[Any]:
@@ -100,9 +104,13 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
             ctx.sent.close()
         if ctx.sending_stream is not None:
             wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
-        set_senders(self._lookups, ctx.sharding_contexts)
-        with prefetched_steps_in_use(self._lookups, ctx.prefetched_steps):
+        with_steps = len(ctx.prefetched_steps) > 0
+        try:
+            set_batch(self._lookups, ctx.sharding_contexts, ctx.prefetched_steps)
             return self._finished(super().compute_and_output_dist(ctx, input), ctx)
+        finally:
+            if with_steps:
+                drop_steps(self._lookups)
 
     def reset_parameters(self) -> None:
         """Does nothing: a row is initialised when its id is first seen."""

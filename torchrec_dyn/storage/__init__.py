@@ -33,9 +33,9 @@ from torchrec_dyn.storage.id_map import (
     SLOT_BYTES,
     IdMap,
     MapList,
-    arrays_of,
     canonical_order,
     most_slots,
+    put_all,
 )
 from torchrec_dyn.storage.interrupts import run_to_end
 from torchrec_dyn.storage.row_marks import marks_bytes

@@ -262,9 +262,16 @@ class InitialRows:
         self._key = table_key(seed, name, "initial row")
         self._first_column = first_column
 
-    def write(self, ids: Tensor, rows: Tensor, store: RowStore) -> None:
-        """Writes the initial rows of ids [M] int64 to rows [M] int64 of a store of weights."""
+    def write(
+        self, ids: Tensor, rows: Tensor, store: RowStore, states: Sequence[RowStore] = ()
+    ) -> None:
+        """Writes the initial rows of ids [M] int64 to rows [M] int64 of a store of weights.
+
+        The same rows of `states`, the stores of optimizer state, become zeros.
+        """
         ops.init_rows_(
             ids, rows, store.blocks, store.shift, store.columns, self._first_column,
             self._kind, self._parameters, self._key,
         )  # fmt: skip
+        for state in states:
+            state.zero(rows)
