@@ -17,7 +17,7 @@ from torchrec import KeyedJaggedTensor
 
 import torchrec_dyn as dyn
 from torchrec_dyn.distributed.resharding import _check_at_rest
-from torchrec_dyn.sharding import prefetched_steps_in_use
+from torchrec_dyn.sharding import drop_steps, set_batch
 
 LIFE = dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed())
 
@@ -193,20 +193,22 @@ def test_a_step_of_a_forward_that_failed_is_not_used() -> None:
 
 def interrupt_before(case: Case) -> list[int]:
     one = Batches(case, "")
-    kernels, runs = one.collection._lookups[0]._emb_modules, 0
+    lookups, runs = one.collection._lookups, 0
+    kernels, contexts = lookups[0]._emb_modules, one.sent(0)[0].sharding_contexts
     hit = True
     while hit:
         steps: Any = dict.fromkeys(kernels, mock.sentinel.step)
-        hit = interrupted(lambda steps=steps: enter(one.collection._lookups, steps), runs + 1)
-        with prefetched_steps_in_use(one.collection._lookups, {}):  # a batch without steps
-            assert [kernel.prefetched_step for kernel in kernels] == [None] * len(kernels)
+        hit = interrupted(lambda steps=steps: set_and_drop(lookups, contexts, steps), runs + 1)
+        set_batch(lookups, contexts, {})  # of a batch without steps
+        assert [kernel.prefetched_step for kernel in kernels] == [None] * len(kernels)
         runs += 1
     return [runs, len(kernels)]
 
 
-def enter(lookups: Any, steps: Any) -> None:
-    with prefetched_steps_in_use(lookups, steps):
-        pass
+def set_and_drop(lookups: Any, contexts: Any, steps: Any) -> None:
+    set_batch(lookups, contexts, steps)
+    assert {kernel.prefetched_step for kernel in lookups[0]._emb_modules} == {mock.sentinel.step}
+    drop_steps(lookups)
 
 
 def test_a_step_that_an_interrupt_left_is_not_used_by_another_batch() -> None:

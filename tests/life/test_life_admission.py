@@ -156,6 +156,13 @@ def test_one_counter():
     assert stream.step(1, 1) == {2, 1} and stream.stat("counters_dropped") == 3
 
 
+def test_counters_expire_and_are_dropped_in_one_step():
+    stream = Stream(dyn.ExpireAfter(steps=2), dyn.AdmitAfter(3, counters=2))
+    stream.steps([1], [], [], [2, 3, 4])
+    assert stream.stat("waiting") == 2
+    assert (stream.stat("counters_expired"), stream.stat("counters_dropped")) == (1, 1)
+
+
 def test_counters_of_the_batch_itself_may_go():
     low, high = mixed(2**63 - 1, 2**63)
     stream = Stream(admission=dyn.AdmitAfter(2, counters=1))

@@ -11,8 +11,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 import torchrec_dyn as dyn
 from torchrec_dyn.life.scores import NO_STEP, Scores
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.storage.open_forwards import OpenForward, OpenForwards
-from torchrec_dyn.storage.row_numbers import RowNumbers
+from torchrec_dyn.storage.row_numbers import OpenForward, OpenForwards, RowNumbers
 
 
 @pytest.mark.parametrize("left_out", range(1, 7))

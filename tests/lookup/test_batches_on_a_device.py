@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from device_twins import DeviceTwins
+from device_twins import DeviceTwins, take_step_of
 from mock_device import CUDA, MockDevice
 
 from torchrec_dyn import DynamicTableConfig
 from torchrec_dyn.lookup.bag_layout import BagLayout
-from torchrec_dyn.lookup.batch_rows import part_of, rows_beside_frozen
 from torchrec_dyn.lookup.gradient_reduction import Senders, reduction_of
-from torchrec_dyn.lookup.table_lists import list_tables
 
 OFFSETS = torch.tensor([0, 2, 2, 3, 7, 7, 9])
 COUNTS = [2, 5, 2]
@@ -45,37 +43,27 @@ def test_wrong_offsets_are_refused_as_on_the_cpu(device, wrong):
     assert str(of_device.value) == str(of_cpu.value)
 
 
-def test_parts_and_senders_of_a_batch_need_no_read(device):
-    ids, bounds = torch.arange(9), torch.tensor([0, 2, 7, 9])
-    chosen = torch.tensor([True, False, True])
+def test_senders_of_a_batch_need_no_read(device):
+    bounds = torch.tensor([0, 2, 7, 9])
     configs = [DynamicTableConfig(gradient=mode) for mode in ("sum", "mean_over_senders", "sum")]
     senders = Senders([[1, 1], [1, 1], [2, 0]], 2)
-    here = (
-        part_of(chosen, ids, bounds, ids + 1),
-        reduction_of(configs, OFFSETS, bounds, senders),
-    )
-    there = (
-        part_of(chosen, ids.to(CUDA), bounds, ids.to(CUDA) + 1),
-        reduction_of(configs, OFFSETS.to(CUDA), bounds, senders),
-    )
+    here = reduction_of(configs, OFFSETS, bounds, senders)
+    there = reduction_of(configs, OFFSETS.to(CUDA), bounds, senders)
     assert device.reads == device.mixed == []
-    for got, expected in zip(there[0], here[0], strict=True):
-        assert torch.equal(getattr(got, "memory", got), expected)
-    assert there[1].scales == here[1].scales
-    assert torch.equal(there[1].senders.memory, here[1].senders)
+    assert there.scales == here.scales
+    assert torch.equal(there.senders.memory, here.senders)
 
 
 @pytest.mark.parametrize("counted", [False, True])
-def test_a_frozen_table_beside_others_costs_one_read(device, counted):
+def test_a_frozen_table_beside_others_costs_no_read(device, counted):
     """Known ids, of which each stands for one or for several occurrences."""
     twins = DeviceTwins(device, ("lru", "all"), ("none", "count"))
     ids, bounds = torch.arange(9), torch.tensor([0, 4, 9])
     twins.step(ids[:4].tolist(), ids[4:].tolist())
     times, before = ids % 3 + 1 if counted else None, twins.twins[0].stats()["ids_seen"]
     twins.twins[1].is_frozen = True
-    lists = list_tables(twins.twins)
     device.forget()
-    rows_beside_frozen(lists, ids.to(CUDA), bounds, times.to(CUDA) if counted else None)
-    assert len(device.reads) == 2 and device.mixed == [], device.reads
+    take_step_of(twins.twins, ids.to(CUDA), bounds, times.to(CUDA) if counted else None)
+    assert len(device.reads) == 1 and device.mixed == [], device.reads
     seen = int(times[:4].sum()) if counted else 4
     assert twins.twins[0].stats()["ids_seen"] == before + seen

@@ -191,14 +191,21 @@ def test_sequences_pool_before_they_wait_if_their_tables_are_known(device, count
         twins.compare()
 
 
-def test_steps_beside_frozen_tables_pool_after_their_waits(device):
-    twins = Twins(device, *PLAIN)
+@pytest.mark.parametrize("unseen", ["zeros", "initial"])
+@pytest.mark.parametrize("counted", [True, False])
+def test_steps_beside_frozen_tables_pool_before_they_wait(device, counted, unseen):
+    """Absent ids of a frozen table alone cost no wait, unless initial rows show for them."""
+    twins = Twins(device, *PLAIN, unseen=unseen)
     twins.step(KNOWN)
     for group in twins.groups:
         group.tables[1].is_frozen = True
-    for counted in (True, False):
-        order = twins.step(SECOND_HAS_NEW, counted=counted)
-        assert order[-1] == "gather_pool" and POOLS & {*order} == {"gather_pool"}
+    early = "gather_pool" if counted else "pool_into_"
+    order = twins.step(SECOND_HAS_NEW, counted=counted)
+    assert order[:3] == ["lookup", early, "wait"] and (len(order) == 3) == (unseen == "zeros")
+    order = twins.step([[[1, 60], [3]], *SECOND_HAS_NEW[1:]], counted=counted)
+    assert order[:5] == ["lookup", early, "wait", "collect_new", "wait"]
+    assert order[-1] == "pool_into_" and POOLS & {*order[5:-1]} == set()
+    assert [table.num_rows for table in twins.groups[1].tables] == [4, 2, 2]
     twins.compare()
 
 

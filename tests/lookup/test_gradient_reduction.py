@@ -15,7 +15,7 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup.gradient_reduction import Senders, asks_for_senders
 from torchrec_dyn.lookup.table_group import TableGroup
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.sharding.grouped_lookups import PooledLookup, set_senders
+from torchrec_dyn.sharding.grouped_lookups import PooledLookup, set_batch
 from torchrec_dyn.table.table import DynamicTable
 
 POOLED = [
@@ -152,5 +152,5 @@ def test_node_row_wise_batches_lie_by_place_in_the_node():
     batch = SimpleNamespace(batch_size_per_rank=[10, 11, 12, 13])
     for node_size, arrived in ((2, [10, 12, 11, 13]), (1, [10, 11, 12, 13])):
         lookup.node_size = node_size
-        set_senders([lookup], [batch])
+        set_batch([lookup], [batch], {})
         assert kernel.bags_of_ranks == arrived

@@ -9,14 +9,26 @@ from mock_device import CUDA
 from table_cases import ids_of, same_state
 
 from torchrec_dyn.checkpoint_format import content_sums, saved_tensor
-from torchrec_dyn.lookup.batch_rows import rows_in_training
+from torchrec_dyn.lookup.batch import Batch
+from torchrec_dyn.lookup.first_read import read_first
 from torchrec_dyn.lookup.table_lists import list_tables
+from torchrec_dyn.lookup.training_step import occurrences_of, take_step
 from torchrec_dyn.storage import RowStore
 from torchrec_dyn.table import DynamicTable, contents
 
 # A search for candidates, and the growth of a map, wait once more for each table.
 RARE = {"lowest_scores", "move_slots"}
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda table: pickle.loads(pickle.dumps(table))}
+
+
+def take_step_of(tables, ids, offsets, times=None):
+    """Takes one training step of tables, as their group does, for ids in table order."""
+    lists, batch = list_tables(tables), Batch(ids, times=times, table_offsets=offsets)
+    first = None
+    if not ids.is_cpu:
+        reading = occurrences_of(lists.trained, batch)
+        first = read_first(lists, ids, offsets, lists.trained, reading)
+    return take_step(lists.trained, batch, first)
 
 
 def on_host(state):
@@ -51,7 +63,7 @@ class DeviceTwins:
         for tables, sent in ((self.tables, ids), (self.twins, self.device.of(ids.clone()))):
             twice = torch.full_like(sent, 2) if times else None
             try:
-                rows, refused = rows_in_training(list_tables(tables).trained, sent, offsets, twice)
+                rows, refused, *_ = take_step_of(tables, sent, offsets, twice)
                 memory = getattr(rows, "memory", rows)  # not `.cpu()`, which would be noted
                 found.append(((memory >= 0).tolist(), int(refused)))
             except RuntimeError as error:  # a full table

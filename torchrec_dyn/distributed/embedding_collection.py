@@ -28,9 +28,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
-from torchrec_dyn.distributed.outside_graphs import ForwardOutsideGraphs
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
-from torchrec_dyn.distributed.stages import BatchContext, Stages
+from torchrec_dyn.distributed.stages import BatchContext, ForwardOutsideGraphs, Stages
 from torchrec_dyn.modules import DynamicEmbeddingCollection
 from torchrec_dyn.ranks import SHARDING_TRAITS, TableLayout
 from torchrec_dyn.sharding import (

@@ -20,7 +20,7 @@ from torchrec_dyn.modules import check_not_gathered, initializer_of, row_dtype
 from torchrec_dyn.ranks import Table, TableHandle, agree, host_group
 from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
 from torchrec_dyn.state_dict import load_tables, save_tables
-from torchrec_dyn.storage import OpenForward, OpenForwards, TableLock
+from torchrec_dyn.storage import OpenForwards, TableLock
 from torchrec_dyn.table import DynamicTable, state_for_copy, without_optimizer
 
 ShardedTableHandle = TableHandle  # the name in the documentation of a sharded collection's handle
@@ -88,10 +88,6 @@ class LocalShards:
         self._handles: dict[str, TableHandle] = {}
 
     # Called by the collection.
-
-    def open_batch(self) -> OpenForward:
-        """Opens a forward for a batch whose ids are being sent; the lookup of the batch closes it."""
-        return OpenForward(self.batches)
 
     def handle(self, name: str) -> TableHandle:
         """Returns the handle of one table.

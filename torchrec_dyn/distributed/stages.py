@@ -1,4 +1,6 @@
-"""The stages of a sharded forward, as far as they are the same for pooled and for sequence collections.
+"""A sharded forward and its stages, as far as they are the same for pooled and for sequence collections.
+
+Under torch.compile a forward runs outside of graphs, and is finished before the next graph.
 
 A pipeline calls the stages of a batch at different times and on different streams. The context of the batch
 carries from one stage to the next what the stages have in common.
@@ -13,12 +15,32 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.types import LazyAwaitable, ShardedModule
+from torchrec.distributed.types import LazyAwaitable, LazyNoWait, ShardedModule
 
-from torchrec_dyn.compilers import not_compiled
+from torchrec_dyn.compilers import NotScriptable, forward_of_tables, not_compiled
 from torchrec_dyn.distributed.local_shards import LocalShards
-from torchrec_dyn.sharding import PrefetchedSteps, prefetch, prefetched_steps_in_use, set_senders
+from torchrec_dyn.sharding import PrefetchedSteps, drop_steps, prefetch, set_batch
 from torchrec_dyn.storage import OpenForward, stream_on, wait_for_stream
+
+
+class ForwardOutsideGraphs(NotScriptable, ShardedModule[Any, Any, Any, Any]):
+    """Mixin for TorchRec's sharded modules: their forward is a graph break."""
+
+    def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[Any]:
+        """Sends the ids of a batch, looks them up and sends outputs back."""
+        output = self._forward(*input, **kwargs)
+        # The compiler would trace the exchange that an awaitable waits for.
+        return _waited(output) if torch.compiler.is_compiling() else output
+
+    @forward_of_tables
+    def _forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[Any]:
+        output: LazyAwaitable[Any] = super().forward(*input, **kwargs)
+        return output
+
+
+@not_compiled
+def _waited(output: LazyAwaitable[Any]) -> LazyAwaitable[Any]:
+    return LazyNoWait(LazyAwaitable._wait_async(output))
 
 
 @dataclass
@@ -26,7 +48,7 @@ class BatchContext:
     """Mixin for TorchRec's contexts: our state of one forward, from input dist to output dist.
 
     Attributes:
-        sent: open from sending the ids to their lookup; None before.
+        sent: open from sending the ids to their lookup, which closes it; None before.
         sending_stream: the stream that sends and receives the ids; None on the CPU.
         prefetched_steps: the training steps of the batch that were taken when it was prefetched.
     """
@@ -59,10 +81,14 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
     @not_compiled
     def compute(self, ctx: Any, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
-        set_senders(self._lookups, ctx.sharding_contexts)
-        with prefetched_steps_in_use(self._lookups, ctx.prefetched_steps):
+        with_steps = len(ctx.prefetched_steps) > 0
+        try:
+            set_batch(self._lookups, ctx.sharding_contexts, ctx.prefetched_steps)
             output: list[Tensor] = super().compute(ctx, dist_input)
-        return output
+            return output
+        finally:
+            if with_steps:
+                drop_steps(self._lookups)
 
     @not_compiled
     def output_dist(self, ctx: Any, output: list[Tensor]) -> LazyAwaitable[Any]:
@@ -74,18 +100,24 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         """Looks up the ids that arrived and sends outputs back."""
         if ctx.sent is not None:
             ctx.sent.close()
-        wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
-        set_senders(self._lookups, ctx.sharding_contexts)
-        with prefetched_steps_in_use(self._lookups, ctx.prefetched_steps):
+        if ctx.sending_stream is not None:
+            wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
+        with_steps = len(ctx.prefetched_steps) > 0
+        try:
+            set_batch(self._lookups, ctx.sharding_contexts, ctx.prefetched_steps)
             return self._finished(super().compute_and_output_dist(ctx, input), ctx)
+        finally:
+            if with_steps:
+                drop_steps(self._lookups)
 
     def reset_parameters(self) -> None:
         """Does nothing: a row is initialised when its id is first seen."""
 
     def _open(self, ctx: BatchContext, device: torch.device) -> None:
         """Begins to send the ids of a batch that is on this device."""
-        ctx.sent = self._shards.open_batch()
-        ctx.sending_stream = stream_on(device)
+        ctx.sent = OpenForward(self._shards.batches)
+        if device.type != "cpu":
+            ctx.sending_stream = stream_on(device)
 
     @abstractmethod
     def _finished(self, awaitable: LazyAwaitable[Any], ctx: Any) -> LazyAwaitable[Any]:

@@ -66,43 +66,57 @@ class AdmissionCounters:
     def reserve(self, additional: int) -> None:
         """Makes room for `additional` more counters."""
         self.id_map.reserve(additional)
-        self._scores.reserve(self._numbers.highest_after(additional))
+        self._scores.store.reserve(self._numbers.highest_after(additional))
 
     def counts(self, ids: Tensor, since: int = 0) -> Tensor:
         """Returns the counts of ids [M] int64; 0 without a counter, or if last seen before step `since`."""
-        return self.waiting(ids, since)[0]
+        return self.waiting(ids, since)[1]
 
     def waiting(self, ids: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns `counts` of ids [M] int64, and a mask [M] of those last seen at step `since` or later."""
-        last_seen, counts = self._scores.read(self.id_map.lookup(ids))
-        is_waiting = last_seen >= max(0, since)
-        return counts.masked_fill_(~is_waiting, 0), is_waiting
+        """Returns the rows and the counts of ids [M] int64 with a counter last seen at step `since` or later.
 
-    def expired(self, age_limit: AgeLimit, step: int, clock: Clock) -> HostRead[Drop]:
-        """Returns the drop of the counters expired when `step` begins; drops nothing.
+        Other ids have row -1 and count 0.
+        """
+        rows = self.id_map.lookup(ids)
+        last_seen, counts = self._scores.read(rows)
+        is_none = last_seen < max(0, since)
+        return rows.masked_fill_(is_none, -1), counts.masked_fill_(is_none, 0)
+
+    def num_due(self, age_limit: AgeLimit, step: int, clock: Clock) -> int:
+        """Returns how many counters are to be examined for `expired`. As `AgeLimit.num_due`.
 
         `age_limit` is of these counters only.
         """
-        high = self._numbers.high_water_mark
-        ids, rows = yield from age_limit.expired(step, clock, self._scores, self.id_map, high)
-        return self._drop_of(ids, rows)
+        return age_limit.num_due(
+            step, clock, self._scores, self.id_map, self._numbers.high_water_mark
+        )
 
-    def write(
-        self, ids: Tensor, last_seen: Tensor, counts: Tensor, num_new: int | None = None
-    ) -> None:
-        """Writes the counters of ids, with or without a counter so far.
+    def expired(self, age_limit: AgeLimit, due: int) -> HostRead[Drop]:
+        """Returns the drop of the counters that have expired, `due` of which are examined; drops nothing."""
+        return self._drop_of(*(yield from age_limit.expired(due, self._scores)))
 
-        ids [M] int64, distinct; last_seen [M] int64, steps; counts [M] int64. `num_new` is the number of ids
-        without a counter so far; None: they are counted here, which waits for a GPU.
+    def write(self, ids: Tensor, last_seen: Tensor, counts: Tensor) -> None:
+        """Writes the counters of ids, with or without a counter so far. Waits for a GPU.
+
+        ids [M] int64, distinct; last_seen [M] int64, steps; counts [M] int64.
         """
         rows = self.id_map.lookup(ids)
-        is_new = rows < 0
-        num_new = int(is_new.sum()) if num_new is None else num_new
-        new = places_of(is_new, num_new)
-        new_ids = ids.index_select(0, new)
+        num_new = int((rows < 0).sum())
         self.reserve(num_new)
+        self.write_found(ids, rows, last_seen, counts, num_new)
+
+    def write_found(
+        self, ids: Tensor, rows: Tensor, last_seen: Tensor, counts: Tensor, num_new: int
+    ) -> None:
+        """Writes counters, for which room is reserved. As `AdmissionCounters.write`.
+
+        rows [M] int64 are those of the ids; `num_new` of them are -1: ids without a counter so far. They
+        become the new rows.
+        """
+        new = places_of(rows < 0, num_new)
+        new_ids = ids.index_select(0, new)
         taking = self._numbers.prepare(num_new)
-        num_ids = len(self) + num_new
+        num_ids = self.id_map.num_ids + num_new
         rows[new] = taking.rows
 
         def commit(again: bool) -> None:

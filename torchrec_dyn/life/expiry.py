@@ -41,10 +41,8 @@ class AgeLimit:
             return 0
         return clock.first_step_since(clock.now - self._policy.time)
 
-    def expired(
-        self, step: int, clock: Clock, scores: Scores, id_map: IdMap, high: int
-    ) -> HostRead[tuple[Tensor, Tensor]]:
-        """Returns the ids [M] int64 and rows [M] int64 expired when `step` begins; removes nothing.
+    def num_due(self, step: int, clock: Clock, scores: Scores, id_map: IdMap, high: int) -> int:
+        """Returns how many listed rows have expired when `step` begins, if not seen since the search.
 
         `high` is the high-water mark of its row numbers.
         """
@@ -55,7 +53,11 @@ class AgeLimit:
             until = max(horizon, min(step - 1, ahead))
             self._candidates.list(scores, id_map, high, until, high)
             self._listed_until = until
-        return (yield from self._candidates.front(self._candidates.seen_before(horizon), scores))
+        return self._candidates.seen_before(horizon)
+
+    def expired(self, due: int, scores: Scores) -> HostRead[tuple[Tensor, Tensor]]:
+        """Returns the ids [M] int64 and rows [M] int64 that have expired among the first `due` listed."""
+        return self._candidates.front(due, scores)
 
     def forget_listed(self) -> None:
         """Drops the list. Call it after scores were written other than by a training step."""

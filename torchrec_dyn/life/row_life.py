@@ -45,6 +45,7 @@ class Decision(NamedTuple):
     """The admission of ids without a row.
 
     Attributes:
+        ids: [M] int64, distinct.
         counts: [M] int64, occurrences of each id; with counters, also the occurrences in earlier steps.
         num_admitted: number of admitted ids, K.
         admitted: [K] int64, places of the admitted ids, ascending; None if all are admitted.
@@ -52,8 +53,10 @@ class Decision(NamedTuple):
         refused_occurrences: number of occurrences of the refused ids in this step.
         num_waiting: number of admitted ids that have a counter.
         num_new: number of refused ids that have no counter.
+        waiting_rows: [M] int64, the row of each id's counter, -1 for none; None without counters.
     """
 
+    ids: Tensor
     counts: Tensor
     num_admitted: int
     admitted: Tensor | None = None
@@ -61,6 +64,13 @@ class Decision(NamedTuple):
     refused_occurrences: int = 0
     num_waiting: int = 0
     num_new: int = 0
+    waiting_rows: Tensor | None = None
+
+    def at(self, places: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the ids at places [K] int64 and their counts; at all places without `places`."""
+        if places is None:
+            return self.ids, self.counts
+        return self.ids.index_select(0, places), self.counts.index_select(0, places)
 
 
 class RowLife:
@@ -138,18 +148,24 @@ class RowLife:
     def expired(
         self, step: int, id_map: IdMap, high: int
     ) -> HostRead[tuple[Tensor, Tensor] | None]:
-        """Returns the ids and rows expired at `step`, None without an age limit; removes nothing.
+        """Returns the ids and rows expired at `step`, None without any; removes nothing.
 
         Prepares the drop of the expired counters, too: a search may run out of memory, so it is made here,
         before the step changes anything.
         """
         if self._age_limit is None:
             return None
-        of_rows = self._age_limit.expired(step, self.clock, self.scores, id_map, high)
-        if self.waiting is None or self._waiting_age_limit is None:
-            return (yield from of_rows)
-        of_waiting = self.waiting.expired(self._waiting_age_limit, step, self.clock)
-        expired, self._expired_waiting = yield from gather_pair(of_rows, of_waiting)
+        age_limit, waiting = self._age_limit, self._waiting_age_limit
+        due = age_limit.num_due(step, self.clock, self.scores, id_map, high)
+        if self.waiting is None or waiting is None:
+            return (yield from age_limit.expired(due, self.scores)) if due else None
+        waiting_due = self.waiting.num_due(waiting, step, self.clock)
+        self._expired_waiting = None
+        if not due and not waiting_due:
+            return None
+        expired, self._expired_waiting = yield from gather_pair(
+            age_limit.expired(due, self.scores), self.waiting.expired(waiting, waiting_due)
+        )
         return expired
 
     def drop_expired(self, step: int) -> None:
@@ -173,11 +189,12 @@ class RowLife:
 
         occurrences [M] int64 are those in this step.
         """
-        counts, is_waiting = occurrences, None
+        counts, is_waiting, rows = occurrences, None, None
         if self.waiting is not None and isinstance(self._admission, AdmitAfter):
             age_limit = self._age_limit
             since = 0 if age_limit is None else age_limit.horizon(step, self.clock)
-            before, is_waiting = self.waiting.waiting(ids, since)
+            rows, before = self.waiting.waiting(ids, since)
+            is_waiting = rows >= 0
             counts = (occurrences + before).clamp_(max=MOST_COUNT)
             is_admitted = counts >= self._admission.count
         elif self._chance is not None:
@@ -185,7 +202,7 @@ class RowLife:
         elif isinstance(self._admission, Never):
             is_admitted = torch.zeros_like(ids, dtype=torch.bool)
         else:
-            return Decision(occurrences, ids.numel())
+            return Decision(ids, occurrences, ids.numel())
         numbers = [is_admitted.count_nonzero(), occurrences.masked_fill(is_admitted, 0).sum()]
         if is_waiting is not None:
             numbers += [(is_admitted & is_waiting).count_nonzero(), is_waiting.count_nonzero()]
@@ -193,23 +210,56 @@ class RowLife:
         refused = ids.numel() - admitted
         both, waiting = of_counters or (0, 0)
         places = places_of(is_admitted, admitted), places_of(~is_admitted, refused)
-        return Decision(counts, admitted, *places, occurred, both, refused - (waiting - both))
+        new = refused - (waiting - both)
+        return Decision(ids, counts, admitted, *places, occurred, both, new, rows)
 
-    def forget_counters(self, ids: Tensor, num_waiting: int | None) -> None:
-        """Drops the counters of admitted ids [M] int64, distinct.
+    def counters_after(self, decision: Decision, rows: int) -> tuple[int, int, int]:
+        """Returns the number of counters after a step, if none is above the limit.
 
-        `num_waiting` of them have one; None: they are counted here, which waits for a GPU.
+        Args:
+            decision: the step's; `expired` has been called for the step.
+            rows: number of rows in use before the step.
+
+        Returns:
+            The number, how many counters expire in the step, and the limit.
         """
-        if self.waiting is not None:
-            self.waiting.forget(ids, num_waiting)
+        expired = 0 if self._expired_waiting is None else self._expired_waiting.rows.numel()
+        before = 0 if self.waiting is None else len(self.waiting)
+        after = before - expired - decision.num_waiting + decision.num_new
+        return after, expired, most_counters(self._admission, self._row_limit, rows)
 
-    def refuse(self, ids: Tensor, counts: Tensor, step: int, num_new: int | None) -> None:
+    def count_waiting(self, decision: Decision, step: int, again: bool) -> None:
+        """Drops the counters of the admitted ids, and writes those of the refused ids.
+
+        `decision` is the step's, after `drop_expired`. `again`: some of this may have been done already; ids
+        with counters are then counted here, which waits for a GPU.
+        """
+        if self.waiting is None:
+            return
+        admitted, _ = decision.at(decision.admitted)
+        self.waiting.forget(admitted, None if again else decision.num_waiting)
+        if decision.refused is None:
+            return
+        ids, counts = decision.at(decision.refused)
+        if again or decision.waiting_rows is None:
+            self.refuse(ids, counts, step)
+            return
+        rows = decision.waiting_rows.index_select(0, decision.refused)
+        self.waiting.write_found(ids, rows, torch.full_like(ids, step), counts, decision.num_new)
+
+    def refuse(self, ids: Tensor, counts: Tensor, step: int) -> None:
         """Writes the counters of refused ids [M] int64, distinct: counts [M] int64 that `admit` returned.
 
-        `num_new` of them have no counter so far; None: they are counted here, which waits for a GPU.
+        Ids without a counter are counted here, which waits for a GPU.
         """
         if self.waiting is not None:
-            self.waiting.write(ids, torch.full_like(ids, step), counts, num_new)
+            self.waiting.write(ids, torch.full_like(ids, step), counts)
+
+    def reserve(self, rows: int, counters: int) -> None:
+        """Makes room for the scores of `rows` rows, and for `counters` more counters."""
+        if self.waiting is not None and counters:
+            self.waiting.reserve(counters)
+        self.scores.store.reserve(rows)
 
     def surplus_counters(self, step: int, rows: int) -> HostRead[Drop | None]:
         """Returns the drop of the counters above their limit, None if none is above; drops nothing.
@@ -242,7 +292,7 @@ class RowLife:
         if not self.is_unscored:
             return self
         made, scores = copy(self), Scores(self.scores.store.shift, self._device)
-        scores.reserve(self.scores.store.capacity)
+        scores.store.reserve(self.scores.store.capacity)
         for start in range(0, high, _SCORED_AT_ONCE):
             rows = torch.arange(start, min(high, start + _SCORED_AT_ONCE), device=self._device)
             last_seen, counts = self.scores.read(rows)

@@ -26,10 +26,6 @@ class Scores:
     def __init__(self, shift: int, device: torch.device) -> None:
         self.store = RowStore(1, shift, torch.int64, device)
 
-    def reserve(self, rows: int) -> None:
-        """Makes room for `rows` rows."""
-        self.store.reserve(rows)
-
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns last_seen and counts of rows [M] int64, [M] int64 each.
 

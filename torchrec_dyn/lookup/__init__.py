@@ -1,14 +1,14 @@
 """The main path: ids to pooled rows, gradients to rows. START READING HERE.
 
 Imports `table`, `life`, `storage` and the ground; torch alone. Start with `table_group`: the forward and
-the backward of the tables that one op call serves. `batch_rows` finds the rows of a batch,
-`training_step` lists the order of a step with policies.
+the backward of the tables that one op call serves. `training_step` gives rows to unseen ids, and lists the
+order of a step with policies.
 
 A training forward that fails changes no table of its group.
 """
 
+from torchrec_dyn.lookup.first_read import UnreadCounts
 from torchrec_dyn.lookup.gradient_reduction import Senders, asks_for_senders
 from torchrec_dyn.lookup.prefetched_step import PrefetchedStep
 from torchrec_dyn.lookup.repeated_rows import repeat_rows
 from torchrec_dyn.lookup.table_group import TableGroup
-from torchrec_dyn.lookup.unread_counts import UnreadCounts

@@ -5,19 +5,20 @@ op call each, over all tables of the group.
 
 Forward:
 1. Check the input and describe its bags (bag_layout.py).
-2. Find the row of each id (batch_rows.py). In training this counts a step, and unseen ids get rows in all
-   tables or in none. For tables with policies, training_step.py lists the order. A pipeline that prefetches
-   on a GPU has taken their step before (prefetched_step.py).
+2. Find the row of each id. In training this counts a step, and unseen ids get rows in all tables or in none
+   (training_step.py). Frozen tables are read as in evaluation.
 3. For ids still without a row: make initial rows for this forward, if the table's `unseen` is "initial".
-4. Gather the rows and pool them by bag. On a GPU this comes in the middle of 2, and the bags of new ids are
-   pooled again here (early_output.py).
+4. Gather the rows and pool them by bag.
+
+On a GPU the first numbers of a batch are read together, while its rows are pooled already (first_read.py).
+And a pipeline that prefetches has taken the step before (prefetched_step.py).
 
 Backward:
 1. Check that it is the forward's first backward, and that no table was loaded, converted or moved since.
 2. Compute the gradient of the bag weights, if it is needed.
 3. Sum the gradients of each distinct row and apply the optimizer in place.
 
-Between forward and backward, the forward is open (storage/open_forwards.py), and the rows of removed
+Between forward and backward, the forward is open (storage/row_numbers.py), and the rows of removed
 ids are not reused.
 
 Legend: T tables, F features (in table order), B bags of a feature, N ids, D columns of a table.
@@ -35,27 +36,34 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling
-from torchrec_dyn.lookup.batch_rows import BatchRows, part_of, rows_beside_frozen, rows_in_training
-from torchrec_dyn.lookup.early_output import EarlyOutput
-from torchrec_dyn.lookup.found_rows import FoundRows, find_first
+from torchrec_dyn.lookup.batch import Batch, TakenStep
+from torchrec_dyn.lookup.first_read import EarlyOutput, FirstRead, UnreadCounts, read_first
 from torchrec_dyn.lookup.gradient_reduction import Reduction, Senders, reduction_of
-from torchrec_dyn.lookup.prefetched_step import PrefetchedStep, TakenStep
-from torchrec_dyn.lookup.table_blocks import TableBlocks, blocks_with_initial_rows
-from torchrec_dyn.lookup.table_lists import TableLists, TrainedTables, list_tables
-from torchrec_dyn.lookup.unread_counts import UnreadCounts
+from torchrec_dyn.lookup.prefetched_step import PrefetchedStep
+from torchrec_dyn.lookup.table_lists import (
+    TableBlocks,
+    TableLists,
+    TrainedTables,
+    blocks_with_initial_rows,
+    list_tables,
+)
+from torchrec_dyn.lookup.training_step import occurrences_of, take_step
 from torchrec_dyn.storage import (
     TABLES,
     ChangeLog,
+    HostRead,
     OpenForward,
     OpenForwards,
     TableLock,
     changes,
+    joined,
     keep_in_use,
     locked,
     marks_of_update,
+    read,
     tokens_of,
 )
-from torchrec_dyn.table import DynamicTable, find_rows, insert_unseen
+from torchrec_dyn.table import DynamicTable, count_late_grads, find_rows, insert_unseen
 
 
 @dataclass
@@ -64,7 +72,7 @@ class _Forward:
 
     group: TableGroup
     ids: Tensor
-    rows: Tensor  # rows to update, -1 for an id without an update
+    rows: Tensor | None  # rows to update, -1 for an id without an update; None in evaluation
     # rows to read: -1 reads as zeros, or is replaced by a row of the added blocks in `blocks`
     shown: Tensor
     bags: Bags
@@ -120,7 +128,7 @@ class TableGroup:
     @property
     def device(self) -> torch.device:
         """The device of the tables."""
-        return self.tables[0].device
+        return self.tables[0].weights.device
 
     def __call__(
         self,
@@ -162,73 +170,74 @@ class TableGroup:
             RuntimeError: a table is full, or memory is out; no table has changed.
         """
         ids, offsets, weights = self._check_input(ids, offsets, weights)
-        given = (ids, offsets, weights, training, batch_sizes, counts, senders, times, ahead)
+        batch = Batch(ids, offsets, weights, training, batch_sizes, counts, senders, times)
         # As `locked` and `changes`; wrappers that pass any arguments take several times as long as the lock.
         lock = self.tables[0].lock
-        lock.check_at_rest()
+        if lock.is_changing:
+            lock.check_at_rest()
         with lock:
             try:
                 lock.is_changing = True
                 if ids.is_cpu:
-                    return self._look_up(*given)
+                    return self._look_up(batch, ahead)
                 with lock.streams.turn(ids.device):
                     keep_in_use(ids, offsets, weights)
                     if ahead is not None:
                         ahead.keep_in_use()
-                    return self._look_up(*given)
+                    return self._look_up(batch, ahead)
             finally:
                 lock.is_changing = False
 
-    def _look_up(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        training: bool,
-        batch_sizes: Sequence[Sequence[int]] | None,
-        counts: Sequence[int] | UnreadCounts | None,
-        senders: Senders | None,
-        times: Tensor | None,
-        ahead: PrefetchedStep | None,
-    ) -> Tensor:
+    def _look_up(self, batch: Batch, ahead: PrefetchedStep | None) -> Tensor:
         lists = self._current()
-        trained = lists.trained if training else None
-        found = early = None
-        # A step that begins by looking up all ids; else tables are frozen beside others.
-        finds_all = trained is None or lists.frozen_maps is None
-        if isinstance(counts, UnreadCounts):
-            if finds_all and not counts.are_read:
-                uncounted = self._bag_layout.describe_uncounted(offsets, ids.numel(), batch_sizes)
-                if uncounted is not None:
-                    early = self._early_output(lists, uncounted, weights, is_counted=False)
-                found = self._find_and_count(ids, counts, lists, trained, early)
-            counts = counts.get()
-        bags = self._bag_layout.describe(offsets, ids.numel(), batch_sizes, counts)
-        if ahead is not None and trained is not None and ahead.is_of(lists):
-            step = ahead.now(lists, ids, bags.table_offsets)
-        else:
-            if finds_all and found is None and not ids.is_cpu:
-                early = self._early_output(lists, bags, weights, is_counted=True)
-            step = self._take_step(ids, bags.table_offsets, lists, training, times, found, early)
+        trained = lists.trained if batch.training else None
+        if ahead is not None and (trained is None or not ahead.is_of(lists)):
             ahead = None
-        (rows, shown, missing), streams, noted = step
-        blocks, _ = lists.blocks.rows()
-        if missing and lists.shows_initial:
-            shown = shown.clone() if trained else shown
-            blocks, unseen = blocks_with_initial_rows(self.tables, ids, shown, bags.table_offsets)
-            if early is not None and early.new_index is None:
-                early.new_index = unseen  # in training they are among the new ids
+        first = None
+        if not batch.ids.is_cpu and ahead is None:
+            first = self._read_first(batch, lists, trained)
+        bags = self._describe(batch)
+        if ahead is not None:
+            step = ahead.now(lists, batch.ids, bags.table_offsets)
+        else:
+            step = self._take_step(batch, lists, trained, first)
+        rows, new_index, (blocks, _) = step.rows, step.new_index, lists.blocks.rows()
+        if step.missing and lists.shows_initial:
+            rows = rows.clone() if trained else rows
+            blocks, unseen = blocks_with_initial_rows(
+                self.tables, batch.ids, rows, bags.table_offsets
+            )
+            new_index = unseen if new_index is None else new_index  # in training among the new ids
+        early = None if first is None else first.early
+        if early is not None:
+            early.new_index = new_index
+        if batch.senders is None:  # no dist has divided the gradients
+            reduction = Reduction([1.0] * len(self.tables), None)
+        else:
+            reduction = reduction_of(
+                lists.configs, batch.offsets, bags.table_offsets, batch.senders
+            )
         forward = _Forward(
-            self, ids, rows, shown, bags, blocks, trained, streams, lists.generations, noted,
-            reduction_of(lists.configs, offsets, bags.table_offsets, senders), early,
+            self, batch.ids, step.learning, rows, bags, blocks, trained, step.streams,
+            lists.generations, step.noted, reduction, early,
         )  # fmt: skip
-        wants_weight_grad = weights is not None and weights.requires_grad
+        wants_weight_grad = batch.weights is not None and batch.weights.requires_grad
         if torch.is_grad_enabled() and (trained or wants_weight_grad):
             forward.open_forward = ahead.open_forward if ahead else OpenForward(self._forwards)
-            output = _Lookup.apply(self._anchored() if trained else None, weights, forward)
+            output = _Lookup.apply(self._anchored() if trained else None, batch.weights, forward)
         else:
-            output = _pool(forward, weights)
+            output = _pool(forward, batch.weights)
         return output.view(bags.shape)
+
+    def _describe(self, batch: Batch) -> Bags:
+        """Returns the description of a batch, and notes where the ids of each table begin."""
+        if batch.bags is None:
+            counts = batch.counts.get() if isinstance(batch.counts, UnreadCounts) else batch.counts
+            batch.bags = self._bag_layout.describe(
+                batch.offsets, batch.ids.numel(), batch.batch_sizes, counts
+            )
+            batch.table_offsets = batch.bags.table_offsets
+        return batch.bags
 
     @locked
     @changes
@@ -248,9 +257,7 @@ class TableGroup:
             table_offsets = self._bag_layout.table_offsets(offsets, ids.numel(), None)
         else:
             table_offsets = self._bag_layout.offsets_of_tables(counts)
-        if lists.frozen_maps is not None:
-            _, ids, table_offsets, _ = part_of(lists.is_trained, ids, table_offsets)
-        rows, absent = find_rows(trained.maps, ids, table_offsets)
+        rows, absent = find_rows(lists.maps, ids, table_offsets)
         if any(absent.tolist()):
             insert_unseen(trained.tables, ids, rows, table_offsets)
 
@@ -268,10 +275,14 @@ class TableGroup:
         if lists.trained is None:
             return None
         keep_in_use(ids, times)
-        table_offsets = self._bag_layout.offsets_of_tables(counts)
-        taken = self._take_step(ids.contiguous(), table_offsets, lists, True, times)
-        open_forward = OpenForward(self._forwards)
-        return PrefetchedStep(taken, lists.is_trained, lists.generations, open_forward)
+        batch = Batch(ids.contiguous(), times=times)
+        batch.table_offsets = self._bag_layout.offsets_of_tables(counts)
+        first = None
+        if not ids.is_cpu:
+            reading = occurrences_of(lists.trained, batch)
+            first = read_first(lists, batch.ids, batch.table_offsets, lists.trained, reading)
+        taken = self._take_step(batch, lists, lists.trained, first)
+        return PrefetchedStep(taken, lists.generations, OpenForward(self._forwards))
 
     def replace_tables(self, tables: Sequence[DynamicTable]) -> None:
         """Uses other tables with the settings of the present ones."""
@@ -304,52 +315,57 @@ class TableGroup:
             self._anchor = torch.zeros((), requires_grad=True, device="cpu")
         return self._anchor
 
-    def _early_output(
-        self, lists: TableLists, bags: Bags, weights: Tensor | None, is_counted: bool
-    ) -> EarlyOutput:
-        is_mean, (blocks, _) = self._bag_layout.is_mean, lists.blocks.rows()
-        return EarlyOutput(bags, _as_float(weights), is_mean, self.output_dtype, blocks, is_counted)
+    def _read_first(
+        self, batch: Batch, lists: TableLists, trained: TrainedTables | None
+    ) -> FirstRead:
+        """Finds the rows of a batch on a GPU, pools them, and reads the first numbers of the batch.
 
-    def _find_and_count(
-        self,
-        ids: Tensor,
-        counts: UnreadCounts,
-        lists: TableLists,
-        trained: TrainedTables | None,
-        early: EarlyOutput | None,
-    ) -> FoundRows:
-        """Finds the rows of a batch, and reads the counts at the same time."""
-        begins = self._bag_layout.begins_of_tables(counts.begins)
-        ageing = [] if trained is None else [trained.tables[number] for number in trained.ageing]
-        return find_first(lists.maps, ids, begins, ageing, counts.host_read(), early)
+        Its result has `occurrences_of` the batch, if it is a training batch.
+        """
+        ids, counts, layout = batch.ids, batch.counts, self._bag_layout
+        bags: Bags | None
+        reading: HostRead[Any]
+        if isinstance(counts, UnreadCounts) and not counts.are_read:
+            is_counted = False
+            bags = layout.describe_uncounted(batch.offsets, ids.numel(), batch.batch_sizes)
+            begins, reading = layout.begins_of_tables(counts.begins), counts.host_read()
+        else:
+            is_counted = True
+            bags = self._describe(batch)
+            begins = batch.table_offsets
+            reading = joined([]) if trained is None else occurrences_of(trained, batch)
+        early = None
+        if bags is not None:
+            (blocks, _), weights = lists.blocks.rows(), _as_float(batch.weights)
+            early = EarlyOutput(
+                bags, weights, layout.is_mean, self.output_dtype, blocks, is_counted
+            )
+        first = read_first(lists, ids, begins, trained, reading, early)
+        if is_counted or trained is None:
+            return first
+        self._describe(batch)
+        return first._replace(beside=read(occurrences_of(trained, batch)))
 
     def _take_step(
         self,
-        ids: Tensor,
-        table_offsets: Tensor,
+        batch: Batch,
         lists: TableLists,
-        training: bool,
-        times: Tensor | None,
-        found: FoundRows | None = None,
-        early: EarlyOutput | None = None,
+        trained: TrainedTables | None,
+        first: FirstRead | None,
     ) -> TakenStep:
-        """Runs the training step of the trained tables, and finds the rows of ids."""
-        trained = lists.trained
-        if not training or trained is None:
-            if found is None:
-                pool = None if early is None else early.pool
-                rows, absent = find_rows(lists.maps, ids, table_offsets, pool)
-            else:
-                rows, absent = found[:2]
-            return TakenStep(BatchRows(rows, rows, sum(absent.tolist())))
-        if lists.frozen_maps is not None:
-            batch = rows_beside_frozen(lists, ids, table_offsets, times)
-        else:
-            rows, refused = rows_in_training(trained, ids, table_offsets, times, found, early)
-            batch = BatchRows(rows, rows, refused)
+        """Runs the training step of the trained tables, and finds the rows of all ids."""
+        table_offsets = batch.table_offsets
+        if trained is None:
+            rows, absent = first[:2] if first else find_rows(lists.maps, batch.ids, table_offsets)
+            return TakenStep(rows, sum(absent.tolist()))
+        step = take_step(trained, batch, first)
         streams = torch.add(lists.streams, lists.stepping, alpha=trained.shared.counted.steps)
         scored = trained.with_life and lists.has_changes
-        return TakenStep(batch, streams, tokens_of(self._logs()) if scored else None)
+        return step._replace(
+            learning=lists.rows_to_update(step.rows, table_offsets),
+            streams=streams,
+            noted=tokens_of(self._logs()) if scored else None,
+        )
 
     def _logs(self) -> list[ChangeLog | None]:
         return [table.change_log for table in self.tables]
@@ -383,18 +399,21 @@ class TableGroup:
                 "loaded or converted in between, or moved. Run backward first."
             )
 
-    @changes
     def _update(self, forward: _Forward, grad: Tensor, weights: Tensor | None) -> None:
         """Sums the gradients of each distinct row of the forward and applies the optimizer."""
         # Recorded before the update: an interrupted backward is not repeated, since it may have updated rows.
         forward.is_done = True
         lists, bags = self._current(), forward.bags
-        self._count_late_grads(forward, lists)
-        assert forward.trained is not None and forward.streams is not None
+        assert forward.trained is not None
+        assert forward.rows is not None and forward.streams is not None
+        withheld = [t for t, numbers in enumerate(lists.row_numbers) if numbers.deferred]
+        if withheld:
+            tables = {t: self.tables[t] for t in withheld}
+            count_late_grads(tables, forward.rows, bags.table_offsets)
         if lists.trained is not None and lists.trained.shared is forward.trained.shared:
             lists.trained.shared.edits += 1
         else:  # tables were frozen in between, or are in another group
-            for table in forward.trained.tables:
+            for table in forward.trained.tables.values():
                 table.own = table.own._replace(edits=table.own.edits + 1)
         listed_marks = (
             marks_of_update(self._logs(), forward.noted) if lists.has_changes else ((), None)
@@ -406,18 +425,6 @@ class TableGroup:
             self._bag_layout.is_mean, optimizer.rule, optimizer.hyper(self.learning_rate),
             forward.reduction.scales, forward.reduction.senders, *listed_marks,
         )  # fmt: skip
-
-    def _count_late_grads(self, forward: _Forward, lists: TableLists) -> None:
-        tables, late = list[DynamicTable](), list[Tensor]()
-        for t in [t for t, numbers in enumerate(lists.row_numbers) if numbers.deferred]:
-            withheld = self.tables[t].row_numbers.withheld()
-            if withheld.numel():
-                begin, end = forward.bags.table_offsets[t : t + 2].tolist()
-                tables.append(self.tables[t])
-                late.append(torch.isin(forward.rows[begin:end], withheld).sum())
-        if late:
-            for table, count in zip(tables, torch.stack(late).tolist(), strict=True):
-                table.counters["late_grads"] += count
 
 
 def _pool(forward: _Forward, weights: Tensor | None) -> Tensor:
@@ -458,7 +465,8 @@ class _Lookup(torch.autograd.Function):
     @not_compiled
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         lock = ctx.lookup.group.tables[0].lock
-        lock.check_at_rest()
+        if lock.is_changing:
+            lock.check_at_rest()
         with lock:
             if grad.is_cpu:
                 return _Lookup.update(ctx, grad)
@@ -480,7 +488,12 @@ class _Lookup(torch.autograd.Function):
                 forward.blocks.layout, forward.bags.segments, group._bag_layout.is_mean,
             ).to(weights.dtype)  # fmt: skip
         if forward.trained:
-            group._update(forward, grad, _as_float(weights))
+            lock = group.tables[0].lock
+            try:
+                lock.is_changing = True
+                group._update(forward, grad, _as_float(weights))
+            finally:
+                lock.is_changing = False
         if forward.open_forward is not None:
             forward.open_forward.close()
         forward.is_done = True

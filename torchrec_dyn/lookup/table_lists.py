@@ -2,33 +2,114 @@
 
 A step of a thousand tables must not ask each of them. All that a step without unseen ids reads or changes is
 here, in the form that the ops take. A forward takes the lists once, at its start: a table may be frozen by
-another thread meanwhile. Only maps and blocks are listed again within a step, after they have grown.
+another thread meanwhile, and its backward uses the same lists. Only maps and blocks are listed again within a
+step, after they have grown.
 
-Legend: T tables.
+A frozen table is looked up with the others. It is not among the trained tables, so nothing of it changes.
+
+Legend: T tables, N ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.lookup.table_blocks import BlockLists
-from torchrec_dyn.storage import TABLES, MapList, RowNumbers
-from torchrec_dyn.table import DynamicTable, on_shared_counters
+from torchrec_dyn.optimizers import STATE_NAMES
+from torchrec_dyn.storage import (
+    BLOCKS,
+    TABLES,
+    ChangeLog,
+    MapList,
+    RowNumbers,
+    RowStore,
+    host_numbers,
+)
+from torchrec_dyn.table import Counted, DynamicTable, on_shared_counters, ranges_of, rows_of_new
 
 _NO_LIMIT = torch.iinfo(torch.int64).max
+_NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class TableBlocks:
+    """The blocks of one store of each of T tables: one flat list, and a layout of each table.
+
+    Attributes:
+        weights: the blocks of all tables, one after another.
+        layout: [T, 4] int64 (csrc/storage/blocks.h).
+    """
+
+    weights: list[Tensor]
+    layout: Tensor
+
+
+def blocks_of(stores: Sequence[RowStore], rows: Sequence[int] | None = None) -> TableBlocks:
+    """Returns the blocks of T stores, one for each table; with `rows` [T], only those of its first rows."""
+    lines: list[list[int]] = []
+    blocks: list[Tensor] = []
+    for place, store in enumerate(stores):
+        own = store.blocks if rows is None else store.blocks_of_first(rows[place])
+        lines.append([len(blocks), len(own), store.shift, store.columns])
+        blocks.extend(own)
+    return TableBlocks(blocks, host_numbers(lines))
+
+
+class BlockLists:
+    """The blocks of the tables of a group, listed again when a store has other blocks."""
+
+    def __init__(self, tables: Sequence[DynamicTable], trained: Mapping[int, DynamicTable]) -> None:
+        self._tables = tables
+        self._trained = trained
+        self._rows_token: object = None
+        self._scores_token: object = None
+        self._rows: tuple[TableBlocks, tuple[list[Tensor], ...]]
+        self._scores: TableBlocks
+
+    def rows(self) -> tuple[TableBlocks, tuple[list[Tensor], ...]]:
+        """Returns the blocks of the weights and, for each of `STATE_NAMES`, those of that optimizer state."""
+        token = BLOCKS.now
+        if self._rows_token is not token:
+            self._rows, self._rows_token = _list_rows(self._tables), token
+        return self._rows
+
+    def scores(self) -> TableBlocks:
+        """Returns the blocks of the scores; a table that is frozen or without a life has no blocks."""
+        token = BLOCKS.now
+        if self._scores_token is not token:
+            stores = [_NO_SCORES] * len(self._tables)
+            for t, table in self._trained.items():
+                if table.life is not None:
+                    stores[t] = table.life.scores.store
+            self._scores, self._scores_token = blocks_of(stores), token
+        return self._scores
+
+
+def _list_rows(tables: Sequence[DynamicTable]) -> tuple[TableBlocks, tuple[list[Tensor], ...]]:
+    # An interrupt may have left more rows in some stores of a table. In ranges, rows of fewer bytes have more
+    # room: memory is committed by the page.
+    rows = [min(store.capacity for store in table.stores) for table in tables]
+    states: tuple[list[Tensor], ...] = tuple([] for _ in STATE_NAMES)
+    for table, count in zip(tables, rows, strict=True):
+        for place, state in enumerate(table.states):
+            states[place].extend(state.blocks_of_first(count))
+    return blocks_of([table.weights for table in tables], rows), states
 
 
 class TrainedTables:
     """The tables of a group that a training step changes: those that are not frozen.
 
     Attributes:
+        tables: by number in the group.
         shared: the numbers that a step changes.
-        first_steps: [T] int64, the step of each table before the forwards of the shared counters.
+        maps, blocks: of all tables of the group.
+        first_steps: [T] int64, the step of each table before the forwards of the shared counters; 0 for a
+            frozen table.
         most_steps: the largest of `first_steps` among tables with a life.
         with_life: numbers of the tables with a life.
         ageing: numbers of the tables whose rows expire.
@@ -39,26 +120,58 @@ class TrainedTables:
             of `ageing`: at first all tables with a life, later the tables that the last step changed.
     """
 
-    def __init__(self, tables: Sequence[DynamicTable], maps: MapList, blocks: BlockLists) -> None:
-        lives = [table.life for table in tables]
-        self.tables = list(tables)
-        of_tables = on_shared_counters([table.own for table in tables])
-        for table, own in zip(tables, of_tables, strict=True):
+    def __init__(
+        self, tables: Mapping[int, DynamicTable], count: int, maps: MapList, blocks: BlockLists
+    ) -> None:
+        self.tables = tables
+        of_tables = on_shared_counters([table.own for table in tables.values()])
+        for table, own in zip(tables.values(), of_tables, strict=True):
             table.own = own
         self.shared = of_tables[0].shared
         self.maps, self.blocks = maps, blocks
-        steps = [table.own.step for table in tables]
+        self._is_trained: Tensor | None = None  # [T] bool if a table is frozen
+        if len(tables) < count:
+            self._is_trained = torch.tensor([t in tables for t in range(count)], device="cpu")
+        steps, limits = [0] * count, [_NO_LIMIT] * count
+        for t, table in tables.items():
+            steps[t] = table.own.step
+            if table.life is not None and table.life.replaces:
+                limits[t] = table.row_limit
+        lives = {t: table.life for t, table in tables.items() if table.life is not None}
         self.first_steps = torch.tensor(steps, device="cpu")
-        self.with_life = [t for t, life in enumerate(lives) if life is not None]
-        self.most_steps = max((steps[t] for t in self.with_life), default=0)
-        self.ageing = [t for t, life in enumerate(lives) if life is not None and life.ages]
-        limits = [
-            table.row_limit if life is not None and life.replaces else _NO_LIMIT
-            for table, life in zip(tables, lives, strict=True)
-        ]
+        self.with_life = list(lives)
+        self.most_steps = max((steps[t] for t in lives), default=0)
+        self.ageing = [t for t, life in lives.items() if life.ages]
         self.row_limits, self.least_limit = torch.tensor(limits, device="cpu"), min(limits)
-        self.has_changes = any(table.changes is not None for table in tables)
+        self.has_changes = any(table.changes is not None for table in tables.values())
         self.watched = set(self.with_life)
+
+    def counted_after(self, occurrences: Tensor, absent: Tensor | None) -> Counted:
+        """Returns the numbers of the shared counters after one more forward.
+
+        occurrences [T + 1] int64: the first occurrence of each table, and the end of the last; absent [T]
+        int64: occurrences without a row, None if there were none. Frozen tables do not count theirs.
+        """
+        if self._is_trained is not None:
+            sizes = occurrences.diff()[self._is_trained]
+            occurrences = torch.cat([occurrences[:1], sizes.cumsum(0)])
+            absent = None if absent is None else absent[self._is_trained]
+        return self.shared.counted.after(occurrences, absent)
+
+    def num_absent(self, absent: Tensor) -> tuple[int, int]:
+        """Returns the numbers of absent ids of trained and of frozen tables; absent [T] int64, of each."""
+        of_all = sum(absent.tolist())
+        if self._is_trained is None or not of_all:
+            return of_all, 0
+        of_trained = int(absent[self._is_trained].sum())
+        return of_trained, of_all - of_trained
+
+    def logs(self) -> list[ChangeLog | None]:
+        """Returns the log of changes of each table, [T]; None without a log, and for a frozen table."""
+        logs: list[ChangeLog | None] = [None] * len(self.row_limits)
+        for t, table in self.tables.items():
+            logs[t] = table.change_log
+        return logs
 
 
 @dataclass(frozen=True)
@@ -70,9 +183,8 @@ class TableLists:
         generations, configs, row_numbers: [T], of each table.
         streams: [T, 3] int64 for `ops.update_rows_`, before the forwards of the shared counters.
         stepping: [T, 3] int64, what each forward of the shared counters adds to `streams`.
-        is_trained: [T] bool, False for a frozen table.
+        is_frozen: [T] bool; None if no table is frozen.
         trained: the tables that are not frozen; None if all are frozen.
-        frozen_maps: the id maps of the frozen tables; None if no table is frozen.
         shows_initial: True if unseen ids of a table read as initial rows.
         has_changes: True if a table records its changes.
     """
@@ -85,31 +197,36 @@ class TableLists:
     blocks: BlockLists
     streams: Tensor
     stepping: Tensor
-    is_trained: Tensor
+    is_frozen: Tensor | None
     trained: TrainedTables | None
-    frozen_maps: MapList | None
     shows_initial: bool
     has_changes: bool
+
+    def rows_to_update(self, rows: Tensor, table_offsets: Tensor) -> Tensor:
+        """Returns rows [N] int64 of a batch, with -1 in place of those of frozen tables.
+
+        table_offsets [T + 1] int64, where the ids of each table begin. The same tensor if no table is frozen.
+        """
+        if self.is_frozen is None:
+            return rows
+        frozen, sizes = (
+            numbers.to(rows.device, non_blocking=True)
+            for numbers in (self.is_frozen, table_offsets.diff())
+        )
+        return rows.masked_fill(frozen.repeat_interleave(sizes, output_size=rows.numel()), -1)
 
 
 def list_tables(tables: Sequence[DynamicTable]) -> TableLists:
     """Lists the tables of a group, under their lock."""
     token = TABLES.now
     # Read once: another thread may freeze a table.
-    is_trained = [not table.is_frozen for table in tables]
-    both = list(zip(tables, is_trained, strict=True))
-    learning = [table for table, trains in both if trains]
-    frozen = [table.id_map for table, trains in both if not trains]
-    maps, blocks = MapList([table.id_map for table in tables]), BlockLists(tables)
-    trained = None
-    if learning and frozen:
-        own_maps = MapList([table.id_map for table in learning])
-        trained = TrainedTables(learning, own_maps, BlockLists(learning))
-    elif learning:
-        trained = TrainedTables(learning, maps, blocks)
+    learning = {t: table for t, table in enumerate(tables) if not table.is_frozen}
+    is_trained = [t in learning for t in range(len(tables))]
+    maps, blocks = MapList([table.id_map for table in tables]), BlockLists(tables, learning)
+    trained = TrainedTables(learning, len(tables), maps, blocks) if learning else None
     streams = [
         [table.rounding_key, table.first_column, table.own.step if trains else table.step]
-        for table, trains in both
+        for table, trains in zip(tables, is_trained, strict=True)
     ]
     return TableLists(
         token=token,
@@ -120,9 +237,45 @@ def list_tables(tables: Sequence[DynamicTable]) -> TableLists:
         blocks=blocks,
         streams=torch.tensor(streams, device="cpu"),
         stepping=torch.tensor([[0, 0, int(trains)] for trains in is_trained], device="cpu"),
-        is_trained=torch.tensor(is_trained, device="cpu"),
+        is_frozen=None if all(is_trained) else ~torch.tensor(is_trained, device="cpu"),
         trained=trained,
-        frozen_maps=MapList(frozen) if frozen else None,
         shows_initial=any(table.config.unseen == "initial" for table in tables),
         has_changes=any(table.changes is not None for table in tables),
     )
+
+
+def blocks_with_initial_rows(
+    tables: Sequence[DynamicTable], ids: Tensor, rows: Tensor, table_offsets: Tensor
+) -> tuple[TableBlocks, Tensor]:
+    """Returns the blocks of the tables and, for one forward, initial rows of unseen ids.
+
+    The tables do not change. A table whose `unseen` is "zeros" gets no initial rows.
+
+    ids [N] int64 in table order; rows [N] int64, -1 for an unseen id, written in place: rows in the returned
+    blocks; table_offsets [T + 1] int64, where the ids of each table begin.
+
+    Returns:
+        The blocks, and [N] int64: -1 for an id that was not unseen, else 0 or more.
+    """
+    new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
+    stores, ranges = [table.weights for table in tables], ranges_of(new_offsets)
+    initial: dict[int, Tensor] = {}
+    for t, unseen_of_table in ranges.items():
+        table, weights, unseen = tables[t], tables[t].weights, new_ids[unseen_of_table]
+        if table.config.unseen != "initial":
+            continue
+        if weights.grows_in_place:
+            # The addresses after its last row are for later rows. A copy of the batch's rows costs little
+            # more than their pooling.
+            begin, end = table_offsets[t : t + 2].tolist()
+            found, first = rows[begin:end], end - begin
+            stores[t] = weights.with_copies(found, unseen.numel())
+            copies = torch.arange(first, device=rows.device)
+            found.copy_(copies.masked_fill_(found < 0, -1))
+        else:
+            first = weights.capacity
+            stores[t] = weights.with_added_blocks(unseen.numel())
+        initial[t] = torch.arange(first, first + unseen.numel(), device=rows.device)
+        table.initial_rows.write(unseen, initial[t], stores[t])
+    ops.fill_new_(rows, new_index, rows_of_new(new_ids, ranges, initial))
+    return blocks_of(stores), new_index

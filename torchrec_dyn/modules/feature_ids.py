@@ -1,7 +1,7 @@
 """Reads a KeyedJaggedTensor: checks it and selects the ids of chosen features, in a chosen order.
 
 The lengths of a batch on a GPU are checked when the host first reads their sums: with the first numbers of
-the lookup (lookup/unread_counts.py), or earlier, where a caller needs the sums.
+the lookup (lookup/first_read.py), or earlier, where a caller needs the sums.
 
 Legend: F features read, N ids.
 """

@@ -19,9 +19,9 @@ from torchrec_dyn.sharding.grouped_lookups import (
     PooledLookup,
     PrefetchedSteps,
     SequenceLookup,
+    drop_steps,
     prefetch,
-    prefetched_steps_in_use,
-    set_senders,
+    set_batch,
 )
 from torchrec_dyn.sharding.input_dists import remove_stale_forwards
 from torchrec_dyn.sharding.mean_pooling import MeanDivisor, divide

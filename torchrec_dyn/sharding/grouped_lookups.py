@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -116,24 +115,30 @@ def prefetch(
                 steps[kernel] = step
 
 
-@contextmanager
-def prefetched_steps_in_use(lookups: Iterable[nn.Module], steps: PrefetchedSteps) -> Iterator[None]:
-    """Hands the steps of a batch to its forward, which runs within the context; afterwards no kernel has one.
+def set_batch(
+    lookups: Iterable[nn.Module], contexts: Iterable[Any], steps: PrefetchedSteps
+) -> None:
+    """Sets the kernels of all lookups to the next batch: its sender layout, and steps that were taken ahead.
 
-    They are removed from `steps`: a second forward of the batch takes steps of its own.
+    `contexts` has TorchRec's context of the batch for each lookup, after the input dist. The steps are
+    removed from `steps`: a second forward of the batch takes steps of its own.
     """
-    used: list[DynamicKernel] = []
-    try:
-        for lookup in lookups:
-            assert isinstance(lookup, (PooledLookup, SequenceLookup))
-            for kernel in lookup._emb_modules:
-                assert isinstance(kernel, DynamicKernel)
-                used.append(kernel)
-                # Also None: an interrupt may have left the step of another batch.
-                kernel.prefetched_step = steps.pop(kernel, None)
-        yield
-    finally:
-        for kernel in used:  # after an error: a step keeps its rows from being reused
+    for lookup, context in zip(lookups, contexts, strict=True):
+        assert isinstance(lookup, (PooledLookup, SequenceLookup))
+        bags, size = context.batch_size_per_rank, lookup.node_size
+        # Within nodes a batch arrives sorted by the position of its sender within the sender's node.
+        as_arrived = [of_rank for place in range(size) for of_rank in bags[place::size]]
+        for kernel in lookup._emb_modules:
+            kernel.bags_of_ranks = as_arrived
+            # Also None: an interrupt may have left the step of another batch.
+            kernel.prefetched_step = steps.pop(kernel, None)
+
+
+def drop_steps(lookups: Iterable[nn.Module]) -> None:
+    """Drops steps that a failed forward has not used: a step keeps its rows from being reused."""
+    for lookup in lookups:
+        assert isinstance(lookup, (PooledLookup, SequenceLookup))
+        for kernel in lookup._emb_modules:
             kernel.prefetched_step = None
 
 
@@ -180,17 +185,3 @@ def _match_empty_output(
     if chosen is not None:
         empty = lookup._dummy_embs_tensor.detach().to(chosen.as_dtype())
         lookup._dummy_embs_tensor = empty.requires_grad_()
-
-
-def set_senders(lookups: Iterable[nn.Module], contexts: Iterable[Any]) -> None:
-    """Sets the sender layout of the next batch in the kernels of all lookups.
-
-    `contexts` has TorchRec's context of the batch for each lookup, after the input dist.
-    """
-    for lookup, context in zip(lookups, contexts, strict=True):
-        assert isinstance(lookup, (PooledLookup, SequenceLookup))
-        bags, size = context.batch_size_per_rank, lookup.node_size
-        # Within nodes a batch arrives sorted by the position of its sender within the sender's node.
-        as_arrived = [of_rank for place in range(size) for of_rank in bags[place::size]]
-        for kernel in lookup._emb_modules:
-            kernel.bags_of_ranks = as_arrived

@@ -19,11 +19,12 @@ from torchrec_dyn.storage.change_log import (
     note_changed,
     tokens_of,
 )
-from torchrec_dyn.storage.host_copies import CROSSING_BYTES, host_numbers, on_device, to_host
+from torchrec_dyn.storage.host_copies import CROSSING_BYTES, on_device, to_host
 from torchrec_dyn.storage.host_reads import (
     HostRead,
     gather_pair,
     gather_reads,
+    host_numbers,
     places_of,
     read,
     read_together,
@@ -32,16 +33,14 @@ from torchrec_dyn.storage.id_map import (
     SLOT_BYTES,
     IdMap,
     MapList,
-    arrays_of,
     canonical_order,
     most_slots,
+    put_all,
 )
-from torchrec_dyn.storage.initial_rows import InitialRows
 from torchrec_dyn.storage.interrupts import run_to_end
-from torchrec_dyn.storage.open_forwards import OpenForward, OpenForwards
 from torchrec_dyn.storage.row_marks import marks_bytes
-from torchrec_dyn.storage.row_numbers import Allocation, RowNumbers
-from torchrec_dyn.storage.row_store import RowStore, block_shift, most_store_bytes
+from torchrec_dyn.storage.row_numbers import Allocation, OpenForward, OpenForwards, RowNumbers
+from torchrec_dyn.storage.row_store import InitialRows, RowStore, block_shift, most_store_bytes
 from torchrec_dyn.storage.stream_order import keep_in_use, stream_on, wait_for_stream
 from torchrec_dyn.storage.table_lock import TableLock, changes, locked, turn_of
 from torchrec_dyn.storage.tokens import BLOCKS, TABLES

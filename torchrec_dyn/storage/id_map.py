@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage.host_copies import host_numbers
+from torchrec_dyn.storage.host_reads import host_numbers
 from torchrec_dyn.storage.stream_order import keep_in_use
 from torchrec_dyn.storage.tokens import SLOTS
 
@@ -198,8 +199,7 @@ class IdMap:
         `num_ids` is the number of ids of the map with these ids. `again`: all ids may be in the map already,
         and the map's `num_ids` may be wrong.
         """
-        if not again or not ids.numel() or int(self.lookup(ids[:1])) < 0:
-            ops.insert(ids, rows, _offsets_of(ids), *self.arrays())
+        put_all([self], [ids.numel()], ids, rows, again)
         self.num_ids = num_ids
 
     def remove(self, ids: Tensor, num_ids: int) -> None:
@@ -312,6 +312,20 @@ def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
     slots = [id_map.slots for id_map in maps]
     slots += [id_map.outgoing for id_map in maps if id_map.outgoing is not None]
     return slots, host_numbers([id_map.moved for id_map in maps])
+
+
+def put_all(
+    maps: Sequence[IdMap], sizes: Sequence[int], ids: Tensor, rows: Tensor, again: bool
+) -> None:
+    """Adds ids to several maps at once. As `IdMap.put`, but the maps' `num_ids` stay.
+
+    ids [M] int64, rows [M] int64: of one map after the other, as many as `sizes` says.
+    """
+    if not ids.numel():
+        return
+    offsets, arrays = host_numbers([*accumulate(sizes, initial=0)]), arrays_of(maps)
+    if not again or bool((ops.lookup(ids, offsets, *arrays)[0] < 0).any()):
+        ops.insert(ids, rows, offsets, *arrays)
 
 
 class MapList:

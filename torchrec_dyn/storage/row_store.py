@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.initializers import Initializer, table_key
 from torchrec_dyn.storage import growing_block
 from torchrec_dyn.storage.host_copies import for_device
 from torchrec_dyn.storage.id_map import SLOT_BYTES
@@ -251,3 +252,26 @@ class RowStore:
         """Fills rows [M] int64 with zeros."""
         constant = [0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
         ops.init_rows_(rows, rows, self.blocks, self.shift, self.columns, 0, 0, constant, 0)
+
+
+class InitialRows:
+    """The initial rows of one table, or of the column shard of it that begins at `first_column`."""
+
+    def __init__(self, initializer: Initializer, seed: int, name: str, first_column: int) -> None:
+        self._kind, self._parameters = initializer.parameters()
+        self._key = table_key(seed, name, "initial row")
+        self._first_column = first_column
+
+    def write(
+        self, ids: Tensor, rows: Tensor, store: RowStore, states: Sequence[RowStore] = ()
+    ) -> None:
+        """Writes the initial rows of ids [M] int64 to rows [M] int64 of a store of weights.
+
+        The same rows of `states`, the stores of optimizer state, become zeros.
+        """
+        ops.init_rows_(
+            ids, rows, store.blocks, store.shift, store.columns, self._first_column,
+            self._kind, self._parameters, self._key,
+        )  # fmt: skip
+        for state in states:
+            state.zero(rows)

@@ -2,7 +2,7 @@
 
 Imports `life`, `storage` and the ground; torch alone. Start with `table`: DynamicTable has the calls on the
 arrays of a table and the life of its rows (`arrays`). `insertion` gives rows to unseen ids and frees rows,
-`contents` saves and loads a table.
+`table_step` is the part of a training step that changes one table, `contents` saves and loads a table.
 
 A call that fails changes nothing; inputs are checked first (`checks`).
 """
@@ -16,15 +16,25 @@ from torchrec_dyn.table.contents import (
     state_for_copy,
     without_optimizer,
 )
-from torchrec_dyn.table.counters import on_shared_counters
+from torchrec_dyn.table.counters import Counted, on_shared_counters
 from torchrec_dyn.table.insertion import (
     Addition,
-    Removal,
-    commit_rows,
+    count_late_grads,
     find_rows,
     insert_rows,
     insert_unseen,
     ranges_of,
     read_absent,
+    rows_of_new,
 )
 from torchrec_dyn.table.table import DynamicTable
+from torchrec_dyn.table.table_step import (
+    Expired,
+    TableStep,
+    add_rows,
+    added_rows,
+    admission,
+    expired_of,
+    make_room,
+    prepared_steps,
+)

@@ -165,16 +165,20 @@ class TableArrays:
         """The weights and every optimizer state."""
         return (self.weights, *self.states)
 
-    def reserve(self, additional: int, removed: int = 0) -> None:
-        """Makes room for `additional` more rows, and for their ids after `removed` ids are removed."""
+    def reserve(self, additional: int, removed: int = 0, counters: int = 0) -> None:
+        """Makes room for `additional` more rows, and for their ids after `removed` ids are removed.
+
+        Also for `counters` more counters, if ids wait for admission.
+        """
+        stores = self.stores
         self.id_map.reserve(max(0, additional - removed))
         rows = self.row_numbers.highest_after(additional)
-        if self.life is not None:
-            self.life.scores.reserve(rows)
+        for store in stores:
+            store.reserve(rows)
         if self.changes is not None:
             self.changes.reserve(rows)
-        for store in self.stores:
-            store.reserve(rows)
+        if self.life is not None:
+            self.life.reserve(rows, counters)
 
     # The log of changes: made with the first version; after the last version was dropped, the next change
     # drops it.

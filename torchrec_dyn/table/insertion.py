@@ -5,7 +5,7 @@ Legend: T tables, N ids, M distinct unseen ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -17,8 +17,7 @@ from torchrec_dyn.storage import (
     Allocation,
     HostRead,
     MapList,
-    arrays_of,
-    host_numbers,
+    put_all,
     read,
     run_to_end,
 )
@@ -27,15 +26,8 @@ from torchrec_dyn.table.arrays import TableArrays
 _COUNT_BITS = 2**63 - 1  # all but the sign bit, which marks an error
 
 
-def find_rows(
-    maps: MapList,
-    ids: Tensor,
-    table_offsets: Tensor,
-    meanwhile: Callable[[Tensor], object] | None = None,
-) -> tuple[Tensor, Tensor]:
+def find_rows(maps: MapList, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Finds the rows of ids [N] int64 in table order; table_offsets [T + 1] int64, where each table's begin.
-
-    meanwhile: as of `read`, with the rows; not called on the CPU.
 
     Returns:
         rows: [N] int64, -1 for an absent id.
@@ -46,10 +38,7 @@ def find_rows(
         RuntimeError: on a GPU, an earlier op had invalid arguments (csrc/device_errors.h).
     """
     rows, absent = ops.lookup(ids, table_offsets, *maps.arrays())
-    if ids.is_cpu:
-        return rows, absent
-    then = None if meanwhile is None else partial(meanwhile, rows)
-    return rows, read(read_absent(absent, ids), then)
+    return rows, absent if ids.is_cpu else read(read_absent(absent, ids))
 
 
 def read_absent(absent: Tensor, ids: Tensor) -> HostRead[Tensor]:
@@ -75,12 +64,13 @@ def ranges_of(new_offsets: Tensor) -> dict[int, slice]:
 
 
 def insert_unseen(
-    tables: Sequence[TableArrays], ids: Tensor, rows: Tensor, table_offsets: Tensor
+    tables: Mapping[int, TableArrays], ids: Tensor, rows: Tensor, table_offsets: Tensor
 ) -> Tensor:
     """Inserts the absent ids of a lookup, whatever the policies, and writes their rows into `rows`.
 
-    ids [N] int64 in table order; rows [N] int64 of `ops.lookup`: -1 becomes the new row, in place;
-    table_offsets [T + 1] int64, where the ids of each table begin.
+    `tables` by number; ids of a table that is not among them stay absent. ids [N] int64 in table order;
+    rows [N] int64 of `ops.lookup`: -1 becomes the new row, in place; table_offsets [T + 1] int64, where the
+    ids of each table begin.
 
     Returns:
         [N] int64, -1 for an id that was not absent, else 0 or more.
@@ -91,15 +81,34 @@ def insert_unseen(
     new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
     if not new_ids.numel():
         return new_index
-    fresh = [(tables[t], new_ids[ids_of]) for t, ids_of in ranges_of(new_offsets).items()]
-    for table, ids_of_table in fresh:
-        table.check_room(ids_of_table.numel())
-    for table, ids_of_table in fresh:
-        table.reserve(ids_of_table.numel())
-    added = [Addition(*of_table) for of_table in fresh]
-    insert_rows(added)
-    ops.fill_new_(rows, new_index, _joined([of_table.rows for of_table in added]))
+    ranges = ranges_of(new_offsets)
+    fresh = {t: new_ids[range_of] for t, range_of in ranges.items() if t in tables}
+    for t, ids_of_table in fresh.items():
+        tables[t].check_room(ids_of_table.numel())
+    for t, ids_of_table in fresh.items():
+        tables[t].reserve(ids_of_table.numel())
+    added = {t: Addition(tables[t], ids_of_table) for t, ids_of_table in fresh.items()}
+    if added:
+        insert_rows(list(added.values()))
+        new_rows = {t: of_table.rows for t, of_table in added.items()}
+        ops.fill_new_(rows, new_index, rows_of_new(new_ids, ranges, new_rows))
     return new_index
+
+
+def rows_of_new(
+    new_ids: Tensor, ranges: Mapping[int, slice], new_rows: Mapping[int, Tensor]
+) -> Tensor:
+    """Returns the rows of new ids, [M] int64; -1 for an id of a table without `new_rows`.
+
+    new_ids [M] int64, table after table. ranges: as `ranges_of` returns them. new_rows: the rows of a table's
+    new ids, by number of the table.
+    """
+    return _joined(
+        [
+            new_rows[t] if t in new_rows else torch.full_like(new_ids[range_of], -1)
+            for t, range_of in ranges.items()
+        ]
+    )
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -118,13 +127,12 @@ class Addition:
         self.table = table
         self.ids = ids
         self._counts = counts
-        self._allocation: Allocation = table.row_numbers.prepare(ids.numel())
+        self._step = table.step
         self._num_ids = table.id_map.num_ids + ids.numel()
         self._own = table.own._replace(edits=table.own.edits + 1)
         self._inserted = table.counters["inserted"] + ids.numel()
-        table.initial_rows.write(ids, self.rows, table.weights)
-        for state in table.states:
-            state.zero(self.rows)
+        self._allocation: Allocation = table.row_numbers.prepare(ids.numel())
+        table.initial_rows.write(ids, self._allocation.rows, table.weights, table.states)
 
     @property
     def rows(self) -> Tensor:
@@ -136,7 +144,7 @@ class Addition:
         table = self.table
         table.row_numbers.commit(self._allocation)
         if table.life is not None:
-            table.life.add_rows(self.ids, self.rows, table.step, self._counts)
+            table.life.add_rows(self.ids, self._allocation.rows, self._step, self._counts)
         log = table.change_log
         if log is not None:
             log.add(self.rows)
@@ -152,13 +160,12 @@ def insert_rows(added: Sequence[Addition]) -> None:
 def commit_rows(added: Sequence[Addition], again: bool) -> None:
     """`insert_rows` as an action of `run_to_end`."""
     maps = [of_table.table.id_map for of_table in added]
-    ids, rows = (_joined([getattr(a, name) for a in added]) for name in ("ids", "rows"))
-    offsets = host_numbers([0, *(of_table.ids.numel() for of_table in added)]).cumsum(0)
+    sizes = [of_table.ids.numel() for of_table in added]
+    ids = _joined([of_table.ids for of_table in added])
+    rows = _joined([of_table.rows for of_table in added])
     for of_table in added:
         of_table.commit()
-    arrays = arrays_of(maps)
-    if not again or bool((ops.lookup(ids, offsets, *arrays)[0] < 0).any()):
-        ops.insert(ids, rows, offsets, *arrays)
+    put_all(maps, sizes, ids, rows, again)
 
 
 class Removal:
@@ -202,3 +209,21 @@ class Removal:
             self._table.life.forget_rows(self._rows)
         self._table.row_numbers.free(self._rows)
         self._table.counters.update(self._counted)
+
+
+def count_late_grads(
+    tables: Mapping[int, TableArrays], rows: Tensor, table_offsets: Tensor
+) -> None:
+    """Counts the gradients of a batch for rows of removed ids.
+
+    `tables` by number. rows [N] int64 in table order; table_offsets [T + 1] int64, where those of each begin.
+    """
+    late: dict[int, Tensor] = {}
+    for t, table in tables.items():
+        withheld = table.row_numbers.withheld()
+        if withheld.numel():
+            begin, end = table_offsets[t : t + 2].tolist()
+            late[t] = torch.isin(rows[begin:end], withheld).sum()
+    if late:
+        for t, count in zip(late, torch.stack(list(late.values())).tolist(), strict=True):
+            tables[t].counters["late_grads"] += count

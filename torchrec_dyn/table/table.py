@@ -77,7 +77,7 @@ class DynamicTable(TableArrays):
         """Returns the rows, [M] int64, of ids [M] int64, repeats allowed; an absent id gets a fresh row."""
         offsets = torch.tensor([0, ids.numel()], device="cpu")
         rows, _ = find_rows(MapList([self.id_map]), ids, offsets)
-        insert_unseen([self], ids, rows, offsets)
+        insert_unseen({0: self}, ids, rows, offsets)
         return rows
 
     @locked
