@@ -1,8 +1,8 @@
 """The unsharded collections. The room is named after `torchrec.modules`.
 
-Imports `state_dict`, `checkpoint_format`, `lookup`, `table`, `life`, `storage` and the ground. Start with
-`embeddingbag_collection`: a collection holds tables (`unsharded_table`), and `unsharded_lookup` runs their
-forwards. `collection_tables` has the methods that both collections share.
+Imports `state_dict`, `ranks`, `checkpoint_format`, `lookup`, `table`, `life`, `storage` and the ground. Start
+with `embeddingbag_collection`: a collection holds tables (`unsharded_table`), and `unsharded_lookup` runs
+their forwards. `collection_tables` has the methods that both collections share.
 
 The collections are ordinary modules: `.to`, deepcopy, pickling and `state_dict` work as usual.
 """

@@ -94,9 +94,7 @@ def tables_in(collection: Collection, path: str = "", call: str = "tables_in") -
         shards = collection._shards
         return {one.name: replace(one, key=prefix + one.name) for one in shards.tables()}
     return {
-        one.config.name: Table.of_one(
-            one.rows(), one.where, one.saved_config(), prefix + one.config.name
-        )
+        one.config.name: one.as_whole(prefix + one.config.name)
         for one in collection.unsharded_lookup.tables
     }
 
