@@ -115,7 +115,7 @@ def test_copies_of_a_state_dict_are_on_the_host(device, group, read_at_once):
     for one in (here, there):
         sharded, state = table_of(group, one), {}
         read_at_once.clear()
-        save_tables(state, "", [sharded], "c")
+        save_tables(state, {"t.": sharded}, "c")
         both = copy.deepcopy(state), save_optimizer_state(sharded)
         both = pickle.loads(pickle.dumps(both))
         assert max(read_at_once, default=0) <= 320
@@ -125,7 +125,7 @@ def test_copies_of_a_state_dict_are_on_the_host(device, group, read_at_once):
     for place in ("cpu", CUDA):
         loaded = table(place)
         sharded = table_of(group, loaded)
-        load_tables(dict(both[0]), "", [sharded], "c", [])
+        load_tables(dict(both[0]), {"t.": sharded}, "c", [])
         load_optimizer_state(sharded, both[1])
         assert_same(state_of(loaded), state_of(here))
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from life_cases import LRU, Stream
-from table_cases import ids_of, same_state
+from table_cases import ids_of
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
@@ -41,32 +41,6 @@ def test_an_age_list_that_failed_is_made_again(monkeypatch):
     monkeypatch.setattr(Scores, "lowest", search)
     assert stream.step(9) == {1, 2, 3, 4, 9}
     assert stream.step(9) == {9}
-
-
-def test_optimizer_state_that_cannot_be_loaded_leaves_rows_and_scores(monkeypatch):
-    """Memory ends after the scores of some rows: they follow the step that is loaded last."""
-    stream = Stream(LRU)
-    stream.steps([1, 2, 3, 4], [1, 5])
-    state, table = stream.table.export_state(), Stream(LRU).table
-    table.load_state({name: state[name] for name in ("ids", "weight")})
-    before, stats, generation = table.export_state(), table.stats(), table.generation
-    calls, write = [], Scores.write
-
-    def fail(*given):
-        calls.append(given)
-        if len(calls) == 2:
-            raise MemoryError
-        write(*given)
-
-    monkeypatch.setattr("torchrec_dyn.life.row_life._SCORED_AT_ONCE", 2)
-    monkeypatch.setattr(Scores, "write", fail)
-    with pytest.raises(MemoryError):
-        table.load_optimizer_state(state)
-    assert len(calls) == 2 and same_state(table.export_state(), before)
-    assert table.stats() == stats and table.generation == generation
-    monkeypatch.setattr(Scores, "write", write)
-    table.load_optimizer_state(state)
-    assert table.step == 2 and set(table.export_state()["last_seen"].tolist()) == {2}
 
 
 def old_state():

@@ -7,12 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 import workers
 from checkpoint_cases import differences, held, put, quietly, save, state_dict_of, tables_of
 from checkpoint_small import LRU, case, on_one, read, sharded, step, unsharded
+from table_cases import same_state
 
+import torchrec_dyn as dyn
+from torchrec_dyn.life.scores import Scores
+from torchrec_dyn.state_dict import aligned_state
 from torchrec_dyn.state_dict.aligned_state import AlignedState
+from torchrec_dyn.storage.row_store import RowStore
 
 
 def optimizer_first(path: str) -> bool:
@@ -51,6 +57,81 @@ def test_unsharded_the_optimizer_before_the_module_names_the_order_where_ids_dif
         model.fused_optimizer.load_state_dict(copy.deepcopy(trained.fused_optimizer.state_dict()))
     after = model.local_tables()["t"].export_state()
     assert all(after[name].equal(tensor) for name, tensor in before.items())
+
+
+def state_of_a_copy(model: dyn.DynamicEmbeddingBagCollection, **changes: torch.Tensor) -> dict:
+    """Returns the optimizer's state dict of a copy of a model whose table has other numbers."""
+    model = copy.deepcopy(model)
+    table = model.local_tables()["t"]
+    table.load_state(table.export_state() | changes)
+    return model.fused_optimizer.state_dict()
+
+
+def test_unsharded_optimizer_state_goes_to_the_rows_of_its_ids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The state comes in canonical order, in stretches of two rows; the rows are in the order of training."""
+    monkeypatch.setattr(aligned_state, "CHUNK_BYTES", 64)
+    model = unsharded(case(optimizer="ADAM"))
+    step(model, list(range(40)))
+    state = model.local_tables()["t"].export_state()
+    changes = {name: torch.rand_like(state[name]) for name in ("momentum1", "momentum2")}
+    changes["step"] = torch.tensor(7)
+    model.fused_optimizer.load_state_dict(state_of_a_copy(model, **changes))
+    assert same_state(model.local_tables()["t"].export_state(), state | changes)
+
+
+@pytest.mark.parametrize("config", [None, LRU], ids=["no scores", "scores"])
+def test_the_step_of_scores_does_not_go_back(config: dyn.DynamicTableConfig | None) -> None:
+    """Optimizer state of an earlier step sets the step of a table without scores only."""
+    model = unsharded(case(config=config, optimizer="ADAM"))
+    step(model, [1, 2])
+    early = model.fused_optimizer.state_dict()
+    step(model, [1, 2])
+    table = model.local_tables()["t"]
+    model.fused_optimizer.load_state_dict(early)
+    assert table.step == (1 if config is None else 2)
+    model.fused_optimizer.load_state_dict(state_of_a_copy(model, step=torch.tensor(9)))
+    assert table.step == 9
+
+
+@pytest.mark.parametrize("store", [RowStore, Scores])
+def test_unsharded_optimizer_state_that_cannot_be_loaded_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, store: type
+) -> None:
+    """Memory ends after some rows; scores of rows that were loaded without them follow the step."""
+    trained, model = (unsharded(case(config=LRU, optimizer="ADAM")) for _ in range(2))
+    step(trained, list(range(40)))
+    step(trained, [0, 1])
+    saved = {
+        key: one
+        for key, one in trained.state_dict().items()
+        if not key.endswith((".last_seen", ".count"))
+    }
+    step(model, list(range(40)))
+    model.load_state_dict(saved)
+    table, calls, write = model.local_tables()["t"], [], store.write
+    table.erase(torch.arange(10))
+    for number in reversed(range(10)):  # in other rows
+        table.assign(torch.tensor([number]), torch.ones(1, 8))
+    before, stats, generation = table.export_state(), table.stats(), table.generation
+
+    def fail(*given: object) -> None:
+        calls.append(given)
+        if len(calls) == 2:
+            raise MemoryError
+        write(*given)
+
+    monkeypatch.setattr(aligned_state, "CHUNK_BYTES", 64)
+    monkeypatch.setattr("torchrec_dyn.life.row_life._SCORED_AT_ONCE", 2)
+    monkeypatch.setattr(store, "write", fail)
+    with pytest.raises(MemoryError):
+        model.fused_optimizer.load_state_dict(trained.fused_optimizer.state_dict())
+    assert len(calls) == 2 and same_state(table.export_state(), before)
+    assert table.stats() == stats and table.generation == generation
+    monkeypatch.setattr(store, "write", write)
+    model.fused_optimizer.load_state_dict(trained.fused_optimizer.state_dict())
+    assert table.step == 2 and set(table.export_state()["last_seen"].tolist()) == {2}
 
 
 def optimizer_of_an_earlier_save(path: str) -> int:

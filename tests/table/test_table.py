@@ -16,7 +16,6 @@ from table_cases import bags_of, ids_of, make_group, make_table, random_bags, sa
 from torchrec_dyn import AdmitAfter, LeastRecentlyUsed
 from torchrec_dyn.initializers import Constant, Normal
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.table import contents
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 every_kind = pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kind: kind.name)
@@ -322,31 +321,6 @@ def test_a_table_that_changes_its_group_counts_on():
     stats = other.stats()
     assert (stats["forwards"], stats["step"], stats["ids_seen"], stats["hits"]) == (4, 4, 7, 5)
     assert other.edits == edits + 1
-
-
-def test_optimizer_state_is_loaded_in_canonical_order(monkeypatch):
-    """State of several stretches of rows; afterwards each id has its own numbers."""
-    monkeypatch.setattr(contents, "CROSSING_BYTES", 256)
-    table = trained_table()
-    state = table.export_state()
-    given = {name: state[name] + 3 for name in table.optimizer.state_names}
-    given["step"] = torch.tensor(7)
-    table.load_optimizer_state(given)
-    assert same_state(table.export_state(), state | given)
-
-
-@pytest.mark.parametrize("eviction", [None, LeastRecentlyUsed()])
-def test_the_step_of_scores_does_not_go_back(eviction):
-    """Optimizer state of an earlier step sets the step of a table without scores only."""
-    table = make_table(OptimizerKind.ADAM, eviction=eviction)
-    group = make_group(table)
-    for _ in range(3):
-        group(*bags_of([1, 2]), training=True).sum().backward()
-    state = table.export_state()
-    table.load_optimizer_state(state | {"step": torch.tensor(2)})
-    assert table.step == (2 if eviction is None else 3)
-    table.load_optimizer_state(state | {"step": torch.tensor(9)})
-    assert table.step == 9
 
 
 def living_table():

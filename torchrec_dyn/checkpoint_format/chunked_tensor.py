@@ -159,6 +159,8 @@ class ChunkedTensor:
                 )
                 stream = io.BytesIO(stream.read())
             saved = torch.load(stream, map_location=device, weights_only=True)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         # torch does not document its exceptions for damaged bytes: RuntimeError, UnpicklingError, ...
         except Exception as error:
             why = f"{type(error).__name__}: {error}".partition("\n")[0]

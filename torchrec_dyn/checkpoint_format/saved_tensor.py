@@ -264,11 +264,12 @@ def whole_tensor(value: Tensor, is_saved: bool, entry: Any = None) -> SavedTenso
     return SavedTensor(value.shape, value.dtype, parts, entry)
 
 
-def numbers_of(value: Tensor) -> Tensor:
+def numbers_of(value: Tensor, at_once: bool = False) -> Tensor:
     """Returns the plain tensor of a tensor that this rank holds completely.
 
     Args:
         value: a SavedTensor, or a plain tensor.
+        at_once: True to read all rows together, which copies them once; their memory must be the CPU's.
 
     Raises:
         ValueError: if this rank does not hold all parts.
@@ -276,6 +277,8 @@ def numbers_of(value: Tensor) -> Tensor:
     if not isinstance(value, SavedTensor):
         return value
     value._held.check_readable()
+    if at_once and value.dim() and len(value.parts) == 1 and value.parts[0].size == value.shape:
+        return value.parts[0].read(0, len(value)).reshape(value.shape)
     made, copied = torch.empty(value.shape, dtype=value.dtype, device="cpu"), 0
     for part in value.parts:
         block = tuple(slice(o, o + n) for o, n in zip(part.offset, part.size, strict=True))

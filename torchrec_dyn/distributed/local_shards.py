@@ -133,7 +133,7 @@ class LocalShards:
         def put(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
             if self._env.world_size > 1:
                 check_not_gathered(self.where)
-            save_tables(state_dict, f"{prefix}{holder}.", self.tables(), self.where)
+            save_tables(state_dict, self._by_key(f"{prefix}{holder}."), self.where)
 
         def take(
             module: nn.Module,
@@ -144,9 +144,8 @@ class LocalShards:
             missing_keys: list[str],
             *others: Any,
         ) -> None:
-            loaded = load_tables(
-                state_dict, f"{prefix}{holder}.", self.tables(), self.where, missing_keys
-            )
+            tables = self._by_key(f"{prefix}{holder}.")
+            loaded = load_tables(state_dict, tables, self.where, missing_keys)
             self._initializers.update(loaded)
 
         tables = list(self._optimizers.items())
@@ -171,6 +170,10 @@ class LocalShards:
     def tables(self) -> list[Table]:
         """Returns the tables, in the order of the collection."""
         return [self.table(name) for name in self._configs]
+
+    def _by_key(self, prefix: str) -> dict[str, Table]:
+        """Returns the tables by the prefix of their keys in a state dict."""
+        return {f"{prefix}{table.name}.": table for table in self.tables()}
 
     def table(self, name: str) -> Table:
         """Returns one table as it is now. After the table has moved, call this again."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_dyn.checkpoint_format import SavedTensor
 from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules import LearningRateGroup, saved_states
 from torchrec_dyn.optimizers import RowOptimizer
@@ -70,7 +69,7 @@ class ShardedOptimizer(KeyedOptimizer):
         self.step()
 
 
-def _save(table_of: Callable[[str], Table], name: str) -> dict[str, SavedTensor]:
+def _save(table_of: Callable[[str], Table], name: str) -> Mapping[str, Tensor]:
     return save_optimizer_state(table_of(name))
 
 

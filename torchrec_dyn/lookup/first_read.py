@@ -28,7 +28,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.lookup.bag_layout import Bags
 from torchrec_dyn.lookup.table_lists import TableBlocks, TableLists, TrainedTables
-from torchrec_dyn.storage import HostRead, joined, read
+from torchrec_dyn.storage import HostRead, gather_reads, read
 from torchrec_dyn.table import Expired, expired_of, read_absent
 
 
@@ -173,9 +173,9 @@ def read_first(
     ageing = [] if trained is None else [trained.tables[number] for number in trained.ageing]
     parts: list[HostRead[Any]] = [
         read_absent(absent, ids),
-        joined([expired_of(table) for table in ageing]),
+        gather_reads([expired_of(table) for table in ageing]),
         beside,
     ]
     meanwhile = None if early is None else partial(early.pool, rows)
-    absent, expired, result = read(joined(parts), meanwhile)
+    absent, expired, result = read(gather_reads(parts), meanwhile)
     return FirstRead(rows, absent, expired, result, early)

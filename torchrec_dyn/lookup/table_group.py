@@ -56,7 +56,7 @@ from torchrec_dyn.storage import (
     OpenForwards,
     TableLock,
     changes,
-    joined,
+    gather_reads,
     keep_in_use,
     locked,
     marks_of_update,
@@ -333,7 +333,7 @@ class TableGroup:
             is_counted = True
             bags = self._describe(batch)
             begins = batch.table_offsets
-            reading = joined([]) if trained is None else occurrences_of(trained, batch)
+            reading = gather_reads([]) if trained is None else occurrences_of(trained, batch)
         early = None
         if bags is not None:
             (blocks, _), weights = lists.blocks.rows(), _as_float(batch.weights)

@@ -130,16 +130,19 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule):
         for table, source in zip(self.unsharded_lookup.tables, sources, strict=True):
             table.copy_marks(source.weight)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        # The rows of all tables are checked before any table is loaded.
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # The rows of all tables are verified before any table is loaded. Each table then finds its load in
+        # this dict, which is torch's copy.
         problems = []
         for table in self.unsharded_lookup.tables:
+            key = f"{prefix}{self.unsharded_lookup.prefix}.{table.config.name}."
             try:
-                table.checked_state(
-                    state_dict, f"{prefix}{self.unsharded_lookup.prefix}.{table.config.name}."
-                )
+                staged = table.staged(state_dict, key)
             except ValueError as fault:
                 problems.append(str(fault))
+            else:
+                if staged is not None:
+                    state_dict[f"{key}weight"] = staged
         if problems:
             raise ValueError("\n".join(problems))
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -8,16 +8,14 @@ all entries; in a load the last entry loads the tensors of all entries.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from threading import get_ident
 
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import numbers_of
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.state_dict import checked_optimizer_state, optimizer_tensors
-from torchrec_dyn.storage import locked
+from torchrec_dyn.state_dict import load_optimizer_state, save_optimizer_state
+from torchrec_dyn.storage import turn_of
 
 
 class SavedState:
@@ -92,16 +90,13 @@ def saved_states(
 
 def unsharded_states(table: UnshardedTable) -> dict[str, SavedState]:
     """Returns the entries of an unsharded table."""
-    optimizer = table.rows().optimizer
-    return saved_states(table.config.name, optimizer, partial(_save, table), partial(_load, table))
 
+    def save() -> Mapping[str, Tensor]:
+        with turn_of(table):  # all tensors at one moment
+            return save_optimizer_state(table.as_table())
 
-def _save(table: UnshardedTable) -> dict[str, Tensor]:
-    return optimizer_tensors(table.rows())
+    def load(saved: dict[str, Tensor]) -> None:
+        with turn_of(table):
+            load_optimizer_state(table.as_table(), saved)
 
-
-@locked
-def _load(table: UnshardedTable, saved: Mapping[str, Tensor]) -> None:
-    rows = table.rows()
-    loaded = {name: numbers_of(tensor) for name, tensor in saved.items()}
-    rows.load_optimizer_state(checked_optimizer_state(rows, loaded))
+    return saved_states(table.config.name, table.rows().optimizer, save, load)

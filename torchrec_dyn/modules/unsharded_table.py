@@ -9,22 +9,16 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
-from torchrec_dyn.checkpoint_format import MODEL_NAMES, numbers_of, table_config
+from torchrec_dyn.checkpoint_format import MODEL_NAMES, table_config
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_optimizer
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
 from torchrec_dyn.modules.wrapper_checks import skip_in_ddp, skipped_by_fully_shard
+from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict import checked_model_state, empty_model_tensors, model_tensors
+from torchrec_dyn.state_dict import ModelEntry, save_tables, stage_table
 from torchrec_dyn.storage import TableLock, locked
-from torchrec_dyn.table import (
-    ROW_DTYPES,
-    DynamicTable,
-    check_state,
-    state_for_copy,
-    without_optimizer,
-)
+from torchrec_dyn.table import ROW_DTYPES, DynamicTable, state_for_copy, without_optimizer
 
 _META = torch.device("meta")
 _NO_CHOICE: list[Any] = []
@@ -137,18 +131,8 @@ class UnshardedTable(nn.Module):
         optimizer = chosen_optimizer(self.weight, self.fused_params, self.where)
         if before is not None and before.optimizer == optimizer:
             return before
-        table = DynamicTable(
-            name=self.config.name,
-            num_embeddings=self.config.num_embeddings,
-            embedding_dim=self.config.embedding_dim,
-            optimizer=optimizer,
-            config=self.dynamic,
-            dtype=self.weight.dtype,
-            initializer=initializer_of(self.config, self.dynamic),
-            device=self.device,
-        )
+        table = self._new_rows(optimizer, self.device)
         self.device = table.device  # with the number of the GPU, which its name may lack
-        table.lock = self.lock
         if before is not None:
             table.start_as(before.initializer)  # a loaded checkpoint may have set it
         if before is not None and (before.num_rows or before.life is not None):
@@ -161,9 +145,19 @@ class UnshardedTable(nn.Module):
             table.note_replaced(before.id_map)
         return table
 
-    def as_table(self) -> Table:
-        """Returns the table as it is now, in the form of a sharded one; makes the rows."""
-        return Table.of_one(self.rows(), self.where, self.saved_config())
+    def _new_rows(self, optimizer: RowOptimizer, device: torch.device) -> DynamicTable:
+        table = DynamicTable(
+            name=self.config.name,
+            num_embeddings=self.config.num_embeddings,
+            embedding_dim=self.config.embedding_dim,
+            optimizer=optimizer,
+            config=self.dynamic,
+            dtype=self.weight.dtype,
+            initializer=initializer_of(self.config, self.dynamic),
+            device=device,
+        )
+        table.lock = self.lock
+        return table
 
     def rows_if_made(self) -> DynamicTable | None:
         """Returns the rows, or None if the table has not been used yet."""
@@ -277,36 +271,33 @@ class UnshardedTable(nn.Module):
             config.name, config.embedding_dim, self.dynamic.seed, self.weight.dtype, initializer
         )
 
+    def as_table(self) -> Table:
+        """Returns the table as it is now, as one over all ranks, of this rank alone; makes the rows."""
+        return Table.of_one(self.rows(), self.where, self.saved_config())
+
     @locked
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        if self._table is None:
-            counts = self.dynamic.counts_waiting
-            saved = empty_model_tensors(self.saved_config(), self.dynamic.has_life, counts)
-        else:
-            saved = model_tensors(self._table, self.saved_config())
-        destination.update({prefix + name: tensor for name, tensor in saved.items()})
+        # A table that nothing has used is saved without rows, even on the meta device.
+        rows = self._table or self._new_rows(RowOptimizer(), torch.device("cpu"))
+        table = Table.of_one(rows, self.where, self.saved_config())
+        save_tables(destination, {prefix: table}, self.where)
 
-    def checked_state(
-        self, state_dict: Mapping[str, Any], prefix: str
-    ) -> tuple[dict[str, Tensor], Initializer | None] | None:
-        """Returns the saved rows and their initializer, or None if the state dict has no rows.
+    def staged(self, state_dict: Mapping[str, Any], prefix: str) -> ModelEntry | None:
+        """Returns the verified load of the saved rows, or None if the state dict has no rows.
+
+        Nothing changes before its `commit`.
 
         Raises:
             ValueError: if the saved rows are damaged or do not match this table.
         """
         saved = {
-            name: numbers_of(state_dict[prefix + name])
+            name: state_dict[prefix + name]
             for name in MODEL_NAMES
             if isinstance(state_dict.get(prefix + name), Tensor)
         }
-        if not {"weight", "ids"} <= saved.keys():
-            return None
-        state, initializer = checked_model_state(self.where, saved, self.saved_config())
-        self._check_device()
-        check_state(self.where, state, self.config.embedding_dim, {})
-        return state, initializer
+        return stage_table(self.as_table(), saved) if {"weight", "ids"} <= saved.keys() else None
 
     @locked
     def _load_from_state_dict(
@@ -327,16 +318,15 @@ class UnshardedTable(nn.Module):
                 for key in state_dict
                 if key.startswith(prefix) and key[len(prefix) :] not in MODEL_NAMES
             )
+        loaded = state_dict.get(prefix + "weight")  # staged by the collection, if it is loaded
         try:
-            checked = self.checked_state(state_dict, prefix)
-            if checked is not None:
-                state, initializer = checked
-                state["weight"] = state["weight"].to(self.weight.dtype)
-                self.rows().load_state(state)
-                if initializer is not None:
-                    self.rows().start_as(initializer)
+            if not isinstance(loaded, ModelEntry):
+                loaded = self.staged(state_dict, prefix)
         except ValueError as fault:
             error_msgs.append(str(fault))
+            return
+        if loaded is not None:
+            loaded.commit()
 
     def __getstate__(self) -> dict[str, Any]:
         # A parameter loses its attributes when it is deep-copied, and cannot be pickled with the optimizers

@@ -1,7 +1,8 @@
 """Saving of tables to state dicts, and loading, which verifies everything before anything changes.
 
 Imports `ranks`, `checkpoint_format`, `table`, `life`, `storage` and the ground; needs torch only. Start with
-`collection_state`. `saving` saves sharded tables, `unsharded` saves and loads unsharded tables. A load of
+`collection_state`. An unsharded table is a table of one rank, without a process group: its state dict has
+the tensors of `saving` as plain tensors, and a load of it begins with `fill` of `load_session`. A load of
 sharded tables runs in this order; each file checks its part and may refuse the load:
 
     dcp.load            load_planner      finds the tensors of each table and the blocks to read
@@ -21,6 +22,7 @@ from torchrec_dyn.state_dict.collection_state import (
     load_tables,
     save_optimizer_state,
     save_tables,
+    stage_table,
 )
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
 from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
@@ -28,10 +30,3 @@ from torchrec_dyn.state_dict.loading import ModelEntry, OptimizerEntry
 from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
 from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource, saved_tensors
 from torchrec_dyn.state_dict.staged_rows import StagedRows
-from torchrec_dyn.state_dict.unsharded import (
-    checked_model_state,
-    checked_optimizer_state,
-    empty_model_tensors,
-    model_tensors,
-    optimizer_tensors,
-)

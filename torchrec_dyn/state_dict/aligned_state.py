@@ -25,13 +25,11 @@ class _LoadedState(NamedTuple):
     """Loaded optimizer state of one shard.
 
     Attributes:
-        is_same: True if the stores have the order of the shard's rows.
-        states: the stores.
+        states: the stores, in the order of the shard's rows.
         step: the loaded step.
         life: the life of the rows at the loaded step; None without a policy.
     """
 
-    is_same: bool
     states: tuple[RowStore, ...]
     step: int
     life: RowLife | None
@@ -78,15 +76,22 @@ class AlignedState:
 
     def compare(self, summed: Mapping[str, int]) -> None:
         """Raises ValueError if the state is damaged, or was saved with other rows than the present rows."""
+        entry, table = self._entry, self._entry.table
+        expected = f"{table.where}: expected the rows that the optimizer state was saved with, got other rows"
         try:
-            self._entry.compare(summed)
-        except ValueError:
-            if not self._entry.is_verified:
+            entry.compare(summed)
+        except ValueError as error:
+            if entry.is_verified:
+                raise ValueError(
+                    f"{expected}. Load the state dict of the module right before the state dict of its "
+                    "optimizer."
+                ) from None
+            if table.group is not None:
                 raise
-            raise ValueError(
-                f"{self._entry.table.where}: expected the rows that the optimizer state was saved with, got "
-                "other rows. Load the state dict of the module right before the state dict of its optimizer."
-            ) from None
+            raise ValueError(  # the sums are of ids and state: other ids read as damage
+                f"{expected}, or damaged state. Load the state dict of the module before that of its "
+                "optimizer; if that was done, use the checkpoint before."
+            ) from error
 
     def _stretches(self, rows: CanonicalRows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yields the ids of a shard, their rows in the shard, and their rows in the staged stores."""
@@ -146,35 +151,34 @@ class AlignedState:
                 if is_same:
                     store.reserve(shard.weights.capacity)
                 states.append(store)
+            if not is_same:
+                states = self._in_order_of(number, shard, states)
             step = int(entry.small["step"]) if "step" in entry.small else shard.step
             step, life = max(shard.step if shard.life else 0, step), shard.life
             if life is not None:
                 life = life.caught_up(step, shard.row_numbers.high_water_mark)
-            loaded.append(_LoadedState(is_same, tuple(states), step, life))
-        # From here on memory is needed only to write rows in another order, over the present rows. After an
-        # interrupt (Ctrl-C) all column shards have the same scores and step, which decide evictions.
-        of_shards = list(enumerate(zip(table.shards, loaded, strict=True)))
-        run_to_end(
-            *(partial(self._write_rows, number, *one) for number, one in of_shards),
-            *(partial(_swap, *one) for _, one in of_shards),
-        )
+            loaded.append(_LoadedState(tuple(states), step, life))
+        # After an interrupt (Ctrl-C) all column shards have the same scores and step, which decide evictions.
+        run_to_end(*(partial(_swap, *one) for one in zip(table.shards, loaded, strict=True)))
         entry.staged = entry.session = None
         entry.renew()  # if the same state dict is loaded again, its tensors are the table's own
 
-    def _write_rows(
-        self, number: int, shard: DynamicTable, loaded: _LoadedState, again: bool
-    ) -> None:
-        """Writes loaded state of another order into the stores of a shard."""
-        if loaded.is_same:
-            return
+    def _in_order_of(
+        self, number: int, shard: DynamicTable, stores: list[RowStore]
+    ) -> list[RowStore]:
+        """Returns copies of loaded stores in the order of a shard's rows."""
+        ordered = [RowStore(one.columns, one.shift, one.dtype, one.device) for one in shard.states]
+        for one in ordered:
+            one.reserve(shard.weights.capacity)
         for _, own, staged in self._stretches(self._canonical[number]):
-            for state, store in zip(shard.states, loaded.states, strict=True):
-                state.write(own, store.read(staged))
+            for one, store in zip(ordered, stores, strict=True):
+                one.write(own, store.read(staged))
+        return ordered
 
 
 def _swap(shard: DynamicTable, loaded: _LoadedState, again: bool) -> None:
     """Swaps loaded state into a shard. A second call directly after changes nothing."""
-    shard.replace_states(loaded.states if loaded.is_same else shard.states)
+    shard.replace_states(loaded.states)
     shard.step, shard.life = loaded.step, loaded.life
 
 

@@ -1,4 +1,4 @@
-"""Saves and loads the state dicts of a sharded collection and of its optimizer.
+"""Saves and loads the state dicts of a collection and of its optimizer, sharded or not.
 
 A load takes plain tensors, copies of this rank's saved tensors, or tensors that DCP has loaded
 (load_planner.py). It changes all tables or no table.
@@ -6,47 +6,64 @@ A load takes plain tensors, copies of this rank's saved tensors, or tensors that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, TypeVar
 
-from torchrec_dyn.checkpoint_format import CHUNK_BYTES, MODEL_NAMES, SavedTensor, numbers_of
+from torch import Tensor
+
+from torchrec_dyn.checkpoint_format import MODEL_NAMES, SavedTensor, numbers_of
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict.aligned_state import commit_state
-from torchrec_dyn.state_dict.load_session import LoadSession
-from torchrec_dyn.state_dict.loading import ModelEntry, OptimizerEntry, row_ranges_of
-from torchrec_dyn.state_dict.places import Places
-from torchrec_dyn.state_dict.saving import saved_tensors
-from torchrec_dyn.state_dict.unsharded import check_shapes
-from torchrec_dyn.storage import canonical_order
-from torchrec_dyn.table import ROW_DTYPES
+from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
+from torchrec_dyn.state_dict.loading import ModelEntry, OptimizerEntry
+from torchrec_dyn.state_dict.saving import ShardSource, saved_tensors
 
 _NEEDED = ("weight", "ids")
+_Entry = TypeVar("_Entry", bound=TableEntry)
 
 
 def save_tables(
-    destination: MutableMapping[str, Any], prefix: str, tables: Sequence[Table], where: str
+    destination: MutableMapping[str, Any], tables: Mapping[str, Table], where: str
 ) -> None:
     """Adds the tensors of all tables to a state dict. Collective.
 
     Args:
         destination: the state dict.
-        prefix: prefix of the tables' names.
-        tables: tables of one collection.
+        tables: tables of one collection by the prefix of their keys.
         where: the collection, for messages.
     """
-    made = saved_tensors(
-        tables[0].group, f"{where}.state_dict", tables, lambda one: [ModelEntry(one).renew()]
-    )
-    for table, tensors in zip(tables, made, strict=True):
-        for name, tensor in tensors.items():
-            destination[f"{prefix}{table.name}.{name}"] = tensor
+    made = _tensors(f"{where}.state_dict", [*tables.values()], lambda one: ModelEntry(one).renew())
+    for prefix, tensors in zip(tables, made, strict=True):
+        destination.update({prefix + name: tensor for name, tensor in tensors.items()})
+
+
+def save_optimizer_state(table: Table) -> Mapping[str, Tensor]:
+    """Returns the tensors of a table's optimizer state, by name. Collective."""
+    call = f"{table.where}.state_dict"
+    return _tensors(call, [table], lambda one: OptimizerEntry(one).renew())[0]
+
+
+def _tensors(
+    call: str, tables: Sequence[Table], source: Callable[[Table], ShardSource]
+) -> Sequence[Mapping[str, Tensor]]:
+    """Returns the tensors of each table: of unsharded tables, which lie on no other rank, plain tensors."""
+    made = saved_tensors(tables[0].group, call, tables, lambda one: [source(one)])
+    if tables[0].group is not None:
+        return made
+    return [
+        {name: numbers_of(tensor, table.device.type == "cpu") for name, tensor in tensors.items()}
+        for table, tensors in zip(tables, made, strict=True)
+    ]
+
+
+def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: numbers_of(tensor) for name, tensor in tensors.items()}
 
 
 def load_tables(
     state_dict: MutableMapping[str, Any],
-    prefix: str,
-    tables: Sequence[Table],
+    tables: Mapping[str, Table],
     where: str,
     missing_keys: list[str],
 ) -> dict[str, Initializer]:
@@ -54,8 +71,7 @@ def load_tables(
 
     Args:
         state_dict: the state dict; keys of other modules are not changed.
-        prefix: prefix of the tables' names.
-        tables: tables of one collection.
+        tables: tables of one collection by the prefix of their keys.
         where: the collection, for messages.
         missing_keys: list to which missing keys are appended.
 
@@ -71,19 +87,20 @@ def load_tables(
     entries: dict[str, ModelEntry] = {}
 
     def find() -> list[tuple[str, bool]]:
-        for table in tables:
-            keys = {name: f"{prefix}{table.name}.{name}" for name in MODEL_NAMES}
+        for prefix, table in tables.items():
+            keys = {name: prefix + name for name in MODEL_NAMES}
             saved = {name: state_dict.pop(key) for name, key in keys.items() if key in state_dict}
             missing = [keys[name] for name in _NEEDED if name not in saved]
             missing_keys.extend(missing)
             if not missing:
-                entry = _model_entry(saved, table)
+                entry = _entry(ModelEntry, table, saved, saved["weight"])
                 if entry is not None:
                     entries[table.name] = entry
         return [(name, entry.session is None) for name, entry in entries.items()]
 
     where = f"{where}.load_state_dict"
-    by_rank = gather_results(tables[0].group, where, find)
+    group = next(iter(tables.values())).group
+    by_rank = gather_results(group, where, find)
     for rank, found in enumerate(by_rank):
         if found != by_rank[0]:
             raise ValueError(
@@ -101,69 +118,23 @@ def load_tables(
             entry.commit()
         return {name: one for name, one in saved.items() if one is not None}
 
-    return run_together(tables[0].group, where, commit)
+    return run_together(group, where, commit)
 
 
-def _model_entry(saved: Mapping[str, Any], table: Table) -> ModelEntry | None:
-    """Returns an entry with all saved tensors staged.
-
-    None: the tensors are the table's own, and nothing was loaded into them.
-
-    Raises:
-        RuntimeError: if the tensors are the table's own, and the table has changed since.
-    """
-    weight = saved["weight"]
-    loaded = weight.entry if isinstance(weight, SavedTensor) else None
-    if isinstance(loaded, ModelEntry):
-        if loaded.is_own(table):
-            return None
-        if loaded.staged is not None:
-            loaded.table.check_model(table)
-            return loaded
-    entry = ModelEntry(table)
-    entry.present = set(saved)
-    for name in entry.small_names:
-        if name in saved:
-            entry.small[name] = numbers_of(saved[name])
-    if not isinstance(weight, SavedTensor):
-        _stage_whole(entry, saved)
-        return entry
-    # Copies of this rank's saved tensors: they need the same plan on the same number of ranks.
-    entry.stage(Places(row_ranges_of(saved["ids"])), weight.dtype)
-    for name in entry.names:
-        for offset, block in saved[name].local() if name in saved else ():
-            entry.receive(name, offset, block)
-    return entry
-
-
-def _stage_whole(entry: ModelEntry, saved: Mapping[str, Any]) -> None:
-    """Stages this rank's rows of plain tensors, which hold the rows of all ranks."""
-    ids, weight = saved["ids"], saved["weight"].detach()
-    check_shapes(entry.table.where, weight, ids, entry.table.embedding_dim)
-    if weight.dtype not in ROW_DTYPES:
-        saved = {**saved, "weight": weight.float()}
-    order = canonical_order(ids)
-    mine = order[entry.table.owns(ids[order])]
-    entry.stage(Places([(0, mine.numel())]), saved["weight"].dtype)
-    for name in entry.names:
-        if name == "waiting" and name in saved:
-            entry.receive(name, (0, 0), saved[name])
-        elif name in saved:
-            rows = saved[name]
-            step = max(1, CHUNK_BYTES // max(1, rows[:1].nbytes))
-            for start in range(0, mine.numel(), step):
-                some = mine[start : start + step].to(rows.device)
-                entry.receive(name, (start, 0), rows[some])
-
-
-def save_optimizer_state(table: Table) -> dict[str, SavedTensor]:
-    """Returns the tensors of a table's optimizer state, by name. Collective.
+def stage_table(table: Table, saved: Mapping[str, Tensor]) -> ModelEntry:
+    """Returns the verified load of an unsharded table, which is to be committed.
 
     Args:
         table: the table.
+        saved: tensors by name, with "weight" and "ids".
+
+    Raises:
+        ValueError: if the table is damaged or does not match the model.
     """
-    call = f"{table.where}.state_dict"
-    return saved_tensors(table.group, call, [table], lambda one: [OptimizerEntry(one).renew()])[0]
+    entry = ModelEntry(table)
+    entry.fill(_plain(saved))
+    LoadSession([entry]).verify(table.where)
+    return entry
 
 
 def load_optimizer_state(table: Table, saved: Mapping[str, Any]) -> None:
@@ -178,10 +149,11 @@ def load_optimizer_state(table: Table, saved: Mapping[str, Any]) -> None:
             state dicts of different loads; nothing has changed then.
     """
     where = f"{table.where}.load_state_dict"
+    saved = saved if table.group is not None else _plain(saved)
     found: list[OptimizerEntry | None] = []
 
     def find() -> tuple[bool, bool]:
-        entry = _optimizer_entry(saved, table)
+        entry = _entry(OptimizerEntry, table, saved, saved["config"])
         found.append(entry)
         return entry is not None, entry is not None and entry.session is not None
 
@@ -200,16 +172,23 @@ def load_optimizer_state(table: Table, saved: Mapping[str, Any]) -> None:
     commit_state(entry, where)
 
 
-def _optimizer_entry(saved: Mapping[str, Any], table: Table) -> OptimizerEntry | None:
-    """Returns an entry with all saved tensors staged, or None, as `_model_entry` does."""
-    config = saved["config"]
-    loaded = config.entry if isinstance(config, SavedTensor) else None
-    if isinstance(loaded, OptimizerEntry):
+def _entry(
+    kind: type[_Entry], table: Table, saved: Mapping[str, Any], tensor: Tensor
+) -> _Entry | None:
+    """Returns an entry with all saved tensors staged.
+
+    None: the tensors are the table's own, and nothing was loaded into them. `tensor` is one of them.
+
+    Raises:
+        RuntimeError: if the tensors are the table's own, and the table has changed since.
+    """
+    loaded = tensor.entry if isinstance(tensor, SavedTensor) else None
+    if isinstance(loaded, kind):
         if loaded.is_own(table):
             return None
         if loaded.staged is not None:
             loaded.check_is_for(table)
             return loaded
-    entry = OptimizerEntry(table)
+    entry = kind(table)
     entry.fill(saved)
     return entry

@@ -24,9 +24,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from torchrec_dyn.checkpoint_format import SavedTensor
+from torchrec_dyn.checkpoint_format import (
+    MODEL_TENSORS,
+    OPTIMIZER_TENSORS,
+    ROW_TENSORS,
+    SavedTensor,
+    compare_sums,
+    content_sum,
+    sum_of_small,
+)
 from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
-from torchrec_dyn.state_dict.unsharded import verify_tables
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -115,7 +122,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._left -= 1
         if not self._left:
             loaded = {fqn: self.state_dict[fqn] for fqn in self._plain}
-            verify_tables(loaded, self.metadata.state_dict_metadata)
+            _verify_unsharded(loaded, self.metadata.state_dict_metadata)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Returns the tensor into which a block is read."""
@@ -167,3 +174,41 @@ def _resized(value: Tensor, name: str, saved: Any) -> Tensor | None:
         return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
     size = (2, 0) if name == "clock" else (0, *value.shape[1:])
     return torch.empty(size, dtype=value.dtype, device="cpu")
+
+
+def _verify_unsharded(loaded: Mapping[str, Tensor], saved: Mapping[str, object]) -> None:
+    """Raises ValueError if an unsharded table or its optimizer state is damaged, before any is loaded.
+
+    Args:
+        loaded: tensors by key of the checkpoint, of unsharded tables only.
+        saved: any value, by every key of the checkpoint.
+    """
+    groups: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in loaded.items():
+        prefix, _, name = key.rpartition(".")
+        groups.setdefault(prefix, {})[name] = tensor
+
+    def check(prefix: str, order: tuple[str, ...], ids: Tensor) -> None:
+        tensors, table = groups[prefix], prefix.rpartition(".")[2]
+        if "checksum" not in tensors:
+            return
+        sums = {
+            name: content_sum(table, name, ids, tensors[name])
+            if name in ROW_TENSORS
+            else sum_of_small(table, name, tensors[name])
+            for name in order
+            if name in tensors
+        }
+        # A tensor that is in the checkpoint and was not read cannot be compared.
+        names = [name for name in order if name in sums or f"{prefix}.{name}" not in saved]
+        compare_sums(prefix, tensors["checksum"], order, names, sums)
+
+    ids_of: dict[str, list[Tensor]] = {}
+    for prefix, tensors in groups.items():
+        if "ids" in tensors and "config" in tensors:
+            check(prefix, MODEL_TENSORS, tensors["ids"])
+            ids_of.setdefault(prefix.rpartition(".")[2], []).append(tensors["ids"])
+    for prefix, tensors in groups.items():
+        ids = ids_of.get(prefix.rpartition(".")[2], [])
+        if "step" in tensors and len(ids) == 1:  # else the load of the optimizer state verifies it
+            check(prefix, OPTIMIZER_TENSORS, ids[0])

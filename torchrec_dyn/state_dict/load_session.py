@@ -16,13 +16,14 @@ from torchrec_dyn.checkpoint_format import (
     check_config_is_whole,
     compare_sums,
     from_bytes,
+    numbers_of,
     sum_of_small,
 )
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.state_dict.saving import ShardSource
 from torchrec_dyn.state_dict.staged_rows import place_of_block
-from torchrec_dyn.storage import CanonicalRows, RowStore, TableLock
+from torchrec_dyn.storage import CanonicalRows, RowStore, TableLock, to_host
 
 
 class TableEntry(ABC):
@@ -35,7 +36,7 @@ class TableEntry(ABC):
         canonical: the rows of each shard as this entry saves them; none if the entry only loads. Not their
             source: it refers to the entry, and a cycle would keep the rows of a deleted model.
         saved: DCP's metadata of the saved tensors, by name.
-        present: names of all saved tensors, also of tensors that the table cannot use.
+        unread: names of saved tensors that the load does not read, so that their sums are not compared.
         small: the tensors that are not by row, as read, by name.
         staged: the rows of each shard as read; None before a load and after it.
         places: places of the rows that this rank reads.
@@ -56,7 +57,7 @@ class TableEntry(ABC):
         self.table = table
         self.canonical: Sequence[CanonicalRows] = ()
         self.saved: Mapping[str, TensorStorageMetadata] = {}
-        self.present: set[str] = set()
+        self.unread: set[str] = set()
         self.small: dict[str, Tensor] = {}
         self.staged: list[Any] | None = None
         self.places = Places([])
@@ -113,13 +114,45 @@ class TableEntry(ABC):
                 f"{self.table.where}: expected a checkpoint with a checksum of this table, got no checksum. "
                 f"{DAMAGED}"
             )
-        self.saved, self.present, self.small = saved, set(saved), {}
+        self.saved, self.small, self.unread = saved, {}, set(saved) - self._read
         self.is_verified = self.is_left_out = False
         self._stage_saved()
 
     @abstractmethod
     def _stage_saved(self) -> None:
         """Makes empty stores for the rows of `saved` that this rank reads."""
+
+    def fill(self, saved: Mapping[str, Any]) -> None:
+        """Stages this rank's rows of plain tensors of the whole table, or copies of its saved tensors.
+
+        Args:
+            saved: tensors by name.
+
+        Raises:
+            ValueError: if the tensors do not match each other or the table.
+        """
+        self.unread = set(saved) - self._read
+        if self.table.group is None:
+            self.unread |= set(self.order) - set(
+                saved
+            )  # a load of an unsharded table may lack parts
+        for name in self.small_names:
+            if name in saved:
+                self.small[name] = to_host(numbers_of(saved[name]))
+        self._fill_rows({name: saved[name] for name in self.names if name in saved}, saved)
+
+    @abstractmethod
+    def _fill_rows(self, by_row: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Stages this rank's rows; `by_row` has the tensors of `saved` that are by row and read."""
+
+    @property
+    def _read(self) -> set[str]:
+        """Names of the tensors that the table can use."""
+        return {*self.names, *self.small_names}
+
+    @abstractmethod
+    def check_is_for(self, table: Table) -> None:
+        """Raises ValueError unless the staged rows were read for these shards and can be loaded now."""
 
     def leave_out(self) -> None:
         """Records that a partial load found no tensors of the table."""
@@ -215,8 +248,7 @@ class TableEntry(ABC):
     def compare(self, summed: Mapping[str, int]) -> None:
         """Raises ValueError if the sums over all ranks differ from the saved sums."""
         if "checksum" in self.small:
-            read = {*self.names, *self.small_names}
-            names = [name for name in self.order if name in read or name not in self.present]
+            names = [name for name in self.order if name not in self.unread]
             compare_sums(self.table.where, self.small["checksum"], self.order, names, summed)
 
     @abstractmethod

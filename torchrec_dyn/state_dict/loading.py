@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from torchrec_dyn.checkpoint_format import (
+    CHUNK_BYTES,
     DAMAGED,
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
@@ -19,19 +20,27 @@ from torchrec_dyn.checkpoint_format import (
     check_config,
     check_optimizer,
     content_sum,
-    numbers_of,
+    is_canonical,
     optimizer_config,
     rows_summed,
     saved_initializer,
 )
 from torchrec_dyn.initializers import Initializer
+from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict.load_session import TableEntry
 from torchrec_dyn.state_dict.places import Places, chunks_to_read, places_of_table
 from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource
 from torchrec_dyn.state_dict.staged_rows import StagedRows, commit_rows, put_block
-from torchrec_dyn.storage import RowStore, changes, locked, run_to_end
-from torchrec_dyn.table import DynamicTable, named_states, stamp_of
+from torchrec_dyn.storage import (
+    RowStore,
+    canonical_order,
+    changes,
+    locked,
+    run_to_end,
+    to_host,
+)
+from torchrec_dyn.table import ROW_DTYPES, DynamicTable, check_state, named_states, stamp_of
 
 
 class ModelEntry(TableEntry):
@@ -56,6 +65,10 @@ class ModelEntry(TableEntry):
         source = ModelSource(self.table, self)
         self.canonical = source.canonical
         return source
+
+    def check_is_for(self, table: Table) -> None:
+        """Raises ValueError unless the rows were read for these shards."""
+        self.table.check_model(table)
 
     def is_of(self, table: Table) -> bool:
         """Returns True if the entry holds rows of these shards that are not committed yet."""
@@ -109,6 +122,46 @@ class ModelEntry(TableEntry):
         for staged in self.staged or ():
             staged.receive(name, offset[0], offset[1] if len(offset) > 1 else 0, block)
 
+    def _fill_rows(self, by_row: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        if not isinstance(saved["weight"], SavedTensor):
+            self._fill_from_whole(by_row, "checksum" in saved)
+            return
+        # Copies of this rank's saved tensors: they need the same plan on the same number of ranks.
+        self.stage(Places(row_ranges_of(saved["ids"])), saved["weight"].dtype)
+        for name, tensor in by_row.items():
+            for offset, block in tensor.local():
+                self.receive(name, offset, block)
+
+    def _fill_from_whole(self, by_row: Mapping[str, Tensor], is_summed: bool) -> None:
+        """Stages this rank's rows of plain tensors, which hold the rows of all ranks in any order."""
+        table = self.table
+        weight = by_row["weight"].detach()
+        _check_shapes(table, weight, by_row["ids"])
+        given = {name: to_host(one) for name, one in by_row.items() if name != "weight"}
+        ids = given["ids"].contiguous()
+        for name in BY_ROW:  # the load planner makes empty tensors if the checkpoint lacks them
+            if name in given and not len(given[name]):
+                del given[name]
+        if not is_summed:  # not as a table has saved it
+            state = {"weight": weight, **given, **self.small}
+            state |= {"waiting": given["waiting"].t()} if "waiting" in given else {}
+            check_state(table.where, state, table.embedding_dim, {})
+        given["weight"] = weight if weight.dtype in ROW_DTYPES else weight.float()
+        order = None if is_canonical(ids) else canonical_order(ids)
+        if table.layout.rows_are_spread or not table.shards:
+            order = torch.arange(len(ids), device="cpu") if order is None else order
+            order = order[table.owns(ids[order])]
+        count = len(ids) if order is None else order.numel()
+        self.stage(Places([(0, count)]), given["weight"].dtype)
+        if "waiting" in given:
+            self.receive("waiting", (0, 0), given.pop("waiting"))
+        for name, rows in given.items():
+            step = max(1, CHUNK_BYTES // max(1, rows[:1].nbytes))
+            for start in range(0, count, step):
+                some = slice(start, start + step)
+                chosen = some if order is None else order[some].to(rows.device)
+                self.receive(name, (start, 0), rows[chosen])
+
     def last_step(self) -> int:
         """Returns the last training step recorded in the rows of this rank; 0 if no step is recorded."""
         return max((staged.last_step() for staged in self.staged or ()), default=0)
@@ -151,6 +204,20 @@ class ModelEntry(TableEntry):
                 entry.note_rows(self)
         self.staged = self.session = None
         self.renew()  # if the same state dict is loaded again, its tensors are the table's own
+
+
+def _check_shapes(table: Table, weight: Tensor, ids: Tensor) -> None:
+    """Raises ValueError if saved rows and ids do not match a table, or each other."""
+    columns = table.embedding_dim
+    if weight.dim() != 2 or weight.shape[1] != columns:
+        raise ValueError(
+            f"{table.where}: expected saved rows [R, {columns}], got {list(weight.shape)}."
+        )
+    if ids.dtype != torch.int64 or ids.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{table.where}: expected {len(weight)} saved ids of dtype int64, "
+            f"got {list(ids.shape)} {ids.dtype}."
+        )
 
 
 def _most_waiting(shard: DynamicTable) -> int | None:
@@ -258,19 +325,8 @@ class OptimizerEntry(TableEntry):
         for store, origin in self._stores(name):
             put_block(store, origin, self.places, offset[0], offset[1], block)
 
-    def fill(self, saved: Mapping[str, Any]) -> None:
-        """Stages plain tensors of the whole table, or copies of this rank's saved tensors.
-
-        Args:
-            saved: tensors by name.
-
-        Raises:
-            ValueError: if a copy has other column cuts than the table.
-        """
+    def _fill_rows(self, by_row: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         table = self.table
-        for name in self.small_names:
-            if name in saved:
-                self.small[name] = numbers_of(saved[name])
         self.has_all_cuts = not isinstance(saved["config"], SavedTensor)
         if not self.has_all_cuts:
             cuts = self.saved_config.get("cuts", table.cuts)
@@ -280,7 +336,6 @@ class OptimizerEntry(TableEntry):
                     f"got a copy of state cut at {cuts}. Save and load it with "
                     "torch.distributed.checkpoint."
                 )
-        by_row = {name: saved[name] for name in self.names if name in saved}
         first = next(iter(by_row.values()), torch.empty(0))
         widths = {name: tensor.shape[1] for name, tensor in by_row.items()}
         self.stage(Places(row_ranges_of(first)), len(first), widths)

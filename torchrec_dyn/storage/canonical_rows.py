@@ -52,10 +52,14 @@ class _Cells:
         self.stamped = stamped
 
     @cached_property
+    def counts(self) -> Tensor:
+        """The number of ids in each cell, on the CPU."""
+        return ops.count_cells(*self._map.arrays(), _WINDOW_BITS).cpu()
+
+    @cached_property
     def begins(self) -> list[int]:
         """The place of the first id of each cell, and the number of ids."""
-        cells = ops.count_cells(*self._map.arrays(), _WINDOW_BITS)
-        return [0, *cells.cumsum(0).tolist()]
+        return [0, *self.counts.cumsum(0).tolist()]
 
 
 # By the number of the map's object, which the cells keep alive.
@@ -114,8 +118,7 @@ class CanonicalRows:
         `bits` is at most 12.
         """
         self.check_unchanged()
-        begins = torch.tensor(self._cells.begins, device="cpu")
-        return begins[:: 1 << (_WINDOW_BITS - bits)].diff()
+        return self._cells.counts.view(1 << bits, -1).sum(1)
 
     def from_mixed(self, first: int) -> Tensor:
         """Returns the ids whose mixed id is at least `first`, unsigned, in canonical order, [M] int64."""

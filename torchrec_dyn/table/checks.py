@@ -82,26 +82,13 @@ def check_state(
     if torch.unique(ids).numel() != ids.numel():
         raise ValueError(f"{where}: expected distinct ids, got repeated ones.")
     _check_shape_of(where, "weight", state["weight"], (ids.numel(), columns))
-    check_optimizer_state(where, state, ids.numel(), state_shapes)
-    check_life(where, state, ids)
-
-
-def check_optimizer_state(
-    where: str,
-    state: Mapping[str, Tensor],
-    rows: int,
-    state_shapes: Mapping[str, tuple[int, ...]],
-) -> None:
-    """Raises ValueError unless optimizer state and step fit a table; each may be missing.
-
-    state: optimizer state by name, and "step". state_shapes: as of `check_state`.
-    """
     step = state.get("step", torch.tensor(0, device="cpu"))
     if step.numel() != 1 or not 0 <= int(step) < 1 << 62:
         raise ValueError(f"{where}: expected a step >= 0, got {step.tolist()}.")
     for name, of_row in state_shapes.items():
         if name in state:
-            _check_shape_of(where, name, state[name], (rows, *of_row))
+            _check_shape_of(where, name, state[name], (ids.numel(), *of_row))
+    check_life(where, state, ids)
 
 
 def _check_shape_of(where: str, name: str, saved: Tensor, shape: tuple[int, ...]) -> None:

@@ -16,7 +16,6 @@ from torchrec_dyn.life import BY_ROW, LIFE, last_step
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.storage import (
     CROSSING_BYTES,
-    CanonicalRows,
     RowStore,
     keep_in_use,
     locked,
@@ -174,26 +173,6 @@ def _write_rows(store: RowStore, rows: Tensor, read: Callable[[int, int], Tensor
         some = rows[start : start + most]
         values = read(start, start + some.numel()).reshape(some.numel(), store.columns)
         store.write(some, on_device(values, store.device))
-
-
-def loaded_states(table: TableArrays, state: Mapping[str, Tensor]) -> tuple[RowStore, ...]:
-    """Returns new stores of a table's optimizer state; the table does not change.
-
-    state: optimizer state by name, in the canonical order of the table's ids, on any device.
-    """
-    stores = []
-    for named in named_states(table):
-        store = RowStore(named.store.columns, named.store.shift, named.store.dtype, table.device)
-        store.reserve(named.store.capacity)
-        stores.append(store)
-    rows_here = CanonicalRows(table.id_map, table.where, lambda: stamp_of(table))
-    start = 0
-    for _, rows in rows_here.stretches(max(1, CROSSING_BYTES // table.weights.row_bytes)):
-        end = start + rows.numel()
-        for named, store in zip(named_states(table), stores, strict=True):
-            _write_rows(store, rows, _reader_of(state[named.name][start:end]))
-        start = end
-    return tuple(stores)
 
 
 def without_optimizer(state: Mapping[str, Tensor], optimizer: RowOptimizer) -> dict[str, Tensor]:

@@ -28,17 +28,14 @@ from torchrec_dyn.storage import (
 from torchrec_dyn.table.arrays import TableArrays
 from torchrec_dyn.table.checks import (
     check_ids,
-    check_optimizer_state,
     check_rows,
     check_state,
     checked_device,
 )
 from torchrec_dyn.table.contents import (
     given_state,
-    loaded_states,
     read_state,
     replace_contents,
-    replaced_whole,
     state_for_copy,
     state_shapes,
     stored_state,
@@ -223,22 +220,6 @@ class DynamicTable(TableArrays):
         """
         check_state(f"{self.where}.load_state", state, self.columns, state_shapes(self))
         replace_contents(self, given_state(state), self.dtype, self.device)
-
-    @locked
-    @changes
-    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Replaces optimizer state and step of the present rows; if this fails, nothing has changed.
-
-        state: the optimizer states by name, in the canonical order of the ids, and "step".
-        """
-        where = f"{self.where}.load_optimizer_state"
-        check_optimizer_state(where, state, self.id_map.num_ids, state_shapes(self))
-        stores = loaded_states(self, state)
-        with replaced_whole(self):
-            self.replace_states(stores)
-            self.step = max(0 if self.life is None else self.step, int(state["step"]))
-            if self.life is not None:
-                self.life = self.life.caught_up(self.step, self.row_numbers.high_water_mark)
 
     @locked
     @changes
