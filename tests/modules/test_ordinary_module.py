@@ -210,8 +210,10 @@ def test_loading_reports_what_does_not_fit_and_changes_nothing() -> None:
 
 
 def test_a_table_that_nothing_used_is_saved_and_loaded() -> None:
-    saved = pooled().state_dict()
-    assert saved["embedding_bags.u.weight"].shape == (0, 8)
+    ebc = pooled()
+    saved = ebc.state_dict()
+    assert saved["embedding_bags.u.weight"].shape == (0, 8) and not ebc.local_tables()
+    assert pooled(device="meta").state_dict().keys() == saved.keys()
     ebc = pooled()
     train(ebc)
     ebc.load_state_dict(saved)

@@ -22,6 +22,7 @@ from checkpoint_small import (
 )
 from sharded_cases import shard_by_hand
 from sharded_training import Holder
+from table_cases import same_state
 from torchrec import KeyedJaggedTensor
 
 import torchrec_dyn as dyn
@@ -51,6 +52,47 @@ def test_nor_do_they_in_an_unsharded_table() -> None:
     put(model, state_dict_of(before))
     step(model, [1])
     assert model.table("t").num_rows == 4
+
+
+@pytest.mark.parametrize("number", [0, 13])
+@pytest.mark.parametrize("name", ["ids", "weight", "count", "waiting"])
+def test_unsharded_one_wrong_number_of_plain_tensors_is_found(name: str, number: int) -> None:
+    """`torch.save` verifies nothing; the table is as it was."""
+    config = dyn.DynamicTableConfig(eviction=LRU.eviction, admission=dyn.AdmitAfter(2))
+    saved, model = unsharded(case(config=config)), unsharded(case(config=config))
+    for one in (saved, model):
+        step(one, [*range(20), *range(20), *range(30, 50)])
+    state = saved.state_dict()
+    state[f"embedding_bags.t.{name}"].view(-1)[number] += 1
+    before = model.local_tables()["t"].export_state()
+    with pytest.raises(ValueError, match=r"content sum|canonical order"):
+        model.load_state_dict(state)
+    assert same_state(model.local_tables()["t"].export_state(), before)
+
+
+@pytest.mark.parametrize("left_out", [(), ("checksum",)], ids=["summed", "not summed"])
+@pytest.mark.parametrize("has_scores", [True, False])
+def test_unsharded_ids_come_in_any_order(has_scores: bool, left_out: tuple[str, ...]) -> None:
+    """DCP's tensors of a checkpoint without scores are empty."""
+    model = unsharded(case(config=LRU))
+    saved = unsharded(case(config=LRU if has_scores else None))
+    step(saved, list(range(20)))
+    state = {
+        key: one.flip(0) if key.endswith((".ids", ".weight", ".last_seen", ".count")) else one
+        for key, one in saved.state_dict().items()
+        if not key.endswith(left_out)
+    }
+    if not has_scores:
+        nothing = torch.empty(0, dtype=torch.int64)
+        state |= {"embedding_bags.t.last_seen": nothing, "embedding_bags.t.count": nothing}
+    model.load_state_dict(state)
+    got, expected = (one.local_tables()["t"].export_state() for one in (model, saved))
+    assert got["ids"].equal(expected["ids"]) and got["weight"].equal(expected["weight"])
+    assert not has_scores or got["last_seen"].equal(expected["last_seen"])
+    state["embedding_bags.t.ids"][0] = state["embedding_bags.t.ids"][1]
+    with pytest.raises(ValueError, match=r"distinct ids|canonical order"):
+        model.load_state_dict(state)
+    assert same_state(model.local_tables()["t"].export_state(), got)
 
 
 def test_nor_where_the_module_is_copied_between_the_two_loads() -> None:
