@@ -25,7 +25,7 @@ from axes import GROWTH_MARKS, GROWTH_ROWS, GROWTH_STEP, THREADS, raw_ids
 from contestants import empty_table
 from floor import compiled, write_fresh
 from interleaved import CLOCKS, finish, options, quartiles, result
-from layouts import DynamicTable, IdMap, TableGroup
+from layouts import IdMap, TableGroup, TableShard
 from resident import resident_bytes
 from torch import Tensor
 
@@ -66,7 +66,7 @@ def tensors_of(thing: Any, seen: set[int]) -> list[Tensor]:
     return [tensor for one in inside for tensor in tensors_of(one, seen)]
 
 
-def bytes_beside(table: DynamicTable) -> int:
+def bytes_beside(table: TableShard) -> int:
     """Returns the bytes that the table holds in memory besides the rows of weights and optimizer state."""
     rows = {block.data_ptr() for store in table.stores for block in store.blocks}
     storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors_of(table, set())}

@@ -12,7 +12,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
-from layouts import DynamicTable, TableGroup
+from layouts import TableGroup, TableShard
 from torch import Tensor
 
 from torchrec_dyn.config import DynamicTableConfig
@@ -63,9 +63,9 @@ def static_tables(
     return tables
 
 
-def empty_table(name: str, rows: int, dim: int, dtype: torch.dtype = torch.float32) -> DynamicTable:
+def empty_table(name: str, rows: int, dim: int, dtype: torch.dtype = torch.float32) -> TableShard:
     """Returns a dynamic table without rows; its limit is 4 times `rows`."""
-    return DynamicTable(
+    return TableShard(
         name=name,
         num_embeddings=4 * rows,
         embedding_dim=dim,

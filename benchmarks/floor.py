@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from layouts import DynamicTable
+from layouts import TableShard
 from torch import Tensor
 
 # Rows between a prefetch and its use: the best of main() below on an AMD EPYC (Zen 4); flat from 32 to 96.
@@ -90,7 +90,7 @@ class Floor:
     """
 
     def __init__(
-        self, tables: Sequence[DynamicTable], ids: Sequence[Tensor], bag: int | None
+        self, tables: Sequence[TableShard], ids: Sequence[Tensor], bag: int | None
     ) -> None:
         self._floors = compiled()
         count = len(tables)
@@ -184,7 +184,7 @@ class WordFloor:
         NoFloorError: the floor does not compile.
     """
 
-    def __init__(self, table: DynamicTable, ids: Sequence[Tensor]) -> None:
+    def __init__(self, table: TableShard, ids: Sequence[Tensor]) -> None:
         self._floor = compiled().word_floor
         store = table.life.scores.store
         # The blocks are kept for the pointers.
@@ -212,7 +212,7 @@ class BitFloor:
         NoFloorError: the floor does not compile.
     """
 
-    def __init__(self, table: DynamicTable, ids: Sequence[Tensor]) -> None:
+    def __init__(self, table: TableShard, ids: Sequence[Tensor]) -> None:
         self._floor = compiled().bit_floor
         self.bits = torch.zeros(table.weights.capacity // 8 + 1, dtype=torch.uint8)
         self._threads = torch.get_num_threads()
@@ -242,7 +242,7 @@ def _grad_places(offsets: Tensor, bag: int | None, columns: int) -> Tensor:
     return torch.cat([(each + t) * columns for t in range(tables)])
 
 
-def _places_of(table: DynamicTable) -> Tensor:
+def _places_of(table: TableShard) -> Tensor:
     """Returns the slot of each row of a table, [rows] int64."""
     if table.id_map.outgoing is not None:
         raise NoFloorError(f"floor: expected a map that does not grow, got {table.name}.")
@@ -253,7 +253,7 @@ def _places_of(table: DynamicTable) -> Tensor:
 
 
 def floors(
-    tables: Sequence[DynamicTable], ids: Sequence[Tensor], bag: int | None, grad: Tensor
+    tables: Sequence[TableShard], ids: Sequence[Tensor], bag: int | None, grad: Tensor
 ) -> dict[str, Callable[[int], object]]:
     """Returns the floors as contestants by name; if there is no floor, an empty dict and a message on stderr.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from axes import Workload, counts, offsets, raw_ids
 from contestants import OPTIMIZER
-from layouts import DynamicTable, TableGroup
+from layouts import TableGroup, TableShard
 from torch import Tensor
 
 import torchrec_dyn as dyn
@@ -69,7 +69,7 @@ class Stepped:
 
     def __init__(self, workload: Workload, case: Case, limit: int) -> None:
         self.case = case
-        self.table = DynamicTable(
+        self.table = TableShard(
             name="table",
             num_embeddings=limit,
             embedding_dim=workload.dim,

@@ -5,11 +5,15 @@ second import here.
 """
 
 from torchrec_dyn.lookup import TableGroup
-from torchrec_dyn.table import DynamicTable
+
+try:
+    from torchrec_dyn.table import TableShard
+except ImportError:  # the name in 0.1.0 until November 2026
+    from torchrec_dyn.table import DynamicTable as TableShard  # type: ignore[no-redef, attr-defined]
 
 try:
     from torchrec_dyn.storage import IdMap
 except ImportError:  # before the rooms (0.1.0, November 2026)
     from torchrec_dyn.id_map import IdMap  # type: ignore[no-redef]
 
-__all__ = ["DynamicTable", "IdMap", "TableGroup"]
+__all__ = ["IdMap", "TableGroup", "TableShard"]

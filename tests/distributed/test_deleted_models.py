@@ -23,7 +23,7 @@ from sharded_training import collection_of
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import LoadPlanner
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table import TableShard
 
 KINDS = ("table_wise", "row_wise", "column_wise")
 RUN = Run(KINDS, KINDS, steps=2)
@@ -43,7 +43,7 @@ def no_collection() -> Iterator[None]:
 class Watch:
     """Weak references to tables, their id maps and their blocks of rows."""
 
-    def __init__(self, tables: Iterable[DynamicTable]) -> None:
+    def __init__(self, tables: Iterable[TableShard]) -> None:
         parts = [part for of in tables for part in (of, of.id_map, *of.weights.blocks)]
         assert len(parts) >= 3
         self._parts = [weakref.ref(part) for part in parts]

@@ -18,7 +18,7 @@ from torchrec.distributed.types import ShardingEnv
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
 from torchrec_dyn.ranks import agree, host_group
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table import TableShard
 
 KINDS = ["table_wise", "row_wise", "column_wise"]
 
@@ -191,9 +191,9 @@ def test_one_rank_alone_reads_a_table_over_a_group_for_gpus():
 def fail_to_list_ids():
     whole = shard_for_gpus(case_of(["row_wise"])).table("row_wise").whole
     broken = mock.Mock(side_effect=ValueError("expected ids of this rank, got none"))
-    listed = broken if dist.get_rank() else DynamicTable.ids
+    listed = broken if dist.get_rank() else TableShard.ids
     text = r"ids\(rank=1\): expected ids of this rank, got none"
-    with mock.patch.object(DynamicTable, "ids", listed), pytest.raises(ValueError, match=text):
+    with mock.patch.object(TableShard, "ids", listed), pytest.raises(ValueError, match=text):
         whole.ids()
 
 

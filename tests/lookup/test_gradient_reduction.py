@@ -16,7 +16,7 @@ from torchrec_dyn.lookup.gradient_reduction import Senders, asks_for_senders
 from torchrec_dyn.lookup.table_group import TableGroup
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.sharding.grouped_lookups import PooledLookup, set_batch
-from torchrec_dyn.table.table import DynamicTable
+from torchrec_dyn.table.shard import TableShard
 
 POOLED = [
     "table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard",
@@ -86,7 +86,7 @@ def test_with_the_division_by_torchrec_switched_off(kind):
 
 def group_of(modes, columns=3, kind=OptimizerKind.EXACT_SGD):
     tables = [
-        DynamicTable(
+        TableShard(
             name=f"t{number}", num_embeddings=100, embedding_dim=columns,
             optimizer=RowOptimizer(kind, learning_rate=1.0),
             config=DynamicTableConfig(gradient=mode, initializer=dyn.Constant(0.0)),

@@ -41,7 +41,7 @@ from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import DynamicStorageEstimator, make_planner, table_bytes
 from torchrec_dyn.ranks.routing import config_of_share, row_limit
 from torchrec_dyn.storage.id_map import MAX_LOAD, SLOT_BYTES, IdMap, most_slots
-from torchrec_dyn.table.table import DynamicTable
+from torchrec_dyn.table.shard import TableShard
 
 ROWS, DIM = 3000, 64
 # The stated tolerance: never too little, and never more than the id map's room to grow. Maps of tables that
@@ -55,7 +55,7 @@ def pooled(**changes):
 
 
 def filled_table(rows, columns, optimizer, dtype, step=700):
-    table = DynamicTable(
+    table = TableShard(
         name="user",
         num_embeddings=max(rows, ROWS),
         embedding_dim=columns,
@@ -344,7 +344,7 @@ def counters_of(config, rows, sharers):
 
 def full_table(config, rows, columns, sharers):
     """Trains a table until it has all the rows and counters that it may have."""
-    table = DynamicTable(
+    table = TableShard(
         name="user",
         num_embeddings=ROWS,
         embedding_dim=columns,
@@ -397,7 +397,7 @@ def test_a_shard_costs_what_the_full_table_holds(policy):
 
 
 def test_the_counters_of_a_batch_over_the_limit_are_all_that_is_left_out():
-    table = DynamicTable(
+    table = TableShard(
         name="user",
         num_embeddings=ROWS,
         embedding_dim=DIM,

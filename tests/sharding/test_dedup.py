@@ -29,7 +29,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn import ops
 from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.sharding import send_once
-from torchrec_dyn.table.table import DynamicTable
+from torchrec_dyn.table.shard import TableShard
 
 # Counts of received ids of a table without scores.
 OF_ARRIVALS = {"ids_seen", "hits", "unseen"}
@@ -103,7 +103,7 @@ def _same_jagged(one: JaggedTensor, other: JaggedTensor, need_indices: bool, wha
         assert torch.equal(ids, expected), what
 
 
-def _same_table(one: DynamicTable, other: DynamicTable) -> None:
+def _same_table(one: TableShard, other: TableShard) -> None:
     got, expected = one.export_state(), other.export_state()
     assert got.keys() == expected.keys()
     for name, value in expected.items():

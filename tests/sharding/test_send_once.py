@@ -11,7 +11,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.sharding.send_once import Expansion, SendOnce, as_weights, counts_of
-from torchrec_dyn.table.table import DynamicTable
+from torchrec_dyn.table.shard import TableShard
 
 # Column shards as (table, features): tables alone, tables of several shards, and one of no ids.
 LAYOUTS = [
@@ -118,7 +118,7 @@ def test_gradients_are_summed_in_the_order_of_the_batch(threads, sent, columns, 
 
 
 def scored_table(**options):
-    return DynamicTable(
+    return TableShard(
         name="t", num_embeddings=50, embedding_dim=4,
         optimizer=RowOptimizer(kind=OptimizerKind.EXACT_SGD, learning_rate=0.1),
         config=DynamicTableConfig(**options),

@@ -21,7 +21,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 import torchrec_dyn as dyn
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
 from torchrec_dyn.storage import canonical_order
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table import TableShard
 
 
 def only_the_model(path: str) -> int:
@@ -56,7 +56,7 @@ def load_the_model_only(path: str) -> list[tuple[int, int, int]]:
     ]
 
 
-def scored_rows(table: DynamicTable) -> int:
+def scored_rows(table: TableShard) -> int:
     """Returns the number of rows that have a score; asserts that this is the number of ids."""
     last_seen, _ = table.life.scores.read(torch.arange(table.row_numbers.high_water_mark))
     scored = int((last_seen >= 0).sum())

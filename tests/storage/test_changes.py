@@ -22,7 +22,7 @@ from table_cases import CROWDED_IDS, ids_of, make_group, make_table, same_state
 
 from torchrec_dyn.optimizers import OptimizerKind
 from torchrec_dyn.storage import ChangeLog, IdMap
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table import TableShard
 
 POOL = [*EXTREME_IDS[:3], *EXTREME_IDS[-2:], 3, 4, 5, *CROWDED_IDS[:4]]
 batches = st.lists(st.sampled_from(POOL), max_size=5)
@@ -267,7 +267,7 @@ def test_a_load_that_fails_is_not_noted(monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr(DynamicTable, "note_replaced", fail)
+    monkeypatch.setattr(TableShard, "note_replaced", fail)
     with pytest.raises(MemoryError):
         table.load_state({"ids": ids_of(77), "weight": torch.ones(1, 4)})
     assert table.changes is log and same_state(table.export_state(), state)

@@ -68,7 +68,7 @@ class MapBesideDict(RuleBasedStateMachine):
 
 
 class TableBesideDict(RuleBasedStateMachine):
-    """DynamicTable through its public methods; the number written into a row identifies it."""
+    """TableShard through its public methods; the number written into a row identifies it."""
 
     def __init__(self):
         super().__init__()

@@ -27,7 +27,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_dyn as dyn
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
-from torchrec_dyn.table.table import DynamicTable
+from torchrec_dyn.table.shard import TableShard
 
 DIM = 12
 SAMPLES = 12  # divisible by 1, 2, 3 and 4 ranks
@@ -247,7 +247,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def tables_of(model: Any) -> list[DynamicTable]:
+def tables_of(model: Any) -> list[TableShard]:
     """Returns the tables of this rank's kernels, or of the unsharded collection."""
     if not hasattr(model, "module"):
         return list(model.collection.local_tables().values())

@@ -14,7 +14,7 @@ from torchrec_dyn.lookup.first_read import read_first
 from torchrec_dyn.lookup.table_lists import list_tables
 from torchrec_dyn.lookup.training_step import occurrences_of, take_step
 from torchrec_dyn.storage import RowStore
-from torchrec_dyn.table import DynamicTable, contents
+from torchrec_dyn.table import TableShard, contents
 
 # A search for candidates, and the growth of a map, wait once more for each table.
 RARE = {"lowest_scores", "move_slots"}
@@ -100,7 +100,7 @@ class DeviceTwins:
         self.versions = None
 
     def mark(self):
-        self.versions = self.each(DynamicTable.version)
+        self.versions = self.each(TableShard.version)
 
     def changes(self, table, version):
         if table.changes is None:

@@ -14,7 +14,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
 from torchrec_dyn.policies import replacement_of
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table import TableShard
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
 # Numbers of `stats` that tell how the contents are kept, not what they are.
@@ -82,7 +82,7 @@ def contents(model: Any) -> dict[str, State]:
     }
 
 
-def tables_of(model: Any) -> dict[str, DynamicTable]:
+def tables_of(model: Any) -> dict[str, TableShard]:
     """Returns the tables of a collection, also in DistributedModelParallel; column shards by first column."""
     module = getattr(model, "module", model)
     if isinstance(module, dyn.DynamicEmbeddingBagCollection):

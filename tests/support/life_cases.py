@@ -16,7 +16,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn.initializers import Normal, table_key
 from torchrec_dyn.life.admission_chance import AdmissionChance
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.table.table import DynamicTable
+from torchrec_dyn.table.shard import TableShard
 
 LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
 STEPS, TIME = dyn.ExpireAfter(steps=4), dyn.ExpireAfter(time=10)
@@ -50,19 +50,19 @@ COUNTS = (
 NOT_OF_THE_STREAM = {"bytes", "withheld", "late_grads", "probe_length_mean", "probe_length_max"}
 
 
-def living_table(eviction=None, admission=None, limit=1000, **options) -> DynamicTable:
+def living_table(eviction=None, admission=None, limit=1000, **options) -> TableShard:
     """Returns a table; by default of 4 columns, with normal initial rows and Adagrad."""
     kind = options.pop("kind", OptimizerKind.EXACT_ADAGRAD)
     config = {"initializer": Normal(0.0, 1.0), "seed": 5, "unseen": "zeros"}
     config |= {name: options.pop(name) for name in config if name in options}
-    return DynamicTable(
+    return TableShard(
         config=dyn.DynamicTableConfig(**config, admission=admission, eviction=eviction),
         optimizer=RowOptimizer(kind=kind, learning_rate=RATE),
         **({"name": "t", "num_embeddings": limit, "embedding_dim": 4} | options),
     )
 
 
-def model_of(table: DynamicTable) -> LifeModel:
+def model_of(table: TableShard) -> LifeModel:
     """Returns the model of an empty table."""
     key = table_key(table.config.seed, table.name, "admission")
 
@@ -76,7 +76,7 @@ def model_of(table: DynamicTable) -> LifeModel:
 class InitialRows:
     """Initial rows by id, read from a table without a life."""
 
-    def __init__(self, table: DynamicTable) -> None:
+    def __init__(self, table: TableShard) -> None:
         config = {"seed": table.config.seed, "initializer": table.config.initializer}
         self._table = make_table(name=table.name, num_embeddings=1 << 20, **config)
 
@@ -102,7 +102,7 @@ class SideBySide:
     `born`, the number of rows inserted before a row, identifies it. The caller numbers the forwards.
     """
 
-    def __init__(self, table: DynamicTable) -> None:
+    def __init__(self, table: TableShard) -> None:
         self.table, self.model = table, model_of(table)
         self.initial = InitialRows(table)
         self.held: dict[int, Held] = {}
@@ -252,6 +252,6 @@ def assert_seen(tables, before: list) -> None:
         table.id_map.check_invariants()
 
 
-def stream_stats(table: DynamicTable) -> dict[str, int | float]:
+def stream_stats(table: TableShard) -> dict[str, int | float]:
     """Returns the counts of a table that depend only on the stream of ids."""
     return {key: count for key, count in table.stats().items() if key not in NOT_OF_THE_STREAM}

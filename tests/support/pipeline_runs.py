@@ -19,7 +19,7 @@ from torchrec.distributed.train_pipeline import experimental_pipelines, train_pi
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from torchrec_dyn.sharding import compute_kernel
-from torchrec_dyn.table.table import DynamicTable
+from torchrec_dyn.table.shard import TableShard
 
 # Name of a pipeline -> TorchRec's class, its options, True if it needs the shims.
 PIPELINES: dict[str, tuple[str, dict[str, Any], bool]] = {
@@ -69,7 +69,7 @@ HAS_LOOKUP_PREFETCH = (
 State = dict[str, dict[str, torch.Tensor]]
 
 
-def tables_of(model: Any) -> dict[str, DynamicTable]:
+def tables_of(model: Any) -> dict[str, TableShard]:
     """Returns the dynamic column shards on this rank by name and first column."""
     return {
         f"{table.name}/{table.first_column}": table

@@ -19,7 +19,7 @@ from sharded_training import check_same, collection_of, outputs_by_name, shard
 from torchrec import KeyedJaggedTensor
 
 from torchrec_dyn.ranks.routing import config_of_share, owners, row_limit
-from torchrec_dyn.table.table import DynamicTable
+from torchrec_dyn.table.shard import TableShard
 
 NOT_BY_COLUMN = {"waiting", "clock"}
 
@@ -84,7 +84,7 @@ class Parts:
             collection_of(self.case, fused_params=case.fused_params) for _ in range(self.count)
         ]
 
-    def table(self, part: int) -> DynamicTable:
+    def table(self, part: int) -> TableShard:
         return self.collections[part].local_tables()[self.name]
 
     def share(self, ids: torch.Tensor, part: int) -> torch.Tensor:
@@ -159,7 +159,7 @@ class Beside:
     def shard(self, unsharded: Any) -> None:
         self.model = shard(self.case, unsharded)
         self.collection = self.model.module.collection
-        self.shards: list[DynamicTable] = [
+        self.shards: list[TableShard] = [
             table
             for lookup in self.collection._lookups
             for kernel in lookup._emb_modules
@@ -269,7 +269,7 @@ class Beside:
                 check_same(whole, got[name], value, f"{what}: {name}")
             assert not stats or stream_stats(one) == stream_stats(table), what
 
-    def part_of(self, one: DynamicTable) -> int:
+    def part_of(self, one: TableShard) -> int:
         """Returns the number of the part of its table's rows that a shard of this rank holds."""
         plan = next(table.plan for table in self.case.tables if table.name == one.name)
         shards = zip(plan.sharding_spec.shards, plan.ranks or (), strict=True)  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup.table_group import TableGroup
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.table.table import DynamicTable
+from torchrec_dyn.table.shard import TableShard
 
 # A map starts with 64 slots and doubles: these ids share homes before and after it grows.
 CROWDED_IDS = [*ids_at_home(60, 64, 12), *ids_at_home(0, 64, 6), *ids_at_home(124, 128, 12)]
@@ -22,16 +22,16 @@ def ids_of(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def make_table(kind: OptimizerKind = OptimizerKind.EXACT_SGD, **options) -> DynamicTable:
+def make_table(kind: OptimizerKind = OptimizerKind.EXACT_SGD, **options) -> TableShard:
     """Returns a table; by default of 4 columns and at most 1000 rows."""
     optimizer = options.pop("optimizer", None) or RowOptimizer(kind=kind, learning_rate=0.1)
     given = {"name": "t", "num_embeddings": 1000, "embedding_dim": 4, "optimizer": optimizer}
     ours = ("initializer", "seed", "unseen", "admission", "eviction")
     config = {k: options.pop(k) for k in ours if k in options}
-    return DynamicTable(config=DynamicTableConfig(**config), **(given | options))
+    return TableShard(config=DynamicTableConfig(**config), **(given | options))
 
 
-def make_group(*tables: DynamicTable, pooling: str = "sum", features=None, **options) -> TableGroup:
+def make_group(*tables: TableShard, pooling: str = "sum", features=None, **options) -> TableGroup:
     return TableGroup(tables, features or [1] * len(tables), pooling, **options)
 
 

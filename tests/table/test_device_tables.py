@@ -1,4 +1,4 @@
-"""DynamicTable on a mock device: everything but its policies (tests/life/test_device_life.py)."""
+"""TableShard on a mock device: everything but its policies (tests/life/test_device_life.py)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Direct calls of DynamicTable: read, write, erase, save, copy; evaluation changes nothing; memory."""
+"""Direct calls of TableShard: read, write, erase, save, copy; evaluation changes nothing; memory."""
 
 import copy
 import io

@@ -34,7 +34,7 @@ from torchrec_dyn.life import Clock
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict import ModelSource, OptimizerSource, StagedRows
 from torchrec_dyn.storage import IdMap, RowStore, note_changed, turn_of
-from torchrec_dyn.table import Addition, DynamicTable, insert_rows, named_states
+from torchrec_dyn.table import Addition, TableShard, insert_rows, named_states
 from torchrec_dyn.whole_model import saved_sums, tables_of
 
 
@@ -141,7 +141,7 @@ def _sums_replaced(change: TableChange) -> tuple[Sums, Sums]:
     return ({} if model is None else model.sums, {} if optimizer is None else optimizer.sums)
 
 
-def _rows_replaced(shard: DynamicTable, staged: StagedRows, removed: Tensor) -> IdMap:
+def _rows_replaced(shard: TableShard, staged: StagedRows, removed: Tensor) -> IdMap:
     """Returns a map of the ids of a shard whose rows a delta removes or rewrites."""
     removed = removed.to(shard.device)
     ids = torch.cat([removed, *(some for some, _ in _stretches(staged))])
@@ -166,7 +166,7 @@ def _write(changes: Sequence[TableChange]) -> None:
 
 
 def _write_rows(
-    shard: DynamicTable, staged: StagedRows, states: Mapping[str, RowStore], change: TableChange
+    shard: TableShard, staged: StagedRows, states: Mapping[str, RowStore], change: TableChange
 ) -> None:
     """Removes ids from a shard and writes the rows of the delta.
 
@@ -198,7 +198,7 @@ def _write_rows(
     shard.generation += 1  # the backward of an earlier forward must not write to these rows
 
 
-def _rows_of(shard: DynamicTable, ids: Tensor) -> Tensor:
+def _rows_of(shard: TableShard, ids: Tensor) -> Tensor:
     """Returns the rows of ids; unseen ids get fresh rows."""
     rows = shard.id_map.lookup(ids)
     is_new = rows < 0

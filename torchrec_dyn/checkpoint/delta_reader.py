@@ -31,7 +31,7 @@ from torchrec_dyn.checkpoint_format import (
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict import LoadPlanner, ModelEntry, OptimizerEntry, StagedRows
 from torchrec_dyn.storage import RowStore
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table import TableShard
 
 CALL = "apply_delta"
 IN_ORDER = (
@@ -59,7 +59,7 @@ class TableChange:
         return f"apply_delta(table={self.table.name!r})"
 
     @property
-    def shards(self) -> list[tuple[DynamicTable, StagedRows, Mapping[str, RowStore]]]:
+    def shards(self) -> list[tuple[TableShard, StagedRows, Mapping[str, RowStore]]]:
         """This rank's shards, each with its staged rows and its staged optimizer state by name."""
         staged = self.model.staged or (), self.optimizer.staged or ()
         return list(zip(self.table.shards, *staged, strict=True))

@@ -21,7 +21,7 @@ from torchrec_dyn.ranks import Table, TableHandle, agree, host_group
 from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
 from torchrec_dyn.state_dict import load_tables, save_tables
 from torchrec_dyn.storage import OpenForwards, TableLock
-from torchrec_dyn.table import DynamicTable, state_for_copy, without_optimizer
+from torchrec_dyn.table import TableShard, state_for_copy, without_optimizer
 
 ShardedTableHandle = TableHandle  # the name in the documentation of a sharded collection's handle
 
@@ -163,7 +163,7 @@ class LocalShards:
 
     # The shards of a table.
 
-    def shards_of(self, name: str) -> Sequence[DynamicTable]:
+    def shards_of(self, name: str) -> Sequence[TableShard]:
         """Returns the shards of one table on this rank."""
         return self._tables[name]
 
@@ -196,7 +196,7 @@ class LocalShards:
 
     # Trained rows, and another plan.
 
-    def fill_from(self, trained: Mapping[str, DynamicTable]) -> None:
+    def fill_from(self, trained: Mapping[str, TableShard]) -> None:
         """Copies this rank's part of the rows that were trained before sharding, of each table by name."""
         for name, source in trained.items():
             self._initializers[name] = source.initializer
@@ -245,8 +245,8 @@ class LocalShards:
         assert isinstance(group, dist.ProcessGroup)
         return host_group(group)
 
-    def _by_name(self) -> dict[str, list[DynamicTable]]:
-        shards: dict[str, list[DynamicTable]] = {name: [] for name in self._configs}
+    def _by_name(self) -> dict[str, list[TableShard]]:
+        shards: dict[str, list[TableShard]] = {name: [] for name in self._configs}
         for kernel in self._kernels:
             for table in kernel.tables:
                 shards[table.name].append(table)
@@ -293,7 +293,7 @@ class _OwnerOfShards:
         return nullcontext()  # no lock is held while a call waits for other ranks
 
 
-def copy_trained_rows(source: DynamicTable, table: Table) -> None:
+def copy_trained_rows(source: TableShard, table: Table) -> None:
     """Fills this rank's shards, which have no rows, with its part of rows that were trained before sharding.
 
     Every rank has the whole unsharded collection and copies its part, so nothing is sent. Scores, admission
@@ -317,7 +317,7 @@ def copy_trained_rows(source: DynamicTable, table: Table) -> None:
         shard.load_state(mine)
 
 
-def _part(values: Tensor, mask: Tensor | None, shard: DynamicTable) -> Tensor:
+def _part(values: Tensor, mask: Tensor | None, shard: TableShard) -> Tensor:
     """Returns the rows and columns of one shard from values [R, columns], [R] or []."""
     if values.dim() and mask is not None:
         values = values[mask]

@@ -63,7 +63,7 @@ from torchrec_dyn.storage import (
     read,
     tokens_of,
 )
-from torchrec_dyn.table import DynamicTable, count_late_grads, find_rows, insert_unseen
+from torchrec_dyn.table import TableShard, count_late_grads, find_rows, insert_unseen
 
 
 @dataclass
@@ -97,12 +97,12 @@ class TableGroup:
 
     def __init__(
         self,
-        tables: Sequence[DynamicTable],
+        tables: Sequence[TableShard],
         features_per_table: Sequence[int],
         pooling: Pooling,
         output_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.tables: Sequence[DynamicTable] = list(tables)
+        self.tables: Sequence[TableShard] = list(tables)
         if len({(table.dtype, table.optimizer) for table in self.tables}) != 1:
             raise ValueError(
                 "TableGroup: expected tables of one row dtype and one optimizer, got "
@@ -284,7 +284,7 @@ class TableGroup:
         taken = self._take_step(batch, lists, lists.trained, first)
         return PrefetchedStep(taken, lists.generations, OpenForward(self._forwards))
 
-    def replace_tables(self, tables: Sequence[DynamicTable]) -> None:
+    def replace_tables(self, tables: Sequence[TableShard]) -> None:
         """Uses other tables with the settings of the present ones."""
         self.tables, self._lists = list(tables), None
 

@@ -30,7 +30,7 @@ from torchrec_dyn.storage import (
     RowStore,
     host_numbers,
 )
-from torchrec_dyn.table import Counted, DynamicTable, on_shared_counters, ranges_of, rows_of_new
+from torchrec_dyn.table import Counted, TableShard, on_shared_counters, ranges_of, rows_of_new
 
 _NO_LIMIT = torch.iinfo(torch.int64).max
 _NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
@@ -63,7 +63,7 @@ def blocks_of(stores: Sequence[RowStore], rows: Sequence[int] | None = None) -> 
 class BlockLists:
     """The blocks of the tables of a group, listed again when a store has other blocks."""
 
-    def __init__(self, tables: Sequence[DynamicTable], trained: Mapping[int, DynamicTable]) -> None:
+    def __init__(self, tables: Sequence[TableShard], trained: Mapping[int, TableShard]) -> None:
         self._tables = tables
         self._trained = trained
         self._rows_token: object = None
@@ -90,7 +90,7 @@ class BlockLists:
         return self._scores
 
 
-def _list_rows(tables: Sequence[DynamicTable]) -> tuple[TableBlocks, tuple[list[Tensor], ...]]:
+def _list_rows(tables: Sequence[TableShard]) -> tuple[TableBlocks, tuple[list[Tensor], ...]]:
     # An interrupt may have left more rows in some stores of a table. In ranges, rows of fewer bytes have more
     # room: memory is committed by the page.
     rows = [min(store.capacity for store in table.stores) for table in tables]
@@ -121,7 +121,7 @@ class TrainedTables:
     """
 
     def __init__(
-        self, tables: Mapping[int, DynamicTable], count: int, maps: MapList, blocks: BlockLists
+        self, tables: Mapping[int, TableShard], count: int, maps: MapList, blocks: BlockLists
     ) -> None:
         self.tables = tables
         of_tables = on_shared_counters([table.own for table in tables.values()])
@@ -216,7 +216,7 @@ class TableLists:
         return rows.masked_fill(frozen.repeat_interleave(sizes, output_size=rows.numel()), -1)
 
 
-def list_tables(tables: Sequence[DynamicTable]) -> TableLists:
+def list_tables(tables: Sequence[TableShard]) -> TableLists:
     """Lists the tables of a group, under their lock."""
     token = TABLES.now
     # Read once: another thread may freeze a table.
@@ -245,7 +245,7 @@ def list_tables(tables: Sequence[DynamicTable]) -> TableLists:
 
 
 def blocks_with_initial_rows(
-    tables: Sequence[DynamicTable], ids: Tensor, rows: Tensor, table_offsets: Tensor
+    tables: Sequence[TableShard], ids: Tensor, rows: Tensor, table_offsets: Tensor
 ) -> tuple[TableBlocks, Tensor]:
     """Returns the blocks of the tables and, for one forward, initial rows of unseen ids.
 

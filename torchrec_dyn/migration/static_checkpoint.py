@@ -21,7 +21,7 @@ from torchrec_dyn.migration.static_optimizer import MOMENTS, STEPS
 from torchrec_dyn.migration.trained_collections import chunks, put_rows
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table, run_together
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table import TableShard
 from torchrec_dyn.whole_model import Collection, tables_in
 
 
@@ -68,7 +68,7 @@ def load_static(
     try:
         run_together(group, "load_static", fill)
     except BaseException:
-        for one, contents in before:  # unchanged: _fill creates new objects (DynamicTable.reset)
+        for one, contents in before:  # unchanged: _fill creates new objects (TableShard.reset)
             for name, value in contents.items():
                 setattr(one, name, value)
         raise
@@ -84,7 +84,7 @@ class _StaticTable:
     states: Mapping[str, ChunkedTensor]
     step: int  # training steps so far
 
-    def state_rows(self, name: str, first: int, last: int, shard: DynamicTable) -> Tensor:
+    def state_rows(self, name: str, first: int, last: int, shard: TableShard) -> Tensor:
         """Returns the optimizer state of rows [first, last) for the columns of a shard."""
         saved, (rows, columns) = self.states[name], self.weight.shape
         span = shard.first_column, shard.first_column + shard.columns

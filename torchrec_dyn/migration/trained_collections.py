@@ -35,7 +35,7 @@ from torchrec_dyn.modules import (
     checked_configs,
     with_row_dtype,
 )
-from torchrec_dyn.table import ROW_DTYPES, DynamicTable, named_states
+from torchrec_dyn.table import ROW_DTYPES, TableShard, named_states
 
 # Rows are copied in chunks of this size, so the extra memory is never more than a few chunks.
 CHUNK_BYTES = 32 << 20
@@ -90,7 +90,7 @@ def from_static(
     made = empty_counterpart(collection, configs, device, dynamic, fused_params)
     tables: dict[str, UnshardedTable] = tables_by_name(made)
     whole_rule = "optimizer" in (fused_params or {})
-    filled: list[tuple[DynamicTable, Tensor, SavedMoments]] = []
+    filled: list[tuple[TableShard, Tensor, SavedMoments]] = []
     for name, weight in weights.items():
         table = tables[name]
         table.weight.requires_grad_(weight.requires_grad)
@@ -160,7 +160,7 @@ def _mark(table: UnshardedTable, trainer: Trainer, weight: Any, where: str) -> N
         table.mark_optimizer([type(trainer.optimizer)], [rule])
 
 
-def _fill(table: DynamicTable, weight: Tensor, moments: SavedMoments) -> None:
+def _fill(table: TableShard, weight: Tensor, moments: SavedMoments) -> None:
     """Inserts the ids 0 to N - 1 with their rows, weight [N, D], and their state, chunk by chunk."""
     table.step = moments.step  # before the insertion: policies count the rows' age from this step
     table.reserve(len(weight))
@@ -170,9 +170,7 @@ def _fill(table: DynamicTable, weight: Tensor, moments: SavedMoments) -> None:
         put_rows(table, ids, weight[first:last], states)
 
 
-def put_rows(
-    table: DynamicTable, ids: Tensor, weight: Tensor, states: Mapping[str, Tensor]
-) -> None:
+def put_rows(table: TableShard, ids: Tensor, weight: Tensor, states: Mapping[str, Tensor]) -> None:
     """Inserts rows into a table without checking its limit. Their scores start at the table's step.
 
     Args:

@@ -19,7 +19,7 @@ from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import check_not_in_dmp, check_not_made_static
 from torchrec_dyn.ranks import TableHandle
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table import TableShard
 
 
 def unsharded_tables(
@@ -102,7 +102,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule):
         """Returns the DynamicTableConfig of each table."""
         return {table.config.name: table.dynamic for table in self.unsharded_lookup.tables}
 
-    def local_tables(self) -> dict[str, DynamicTable]:
+    def local_tables(self) -> dict[str, TableShard]:
         """Returns the rows of each table that has been used; the other tables have no rows yet."""
         return {
             table.config.name: rows

@@ -23,7 +23,7 @@ from torchrec_dyn.modules.optimizer_state import unsharded_states
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.storage import TableLock, locked
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table import TableShard
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class UnshardedLookup:
         self._drop_groups()
 
     def _drop_groups(self) -> None:
-        self._grouped_for: list[tuple[DynamicTable, torch.dtype]] = []
+        self._grouped_for: list[tuple[TableShard, torch.dtype]] = []
         self._groups: list[_Group] = []
         self._optimized_for: list[RowOptimizer] = []
         self._optimizers: dict[RowOptimizer, DynamicOptimizer] = {}
@@ -170,7 +170,7 @@ class UnshardedLookup:
                     self._groups, self._grouped_for = self._group_tables(state), state
         return self._groups
 
-    def _group_tables(self, state: list[tuple[DynamicTable, torch.dtype]]) -> list[_Group]:
+    def _group_tables(self, state: list[tuple[TableShard, torch.dtype]]) -> list[_Group]:
         members: dict[Any, list[int]] = {}
         for number, ((rows, dtype), pooling) in enumerate(zip(state, self.poolings, strict=True)):
             members.setdefault((dtype, rows.optimizer, pooling), []).append(number)

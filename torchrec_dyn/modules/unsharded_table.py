@@ -18,7 +18,7 @@ from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import ModelEntry, save_tables, stage_table
 from torchrec_dyn.storage import TableLock, locked
-from torchrec_dyn.table import ROW_DTYPES, DynamicTable, state_for_copy, without_optimizer
+from torchrec_dyn.table import ROW_DTYPES, TableShard, state_for_copy, without_optimizer
 
 _META = torch.device("meta")
 _NO_CHOICE: list[Any] = []
@@ -30,8 +30,8 @@ class UnshardedTable(nn.Module):
 
     `weight` is a meta tensor [num_embeddings, embedding_dim]: planners read its shape and
     `apply_optimizer_in_backward` marks it, but it has no storage and never gets a gradient. The rows are a
-    DynamicTable, created at first use, when their optimizer is known. The table is frozen if `weight`
-    requires no gradient; `rows()` sets `is_frozen` of the DynamicTable accordingly.
+    TableShard, created at first use, when their optimizer is known. The table is frozen if `weight`
+    requires no gradient; `rows()` sets `is_frozen` of the TableShard accordingly.
 
     Args:
         config: the table's checked config.
@@ -56,7 +56,7 @@ class UnshardedTable(nn.Module):
         self.device = device
         self.where = f"{where}(table='{config.name}')"
         self.lock = TableLock()  # of its rows too; the tables of a collection share one lock
-        self._table: DynamicTable | None = None
+        self._table: TableShard | None = None
         self._choice: object = None
         self._put_placeholder(row_dtype(config), requires_grad=True, classes=[], kwargs=[])
         # Called for its ValueError: wrong fused_params are an error now, not in training.
@@ -64,7 +64,7 @@ class UnshardedTable(nn.Module):
 
     # The rows.
 
-    def rows(self) -> DynamicTable:
+    def rows(self) -> TableShard:
         """Returns the rows, which are created at first use.
 
         If another optimizer was chosen since the last call, the rows are kept; the optimizer state too if
@@ -86,7 +86,7 @@ class UnshardedTable(nn.Module):
         return table
 
     @locked
-    def _rows_for(self, choice: tuple[list[Any], list[Any]]) -> DynamicTable:
+    def _rows_for(self, choice: tuple[list[Any], list[Any]]) -> TableShard:
         if self._table is None or choice != self._choice:
             self._table = self._rows_of(self._table)
             self._choice = (list(choice[0]), [dict(options) for options in choice[1]])
@@ -125,7 +125,7 @@ class UnshardedTable(nn.Module):
                 "Shard the collection, or call .to_empty(device=...) first."
             )
 
-    def _rows_of(self, before: DynamicTable | None) -> DynamicTable:
+    def _rows_of(self, before: TableShard | None) -> TableShard:
         """Returns rows with the optimizer chosen now, and with the contents of `before`, if any."""
         self._check_device()
         optimizer = chosen_optimizer(self.weight, self.fused_params, self.where)
@@ -145,8 +145,8 @@ class UnshardedTable(nn.Module):
             table.note_replaced(before.id_map)
         return table
 
-    def _new_rows(self, optimizer: RowOptimizer, device: torch.device) -> DynamicTable:
-        table = DynamicTable(
+    def _new_rows(self, optimizer: RowOptimizer, device: torch.device) -> TableShard:
+        table = TableShard(
             name=self.config.name,
             num_embeddings=self.config.num_embeddings,
             embedding_dim=self.config.embedding_dim,
@@ -159,7 +159,7 @@ class UnshardedTable(nn.Module):
         table.lock = self.lock
         return table
 
-    def rows_if_made(self) -> DynamicTable | None:
+    def rows_if_made(self) -> TableShard | None:
         """Returns the rows, or None if the table has not been used yet."""
         return self._table
 

@@ -1,7 +1,7 @@
 """Planning with TorchRec's planner: exact storage, measured load, and the balance of a plan.
 
 The stock EmbeddingShardingPlanner can plan dynamic collections without this room. `make_planner` returns
-this planner with storage priced by the allocations of a DynamicTable. With `constraints_from` it plans a
+this planner with storage priced by the allocations of a TableShard. With `constraints_from` it plans a
 running model again, from the measured rows and lookups of its tables. `load_by_rank` rates a plan.
 
 Imports `whole_model`, `modules`, `ranks`, `life`, `storage` and the ground. Start with `priced_planner`.

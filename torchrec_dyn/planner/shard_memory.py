@@ -56,7 +56,7 @@ def table_size(
     counters: int = 0,
     deltas: bool = False,
 ) -> TableSize:
-    """Returns an upper bound of the bytes of a DynamicTable with `rows` rows, part by part.
+    """Returns an upper bound of the bytes of a TableShard with `rows` rows, part by part.
 
     On the CPU the weights and the optimizer state are exact, because memory is committed when a row is
     first written. A GPU commits pages of 2 MiB, and an eighth (at most 256 MiB) more than a store needs. The

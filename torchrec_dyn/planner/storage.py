@@ -2,7 +2,7 @@
 
 TorchRec's own estimator prices a table as one plain weight tensor: without id map, scores and counters, and
 without optimizer state unless `apply_optimizer_in_backward` set the optimizer. `DynamicStorageEstimator`
-counts the allocations of a DynamicTable.
+counts the allocations of a TableShard.
 """
 
 from __future__ import annotations

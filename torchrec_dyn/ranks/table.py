@@ -35,7 +35,7 @@ from torchrec_dyn.storage import (
     to_host,
     turn_of,
 )
-from torchrec_dyn.table import DynamicTable, stamp_of
+from torchrec_dyn.table import TableShard, stamp_of
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -82,7 +82,7 @@ class Table:
     name: str
     where: str
     layout: TableLayout
-    shards: Sequence[DynamicTable]
+    shards: Sequence[TableShard]
     rank: int
     group: dist.ProcessGroup | None
     lock: TableLock
@@ -94,7 +94,7 @@ class Table:
     maps: tuple[IdMap, ...] | None = None
 
     @classmethod
-    def of_one(cls, shard: DynamicTable, where: str, config: dict[str, Any]) -> Table:
+    def of_one(cls, shard: TableShard, where: str, config: dict[str, Any]) -> Table:
         """Returns the unsharded table of a shard with all columns: a group of one rank."""
         layout = TableLayout((Piece(0, shard.embedding_dim, (0,)),), False)
         return cls(
@@ -164,7 +164,7 @@ class Table:
         part = -1 if self.part is None else self.part
         return torch.eq(owners(ids.contiguous(), self.layout.row_ranks), part)
 
-    def canonical(self, shard: DynamicTable) -> CanonicalRows:
+    def canonical(self, shard: TableShard) -> CanonicalRows:
         """Returns the rows of a shard in canonical order; valid until the shard changes."""
         id_map = shard.id_map if self.maps is None else self.maps[list(self.shards).index(shard)]
         return CanonicalRows(id_map, self.where, lambda: stamp_of(shard))
@@ -192,7 +192,7 @@ class Table:
         return self.layout.pieces[0]
 
     @property
-    def _first_shards(self) -> Sequence[DynamicTable]:
+    def _first_shards(self) -> Sequence[TableShard]:
         return self.shards[:1] if self.has_first_column else []
 
     @property
@@ -252,12 +252,12 @@ class Table:
     @collective
     def last_seen(self, ids: Tensor) -> Tensor:
         """Returns each id's last occurrence in training. As `torchrec_dyn.read_last_seen`."""
-        return self._first_numbers("last_seen", ids, DynamicTable.last_seen)
+        return self._first_numbers("last_seen", ids, TableShard.last_seen)
 
     @collective
     def count(self, ids: Tensor) -> Tensor:
         """Returns each id's number of occurrences. As `torchrec_dyn.read_counts`."""
-        return self._first_numbers("count", ids, DynamicTable.count)
+        return self._first_numbers("count", ids, TableShard.count)
 
     @collective
     def assign(self, ids: Tensor, rows: Tensor) -> None:
@@ -330,7 +330,7 @@ class Table:
         return IdExchange(call, checked, self.layout, self._sharded_over, self.device, pieces)
 
     def _first_numbers(
-        self, verb: str, ids: Tensor, read: Callable[[DynamicTable, Tensor], Tensor]
+        self, verb: str, ids: Tensor, read: Callable[[TableShard, Tensor], Tensor]
     ) -> Tensor:
         """Returns one number for each id, read from the shards with the first columns."""
         exchange = self._send(verb, ids, pieces=[self._first])

@@ -19,7 +19,7 @@ from torchrec_dyn.lookup import PrefetchedStep, Senders, TableGroup, asks_for_se
 from torchrec_dyn.modules import DynamicOptimizer, initializer_of, row_dtype
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.sharding.send_once import counts_of
-from torchrec_dyn.table import DynamicTable
+from torchrec_dyn.table import TableShard
 
 OPTIONS_KEY = "torchrec_dyn"
 # Types of devices on which prefetching takes the steps of tables with a life: there the host waits where it
@@ -63,9 +63,9 @@ def _make_table(
     options: TableOptions,
     optimizer: RowOptimizer,
     device: torch.device | None,
-) -> DynamicTable:
+) -> TableShard:
     assert shard.local_metadata is not None
-    table = DynamicTable(
+    table = TableShard(
         name=shard.name,
         num_embeddings=shard.num_embeddings,
         embedding_dim=shard.embedding_dim,
@@ -138,7 +138,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         """The `TableGroup` that looks up the tables."""
         return self._group
 
-    def replace_shards(self, shards: Sequence[DynamicTable]) -> None:
+    def replace_shards(self, shards: Sequence[TableShard]) -> None:
         """Puts `shards` in place of this kernel's empty shards of the same tables and columns."""
         found = {(shard.name, shard.first_column): shard for shard in shards}
         self.tables = [found.get((table.name, table.first_column), table) for table in self.tables]

@@ -18,7 +18,7 @@ from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict.loading import OptimizerEntry
 from torchrec_dyn.state_dict.places import Runs, Share, runs_of, share_of
 from torchrec_dyn.storage import CanonicalRows, RowStore, TableLock, changes, locked, run_to_end
-from torchrec_dyn.table import DynamicTable, named_states
+from torchrec_dyn.table import TableShard, named_states
 
 
 class _LoadedState(NamedTuple):
@@ -164,7 +164,7 @@ class AlignedState:
         entry.renew()  # if the same state dict is loaded again, its tensors are the table's own
 
     def _in_order_of(
-        self, number: int, shard: DynamicTable, stores: list[RowStore]
+        self, number: int, shard: TableShard, stores: list[RowStore]
     ) -> list[RowStore]:
         """Returns copies of loaded stores in the order of a shard's rows."""
         ordered = [RowStore(one.columns, one.shift, one.dtype, one.device) for one in shard.states]
@@ -176,7 +176,7 @@ class AlignedState:
         return ordered
 
 
-def _swap(shard: DynamicTable, loaded: _LoadedState, again: bool) -> None:
+def _swap(shard: TableShard, loaded: _LoadedState, again: bool) -> None:
     """Swaps loaded state into a shard. A second call directly after changes nothing."""
     shard.replace_states(loaded.states)
     shard.step, shard.life = loaded.step, loaded.life

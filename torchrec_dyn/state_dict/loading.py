@@ -40,7 +40,7 @@ from torchrec_dyn.storage import (
     run_to_end,
     to_host,
 )
-from torchrec_dyn.table import ROW_DTYPES, DynamicTable, check_state, named_states, stamp_of
+from torchrec_dyn.table import ROW_DTYPES, TableShard, check_state, named_states, stamp_of
 
 
 class ModelEntry(TableEntry):
@@ -193,7 +193,7 @@ class ModelEntry(TableEntry):
         """Replaces the contents of the shards by the verified load, and optimizer state by zeros."""
         initializer, clock = self.initializer(), self.small.get("clock")
 
-        def commit_shard(shard: DynamicTable, staged: StagedRows, _: bool) -> None:
+        def commit_shard(shard: TableShard, staged: StagedRows, _: bool) -> None:
             commit_rows(shard, staged, clock, initializer, self.step)
 
         # After an interrupt (Ctrl-C) all column shards have the same ids.
@@ -220,7 +220,7 @@ def _check_shapes(table: Table, weight: Tensor, ids: Tensor) -> None:
         )
 
 
-def _most_waiting(shard: DynamicTable) -> int | None:
+def _most_waiting(shard: TableShard) -> int | None:
     life = shard.life
     return life.waiting.limit if life is not None and life.waiting is not None else None
 
@@ -308,7 +308,7 @@ class OptimizerEntry(TableEntry):
         optimizer = self.table.optimizer
         return dict(zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True))[name]
 
-    def _origin(self, shard: DynamicTable, is_rowwise: bool) -> int:
+    def _origin(self, shard: TableShard, is_rowwise: bool) -> int:
         """Returns the column of the saved tensor at which a staged store begins."""
         if not is_rowwise:
             return shard.first_column

@@ -36,7 +36,7 @@ from torchrec_dyn.checkpoint_format import (
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
 from torchrec_dyn.storage import CELL_BITS, CanonicalRows, cell_bits, to_host, turn_of
-from torchrec_dyn.table import DynamicTable, named_states, read_tensor, stamp_of
+from torchrec_dyn.table import TableShard, named_states, read_tensor, stamp_of
 
 _Reader = Callable[[int, int], Tensor]
 _Whole = tuple[tuple[int, ...], torch.dtype]  # columns and dtype of a whole tensor by row
@@ -102,7 +102,7 @@ class ShardSource(ABC):
         """
 
     @abstractmethod
-    def _tensors_of(self, shard: DynamicTable) -> list[_RowTensor]:
+    def _tensors_of(self, shard: TableShard) -> list[_RowTensor]:
         """Returns the tensors by row of a shard."""
 
     @abstractmethod
@@ -201,7 +201,7 @@ class ModelSource(ShardSource):
     def _one_a_row(self) -> tuple[str, ...]:
         return ("ids", "last_seen", "count") if self.table.options.has_life else ("ids",)
 
-    def _tensors_of(self, shard: DynamicTable) -> list[_RowTensor]:
+    def _tensors_of(self, shard: TableShard) -> list[_RowTensor]:
         made = [_RowTensor("weight", (shard.first_column,), (shard.columns,))]
         if shard is self.table.shards[0]:
             made += [_RowTensor(name, (), (), shard.first_column == 0) for name in self._one_a_row]
@@ -245,7 +245,7 @@ class OptimizerSource(ShardSource):
         small = {"step": torch.tensor(known[0].step, device="cpu"), "config": config}
         return {**self._by_row(known, wholes), **self._not_by_row(known, small)}
 
-    def _tensors_of(self, shard: DynamicTable) -> list[_RowTensor]:
+    def _tensors_of(self, shard: TableShard) -> list[_RowTensor]:
         return [
             _RowTensor(one.name, (self.table.cuts.index(shard.first_column),), (1,))
             if one.is_rowwise
@@ -313,7 +313,7 @@ def _shifted(run: Run, read: _Reader) -> _Reader:
     return lambda start, stop: read(run.here + start, run.here + stop)
 
 
-def _reader_of(rows: CanonicalRows, run: Run, shard: DynamicTable, name: str) -> _Reader:
+def _reader_of(rows: CanonicalRows, run: Run, shard: TableShard, name: str) -> _Reader:
     """Returns a reader of rows [start, stop) of a run, on the CPU, for one tensor of a shard."""
 
     def read(start: int, stop: int) -> Tensor:

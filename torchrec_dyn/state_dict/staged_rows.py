@@ -34,7 +34,7 @@ from torchrec_dyn.storage import (
     RowStore,
     unsigned,
 )
-from torchrec_dyn.table import DynamicTable, replaced_whole
+from torchrec_dyn.table import TableShard, replaced_whole
 
 _READ_AT_ONCE = 1 << 20
 
@@ -332,7 +332,7 @@ class StagedRows:
 
 
 def commit_rows(
-    table: DynamicTable,
+    table: TableShard,
     staged: StagedRows,
     clock: Tensor | None,
     initializer: Initializer | None,
@@ -358,7 +358,7 @@ def commit_rows(
 
 
 def _swap(
-    table: DynamicTable, staged: StagedRows, rows: int, clock: Tensor | None, step: int
+    table: TableShard, staged: StagedRows, rows: int, clock: Tensor | None, step: int
 ) -> None:
     before, shift, device = table.id_map, table.weights.shift, table.device
     table.reset(table.dtype, device)
@@ -379,7 +379,7 @@ def _swap(
 
 
 def _commit_life(
-    life: RowLife, table: DynamicTable, staged: StagedRows, clock: Tensor | None, rows: int
+    life: RowLife, table: TableShard, staged: StagedRows, clock: Tensor | None, rows: int
 ) -> None:
     if clock is not None and life.is_timed:
         life.clock = Clock.load(clock)

@@ -1,6 +1,6 @@
 """One table, or one column shard of it, on one rank.
 
-Imports `life`, `storage` and the ground; torch alone. Start with `table`: DynamicTable has the calls on the
+Imports `life`, `storage` and the ground; torch alone. Start with `shard`: TableShard has the calls on the
 arrays of a table and the life of its rows (`arrays`). `insertion` gives rows to unseen ids and frees rows,
 `table_step` is the part of a training step that changes one table, `contents` saves and loads a table.
 
@@ -27,7 +27,7 @@ from torchrec_dyn.table.insertion import (
     read_absent,
     rows_of_new,
 )
-from torchrec_dyn.table.table import DynamicTable
+from torchrec_dyn.table.shard import TableShard
 from torchrec_dyn.table.table_step import (
     Expired,
     TableStep,

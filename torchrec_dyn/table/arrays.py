@@ -1,7 +1,7 @@
 """TableArrays: what one table, or one column shard of it, holds on this rank.
 
 An id map (id -> row), the stores of the weights and of each optimizer state (row -> numbers), the numbering
-of rows and, with a policy, their life. `insertion` and `contents` change these arrays; `table` has the calls.
+of rows and, with a policy, their life. `insertion` and `contents` change these arrays; `shard` has the calls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOTHING = object()
 
 
 class TableArrays:
-    """The arrays of a table and its settings. `DynamicTable` adds the calls of users, and no field.
+    """The arrays of a table and its settings. `TableShard` adds the calls of users, and no field.
 
     Attributes:
         name: the table's name, which also decides its initial rows.
@@ -147,7 +147,7 @@ class TableArrays:
 
     @property
     def where(self) -> str:
-        """Name of the table in messages."""
+        """Name in messages, in the words of users: a dynamic table."""
         return f"DynamicTable({self.name!r})"
 
     @property

@@ -1,4 +1,4 @@
-"""DynamicTable: one table, or one column shard of it, on this rank.
+"""TableShard: the rows and columns of one table that are on this rank: a shard, or the whole unsharded table.
 
 Its arrays are those of `TableArrays`. lookup/table_group.py lists the steps of a training forward.
 
@@ -45,7 +45,7 @@ from torchrec_dyn.table.counters import SharedCounters
 from torchrec_dyn.table.insertion import Removal, find_rows, insert_unseen
 
 
-class DynamicTable(TableArrays):
+class TableShard(TableArrays):
     """A table whose rows are made when ids are first seen. Its attributes are those of `TableArrays`."""
 
     @property
