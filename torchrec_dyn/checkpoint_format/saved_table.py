@@ -128,9 +128,6 @@ class SavedTable:
     def read(self, name: str) -> Tensor:
         """Reads and checks a whole tensor; meant for tensors that are not by row, which are small.
 
-        Args:
-            name: name of the tensor, one of `names`.
-
         Raises:
             ValueError: if the tensor is missing or damaged.
         """
@@ -207,9 +204,6 @@ class SavedTable:
 
     def verify(self, progress: Callable[[int], Any] | None = None) -> None:
         """Reads and checks all tensors.
-
-        Args:
-            progress: function that is called with the number of rows read since its last call.
 
         Raises:
             ValueError: if a tensor is damaged; the message names the table and the tensor.

@@ -51,13 +51,6 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
     ) -> _Sharded:
         """Shards a collection.
 
-        Args:
-            module: the collection; it is not changed.
-            params: the plan of its tables.
-            env: the ranks.
-            device: device of the rows.
-            module_fqn: path of the collection in the model.
-
         Returns:
             The sharded collection.
 

@@ -67,12 +67,6 @@ def checked_configs(
     A config without feature names gets the table's name as its only feature, as in TorchRec. The initializer
     of a table replaces its init_fn, weight_init_min and weight_init_max, so the copy has no init_fn then.
 
-    Args:
-        tables: the user's configs.
-        config_type: EmbeddingBagConfig or EmbeddingConfig.
-        where: the collection's class name, for messages.
-        dynamic: the `dynamic` argument of the collection; it is checked later.
-
     Raises:
         ValueError: if there is no table, a config is not valid, or a table name is repeated.
     """

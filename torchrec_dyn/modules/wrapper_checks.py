@@ -50,9 +50,6 @@ _WHAT_TO_DO = (
 def check_not_in_dmp(where: str) -> None:
     """Checks that no DistributedModelParallel of several ranks is being built around the caller.
 
-    Args:
-        where: the unsharded collection, for the message.
-
     Raises:
         ValueError: if one is.
     """
@@ -63,10 +60,6 @@ def check_not_in_dmp(where: str) -> None:
 
 def check_not_made_static(where: str, collection: nn.Module) -> None:
     """Checks that no static sharded collection of TorchRec's is being built of an unsharded collection.
-
-    Args:
-        where: the unsharded collection, for the message.
-        collection: the collection.
 
     Raises:
         ValueError: if one is.
@@ -80,11 +73,6 @@ def check_not_made_static(where: str, collection: nn.Module) -> None:
 
 def skip_in_ddp(where: str, name: str, placeholder: nn.Parameter) -> None:
     """Makes the DistributedDataParallel that is being built around the caller, if any, skip a placeholder.
-
-    Args:
-        where: the unsharded table, for the message.
-        name: the placeholder's name in the wrapped model.
-        placeholder: the parameter.
 
     Raises:
         ValueError: if DistributedDataParallel has several ranks.
@@ -103,9 +91,6 @@ def skipped_by_fully_shard(kind: type[nn.Module]) -> type[nn.Module]:
     """Makes `fully_shard` skip modules of a class on one rank; on several ranks it raises ValueError.
 
     `fully_shard` asks each module for its registry of composable APIs, and skips modules with "replicate".
-
-    Args:
-        kind: a class of modules with an attribute `where`, for the message.
 
     Returns:
         `kind`, for use as a decorator.
@@ -126,9 +111,6 @@ def check_not_gathered(where: str) -> None:
     """Checks that the state dict of a sharded collection is not made for `full_state_dict=True`.
 
     torch would return a state dict with this rank's rows as if it were whole.
-
-    Args:
-        where: the sharded collection, for the message.
 
     Raises:
         ValueError: if it is.

@@ -87,10 +87,6 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
 
     It has no `nn.Parameter`: DDP must not see the rows.
 
-    Args:
-        config: TorchRec's table group; its fused_params hold a `KernelOptions`.
-        device: device of the rows.
-
     Attributes:
         tables: tables of the group, in its order.
         ids_are_sent_once: True if a rank sends each id once per table; weights, if any, are then counts.

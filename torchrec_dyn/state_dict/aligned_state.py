@@ -185,10 +185,6 @@ def _swap(shard: TableShard, loaded: _LoadedState, again: bool) -> None:
 def commit_state(entry: OptimizerEntry, call: str) -> None:
     """Verifies loaded optimizer state by the present rows of the shards, and commits it. Collective.
 
-    Args:
-        entry: entry with the complete load.
-        call: table and method, the same on every rank.
-
     Raises:
         ValueError: on every rank, if the state is damaged or of other rows; nothing has changed then.
     """

@@ -26,13 +26,7 @@ _Entry = TypeVar("_Entry", bound=TableEntry)
 def save_tables(
     destination: MutableMapping[str, Any], tables: Mapping[str, Table], where: str
 ) -> None:
-    """Adds the tensors of all tables to a state dict. Collective.
-
-    Args:
-        destination: the state dict.
-        tables: tables of one collection by the prefix of their keys.
-        where: the collection, for messages.
-    """
+    """Adds the tensors of all tables to a state dict. Collective."""
     made = _tensors(f"{where}.state_dict", [*tables.values()], lambda one: ModelEntry(one).renew())
     for prefix, tensors in zip(tables, made, strict=True):
         destination.update({prefix + name: tensor for name, tensor in tensors.items()})
@@ -68,12 +62,6 @@ def load_tables(
     missing_keys: list[str],
 ) -> dict[str, Initializer]:
     """Loads the tables that a state dict has, and removes their keys from it. Collective.
-
-    Args:
-        state_dict: the state dict; keys of other modules are not changed.
-        tables: tables of one collection by the prefix of their keys.
-        where: the collection, for messages.
-        missing_keys: list to which missing keys are appended.
 
     Returns:
         The saved initializers, by table name.
@@ -139,10 +127,6 @@ def stage_table(table: Table, saved: Mapping[str, Tensor]) -> ModelEntry:
 
 def load_optimizer_state(table: Table, saved: Mapping[str, Any]) -> None:
     """Replaces the optimizer state of a table. Collective.
-
-    Args:
-        table: the table.
-        saved: saved tensors by name.
 
     Raises:
         ValueError: on every rank, if the state is damaged or does not match the table, or the ranks give

@@ -29,9 +29,6 @@ from torchrec_dyn.storage import CanonicalRows, RowStore, TableLock, to_host
 class TableEntry(ABC):
     """The load of one table, of a model's or an optimizer's state dict, kept beside the table.
 
-    Args:
-        table: the table.
-
     Attributes:
         canonical: the rows of each shard as this entry saves them; none if the entry only loads. Not their
             source: it refers to the entry, and a cycle would keep the rows of a deleted model.
@@ -124,9 +121,6 @@ class TableEntry(ABC):
 
     def fill(self, saved: Mapping[str, Any]) -> None:
         """Stages this rank's rows of plain tensors of the whole table, or copies of its saved tensors.
-
-        Args:
-            saved: tensors by name.
 
         Raises:
             ValueError: if the tensors do not match each other or the table.
@@ -227,9 +221,6 @@ class TableEntry(ABC):
     def check(self, others: Sequence[TableEntry] = ()) -> dict[str, int] | None:
         """Checks this rank's part of the load, and returns its content sums.
 
-        Args:
-            others: entries of the same load.
-
         Returns:
             The content sums of the tensors and rows of this rank; None if the ids of the rows are not known
             yet.
@@ -274,9 +265,6 @@ class LoadSession:
 
     def verify(self, where: str) -> None:
         """Verifies all tables, once. Collective.
-
-        Args:
-            where: the caller, for messages.
 
         Raises:
             ValueError: on every rank, if a table is damaged or does not match the model.

@@ -81,12 +81,7 @@ class ModelEntry(TableEntry):
         self.stage(places_of_table(self.table, saved, self.total), dtype)
 
     def stage(self, places: Places, dtype: torch.dtype) -> None:
-        """Makes empty stores beside the stores of the shards.
-
-        Args:
-            places: places of the rows to read.
-            dtype: dtype of the saved rows.
-        """
+        """Makes empty stores beside the stores of the shards."""
         table, self.places = self.table, places
         self.staged = [
             StagedRows(
@@ -240,11 +235,7 @@ class OptimizerEntry(TableEntry):
     _stamps: list[tuple[int, ...]] | None = None  # stamps of the shards when they had these rows
 
     def note_rows(self, model: ModelEntry) -> None:
-        """Notes that the shards have the rows of a load now, if the state was summed by its ids.
-
-        Args:
-            model: the load of the rows.
-        """
+        """Notes that the shards have the rows of a load now, if the state was summed by its ids."""
         shards, rows = self.table.shards, model.places.count
         # The state is in the order of the rows as read: rows copied into smaller stores have other numbers.
         is_same = self._model is model and all(
@@ -277,13 +268,7 @@ class OptimizerEntry(TableEntry):
         self.stage(places_of_table(self.table, saved, total), total, widths)
 
     def stage(self, places: Places, total: int, widths: Mapping[str, int]) -> None:
-        """Makes empty stores beside the stores of the shards.
-
-        Args:
-            places: places of the rows to read.
-            total: number of rows of the whole table.
-            widths: number of columns of each saved tensor; of row-wise state, the number of column shards.
-        """
+        """Makes empty stores beside the stores of the shards."""
         self.places, self.total = places, total
         self.staged, self._model, self._stamps = [], None, None
         for shard in self.table.shards:

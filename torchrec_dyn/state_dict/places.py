@@ -92,12 +92,7 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def share_of(rows: CanonicalRows, table: Table) -> Share:
-    """Returns the share of this rank, which must hold a part of the table.
-
-    Args:
-        rows: rows of this rank.
-        table: the table.
-    """
+    """Returns the share of this rank, which must hold a part of the table."""
     part, ranks = table.part, table.layout.row_ranks
     assert part is not None
     tail: list[int] = []
