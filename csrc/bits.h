@@ -19,15 +19,6 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE int lowest_bit(uint32_t bits) {
 #endif
 }
 
-// The number of bits that are set.
-TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE int count_bits(uint32_t bits) {
-#if defined(__CUDA_ARCH__)
-  return __popc(bits);
-#else
-  return std::popcount(bits);
-#endif
-}
-
 // The number of another type with the same bits.
 template <typename To, typename From>
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE To same_bits(const From& from) {

@@ -27,7 +27,7 @@ ON_ANY_DEVICE = {
 }
 # Called by functions of the host alone, or where the host's half of a function is compiled.
 ON_THE_HOST = {
-    "bits.h": {"countr_zero", "popcount"},
+    "bits.h": {"countr_zero"},
     "life/scores.h": {"__builtin_prefetch"},
     "lookup/bags.h": {"max", "min", "upper_bound"},
     "lookup/row_update.h": {"pow"},

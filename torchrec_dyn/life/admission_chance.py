@@ -14,9 +14,10 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 
+_WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # as in csrc/mix64.h
 _DRAW_BITS = 53  # of a float64
-_LIST_BITS = 12
+_LIST_BITS = 16
 _COUNT_BITS = 33
 _NO_CHANCE = 2.0**-60  # 1 - this is 1
 
@@ -26,33 +27,43 @@ class AdmissionChance:
 
     def __init__(self, probability: float, key: int, device: torch.device) -> None:
         self._key = key
-        counts = torch.arange(1 << _LIST_BITS, device="cpu")
+        squares = [1.0 - probability]  # (1 - p)^(2^bit), for the bits of a count
+        while squares[-1] >= _NO_CHANCE and len(squares) < _COUNT_BITS:
+            squares.append(squares[-1] * squares[-1])
+        self._most = 1 << len(squares) - 1  # no higher count has another chance
+        counts = torch.arange(1 + min(self._most, (1 << _LIST_BITS) - 1), device="cpu")
         refusal = torch.ones(counts.shape, dtype=torch.float64, device="cpu")
-        # (1 - p)^(2^bit), for the bits of a count.
-        square, self._squares, self._most = 1.0 - probability, list[tuple[int, float]](), 0
-        for bit in range(_COUNT_BITS):
-            if bit < _LIST_BITS:
-                refusal = _times(refusal, square, counts, bit)
-            else:
-                self._squares.append((bit, square))
-            self._most = 1 << bit
-            if square < _NO_CHANCE:  # nor has a higher count
-                break
-            square *= square
-        self._refusal = refusal.to(device)  # of each count with these bits
+        for bit, square in enumerate(squares[:_LIST_BITS]):
+            refusal = _times(refusal, square, counts, bit)
+        self._squares = [*enumerate(squares)][_LIST_BITS:]  # of counts that are not listed
+        self._refusal = refusal.to(device)
+        self._limit = _limit(self._refusal)
 
     def admit(self, ids: Tensor, occurrences: Tensor, step: int) -> Tensor:
         """Returns which ids [M] int64 are admitted, [M] bool; occurrences [M] int64 are up to 2^32."""
         # The word before those with which updates round (csrc/storage/rounding.h): no bits are shared.
-        word = (self._key + step * _GOLDEN) & (1 << 64) - 1
-        of_step = ops.mix64(torch.tensor([word - (word >> 63 << 64)], device="cpu"))
-        words = ops.mix64(ops.mix64(ops.mix64(ids) ^ int(of_step)))
-        draws = (words >> (64 - _DRAW_BITS) & (1 << _DRAW_BITS) - 1).double() * 2.0**-_DRAW_BITS
+        of_step = _mixed((self._key + step * _GOLDEN) & _WORD)
+        words = ops.mix64(ops.mix64(ops.mix64(ids) ^ (of_step - (of_step >> 63 << 64))))
+        draws = words >> (64 - _DRAW_BITS) & (1 << _DRAW_BITS) - 1
         counts = occurrences.clamp(max=self._most)
-        refusal = self._refusal[counts & (1 << _LIST_BITS) - 1]
+        if not self._squares or (counts.is_cpu and bool((counts < 1 << _LIST_BITS).all())):
+            return draws < self._limit.index_select(0, counts)
+        refusal = self._refusal.index_select(0, counts & (1 << _LIST_BITS) - 1)
         for bit, square in self._squares:
             refusal = _times(refusal, square, counts, bit)
-        return draws < 1.0 - refusal
+        return draws < _limit(refusal)
+
+
+def _mixed(word: int) -> int:
+    """Returns the mixed id of one word (csrc/mix64.h): an op and its tensors cost more than all draws."""
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
+    return word ^ word >> 31
+
+
+def _limit(refusal: Tensor) -> Tensor:
+    """Returns the number below which draws are admitted, for each chance of refusal."""
+    return (1.0 - refusal) * 2.0**_DRAW_BITS
 
 
 def _times(refusal: Tensor, square: float, counts: Tensor, bit: int) -> Tensor:
