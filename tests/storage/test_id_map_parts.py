@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage import IdMap, arrays_of
+from torchrec_dyn.storage.id_map import IdMap, arrays_of
 
 # Enough ids for several parts of each table, of which a small map has small ones.
 COUNTS = (3000, 0, 1, 9000)

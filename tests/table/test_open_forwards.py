@@ -202,7 +202,7 @@ def test_a_full_table_is_an_error_that_changes_nothing(limit):
     for call in (lambda: group(*batch, training=True), lambda: group.prefetch(*batch)):
         with pytest.raises(
             RuntimeError,
-            match=rf"TableShard\('full'\) on rank 0: expected at most {limit} rows here "
+            match=rf"DynamicTable\('full'\) on rank 0: expected at most {limit} rows here "
             rf"\(num_embeddings={limit}\), got {limit} and 1 new ids",
         ):
             call()
