@@ -36,8 +36,8 @@ class AdmissionChance:
         for bit, square in enumerate(squares[:_LIST_BITS]):
             refusal = _times(refusal, square, counts, bit)
         self._squares = [*enumerate(squares)][_LIST_BITS:]  # of counts that are not listed
-        self._refusal = refusal.to(device)
-        self._limit = _limit(self._refusal)
+        # Computed on the CPU: other streams use them, and only copies are waited for.
+        self._refusal, self._limit = refusal.to(device), _limit(refusal).to(device)
 
     def admit(self, ids: Tensor, occurrences: Tensor, step: int) -> Tensor:
         """Returns which ids [M] int64 are admitted, [M] bool; occurrences [M] int64 are up to 2^32."""
