@@ -17,7 +17,7 @@ from typing import Any
 
 
 class Interrupt(Exception):
-    """What a user's handler raises, e.g. at a time limit."""
+    """An exception that a user's handler raises, e.g. at a time limit."""
 
 
 RAISED = (Interrupt, KeyboardInterrupt, SystemExit, MemoryError, RecursionError)

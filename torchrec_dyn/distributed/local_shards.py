@@ -265,7 +265,7 @@ def _kernels_of(lookups: Iterable[nn.Module]) -> Iterable[DynamicKernel]:
 
 @dataclass
 class _OwnerOfShards:
-    """What a handle asks of a sharded collection."""
+    """Answers the questions of a handle for a sharded collection."""
 
     whole: Table
     features: tuple[str, ...]

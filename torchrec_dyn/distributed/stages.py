@@ -9,8 +9,10 @@ carries from one stage to the next what the stages have in common.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +23,8 @@ from torchrec_dyn.compilers import NotScriptable, forward_of_tables, not_compile
 from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.sharding import PrefetchedSteps, drop_steps, prefetch, set_batch
 from torchrec_dyn.storage import OpenForward, stream_on, wait_for_stream
+
+_Output = TypeVar("_Output")
 
 
 class ForwardOutsideGraphs(NotScriptable, ShardedModule[Any, Any, Any, Any]):
@@ -81,14 +85,7 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
     @not_compiled
     def compute(self, ctx: Any, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
-        with_steps = len(ctx.prefetched_steps) > 0
-        try:
-            set_batch(self._lookups, ctx.sharding_contexts, ctx.prefetched_steps)
-            output: list[Tensor] = super().compute(ctx, dist_input)
-            return output
-        finally:
-            if with_steps:
-                drop_steps(self._lookups)
+        return self._with_batch(ctx, partial(super().compute, ctx, dist_input))
 
     @not_compiled
     def output_dist(self, ctx: Any, output: list[Tensor]) -> LazyAwaitable[Any]:
@@ -102,10 +99,15 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
             ctx.sent.close()
         if ctx.sending_stream is not None:
             wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
+        look_up = partial(super().compute_and_output_dist, ctx, input)
+        return self._finished(self._with_batch(ctx, look_up), ctx)
+
+    def _with_batch(self, ctx: Any, look_up: Callable[[], _Output]) -> _Output:
+        """Runs a lookup of the batch, with its senders and with the steps that were taken ahead of it."""
         with_steps = len(ctx.prefetched_steps) > 0
         try:
             set_batch(self._lookups, ctx.sharding_contexts, ctx.prefetched_steps)
-            return self._finished(super().compute_and_output_dist(ctx, input), ctx)
+            return look_up()
         finally:
             if with_steps:
                 drop_steps(self._lookups)

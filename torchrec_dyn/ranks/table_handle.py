@@ -15,7 +15,7 @@ from torchrec_dyn.ranks.table import Table
 
 
 class TableOwner(Protocol):
-    """What a collection tells a handle of one of its tables."""
+    """Protocol of the object that a handle asks: one table in its collection."""
 
     @property
     def name(self) -> str:

@@ -126,10 +126,8 @@ class TableEntry(ABC):
             ValueError: if the tensors do not match each other or the table.
         """
         self.unread = set(saved) - self._read
-        if self.table.group is None:
-            self.unread |= set(self.order) - set(
-                saved
-            )  # a load of an unsharded table may lack parts
+        if self.table.group is None:  # a load of an unsharded table may lack parts
+            self.unread |= set(self.order) - set(saved)
         for name in self.small_names:
             if name in saved:
                 self.small[name] = to_host(numbers_of(saved[name]))
