@@ -38,6 +38,7 @@ from bench_growth import bytes_beside, touch_memory
 from floor import BitFloor, NoFloorError, WordFloor
 from full_tables import LEAST_RECENT, NO_POLICY, Stepped, cases, expiring, steps_of
 from interleaved import finish, measure, options, quartiles, ratio, result, spread, summary
+from layouts import begin_version
 from torch import Tensor
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
@@ -173,9 +174,7 @@ def run_markers(limit: int, workloads: Sequence[Workload], known: Known, clock: 
     marked, plain = (
         Stepped(workloads[0], NO_POLICY, limit).fill(workloads[0].rows) for _ in range(2)
     )
-    # "moment": the name until November 2026 (make bench-ab)
-    begin = "version" if hasattr(marked.table, "version") else "moment"
-    version = getattr(marked.table, begin)()
+    version = begin_version(marked.table)
     for workload in workloads:
         batches = known[workload.zipf]
         contestants = stepping({"marker": marked, "no marker": plain}, batches) | with_floor(

@@ -16,4 +16,9 @@ try:
 except ImportError:  # before the rooms (0.1.0, November 2026)
     from torchrec_dyn.id_map import IdMap  # type: ignore[no-redef]
 
-__all__ = ["IdMap", "TableGroup", "TableShard"]
+try:
+    from torchrec_dyn.table.changes import moment_of as begin_version  # until November 2026
+except ImportError:
+    begin_version = TableShard.version  # type: ignore[assignment]
+
+__all__ = ["IdMap", "TableGroup", "TableShard", "begin_version"]

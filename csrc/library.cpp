@@ -3,7 +3,7 @@
 //
 // Legend: T tables of one call, N ids in table order, M new or chosen ids, C slots of a map, B bags, S segments.
 // `slots` [C, 2] int64 is an id map (storage/id_map.h). A list of `slots` holds the slots of T maps, then the outgoing
-// slots of each map that grows. `moved` [T] is the number of outgoing slots that have moved, -1 for a map that does not
+// slots of each map that grows. `moved` [T, 2] is the number of outgoing slots that have moved, -1 for a map that does not
 // grow. `blocks` are rows of one table; `layout` [T, 4] describes the blocks of several tables (storage/blocks.h),
 // `segments` [S, 5] their bags (lookup/bags.h).
 #if !defined(TORCHREC_DYN_SIMT)
@@ -49,10 +49,10 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // A map of `capacity` empty slots, on the device of `slots`. Memory is committed where ids are written.
   m.def("new_slots(Tensor slots, int capacity) -> Tensor");
   // Moves outgoing slots [moved, until), or a few more, into `slots` -> [1] the new `moved`. A GPU moves all slots.
-  m.def("move_slots(Tensor(a!) outgoing, Tensor(b!) slots, int moved, int until) -> Tensor");
+  m.def("move_slots(Tensor(a!) outgoing, Tensor(b!) slots, int moved, int until, int key=0) -> Tensor");
   // -> [3]: number of ids, sum of their probe lengths (storage/id_map.h), the longest probe length; measured on one in
   // `every` runs of 4096 slots.
-  m.def("probe_lengths(Tensor slots, int every) -> Tensor");
+  m.def("probe_lengths(Tensor slots, int every, int key=0) -> Tensor");
 
   // The ids of some whole lines of slots -> ids [K] in the order of the slots, rows [K].
   m.def("used_slots(Tensor slots) -> (Tensor ids, Tensor rows)");

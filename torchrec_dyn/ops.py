@@ -86,14 +86,15 @@ def lookup(
             With ids on a GPU they may be there, too. Then they are not checked; a caller who finds wrong ones
             drops the results.
         slots: [C, 2] int64 each: the slots of T maps, then the outgoing slots of each map that grows.
-        moved: [T] int64, number of moved outgoing slots; -1 for a map that does not grow.
+        moved: [T, 2] int64, number of moved outgoing slots, -1 for a map that does not grow; and the key of
+            the map's hash (csrc/slot_hash.h). [T]: all keys are 0.
 
     Returns:
         rows: [N] int64, -1 for an absent id.
         absent: [T] int64, number of absent ids of each table, repeats included; on the device of `ids`. On a
             GPU the sign bit of absent[0] is set if `raise_errors` has an error to raise.
     """
-    return torch.empty_like(ids), ids.new_empty(moved.shape)
+    return torch.empty_like(ids), ids.new_empty(moved.shape[0])
 
 
 @_op
@@ -152,7 +153,7 @@ def erase(ids: Tensor, slots: Sequence[Tensor], moved: Tensor) -> Tensor:
     Args:
         ids: [M] int64.
         slots: slots of one map, as in `lookup`; written.
-        moved: [1] int64, as in `lookup`.
+        moved: [1, 2] int64, as in `lookup`.
 
     Returns:
         [M] int64, the rows of the ids; -1 for an absent id and for a repeat of an erased id.
@@ -175,7 +176,7 @@ def new_slots(slots: Tensor, capacity: int) -> Tensor:
 
 
 @_op
-def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tensor:
+def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int, key: int = 0) -> Tensor:
     """Moves a range of outgoing slots into a larger array of slots, both in place.
 
     Args:
@@ -183,6 +184,7 @@ def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tenso
         slots: [C', 2] int64, C' at least C, with room for every id; written.
         moved: number of outgoing slots that earlier calls moved, 0 at first.
         until: end of the range: the outgoing slots before this number are moved.
+        key: of the map's hash, as in `lookup`.
 
     Returns:
         [1] int64 on the CPU, the new value of `moved`: `until` or a few slots more; C if all slots are
@@ -192,12 +194,13 @@ def move_slots(outgoing: Tensor, slots: Tensor, moved: int, until: int) -> Tenso
 
 
 @_op
-def probe_lengths(slots: Tensor, every: int) -> Tensor:
+def probe_lengths(slots: Tensor, every: int, key: int = 0) -> Tensor:
     """Sums the probe lengths of ids. A probe length is the number of slots read to find an id.
 
     Args:
         slots: [C, 2] int64.
         every: sampling interval: one in `every` runs of 4,096 slots is read, starting with the first run.
+        key: of the map's hash, as in `lookup`.
 
     Returns:
         [3] int64: number of ids, sum of their probe lengths (1 for an id in its home slot), and the longest
@@ -228,7 +231,7 @@ def ids_of_rows(
 
     Args:
         slots: slots of one map, as in `lookup`.
-        moved: [1] int64, as in `lookup`.
+        moved: [1, 2] int64, as in `lookup`.
         first: the first row.
         last: the row after the last row.
 
@@ -246,7 +249,7 @@ def count_cells(slots: Sequence[Tensor], moved: Tensor, bits: int) -> Tensor:
 
     Args:
         slots: slots of one map, as in `lookup`.
-        moved: [1] int64, as in `lookup`.
+        moved: [1, 2] int64, as in `lookup`.
         bits: number of top bits, 0 to 16.
 
     Returns:
@@ -263,7 +266,7 @@ def ids_between(
 
     Args:
         slots: slots of one map, as in `lookup`.
-        moved: [1] int64, as in `lookup`.
+        moved: [1, 2] int64, as in `lookup`.
         first: the smallest mixed id, the bits of an unsigned word as int64.
         last: the largest mixed id, included, in the same form; no id is listed if `last` is below `first`.
 
@@ -363,7 +366,7 @@ def lowest_scores(
 
     Args:
         slots: slots of one map, as in `lookup`.
-        moved: [1] int64, as in `lookup`.
+        moved: [1, 2] int64, as in `lookup`.
         scores: blocks of one table, 2^shift rows each; every row without an id is free.
         shift: binary logarithm of the rows of a block.
         rows: number of rows: rows [0, rows) are considered.

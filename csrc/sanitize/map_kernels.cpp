@@ -22,6 +22,8 @@ namespace {
 using Words = std::vector<int64_t>;
 const simt::Stream kStream{nullptr, nullptr};
 
+const SlotHash kHash = SlotHash::of(7);
+
 int64_t size_of(const Words& words) { return static_cast<int64_t>(words.size()); }
 
 // Distinct ids in no order, the ends of int64 among them.
@@ -45,7 +47,7 @@ Words repeated(uint64_t seed, const Words& ids) {
 }
 
 void insert(const SlotArray& array, const Words& ids, const Words& rows) {
-  const TableMap map{IdMapView(array), 0};
+  const TableMap map{IdMapView(array, kHash), 0};
   int64_t first_bad = 0;
   Words error(kErrorWords);
   simt::launch(kStream, size_of(ids), CheckRows{rows.data(), size_of(ids), &first_bad});
@@ -56,7 +58,7 @@ void insert(const SlotArray& array, const Words& ids, const Words& rows) {
 
 void erase(const SlotArray& array, const Words& ids, Words& rows) {
   Words slots(ids.size());
-  const LeavingIds leaving{ids.data(), size_of(ids), IdMapView(array), slots.data()};
+  const LeavingIds leaving{ids.data(), size_of(ids), IdMapView(array, kHash), slots.data()};
   simt::launch(kStream, size_of(ids), FindLeaving{leaving, rows.data()});
   simt::launch(kStream, size_of(ids), MarkLeaving{leaving});
   simt::launch(kStream, size_of(ids), FirstOfRun{leaving, rows.data()});
@@ -65,7 +67,7 @@ void erase(const SlotArray& array, const Words& ids, Words& rows) {
 
 // Compares the map with `rows_of`.
 void find(const SlotArray& array, const Words& ids, const std::unordered_map<int64_t, int64_t>& rows_of) {
-  const TableMap map{IdMapView(array), 0};
+  const TableMap map{IdMapView(array, kHash), 0};
   Words rows(ids.size()), absent(1);
   int64_t error = 1;
   simt::launch(kStream, size_of(ids), FindRows{ids.data(), {&map, 1}, &map.begin, rows.data(), absent.data(), &error});
@@ -90,7 +92,7 @@ void find(const SlotArray& array, const Words& ids, const std::unordered_map<int
     check(has_id[static_cast<size_t>(row)] == 1 && by_row[static_cast<size_t>(row)] == id, "each row has its id");
   check(std::ranges::count(has_id, 1) == size_of(used), "no other row has an id");
   Words lengths(3);
-  simt::launch(kStream, kProbeThreads, SumProbeLengths{array, 1, lengths.data()});
+  simt::launch(kStream, kProbeThreads, SumProbeLengths{array, kHash, 1, lengths.data()});
   check(lengths[0] == places.back() && lengths[2] <= array.capacity, "probe lengths are those of the ids");
 }
 
@@ -118,7 +120,7 @@ void change_maps() {
     find(array, ids, rows_of);
 
     int64_t left_out = 0;
-    simt::launch(kStream, capacity, MoveSlots{array, larger, &left_out});
+    simt::launch(kStream, capacity, MoveSlots{array, larger, kHash, &left_out});
     check(left_out == 0, "every id finds a slot");
     find(larger, ids, rows_of);
   }
@@ -129,8 +131,8 @@ void collect_new() {
   const int64_t count = size_of(ids);
   const Words rows(ids.size(), kNoRow), offsets{0, 1000, 1000, count};
   Words words(2 * ids.size()), index(ids.size()), times(ids.size()), places(ids.size() + 1), ends(4);
-  const NewIds found{ids.data(),   rows.data(),  offsets.data(), 3, count, words.data(),
-                     index.data(), times.data(), places.data()};
+  const NewIds found{kHash, ids.data(),   rows.data(),  offsets.data(), 3,
+                     count, words.data(), index.data(), times.data(),   places.data()};
   simt::launch(kStream, count, ClaimWords{found});
   simt::launch(kStream, count + 1, CountFirsts{found});
   simt::exclusive_sum(kStream, places.data(), count + 1);

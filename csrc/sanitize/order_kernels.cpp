@@ -34,7 +34,7 @@ void list_and_count() {
     if (slot.place != 0) held.push_back(static_cast<uint64_t>(i) * kGolden);
   }
   std::ranges::sort(held);
-  const AllSlots all(IdMapView({slots.data(), 4000}, {outgoing.data(), 3000}, 4));
+  const AllSlots all(IdMapView({slots.data(), 4000}, {outgoing.data(), 3000}, 4, SlotHash{}));
   for (int bits : {0, 2, 16}) {
     Words counts(size_t{1} << bits), expected(counts.size());
     simt::launch(kStream, all.count, CountCells{all, bits, counts.data()});

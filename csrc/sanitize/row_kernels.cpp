@@ -60,7 +60,7 @@ void write_rows(int64_t columns) {
   std::vector<T> values(static_cast<size_t>(kIds * columns)), out(values.size());
   for (size_t i = 0; i < values.size(); ++i) store_nearest(static_cast<float>(i % 2039), &values[i]);
   std::vector<int64_t> last(2 * kIds), places(kIds);
-  simt::launch(kStream, kIds, FindLastPositions{rows.data(), last.data(), 2 * kIds, places.data()});
+  simt::launch(kStream, kIds, FindLastPositions{SlotHash::of(3), rows.data(), last.data(), 2 * kIds, places.data()});
   simt::launch(kStream, kIds * columns, ScatterRows<T>{given, last.data(), places.data(), values.data(), table, units});
   simt::launch(kStream, kIds * columns, GatherRows<T>{given, table, units, out.data()});
   std::unordered_map<int64_t, int64_t> last_of;

@@ -23,6 +23,8 @@
 namespace torchrec_dyn {
 namespace {
 
+const SlotHash kHash;  // the public one: some ids are made for chosen homes
+
 // Pseudo-random ids from a small range, so that they repeat, and the ends of int64.
 int64_t id_of(uint64_t seed, int64_t i, int64_t distinct) {
   const int64_t id = random_words(seed, i, 0, 0).words[0] % distinct;
@@ -46,8 +48,8 @@ void write_own_maps() {
     const auto move_on = [&](int64_t count) {
       const int64_t end = end_of_stretch(outgoing.array(), moved, count);
       const int64_t begin = std::exchange(moved, end);
-      const int64_t left_over = move_stretch(outgoing.array(), owned.array(), begin, end);
-      const IdMapView map = growing_map(owned.array(), outgoing.array(), end);
+      const int64_t left_over = move_stretch(outgoing.array(), owned.array(), begin, end, kHash);
+      const IdMapView map = growing_map(owned.array(), outgoing.array(), end, kHash);
       check(place_left_over(map, outgoing.array(), begin, left_over), "every id finds a slot");
       if (end == outgoing.array().capacity)
         check(place_left_over(map, outgoing.array(), 0, end_of_wrapped(outgoing.array())), "every id finds a slot");
@@ -55,11 +57,11 @@ void write_own_maps() {
     for (int64_t i = 0; i < 40000; ++i) {
       const int64_t id = id_of(static_cast<uint64_t>(thread), i, 3000);
       if (moved < outgoing.array().capacity && i % 2 == 0) move_on(1 + i % 5);
-      const int64_t row = find_row(growing_map(owned.array(), outgoing.array(), moved), id, spread_hash(id));
+      const int64_t row = find_row(growing_map(owned.array(), outgoing.array(), moved, kHash), id, kHash(id));
       const auto known = oracle.find(id);
       check(row == (known == oracle.end() ? kNoRow : known->second), "the map finds what the oracle finds");
       if (i % 3 == 2) {
-        check(erase_id(growing_map(owned.array(), outgoing.array(), moved), id, spread_hash(id)) == row,
+        check(erase_id(growing_map(owned.array(), outgoing.array(), moved, kHash), id, kHash(id)) == row,
               "erase gives back the row that was found");
         oracle.erase(id);
       } else if (row == kNoRow) {
@@ -72,8 +74,8 @@ void write_own_maps() {
           moved = 0;
           move_on(1);
         }
-        const IdMapView map = growing_map(owned.array(), outgoing.array(), moved);
-        check(insert_absent(map, id, next_row, spread_hash(id)), "an insert below the load limit succeeds");
+        const IdMapView map = growing_map(owned.array(), outgoing.array(), moved, kHash);
+        check(insert_absent(map, id, next_row, kHash(id)), "an insert below the load limit succeeds");
         oracle[id] = next_row++;
       }
     }
@@ -84,7 +86,7 @@ void write_own_maps() {
 void move_one_map() {
   constexpr int64_t kIds = 9000;
   OwnedMap outgoing(4 * kIds / 3), owned(2 * kIds);
-  for (int64_t id = 0; id < kIds; ++id) insert_absent(outgoing.array(), id, id + 7, spread_hash(id));
+  for (int64_t id = 0; id < kIds; ++id) insert_absent(outgoing.array(), id, id + 7, kHash(id));
   std::vector<int64_t> bounds{0};
   for (int64_t t = 1; t <= kThreads; ++t) {
     const int64_t share = t * outgoing.array().capacity / kThreads;
@@ -93,19 +95,19 @@ void move_one_map() {
   std::vector<int64_t> left_over(kThreads);
   on_threads([&](int64_t t) {
     const auto piece = static_cast<size_t>(t);
-    left_over[piece] = move_stretch(outgoing.array(), owned.array(), bounds[piece], bounds[piece + 1]);
+    left_over[piece] = move_stretch(outgoing.array(), owned.array(), bounds[piece], bounds[piece + 1], kHash);
   });
-  const IdMapView map(owned.array());
+  const IdMapView map(owned.array(), kHash);
   for (size_t piece = 0; piece < left_over.size(); ++piece)
     check(place_left_over(map, outgoing.array(), bounds[piece], left_over[piece]), "every id finds a slot");
-  for (int64_t i = 0; i < kIds; ++i) check(find_row(map, i, spread_hash(i)) == i + 7, "every id keeps its row");
+  for (int64_t i = 0; i < kIds; ++i) check(find_row(map, i, kHash(i)) == i + 7, "every id keeps its row");
 }
 
-// The id with this spread hash.
-int64_t id_of_spread(uint64_t spread) {
-  uint64_t inverse = kSlotSpread;  // of an odd factor, modulo 2^3; each step doubles the bits
-  for (int step = 0; step < 5; ++step) inverse *= 2 - kSlotSpread * inverse;
-  return static_cast<int64_t>(unmix64(spread * inverse));
+// The id with this hash.
+int64_t id_of_hash(uint64_t hash) {
+  uint64_t inverse = kGolden;  // of an odd factor, modulo 2^3; each step doubles the bits
+  for (int step = 0; step < 5; ++step) inverse *= 2 - kGolden * inverse;
+  return static_cast<int64_t>(unmix64(hash * inverse));
 }
 
 // All threads insert into one map and erase from it, in parts: the slots are those of one thread. Clusters of ids at
@@ -115,7 +117,7 @@ void write_parts_of_one_map() {
   std::vector<int64_t> ids, rows;
   for (int64_t i = 0; i < kIds; ++i) ids.push_back(static_cast<int64_t>(mix64(static_cast<uint64_t>(i))));
   for (uint64_t c = 1; c <= kClusters; ++c)
-    for (uint64_t i = 1; i <= kCluster; ++i) ids.push_back(id_of_spread((c << 60) - i * i));
+    for (uint64_t i = 1; i <= kCluster; ++i) ids.push_back(id_of_hash((c << 60) - i * i));
   for (size_t i = 0; i < ids.size(); ++i) std::swap(ids[i], ids[mix64(i) % ids.size()]);
   rows.resize(ids.size());
   std::iota(rows.begin(), rows.end(), int64_t{0});
@@ -132,50 +134,50 @@ void write_parts_of_one_map() {
   };
   const auto run = [&](bool grows, const auto& for_each_task) {
     OwnedMap owned(24000), outgoing(20000);
-    const std::vector<IdMapView> maps{grows ? growing_map(owned.array(), outgoing.array(), 9000)
-                                            : IdMapView(owned.array())};
+    const std::vector<IdMapView> maps{grows ? growing_map(owned.array(), outgoing.array(), 9000, kHash)
+                                            : IdMapView(owned.array(), kHash)};
     size_t left_over = 0;
     const auto write = [&](const std::vector<int64_t>& some, const auto& in_part, const auto& alone) {
       const auto count = static_cast<int64_t>(some.size());
       const int64_t offsets[] = {0, count};
-      const auto spreads = spread_hashes(some.data(), count, for_each_task);
-      Parts parts(offsets, part_bits_of(offsets, maps), spreads.get(), for_each_task);
+      const auto hashes = hashes_of(maps, some.data(), offsets, for_each_task);
+      Parts parts(offsets, part_bits_of(offsets, maps), hashes.get(), for_each_task);
       check(parts.all().size() == 16, "the ids are cut into sixteen parts");
       parts.visit_homes(
-          maps, spreads.get(),
+          maps, hashes.get(),
           [&](int64_t i, const SlotArray& array, int64_t limit) {
-            return in_part(static_cast<size_t>(i), array, limit, spreads[static_cast<size_t>(i)]);
+            return in_part(static_cast<size_t>(i), array, limit, hashes[static_cast<size_t>(i)]);
           },
           [&](int64_t i, const IdMapView& map) {
             ++left_over;
-            alone(static_cast<size_t>(i), map, spreads[static_cast<size_t>(i)]);
+            alone(static_cast<size_t>(i), map, hashes[static_cast<size_t>(i)]);
           },
           for_each_task);
     };
     write(
         ids,
-        [&](size_t i, const SlotArray& array, int64_t limit, uint64_t spread) {
-          return insert_before(array, limit, ids[i], rows[i], spread);
+        [&](size_t i, const SlotArray& array, int64_t limit, uint64_t hash) {
+          return insert_before(array, limit, ids[i], rows[i], hash);
         },
-        [&](size_t i, const IdMapView& map, uint64_t spread) {
-          check(insert_absent(map, ids[i], rows[i], spread), "every id finds a slot");
+        [&](size_t i, const IdMapView& map, uint64_t hash) {
+          check(insert_absent(map, ids[i], rows[i], hash), "every id finds a slot");
         });
     check(left_over > 0, "some ids are left over by their part");
     for (size_t i = 0; i < ids.size(); ++i)
-      check(find_row(maps[0], ids[i], spread_hash(ids[i])) == rows[i], "every id has its row");
+      check(find_row(maps[0], ids[i], kHash(ids[i])) == rows[i], "every id has its row");
     std::vector<int64_t> held(erased.size());
     left_over = 0;
     write(
         erased,
-        [&](size_t i, const SlotArray& array, int64_t limit, uint64_t spread) {
-          return erase_before(array, limit, erased[i], spread, held[i]);
+        [&](size_t i, const SlotArray& array, int64_t limit, uint64_t hash) {
+          return erase_before(array, kHash, limit, erased[i], hash, held[i]);
         },
-        [&](size_t i, const IdMapView& map, uint64_t spread) { held[i] = erase_id(map, erased[i], spread); });
+        [&](size_t i, const IdMapView& map, uint64_t hash) { held[i] = erase_id(map, erased[i], hash); });
     check(left_over > 0, "some ids are left over by their part");
     for (size_t i = 0; i < held.size(); ++i)
       check(held[i] == (i < kIds ? rows[i] : kNoRow), "erase gives back the row, once");
     for (size_t i = 0; i < ids.size(); ++i)
-      check(find_row(maps[0], ids[i], spread_hash(ids[i])) == (i < kIds ? kNoRow : rows[i]), "the other ids stay");
+      check(find_row(maps[0], ids[i], kHash(ids[i])) == (i < kIds ? kNoRow : rows[i]), "the other ids stay");
     std::vector<std::pair<int64_t, int64_t>> slots;
     for (const SlotArray& array : {owned.array(), outgoing.array()})
       for (int64_t i = 0; i < array.capacity; ++i) slots.emplace_back(array.slots[i].id, array.slots[i].place);
@@ -189,7 +191,7 @@ void write_parts_of_one_map() {
 void read_one_map() {
   constexpr int64_t kIds = 20000;
   OwnedMap owned(2 * kIds + kLineSlots);
-  for (int64_t id = 0; id < kIds; ++id) insert_absent(owned.array(), id, id + 7, spread_hash(id));
+  for (int64_t id = 0; id < kIds; ++id) insert_absent(owned.array(), id, id + 7, kHash(id));
   std::vector<int64_t> ids;
   for (int64_t i = 0; i < 4 * kIds + 5; ++i) ids.push_back(random_words(1, i, 0, 0).words[0] % (2 * kIds));
   std::vector<int64_t> rows(ids.size());
@@ -197,7 +199,8 @@ void read_one_map() {
   const auto piece = static_cast<int64_t>(ids.size() / kThreads);
   on_threads([&](int64_t t) {
     const int64_t end = t + 1 == kThreads ? static_cast<int64_t>(ids.size()) : (t + 1) * piece;
-    absent[static_cast<size_t>(t)] = find_rows(IdMapView(owned.array()), ids.data(), t * piece, end, rows.data());
+    absent[static_cast<size_t>(t)] =
+        find_rows(IdMapView(owned.array(), kHash), ids.data(), t * piece, end, rows.data());
   });
   int64_t missing = 0;
   for (size_t i = 0; i < ids.size(); ++i) {

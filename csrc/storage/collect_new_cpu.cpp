@@ -8,6 +8,7 @@
 #include "checks.h"
 #include "kernel.h"
 #include "parallel.h"
+#include "process_hash.h"
 #include "storage/id_map.h"
 #include "storage/parts_cpu.h"
 
@@ -19,19 +20,20 @@ namespace {
 struct Absentees {
   explicit Absentees(int64_t count)
       : positions(uninitialised<int64_t>(count)),
-        spreads(uninitialised<uint64_t>(count)),
+        hashes(uninitialised<uint64_t>(count)),
         firsts(uninitialised<int64_t>(count)),
         numbers(uninitialised<int64_t>(count)) {}
 
   std::unique_ptr<int64_t[]> positions;  // in the batch
-  std::unique_ptr<uint64_t[]> spreads;   // spread hashes
-  std::unique_ptr<int64_t[]> firsts;     // the first absentee of the same id
-  std::unique_ptr<int64_t[]> numbers;    // of a first absentee: the occurrences of its id, later its place in new_ids
+  std::unique_ptr<uint64_t[]> hashes;
+  std::unique_ptr<int64_t[]> firsts;   // the first absentee of the same id
+  std::unique_ptr<int64_t[]> numbers;  // of a first absentee: the occurrences of its id, later its place in new_ids
 };
 
 // Lists the absentees of a piece of the batch from `next` on, and writes the new_index of ids with a row.
 void list_absent(const int64_t* ids, const int64_t* rows, const Piece& piece, size_t next, const Absentees& list,
                  int64_t* new_index) {
+  const SlotHash hash = process_hash();
   constexpr int64_t kRun = 512;
   std::array<int64_t, kRun + 1> kept;  // without a branch, so one more is written but not kept
   for (int64_t run = piece.begin; run < piece.end; run += kRun) {
@@ -43,7 +45,7 @@ void list_absent(const int64_t* ids, const int64_t* rows, const Piece& piece, si
     }
     for (size_t i = 0; i < count; ++i, ++next) {
       list.positions[next] = kept[i];
-      list.spreads[next] = spread_hash(ids[kept[i]]);
+      list.hashes[next] = hash(ids[kept[i]]);
     }
   }
 }
@@ -54,8 +56,7 @@ void find_firsts(const int64_t* ids, const Part& part, const Absentees& list) {
   const SlotArray seen{slots.data(), static_cast<int64_t>(slots.size())};
   for (const int64_t* place = part.begin; place < part.end; ++place) {
     const auto absentee = static_cast<size_t>(*place);
-    const int64_t first =
-        find_or_insert(seen, ids[list.positions[absentee]], *place, part.rest(list.spreads[absentee]));
+    const int64_t first = find_or_insert(seen, ids[list.positions[absentee]], *place, part.rest(list.hashes[absentee]));
     if (first == *place) list.numbers[absentee] = 0;
     list.firsts[absentee] = first;
     ++list.numbers[static_cast<size_t>(first)];
@@ -104,7 +105,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const 
   std::vector<int> bits;
   for (size_t t = 0; t + 1 < absent_offsets.size(); ++t)
     bits.push_back(part_bits(absent_offsets[t + 1] - absent_offsets[t], 512));
-  const Parts parts(absent_offsets.data(), bits, list.spreads.get(),
+  const Parts parts(absent_offsets.data(), bits, list.hashes.get(),
                     [](int64_t count, const auto& task) { for_each_task(count, task); });
   for_each_task(static_cast<int64_t>(parts.all().size()),
                 [&](int64_t p) { find_firsts(id, parts.all()[static_cast<size_t>(p)], list); });

@@ -5,6 +5,7 @@
 
 #include "device_call.h"
 #include "kernel.h"
+#include "process_hash.h"
 #include "storage/collect_new_kernels.h"
 
 namespace torchrec_dyn {
@@ -30,7 +31,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const 
     return {new_device_tensor({0}), new_device_tensor({0}), new_offsets, new_index};
   }
   auto* words = call.zeros<int64_t>(3 * count);
-  const NewIds found{const_data<int64_t>(ids),
+  const NewIds found{process_hash(),
+                     const_data<int64_t>(ids),
                      const_data<int64_t>(rows),
                      call.copy_of(std::vector<int64_t>(offsets, offsets + tables + 1)),
                      tables,

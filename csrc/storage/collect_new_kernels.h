@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
-#include "mix64.h"
 #include "simt.h"
+#include "slot_hash.h"
 #include "storage/id_map.h"
 #include "storage/table_of.h"
 
@@ -17,6 +17,7 @@ namespace torchrec_dyn {
 
 // The ids of a batch and what is found of them, in three launches.
 struct NewIds {
+  SlotHash hash;
   const int64_t* ids;
   const int64_t* rows;
   const int64_t* offsets;  // [tables + 1]: where the ids of each table begin
@@ -34,7 +35,7 @@ struct NewIds {
     const int64_t table = table_of(i, tables, [this](int64_t t) { return offsets[t]; });
     const int64_t begin = 2 * offsets[table];
     const int64_t capacity = 2 * offsets[table + 1] - begin;
-    int64_t word = begin + home_slot(spread_hash(ids[i]), capacity);
+    int64_t word = begin + home_slot(hash(ids[i]), capacity);
     for (int64_t probe = 0; probe < capacity; ++probe, word = word + 1 == begin + capacity ? begin : word + 1) {
       int64_t position = simt::load(words + word);
       if (position == 0) position = simt::atomic_cas(words + word, 0, i + 1);

@@ -12,8 +12,8 @@
 //   insert  the id is known to be absent: take the first empty slot from home on.
 //   erase   empty the slot, then close the gap by moving back every later slot of the run whose home is
 //           not inside the gap (backward shift). There are no tombstones, so probes do not grow with age.
-//   grow    a map that grows has two arrays and one frontier, a spread hash. An id whose spread hash is below
-//           the frontier is in the new array, any other id in the outgoing array: so an id has one home, and a lookup
+//   grow    a map that grows has two arrays and one frontier, a hash. An id whose hash is below the
+//           frontier is in the new array, any other id in the outgoing array: so an id has one home, and a lookup
 //           is one probe. storage/id_map_growth_cpu.h moves the frontier.
 // Every loop is bounded by the capacity: with a full or damaged map a loop ends with kNoRow or false, it never hangs.
 //
@@ -23,8 +23,8 @@
 #include <cstdint>
 
 #include "bits.h"
-#include "mix64.h"
 #include "simd.h"
+#include "slot_hash.h"
 
 namespace torchrec_dyn {
 
@@ -55,7 +55,7 @@ struct SlotArray {
   Slot* slots = nullptr;
   int64_t capacity = 0;
 
-  TORCHREC_DYN_BOTH int64_t home(uint64_t spread) const { return home_slot(spread, capacity); }
+  TORCHREC_DYN_BOTH int64_t home(uint64_t hash) const { return home_slot(hash, capacity); }
   TORCHREC_DYN_BOTH int64_t next(int64_t slot) const { return slot + 1 == capacity ? 0 : slot + 1; }
   TORCHREC_DYN_BOTH int64_t next_line(int64_t slot) const {
     return slot + kLineSlots == capacity ? 0 : slot + kLineSlots;
@@ -65,45 +65,41 @@ struct SlotArray {
 struct IdMapView {
   // [0] the slots of the map, [1] the outgoing slots. The same array twice while the map does not grow.
   SlotArray arrays[2];
+  SlotHash hash;
   uint64_t frontier = 0;
 
-  explicit IdMapView(SlotArray whole) : arrays{whole, whole} {}
+  explicit IdMapView(SlotArray whole, SlotHash hash) : arrays{whole, whole}, hash(hash) {}
   // A map that grows: `moved` outgoing slots have been moved.
-  IdMapView(SlotArray slots, SlotArray outgoing, int64_t moved)
-      : arrays{slots, outgoing}, frontier(least_spread_hash(moved, outgoing.capacity)) {}
+  IdMapView(SlotArray slots, SlotArray outgoing, int64_t moved, SlotHash hash)
+      : arrays{slots, outgoing}, hash(hash), frontier(least_hash(moved, outgoing.capacity)) {}
 
   TORCHREC_DYN_BOTH bool is_growing() const { return arrays[0].slots != arrays[1].slots; }
   // No branch: the choice cannot be predicted.
-  TORCHREC_DYN_BOTH const SlotArray& array_of(uint64_t spread) const { return arrays[spread >= frontier]; }
+  TORCHREC_DYN_BOTH const SlotArray& array_of(uint64_t hash) const { return arrays[hash >= frontier]; }
 };
 
 TORCHREC_DYN_BOTH inline const SlotArray& array_of(const SlotArray& array, uint64_t) { return array; }
-TORCHREC_DYN_BOTH inline const SlotArray& array_of(const IdMapView& map, uint64_t spread) {
-  return map.array_of(spread);
-}
+TORCHREC_DYN_BOTH inline const SlotArray& array_of(const IdMapView& map, uint64_t hash) { return map.array_of(hash); }
 
 // Prefetches the cache line where find_row will begin. Into L2: the few miss buffers of L1 would limit the number of
 // lines on their way. Inlined by force: the compiler takes a function that only prefetches for a function without
 // effect.
-TORCHREC_DYN_INLINE void prefetch_home(const SlotArray& array, uint64_t spread) {
-  __builtin_prefetch(array.slots + array.home(spread), 0, 2);
+TORCHREC_DYN_INLINE void prefetch_home(const SlotArray& array, uint64_t hash) {
+  __builtin_prefetch(array.slots + array.home(hash), 0, 2);
 }
 
-TORCHREC_DYN_INLINE void prefetch_home(const IdMapView& map, uint64_t spread) {
-  prefetch_home(map.array_of(spread), spread);
+TORCHREC_DYN_INLINE void prefetch_home(const IdMapView& map, uint64_t hash) { prefetch_home(map.array_of(hash), hash); }
+
+template <typename Map>
+TORCHREC_DYN_INLINE const Slot* home_line(const Map& map, uint64_t hash) {
+  const SlotArray& array = array_of(map, hash);
+  return array.slots + array.home(hash);
 }
 
 template <typename Map>
-TORCHREC_DYN_INLINE const Slot* home_line(const Map& map, uint64_t spread) {
-  const SlotArray& array = array_of(map, spread);
-  return array.slots + array.home(spread);
-}
-
-template <typename Map>
-TORCHREC_DYN_INLINE void prefetch_next_line(const Map& map, int64_t id) {
-  const uint64_t spread = spread_hash(id);
-  const SlotArray& array = array_of(map, spread);
-  __builtin_prefetch(array.slots + array.next_line(array.home(spread)), 0, 2);
+TORCHREC_DYN_INLINE void prefetch_next_line(const Map& map, uint64_t hash) {
+  const SlotArray& array = array_of(map, hash);
+  __builtin_prefetch(array.slots + array.next_line(array.home(hash)), 0, 2);
 }
 
 // The row + 1 of `id` if it is in the line, else 0. No branch: the slot of an id inside its line cannot be predicted.
@@ -117,9 +113,9 @@ TORCHREC_DYN_BOTH inline int64_t place_in_line(const Slot* line, int64_t id) {
   return place;
 }
 
-// The row of `id`, or kNoRow. `spread` is spread_hash(id), which callers compute earlier to prefetch the home.
-TORCHREC_DYN_BOTH inline int64_t find_row(const SlotArray& array, int64_t id, uint64_t spread) {
-  int64_t slot = array.home(spread);
+// The row of `id`, or kNoRow. `hash` is the hash of the id, which callers compute earlier to prefetch the home.
+TORCHREC_DYN_BOTH inline int64_t find_row(const SlotArray& array, int64_t id, uint64_t hash) {
+  int64_t slot = array.home(hash);
   for (int64_t probe = 0; probe < array.capacity; probe += kLineSlots) {
     const int64_t place = place_in_line(array.slots + slot, id);
     if (place != 0) return row_of_place(place);
@@ -130,8 +126,8 @@ TORCHREC_DYN_BOTH inline int64_t find_row(const SlotArray& array, int64_t id, ui
   return kNoRow;
 }
 
-TORCHREC_DYN_BOTH inline int64_t find_row(const IdMapView& map, int64_t id, uint64_t spread) {
-  return find_row(map.array_of(spread), id, spread);
+TORCHREC_DYN_BOTH inline int64_t find_row(const IdMapView& map, int64_t id, uint64_t hash) {
+  return find_row(map.array_of(hash), id, hash);
 }
 
 // The bits of the empty slots of a line, without a branch.
@@ -143,8 +139,8 @@ TORCHREC_DYN_BOTH inline unsigned empty_in_line(const Slot* line) {
 
 // Inserts `id`, which must be absent, in the first empty slot from its home on and before `limit`, which is the first
 // slot of a line. Returns false if there is none.
-inline bool insert_before(const SlotArray& array, int64_t limit, int64_t id, int64_t row, uint64_t spread) {
-  for (int64_t slot = array.home(spread); slot < limit; slot += kLineSlots) {
+inline bool insert_before(const SlotArray& array, int64_t limit, int64_t id, int64_t row, uint64_t hash) {
+  for (int64_t slot = array.home(hash); slot < limit; slot += kLineSlots) {
     const unsigned empty = empty_in_line(array.slots + slot);
     if (empty == 0) continue;
     array.slots[slot + lowest_bit(empty)] = Slot{id, place_of_row(row)};
@@ -154,18 +150,18 @@ inline bool insert_before(const SlotArray& array, int64_t limit, int64_t id, int
 }
 
 // Inserts `id`, which must be absent. Returns false if there is no empty slot.
-inline bool insert_absent(const SlotArray& array, int64_t id, int64_t row, uint64_t spread) {
-  return insert_before(array, array.capacity, id, row, spread) ||
-         insert_before(array, array.home(spread), id, row, 0);  // wraps around the end: 0 has the first home
+inline bool insert_absent(const SlotArray& array, int64_t id, int64_t row, uint64_t hash) {
+  return insert_before(array, array.capacity, id, row, hash) ||
+         insert_before(array, array.home(hash), id, row, 0);  // wraps around the end: 0 has the first home
 }
 
-inline bool insert_absent(const IdMapView& map, int64_t id, int64_t row, uint64_t spread) {
-  return insert_absent(map.array_of(spread), id, row, spread);
+inline bool insert_absent(const IdMapView& map, int64_t id, int64_t row, uint64_t hash) {
+  return insert_absent(map.array_of(hash), id, row, hash);
 }
 
 // Returns the row of `id`; an absent id is inserted with `row`. Requires an empty slot.
-inline int64_t find_or_insert(const SlotArray& array, int64_t id, int64_t row, uint64_t spread) {
-  for (int64_t slot = array.home(spread);; slot = array.next_line(slot)) {
+inline int64_t find_or_insert(const SlotArray& array, int64_t id, int64_t row, uint64_t hash) {
+  for (int64_t slot = array.home(hash);; slot = array.next_line(slot)) {
     const int64_t place = place_in_line(array.slots + slot, id);
     if (place != 0) return row_of_place(place);
     const unsigned empty = empty_in_line(array.slots + slot);
@@ -182,26 +178,26 @@ TORCHREC_DYN_BOTH inline bool lies_after(int64_t from, int64_t slot, int64_t to)
 
 // True if `slot`, after a hole in its run, holds an id that must not move back to the hole. The homes of ids are first
 // slots of lines, so a later id in the hole's line may always move. (In a full map the run comes round to the earlier.)
-TORCHREC_DYN_BOTH inline bool must_stay(const SlotArray& array, int64_t hole, int64_t slot) {
+TORCHREC_DYN_BOTH inline bool must_stay(const SlotArray& array, const SlotHash& hash, int64_t hole, int64_t slot) {
   const bool follows_in_line = slot / kLineSlots == hole / kLineSlots && slot > hole;
-  return !follows_in_line && lies_after(hole, array.home(spread_hash(array.slots[slot].id)), slot);
+  return !follows_in_line && lies_after(hole, array.home(hash(array.slots[slot].id)), slot);
 }
 
 // Removes the id in slot `hole`, and closes the gap: later ids of the run move back.
-TORCHREC_DYN_BOTH inline void close_gap(const SlotArray& array, int64_t hole) {
+TORCHREC_DYN_BOTH inline void close_gap(const SlotArray& array, const SlotHash& hash, int64_t hole) {
   int64_t slot = array.next(hole);
   for (int64_t probe = 0; probe < array.capacity && !array.slots[slot].is_empty(); ++probe, slot = array.next(slot)) {
-    if (must_stay(array, hole, slot)) continue;
+    if (must_stay(array, hash, hole, slot)) continue;
     array.slots[hole] = array.slots[slot];
     hole = slot;
   }
   array.slots[hole] = Slot{};
 }
 
-// Removes `id` and returns the row it held, or kNoRow. `spread` is spread_hash(id).
-inline int64_t erase_id(const IdMapView& map, int64_t id, uint64_t spread) {
-  const SlotArray& array = map.array_of(spread);
-  int64_t hole = array.home(spread);
+// Removes `id` and returns the row it held, or kNoRow. `its_hash` is the hash of the id.
+inline int64_t erase_id(const IdMapView& map, int64_t id, uint64_t its_hash) {
+  const SlotArray& array = map.array_of(its_hash);
+  int64_t hole = array.home(its_hash);
   int64_t probe = 0;
   for (; probe < array.capacity; ++probe, hole = array.next(hole)) {
     if (array.slots[hole].is_empty()) return kNoRow;
@@ -209,14 +205,15 @@ inline int64_t erase_id(const IdMapView& map, int64_t id, uint64_t spread) {
   }
   if (probe == array.capacity) return kNoRow;
   const int64_t row = array.slots[hole].row();
-  close_gap(array, hole);
+  close_gap(array, map.hash, hole);
   return row;
 }
 
 // As erase_id, if neither the search nor the run of the id reaches `limit`, the first slot of a line; else returns
 // false and changes nothing.
-inline bool erase_before(const SlotArray& array, int64_t limit, int64_t id, uint64_t spread, int64_t& row) {
-  for (int64_t line = array.home(spread); line < limit; line += kLineSlots) {
+inline bool erase_before(const SlotArray& array, const SlotHash& hash, int64_t limit, int64_t id, uint64_t its_hash,
+                         int64_t& row) {
+  for (int64_t line = array.home(its_hash); line < limit; line += kLineSlots) {
     const unsigned empty = empty_in_line(array.slots + line);
     unsigned holds = 0;
     for (int64_t s = 0; s < kLineSlots; ++s) holds |= static_cast<unsigned>(array.slots[line + s].id == id) << s;
@@ -235,7 +232,7 @@ inline bool erase_before(const SlotArray& array, int64_t limit, int64_t id, uint
       if (end >= limit) return false;
     }
     for (int64_t slot = hole + 1; slot < end; ++slot) {
-      if (must_stay(array, hole, slot)) continue;
+      if (must_stay(array, hash, hole, slot)) continue;
       array.slots[hole] = array.slots[slot];
       hole = slot;
     }
@@ -246,8 +243,8 @@ inline bool erase_before(const SlotArray& array, int64_t limit, int64_t id, uint
 }
 
 // The probe length of the id in `slot`: the slots from its home to it, both counted.
-TORCHREC_DYN_BOTH inline int64_t probe_length(const SlotArray& array, int64_t slot) {
-  const int64_t distance = slot - array.home(spread_hash(array.slots[slot].id));
+TORCHREC_DYN_BOTH inline int64_t probe_length(const SlotArray& array, const SlotHash& hash, int64_t slot) {
+  const int64_t distance = slot - array.home(hash(array.slots[slot].id));
   return 1 + (distance < 0 ? distance + array.capacity : distance);
 }
 
@@ -261,13 +258,13 @@ TORCHREC_DYN_BOTH inline int64_t probe_length(const SlotArray& array, int64_t sl
 constexpr int64_t kChunk = 512;
 
 template <typename Map>
-int64_t find_chunk(const Map& map, const int64_t* ids, int64_t count, int64_t* rows) {
+int64_t find_chunk(const Map& map, const SlotHash& hash, const int64_t* ids, int64_t count, int64_t* rows) {
   constexpr int64_t kBurst = 64;
   constexpr int64_t kNear = 8;
   const Slot* homes[kChunk + kNear];
   int64_t pending[kChunk];
   int64_t waiting = 0;
-  for (int64_t i = 0; i < count; ++i) homes[i] = home_line(map, spread_hash(ids[i]));
+  for (int64_t i = 0; i < count; ++i) homes[i] = home_line(map, hash(ids[i]));
   for (int64_t i = count; i < count + kNear; ++i) homes[i] = homes[0];
   for (int64_t i = 0; i < count; ++i) {
     if (i % kBurst == 0)
@@ -288,20 +285,21 @@ int64_t find_chunk(const Map& map, const int64_t* ids, int64_t count, int64_t* r
     waiting += empty_in_line(homes[i]) == 0;
   }
   int64_t absent = searched - waiting;
-  for (int64_t p = 0; p < waiting; ++p) prefetch_next_line(map, ids[pending[p]]);
+  for (int64_t p = 0; p < waiting; ++p) prefetch_next_line(map, hash(ids[pending[p]]));
   for (int64_t p = 0; p < waiting; ++p) {
     const int64_t i = pending[p];
-    rows[i] = find_row(map, ids[i], spread_hash(ids[i]));
+    rows[i] = find_row(map, ids[i], hash(ids[i]));
     absent += rows[i] == kNoRow;
   }
   return absent;
 }
 
 template <typename Map>
-int64_t find_rows_in(const Map map, const int64_t* ids, int64_t begin, int64_t end, int64_t* rows) {
+int64_t find_rows_in(const Map map, const SlotHash hash, const int64_t* ids, int64_t begin, int64_t end,
+                     int64_t* rows) {
   int64_t absent = 0;
   for (int64_t i = begin; i < end; i += kChunk)
-    absent += find_chunk(map, ids + i, end - i < kChunk ? end - i : kChunk, rows + i);
+    absent += find_chunk(map, hash, ids + i, end - i < kChunk ? end - i : kChunk, rows + i);
   return absent;
 }
 
@@ -311,8 +309,8 @@ inline int64_t find_rows(const IdMapView& map, const int64_t* ids, int64_t begin
     for (int64_t i = begin; i < end; ++i) rows[i] = kNoRow;
     return end - begin;
   }
-  return map.is_growing() ? find_rows_in(map, ids, begin, end, rows)
-                          : find_rows_in(map.arrays[0], ids, begin, end, rows);
+  return map.is_growing() ? find_rows_in(map, map.hash, ids, begin, end, rows)
+                          : find_rows_in(map.arrays[0], map.hash, ids, begin, end, rows);
 }
 
 }  // namespace torchrec_dyn

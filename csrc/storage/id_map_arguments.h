@@ -24,28 +24,40 @@ inline SlotArray array_of(const char* op, const char* name, const Tensor& slots,
   return {static_cast<Slot*>(slots.mutable_data_ptr()), slots.size(0)};
 }
 
+inline int64_t count_maps(const char* op, const Tensor& moved) {
+  check_tensor(op, "moved", moved, ScalarType::Long);
+  STD_TORCH_CHECK(moved.dim() == 1 || (moved.dim() == 2 && moved.size(1) == 2), op,
+                  ": expected moved of shape [T, 2] or [T], got ", moved.dim(), " dimensions.");
+  return moved.size(0);
+}
+
 // The maps of T tables. `slots` lists the array of each table, then, in the same order, the outgoing arrays of the maps
-// that grow: their `moved` is not -1. `moved` is on the CPU for every device.
+// that grow: their `moved` is not -1. `moved` [T, 2], on the CPU for every device, also has the key of each map; [T] of
+// an older exported program means key 0.
 inline std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>& slots, const Tensor& moved,
                                        const Device& device = DeviceType::CPU) {
-  check_tensor(op, "moved", moved, ScalarType::Long);
-  const auto tables = static_cast<size_t>(moved.numel());
-  const int64_t* done = const_data<int64_t>(moved);
-  const auto growing = tables - static_cast<size_t>(std::count(done, done + tables, int64_t{-1}));
+  const auto tables = static_cast<size_t>(count_maps(op, moved));
+  const bool has_keys = moved.dim() == 2;
+  const int64_t* words = const_data<int64_t>(moved);
+  const auto moved_of = [&](size_t t) { return words[has_keys ? 2 * t : t]; };
+  size_t growing = 0;
+  for (size_t t = 0; t < tables; ++t) growing += moved_of(t) != -1;
   check_size(op, "the number of slots", static_cast<int64_t>(tables + growing), static_cast<int64_t>(slots.size()));
   std::vector<IdMapView> views;
   views.reserve(tables);
   size_t outgoing = tables;
   for (size_t t = 0; t < tables; ++t) {
     const SlotArray array = array_of(op, "slots", slots[t], device);
-    if (done[t] == -1) {
-      views.emplace_back(array);
+    const SlotHash hash = SlotHash::of(has_keys ? words[2 * t + 1] : 0);
+    const int64_t done = moved_of(t);
+    if (done == -1) {
+      views.emplace_back(array, hash);
       continue;
     }
     const SlotArray old = array_of(op, "slots", slots[outgoing++], device);
-    STD_TORCH_CHECK(done[t] >= 0 && done[t] < old.capacity && done[t] % kLineSlots == 0, op, ": expected moved in [0, ",
-                    old.capacity, "), a multiple of ", kLineSlots, ", or -1, got ", done[t], ".");
-    views.emplace_back(array, old, done[t]);
+    STD_TORCH_CHECK(done >= 0 && done < old.capacity && done % kLineSlots == 0, op, ": expected moved in [0, ",
+                    old.capacity, "), a multiple of ", kLineSlots, ", or -1, got ", done, ".");
+    views.emplace_back(array, old, done, hash);
   }
   return views;
 }

@@ -40,7 +40,7 @@ Tensor mix64_ids(const Tensor& ids) {
 
 std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets, std::vector<Tensor> slots,
                                   const Tensor& moved) {
-  const int64_t tables = moved.numel();
+  const int64_t tables = count_maps("lookup", moved);
   check_tensor("lookup", "ids", ids, ScalarType::Long);
   check_table_offsets("lookup", table_offsets, tables, ids.numel());
   const std::vector<IdMapView> maps = views_of("lookup", slots, moved);
@@ -65,7 +65,7 @@ std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets
 
 void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_offsets, std::vector<Tensor> slots,
             const Tensor& moved) {
-  const int64_t tables = moved.numel();
+  const int64_t tables = count_maps("insert", moved);
   check_tensor("insert", "new_ids", new_ids, ScalarType::Long);
   check_tensor("insert", "new_rows", new_rows, ScalarType::Long);
   check_size("insert", "the number of new_rows", new_ids.numel(), new_rows.numel());
@@ -76,16 +76,16 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   const int64_t* offset = const_data<int64_t>(new_offsets);
   for (int64_t i = 0; i < new_rows.numel(); ++i) check_inserted_row(row[i]);
   SeparateMemory().writes(slots).reads(new_ids).reads(new_rows).reads(new_offsets).reads(moved).check("insert");
-  const std::unique_ptr<uint64_t[]> spreads = spread_hashes(id, new_ids.numel(), on_all_threads);
-  Parts parts(offset, part_bits_of(offset, maps), spreads.get(), on_all_threads);
+  const std::unique_ptr<uint64_t[]> hashes = hashes_of(maps, id, offset, on_all_threads);
+  Parts parts(offset, part_bits_of(offset, maps), hashes.get(), on_all_threads);
   bool full = false;
   parts.visit_homes(
-      maps, spreads.get(),
+      maps, hashes.get(),
       [&](int64_t i, const SlotArray& array, int64_t limit) {
-        return insert_before(array, limit, id[i], row[i], spreads[static_cast<size_t>(i)]);
+        return insert_before(array, limit, id[i], row[i], hashes[static_cast<size_t>(i)]);
       },
       [&](int64_t i, const IdMapView& map) {
-        full |= !insert_absent(map, id[i], row[i], spreads[static_cast<size_t>(i)]);
+        full |= !insert_absent(map, id[i], row[i], hashes[static_cast<size_t>(i)]);
       },
       on_all_threads);
   check_inserted(!full);
@@ -123,14 +123,14 @@ Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) 
   const int64_t* id = const_data<int64_t>(ids);
   int64_t* row = mutable_data<int64_t>(rows);
   const int64_t offset[] = {0, ids.numel()};
-  const std::unique_ptr<uint64_t[]> spreads = spread_hashes(id, ids.numel(), on_all_threads);
-  Parts parts(offset, part_bits_of(offset, maps), spreads.get(), on_all_threads);
+  const std::unique_ptr<uint64_t[]> hashes = hashes_of(maps, id, offset, on_all_threads);
+  Parts parts(offset, part_bits_of(offset, maps), hashes.get(), on_all_threads);
   parts.visit_homes(
-      maps, spreads.get(),
+      maps, hashes.get(),
       [&](int64_t i, const SlotArray& array, int64_t limit) {
-        return erase_before(array, limit, id[i], spreads[static_cast<size_t>(i)], row[i]);
+        return erase_before(array, maps[0].hash, limit, id[i], hashes[static_cast<size_t>(i)], row[i]);
       },
-      [&](int64_t i, const IdMapView& map) { row[i] = erase_id(map, id[i], spreads[static_cast<size_t>(i)]); },
+      [&](int64_t i, const IdMapView& map) { row[i] = erase_id(map, id[i], hashes[static_cast<size_t>(i)]); },
       on_all_threads);
   return rows;
 }
@@ -144,7 +144,7 @@ Tensor new_slots(const Tensor& slots, int64_t capacity) {
   return tensor_of(memory.begin, {capacity, 2}, {2, 1}, ScalarType::Long, [memory] { free_zeroed_memory(memory); });
 }
 
-Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until) {
+Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until, int64_t key) {
   const SlotArray from = array_of("move_slots", "outgoing", outgoing);
   const SlotArray to = array_of("move_slots", "slots", slots);
   STD_TORCH_CHECK(moved >= 0 && moved <= from.capacity && moved % kLineSlots == 0, "move_slots: expected moved in [0, ",
@@ -158,14 +158,15 @@ Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, in
   while (bounds.back() < std::min(until, from.capacity))
     bounds.push_back(end_of_stretch(from, bounds.back(), std::min(kPiece, until - bounds.back())));
   const int64_t end = bounds.back();
+  const SlotHash hash = SlotHash::of(key);
   Tensor moved_now = new_int64(1);
   mutable_data<int64_t>(moved_now)[0] = end;
   std::vector<int64_t> left_over(bounds.size() - 1);  // by pieces: the end of the ids that wait
   for_each_task_apart(static_cast<int64_t>(left_over.size()), [&](int64_t i) {
     const auto piece = static_cast<size_t>(i);
-    left_over[piece] = move_stretch(from, to, bounds[piece], bounds[piece + 1]);
+    left_over[piece] = move_stretch(from, to, bounds[piece], bounds[piece + 1], hash);
   });
-  const IdMapView map = growing_map(to, from, end);
+  const IdMapView map = growing_map(to, from, end, hash);
   bool fits = true;
   for (size_t piece = 0; piece < left_over.size(); ++piece)
     fits &= place_left_over(map, from, bounds[piece], left_over[piece]);
@@ -181,10 +182,11 @@ Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, in
   return moved_now;
 }
 
-Tensor probe_lengths(const Tensor& slots, int64_t every) {
+Tensor probe_lengths(const Tensor& slots, int64_t every, int64_t key) {
   constexpr int64_t kRun = 4096;
   const SlotArray array = array_of("probe_lengths", "slots", slots);
   STD_TORCH_CHECK(every >= 1, "probe_lengths: expected every >= 1, got ", every, ".");
+  const SlotHash hash = SlotHash::of(key);
   const int64_t runs = (array.capacity + kRun - 1) / kRun;
   every = std::min(every, std::max<int64_t>(runs, 1));  // a longer interval reads the first run alone, too
   std::atomic<int64_t> ids{0}, sum{0}, longest{0};
@@ -194,7 +196,7 @@ Tensor probe_lengths(const Tensor& slots, int64_t every) {
       const int64_t end = std::min(array.capacity, (run + 1) * kRun);
       for (int64_t slot = run * kRun; slot < end; ++slot) {
         if (array.slots[slot].is_empty()) continue;
-        const int64_t length = probe_length(array, slot);
+        const int64_t length = probe_length(array, hash, slot);
         ++ids_here;
         sum_here += length;
         longest_here = std::max(longest_here, length);

@@ -32,7 +32,7 @@ TableMaps send_maps(DeviceCall& call, const std::vector<IdMapView>& views, const
 
 std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets, std::vector<Tensor> slots,
                                   const Tensor& moved) {
-  const int64_t tables = moved.numel();
+  const int64_t tables = count_maps("lookup", moved);
   check_tensor("lookup", "ids", ids, ScalarType::Long, kDevice);
   // Offsets on the GPU are not looked at here: a read would wait. The caller reads them together with `absent`, and
   // drops the result if they are wrong.
@@ -61,7 +61,7 @@ std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets
 
 void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_offsets, std::vector<Tensor> slots,
             const Tensor& moved) {
-  const int64_t tables = moved.numel();
+  const int64_t tables = count_maps("insert", moved);
   check_tensor("insert", "new_ids", new_ids, ScalarType::Long, kDevice);
   check_tensor("insert", "new_rows", new_rows, ScalarType::Long, new_ids.device());
   check_size("insert", "the number of new_rows", new_ids.numel(), new_rows.numel());
@@ -124,7 +124,7 @@ Tensor new_slots(const Tensor& slots, int64_t capacity) {
 }
 
 // Moves all slots at once, wherever `until` is: the map never has two arrays after a call.
-Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until) {
+Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until, int64_t key) {
   const SlotArray from = array_of("move_slots", "outgoing", outgoing, kDevice);
   const SlotArray to = array_of("move_slots", "slots", slots, outgoing.device());
   STD_TORCH_CHECK(moved >= 0 && moved <= from.capacity && moved % kLineSlots == 0, "move_slots: expected moved in [0, ",
@@ -138,7 +138,7 @@ Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, in
   DeviceCall call(slots);
   auto* left_out = call.zeros<int64_t>(1);
   // Slots before `moved` are empty, or hold ids that wrap around the end.
-  simt::launch(call.stream(), from.capacity, MoveSlots{from, to, left_out});
+  simt::launch(call.stream(), from.capacity, MoveSlots{from, to, SlotHash::of(key), left_out});
   // Waits, for the error only: the ids of a map that does not fit stay in `outgoing`.
   STD_TORCH_CHECK(call.read(left_out) == 0, "move_slots: expected an empty slot for every id, got a full map.");
   simt::fill_zero(call.stream(), from.slots, from.capacity * static_cast<int64_t>(sizeof(Slot)));
@@ -146,7 +146,7 @@ Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, in
   return moved_now;
 }
 
-Tensor probe_lengths(const Tensor& slots, int64_t every) {
+Tensor probe_lengths(const Tensor& slots, int64_t every, int64_t key) {
   const SlotArray array = array_of("probe_lengths", "slots", slots, kDevice);
   STD_TORCH_CHECK(every >= 1, "probe_lengths: expected every >= 1, got ", every, ".");
   const int64_t runs = (array.capacity + kProbeRun - 1) / kProbeRun;
@@ -155,7 +155,8 @@ Tensor probe_lengths(const Tensor& slots, int64_t every) {
   Tensor lengths = new_device_tensor({3});
   auto* length = mutable_data<int64_t>(lengths);
   simt::fill_zero(call.stream(), length, 3 * static_cast<int64_t>(sizeof(int64_t)));
-  simt::launch(call.stream(), (runs + every - 1) / every * kProbeThreads, SumProbeLengths{array, every, length});
+  simt::launch(call.stream(), (runs + every - 1) / every * kProbeThreads,
+               SumProbeLengths{array, SlotHash::of(key), every, length});
   return lengths;
 }
 

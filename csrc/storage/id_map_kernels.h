@@ -58,7 +58,8 @@ struct FindRows {
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const int64_t table = table_of(i);
-    const int64_t row = find_row(maps.maps[table].map, ids[i], spread_hash(ids[i]));
+    const IdMapView& map = maps.maps[table].map;
+    const int64_t row = find_row(map, ids[i], map.hash(ids[i]));
     rows[i] = row;
     if (row == kNoRow) simt::warp_aggregated_increment(absent + table);
     if (i == 0 && simt::load(error_record) != 0) simt::atomic_add(absent, kErrorMark);
@@ -66,8 +67,8 @@ struct FindRows {
 };
 
 // Inserts `id`, which must be absent, in the first empty slot from its home on. Returns false if there is none.
-TORCHREC_DYN_BOTH inline bool claim_slot(const SlotArray& array, int64_t id, int64_t place) {
-  int64_t line = array.home(spread_hash(id));
+TORCHREC_DYN_BOTH inline bool claim_slot(const SlotArray& array, int64_t id, int64_t place, uint64_t hash) {
+  int64_t line = array.home(hash);
   for (int64_t probe = 0; probe < array.capacity; probe += kLineSlots, line = array.next_line(line)) {
     unsigned empty = 0;
     for (int64_t s = 0; s < kLineSlots; ++s)
@@ -107,18 +108,21 @@ struct InsertIds {
       return;
     }
     const IdMapView& map = maps.maps[maps.table_of(i)].map;
-    if (!claim_slot(map.array_of(spread_hash(ids[i])), ids[i], place_of_row(rows[i]))) error.report(0);
+    const uint64_t hash = map.hash(ids[i]);
+    if (!claim_slot(map.array_of(hash), ids[i], place_of_row(rows[i]), hash)) error.report(0);
   }
 };
 
 struct MoveSlots {
   SlotArray from;
   SlotArray to;
+  SlotHash hash;
   int64_t* left_out;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const Slot slot = from.slots[i];
-    if (!slot.is_empty() && !claim_slot(to, slot.id, slot.place)) simt::warp_aggregated_increment(left_out);
+    if (!slot.is_empty() && !claim_slot(to, slot.id, slot.place, hash(slot.id)))
+      simt::warp_aggregated_increment(left_out);
   }
 };
 
@@ -127,8 +131,8 @@ constexpr int64_t kLeaving = INT64_MIN;
 constexpr int64_t kNoSlot = -1;
 
 // The slot of `id`, or kNoSlot. As find_row.
-TORCHREC_DYN_BOTH inline int64_t find_slot(const SlotArray& array, int64_t id) {
-  int64_t line = array.home(spread_hash(id));
+TORCHREC_DYN_BOTH inline int64_t find_slot(const SlotArray& array, int64_t id, uint64_t hash) {
+  int64_t line = array.home(hash);
   for (int64_t probe = 0; probe < array.capacity; probe += kLineSlots, line = array.next_line(line)) {
     for (int64_t slot = line; slot < line + kLineSlots; ++slot)
       if (array.slots[slot].id == id && !array.slots[slot].is_empty()) return slot;
@@ -146,7 +150,7 @@ struct LeavingIds {
 
   // A copy: a number in [0, 1] would index the arguments of a kernel in memory, not in registers.
   TORCHREC_DYN_BOTH SlotArray array_of(int64_t i) const {
-    return spread_hash(ids[i]) >= map.frontier ? map.arrays[1] : map.arrays[0];
+    return map.hash(ids[i]) >= map.frontier ? map.arrays[1] : map.arrays[0];
   }
   TORCHREC_DYN_BOTH bool is_leaving(const Slot& slot) const { return slot.place < kLeaving + count; }
 };
@@ -157,7 +161,7 @@ struct FindLeaving {
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const SlotArray array = leaving.array_of(i);
-    const int64_t slot = find_slot(array, leaving.ids[i]);
+    const int64_t slot = find_slot(array, leaving.ids[i], leaving.map.hash(leaving.ids[i]));
     leaving.slots[i] = slot;
     rows[i] = slot == kNoSlot ? kNoRow : array.slots[slot].row();
   }
@@ -215,7 +219,7 @@ struct CloseGaps {
     int64_t left = 0;
     for (int64_t end = slot; left < array.capacity && !array.slots[end].is_empty(); end = array.next(end)) ++left;
     for (; left > 0; --left, slot = array.next(slot))
-      while (leaving.is_leaving(array.slots[slot])) close_gap(array, slot);
+      while (leaving.is_leaving(array.slots[slot])) close_gap(array, leaving.map.hash, slot);
   }
 };
 
@@ -226,6 +230,7 @@ constexpr int64_t kProbeThreads = 32;
 
 struct SumProbeLengths {
   SlotArray array;
+  SlotHash hash;
   int64_t every;     // one in `every` runs is read
   int64_t* lengths;  // [3]: number of ids, sum of their probe lengths, the longest
 
@@ -235,7 +240,7 @@ struct SumProbeLengths {
     int64_t ids = 0, sum = 0, longest = 0;
     for (int64_t slot = begin + i % kProbeThreads; slot < end; slot += kProbeThreads) {
       if (array.slots[slot].is_empty()) continue;
-      const int64_t length = probe_length(array, slot);
+      const int64_t length = probe_length(array, hash, slot);
       ++ids;
       sum += length;
       longest = greater_of(longest, length);

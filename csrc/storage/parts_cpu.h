@@ -1,5 +1,5 @@
-// Parts: the ids of several tables, cut by spread hash, so that all threads work on one table. A part holds the ids of
-// one table whose spread hashes begin with the same bits, in their order. The cut depends on the ids only, not on the
+// Parts: the ids of several tables, cut by hash, so that all threads work on one table. A part holds the ids of
+// one table whose hashes begin with the same bits, in their order. The cut depends on the ids only, not on the
 // number of threads. `for_each_task(tasks, task)` calls task(i) for every i, on any threads.
 #pragma once
 
@@ -53,7 +53,7 @@ inline std::vector<int> part_bits_of(const int64_t* offsets, const std::vector<I
 
 struct Part {
   int64_t table;
-  int bits;         // the number of leading bits that the spread hashes share
+  int bits;         // the number of leading bits that the hashes share
   uint64_t prefix;  // these bits
   int64_t* begin;   // places of the ids, ascending
   int64_t* end;
@@ -63,25 +63,25 @@ struct Part {
   int64_t limit(const SlotArray& array) const {
     return prefix + 1 == uint64_t{1} << bits ? array.capacity : array.home((prefix + 1) << (64 - bits));
   }
-  // The spread hash of an id, without the bits that all ids of the part share.
-  uint64_t rest(uint64_t spread) const { return spread << bits; }
+  // The hash of an id, without the bits that all ids of the part share.
+  uint64_t rest(uint64_t hash) const { return hash << bits; }
 
   // Calls visit(place, array, limit) for each id, where `array` holds the id, and prefetches the homes of later ids.
   // If it returns false, this and all later ids are left over (a repeat must not come before the id that it repeats):
   // their places move to `begin`. Returns the end of these places.
   template <typename Visit>
-  int64_t* visit_homes(const IdMapView& map, const uint64_t* spreads, const Visit& visit) const {
+  int64_t* visit_homes(const IdMapView& map, const uint64_t* hashes, const Visit& visit) const {
     constexpr int64_t kBurst = 64;
     const int64_t limits[2] = {limit(map.arrays[0]), limit(map.arrays[1])};
     const auto prefetch = [&](const int64_t* from) __attribute__((always_inline)) {
       for (const int64_t* place = from; place < end && place < from + kBurst; ++place)
-        prefetch_home(map, spreads[*place]);
+        prefetch_home(map, hashes[*place]);
     };
     prefetch(begin);
     int64_t* left_over = begin;
     for (const int64_t* place = begin; place < end; ++place) {
       if ((place - begin) % kBurst == 0 && end - place > kBurst) prefetch(place + kBurst);
-      const bool is_outgoing = spreads[*place] >= map.frontier;
+      const bool is_outgoing = hashes[*place] >= map.frontier;
       if (left_over != begin || !visit(*place, map.arrays[is_outgoing], limits[is_outgoing])) *left_over++ = *place;
     }
     return left_over;
@@ -90,9 +90,9 @@ struct Part {
 
 class Parts {
  public:
-  // Cuts the ids of each table by the first bits[t] bits of their spread hashes.
+  // Cuts the ids of each table by the first bits[t] bits of their hashes.
   template <typename ForEachTask>
-  Parts(const int64_t* offsets, const std::vector<int>& bits, const uint64_t* spreads, const ForEachTask& for_each_task)
+  Parts(const int64_t* offsets, const std::vector<int>& bits, const uint64_t* hashes, const ForEachTask& for_each_task)
       : order_(uninitialised<int64_t>(offsets[bits.size()])) {
     std::vector<Piece> pieces = pieces_of(offsets, static_cast<int64_t>(bits.size()));
     std::erase_if(pieces, [&](const Piece& piece) { return bits[static_cast<size_t>(piece.table)] == 0; });
@@ -101,7 +101,7 @@ class Parts {
     const auto for_each_id = [&](int64_t p, const auto& visit) {
       const Piece& piece = pieces[static_cast<size_t>(p)];
       const int shift = 64 - bits[static_cast<size_t>(piece.table)];
-      for (int64_t i = piece.begin; i < piece.end; ++i) visit(i, next[static_cast<size_t>(p)][spreads[i] >> shift]);
+      for (int64_t i = piece.begin; i < piece.end; ++i) visit(i, next[static_cast<size_t>(p)][hashes[i] >> shift]);
     };
     for_each_task(static_cast<int64_t>(pieces.size()), [&](int64_t p) {
       const auto piece = static_cast<size_t>(p);
@@ -132,11 +132,11 @@ class Parts {
   // Visits the ids of all parts in their maps, part by part on all threads; then calls visit_left_over(place, map) for
   // each id left over, one by one in the order of the parts. Allocates nothing.
   template <typename Visit, typename VisitLeftOver, typename ForEachTask>
-  void visit_homes(const std::vector<IdMapView>& maps, const uint64_t* spreads, const Visit& visit,
+  void visit_homes(const std::vector<IdMapView>& maps, const uint64_t* hashes, const Visit& visit,
                    const VisitLeftOver& visit_left_over, const ForEachTask& for_each_task) {
     for_each_task(static_cast<int64_t>(parts_.size()), [&](int64_t p) {
       Part& part = parts_[static_cast<size_t>(p)];
-      part.end = part.visit_homes(maps[static_cast<size_t>(part.table)], spreads, visit);
+      part.end = part.visit_homes(maps[static_cast<size_t>(part.table)], hashes, visit);
     });
     for (const Part& part : parts_)
       for (const int64_t* place = part.begin; place < part.end; ++place)
@@ -148,15 +148,18 @@ class Parts {
   std::vector<Part> parts_;
 };
 
-// The spread hashes of ids, computed on all threads.
+// The hashes of the ids of several tables, by the keys of their maps, computed on all threads.
 template <typename ForEachTask>
-std::unique_ptr<uint64_t[]> spread_hashes(const int64_t* ids, int64_t count, const ForEachTask& for_each_task) {
-  std::unique_ptr<uint64_t[]> spreads = uninitialised<uint64_t>(count);
-  for_each_task((count + kPartIds - 1) / kPartIds, [&](int64_t p) {
-    for (int64_t i = p * kPartIds; i < std::min(count, (p + 1) * kPartIds); ++i)
-      spreads[static_cast<size_t>(i)] = spread_hash(ids[i]);
+std::unique_ptr<uint64_t[]> hashes_of(const std::vector<IdMapView>& maps, const int64_t* ids, const int64_t* offsets,
+                                      const ForEachTask& for_each_task) {
+  std::unique_ptr<uint64_t[]> hashes = uninitialised<uint64_t>(offsets[maps.size()]);
+  const std::vector<Piece> pieces = pieces_of(offsets, static_cast<int64_t>(maps.size()));
+  for_each_task(static_cast<int64_t>(pieces.size()), [&](int64_t p) {
+    const Piece& piece = pieces[static_cast<size_t>(p)];
+    const SlotHash hash = maps[static_cast<size_t>(piece.table)].hash;
+    for (int64_t i = piece.begin; i < piece.end; ++i) hashes[static_cast<size_t>(i)] = hash(ids[i]);
   });
-  return spreads;
+  return hashes;
 }
 
 }  // namespace torchrec_dyn

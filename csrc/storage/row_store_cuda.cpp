@@ -3,6 +3,7 @@
 
 #include "device_call.h"
 #include "kernel.h"
+#include "process_hash.h"
 #include "storage/row_store_arguments.h"
 #include "storage/row_store_kernels.h"
 
@@ -108,7 +109,7 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
     const int64_t size = (2 * n + kLineSlots - 1) / kLineSlots * kLineSlots;
     auto* last = call.zeros<int64_t>(size);
     auto* places = call.allocate_for<int64_t>(n);
-    simt::launch(call.stream(), n, FindLastPositions{const_data<int64_t>(rows), last, size, places});
+    simt::launch(call.stream(), n, FindLastPositions{process_hash(), const_data<int64_t>(rows), last, size, places});
     dispatch_unit(device_rows, values.const_data_ptr(), [&](auto unit) {
       using Unit = decltype(unit);
       const RowBlocks<Unit> table = in_units<Unit>(device_rows.table);

@@ -5,8 +5,8 @@
 
 #include "device_errors.h"
 #include "division.h"
-#include "mix64.h"
 #include "simt.h"
+#include "slot_hash.h"
 #include "storage/blocks.h"
 #include "storage/initial_rows.h"
 #include "storage/row_types.h"
@@ -111,6 +111,7 @@ struct GatherRows {
 // its row once it is claimed, and other threads only raise the position in it. `size` is a multiple of kLineSlots and
 // above the number of positions, so every search ends.
 struct FindLastPositions {
+  SlotHash hash;
   const int64_t* rows;
   int64_t* last;
   int64_t size;
@@ -118,7 +119,7 @@ struct FindLastPositions {
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const int64_t row = rows[i];
-    int64_t place = home_slot(spread_hash(row), size);
+    int64_t place = home_slot(hash(row), size);
     while (true) {
       int64_t seen = simt::load(&last[place]);
       if (seen == 0) seen = simt::atomic_cas(&last[place], 0, i + 1);

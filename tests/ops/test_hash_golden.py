@@ -98,14 +98,14 @@ def test_canonical_order_is_unsigned_order_of_mixed_ids():
     assert got[-1] == unmix64(2**64 - 1)
 
 
-def check_spread(slots):
+def check_spread(slots, key=0):
     """Asserts that ids are no further from home than random ids at this load of 0.75.
 
     Measured for random ids: 3.3 slots, 1.27 lines; 13 of 100 ids are after their home line.
     """
-    lengths = tensor(probe_lengths(slots))
+    lengths = tensor(probe_lengths(slots, key))
     lengths = lengths[lengths > 0]
-    assert ops.probe_lengths(slots, 1).tolist() == [len(lengths), lengths.sum(), lengths.max()]
+    assert ops.probe_lengths(slots, 1, key).tolist() == [len(lengths), lengths.sum(), lengths.max()]
     with pytest.raises(RuntimeError, match="probe_lengths: expected every >= 1, got 0"):
         ops.probe_lengths(slots, 0)
     lines = (lengths + 3) // 4
@@ -129,6 +129,9 @@ def test_ids_of_one_owner_spread_over_its_map(rank):
     everyone = torch.arange(len(mixed))
     ops.insert(numbers, everyone, tensor([0, len(mixed)]), [slots], tensor([-1]))
     check_spread(slots)
+    secret = ops.new_slots(slots, capacity)
+    ops.insert(numbers, everyone, tensor([0, len(mixed)]), [secret], tensor([[-1, 77]]))
+    check_spread(secret, 77)
 
 
 @pytest.mark.parametrize("stride", [1, 8, 1 << 20, 1 << 40])
@@ -138,4 +141,4 @@ def test_patterned_ids_spread(stride):
     id_map = IdMap()
     id_map.reserve(ids.numel())
     ops.insert(ids, torch.arange(ids.numel()), tensor([0, ids.numel()]), *id_map.arrays())
-    check_spread(id_map.slots)
+    check_spread(id_map.slots, id_map.key)

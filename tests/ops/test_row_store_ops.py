@@ -3,7 +3,7 @@
 import pytest
 import torch
 from op_cases import FLOATS
-from oracle import EXTREME_IDS, home_slot
+from oracle import EXTREME_IDS
 from table_cases import ids_of
 
 from torchrec_dyn import ops
@@ -67,14 +67,16 @@ def test_the_last_values_of_a_repeated_row_stay(distinct):
         assert torch.equal(block, expected)
 
 
-def test_positions_of_rows_with_one_home():
-    """The rows of 40 positions share the last line of the map of positions: searches go on at its start."""
-    chosen = [row for row in range(4096) if home_slot(row, 80) == 76][:20]
-    rows = ids_of(*chosen, *chosen[::-1])
-    block = torch.zeros(4096, 1)
-    ops.scatter_rows_(rows, torch.arange(40.0), [block], 12, 1)
-    assert block[chosen, 0].tolist() == [*range(39, 19, -1)]
-    assert int((block != 0).sum()) == 20
+def test_positions_of_rows_that_share_places():
+    """Homes are secret; in some of the calls, searches in the 80 places for 40 positions pass their end."""
+    for first in range(0, 40 * 100, 40):
+        chosen = [*range(first, first + 38), *range(2)]
+        rows = ids_of(*chosen)
+        block = torch.zeros(4096, 1)
+        ops.scatter_rows_(rows, torch.arange(1.0, 41), [block], 12, 1)
+        expected = dict(zip(chosen, range(1, 41), strict=True))
+        assert block[[*expected], 0].tolist() == [*expected.values()]
+        assert int((block != 0).sum()) == len(expected)
 
 
 def test_the_first_row_outside_is_named():

@@ -126,7 +126,7 @@ def damage(generation: Path, what: str) -> None:
         (generation / "manifest.json").write_text('{"format": 1')
     elif what == "format":
         text = (generation / "manifest.json").read_text()
-        (generation / "manifest.json").write_text(text.replace('"format": 1', '"format": 2'))
+        (generation / "manifest.json").write_text(text.replace('"format": 2', '"format": 3'))
     elif what == "current":
         (generation.parent / "current").write_text("../../etc\n")
 
@@ -137,8 +137,8 @@ def damage(generation: Path, what: str) -> None:
         ("slots", "truncated"),
         ("no slots", "got only some"),
         ("rows", "truncated"),
-        ("manifest", "manifest of format 1, got JSONDecodeError"),
-        ("format", "format 2"),
+        ("manifest", r"manifest of a format in \(1, 2\), got JSONDecodeError"),
+        ("format", "format 3"),
         ("current", "without the name of a generation"),
     ],
 )

@@ -1,5 +1,6 @@
 """apply_delta: a checkpoint and its deltas in order serve what the last checkpoint would."""
 
+import json
 import os
 import shutil
 import sys
@@ -10,10 +11,11 @@ import torch
 from another_process import call
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import id_of_hash
 from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn import serving
+from torchrec_dyn import ops, serving
 from torchrec_dyn.serving import update as serving_update
 from torchrec_dyn.serving.manifest import current_generation, read_manifest
 
@@ -234,3 +236,29 @@ def test_a_writer_that_is_killed_leaves_the_old_rows_or_the_new(served, tmp_path
     serving.apply_delta(served, tmp_path / "delta")
     served.rename(tmp_path / "new")
     assert call(kill_at_every_moment, tmp_path) > 15
+
+
+def test_ids_that_share_slots_of_the_public_hash_are_served_as_fast(tmp_path):
+    """The maps of a build, and a map that a delta makes, have secret keys; the manifest has them."""
+    crafted = [id_of_hash(i) for i in range(3000)]
+    few = Plain("a", 4).with_random(crafted[:20])
+    many = few.with_random(crafted)
+    serving.build(save(tmp_path / "few", few), tmp_path / "served")
+    first = key_and_longest_probe(tmp_path / "served")
+    serving.apply_delta(tmp_path / "served", save_delta(tmp_path / "delta", [few], [many]))
+    grown = key_and_longest_probe(tmp_path / "served")
+    serving.build(save(tmp_path / "many", many), tmp_path / "built")
+    built = key_and_longest_probe(tmp_path / "built")
+    assert len({0, first[0], grown[0], built[0]}) == 4
+    assert max(grown[1], built[1]) < 200
+
+
+def key_and_longest_probe(folder: Path) -> tuple[int, int]:
+    generation = folder / current_generation(folder)
+    key = json.loads((generation / "manifest.json").read_text())["tables"]["a"]["key"]
+    slots = torch.from_file(
+        str(generation / "slots"),
+        size=os.path.getsize(generation / "slots") // 8,
+        dtype=torch.int64,
+    )
+    return key, ops.probe_lengths(slots.view(-1, 2), 1, key)[2].item()

@@ -21,6 +21,7 @@ class MapBesideDict(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.map, self.dict, self.next_row = IdMap(), {}, 0
+        self.map.key = 0  # with it, hard ids share slots
 
     @rule(ids=id_lists)
     def insert(self, ids):

@@ -13,7 +13,7 @@ import torch
 from another_process import call
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import WORD, home_slot, id_of_spread_hash, ids_at_home
+from oracle import WORD, home_slot, id_of_hash, ids_at_home
 from raw_maps import slots_of
 from shards import deep_but
 from table_cases import HARD_IDS, ids_of, make_group, make_table
@@ -185,7 +185,7 @@ def test_every_way_to_the_end(scaled, grown):
 def test_the_frontier_parts_neighbours(capacity):
     """The last spread hash before each line and the first spread hash of the line."""
     firsts = [-(-line * WORD // capacity) for line in range(4, capacity, 4)]
-    ids = [id_of_spread_hash(first - back) for first in firsts for back in (1, 0)]
+    ids = [id_of_hash(first - back) for first in firsts for back in (1, 0)]
     assert [home_slot(number, capacity) for number in ids[:4]] == [0, 4, 4, 8]
     grows = Growing(capacity, capacity + 4)
     grows.put(*ids)

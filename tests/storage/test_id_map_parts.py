@@ -59,6 +59,7 @@ def filled(seed: int) -> tuple[list[IdMap], list[torch.Tensor]]:
     maps, added = [], []
     for table, count in enumerate((1500, 12_000, 0, 3000)):
         id_map = IdMap()
+        id_map.key = seed + table
         ids = ids_of(seed + table, count + 60_000)
         start = 58_000 if table == 3 else 100 * table
         for part in ids[:start].split(4096):

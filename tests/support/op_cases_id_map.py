@@ -37,21 +37,34 @@ def draw_map(rng: random.Random) -> tuple[list[Tensor], Tensor, list[int]]:
     """Returns (slots, moved, ids): the slots of a map, then its outgoing slots if it grows."""
     ids = [*dict.fromkeys(some_ids(rng, size(rng)))]
     rows = rng.sample(range(2 * len(ids)), len(ids))
-    slots, moved = a_map(whole(*ids), whole(*rows), rng.random() < 0.4, rng.choice((1.1, 1.7)))
+    grows, room = rng.random() < 0.4, rng.choice((1.1, 1.7))
+    slots, moved = a_map(whole(*ids), whole(*rows), grows, room, draw_key(rng))
     return slots, moved, ids
+
+
+def draw_key(rng: random.Random) -> int:
+    return rng.choice((0, rng.getrandbits(62), -rng.getrandbits(63)))
 
 
 def draw_maps(rng: random.Random, count: int) -> tuple[Arguments, list[list[int]]]:
     """Returns the arguments `slots` and `moved` of several maps, and the ids of each."""
     maps = [draw_map(rng) for _ in range(count)]
     slots = [*(m[0][0] for m in maps), *(m[0][1] for m in maps if len(m[0]) == 2)]
-    return {"slots": slots, "moved": whole(*(m[1].item() for m in maps))}, [m[2] for m in maps]
+    moved = torch.cat([torch.empty(0, 2, dtype=I64), *(m[1] for m in maps)])
+    return {"slots": slots, "moved": some_form(rng, moved)}, [m[2] for m in maps]
+
+
+def some_form(rng: random.Random, moved: Tensor) -> Tensor:
+    """Returns `moved` [T, 2], sometimes without its keys if all are 0."""
+    without = not moved[:, 1].any() and rng.random() < 0.5
+    return moved[:, 0].clone() if without else moved
 
 
 class Slots:
     """The slots of one array that are not empty: {slot: (id, place)}."""
 
-    def __init__(self, array: Tensor) -> None:
+    def __init__(self, array: Tensor, key: int) -> None:
+        self.key = key
         need(array.dtype == I64 and array.dim() == 2 and array.shape[1] == 2, "slots [C, 2]")
         need(len(array) % LINE == 0, "whole lines of slots")
         self.capacity = len(array)
@@ -61,20 +74,23 @@ class Slots:
     @property
     def has_gaps(self) -> bool:
         """True if an empty slot lies between the home of an id and the id, though a lookup finds it."""
-        homes = {slot: oracle.home_slot(key, self.capacity) for slot, (key, _) in self.held.items()}
+        homes = {
+            slot: oracle.home_slot(number, self.capacity, self.key)
+            for slot, (number, _) in self.held.items()
+        }
         return any(
             (home + i) % self.capacity not in self.held
             for slot, home in homes.items()
             for i in range((slot - home) % self.capacity)
         )
 
-    def find(self, key: int) -> int:
+    def find(self, number: int) -> int:
         """Returns the row of an id, -1 if it is absent."""
-        home = oracle.home_slot(key, self.capacity)
+        home = oracle.home_slot(number, self.capacity, self.key)
         for probe in range(0, self.capacity, LINE):
             line = [self.held.get((home + probe + i) % self.capacity) for i in range(LINE)]
             for slot in line:
-                if slot is not None and slot[0] == key:
+                if slot is not None and slot[0] == number:
                     return slot[1] - 1
             if None in line:
                 return -1
@@ -84,9 +100,9 @@ class Slots:
 class Map:
     """One map, read slot by slot. `arrays`: its slots, and its outgoing slots if it grows."""
 
-    def __init__(self, arrays: list[Tensor], moved: int) -> None:
-        self.moved = moved
-        self.arrays = [Slots(array) for array in arrays]
+    def __init__(self, arrays: list[Tensor], moved: int, key: int) -> None:
+        self.moved, self.key = moved, key
+        self.arrays = [Slots(array, key) for array in arrays]
         if len(self.arrays) == 2:
             outgoing = self.arrays[1].capacity
             need(0 <= moved < outgoing and moved % LINE == 0, "moved in the outgoing slots")
@@ -101,23 +117,28 @@ class Map:
             and not any(array.has_gaps for array in self.arrays)
         )
 
-    def find(self, key: int) -> int:
+    def find(self, number: int) -> int:
         if len(self.arrays) == 1:
-            return self.arrays[0].find(key)
+            return self.arrays[0].find(number)
         frontier = -(-(self.moved << 64) // self.arrays[1].capacity)
-        spread = oracle.mix64(key) * oracle.SLOT_SPREAD % oracle.WORD
-        return self.arrays[int(spread >= frontier)].find(key)
+        return self.arrays[int(oracle.slot_hash(number, self.key) >= frontier)].find(number)
 
 
 def read_maps(slots: list[Tensor], moved: Tensor, count: int | None = None) -> list[Map]:
-    done = numbers(moved, "moved")
+    need(moved.dim() in (1, 2), "moved of one or two dimensions")
+    if moved.dim() == 2:
+        need(moved.shape[1] == 2, "moved [T, 2]")
+        done, keys = numbers(moved[:, 0], "moved"), moved[:, 1].tolist()
+    else:
+        done = numbers(moved, "moved")
+        keys = [0] * len(done)
     growing = [m for m in done if m != -1]
     need(len(slots) == len(done) + len(growing), "slots of each map")
     need(count is None or len(done) == count, "one map")
     outgoing = iter(slots[len(done) :])
     maps = [
-        Map([array] if m == -1 else [array, next(outgoing)], m)
-        for array, m in zip(slots, done, strict=False)
+        Map([array] if m == -1 else [array, next(outgoing)], m, key)
+        for array, m, key in zip(slots, done, keys, strict=False)
     ]
     if not all(m.is_sound for m in maps):
         raise Unjudged("a damaged map")
@@ -206,7 +227,8 @@ def draw_insert(rng: random.Random) -> Arguments:
     ids: list[int] = []
     offsets = [0]
     outgoing = iter(maps["slots"][len(of_tables) :])
-    for slots, moved, known in zip(maps["slots"], maps["moved"].tolist(), of_tables, strict=False):
+    done = maps["moved"].view(len(of_tables), -1)[:, 0].tolist() if of_tables else []
+    for slots, moved, known in zip(maps["slots"], done, of_tables, strict=False):
         arrays = [slots] if moved == -1 else [slots, next(outgoing)]
         room = min(int((array[:, 1] == 0).sum()) for array in arrays)
         fresh = [*dict.fromkeys(i for i in some_ids(rng, size(rng)) if i not in {*known}).keys()]
@@ -258,7 +280,7 @@ def check_fill_new_(before: Arguments, after: Arguments, _: None) -> None:
 
 def draw_one_map(rng: random.Random) -> tuple[Arguments, list[int]]:
     slots, moved, ids = draw_map(rng)
-    return {"slots": slots, "moved": moved.clone()}, ids
+    return {"slots": slots, "moved": some_form(rng, moved)}, ids
 
 
 def draw_erase(rng: random.Random) -> Arguments:
@@ -289,16 +311,17 @@ def check_new_slots(before: Arguments, _: Arguments, result: Tensor) -> None:
 
 def draw_move_slots(rng: random.Random) -> Arguments:
     ids = [*dict.fromkeys(some_ids(rng, size(rng)))]
-    (outgoing,), _ = a_map(whole(*ids), whole(*rng.sample(range(2 * len(ids)), len(ids))))
+    rows, key = whole(*rng.sample(range(2 * len(ids)), len(ids))), draw_key(rng)
+    (outgoing,), whole_map = a_map(whole(*ids), rows, key=key)
     if rng.random() < 0.1:  # of more than a huge page, which is given back
         outgoing = ops.new_slots(outgoing, 2**18 + 2**16)
-        ops.insert(whole(*ids), torch.arange(len(ids)), whole(0, len(ids)), [outgoing], whole(-1))
+        ops.insert(whole(*ids), torch.arange(len(ids)), whole(0, len(ids)), [outgoing], whole_map)
     slots = ops.new_slots(outgoing, len(outgoing) + LINE * rng.choice((0, 1, 7)))
     moved = 0
     if rng.random() < 0.5:
-        moved = ops.move_slots(outgoing, slots, 0, rng.randint(0, len(outgoing))).item()
+        moved = ops.move_slots(outgoing, slots, 0, rng.randint(0, len(outgoing)), key).item()
     until = rng.choice((0, rng.randint(0, len(outgoing)), len(outgoing), 2**62))
-    return {"outgoing": outgoing, "slots": slots, "moved": moved, "until": until}
+    return {"outgoing": outgoing, "slots": slots, "moved": moved, "until": until, "key": key}
 
 
 def check_move_slots(before: Arguments, after: Arguments, result: Tensor) -> None:
@@ -308,8 +331,9 @@ def check_move_slots(before: Arguments, after: Arguments, result: Tensor) -> Non
 
     def one_map(given: Arguments, moved: int) -> list[Map]:
         if moved == len(outgoing):
-            return read_maps([given["slots"]], whole(-1))
-        return read_maps([given["slots"], given["outgoing"]], whole(moved))
+            return read_maps([given["slots"]], torch.tensor([[-1, before["key"]]]))
+        arrays = [given["slots"], given["outgoing"]]
+        return read_maps(arrays, torch.tensor([[moved, before["key"]]]))
 
     if moved == len(outgoing) and outgoing[:, 1].any():
         raise Unjudged("all slots have moved, and yet hold ids")
@@ -324,17 +348,20 @@ def check_move_slots(before: Arguments, after: Arguments, result: Tensor) -> Non
 
 
 def draw_probe_lengths(rng: random.Random) -> Arguments:
-    slots, _, _ = draw_map(rng)
-    return {"slots": slots[0], "every": rng.choice((1, 2, 3, 2**40))}
+    slots, moved, _ = draw_map(rng)
+    return {"slots": slots[0], "every": rng.choice((1, 2, 3, 2**40)), "key": moved[0, 1].item()}
 
 
 def check_probe_lengths(before: Arguments, _: Arguments, result: Tensor) -> None:
     slots = before["slots"]
-    (held,) = read_maps([slots], whole(-1))
+    key = before["key"]
+    (held,) = read_maps([slots], torch.tensor([[-1, key]]))
     every = before["every"]
     need(every >= 1, "every >= 1")
     lengths = [
-        n for slot, n in enumerate(oracle.probe_lengths(slots)) if n and slot // 4096 % every == 0
+        n
+        for slot, n in enumerate(oracle.probe_lengths(slots, key))
+        if n and slot // 4096 % every == 0
     ]
     assert every > 1 or len(lengths) == len(held.rows)
     equal(result, whole(len(lengths), sum(lengths), max(lengths, default=0)))

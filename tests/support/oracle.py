@@ -14,7 +14,7 @@ from torchrec_dyn.optimizers import RULES, RowOptimizer
 
 WORD = 1 << 64
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, made odd
-SLOT_SPREAD = GOLDEN
+MIX_FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 EXTREME_IDS = [-(2**63), -(2**63) + 1, -2, -1, 0, 1, 2**63 - 2, 2**63 - 1]
 
 
@@ -26,8 +26,8 @@ def signed(word: int) -> int:
 def mix64(number: int) -> int:
     """SplitMix64's output function with the constants of Stafford's variant 13, unsigned."""
     x = number % WORD
-    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) % WORD
-    x = ((x ^ x >> 27) * 0x94D049BB133111EB) % WORD
+    x = ((x ^ x >> 30) * MIX_FACTORS[0]) % WORD
+    x = ((x ^ x >> 27) * MIX_FACTORS[1]) % WORD
     return x ^ x >> 31
 
 
@@ -56,31 +56,52 @@ def unmixed(mixed: Tensor) -> Tensor:
     return x ^ shifted(x, 30) ^ shifted(x, 60)
 
 
-def home_slot(number: int, capacity: int) -> int:
+def hash_words(key: int) -> tuple[int, int, int, int]:
+    """Returns the word and the three factors of the slots' hash with this key; key 0 has public ones."""
+    if key == 0:
+        return 0, *MIX_FACTORS, GOLDEN
+    flip, *factors = (mix64(key + i * GOLDEN) for i in range(1, 5))
+    return flip, *(factor | 1 for factor in factors)
+
+
+def slot_hash(number: int, key: int = 0) -> int:
+    """Returns the word that determines the home slot of an id."""
+    flip, first, second, third = hash_words(key)
+    x = number % WORD ^ flip
+    x = (x ^ x >> 30) * first % WORD
+    x = (x ^ x >> 27) * second % WORD
+    return (x ^ x >> 31) * third % WORD
+
+
+def home_slot(number: int, capacity: int, key: int = 0) -> int:
     """Returns the home slot of an id in a map of `capacity` slots: the first slot of a line of four."""
-    return ((mix64(number) * SLOT_SPREAD % WORD) * capacity >> 64) // 4 * 4
+    return (slot_hash(number, key) * capacity >> 64) // 4 * 4
 
 
-def id_of_spread_hash(spread: int) -> int:
-    """Returns the id whose spread hash, the word that determines home slots, is `spread`."""
-    return unmix64(spread * pow(SLOT_SPREAD, -1, WORD) % WORD)
+def id_of_hash(word: int, key: int = 0) -> int:
+    """Returns the id whose `slot_hash` is `word`."""
+    flip, first, second, third = hash_words(key)
+    for factor, shift in ((third, 31), (second, 27), (first, 30)):
+        word = word * pow(factor, -1, WORD) % WORD
+        word ^= word >> shift ^ word >> 2 * shift
+    return signed(word ^ flip)
 
 
 def ids_at_home(slot: int, capacity: int, count: int) -> list[int]:
-    """Returns distinct ids whose home is the line of `slot`; their spread hashes are scaled to `slot` itself.
+    """Returns distinct ids whose home with key 0 is the line of `slot`; their hashes are scaled to `slot`.
 
-    The first id has the least spread hash that is scaled to `slot`.
+    The first id has the least hash that is scaled to `slot`.
     """
     first = -(-slot * WORD // capacity)
     step = max(1, WORD // capacity // (count + 1))
-    return [id_of_spread_hash(first + k * step) for k in range(count)]
+    return [id_of_hash(first + k * step) for k in range(count)]
 
 
-def probe_lengths(slots: Tensor) -> list[int]:
+def probe_lengths(slots: Tensor, key: int = 0) -> list[int]:
     """Returns the probe length of the id in each slot, [C] for `slots` [C, 2]; 0 for an empty slot."""
     capacity = len(slots)
     return [
-        1 + (slot - home_slot(number, capacity)) % capacity if place else 0
+        1 + (slot - home_slot(number, capacity, key)) % capacity if place else 0
         for slot, (number, place) in enumerate(slots.tolist())
     ]
 

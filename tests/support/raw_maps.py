@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 
 CPU = torch.ops.torchrec_dyn
-WHOLE = ids_of(-1)  # `moved` of a single map that is not growing
+WHOLE = ids_of(-1)  # `moved` of a single map that is not growing, with key 0
 
 
 def slots_of(capacity: int, place: int = 0) -> Tensor:
@@ -37,17 +37,19 @@ def a_map(
     rows: Sequence[int] | Tensor,
     is_growing: bool = False,
     room: float = 1.7,
+    key: int = 0,
 ) -> tuple[list[Tensor], Tensor]:
-    """Returns (slots, moved) of a map that holds the ids; half of the slots of a growing map are moved.
+    """Returns (slots, moved [1, 2]) of a map that holds the ids; half of a growing map's slots are moved.
 
     The CPU makes it for every device: a GPU moves all slots at once, so a map made there never grows.
     """
     slots = [CPU.new_slots(torch.empty(0, 2, dtype=torch.int64), int(room * len(ids)) // 4 * 4 + 8)]
-    CPU.insert(torch.as_tensor(ids), torch.as_tensor(rows), ids_of(0, len(ids)), slots, WHOLE)
+    whole = torch.tensor([[-1, key]])
+    CPU.insert(torch.as_tensor(ids), torch.as_tensor(rows), ids_of(0, len(ids)), slots, whole)
     if not is_growing:
-        return slots, WHOLE
+        return slots, whole
     grown = CPU.new_slots(slots[0], len(slots[0]) + 4)
-    moved = CPU.move_slots(slots[0], grown, 0, len(slots[0]) // 2)
-    if moved.item() == len(slots[0]):  # one run to the end
-        return [grown], WHOLE
-    return [grown, *slots], moved
+    moved = CPU.move_slots(slots[0], grown, 0, len(slots[0]) // 2, key).item()
+    if moved == len(slots[0]):  # one run to the end
+        return [grown], whole
+    return [grown, *slots], torch.tensor([[moved, key]])

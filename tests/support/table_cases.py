@@ -12,7 +12,7 @@ from torchrec_dyn.lookup.table_group import TableGroup
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.table.shard import TableShard
 
-# A map starts with 64 slots and doubles: these ids share homes before and after it grows.
+# A map starts with 64 slots and doubles: with key 0 these ids share homes before and after it grows.
 CROWDED_IDS = [*ids_at_home(60, 64, 12), *ids_at_home(0, 64, 6), *ids_at_home(124, 128, 12)]
 HARD_IDS = list(dict.fromkeys([*EXTREME_IDS, *range(2, 12), *CROWDED_IDS]))
 hard_ids = st.sampled_from(HARD_IDS) | st.integers(-(2**63), 2**63 - 1)
@@ -28,7 +28,15 @@ def make_table(kind: OptimizerKind = OptimizerKind.EXACT_SGD, **options) -> Tabl
     given = {"name": "t", "num_embeddings": 1000, "embedding_dim": 4, "optimizer": optimizer}
     ours = ("initializer", "seed", "unseen", "admission", "eviction")
     config = {k: options.pop(k) for k in ours if k in options}
-    return TableShard(config=DynamicTableConfig(**config), **(given | options))
+    return with_public_keys(TableShard(config=DynamicTableConfig(**config), **(given | options)))
+
+
+def with_public_keys(table: TableShard) -> TableShard:
+    """Returns a table without ids, whose maps have key 0: `HARD_IDS` share slots."""
+    table.id_map.key = 0
+    if table.life is not None and table.life.waiting is not None:
+        table.life.waiting.id_map.key = 0
+    return table
 
 
 def make_group(*tables: TableShard, pooling: str = "sum", features=None, **options) -> TableGroup:

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import SavedTable, open_checkpoint
 from torchrec_dyn.serving.files import Appender, commit, mapped, write_text
-from torchrec_dyn.serving.id_maps import SLOT_BYTES, ServedMap, slots_for
+from torchrec_dyn.serving.id_maps import SLOT_BYTES, ServedMap, maps_of, slots_for
 from torchrec_dyn.serving.manifest import (
     CURRENT,
     MANIFEST,
@@ -25,6 +24,7 @@ from torchrec_dyn.serving.manifest import (
     new_rows_file,
 )
 from torchrec_dyn.serving.row_format import RowFormat
+from torchrec_dyn.storage import new_key
 
 # Bytes of rows that are encoded at once; a few copies of these rows are in memory.
 CHUNK_BYTES = 8 << 20
@@ -114,6 +114,7 @@ def _write_tables(folder: Path, saved: Mapping[str, SavedTable], row_format: Row
                 num_rows=table.num_rows,
                 first_slot=0,
                 capacity=slots_for(table.num_rows),
+                key=new_key(),
                 sums={one: table.sums[one] for one in ("ids", "weight")},
             )
             for name, table in saved.items()
@@ -140,20 +141,6 @@ def new_maps(generation: Path, tables: Mapping[str, ServedTable]) -> dict[str, S
         file.truncate(size)
     slots = mapped(generation / SLOTS, size, writable=True)
     return maps_of(slots, tables)
-
-
-def maps_of(slots: Tensor, tables: Mapping[str, ServedTable]) -> dict[str, ServedMap]:
-    """Returns the id map of each table, a part of the file of all maps.
-
-    Args:
-        slots: [bytes] uint8, the file.
-        tables: tables by name, each with its range of slots.
-    """
-    pairs = slots.view(torch.int64).view(-1, 2)
-    return {
-        name: ServedMap(pairs.narrow(0, table.first_slot, table.capacity))
-        for name, table in tables.items()
-    }
 
 
 def publish(folder: Path, generation: str, manifest: Manifest) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchrec_dyn import ops
 from torchrec_dyn.serving.files import mapped
-from torchrec_dyn.serving.id_maps import SLOT_BYTES
+from torchrec_dyn.serving.id_maps import SLOT_BYTES, maps_of, without_its_key
 from torchrec_dyn.serving.manifest import (
     SLOTS,
     Manifest,
@@ -58,7 +58,8 @@ class Generation(nn.Module):
         self.register_buffer("slots", slots.view(torch.int64).view(-1, 2), persistent=False)
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("layout", torch.tensor(layout), persistent=False)
-        self.register_buffer("_at_rest", torch.full((len(tables),), -1), persistent=False)
+        at_rest = torch.tensor([(-1, table.key) for table in self.tables]).view(-1, 2)
+        self.register_buffer("_at_rest", at_rest, persistent=False)
         # Views of `slots` and `rows`, made once. An exported program makes views of its own two buffers.
         self._maps_once = self._maps()
         self._blocks_once = self._blocks()
@@ -126,10 +127,16 @@ def _open(folder: Path, name: str, tables: Sequence[str]) -> Generation:
             f"{folder}: expected tables among {sorted(manifest.tables)}, got {missing}. "
             "Build with these tables too."
         )
+    slots = mapped(folder / name / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True)
+    for table, served in maps_of(
+        slots, {table: manifest.tables[table] for table in tables}
+    ).items():
+        if not served.has_its_key():
+            raise without_its_key(folder / name, table)
     return Generation(
         name,
         manifest,
-        mapped(folder / name / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True),
+        slots,
         mapped(folder / manifest.rows_file, manifest.mapped_bytes()),
         tables,
     )

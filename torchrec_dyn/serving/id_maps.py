@@ -10,19 +10,22 @@ Legend: C slots, M ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.serving.manifest import ServedTable
 
 SLOT_BYTES = 16
 _LINE_SLOTS = 4
 # A new map has the first load. Deltas fill it up to the second load; then a larger map is made.
 _LOAD, _MOST_LOAD = 0.7, 0.8
 _PIECE = 1 << 18
-_AT_REST = torch.tensor([-1])
+# Slots whose ids are looked up when a map is opened.
+_CHECKED = 256
 
 
 def slots_for(ids: int) -> int:
@@ -38,11 +41,14 @@ def has_room(slots: int, ids: int) -> bool:
 class ServedMap:
     """The map from the ids of one served table to their rows: slots [C, 2] int64, written in place.
 
-    A slot has an id and its row + 1; 0 means that the slot is empty.
+    A slot has an id and its row + 1; 0 means that the slot is empty. `key` is the key of the hash that gives
+    ids their slots (csrc/slot_hash.h).
     """
 
-    def __init__(self, slots: Tensor) -> None:
+    def __init__(self, slots: Tensor, key: int) -> None:
         self.slots = slots
+        self.key = key
+        self._at_rest = torch.tensor([[-1, key]])
 
     def find(self, ids: Tensor) -> Tensor:
         """Returns the rows of ids, [M] int64, -1 where the id is absent.
@@ -50,7 +56,13 @@ class ServedMap:
         Args:
             ids: [M] int64.
         """
-        return ops.lookup(ids, torch.tensor([0, len(ids)]), [self.slots], _AT_REST)[0]
+        return ops.lookup(ids, torch.tensor([0, len(ids)]), [self.slots], self._at_rest)[0]
+
+    def has_its_key(self) -> bool:
+        """Returns True if the ids in the first slots are found; with another key they would not be."""
+        first = self.slots[:_CHECKED]
+        used = first[first[:, 1] > 0]
+        return torch.equal(self.find(used[:, 0].contiguous()), used[:, 1] - 1)
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
         """Inserts distinct absent ids.
@@ -59,7 +71,7 @@ class ServedMap:
             ids: [M] int64.
             rows: [M] int64, the rows of the ids.
         """
-        ops.insert(ids, rows, torch.tensor([0, len(ids)]), [self.slots], _AT_REST)
+        ops.insert(ids, rows, torch.tensor([0, len(ids)]), [self.slots], self._at_rest)
 
     def take(self, ids: Tensor) -> Tensor:
         """Removes ids and returns their former rows, [M] int64, -1 where the id is absent.
@@ -67,7 +79,7 @@ class ServedMap:
         Args:
             ids: [M] int64.
         """
-        return ops.erase(ids, [self.slots], _AT_REST)
+        return ops.erase(ids, [self.slots], self._at_rest)
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yields the ids, their rows and their slots, [M] int64 each, for one range of slots at a time."""
@@ -95,3 +107,25 @@ class ServedMap:
             rows: [M] int64, the new rows.
         """
         self.slots[slots, 1] = rows + 1
+
+
+def without_its_key(generation: Path, name: str) -> ValueError:
+    """Returns the error of a map whose ids have not their slots by the key in the manifest."""
+    return ValueError(
+        f"{generation}: expected the ids of table '{name}' in slots by the key in the manifest, got some "
+        "that are not found. It is damaged. Build it again."
+    )
+
+
+def maps_of(slots: Tensor, tables: Mapping[str, ServedTable]) -> dict[str, ServedMap]:
+    """Returns the id map of each table, a part of the file of all maps.
+
+    Args:
+        slots: [bytes] uint8, the file.
+        tables: tables by name, each with its range of slots.
+    """
+    pairs = slots.view(torch.int64).view(-1, 2)
+    return {
+        name: ServedMap(pairs.narrow(0, table.first_slot, table.capacity), table.key)
+        for name, table in tables.items()
+    }

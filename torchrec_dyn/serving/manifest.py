@@ -11,9 +11,12 @@
 
 manifest.json, keys sorted:
 
-    {"format": 1, "rows": "int8", "rows_bytes": 6800, "rows_file": "rows-51ab20fe", "tables": {"user": {
-        "capacity": 144, "embedding_dim": 64, "first_slot": 0, "initializer": {...}, "num_rows": 100,
-        "seed": 0, "sums": {"ids": 123, "weight": 456}, "trained_as": "float32"}}}
+    {"format": 2, "rows": "int8", "rows_bytes": 6800, "rows_file": "rows-51ab20fe", "tables": {"user": {
+        "capacity": 144, "embedding_dim": 64, "first_slot": 0, "initializer": {...}, "key": 51966,
+        "num_rows": 100, "seed": 0, "sums": {"ids": 123, "weight": 456}, "trained_as": "float32"}}}
+
+`key` is the secret key of the hash that gives the ids of a table their slots (csrc/slot_hash.h): who reads it
+can make ids that share slots. Directories of format 1 have no keys: they are read as key 0.
 
 Rows files and generations with names of other forms are neither read nor removed. `sums` are the content sums
 of the saved table, not of the encoded rows: a delta must begin at these sums. A generation or a rows file is
@@ -37,7 +40,7 @@ import torch
 from torchrec_dyn.checkpoint_format import INITIALIZERS, file_inside, named_initializer
 from torchrec_dyn.serving.row_format import ROW_DTYPES, RowFormat
 
-FORMAT = 1
+FORMAT, _FORMATS = 2, (1, 2)  # written; read
 SLOTS, MANIFEST, CURRENT = "slots", "manifest.json", "current"
 GENERATION, ROWS_FILE = r"[0-9]{6,18}-[0-9a-f]{8}", r"rows-[0-9a-f]{8}"  # patterns of names
 _DAMAGED = "It is damaged. Build it again."
@@ -57,6 +60,7 @@ class ServedTable:
     first_slot: int  # of its map in `slots`
     capacity: int  # slots of its map
     sums: dict[str, int]  # content sums of "ids" and "weight" as saved
+    key: int  # of the hash of its map
 
     @property
     def trained_dtype(self) -> torch.dtype:
@@ -171,13 +175,17 @@ def read_manifest(folder: Path, generation: str) -> Manifest:
     try:
         found = json.loads(text)
         version = found.pop("format")
-        if version != FORMAT:
-            raise ValueError(f"format {version!r}, this version reads {FORMAT}")
-        tables = {name: ServedTable(**table) for name, table in sorted(found.pop("tables").items())}
+        if version not in _FORMATS:
+            raise ValueError(f"format {version!r}, this version reads {_FORMATS}")
+        without = {"key": 0} if version == 1 else {}  # what an older format does not have
+        tables = {
+            name: ServedTable(**without, **table)
+            for name, table in sorted(found.pop("tables").items())
+        }
         manifest = Manifest(tables=tables, **found)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{path}: expected a manifest of format {FORMAT}, got {type(error).__name__}: {error}. "
+            f"{path}: expected a manifest of a format in {_FORMATS}, got {type(error).__name__}: {error}. "
             f"{_DAMAGED}"
         ) from error
     _check(folder, path, manifest)
@@ -233,5 +241,6 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "num_rows": ("in [0, 2^63)", _is_integer),
     "first_slot": ("in [0, 2^63)", _is_integer),
     "capacity": ("in [0, 2^63)", _is_integer),
+    "key": ("in [0, 2^63)", _is_integer),
     "sums": ("of ids and weight, each in [0, 2^64)", _are_sums),
 }

@@ -27,9 +27,16 @@ from torchrec_dyn.checkpoint_format import (
     from_words,
     open_checkpoint,
 )
-from torchrec_dyn.serving.builder import CHUNK_BYTES, chosen_tables, maps_of, new_maps, publish
+from torchrec_dyn.serving.builder import CHUNK_BYTES, chosen_tables, new_maps, publish
 from torchrec_dyn.serving.files import Appender, mapped, only_writer
-from torchrec_dyn.serving.id_maps import SLOT_BYTES, ServedMap, has_room, slots_for
+from torchrec_dyn.serving.id_maps import (
+    SLOT_BYTES,
+    ServedMap,
+    has_room,
+    maps_of,
+    slots_for,
+    without_its_key,
+)
 from torchrec_dyn.serving.manifest import (
     GENERATION,
     ROWS_FILE,
@@ -44,6 +51,7 @@ from torchrec_dyn.serving.manifest import (
     without_files,
 )
 from torchrec_dyn.serving.row_format import RowFormat
+from torchrec_dyn.storage import new_key
 
 # A rows file is rewritten when it has more unused bytes than bytes in use plus this number.
 _WASTE_BYTES = 1 << 20
@@ -102,6 +110,8 @@ def _check_map(where: Path, name: str, table: ServedTable, served: ServedMap, ro
             f"{where}: expected a map of {table.num_rows} ids of table '{name}' to rows in [0, {rows}), got "
             f"{taken} ids and rows up to {high - 1}. It is damaged. Build it again."
         )
+    if not served.has_its_key():
+        raise without_its_key(where, name)
 
 
 def _check_begins_here(where: str, delta: SavedTable, served: ServedTable) -> None:
@@ -184,13 +194,14 @@ def _with_room(
     tables: dict[str, ServedTable] = {}
     for name, table in served.items():
         most = table.num_rows + saved[name].num_rows
-        slots = table.capacity if has_room(table.capacity, most) else slots_for(most)
-        tables[name] = replace(table, capacity=slots)
+        if not has_room(table.capacity, most):
+            table = replace(table, capacity=slots_for(most), key=new_key())
+        tables[name] = table
     return laid_out(tables)
 
 
 def _copy_map(old: ServedMap, new: ServedMap) -> None:
-    if old.slots.shape == new.slots.shape:
+    if old.key == new.key and old.slots.shape == new.slots.shape:
         new.slots.copy_(old.slots)
         return
     for ids, rows, _ in old.pieces():

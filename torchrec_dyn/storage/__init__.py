@@ -35,6 +35,7 @@ from torchrec_dyn.storage.id_map import (
     MapList,
     canonical_order,
     most_slots,
+    new_key,
     put_all,
 )
 from torchrec_dyn.storage.interrupts import run_to_end

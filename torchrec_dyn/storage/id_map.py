@@ -6,6 +6,7 @@ Legend: C slots, M ids.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
@@ -19,7 +20,7 @@ from torchrec_dyn.storage.tokens import SLOTS
 
 # A slot is an id and a row, 8 bytes each.
 SLOT_BYTES = 16
-# Slots of a cache line; a map is made of whole lines (csrc/mix64.h).
+# Slots of a cache line; a map is made of whole lines (csrc/slot_hash.h).
 _LINE_SLOTS = 4
 # The highest load, ids / slots: at this load about one id in thirteen lies past its home line (measured).
 MAX_LOAD = 0.625
@@ -66,6 +67,11 @@ def most_slots(ids: int, device_type: str = "cpu") -> int:
     )
 
 
+def new_key() -> int:
+    """Returns a new secret key of a map, not 0."""
+    return secrets.randbits(62) + 1
+
+
 def canonical_order(ids: Tensor) -> Tensor:
     """Returns the permutation that sorts ids [M] int64 by their mixed id, unsigned."""
     # Flipping the sign bit turns the unsigned order into the signed order.
@@ -86,7 +92,11 @@ class IdMap:
             None after every call, if the slots are not on the CPU.
         moved: number of outgoing slots that have moved; -1 if `outgoing` is None.
         num_ids: number of ids, and so of slots in use.
+        key: key of the hash that gives ids their slots (csrc/slot_hash.h), random and secret: who chooses the
+            ids cannot choose ids that share slots. Copies and pickles keep it with the slots.
     """
+
+    key: int = 0  # a map of an earlier version, in a pickle, has no other
 
     def __init__(self, limit: int | None = None, device: torch.device | None = None) -> None:
         self._limit = limit
@@ -94,6 +104,7 @@ class IdMap:
         self.outgoing: Tensor | None = None
         self.moved: int = -1
         self.num_ids: int = 0
+        self.key = new_key()
 
     @property
     def capacity(self) -> int:
@@ -162,11 +173,13 @@ class IdMap:
             elif until - self.moved >= _PAGE_SLOTS // 2:  # a large batch leaves no page half moved
                 until = until // _PAGE_SLOTS * _PAGE_SLOTS
         try:
-            self._set_moved(int(ops.move_slots(self.outgoing, self.slots, self.moved, until)))
+            self._set_moved(
+                int(ops.move_slots(self.outgoing, self.slots, self.moved, until, self.key))
+            )
         except BaseException:
             # Slots may have moved, up to an unknown place. To move all slots is right from any place.
             if self.outgoing is not None:
-                ops.move_slots(self.outgoing, self.slots, self.moved, leaving)
+                ops.move_slots(self.outgoing, self.slots, self.moved, leaving, self.key)
                 self._set_moved(leaving)
             raise
 
@@ -272,7 +285,7 @@ class IdMap:
         """
         ids, total, longest = zip(
             *(
-                ops.probe_lengths(array, max(1, len(array) // _PROBED)).tolist()
+                ops.probe_lengths(array, max(1, len(array) // _PROBED), self.key).tolist()
                 for array in self.arrays()[0]
             ),
             strict=True,
@@ -307,11 +320,11 @@ def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
 
     Returns:
         slots: the slots of each map, then the outgoing slots of each map that grows.
-        moved: [T] int64, number of outgoing slots moved; -1 for a map that does not grow.
+        moved: [T, 2] int64, number of outgoing slots moved, -1 for a map that does not grow; and the keys.
     """
     slots = [id_map.slots for id_map in maps]
     slots += [id_map.outgoing for id_map in maps if id_map.outgoing is not None]
-    return slots, host_numbers([id_map.moved for id_map in maps])
+    return slots, host_numbers([(id_map.moved, id_map.key) for id_map in maps]).view(-1, 2)
 
 
 def put_all(
