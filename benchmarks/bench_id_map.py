@@ -2,7 +2,8 @@
 
     python benchmarks/bench_id_map.py [--rounds 9] [--threads 1] [--ids 1000000]
 
-Measures lookup by size, load and share of known ids; find_or_insert; growth; erase. Peers in the same run:
+Measures lookup by size, load and share of known ids; find_or_insert; growth; erase; and ids that were made to
+share slots of the public hash (docs/decisions/0034). Peers in the same run:
 
 - searchsorted: torch.searchsorted over the sorted ids, and the row at that place: a few lines of torch.
 - mch: TorchRec's MCHManagedCollisionModule.remap, the same search with its masks. Its insertion is not
@@ -64,6 +65,7 @@ def copy_of(one: IdMap) -> IdMap:
     """Returns a copy of a map that is not growing, on huge pages as well."""
     made = IdMap()
     made.slots, made.num_ids = torch.empty_like(one.slots), one.num_ids
+    made.key = getattr(one, "key", 0)  # maps had none until November 2026
     ops.advise_huge_pages(made.slots)
     made.slots.copy_(one.slots)
     return made
@@ -137,6 +139,25 @@ def lookups(count: int, size: int, arguments: argparse.Namespace) -> Iterator[di
             )  # fmt: skip
 
 
+def with_neighbouring_hashes(count: int) -> Tensor:
+    """Returns ids [count] that have consecutive hashes with key 0: mix64(id) * 2^64/phi."""
+    words = (torch.arange(count) + 2**40) * _inverse(0x9E3779B97F4A7C15)
+    words = words ^ _shifted(words, 31) ^ _shifted(words, 62)
+    words = words * _inverse(0x94D049BB133111EB)
+    words = words ^ _shifted(words, 27) ^ _shifted(words, 54)
+    words = words * _inverse(0xBF58476D1CE4E5B9)
+    return words ^ _shifted(words, 30) ^ _shifted(words, 60)
+
+
+def _inverse(factor: int) -> int:
+    word = pow(factor, -1, 2**64)
+    return word - 2**64 if word >> 63 else word
+
+
+def _shifted(words: Tensor, by: int) -> Tensor:
+    return words >> by & (1 << 64 - by) - 1
+
+
 def changes(count: int, size: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measures find_or_insert, growth and erase of a map of `count` ids."""
     ids = raw_ids(torch.arange(count))
@@ -144,6 +165,7 @@ def changes(count: int, size: int, arguments: argparse.Namespace) -> Iterator[di
     table.find_or_insert(ids)
     known = queries_of(count, 1.0, size)
     fresh = raw_ids(torch.arange(count, count + size))
+    crafted = with_neighbouring_hashes(size)
     in_order, _ = ids.sort()
     batch = ids[: min(size, count // 2)]
     full = map_of(ids, 0.74)  # above the highest load of a table's map: `reserve` makes it grow
@@ -151,6 +173,7 @@ def changes(count: int, size: int, arguments: argparse.Namespace) -> Iterator[di
 
     def back_to_start(_: int) -> None:
         table.erase(fresh)
+        table.erase(crafted)
         copies.update(erase=copy_of(full), growth=copy_of(full))
 
     pruned, bounds = torch.full((2 * size, 2), -1, dtype=torch.int64), torch.tensor([0, 2 * size])
@@ -164,6 +187,7 @@ def changes(count: int, size: int, arguments: argparse.Namespace) -> Iterator[di
     sides: Sides = {
         "known": lambda turn: table.find_or_insert(known[turn % BATCHES]),
         "new": lambda _: table.find_or_insert(fresh),
+        "crafted": lambda _: table.find_or_insert(crafted),
         "sorted merge": lambda _: torch.cat([in_order, fresh]).sort(),
         "pruned": fill_pruned,
         "erase": lambda _: copies["erase"].remove(batch, count - batch.numel()),
@@ -173,7 +197,7 @@ def changes(count: int, size: int, arguments: argparse.Namespace) -> Iterator[di
     seconds = measure(sides, arguments.rounds, clock=arguments.clock, before=back_to_start)
     numbers = {name: summary({name: seconds[name]}, units[name])[name] for name in sides}
     print(f"{count:10,} {'':10} " + "".join(f"{numbers[n]['median_ns']:13.1f}" for n in sides))
-    for against in ("sorted merge", "pruned"):
+    for against in ("sorted merge", "pruned", "crafted"):
         yield result(
             f"{count} ids", torch.get_num_threads(), "find_or_insert, all new", against,
             ratio(seconds, against, "new"), in_mean=False, ns_per_id=numbers,
@@ -190,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts = (
         (lookups, "".join(f"{f'at {load}':>8}" for load in MAP_LOADS) + "  sorted     mch  pruned"),
         (changes, "".join(f"{name:>13}" for name in
-                          ("known", "new", "sorted merge", "pruned: new", "erase", "growth"))),
+                          ("known", "new", "crafted new", "sorted merge", "pruned: new", "erase", "growth"))),
     )  # fmt: skip
     for threads in arguments.threads:
         torch.set_num_threads(threads)

@@ -17,7 +17,7 @@ from torchrec_dyn import ops
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # as in csrc/mix64.h
 _DRAW_BITS = 53  # of a float64
-_LIST_BITS = 16
+_LIST_BITS = 10  # two lists of 8 KB a table
 _COUNT_BITS = 33
 _NO_CHANCE = 2.0**-60  # 1 - this is 1
 
