@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from functools import cache
 from typing import Any
@@ -179,6 +181,30 @@ def test_hooks_count_for_themselves_and_a_hundred_is_usual():
         assert bool(seldom) == (step >= 99)
     assert [step for step, _ in often.steps("ec/word/step")] == list(range(1, 200))
     assert seldom["ec/word/step"] == 200
+
+
+class FullDisk(Writer):
+    """Writes to a disk that has no room from the second step on."""
+
+    log_dir = "/runs/monday"
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """As `Writer.add_scalar`."""
+        if global_step == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().add_scalar(tag, scalar_value, global_step)
+
+
+def test_a_writer_without_room_is_an_error_with_its_folder():
+    """Training goes on where the caller catches it: the rows of the step are there."""
+    model, writer = Towers(), FullDisk()
+    add_stats_hook(model, writer, every=1)
+    model(features(1))
+    with pytest.raises(OSError, match="No space left on device: '/runs/monday'"):
+        model(features(2))
+    assert model.ec.table("word").num_rows == 2
+    model(features(3))
+    assert writer.steps("ec/word/rows") == [(1, 1), (3, 3)]
 
 
 # On two ranks, plainly and in pipelines.

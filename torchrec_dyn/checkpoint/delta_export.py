@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from torchrec_dyn.checkpoint.save_files import save_files
 from torchrec_dyn.checkpoint_format import (
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
@@ -78,7 +78,7 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
     """Writes the rows that changed since a marker, and the removed ids, for `apply_delta`.
 
     Collective where the tables are sharded; for an unsharded model, call it in one process. If it fails,
-    `since` stays valid.
+    `since` stays valid and no file is left.
 
     Args:
         model: the model that was given to `mark`.
@@ -91,17 +91,19 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
     Raises:
         ValueError: on every rank, if the path is taken, the marker is not of these tables, or a table was
             converted, or loaded with another config, after the marker.
+        OSError: on every rank, if a file cannot be written, because the disk is full or fails.
     """
     tables = tables_of(model, _CALL)
     group = tables[0].group
     stamps = run_together(group, _CALL, lambda: _checked_stamps(tables, path, since))
+    is_new = not Path(path).exists()  # all ranks meet once more before one writes
     before = [since._tables[table.name] for table in tables]
     versions = _begin(tables, _CALL)
     results = saved_sums(tables, _CALL)
     run_together(group, _CALL, lambda: _check_configs(tables, before, results))
     state = _state_dict(tables, before, results)
     run_together(group, _CALL, lambda: _check_unchanged(tables, stamps))
-    dcp.save(state, checkpoint_id=path, process_group=group, no_dist=group is None)
+    save_files(state, path, is_new, group)
     return _marker(tables, versions, results)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import SavedCheckpoint, SavedTable, open_checkpoint
+from torchrec_dyn.checkpoint_format import (
+    SavedCheckpoint,
+    SavedTable,
+    open_checkpoint,
+    replace_file,
+)
 
 _MOST_BARS = 10
 _BAR_WIDTH = 32
@@ -355,4 +361,6 @@ def plot(reports: Sequence[TableReport], path: Path) -> None:
             ax.set_title(f"{report.table.name}: {histogram.title}", fontsize="medium")
             ax.set_xlabel("rows")
             ax.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120, format=path.suffix[1:].lower())
+    replace_file(path, drawn.getvalue())

@@ -2,6 +2,8 @@
 
 The first eight bytes are the length of the header. The header is JSON. The tensors follow without gaps. Files
 are read by plain reads: if a file were mapped and another program truncated it, this process would be killed.
+The metadata of exported rows have the sum of all bytes (checkpoint_format/byte_sums.py) as
+"torchrec_dyn_sum", 16 hexadecimal digits, which are zeros in the sum.
 
 Source: https://github.com/huggingface/safetensors, README, "Format".
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +21,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchrec_dyn.checkpoint_format import (
+    SUMMED_BYTES,
+    FileSums,
+    FileWriter,
+    Pace,
+    RunningSums,
+    commit,
+    naming,
+)
 from torchrec_dyn.storage import to_host
 
 _DTYPES = {
@@ -28,6 +40,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
+_SUM = "torchrec_dyn_sum"
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000  # the limit of the format
 _DAMAGED = "The file is damaged, or it is no .safetensors file."
@@ -49,7 +62,8 @@ class SavedEntry(NamedTuple):
 class SafetensorsReader:
     """A reader of the rows of an open file. Its constructor checks the header and all lengths.
 
-    `entries` are the tensors by name, `metadata` the strings of the header by name.
+    `entries` are the tensors by name, `metadata` the strings of the header by name. `sum` is the sum of all
+    bytes, None in a file of another program or of an older version.
 
     Raises:
         ValueError: if the file is not a whole .safetensors file, or has tensors of other dtypes than int64,
@@ -61,6 +75,7 @@ class SafetensorsReader:
         self._where = f"{Path(path)}"
         try:
             self.entries, self.metadata = self._read_header()
+            self.sum = self._read_sum()
         except BaseException:
             self._file.close()
             raise
@@ -80,9 +95,42 @@ class SafetensorsReader:
             raise self._fault(f"{data.numel()} bytes of '{name}'", "the end of the file")
         return values
 
+    def verify(self, pace: Pace | None = None) -> None:
+        """Reads all bytes and checks them against `sum`; does nothing for a file without it.
+
+        Args:
+            pace: a limit on the bytes read a second.
+
+        Raises:
+            ValueError: if the file is damaged.
+        """
+        if self.sum is None:
+            return
+        sums = RunningSums(FileSums())
+        chunk = torch.empty(SUMMED_BYTES, dtype=torch.uint8, device="cpu")
+        with naming(self._where):
+            self._file.seek(0)
+            header = self._file.read(self._begin)
+            sums.add(_as_tensor(header.replace(_sum_entry(self.sum), _sum_entry(0), 1)))
+            while size := self._file.readinto(chunk.numpy().data):
+                sums.add(chunk[:size])
+                if pace is not None:
+                    pace.wait(size)
+        total = sums.sums().total
+        if total != self.sum:
+            raise self._fault(f"bytes with the sum {self.sum:016x}", f"{total:016x}")
+
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+    def _read_sum(self) -> int | None:
+        text = self.metadata.pop(_SUM, None)
+        if text is None:
+            return None
+        if re.fullmatch("[0-9a-f]{16}", text) is None:
+            raise self._fault(f"{_SUM} of 16 hexadecimal digits", f"{text!r:.60}")
+        return int(text, 16)
 
     def _read_header(self) -> tuple[dict[str, SavedEntry], dict[str, str]]:
         size = os.fstat(self._file.fileno()).st_size
@@ -101,7 +149,8 @@ class SafetensorsReader:
         metadata = header.pop(_METADATA, {})
         if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
             raise self._fault(f"{_METADATA} of strings by name", f"{metadata!r:.100}")
-        entries, end = {}, _LENGTH_BYTES + length
+        self._begin = _LENGTH_BYTES + length  # of the numbers
+        entries, end = {}, self._begin
         for name, given in sorted(header.items(), key=lambda item: self._span(*item)):
             entries[name] = self._entry(name, given, end, end - _LENGTH_BYTES - length)
             end += math.prod(entries[name].shape) * entries[name].dtype.itemsize
@@ -150,7 +199,7 @@ class SafetensorsWriter:
     remains, and the file at PATH is unchanged.
 
     `tensors` has dtype and shape by name, in the order of writing. Wider numbers are first, so that all are
-    aligned.
+    aligned. With `has_sum` the metadata get the sum of all bytes.
     """
 
     def __init__(
@@ -158,19 +207,39 @@ class SafetensorsWriter:
         path: str | os.PathLike[str],
         tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
         metadata: Mapping[str, str],
+        has_sum: bool = False,
     ) -> None:
-        header: dict[str, Any] = {_METADATA: dict(metadata)}
+        self._header: dict[str, Any] = {_METADATA: dict(metadata)}
+        self._has_sum = has_sum
         self._missing = 0
         for name, (dtype, shape) in tensors.items():
             begin, self._missing = self._missing, self._missing + math.prod(shape) * dtype.itemsize
             span = [begin, self._missing]
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": span}
-        text = json.dumps(header, separators=(",", ":")).encode()
+            self._header[name] = {
+                "dtype": _NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": span,
+            }
+        self._path, self._sums = Path(path), RunningSums(FileSums())
+        self._file = FileWriter(f"{self._path}.{os.getpid()}.partial")
+        try:
+            self._file.resize(0)
+            header = self._write_header(0)
+        except BaseException:
+            self.drop()
+            raise
+        self._sums.add(_as_tensor(header))
+        self._end = len(header)
+
+    def _write_header(self, total: int) -> bytes:
+        """Writes the header with the sum of all bytes, and returns it. Its length is the same for any sum."""
+        if self._has_sum:
+            self._header[_METADATA][_SUM] = f"{total:016x}"
+        text = json.dumps(self._header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _LENGTH_BYTES)  # so that numbers are aligned
-        self._path = Path(path)
-        self._partial = Path(f"{self._path}.{os.getpid()}.partial")
-        self._file = open(self._partial, "wb")  # noqa: SIM115  closed by finish() or drop()
-        self._file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        self._file.write(0, header)
+        return header
 
     def write(self, values: Tensor) -> None:
         """Writes the next rows.
@@ -179,26 +248,33 @@ class SafetensorsWriter:
             values: [M, ...], whole rows of the present tensor, in its dtype.
         """
         numbers = to_host(values).contiguous().flatten().view(torch.uint8)
+        self._file.write(self._end, numbers.numpy())
+        self._sums.add(numbers)
         self._missing -= numbers.numel()
-        self._file.write(numbers.numpy().data)
+        self._end += numbers.numel()
 
     def finish(self) -> None:
         """Renames the file to its path; all tensors must have been written."""
         assert self._missing == 0, f"{self._missing} bytes of {self._path} were not written"
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        if self._has_sum:
+            self._write_header(self._sums.sums().total)
+        self._file.commit()
         self._file.close()
-        os.replace(self._partial, self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # so that the name is on the disk too
-        finally:
-            os.close(folder)
+        os.replace(self._file.path, self._path)
+        commit(self._path.parent)  # so that the name is on the disk too
 
     def drop(self) -> None:
         """Removes the temporary file; does nothing after `finish`."""
-        self._file.close()
-        self._partial.unlink(missing_ok=True)
+        self._file.drop()
+
+
+def _sum_entry(total: int) -> bytes:
+    """Returns the sum as it is in a header that we write."""
+    return f'"{_SUM}":"{total:016x}"'.encode()
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _are_sizes(given: Any) -> bool:

@@ -68,7 +68,7 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
             "ids": (torch.int64, (len(ids),)),
             "rows": (no_rows.dtype, (len(ids), no_rows.shape[1])),
         }
-        writer = SafetensorsWriter(path, tensors, _metadata(table, seed))
+        writer = SafetensorsWriter(path, tensors, _metadata(table, seed), has_sum=True)
         for first, last in _chunks(len(ids), ids.element_size()):
             writer.write(ids[first:last])
 
@@ -121,7 +121,9 @@ def export_saved_rows(
         "ids": (torch.int64, (saved.num_rows,)),
         "rows": (saved.dtype, (saved.num_rows, saved.embedding_dim)),
     }
-    writer = SafetensorsWriter(path, tensors, _metadata(saved.name, saved.config["seed"]))
+    writer = SafetensorsWriter(
+        path, tensors, _metadata(saved.name, saved.config["seed"]), has_sum=True
+    )
     try:
         for name in ("ids", "weight"):  # each tensor is checked against its content sum
             for chunk in saved.chunks((name,), chunk_bytes=_CHUNK_BYTES):
@@ -157,7 +159,9 @@ def import_rows(collection: Collection, table: str, path: str | os.PathLike[str]
     def begin() -> tuple[int, str]:
         nonlocal reader
         reader = SafetensorsReader(path)
-        return _checked(reader, no_rows.shape[1], f"{path}")
+        found = _checked(reader, no_rows.shape[1], f"{path}")
+        reader.verify()
+        return found
 
     try:
         count, name = _on_first_rank(held, where, begin)

@@ -7,6 +7,14 @@ docs/checkpoint_format.md describes the format.
 The saved form depends only on the contents of a table, not on plan, world size or history.
 """
 
+from torchrec_dyn.checkpoint_format.byte_sums import (
+    SUMMED_BYTES,
+    FileSums,
+    RunningSums,
+    chunk_sum,
+    chunks_of,
+    sums_of,
+)
 from torchrec_dyn.checkpoint_format.checkpoint_reader import (
     SavedCheckpoint,
     file_inside,
@@ -29,6 +37,13 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     rows_summed,
     sum_of_small,
 )
+from torchrec_dyn.checkpoint_format.file_writer import (
+    FileWriter,
+    commit,
+    naming,
+    replace_file,
+)
+from torchrec_dyn.checkpoint_format.pace import Pace
 from torchrec_dyn.checkpoint_format.saved_config import (
     INITIALIZERS,
     check_config,

@@ -19,11 +19,14 @@ from torchrec_dyn.serving.builder import build
 from torchrec_dyn.serving.export import export_program
 from torchrec_dyn.serving.modules import ServingEmbeddingBagCollection, ServingEmbeddingCollection
 from torchrec_dyn.serving.update import apply_delta
+from torchrec_dyn.serving.verification import add_checksums, verify
 
 __all__ = [
     "ServingEmbeddingBagCollection",
     "ServingEmbeddingCollection",
+    "add_checksums",
     "apply_delta",
     "build",
     "export_program",
+    "verify",
 ]

@@ -9,10 +9,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import SavedTable, open_checkpoint
-from torchrec_dyn.serving.files import Appender, commit, mapped, write_text
-from torchrec_dyn.serving.id_maps import SLOT_BYTES, ServedMap, maps_of, slots_for
+from torchrec_dyn.checkpoint_format import (
+    FileSums,
+    RunningSums,
+    SavedTable,
+    commit,
+    open_checkpoint,
+    replace_file,
+)
+from torchrec_dyn.serving.checksums import write_checksums
+from torchrec_dyn.serving.files import Appender, extend, new_mapped
+from torchrec_dyn.serving.id_maps import SLOT_BYTES, maps_of, slots_for
 from torchrec_dyn.serving.manifest import (
     CURRENT,
     MANIFEST,
@@ -50,6 +59,7 @@ def build(
     Raises:
         ValueError: if `out` exists, the checkpoint is a delta, is damaged or lacks a table, or rows do not
             fit the dtype. No new directory is left then.
+        OSError: if the disk is full, or fails. No new directory is left then.
     """
     row_format, target = RowFormat(rows), Path(out)
     if target.exists():
@@ -121,31 +131,34 @@ def _write_tables(folder: Path, saved: Mapping[str, SavedTable], row_format: Row
         }
     )
     generation, rows_file = new_generation(), new_rows_file()
-    maps = new_maps(folder / generation, tables)
-    appender = Appender(folder / rows_file, 0)
-    for name, table in saved.items():
-        for chunk in table.chunks(("ids", "weight"), chunk_bytes=CHUNK_BYTES):
-            written = row_format.encode(chunk["weight"], f"serving.build(table='{name}')")
-            maps[name].put(chunk["ids"], appender.append(written))
+    slots = new_slots(folder / generation, tables)
+    maps = maps_of(slots, tables)
+    rows_sums = RunningSums(FileSums())
+    appender = Appender(folder / rows_file, 0, rows_sums)
+    try:
+        for name, table in saved.items():
+            for chunk in table.chunks(("ids", "weight"), chunk_bytes=CHUNK_BYTES):
+                written = row_format.encode(chunk["weight"], f"serving.build(table='{name}')")
+                maps[name].put(chunk["ids"], appender.append(written))
+    finally:
+        appender.close()
     dtype = str(row_format.dtype).removeprefix("torch.")
     manifest = Manifest(dtype, rows_file, appender.used, tables)
-    appender.close(manifest.mapped_bytes())
+    extend(folder / rows_file, manifest.mapped_bytes())
+    write_checksums(folder / generation, manifest.to_json(), slots, rows_file, rows_sums.sums())
     publish(folder, generation, manifest)
 
 
-def new_maps(generation: Path, tables: Mapping[str, ServedTable]) -> dict[str, ServedMap]:
-    """Creates the directory of a generation and returns its id maps, empty and writable."""
+def new_slots(generation: Path, tables: Mapping[str, ServedTable]) -> Tensor:
+    """Creates the directory of a generation and its file of id maps, [bytes] uint8, empty and writable."""
     generation.mkdir()
     size = SLOT_BYTES * sum(table.capacity for table in tables.values())
-    with open(generation / SLOTS, "xb") as file:
-        file.truncate(size)
-    slots = mapped(generation / SLOTS, size, writable=True)
-    return maps_of(slots, tables)
+    return new_mapped(generation / SLOTS, size)
 
 
 def publish(folder: Path, generation: str, manifest: Manifest) -> None:
     """Commits a generation to the disk, then writes its name to `current`; from then on it is served."""
     commit(folder / generation / SLOTS)
-    write_text(folder / generation / MANIFEST, manifest.to_json())
+    replace_file(folder / generation / MANIFEST, manifest.to_json().encode())
     commit(folder)
-    write_text(folder / CURRENT, generation + "\n")
+    replace_file(folder / CURRENT, f"{generation}\n".encode())

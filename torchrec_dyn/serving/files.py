@@ -1,4 +1,7 @@
-"""Maps, appends to and replaces the files of served tables; a reader sees a whole change or no change."""
+"""Maps, appends to and replaces the files of served tables; a reader sees a whole change or no change.
+
+A full disk is an OSError that names the file: see checkpoint_format/file_writer.py.
+"""
 
 from __future__ import annotations
 
@@ -13,45 +16,69 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrec_dyn.checkpoint_format import FileWriter, RunningSums
+
 # MAP_NORESERVE of Linux; Python has the name from 3.13 on. Pages are only read, so no memory is reserved for
 # copies of them.
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
-def mapped(path: Path, size: int, writable: bool = False, is_whole: bool = False) -> Tensor:
+def mapped(path: Path, size: int, is_whole: bool = False) -> Tensor:
     """Maps the first bytes of a file, [size] uint8: pages are read at first use, and processes share them.
 
-    Writes change the file if it is `writable`, else this process's own copy of the page.
+    Writes change this process's own copy of the page.
 
     Raises:
         ValueError: if the file is shorter than `size`, or longer and `is_whole`.
     """
-    with open(path, "r+b" if writable else "rb") as file:
+    with open(path, "rb") as file:
         length = os.fstat(file.fileno()).st_size
         if length < size or (is_whole and length > size):
             what = "truncated" if length < size else "too long"
             raise ValueError(
                 f"{path}: expected {size} bytes, got {length}: it is {what}. Build it again."
             )
-        if size == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _NO_RESERVE
-        return torch.frombuffer(mmap.mmap(file.fileno(), size, flags=flags), dtype=torch.uint8)
+        return _map(file.fileno(), size, mmap.MAP_PRIVATE | _NO_RESERVE)
+
+
+def new_mapped(path: Path, size: int) -> Tensor:
+    """Creates a file of zeros and maps it, [size] uint8; writes change the file.
+
+    The bytes have room on the disk before they are mapped: a write to a page without room would end the
+    process.
+
+    Raises:
+        OSError: if the disk has no room for the file.
+    """
+    file = FileWriter(path)
+    try:
+        file.allocate(size)
+    finally:
+        file.close()
+    with open(path, "r+b") as opened:
+        return _map(opened.fileno(), size, mmap.MAP_SHARED)
+
+
+def _map(file: int, size: int, flags: int) -> Tensor:
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(file, size, flags=flags), dtype=torch.uint8)
 
 
 class Appender:
     """A writer that appends rows to a file, after the bytes in use. The bytes in use do not change.
 
     Row r of a table is at byte r * row_bytes of the file. All tables share the file, and the rows of a table
-    begin at multiples of the table's row_bytes.
+    begin at multiples of the table's row_bytes; zeros are between the tables.
 
     The file is created if it does not exist. The first `used` bytes are in use. Bytes after them are from a
-    writer that did not finish, and are overwritten.
+    writer that did not finish, and are overwritten. `sums` are the sums of the bytes in use and get
+    the bytes that are appended; None: nothing is summed.
     """
 
-    def __init__(self, path: Path, used: int) -> None:
-        self._file = open(path, "r+b" if path.exists() else "x+b")  # noqa: SIM115
-        self._file.truncate(max(used, os.fstat(self._file.fileno()).st_size))
+    def __init__(self, path: Path, used: int, sums: RunningSums | None) -> None:
+        self._file = FileWriter(path)
+        self._sums = sums
         self.used = used
 
     def append(self, written: Tensor) -> Tensor:
@@ -62,35 +89,31 @@ class Appender:
         """
         count, width = written.shape
         first = -(-self.used // width)
-        self._file.seek(first * width)
-        self._file.write(written.contiguous().numpy().data)
-        self.used = (first + count) * width if count else self.used
+        if count:
+            self._add(torch.zeros(first * width - self.used, dtype=torch.uint8))
+            self._add(written.contiguous().view(-1))
         return torch.arange(first, first + count)
 
-    def close(self, size: int) -> None:
-        """Commits the file to the disk with `size` bytes or more, sparse after the rows, and closes it."""
-        self._file.flush()
-        self._file.truncate(max(size, os.fstat(self._file.fileno()).st_size))
-        os.fsync(self._file.fileno())
+    def _add(self, data: Tensor) -> None:
+        self._file.write(self.used, data.numpy())
+        if self._sums is not None:
+            self._sums.add(data)
+        self.used += data.numel()
+
+    def close(self) -> None:
+        """Closes the file. Its bytes may not be on the disk yet."""
         self._file.close()
 
 
-def commit(path: Path) -> None:
-    """Commits a file, or the names in a directory, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+def extend(path: Path, size: int) -> None:
+    """Extends a file to `size` bytes by a hole, and commits it; a longer file keeps its length."""
+    file = FileWriter(path)
     try:
-        os.fsync(handle)
+        if file.length() < size:
+            file.resize(size)
+        file.commit()
     finally:
-        os.close(handle)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replaces a text file: readers see the old text or the new text."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text)
-    commit(beside)
-    os.replace(beside, path)
-    commit(path.parent)
+        file.close()
 
 
 @contextmanager

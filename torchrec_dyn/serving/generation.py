@@ -5,25 +5,25 @@ Legend: T tables, N ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from torchrec_dyn import ops
+from torchrec_dyn.checkpoint_format import FileSums, Pace
+from torchrec_dyn.serving.checksums import CHECKSUMS, warn_of_no_checksums
+from torchrec_dyn.serving.current import with_current
 from torchrec_dyn.serving.files import mapped
 from torchrec_dyn.serving.id_maps import SLOT_BYTES, maps_of, without_its_key
 from torchrec_dyn.serving.manifest import (
     SLOTS,
     Manifest,
     ServedTable,
-    current_generation,
     read_manifest,
-    without_files,
 )
-
-_ATTEMPTS = 100
+from torchrec_dyn.serving.verification import verify_generation
 
 
 class Generation(nn.Module):
@@ -43,6 +43,7 @@ class Generation(nn.Module):
     ) -> None:
         super().__init__()
         self.name = name
+        self.verified: Mapping[str, FileSums] = {}  # sums of the rows file, if it was verified
         self.row_dtype = manifest.row_format.dtype
         self.tables: list[ServedTable] = [manifest.tables[table] for table in tables]
         cut = manifest.blocks()
@@ -96,30 +97,29 @@ class Generation(nn.Module):
 
 
 def open_generation(
-    folder: Path, tables: Sequence[str], unless: str | None = None
+    folder: Path, tables: Sequence[str], before: Generation | None = None, verify: bool = False
 ) -> Generation | None:
-    """Maps and returns the current generation; returns None if it is `unless`, which is mapped already.
+    """Maps and returns the current generation; returns None if it is `before`.
+
+    With `verify` it is verified first; chunks of rows that were verified for `before` are not read again.
 
     Raises:
         ValueError: if `serving.build` did not make the directory, or it is damaged or lacks a table.
     """
-    for _ in range(_ATTEMPTS):
-        name = current_generation(folder)
-        if name == unless:
+
+    def open_named(name: str) -> Generation | None:
+        if before is not None and name == before.name:
             return None
-        try:
-            return _open(folder, name, tables)
-        except FileNotFoundError:
-            # If the name is no longer current, two deltas were applied since it was read.
-            if current_generation(folder) == name:
-                raise without_files(folder, name) from None
-    raise ValueError(
-        f"{folder}: expected a generation whose files exist until they are opened, got {_ATTEMPTS} whose "
-        "files were removed before. Try again when fewer deltas are applied."
-    )
+        return _open(folder, name, tables, before.verified if before else {}, verify)
+
+    return with_current(folder, open_named)
 
 
-def _open(folder: Path, name: str, tables: Sequence[str]) -> Generation:
+def _open(
+    folder: Path, name: str, tables: Sequence[str], verified: Mapping[str, FileSums], verify: bool
+) -> Generation:
+    # Before the slots are mapped: a delta may remove both.
+    has_checksums = (folder / name / CHECKSUMS).exists()
     manifest = read_manifest(folder, name)
     missing = [table for table in tables if table not in manifest.tables]
     if missing:
@@ -128,15 +128,19 @@ def _open(folder: Path, name: str, tables: Sequence[str]) -> Generation:
             "Build with these tables too."
         )
     slots = mapped(folder / name / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True)
-    for table, served in maps_of(
-        slots, {table: manifest.tables[table] for table in tables}
-    ).items():
+    chosen = {table: manifest.tables[table] for table in tables}
+    for table, served in maps_of(slots, chosen).items():
         if not served.has_its_key():
             raise without_its_key(folder / name, table)
-    return Generation(
+    found = Generation(
         name,
         manifest,
         slots,
         mapped(folder / manifest.rows_file, manifest.mapped_bytes()),
         tables,
     )
+    if verify:
+        found.verified = verify_generation(folder, name, Pace(), verified).rows
+    elif not has_checksums:
+        warn_of_no_checksums(folder)
+    return found

@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ class ServedLookup(nn.Module):
     """The lookup of the features of a collection's T tables.
 
     `means` has True for each table that divides bags by their lengths. Unseen ids have `unseen` rows: "zeros"
-    or "initial".
+    or "initial". With `verify` each generation is verified before it is served.
 
     Raises:
         ValueError: if the directory does not serve these tables.
@@ -48,6 +49,7 @@ class ServedLookup(nn.Module):
         means: Sequence[bool],
         unseen: str,
         where: str,
+        verify: bool = False,
     ) -> None:
         super().__init__()
         if unseen not in ("zeros", "initial"):
@@ -55,6 +57,7 @@ class ServedLookup(nn.Module):
         self._folder = Path(folder)
         self._configs = list(configs)
         self._where = where
+        self._verify = verify
         table_of = [t for t, config in enumerate(configs) for _ in config.feature_names]
         self._columns = [config.embedding_dim for config in configs for _ in config.feature_names]
         self._features, self._width = len(table_of), sum(self._columns)
@@ -88,8 +91,8 @@ class ServedLookup(nn.Module):
             ValueError: if the new generation does not match the collection; the old generation stays served.
         """
         names = [config.name for config in self._configs]
-        before = self._modules.get("generation")
-        found = open_generation(self._folder, names, before.name if before is not None else None)  # type: ignore[arg-type]
+        before = cast("Generation | None", self._modules.get("generation"))
+        found = open_generation(self._folder, names, before, self._verify)
         if found is None:
             return False
         for config, table in zip(self._configs, found.tables, strict=True):

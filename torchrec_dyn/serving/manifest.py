@@ -7,6 +7,7 @@
         slots                  [C, 2] int64: the id maps of all tables one after another, id and row + 1
                                (csrc/storage/id_map.h)
         manifest.json
+        checksums.json         sums of the bytes of these files and of the rows (checksums.py)
     lock                       held by the process that applies a delta
 
 manifest.json, keys sorted:

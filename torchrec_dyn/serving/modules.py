@@ -64,9 +64,11 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
         tables: configs of the tables to serve, as in training.
         is_weighted: True if every id of a bag has a weight.
         unseen: rows of unseen ids: "zeros", or "initial" for the initial rows of training.
+        verify: True to check every byte of a generation against its checksums before it is served, here and
+            in `refresh`.
 
     Raises:
-        ValueError: if a config is invalid, or the directory does not serve its table.
+        ValueError: if a config is invalid, or the directory does not serve its table or is damaged.
     """
 
     def __init__(
@@ -75,13 +77,14 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
         tables: Sequence[EmbeddingBagConfig],
         is_weighted: bool = False,
         unseen: str = "zeros",
+        verify: bool = False,
     ) -> None:
         super().__init__()
         where = type(self).__name__
         self._configs = checked_configs(tables, EmbeddingBagConfig, where, _INITIAL_ROWS)
         self._is_weighted = is_weighted
         means = [pooling_type_to_str(config.pooling) == "mean" for config in self._configs]
-        self._lookup = ServedLookup(folder, self._configs, means, unseen, where)
+        self._lookup = ServedLookup(folder, self._configs, means, unseen, where, verify)
         self._names = [name for of in get_embedding_names_by_table(self._configs) for name in of]
         self._columns = [one.embedding_dim for one in self._configs for _ in one.feature_names]
         self._features = [name for one in self._configs for name in one.feature_names]
@@ -136,9 +139,11 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
         tables: configs of the tables to serve, as in training, all with the same embedding_dim.
         need_indices: True if outputs have the ids, as their weights.
         unseen: rows of unseen ids: "zeros", or "initial" for the initial rows of training.
+        verify: True to check every byte of a generation against its checksums before it is served, here and
+            in `refresh`.
 
     Raises:
-        ValueError: if a config is invalid, or the directory does not serve its table.
+        ValueError: if a config is invalid, or the directory does not serve its table or is damaged.
     """
 
     def __init__(
@@ -147,6 +152,7 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
         tables: Sequence[EmbeddingConfig],
         need_indices: bool = False,
         unseen: str = "zeros",
+        verify: bool = False,
     ) -> None:
         super().__init__()
         where = type(self).__name__
@@ -156,7 +162,7 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
             raise ValueError(f"{where}: expected one embedding_dim for all tables, got {widths}.")
         self._need_indices = need_indices
         self._lookup = ServedLookup(
-            folder, self._configs, [False] * len(self._configs), unseen, where
+            folder, self._configs, [False] * len(self._configs), unseen, where, verify
         )
         self._names_by_table = get_embedding_names_by_table(self._configs)
         self._names = [name for names in self._names_by_table for name in names]

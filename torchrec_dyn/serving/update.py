@@ -12,8 +12,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,14 +23,27 @@ from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import (
     MODEL_TENSORS,
+    FileSums,
+    RunningSums,
     SavedTable,
     add_sums,
     content_sum,
     from_words,
     open_checkpoint,
 )
-from torchrec_dyn.serving.builder import CHUNK_BYTES, chosen_tables, new_maps, publish
-from torchrec_dyn.serving.files import Appender, mapped, only_writer
+from torchrec_dyn.serving.builder import (
+    CHUNK_BYTES,
+    chosen_tables,
+    new_slots,
+    publish,
+)
+from torchrec_dyn.serving.checksums import (
+    Checksums,
+    read_checksums,
+    warn_of_no_checksums,
+    write_checksums,
+)
+from torchrec_dyn.serving.files import Appender, extend, mapped, only_writer
 from torchrec_dyn.serving.id_maps import (
     SLOT_BYTES,
     ServedMap,
@@ -39,6 +54,7 @@ from torchrec_dyn.serving.id_maps import (
 )
 from torchrec_dyn.serving.manifest import (
     GENERATION,
+    MANIFEST,
     ROWS_FILE,
     SLOTS,
     Manifest,
@@ -69,8 +85,9 @@ def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -
 
     Raises:
         ValueError: if the delta is damaged, or does not begin at the contents of the served tables (an
-            earlier delta is missing, or this delta was applied already), or another process is applying a
-            delta. Nothing has changed then.
+            earlier delta is missing, or this delta was applied already), or the served tables are damaged,
+            or another process is applying a delta. Nothing has changed then.
+        OSError: if the disk is full, or fails. Nothing has changed then.
     """
     path = Path(folder)
     current_generation(path)  # before the lock: no lock file in a directory that build did not make
@@ -81,28 +98,34 @@ def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -
             manifest = read_manifest(path, before)
             slots = mapped(path / before / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True)
             rows = mapped(path / manifest.rows_file, manifest.rows_bytes)
+            length = (path / manifest.rows_file).stat().st_size
         except FileNotFoundError:
             raise without_files(path, before) from None
         maps = maps_of(slots, manifest.tables)
         for name, width in manifest.widths().items():
-            _check_map(path / before, name, manifest.tables[name], maps[name], len(rows) // width)
+            check_map(path / before, name, manifest.tables[name], maps[name], len(rows) // width)
+        sums = _checked_sums(path, before, manifest, slots)
         saved = chosen_tables(open_checkpoint(delta).tables, tuple(manifest.tables), where)
         for name, table in saved.items():
             _check_begins_here(f"{where}(table='{name}')", table, manifest.tables[name])
         generation = new_generation(before)
         created = [path / generation]
         try:
-            after = _write_generation(path, generation, maps, rows, manifest, saved, where, created)
+            after = _write_generation(
+                path, generation, maps, rows, manifest, sums, saved, where, created
+            )
             publish(path, generation, after)
         except BaseException:
             if current_generation(path) == before:
                 for one in created:
                     _remove(one)
+                with suppress(OSError):  # readers may have mapped `length` bytes, but no more
+                    os.truncate(path / manifest.rows_file, length)
             raise
         _remove_all_but(path, {before: manifest, generation: after})
 
 
-def _check_map(where: Path, name: str, table: ServedTable, served: ServedMap, rows: int) -> None:
+def check_map(where: Path, name: str, table: ServedTable, served: ServedMap, rows: int) -> None:
     """Raises ValueError unless a map has as many ids as its manifest says, with rows in the rows file."""
     taken, low, high = served.extent()
     if taken != table.num_rows or low < 0 or high > rows:
@@ -112,6 +135,27 @@ def _check_map(where: Path, name: str, table: ServedTable, served: ServedMap, ro
         )
     if not served.has_its_key():
         raise without_its_key(where, name)
+
+
+def _checked_sums(
+    path: Path, generation: str, manifest: Manifest, slots: Tensor
+) -> Checksums | None:
+    """Returns the checksums of a generation after checking its manifest and slots; None if it has none."""
+    folder = path / generation
+    sums = read_checksums(folder, manifest.rows_file)
+    if sums is None:
+        warn_of_no_checksums(path)
+        return None
+    text = bytearray((folder / MANIFEST).read_bytes())
+    sums.check(folder / MANIFEST, torch.frombuffer(text, dtype=torch.uint8))
+    sums.check(folder / SLOTS, slots)
+    sums.check_length(path / manifest.rows_file, manifest.rows_bytes)
+    return sums
+
+
+def _check_rows(path: Path, sums: Checksums | None, rows: Tensor) -> None:
+    if sums is not None:
+        sums.check(path, rows)
 
 
 def _check_begins_here(where: str, delta: SavedTable, served: ServedTable) -> None:
@@ -158,6 +202,7 @@ def _write_generation(
     old_maps: Mapping[str, ServedMap],
     old_rows: Tensor,
     manifest: Manifest,
+    sums: Checksums | None,
     saved: Mapping[str, SavedTable],
     where: str,
     created: list[Path],
@@ -167,23 +212,29 @@ def _write_generation(
     New files are appended to `created`.
     """
     tables = _with_room(manifest.tables, saved)
-    maps = new_maps(path / generation, tables)
-    appender = Appender(path / manifest.rows_file, manifest.rows_bytes)
+    slots = new_slots(path / generation, tables)
+    maps = maps_of(slots, tables)
+    rows_sums = None if sums is None else RunningSums(sums.files[manifest.rows_file])
+    appender = Appender(path / manifest.rows_file, manifest.rows_bytes, rows_sums)
+    check = partial(_check_rows, path / manifest.rows_file, sums, old_rows)
     try:
         for name, table in saved.items():
             _copy_map(old_maps[name], maps[name])
-            change = _Change(f"{where}(table='{name}')", name, manifest, old_rows)
+            change = _Change(f"{where}(table='{name}')", name, manifest, old_rows, check)
             change.apply(table, maps[name], appender)
             tables[name] = replace(tables[name], num_rows=change.num_rows, sums=change.result)
         after = replace(manifest, tables=tables, rows_bytes=appender.used)
     finally:
-        appender.close(0)
+        appender.close()
+    of_rows = None if rows_sums is None else rows_sums.sums()
     widths = after.widths()
     in_use = sum(table.num_rows * widths[name] for name, table in tables.items())
     if after.rows_bytes > 2 * in_use + _WASTE_BYTES:
         created.append(path / new_rows_file())
-        after = _compacted(path, after, maps, created[-1])
-    Appender(path / after.rows_file, after.rows_bytes).close(after.mapped_bytes())
+        after, of_rows = _compacted(path, after, maps, created[-1], of_rows)
+    extend(path / after.rows_file, after.mapped_bytes())
+    if of_rows is not None:
+        write_checksums(path / generation, after.to_json(), slots, after.rows_file, of_rows)
     return after
 
 
@@ -215,9 +266,17 @@ class _Change:
     and the content sums in `result` are of the generation after the delta.
     """
 
-    def __init__(self, where: str, name: str, manifest: Manifest, rows: Tensor) -> None:
+    def __init__(
+        self,
+        where: str,
+        name: str,
+        manifest: Manifest,
+        rows: Tensor,
+        check_rows: Callable[[], None],
+    ) -> None:
         table = manifest.tables[name]
         self._where, self._name, self._rows = where, name, rows
+        self._check_rows = check_rows
         self._format: RowFormat = manifest.row_format
         self._dtype = table.trained_dtype
         self._width = self._format.row_bytes(table.embedding_dim)
@@ -249,6 +308,7 @@ class _Change:
         # The sum of rounded rows cannot be updated: the exact numbers of the old rows are not known.
         known = ["ids", "weight"] if self._format.is_exact_for(self._dtype) else ["ids"]
         if any(self._sums[name] != self.result[name] for name in known):
+            self._check_rows()  # damage of the old rows has the same effect as a wrong delta
             raise self._does_not_fit(
                 f"a delta that leads to content sums {_hex(self.result)}, which it names",
                 _hex(self._sums),
@@ -274,19 +334,33 @@ class _Change:
 
 
 def _compacted(
-    path: Path, manifest: Manifest, maps: Mapping[str, ServedMap], rows_file: Path
-) -> Manifest:
-    """Writes the rows in use to a new file, renumbers them in the maps, and returns the new manifest."""
+    path: Path,
+    manifest: Manifest,
+    maps: Mapping[str, ServedMap],
+    rows_file: Path,
+    sums: FileSums | None,
+) -> tuple[Manifest, FileSums | None]:
+    """Writes the rows in use to a new file and renumbers them in the maps.
+
+    `sums` are the sums of the old file, which is checked, or None.
+
+    Returns:
+        The new manifest, and the sums of the new file, or None.
+    """
     old = mapped(path / manifest.rows_file, manifest.rows_bytes)
-    appender = Appender(rows_file, 0)
+    if sums is not None:
+        Checksums({manifest.rows_file: sums}).check(path / manifest.rows_file, old)
+    rows_sums = None if sums is None else RunningSums(FileSums())
+    appender = Appender(rows_file, 0, rows_sums)
     try:
         for name, width in manifest.widths().items():
             rows_of_table = old[: len(old) // width * width].view(-1, width)
             for _, rows, slots in maps[name].pieces():
                 maps[name].renumber(slots, appender.append(rows_of_table[rows]))
     finally:
-        appender.close(0)
-    return replace(manifest, rows_file=rows_file.name, rows_bytes=appender.used)
+        appender.close()
+    after = replace(manifest, rows_file=rows_file.name, rows_bytes=appender.used)
+    return after, None if rows_sums is None else rows_sums.sums()
 
 
 def _remove(path: Path) -> None:

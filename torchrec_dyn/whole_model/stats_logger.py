@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from torchrec_dyn.checkpoint_format import naming
 from torchrec_dyn.whole_model.tables import collections_of, table_names
 
 
@@ -48,6 +49,8 @@ def log_stats(model: nn.Module, to: StatsLogger, step: int) -> None:
 
     Raises:
         ValueError: if the model has no dynamic collection, or `to` is neither a dict nor a writer.
+        OSError: with the writer's `log_dir`, if the writer cannot write, because the disk is full or fails. A
+            `SummaryWriter` writes later: one of the next calls raises the error. The tables are as they were.
     """
     _check_logger(to, "log_stats")
     scalars = {
@@ -60,7 +63,8 @@ def log_stats(model: nn.Module, to: StatsLogger, step: int) -> None:
         if isinstance(to, MutableMapping):
             to[name] = value
         else:
-            to.add_scalar(name, value, step)
+            with naming(str(getattr(to, "log_dir", to))):
+                to.add_scalar(name, value, step)
 
 
 def add_stats_hook(model: nn.Module, to: StatsLogger, every: int = 100) -> RemovableHandle:

@@ -1,0 +1,66 @@
+"""FileWriter: whole files or an OSError that names the file."""
+
+import errno
+import os
+
+import pytest
+from full_disk import room_left, small_disk
+
+from torchrec_dyn.checkpoint_format.file_writer import FileWriter, naming, replace_file
+
+
+def test_bytes_are_written_in_full(tmp_path, monkeypatch):
+    real, file = os.pwrite, FileWriter(tmp_path / "f")
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, place: real(fd, bytes(data)[:3], place))
+    file.write(2, b"0123456789")
+    file.close()
+    assert (tmp_path / "f").read_bytes() == b"\0\0" + b"0123456789"
+
+
+def test_a_write_of_no_byte_is_an_error(tmp_path, monkeypatch):
+    file = FileWriter(tmp_path / "f")
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, place: 0)
+    with pytest.raises(OSError, match=rf"error: '{tmp_path}/f'") as raised:
+        file.write(0, b"1")
+    assert raised.value.errno == errno.EIO
+    file.close()
+
+
+@pytest.mark.parametrize("reserves", ["yes", "missing", errno.EOPNOTSUPP, errno.EINVAL])
+def test_allocated_bytes_are_zeros_with_room(tmp_path, monkeypatch, reserves):
+    if reserves == "missing":
+        monkeypatch.delattr(os, "posix_fallocate")
+    elif reserves != "yes":
+
+        def refuse(*arguments):
+            raise OSError(reserves, "cannot")
+
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+    for size in (0, 5, 3 << 20):
+        file = FileWriter(tmp_path / f"f{size}")
+        file.allocate(size)
+        file.commit()
+        file.close()
+        assert (tmp_path / f"f{size}").read_bytes() == bytes(size)
+        assert (tmp_path / f"f{size}").stat().st_blocks * 512 >= size
+
+
+def test_no_room_is_an_error_and_the_old_file_stays(tmp_path):
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        replace_file(disk / "f", b"before")
+        with room_left(disk, 16 << 10):
+            file = FileWriter(disk / "g")
+            with pytest.raises(OSError, match=rf"No space left on device: '{disk}/g'"):
+                file.allocate(64 << 10)
+            file.drop()
+            with pytest.raises(OSError, match=rf"No space left on device: '{disk}/f.new'"):
+                replace_file(disk / "f", bytes(64 << 10))
+            assert sorted(os.listdir(disk)) == ["f", "filler"]
+        assert (disk / "f").read_bytes() == b"before"
+
+
+def test_errors_keep_the_names_that_they_have():
+    with pytest.raises(FileNotFoundError, match="directory: '/none'"), naming("/other"):
+        os.open("/none", os.O_RDONLY)
+    with pytest.raises(PermissionError, match="permitted: '/other'"), naming("/other"):
+        raise OSError(errno.EPERM, "x")

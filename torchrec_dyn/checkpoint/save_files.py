@@ -1,0 +1,134 @@
+"""Saves a state dict with DCP so that a full disk is an OSError that names the file.
+
+DCP itself raises CheckpointException and leaves the files of a save that failed.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from torchrec_dyn.checkpoint_format import FileWriter, naming
+
+_BUFFER_BYTES = 1 << 20
+
+
+def save_files(
+    state: dict[str, Any],
+    path: str | os.PathLike[str],
+    is_new: bool,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Saves a state dict to a new or empty directory. Collective, unless `group` is None.
+
+    Args:
+        state: the state dict.
+        path: the directory.
+        is_new: True if the directory did not exist before the call on any rank.
+        group: process group of the ranks that save; None: this process alone.
+
+    Raises:
+        OSError: on every rank, if a file cannot be written; no file is left then.
+        CheckpointException: on every rank, for other errors; no file is left then.
+    """
+    writer = None if "://" in str(path) else _Writer(path)
+    try:
+        dcp.save(
+            state,
+            checkpoint_id=path if writer is None else None,
+            storage_writer=writer,
+            process_group=group,
+            no_dist=group is None,
+        )
+    except CheckpointException as error:
+        if writer is not None:
+            _remove_files(Path(path), is_new)
+        for fault, _ in error.failures.values():
+            if isinstance(fault, OSError) and fault.errno is not None:
+                raise OSError(fault.errno, fault.strerror, fault.filename or path) from error
+        raise
+
+
+def _remove_files(folder: Path, is_new: bool) -> None:
+    with suppress(OSError):
+        for path in [*folder.glob("__*.distcp"), *folder.glob(".metadata*")]:
+            path.unlink(missing_ok=True)
+        if is_new:
+            folder.rmdir()
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer, with the files of `_Files`."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self.fs = _Files()
+
+
+class _Files(FileSystem):
+    """DCP's files; a file that cannot be written raises an OSError with its name when it is complete."""
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as opened:
+                yield opened
+            return
+        raw = _Stream(path)
+        stream = io.BufferedWriter(raw, _BUFFER_BYTES)
+        try:
+            with naming(path):
+                yield stream
+        finally:
+            stream.close()
+            raw.end()
+
+
+class _Stream(io.RawIOBase):
+    """A stream into a file. An error of a write is kept until `end`, and nothing more is written.
+
+    The archives of torch.save are written by C++ code, which ends the process if it is given an error while
+    it cleans up after an error.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = FileWriter(path)
+        self._file.resize(0)
+        self._place = 0
+        self._error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        given = memoryview(data).cast("B")
+        if self._error is None:
+            try:
+                self._file.write(self._place, given)
+            except OSError as error:
+                self._error = error
+        self._place += len(given)
+        return len(given)
+
+    def tell(self) -> int:
+        return self._place
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def end(self) -> None:
+        """Closes the file and raises the error that was kept."""
+        self._file.close()
+        if self._error is not None:
+            raise self._error

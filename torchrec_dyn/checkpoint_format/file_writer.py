@@ -1,0 +1,136 @@
+"""FileWriter: writes a file in full, or raises an OSError that names the file.
+
+A write through a mapping ends the process (SIGBUS) if the disk has no room for the page. So files that are
+written through mappings get their room first, by `allocate`. Other files are written without a buffer: after
+an error nothing waits to be written again when the file is closed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+# Errors of a file system that cannot reserve room: it gets zeros instead.
+_CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+_ZEROS = bytes(1 << 20)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Adds the path of a file to an OSError of the block that names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), os.fspath(path)) from error
+
+
+class FileWriter:
+    """An open file for writing. Its errors are OSErrors with the path of the file.
+
+    The file is created if it does not exist. A symbolic link is refused: the file that it names may be
+    another program's.
+
+    Raises:
+        OSError: if the file cannot be opened; of every method, if the disk is full, a limit is reached or
+            the disk fails.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+        self._file = os.open(self.path, flags, 0o666)
+
+    def write(self, place: int, data: Any) -> None:
+        """Writes bytes from a byte of the file on.
+
+        Args:
+            place: the byte of the file.
+            data: bytes, or a buffer of uint8 with one dimension.
+        """
+        left = memoryview(data)
+        with naming(self.path):
+            while len(left):
+                written = os.pwrite(self._file, left, place)
+                if written <= 0:
+                    raise OSError(errno.EIO, "no byte written")
+                place, left = place + written, left[written:]
+
+    def allocate(self, size: int) -> None:
+        """Extends a file without holes to at least `size` bytes: zeros that have room on the disk."""
+        with naming(self.path):
+            try:
+                if size and hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self._file, 0, size)
+            except OSError as error:
+                if error.errno not in _CANNOT_RESERVE:
+                    raise
+        for place in range(self.length(), size, len(_ZEROS)):
+            self.write(place, _ZEROS[: size - place])
+
+    def fileno(self) -> int:
+        """Returns the descriptor of the open file."""
+        return self._file
+
+    def length(self) -> int:
+        """Returns the length of the file in bytes."""
+        with naming(self.path):
+            return os.fstat(self._file).st_size
+
+    def resize(self, size: int) -> None:
+        """Cuts the file, or extends it by a hole, to `size` bytes."""
+        with naming(self.path):
+            os.ftruncate(self._file, size)
+
+    def commit(self) -> None:
+        """Waits until the file is on the disk."""
+        with naming(self.path):
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        """Closes the file; does nothing if it is closed."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            with naming(self.path):
+                os.close(file)
+
+    def drop(self) -> None:
+        """Closes and removes the file. No error: the error that led here is the one to tell."""
+        with suppress(OSError):
+            self.close()
+        with suppress(OSError):
+            os.unlink(self.path)
+
+
+def commit(path: str | os.PathLike[str]) -> None:
+    """Waits until a file, or the names in a directory, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with naming(path):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replaces a file: readers see the old bytes or the new bytes.
+
+    Raises:
+        OSError: if the disk is full, or fails; the old file is unchanged then.
+    """
+    file = FileWriter(path.with_name(path.name + ".new"))
+    try:
+        file.resize(0)
+        file.write(0, data)
+        file.commit()
+        file.close()
+        os.replace(file.path, path)
+    except BaseException:
+        file.drop()
+        raise
+    commit(path.parent)
