@@ -76,7 +76,7 @@ def check_rows(folder: Path, limited, number: int) -> None:
     for room in range(0, 132 << 10, 12 << 10):
         for export in (
             lambda: export_rows(ebc, "t", file),
-            lambda: export_saved_rows(folder / "checkpoint", "t", file),
+            lambda: export_saved_rows(folder / "checkpoint", "t", file, checksum=True),
         ):
             file.write_bytes(b"before")
             with limited(room):
@@ -152,7 +152,7 @@ def test_rows_on_a_disk_that_fails_at_any_call(tmp_path):
         at += 1
         file.write_bytes(b"before")
         with FailingFiles(tmp_path, at) as files:
-            fails_or_succeeds(lambda: export_rows(ebc, "t", file), FAILED, tmp_path)
+            fails_or_succeeds(lambda: export_rows(ebc, "t", file, checksum=True), FAILED, tmp_path)
         done = files.calls < at
         assert os.listdir(tmp_path) == ["rows"]
         if file.read_bytes() != b"before":

@@ -46,7 +46,7 @@ def saved(tmp_path_factory) -> Path:
         dcp.save(state, checkpoint_id=folder / "checkpoint", no_dist=True)
     train(ebc, 20)
     export_delta(ebc, folder / "delta", since=marker)
-    export_rows(ebc, "t", folder / "rows.safetensors")
+    export_rows(ebc, "t", folder / "rows.safetensors", checksum=True)
     return folder
 
 
@@ -146,6 +146,6 @@ def test_a_file_without_a_sum_is_imported_but_not_verified(saved, tmp_path, caps
 def test_both_exports_write_the_same_sum(saved, tmp_path):
     ebc = collection()
     train(ebc, 0)
-    export_rows(ebc, "t", tmp_path / "one")
-    export_saved_rows(saved / "checkpoint", "t", tmp_path / "other")
+    export_rows(ebc, "t", tmp_path / "one", checksum=True)
+    export_saved_rows(saved / "checkpoint", "t", tmp_path / "other", checksum=True)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()

@@ -2,7 +2,7 @@
 
 The first eight bytes are the length of the header. The header is JSON. The tensors follow without gaps. Files
 are read by plain reads: if a file were mapped and another program truncated it, this process would be killed.
-The metadata of exported rows have the sum of all bytes (checkpoint_format/byte_sums.py) as
+The metadata may have the sum of all bytes (checkpoint_format/byte_sums.py) as
 "torchrec_dyn_sum", 16 hexadecimal digits, which are zeros in the sum.
 
 Source: https://github.com/huggingface/safetensors, README, "Format".
@@ -63,7 +63,7 @@ class SafetensorsReader:
     """A reader of the rows of an open file. Its constructor checks the header and all lengths.
 
     `entries` are the tensors by name, `metadata` the strings of the header by name. `sum` is the sum of all
-    bytes, None in a file of another program or of an older version.
+    bytes, None in a file without it.
 
     Raises:
         ValueError: if the file is not a whole .safetensors file, or has tensors of other dtypes than int64,
@@ -249,7 +249,8 @@ class SafetensorsWriter:
         """
         numbers = to_host(values).contiguous().flatten().view(torch.uint8)
         self._file.write(self._end, numbers.numpy())
-        self._sums.add(numbers)
+        if self._has_sum:
+            self._sums.add(numbers)
         self._missing -= numbers.numel()
         self._end += numbers.numel()
 

@@ -38,7 +38,9 @@ _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 _ROWS = ("rows", "weight")  # the names that the tensor of rows may have in a file
 
 
-def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]) -> None:
+def export_rows(
+    collection: Collection, table: str, path: str | os.PathLike[str], checksum: bool = False
+) -> None:
     """Writes the ids and rows of one table to a .safetensors file, 32 MiB at a time.
 
     The file has "ids" [R] int64 in canonical order and "rows" [R, D] in the table's dtype. Its metadata are
@@ -49,9 +51,12 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
         collection: collection, sharded or not; it must not be trained or edited during the call.
         table: name of the table.
         path: path of the file; an existing file is replaced. Only rank 0 reads this argument.
+        checksum: True to write the sum of all bytes into the metadata, for `import_rows` and for
+            `python -m torchrec_dyn verify`. Only rank 0 reads this argument.
 
     Raises:
         ValueError: if there is no such table.
+        OSError: if the file cannot be written, because the disk is full or fails; an older file is unchanged.
         RuntimeError: if ids were removed during the call, or a rank failed; no new file is left.
     """
     listed = read_ids(collection, table)
@@ -68,7 +73,7 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
             "ids": (torch.int64, (len(ids),)),
             "rows": (no_rows.dtype, (len(ids), no_rows.shape[1])),
         }
-        writer = SafetensorsWriter(path, tensors, _metadata(table, seed), has_sum=True)
+        writer = SafetensorsWriter(path, tensors, _metadata(table, seed), has_sum=checksum)
         for first, last in _chunks(len(ids), ids.element_size()):
             writer.write(ids[first:last])
 
@@ -96,7 +101,10 @@ def export_rows(collection: Collection, table: str, path: str | os.PathLike[str]
 
 
 def export_saved_rows(
-    checkpoint: str | os.PathLike[str], table: str, path: str | os.PathLike[str]
+    checkpoint: str | os.PathLike[str],
+    table: str,
+    path: str | os.PathLike[str],
+    checksum: bool = False,
 ) -> None:
     """Writes the file of `export_rows` from a checkpoint, without a model and without other ranks.
 
@@ -104,6 +112,7 @@ def export_saved_rows(
         checkpoint: the directory that `torch.distributed.checkpoint.save` wrote.
         table: name of the table, or its key in the checkpoint if several tables have the name.
         path: path of the file; an existing file is replaced.
+        checksum: as in `export_rows`.
 
     Raises:
         ValueError: if there is no such table, or the checkpoint is a delta or damaged; no new file is left.
@@ -122,7 +131,7 @@ def export_saved_rows(
         "rows": (saved.dtype, (saved.num_rows, saved.embedding_dim)),
     }
     writer = SafetensorsWriter(
-        path, tensors, _metadata(saved.name, saved.config["seed"]), has_sum=True
+        path, tensors, _metadata(saved.name, saved.config["seed"]), has_sum=checksum
     )
     try:
         for name in ("ids", "weight"):  # each tensor is checked against its content sum
@@ -144,6 +153,7 @@ def import_rows(collection: Collection, table: str, path: str | os.PathLike[str]
         table: name of the table.
         path: path of a file that `export_rows` wrote, or of any .safetensors file with only "ids" [R] int64
             and "rows" or "weight" [R, D] of float32, float16 or bfloat16. Only rank 0 reads this argument.
+            A file with a checksum is verified first.
 
     Returns:
         R, the number of rows in the file.

@@ -90,21 +90,21 @@ def _check_archive(where: str, file: IO[bytes]) -> None:
 
 
 def verify_rows_file(path: Path, pace: Pace) -> str:
-    """Reads a file that `export_rows` or `export_saved_rows` wrote and checks it against its sum.
+    """Reads a file that `export_rows` or `export_saved_rows` wrote with `checksum`, and checks it.
 
     Returns:
         A line that says what was checked.
 
     Raises:
-        ValueError: if the file is damaged, or has no sum: an older version or another program wrote it.
+        ValueError: if the file is damaged, or was written without `checksum`.
         OSError: if the file cannot be read.
     """
     reader = SafetensorsReader(path)
     try:
         if reader.sum is None:
             raise ValueError(
-                f"{path}: expected a file with a checksum, got a file of an older version or of another "
-                "program, of which only the lengths were checked. Export it again."
+                f"{path}: expected a file with a checksum, got one without, of which only header and lengths "
+                "were checked. Export it with checksum=True."
             )
         reader.verify(pace)
     finally:
