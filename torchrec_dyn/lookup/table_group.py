@@ -12,6 +12,7 @@ Forward:
 
 On a GPU the first numbers of a batch are read together, while its rows are pooled already (first_read.py).
 And a pipeline that prefetches has taken the step before (prefetched_step.py).
+A forward that activation checkpointing runs again takes no step: it repeats the first (recomputation.py).
 
 Backward:
 1. Check that it is the forward's first backward, and that no table was loaded, converted or moved since.
@@ -27,21 +28,20 @@ Legend: T tables, F features (in table order), B bags of a feature, N ids, D col
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling
 from torchrec_dyn.lookup.batch import Batch, TakenStep
 from torchrec_dyn.lookup.first_read import EarlyOutput, FirstRead, UnreadCounts, read_first
 from torchrec_dyn.lookup.gradient_reduction import Reduction, Senders, reduction_of
+from torchrec_dyn.lookup.lookup_function import Forward, LookupFunction, as_float, pool
 from torchrec_dyn.lookup.prefetched_step import PrefetchedStep
+from torchrec_dyn.lookup.recomputation import Checkpoints, again, checkpoints_around
 from torchrec_dyn.lookup.table_lists import (
-    TableBlocks,
     TableLists,
     TrainedTables,
     blocks_with_initial_rows,
@@ -64,27 +64,6 @@ from torchrec_dyn.storage import (
     tokens_of,
 )
 from torchrec_dyn.table import TableShard, count_late_grads, find_rows, insert_unseen
-
-
-@dataclass
-class _Forward:
-    """The data of one forward that its backward needs."""
-
-    group: TableGroup
-    ids: Tensor
-    rows: Tensor | None  # rows to update, -1 for an id without an update; None in evaluation
-    # rows to read: -1 reads as zeros, or is replaced by a row of the added blocks in `blocks`
-    shown: Tensor
-    bags: Bags
-    blocks: TableBlocks
-    trained: TrainedTables | None  # the tables that are not frozen; none in evaluation
-    streams: Tensor | None  # of `ops.update_rows_`; None in evaluation
-    generations: list[int]
-    noted: list[object] | None  # `tokens_of` their logs, after scoring recorded the rows as changed
-    reduction: Reduction
-    early: EarlyOutput | None = None
-    open_forward: OpenForward | None = None
-    is_done: bool = False
 
 
 class TableGroup:
@@ -124,6 +103,11 @@ class TableGroup:
     def lock(self) -> TableLock:
         """The lock of the tables: a forward holds it, and a backward while it updates rows."""
         return self.tables[0].lock
+
+    @property
+    def is_mean(self) -> bool:
+        """True if each bag is divided by its length."""
+        return self._bag_layout.is_mean
 
     @property
     def device(self) -> torch.device:
@@ -171,6 +155,7 @@ class TableGroup:
         """
         ids, offsets, weights = self._check_input(ids, offsets, weights)
         batch = Batch(ids, offsets, weights, training, batch_sizes, counts, senders, times)
+        around = checkpoints_around()
         # As `locked` and `changes`; wrappers that pass any arguments take several times as long as the lock.
         lock = self.tables[0].lock
         if lock.is_changing:
@@ -179,16 +164,20 @@ class TableGroup:
             try:
                 lock.is_changing = True
                 if ids.is_cpu:
-                    return self._look_up(batch, ahead)
+                    return self._look_up(batch, ahead, around)
                 with lock.streams.turn(ids.device):
                     keep_in_use(ids, offsets, weights)
                     if ahead is not None:
                         ahead.keep_in_use()
-                    return self._look_up(batch, ahead)
+                    return self._look_up(batch, ahead, around)
             finally:
                 lock.is_changing = False
 
-    def _look_up(self, batch: Batch, ahead: PrefetchedStep | None) -> Tensor:
+    def _look_up(
+        self, batch: Batch, ahead: PrefetchedStep | None, around: Checkpoints | None
+    ) -> Tensor:
+        if around is not None and around.recomputation is not None:
+            return self._repeat(batch, around)
         lists = self._current()
         trained = lists.trained if batch.training else None
         if ahead is not None and (trained is None or not ahead.is_of(lists)):
@@ -217,17 +206,35 @@ class TableGroup:
             reduction = reduction_of(
                 lists.configs, batch.offsets, bags.table_offsets, batch.senders
             )
-        forward = _Forward(
+        forward = Forward(
             self, batch.ids, step.learning, rows, bags, blocks, trained, step.streams,
             lists.generations, step.noted, reduction, early,
         )  # fmt: skip
-        wants_weight_grad = batch.weights is not None and batch.weights.requires_grad
-        if torch.is_grad_enabled() and (trained or wants_weight_grad):
+        weights = batch.weights
+        keeps = around is not None and len(around.first_runs) > 0
+        if (keeps or torch.is_grad_enabled()) and _has_backward(forward, weights):
             forward.open_forward = ahead.open_forward if ahead else OpenForward(self._forwards)
-            output = _Lookup.apply(self._anchored() if trained else None, batch.weights, forward)
-        else:
-            output = _pool(forward, batch.weights)
+        output = self._output(forward, weights)
+        if keeps:
+            assert around is not None
+            forward.kept = output.detach().clone()
+            around.keep(self, forward)
         return output.view(bags.shape)
+
+    def _repeat(self, batch: Batch, around: Checkpoints) -> Tensor:
+        """Returns the output of a lookup that activation checkpointing runs again; no table changes."""
+        assert around.recomputation is not None
+        forward = around.recomputation.next_of(self, batch.ids, self._where)
+        around.keep(self, forward)
+        output = self._output(again(forward, around.recomputation), batch.weights)
+        return output.view(forward.bags.shape)
+
+    def _output(self, forward: Forward, weights: Tensor | None) -> Tensor:
+        if torch.is_grad_enabled() and _has_backward(forward, weights):
+            anchor = self._anchored() if forward.trained else None
+            output: Tensor = LookupFunction.apply(anchor, weights, forward)
+            return output
+        return pool(forward, weights)
 
     def _describe(self, batch: Batch) -> Bags:
         """Returns the description of a batch, and notes where the ids of each table begin."""
@@ -307,8 +314,11 @@ class TableGroup:
         return ids.contiguous(), offsets.to(torch.int64).contiguous(), weights
 
     def _misfit(self, what: str) -> ValueError:
-        names = ", ".join(table.name for table in self.tables)
-        return ValueError(f"lookup of tables {names}: expected {what}")
+        return ValueError(f"{self._where}: expected {what}")
+
+    @property
+    def _where(self) -> str:
+        return f"lookup of tables {', '.join(table.name for table in self.tables)}"
 
     def _anchored(self) -> Tensor:
         if self._anchor is None:
@@ -336,7 +346,7 @@ class TableGroup:
             reading = gather_reads([]) if trained is None else occurrences_of(trained, batch)
         early = None
         if bags is not None:
-            (blocks, _), weights = lists.blocks.rows(), _as_float(batch.weights)
+            (blocks, _), weights = lists.blocks.rows(), as_float(batch.weights)
             early = EarlyOutput(
                 bags, weights, layout.is_mean, self.output_dtype, blocks, is_counted
             )
@@ -387,7 +397,7 @@ class TableGroup:
             self._lists = list_tables(self.tables)
         return self._lists
 
-    def _check_backward(self, forward: _Forward) -> None:
+    def _check_backward(self, forward: Forward) -> None:
         if forward.is_done:
             raise RuntimeError(
                 "lookup: expected one backward through a forward, got a second. The rows are "
@@ -399,7 +409,7 @@ class TableGroup:
                 "loaded or converted in between, or moved. Run backward first."
             )
 
-    def _update(self, forward: _Forward, grad: Tensor, weights: Tensor | None) -> None:
+    def _update(self, forward: Forward, grad: Tensor, weights: Tensor | None) -> None:
         """Sums the gradients of each distinct row of the forward and applies the optimizer."""
         # Recorded before the update: an interrupted backward is not repeated, since it may have updated rows.
         forward.is_done = True
@@ -422,79 +432,14 @@ class TableGroup:
         ops.update_rows_(
             grad, forward.ids, forward.rows, bags.offsets, weights, listed.weights, states[0],
             states[1], listed.layout, bags.segments, forward.streams,
-            self._bag_layout.is_mean, optimizer.rule, optimizer.hyper(self.learning_rate),
+            self.is_mean, optimizer.rule, optimizer.hyper(self.learning_rate),
             forward.reduction.scales, forward.reduction.senders, *listed_marks,
         )  # fmt: skip
 
 
-def _pool(forward: _Forward, weights: Tensor | None) -> Tensor:
-    group, bags, blocks = forward.group, forward.bags, forward.blocks
-    early, forward.early = forward.early, None  # no open forward holds an output
-    output = None if early is None else early.finish(forward.shown, blocks)
-    if output is not None:
-        return output
-    return ops.gather_pool(
-        forward.shown, bags.offsets, _as_float(weights), blocks.weights, blocks.layout,
-        bags.segments, group._bag_layout.is_mean, bags.elements, group.output_dtype,
-    )  # fmt: skip
+def _has_backward(forward: Forward, weights: Tensor | None) -> bool:
+    return forward.trained is not None or (weights is not None and weights.requires_grad)
 
 
 def _kind(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} of {tensor.dtype}"
-
-
-def _as_float(weights: Tensor | None) -> Tensor | None:
-    return None if weights is None else weights.detach().to(torch.float32).contiguous()
-
-
-class _Lookup(torch.autograd.Function):
-    """The autograd function: forward gathers and pools, backward updates.
-
-    The only purpose of `anchor` is that autograd calls backward.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor | None, weights: Tensor | None, forward: _Forward
-    ) -> Tensor:
-        ctx.lookup = forward
-        ctx.save_for_backward(weights)
-        return _pool(forward, weights)
-
-    @staticmethod
-    @not_compiled
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
-        lock = ctx.lookup.group.tables[0].lock
-        if lock.is_changing:
-            lock.check_at_rest()
-        with lock:
-            if grad.is_cpu:
-                return _Lookup.update(ctx, grad)
-            with lock.streams.turn(grad.device):
-                return _Lookup.update(ctx, grad)
-
-    @staticmethod
-    def update(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
-        forward: _Forward = ctx.lookup
-        (weights,) = ctx.saved_tensors
-        group = forward.group
-        group._check_backward(forward)
-        grad = grad.to(torch.float32).contiguous()
-        weights_grad = None
-        if ctx.needs_input_grad[1]:
-            # Computed from the present rows: in a pipeline another batch may have updated them.
-            weights_grad = ops.bag_weights_grad(
-                grad, forward.shown, forward.bags.offsets, forward.blocks.weights,
-                forward.blocks.layout, forward.bags.segments, group._bag_layout.is_mean,
-            ).to(weights.dtype)  # fmt: skip
-        if forward.trained:
-            lock = group.tables[0].lock
-            try:
-                lock.is_changing = True
-                group._update(forward, grad, _as_float(weights))
-            finally:
-                lock.is_changing = False
-        if forward.open_forward is not None:
-            forward.open_forward.close()
-        forward.is_done = True
-        return None, weights_grad, None

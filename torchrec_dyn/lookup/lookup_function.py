@@ -1,0 +1,158 @@
+"""LookupFunction: the autograd function of a lookup, and the data of the forward that its backward needs.
+
+Legend: N ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.compilers import not_compiled
+from torchrec_dyn.lookup.bag_layout import Bags
+from torchrec_dyn.lookup.first_read import EarlyOutput
+from torchrec_dyn.lookup.gradient_reduction import Reduction
+from torchrec_dyn.lookup.table_lists import TableBlocks, TrainedTables
+from torchrec_dyn.storage import OpenForward, TableLock
+
+
+class Group(Protocol):
+    """What a lookup needs of its table group."""
+
+    output_dtype: torch.dtype
+
+    @property
+    def lock(self) -> TableLock:
+        """The lock of the tables."""
+
+    @property
+    def is_mean(self) -> bool:
+        """True if each bag is divided by its length."""
+
+    def _check_backward(self, forward: Forward) -> None: ...
+
+    def _update(self, forward: Forward, grad: Tensor, weights: Tensor | None) -> None: ...
+
+
+@dataclass
+class Forward:
+    """The data of one forward that its backward needs.
+
+    Attributes:
+        group: the tables.
+        ids: [N] int64.
+        rows: [N] int64, rows to update, -1 for an id without an update; None in evaluation.
+        shown: [N] int64, rows to read: -1 reads as zeros, or is replaced by a row of the added blocks in
+            `blocks`.
+        trained: the tables that are not frozen; none in evaluation.
+        streams: of `ops.update_rows_`; None in evaluation.
+        generations: of each table, at the forward.
+        noted: `tokens_of` the logs, after scoring recorded the rows as changed.
+        early: the output, if it was pooled already.
+        open_forward: open until the backward has run; None without a backward.
+        is_done: True as soon as the backward has updated rows.
+        kept: copy of the output, which a recomputation returns (recomputation.py); None without one.
+        repeated: the forward of which this one is a recomputation beside its graph: the gradients of the rows
+            reach the other forward, so this one updates nothing. None for every other forward.
+    """
+
+    group: Group
+    ids: Tensor
+    rows: Tensor | None
+    shown: Tensor
+    bags: Bags
+    blocks: TableBlocks
+    trained: TrainedTables | None
+    streams: Tensor | None
+    generations: list[int]
+    noted: list[object] | None
+    reduction: Reduction
+    early: EarlyOutput | None = None
+    open_forward: OpenForward | None = None
+    is_done: bool = False
+    kept: Tensor | None = None
+    repeated: Forward | None = None
+
+
+def pool(forward: Forward, weights: Tensor | None) -> Tensor:
+    """Returns the output of a forward; `weights` [N] are those of the ids in their bags, or None."""
+    if forward.kept is not None:
+        return forward.kept.clone()  # the caller may write into its output
+    group, bags, blocks = forward.group, forward.bags, forward.blocks
+    early, forward.early = forward.early, None  # no open forward holds an output
+    output = None if early is None else early.finish(forward.shown, blocks)
+    if output is not None:
+        return output
+    return ops.gather_pool(
+        forward.shown, bags.offsets, as_float(weights), blocks.weights, blocks.layout,
+        bags.segments, group.is_mean, bags.elements, group.output_dtype,
+    )  # fmt: skip
+
+
+def as_float(weights: Tensor | None) -> Tensor | None:
+    """Returns weights as the ops take them."""
+    return None if weights is None else weights.detach().to(torch.float32).contiguous()
+
+
+class LookupFunction(torch.autograd.Function):
+    """The autograd function: forward gathers and pools, backward updates.
+
+    The only purpose of `anchor` is that autograd calls backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor | None, weights: Tensor | None, forward: Forward
+    ) -> Tensor:
+        """Returns the output."""
+        ctx.lookup = forward
+        ctx.save_for_backward(weights)
+        return pool(forward, weights)
+
+    @staticmethod
+    @not_compiled
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+        """Updates the rows, and returns the gradient of the weights."""
+        # Read before the lock is held: activation checkpointing runs the forward again here.
+        (weights,) = ctx.saved_tensors
+        lock = ctx.lookup.group.lock
+        if lock.is_changing:
+            lock.check_at_rest()
+        with lock:
+            if grad.is_cpu:
+                return LookupFunction._update(ctx, grad, weights)
+            with lock.streams.turn(grad.device):
+                return LookupFunction._update(ctx, grad, weights)
+
+    @staticmethod
+    def _update(ctx: Any, grad: Tensor, weights: Tensor | None) -> tuple[None, Tensor | None, None]:
+        forward: Forward = ctx.lookup
+        group, wants_grad = forward.group, ctx.needs_input_grad[1]
+        of_rows = forward if forward.repeated is None else forward.repeated
+        if forward.repeated is None or wants_grad:
+            group._check_backward(of_rows)
+        grad = grad.to(torch.float32).contiguous()
+        weights_grad = None
+        if wants_grad:
+            assert weights is not None
+            # Computed from the present rows: in a pipeline another batch may have updated them.
+            weights_grad = ops.bag_weights_grad(
+                grad, forward.shown, forward.bags.offsets, forward.blocks.weights,
+                forward.blocks.layout, forward.bags.segments, group.is_mean,
+            ).to(weights.dtype)  # fmt: skip
+        if forward.repeated is not None:
+            return None, weights_grad, None
+        if forward.trained:
+            try:
+                group.lock.is_changing = True
+                group._update(forward, grad, as_float(weights))
+            finally:
+                group.lock.is_changing = False
+        if forward.open_forward is not None:
+            forward.open_forward.close()
+        forward.is_done = True
+        return None, weights_grad, None
