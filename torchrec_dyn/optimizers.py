@@ -70,6 +70,17 @@ _DECAY_MODES = {0: "NONE", 1: "L2", 2: "DECOUPLE"}
 # Defaults of ADAMW in `fused_params`, as in torch.optim.AdamW and in ReCIS.
 _ADAMW_DEFAULTS = {"learning_rate": 1.0e-3, "weight_decay": 1.0e-2}
 
+# What to do about a key that is not ours, where it is not just to remove it.
+_NO_CLIPPING = (
+    "Remove it, and clamp the gradient of the outputs in a hook: row updates do not clip."
+)
+_REMEDIES = {
+    "lr": "Write learning_rate.",
+    "betas": "Write beta1 and beta2.",
+    "gradient_clipping": _NO_CLIPPING,
+    "max_gradient": _NO_CLIPPING,
+}
+
 _LEAST_EPS = torch.finfo(torch.float32).tiny  # smaller numbers become 0, or overflow as divisors
 
 # Keys for the placement and the monitoring of a table. They have no meaning here and are safe to ignore.
@@ -184,7 +195,8 @@ class RowOptimizer:
             elif key != "output_dtype":
                 raise ValueError(
                     f"fused_params of {where}: expected a key among optimizer, "
-                    f"{', '.join(_NUMBERS)}, weight_decay_mode, output_dtype, got {key!r}. Remove it."
+                    f"{', '.join(_NUMBERS)}, weight_decay_mode, output_dtype, got {key!r}. "
+                    f"{_REMEDIES.get(key, 'Remove it.')}"
                 )
         if chosen.get("kind") == OptimizerKind.ADAMW:
             chosen = {**_ADAMW_DEFAULTS, **chosen}

@@ -7,6 +7,7 @@ A step is one training forward of the table, also with an empty batch. An evalua
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 # A score has 32 bits for the count of a row and 32 for its last step; a free row has the step 2^32 - 1.
 MOST_COUNT = 2**32 - 1
@@ -112,7 +113,7 @@ class LeastFrequentlyUsed:
     """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False)
 class ExpireAfter:
     """Eviction policy: an id expires when training has not seen it for longer than an age.
 
@@ -128,17 +129,26 @@ class ExpireAfter:
     steps: int | None = None
     time: int | None = None
 
-    def __post_init__(self) -> None:
-        if (self.steps is None) == (self.time is None):
+    def __init__(
+        self, *unnamed: NoReturn, steps: int | None = None, time: int | None = None
+    ) -> None:
+        if unnamed:
             raise ValueError(
-                "ExpireAfter: expected exactly one of steps and time, "
-                f"got steps={self.steps!r} and time={self.time!r}. "
+                f"ExpireAfter: expected an age with its name, got {unnamed[0]!r}. "
                 "Count in training steps with steps=, or by your own clock with time=."
             )
-        if self.steps is not None:
-            _check_integer("ExpireAfter.steps", self.steps, _MOST_STEPS)
+        if (steps is None) == (time is None):
+            raise ValueError(
+                f"ExpireAfter: expected exactly one of steps and time, got steps={steps!r} and "
+                f"time={time!r}. "
+                "Count in training steps with steps=, or by your own clock with time=."
+            )
+        if steps is not None:
+            _check_integer("ExpireAfter.steps", steps, _MOST_STEPS)
         else:
-            _check_integer("ExpireAfter.time", self.time, _MOST_TIME)
+            _check_integer("ExpireAfter.time", time, _MOST_TIME)
+        object.__setattr__(self, "steps", steps)
+        object.__setattr__(self, "time", time)
 
 
 Admission = AdmitAfter | AdmitWithProbability | Never

@@ -12,6 +12,7 @@ from life_cases import stream_stats
 from sharded_cases import Case, Table, shard_by_hand
 from sharded_life import Beside, Forward, drifting_batch
 from sharded_training import collection_of, outputs_by_name
+from shards import deep_but
 
 import torchrec_dyn as dyn
 
@@ -117,20 +118,19 @@ def check_lives(plan: tuple[int, int, bool, list[Plan]], steps: int, **options: 
     assert any(by_rank)
 
 
-# The deep test has this one too; "all kinds" has columns of three ranks.
-EVERYDAY = [plan for plan in MIXED if plan != "columns on 2, 0, 2, listed backwards"]
+# Plan, steps, whether the optimizer is Adam. "all kinds" has columns of three ranks, too.
+EVERYDAY = [
+    ("columns on 0, 1, 0", 26, False),
+    ("rows", 26, True),
+    ("all kinds", 26, False),
+    ("sequences", 26, True),
+]
+LONG = [(plan, 200, bool(turn % 2)) for turn, plan in enumerate([*MIXED, *EACH])]
 
 
-@pytest.mark.parametrize("plan", EVERYDAY)
-def test_every_shard_lives_as_the_unsharded_table(plan: str) -> None:
-    check_lives(MIXED[plan], 26)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("turn, plan", list(enumerate([*MIXED, *EACH])))
-def test_every_shard_lives_on(turn: int, plan: str) -> None:
-    options = {"fused_params": ADAM} if turn % 2 else {}
-    check_lives({**MIXED, **EACH}[plan], 200, **options)
+@pytest.mark.parametrize(("plan", "steps", "adam"), deep_but(EVERYDAY, EVERYDAY + LONG))
+def test_every_shard_lives_as_the_unsharded_table(plan: str, steps: int, adam: bool) -> None:
+    check_lives({**MIXED, **EACH}[plan], steps, **{"fused_params": ADAM} if adam else {})
 
 
 # Evaluation changes nothing; rows trained before sharding keep their life

@@ -97,6 +97,33 @@ def test_a_clock_set_before_the_first_use(make):
 
 
 @both
+def test_a_clock_that_is_never_set_warns_once(make, recwarn):
+    """Nothing expires then, and no number of `stats` shows it."""
+    timed, set_in_time = (
+        make(dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(time=60))) for _ in "ab"
+    )
+    for step in range(99):
+        timed(batch([1], []))
+        set_in_time(batch([1], []))
+        if step == 98:
+            set_in_time.set_time(5)
+    timed.eval()(batch([1], []))
+    timed.train()
+    assert not recwarn.list
+    text = (
+        r"^DynamicTable\('t'\): expected set_time\(t\) before training, since its rows expire by time, "
+        r"got no time in 100 training steps, so no row expires\. Call collection\.set_time\(t\) before "
+        r"each batch\.$"
+    )
+    with pytest.warns(UserWarning, match=text):
+        timed(batch([1], []))
+    for _ in range(30):
+        timed(batch([1], []))
+        set_in_time(batch([1], []))
+    assert not recwarn.list and timed.table("t").stats()["step"] == 130
+
+
+@both
 def test_evaluation_and_frozen_tables_change_nothing(make):
     collection = make(dyn.DynamicTableConfig(admission=dyn.AdmitAfter(2), eviction=LRU))
     train(collection, ([1, 1], [2]))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from life_cases import EVICTIONS, SideBySide, living_table
 from life_model import TooFew
+from shards import deep_but
 from table_cases import make_group
 
 import torchrec_dyn as dyn
@@ -76,10 +77,19 @@ def test_a_stream_that_drifts(eviction, admission):
     assert causes["counters_dropped"] > 10 or admission != "count"
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize(("limit", "size"), SIZES)
-@pytest.mark.parametrize("admission", ADMISSIONS)
-@pytest.mark.parametrize("eviction", EVICTIONS)
-def test_a_long_stream_that_drifts(eviction, admission, limit, size):
-    for seed in range(3):
-        run(eviction, admission, limit, size, steps=600, seed=seed)
+LONG = [
+    (eviction, admission, size, 600, 3)
+    for eviction in EVICTIONS
+    for admission in ADMISSIONS
+    for size in SIZES
+]
+SHORT = ("time, lfu", "count", SIZES[0], 60, 1)
+
+
+@pytest.mark.parametrize(
+    ("eviction", "admission", "size", "steps", "seeds"), deep_but([SHORT], [SHORT, *LONG])
+)
+def test_a_long_stream_that_drifts(eviction, admission, size, steps, seeds):
+    for seed in range(seeds):
+        causes = run(eviction, admission, *size, steps=steps, seed=seed)
+        assert causes["inserted"] > steps

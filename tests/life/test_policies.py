@@ -90,8 +90,10 @@ def test_the_extremes_are_legal():
 
 
 def test_steps_and_time_are_written_out():
-    with pytest.raises(TypeError, match="positional"):
-        ExpireAfter(3)
+    text = "ExpireAfter: expected an age with its name, got 3. Count in training steps with steps=, or by"
+    for call in (lambda: ExpireAfter(3), lambda: ExpireAfter(3, time=5)):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            call()
 
 
 ADMISSION_RULE = (

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compiled_training import SGD, compare, configs, inputs, model_of, train
+from shards import deep_but
 from torchrec import EmbeddingConfig
 
 import torchrec_dyn as dyn
@@ -38,9 +39,13 @@ def test_backward_in_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compilers == [None]
 
 
-@pytest.mark.deep
-def test_inductor() -> None:
-    compare("pooled", "model", "inductor")
+# Every day without its compiler, which takes 14 seconds: its decompositions and its partition of a graph.
+INDUCTOR = [("dense", "aot_eager_decomp_partition"), ("model", "inductor")]
+
+
+@pytest.mark.parametrize(("compiled", "backend"), deep_but(INDUCTOR[:1], INDUCTOR))
+def test_inductor(compiled: str, backend: str) -> None:
+    compare("pooled", compiled, backend)
 
 
 def test_hooks_and_subclasses() -> None:

@@ -22,6 +22,7 @@ from torchrec import (
 )
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
     get_default_sharders,
@@ -144,6 +145,39 @@ def refuse(case: str) -> None:
 @pytest.mark.parametrize("case", WRAPPED)
 def test_wrapped_for_several_ranks_is_an_error(case: str) -> None:
     workers.run(refuse, case, world_size=2)
+
+
+def refuse_a_plan_of_other_sharders() -> None:
+    topology = Topology(
+        world_size=dist.get_world_size(),
+        local_world_size=dist.get_world_size(),
+        compute_device="cpu",
+    )
+    for make, path in ((lambda: beside_static(Model()), "sparse.0"), (lambda: pooled(100), "")):
+        planner = EmbeddingShardingPlanner(topology=topology)
+        plan = planner.collective_plan(make(), OURS, dist.group.WORLD)
+        assert set(plan.plan) == {path}
+        for sharders, names in (
+            (None, "EmbeddingBagCollection, .*"),
+            ([], "nothing"),
+            ([dyn.DynamicEmbeddingCollectionSharder()], "DynamicEmbeddingCollection"),
+        ):
+            message = (
+                r"^DynamicEmbeddingBagCollection\(tables=\['t'\]\): expected a sharder for the tables, which "
+                rf"are in the plan of DistributedModelParallel, got sharders of {names}\. Pass sharders="
+                r"torchrec_dyn.default_sharders\(\) to DistributedModelParallel, and the same sharders to "
+                r"the planner if you call it\.$"
+            )
+            for options in ({}, NEVER):
+                with pytest.raises(ValueError, match=message):
+                    dmp(make(), plan=plan, sharders=sharders, **options)
+        dmp(make(), plan=plan, sharders=OURS, **NEVER)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sharders_of_the_planner_alone_are_an_error(world_size: int) -> None:
+    """This was TorchRec's KeyError of a type."""
+    workers.run(refuse_a_plan_of_other_sharders, world_size=world_size)
 
 
 def refuse_to_be_static() -> None:

@@ -1,7 +1,6 @@
 """Row-wise routing: one contiguous range of mixed ids per rank, for any id."""
 
 import random
-from itertools import pairwise
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec_dyn import AdmitAfter, DynamicTableConfig, Never, ops
 from torchrec_dyn.ranks.routing import config_of_share, ids_per_rank, owners, row_limit
 from torchrec_dyn.sharding.input_dists import NodeRowWiseInputDist, RowWiseInputDist
+from torchrec_dyn.storage import canonical_order
 
 LAST = 2**64 - 1
 
@@ -62,10 +62,14 @@ def test_owner_is_the_range_of_the_mixed_id(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ids_in_canonical_order_are_already_parted(ranks: int) -> None:
-    block = ids_per_rank(ranks)
-    ids = sorted(hard_ids(ranks).tolist(), key=mixed_by_hand)
-    parts = [owner_by_hand(i, ranks) for i in ids if mixed_by_hand(i) < block * ranks]
-    assert all(a <= b for a, b in pairwise(parts))
+    """Each owner has one run of the order; the few ids beyond the last range follow."""
+    ids = torch.unique(hard_ids(ranks))
+    ids = ids[canonical_order(ids)]
+    parts = owners(ids, ranks).tolist()
+    is_beyond = [mixed_by_hand(id) >= ids_per_rank(ranks) * ranks for id in ids.tolist()]
+    assert is_beyond == sorted(is_beyond) and sum(is_beyond) in range(1, ranks + 1)
+    parted = parts[: is_beyond.index(True)]
+    assert parted == sorted(parted) and {*parted} == {*range(ranks)}
 
 
 def test_no_ids_have_no_owners() -> None:

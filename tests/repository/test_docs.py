@@ -6,6 +6,7 @@ The build of the site (make docs) checks links between pages of docs/ and names 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -50,10 +51,6 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
-every_guide_page = pytest.mark.parametrize("page", GUIDE, ids=name_of)
-
-
 def prose(page: Path) -> str:
     """The page without its python blocks."""
     return pages.BLOCK.sub(lambda match: "" if match[1] == "python" else match[0], page.read_text())
@@ -74,11 +71,14 @@ def test_every_page_of_the_guide_has_code_to_run():
     assert without == ["checkpoint_costs.md", "ports.md"]
 
 
-@every_page
-def test_python_fences_are_found(page):
+def test_python_fences_are_found():
     """A fence in a list, or with further words, would be shown but not run."""
-    fences = re.findall(r"^([ \t]*```+[ \t]*py.*)$", page.read_text(), re.M)
-    assert fences == ["```python"] * len(pages.python_blocks(page.read_text()))
+    found = {}
+    for page in PAGES:
+        fences = re.findall(r"^([ \t]*```+[ \t]*py.*)$", page.read_text(), re.M)
+        if fences != ["```python"] * len(pages.python_blocks(page.read_text())):
+            found[name_of(page)] = fences
+    assert not found
 
 
 def test_readme_code_runs_as_the_readme_says(tmp_path):
@@ -135,13 +135,13 @@ def test_the_index_of_the_guide_names_every_page():
     assert {page.stem for page in GUIDE} <= {*contents}, "the table of contents of the site"
 
 
-@every_guide_page
-def test_a_page_of_the_guide_is_short(page):
-    lines = page.read_text().splitlines()
-    assert lines[0].startswith("# ")
-    assert len(lines) <= 200
+def test_a_page_of_the_guide_is_short():
+    lines = {page.name: page.read_text().splitlines() for page in GUIDE}
+    assert not [name for name, of_page in lines.items() if not of_page[0].startswith("# ")]
+    assert not {name: len(of_page) for name, of_page in lines.items() if len(of_page) > 200}
 
 
+@pytest.mark.deep  # make lint builds it too
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("sphinx")  # needs Python 3.11
     build(ROOT / "docs", tmp_path)
@@ -174,9 +174,8 @@ def described_names() -> set[str]:
     return described
 
 
-@pytest.mark.parametrize("name", public_names())
-def test_the_reference_describes_every_public_name(name):
-    assert name in described_names()
+def test_the_reference_describes_every_public_name():
+    assert not {*public_names()} - described_names()
 
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -189,32 +188,41 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
-@every_page
-def test_links_lead_somewhere(page):
+def test_links_lead_somewhere():
     """Links from and to pages that are not in the site, as GitHub resolves them."""
-    for target in LINK.findall(prose(page)):
-        path, _, anchor = target.partition("#")
-        file = (page.parent / path).resolve() if path else page
-        is_in_site = page.is_relative_to(ROOT / "docs") and file.is_relative_to(ROOT / "docs")
-        if target.startswith("https://") or is_in_site:
-            continue
-        assert file.exists(), f"{page.name}: {target}"
-        assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+    lost = []
+    for page in PAGES:
+        for target in LINK.findall(prose(page)):
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            is_in_site = page.is_relative_to(ROOT / "docs") and file.is_relative_to(ROOT / "docs")
+            if target.startswith("https://") or is_in_site:
+                continue
+            if not file.exists() or (anchor and anchor not in anchors(file)):
+                lost.append(f"{name_of(page)}: {target}")
+    assert not lost
 
 
-@every_page
-def test_make_targets_exist(page):
-    named = set(re.findall(r"(?:`|^)make ([a-z][\w-]*)", prose(page), re.M))
+def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
-    assert not [target for target in named if not re.search(rf"^{target}:", makefile, re.M)]
+    assert not [
+        f"{name_of(page)}: {target}"
+        for page in PAGES
+        for target in re.findall(r"(?:`|^)make ([a-z][\w-]*)", prose(page), re.M)
+        if not re.search(rf"^{target}:", makefile, re.M)
+    ]
 
 
-@every_page
-def test_options_of_the_main_job_exist(page):
-    spoken = re.findall(r'make train ARGS="([^"]*)"', prose(page))
+def test_options_of_the_main_job_exist():
     sources = "".join(path.read_text() for path in (ROOT / "examples").rglob("*.py"))
-    known = set(re.findall(r'"(--[a-z-]+)"', sources))
-    assert set(re.findall(r"--[a-z-]+", " ".join(spoken))) <= known | {"--help"}
+    known = {*re.findall(r'"(--[a-z-]+)"', sources), "--help"}
+    assert not [
+        f"{name_of(page)}: {option}"
+        for page in PAGES
+        for spoken in re.findall(r'make train ARGS="([^"]*)"', prose(page))
+        for option in re.findall(r"--[a-z-]+", spoken)
+        if option not in known
+    ]
 
 
 FILE = re.compile(r"(?<![\w.*{/-])((?:\.{1,2}/)*(?:[\w-]+/)*[\w-]+\.(?:py|pyi|h|cpp|cu|md))\b")
@@ -254,12 +262,14 @@ def is_there(name: str, named_in: Path) -> bool:
     is_of_package = named_in.is_relative_to(ROOT / "torchrec_dyn") or named_in.is_relative_to(
         ROOT / "csrc"
     )
+    return not is_of_package and name in names_of_files()
+
+
+@functools.cache
+def names_of_files() -> set[str]:
+    """The names of all files, without their folders."""
     trees = ("torchrec_dyn", "csrc", "tests", "examples", "benchmarks", "docs")
-    return (
-        not is_of_package
-        and "/" not in name
-        and any(True for tree in trees for _ in (ROOT / tree).rglob(name))
-    )
+    return {path.name for tree in trees for path in (ROOT / tree).rglob("*.*")}
 
 
 def said(path: Path) -> str:
@@ -278,15 +288,16 @@ def said(path: Path) -> str:
     return "\n".join(re.findall(r"(?://|#(?!include)).*", text))
 
 
-@pytest.mark.parametrize(
-    "path", [*PAGES, *CODE], ids=lambda path: str(path.relative_to(ROOT)).replace("/", ".")
-)
-def test_files_named_exist(path):
-    if path.suffix in {".so", ".typed"} or path.is_dir() or "saved_by" in str(path.parent):
-        return
-    named = set(FILE.findall(said(path))) - READERS_OWN - ELSEWHERE.get(path.name, set())
-    ours = {name for name in named if not name.startswith(OTHER_PROJECTS)}
-    assert not [name for name in sorted(ours) if not is_there(name, path)]
+def test_files_named_exist():
+    lost = {}
+    for path in (*PAGES, *CODE):
+        if path.suffix in {".so", ".typed"} or path.is_dir() or "saved_by" in str(path.parent):
+            continue
+        named = set(FILE.findall(said(path))) - READERS_OWN - ELSEWHERE.get(path.name, set())
+        ours = {name for name in named if not name.startswith(OTHER_PROJECTS)}
+        if missing := [name for name in sorted(ours) if not is_there(name, path)]:
+            lost[name_of(path)] = missing
+    assert not lost
 
 
 def test_readme_is_short():
@@ -303,9 +314,12 @@ def test_decisions_are_numbered():
     assert [page.name[:4] for page in DECISIONS] == [f"{i + 1:04}" for i in range(len(DECISIONS))]
 
 
-@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.name[:4])
-def test_decision_is_short_and_whole(page):
-    text = page.read_text()
-    assert len(text.splitlines()) <= 40
-    assert text.startswith(f"# {page.name[:4]} ")
-    assert all(part in text for part in ("**Context.**", "**Decision.**", "**Cost.**"))
+def test_decisions_are_short_and_whole():
+    faults = []
+    for page in DECISIONS:
+        text = page.read_text()
+        is_whole = all(part in text for part in ("**Context.**", "**Decision.**", "**Cost.**"))
+        is_short = len(text.splitlines()) <= 40
+        if not is_whole or not is_short or not text.startswith(f"# {page.name[:4]} "):
+            faults.append(page.name)
+    assert not faults

@@ -29,11 +29,8 @@ SMALL = ["--steps", "40", "--batch-size", "256", "--held-out", "8192", "--seed",
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """The default plan on the made-up stream, small, as a user starts it."""
-    out = tmp_path_factory.mktemp("mixed") / "results.json"
-    done = run_program(SCRIPT, "--json", str(out), *SMALL)
-    assert done.returncode == 0, done.stderr
-    return json.loads(out.read_text()), done.stdout + done.stderr
+    """The default plan on the made-up stream, small."""
+    return train(tmp_path_factory.mktemp("mixed"), *SMALL, ranks=2)
 
 
 def test_it_learns_the_stream(mixed):
@@ -90,6 +87,7 @@ def test_a_file_with_a_bad_line_skipped_on_uneven_ranks(tmp_path):
 
 
 def test_a_bad_line_ends_all_ranks_with_its_number_and_no_stack_trace(tmp_path):
+    """As a user starts the script: by torchrun, in interpreters of their own."""
     lines = learnable_lines(400)
     lines[210] = lines[210][:-3] + "xyz"
     path = write(tmp_path / "log", lines)

@@ -58,7 +58,7 @@ READ = {
     f"{_PACKAGE}.embedding_lookup.GroupedEmbeddingsLookup": [
         "_dummy_embs_tensor", "_emb_modules", "_feature_splits",
     ],
-    f"{_PACKAGE}.model_parallel.DistributedModelParallel": ["_env"],
+    f"{_PACKAGE}.model_parallel.DistributedModelParallel": ["_env", "_sharder_map"],
     f"{_PACKAGE}.embedding.EmbeddingCollectionAwaitable": ["_awaitables_per_sharding"],
 }  # fmt: skip
 

@@ -156,10 +156,21 @@ def test_features_with_different_numbers_of_bags_are_refused(served):
 
 
 def test_init_fn_of_a_config_is_not_used(served):
-    pooled, sequence = bag_configs(A)[0], sequence_configs(A)[0]
-    pooled.init_fn = sequence.init_fn = torch.nn.init.ones_
-    serving.ServingEmbeddingBagCollection(served(torch.float32), [pooled])
-    serving.ServingEmbeddingCollection(served(torch.float32, "embeddings"), [sequence])
+    features = batch(["f_a"], IDS, 30, seed=0)  # some in no table
+    for make, configs, kind in (
+        (serving.ServingEmbeddingBagCollection, bag_configs, "embedding_bags"),
+        (serving.ServingEmbeddingCollection, sequence_configs, "embeddings"),
+    ):
+        ours, others = configs(A), configs(A)
+        others[0].init_fn = torch.nn.init.ones_
+        for unseen in ("zeros", "initial"):
+            folder = served(torch.float32, kind)
+            one, other = (
+                make(folder, given, unseen=unseen)(features)["f_a"] for given in (ours, others)
+            )
+            if kind == "embeddings":
+                one, other = one.values(), other.values()
+            assert one.abs().max() > 0 and torch.equal(one, other)
 
 
 def test_configs_that_do_not_fit_are_errors(served, tmp_path):

@@ -57,8 +57,6 @@ def test_a_trained_module_is_served_as_it_evaluates(tmp_path, kind, trained_as):
     with torch.no_grad():
         expected = numbers(training(features))
     torch.testing.assert_close(numbers(ours(features)), expected, rtol=near, atol=near)
-    if not hasattr(checkpoint, "export_delta"):
-        pytest.skip("no deltas in this version")
     since = checkpoint.mark(training)
     for number in range(3):
         train(training, numbers, seed=100 * number)

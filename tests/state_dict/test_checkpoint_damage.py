@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,9 +16,12 @@ from checkpoint_damage import (
     flips_anywhere,
     flips_in_numbers,
     items_of,
+    links,
     load_damaged,
     losses,
     repeated_ids,
+    row_counts,
+    swaps,
 )
 
 from torchrec_dyn.life import NO_STEP
@@ -31,9 +35,9 @@ LOADED = Setup(2, ("column_wise", "row_wise"), optimizer="ADAM")
 UNSHARDED = Setup(0, optimizer="ADAM")
 
 
-def save_trained(setup: Setup, folder: str) -> None:
+def save_trained(setup: Setup, folder: str, steps: Sequence[int] = (0, 1, 2)) -> None:
     model = new(setup)
-    train(model, setup, range(3))
+    train(model, setup, steps)
     save(model, folder)
 
 
@@ -134,6 +138,35 @@ def test_scores_and_counters_out_of_range_are_found(name: str, most: int) -> Non
 @pytest.mark.parametrize("setup", [LOADED, UNSHARDED])
 def test_lost_and_cut_files_are_found(folder: Path, setup: Setup) -> None:
     check(setup, folder, losses(folder, random.Random(3)))
+
+
+@pytest.fixture(scope="module")
+def later(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the same model, trained once more on the last batch: most of its sizes are equal."""
+    path = tmp_path_factory.mktemp("later") / "saved"
+    run_on(SAVED, save_trained, str(path), (0, 1, 2, 2))
+    return path
+
+
+def test_files_that_changed_places_are_found(folder: Path, later: Path) -> None:
+    errors = check(LOADED, folder, swaps(folder, later))
+    assert len(errors) == 4
+
+
+def test_files_that_are_links_are_read_or_missed(folder: Path) -> None:
+    (sound,) = [Damage(file.name, link=str(file)) for file in folder.glob("__0_*")]
+    errors = check(UNSHARDED, folder, [sound, *links(folder)], is_wrong=False)
+    assert not errors[0] and all(errors[1:])
+
+
+@pytest.mark.parametrize("setup", [LOADED, UNSHARDED])
+def test_row_counts_that_no_table_has_are_found(folder: Path, setup: Setup) -> None:
+    """Before room is made for the rows: a rank took all memory."""
+    errors = check(setup, folder, random.Random(7).sample(row_counts(folder), 6))
+    missed = [
+        one for one in errors if not re.search(r"expected \d+ numbers in its chunks, got", one)
+    ]
+    assert not missed
 
 
 def test_a_flipped_bit_anywhere_is_found_or_of_no_account(folder: Path) -> None:

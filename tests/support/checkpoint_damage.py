@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import itertools
+import pickle
 import random
 import shutil
 import struct
@@ -27,16 +30,29 @@ class Damage:
         place: the first changed or missing byte.
         bytes: the bytes that replace the old bytes; empty: the file is cut at `place`, or removed if
             `place` is 0.
+        other: path of a file whose contents take the place of the old ones, or with which a file of the
+            directory changes places.
+        link: target of a symbolic link that takes the place of the file.
     """
 
     file: str
-    place: int
+    place: int = 0
     bytes: bytes = b""
+    other: str = ""
+    link: str = ""
 
     def do(self, folder: str) -> None:
         path = Path(folder, self.file)
         blob = path.read_bytes()
-        if not self.place and not self.bytes:
+        if self.link:
+            path.unlink()
+            path.symlink_to(self.link)
+        elif self.other:
+            other = Path(folder, self.other)
+            path.write_bytes(other.read_bytes())
+            if other.parent == path.parent:
+                other.write_bytes(blob)
+        elif not self.place and not self.bytes:
             path.unlink()
         else:
             end = blob[self.place + len(self.bytes) :] if self.bytes else b""
@@ -108,6 +124,39 @@ def losses(folder: Path, chance: random.Random) -> list[Damage]:
     return found
 
 
+def swaps(folder: Path, later: Path) -> list[Damage]:
+    """Returns damages in which files change places, or one is of a later checkpoint of the model."""
+    files = sorted(one.name for one in folder.glob("*.distcp"))
+    pairs = [Damage(one, other=other) for one, other in itertools.pairwise(files)]
+    return pairs + [Damage(one, other=str(later / one)) for one in [*files, ".metadata"]]
+
+
+def links(folder: Path) -> list[Damage]:
+    """Returns damages in which a file is a symbolic link to nothing that a checkpoint could be read from."""
+    targets = ["nowhere", "{file}", ".", "/dev/zero", "/dev/null", "../.."]
+    return [
+        Damage(file, link=target.format(file=file))
+        for file in (sorted(one.name for one in folder.glob("*.distcp"))[0], ".metadata")
+        for target in targets
+    ]
+
+
+def row_counts(folder: Path) -> list[Damage]:
+    """Returns damages of the index: tables of more rows than are saved, beyond 2^31 and up to 2^63 - 1."""
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    prefixes = {key.rpartition(".")[0] for key in index.state_dict_metadata if key.endswith(".ids")}
+    found = []
+    for prefix in sorted(prefixes):
+        for rows in (2**31, 2**31 + 7, 2**32, 2**33, 2**61, 2**63 - 1):
+            crafted = copy.deepcopy(index)
+            for name in ("ids", "weight", "last_seen", "count"):
+                saved = crafted.state_dict_metadata.get(f"{prefix}.{name}")
+                if saved is not None:
+                    saved.size = torch.Size([rows, *saved.size[1:]])
+            found.append(Damage(".metadata", bytes=pickle.dumps(crafted)))
+    return found
+
+
 def repeated_ids(folder: Path) -> list[Damage]:
     """Returns damages in which an id of a table is replaced by another id of the table."""
     found = []
@@ -132,17 +181,17 @@ def load_damaged(setup: Setup, folder: str, damages: Sequence[Damage]) -> list[T
     """
     sound, model = held(load(new(setup), folder)), new(setup)
     train(model, setup, range(10, 12))
-    was, copy, told = held(model), f"{folder} damaged", []
+    was, damaged, told = held(model), f"{folder} damaged", []
     for damage in damages:
         if not setup.world or dist.get_rank() == 0:
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(folder, copy)
-            damage.do(copy)
+            shutil.rmtree(damaged, ignore_errors=True)
+            shutil.copytree(folder, damaged)
+            damage.do(damaged)
         if setup.world:
             dist.barrier()
         error = ""
         try:
-            load(model, copy)
+            load(model, damaged)
         except BaseException as one:  # torch's CheckpointException is not an Exception
             error = f"{type(one).__name__}: {one}"
         told.append(Told(error, differences(held(model), was if error else sound)))

@@ -1,14 +1,12 @@
 """Runs every op again and again, each time with another allocation that fails.
 
-    failed_allocations.py cpu       the CPU's kernels
-    failed_allocations.py device    the simt build, on a device that is lost or not; tensors only
+First the kernels of the CPU, then those of the simt build, on a device that is lost or not (tensors only).
 
 LD_PRELOAD is the library of failing_memory.cpp.
 """
 
 import ctypes
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -138,8 +136,9 @@ def fail_on_the_cpu():
 
 def fail_on_a_device():
     for op in sorted(kernels_of("simt") & SAMPLES.keys()):
-        print(op, sum(failed_calls_of_a_device(op, make) for make in SAMPLES[op]))
+        print("device", op, sum(failed_calls_of_a_device(op, make) for make in SAMPLES[op]))
 
 
 if __name__ == "__main__":
-    {"cpu": fail_on_the_cpu, "device": fail_on_a_device}[sys.argv[1]]()
+    fail_on_the_cpu()
+    fail_on_a_device()

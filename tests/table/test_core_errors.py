@@ -112,6 +112,19 @@ class Foreign:
             "expected a key among optimizer, learning_rate, eps, beta1, beta2, weight_decay, "
             "weight_decay_mode, output_dtype, got 'momentum'. Remove it.",
         ),
+        *[
+            (
+                {key: 1.0},
+                "expected a key among optimizer, learning_rate, eps, beta1, beta2, weight_decay, "
+                f"weight_decay_mode, output_dtype, got {key!r}. {remedy}",
+            )
+            for key, remedy in (
+                ("lr", "Write learning_rate."),
+                ("betas", "Write beta1 and beta2."),
+                ("gradient_clipping", "Remove it, and clamp the gradient of the outputs in a hook: row"),
+                ("max_gradient", "Remove it, and clamp the gradient of the outputs in a hook: row"),
+            )
+        ],
         (
             {"optimizer": "exact_sgd", "weight_decay": 0.1},
             "expected weight_decay = 0 with EXACT_SGD, whose rule has no weight decay, got 0.1.",
@@ -211,6 +224,22 @@ def test_ids_of_a_table(method, ids):
         f"DynamicTable('t').{method}: expected ids [M] of int64, got {list(ids.shape)} of "
         f"{ids.dtype}. Convert with ids.long().flatten().",
         lambda: getattr(table, method)(ids, *rows),
+    )
+    assert table.num_rows == 0
+
+
+def test_ids_and_rows_of_a_table_are_tensors():
+    table = make_table(eviction=LeastRecentlyUsed())
+    for method in ("lookup", "erase", "last_seen", "count", "assign"):
+        rows = [torch.ones(1, 4)] if method == "assign" else []
+        refuses(
+            f"DynamicTable('t').{method}: expected ids as a tensor, got list. Convert with "
+            "torch.as_tensor().",
+            lambda: getattr(table, method)([1], *rows),
+        )
+    refuses(
+        "DynamicTable('t').assign: expected rows as a tensor, got tuple. Convert with",
+        lambda: table.assign(ids_of(1), (1.0, 1.0, 1.0, 1.0)),
     )
     assert table.num_rows == 0
 

@@ -282,6 +282,9 @@ def ask_badly(case: Case) -> list[str]:
         lambda: dyn.lookup_rows(sharded, "t0", nothing) if bad else dyn.read_ids(sharded, "t0"),
     ]
     faults = [fault_of(call) for call in calls]
+    for read in ("lookup", "count"):  # also on a rank without a shard
+        text = fault_of(lambda read=read: getattr(sharded.table("t0"), read)([1, 2]))
+        assert f".{read}: expected ids as a tensor, got list. Convert with" in text
     assert torch.equal(dyn.read_ids(sharded, "t0"), before)
     rows = torch.zeros(5000, 8)
     faults.append(

@@ -64,6 +64,13 @@ class ChunkedTensor:
         self._rows, self._columns = _rows_and_columns(self.shape)
         self.row_bytes: int = self._columns * self.dtype.itemsize
         self._chunks = sorted(self._read_chunks(key, saved), key=lambda chunk: chunk.first)
+        # Before anyone makes room for so many rows.
+        total, saved_numbers = (
+            math.prod(self.shape),
+            sum(math.prod(one.shape) for one in self._chunks),
+        )
+        if saved_numbers != total:
+            raise self._damaged(f"{total} numbers", f"{saved_numbers}")
         self._starts = [chunk.first for chunk in self._chunks]
         self._longest = max((chunk.shape[0] for chunk in self._chunks), default=0)
         self._unpacked: dict[int, Tensor] = {}  # chunks in use that can only be loaded whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -168,6 +168,10 @@ class ShardedDynamicEmbeddingCollection(
         """Creates the state of one forward."""
         return SequenceContext()
 
+    def register_post_lookup_tracker_fn(self, record_fn: Callable[..., None]) -> None:
+        """Registers a function that TorchRec's tracker of changed rows calls after each lookup."""
+        super().register_post_lookup_tracker_fn(partial(_record, record_fn))
+
     @property
     def unsharded_module_type(self) -> type[nn.Module]:
         """The type of the unsharded collection."""
@@ -227,6 +231,15 @@ class ShardedDynamicEmbeddingCollection(
         if self._output_names != self._planned_names:
             awaitable.callbacks.append(partial(sequences_in_order, names=self._output_names))
         return awaitable
+
+
+def _record(record_fn: Callable[..., None], features: KeyedJaggedTensor, *looked_up: Any) -> None:
+    """Calls a function of TorchRec's tracker of changed rows with the ids that arrived and their lookup."""
+    try:
+        record_fn(features, *looked_up)
+    except ZeroDivisionError:  # TrackingMode.EMBEDDING divides by the number of ids
+        if features.values().numel():
+            raise
 
 
 def _check_widths(

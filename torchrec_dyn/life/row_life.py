@@ -39,6 +39,8 @@ from torchrec_dyn.policies import (
 from torchrec_dyn.storage import HostRead, IdMap, gather_pair, places_of
 
 _SCORED_AT_ONCE = 1 << 20
+# A table that expires by time is noticed after this many training steps without a time.
+STEPS_WITHOUT_TIME = 100
 
 
 class Decision(NamedTuple):
@@ -114,6 +116,7 @@ class RowLife:
         self.is_timed = age_limit is not None and age_limit.time is not None
         self.replaces = replacement is not None
         self.is_unscored = False
+        self._steps_without_time = 0
         self._by_count = isinstance(replacement, LeastFrequentlyUsed)
         self._row_limit = row_limit
         self._device = device
@@ -144,6 +147,13 @@ class RowLife:
         self.scores.forget(rows)
         if isinstance(self._candidates, CountCandidates):
             self._candidates.forget(rows)
+
+    def has_missed_time(self) -> bool:
+        """Counts a step in which nothing can expire for want of a time; True once, at the hundredth."""
+        if not self.is_timed or self.clock.now is not None:
+            return False
+        self._steps_without_time += 1
+        return self._steps_without_time == STEPS_WITHOUT_TIME
 
     def expired(
         self, step: int, id_map: IdMap, high: int

@@ -17,7 +17,11 @@ from torchrec_dyn.life import time_fault
 from torchrec_dyn.modules.table_configs import dynamic_config_by_table
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
-from torchrec_dyn.modules.wrapper_checks import check_not_in_dmp, check_not_made_static
+from torchrec_dyn.modules.wrapper_checks import (
+    FoundByType,
+    check_not_in_dmp,
+    check_not_made_static,
+)
 from torchrec_dyn.ranks import TableHandle
 from torchrec_dyn.table import TableShard
 
@@ -49,7 +53,7 @@ def unsharded_tables(
     }
 
 
-class UnshardedCollection(NotScriptable, FusedOptimizerModule):
+class UnshardedCollection(NotScriptable, FusedOptimizerModule, metaclass=FoundByType):
     """Mixin for TorchRec's interfaces of collections: methods that both unsharded collections share."""
 
     @property

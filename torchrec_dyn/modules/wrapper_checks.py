@@ -6,13 +6,15 @@ modules, would make static tables of it. These are errors. On one rank the wrapp
 would take the rows of one rank of a sharded collection for all rows is an error, too.
 
 No wrapper has a hook for modules inside the model. So the members that their constructors read look up the
-call stack; every other caller gets what it gets from any module (docs/decisions/0025).
+call stack; every other caller gets what it gets from any module (docs/decisions/0025). Of a collection in its
+plan without a sharder DistributedModelParallel reads nothing but the hash of the type.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
+from abc import ABCMeta
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
@@ -35,6 +37,7 @@ def _code(function: Callable[..., Any]) -> CodeType:
 
 _DDP = _code(DistributedDataParallel.__init__)
 _DMP = _code(DistributedModelParallel.__init__)
+_DMP_SHARDS = _code(DistributedModelParallel._shard_modules_impl)
 _FULLY_SHARD = _code(fully_shard)
 _GET_MODEL_STATE_DICT = _code(dcp_state_dict._get_model_state_dict)
 _STATIC = (
@@ -45,6 +48,34 @@ _WHAT_TO_DO = (
     "Pass sharders=torchrec_dyn.default_sharders() to DistributedModelParallel, and the same sharders to "
     "the planner if you call it"
 )
+
+
+class FoundByType(ABCMeta):
+    """Metaclass of the unsharded collections: DistributedModelParallel finds sharders in a dict by type.
+
+    A collection in the plan without its sharder, as after a planner with other sharders, would be a KeyError.
+    """
+
+    def __hash__(cls) -> int:
+        caller = sys._getframe().f_back
+        if caller is not None and caller.f_code is _DMP_SHARDS:
+            _check_sharder(cls, caller.f_locals)
+        return super().__hash__()
+
+
+def _check_sharder(kind: type, of_dmp: Any) -> None:
+    """Checks that a DistributedModelParallel has a sharder for a type; `of_dmp`: its local variables.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    kinds = list(of_dmp["self"]._sharder_map)
+    if not any(known is kind for known in kinds):
+        names = ", ".join(known.__name__ for known in kinds) or "nothing"
+        raise ValueError(
+            f"{of_dmp['module']._where()}: expected a sharder for the tables, which are in the plan of "
+            f"DistributedModelParallel, got sharders of {names}. {_WHAT_TO_DO}."
+        )
 
 
 def check_not_in_dmp(where: str) -> None:

@@ -23,6 +23,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 _KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value)
+_NO_COPIES = " Every rank would have all rows: choose one of those, or a static table."
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,10 @@ def table_layouts(
         sharding = plan[config.name]
         table = f"{where}(table='{config.name}')"
         if sharding.sharding_type not in sharding_types:
+            is_copied = sharding.sharding_type == ShardingType.DATA_PARALLEL.value
             raise ValueError(
                 f"{table}: expected sharding type {', '.join(sharding_types)}, "
-                f"got '{sharding.sharding_type}'."
+                f"got '{sharding.sharding_type}'.{_NO_COPIES if is_copied else ''}"
             )
         layouts[config.name] = _layout(config, sharding, env, table)
     return layouts

@@ -35,7 +35,7 @@ from torchrec_dyn.storage import (
     to_host,
     turn_of,
 )
-from torchrec_dyn.table import TableShard, stamp_of
+from torchrec_dyn.table import TableShard, check_ids, stamp_of
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -178,6 +178,7 @@ class Table:
             found: [K] bool, True if the id has a row here.
         """
         if not self.shards:
+            ids = check_ids(f"{self.where}.lookup", ids)
             not_found = torch.zeros(ids.numel(), dtype=torch.bool, device=self.device)
             return torch.empty(ids.numel(), 0, dtype=self.dtype, device=self.device), not_found
         read = [shard.lookup(ids) for shard in self.shards]

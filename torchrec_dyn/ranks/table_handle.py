@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.ranks.table import Table
+from torchrec_dyn.table import check_ids
 
 
 class TableOwner(Protocol):
@@ -99,14 +100,14 @@ class TableHandle:
         table = self.whole
         for shard in table.shards:
             return shard.last_seen(ids)
-        return torch.full_like(ids, -1, device=table.device)
+        return torch.full_like(_checked(table, "last_seen", ids), -1, device=table.device)
 
     def count(self, ids: Tensor) -> Tensor:
         """Returns each id's number of occurrences. As `torchrec_dyn.read_counts`, for this rank's shard."""
         table = self.whole
         for shard in table.shards:
             return shard.count(ids)
-        return torch.zeros_like(ids, device=table.device)
+        return torch.zeros_like(_checked(table, "count", ids), device=table.device)
 
     def stats(self) -> dict[str, int | float]:
         """Returns the counts of this rank's shard; if there are several column shards, of the first.
@@ -160,3 +161,8 @@ class TableHandle:
     def __repr__(self) -> str:
         where = "" if self.whole.group is None else " on this rank"
         return f"TableHandle(name='{self.name}', num_rows={self.num_rows}{where})"
+
+
+def _checked(table: Table, call: str, ids: Tensor) -> Tensor:
+    """Returns the ids of a call on a rank without a shard, which another rank would check."""
+    return check_ids(f"{table.where}.{call}", ids)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,14 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
         **later_torchrec: Any,
     ) -> BaseEmbedding:
         return DynamicKernel(config, device)
+
+    def register_optim_state_tracker_fn(self, record_fn: Callable[..., None]) -> None:
+        """Refuses TorchRec's tracker of changed rows in its modes with optimizer state.
+
+        Raises:
+            ValueError: always.
+        """
+        _refuse_state_tracker(self.grouped_configs)
 
     def _forward_with_vbe_merging(
         self, features_by_group: list[KeyedJaggedTensor], device: torch.device
@@ -92,6 +100,24 @@ class SequenceLookup(GroupedEmbeddingsLookup):
         **later_torchrec: Any,
     ) -> BaseEmbedding:
         return DynamicKernel(config, device)
+
+    def register_optim_state_tracker_fn(self, record_fn: Callable[..., None]) -> None:
+        """Refuses TorchRec's tracker of changed rows in its modes with optimizer state.
+
+        Raises:
+            ValueError: always.
+        """
+        _refuse_state_tracker(self.grouped_configs)
+
+
+def _refuse_state_tracker(groups: Sequence[GroupedEmbeddingConfig]) -> NoReturn:
+    """Raises ValueError: TorchRec's tracker reads optimizer state of its own tables, by row number."""
+    names = ", ".join(sorted({name for group in groups for name in group.table_names()}))
+    raise ValueError(
+        f"tables {names}: expected a ModelDeltaTracker of ids (TrackingMode.ID_ONLY, or EMBEDDING for a "
+        "sequence collection), got a mode with optimizer state. "
+        "Export changed rows and their optimizer state with torchrec_dyn.checkpoint.export_delta."
+    )
 
 
 def prefetch(

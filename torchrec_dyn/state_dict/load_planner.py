@@ -7,6 +7,7 @@ dynamic table, and passes the blocks read to the entry. The model does not chang
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from torchrec_dyn.checkpoint_format import (
+    DAMAGED,
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
     ROW_TENSORS,
@@ -67,12 +69,14 @@ class LoadPlanner(DefaultLoadPlanner):
         for fqn, value in flat.items():
             of_saved = saved.get(fqn)
             if isinstance(value, SavedTensor) and value.entry is not None:
+                _check_chunks(fqn, of_saved)
                 self._names[fqn] = fqn.rpartition(".")[2]
                 _, tensors = found.setdefault(id(value.entry), (value.entry, {}))
                 if isinstance(of_saved, TensorStorageMetadata):
                     tensors[self._names[fqn]] = of_saved
             elif isinstance(value, Tensor) and _is_of_unsharded_table(fqn, flat, saved):
                 self._plain.add(fqn)
+                _check_chunks(fqn, of_saved)
                 name = fqn.rpartition(".")[2]
                 resized = _resized(value, name, of_saved)
                 if resized is not None:
@@ -160,6 +164,16 @@ def _is_of_unsharded_table(fqn: str, flat: Mapping[str, Any], saved: Mapping[str
     """
     config = f"{fqn.rpartition('.')[0]}.config"
     return config in flat and config in saved
+
+
+def _check_chunks(fqn: str, saved: Any) -> None:
+    """Raises ValueError unless the chunks have all numbers of a tensor: else room is made for any number."""
+    if isinstance(saved, TensorStorageMetadata):
+        total, found = math.prod(saved.size), sum(math.prod(one.sizes) for one in saved.chunks)
+        if found != total:
+            raise ValueError(
+                f"'{fqn}' of the checkpoint: expected {total} numbers in its chunks, got {found}. {DAMAGED}"
+            )
 
 
 def _resized(value: Tensor, name: str, saved: Any) -> Tensor | None:

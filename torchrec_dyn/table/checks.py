@@ -48,6 +48,7 @@ def checked_device(where: str, dtype: torch.dtype, device: torch.device | str) -
 
 def check_ids(where: str, ids: Tensor) -> Tensor:
     """Returns ids for an op, contiguous; raises ValueError unless they are ids [M] of int64."""
+    _check_tensor(where, "ids", ids)
     if ids.dtype != torch.int64 or ids.dim() != 1:
         raise ValueError(
             f"{where}: expected ids [M] of int64, got {list(ids.shape)} of {ids.dtype}. "
@@ -58,10 +59,19 @@ def check_ids(where: str, ids: Tensor) -> Tensor:
 
 def check_rows(where: str, rows: Tensor, shape: tuple[int, int]) -> None:
     """Raises ValueError unless they are rows [M, D] of floating point numbers; `shape` is M, D."""
+    _check_tensor(where, "rows", rows)
     if tuple(rows.shape) != shape or not rows.is_floating_point():
         raise ValueError(
             f"{where}: expected floating point rows of shape "
             f"{list(shape)}, got {list(rows.shape)} of {rows.dtype}."
+        )
+
+
+def _check_tensor(where: str, what: str, given: object) -> None:
+    if not isinstance(given, Tensor):
+        raise ValueError(
+            f"{where}: expected {what} as a tensor, got {type(given).__name__}. "
+            "Convert with torch.as_tensor()."
         )
 
 

@@ -8,13 +8,14 @@ Legend: M distinct ids without a row, K expired ids.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn.life import Decision, Drop
+from torchrec_dyn.life import STEPS_WITHOUT_TIME, Decision, Drop
 from torchrec_dyn.storage import HostRead, read_together
 from torchrec_dyn.table.arrays import TableArrays
 from torchrec_dyn.table.insertion import Addition, Removal, commit_rows, rows_of_new
@@ -34,6 +35,14 @@ class Expired(NamedTuple):
 def expired_of(table: TableArrays) -> HostRead[Expired]:
     """Returns the expired ids of a table with an age limit and removes nothing."""
     assert table.life is not None
+    if table.life.has_missed_time():
+        warnings.warn(
+            f"{table.where}: expected set_time(t) before training, since its rows expire by time, got no "
+            f"time in {STEPS_WITHOUT_TIME} training steps, so no row expires. "
+            "Call collection.set_time(t) before each batch.",
+            UserWarning,
+            stacklevel=2,
+        )
     high = table.row_numbers.high_water_mark
     expired = yield from table.life.expired(table.step + 1, table.id_map, high)
     return Expired(*(expired or (_NONE, _NONE)), table.id_map.num_ids)
