@@ -35,6 +35,9 @@ MORE = {
 }
 STARTS_PROCESSES = ["bench_train", "bench_gpu_train", "bench_checkpoint", "bench_dedup"]
 
+# Tables of bench_eviction that expire by time have no time until ids expire.
+NO_TIME = pytest.mark.filterwarnings("ignore:.*expected set_time:UserWarning")
+
 
 @pytest.fixture(autouse=True)
 def benchmarks(monkeypatch):
@@ -80,6 +83,7 @@ def test_all_can_be_imported():
 
 
 @pytest.mark.parametrize("name", deep_but({*IN_PROCESS} - {"bench_serving"}, IN_PROCESS))
+@NO_TIME
 def test_runs_and_writes(name, tiny_run):
     written, _, shown = tiny_run(name)
     assert written["rows"]
@@ -320,6 +324,7 @@ def test_summary_names_what_the_growth_benchmark_measures(tiny_run):
     assert {(goal["what"], goal["against"]) for goal in goals} <= measured
 
 
+@NO_TIME
 def test_summary_names_what_the_eviction_benchmark_measures(tiny_run, monkeypatch):
     import axes
 

@@ -178,7 +178,8 @@ def read_manifest(folder: Path, generation: str) -> Manifest:
         version = found.pop("format")
         if version not in _FORMATS:
             raise ValueError(f"format {version!r}, this version reads {_FORMATS}")
-        without = {"key": 0} if version == 1 else {}  # what an older format does not have
+        # What an older format does not have.
+        without: dict[str, Any] = {"key": 0} if version == 1 else {}
         tables = {
             name: ServedTable(**without, **table)
             for name, table in sorted(found.pop("tables").items())
