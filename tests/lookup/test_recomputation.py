@@ -1,4 +1,4 @@
-"""Activation checkpointing runs a lookup twice and trains as without it, bit for bit: every rule and policy."""
+"""Activation checkpointing runs lookups twice and trains as without it: for all rules and policies."""
 
 from __future__ import annotations
 

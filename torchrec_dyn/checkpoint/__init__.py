@@ -1,6 +1,6 @@
 """Checkpoints: load planner, deltas, files of rows, and inspection (docs/guide/checkpoints.md).
 
-Imports `migration`, `whole_model`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life` and
+Imports `migration`, `whole_model`, `modules`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life` and
 `storage`. Start with `delta_export`, then `delta_reader` and `delta_apply`; `inspection` and
 `verification` are the commands `python -m torchrec_dyn inspect` and `verify`. `torch.distributed.checkpoint`
 (DCP) itself saves and loads. A delta is a DCP checkpoint of the changed rows; it is verified completely
@@ -9,6 +9,7 @@ before any table changes.
 
 from torchrec_dyn.checkpoint.delta_apply import apply_delta
 from torchrec_dyn.checkpoint.delta_export import Marker, export_delta, mark
+from torchrec_dyn.checkpoint.dropped_load import drop_load
 from torchrec_dyn.checkpoint.inspection import inspect_checkpoint, plot_fault
 from torchrec_dyn.checkpoint.safetensors_rows import export_rows, export_saved_rows, import_rows
 from torchrec_dyn.checkpoint.verification import verify_checkpoint, verify_rows_file
@@ -20,6 +21,7 @@ __all__ = [
     "LoadPlanner",
     "Marker",
     "apply_delta",
+    "drop_load",
     "export_delta",
     "export_rows",
     "export_saved_rows",

@@ -42,6 +42,7 @@ from torchrec_dyn.sharding import (
     pad_batch,
     remove_stale_forwards,
     sequences_in_order,
+    with_mode_of,
 )
 
 
@@ -162,7 +163,7 @@ class ShardedDynamicEmbeddingCollection(
             # An interrupted first batch may have created some dists.
             self._input_dists: list[nn.Module] = []
         remove_stale_forwards(self._input_dists)
-        return super().input_dist(ctx, features)
+        return self._send(ctx, features, super().input_dist)
 
     def create_context(self) -> SequenceContext:
         """Creates the state of one forward."""
@@ -197,6 +198,7 @@ class ShardedDynamicEmbeddingCollection(
         sent = []
         for send_once, features in zip(self._send_once, input_feature_splits, strict=True):
             once, expansion = send_once(features)
+            once = with_mode_of(once, features)
             ctx.input_features.append(features)
             ctx.expansions.append(expansion)
             sent.append(once)

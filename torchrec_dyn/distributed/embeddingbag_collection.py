@@ -150,7 +150,7 @@ class ShardedDynamicEmbeddingBagCollection(
         if self._mean.is_needed:
             with torch.no_grad():
                 ctx.divisor = self._mean(features)
-        return super().input_dist(ctx, features)
+        return self._send(ctx, features, super().input_dist)
 
     def accept_unweighted_batches(self) -> None:
         """Accepts batches without weights: feature processors compute the weights on the owners."""

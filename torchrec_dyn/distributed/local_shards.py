@@ -66,6 +66,7 @@ class LocalShards:
             `is_frozen` of the shards.
         batches: the batches whose ids were sent and not looked up yet.
         device: the device of the rows.
+        lock: the lock of the shards; of another plan, too.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class LocalShards:
             shards=self._tables[name],
             rank=self._env.rank,
             group=self._group,
-            lock=self._lock,
+            lock=self.lock,
             device=self.device,
             config=table_config(name, columns, dynamic.seed, dtype, initializer),
             options=dynamic,
@@ -205,7 +206,7 @@ class LocalShards:
     def copy_settings(self, other: LocalShards) -> None:
         """Copies initializers, frozen tables and the lock of the shards of another plan, before rows move."""
         self._initializers, self.frozen = dict(other._initializers), other.frozen
-        self._share(other._lock)
+        self._share(other.lock)
         for shards in self._tables.values():
             for shard in shards:
                 shard.is_frozen = shard.name in self.frozen
@@ -233,7 +234,7 @@ class LocalShards:
         optimizer.drive([kernel.group for kernel in self._kernels])
 
     def _share(self, lock: TableLock) -> None:
-        self._lock = lock
+        self.lock = lock
         for shards in self._tables.values():
             for shard in shards:
                 shard.lock = lock

@@ -17,11 +17,27 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.types import LazyAwaitable, LazyNoWait, ShardedModule
+from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    LazyNoWait,
+    ShardedModule,
+    ShardingEnv,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.compilers import NotScriptable, forward_of_tables, not_compiled
 from torchrec_dyn.distributed.local_shards import LocalShards
-from torchrec_dyn.sharding import PrefetchedSteps, drop_steps, prefetch, set_batch
+from torchrec_dyn.sharding import (
+    PrefetchedSteps,
+    check_modes,
+    drop_steps,
+    expect_modes,
+    prefetch,
+    set_batch,
+    with_mode,
+)
+from torchrec_dyn.state_dict import check_taken
 from torchrec_dyn.storage import OpenForward, stream_on, wait_for_stream
 
 _Output = TypeVar("_Output")
@@ -55,11 +71,13 @@ class BatchContext:
         sent: open from sending the ids to their lookup, which closes it; None before.
         sending_stream: the stream that sends and receives the ids; None on the CPU.
         prefetched_steps: the training steps of the batch that were taken when it was prefetched.
+        has_modes: True if the modes of the ranks were sent with the batch and are not checked yet.
     """
 
     sent: OpenForward | None = None
     sending_stream: Any = None
     prefetched_steps: PrefetchedSteps = field(default_factory=dict)
+    has_modes: bool = False
 
 
 class Stages(ShardedModule[Any, Any, Any, Any]):
@@ -67,6 +85,7 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
 
     _lookups: list[Any]
     _shards: LocalShards
+    _env: ShardingEnv
 
     @not_compiled
     def prefetch(
@@ -80,6 +99,8 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         The context keeps the steps; without one no steps are taken. The stream is not used: the forward keeps
         what it uses.
         """
+        if ctx is not None:
+            self._check_modes(ctx)
         prefetch(self._lookups, dist_input, None if ctx is None else ctx.prefetched_steps)
 
     @not_compiled
@@ -104,6 +125,7 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
 
     def _with_batch(self, ctx: Any, look_up: Callable[[], _Output]) -> _Output:
         """Runs a lookup of the batch, with its senders and with the steps that were taken ahead of it."""
+        self._check_modes(ctx)
         with_steps = len(ctx.prefetched_steps) > 0
         try:
             set_batch(self._lookups, ctx.sharding_contexts, ctx.prefetched_steps)
@@ -116,10 +138,34 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         """Does nothing: a row is initialised when its id is first seen."""
 
     def _open(self, ctx: BatchContext, device: torch.device) -> None:
-        """Begins to send the ids of a batch that is on this device."""
+        """Begins to send the ids of a batch that is on this device.
+
+        Raises:
+            ValueError: a load was read and not taken.
+        """
+        check_taken(self._shards.lock, self._shards.where)
         ctx.sent = OpenForward(self._shards.batches)
         if device.type != "cpu":
             ctx.sending_stream = stream_on(device)
+
+    def _send(
+        self,
+        ctx: Any,
+        features: KeyedJaggedTensor,
+        input_dist: Callable[[Any, KeyedJaggedTensor], Awaitable[Awaitable[KJTList]]],
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Sends a batch by TorchRec's input dist, with the mode of this rank."""
+        if self._env.world_size == 1:
+            return input_dist(ctx, features)
+        sending = input_dist(ctx, with_mode(features, self.training))
+        expect_modes(ctx.sharding_contexts)
+        ctx.has_modes = True
+        return sending
+
+    def _check_modes(self, ctx: Any) -> None:
+        if ctx.has_modes:
+            ctx.has_modes = False
+            check_modes(ctx.sharding_contexts, self._shards.where)
 
     @abstractmethod
     def _finished(self, awaitable: LazyAwaitable[Any], ctx: Any) -> LazyAwaitable[Any]:

@@ -8,8 +8,8 @@ and the second run takes it from there.
 Both runs are recognised by what torch does around them, never by a resemblance of batches: a forward within a
 backward may as well be an original one, from a hook or a pipeline (docs/decisions/0035). torch has two kinds:
 
-- Not re-entrant. The first run has saved-tensor hooks of a frame. The second is called by the `unpack_hook` of
-  that frame. Its graph gets no gradient: the gradients of the rows reach the first run.
+- Not re-entrant. The first run has saved-tensor hooks of a frame. The second is called by the `unpack_hook`
+  of that frame. Its graph gets no gradient: the gradients of the rows reach the first run.
 - Re-entrant. The first run is within `CheckpointFunction.forward`, without a graph. The second is called by
   `CheckpointFunction.backward`, and its graph gets the gradients.
 
@@ -163,9 +163,9 @@ def checkpoints_around() -> Checkpoints | None:
 
 
 def _may_be_reentrant() -> bool:
-    """Returns False if no run of a re-entrant function is around, in a time that does not depend on the stack.
+    """Returns False if no run of a re-entrant function is around; its time does not depend on the stack.
 
-    An autograd function switches off forward-mode gradients too; `no_grad` does not.
+    An autograd function switches forward-mode gradients off, too; `no_grad` does not.
     """
     if torch._C._current_graph_task_id() != -1:
         return True

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer
 
 from torchrec_dyn.lookup import TableGroup
+from torchrec_dyn.modules.wrapper_checks import check_not_scaled
 
 
 class LearningRateGroup(dict[str, Any]):
@@ -65,7 +66,12 @@ class DynamicOptimizer(FusedOptimizer):
         group.drive(groups)
 
     def step(self, closure: Any = None) -> None:
-        """Writes the learning rate to the tables; the rows were updated in backward."""
+        """Writes the learning rate to the tables; the rows were updated in backward.
+
+        Raises:
+            ValueError: GradScaler calls this method: it has scaled the gradients.
+        """
+        check_not_scaled(type(self).__name__)
         self._rates.push()
 
     def zero_grad(self, set_to_none: bool = False) -> None:

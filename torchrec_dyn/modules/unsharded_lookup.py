@@ -22,6 +22,7 @@ from torchrec_dyn.modules.optimizer_choice import chosen_output_dtype
 from torchrec_dyn.modules.optimizer_state import unsharded_states
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.state_dict import check_taken
 from torchrec_dyn.storage import TableLock, locked
 from torchrec_dyn.table import TableShard
 
@@ -89,6 +90,7 @@ class UnshardedLookup:
             One tensor [B, D] per feature. If all features are in one group and have the same number of bags,
             a single tensor [B, sum of D]: then no copy is needed to join the outputs.
         """
+        check_taken(self.lock, self._where)
         varies = features.varies
         outputs: list[Tensor] = [torch.empty(0)] * len(features.batch_sizes)
         for group in self._current_groups():
@@ -120,6 +122,7 @@ class UnshardedLookup:
 
     def sequences(self, features: FeatureIds, training: bool) -> list[Tensor]:
         """Looks up without pooling; returns one tensor [ids of the feature, D] per feature."""
+        check_taken(self.lock, self._where)
         outputs: list[Tensor] = [torch.empty(0)] * len(features.batch_sizes)
         for group in self._current_groups():
             chosen = features if group.positions is None else features.select(group.positions)
@@ -154,13 +157,17 @@ class UnshardedLookup:
         names = [table.config.name for table in self.tables if not table.has_chosen_optimizer()]
         if names:
             warnings.warn(
-                f"{self.tables[0].where.partition('(')[0]}: expected an optimizer for tables "
+                f"{self._where}: expected an optimizer for tables "
                 f"{names}, got none; their rows train with EXACT_SGD at learning rate 0.01, and "
                 "an optimizer over model.parameters() does not touch them. "
                 "Set fused_params={'optimizer': ..., 'learning_rate': ...}.",
                 UserWarning,
                 stacklevel=7,
             )
+
+    @property
+    def _where(self) -> str:
+        return self.tables[0].where.partition("(")[0]
 
     def _current_groups(self) -> list[_Group]:
         state = [(rows, rows.dtype) for rows in (table.rows() for table in self.tables)]

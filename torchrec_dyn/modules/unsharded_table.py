@@ -13,7 +13,12 @@ from torchrec_dyn.checkpoint_format import MODEL_NAMES, table_config
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_optimizer
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
-from torchrec_dyn.modules.wrapper_checks import skip_in_ddp, skipped_by_fully_shard
+from torchrec_dyn.modules.wrapper_checks import (
+    check_not_averaged,
+    check_not_shared,
+    skip_in_ddp,
+    skipped_by_fully_shard,
+)
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import ModelEntry, save_tables, stage_table
@@ -71,10 +76,16 @@ class UnshardedTable(nn.Module):
         only hyper-parameters differ, else it starts from zero.
 
         Raises:
-            ValueError: if the collection is on the meta device.
+            ValueError: if the collection is on the meta device, or a tensor is in place of the placeholder.
         """
         # Called at every forward. So it avoids nn.Module's attribute lookup, and compares without a copy.
         weight = self._parameters["weight"]
+        if not weight.is_meta:
+            raise ValueError(
+                f"{self.where}: expected the placeholder of the rows on the meta device, got a tensor on "
+                f"{weight.device}: functional_call cannot replace rows. Leave the weight out of the call, "
+                "and edit rows with `assign`."
+            )
         choice = (
             getattr(weight, "_optimizer_classes", _NO_CHOICE),
             getattr(weight, "_optimizer_kwargs", _NO_CHOICE),
@@ -229,6 +240,7 @@ class UnshardedTable(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> UnshardedTable:
         # Every conversion of nn.Module (.to, .half, .cpu, .to_empty) calls `_apply`. `fn` gets an empty
         # tensor, and the rows get the dtype and device of its result.
+        check_not_shared(self.where)
         probe = torch.empty(0, dtype=self.weight.dtype, device=self.device)
         try:
             converted = fn(probe)
@@ -329,6 +341,7 @@ class UnshardedTable(nn.Module):
             loaded.commit()
 
     def __getstate__(self) -> dict[str, Any]:
+        check_not_averaged(self.where)
         # A parameter loses its attributes when it is deep-copied, and cannot be pickled with the optimizers
         # that apply_optimizer_in_backward sets on it. So the state has the data to create it again.
         state = self.__dict__.copy()

@@ -8,6 +8,9 @@ would take the rows of one rank of a sharded collection for all rows is an error
 No wrapper has a hook for modules inside the model. So the members that their constructors read look up the
 call stack; every other caller gets what it gets from any module (docs/decisions/0025). Of a collection in its
 plan without a sharder DistributedModelParallel reads nothing but the hash of the type.
+
+Three tools of torch know parameters and their gradients only. `AveragedModel` and `share_memory` would leave
+the rows behind; `GradScaler` multiplies gradients that backward applies at once. These are errors, too.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp import GradScaler
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -40,6 +45,9 @@ _DMP = _code(DistributedModelParallel.__init__)
 _DMP_SHARDS = _code(DistributedModelParallel._shard_modules_impl)
 _FULLY_SHARD = _code(fully_shard)
 _GET_MODEL_STATE_DICT = _code(dcp_state_dict._get_model_state_dict)
+_AVERAGED = _code(AveragedModel.__init__)
+_SHARE_MEMORY = _code(nn.Module.share_memory)
+_SCALED = _code(GradScaler._maybe_opt_step)
 _STATIC = (
     _code(ShardedEmbeddingBagCollection.__init__),
     _code(ShardedEmbeddingCollection.__init__),
@@ -154,17 +162,65 @@ def check_not_gathered(where: str) -> None:
         )
 
 
+def check_not_averaged(where: str) -> None:
+    """Checks that the table is not copied for a model of averages.
+
+    Raises:
+        ValueError: if it is.
+    """
+    if _running(_AVERAGED) is not None:
+        raise ValueError(
+            f"{where}: expected a model without dynamic tables, got AveragedModel around one: it would copy "
+            "the rows once and never average them. Average the dense part only, and evaluate it with the "
+            "trained tables."
+        )
+
+
+def check_not_shared(where: str) -> None:
+    """Checks that `share_memory` of a module is not called around the table.
+
+    Raises:
+        ValueError: if it is.
+    """
+    if _running(_SHARE_MEMORY) is not None:
+        raise ValueError(
+            f"{where}: expected rows of one process, got share_memory(): other processes would read and "
+            "train copies of them. Call it on the dense part only. Shard the collection to train on several "
+            "processes, or serve its rows (torchrec_dyn.serving) to read them in several."
+        )
+
+
+def check_not_scaled(where: str) -> None:
+    """Checks that the optimizer of the rows is not called by a GradScaler that is enabled.
+
+    Raises:
+        ValueError: if it is.
+    """
+    if _running(_SCALED) is not None:
+        raise ValueError(
+            f"{where}.step: expected gradients without a scale, got a step of GradScaler: backward has "
+            "updated the rows with scaled gradients. Train with bfloat16 autocast, which needs no scaler, or "
+            "with GradScaler(enabled=False)."
+        )
+
+
 def _local(name: str, *codes: CodeType) -> Any:
     """Returns a local variable of the innermost running call of some functions; None if none is running."""
     # Without a process group nothing is wrapped, and traversals of a model keep their speed. A compiler
     # traces no constructor of a wrapper, and cannot trace frames.
     if torch.compiler.is_compiling() or not dist.is_initialized():
         return None
+    frame = _running(*codes)
+    return None if frame is None else frame.f_locals.get(name)
+
+
+def _running(*codes: CodeType) -> FrameType | None:
+    """Returns the innermost running call of some functions; None if none is running."""
     frame: FrameType | None = sys._getframe(1)
     wanted = {id(code) for code in codes}  # code objects are compared field by field
     while frame is not None and id(frame.f_code) not in wanted:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals.get(name)
+    return frame
 
 
 def _check_one_rank(where: str, wrapper: str, world_size: int) -> None:

@@ -20,6 +20,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.sharding.sent_modes import with_mode_of
 
 
 class RowWiseInputDist(RwSparseFeaturesDist):
@@ -114,7 +115,7 @@ def sorted_by_owner(
         stride=None if varies else features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() * ranks if varies else None,
     )
-    return by_owner, where
+    return with_mode_of(by_owner, features), where
 
 
 def remove_stale_forwards(input_dists: Iterable[nn.Module]) -> None:

@@ -12,11 +12,13 @@ sharded tables runs in this order; each file checks its part and may refuse the 
                         load_session      checks all tables over all ranks: configs, completeness, sums
                         staged_rows       commits: swaps the stores into the table
     of the optimizer    aligned_state     checks optimizer state by the loaded rows, and commits it
+    no load_state_dict  awaited_loads     makes the next forward an error
 
 No table changes on any rank before the commit.
 """
 
 from torchrec_dyn.state_dict.aligned_state import commit_state
+from torchrec_dyn.state_dict.awaited_loads import check_taken, drop_awaited
 from torchrec_dyn.state_dict.collection_state import (
     load_optimizer_state,
     load_tables,

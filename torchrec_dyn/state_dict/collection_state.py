@@ -15,6 +15,7 @@ from torchrec_dyn.checkpoint_format import MODEL_NAMES, SavedTensor, numbers_of
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict.aligned_state import commit_state
+from torchrec_dyn.state_dict.awaited_loads import note_saved, note_taken_plain
 from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
 from torchrec_dyn.state_dict.loading import ModelEntry, OptimizerEntry
 from torchrec_dyn.state_dict.saving import ShardSource, saved_tensors
@@ -30,6 +31,9 @@ def save_tables(
     made = _tensors(f"{where}.state_dict", [*tables.values()], lambda one: ModelEntry(one).renew())
     for prefix, tensors in zip(tables, made, strict=True):
         destination.update({prefix + name: tensor for name, tensor in tensors.items()})
+    for table, tensors in zip(tables.values(), made, strict=True):
+        if table.group is None:
+            note_saved(tensors["weight"], table.lock, table.name)
 
 
 def save_optimizer_state(table: Table) -> Mapping[str, Tensor]:
@@ -122,6 +126,7 @@ def stage_table(table: Table, saved: Mapping[str, Tensor]) -> ModelEntry:
     entry = ModelEntry(table)
     entry.fill(_plain(saved))
     LoadSession([entry]).verify(table.where)
+    note_taken_plain(saved["weight"])
     return entry
 
 

@@ -35,7 +35,9 @@ from torchrec_dyn.checkpoint_format import (
     content_sum,
     sum_of_small,
 )
+from torchrec_dyn.state_dict.awaited_loads import note_begun, note_read_plain, note_resized
 from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
+from torchrec_dyn.state_dict.loading import ModelEntry
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -80,6 +82,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 name = fqn.rpartition(".")[2]
                 resized = _resized(value, name, of_saved)
                 if resized is not None:
+                    note_resized(value, resized)
                     set_element(state_dict, paths[fqn], resized)
                 if of_saved is None:
                     self._empty.add(fqn)
@@ -91,6 +94,9 @@ class LoadPlanner(DefaultLoadPlanner):
             else:
                 entry.leave_out()
         LoadSession(begun)
+        for entry in begun:
+            if isinstance(entry, ModelEntry) and entry.is_of_state_dict:
+                note_begun(entry)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
@@ -127,6 +133,8 @@ class LoadPlanner(DefaultLoadPlanner):
         if not self._left:
             loaded = {fqn: self.state_dict[fqn] for fqn in self._plain}
             _verify_unsharded(loaded, self.metadata.state_dict_metadata)
+            for tensor in loaded.values():
+                note_read_plain(tensor)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Returns the tensor into which a block is read."""

@@ -44,6 +44,7 @@ class TableEntry(ABC):
         is_verified: True if the sums over all ranks were right.
         is_left_out: True if a partial load found no tensors of the table.
         step: the last training step recorded in the rows of any rank.
+        is_of_state_dict: True if the entry belongs to a state dict, which is to be loaded after it was read.
     """
 
     order: ClassVar[tuple[str, ...]]  # tensor names in the order of their sums in the checksum
@@ -63,6 +64,7 @@ class TableEntry(ABC):
         self.session: LoadSession | None = None
         self.is_verified = self.is_left_out = False
         self.step = 0
+        self.is_of_state_dict = False
 
     @property
     def lock(self) -> TableLock:

@@ -28,6 +28,7 @@ from torchrec_dyn.checkpoint_format import (
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.ranks import Table
+from torchrec_dyn.state_dict.awaited_loads import note_taken
 from torchrec_dyn.state_dict.load_session import TableEntry
 from torchrec_dyn.state_dict.places import Places, chunks_to_read, places_of_table
 from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource
@@ -63,7 +64,7 @@ class ModelEntry(TableEntry):
     def renew(self) -> ModelSource:
         """Returns a source of the table as it is now, and sets `canonical` to its rows."""
         source = ModelSource(self.table, self)
-        self.canonical = source.canonical
+        self.canonical, self.is_of_state_dict = source.canonical, True
         return source
 
     def check_is_for(self, table: Table) -> None:
@@ -198,6 +199,7 @@ class ModelEntry(TableEntry):
             if isinstance(entry, OptimizerEntry) and entry.table.has_shards_of(self.table):
                 entry.note_rows(self)
         self.staged = self.session = None
+        note_taken(self.table.lock, self.table.name)
         self.renew()  # if the same state dict is loaded again, its tensors are the table's own
 
 

@@ -43,6 +43,7 @@ from torchrec_dyn.table.contents import (
 )
 from torchrec_dyn.table.counters import SharedCounters
 from torchrec_dyn.table.insertion import Removal, find_rows, insert_unseen
+from torchrec_dyn.table.spawned_copies import from_saved_bytes, is_spawning, to_saved_bytes
 
 
 class TableShard(TableArrays):
@@ -238,7 +239,10 @@ class TableShard(TableArrays):
         left_out = ("id_map", "row_numbers", "weights", "states", "life", "forwards", "changes")
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
         fields["own"] = self.own.moved_to(SharedCounters(1), 0)  # copied under the lock
-        state = state_for_copy(self)
+        state: dict[str, Tensor] | bytes = state_for_copy(self)
+        if is_spawning():
+            fields["own"] = fields["own"]._replace(shared=None)  # its tensors are new in every copy
+            state = to_saved_bytes(state)
         return {"fields": fields, "dtype": self.dtype, "state": state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -248,6 +252,8 @@ class TableShard(TableArrays):
         self.forwards = OpenForwards()  # a copy has no graphs
         self.changes = None  # and no versions
         contents = state["state"]
+        if isinstance(contents, bytes):
+            contents = from_saved_bytes(contents)
         # The device of the tensors, which `torch.load(map_location=)` may have moved.
         self.reset(state["dtype"], contents["ids"].device)
         write_state(self, given_state(contents))

@@ -1,0 +1,140 @@
+"""A forward between `dcp.load` and `load_state_dict` is an error, until the rows are loaded or dropped."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import workers
+from checkpoint_cases import held, quietly, save, state_dict_of
+from checkpoint_small import case, on_one, read, sharded, step, unsharded
+from torch.distributed.checkpoint.api import CheckpointException
+
+import torchrec_dyn as dyn
+from torchrec_dyn.checkpoint import LoadPlanner, drop_load
+
+NAMES = ("t", "u")
+AWAITED = r"expected load_state_dict after dcp.load .* for tables \['t', 'u'\] are not in these.*drop_load"
+
+
+def forward(model: Any) -> None:
+    step(model, [5], [6], names=NAMES)
+
+
+def check_awaited(model: Any) -> None:
+    """Asserts that training and evaluation are errors that change nothing."""
+    for mode in (True, False):
+        with pytest.raises(ValueError, match=AWAITED):
+            forward(model.train(mode))
+    model.train()
+
+
+def in_all_ways(made: Any, path: str) -> None:
+    model = made(case(world=2 if dist.is_initialized() else 1, names=NAMES))
+    step(model, [1, 2], [3, 4], names=NAMES)
+    if dist.is_initialized():
+        save(model, path)
+    else:
+        quietly(dcp.save, state_dict_of(model), checkpoint_id=path)
+
+    whole = model.module.collection if dist.is_initialized() else model
+
+    def rows() -> list[int]:
+        return [dyn.read_num_rows(whole, name) for name in NAMES]
+
+    # loaded: the next forward trains
+    state = read(state_dict_of(model), path)
+    check_awaited(model)
+    model.load_state_dict(state["model"])
+    forward(model)
+    assert rows() == [3, 3]
+    # dropped, and the state dict is gone
+    state = read(state_dict_of(model), path)
+    assert drop_load(model) == list(NAMES) and drop_load(model) == []
+    forward(model)
+    del state
+    # forgotten: the error does not depend on the state dict
+    read(state_dict_of(model), path)
+    gc.collect()
+    check_awaited(model)
+    # one table of two is not enough
+    state = read(state_dict_of(model), path)["model"]
+    part = {key: value for key, value in state.items() if ".u." not in key}
+    model.load_state_dict(part, strict=False)
+    with pytest.raises(ValueError, match=r"tables \['u'\]"):
+        forward(model)
+    model.load_state_dict({k: v for k, v in state.items() if ".u." in k}, strict=False)
+    forward(model)
+    assert rows() == [3, 3]
+    # the optimizer alone, and what DCP loads by itself
+    optimizer = {"optimizer": state_dict_of(model)["optimizer"]}
+    read(optimizer, path)
+    forward(model)
+
+
+def sharded_in_all_ways(path: str) -> None:
+    in_all_ways(sharded, path)
+
+
+def test_sharded_on_every_rank(tmp_path: Path) -> None:
+    workers.run(sharded_in_all_ways, str(tmp_path / "saved"), world_size=2)
+
+
+def test_unsharded(tmp_path: Path) -> None:
+    in_all_ways(unsharded, str(tmp_path / "saved"))
+
+
+def test_a_dropped_load_frees_its_rows_and_leaves_the_table(tmp_path: Path) -> None:
+    assert on_one(drops_staged_rows, tmp_path)
+
+
+def drops_staged_rows(path: str) -> bool:
+    model = sharded(case())
+    step(model, [1, 2, 3])
+    save(model, path)
+    step(model, [4, 5])
+    before = held(model)
+    state = read(state_dict_of(model), path)
+    entries = {id(value.entry): value.entry for value in state["model"].values()}.values()
+    staged = [entry.staged for entry in entries]
+    drop_load(model)
+    return (
+        all(one is not None for one in staged)
+        and all(entry.staged is None for entry in entries)
+        and str(held(model)) == str(before)
+    )
+
+
+def test_rows_that_another_model_takes_are_not_awaited(tmp_path: Path) -> None:
+    """An unsharded model's state dict is a template for the load of another model."""
+    template, other = unsharded(case()), unsharded(case())
+    step(template, [1, 2])
+    quietly(dcp.save, {"model": template.state_dict()}, checkpoint_id=tmp_path)
+    state = {"model": template.state_dict()}
+    quietly(dcp.load, state, checkpoint_id=tmp_path, planner=LoadPlanner())
+    other.load_state_dict(state["model"])
+    for model in (template, other):
+        step(model, [1, 2, 3])
+        assert model.table("t").num_rows == 3
+
+
+def test_a_copy_awaits_nothing_and_a_failed_load_is_not_awaited(tmp_path: Path) -> None:
+    model = unsharded(case())
+    step(model, [1, 2])
+    state = {"model": model.state_dict()}
+    quietly(dcp.save, state, checkpoint_id=tmp_path)
+    quietly(dcp.load, state, checkpoint_id=tmp_path, planner=LoadPlanner())
+    step(copy.deepcopy(model), [7])
+    drop_load(model)
+    for data in tmp_path.glob("*.distcp"):
+        data.unlink()
+    with pytest.raises(CheckpointException, match="No such file"):
+        quietly(
+            dcp.load, {"model": model.state_dict()}, checkpoint_id=tmp_path, planner=LoadPlanner()
+        )
+    step(model, [1])
