@@ -145,17 +145,6 @@ def test_no_result_shows_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(torch.equal(other[name], one) for name, one in kept[0].items())
 
 
-def test_a_map_of_an_older_pickle_has_the_public_key() -> None:
-    id_map = IdMap()
-    id_map.key = 0
-    id_map.reserve(100)
-    id_map.insert(torch.arange(100), torch.arange(100))
-    state = {name: value for name, value in vars(id_map).items() if name != "key"}
-    again = IdMap.__new__(IdMap)
-    again.__dict__.update(state)
-    assert torch.equal(again.lookup(torch.arange(100)), torch.arange(100))
-
-
 def seconds(call) -> float:
     """Returns the CPU time of a call, the least of three."""
     times = []

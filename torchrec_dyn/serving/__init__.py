@@ -11,8 +11,8 @@ The calls in their order::
 Processes that serve the same directory share its pages. On a tmpfs mounted with huge=always, the pages have
 2 MiB and large requests are a quarter to a third faster.
 
-Imports `modules`, `checkpoint_format`, `storage` and the ground; needs no table of a training model. Start with
-`modules`; `manifest` describes the directory.
+Imports `modules`, `checkpoint_format`, `storage` and the ground; needs no table of a training model. Start
+with `modules`; `manifest` describes the directory.
 """
 
 from torchrec_dyn.serving.builder import build

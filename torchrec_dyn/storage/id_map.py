@@ -93,10 +93,8 @@ class IdMap:
         moved: number of outgoing slots that have moved; -1 if `outgoing` is None.
         num_ids: number of ids, and so of slots in use.
         key: key of the hash that gives ids their slots (csrc/slot_hash.h), random and secret: who chooses the
-            ids cannot choose ids that share slots. Copies and pickles keep it with the slots.
+            ids cannot choose ids that share slots. A copy of a table is made of its contents, with another key.
     """
-
-    key: int = 0  # a map of an earlier version, in a pickle, has no other
 
     def __init__(self, limit: int | None = None, device: torch.device | None = None) -> None:
         self._limit = limit
@@ -104,7 +102,7 @@ class IdMap:
         self.outgoing: Tensor | None = None
         self.moved: int = -1
         self.num_ids: int = 0
-        self.key = new_key()
+        self.key: int = new_key()
 
     @property
     def capacity(self) -> int:
