@@ -230,6 +230,23 @@ def test_a_torn_or_truncated_one(run, tmp_path):
     refuses(copies[0], short, "it is truncated")
 
 
+def test_a_swapped_and_a_linked_one(run, tmp_path):
+    folder, copies = run
+    ((first,), (second,)) = ((folder / number).glob("*.distcp") for number in "01")
+    swapped = shutil.copytree(folder / "0", tmp_path / "swapped")
+    shutil.copy(second, swapped / first.name)
+    refuses(copies[0], swapped, r"The checkpoint is damaged; use an earlier checkpoint\.")
+    linked = shutil.copytree(folder / "0", tmp_path / "linked")
+    (linked / first.name).unlink()
+    (linked / first.name).symlink_to("nowhere")
+    refuses(copies[0], linked, f"expected the file {first.name}, got none")
+    (linked / first.name).unlink()
+    (linked / first.name).symlink_to(first)
+    model = copy.deepcopy(copies[0])
+    apply_delta(model, linked)
+    assert_same(model, copies[1])
+
+
 def test_a_flipped_bit(run, tmp_path):
     """In the numbers of any tensor it is an error; in what nobody reads it changes nothing."""
     folder, copies = run

@@ -280,6 +280,35 @@ def test_a_killed_export_leaves_the_file_before_or_the_new_one(
         assert import_rows(collection(dim=2), "t", path) == 9
 
 
+def test_a_flipped_bit_is_an_error_or_one_other_number(tmp_path: Path) -> None:
+    """In the header an error before any change, or of no account; the format has no sum of the numbers."""
+    export_rows(filled(count=4), "t", tmp_path / "f")
+    data = (tmp_path / "f").read_bytes()
+    end_of_header = 8 + int.from_bytes(data[:8], "little")
+    expected, refused = contents_of(filled(count=4)), 0
+    for at in range(len(data)):
+        made, flipped = collection(), bytearray(data)
+        flipped[at] ^= 1 << at % 8
+        (tmp_path / "f").write_bytes(flipped)
+        try:
+            import_rows(made, "t", tmp_path / "f")
+        except ValueError as error:
+            assert f"{tmp_path}/f: expected " in str(error) and at < end_of_header
+            assert made.table("t").num_rows == 0
+            refused += 1
+        else:
+            others = contents_of(made) ^ expected
+            assert len(others) in (range(1) if at < end_of_header else range(1, 4)), at
+    assert refused > end_of_header / 2
+
+
+def contents_of(made: Any) -> set[tuple[int, bytes]]:
+    """The ids of a table with the bytes of their rows."""
+    ids = made.table("t").ids()
+    rows = made.table("t").lookup(ids)[0]
+    return {(id, row.numpy().tobytes()) for id, row in zip(ids.tolist(), rows, strict=True)}
+
+
 # A table of a checkpoint
 
 

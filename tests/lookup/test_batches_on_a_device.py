@@ -36,7 +36,7 @@ def test_bags_are_described_as_on_the_cpu(device, pooling, sizes):
 @pytest.mark.parametrize("wrong", [[0, 3, 2, 3], [0, 1, 2, 2], [1, 1, 2, 3]])
 def test_wrong_offsets_are_refused_as_on_the_cpu(device, wrong):
     layout, offsets = BagLayout([4], [1], "sum"), torch.tensor(wrong)
-    with pytest.raises(ValueError, match="expected") as of_cpu:
+    with pytest.raises(ValueError, match=r"expected (ascending offsets|offsets from 0)") as of_cpu:
         layout.describe(offsets, 3, None)
     with pytest.raises(ValueError) as of_device:
         layout.describe(offsets.to(CUDA), 3, None)
