@@ -93,7 +93,7 @@ class IdMap:
         moved: number of outgoing slots that have moved; -1 if `outgoing` is None.
         num_ids: number of ids, and so of slots in use.
         key: key of the hash that gives ids their slots (csrc/slot_hash.h), random and secret: who chooses the
-            ids cannot choose ids that share slots. A copy of a table is made of its contents and another key.
+            ids cannot choose ids that share slots. A copy of a table draws another key.
     """
 
     def __init__(self, limit: int | None = None, device: torch.device | None = None) -> None:
