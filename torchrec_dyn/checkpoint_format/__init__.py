@@ -12,7 +12,6 @@ from torchrec_dyn.checkpoint_format.byte_sums import (
     FileSums,
     RunningSums,
     chunk_sum,
-    chunks_of,
     sums_of,
 )
 from torchrec_dyn.checkpoint_format.checkpoint_reader import (

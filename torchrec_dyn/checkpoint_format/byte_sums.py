@@ -9,7 +9,6 @@ They guard against accidents. Whoever can write a file can write its sums too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -45,13 +44,25 @@ def chunk_sum(number: int, chunk: Tensor) -> int:
         number: number of the chunk in its file.
         chunk: [SUMMED_BYTES] uint8, zeros after the last byte of the file.
     """
-    rows, key = _rows_and_key()
-    words = chunk.view(torch.int64).view(_ROWS, -1)
-    return unsigned(int(ops.content_sum(rows + number * _ROWS, words, 0, key)))
+    return _sum_of_rows(number * _ROWS, chunk)
+
+
+def _sum_of_rows(first: int, rows: Tensor) -> int:
+    """Returns the sum of rows from row `first` of a file on.
+
+    rows: [M * _ROW_BYTES] uint8, at most one chunk.
+    """
+    if rows.storage_offset() % 4 or rows.data_ptr() % 4:
+        rows = rows.clone()
+    numbers, key = _numbers_and_key()
+    words = rows.view(torch.float32).view(
+        -1, _ROW_BYTES // 4
+    )  # two columns for each int64: the same sum
+    return unsigned(int(ops.content_sum(numbers[: len(words)] + first, words, 0, key)))
 
 
 @cache
-def _rows_and_key() -> tuple[Tensor, int]:
+def _numbers_and_key() -> tuple[Tensor, int]:
     return torch.arange(_ROWS, device="cpu"), table_key(0, "", "sum bytes")
 
 
@@ -61,23 +72,9 @@ def sums_of(data: Tensor) -> FileSums:
     Args:
         data: [bytes] uint8, its bytes.
     """
-    sums = tuple(chunk_sum(number, chunk) for number, chunk in enumerate(chunks_of(data)))
-    return FileSums(data.numel(), sums)
-
-
-def chunks_of(data: Tensor) -> Iterator[Tensor]:
-    """Yields bytes as chunks for `chunk_sum`.
-
-    Args:
-        data: [bytes] uint8, all bytes of a file.
-    """
-    for part in data.split(SUMMED_BYTES):
-        if part.numel() == SUMMED_BYTES and part.data_ptr() % 8 == 0:
-            yield part
-        elif part.numel():
-            padded = torch.zeros(SUMMED_BYTES, dtype=torch.uint8, device="cpu")
-            padded[: part.numel()] = part
-            yield padded
+    running = RunningSums(FileSums())
+    running.add(data)
+    return running.sums()
 
 
 class RunningSums:
@@ -85,8 +82,8 @@ class RunningSums:
 
     def __init__(self, before: FileSums) -> None:
         self._sums, self._bytes = list(before.sums), before.bytes
-        # The bytes that were added to the last chunk, at their places; zeros elsewhere.
-        self._added = torch.zeros(SUMMED_BYTES, dtype=torch.uint8, device="cpu")
+        # Bytes of the last row that have no part in the sum yet, at their places; zeros elsewhere.
+        self._row = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device="cpu")
 
     def add(self, data: Tensor) -> None:
         """Adds bytes.
@@ -98,20 +95,31 @@ class RunningSums:
             place = self._bytes % SUMMED_BYTES
             if place == 0:
                 self._sums.append(0)
-            part, data = data[: SUMMED_BYTES - place], data[SUMMED_BYTES - place :]
-            self._added[place : place + part.numel()] = part
+            in_row = place % _ROW_BYTES
+            whole = min(data.numel(), SUMMED_BYTES - place) // _ROW_BYTES * _ROW_BYTES
+            size = _ROW_BYTES - in_row if in_row or not whole else whole
+            part, data = data[:size], data[size:]
+            if in_row or not whole:
+                self._row[in_row : in_row + part.numel()] = part
+                if in_row + part.numel() == _ROW_BYTES:
+                    self._end_row(place // _ROW_BYTES)
+            else:
+                self._add_rows(place // _ROW_BYTES, part)
             self._bytes += part.numel()
-            if self._bytes % SUMMED_BYTES == 0:
-                self._end_chunk()
 
     def sums(self) -> FileSums:
         """Returns the sums of all bytes so far."""
-        if self._sums:
-            self._end_chunk()
+        place = self._bytes % SUMMED_BYTES
+        if place % _ROW_BYTES:
+            self._end_row(place // _ROW_BYTES)
         return FileSums(self._bytes, tuple(self._sums))
 
-    def _end_chunk(self) -> None:
-        """Moves the added bytes into the sum of the last chunk."""
+    def _end_row(self, row: int) -> None:
+        self._add_rows(row, self._row)
+        self._row.zero_()
+
+    def _add_rows(self, row: int, rows: Tensor) -> None:
+        """Adds rows of the last chunk to its sum; the first is row `row` of the chunk."""
         number = len(self._sums) - 1
-        self._sums[-1] = unsigned(self._sums[-1] + chunk_sum(number, self._added))
-        self._added.zero_()
+        added = _sum_of_rows(number * _ROWS + row, rows)
+        self._sums[number] = unsigned(self._sums[number] + added)

@@ -149,11 +149,19 @@ def _write_tables(folder: Path, saved: Mapping[str, SavedTable], row_format: Row
     publish(folder, generation, manifest)
 
 
-def new_slots(generation: Path, tables: Mapping[str, ServedTable]) -> Tensor:
-    """Creates the directory of a generation and its file of id maps, [bytes] uint8, empty and writable."""
+def new_slots(
+    generation: Path, tables: Mapping[str, ServedTable], copied: Tensor | None = None
+) -> Tensor:
+    """Creates the directory of a generation and its file of id maps, [bytes] uint8, writable.
+
+    Args:
+        generation: the directory.
+        tables: tables by name, each with its range of slots.
+        copied: [bytes] uint8, id maps of the same ranges; None: the maps are empty.
+    """
     generation.mkdir()
     size = SLOT_BYTES * sum(table.capacity for table in tables.values())
-    return new_mapped(generation / SLOTS, size)
+    return new_mapped(generation / SLOTS, size, copied)
 
 
 def publish(folder: Path, generation: str, manifest: Manifest) -> None:

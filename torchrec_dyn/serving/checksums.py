@@ -23,8 +23,6 @@ from torch import Tensor
 from torchrec_dyn.checkpoint_format import (
     SUMMED_BYTES,
     FileSums,
-    chunk_sum,
-    chunks_of,
     replace_file,
     sums_of,
 )
@@ -49,8 +47,8 @@ class Checksums:
             data: [bytes] uint8, its bytes in use.
         """
         self.check_length(path, data.numel())
-        for number, chunk in enumerate(chunks_of(data)):
-            self.check_chunk(path, number, chunk)
+        for number, total in enumerate(sums_of(data).sums):
+            self.check_sum(path, number, total)
 
     def check_length(self, path: Path, size: int) -> None:
         """Raises ValueError unless a file has `size` bytes in use."""
@@ -59,15 +57,9 @@ class Checksums:
                 f"{path}: expected {self.files[path.name].bytes} bytes in use, got {size}. {_DAMAGED}"
             )
 
-    def check_chunk(self, path: Path, number: int, chunk: Tensor) -> None:
-        """Raises ValueError if a chunk of a file does not have its sum.
-
-        Args:
-            path: path of the file.
-            number: number of the chunk.
-            chunk: [SUMMED_BYTES] uint8, its bytes, zeros after the last byte.
-        """
-        of_file, got = self.files[path.name], chunk_sum(number, chunk)
+    def check_sum(self, path: Path, number: int, got: int) -> None:
+        """Raises ValueError if `got` is not the sum of chunk `number` of a file."""
+        of_file = self.files[path.name]
         if got != of_file.sums[number]:
             first = number * SUMMED_BYTES
             last = min(first + SUMMED_BYTES, of_file.bytes)

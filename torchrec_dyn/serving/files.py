@@ -41,18 +41,21 @@ def mapped(path: Path, size: int, is_whole: bool = False) -> Tensor:
         return _map(file.fileno(), size, mmap.MAP_PRIVATE | _NO_RESERVE)
 
 
-def new_mapped(path: Path, size: int) -> Tensor:
-    """Creates a file of zeros and maps it, [size] uint8; writes change the file.
+def new_mapped(path: Path, size: int, copied: Tensor | None = None) -> Tensor:
+    """Creates a file and maps it, [size] uint8; writes change the file.
 
-    The bytes have room on the disk before they are mapped: a write to a page without room would end the
-    process.
+    It has the bytes of `copied`, [size] uint8, or zeros. The bytes have room on the disk before they are
+    mapped: a write to a page without room would end the process.
 
     Raises:
         OSError: if the disk has no room for the file.
     """
     file = FileWriter(path)
     try:
-        file.allocate(size)
+        if copied is None:
+            file.allocate(size)
+        else:
+            file.write(0, copied.numpy())
     finally:
         file.close()
     with open(path, "r+b") as opened:

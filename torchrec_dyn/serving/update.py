@@ -112,7 +112,7 @@ def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -
         created = [path / generation]
         try:
             after = _write_generation(
-                path, generation, maps, rows, manifest, sums, saved, where, created
+                path, generation, slots, maps, rows, manifest, sums, saved, where, created
             )
             publish(path, generation, after)
         except BaseException:
@@ -199,6 +199,7 @@ def _hex(sums: Mapping[str, int]) -> str:
 def _write_generation(
     path: Path,
     generation: str,
+    old_slots: Tensor,
     old_maps: Mapping[str, ServedMap],
     old_rows: Tensor,
     manifest: Manifest,
@@ -212,14 +213,17 @@ def _write_generation(
     New files are appended to `created`.
     """
     tables = _with_room(manifest.tables, saved)
-    slots = new_slots(path / generation, tables)
+    # Maps that keep their places are copied by a write: cheaper than page by page through the mapping.
+    keep = all(tables[name].capacity == table.capacity for name, table in manifest.tables.items())
+    slots = new_slots(path / generation, tables, old_slots if keep else None)
     maps = maps_of(slots, tables)
     rows_sums = None if sums is None else RunningSums(sums.files[manifest.rows_file])
     appender = Appender(path / manifest.rows_file, manifest.rows_bytes, rows_sums)
     check = partial(_check_rows, path / manifest.rows_file, sums, old_rows)
     try:
         for name, table in saved.items():
-            _copy_map(old_maps[name], maps[name])
+            if not keep:
+                _copy_map(old_maps[name], maps[name])
             change = _Change(f"{where}(table='{name}')", name, manifest, old_rows, check)
             change.apply(table, maps[name], appender)
             tables[name] = replace(tables[name], num_rows=change.num_rows, sums=change.result)

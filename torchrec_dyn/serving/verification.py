@@ -20,6 +20,7 @@ from torchrec_dyn.checkpoint_format import (
     FileSums,
     Pace,
     add_sums,
+    chunk_sum,
     content_sum,
     naming,
     sums_of,
@@ -114,7 +115,7 @@ def verify_generation(
                 size = min(SUMMED_BYTES, of_file.bytes - number * SUMMED_BYTES)
                 pace.wait(size)
                 _read_into(chunk, file, path, number * SUMMED_BYTES, size)
-                sums.check_chunk(path, number, chunk)
+                sums.check_sum(path, number, chunk_sum(number, chunk))
                 total += size
     return Verified(generation, total, {rows.name: sums.files[rows.name]})
 
