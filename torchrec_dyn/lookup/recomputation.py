@@ -190,7 +190,7 @@ def _frames_with_hooks() -> list[Any]:
     torch shows the innermost hooks only, so hooks are taken off and put back.
     """
     frames: list[Any] = []
-    if not _autograd._saved_tensors_hooks_is_enabled():
+    if not _autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return frames
     taken: list[tuple[Any, Any]] = []
     try:

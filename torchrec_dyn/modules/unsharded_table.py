@@ -80,6 +80,7 @@ class UnshardedTable(nn.Module):
         """
         # Called at every forward. So it avoids nn.Module's attribute lookup, and compares without a copy.
         weight = self._parameters["weight"]
+        assert weight is not None
         if not weight.is_meta:
             raise ValueError(
                 f"{self.where}: expected the placeholder of the rows on the meta device, got a tensor on "

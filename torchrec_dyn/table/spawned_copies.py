@@ -17,11 +17,11 @@ from torch import Tensor
 
 def is_spawning() -> bool:
     """Returns True while this thread pickles what a new process gets."""
-    return multiprocessing.context.get_spawning_popen() is not None  # type: ignore[attr-defined]
+    return multiprocessing.context.get_spawning_popen() is not None
 
 
 def to_saved_bytes(state: Mapping[str, Tensor]) -> bytes:
-    """Returns tensors as bytes."""
+    """Returns tensors as bytes; state: the tensors by name."""
     file = io.BytesIO()
     torch.save(dict(state), file)
     return file.getvalue()
